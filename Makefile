@@ -1,0 +1,62 @@
+# The verbs that matter. `make serve` and `make test` start from a bare checkout and are quick the second time.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+HOST ?= 127.0.0.1
+PORT ?= 8000
+MODEL ?=
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+TORCH := torch==2.13.0
+
+.PHONY: help serve dev test check format bench soak train clean
+
+help: ## list the verbs
+	@awk -F':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+serve: $(VENV)/.installed-serve ## serve the built-in model, or MODEL=path, on HOST:PORT (default 127.0.0.1:8000)
+	@$(BIN)/maitred serve $(MODEL) --host $(HOST) --port $(PORT)
+
+dev: $(VENV)/.installed-dev ## what contributors need: torch, transformers and the test tools
+
+test: $(VENV)/.installed-dev ## the whole suite
+	$(BIN)/python -m pytest
+
+check: $(VENV)/.installed-dev ## formatting, lint, types and import layers
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	@files=$$(git ls-files '*.cpp' '*.h'); if [ -n "$$files" ]; then $(BIN)/clang-format --dry-run --Werror $$files; fi
+
+format: $(VENV)/.installed-dev ## format everything
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(VENV)/.installed-dev ## the benchmarks that need no peer
+	for script in benchmarks/bench_*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
+
+soak: $(VENV)/.installed-dev ## a million simulated requests in flat memory (minutes)
+	$(BIN)/python benchmarks/soak_simulator.py
+
+train: $(VENV)/.installed-dev ## train the built-in model and its draft anew into runs/ (an hour and a half)
+	$(BIN)/python -m training.train --out runs/mini --minutes 85 --seed 0
+	$(BIN)/python -m training.train --out runs/draft --minutes 10 --seed 0 --draft --teacher runs/mini/model
+	$(BIN)/python -m training.evaluate --model runs/mini/model --num-each 100
+
+clean: ## remove what the verbs above made
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+# A stamp is as new as the files that decide what is installed, so a second run costs nothing.
+# PyTorch comes first and pinned: a package that wants "any torch" would otherwise choose another build.
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV) || { echo "cannot make $(VENV): Python 3.11+ with venv is needed (Debian: apt-get install python3-venv)" >&2; rm -rf $(VENV); exit 1; }
+
+$(VENV)/.installed-serve: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(PIP) install $(TORCH)
+	$(PIP) install -c constraints.txt -e '.[torch,hub]'
+	@touch $@
+
+$(VENV)/.installed-dev: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(PIP) install $(TORCH)
+	$(PIP) install -c constraints.txt -e '.[dev]'
+	@touch $@ $(VENV)/.installed-serve

@@ -1,0 +1,31 @@
+"""maitred: an LLM serving system. `from maitred import LLM, SamplingParams`."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from maitred.engine.llm import LLM as LLM
+    from maitred.engine.output import CompletionOutput as CompletionOutput
+    from maitred.engine.output import Logprob as Logprob
+    from maitred.engine.output import RequestOutput as RequestOutput
+    from maitred.request import SamplingParams as SamplingParams
+
+__version__ = "0.1.0"
+
+# Names load on first use: `import maitred` costs nothing and never imports torch.
+_HOME = {
+    "LLM": "maitred.engine.llm",
+    "CompletionOutput": "maitred.engine.output",
+    "Logprob": "maitred.engine.output",
+    "RequestOutput": "maitred.engine.output",
+    "SamplingParams": "maitred.request",
+}
+__all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(import_module(_HOME[name]), name)
+    raise AttributeError(f"module 'maitred' has no attribute {name!r}")

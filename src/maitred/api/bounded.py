@@ -1,0 +1,76 @@
+"""Fields whose decoding a client could make expensive: kept raw, measured, then decoded."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, TypeVar
+
+import msgspec
+from msgspec import Raw, UnsetType
+
+from maitred.api.exchange import decode_json
+from maitred.errors import InvalidRequest
+
+T = TypeVar("T")
+Prompt = str | list[int]
+MAX_OBJECT_BYTES = 64 * 1024
+MAX_PROMPTS = 1024
+
+_ANY = msgspec.json.Decoder(dict[str, Any])
+_STRINGS = msgspec.json.Decoder(dict[str, str])
+_BIASES = msgspec.json.Decoder(dict[int, float])
+_TEXT = msgspec.json.Decoder(str)
+_TEXTS = msgspec.json.Decoder(list[str])
+_TOKENS = msgspec.json.Decoder(list[int])
+_TOKEN_LISTS = msgspec.json.Decoder(list[list[int]])
+_FIRST_ITEM = re.compile(rb"\[\s*(.)")
+
+
+def any_object(raw: Raw | UnsetType, name: str) -> dict[str, Any] | None:
+    """An object of whatever; None when absent or null."""
+    return _object(raw, name, _ANY)
+
+
+def string_map(raw: Raw | UnsetType, name: str) -> dict[str, str] | None:
+    return _object(raw, name, _STRINGS)
+
+
+def token_biases(raw: Raw | UnsetType, name: str) -> dict[int, float] | None:
+    return _object(raw, name, _BIASES)
+
+
+def _object(raw: Raw | UnsetType, name: str, decoder: msgspec.json.Decoder[T]) -> T | None:
+    if isinstance(raw, UnsetType):
+        return None
+    sent = bytes(raw)
+    if sent == b"null":
+        return None
+    if len(sent) > MAX_OBJECT_BYTES:
+        raise InvalidRequest(f"{name} has {len(sent)} bytes; at most {MAX_OBJECT_BYTES}", param=name)
+    return decode_json(sent, decoder, at=name)
+
+
+def prompts_of(raw: Raw) -> list[Prompt]:
+    """One text, one list of token ids, or a list of either; the first item says which."""
+    sent = bytes(raw)
+    if sent.startswith(b'"'):
+        return [decode_json(sent, _TEXT, at="prompt")]
+    found = _FIRST_ITEM.match(sent)
+    if found is None:
+        raise InvalidRequest("prompt must be a text, a list of token ids, or a list of either", param="prompt")
+    prompts: list[Prompt]
+    if found[1] == b"[":
+        _check_count(sent.count(b"[") - 1)  # all of them structure: there are only numbers inside
+        prompts = [*decode_json(sent, _TOKEN_LISTS, at="prompt")]
+    elif found[1] == b'"':
+        prompts = [*decode_json(sent, _TEXTS, at="prompt")]
+    else:
+        tokens = decode_json(sent, _TOKENS, at="prompt")
+        prompts = [tokens] if tokens else []
+    _check_count(len(prompts))
+    return prompts
+
+
+def _check_count(num_prompts: int) -> None:
+    if not 1 <= num_prompts <= MAX_PROMPTS:
+        raise InvalidRequest(f"prompt has {num_prompts} prompts; it must have 1 to {MAX_PROMPTS}", param="prompt")

@@ -1,0 +1,183 @@
+"""What all routes of one app share: model, replica, limits, counts; who is admitted, and work off the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import secrets
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from typing import ParamSpec, TypeVar
+
+import maitred
+from maitred.api.auth import Door
+from maitred.api.errors import shortened
+from maitred.api.exchange import Exchange
+from maitred.api.limits import NO_LIMITS, TimeLimits
+from maitred.api.metrics_page import EdgeMetrics
+from maitred.api.sse import EventStream
+from maitred.api.watch import Watch
+from maitred.clock import Clock
+from maitred.config import AdmissionConfig, ServerConfig
+from maitred.engine.intake import ServedModel, make_requests
+from maitred.engine.ledger import Ledger
+from maitred.errors import InvalidRequest, ModelNotFound, Overloaded, RequestError, Unavailable
+from maitred.replica import Replica
+from maitred.request import Request, SamplingParams
+from maitred.scheduler.admission import AdmissionController
+
+P = ParamSpec("P")
+T = TypeVar("T")
+TEXT_THREADS = 4  # tokenising releases the GIL
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOptions:
+    """What every sample of one HTTP request has in common besides its sampling."""
+
+    priority: int = 0
+    cache_salt: str = ""
+    limits: TimeLimits = NO_LIMITS
+    add_special_tokens: bool = True
+
+
+class Edge:
+    """One server's view of one replica."""
+
+    def __init__(
+        self,
+        replica: Replica,
+        model: ServedModel,
+        config: ServerConfig,
+        *,
+        clock: Clock,
+        is_ready: Callable[[], bool],
+        priorities: bool,
+        door: Door | None = None,
+        ledger: Ledger | None = None,
+        admission: AdmissionController | None = None,
+    ) -> None:
+        self.replica, self.model, self.config = replica, model, config
+        self.admission = admission
+        self.admission_config = admission.config if admission is not None else AdmissionConfig()
+        self.priorities = priorities
+        self.metrics = EdgeMetrics(replica, version=maitred.__version__, model=model.names[0], admission=admission)
+        self.fingerprint = f"maitred-{maitred.__version__}"
+        self.draining = False
+        self.clock = clock
+        self.door = door if door is not None else Door(config.api_keys)
+        self.ledger = ledger
+        self.salt_secret = secrets.token_bytes(32)  # the cache it protects does not outlive this process either
+        self._is_ready = is_ready
+        self._threads = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="maitred-text")
+        self._ids = itertools.count()
+        self._num_admitted = 0
+        self._watches: set[Watch] = set()
+
+    @property
+    def ready(self) -> bool:
+        return not self.draining and self._is_ready() and self.replica.state().alive
+
+    def check_model(self, name: str | None) -> str:
+        """`name`, or the canonical one when none was given; raises ModelNotFound."""
+        if name is None:
+            return self.model.names[0]
+        if name not in self.model.names:
+            raise ModelNotFound(
+                f"the model {shortened(repr(name))} is not served here; choose one of {', '.join(self.model.names)}",
+                param="model",
+            )
+        return name
+
+    @contextmanager
+    def admit(self, num_samples: int, priority: int = 0, limits: TimeLimits = NO_LIMITS) -> Iterator[None]:
+        """Hold room for `num_samples`; raises Unavailable or Overloaded, before any work was done.
+
+        What the engine's own door would refuse whatever the prompt is refused here, before it is tokenised.
+        """
+        limit = self.config.max_concurrent_requests
+        if num_samples > limit:
+            raise InvalidRequest(f"prompts times n is {num_samples}; this server holds at most {limit} at once")
+        if self.draining or not self._is_ready():
+            state = "shutting down" if self.draining else "not ready yet"
+            raise Unavailable(f"the server is {state}; try again", retry_after_s=1.0)
+        if self._num_admitted + num_samples > limit:
+            raise Overloaded(
+                f"{self._num_admitted} requests are in flight, the limit is {limit}; try again later",
+                retry_after_s=self.retry_after_s(),
+            )
+        if self.admission is not None:
+            self.admission.knock(priority, limits.ttft_slo_s, self.clock.now())
+        self._num_admitted += num_samples
+        try:
+            yield
+        finally:
+            self._num_admitted -= num_samples
+
+    def retry_after_s(self) -> float:
+        """When there may be room again, by the rate at which work leaves."""
+        return self.admission.retry_after_s(self.clock.now()) if self.admission is not None else 1.0
+
+    @asynccontextmanager
+    async def watch(self, exchange: Exchange, events: EventStream | None = None) -> AsyncIterator[None]:
+        """End what runs inside when the client goes away or drain() says so."""
+        silence_s = self.config.sse_keep_alive_s
+        watch = Watch(exchange, silence_s=silence_s, on_silence=events.keep_alive if events is not None else None)
+        self._watches.add(watch)
+        try:
+            async with watch:
+                yield
+        finally:
+            self._watches.discard(watch)
+
+    def cut_all(self) -> None:
+        """End every request in flight with an error; for the end of a graceful shutdown."""
+        for watch in list(self._watches):
+            watch.cut(Unavailable("the server is shutting down; send the request again", retry_after_s=1.0))
+
+    async def in_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run text work (templates, tokenising) beside the event loop."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, lambda: function(*args, **kwargs))
+
+    def make_batches(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        sampling: SamplingParams,
+        options: RequestOptions,
+        completion_id: str,
+    ) -> list[list[Request]]:
+        """The samples of each prompt; call it in a thread. Ids are unique even when clients repeat theirs."""
+        now = self.clock.now()
+        batches = []
+        for position, prompt in enumerate(prompts):
+            try:
+                batch = make_requests(
+                    self.model,
+                    prompt,
+                    sampling,
+                    request_id=f"{next(self._ids):x}.{completion_id}",
+                    now=now,
+                    priority=options.priority,
+                    cache_salt=options.cache_salt,
+                    ttft_slo_s=options.limits.ttft_slo_s,
+                    start_by=_after(now, options.limits.queue_timeout_s),
+                    finish_by=_after(now, options.limits.timeout_s),
+                    add_special_tokens=options.add_special_tokens,
+                )
+            except RequestError as error:
+                if error.param == "prompt" and len(prompts) > 1:
+                    error.param = f"prompt[{position}]"
+                raise
+            batches.append(batch)
+        return batches
+
+    def close(self) -> None:
+        """Give back the threads; the app answers no more."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _after(now: float, seconds: float | None) -> float | None:
+    return now + seconds if seconds is not None else None

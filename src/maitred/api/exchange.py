@@ -1,0 +1,120 @@
+"""One HTTP request and its answer on plain ASGI: body within limits, JSON to a struct, JSON out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.types import Message, Receive, Scope, Send
+
+from maitred.api.auth import Caller
+from maitred.api.errors import ClientGone, HttpError, UnsupportedMediaType
+from maitred.errors import InvalidRequest, RequestTooLarge
+
+T = TypeVar("T")
+Header = tuple[bytes, bytes]
+JSON_HEADERS = ((b"content-type", b"application/json"),)
+# "... - at `$.messages[0].content`", and for keys of an object "- at `key` in `$.logit_bias`"
+_PATH = re.compile(r" - at (?:`?key`? in )?`\$\.?([^`]*)`$")
+_MISSING = re.compile(r"missing required field `([^`]+)`")
+
+
+@dataclass(slots=True, eq=False)
+class Exchange:
+    """A request being answered. `send` notes how far the answer is, so that errors know what is still possible."""
+
+    scope: Scope
+    receive: Receive
+    raw_send: Send
+    request_id: str
+    max_body_bytes: int
+    headers: dict[bytes, bytes]  # of the request, names in lower case, the first of equals
+    caller: Caller = field(init=False)  # set before any route is asked
+    route: str = "other"  # the path as declared, for metrics
+    log: dict[str, Any] = field(default_factory=dict)  # what the access line says besides
+    status: int | None = None  # set once the answer began
+    streaming: bool = False  # the answer that began is an event stream
+    complete: bool = False
+    standing_headers: Callable[[], Iterable[Header]] = tuple  # of every answer, asked when it begins
+
+    @property
+    def started(self) -> bool:
+        return self.status is not None
+
+    async def send(self, message: Message) -> None:
+        """Send an ASGI message; every answer carries its x-request-id."""
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            own = ((b"x-request-id", self.request_id.encode()), *self.standing_headers())
+            message["headers"] = [*message.get("headers", ()), *own]
+        elif not message.get("more_body", False):
+            self.complete = True
+        await self.raw_send(message)
+
+    async def body(self) -> bytes:
+        """The whole body; raises RequestTooLarge as soon as its length says so, declared or counted."""
+        declared = self.headers.get(b"content-length", b"")
+        if declared.isdigit() and int(declared[:20]) > self.max_body_bytes:
+            raise self._too_large()
+        chunks: list[bytes] = []
+        size = 0
+        while True:
+            message = await self.receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+            chunk = message.get("body", b"")
+            size += len(chunk)
+            if size > self.max_body_bytes:
+                raise self._too_large()
+            chunks.append(chunk)
+            if not message.get("more_body", False):
+                return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+    def _too_large(self) -> RequestTooLarge:
+        return RequestTooLarge(f"the request body is over the limit of {self.max_body_bytes} bytes")
+
+    async def json(self, decoder: msgspec.json.Decoder[T]) -> T:
+        """The body as a struct; raises InvalidRequest whose `param` is the path of the wrong field."""
+        media_type = self.headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
+        if media_type != b"application/json":
+            raise UnsupportedMediaType("send the body as JSON, with the header Content-Type: application/json")
+        return decode_json(await self.body(), decoder)
+
+    async def answer_json(self, value: Any, status: int = 200, headers: tuple[tuple[bytes, bytes], ...] = ()) -> None:
+        await self.answer(msgspec.json.encode(value), status, (*JSON_HEADERS, *headers))
+
+    async def answer(self, body: bytes, status: int, headers: tuple[tuple[bytes, bytes], ...]) -> None:
+        """Send a whole answer."""
+        length = (b"content-length", str(len(body)).encode())
+        await self.send({"type": "http.response.start", "status": status, "headers": [*headers, length]})
+        await self.send({"type": "http.response.body", "body": body})
+
+    async def answer_error(self, error: HttpError) -> None:
+        await self.answer(error.encoded(), error.status, (*JSON_HEADERS, *error.headers))
+
+
+def decode_json(body: bytes, decoder: msgspec.json.Decoder[T], *, at: str = "") -> T:
+    """`body` decoded and checked; every way in which JSON can be wrong is an InvalidRequest. `at` is where it stood."""
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        message = str(error)
+        param = _param(message, at)
+        where = f" at {param}" if param and "missing required" not in message else ""
+        raise InvalidRequest(_PATH.sub("", message) + where, param=param) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"the body is not valid JSON: {error}", code="invalid_json") from None
+    except RecursionError:
+        raise InvalidRequest("the body is nested too deeply", code="invalid_json") from None
+
+
+def _param(message: str, at: str) -> str | None:
+    """The path of the field that a ValidationError is about."""
+    found = _PATH.search(message)
+    path = found.group(1).replace("[...]", "") if found else ""  # msgspec does not name the keys of an object
+    missing = _MISSING.search(message)
+    steps = [step for step in (at, path, missing.group(1) if missing else "") if step]
+    return ".".join(steps).replace(".[", "[") or None

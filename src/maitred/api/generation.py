@@ -1,0 +1,179 @@
+"""The samples of one HTTP request on their way: deltas of all prompts merged, counted, gathered or refused."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import cast
+
+from maitred.api.edge import Edge
+from maitred.api.schemas import CompletionTokensDetails, PromptTokensDetails, Usage
+from maitred.engine.output import TextDelta, stream_text
+from maitred.errors import GenerationFailed, Overloaded, QueueTimeout, RequestTimeout, ServerError
+from maitred.request import FinishReason, Request
+from maitred.step import TokenLogprobs
+
+_GOOD_ENDS = (None, FinishReason.STOP, FinishReason.LENGTH)
+_Queue = asyncio.Queue[tuple[int, TextDelta] | Exception | None]
+
+
+@dataclass(slots=True, eq=False)
+class Sample:
+    """One choice of the answer, as far as it has come."""
+
+    index: int  # of the choice: prompts in order, the n samples of each together
+    request: Request
+    texts: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    num_tokens: int = 0
+    last_token_at: float | None = None  # s, monotonic
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+
+class Generation:
+    """All samples of one HTTP request.
+
+    `score_only` hides the one token that was sampled because every request must (max_tokens 0).
+    """
+
+    def __init__(self, edge: Edge, batches: Sequence[Sequence[Request]], *, score_only: bool = False) -> None:
+        self._edge, self._batches, self._score_only = edge, batches, score_only
+        self.num_samples_per_prompt = len(batches[0])
+        requests = [request for batch in batches for request in batch]
+        self.samples = [Sample(index, request) for index, request in enumerate(requests)]
+        self.prompt_logprobs: list[list[TokenLogprobs]] = [[] for _ in batches]  # by prompt, positions 1..
+        self._num_cached = [0] * len(batches)  # tokens, by prompt
+        self.num_tokens_seen = [0] * len(requests)  # by sample, hidden ones too
+        self.on_first_token: Callable[[], None] | None = None  # told once for each sample
+
+    def prompt_index(self, sample: Sample) -> int:
+        return sample.index // self.num_samples_per_prompt
+
+    def siblings(self, sample: Sample) -> list[Sample]:
+        """The other samples of its prompt."""
+        first = self.prompt_index(sample) * self.num_samples_per_prompt
+        return [s for s in self.samples[first : first + self.num_samples_per_prompt] if s is not sample]
+
+    def knows_prompt(self, sample: Sample) -> bool:
+        """Whether the log-probabilities of its whole prompt have come."""
+        known = self.prompt_logprobs[self.prompt_index(sample)]
+        return len(known) >= sample.request.num_prompt_tokens - 1
+
+    def usage(self) -> Usage:
+        """A prompt counts once, whatever n is."""
+        prompt = sum(batch[0].num_prompt_tokens for batch in self._batches)
+        completion = sum(sample.num_tokens for sample in self.samples)
+        return Usage(
+            prompt_tokens=prompt,
+            completion_tokens=completion,
+            total_tokens=prompt + completion,
+            prompt_tokens_details=PromptTokensDetails(sum(self._num_cached)),
+            completion_tokens_details=CompletionTokensDetails(),
+        )
+
+    async def deltas(self) -> AsyncGenerator[tuple[Sample, TextDelta], None]:
+        """What each sample gained, as it comes; closing it ends all. Raises a ServerError when one cannot go on."""
+        async with aclosing(self._merged()) as merged:
+            async for prompt_index, delta in merged:
+                sample = self.samples[prompt_index * self.num_samples_per_prompt + delta.index]
+                self._count(prompt_index, sample, delta)
+                if delta.finish_reason not in _GOOD_ENDS:
+                    raise self._failure(delta)
+                yield sample, self._without_output(delta) if self._score_only else delta
+
+    def _failure(self, delta: TextDelta) -> ServerError:
+        waited_s = delta.timing.total_s if delta.timing is not None else 0.0
+        if delta.finish_reason is FinishReason.QUEUE_TIMEOUT:
+            message = f"the request was in no step after {waited_s:.1f} s, all the time it had to wait"
+            return QueueTimeout(message, retry_after_s=self._edge.retry_after_s())
+        if delta.finish_reason is FinishReason.SHED:
+            message = f"after {waited_s:.1f} s in the queue the request made room for a more urgent one"
+            return Overloaded(message, retry_after_s=self._edge.retry_after_s())
+        if delta.finish_reason is FinishReason.TIMEOUT:
+            return RequestTimeout(f"the request was not done after {waited_s:.1f} s, all the time it had")
+        return GenerationFailed(delta.error or "the server ended this request")
+
+    async def gather(self) -> None:
+        """Run to the end; the samples then hold everything."""
+        async with aclosing(self.deltas()) as deltas:
+            async for sample, delta in deltas:
+                if delta.text:
+                    sample.texts.append(delta.text)
+                sample.token_ids.extend(delta.token_ids)
+                if delta.logprobs is not None:
+                    sample.logprobs.extend(delta.logprobs)
+                if delta.finish_reason is not None:
+                    sample.finish_reason, sample.stop_reason = delta.finish_reason, delta.stop_reason
+
+    def _count(self, prompt_index: int, sample: Sample, delta: TextDelta) -> None:
+        new = len(delta.token_ids)
+        if new:
+            now = time.monotonic()
+            if sample.last_token_at is not None:
+                self._edge.metrics.tokens_came(now - sample.last_token_at, new)
+            elif self.on_first_token is not None:
+                self.on_first_token()
+            sample.last_token_at = now
+            self.num_tokens_seen[sample.index] += new
+            if not self._score_only:
+                sample.num_tokens += new
+        if delta.index == 0:
+            if delta.prompt_logprobs is not None:
+                self.prompt_logprobs[prompt_index].extend(delta.prompt_logprobs)
+            self._num_cached[prompt_index] = max(self._num_cached[prompt_index], delta.num_cached_tokens)
+        if delta.finish_reason is not None:
+            self._edge.metrics.sample_finished(
+                delta.timing, num_prompt_tokens=sample.request.num_prompt_tokens, num_tokens=sample.num_tokens
+            )
+
+    def _without_output(self, delta: TextDelta) -> TextDelta:
+        finish = FinishReason.LENGTH if delta.finish_reason is not None else None
+        return TextDelta(index=delta.index, finish_reason=finish)
+
+    async def _merged(self) -> AsyncGenerator[tuple[int, TextDelta], None]:
+        edge = self._edge
+        if len(self._batches) == 1:
+            async with aclosing(_stream(edge, self._batches[0])) as deltas:
+                async for delta in deltas:
+                    yield 0, delta
+            return
+        queue: _Queue = asyncio.Queue()
+        tasks = [asyncio.create_task(_pump(edge, i, batch, queue)) for i, batch in enumerate(self._batches)]
+        try:
+            left = len(tasks)
+            while left:
+                item = await queue.get()
+                if isinstance(item, Exception):
+                    raise item
+                if item is None:
+                    left -= 1
+                else:
+                    yield item
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)  # their aborts are done when we return
+
+
+def _stream(edge: Edge, batch: Sequence[Request]) -> AsyncGenerator[TextDelta, None]:
+    return cast(AsyncGenerator[TextDelta, None], stream_text(edge.replica, edge.model, batch))
+
+
+async def _pump(edge: Edge, prompt_index: int, batch: Sequence[Request], queue: _Queue) -> None:
+    """Carry one prompt's deltas into the common queue; None marks its end."""
+    try:
+        async with aclosing(_stream(edge, batch)) as deltas:
+            async for delta in deltas:
+                queue.put_nowait((prompt_index, delta))
+        queue.put_nowait(None)
+    except Exception as error:  # raised again by whoever reads the queue
+        queue.put_nowait(error)

@@ -1,0 +1,114 @@
+"""Around every route: request id, API key, errors as OpenAI writes them, one access line, counts."""
+
+from __future__ import annotations
+
+import logging
+import random
+import re
+import time
+from functools import partial
+from typing import Any
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from maitred.api.auth import Caller
+from maitred.api.edge import Edge
+from maitred.api.errors import CLIENT_GONE_STATUS, ClientGone, HttpError, http_error
+from maitred.api.exchange import Exchange, Header
+from maitred.api.logs import ACCESS, ERRORS, log_fields
+from maitred.api.sse import DONE
+from maitred.errors import Overloaded
+
+REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
+EXCHANGE = "maitred.exchange"  # where the scope keeps it
+
+
+class EdgeMiddleware:
+    """Makes the Exchange that routes answer through, and is the one place where exceptions become answers."""
+
+    def __init__(self, app: ASGIApp, edge: Edge) -> None:
+        self._app, self._edge = app, edge
+        self._random = random.Random()  # ids are no secrets, and the system's own source costs a system call each
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers: dict[bytes, bytes] = dict(reversed(scope["headers"]))
+        exchange = Exchange(
+            scope=scope,
+            receive=receive,
+            raw_send=send,
+            request_id=self._request_id(headers.get(b"x-request-id")),
+            max_body_bytes=self._edge.config.max_body_bytes,
+            headers=headers,
+        )
+        scope[EXCHANGE] = exchange
+        started_at = time.monotonic()
+        metrics = self._edge.metrics
+        metrics.num_in_flight += 1
+        try:
+            exchange.caller = self._edge.door.check(scope["path"], headers.get(b"authorization"))
+            if exchange.caller.tenant.limits.any:
+                exchange.standing_headers = partial(self._limits, exchange.caller)
+            await self._app(scope, receive, exchange.send)
+        except ClientGone:
+            exchange.status = CLIENT_GONE_STATUS
+            metrics.num_cancelled += 1
+        except Exception as error:
+            await _answer(exchange, error)
+        finally:
+            metrics.num_in_flight -= 1
+            metrics.http_answered(exchange.route, exchange.status or CLIENT_GONE_STATUS)
+            _log_access(exchange, time.monotonic() - started_at)
+
+    def _limits(self, caller: Caller) -> list[Header]:
+        """The x-ratelimit headers, as they are when the answer begins."""
+        told = caller.quota.headers(self._edge.clock.now())
+        return [(name.encode(), value.encode()) for name, value in told]
+
+    def _request_id(self, sent: bytes | None) -> str:
+        """The client's own, if it is one that cannot forge a log line or a header, else a new one."""
+        if sent is not None and REQUEST_ID.fullmatch(sent):
+            return sent.decode()
+        return f"{self._random.getrandbits(128):032x}"
+
+
+async def _answer(exchange: Exchange, error: Exception) -> None:
+    answer = http_error(error)
+    if answer.status >= 500 and not isinstance(error, Overloaded):  # those are many, and the access line has them
+        _log_error(exchange, error, answer)
+    exchange.log["error"] = answer.body.error.code
+    if not exchange.started:
+        await exchange.answer_error(answer)
+    elif exchange.streaming and not exchange.complete:
+        # A stream that began can't change its status: an error object, which clients raise, then the usual end.
+        event = b"data: " + answer.encoded() + b"\n\n" + DONE
+        await exchange.send({"type": "http.response.body", "body": event})
+
+
+def _log_error(exchange: Exchange, error: Exception, answer: HttpError) -> None:
+    expected = answer.status in (503, 504) or answer.body.error.code == "generation_failed"
+    fields = {"request_id": exchange.request_id, "error": str(error)}
+    if expected:
+        log_fields(ERRORS, logging.WARNING, "request failed", fields)
+    else:
+        ERRORS.error("request failed", exc_info=error, extra={"fields": fields})
+
+
+def _log_access(exchange: Exchange, duration_s: float) -> None:
+    if not ACCESS.isEnabledFor(logging.INFO):
+        return
+    client = exchange.scope.get("client")
+    tenant = exchange.caller.tenant.name if hasattr(exchange, "caller") else None
+    fields: dict[str, Any] = {
+        "method": exchange.scope["method"],
+        "path": exchange.scope["path"],
+        "status": exchange.status or CLIENT_GONE_STATUS,
+        "ms": round(duration_s * 1000, 1),
+        "request_id": exchange.request_id,
+        "client": client[0] if client else None,
+        "tenant": tenant or None,
+        **exchange.log,
+    }
+    log_fields(ACCESS, logging.INFO, "access", fields)

@@ -1,0 +1,191 @@
+"""POST /v1/chat/completions, after OpenAI's specification with vLLM's extensions."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import msgspec
+from msgspec import UNSET
+
+from maitred.api.bounded import any_object
+from maitred.api.edge import Edge, RequestOptions
+from maitred.api.exchange import Exchange
+from maitred.api.generation import Generation, Sample
+from maitred.api.limits import TimeLimits, time_limits
+from maitred.api.logprobs import TokenNames, chat_logprobs, named_prompt_logprobs
+from maitred.api.messages import render_chat, text_of
+from maitred.api.refusals import CHAT_REFUSED, ChatAsSent, refuse_unbuilt
+from maitred.api.requests import cap_max_tokens, completion_id, note_usage
+from maitred.api.sampling import chat_sampling, check_common, wanted_usage
+from maitred.api.schemas import (
+    AssistantMessage,
+    ChatChoice,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatCompletionRequest,
+    ChatDelta,
+    ChatLogprobs,
+)
+from maitred.api.sse import EventStream
+from maitred.api.stay import Stay, stay
+from maitred.api.streaming import ChunkWriter, finish_name, stream_events
+from maitred.engine.output import TextDelta
+from maitred.errors import RequestError
+from maitred.request import Request, SamplingParams
+
+_DECODER = msgspec.json.Decoder(ChatAsSent)
+
+
+async def create_chat_completion(edge: Edge, exchange: Exchange) -> None:
+    """Check, render, tokenise, generate; answer whole or as a stream."""
+    body = await exchange.json(_DECODER)
+    edge.check_model(body.model)
+    refuse_unbuilt(body, CHAT_REFUSED)
+    check_common(body, priorities=edge.priorities)
+    wants_usage, continuous = wanted_usage(body)
+    sampling = chat_sampling(body, edge.model, edge.config.default_max_n)
+    answer = ChatAnswer(edge, body, completion_id("chatcmpl", body, exchange))
+    exchange.log |= {"model": body.model, "stream": bool(body.stream), "n": sampling.n}
+    limits = time_limits(body, exchange.headers, edge.admission_config)
+    with stay(edge, exchange, body, sampling.n) as guest, edge.admit(sampling.n, guest.priority, limits):
+        answer.service_tier = guest.service_tier
+        events = EventStream(exchange, silence_s=edge.config.sse_keep_alive_s) if body.stream else None
+        async with edge.watch(exchange, events):
+            requests = await edge.in_thread(_make_requests, edge, body, sampling, guest, limits, answer.id)
+            guest.take([requests])
+            generation = guest.follow(Generation(edge, [requests]))
+            if events is not None:
+                await answer.stream(generation, events, usage=wants_usage, continuous=continuous)
+            else:
+                await generation.gather()
+        note_usage(exchange, generation)
+        guest.end()
+        if events is None:
+            await exchange.answer_json(answer.whole(generation))
+
+
+def _make_requests(
+    edge: Edge,
+    body: ChatCompletionRequest,
+    sampling: SamplingParams,
+    guest: Stay,
+    limits: TimeLimits,
+    completion_id: str,
+) -> list[Request]:
+    prompt = render_chat(
+        edge.model,
+        body.messages,
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+        chat_template_kwargs=any_object(body.chat_template_kwargs, "chat_template_kwargs"),
+    )
+    options = RequestOptions(
+        priority=guest.priority,
+        cache_salt=guest.cache_salt,
+        limits=limits,
+        add_special_tokens=bool(body.add_special_tokens),  # the template writes them
+    )
+    try:
+        (requests,) = edge.make_batches([prompt], sampling, options, completion_id)
+    except RequestError as error:
+        if error.param == "prompt":
+            error.param = "messages"
+        elif error.param == "max_tokens" and body.max_tokens is None:
+            error.param = "max_completion_tokens"
+        raise
+    cap_max_tokens(requests, edge.model.generation_defaults.get("max_tokens"))
+    return requests
+
+
+class ChatAnswer:
+    """Writes one chat completion, whole or in chunks."""
+
+    def __init__(self, edge: Edge, body: ChatCompletionRequest, completion_id: str) -> None:
+        self.id = completion_id
+        self._edge, self._body = edge, body
+        self.service_tier = "default"  # the one the request gets
+        self._created = int(time.time())
+        self._names = TokenNames(edge.model.tokenizer, as_ids=bool(body.return_tokens_as_token_ids))
+        self._num_top = (body.top_logprobs or 0) if body.logprobs else None
+        last = body.messages[-1] if body.messages else None
+        self._echoed = text_of(last) if body.echo and last is not None and last.role == "assistant" else ""
+
+    def whole(self, generation: Generation) -> ChatCompletion:
+        body, sample = self._body, generation.samples[0]
+        answer = ChatCompletion(
+            id=self.id,
+            created=self._created,
+            model=body.model,
+            choices=[self._choice(sample) for sample in generation.samples],
+            usage=generation.usage(),
+            system_fingerprint=self._edge.fingerprint,
+        )
+        if body.service_tier is not None:
+            answer.service_tier = self.service_tier
+        if body.return_token_ids:
+            answer.prompt_token_ids = list(sample.request.prompt_token_ids)
+        if body.prompt_logprobs is not None:
+            known = generation.prompt_logprobs[0]
+            answer.prompt_logprobs = named_prompt_logprobs(known, self._names, body.prompt_logprobs)
+        return answer
+
+    def _choice(self, sample: Sample) -> ChatChoice:
+        logprobs = None if self._num_top is None else chat_logprobs(sample.logprobs, self._names, self._num_top)
+        return ChatChoice(
+            index=sample.index,
+            message=AssistantMessage(self._echoed + sample.text),
+            logprobs=logprobs,
+            finish_reason=finish_name(sample.finish_reason),
+            stop_reason=sample.stop_reason,
+            token_ids=sample.token_ids if self._body.return_token_ids else UNSET,
+        )
+
+    async def stream(self, generation: Generation, events: EventStream, *, usage: bool, continuous: bool) -> None:
+        envelope = {
+            "id": self.id,
+            "object": "chat.completion.chunk",
+            "created": self._created,
+            "model": self._body.model,
+            "system_fingerprint": self._edge.fingerprint,
+        }
+        if self._body.service_tier is not None:
+            envelope["service_tier"] = self.service_tier
+        chunks = ChunkWriter(envelope, generation, usage=usage, continuous=continuous)
+        begun = [False] * len(generation.samples)
+
+        def write(sample: Sample, delta: TextDelta) -> bytes:
+            first = b""
+            if not begun[sample.index]:
+                begun[sample.index] = True
+                first = self._first(chunks, sample)
+            return first + self._piece(chunks, sample, delta)
+
+        await stream_events(generation, events, write, chunks)
+
+    def _first(self, chunks: ChunkWriter, sample: Sample) -> bytes:
+        """The role, and the message that is continued, if it is to be repeated."""
+        more: dict[str, Any] = {}
+        if self._body.return_token_ids and sample.index == 0:
+            more["prompt_token_ids"] = list(sample.request.prompt_token_ids)
+        choice = ChatChunkChoice(sample.index, ChatDelta(role="assistant", content=self._echoed))
+        return chunks.event(choice, **more)
+
+    def _piece(self, chunks: ChunkWriter, sample: Sample, delta: TextDelta) -> bytes:
+        """The new text, then the end: clients may stop reading a chunk once they see its finish_reason."""
+        logprobs: ChatLogprobs | None = None
+        if self._num_top is not None and delta.logprobs:
+            logprobs = chat_logprobs(delta.logprobs, self._names, self._num_top)
+        shows_ids = bool(self._body.return_token_ids and delta.token_ids)
+        piece = b""
+        if delta.text or logprobs is not None or shows_ids:
+            choice = ChatChunkChoice(sample.index, ChatDelta(content=delta.text), logprobs)
+            if shows_ids:
+                choice.token_ids = list(delta.token_ids)
+            piece = chunks.event(choice)
+        if delta.finish_reason is not None:
+            last = ChatChunkChoice(sample.index, ChatDelta(), finish_reason=finish_name(delta.finish_reason))
+            if delta.stop_reason is not None:
+                last.stop_reason = delta.stop_reason
+            piece += chunks.event(last)
+        return piece

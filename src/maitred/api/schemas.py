@@ -1,0 +1,324 @@
+"""The bodies of requests and answers as msgspec structs; decoding checks their types, openapi.py documents them.
+
+Field names follow OpenAI's specification and, for extensions, vLLM's. Ranges that a message should explain with both
+numbers are checked in sampling.py; here they only appear in the OpenAPI document (`extra_json_schema`). Objects and
+nested lists of any size stay Raw until bounded.py has measured them: ten million empty lists are 30 MB of body and two
+seconds of decoding.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import UNSET, Meta, Raw, UnsetType
+
+from maitred.tenancy.tenant import TIERS
+
+
+def _between(low: float, high: float) -> dict[str, Any]:
+    return {"minimum": low, "maximum": high}
+
+
+def _map_of(kind: str) -> dict[str, Any]:
+    return {"type": ["object", "null"], "additionalProperties": {"type": kind}}
+
+
+PROMPT_SCHEMA: dict[str, Any] = {
+    "anyOf": [
+        {"type": "string"},
+        {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": 1024},
+        {"type": "array", "items": {"type": "integer"}, "minItems": 1},
+        {"type": "array", "items": {"type": "array", "items": {"type": "integer"}}, "minItems": 1, "maxItems": 1024},
+    ]
+}
+AnyObject = Annotated[Raw | UnsetType, Meta(extra_json_schema={"type": ["object", "null"]})]
+Count = Annotated[int | None, Meta(extra_json_schema={"minimum": 0})]
+Positive = Annotated[int | None, Meta(extra_json_schema={"minimum": 1})]
+Penalty = Annotated[float | None, Meta(extra_json_schema=_between(-2, 2))]
+Salt = Annotated[str | None, Meta(extra_json_schema={"minLength": 1, "maxLength": 1024})]
+Milliseconds = Annotated[float | None, Meta(extra_json_schema={"exclusiveMinimum": 0, "maximum": 86_400_000})]
+TokenIds = list[int]
+SERVICE_TIERS = ("auto", *TIERS)  # where there are no tenants, auto and default
+ServiceTierName = Annotated[str, Meta(extra_json_schema={"enum": [*TIERS]})]
+
+
+class StreamOptions(msgspec.Struct, kw_only=True):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class GenerationFields(msgspec.Struct, kw_only=True):
+    """What chat and text completions have in common."""
+
+    model: str
+    n: Positive = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    # OpenAI's sampling
+    temperature: Annotated[float | None, Meta(extra_json_schema=_between(0, 2))] = None
+    top_p: Annotated[float | None, Meta(extra_json_schema={"exclusiveMinimum": 0, "maximum": 1})] = None
+    presence_penalty: Penalty = None
+    frequency_penalty: Penalty = None
+    logit_bias: Annotated[Raw | UnsetType, Meta(extra_json_schema=_map_of("number"))] = UNSET
+    seed: Annotated[int | None, Meta(extra_json_schema=_between(-(2**63), 2**63 - 1))] = None
+    stop: str | list[str] | None = None
+    max_tokens: Count = None
+    # vLLM's sampling
+    top_k: Annotated[int | None, Meta(extra_json_schema={"minimum": -1})] = None
+    min_p: Annotated[float | None, Meta(extra_json_schema=_between(0, 1))] = None
+    repetition_penalty: Annotated[float | None, Meta(extra_json_schema={"exclusiveMinimum": 0})] = None
+    stop_token_ids: TokenIds | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    min_tokens: Count = None
+    skip_special_tokens: bool | None = None
+    allowed_token_ids: TokenIds | None = None
+    bad_words: list[str] | None = None
+    prompt_logprobs: Annotated[int | None, Meta(extra_json_schema=_between(0, 20))] = None
+    # what the answer shows, and how the request is treated
+    echo: bool | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    add_special_tokens: bool | None = None
+    priority: Annotated[int | None, Meta(extra_json_schema=_between(0, 1000))] = None
+    request_id: Annotated[str | None, Meta(extra_json_schema={"pattern": "^[A-Za-z0-9._-]{1,128}$"})] = None
+    cache_salt: Salt = None
+    ttft_slo_ms: Milliseconds = None
+    queue_timeout_ms: Milliseconds = None
+    timeout_ms: Milliseconds = None
+    service_tier: Annotated[str | None, Meta(extra_json_schema={"enum": [*SERVICE_TIERS, None]})] = None
+    # accepted, and without effect on the answer
+    user: str | None = None
+    safety_identifier: str | None = None
+    metadata: Annotated[Raw | UnsetType, Meta(extra_json_schema=_map_of("string"))] = UNSET
+    store: bool | None = None
+    session_id: str | None = None
+
+
+class ContentPart(msgspec.Struct, kw_only=True):
+    """Part of a message; only text is understood so far."""
+
+    type: str
+    text: str | None = None
+
+
+class ChatMessage(msgspec.Struct, kw_only=True):
+    role: str
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    refusal: str | None = None
+    tool_calls: Raw | UnsetType = UNSET
+    tool_call_id: Raw | UnsetType = UNSET
+    function_call: Raw | UnsetType = UNSET
+    audio: Raw | UnsetType = UNSET
+
+
+class ChatCompletionRequest(GenerationFields, kw_only=True):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[ChatMessage], Meta(extra_json_schema={"minItems": 1})]
+    max_completion_tokens: Positive = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int | None, Meta(extra_json_schema=_between(0, 20))] = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: AnyObject = UNSET
+    # accepted, and without effect on the answer
+    parallel_tool_calls: bool | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    prompt_cache_options: AnyObject = UNSET
+
+
+class CompletionRequest(GenerationFields, kw_only=True):
+    """POST /v1/completions."""
+
+    prompt: Annotated[Raw, Meta(extra_json_schema=PROMPT_SCHEMA)]
+    logprobs: Annotated[int | None, Meta(extra_json_schema=_between(0, 20))] = None
+    best_of: Positive = None
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True):
+    """POST /tokenize, with either a prompt or messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: AnyObject = UNSET
+
+
+class TokenizeResponse(msgspec.Struct, kw_only=True):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True):
+    """POST /detokenize."""
+
+    tokens: TokenIds
+    model: str | None = None
+
+
+class DetokenizeResponse(msgspec.Struct, kw_only=True):
+    prompt: str
+
+
+class PromptTokensDetails(msgspec.Struct):
+    cached_tokens: int
+
+
+class CompletionTokensDetails(msgspec.Struct):
+    reasoning_tokens: int = 0
+
+
+class Usage(msgspec.Struct, kw_only=True):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
+
+
+class TopLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class ChatTokenLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct):
+    content: list[ChatTokenLogprob]
+    refusal: None = None
+
+
+class CompletionLogprobs(msgspec.Struct):
+    text_offset: list[int]
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None]
+
+
+class NamedLogprob(msgspec.Struct):
+    """One entry of vLLM's prompt_logprobs, whose keys are token ids."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, NamedLogprob] | None]
+FinishReasonName = Literal["stop", "length"]
+
+
+class AssistantMessage(msgspec.Struct):
+    content: str
+    role: Literal["assistant"] = "assistant"
+    refusal: None = None
+
+
+class ChatChoice(msgspec.Struct, kw_only=True):
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None = None
+    finish_reason: FinishReasonName
+    stop_reason: int | str | None = None
+    token_ids: TokenIds | UnsetType = UNSET
+
+
+class ChatCompletion(msgspec.Struct, kw_only=True):
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    system_fingerprint: str
+    service_tier: ServiceTierName | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_token_ids: TokenIds | UnsetType = UNSET
+
+
+class ChatDelta(msgspec.Struct, omit_defaults=True):
+    role: Literal["assistant"] | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+
+
+class ChatChunkChoice(msgspec.Struct):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: FinishReasonName | None = None
+    stop_reason: int | str | UnsetType = UNSET
+    token_ids: TokenIds | UnsetType = UNSET
+
+
+class ChatCompletionChunk(msgspec.Struct, kw_only=True):
+    """One event of a streamed chat completion."""
+
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | UnsetType | None = UNSET
+    service_tier: ServiceTierName | UnsetType = UNSET
+    prompt_token_ids: TokenIds | UnsetType = UNSET
+
+
+class CompletionChoice(msgspec.Struct):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: FinishReasonName | None = None
+    stop_reason: int | str | UnsetType | None = UNSET
+    token_ids: TokenIds | UnsetType = UNSET
+    prompt_token_ids: TokenIds | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+
+
+class Completion(msgspec.Struct, kw_only=True):
+    """A text completion, whole or one event of a stream."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[CompletionChoice]
+    usage: Usage | UnsetType | None = UNSET
+
+
+class ModelCard(msgspec.Struct, kw_only=True):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "maitred"
+    root: str
+    parent: str | None = None
+    max_model_len: int
+
+
+class ModelList(msgspec.Struct):
+    data: list[ModelCard]
+    object: Literal["list"] = "list"
+
+
+class VersionResponse(msgspec.Struct):
+    version: str

@@ -1,0 +1,240 @@
+"""The application and the server around it: routes, middleware, listening, a graceful end."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from socket import socket
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from maitred.api import admin, openai_models, status
+from maitred.api.auth import Door, TenantSource
+from maitred.api.edge import Edge
+from maitred.api.errors import MethodNotAllowed, http_error, shortened
+from maitred.api.exchange import Exchange
+from maitred.api.logs import configure_logging
+from maitred.api.middleware import EXCHANGE, EdgeMiddleware
+from maitred.api.openai_chat import create_chat_completion
+from maitred.api.openai_completions import create_completion
+from maitred.api.usage import completions_usage
+from maitred.clock import Clock, WallClock
+from maitred.config import ServerConfig
+from maitred.engine.intake import ServedModel
+from maitred.engine.ledger import Ledger
+from maitred.errors import InvalidRequest, RouteNotFound
+from maitred.replica import Replica
+from maitred.scheduler.admission import AdmissionController
+
+Handler = Callable[[Edge, Exchange], Awaitable[None]]
+RATE_LIMIT_HEADERS = tuple(
+    f"x-ratelimit-{what}-{of}" for of in ("requests", "tokens") for what in ("limit", "remaining", "reset")
+)
+GRACE_S = 10.0  # requests in flight may take this long to finish after SIGTERM
+CUT_S = 2.0  # and this long to tell their clients, when they may not
+
+ROUTES: tuple[tuple[str, str, Handler], ...] = (
+    ("POST", "/v1/chat/completions", create_chat_completion),
+    ("POST", "/v1/completions", create_completion),
+    ("GET", "/v1/models", openai_models.list_models),
+    ("GET", "/v1/models/{model:path}", openai_models.get_model),
+    ("GET", "/v1/organization/usage/completions", completions_usage),
+    ("POST", "/tokenize", openai_models.tokenize),
+    ("POST", "/detokenize", openai_models.detokenize),
+    ("GET", "/health", status.health),
+    ("GET", "/ready", status.ready),
+    ("GET", "/readyz", status.ready),
+    ("GET", "/version", status.version),
+    ("GET", "/metrics", status.metrics),
+    ("GET", "/openapi.json", status.openapi),
+    ("GET", "/admin/queue", admin.show_queue),
+    ("GET", "/admin/policy", admin.show_policy),
+    ("POST", "/admin/policy", admin.change_policy),
+)
+
+
+def create_app(
+    replica: Replica,
+    model: ServedModel,
+    config: ServerConfig,
+    *,
+    clock: Clock | None = None,
+    is_ready: Callable[[], bool] = lambda: True,
+    priorities: bool = True,
+    tenants: TenantSource | None = None,
+    ledger: Ledger | None = None,
+    admission: AdmissionController | None = None,
+) -> Starlette:
+    """The ASGI application that serves `model` on `replica`; needs no lifespan.
+
+    `is_ready` tells whether requests are welcome (besides the replica being alive). `priorities` says whether the
+    scheduler heeds them; where not, a request with one is refused. `clock` must be the engine's. With `tenants`, only
+    their keys open the door; `ledger` is read for administrators. `admission` is the engine's, which turns away more
+    than it can serve in time; `None` turns nobody away.
+    """
+    edge = Edge(
+        replica,
+        model,
+        config,
+        clock=clock or WallClock(),
+        is_ready=is_ready,
+        priorities=priorities,
+        door=Door(config.api_keys, tenants, ledger.spent_tokens() if ledger is not None else None),
+        ledger=ledger,
+        admission=admission,
+    )
+    middleware = [Middleware(EdgeMiddleware, edge)]
+    if config.cors_origins:
+        cors = Middleware(
+            CORSMiddleware,
+            allow_origins=config.cors_origins,
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),
+            expose_headers=("x-request-id", "retry-after", "retry-after-ms", "x-should-retry", *RATE_LIMIT_HEADERS),
+        )
+        middleware.insert(0, cors)  # outermost: preflights bring no key, and errors need its headers too
+    app = Starlette(
+        routes=[Route(path, _Endpoint(edge, path, handler), methods=[method]) for method, path, handler in ROUTES],
+        middleware=middleware,
+        exception_handlers={HTTPException: _http_exception},
+    )
+    app.router.redirect_slashes = False  # a redirect would be made from the Host header
+    app.state.edge = edge
+    return app
+
+
+class _Endpoint:
+    """A route as an ASGI application of its own, so that nothing is wrapped around the answer."""
+
+    def __init__(self, edge: Edge, path: str, handler: Handler) -> None:
+        self._edge, self._path, self._handler = edge, path.replace(":path", ""), handler
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange: Exchange = scope[EXCHANGE]
+        exchange.route = self._path
+        await self._handler(self._edge, exchange)
+
+
+async def _http_exception(request: HttpRequest, error: Exception) -> Response:
+    """Starlette's own errors, in our shape: no such path, or not with that method."""
+    method, path = request.scope["method"], shortened(request.scope["path"])
+    code = error.status_code if isinstance(error, HTTPException) else 500
+    if code == 404:
+        answer = http_error(RouteNotFound(f"there is nothing at {path}; GET /openapi.json lists what there is"))
+    elif code == 405 and isinstance(error, HTTPException):
+        allow = (error.headers or {}).get("Allow", "")
+        answer = http_error(MethodNotAllowed(f"{path} does not take {method}; use {allow}", allow=allow))
+    else:
+        answer = http_error(InvalidRequest(str(error)))
+    headers = {name.decode(): value.decode() for name, value in answer.headers}
+    return Response(answer.encoded(), answer.status, headers, "application/json")
+
+
+def serve(
+    replica: Replica,
+    model: ServedModel,
+    config: ServerConfig,
+    listener: socket | None = None,
+    *,
+    is_ready: Callable[[], bool] = lambda: True,
+    priorities: bool = True,
+    tenants: TenantSource | None = None,
+    ledger: Ledger | None = None,
+    admission: AdmissionController | None = None,
+    on_listening: Callable[[str, int], None] | None = None,
+) -> None:
+    """Serve until SIGTERM or SIGINT, then finish what is in flight and return.
+
+    `listener` is a listening socket; without one, `config` says where. `on_listening` is told host and port.
+    """
+    configure_logging(config)
+    app = create_app(
+        replica,
+        model,
+        config,
+        is_ready=is_ready,
+        priorities=priorities,
+        tenants=tenants,
+        ledger=ledger,
+        admission=admission,
+    )
+    server = Server(app, config, on_listening=on_listening)
+    server.run([listener] if listener is not None else None)
+
+
+class Server(uvicorn.Server):
+    """uvicorn, except for its end: the first signal drains, the second or GRACE_S cuts, and the exit code is ours.
+
+    uvicorn raises the signal again when it is done, which would end the process with the signal's status.
+    """
+
+    def __init__(
+        self, app: Starlette, config: ServerConfig, *, on_listening: Callable[[str, int], None] | None = None
+    ) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                host=config.host,
+                port=config.port,
+                loop="uvloop",
+                http="httptools",
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,  # nobody may choose the address that the log shows
+                timeout_keep_alive=75,
+                timeout_graceful_shutdown=int(GRACE_S + CUT_S),
+            )
+        )
+        self._edge: Edge = app.state.edge
+        self._on_listening = on_listening
+
+    async def startup(self, sockets: list[socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self._on_listening is not None:
+            host, port = (sockets or [s for server in self.servers for s in server.sockets])[0].getsockname()[:2]
+            self._on_listening(host, port)
+
+    async def shutdown(self, sockets: list[socket] | None = None) -> None:
+        self._edge.draining = True
+        # What takes longer ends with an error object rather than a silent break.
+        cutting = asyncio.get_running_loop().call_later(GRACE_S, self._edge.cut_all)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            cutting.cancel()
+            self._edge.close()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        signals = (signal.SIGTERM, signal.SIGINT)
+        try:
+            for number in signals:
+                loop.add_signal_handler(number, self._signalled)
+        except (ValueError, RuntimeError):  # not in the main thread: whoever started us stops us
+            yield
+            return
+        try:
+            yield
+        finally:
+            for number in signals:
+                loop.remove_signal_handler(number)
+
+    def _signalled(self) -> None:
+        if self.should_exit:
+            self._edge.cut_all()
+        self._edge.draining = True
+        self.should_exit = True

@@ -1,0 +1,40 @@
+"""Routes for machines: health, readiness, version, metrics, the API's own description."""
+
+from __future__ import annotations
+
+import maitred
+from maitred.api.edge import Edge
+from maitred.api.exchange import Exchange
+from maitred.api.openapi import openapi_document
+from maitred.api.schemas import VersionResponse
+from maitred.errors import EngineDead, Unavailable
+
+
+async def health(edge: Edge, exchange: Exchange) -> None:
+    """200 and empty while the engine lives. Reads its last known state, so a busy engine is never taken for dead."""
+    state = edge.replica.state()
+    if not state.alive:
+        raise EngineDead(state.error or "the engine stopped; restart the server")
+    await exchange.answer(b"", 200, ())
+
+
+async def ready(edge: Edge, exchange: Exchange) -> None:
+    """200 and empty while new requests are welcome."""
+    if not edge.ready:
+        raise Unavailable("the server is not ready for requests")
+    await exchange.answer(b"", 200, ())
+
+
+async def version(edge: Edge, exchange: Exchange) -> None:
+    await exchange.answer_json(VersionResponse(maitred.__version__))
+
+
+async def metrics(edge: Edge, exchange: Exchange) -> None:
+    """The Prometheus page, or OpenMetrics when the Accept header asks for it; it names tenants, so not for them."""
+    exchange.caller.require_admin("read metrics")
+    page, content_type = edge.metrics.page(exchange.headers.get(b"accept", b"").decode("latin-1"))
+    await exchange.answer(page, 200, ((b"content-type", content_type.encode()),))
+
+
+async def openapi(edge: Edge, exchange: Exchange) -> None:
+    await exchange.answer_json(openapi_document())

@@ -1,0 +1,26 @@
+"""What is written to the terminal: notes to stderr, results to stdout, and foreign text cannot steer it."""
+
+from __future__ import annotations
+
+import sys
+import unicodedata
+
+# Marks that reorder or hide text (bidi overrides and isolates), used to make a terminal show what was not said.
+_BIDI = {*range(0x202A, 0x202F), *range(0x2066, 0x206A)}
+_KEPT = {"\n", "\t"}
+
+
+def inert(text: str) -> str:
+    """`text` without control characters: an escape sequence becomes plain letters, whatever chunk it came in."""
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(c for c in text if c in _KEPT or not (unicodedata.category(c) == "Cc" or ord(c) in _BIDI))
+
+
+def note(text: str) -> None:
+    """One line for the person at the terminal; never part of a result."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def dim(text: str) -> str:
+    return f"\x1b[2m{text}\x1b[0m"

@@ -1,0 +1,72 @@
+"""`replay` and `why` at work: find the log, run it again, say what came of it."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from maitred.cli.decisions.telling import tell
+from maitred.cli.installed import installed_policies
+from maitred.cli.main import EXIT_FAILURE
+from maitred.engine.store import SUFFIX, log_parts, read_frames
+from maitred.errors import ConfigError
+from maitred.scheduler.replay import replay
+from maitred.scheduler.story import find_request, story_of
+
+WHERE_LOGS_ARE = ("decisions", ".")
+
+
+def replay_logs(logs: Sequence[str]) -> int:
+    """Replays each log; 1 when any decision differs."""
+    found = [_replay_run(log_parts(Path(log))) for log in logs or [_nearest_log()]]
+    return 0 if all(found) else EXIT_FAILURE
+
+
+def explain(words: str, log: str | None) -> int:
+    parts = log_parts(Path(log or _nearest_log()))
+    request_id = find_request(read_frames(parts), words)
+    print(tell(story_of(read_frames(parts), request_id, installed_policies())))
+    return 0
+
+
+def _nearest_log() -> str:
+    for folder in WHERE_LOGS_ARE:
+        if any(Path(folder).glob(f"*{SUFFIX}")):
+            return folder
+    raise ConfigError("no decision log here; say where it is with --log, the folder given to serve --decision-log")
+
+
+def _replay_run(parts: Sequence[Path]) -> bool:
+    num_steps, num_requests, started = 0, 0, time.monotonic()
+    difference = None
+    with _progress(parts) as on_read:
+        for step in replay(read_frames(parts, on_read), installed_policies()):
+            num_steps += 1
+            num_requests += sum(hasattr(event, "arrived_at") for event in step.step.events)
+            if not step.equal:
+                difference = step.difference
+    seconds = max(time.monotonic() - started, 1e-9)
+    name = parts[0].name if len(parts) == 1 else f"{parts[0].name} and {len(parts) - 1} more"
+    counts = f"{num_steps:,} steps, {num_requests:,} requests, {num_steps / seconds:,.0f} steps/s"
+    if difference is None:
+        print(f"{name}: every decision is the same ({counts})")
+    else:
+        print(f"{name}: differs after {counts}\n  first difference: {difference}")
+    return difference is None
+
+
+@contextmanager
+def _progress(parts: Sequence[Path]) -> Iterator[Callable[[int], object]]:
+    """A bar on a terminal, nothing elsewhere."""
+    if not sys.stderr.isatty():
+        yield int
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("replay", total=sum(part.stat().st_size for part in parts))
+        yield lambda count: progress.advance(task, count)

@@ -1,0 +1,78 @@
+"""An engine in this process behind the server's own application, for `chat` and `run` without a URL."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from maitred.cli.command import Options, UsageError
+from maitred.cli.flags import flags_of
+from maitred.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, ServerConfig
+
+if TYPE_CHECKING:
+    from maitred.cli.endpoint import AppEndpoint
+    from maitred.engine.build import Engine
+    from maitred.request import Request
+
+# EngineConfig gives only its own scalar fields: its parts stand before it
+ENGINE_PARTS: tuple[type, ...] = (ModelConfig, CacheConfig, SchedulerConfig, EngineConfig)
+
+
+def engine_config(options: Options) -> EngineConfig:
+    return replace(
+        options[EngineConfig],
+        model=options[ModelConfig],
+        cache=options[CacheConfig],
+        scheduler=options[SchedulerConfig],
+    )
+
+
+def start_engine(
+    config: EngineConfig,
+    *,
+    served_model_names: tuple[str, ...] = (),
+    on_event: Callable[[str], None] | None = None,
+    on_admitted: Callable[[Request], None] | None = None,
+) -> Engine:
+    """Imports the engine only now, so that help and slips of the pen cost nothing."""
+    from maitred.cli.installed import installed_policies
+    from maitred.engine.build import build_engine
+
+    return build_engine(
+        config,
+        served_model_names=served_model_names,
+        on_event=on_event,
+        on_admitted=on_admitted,
+        policies=installed_policies(),
+    )
+
+
+def refuse_engine_flags(options: Options, *, allowed: tuple[str, ...] = ()) -> None:
+    """With --url the engine is elsewhere: raises UsageError for its flags, which would do nothing in silence."""
+    idle = [
+        flag.name
+        for part in ENGINE_PARTS
+        for flag in flags_of(part)
+        if flag.name not in allowed and getattr(options[part], flag.field) != flag.default
+    ]
+    if idle:
+        raise UsageError(
+            f"{', '.join(idle)}: with --url the model runs elsewhere, so leave that out, or leave out --url"
+        )
+
+
+@asynccontextmanager
+async def local_endpoint(engine: Engine, options: Options) -> AsyncIterator[AppEndpoint]:
+    """The application without its port, open to this process alone; closes the engine."""
+    from maitred.api.server import create_app
+    from maitred.cli.endpoint import AppEndpoint
+    from maitred.scheduler.policies import heeds_priority
+
+    heeded = heeds_priority(options[SchedulerConfig].policy)
+    app = create_app(engine.replica, engine.model, ServerConfig(), priorities=heeded)
+    try:
+        yield AppEndpoint(app)
+    finally:
+        await engine.replica.close()

@@ -1,0 +1,147 @@
+"""`maitred COMMAND ...`: finds the command, imports only its module, and turns every failure into one line.
+
+The table below is all that `maitred --help` needs, so it appears without importing any command.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+import maitred
+from maitred.errors import ConfigError, MaitredError
+
+if TYPE_CHECKING:
+    from maitred.cli.command import Command
+
+# path -> (module that holds COMMAND, one line for the list)
+COMMANDS: dict[str, tuple[str, str]] = {
+    "serve": ("maitred.cli.serve", "serve a model over HTTP, as OpenAI's API"),
+    "chat": ("maitred.cli.chat", "talk to a model in the terminal, in process or at a URL"),
+    "run": ("maitred.cli.run", "answer a file of OpenAI batch lines; resumes after a kill"),
+    "bench serve": ("maitred.cli.bench", "load any OpenAI server and measure it"),
+    "simulate": ("maitred.cli.simulate", "compare scheduling policies on a workload, without a model"),
+    "keys": ("maitred.cli.keys", "make, list, hash and revoke the API keys of tenants"),
+    "profile": ("maitred.cli.profile", "measure this machine for simulate"),
+    "replay": ("maitred.cli.replay", "make the decisions of a log again, and name the first that differs"),
+    "why": ("maitred.cli.why", "tell what a request waited for, from the decision log"),
+    "policies": ("maitred.cli.policies", "list the scheduling policies, and check that they keep their promises"),
+    "completion": ("maitred.cli.completion", "print the completion script of bash, zsh or fish"),
+}
+EXIT_FAILURE, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 1, 2, 130, 141
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit code: 0, 1 for a failure, 2 for a slip in the words, 130 for Ctrl-C."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        code = _dispatch(words)
+        sys.stdout.flush()  # here, where a reader that has left is handled
+        return code
+    except SystemExit as left:  # argparse, after --help
+        return int(left.code or 0)
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:  # the reader of our output has left, as in `maitred serve --help | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_BROKEN_PIPE
+    except Exception as error:
+        if "--debug" in words:
+            raise
+        print(f"error: {one_line(error)}", file=sys.stderr)
+        return EXIT_USAGE if _is_usage(error) else EXIT_FAILURE
+
+
+def _dispatch(words: list[str]) -> int:
+    while words and words[0] == "--debug":
+        words = [*words[1:], "--debug"]
+    if words[:1] == ["help"] and len(words) > 1:
+        words = [*words[1:], "--help"]
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(overview())
+        return 0
+    if words[0] in ("-V", "--version"):
+        print(f"maitred {maitred.__version__}")
+        return 0
+    command_path, rest = _find(words)
+    if command_path is None:
+        print(overview(words[0]))
+        return 0
+    return run_command(load(command_path), rest)
+
+
+def run_command(command: Command, words: Sequence[str]) -> int:
+    return command.run(command.parse(words))
+
+
+def load(path: str) -> Command:
+    command: Command = import_module(COMMANDS[path][0]).COMMAND
+    return command
+
+
+def _find(words: list[str]) -> tuple[str | None, list[str]]:
+    """The command's path and the words after it; no path when a group stands alone (`maitred bench --help`)."""
+    for path in COMMANDS:
+        names = path.split()
+        if words[: len(names)] == names:
+            return path, words[len(names) :]
+    inside = [path for path in COMMANDS if path.split()[0] == words[0]]
+    if inside and (len(words) == 1 or words[1] in ("-h", "--help")):
+        return None, []
+    raise _unknown_command(words, inside)
+
+
+def _unknown_command(words: list[str], inside: list[str]) -> ConfigError:
+    from maitred.cli.command import UsageError, did_you_mean
+
+    if words[0].startswith("-"):
+        hint = did_you_mean(words[0], ["--help", "--version"])
+        return UsageError(f"no option {words[0]}{hint}; a command comes first, see maitred --help")
+    typed = " ".join(words[:2]) if inside else words[0]
+    choices = inside or [*COMMANDS, *{path.split()[0] for path in COMMANDS}]
+    return UsageError(f"no command {typed!r}{did_you_mean(typed, choices)}; maitred --help lists them")
+
+
+def overview(group: str | None = None) -> str:
+    """The help of `maitred` itself, or of a group of commands."""
+    shown = {path: line for path, (_, line) in COMMANDS.items() if group in (None, path.split()[0])}
+    width = max(map(len, shown))
+    lines = [f"usage: maitred {group + ' ' if group else ''}COMMAND [OPTION ...]", ""]
+    if group is None:
+        lines += ["An LLM serving system that decides well who is served next.", ""]
+    lines += ["commands:", *(f"  {path:{width}}  {line}" for path, line in shown.items()), ""]
+    if group is None:
+        lines += ["options:", "  -h, --help     show this and leave", "  -V, --version  show the version and leave", ""]
+    example = f"maitred {next(iter(shown))} --help"
+    lines.append(f"{example} lists that command's flags, with defaults and units.")
+    return "\n".join(lines)
+
+
+def one_line(error: BaseException) -> str:
+    """Cause, then what to do, on one line; control characters of what is quoted are made inert."""
+    text = _words_of(error)
+    return "".join(c if c.isprintable() else " " for c in " ".join(text.split()))
+
+
+def _words_of(error: BaseException) -> str:
+    if isinstance(error, MaitredError):
+        return str(error)
+    if isinstance(error, OSError) and error.strerror:
+        name = f"{error.filename}: " if error.filename else ""
+        return f"{name}{error.strerror}; run again with --debug for the traceback"
+    if isinstance(error, MemoryError):
+        return "out of memory; give less with --kv-cache-memory-bytes, --max-num-seqs or --max-model-len"
+    name = type(error).__name__
+    return f"unexpected {name}: {error}; this is a fault of maitred, run again with --debug for the traceback"
+
+
+def _is_usage(error: BaseException) -> bool:
+    command = sys.modules.get("maitred.cli.command")
+    return command is not None and isinstance(error, command.UsageError)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

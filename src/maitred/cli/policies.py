@@ -1,0 +1,78 @@
+"""`maitred policies`: which there are, where each comes from, what it promises; and the kit that holds it to that."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from textwrap import fill
+from typing import TYPE_CHECKING
+
+from maitred.cli.command import Command, Options, UsageError, did_you_mean
+from maitred.cli.console import note
+from maitred.cli.flags import option
+
+if TYPE_CHECKING:
+    from maitred.scheduler.policy import PolicyFactory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoliciesOptions:
+    """What to do with them."""
+
+    check: str | None = option(None, metavar="NAME")
+    """Run the conformance kit on this policy, ours or an installed one; all runs it on each."""
+    worlds: int = 200
+    """Random worlds that the kit runs a policy in."""
+
+
+def _run(options: Options) -> int:
+    from maitred.cli.installed import installed_policies
+
+    policies, wanted = installed_policies(), options[PoliciesOptions].check
+    if wanted is None:
+        print(_table(policies))
+        return 0
+    if wanted != "all" and wanted not in policies:
+        choices = ", ".join(["all", *policies])
+        raise UsageError(f"--check is {wanted!r}{did_you_mean(wanted, list(policies))}; choose one of {choices}")
+    for name in policies if wanted == "all" else [wanted]:
+        _check(name, policies[name], options[PoliciesOptions].worlds)
+    return 0
+
+
+def _table(policies: Mapping[str, PolicyFactory]) -> str:
+    from maitred.config import SchedulerConfig
+
+    blocks = []
+    for name, make in policies.items():
+        policy = make(SchedulerConfig(policy=name))
+        summary = (make.__doc__ or "").strip().partition("\n")[0]
+        lines = [summary, f"source: {policy.source}", f"bound: {policy.bound}"]
+        indented = (fill(line, 110, initial_indent="  ", subsequent_indent="    ") for line in lines if line)
+        blocks.append("\n".join([name, *indented]))
+    return "\n\n".join(blocks)
+
+
+def _check(name: str, make: PolicyFactory, num_worlds: int) -> None:
+    """Raises PolicyFault, which names the property and the seed."""
+    from maitred.scheduler.conformance import CHECKS, PolicyFault
+    from maitred.scheduler.conformance_world import answer, scenario_of
+
+    for check, run in CHECKS.items():
+        for seed in range(num_worlds):
+            try:
+                run(make, scenario_of(seed), answer)
+            except PolicyFault:
+                note(f"{name}: {check} fails")
+                raise
+        print(f"{name}: {check} holds in {num_worlds} worlds", flush=True)
+
+
+COMMAND = Command(
+    path="policies",
+    summary="List the scheduling policies, or check that one keeps its promises.",
+    run=_run,
+    parts=(PoliciesOptions,),
+    positional="check",
+    examples=("maitred policies", "maitred policies --check vtc", "maitred policies --check all --worlds 20"),
+)

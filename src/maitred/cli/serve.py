@@ -1,0 +1,137 @@
+"""`maitred serve`: plan memory, load the model, listen."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from maitred.cli.command import Command, Options
+from maitred.cli.console import note
+from maitred.cli.local import ENGINE_PARTS, engine_config, start_engine
+from maitred.cli.tenancy import open_tenancy
+from maitred.config import AdmissionConfig, EngineConfig, ServerConfig, TenancyConfig
+from maitred.errors import ConfigError
+
+if TYPE_CHECKING:
+    from socket import socket
+
+
+def _run(options: Options) -> int:
+    server = options[ServerConfig]
+    listener = bind(server.host, server.port)  # first, so that a busy port costs no loading time
+    tell = _teller(server)
+    with listener, open_tenancy(options[TenancyConfig], server) as (tenants, ledger):
+        config = _engine_config(options)
+        engine = start_engine(
+            config,
+            served_model_names=server.served_model_names,
+            on_event=tell,
+            on_admitted=ledger.opened if ledger is not None else None,
+        )
+        if ledger is not None:
+            ledger.model = engine.model.names[0]
+        from maitred.api.server import serve
+        from maitred.scheduler.policies import heeds_priority
+
+        _spare_the_collector()
+        try:
+            serve(
+                engine.replica,
+                engine.model,
+                server,
+                listener,
+                priorities=heeds_priority(config.scheduler.policy),
+                tenants=tenants,
+                ledger=ledger,
+                admission=engine.admission,
+                on_listening=lambda host, port: tell(
+                    _welcome(engine.model.names[0], host, port, has_keys=bool(server.api_keys or tenants))
+                ),
+            )
+        except OSError as error:
+            raise ConfigError(_cannot_listen(server.host, server.port, error)) from error
+        finally:
+            engine.replica.stop()
+    return 0
+
+
+def _engine_config(options: Options) -> EngineConfig:
+    """Tenants have tiers, so where there are tenants the policy heeds them, unless the user chose one."""
+    config = replace(engine_config(options), admission=options[AdmissionConfig])
+    if options[TenancyConfig].tenants is None or options.was_given("policy"):
+        return config
+    return replace(config, scheduler=replace(config.scheduler, policy="interactive"))
+
+
+def _spare_the_collector() -> None:
+    """What was loaded stays for good: without this, each full garbage collection walks all of it between two steps."""
+    import gc
+
+    gc.collect()
+    gc.freeze()
+
+
+def _teller(server: ServerConfig) -> Callable[[str], None]:
+    """Start-up lines: plain for a person, log entries where the log is JSON."""
+    import logging
+
+    from maitred.api.logs import configure_logging
+
+    configure_logging(server)
+    if server.log_format == "json":
+        return logging.getLogger("maitred.start").info
+    return note if server.log_level in ("debug", "info") else lambda line: None
+
+
+def _welcome(model: str, host: str, port: int, *, has_keys: bool) -> str:
+    """What is served where, and the next thing to type."""
+    shown = "127.0.0.1" if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
+    url = f"http://{shown}:{port}"
+    key = " --api-key KEY" if has_keys else ""
+    return f"maitred serves {model} on {url}   (try: maitred chat --url {url}{key})"
+
+
+def bind(host: str, port: int) -> socket:
+    """A bound socket that does not listen yet: until the model is there, clients are refused, not kept waiting."""
+    import socket
+
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except socket.gaierror as error:
+        text = f"host is {host!r}: {error.strerror}; use 127.0.0.1, or 0.0.0.0 for every interface"
+        raise ConfigError(text) from None
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(_cannot_listen(host, port, error)) from None
+    return listener
+
+
+def _cannot_listen(host: str, port: int, error: OSError) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return f"port {port} of {host} is in use; stop the other server, or choose a free one with --port 0"
+    if error.errno == errno.EACCES:
+        return f"port {port} needs privileges; choose one above 1023, such as --port 8000"
+    if error.errno == errno.EADDRNOTAVAIL:
+        return f"{host} is no address of this machine; use 127.0.0.1, or 0.0.0.0 for every interface"
+    return f"cannot listen on {host}:{port}: {error.strerror}; choose another --host or --port"
+
+
+COMMAND = Command(
+    path="serve",
+    summary="Serve a model over HTTP, as OpenAI's API. Without MODEL, the built-in one.",
+    run=_run,
+    parts=(ServerConfig, AdmissionConfig, TenancyConfig, *ENGINE_PARTS),
+    positional="model",
+    examples=(
+        "maitred serve",
+        "maitred serve ./Llama-3.2-1B --port 9000 --max-model-len 8192",
+        "maitred serve --config serve.yaml --api-key SECRET",
+        "maitred serve --tenants tenants.yaml --ledger ledger.sqlite",
+    ),
+)

@@ -1,0 +1,57 @@
+"""Figures of several policies as a table for the terminal; times in milliseconds or seconds, whichever reads better."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+COLUMNS: tuple[tuple[str, str, str], ...] = (  # heading, part, figure
+    ("ttft mean", "ttft_s", "mean"),
+    ("p50", "ttft_s", "p50"),
+    ("p99", "ttft_s", "p99"),
+    ("max", "ttft_s", "max"),
+    ("itl p50", "itl_s", "p50"),
+    ("p99", "itl_s", "p99"),
+    ("e2e mean", "e2e_s", "mean"),
+    ("p99", "e2e_s", "p99"),
+    ("queue mean", "queue_s", "mean"),
+    ("p99", "queue_s", "p99"),
+    ("max", "queue_s", "max"),
+)
+
+
+def table(figures: Mapping[str, Mapping[str, Any]]) -> str:
+    """One row a policy; below it one a tenant where there are several."""
+    rows = [["policy", *(heading for heading, _, _ in COLUMNS), "good/s", "slo", "jain"]]
+    for policy, whole in figures.items():
+        rows.append([policy, *_cells(whole)])
+        tenants = whole["tenants"]
+        if len(tenants) > 1:
+            rows += [[f"  {name}", *_cells(part)] for name, part in tenants.items()]
+    return _aligned(rows)
+
+
+def _cells(part: Mapping[str, Any]) -> list[str]:
+    times = [seconds_text(part[name][figure]) for _, name, figure in COLUMNS]
+    return [*times, f"{part['goodput_rps']:.2f}", f"{part['slo_attainment']:.1%}", f"{part['jain']:.3f}"]
+
+
+def seconds_text(seconds: float | None) -> str:
+    """0.0123 -> `12.3ms`."""
+    if seconds is None:
+        return "-"
+    if seconds < 1:
+        return f"{seconds * 1e3:.3g}ms" if seconds < 0.1 else f"{seconds * 1e3:.0f}ms"
+    return f"{seconds:.2f}s" if seconds < 100 else f"{seconds:.0f}s"
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = [
+        "  ".join(
+            cell.ljust(width) if i == 0 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,56 @@
+"""Opens the files that `serve --tenants` and `--ledger` name, and hears SIGHUP."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from maitred.config import ServerConfig, TenancyConfig
+from maitred.errors import ConfigError
+
+if TYPE_CHECKING:
+    from maitred.engine.key_files import TenantFile
+    from maitred.engine.ledger import Ledger
+    from maitred.tenancy.tenant import TenantTable
+
+
+@contextmanager
+def open_tenancy(config: TenancyConfig, server: ServerConfig) -> Iterator[tuple[TenantFile | None, Ledger | None]]:
+    """Both files, watched and written until the block ends. Raises ConfigError."""
+    if config.tenants is not None and server.api_keys:
+        raise ConfigError(
+            "--tenants and --api-key (or MAITRED_API_KEY) exclude each other: such a key would pass all limits; "
+            "make one for a tenant with: maitred keys create"
+        )
+    with ExitStack() as stack:
+        ledger, tenants = None, None
+        if config.ledger is not None:
+            from maitred.engine.ledger import Ledger
+
+            ledger = Ledger(Path(config.ledger))
+            stack.callback(ledger.close)
+        if config.tenants is not None:
+            from maitred.engine.key_files import TenantFile
+
+            accept = _refuse_budgets if ledger is None else lambda table: None
+            tenants = TenantFile(Path(config.tenants), accept=accept)
+            stack.callback(tenants.close)
+            _reload_at_hangup(tenants, stack)
+        yield tenants, ledger
+
+
+def _refuse_budgets(table: TenantTable) -> None:
+    for tenant in table.tenants.values():
+        if tenant.limits.token_budget is not None:
+            raise ConfigError(
+                f"tenant {tenant.name!r} has a token_budget, and only a ledger remembers what was used; "
+                "add --ledger FILE"
+            )
+
+
+def _reload_at_hangup(tenants: TenantFile, stack: ExitStack) -> None:
+    before = signal.signal(signal.SIGHUP, lambda number, frame: tenants.reload())
+    stack.callback(signal.signal, signal.SIGHUP, before)

@@ -1,0 +1,34 @@
+"""Time as an argument: the one place that reads a clock, and one that a test turns by hand."""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+
+class Clock(Protocol):
+    """Seconds that never go back; only differences mean anything."""
+
+    def now(self) -> float: ...
+
+
+class WallClock:
+    """The machine's monotonic clock, immune to changes of the wall time."""
+
+    def now(self) -> float:
+        return time.monotonic()
+
+
+class ManualClock:
+    """A clock for tests and simulation: stands still until it is advanced."""
+
+    def __init__(self, start_s: float = 0.0) -> None:
+        self._now_s = start_s
+
+    def now(self) -> float:
+        return self._now_s
+
+    def advance(self, seconds: float) -> None:
+        if seconds < 0:
+            raise ValueError(f"a clock cannot go back: advance({seconds})")
+        self._now_s += seconds

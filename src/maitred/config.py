@@ -1,0 +1,236 @@
+"""Every setting, one frozen dataclass per part, checked once where it enters and handed on in slices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from maitred.errors import ConfigError
+
+EXECUTORS = ("auto", "torch", "native")
+DEVICES = ("auto", "cpu", "cuda")
+DTYPES = ("auto", "float32", "bfloat16", "int8", "int4")
+KV_DTYPES = ("auto", "float32", "bfloat16", "int8")
+DTYPE_ALIASES = {"bf16": "bfloat16", "fp32": "float32"}
+LOG_LEVELS = ("debug", "info", "warning", "error")
+LOG_FORMATS = ("text", "json")
+
+
+def _require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{name} is {value!r}; choose one of {', '.join(choices)}")
+
+
+def _require_at_least(name: str, value: float | None, low: float) -> None:
+    if value is not None and not value >= low:
+        raise ConfigError(f"{name} is {value}; it must be at least {low}")
+
+
+def _require_between(name: str, value: float, low: float, high: float) -> None:
+    if not low <= value <= high:
+        raise ConfigError(f"{name} is {value}; it must be from {low:g} to {high:g}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Which model, and how its numbers are held."""
+
+    model: str | None = None
+    """Folder in Hugging Face layout, or hub id; None is the built-in model."""
+    revision: str | None = None
+    """Hub branch, tag or commit; None is the default branch."""
+    executor: str = "auto"
+    """auto, torch or native."""
+    device: str = "auto"
+    """auto, cpu or cuda; auto takes a GPU when PyTorch sees one."""
+    dtype: str = "auto"
+    """Weights and activations; auto is the checkpoint's own dtype where the device is fast at it, else float32."""
+    kv_dtype: str = "auto"
+    """KV cache; auto is the same as the weights' compute dtype."""
+    max_model_len: int | None = None
+    """Context in tokens, prompt and output; None is the model's own, reduced to what memory holds."""
+    num_threads: int | None = None
+    """CPU threads of the executor; None is the cores this process may use, and one for models under 30 M parameters."""
+    chat_template: str | None = None
+    """Path of a Jinja file that replaces the model's chat template."""
+    generation_config: Mapping[str, float | int | None] = field(default_factory=dict)
+    """Overrides of the model's generation_config.json (temperature, top_p, top_k, ...)."""
+
+    def __post_init__(self) -> None:
+        for name in ("dtype", "kv_dtype"):
+            object.__setattr__(self, name, DTYPE_ALIASES.get(getattr(self, name), getattr(self, name)))
+        _require_choice("executor", self.executor, EXECUTORS)
+        _require_choice("device", self.device, DEVICES)
+        _require_choice("dtype", self.dtype, DTYPES)
+        _require_choice("kv_dtype", self.kv_dtype, KV_DTYPES)
+        _require_at_least("max_model_len", self.max_model_len, 2)
+        _require_at_least("num_threads", self.num_threads, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    """The paged KV cache."""
+
+    block_size: int = 16
+    """Tokens in a block. Smaller wastes less memory and shares shorter prefixes, larger costs less bookkeeping."""
+    kv_cache_memory_bytes: int | None = None
+    """Bytes for keys and values; None takes what max_num_seqs full contexts need, bounded by free memory."""
+    enable_prefix_caching: bool = True
+    """Keep blocks of finished requests and share them with requests that begin alike."""
+    swap_memory_bytes: int | None = None
+    """Host memory for keys and values of preempted requests, used where copying beats computing again; None is 4 GiB
+    (at most a quarter of what is free) with a GPU, and 0 on a CPU: there a larger KV cache serves better."""
+
+    def __post_init__(self) -> None:
+        _require_at_least("block_size", self.block_size, 1)
+        _require_at_least("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1)
+        _require_at_least("swap_memory_bytes", self.swap_memory_bytes, 0)
+
+
+# (field, lowest, highest): what a policy computes with must be finite
+_SCHEDULER_RANGES: tuple[tuple[str, float, float], ...] = (
+    ("ageing_s", 0.001, 1e9),
+    ("ageing_tokens_per_s", 0.001, 1e9),
+    ("output_token_weight", 1.0, 1e6),
+    ("quantum_tokens", 1, 2**31),
+    ("mlfq_levels", 1, 32),
+    ("default_ttft_slo_s", 0.0, 1e9),
+    ("prefill_tokens_per_s", 0.001, 1e12),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """Who is served next, and how much of it in one step."""
+
+    max_num_batched_tokens: int = 512
+    """Most tokens in one step. Larger raises throughput and inter-token latency."""
+    max_num_seqs: int = 64
+    """Most requests in one step."""
+    policy: str = "fcfs"
+    """Order of the queue: fcfs, priority, interactive, sjf, srpt, rr, mlfq, edf, least_slack, vtc, lpm, or an installed
+    one; `maitred policies` tells what each does."""
+    ageing_s: float = 30.0
+    """Waiting this long (s) outweighs one level of priority (priority, interactive, edf, least_slack) or of mlfq, and
+    any cached prefix (lpm), so nobody starves."""
+    ageing_tokens_per_s: float = 200.0
+    """sjf, srpt, interactive, lpm: waiting a second outweighs this many tokens of predicted work or cached prefix."""
+    output_token_weight: float = 2.0
+    """sjf, srpt, interactive, vtc: an output token costs as much as this many input tokens."""
+    quantum_tokens: int = 128
+    """rr, mlfq: output tokens after which a request makes room for those that wait; doubled with each level of mlfq."""
+    mlfq_levels: int = 6
+    """mlfq: number of levels."""
+    default_ttft_slo_s: float = 1.0
+    """edf, least_slack: objective (s) from arrival to first token of a request of priority 0 that names none; each
+    level of priority adds ageing_s."""
+    prefill_tokens_per_s: float = 2000.0
+    """least_slack: prompt tokens computed in a second, to know how long before its deadline a request must start."""
+    predictor: str = "ranker"
+    """How output lengths are guessed: max_tokens, quantile (history) or ranker (learns from words of the prompt)."""
+
+    def __post_init__(self) -> None:
+        _require_at_least("max_num_seqs", self.max_num_seqs, 1)
+        for name, low, high in _SCHEDULER_RANGES:
+            _require_between(name, getattr(self, name), low, high)
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) is below max_num_seqs "
+                f"({self.max_num_seqs}), so a full decode batch would not fit; raise the first or lower the second"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdmissionConfig:
+    """Who is turned away at the door, and how long the others may take."""
+
+    max_queued_requests: int = 4096
+    """Most samples that wait for their first token; for more the least urgent is shed, or the newcomer answered 503."""
+    max_queued_tokens: int | None = None
+    """Most prompt tokens that wait for their first token; None is no limit."""
+    max_queued_by_priority: Mapping[str, int] = field(default_factory=dict)
+    """PRIORITY=COUNT: most waiting samples of this priority and those less urgent, to keep room for the others."""
+    ttft_objective_s: float | None = None
+    """Who would wait longer (s) for a first token is answered 503 at once. Requests may ask for less."""
+    queue_timeout_s: float | None = None
+    """A request in no step after this (s) is answered 503. Requests may ask for less."""
+    request_timeout_s: float | None = None
+    """A request not done after this (s) is ended, with 504 if nothing was sent yet. Requests may ask for less."""
+
+    def __post_init__(self) -> None:
+        _require_at_least("max_queued_requests", self.max_queued_requests, 1)
+        _require_at_least("max_queued_tokens", self.max_queued_tokens, 1)
+        for name in ("ttft_objective_s", "queue_timeout_s", "request_timeout_s"):
+            _require_at_least(name, getattr(self, name), 0.001)
+        for priority, cap in self.max_queued_by_priority.items():
+            if not priority.isdecimal() or not isinstance(cap, int) or cap < 0:
+                raise ConfigError(f"max_queued_by_priority has {priority}={cap}; write PRIORITY=COUNT, such as 1=100")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """The HTTP edge."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 for every interface."""
+    port: int = 8000
+    """TCP port; 0 lets the system choose."""
+    api_keys: tuple[str, ...] = ()
+    """Keys that clients may send as `Authorization: Bearer KEY`; empty leaves the server open."""
+    served_model_names: tuple[str, ...] = ()
+    """Names under which the model answers, the first is canonical; empty uses the model's own name."""
+    cors_origins: tuple[str, ...] = ()
+    """Origins a browser page may call from; none by default."""
+    max_body_bytes: int = 32 * 1024 * 1024
+    """Largest request body in bytes."""
+    sse_keep_alive_s: float = 15.0
+    """A comment is sent on a silent stream this often (s), so that proxies keep it open; 0 is never."""
+    default_max_n: int = 16
+    """Largest n a request may ask for, at most 128."""
+    max_concurrent_requests: int = 10_000
+    """Requests held at once, queued ones included; more are answered 503."""
+    log_level: str = "info"
+    """debug, info, warning or error."""
+    log_format: str = "text"
+    """text or json (one object a line)."""
+
+    def __post_init__(self) -> None:
+        _require_choice("log_level", self.log_level, LOG_LEVELS)
+        _require_choice("log_format", self.log_format, LOG_FORMATS)
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"port is {self.port}; it must be from 0 to 65535")
+        if not 1 <= self.default_max_n <= 128:
+            raise ConfigError(f"default_max_n is {self.default_max_n}; it must be from 1 to 128")
+        _require_at_least("max_body_bytes", self.max_body_bytes, 1)
+        _require_at_least("max_concurrent_requests", self.max_concurrent_requests, 1)
+        _require_at_least("sse_keep_alive_s", self.sse_keep_alive_s, 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TenancyConfig:
+    """Who may ask, and what is written down of it."""
+
+    tenants: str | None = None
+    """YAML file with tenants, their limits and hashed keys, in force as soon as it changes; None knows no tenants."""
+    ledger: str | None = None
+    """SQLite file with a row for each request: tenant, key, tokens, how it ended; None keeps none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """One engine: model, cache and scheduler."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    admission: AdmissionConfig = field(default_factory=AdmissionConfig)
+    decision_log: str | None = None
+    """Folder for the log of every step's inputs and plan (hashes, never prompt tokens); None keeps none."""
+    decision_log_max_bytes: int = 64 * 1024 * 1024
+    """A file of the decision log is followed by the next when it is this large."""
+    decision_log_max_files: int = 16
+    """Of a run, this many files of the decision log are kept, the newest."""
+
+    def __post_init__(self) -> None:
+        _require_at_least("decision_log_max_bytes", self.decision_log_max_bytes, 4096)
+        _require_at_least("decision_log_max_files", self.decision_log_max_files, 1)

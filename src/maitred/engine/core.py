@@ -1,0 +1,136 @@
+"""One engine without threads or I/O: scheduler, executor and clock, a step at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from maitred.clock import Clock
+from maitred.config import SchedulerConfig
+from maitred.request import FinishReason, Request
+from maitred.scheduler.scheduler import Scheduler
+from maitred.scheduler.stats import SchedulerStats
+from maitred.scheduler.swap import SwapCosts
+from maitred.step import Executor, RequestProgress, SchedulerOutput
+
+
+class StepObserver(Protocol):
+    """Told of everything that a scheduler was told, in order; `scheduler.decision_log.Recorder` is one."""
+
+    def added(self, request: Request, now: float) -> None: ...
+
+    def ended(self, request_id: str, reason: FinishReason, now: float) -> None:
+        """From outside: aborted, or finished by a stop string."""
+
+    def configured(self, config: SchedulerConfig, now: float) -> None: ...
+
+    def measured(self, costs: SwapCosts, now: float) -> None: ...
+
+    def stepped(
+        self, plan: SchedulerOutput, progress: list[RequestProgress], scheduled_at: float, updated_at: float
+    ) -> None: ...
+
+
+class EngineCore:
+    """Requests in, progress out. Not thread-safe: one caller at a time."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        clock: Clock,
+        observer: StepObserver | None = None,
+        measure: Callable[[SchedulerOutput, float], SwapCosts | None] | None = None,
+    ) -> None:
+        """`measure` is told each plan and how long it took (s), and gives the costs of swapping when they are news."""
+        self._scheduler, self._executor, self._clock, self._observer = scheduler, executor, clock, observer
+        self._measure = measure
+        self.execute_s = 0.0  # total time in the executor
+        self.host_s = 0.0  # total time of steps outside it
+        self.last_step_at: float | None = None  # s, when a step last ended
+
+    @property
+    def has_work(self) -> bool:
+        return self._scheduler.has_work
+
+    @property
+    def num_queued(self) -> int:
+        return self._scheduler.num_queued
+
+    @property
+    def stats(self) -> SchedulerStats:
+        return self._scheduler.stats
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """For views of queue and running requests; change it only through this class, so that the log is complete."""
+        return self._scheduler
+
+    def add(self, request: Request) -> None:
+        """Raises RequestError when it can never be served."""
+        now = self._clock.now()
+        self._scheduler.add(request, now)
+        if self._observer is not None:
+            self._observer.added(request, now)
+
+    def abort(self, request_id: str) -> RequestProgress | None:
+        """Frees its blocks at once; its last progress, or None when it is not here (any more)."""
+        return self.finish(request_id, FinishReason.ABORT)
+
+    def finish(
+        self, request_id: str, reason: FinishReason, *, stop_reason: int | str | None = None
+    ) -> RequestProgress | None:
+        """Ends a request for a reason found in its text; as `abort` otherwise."""
+        now = self._clock.now()
+        progress = self._scheduler.finish(request_id, reason, now, stop_reason=stop_reason)
+        if progress is not None and self._observer is not None:
+            self._observer.ended(request_id, reason, now)
+        return progress
+
+    def shed(self, request_id: str) -> RequestProgress | None:
+        """Gives up a request that is in no step yet; None when it is, or not here (any more)."""
+        waiting = self._scheduler.waits_to_start(request_id)
+        return self.finish(request_id, FinishReason.SHED) if waiting else None
+
+    def configure(self, config: SchedulerConfig) -> None:
+        """Changes policy and limits, losing nothing. Raises ConfigError and changes nothing."""
+        self._scheduler.configure(config)
+        if self._observer is not None:
+            self._observer.configured(config, self._clock.now())
+
+    def set_swap_costs(self, costs: SwapCosts) -> None:
+        """Tells the scheduler what copying KV to the host, and computing it again, take."""
+        self._scheduler.set_swap_costs(costs)
+        if self._observer is not None:
+            self._observer.measured(costs, self._clock.now())
+
+    def step(self) -> list[RequestProgress]:
+        """Schedules, executes, updates: progress of every request that got something."""
+        scheduled_at = self._clock.now()
+        expired = self._expire(scheduled_at)
+        plan = self._scheduler.schedule(scheduled_at)
+        execute_at = self._clock.now()
+        output = self._executor.execute(plan)
+        updated_at = self._clock.now()
+        progress = self._scheduler.update(plan, output, updated_at)
+        if self._observer is not None:
+            self._observer.stepped(plan, progress, scheduled_at, updated_at)
+        costs = self._measure(plan, updated_at - execute_at) if self._measure is not None else None
+        if costs is not None:
+            self.set_swap_costs(costs)  # after the step was noted: it counts from the next one on
+        self.last_step_at = self._clock.now()
+        self.execute_s += updated_at - execute_at
+        self.host_s += (execute_at - scheduled_at) + (self.last_step_at - updated_at)
+        return expired + progress
+
+    def _expire(self, now: float) -> list[RequestProgress]:
+        expired = self._scheduler.expire(now)
+        if self._observer is not None:
+            for progress in expired:
+                assert progress.finish_reason is not None
+                self._observer.ended(progress.request_id, progress.finish_reason, now)
+        return expired
+
+    def close(self) -> None:
+        """Gives back the executor's memory and threads."""
+        self._executor.close()

@@ -1,0 +1,157 @@
+"""From a prompt and sampling parameters to Requests: tokenise, check against the context, resolve, fan out."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from maitred.errors import InvalidRequest, PromptTooLong
+from maitred.executor.sampler import check_sampling_tokens
+from maitred.kvcache.prefix_cache import hash_blocks, root_hash
+from maitred.request import MAX_SEED, Request, SamplingParams
+from maitred.scheduler.features import prompt_features
+from maitred.text import ChatTemplate, Tokenizer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModel:
+    """What the edge must know of the model: names, text, and the limits a request is checked against."""
+
+    names: tuple[str, ...]  # the first is canonical, the others are aliases
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate | None
+    max_model_len: int  # tokens, prompt and output
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    generation_defaults: Mapping[str, float | int] = field(default_factory=dict)
+    created: int = 0  # unix s
+    root: str = ""  # model path or hub id
+    revision: str = ""  # identity of the weights; part of every block hash
+    block_size: int = 16  # tokens
+
+
+def random_seed() -> int:
+    """A seed for a request that brought none."""
+    return secrets.randbelow(MAX_SEED)
+
+
+def make_requests(
+    model: ServedModel,
+    prompt: str | Sequence[int],
+    sampling: SamplingParams,
+    *,
+    request_id: str,
+    now: float,
+    priority: int = 0,
+    cache_salt: str = "",
+    tenant: str = "",
+    ttft_slo_s: float | None = None,
+    start_by: float | None = None,
+    finish_by: float | None = None,
+    add_special_tokens: bool = True,
+    new_seed: Callable[[], int] = random_seed,
+) -> list[Request]:
+    """One Request for each of `sampling.n` samples, sample 0 first, checked and ready for the queue.
+
+    Tokenises and hashes, so call it off the event loop. Raises PromptTooLong with both numbers (before tokenising
+    when the text's length alone proves it) and InvalidRequest for tokens that the vocabulary does not have.
+    """
+    check_sampling_tokens(sampling, model.vocab_size)
+    token_ids = _prompt_tokens(model, prompt, add_special_tokens)
+    max_tokens = _resolve_max_tokens(model, len(token_ids), sampling)
+    seed = new_seed() if sampling.seed is None else sampling.seed & MAX_SEED
+    features = prompt_features(prompt)
+    hashes = hash_blocks(token_ids, model.block_size, root_hash(model.revision, cache_salt))
+    bad_words = _bad_word_tokens(model.tokenizer, sampling.bad_words)
+    many = sampling.n > 1
+    return [
+        Request(
+            request_id=f"{request_id}-{index}" if many else request_id,
+            parent_id=request_id if many else None,
+            sample_index=index,
+            prompt_token_ids=token_ids,
+            num_prompt_tokens=len(token_ids),
+            sampling=sampling,
+            arrived_at=now,
+            max_tokens=max_tokens,
+            seed=seed,
+            priority=priority,
+            tenant=tenant,
+            ttft_slo_s=ttft_slo_s,
+            start_by=start_by,
+            finish_by=finish_by,
+            cache_salt=cache_salt,
+            eos_token_ids=model.eos_token_ids,
+            bad_word_token_ids=bad_words,
+            block_hashes=list(hashes),
+            features=features,
+        )
+        for index in range(sampling.n)
+    ]
+
+
+def _prompt_tokens(model: ServedModel, prompt: str | Sequence[int], add_special_tokens: bool) -> tuple[int, ...]:
+    limit = model.max_model_len - 1  # at least one token must be left to generate
+    if isinstance(prompt, str):
+        least = model.tokenizer.min_tokens(prompt)
+        if least > limit:
+            raise PromptTooLong(_too_long(f"at least {least}", model, f" ({len(prompt)} characters)"), param="prompt")
+        token_ids = tuple(model.tokenizer.encode(prompt, add_special_tokens=add_special_tokens))
+    else:
+        token_ids = tuple(prompt)
+        _check_token_ids(token_ids, model.vocab_size)
+    if not token_ids:
+        raise InvalidRequest("the prompt is empty; send at least one token", param="prompt")
+    if len(token_ids) > limit:
+        raise PromptTooLong(_too_long(str(len(token_ids)), model), param="prompt")
+    return token_ids
+
+
+def _too_long(num_tokens: str, model: ServedModel, detail: str = "") -> str:
+    return (
+        f"the prompt has {num_tokens} tokens{detail}, but this model's maximum context length is "
+        f"{model.max_model_len} tokens, of which one must be left for the answer; shorten the prompt, "
+        "or serve with a larger --max-model-len"
+    )
+
+
+def _check_token_ids(token_ids: Sequence[int], vocab_size: int) -> None:
+    for position, token in enumerate(token_ids):
+        if isinstance(token, bool) or not isinstance(token, int):
+            raise InvalidRequest(f"prompt token {position} is {token!r}, not an integer", param="prompt")
+        if not 0 <= token < vocab_size:
+            raise InvalidRequest(
+                f"prompt token {position} is {token}; the vocabulary has ids 0 to {vocab_size - 1}", param="prompt"
+            )
+
+
+def _resolve_max_tokens(model: ServedModel, num_prompt_tokens: int, sampling: SamplingParams) -> int:
+    room = model.max_model_len - num_prompt_tokens
+    if sampling.max_tokens is None:
+        if sampling.min_tokens > room:
+            raise PromptTooLong(
+                f"min_tokens ({sampling.min_tokens}) and the prompt ({num_prompt_tokens} tokens) exceed this model's "
+                f"maximum context length of {model.max_model_len} tokens",
+                param="min_tokens",
+            )
+        return room
+    if sampling.max_tokens > room:
+        raise PromptTooLong(
+            f"the prompt ({num_prompt_tokens} tokens) and max_tokens ({sampling.max_tokens}) add up to "
+            f"{num_prompt_tokens + sampling.max_tokens} tokens, but this model's maximum context length is "
+            f"{model.max_model_len} tokens; ask for at most {room}, or leave max_tokens out to fill the context",
+            param="max_tokens",
+        )
+    return sampling.max_tokens
+
+
+def _bad_word_tokens(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """Each word as it is tokenised at the start of a text and after a space, without repeats."""
+    forms: dict[tuple[int, ...], None] = {}
+    for word in words:
+        for text in (word, " " + word.lstrip()) if word.strip() else (word,):
+            token_ids = tuple(tokenizer.encode(text, add_special_tokens=False))
+            if token_ids:
+                forms[token_ids] = None
+    return tuple(forms)

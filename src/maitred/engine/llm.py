@@ -1,0 +1,234 @@
+"""The offline API: `LLM(model).generate(prompts)` runs the server's own scheduler in the calling thread."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar, cast
+
+from maitred.clock import WallClock
+from maitred.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from maitred.engine.build import EngineParts, build_parts
+from maitred.engine.intake import ServedModel, make_requests
+from maitred.engine.memory import MemoryPlan
+from maitred.engine.output import OutputBuilder, RequestOutput
+from maitred.errors import EngineDead, InvalidRequest
+from maitred.request import FinishReason, SamplingParams
+
+Prompt = str | Sequence[int]
+Message = Mapping[str, Any]
+T = TypeVar("T")
+
+_SCHEDULER, _CACHE = SchedulerConfig(), CacheConfig()  # for their defaults
+
+
+class LLM:
+    """A model and a scheduler for scripts.
+
+    Arguments are the fields of ModelConfig, CacheConfig and SchedulerConfig, see there; `model=None` is the built-in
+    model. Use as a context manager, or call close(), to give back memory at once; dropping the last reference does so
+    too. Not for use from two threads at once.
+    """
+
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        executor: str = "auto",
+        device: str = "auto",
+        dtype: str = "auto",
+        kv_dtype: str = "auto",
+        revision: str | None = None,
+        max_model_len: int | None = None,
+        max_num_seqs: int = _SCHEDULER.max_num_seqs,
+        max_num_batched_tokens: int | None = None,
+        block_size: int = _CACHE.block_size,
+        kv_cache_memory_bytes: int | None = None,
+        swap_memory_bytes: int | None = None,
+        enable_prefix_caching: bool = True,
+        policy: str = "fcfs",
+        num_threads: int | None = None,
+        chat_template: str | None = None,
+        generation_config: Mapping[str, float | int | None] | None = None,
+        decision_log: str | None = None,
+    ) -> None:
+        config = EngineConfig(
+            model=ModelConfig(
+                model=model,
+                revision=revision,
+                executor=executor,
+                device=device,
+                dtype=dtype,
+                kv_dtype=kv_dtype,
+                max_model_len=max_model_len,
+                num_threads=num_threads,
+                chat_template=chat_template,
+                generation_config=generation_config or {},
+            ),
+            cache=CacheConfig(
+                block_size=block_size,
+                kv_cache_memory_bytes=kv_cache_memory_bytes,
+                swap_memory_bytes=swap_memory_bytes,
+                enable_prefix_caching=enable_prefix_caching,
+            ),
+            scheduler=SchedulerConfig(
+                max_num_batched_tokens=max_num_batched_tokens or max(_SCHEDULER.max_num_batched_tokens, max_num_seqs),
+                max_num_seqs=max_num_seqs,
+                policy=policy,
+            ),
+            decision_log=decision_log,
+        )
+        self._clock = WallClock()
+        self._parts: EngineParts | None = build_parts(config, clock=self._clock)
+        self._ids = itertools.count()
+
+    @property
+    def model(self) -> ServedModel:
+        """Names, tokenizer, chat template and limits."""
+        return self._open().model
+
+    @property
+    def memory_plan(self) -> MemoryPlan:
+        return self._open().memory_plan
+
+    def default_sampling_params(self) -> SamplingParams:
+        """What the model's generation_config.json recommends."""
+        return SamplingParams(**cast(dict[str, Any], dict(self.model.generation_defaults)))
+
+    def generate(
+        self,
+        prompts: str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: Sequence[int] | int = 0,
+        add_special_tokens: bool = True,
+    ) -> list[RequestOutput]:
+        """Complete every prompt; outputs come in the order of the prompts.
+
+        A prompt is text or token ids. `sampling_params` is one for all, or one each; None takes the model's own
+        defaults. Raises RequestError before anything runs when a prompt or a parameter cannot work.
+        """
+        listed = _as_prompts(prompts)
+        if sampling_params is None:
+            sampling_params = self.default_sampling_params()
+        sampling = _one_each(sampling_params, len(listed), "sampling_params")
+        priorities = _one_each(priority, len(listed), "priority")
+        parts = self._open()
+        now = self._clock.now()
+        batches = [
+            make_requests(
+                parts.model,
+                prompt,
+                params,
+                request_id=f"llm-{next(self._ids)}",
+                now=now,
+                priority=urgency,
+                add_special_tokens=add_special_tokens,
+            )
+            for prompt, params, urgency in zip(listed, sampling, priorities, strict=True)
+        ]
+        builders: dict[str, OutputBuilder] = {}
+        outputs: list[RequestOutput] = []
+        for prompt, requests in zip(listed, batches, strict=True):
+            builder = OutputBuilder(parts.model.tokenizer, requests, prompt if isinstance(prompt, str) else None)
+            outputs.append(builder.output)
+            builders.update(dict.fromkeys((request.request_id for request in requests), builder))
+        try:
+            for request in itertools.chain.from_iterable(batches):
+                parts.core.add(request)
+            self._run(parts, builders)
+        finally:
+            for request_id in builders:  # nothing stays behind when interrupted
+                parts.core.finish(request_id, FinishReason.ABORT)
+        return outputs
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or each of several; needs a model with a chat template."""
+        template = self.model.chat_template
+        if template is None:
+            raise InvalidRequest("this model has no chat template; give LLM(chat_template=FILE), or use generate()")
+        conversations = _as_conversations(messages)
+        prompts = [
+            template.render(
+                conversation,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                **(chat_template_kwargs or {}),
+            )
+            for conversation in conversations
+        ]
+        return self.generate(prompts, sampling_params, add_special_tokens=False)
+
+    def close(self) -> None:
+        """Give back memory and threads; the object is not used again."""
+        if self._parts is not None:
+            parts, self._parts = self._parts, None
+            parts.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_parts", None) is not None:
+            self.close()
+
+    def _open(self) -> EngineParts:
+        if self._parts is None:
+            raise EngineDead("this LLM was closed; make a new one")
+        return self._parts
+
+    def _run(self, parts: EngineParts, builders: Mapping[str, OutputBuilder]) -> None:
+        while parts.core.has_work:
+            for progress in parts.core.step():
+                builder = builders[progress.request_id]
+                if builder.push(progress):
+                    ended = parts.core.finish(progress.request_id, FinishReason.STOP)
+                    if ended is not None:
+                        builder.complete(ended)
+
+
+def _as_prompts(prompts: Any) -> list[Prompt]:
+    """One text, one list of token ids, or a list of either, as a list of prompts."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, Sequence):
+        raise InvalidRequest(
+            f"prompts is {type(prompts).__name__}; give a string, a list of token ids, or a list of either",
+            param="prompts",
+        )
+    listed = list(prompts)
+    if listed and all(isinstance(item, int) for item in listed):
+        return [listed]
+    for position, item in enumerate(listed):
+        if not isinstance(item, (str, Sequence)):
+            raise InvalidRequest(
+                f"prompts[{position}] is {type(item).__name__}; a prompt is a string or a list of token ids",
+                param="prompts",
+            )
+    return listed
+
+
+def _as_conversations(messages: Any) -> list[Sequence[Message]]:
+    """One list of messages, or a list of such lists, as a list of conversations."""
+    if not messages or isinstance(messages, (str, Mapping)) or not isinstance(messages[0], (Mapping, Sequence)):
+        raise InvalidRequest("messages is a list of {role, content}, or a list of such lists", param="messages")
+    return [messages] if isinstance(messages[0], Mapping) else list(messages)
+
+
+def _one_each(value: T | Sequence[T], count: int, name: str) -> list[T]:
+    if not isinstance(value, Sequence):
+        return [value] * count
+    if len(value) != count:
+        raise InvalidRequest(f"{name} has {len(value)} entries for {count} prompts; give one, or one each", param=name)
+    return list(value)

@@ -1,0 +1,195 @@
+"""The memory plan: what weights and KV cache take, what is free, and the longest context that fits."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from maitred.config import CacheConfig, SchedulerConfig
+from maitred.errors import OutOfMemory
+
+GIB = 1024**3
+DEFAULT_SWAP_BYTES = 4 * GIB
+RESERVE_SHARE = 0.10  # of the available memory, left for activations, the tokenizer and the system
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """What will be allocated, in bytes; made before anything is."""
+
+    available_bytes: int
+    weights_bytes: int
+    bytes_per_block: int
+    block_size: int  # tokens
+    num_blocks: int
+    max_model_len: int  # tokens
+    model_context: int  # tokens the model was made for
+    longest_context: int  # tokens one request could have if it had all the KV cache
+
+    @property
+    def kv_bytes(self) -> int:
+        return self.num_blocks * self.bytes_per_block
+
+    @property
+    def num_full_contexts(self) -> float:
+        """How many requests of max_model_len fit at once."""
+        return self.num_blocks * self.block_size / self.max_model_len
+
+    def describe(self) -> str:
+        """A few lines for the terminal."""
+        lines = [
+            f"memory  available {format_bytes(self.available_bytes)}",
+            f"        weights   {format_bytes(self.weights_bytes)}",
+            f"        KV cache  {format_bytes(self.kv_bytes)} = {self.num_blocks:,} blocks of {self.block_size} tokens "
+            f"({self.num_blocks * self.block_size:,} tokens, {self.num_full_contexts:.1f} full contexts)",
+            f"        context   {self.max_model_len:,} tokens{self._remark()}; "
+            f"the longest that memory holds is {self.longest_context:,}",
+        ]
+        return "\n".join(lines)
+
+    def _remark(self) -> str:
+        if self.max_model_len < self.model_context:
+            return f" of the model's {self.model_context:,}"
+        if self.max_model_len > self.model_context:
+            return f" (the model was made for {self.model_context:,}: beyond that, expect nonsense)"
+        return ""
+
+
+def swap_bytes(asked: int | None, *, on_gpu: bool, available_host_bytes: int, host_bytes_planned: int) -> int:
+    """Host memory for swapped blocks. Raises OutOfMemory when what was asked for is not there."""
+    free = int(available_host_bytes * (1 - RESERVE_SHARE)) - host_bytes_planned
+    if asked is None:
+        return max(0, min(DEFAULT_SWAP_BYTES, free // 4)) if on_gpu else 0
+    if asked > free:
+        raise OutOfMemory(
+            f"swap_memory_bytes asks for {format_bytes(asked)} of host memory, and {format_bytes(max(free, 0))} are "
+            "left; ask for less, or leave it out"
+        )
+    return asked
+
+
+def format_bytes(count: float) -> str:
+    """1536 -> '1.5 KiB'."""
+    for unit in ("B", "KiB", "MiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.2f} GiB"
+
+
+def plan_memory(
+    *,
+    available_bytes: int,
+    weights_bytes: int,
+    bytes_per_block: int,
+    model_context: int,
+    pinned_context: int | None,
+    cache: CacheConfig,
+    scheduler: SchedulerConfig,
+) -> MemoryPlan:
+    """Fit the KV cache: what `max_num_seqs` full contexts need, bounded by what is left after the weights.
+
+    Without `pinned_context` the context shrinks to what fits; with it, or with a pinned number of KV bytes, what does
+    not fit raises OutOfMemory with both numbers.
+    """
+    budget = int(available_bytes * (1 - RESERVE_SHARE)) - weights_bytes
+    if budget < bytes_per_block:
+        raise OutOfMemory(
+            f"the weights need {format_bytes(weights_bytes)} and {format_bytes(available_bytes)} are available; "
+            "choose a smaller model or dtype, or free memory"
+        )
+    context = pinned_context or model_context
+    if cache.kv_cache_memory_bytes is not None:
+        budget = _pinned_kv(cache.kv_cache_memory_bytes, budget)
+    blocks_that_fit = budget // bytes_per_block
+    if blocks_that_fit == 0:
+        raise OutOfMemory(
+            f"one KV block of {cache.block_size} tokens needs {format_bytes(bytes_per_block)}, and "
+            f"kv_cache_memory_bytes is {format_bytes(budget)}; give the KV cache more, or take a smaller --block-size"
+        )
+    blocks_per_context = math.ceil(context / cache.block_size)
+    if blocks_that_fit < blocks_per_context:
+        if pinned_context is not None:
+            raise OutOfMemory(_context_too_long(context, blocks_per_context, blocks_that_fit, bytes_per_block, cache))
+        context = blocks_that_fit * cache.block_size
+    if cache.kv_cache_memory_bytes is not None:
+        num_blocks = blocks_that_fit
+    else:
+        num_blocks = min(blocks_that_fit, scheduler.max_num_seqs * math.ceil(context / cache.block_size))
+    return MemoryPlan(
+        available_bytes=available_bytes,
+        weights_bytes=weights_bytes,
+        bytes_per_block=bytes_per_block,
+        block_size=cache.block_size,
+        num_blocks=num_blocks,
+        max_model_len=context,
+        model_context=model_context,
+        longest_context=blocks_that_fit * cache.block_size,
+    )
+
+
+def _pinned_kv(asked_bytes: int, budget: int) -> int:
+    if asked_bytes > budget:
+        raise OutOfMemory(
+            f"kv_cache_memory_bytes asks for {format_bytes(asked_bytes)}, and {format_bytes(budget)} are left after "
+            "the weights; ask for less, or leave it out to take what fits"
+        )
+    return asked_bytes
+
+
+def _context_too_long(context: int, needed: int, fitting: int, bytes_per_block: int, cache: CacheConfig) -> str:
+    return (
+        f"one context of {context:,} tokens needs {format_bytes(needed * bytes_per_block)} of KV cache, and "
+        f"{format_bytes(fitting * bytes_per_block)} ({fitting * cache.block_size:,} tokens) fit; "
+        f"serve with --max-model-len {max(fitting * cache.block_size, 2)} or less, or with a larger KV cache"
+    )
+
+
+def available_memory_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes this process may still take: the machine's available memory, or what its cgroup leaves if that is less."""
+    available = _meminfo_available(proc / "meminfo")
+    limit = _cgroup_free(cgroup)
+    return available if limit is None else min(available, limit)
+
+
+def _meminfo_available(meminfo: Path) -> int:
+    try:
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # macOS: all of it
+
+
+def _cgroup_free(cgroup: Path) -> int | None:
+    """Limit less use of the control group, version 2 or 1; page cache that can be dropped counts as free."""
+    for limit_file, usage_file, cache_key in (
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        try:
+            limit_text = (cgroup / limit_file).read_text().strip()
+            if limit_text == "max" or int(limit_text) >= 2**60:
+                continue
+            used = int((cgroup / usage_file).read_text())
+            stat = ((cgroup / usage_file).parent / "memory.stat").read_text()
+        except (OSError, ValueError):
+            continue
+        droppable = next((int(row.split()[1]) for row in stat.splitlines() if row.split()[0] == cache_key), 0)
+        return max(0, int(limit_text) - used + droppable)
+    return None
+
+
+def usable_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Cores this process may use: its CPU affinity, or its cgroup's quota if that is less; at least 1."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = (cgroup / "cpu.max").read_text().split()
+        if quota != "max":
+            cores = min(cores, max(1, int(quota) // int(period)))
+    except (OSError, ValueError):
+        pass
+    return cores

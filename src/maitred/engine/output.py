@@ -1,0 +1,265 @@
+"""From progress to text: detokenise, apply stop strings, merge the samples of one prompt, gather whole outputs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from maitred.engine.intake import ServedModel
+from maitred.replica import Replica
+from maitred.request import FinishReason, Request, RequestTiming
+from maitred.step import RequestProgress, TokenLogprobs
+from maitred.text import Detokenizer, StopStringMatcher, Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    """What one sample gained. The last one has a finish_reason; text may lag behind tokens (stop strings, UTF-8)."""
+
+    index: int
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] | None = None  # one per token
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # chunk by chunk, for prompt positions 1..
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None  # the stop token or string; None for end-of-sequence
+    error: str | None = None
+    num_cached_tokens: int = 0
+    timing: RequestTiming | None = None
+
+
+class SampleText:
+    """Turns one request's progress into text: the state between two deltas."""
+
+    def __init__(self, tokenizer: Tokenizer, request: Request) -> None:
+        sampling = request.sampling
+        self.index = request.sample_index
+        self._detokenizer = Detokenizer(
+            tokenizer,
+            prompt_token_ids=request.prompt_token_ids,
+            skip_special_tokens=sampling.skip_special_tokens,
+        )
+        self._matcher = StopStringMatcher(sampling.stop, include=sampling.include_stop_str_in_output)
+        self._min_tokens = sampling.min_tokens
+        self._hide_stop_token = not sampling.include_stop_str_in_output
+        self._num_tokens = 0
+        self.stopped = False  # by a stop string: the request must be ended, later progress is dropped
+
+    def push(self, progress: RequestProgress) -> TextDelta:
+        """The delta for `progress`; when it completes a stop string, `stopped` is set and the delta is the last."""
+        pieces: list[str] = []
+        taken, stop_string = self._take(progress, pieces)
+        finish, stop_reason = progress.finish_reason, progress.stop_reason
+        if stop_string is not None:
+            self.stopped = True
+            finish, stop_reason = FinishReason.STOP, stop_string
+        elif finish is not None:
+            stop_string = self._feed(self._detokenizer.flush(), pieces)
+            if stop_string is not None:
+                finish, stop_reason = FinishReason.STOP, stop_string
+            else:
+                pieces.append(self._matcher.flush())
+        return TextDelta(
+            index=self.index,
+            text="".join(pieces),
+            token_ids=progress.new_token_ids[:taken],
+            logprobs=progress.logprobs[:taken] if progress.logprobs is not None else None,
+            prompt_logprobs=progress.prompt_logprobs,
+            finish_reason=finish,
+            stop_reason=stop_reason,
+            error=progress.error,
+            num_cached_tokens=progress.num_cached_tokens,
+            timing=progress.timing,
+        )
+
+    def _take(self, progress: RequestProgress, pieces: list[str]) -> tuple[int, str | None]:
+        """Feed the new tokens one by one; returns how many were used and the stop string that ended it, if any."""
+        tokens = progress.new_token_ids
+        ended_by_token = progress.finish_reason is FinishReason.STOP and self._hide_stop_token
+        for position, token in enumerate(tokens):
+            self._num_tokens += 1
+            if ended_by_token and position == len(tokens) - 1:
+                break
+            stop_string = self._feed(self._detokenizer.push((token,)), pieces)
+            if stop_string is not None:
+                return position + 1, stop_string
+        return len(tokens), None
+
+    def _feed(self, text: str, pieces: list[str]) -> str | None:
+        if not text:
+            return None
+        if self._num_tokens <= self._min_tokens:  # text before min_tokens can neither be nor begin a stop string
+            pieces.append(text)
+            return None
+        result = self._matcher.push(text)
+        pieces.append(result.text)
+        return result.stopped
+
+
+async def stream_text(replica: Replica, model: ServedModel, requests: Sequence[Request]) -> AsyncIterator[TextDelta]:
+    """Deltas of all samples of one prompt as they come; closing the iterator ends every unfinished sample.
+
+    Raises EngineDead when the replica dies.
+    """
+    unfinished = {request.request_id for request in requests}
+    streams = [(request, replica.submit(request)) for request in requests]
+    try:
+        merged = _one(replica, model, *streams[0]) if len(streams) == 1 else _merge(replica, model, streams)
+        async for request_id, delta in merged:
+            if delta.finish_reason is not None:
+                unfinished.discard(request_id)
+            yield delta
+    finally:
+        for request_id in unfinished:
+            replica.abort(request_id)
+
+
+async def _one(
+    replica: Replica, model: ServedModel, request: Request, stream: AsyncIterator[RequestProgress]
+) -> AsyncIterator[tuple[str, TextDelta]]:
+    sample = SampleText(model.tokenizer, request)
+    async for progress in stream:
+        delta = sample.push(progress)
+        if sample.stopped and progress.finish_reason is None:
+            replica.abort(request.request_id, FinishReason.STOP)
+            delta = await _completed(delta, stream)
+        yield request.request_id, delta
+        if delta.finish_reason is not None:
+            return
+
+
+async def _completed(delta: TextDelta, stream: AsyncIterator[RequestProgress]) -> TextDelta:
+    """`delta`, which a stop string made the last, with what only the request's last progress says."""
+    async for progress in stream:
+        if progress.finish_reason is not None:
+            return replace(delta, timing=progress.timing, num_cached_tokens=progress.num_cached_tokens)
+    return delta
+
+
+async def _merge(
+    replica: Replica, model: ServedModel, streams: Sequence[tuple[Request, AsyncIterator[RequestProgress]]]
+) -> AsyncIterator[tuple[str, TextDelta]]:
+    queue: asyncio.Queue[tuple[str, TextDelta] | BaseException] = asyncio.Queue()
+
+    async def pump(request: Request, stream: AsyncIterator[RequestProgress]) -> None:
+        try:
+            async for item in _one(replica, model, request, stream):
+                queue.put_nowait(item)
+        except Exception as error:  # raised again in the consumer
+            queue.put_nowait(error)
+
+    tasks = [asyncio.create_task(pump(request, stream)) for request, stream in streams]
+    try:
+        left = len(tasks)
+        while left:
+            item = await queue.get()
+            if isinstance(item, BaseException):
+                raise item
+            left -= item[1].finish_reason is not None
+            yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """One token's log-probability at one position, as vLLM names it."""
+
+    logprob: float
+    rank: int  # 1 is the most likely
+    decoded_token: str
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One sample: its text and how it ended."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None  # stop, length, abort or error
+    stop_reason: int | str | None = None
+    error: str | None = None
+    timing: RequestTiming | None = None
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """Sum of the chosen tokens' log-probabilities, or None when they were not asked for."""
+        if self.logprobs is None:
+            return None
+        return sum(at[token].logprob for at, token in zip(self.logprobs, self.token_ids, strict=True))
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """All samples of one prompt."""
+
+    request_id: str
+    prompt: str | None  # None when the prompt came as token ids
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # None for the first token
+    num_cached_tokens: int = 0
+
+    @property
+    def finished(self) -> bool:
+        return all(output.finish_reason is not None for output in self.outputs)
+
+
+class OutputBuilder:
+    """Gathers the deltas of one prompt into a RequestOutput."""
+
+    def __init__(self, tokenizer: Tokenizer, requests: Sequence[Request], prompt: str | None) -> None:
+        first = requests[0]
+        self._tokenizer = tokenizer
+        self._texts = {request.request_id: SampleText(tokenizer, request) for request in requests}
+        self.output = RequestOutput(
+            request_id=first.parent_id or first.request_id,
+            prompt=prompt,
+            prompt_token_ids=list(first.prompt_token_ids),
+            outputs=[CompletionOutput(index=request.sample_index) for request in requests],
+            prompt_logprobs=[None] if first.sampling.prompt_logprobs is not None else None,
+        )
+        for completion in self.output.outputs:
+            completion.logprobs = [] if first.sampling.logprobs is not None else None
+
+    def push(self, progress: RequestProgress) -> bool:
+        """Take one request's progress; True when a stop string was found and the request must be ended."""
+        sample = self._texts[progress.request_id]
+        if sample.stopped:
+            return False
+        delta = sample.push(progress)
+        self._add(delta)
+        return isinstance(delta.stop_reason, str) and progress.finish_reason is None
+
+    def complete(self, progress: RequestProgress) -> None:
+        """Keep what only the last progress says, of a request that a stop string had ended."""
+        index = self._texts[progress.request_id].index
+        self.output.outputs[index].timing = progress.timing
+        if index == 0:
+            self.output.num_cached_tokens = progress.num_cached_tokens
+
+    def _add(self, delta: TextDelta) -> None:
+        completion = self.output.outputs[delta.index]
+        completion.text += delta.text
+        completion.token_ids.extend(delta.token_ids)
+        if completion.logprobs is not None and delta.logprobs is not None:
+            completion.logprobs.extend(named_logprobs(self._tokenizer, at) for at in delta.logprobs)
+        if self.output.prompt_logprobs is not None and delta.prompt_logprobs is not None and delta.index == 0:
+            self.output.prompt_logprobs.extend(named_logprobs(self._tokenizer, at) for at in delta.prompt_logprobs)
+        if delta.index == 0:
+            self.output.num_cached_tokens = max(self.output.num_cached_tokens, delta.num_cached_tokens)
+        if delta.finish_reason is not None:
+            completion.finish_reason = delta.finish_reason.value
+            completion.stop_reason, completion.error, completion.timing = delta.stop_reason, delta.error, delta.timing
+
+
+def named_logprobs(tokenizer: Tokenizer, at: TokenLogprobs) -> dict[int, Logprob]:
+    """Token id -> Logprob at one position; the chosen token comes first."""
+    return {
+        token: Logprob(logprob=value, rank=rank, decoded_token=tokenizer.token_text(token))
+        for token, value, rank in zip(at.token_ids, at.logprobs, at.ranks, strict=True)
+    }

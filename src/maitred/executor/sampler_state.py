@@ -1,0 +1,189 @@
+"""What the sampler knows about one request: its parameters made ready once, and what was generated so far."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from maitred.errors import InvalidRequest
+from maitred.request import SamplingParams
+
+NEGATIVE_INFINITY = np.float32(-np.inf)
+
+LogitsRow = NDArray[np.float32]  # [V], one row of logits
+TokenIds = NDArray[np.int64]
+
+
+def check_sampling_tokens(sampling: SamplingParams, vocab_size: int) -> None:
+    """Refuse token ids that the model does not have; called before admission, when the vocabulary is known.
+
+    Raises InvalidRequest naming the field, the id and the vocabulary.
+    """
+    named = (("logit_bias", sampling.logit_bias or ()), ("allowed_token_ids", sampling.allowed_token_ids or ()))
+    for param, token_ids in named:
+        for token_id in token_ids:
+            if not 0 <= token_id < vocab_size:
+                raise InvalidRequest(
+                    f"{param} names token {token_id}; the model's tokens are 0 to {vocab_size - 1}", param=param
+                )
+
+
+class RequestSampler:
+    """One request's sampling state: made when the executor learns the request, told of each token by `append`.
+
+    `output_token_ids` is not empty after a preemption. `vocab_size` is the width of the logits; stop tokens and bad
+    words that lie outside it can never be drawn and are left out. Costs O(tokens known) to make and O(1) per token.
+    """
+
+    __slots__ = (
+        "_allowed_ids",
+        "_banned_ids",
+        "_banned_sequences",
+        "_bias_ids",
+        "_bias_values",
+        "_known",
+        "_min_tokens_ids",
+        "_output",
+        "_tail",
+        "_tail_length",
+        "num_output_tokens",
+        "num_prompt_tokens",
+        "sample_index",
+        "sampling",
+        "seed",
+        "vocab_size",
+    )
+
+    def __init__(
+        self,
+        sampling: SamplingParams,
+        *,
+        vocab_size: int,
+        seed: int,
+        sample_index: int,
+        prompt_token_ids: Sequence[int],
+        output_token_ids: Sequence[int] = (),
+        eos_token_ids: Sequence[int] = (),
+        bad_word_token_ids: Sequence[Sequence[int]] = (),
+    ) -> None:
+        self.sampling = sampling
+        self.vocab_size = vocab_size
+        self.seed = seed
+        self.sample_index = sample_index
+        self.num_prompt_tokens = len(prompt_token_ids)
+        self.num_output_tokens = 0
+        bias = sampling.logit_bias or {}
+        self._bias_ids = _token_array(bias)
+        self._bias_values = np.array(list(bias.values()), dtype=np.float32)
+        allowed = sampling.allowed_token_ids
+        self._allowed_ids = None if allowed is None else _token_array(allowed)
+        self._min_tokens_ids = self._inside_vocabulary((*eos_token_ids, *sampling.stop_token_ids))
+        words = [tuple(word) for word in bad_word_token_ids if word]
+        self._banned_ids = self._inside_vocabulary(word[0] for word in words if len(word) == 1)
+        self._banned_sequences = [w for w in words if len(w) > 1 and 0 <= w[-1] < vocab_size]
+        self._tail_length = max((len(word) - 1 for word in self._banned_sequences), default=0)
+        self._tail = list(prompt_token_ids[-self._tail_length :]) if self._tail_length else []
+        self._known = _TokenCounts(prompt_token_ids if sampling.repetition_penalty != 1.0 else ())
+        self._output = _TokenCounts()
+        for token_id in output_token_ids:
+            self.append(token_id)
+
+    @property
+    def position(self) -> int:
+        """Known tokens, prompt and output: the position of the token drawn next."""
+        return self.num_prompt_tokens + self.num_output_tokens
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether `apply` would do anything now."""
+        p = self.sampling
+        return (
+            self._allowed_ids is not None
+            or self._banned_ids.size > 0
+            or bool(self._banned_sequences)
+            or self._bias_ids.size > 0
+            or self.num_output_tokens < p.min_tokens
+            or p.repetition_penalty != 1.0
+            or ((p.presence_penalty != 0.0 or p.frequency_penalty != 0.0) and self.num_output_tokens > 0)
+        )
+
+    def append(self, token_id: int) -> None:
+        """Note that `token_id` is now the last output token."""
+        self.num_output_tokens += 1
+        p = self.sampling
+        if p.repetition_penalty != 1.0:
+            self._known.add(token_id)
+        if p.presence_penalty != 0.0 or p.frequency_penalty != 0.0:
+            self._output.add(token_id)
+        if self._tail_length:
+            self._tail.append(token_id)
+            del self._tail[: -self._tail_length]
+
+    def apply(self, logits_V: LogitsRow) -> None:
+        """Masks, bias and penalties, in place: steps 3 to 6 of the order in `sampler`."""
+        if self._allowed_ids is not None:
+            kept = logits_V[self._allowed_ids]
+            logits_V.fill(NEGATIVE_INFINITY)
+            logits_V[self._allowed_ids] = kept
+        logits_V[self._banned_ids] = NEGATIVE_INFINITY
+        for word in self._banned_sequences:
+            if tuple(self._tail[1 - len(word) :]) == word[:-1]:
+                logits_V[word[-1]] = NEGATIVE_INFINITY
+        if self.num_output_tokens < self.sampling.min_tokens:
+            logits_V[self._min_tokens_ids] = NEGATIVE_INFINITY
+        logits_V[self._bias_ids] += self._bias_values
+        self._apply_penalties(logits_V)
+
+    def _apply_penalties(self, logits_V: LogitsRow) -> None:
+        """Repetition (CTRL, arXiv:1909.05858, section 4.1, with the sign rule all engines use), frequency, presence.
+
+        Only the tokens seen are touched, so the cost is that of the text, not of the vocabulary.
+        """
+        p = self.sampling
+        if p.repetition_penalty != 1.0:
+            ids = self._known.ids
+            seen = logits_V[ids]
+            penalty = np.float32(p.repetition_penalty)
+            logits_V[ids] = np.where(seen < 0, seen * penalty, seen / penalty)
+        if p.frequency_penalty != 0.0 or p.presence_penalty != 0.0:
+            ids = self._output.ids
+            logits_V[ids] -= np.float32(p.frequency_penalty) * self._output.counts
+            logits_V[ids] -= np.float32(p.presence_penalty)
+
+    def _inside_vocabulary(self, token_ids: Iterable[int]) -> TokenIds:
+        return _token_array(sorted({t for t in token_ids if 0 <= t < self.vocab_size}))
+
+
+def _token_array(token_ids: Iterable[int]) -> TokenIds:
+    return np.array(list(token_ids), dtype=np.int64)
+
+
+class _TokenCounts:
+    """Distinct token ids and how often each was added, as arrays that grow by doubling."""
+
+    __slots__ = ("_counts", "_ids", "_slot_of")
+
+    def __init__(self, token_ids: Sequence[int] = ()) -> None:
+        ids, counts = np.unique(_token_array(token_ids), return_counts=True)
+        self._slot_of = {int(token_id): slot for slot, token_id in enumerate(ids)}
+        spare = max(16, len(ids))
+        self._ids = np.concatenate([ids, np.zeros(spare, np.int64)])
+        self._counts = np.concatenate([counts, np.zeros(spare)]).astype(np.float32)
+
+    @property
+    def ids(self) -> TokenIds:
+        return self._ids[: len(self._slot_of)]
+
+    @property
+    def counts(self) -> NDArray[np.float32]:
+        return self._counts[: len(self._slot_of)]
+
+    def add(self, token_id: int) -> None:
+        slot = self._slot_of.setdefault(token_id, len(self._slot_of))
+        if slot == len(self._ids):
+            self._ids = np.concatenate([self._ids, np.zeros_like(self._ids)])
+            self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
+        self._ids[slot] = token_id
+        self._counts[slot] += 1

@@ -1,0 +1,78 @@
+"""What an executor remembers of a request between steps: its tokens, its block table, its sampler."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from maitred.executor.sampler_state import RequestSampler
+from maitred.step import NewRequest, ScheduledRow
+
+Ints = NDArray[np.int64]
+
+
+class GrowingInts:
+    """A list of integers kept as an array, so that a step reads slices of it without a loop over elements."""
+
+    __slots__ = ("_items", "size")
+
+    def __init__(self, first: Sequence[int] = (), *, spare: int = 64) -> None:
+        self.size = len(first)
+        self._items = np.zeros(self.size + spare, dtype=np.int64)
+        self._items[: self.size] = first
+
+    @property
+    def array(self) -> Ints:
+        """A view of what is held now; valid until the next `extend`."""
+        return self._items[: self.size]
+
+    def extend(self, more: Sequence[int]) -> None:
+        size = self.size + len(more)
+        if size > len(self._items):
+            grown = np.zeros(2 * size, dtype=np.int64)
+            grown[: self.size] = self.array
+            self._items = grown
+        self._items[self.size : size] = more
+        self.size = size
+
+    def replace(self, index: int, value: int) -> None:
+        self.array[index] = value
+
+
+class RequestState:
+    """One request as the executor knows it. Everything in it can be rebuilt from a `NewRequest` and the blocks."""
+
+    __slots__ = ("blocks", "num_prompt_tokens", "prompt_logprobs", "request_id", "sampler", "tokens")
+
+    def __init__(self, new: NewRequest, vocab_size: int) -> None:
+        self.request_id = new.request_id
+        self.num_prompt_tokens = new.num_prompt_tokens
+        self.prompt_logprobs = new.sampling.prompt_logprobs
+        self.tokens = GrowingInts((*new.prompt_token_ids, *new.output_token_ids))
+        assert self.tokens.size == new.num_prompt_tokens + new.num_output_tokens, new
+        self.blocks = GrowingInts()
+        self.sampler = RequestSampler(
+            new.sampling,
+            vocab_size=vocab_size,
+            seed=new.seed,
+            sample_index=new.sample_index,
+            prompt_token_ids=new.prompt_token_ids,
+            output_token_ids=new.output_token_ids,
+            eos_token_ids=new.eos_token_ids,
+            bad_word_token_ids=new.bad_word_token_ids,
+        )
+
+    def take_blocks(self, row: ScheduledRow) -> bool:
+        """Bring the block table up to the row's plan; whether it changed."""
+        for index, block_id in row.replaced_blocks:
+            self.blocks.replace(index, block_id)
+        if row.new_block_ids:
+            self.blocks.extend(row.new_block_ids)
+        return bool(row.new_block_ids or row.replaced_blocks)
+
+    def append(self, token_id: int) -> None:
+        """Note a sampled token; the next plan may name it by its position."""
+        self.tokens.extend((token_id,))
+        self.sampler.append(token_id)

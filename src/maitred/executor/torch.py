@@ -1,0 +1,337 @@
+"""The reference executor: one ragged batch of PyTorch operations a step, on a CPU or a GPU."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from maitred.config import ModelConfig
+from maitred.errors import ConfigError
+from maitred.executor.batch import Batch, RowWork, build_batch, unwritten_slots
+from maitred.executor.kv_pool import kv_bytes_per_block, pool_shape
+from maitred.executor.sampler import SampledToken, sample_rows, token_logprobs
+from maitred.executor.state import RequestState
+from maitred.executor.torch_attention import GatherAttention
+from maitred.executor.torch_flash import FlashAttention, flash_refusal, reads_block_tables
+from maitred.executor.torch_kv import TorchKVPool
+from maitred.executor.torch_swap import Bandwidth, TorchHostPool
+from maitred.model.checkpoint import Checkpoint
+from maitred.model.spec import DecoderSpec
+from maitred.model.torch_decoder import Attend, load_torch_decoder
+from maitred.step import ModelOutput, SampledRow, SchedulerOutput, TokenLogprobs
+
+# Prompt logprobs need a row of logits for each position; this many at a time bounds the memory (128 x vocabulary).
+PROMPT_LOGPROBS_CHUNK = 128
+SMALL_WEIGHTS_BYTES = 2**30  # in float32
+NAN_LOGITS = "logits are NaN"
+
+# (request id, first position, logits [n, V] of positions first ..)
+OnLogits = Callable[[str, int, torch.Tensor], None]
+
+
+class Decoder(Protocol):
+    """What the executor needs of a model; `TorchDecoder` is one."""
+
+    @property
+    def spec(self) -> DecoderSpec: ...
+
+    def forward(self, token_ids_T: torch.Tensor, positions_T: torch.Tensor, attend: Attend) -> torch.Tensor:
+        """Hidden states [T, D]; calls `attend` once for each layer, in order."""
+
+    def logits(self, hidden_TD: torch.Tensor) -> torch.Tensor:
+        """[T, V] in float32."""
+
+
+class TorchExecutor:
+    """Carries out plans (`step.Executor`). Not thread-safe: one thread calls `execute`.
+
+    `on_logits`, for tests, may be set to be given the logits of every position of every step.
+    `num_threads` is PyTorch's number of threads during a step. PyTorch keeps one such number for the process, so it
+    is set when a step begins and put back when it ends; None leaves it alone.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        *,
+        num_blocks: int,
+        block_size: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        kv_dtype: torch.dtype,
+        num_threads: int | None = None,
+        num_host_blocks: int = 0,
+        on_logits: OnLogits | None = None,
+    ) -> None:
+        spec = decoder.spec
+        self.on_logits = on_logits
+        self.device = device
+        self.vocab_size = spec.vocab_size
+        self._decoder = decoder
+        self._block_size = block_size
+        self._num_threads = num_threads
+        self._states: dict[str, RequestState] = {}
+        self.pool = TorchKVPool(
+            pool_shape(spec, num_blocks=num_blocks, block_size=block_size), device=device, dtype=kv_dtype
+        )
+        self._host = TorchHostPool(self.pool, num_host_blocks) if num_host_blocks else None
+        self._attention: GatherAttention | FlashAttention
+        if flash_refusal(spec, device=device, dtype=dtype, kv_dtype=kv_dtype) is None:
+            self._attention = FlashAttention(spec, self.pool, device=device)
+        else:
+            self._attention = GatherAttention(spec, self.pool, device=device, dtype=dtype)
+
+    def execute(self, plan: SchedulerOutput) -> ModelOutput:
+        with torch.inference_mode(), _threads(self._num_threads):
+            works = self._take_plan(plan)
+            if not works:
+                return ModelOutput(())
+            batch = build_batch(works, self._block_size)
+            hidden_TD = self._decoder.forward(
+                torch.as_tensor(batch.token_ids, device=self.device),
+                torch.as_tensor(batch.positions, device=self.device),
+                self._attention.prepare(batch),
+            )
+            if self.on_logits is not None:
+                self._show_logits(self.on_logits, batch, hidden_TD)
+            return ModelOutput(tuple(self._collect(batch, hidden_TD)))
+
+    def measure_swap(self) -> Bandwidth | None:
+        """How fast blocks go to the host and back; None without host blocks. For a new executor: it spoils the pool."""
+        with torch.inference_mode(), _threads(self._num_threads):
+            return self._host.measure() if self._host is not None else None
+
+    def close(self) -> None:
+        """Drop states, pool and weights."""
+        self._states.clear()
+        self._host = None
+        del self._attention, self.pool, self._decoder
+
+    def _take_plan(self, plan: SchedulerOutput) -> list[RowWork]:
+        """All of the plan but the computing: what to forget, learn, copy and clear, and each row's block table."""
+        for request_id in plan.forgotten_request_ids:
+            self._states.pop(request_id, None)  # one that was aborted before its first row is not known
+        for new in plan.new_requests:
+            self._states[new.request_id] = RequestState(new, self.vocab_size)
+        if self._host is not None:
+            self._host.copy_out(plan.swap_outs)
+        for copy in plan.block_copies:
+            self.pool.copy_block(copy.source, copy.target)
+        if self._host is not None:
+            self._host.copy_in(plan.swap_ins)
+        works = [RowWork(row, self._states[row.request_id]) for row in plan.rows]
+        changed = [work for work in works if work.state.take_blocks(work.row)]
+        stale = unwritten_slots(changed, self._block_size)
+        if stale.size:
+            self.pool.clear(torch.as_tensor(stale, device=self.device))
+        return works
+
+    def _collect(self, batch: Batch, hidden_TD: torch.Tensor) -> Iterator[SampledRow]:
+        """Sample, and report in the plan's order the rows that have something to say."""
+        sampled = self._sample(batch, hidden_TD)
+        for row in np.argsort(batch.order).tolist():
+            work = batch.works[row]
+            prompt_logprobs = self._prompt_logprobs(batch, row, hidden_TD)
+            token = sampled.get(row)
+            if token is None and prompt_logprobs is None:
+                continue
+            yield _report(work, token, prompt_logprobs)
+
+    def _sample(self, batch: Batch, hidden_TD: torch.Tensor) -> dict[int, SampledToken]:
+        """Batch row -> its token, for rows that sample; the token is now part of the request's state."""
+        rows = [i for i, work in enumerate(batch.works) if work.row.samples]
+        if not rows:
+            return {}
+        last_token_R = batch.first_tokens[rows] + batch.num_tokens[rows] - 1
+        logits_RV = self._logits(hidden_TD[torch.as_tensor(last_token_R, device=self.device)])
+        tokens = sample_rows(logits_RV, [batch.works[i].state.sampler for i in rows])
+        for i, token in zip(rows, tokens, strict=True):
+            if token.error is None:
+                batch.works[i].state.append(token.token_id)
+        return dict(zip(rows, tokens, strict=True))
+
+    def _prompt_logprobs(self, batch: Batch, row: int, hidden_TD: torch.Tensor) -> tuple[TokenLogprobs, ...] | None:
+        """Of prompt positions start + 1 .. start + num_tokens, each from the logits before it; None: none due."""
+        plan_row, state = batch.works[row]
+        if state.prompt_logprobs is None:
+            return None
+        last = min(plan_row.start + plan_row.num_tokens, state.num_prompt_tokens - 1)
+        if last <= plan_row.start:
+            return None
+        next_tokens = state.tokens.array[plan_row.start + 1 : last + 1].tolist()
+        first = int(batch.first_tokens[row])
+        found: list[TokenLogprobs] = []
+        for offset in range(0, len(next_tokens), PROMPT_LOGPROBS_CHUNK):
+            tokens = next_tokens[offset : offset + PROMPT_LOGPROBS_CHUNK]
+            logits_nV = self._logits(hidden_TD[first + offset : first + offset + len(tokens)])
+            pairs = zip(logits_nV, tokens, strict=True)
+            found += [token_logprobs(logits_V, token, state.prompt_logprobs) for logits_V, token in pairs]
+        return tuple(found)
+
+    def _logits(self, hidden_TD: torch.Tensor) -> NDArray[np.float32]:
+        logits: NDArray[np.float32] = self._decoder.logits(hidden_TD).cpu().numpy()
+        return logits
+
+    def _show_logits(self, on_logits: OnLogits, batch: Batch, hidden_TD: torch.Tensor) -> None:
+        for (row, _), first in zip(batch.works, batch.first_tokens.tolist(), strict=True):
+            on_logits(row.request_id, row.start, self._decoder.logits(hidden_TD[first : first + row.num_tokens]))
+
+
+def _report(work: RowWork, token: SampledToken | None, prompt_logprobs: tuple[TokenLogprobs, ...] | None) -> SampledRow:
+    error = token.error if token is not None else None
+    if error is None and prompt_logprobs and any(math.isnan(p.logprobs[0]) for p in prompt_logprobs):
+        error = NAN_LOGITS
+    if error is not None:
+        return SampledRow(work.row.request_id, (), error=error)
+    return SampledRow(
+        work.row.request_id,
+        (token.token_id,) if token is not None else (),
+        logprobs=(token.logprobs,) if token is not None and token.logprobs is not None else None,
+        prompt_logprobs=prompt_logprobs,
+    )
+
+
+@contextmanager
+def _threads(num_threads: int | None) -> Iterator[None]:
+    before = torch.get_num_threads()
+    if num_threads is None or num_threads == before:
+        yield
+        return
+    torch.set_num_threads(num_threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TorchPlan:
+    """What the executor will take, known before any of it is allocated."""
+
+    spec: DecoderSpec
+    checkpoint: Checkpoint
+    device: torch.device
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    block_size: int
+    num_threads: int | None
+
+    @property
+    def weights_bytes(self) -> int:
+        return self.spec.num_parameters() * self.dtype.itemsize
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of one KV block over all layers."""
+        return kv_bytes_per_block(self.spec, self.block_size, self.kv_dtype.itemsize)
+
+    def available_bytes(self, host_available_bytes: int) -> int:
+        """Free memory where weights and cache will lie: the GPU's, or the host's as given."""
+        if self.device.type != "cuda":
+            return host_available_bytes
+        free, _ = torch.cuda.mem_get_info(self.device)
+        return free
+
+    def describe(self) -> str:
+        """A line for the terminal."""
+        refusal = flash_refusal(self.spec, device=self.device, dtype=self.dtype, kv_dtype=self.kv_dtype)
+        if refusal is not None:
+            attention = "gather and SDPA"
+        elif reads_block_tables(self.block_size):
+            attention = "flash with block tables"
+        else:
+            attention = "flash over gathered blocks (block_size 256 avoids the copy)"
+        threads = f", {self.num_threads} threads" if self.device.type == "cpu" and self.num_threads else ""
+        return (
+            f"torch   {self.device}{threads}, weights {_name(self.dtype)}, KV cache {_name(self.kv_dtype)}, "
+            f"attention by {attention}"
+        )
+
+    def build(self, *, num_blocks: int, max_model_len: int, num_host_blocks: int = 0) -> TorchExecutor:
+        """Load the weights and allocate the pool. Raises CheckpointError or OutOfMemory."""
+        decoder = load_torch_decoder(
+            self.spec, self.checkpoint, device=self.device, dtype=self.dtype, max_model_len=max_model_len
+        )
+        return TorchExecutor(
+            decoder,
+            num_blocks=num_blocks,
+            block_size=self.block_size,
+            device=self.device,
+            dtype=self.dtype,
+            kv_dtype=self.kv_dtype,
+            num_threads=self.num_threads,
+            num_host_blocks=num_host_blocks,
+        )
+
+
+def plan_torch_executor(
+    config: ModelConfig, checkpoint: Checkpoint, spec: DecoderSpec, *, block_size: int, num_threads: int | None = None
+) -> TorchPlan:
+    """Settle device and number formats. Raises ConfigError for what this executor cannot do."""
+    device = resolve_device(config.device)
+    dtype = resolve_dtype(config.dtype, checkpoint.dtype, device, num_parameters=spec.num_parameters())
+    return TorchPlan(
+        spec=spec,
+        checkpoint=checkpoint,
+        device=device,
+        dtype=dtype,
+        kv_dtype=resolve_kv_dtype(config.kv_dtype, dtype),
+        block_size=block_size,
+        num_threads=config.num_threads or num_threads,
+    )
+
+
+def resolve_device(name: str) -> torch.device:
+    """auto, cpu or cuda; auto takes a GPU when PyTorch sees one."""
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError("device is cuda, and PyTorch sees no GPU; choose auto or cpu, or install a CUDA build of it")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def resolve_dtype(name: str, checkpoint_dtype: str, device: torch.device, *, num_parameters: int) -> torch.dtype:
+    """Weights and activations. `checkpoint_dtype` is a name such as bfloat16.
+
+    auto, on a GPU: the checkpoint's. On a CPU: bfloat16 if the checkpoint has it, the processor multiplies it
+    (AVX512-BF16, AMX) and the model is not small; else float32. PyTorch's `F.linear` was then as fast for one row and 2
+    to 5 times as fast from 8 rows on, on half the memory. A small model gains less than a third of a step, and keeps
+    float32 because bfloat16 logits tie so often that the batch's shape shows in the text.
+    """
+    if name in ("int8", "int4"):
+        raise ConfigError(
+            f"dtype is {name}, which only the native executor computes; choose auto, bfloat16 or float32 here"
+        )
+    if name != "auto":
+        return _DTYPES[name]
+    own = _DTYPES.get(checkpoint_dtype, torch.float32)
+    if device.type == "cuda":
+        return own
+    small = num_parameters * torch.float32.itemsize <= SMALL_WEIGHTS_BYTES
+    return own if own == torch.bfloat16 and not small and _cpu_multiplies_bfloat16() else torch.float32
+
+
+def resolve_kv_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
+    """KV cache; auto is the compute dtype."""
+    if name == "int8":
+        raise ConfigError("kv_dtype is int8, which only the native executor has; choose auto, bfloat16 or float32 here")
+    return dtype if name == "auto" else _DTYPES[name]
+
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def _cpu_multiplies_bfloat16() -> bool:
+    capabilities = torch.cpu.get_capabilities()
+    return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,65 @@
+"""The paged KV pool as a PyTorch tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from maitred.errors import OutOfMemory
+from maitred.executor.kv_pool import PoolShape
+
+
+class TorchKVPool:
+    """Keys and values of all layers, [layers, 2, blocks, slots, kv heads, head size]; layout in `kv_pool`.
+
+    A slot number is block id * block_size + offset in the block.
+    """
+
+    def __init__(self, shape: PoolShape, *, device: torch.device, dtype: torch.dtype) -> None:
+        self.shape = shape
+        self.dtype = dtype
+        try:
+            self._pool = torch.zeros(tuple(shape), dtype=dtype, device=device)
+        except RuntimeError as error:  # torch.OutOfMemoryError on a GPU, a plain RuntimeError on a CPU
+            wanted = dtype.itemsize * torch.Size(shape).numel()
+            raise OutOfMemory(
+                f"the KV cache of {shape.num_blocks} blocks needs {wanted} bytes on {device} and could not be had; "
+                f"lower --kv-cache-memory-bytes, --max-num-seqs or --max-model-len ({error})"
+            ) from error
+        by_slot = shape.num_blocks * shape.block_size
+        self._slots = self._pool.view(shape.num_layers, 2, by_slot, shape.num_kv_heads, shape.head_dim)
+
+    def blocks(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of one layer, each [blocks, slots in a block, kv heads, head size]."""
+        return self._pool[layer, 0], self._pool[layer, 1]
+
+    def slots(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same, each [slots, kv heads, head size]."""
+        return self._slots[layer, 0], self._slots[layer, 1]
+
+    def write(self, layer: int, slots_T: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor) -> None:
+        k_slots, v_slots = self.slots(layer)
+        k_slots.index_copy_(0, slots_T, k_TKH.to(self.dtype))
+        v_slots.index_copy_(0, slots_T, v_TKH.to(self.dtype))
+
+    @property
+    def device(self) -> torch.device:
+        return self._pool.device
+
+    def gather(self, blocks: Sequence[int]) -> torch.Tensor:
+        """Copies of blocks, [n, layers, 2, slots, kv heads, head size], each contiguous."""
+        index = torch.tensor(blocks, device=self._pool.device)
+        return self._pool.index_select(2, index).permute(2, 0, 1, 3, 4, 5).contiguous()
+
+    def scatter(self, blocks: Sequence[int], contents: torch.Tensor) -> None:
+        """The reverse of `gather`."""
+        index = torch.tensor(blocks, device=self._pool.device)
+        self._pool.index_copy_(2, index, contents.permute(1, 2, 0, 3, 4, 5))
+
+    def copy_block(self, source: int, target: int) -> None:
+        self._pool[:, :, target] = self._pool[:, :, source]
+
+    def clear(self, slots: torch.Tensor) -> None:
+        """Zero these slots in every layer."""
+        self._slots.index_fill_(2, slots, 0.0)

@@ -1,0 +1,71 @@
+"""Who holds which KV block, and in what order the free ones are handed out.
+
+Blocks are numbered 0 .. num_blocks - 1; the memory itself is the executor's.
+Source: PagedAttention, Kwon et al. 2023, arXiv:2309.06180, section 4.2.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Container
+
+
+class BlockPool:
+    """Reference counts of all blocks, and the free blocks as a queue: the first is handed out next.
+
+    `kept` names the blocks whose contents can still be found by prefix. Such a block, once free, goes to the end of the
+    queue (least recently used is evicted first); a block that nobody can find again goes to the front.
+    """
+
+    def __init__(self, num_blocks: int, kept: Container[int] = ()) -> None:
+        self.ref_counts = [0] * num_blocks  # read by the manager's hot paths; written here only
+        self._kept = kept
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.ref_counts)
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_used(self) -> int:
+        """Blocks held by at least one request."""
+        return len(self.ref_counts) - len(self._free)
+
+    @property
+    def free_blocks(self) -> tuple[int, ...]:
+        """In the order in which they will be handed out."""
+        return tuple(self._free)
+
+    def take(self, count: int) -> list[int]:
+        """`count` free blocks, held once each. The caller has checked `num_free`."""
+        free, ref_counts = self._free, self.ref_counts
+        taken = [free.popitem(last=False)[0] for _ in range(count)]
+        for block in taken:
+            ref_counts[block] = 1
+        return taken
+
+    def share(self, block: int) -> None:
+        """One more holder of a block that is in use, or is free but still holds what it held."""
+        if self.ref_counts[block] == 0:
+            del self._free[block]
+        self.ref_counts[block] += 1
+
+    def release(self, block: int) -> None:
+        """One holder less; the last one puts the block among the free."""
+        remaining = self.ref_counts[block] - 1
+        assert remaining >= 0, f"block {block} released more often than it was held"
+        self.ref_counts[block] = remaining
+        if remaining == 0:
+            self._free[block] = None
+            if block not in self._kept:
+                self._free.move_to_end(block, last=False)
+
+    def check_invariants(self) -> None:
+        """Asserts that a block is free exactly when nobody holds it."""
+        assert all(count >= 0 for count in self.ref_counts)
+        unheld = {block for block, count in enumerate(self.ref_counts) if count == 0}
+        assert unheld == set(self._free), f"lost or doubly owned blocks: {unheld ^ set(self._free)}"

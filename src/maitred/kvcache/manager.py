@@ -1,0 +1,248 @@
+"""Which blocks each request's tokens live in: prefix hits, growth, copy on write, and giving back.
+
+Source: PagedAttention, Kwon et al. 2023, arXiv:2309.06180, sections 4.3 and 4.4.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
+
+from maitred.kvcache.block_pool import BlockPool
+from maitred.kvcache.host_pool import HostPool
+from maitred.kvcache.prefix_cache import BlockHasher, PrefixCache
+from maitred.request import Request
+from maitred.step import BlockCopy
+
+
+class PrefixHit(NamedTuple):
+    """Blocks whose contents a request can use as they are."""
+
+    blocks: tuple[int, ...]
+    num_tokens: int  # 0 is a miss; a multiple of block_size, unless forked or swapped
+    forked: bool = False  # shared with a running sample of the same prompt
+    host_blocks: tuple[int, ...] = ()  # swapped: what follows `blocks` is copied from these
+
+
+class Allocation(NamedTuple):
+    """What a request's block table gained, in the terms of `ScheduledRow`."""
+
+    new_block_ids: tuple[int, ...] = ()
+    replaced_blocks: tuple[tuple[int, int], ...] = ()  # (index in table, new block id)
+    copies: tuple[BlockCopy, ...] = ()
+    swap_ins: tuple[BlockCopy, ...] = ()
+
+
+NO_HIT = PrefixHit((), 0)
+
+
+class KVCacheManager:
+    """The bookkeeping of one KV cache of `num_blocks` blocks with `block_size` tokens each.
+
+    `hasher` extends `Request.block_hashes` when output fills a block.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int,
+        block_size: int,
+        hasher: BlockHasher,
+        enable_prefix_caching: bool = True,
+        num_host_blocks: int = 0,
+    ) -> None:
+        self.block_size = block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self._hasher = hasher
+        self._host = HostPool(num_host_blocks)
+        self._cache = PrefixCache()
+        self._pool = BlockPool(num_blocks, kept=self._cache.hashes)
+        self.ref_counts = self._pool.ref_counts  # for the decode path, which asks for each row; read only
+        self.on_cached: Callable[[bytes], None] | None = None  # told the hash of each block that becomes findable
+
+    @property
+    def num_blocks(self) -> int:
+        return self._pool.num_blocks
+
+    @property
+    def num_free(self) -> int:
+        return self._pool.num_free
+
+    @property
+    def num_used(self) -> int:
+        return self._pool.num_used
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks findable by prefix, in use or free."""
+        return len(self._cache)
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def find_prefix(self, request: Request) -> PrefixHit:
+        """The longest cached prefix of the request's known tokens; takes about 0.1 us a block and holds nothing."""
+        if not self.enable_prefix_caching or request.sampling.prompt_logprobs is not None:
+            return NO_HIT  # prompt_logprobs needs the logits of every prompt token
+        # Match at most num_tokens - 1: the last token is always computed, because sampling needs its logits.
+        usable = (request.num_tokens - 1) // self.block_size
+        blocks = self._cache.find(request.block_hashes[:usable])
+        return PrefixHit(tuple(blocks), len(blocks) * self.block_size)
+
+    def fork(self, source: Request, target: Request) -> PrefixHit:
+        """What `target`, a sample of the same prompt, can share of `source`, whose prompt is computed.
+
+        The last prompt token is left out: `target` computes it for its logits. A partly used last block is shared too,
+        and copied on the first write, which is at once.
+        """
+        num_tokens = target.num_prompt_tokens - 1
+        return PrefixHit(tuple(source.block_table[: self.num_blocks_for(num_tokens)]), num_tokens, forked=True)
+
+    def swapped(self, request: Request, hit: PrefixHit) -> PrefixHit:
+        """`hit` and, from the host, what a preempted request has beyond it."""
+        if request.num_swapped_tokens <= hit.num_tokens:
+            return hit
+        return PrefixHit(
+            hit.blocks, request.num_swapped_tokens, host_blocks=tuple(request.host_block_table[len(hit.blocks) :])
+        )
+
+    def num_blocks_short(self, request: Request, hit: PrefixHit) -> int:
+        """How many more free blocks `admit` would need; 0 when it would succeed."""
+        ref_counts = self.ref_counts
+        copied_tail = hit.forked and hit.num_tokens % self.block_size != 0
+        needed = self.num_blocks_for(request.num_tokens) - len(hit.blocks) + copied_tail
+        needed += sum(1 for block in hit.blocks if ref_counts[block] == 0)  # a free block that is hit is free no more
+        return max(0, needed - self._pool.num_free)
+
+    def admit(self, request: Request, hit: PrefixHit) -> Allocation | None:
+        """Gives a request that has no blocks the hit, and fresh blocks for the rest of its known tokens.
+
+        All or nothing: None, with nothing changed, when blocks are lacking. `new_block_ids` is the whole table. Sets
+        `num_computed_tokens` to the tokens of the hit.
+        """
+        assert not request.block_table, f"request {request.request_id} is admitted twice"
+        if self.num_blocks_short(request, hit):
+            return None
+        for block in hit.blocks:
+            self._pool.share(block)
+        request.block_table = list(hit.blocks)
+        request.num_computed_tokens = hit.num_tokens
+        swap_ins = self._swap_in(request, hit)
+        allocation = self.allocate(request, request.num_tokens - hit.num_tokens)
+        assert allocation is not None, "num_blocks_short and allocate disagree"
+        return Allocation(tuple(request.block_table), (), allocation.copies, swap_ins)
+
+    def allocate(self, request: Request, num_tokens: int) -> Allocation | None:
+        """Makes the next `num_tokens` positions writable: new blocks, and copies of shared ones.
+
+        None, with nothing changed, when blocks are lacking.
+        """
+        table, size, ref_counts = request.block_table, self.block_size, self.ref_counts
+        start = request.num_computed_tokens
+        end_block = -(-(start + num_tokens) // size)
+        shared = [i for i in range(start // size, min(end_block, len(table))) if ref_counts[table[i]] > 1]
+        num_new = max(0, end_block - len(table))
+        if num_new + len(shared) > self._pool.num_free:
+            return None
+        copies, replaced = self._copy_on_write(table, shared)
+        new = self._take(num_new)
+        table.extend(new)
+        return Allocation(tuple(new), replaced, copies)
+
+    def commit(self, request: Request, start: int, end: int) -> None:
+        """Positions [start, end) have been computed: the blocks they filled can be found from now on."""
+        first, last = start // self.block_size, end // self.block_size
+        if first == last or not self.enable_prefix_caching:
+            return
+        hashes = request.block_hashes
+        if len(hashes) < last:
+            hashes.extend(self._hasher(request, last))
+        for i in range(first, last):
+            self._register(hashes[i], request.block_table[i])
+
+    def free(self, request: Request) -> None:
+        """Gives back all blocks, the last first, so that a chain is evicted from its end."""
+        for block in reversed(request.block_table):
+            self._pool.release(block)
+        request.block_table = []
+        request.num_computed_tokens = 0
+
+    def finds_again(self, request: Request) -> bool:
+        """Whether the prefix cache serves this request at all."""
+        return self.enable_prefix_caching and request.sampling.prompt_logprobs is None
+
+    def can_swap_out(self, num_tokens: int) -> bool:
+        return 0 < self.num_blocks_for(num_tokens) <= self._host.num_free
+
+    def swap_out(self, request: Request, num_tokens: int, copied_from: Mapping[int, int]) -> tuple[BlockCopy, ...]:
+        """Copies of the blocks of its first `num_tokens` tokens to the host; `free` comes next.
+
+        `copied_from` names, for blocks that a copy of this very plan was to fill, where the contents still are.
+        """
+        sources = request.block_table[: self.num_blocks_for(num_tokens)]
+        request.host_block_table = self._host.take(len(sources))
+        request.num_swapped_tokens = num_tokens
+        pairs = zip(sources, request.host_block_table, strict=True)
+        return tuple([BlockCopy(copied_from.get(source, source), target) for source, target in pairs])
+
+    def drop_swapped(self, request: Request) -> None:
+        """Its copy on the host, if it has one, is not needed any more."""
+        self._host.give_back(request.host_block_table)
+        request.host_block_table = []
+        request.num_swapped_tokens = 0
+
+    def begin_step(self) -> None:
+        """Before each plan."""
+        self._host.begin_step()
+
+    def num_freed_by(self, victim: Request, hit: PrefixHit) -> int:
+        """Blocks that would become free if `victim` alone gave its own back, besides those of a hit."""
+        ref_counts, kept = self.ref_counts, set(hit.blocks)
+        return sum(1 for block in victim.block_table if ref_counts[block] == 1 and block not in kept)
+
+    def check_invariants(self, requests: Iterable[Request]) -> None:
+        """Asserts that the reference counts are what the block tables of `requests`, all that hold blocks, say."""
+        requests = list(requests)
+        held = Counter(block for request in requests for block in request.block_table)
+        assert all(len(set(r.block_table)) == len(r.block_table) for r in requests), "a block twice in one table"
+        assert [held[block] for block in range(self.num_blocks)] == self.ref_counts
+        self._pool.check_invariants()
+        self._cache.check_invariants()
+
+    def check_host(self, requests: Iterable[Request]) -> None:
+        """Asserts that host blocks are held as `requests`, all that there are, say."""
+        self._host.check_invariants([block for request in requests for block in request.host_block_table])
+
+    def _register(self, digest: bytes, block: int) -> None:
+        self._cache.register(digest, block)
+        if self.on_cached is not None:
+            self.on_cached(digest)
+
+    def _swap_in(self, request: Request, hit: PrefixHit) -> tuple[BlockCopy, ...]:
+        """Blocks for what is on the host, findable from now on: the copies come before all that this plan computes."""
+        taken = self._take(len(hit.host_blocks))
+        request.block_table += taken
+        self.drop_swapped(request)
+        if taken and self.enable_prefix_caching:
+            num_full = min(hit.num_tokens // self.block_size, len(request.block_hashes))
+            for i in range(len(hit.blocks), num_full):
+                self._register(request.block_hashes[i], request.block_table[i])
+        return tuple([BlockCopy(host, block) for host, block in zip(hit.host_blocks, taken, strict=True)])
+
+    def _copy_on_write(
+        self, table: list[int], shared: list[int]
+    ) -> tuple[tuple[BlockCopy, ...], tuple[tuple[int, int], ...]]:
+        copies, replaced = [], []
+        for index, block in zip(shared, self._take(len(shared)), strict=True):
+            copies.append(BlockCopy(table[index], block))
+            replaced.append((index, block))
+            self._pool.release(table[index])
+            table[index] = block
+        return tuple(copies), tuple(replaced)
+
+    def _take(self, count: int) -> list[int]:
+        taken = self._pool.take(count)
+        for block in taken:
+            self._cache.forget(block)
+        return taken

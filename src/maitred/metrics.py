@@ -1,0 +1,221 @@
+"""Every metric, declared once: name, kind, unit, labels, meaning. `api/metrics_page.py` renders them.
+
+Names follow the Prometheus rules (base units, counters end in _total), so `promtool check metrics` has nothing to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+
+class MetricKind(str, Enum):
+    GAUGE = "gauge"
+    COUNTER = "counter"
+    HISTOGRAM = "histogram"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metric:
+    """One line of the metrics page, before it has a value."""
+
+    name: str
+    kind: MetricKind
+    unit: str  # seconds, tokens, requests, blocks, steps, ratio or bool
+    help: str
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()  # upper bounds of a histogram, without +Inf
+
+
+def _gauge(name: str, unit: str, text: str, labels: tuple[str, ...] = ()) -> Metric:
+    return Metric(name=f"maitred_{name}", kind=MetricKind.GAUGE, unit=unit, help=text, labels=labels)
+
+
+def _counter(name: str, unit: str, text: str, labels: tuple[str, ...] = ()) -> Metric:
+    return Metric(name=f"maitred_{name}_total", kind=MetricKind.COUNTER, unit=unit, help=text, labels=labels)
+
+
+def _histogram(name: str, unit: str, text: str, buckets: tuple[float, ...]) -> Metric:
+    return Metric(name=f"maitred_{name}", kind=MetricKind.HISTOGRAM, unit=unit, help=text, buckets=buckets)
+
+
+# A laptop's first token may take a minute and a warm one a millisecond: three steps a decade over that range.
+LATENCY_BUCKETS_S = (
+    0.001,
+    0.002,
+    0.005,
+    0.01,
+    0.02,
+    0.05,
+    0.1,
+    0.2,
+    0.5,
+    1.0,
+    2.0,
+    5.0,
+    10.0,
+    20.0,
+    60.0,
+    300.0,
+    1200.0,
+)
+TOKEN_GAP_BUCKETS_S = (0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.5, 1.0, 2.0, 5.0)
+TOKEN_BUCKETS = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5)
+
+# the engine: read from ReplicaState when the page is asked for
+ENGINE_UP = _gauge("engine_up", "bool", "1 while the engine can take requests, 0 when it died.")
+REQUESTS_RUNNING = _gauge("requests_running", "requests", "Samples in the running batch.")
+REQUESTS_WAITING = _gauge("requests_waiting", "requests", "Samples that wait to be scheduled, preempted ones included.")
+KV_BLOCKS_CAPACITY = _gauge("kv_blocks_capacity", "blocks", "Blocks of the KV cache.")
+KV_BLOCKS_USED = _gauge("kv_blocks_used", "blocks", "Blocks held by requests; cached but free blocks do not count.")
+KV_BLOCKS_CACHED = _gauge("kv_blocks_cached", "blocks", "Blocks findable by prefix, in use or free.")
+KV_USAGE = _gauge("kv_usage_ratio", "ratio", "Share of the KV cache held by requests, 0 to 1.")
+LAST_STEP_AGE = _gauge("engine_last_step_age_seconds", "seconds", "Time since a step last ended; 0 when idle.")
+STEPS = _counter("engine_steps", "steps", "Steps of the engine.")
+EXECUTE_SECONDS = _counter("engine_execute_seconds", "seconds", "Time spent in the executor.")
+HOST_SECONDS = _counter("engine_host_seconds", "seconds", "Time of steps outside the executor.")
+SCHEDULED_TOKENS = _counter("scheduled_tokens", "tokens", "Tokens computed, prompt and output, recomputed ones too.")
+PROMPT_TOKENS = _counter("prompt_tokens", "tokens", "Prompt tokens of requests admitted to a first step.")
+GENERATION_TOKENS = _counter("generation_tokens", "tokens", "Tokens generated.")
+PREEMPTIONS = _counter("preemptions", "requests", "Times a running request had to give up its blocks.")
+SWAPPED_OUT_BLOCKS = _counter("swapped_out_blocks", "blocks", "KV blocks of preempted requests copied to the host.")
+SWAPPED_IN_BLOCKS = _counter(
+    "swapped_in_blocks", "blocks", "KV blocks of preempted requests copied back from the host."
+)
+PREFIX_QUERIED = _counter("prefix_cache_queried_tokens", "tokens", "Prompt tokens looked up in the prefix cache.")
+PREFIX_HIT = _counter("prefix_cache_hit_tokens", "tokens", "Prompt tokens found in the prefix cache.")
+REQUESTS_FINISHED = _counter("requests_finished", "requests", "Samples that ended, by finish reason.", ("reason",))
+
+# the edge: counted as it happens
+INFO = _gauge("info", "bool", "Always 1; the labels say what is served.", ("version", "model"))
+HTTP_IN_FLIGHT = _gauge("http_requests_in_flight", "requests", "HTTP requests being answered.")
+HTTP_REQUESTS = _counter(
+    "http_requests", "requests", "HTTP requests answered; 499 is a client that went away.", ("route", "status")
+)
+REQUESTS_CANCELLED = _counter("requests_cancelled", "requests", "HTTP requests whose client went away before the end.")
+TTFT = _histogram("request_ttft_seconds", "seconds", "Arrival to first token, per sample.", LATENCY_BUCKETS_S)
+INTER_TOKEN_LATENCY = _histogram(
+    "request_inter_token_latency_seconds", "seconds", "Time between tokens as the edge sees them.", TOKEN_GAP_BUCKETS_S
+)
+E2E = _histogram("request_e2e_seconds", "seconds", "Arrival to last token, per sample.", LATENCY_BUCKETS_S)
+QUEUE = _histogram("request_queue_seconds", "seconds", "Arrival to first step, per sample.", LATENCY_BUCKETS_S)
+PREFILL = _histogram("request_prefill_seconds", "seconds", "First step to first token, per sample.", LATENCY_BUCKETS_S)
+DECODE = _histogram("request_decode_seconds", "seconds", "First token to last, per sample.", LATENCY_BUCKETS_S)
+REQUEST_PROMPT_TOKENS = _histogram("request_prompt_tokens", "tokens", "Prompt length by sample.", TOKEN_BUCKETS)
+REQUEST_GENERATION_TOKENS = _histogram("request_generation_tokens", "tokens", "Output length by sample.", TOKEN_BUCKETS)
+
+# the door: who is turned away before the queue
+ADMISSION_REFUSED = _counter(
+    "admission_refused",
+    "requests",
+    "Requests turned away, by what was exceeded: requests, tokens, class or objective.",
+    ("reason",),
+)
+ADMISSION_WAITING = _gauge("admission_waiting_requests", "requests", "Samples let in that have no first token yet.")
+ADMISSION_DRAIN_RATE = _gauge(
+    "admission_drain_tokens_per_second",
+    "tokens",
+    "Speed at which work leaves while there is a queue: output tokens, and prompt tokens at a quarter; 0 is unknown.",
+)
+ADMISSION_WAIT = _gauge(
+    "admission_wait_seconds", "seconds", "Time to the first token foretold to one that came now; 0 while unknown."
+)
+
+# tenants: only those of the tenants file, so there are as many label values as lines in it
+TENANT_REQUESTS = _counter("tenant_requests", "requests", "HTTP requests let in at the tenant's limits.", ("tenant",))
+TENANT_REFUSALS = _counter(
+    "tenant_refusals", "requests", "HTTP requests refused for a limit of the tenant's own.", ("tenant", "limit")
+)
+TENANT_TOKENS = _counter(
+    "tenant_tokens", "tokens", "Tokens used, by kind: prompt or generated; the ledger is exact.", ("tenant", "kind")
+)
+TENANT_IN_FLIGHT = _gauge("tenant_samples_in_flight", "requests", "Samples in flight, waiting ones too.", ("tenant",))
+TENANT_WAITING = _gauge("tenant_samples_waiting", "requests", "Samples without a first token.", ("tenant",))
+
+ENGINE_METRICS: tuple[Metric, ...] = (
+    ENGINE_UP,
+    REQUESTS_RUNNING,
+    REQUESTS_WAITING,
+    KV_BLOCKS_CAPACITY,
+    KV_BLOCKS_USED,
+    KV_BLOCKS_CACHED,
+    KV_USAGE,
+    LAST_STEP_AGE,
+    STEPS,
+    EXECUTE_SECONDS,
+    HOST_SECONDS,
+    SCHEDULED_TOKENS,
+    PROMPT_TOKENS,
+    GENERATION_TOKENS,
+    PREEMPTIONS,
+    SWAPPED_OUT_BLOCKS,
+    SWAPPED_IN_BLOCKS,
+    PREFIX_QUERIED,
+    PREFIX_HIT,
+    REQUESTS_FINISHED,
+)
+EDGE_METRICS: tuple[Metric, ...] = (
+    INFO,
+    HTTP_IN_FLIGHT,
+    HTTP_REQUESTS,
+    REQUESTS_CANCELLED,
+    TTFT,
+    INTER_TOKEN_LATENCY,
+    E2E,
+    QUEUE,
+    PREFILL,
+    DECODE,
+    REQUEST_PROMPT_TOKENS,
+    REQUEST_GENERATION_TOKENS,
+)
+ADMISSION_METRICS: tuple[Metric, ...] = (
+    ADMISSION_REFUSED,
+    ADMISSION_WAITING,
+    ADMISSION_DRAIN_RATE,
+    ADMISSION_WAIT,
+)
+TENANT_METRICS: tuple[Metric, ...] = (
+    TENANT_REQUESTS,
+    TENANT_REFUSALS,
+    TENANT_TOKENS,
+    TENANT_IN_FLIGHT,
+    TENANT_WAITING,
+)
+METRICS: tuple[Metric, ...] = ENGINE_METRICS + EDGE_METRICS + ADMISSION_METRICS + TENANT_METRICS
+
+
+def metrics_document() -> str:
+    """docs/metrics.md: one table row per metric."""
+    return "\n".join(
+        [
+            "# Metrics",
+            "",
+            "`GET /metrics` answers in the Prometheus text format (OpenMetrics when asked for). A sample is one of the",
+            "`n` answers to one prompt. This page is made from `src/maitred/metrics.py`:",
+            "`python -m maitred.metrics > docs/metrics.md`.",
+            "",
+            *_table("The engine", ENGINE_METRICS),
+            *_table("The HTTP edge", EDGE_METRICS),
+            *_table("The door", ADMISSION_METRICS),
+            *_table("Tenants", TENANT_METRICS),
+        ]
+    )
+
+
+def _table(title: str, metrics: Sequence[Metric]) -> list[str]:
+    lines = [f"## {title}", "", "| metric | kind | unit | labels | meaning |", "| --- | --- | --- | --- | --- |"]
+    for metric in metrics:
+        labels = ", ".join(f"`{label}`" for label in metric.labels)
+        lines.append(f"| `{metric.name}` | {metric.kind.value} | {metric.unit} | {labels} | {metric.help} |")
+    histograms = [metric for metric in metrics if metric.buckets]
+    if histograms:
+        lines += ["", "Upper bounds of the buckets:", ""]
+        lines += [f"- `{m.name}`: {', '.join(f'{bound:g}' for bound in m.buckets)}" for m in histograms]
+    return [*lines, ""]
+
+
+if __name__ == "__main__":
+    import sys
+
+    sys.stdout.write(metrics_document())

@@ -1,0 +1,203 @@
+"""Opening a model: a folder in Hugging Face layout, a hub id, or the built-in model. No torch.
+
+Weights are safetensors only. Pickle files (`.bin`, `.pt`) can run code when they are loaded, so they are refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from maitred.errors import CheckpointError
+from maitred.model.safetensors_file import RawTensor, SafetensorsFile
+
+__all__ = ["BUILTIN_NAME", "Checkpoint", "RawTensor", "open_checkpoint"]
+
+BUILTIN_NAME = "maitred-mini"
+BUILTIN_FOLDER = Path(__file__).parent.parent / "builtin" / BUILTIN_NAME
+
+INDEX_NAME = "model.safetensors.index.json"
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+def open_checkpoint(model: str | None, revision: str | None = None) -> Checkpoint:
+    """Open `model`: a folder, a hub id (downloaded, or found in the Hugging Face cache), or None for the built-in one.
+
+    Weights are mapped, not read. Raises CheckpointError with the remedy when there is nothing usable.
+    """
+    if revision is not None and (model is None or Path(model).expanduser().is_dir()):
+        raise CheckpointError(f"revision {revision!r} is for hub ids; {model or 'the built-in model'} is a folder")
+    if model is None:
+        if not BUILTIN_FOLDER.is_dir():
+            raise CheckpointError("this installation has no built-in model; name a folder or a hub id")
+        return Checkpoint(BUILTIN_FOLDER, BUILTIN_NAME)
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return Checkpoint(path, path.resolve().name)
+    _refuse_path(model, path)
+    from maitred.model.hub import download  # noqa: PLC0415  only hub ids need it
+
+    folder = download(model, revision)
+    return Checkpoint(folder, model, revision=folder.name)
+
+
+class Checkpoint:
+    """An open model folder. Tensors are views of the mapped files; close it when they have been copied."""
+
+    def __init__(self, folder: Path, name: str, *, revision: str | None = None) -> None:
+        self.folder = folder
+        self.name = name
+        """For /v1/models: the hub id, or the folder's name."""
+        self.revision = revision
+        """The hub's commit; None for a folder."""
+        self.config = _read_config(folder)
+        self.generation_config = _read_json_if_there(folder / "generation_config.json")
+        self._files = tuple(SafetensorsFile(path) for path in _weight_files(folder))
+        self._file_of = _locate_tensors(self._files)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all tensors in the files."""
+        return sum(file.num_bytes_of(name) for name, file in self._file_of.items())
+
+    @property
+    def dtype(self) -> str:
+        """float32, float16, bfloat16: what the config says, else what most bytes are stored in."""
+        config = self.config.get("text_config") or self.config
+        named = config.get("dtype") or config.get("torch_dtype") or self.config.get("torch_dtype")
+        if named:
+            return str(named).removeprefix("torch.")
+        counts: Counter[str] = Counter()
+        for name, file in self._file_of.items():
+            counts[file.dtype_of(name)] += file.num_bytes_of(name)
+        most = counts.most_common(1)[0][0] if counts else "F32"
+        return _DTYPES.get(most, most)
+
+    @property
+    def identity(self) -> str:
+        """A stable id of the weights: sha256 over the files' headers and samples of their bytes. The same on any
+        machine; two fine-tunings of one model differ."""
+        digest = hashlib.sha256()
+        for file in self._files:
+            digest.update(file.header_bytes)
+            digest.update(file.sample(num_samples=64, sample_bytes=4096))
+        return digest.hexdigest()
+
+    def tensor_names(self) -> tuple[str, ...]:
+        """In the order of their bytes, file after file."""
+        return tuple(self._file_of)
+
+    def tensor(self, name: str) -> RawTensor:
+        return self._file_of[name].tensor(name)
+
+    def file_of(self, name: str) -> Path:
+        return self._file_of[name].path
+
+    def tokenizer_file(self) -> Path:
+        """Path of tokenizer.json; CheckpointError when the folder has none."""
+        path = self.folder / "tokenizer.json"
+        if not path.is_file():
+            raise CheckpointError(
+                f"{self.folder} has no tokenizer.json; make one with transformers: "
+                f"AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
+            )
+        return path
+
+    def close(self) -> None:
+        for file in self._files:
+            file.close()
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _refuse_path(model: str, path: Path) -> None:
+    """Raise CheckpointError when `model` is a file, or was surely meant as a path and not as a hub id."""
+    if path.is_file():
+        raise CheckpointError(f"{model} is a file; name the folder that holds config.json and the safetensors files")
+    explicit = model.startswith(("/", ".", "~", "\\")) or model.endswith(("/", "\\")) or "\\" in model
+    inside = "/" in model and Path(model.split("/", maxsplit=1)[0]).is_dir()
+    if explicit or inside or model.count("/") > 1:
+        raise CheckpointError(f"there is no folder {model}; check the path (a hub id has the form owner/name)")
+    if not _HUB_ID.fullmatch(model):
+        raise CheckpointError(f"{model!r} is neither a folder nor a hub id (owner/name)")
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    if not path.is_file():
+        raise CheckpointError(f"{folder} has no config.json, so it is no model in Hugging Face layout; check the path")
+    return _read_json(path)
+
+
+def _read_json_if_there(path: Path) -> dict[str, Any]:
+    return _read_json(path) if path.is_file() else {}
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path} is no valid JSON ({error}); download it again") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} must hold a JSON object; it holds a {type(value).__name__}")
+    return value
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The index's shards, else model.safetensors, else all safetensors files (but Mistral's second copy)."""
+    if (folder / INDEX_NAME).is_file():
+        shards = _read_json(folder / INDEX_NAME).get("weight_map")
+        if not isinstance(shards, dict):
+            raise CheckpointError(f"{folder / INDEX_NAME} has no weight_map; download it again")
+        paths = [folder / name for name in sorted(set(shards.values()))]
+        if any(Path(name).is_absolute() or ".." in Path(name).parts for name in shards.values()):
+            raise CheckpointError(f"{folder / INDEX_NAME} names files outside the folder; it is not to be trusted")
+        missing = [path.name for path in paths if not path.is_file()]
+        if missing:
+            raise CheckpointError(
+                f"{folder} lacks {len(missing)} of {len(paths)} weight files ({', '.join(missing[:4])}); "
+                f"download them again"
+            )
+        return paths
+    if (folder / "model.safetensors").is_file():
+        return [folder / "model.safetensors"]
+    paths = sorted(p for p in folder.glob("*.safetensors") if not p.name.startswith(("consolidated", "adapter")))
+    return paths or _refuse_without_weights(folder)
+
+
+def _refuse_without_weights(folder: Path) -> list[Path]:
+    pickled = sorted(p.name for p in folder.iterdir() if p.suffix in PICKLE_SUFFIXES)
+    if pickled:
+        raise CheckpointError(
+            f"{folder} has its weights only as pickle ({pickled[0]}), which can run code when loaded and is refused; "
+            f"convert it where you trust it: AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)"
+        )
+    raise CheckpointError(f"{folder} has no safetensors weights; download them, or check the path")
+
+
+def _locate_tensors(files: Sequence[SafetensorsFile]) -> dict[str, SafetensorsFile]:
+    located: dict[str, SafetensorsFile] = {}
+    for file in files:
+        for name in file.tensor_names():
+            if name in located:
+                raise CheckpointError(
+                    f"tensor {name} is in {located[name].path.name} and in {file.path.name}; remove the file that does "
+                    f"not belong to the model"
+                )
+            located[name] = file
+    return located

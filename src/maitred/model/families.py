@@ -1,0 +1,347 @@
+"""Hugging Face config -> DecoderSpec: one table row for each architecture.
+
+Defaults for keys that a config.json leaves out are those of transformers' own config classes (version 5.23).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from maitred.errors import CheckpointError
+from maitred.model.layer_patterns import (
+    LayersOf,
+    gemma2_layers,
+    gemma3_layers,
+    no_window,
+    qwen_layers,
+    same_window,
+    smollm3_layers,
+)
+from maitred.model.rope_config import Config
+from maitred.model.spec import Activation, DecoderSpec, LayerSpec, NormPlacement, QKNorm, RopeType
+
+_log = logging.getLogger(__name__)
+
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": Activation.SILU,
+    "swish": Activation.SILU,
+    "gelu": Activation.GELU,
+    "gelu_pytorch_tanh": Activation.GELU_TANH,
+    "gelu_new": Activation.GELU_TANH,
+}
+
+
+def spec_from_config(config: Config) -> DecoderSpec:
+    """Describe the decoder of a parsed config.json.
+
+    Raises CheckpointError, with the names that would work, for an architecture, rope type or activation that is not
+    supported, and for quantised weights.
+    """
+    architecture = _architecture(config)
+    _refuse_quantised(config)
+    try:
+        return _describe(architecture, FAMILIES[architecture], config)
+    except (TypeError, ValueError, KeyError, ArithmeticError, AttributeError) as error:
+        raise CheckpointError(
+            f"config.json does not describe a {architecture}: a value has the wrong type or is missing "
+            f"({type(error).__name__}: {error})"
+        ) from error
+
+
+def _describe(architecture: str, family: Family, config: Config) -> DecoderSpec:
+    c = _with_defaults(config, family)
+    head_dim = _head_dim(c)
+    layers = family.layers(c, head_dim)
+    if not family.partial_rotary and any(layer.rope and layer.rope.dim != head_dim for layer in layers):
+        raise CheckpointError(f"{architecture} rotates whole heads; partial_rotary_factor must be absent or 1")
+    return DecoderSpec(
+        architecture=architecture,
+        vocab_size=c["vocab_size"],
+        hidden_size=c["hidden_size"],
+        intermediate_size=c["intermediate_size"],
+        num_heads=c["num_attention_heads"],
+        num_kv_heads=c["num_key_value_heads"] or c["num_attention_heads"],
+        head_dim=head_dim,
+        layers=layers,
+        max_position_embeddings=_context(c, layers),
+        norm_eps=float(c["rms_norm_eps"]),
+        norm_placement=family.norm_placement,
+        norm_offset=family.norm_offset,
+        qk_norm=family.qk_norm,
+        activation=_activation(c[family.activation_key]),
+        qkv_bias=_switch(c, family.qkv_bias),
+        output_bias=_switch(c, family.output_bias),
+        mlp_bias=_switch(c, family.mlp_bias),
+        tied_embeddings=bool(c["tie_word_embeddings"]),
+        fused_weights=family.fused_weights,
+        **{"attention_scale": head_dim**-0.5, **family.scales(c)},
+    )
+
+
+def _no_scales(c: Config) -> dict[str, Any]:
+    return {}
+
+
+def _gemma2_scales(c: Config) -> dict[str, Any]:
+    return {
+        "attention_scale": c["query_pre_attn_scalar"] ** -0.5,
+        "attention_softcap": c["attn_logit_softcapping"],
+        "logit_softcap": c["final_logit_softcapping"],
+        "embedding_scale": c["hidden_size"] ** 0.5,
+    }
+
+
+def _gemma3_scales(c: Config) -> dict[str, Any]:
+    # attn_logit_softcapping stands in Gemma 3 configs, but the model has no such step.
+    return _gemma2_scales(c) | {"attention_softcap": None}
+
+
+def _granite_scales(c: Config) -> dict[str, Any]:
+    return {
+        "attention_scale": float(c["attention_multiplier"]),
+        "embedding_scale": float(c["embedding_multiplier"]),
+        "residual_scale": float(c["residual_multiplier"]),
+        "logit_scale": 1.0 / c["logits_scaling"],
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """A row of the table: how an architecture differs from Llama. A bias is a constant or the config key that says."""
+
+    model_types: tuple[str, ...]
+    layers: LayersOf = no_window
+    scales: Callable[[Config], dict[str, Any]] = _no_scales
+    norm_placement: NormPlacement = NormPlacement.PRE
+    norm_offset: float = 0.0
+    qk_norm: QKNorm = QKNorm.NONE
+    activation_key: str = "hidden_act"
+    qkv_bias: bool | str = False
+    output_bias: bool | str = False
+    mlp_bias: bool | str = False
+    fused_weights: bool = False
+    partial_rotary: bool = False
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+
+_LLAMA_DEFAULTS: dict[str, Any] = {
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "hidden_act": "silu",
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "rope_theta": 10_000.0,
+}
+_QWEN_DEFAULTS: dict[str, Any] = {
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32768,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+}
+_GEMMA_DEFAULTS: dict[str, Any] = {
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+}
+_GEMMA2 = Family(
+    model_types=("gemma2",),
+    layers=gemma2_layers,
+    scales=_gemma2_scales,
+    norm_placement=NormPlacement.BOTH,
+    norm_offset=1.0,
+    activation_key="hidden_activation",
+    qkv_bias="attention_bias",
+    output_bias="attention_bias",
+    defaults=_GEMMA_DEFAULTS
+    | {
+        "vocab_size": 256_000,
+        "max_position_embeddings": 8192,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    },
+)
+_GEMMA3 = Family(
+    model_types=("gemma3_text", "gemma3"),
+    layers=gemma3_layers,
+    scales=_gemma3_scales,
+    norm_placement=NormPlacement.BOTH,
+    norm_offset=1.0,
+    qk_norm=QKNorm.PER_HEAD,
+    activation_key="hidden_activation",
+    qkv_bias="attention_bias",
+    output_bias="attention_bias",
+    defaults=_GEMMA_DEFAULTS
+    | {
+        "vocab_size": 262_208,
+        "max_position_embeddings": 131_072,
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+        "sliding_window_pattern": 6,
+        "rope_theta": 1_000_000.0,
+        "rope_local_base_freq": 10_000.0,
+    },
+)
+
+FAMILIES: dict[str, Family] = {
+    "Gemma2ForCausalLM": _GEMMA2,
+    "Gemma3ForCausalLM": _GEMMA3,
+    "Gemma3ForConditionalGeneration": _GEMMA3,  # its text model; pictures are not read
+    "GraniteForCausalLM": Family(
+        model_types=("granite",),
+        scales=_granite_scales,
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        mlp_bias="mlp_bias",
+        defaults={
+            "embedding_multiplier": 1.0,
+            "logits_scaling": 1.0,
+            "residual_multiplier": 1.0,
+            "attention_multiplier": 1.0,
+        },
+    ),
+    "LlamaForCausalLM": Family(
+        model_types=("llama",), qkv_bias="attention_bias", output_bias="attention_bias", mlp_bias="mlp_bias"
+    ),
+    "MistralForCausalLM": Family(
+        model_types=("mistral",),
+        layers=same_window,
+        defaults={"num_key_value_heads": 8, "max_position_embeddings": 131_072, "sliding_window": 4096},
+    ),
+    "Olmo2ForCausalLM": Family(
+        model_types=("olmo2",),
+        norm_placement=NormPlacement.POST,
+        qk_norm=QKNorm.FULL_WIDTH,
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        defaults={"rms_norm_eps": 1e-5},
+    ),
+    "Phi3ForCausalLM": Family(
+        model_types=("phi3",),
+        layers=same_window,
+        fused_weights=True,
+        partial_rotary=True,
+        defaults={
+            "max_position_embeddings": 4096,
+            "original_max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+            "sliding_window": None,
+        },
+    ),
+    "Qwen2ForCausalLM": Family(
+        model_types=("qwen2",), layers=qwen_layers, qkv_bias=True, defaults=_QWEN_DEFAULTS
+    ),  # Qwen2 and Qwen2.5
+    "Qwen3ForCausalLM": Family(
+        model_types=("qwen3",),
+        layers=qwen_layers,
+        qk_norm=QKNorm.PER_HEAD,
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        defaults=_QWEN_DEFAULTS | {"head_dim": 128},
+    ),
+    "SmolLM3ForCausalLM": Family(
+        model_types=("smollm3",),
+        layers=smollm3_layers,
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        mlp_bias="mlp_bias",
+        defaults={
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 32768,
+            "tie_word_embeddings": True,
+            "rope_theta": 2_000_000.0,
+            "use_sliding_window": False,
+            "sliding_window": None,
+            "no_rope_layers": None,
+            "no_rope_layer_interval": 4,
+        },
+    ),
+}
+
+
+def _architecture(config: Config) -> str:
+    """The supported name among `architectures`, or the family of `model_type` when the config names none."""
+    names = list(config.get("architectures") or [])
+    for name in names:
+        if name in FAMILIES:
+            if config.get("auto_map"):
+                _log.debug("config.json brings its own Python code (auto_map); it is not run, %s is built in", name)
+            return str(name)
+    if not names:
+        for name, family in FAMILIES.items():
+            if config.get("model_type") in family.model_types:
+                return name
+    unknown = names[0] if names else config.get("model_type")
+    code = " It brings its own Python code (auto_map), which is never run." if config.get("auto_map") else ""
+    raise CheckpointError(
+        f"architecture {unknown!r} is not supported; the supported ones are {', '.join(FAMILIES)}.{code}"
+    )
+
+
+def _refuse_quantised(config: Config) -> None:
+    for key in ("quantization_config", "compression_config"):
+        quantised = config.get(key)
+        if quantised:
+            method = quantised.get("quant_method") or quantised.get("format") or "unknown method"
+            raise CheckpointError(
+                f"the weights are quantised ({method}), which is not supported yet; use the unquantised model"
+            )
+
+
+def _with_defaults(config: Config, family: Family) -> dict[str, Any]:
+    """The text model's settings, complete."""
+    text = config.get("text_config") or {}
+    c = {**_LLAMA_DEFAULTS, **family.defaults, **config, **text}
+    if text and "tie_word_embeddings" not in text:
+        c["tie_word_embeddings"] = config.get("tie_word_embeddings", True)
+    for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size"):
+        if not isinstance(c.get(name), int):
+            raise CheckpointError(f"config.json has no number {name!r} (it has {c.get(name)!r})")
+    if c.get("use_bidirectional_attention"):
+        raise CheckpointError("use_bidirectional_attention makes this an encoder; only causal decoders are served")
+    return c
+
+
+def _head_dim(c: Config) -> int:
+    if c["head_dim"] is not None:
+        return int(c["head_dim"])
+    if c["hidden_size"] % c["num_attention_heads"]:
+        raise CheckpointError(
+            f"hidden_size ({c['hidden_size']}) is no multiple of num_attention_heads ({c['num_attention_heads']}) "
+            f"and config.json has no head_dim"
+        )
+    return int(c["hidden_size"] // c["num_attention_heads"])
+
+
+def _context(c: Config, layers: tuple[LayerSpec, ...]) -> int:
+    """`max_position_embeddings`, or what yarn stretches the original context to where that is more (Qwen2.5)."""
+    stretched = [
+        int(layer.rope.original_max_position_embeddings * layer.rope.factor)
+        for layer in layers
+        if layer.rope is not None and layer.rope.rope_type is RopeType.YARN
+    ]
+    return max([int(c["max_position_embeddings"]), *stretched])
+
+
+def _activation(name: str) -> Activation:
+    try:
+        return ACTIVATIONS[name]
+    except KeyError:
+        raise CheckpointError(
+            f"activation {name!r} is not supported; the supported ones are {', '.join(ACTIVATIONS)}"
+        ) from None
+
+
+def _switch(c: Config, switch: bool | str) -> bool:
+    return switch if isinstance(switch, bool) else bool(c.get(switch, False))

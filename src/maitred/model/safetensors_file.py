@@ -1,0 +1,120 @@
+"""One safetensors file, mapped into memory: a JSON header, then the tensors' bytes.
+
+Format: 8 bytes little-endian header length, header {name: {dtype, shape, data_offsets}}, data. The header is checked
+whole, so that a file cut short is found when it is opened and not in the middle of loading.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import mmap
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from maitred.errors import CheckpointError
+
+# bits of one value
+_BITS = {
+    "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8,
+    "U16": 16, "I16": 16, "F16": 16, "BF16": 16,
+    "U32": 32, "I32": 32, "F32": 32,
+    "U64": 64, "I64": 64, "F64": 64,
+}  # fmt: skip
+
+_MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library itself
+
+
+@dataclass(frozen=True, slots=True)
+class RawTensor:
+    """A tensor as it lies in the file, row-major. `dtype` is safetensors' name: F32, F16, BF16 ..."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: memoryview
+    """Read-only bytes over the mapping; valid until the file is closed."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int  # bytes from the start of the file
+    end: int
+
+
+class SafetensorsFile:
+    """Raises CheckpointError, naming the file, when it is no whole safetensors file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.size_bytes = path.stat().st_size
+        with path.open("rb") as file:
+            self.header_bytes = _read_header(path, file.read(8), self.size_bytes, file.read)
+            self._mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self._view = memoryview(self._mapping)
+        self._entries = _parse_header(path, self.header_bytes, self.size_bytes)
+
+    def tensor_names(self) -> tuple[str, ...]:
+        """In the order of their bytes."""
+        return tuple(self._entries)
+
+    def tensor(self, name: str) -> RawTensor:
+        entry = self._entries[name]
+        return RawTensor(entry.dtype, entry.shape, self._view[entry.begin : entry.end])
+
+    def dtype_of(self, name: str) -> str:
+        return self._entries[name].dtype
+
+    def num_bytes_of(self, name: str) -> int:
+        return self._entries[name].end - self._entries[name].begin
+
+    def sample(self, num_samples: int, sample_bytes: int) -> bytes:
+        """Bytes from places spread evenly over the tensors, to tell files of one layout apart without reading them."""
+        start = 8 + len(self.header_bytes)
+        room = self.size_bytes - start
+        places = (start + i * room // num_samples for i in range(num_samples))
+        return b"".join(bytes(self._view[p : p + sample_bytes]) for p in places)
+
+    def close(self) -> None:
+        """Unmap, unless a tensor's bytes are still in use: then the mapping ends with them."""
+        self._view.release()
+        with contextlib.suppress(BufferError):
+            self._mapping.close()
+
+
+def _read_header(path: Path, length_bytes: bytes, size_bytes: int, read: Any) -> bytes:
+    length = int.from_bytes(length_bytes, "little")
+    if len(length_bytes) < 8 or not 2 <= length <= min(size_bytes - 8, _MAX_HEADER_BYTES):
+        raise CheckpointError(
+            f"{path} is no safetensors file, or was cut short ({size_bytes} bytes, header of {length}); "
+            f"download it again"
+        )
+    header: bytes = read(length)
+    return header
+
+
+def _parse_header(path: Path, header_bytes: bytes, size_bytes: int) -> dict[str, _Entry]:
+    start = 8 + len(header_bytes)
+    try:
+        header = json.loads(header_bytes)
+        header.pop("__metadata__", None)
+        entries = {
+            name: _Entry(e["dtype"], tuple(e["shape"]), start + e["data_offsets"][0], start + e["data_offsets"][1])
+            for name, e in header.items()
+        }
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+        raise CheckpointError(f"{path}: the header is no valid safetensors header; download the file again") from None
+    needed = max((entry.end for entry in entries.values()), default=start)
+    if needed > size_bytes:
+        raise CheckpointError(f"{path} was cut short: {size_bytes} bytes of {needed}; download it again")
+    for name, entry in entries.items():
+        bits = _BITS.get(entry.dtype)
+        if bits is not None and math.prod(entry.shape) * bits != 8 * (entry.end - entry.begin):
+            raise CheckpointError(
+                f"{path}: tensor {name} ({entry.dtype}, {list(entry.shape)}) has {entry.end - entry.begin} bytes; "
+                f"the file is damaged, download it again"
+            )
+    return dict(sorted(entries.items(), key=lambda item: item[1].begin))

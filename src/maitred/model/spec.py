@@ -1,0 +1,225 @@
+"""A decoder described as data: everything an executor must know of a model, but its weights.
+
+`families.py` makes a spec from a Hugging Face config; `torch_decoder.py` builds a module from it. A field is added here
+when a family needs it (attention sinks, expert routing), with a default that leaves the families before it unchanged.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from maitred.errors import CheckpointError
+
+
+class NormPlacement(Enum):
+    """Where a layer's two parts (attention and MLP) are normalised; x is the residual stream."""
+
+    PRE = "pre"  # x + part(norm(x)): Llama
+    POST = "post"  # x + norm(part(x)): OLMo 2
+    BOTH = "both"  # x + norm(part(norm(x))): Gemma 2 and 3
+
+
+class QKNorm(Enum):
+    """How queries and keys are normalised (RMS norm) before rope."""
+
+    NONE = "none"
+    PER_HEAD = "per_head"  # over each head's values, one weight for all heads: Qwen3, Gemma 3
+    FULL_WIDTH = "full_width"  # over all heads at once: OLMo 2
+
+
+class Activation(Enum):
+    SILU = "silu"
+    GELU = "gelu"  # exact, by erf
+    GELU_TANH = "gelu_tanh"  # tanh approximation
+
+
+class RopeType(Enum):
+    """Rule by which rotary frequencies are stretched to a longer context; `rope.py` has the formulas."""
+
+    DEFAULT = "default"
+    LINEAR = "linear"
+    DYNAMIC = "dynamic"
+    YARN = "yarn"
+    LONGROPE = "longrope"
+    LLAMA3 = "llama3"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeSpec:
+    """Rotary position embedding of a layer. Fields that a type does not use keep their defaults."""
+
+    rope_type: RopeType
+    theta: float
+    dim: int
+    """The first values of a head that are rotated; an odd count (partial rotary) rotates one more."""
+    factor: float = 1.0
+    original_max_position_embeddings: int = 0
+    """Context before stretching. For `dynamic` and `longrope` the frequencies depend on whether the served context
+    (`max_model_len`) is longer than this."""
+    attention_factor: float = 1.0
+    """Multiplies cos and sin (yarn, longrope)."""
+    low_freq_factor: float = 0.0
+    high_freq_factor: float = 0.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
+
+    @property
+    def num_frequencies(self) -> int:
+        return (self.dim + 1) // 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSpec:
+    """What may differ from one layer to the next."""
+
+    window: int | None = None
+    """Sliding window in tokens: position p attends to (p - window, p]; None attends to all before it."""
+    rope: RopeSpec | None = None
+    """None leaves positions out (NoPE, arXiv:2305.19466)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderSpec:
+    """One decoder-only transformer with gated MLPs: down(act(gate(x)) * up(x))."""
+
+    architecture: str
+    """Hugging Face name, e.g. LlamaForCausalLM."""
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    layers: tuple[LayerSpec, ...]
+    max_position_embeddings: int
+    """Context in tokens that the checkpoint claims."""
+    norm_eps: float
+    norm_placement: NormPlacement = NormPlacement.PRE
+    norm_offset: float = 0.0
+    """Added to every norm's stored weight: 1 for Gemma, which stores w - 1."""
+    qk_norm: QKNorm = QKNorm.NONE
+    activation: Activation = Activation.SILU
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    tied_embeddings: bool = False
+    """The output matrix is the embedding."""
+    fused_weights: bool = False
+    """The checkpoint stores q, k, v as one matrix and gate, up as one (Phi-3); only the weight map differs."""
+    attention_scale: float
+    """Multiplies q.k; 1/sqrt(head_dim) for Llama."""
+    attention_softcap: float | None = None
+    """c: q.k becomes c * tanh(q.k / c) before the mask (Gemma 2)."""
+    logit_softcap: float | None = None
+    """The same for the final logits."""
+    embedding_scale: float = 1.0
+    """Multiplies embeddings, rounded to the weights' dtype."""
+    residual_scale: float = 1.0
+    """Multiplies what each part adds to the residual stream (Granite)."""
+    logit_scale: float = 1.0
+    """Multiplies the final logits, before the softcap."""
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def q_width(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+    def kv_values_per_token(self) -> int:
+        """Numbers the KV cache holds for one token, keys and values of all layers."""
+        return 2 * self.num_layers * self.kv_width
+
+    def num_parameters(self) -> int:
+        """Weights as held in memory; tied embeddings count once."""
+        return sum(_product(shape) for shape in parameter_shapes(self).values())
+
+    def identity(self) -> str:
+        """One line for logs and messages."""
+        return (
+            f"{self.architecture}, {self.num_parameters() / 1e6:,.1f} M parameters, {self.num_layers} layers, "
+            f"hidden size {self.hidden_size}, {self.num_heads} heads of {self.head_dim} ({self.num_kv_heads} for keys "
+            f"and values), context {self.max_position_embeddings}"
+        )
+
+
+def parameter_shapes(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
+    """Every parameter of the decoder, by name, in the order in which a forward pass meets them.
+
+    Matrices are [out, in]. q, k, v are one matrix `qkv` (rows in this order), gate and up are one matrix `gate_up`, in
+    every family. `attention_norm` and `mlp_norm` stand before their part, `attention_post_norm` and `mlp_post_norm`
+    after it.
+    """
+    shapes: dict[str, tuple[int, ...]] = {"embedding.weight": (spec.vocab_size, spec.hidden_size)}
+    for i in range(spec.num_layers):
+        shapes |= {f"layers.{i}.{name}": shape for name, shape in _layer_shapes(spec).items()}
+    shapes["norm.weight"] = (spec.hidden_size,)
+    if not spec.tied_embeddings:
+        shapes["output.weight"] = (spec.vocab_size, spec.hidden_size)
+    return shapes
+
+
+def _layer_shapes(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
+    pre = spec.norm_placement is not NormPlacement.POST
+    post = spec.norm_placement is not NormPlacement.PRE
+    hidden, qkv_width = (spec.hidden_size,), spec.q_width + 2 * spec.kv_width
+    full = spec.qk_norm is QKNorm.FULL_WIDTH
+    normed = spec.qk_norm is not QKNorm.NONE
+    shapes: dict[str, tuple[int, ...] | None] = {
+        "attention_norm.weight": hidden if pre else None,
+        "qkv.weight": (qkv_width, spec.hidden_size),
+        "qkv.bias": (qkv_width,) if spec.qkv_bias else None,
+        "q_norm.weight": (spec.q_width if full else spec.head_dim,) if normed else None,
+        "k_norm.weight": (spec.kv_width if full else spec.head_dim,) if normed else None,
+        "attention_output.weight": (spec.hidden_size, spec.q_width),
+        "attention_output.bias": hidden if spec.output_bias else None,
+        "attention_post_norm.weight": hidden if post else None,
+        "mlp_norm.weight": hidden if pre else None,
+        "gate_up.weight": (2 * spec.intermediate_size, spec.hidden_size),
+        "gate_up.bias": (2 * spec.intermediate_size,) if spec.mlp_bias else None,
+        "down.weight": (spec.hidden_size, spec.intermediate_size),
+        "down.bias": hidden if spec.mlp_bias else None,
+        "mlp_post_norm.weight": hidden if post else None,
+    }
+    return {name: shape for name, shape in shapes.items() if shape is not None}
+
+
+def _product(shape: tuple[int, ...]) -> int:
+    size = 1
+    for n in shape:
+        size *= n
+    return size
+
+
+def _check(spec: DecoderSpec) -> None:
+    for name in ("vocab_size", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim"):
+        if getattr(spec, name) < 1:
+            raise CheckpointError(f"{spec.architecture}: {name} is {getattr(spec, name)}; it must be at least 1")
+    if not spec.layers:
+        raise CheckpointError(f"{spec.architecture}: the model has no layers")
+    if spec.head_dim % 2:
+        raise CheckpointError(f"{spec.architecture}: head_dim is {spec.head_dim}; rope needs an even head size")
+    if spec.num_heads % spec.num_kv_heads:
+        raise CheckpointError(
+            f"{spec.architecture}: {spec.num_heads} attention heads cannot share {spec.num_kv_heads} key/value heads; "
+            f"the second must divide the first"
+        )
+    for i, layer in enumerate(spec.layers):
+        if layer.window is not None and layer.window < 1:
+            raise CheckpointError(f"{spec.architecture}: layer {i} has a window of {layer.window} tokens")
+        if layer.rope is not None and not 2 <= 2 * layer.rope.num_frequencies <= spec.head_dim:
+            raise CheckpointError(
+                f"{spec.architecture}: layer {i} rotates {layer.rope.dim} values of a head of {spec.head_dim}"
+            )

@@ -1,0 +1,299 @@
+"""A DecoderSpec as a PyTorch module, without a cache: attention is a function that the caller passes in.
+
+So one module serves the tests (`dense_attend`), the paged executor and CUDA graphs. T tokens (of any number of
+sequences), N query heads, K key/value heads, H head size, D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import embedding, gelu, linear, rms_norm, silu
+
+from maitred.errors import CheckpointError
+from maitred.model.rope import inverse_frequencies
+from maitred.model.spec import Activation, DecoderSpec, LayerSpec, NormPlacement, QKNorm, RopeSpec
+from maitred.model.weight_map import weight_map
+
+if TYPE_CHECKING:
+    from maitred.model.checkpoint import Checkpoint, RawTensor
+
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""(layer index, q_TNH, k_TKH, v_TKH) -> out_TNH; rope is applied already, scale and softcap are in the spec."""
+
+Progress = Callable[[int, int], None]
+"""(bytes loaded, bytes in all)"""
+
+Rotation = tuple[Tensor, Tensor]  # cos_TR, sin_TR, R pairs of a head
+
+
+class TorchDecoder(nn.Module):
+    """The decoder of `spec`; parameters are named and shaped as `spec.parameter_shapes` says, uninitialised.
+
+    `max_model_len` is the served context, which `dynamic` and `longrope` frequencies depend on (see `rope.py`); None
+    is the model's own. Norm weights stay float32 (with Gemma's offset added), all else is in `dtype`.
+    """
+
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        *,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        max_model_len: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.spec = spec
+        self.dtype = dtype
+        make = _Maker(device, dtype)
+        self.embedding = make.embedding(spec.vocab_size, spec.hidden_size)
+        self.layers = nn.ModuleList(_Layer(spec, i, make) for i in range(spec.num_layers))
+        self.norm = make.norm(spec.hidden_size, spec)
+        self.output = None if spec.tied_embeddings else make.linear(spec.hidden_size, spec.vocab_size, bias=False)
+        self.embedding_scale = nn.Buffer(
+            torch.tensor(spec.embedding_scale, dtype=dtype, device=device), persistent=False
+        )
+        self.ropes = nn.ModuleList(
+            _Rope(rope, max_model_len or spec.max_position_embeddings, device) for rope in _distinct_ropes(spec)
+        )
+        self.requires_grad_(False)
+
+    def forward(self, token_ids_T: Tensor, positions_T: Tensor, attend: Attend) -> Tensor:
+        """Returns hidden_TD after the final norm. `attend` is called once for each layer, in order."""
+        hidden_TD = embedding(token_ids_T, self.embedding.weight) * self.embedding_scale
+        rotations = {rope.spec: rope(positions_T) for rope in self.ropes}
+        for layer in self.layers:
+            hidden_TD = layer(hidden_TD, rotations, attend)
+        normed_TD: Tensor = self.norm(hidden_TD)
+        return normed_TD
+
+    def logits(self, hidden_TD: Tensor) -> Tensor:
+        """Returns float32 logits_TV, scaled and softcapped."""
+        weight_VD = self.embedding.weight if self.output is None else self.output.weight
+        logits_TV = linear(hidden_TD, weight_VD).float()
+        if self.spec.logit_scale != 1.0:
+            logits_TV = logits_TV * self.spec.logit_scale
+        if self.spec.logit_softcap is not None:
+            logits_TV = torch.tanh(logits_TV / self.spec.logit_softcap) * self.spec.logit_softcap
+        return logits_TV
+
+
+class _Maker:
+    """Makes uninitialised modules on one device in one dtype."""
+
+    def __init__(self, device: torch.device | str, dtype: torch.dtype) -> None:
+        self.device, self.dtype = device, dtype
+
+    def linear(self, width_in: int, width_out: int, *, bias: bool) -> nn.Linear:
+        return nn.Linear(width_in, width_out, bias=bias, device="meta", dtype=self.dtype).to_empty(device=self.device)
+
+    def embedding(self, rows: int, width: int) -> nn.Embedding:
+        return nn.Embedding(rows, width, device="meta", dtype=self.dtype).to_empty(device=self.device)
+
+    def norm(self, width: int, spec: DecoderSpec) -> RMSNorm:
+        return RMSNorm(width, spec.norm_eps, self.device)
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last dimension, computed in float32. Zhang and Sennrich 2019, arXiv:1910.07467."""
+
+    def __init__(self, width: int, eps: float, device: torch.device | str) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(width, dtype=torch.float32, device=device))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x.float(), self.weight.shape, self.weight, self.eps).to(x.dtype)
+
+
+class _Rope(nn.Module):
+    def __init__(self, spec: RopeSpec, max_model_len: int, device: torch.device | str) -> None:
+        super().__init__()
+        self.spec = spec
+        frequencies = torch.tensor(inverse_frequencies(spec, max_model_len), dtype=torch.float32, device=device)
+        self.frequencies_R = nn.Buffer(frequencies, persistent=False)
+
+    def forward(self, positions_T: Tensor) -> Rotation:
+        angles_TR = positions_T.float()[:, None] * self.frequencies_R
+        return angles_TR.cos() * self.spec.attention_factor, angles_TR.sin() * self.spec.attention_factor
+
+
+def rotate(x_TNH: Tensor, rotation: Rotation) -> Tensor:
+    """Rotate the pairs (i, i + R) of the first 2R values of every head, in float32; the rest passes through."""
+    cos_T1R, sin_T1R = rotation[0][:, None], rotation[1][:, None]
+    num_pairs = cos_T1R.shape[-1]
+    first, second = x_TNH[..., :num_pairs].float(), x_TNH[..., num_pairs : 2 * num_pairs].float()
+    rotated = torch.cat((first * cos_T1R - second * sin_T1R, second * cos_T1R + first * sin_T1R), dim=-1)
+    rotated = rotated.to(x_TNH.dtype)
+    if 2 * num_pairs == x_TNH.shape[-1]:
+        return rotated
+    return torch.cat((rotated, x_TNH[..., 2 * num_pairs :]), dim=-1)
+
+
+_ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    Activation.SILU: silu,
+    Activation.GELU: gelu,
+    Activation.GELU_TANH: lambda x: gelu(x, approximate="tanh"),
+}
+
+
+class _Layer(nn.Module):
+    """One layer. Norms that the placement does not have are None; q, k, v and gate, up are one matrix each."""
+
+    def __init__(self, spec: DecoderSpec, index: int, make: _Maker) -> None:
+        super().__init__()
+        self.spec, self.index = spec, index
+        self.layer_spec: LayerSpec = spec.layers[index]
+        self.activation = _ACTIVATIONS[spec.activation]
+        hidden, inner = spec.hidden_size, spec.intermediate_size
+        pre = spec.norm_placement is not NormPlacement.POST
+        post = spec.norm_placement is not NormPlacement.PRE
+        self.attention_norm = make.norm(hidden, spec) if pre else None
+        self.qkv = make.linear(hidden, spec.q_width + 2 * spec.kv_width, bias=spec.qkv_bias)
+        self.q_norm, self.k_norm = _qk_norms(spec, make)
+        self.attention_output = make.linear(spec.q_width, hidden, bias=spec.output_bias)
+        self.attention_post_norm = make.norm(hidden, spec) if post else None
+        self.mlp_norm = make.norm(hidden, spec) if pre else None
+        self.gate_up = make.linear(hidden, 2 * inner, bias=spec.mlp_bias)
+        self.down = make.linear(inner, hidden, bias=spec.mlp_bias)
+        self.mlp_post_norm = make.norm(hidden, spec) if post else None
+
+    def forward(self, hidden_TD: Tensor, rotations: dict[RopeSpec, Rotation], attend: Attend) -> Tensor:
+        part_TD = self._attention(_maybe(self.attention_norm, hidden_TD), rotations, attend)
+        hidden_TD = self._add(hidden_TD, _maybe(self.attention_post_norm, part_TD))
+        part_TD = self._mlp(_maybe(self.mlp_norm, hidden_TD))
+        return self._add(hidden_TD, _maybe(self.mlp_post_norm, part_TD))
+
+    def _add(self, hidden_TD: Tensor, part_TD: Tensor) -> Tensor:
+        scale = self.spec.residual_scale
+        return hidden_TD + part_TD if scale == 1.0 else hidden_TD + part_TD * scale
+
+    def _attention(self, x_TD: Tensor, rotations: dict[RopeSpec, Rotation], attend: Attend) -> Tensor:
+        spec = self.spec
+        qk, v = torch.split(self.qkv(x_TD), [spec.q_width + spec.kv_width, spec.kv_width], dim=-1)
+        qk_TMH = self._normed(qk)  # M = N + K heads: one rotation for both
+        if self.layer_spec.rope is not None:
+            qk_TMH = rotate(qk_TMH, rotations[self.layer_spec.rope])
+        q_TNH, k_TKH = torch.split(qk_TMH, [spec.num_heads, spec.num_kv_heads], dim=1)
+        v_TKH = v.view(-1, spec.num_kv_heads, spec.head_dim)
+        out_TNH = attend(self.index, q_TNH, k_TKH, v_TKH)
+        out_TD: Tensor = self.attention_output(out_TNH.flatten(-2))
+        return out_TD
+
+    def _normed(self, qk: Tensor) -> Tensor:
+        """Queries and keys by heads, [T, N + K, H], normalised as the family does."""
+        spec = self.spec
+        if spec.qk_norm is QKNorm.FULL_WIDTH:
+            q, k = torch.split(qk, [spec.q_width, spec.kv_width], dim=-1)
+            qk = torch.cat((_maybe(self.q_norm, q), _maybe(self.k_norm, k)), dim=-1)
+        qk_TMH = qk.view(-1, spec.num_heads + spec.num_kv_heads, spec.head_dim)
+        if spec.qk_norm is QKNorm.PER_HEAD:
+            q, k = torch.split(qk_TMH, [spec.num_heads, spec.num_kv_heads], dim=1)
+            qk_TMH = torch.cat((_maybe(self.q_norm, q), _maybe(self.k_norm, k)), dim=1)
+        return qk_TMH
+
+    def _mlp(self, x_TD: Tensor) -> Tensor:
+        gate, up = self.gate_up(x_TD).chunk(2, dim=-1)
+        out_TD: Tensor = self.down(self.activation(gate) * up)
+        return out_TD
+
+
+def _maybe(norm: nn.Module | None, x: Tensor) -> Tensor:
+    if norm is None:
+        return x
+    normed: Tensor = norm(x)
+    return normed
+
+
+def _qk_norms(spec: DecoderSpec, make: _Maker) -> tuple[RMSNorm | None, RMSNorm | None]:
+    if spec.qk_norm is QKNorm.NONE:
+        return None, None
+    if spec.qk_norm is QKNorm.PER_HEAD:
+        return make.norm(spec.head_dim, spec), make.norm(spec.head_dim, spec)
+    return make.norm(spec.q_width, spec), make.norm(spec.kv_width, spec)
+
+
+def _distinct_ropes(spec: DecoderSpec) -> list[RopeSpec]:
+    return list(dict.fromkeys(layer.rope for layer in spec.layers if layer.rope is not None))
+
+
+def dense_attend(spec: DecoderSpec) -> Attend:
+    """Causal attention over the T tokens of one whole sequence, the obvious way: the tests' oracle."""
+
+    def attend(layer: int, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor) -> Tensor:
+        num_tokens, group = q_TNH.shape[0], spec.num_heads // spec.num_kv_heads
+        k_TNH, v_TNH = k_TKH.repeat_interleave(group, dim=1), v_TKH.repeat_interleave(group, dim=1)
+        scores_NTS = torch.einsum("tnh,snh->nts", q_TNH.float(), k_TNH.float()) * spec.attention_scale
+        if spec.attention_softcap is not None:
+            scores_NTS = torch.tanh(scores_NTS / spec.attention_softcap) * spec.attention_softcap
+        behind_TS = torch.arange(num_tokens)[:, None] - torch.arange(num_tokens)[None, :]
+        hidden_TS = behind_TS < 0
+        window = spec.layers[layer].window
+        if window is not None:
+            hidden_TS |= behind_TS >= window
+        scores_NTS = scores_NTS.masked_fill(hidden_TS.to(scores_NTS.device), float("-inf"))
+        return torch.einsum("nts,snh->tnh", scores_NTS.softmax(-1), v_TNH.float()).to(q_TNH.dtype)
+
+    return attend
+
+
+def load_torch_decoder(
+    spec: DecoderSpec,
+    checkpoint: Checkpoint,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    max_model_len: int | None = None,
+    progress: Progress | None = None,
+) -> TorchDecoder:
+    """Build the decoder and fill it from `checkpoint`, each tensor read once, in the order of the files.
+
+    Raises CheckpointError naming tensor, shapes and file when something is missing, surplus or of the wrong shape.
+    """
+    sources = {source.tensor: source for source in weight_map(spec, checkpoint.tensor_names())}
+    decoder = TorchDecoder(spec, device=device, dtype=dtype, max_model_len=max_model_len)
+    parameters = dict(decoder.named_parameters())
+    loaded = 0
+    for name in checkpoint.tensor_names():  # in file order
+        raw = checkpoint.tensor(name)
+        if name in sources:
+            source = sources[name]
+            if raw.shape != source.shape:
+                raise CheckpointError(
+                    f"tensor {name} has shape {list(raw.shape)}, config.json asks for {list(source.shape)} "
+                    f"({checkpoint.file_of(name)})"
+                )
+            target = parameters[source.parameter][source.row : source.row + source.shape[0]]
+            target.copy_(tensor_from_raw(raw, name))
+            if source.offset:
+                target.add_(source.offset)
+        loaded += raw.data.nbytes
+        if progress is not None:
+            progress(loaded, checkpoint.weight_bytes)
+    return decoder
+
+
+_TORCH_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+
+
+def tensor_from_raw(raw: RawTensor, name: str) -> Tensor:
+    """A view of the file's bytes; do not write to it."""
+    if raw.dtype not in _TORCH_DTYPES:
+        raise CheckpointError(
+            f"tensor {name} is of type {raw.dtype}; weights must be one of {', '.join(_TORCH_DTYPES)}"
+        )
+    dtype = _TORCH_DTYPES[raw.dtype]
+    if raw.data.nbytes == 0:
+        return torch.empty(raw.shape, dtype=dtype)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given buffer is not writable")
+        return torch.frombuffer(raw.data, dtype=dtype).view(raw.shape)

@@ -1,0 +1,57 @@
+"""The one face of everything that can take a request: an engine, its process, a simulated one, or many as one."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from maitred.request import FinishReason, Request
+from maitred.step import RequestProgress
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaState:
+    """A replica at one moment. Counters only grow; gauges are as of the last step."""
+
+    alive: bool = True
+    error: str | None = None  # why it is not alive
+    # gauges
+    num_running: int = 0
+    num_waiting: int = 0
+    num_blocks: int = 0
+    num_blocks_used: int = 0  # held by requests; cached but free blocks do not count
+    num_blocks_cached: int = 0  # findable by prefix, in use or free
+    # counters
+    num_steps: int = 0
+    num_prompt_tokens: int = 0  # prompts admitted to a first step
+    num_generated_tokens: int = 0
+    num_scheduled_tokens: int = 0
+    num_preemptions: int = 0
+    num_swapped_out_blocks: int = 0  # KV of preempted requests, copied to the host
+    num_swapped_in_blocks: int = 0
+    num_prefix_queried_tokens: int = 0
+    num_prefix_hit_tokens: int = 0
+    num_finished: Mapping[FinishReason, int] = field(default_factory=dict)
+    last_step_age_s: float = 0.0  # since a step last ended, or 0 when idle
+    execute_s: float = 0.0  # total time spent in the executor
+    host_s: float = 0.0  # total time of steps outside the executor
+
+
+class Replica(Protocol):
+    """Takes requests and streams their progress."""
+
+    def submit(self, request: Request) -> AsyncIterator[RequestProgress]:
+        """Progress until the item with a finish_reason. Closing the iterator early aborts the request.
+
+        Submit the samples of one prompt in order of sample_index, without awaiting in between.
+        Raises EngineDead, on the first item, when the replica cannot take it.
+        """
+
+    def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
+        """End it and free its blocks within one step; unknown ids are ignored (it may just have ended).
+
+        `reason` is STOP when the text side found a stop string, so that the counters tell the truth.
+        """
+
+    def state(self) -> ReplicaState: ...

@@ -1,0 +1,256 @@
+"""What one generation is: the parameters asked for, the state the scheduler keeps, how it ended."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from maitred.errors import InvalidRequest
+
+MAX_N = 128
+MAX_STOP_STRINGS = 16
+MAX_LOGPROBS = 20
+MAX_BAD_WORDS = 128
+MAX_SEED = 2**63 - 1
+
+
+class RequestStatus(Enum):
+    WAITING = "waiting"
+    WAITING_FOR_LEADER = "waiting_for_leader"  # sample 1.. of n, until sample 0 has computed the shared prompt
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class FinishReason(str, Enum):
+    STOP = "stop"  # end-of-sequence token, stop token or stop string
+    LENGTH = "length"  # max_tokens reached
+    ABORT = "abort"  # the client went away
+    ERROR = "error"  # no usable logits
+    QUEUE_TIMEOUT = "queue_timeout"  # in no step by `start_by`
+    TIMEOUT = "timeout"  # not done by `finish_by`
+    SHED = "shed"  # made room in the queue for a more urgent one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How to choose tokens. Names and defaults are those that users of vLLM and the OpenAI API know.
+
+    Raises InvalidRequest, naming the field and its value, for anything out of range.
+    """
+
+    n: int = 1
+    """Samples for each prompt, 1..128."""
+    temperature: float = 1.0
+    """0 is greedy; larger is more random."""
+    top_p: float = 1.0
+    """Smallest set of tokens whose probability reaches this, in (0, 1]."""
+    top_k: int = 0
+    """Keep this many most likely tokens; 0 or -1 keeps all."""
+    min_p: float = 0.0
+    """Drop tokens less likely than this share of the likeliest, in [0, 1]."""
+    repetition_penalty: float = 1.0
+    """Over 1 discourages tokens of the prompt and the output (CTRL, arXiv:1909.05858)."""
+    presence_penalty: float = 0.0
+    """Subtracted once from each token already in the output, in [-2, 2]."""
+    frequency_penalty: float = 0.0
+    """Subtracted for each time a token is in the output, in [-2, 2]."""
+    logit_bias: Mapping[int, float] | None = None
+    """Token id -> value in [-100, 100] added to its logit."""
+    allowed_token_ids: Sequence[int] | None = None
+    """If given, only these tokens may be sampled."""
+    bad_words: Sequence[str] = ()
+    """Words whose token sequences must not appear."""
+    stop: Sequence[str] = ()
+    """A string or strings that end the text; they are not part of it unless include_stop_str_in_output."""
+    stop_token_ids: Sequence[int] = ()
+    """Tokens that end the text, besides the model's own end-of-sequence tokens."""
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    """Go on after the model's end-of-sequence token."""
+    max_tokens: int | None = 16
+    """Most tokens to generate; None fills the context."""
+    min_tokens: int = 0
+    """No end-of-sequence or stop token before this many."""
+    logprobs: int | None = None
+    """Number of most likely tokens to report at each position, besides the chosen one; None for none, 0..20."""
+    prompt_logprobs: int | None = None
+    """The same for the prompt's tokens."""
+    seed: int | None = None
+    """Same seed, same text, whatever shares the batch; random if None."""
+    skip_special_tokens: bool = True
+    """Leave special tokens out of the text."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        for name in ("stop", "bad_words", "stop_token_ids"):
+            if getattr(self, name) is None:  # what users of vLLM write for none
+                object.__setattr__(self, name, ())
+        _check_sampling(self)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+# (field, lowest, highest); the interval is closed, the message gives it; bounds that are int want an int.
+_RANGES: tuple[tuple[str, float, float], ...] = (
+    ("n", 1, MAX_N),
+    ("temperature", 0.0, 100.0),
+    ("min_p", 0.0, 1.0),
+    ("presence_penalty", -2.0, 2.0),
+    ("frequency_penalty", -2.0, 2.0),
+    ("logprobs", 0, MAX_LOGPROBS),
+    ("prompt_logprobs", 0, MAX_LOGPROBS),
+    ("min_tokens", 0, 2**31 - 1),
+    ("max_tokens", 1, 2**31 - 1),
+    ("seed", -MAX_SEED - 1, MAX_SEED),
+    ("top_k", -1, 2**31 - 1),
+)
+
+
+def _check_sampling(p: SamplingParams) -> None:
+    for name, low, high in _RANGES:
+        value = getattr(p, name)
+        if value is None:
+            continue
+        _check_number(name, value, whole=isinstance(low, int))
+        if not low <= value <= high:  # a NaN fails this too
+            raise InvalidRequest(f"{name} is {value}; it must be from {low} to {high}", param=name)
+    for name in ("top_p", "repetition_penalty"):
+        _check_number(name, getattr(p, name), whole=False)
+    if not 0.0 < p.top_p <= 1.0:
+        raise InvalidRequest(f"top_p is {p.top_p}; it must be over 0 and at most 1", param="top_p")
+    if not 0.0 < p.repetition_penalty <= 100.0:
+        raise InvalidRequest(
+            f"repetition_penalty is {p.repetition_penalty}; it must be over 0 and at most 100",
+            param="repetition_penalty",
+        )
+    if p.max_tokens is not None and p.min_tokens > p.max_tokens:
+        raise InvalidRequest(f"min_tokens ({p.min_tokens}) is over max_tokens ({p.max_tokens})", param="min_tokens")
+    _check_lists(p)
+
+
+def _check_number(name: str, value: object, *, whole: bool) -> None:
+    if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
+        kind = "an integer" if whole else "a number"
+        raise InvalidRequest(f"{name} is {value!r}; it must be {kind}", param=name)
+
+
+def _check_lists(p: SamplingParams) -> None:
+    if isinstance(p.bad_words, str):
+        raise InvalidRequest("bad_words must be a list of strings, not one string", param="bad_words")
+    if len(p.stop) > MAX_STOP_STRINGS:
+        raise InvalidRequest(f"stop has {len(p.stop)} strings; at most {MAX_STOP_STRINGS}", param="stop")
+    if any(not s for s in p.stop):
+        raise InvalidRequest("stop holds an empty string; leave it out", param="stop")
+    if len(p.bad_words) > MAX_BAD_WORDS:
+        raise InvalidRequest(f"bad_words has {len(p.bad_words)} words; at most {MAX_BAD_WORDS}", param="bad_words")
+    if any(not word for word in p.bad_words):
+        raise InvalidRequest("bad_words holds an empty word; leave it out", param="bad_words")
+    if p.allowed_token_ids is not None and not p.allowed_token_ids:
+        raise InvalidRequest("allowed_token_ids is empty, so no token could be sampled", param="allowed_token_ids")
+    for token, bias in (p.logit_bias or {}).items():
+        if not -100.0 <= bias <= 100.0:
+            raise InvalidRequest(
+                f"logit_bias of token {token} is {bias}; it must be from -100 to 100", param="logit_bias"
+            )
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One sample of one prompt, from admission to its last token.
+
+    Samples of one prompt (n > 1) are separate requests with one `parent_id`; sample 0 computes the prompt, the others
+    share its blocks. A request can be made from block hashes in place of tokens (traces, replay): then
+    `prompt_token_ids` is empty and `num_prompt_tokens` says how many there were.
+    """
+
+    request_id: str
+    prompt_token_ids: Sequence[int]
+    sampling: SamplingParams
+    arrived_at: float  # s, Clock.now() at admission
+    num_prompt_tokens: int
+    max_tokens: int  # most output tokens; resolved, prompt + max_tokens <= max_model_len
+    seed: int = 0  # resolved: always set, in [0, 2**63)
+    sample_index: int = 0  # 0..n-1
+    parent_id: str | None = None  # None when n == 1
+    priority: int = 0  # 0 is most urgent
+    tenant: str = ""
+    weight: float = 1.0  # of its tenant: twice the weight, twice the fair share
+    ttft_slo_s: float | None = None  # objective (s) from arrival to the first token; None has none
+    start_by: float | None = None  # s, Clock.now(): given up if it is in no step by then; None waits for ever
+    finish_by: float | None = None  # s, Clock.now(): given up if it is not done by then; None takes its time
+    features: tuple[float, ...] = ()  # of the prompt's text, for a predictor; made at intake
+    cache_salt: str = ""  # requests of unlike salt never share cached blocks
+    key_id: str = ""  # of the API key that asked; for the ledger alone
+    eos_token_ids: tuple[int, ...] = ()  # the model's, before ignore_eos
+    bad_word_token_ids: tuple[tuple[int, ...], ...] = ()  # sampling.bad_words, tokenised
+    # hashes of full blocks of known tokens, prompt first; computed before the queue, extended by KVCacheManager
+    block_hashes: list[bytes] = field(default_factory=list)
+    predicted_output_tokens: float | None = None  # by the predictor, once, before the queue; None is not predicted
+    # written by Scheduler
+    status: RequestStatus = RequestStatus.WAITING
+    num_computed_tokens: int = 0  # tokens whose KV is in the cache, or will be after the steps already planned
+    block_table: list[int] = field(default_factory=list)
+    host_block_table: list[int] = field(default_factory=list)  # while preempted: where its KV was copied to
+    num_swapped_tokens: int = 0  # whose KV is there
+    output_token_ids: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None  # the stop token or stop string; None for end-of-sequence
+    error: str | None = None
+    num_cached_tokens: int = 0  # prompt tokens taken from the prefix cache when first scheduled
+    num_charged_prompt_tokens: int = 0  # its part of the prompt counter: all once scheduled, 0 if a sibling's counts
+    num_preemptions: int = 0
+    num_quanta: int = 0  # used up, under a policy that has them
+    quantum_ended_at: float | None = None  # s, when the last of them was
+    cached_prefix_tokens: int = 0  # in the cache when last looked for, under a policy that scores by it
+    first_scheduled_at: float | None = None  # s
+    first_token_at: float | None = None  # s
+    last_token_at: float | None = None  # s
+    finished_at: float | None = None  # s
+
+    @property
+    def num_tokens(self) -> int:
+        """Known tokens: prompt and output."""
+        return self.num_prompt_tokens + len(self.output_token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.output_token_ids)
+
+    @property
+    def finished(self) -> bool:
+        return self.status is RequestStatus.FINISHED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestTiming:
+    """Where a request's time went, in seconds; queue + prefill + decode is the whole stay in the engine."""
+
+    queue_s: float  # arrival to first step
+    prefill_s: float  # first step to first token
+    decode_s: float  # first token to last
+    num_preemptions: int = 0
+
+    @property
+    def ttft_s(self) -> float:
+        return self.queue_s + self.prefill_s
+
+    @property
+    def total_s(self) -> float:
+        return self.queue_s + self.prefill_s + self.decode_s
+
+
+def timing_of(request: Request, now: float) -> RequestTiming:
+    """The split of `request`'s time so far; phases not reached yet count to `now` in the phase it is in."""
+    ended = request.finished_at if request.finished_at is not None else now
+    scheduled = request.first_scheduled_at if request.first_scheduled_at is not None else ended
+    first_token = request.first_token_at if request.first_token_at is not None else ended
+    return RequestTiming(
+        queue_s=scheduled - request.arrived_at,
+        prefill_s=first_token - scheduled,
+        decode_s=ended - first_token,
+        num_preemptions=request.num_preemptions,
+    )

@@ -1,0 +1,65 @@
+"""Which requests have run out of time: a heap by deadline, so that a step looks only at those that have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from heapq import heapify, heappop, heappush
+from typing import NamedTuple
+
+from maitred.request import FinishReason, Request, RequestStatus
+
+MIN_DEAD_ENTRIES = 64  # below this a heap with ended requests in it is not worth compacting
+
+
+class _Entry(NamedTuple):
+    due_at: float
+    sequence: int  # unique, so that ties go by arrival and requests are never compared
+    request: Request
+    reason: FinishReason
+
+
+class Deadlines:
+    """`start_by` and `finish_by` of all requests that have them and have not ended."""
+
+    def __init__(self) -> None:
+        self._heap: list[_Entry] = []
+        self._sequence = 0
+        self._num_dead = 0  # entries of ended requests, as far as known
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def add(self, request: Request) -> None:
+        if request.start_by is not None:
+            self._push(request.start_by, request, FinishReason.QUEUE_TIMEOUT)
+        if request.finish_by is not None:
+            self._push(request.finish_by, request, FinishReason.TIMEOUT)
+
+    def ended(self, request: Request) -> None:
+        """Its entries are dropped when they surface, or when the dead outnumber the living."""
+        self._num_dead += (request.start_by is not None) + (request.finish_by is not None)
+        if self._num_dead > len(self._heap) // 2 + MIN_DEAD_ENTRIES:
+            self._heap = [entry for entry in self._heap if not entry.request.finished]
+            heapify(self._heap)
+            self._num_dead = 0
+
+    def missed(self, now: float) -> Iterator[tuple[Request, FinishReason]]:
+        """Those whose time is up, the most overdue first; end each before asking for the next.
+
+        A request in its first step is not late to start, nor is a sample whose leader computes the prompt already.
+        """
+        while self._heap and self._heap[0].due_at <= now:
+            _, _, request, reason = heappop(self._heap)
+            if request.finished:
+                self._num_dead = max(0, self._num_dead - 1)
+            elif reason is FinishReason.TIMEOUT or _waits_to_start(request):
+                yield request, reason
+
+    def _push(self, due_at: float, request: Request, reason: FinishReason) -> None:
+        self._sequence += 1
+        heappush(self._heap, _Entry(due_at, self._sequence, request, reason))
+
+
+def _waits_to_start(request: Request) -> bool:
+    """When a leader is late, ending it makes its next sample the leader, so that each is found late in its turn."""
+    return request.first_scheduled_at is None and request.status is not RequestStatus.WAITING_FOR_LEADER

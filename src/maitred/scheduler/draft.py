@@ -1,0 +1,69 @@
+"""A plan while it is being made: rows can still be taken back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from maitred.request import Request
+from maitred.scheduler.notes import Preemption
+from maitred.step import BlockCopy, NewRequest, ScheduledRow
+
+
+class Removed(NamedTuple):
+    """What a plan had for a request."""
+
+    num_tokens: int
+    copied_from: Mapping[int, int]  # target of a copy -> its source
+
+
+NOT_PLANNED = Removed(0, {})
+
+
+@dataclass(slots=True, eq=False)
+class Draft:
+    """One step's rows, with the request of each, and what is left of the token budget."""
+
+    budget: int
+    rows: list[ScheduledRow] = field(default_factory=list)
+    requests: list[Request] = field(default_factory=list)
+    copies: list[BlockCopy] = field(default_factory=list)
+    swap_outs: list[BlockCopy] = field(default_factory=list)
+    swap_ins: list[BlockCopy] = field(default_factory=list)
+    new_requests: list[NewRequest] = field(default_factory=list)
+    settled: set[str] = field(default_factory=set)  # admitted in this step, so not preempted in it
+    out_of_blocks: bool = False  # a running request was preempted for its blocks: admit nobody
+    num_blocks_short: int = 0  # for the first in the queue, when that is why it was not admitted
+    preemptions: list[Preemption] = field(default_factory=list)
+
+    def remove(self, request: Request) -> Removed:
+        """Takes back the request's row, if it has one, before its blocks are freed."""
+        if request not in self.requests:
+            return NOT_PLANNED
+        index = self.requests.index(request)
+        num_tokens = self.rows[index].num_tokens
+        self.budget += num_tokens
+        del self.rows[index], self.requests[index]
+        # Its blocks may be handed out again in this step: two copies to one target would have no order.
+        table = set(request.block_table)
+        copied_from = {copy.target: copy.source for copy in self.copies if copy.target in table}
+        if copied_from:
+            self.copies = [copy for copy in self.copies if copy.target not in table]
+        return Removed(num_tokens, copied_from)
+
+
+def describe(request: Request) -> NewRequest:
+    """What the executor must know of a request that it does not hold."""
+    return NewRequest(
+        request_id=request.request_id,
+        num_prompt_tokens=request.num_prompt_tokens,
+        num_output_tokens=len(request.output_token_ids),
+        prompt_token_ids=request.prompt_token_ids,
+        output_token_ids=tuple(request.output_token_ids),
+        sampling=request.sampling,
+        seed=request.seed,
+        sample_index=request.sample_index,
+        eos_token_ids=request.eos_token_ids,
+        bad_word_token_ids=request.bad_word_token_ids,
+    )

@@ -1,0 +1,39 @@
+"""What a step did besides its plan: why the first in the queue was not admitted, and who was preempted for whom.
+
+Not part of a decision: the scheduler writes it down for `view` and for people, and never reads it.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import NamedTuple
+
+
+class Lack(Enum):
+    """What was lacking for the first in the queue."""
+
+    SLOTS = "slots"  # max_num_seqs requests run, and it may put out none of them
+    BLOCKS = "blocks"  # KV blocks for its known tokens
+    BUDGET = "budget"  # max_num_batched_tokens went to those before it
+    RUNNING_LACK_BLOCKS = "running_lack_blocks"  # a running request was preempted for its blocks: admit nobody
+
+
+class Blocked(NamedTuple):
+    """Why admission stopped in a step."""
+
+    lack: Lack
+    request_id: str  # the first in the queue
+    num_blocks_short: int = 0  # BLOCKS: how many more free ones it would need
+
+
+class PreemptionCause(Enum):
+    BLOCKS = "blocks"  # a running request needed its blocks for the next token
+    OUTRANKED = "outranked"  # a more urgent request took its slot or its blocks
+    QUANTUM = "quantum"  # its turn was over, and others waited
+    LIMITS = "limits"  # max_num_seqs was lowered
+
+
+class Preemption(NamedTuple):
+    request_id: str
+    cause: PreemptionCause
+    by: str | None = None  # whom it made room for

@@ -1,0 +1,93 @@
+"""The seam of scheduling policies: what a policy is made of. `policies.POLICIES` lists those that there are.
+
+A policy says how requests are ordered inside a group, which group is next, whom a waiting request may put out, and how
+long a request may run on. The scheduler supplies everything else, so a policy never touches blocks or plans.
+It is pure: no clock, no randomness, no environment. `conformance` checks what it promises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from maitred.config import SchedulerConfig
+from maitred.request import Request
+
+OrderKey = Callable[[Request], tuple[Any, ...]]
+"""Smaller runs first. Static: asked when a request is added (and when its quantum ends), never while it waits."""
+
+PreemptionRule = Callable[[Request, Request], bool]
+"""(waiting, running) -> may the first take the slot and blocks of the second? Must be free of cycles."""
+
+Rank = tuple[float, ...]
+
+
+class GroupRule(Protocol):
+    """Groups of waiting requests (tenants, levels), ordered by the service they have had.
+
+    Holds the state of one scheduler. The rank of a group may rise in any hook, and fall only in `on_queued` and
+    `on_finished`, there only that of the request's own group.
+    """
+
+    def group_of(self, request: Request) -> str:
+        """May change only while the request is not waiting."""
+
+    def rank(self, group: str) -> Rank:
+        """The group of smallest rank is served next; ties go by name."""
+
+    def on_queued(self, request: Request) -> None:
+        """It is about to wait: it is new, or was preempted."""
+
+    def on_started(self, request: Request) -> None:
+        """Out of the queue and into a slot, with the tokens of its prefix hit computed."""
+
+    def on_scheduled(self, request: Request, num_tokens: int) -> None:
+        """A plan computes so many of its tokens; `num_computed_tokens` counts them already."""
+
+    def on_finished(self, request: Request) -> None:
+        """It ended, wherever it stood."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """One way to order requests; see `POLICIES`."""
+
+    source: str
+    """The paper or textbook it comes from."""
+    bound: str
+    """Its starvation bound, in words; `overtaken_until` and `max_service_gap` are the same in numbers."""
+    order: OrderKey
+    """Order inside a group. A preempted request keeps its key, and so its place."""
+    overtaken_until: Callable[[Request], float]
+    """Of two that wait in a group, the one that arrived later than this time (s) of the other starts after it."""
+    terms: Callable[[Request], Mapping[str, float]]
+    """The parts of its place in the queue, by name, for people to read: `arrived_at_s`, `ageing_s`, `counter_tokens`.
+    Asked for one request at a time, never by the scheduler. Without groups they sum up to the first part of `order`."""
+    outranks: PreemptionRule | None = None
+    """When slots or blocks lack for the first in the queue; None waits until a running request ends."""
+    victim: OrderKey | None = None
+    """The largest is preempted first when blocks run out; None takes the last in the policy's own order."""
+    resumed: OrderKey | None = None
+    """Key of a preempted request, not after the one it had; None keeps that."""
+    groups: GroupRule | None = None
+    """None is one group for all, and costs nothing for each row."""
+    max_service_gap: Callable[[int, int, int], float] | None = None
+    """(longest prompt, longest output, max_num_seqs) -> by how much the weighted service of two groups that always
+    wait can drift apart, in input tokens for a weight of 1. Of a policy with `groups`."""
+    quantum_end: Callable[[Request], int] | None = None
+    """Position at which a quantum that begins now ends: there it makes room for those that wait, and is given a new
+    key. None runs on."""
+    scores_prefix: bool = False
+    """`order` looks at `cached_prefix_tokens`; asked again when the cache gains or loses blocks of a prompt."""
+
+
+PolicyFactory = Callable[[SchedulerConfig], Policy]
+
+
+def by_arrival(request: Request) -> tuple[Any, ...]:
+    return (request.arrived_at, request.request_id)  # request_id last: ties never depend on dict order
+
+
+def arrival_term(request: Request) -> dict[str, float]:
+    return {"arrived_at_s": request.arrived_at}

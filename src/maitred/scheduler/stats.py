@@ -1,0 +1,52 @@
+"""What a scheduler has done so far and holds now; the numbers behind `ReplicaState`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from maitred.request import FinishReason, Request
+
+
+@dataclass(slots=True, kw_only=True)
+class SchedulerCounters:
+    """Only grow."""
+
+    num_steps: int = 0  # plans with at least one row
+    num_prompt_tokens: int = 0  # prompts admitted to a first step; that of n samples counts once
+    num_generated_tokens: int = 0
+    num_scheduled_tokens: int = 0
+    num_preemptions: int = 0
+    num_swapped_out_blocks: int = 0
+    num_swapped_in_blocks: int = 0
+    num_prefix_queried_tokens: int = 0
+    num_prefix_hit_tokens: int = 0
+    num_finished: dict[FinishReason, int] = field(default_factory=lambda: dict.fromkeys(FinishReason, 0))
+
+    def count_prompt(self, request: Request) -> None:
+        """Its prompt is admitted to a first step; `num_cached_tokens` is set."""
+        request.num_charged_prompt_tokens = request.num_prompt_tokens
+        self.num_prompt_tokens += request.num_prompt_tokens
+        self.num_prefix_queried_tokens += request.num_prompt_tokens
+        self.num_prefix_hit_tokens += request.num_cached_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerStats:
+    """A moment's gauges, and a copy of the counters, named as in `ReplicaState`."""
+
+    num_running: int
+    num_waiting: int  # samples that wait for their leader's prompt included
+    num_blocks: int
+    num_blocks_used: int
+    num_blocks_cached: int
+    num_steps: int
+    num_prompt_tokens: int
+    num_generated_tokens: int
+    num_scheduled_tokens: int
+    num_preemptions: int
+    num_swapped_out_blocks: int
+    num_swapped_in_blocks: int
+    num_prefix_queried_tokens: int
+    num_prefix_hit_tokens: int
+    num_finished: Mapping[FinishReason, int]

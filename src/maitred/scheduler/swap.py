@@ -1,0 +1,21 @@
+"""Whether a preempted request's KV is copied to the host and back, or computed again: whichever takes less time."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class SwapCosts(NamedTuple):
+    """What this machine takes for either; measured by the engine, and told to the scheduler as data."""
+
+    bytes_per_block: int
+    out_bytes_per_s: float  # device to host
+    in_bytes_per_s: float  # host to device
+    prefill_s_per_token: float  # of a long prompt
+
+
+def worth_swapping(costs: SwapCosts, num_blocks: int, num_tokens: int) -> bool:
+    """Copying so many blocks out and in again takes less time than computing so many tokens again."""
+    num_bytes = num_blocks * costs.bytes_per_block
+    copying_s = num_bytes / costs.out_bytes_per_s + num_bytes / costs.in_bytes_per_s
+    return copying_s < num_tokens * costs.prefill_s_per_token

@@ -1,0 +1,96 @@
+"""The queue as people see it: who waits where, for how long and why. Computed between two steps; decides nothing."""
+
+from __future__ import annotations
+
+import msgspec
+
+from maitred.config import SchedulerConfig
+from maitred.request import Request, RequestStatus
+from maitred.scheduler.notes import Blocked, Lack
+from maitred.scheduler.scheduler import Scheduler
+
+MAX_PAGE = 1000
+
+
+class WaitingRequest(msgspec.Struct, frozen=True):
+    """One sample that waits."""
+
+    position: int  # 0 is next
+    request_id: str
+    priority: int
+    tenant: str
+    age_s: float  # since it arrived
+    num_prompt_tokens: int
+    num_output_tokens: int  # over 0 for one that was preempted
+    predicted_output_tokens: float | None
+    predicted_cost_tokens: float  # to be computed yet: known tokens, and output to come as predicted
+    num_preemptions: int
+    reason: str  # why it waits, in words
+    terms: dict[str, float]  # of its place in the policy's order
+
+
+class QueueView(msgspec.Struct, frozen=True):
+    """A page of the queue, the next first."""
+
+    policy: str
+    num_running: int
+    max_num_seqs: int
+    num_waiting: int  # in all, not only on this page
+    offset: int
+    waiting: tuple[WaitingRequest, ...]
+
+
+def queue_view(scheduler: Scheduler, now: float, *, offset: int = 0, limit: int = 100) -> QueueView:
+    """Costs a sort of the whole queue, so it is for people and not for every step."""
+    waiting = scheduler.waiting
+    page = waiting[offset : offset + min(limit, MAX_PAGE)]
+    return QueueView(
+        policy=scheduler.config.policy,
+        num_running=scheduler.num_running,
+        max_num_seqs=scheduler.config.max_num_seqs,
+        num_waiting=len(waiting),
+        offset=offset,
+        waiting=tuple(_waiting(scheduler, request, place, now) for place, request in enumerate(page, offset)),
+    )
+
+
+def _waiting(scheduler: Scheduler, request: Request, position: int, now: float) -> WaitingRequest:
+    predicted = request.predicted_output_tokens
+    to_come = max(1.0, (predicted if predicted is not None else request.max_tokens) - request.num_output_tokens)
+    return WaitingRequest(
+        position=position,
+        request_id=request.request_id,
+        priority=request.priority,
+        tenant=request.tenant,
+        age_s=now - request.arrived_at,
+        num_prompt_tokens=request.num_prompt_tokens,
+        num_output_tokens=request.num_output_tokens,
+        predicted_output_tokens=predicted,
+        predicted_cost_tokens=request.num_tokens + to_come,
+        num_preemptions=request.num_preemptions,
+        reason=reason_of(scheduler, request, position),
+        terms=scheduler.terms(request.request_id),
+    )
+
+
+def reason_of(scheduler: Scheduler, request: Request, position: int) -> str:
+    """Why it waits, as of the last step."""
+    if request.status is RequestStatus.WAITING_FOR_LEADER:
+        return "another sample of the same prompt computes the prompt first"
+    if position > 0:
+        return f"behind {position} {'other' if position == 1 else 'others'} by policy {scheduler.config.policy}"
+    if scheduler.blocked is None:
+        return "first in line: it arrived after the last step"
+    return f"first in line: {lack_in_words(scheduler.blocked, scheduler.config)}"
+
+
+def lack_in_words(blocked: Blocked, config: SchedulerConfig) -> str:
+    match blocked.lack:
+        case Lack.SLOTS:
+            return f"all {config.max_num_seqs} slots are taken"
+        case Lack.BLOCKS:
+            return f"it lacks {blocked.num_blocks_short} free KV blocks"
+        case Lack.BUDGET:
+            return f"the step's {config.max_num_batched_tokens} tokens went to others"
+        case Lack.RUNNING_LACK_BLOCKS:
+            return "running requests lack KV blocks, so nobody is admitted"

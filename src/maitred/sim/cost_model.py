@@ -1,0 +1,129 @@
+"""How long a step takes: a few linear terms of what is in the plan, and a floor for reading the weights.
+
+A fitted model (`maitred profile`) and a datasheet's (`devices.py`) are the same thing with other numbers.
+The floor is the roofline's (Williams et al. 2009): a step takes as long as reading the weights once, or as long as the
+arithmetic of its tokens, whichever is more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import NamedTuple
+
+from maitred.step import ScheduledRow
+
+ALIKE_TOKENS = 64  # shorter contexts are padded to one length
+
+
+class StepShape(NamedTuple):
+    """What of a plan its duration depends on."""
+
+    rows: int = 0
+    prefill_tokens: int = 0  # of rows with more than one token
+    decode_tokens: int = 0  # rows of one token
+    context_tokens: int = 0  # sum of the positions each row attends to: its K/V are read once
+    prefill_attention: int = 0  # sum over prefill rows of tokens x context, in pairs of query and key
+    samples: int = 0  # rows that sample
+    groups: int = 0  # chunks, and doublings of context among decode rows: what a padding kernel calls apart
+
+    @property
+    def tokens(self) -> int:
+        return self.prefill_tokens + self.decode_tokens
+
+
+def shape_of(rows: Iterable[ScheduledRow]) -> StepShape:
+    num_rows = prefill = decode = context = attention = samples = doublings = 0
+    for _, start, num_tokens, row_samples, _, _ in rows:
+        num_rows += 1
+        samples += row_samples
+        context += start + num_tokens
+        if num_tokens == 1:
+            decode += 1
+            doublings |= 1 << start.bit_length() if start > ALIKE_TOKENS else 1
+        else:
+            prefill += num_tokens
+            attention += num_tokens * start + num_tokens * (num_tokens + 1) // 2
+    return StepShape(num_rows, prefill, decode, context, attention, samples, doublings.bit_count() + num_rows - decode)
+
+
+class Band(NamedTuple):
+    """Short steps stutter more than long ones, in relation: each has its own spread."""
+
+    below_s: float  # modelled time of the steps it is for
+    quantiles: tuple[float, ...]  # of measured over modelled time, evenly spaced
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostModel:
+    """Seconds for each unit of `StepShape`; 0 where a device does not feel it."""
+
+    fixed_s: float = 0.0
+    """Each step, whatever is in it: dispatch, launch, synchronisation."""
+    row_s: float = 0.0
+    weights_s: float = 0.0
+    """Floor under the tokens' arithmetic: reading all weights once."""
+    prefill_token_s: float = 0.0
+    decode_token_s: float = 0.0
+    context_token_s: float = 0.0
+    prefill_attention_s: float = 0.0
+    sample_s: float = 0.0
+    group_s: float = 0.0
+    between_s: float = 0.0
+    """From the end of a step to the start of the next, besides what follows: progress handed out, requests taken in."""
+    between_row_s: float = 0.0
+    jitter: tuple[Band, ...] = ()
+    """How measured step times are spread about modelled ones; empty is a machine that never stutters."""
+    gap_jitter: tuple[float, ...] = ()
+    """The same for the time between steps: quantiles of measured over modelled."""
+
+    def step_s(self, shape: StepShape) -> float:
+        """Of a plan that has rows."""
+        rows, prefill, decode, context, attention, samples, groups = shape
+        tokens_s = prefill * self.prefill_token_s + decode * self.decode_token_s
+        return (
+            self.fixed_s
+            + rows * self.row_s
+            + (tokens_s if tokens_s > self.weights_s else self.weights_s)
+            + context * self.context_token_s
+            + attention * self.prefill_attention_s
+            + samples * self.sample_s
+            + groups * self.group_s
+        )
+
+    def expected_s(self, shape: StepShape) -> float:
+        """`step_s` with the mean of its jitter."""
+        modelled_s = self.step_s(shape)
+        for below_s, quantiles in self.jitter:
+            if modelled_s < below_s:
+                return modelled_s * sum(quantiles) / len(quantiles)
+        return modelled_s
+
+    def gap_s(self, rows: int) -> float:
+        """Between a step of so many rows and the next."""
+        return self.between_s + rows * self.between_row_s
+
+
+class Jitter:
+    """Draws by which modelled times become as unsteady as measured ones; a pure function of the seed and the calls."""
+
+    def __init__(self, model: CostModel, rng: Random) -> None:
+        self._bands = [(band.below_s, band.quantiles) for band in model.jitter]
+        self._gaps = model.gap_jitter
+        self._draw = rng.random
+
+    def step_s(self, modelled_s: float) -> float:
+        for below_s, quantiles in self._bands:
+            if modelled_s < below_s:
+                return modelled_s * _drawn(quantiles, self._draw())
+        return modelled_s
+
+    def gap_s(self, modelled_s: float) -> float:
+        return modelled_s * _drawn(self._gaps, self._draw()) if self._gaps else modelled_s
+
+
+def _drawn(quantiles: Sequence[float], share: float) -> float:
+    at = share * (len(quantiles) - 1)
+    low = int(at)
+    return quantiles[low] + (quantiles[min(low + 1, len(quantiles) - 1)] - quantiles[low]) * (at - low)

@@ -1,0 +1,211 @@
+"""From measured steps to a cost model: non-negative least squares on relative errors, and how far to trust it.
+
+A step's time is modelled as a sum of terms, each a count of what is in the step times a coefficient that is at least 0.
+Dividing each equation by its measured time makes a step of 2 ms weigh as much as one of 200 ms. Steps in which the
+machine did something else are left out of the fit (more than three scaled median deviations off) but not of the errors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from maitred.sim.cost_model import Band, CostModel, StepShape
+from maitred.sim.profile import TermError
+from maitred.sim.recorded import MeasuredStep
+
+TERMS: dict[str, Callable[[StepShape], float]] = {
+    "fixed_s": lambda shape: 1.0,
+    "row_s": lambda shape: shape.rows,
+    "prefill_token_s": lambda shape: shape.prefill_tokens,
+    "decode_token_s": lambda shape: shape.decode_tokens,
+    "context_token_s": lambda shape: shape.context_tokens,
+    "prefill_attention_s": lambda shape: shape.prefill_attention,
+    "sample_s": lambda shape: shape.samples,
+    "group_s": lambda shape: shape.groups,
+}
+NUM_QUANTILES = 101
+LONGEST_MS = 1e9  # JSON has no infinity
+BANDS_MS = (4.0, 12.0, 40.0, LONGEST_MS)
+MIN_IN_BAND = 40
+NUM_SWEEPS = 3000
+NUM_TRIMS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """A cost model and its errors on steps that it has not seen."""
+
+    cost_model: CostModel
+    terms: dict[str, TermError]
+    num_steps: int
+    num_held_out_steps: int
+    mape: float
+    p90_error: float
+    bias: float
+
+
+def fit_steps(steps: Sequence[MeasuredStep], held_out: Sequence[MeasuredStep]) -> Fit:
+    """Coefficients from `steps`, errors from `held_out`; neither may be empty."""
+    columns = [[term(step.shape) for term in TERMS.values()] for step in steps]
+    times = [step.step_s for step in steps]
+    coefficients, errors = _robust_fit(columns, times)
+    between_s, between_row_s = _fit_gaps(steps)
+    named: dict[str, Any] = dict(zip(TERMS, coefficients, strict=True))
+    plain = CostModel(between_s=between_s, between_row_s=between_row_s, **named)
+    model = with_jitter(plain, steps)
+    ratios = [plain.step_s(step.shape) / step.step_s for step in held_out]
+    relative = sorted(abs(ratio - 1) for ratio in ratios)
+    modelled = math.fsum(plain.step_s(step.shape) for step in held_out)
+    return Fit(
+        cost_model=model,
+        terms=_term_errors(plain, coefficients, errors, steps, held_out),
+        num_steps=len(steps),
+        num_held_out_steps=len(held_out),
+        mape=math.fsum(relative) / len(relative),
+        p90_error=relative[int(0.9 * (len(relative) - 1))],
+        bias=modelled / math.fsum(step.step_s for step in held_out) - 1,
+    )
+
+
+def with_jitter(model: CostModel, steps: Sequence[MeasuredStep]) -> CostModel:
+    """`model` with the spread of measured over modelled times, in bands of step length, and that of the gaps."""
+    pairs = [(model.step_s(step.shape), step.step_s) for step in steps]
+    bands, low = [], 0.0
+    for high_ms in BANDS_MS:
+        ratios = sorted(real / modelled for modelled, real in pairs if low <= modelled < high_ms / 1e3)
+        if len(ratios) >= MIN_IN_BAND:
+            bands.append(Band(high_ms / 1e3, quantiles_of(ratios)))
+            low = high_ms / 1e3
+    if bands:
+        bands[-1] = Band(LONGEST_MS / 1e3, bands[-1].quantiles)
+    gaps = sorted(
+        step.gap_s / modelled
+        for step in steps
+        if step.gap_s is not None and (modelled := model.gap_s(step.shape.rows)) > 0
+    )
+    gap_quantiles = quantiles_of(gaps) if len(gaps) >= MIN_IN_BAND else ()
+    return replace(model, jitter=tuple(bands), gap_jitter=gap_quantiles)
+
+
+def quantiles_of(ordered: Sequence[float]) -> tuple[float, ...]:
+    """Evenly spaced, ends included."""
+    last = len(ordered) - 1
+    return tuple(ordered[round(i * last / (NUM_QUANTILES - 1))] for i in range(NUM_QUANTILES))
+
+
+def _fit_gaps(steps: Sequence[MeasuredStep]) -> tuple[float, float]:
+    """(each gap, each row of the step before it); least squares without weights, because their sum is what matters."""
+    known = [(step.shape, step.gap_s) for step in steps if step.gap_s is not None]
+    if not known:
+        return 0.0, 0.0
+    each, row = nonnegative_least_squares([[1.0, shape.rows] for shape, _ in known], [gap for _, gap in known])
+    return each, row
+
+
+def _robust_fit(columns: list[list[float]], times: list[float]) -> tuple[list[float], list[float]]:
+    kept = list(range(len(times)))
+    for _ in range(NUM_TRIMS):
+        relative = [[x / times[i] for x in columns[i]] for i in kept]
+        coefficients = nonnegative_least_squares(relative, [1.0] * len(kept))
+        off = [_dot(columns[i], coefficients) / times[i] - 1 for i in range(len(times))]
+        middle = _median(off)
+        limit = 3 * 1.4826 * _median([abs(x - middle) for x in off])
+        errors = _standard_errors(relative, coefficients)
+        inside = [i for i in range(len(times)) if abs(off[i] - middle) <= limit]
+        if len(inside) in (len(kept), 0):
+            break
+        kept = inside
+    return coefficients, errors
+
+
+def nonnegative_least_squares(rows: Sequence[Sequence[float]], targets: Sequence[float]) -> list[float]:
+    """Minimises the sum of (row . c - target)^2 over c >= 0, by coordinate descent on the normal equations.
+
+    Source: Franc, Hlavac and Navara, "Sequential coordinate-wise algorithm for non-negative least squares", 2005.
+    """
+    size = len(rows[0])
+    scales = [math.sqrt(math.fsum(row[j] ** 2 for row in rows)) or 1.0 for j in range(size)]
+    scaled = [[x / scale for x, scale in zip(row, scales, strict=True)] for row in rows]
+    gram = [[math.fsum(row[i] * row[j] for row in scaled) for j in range(size)] for i in range(size)]
+    found = [0.0] * size
+    slopes = [-math.fsum(row[j] * target for row, target in zip(scaled, targets, strict=True)) for j in range(size)]
+    for _ in range(NUM_SWEEPS):
+        largest = 0.0
+        for j in range(size):
+            if gram[j][j] == 0.0:
+                continue
+            moved = max(0.0, found[j] - slopes[j] / gram[j][j]) - found[j]
+            if moved:
+                found[j] += moved
+                slopes = [slope + moved * weight for slope, weight in zip(slopes, gram[j], strict=True)]
+                largest = max(largest, abs(moved))
+        if largest < 1e-12:
+            break
+    return [value / scale for value, scale in zip(found, scales, strict=True)]
+
+
+def _standard_errors(rows: Sequence[Sequence[float]], coefficients: Sequence[float]) -> list[float]:
+    """Of the coefficients over 0, as in ordinary least squares with those terms alone; 0 for the others."""
+    active = [j for j, c in enumerate(coefficients) if c > 0]
+    errors = [0.0] * len(coefficients)
+    if len(rows) <= len(active):
+        return errors
+    variance = math.fsum((_dot(row, coefficients) - 1) ** 2 for row in rows) / (len(rows) - len(active))
+    gram = [[math.fsum(row[i] * row[j] for row in rows) for j in active] for i in active]
+    for index, spread in zip(active, _inverse_diagonal(gram), strict=True):
+        errors[index] = math.sqrt(max(0.0, spread) * variance)
+    return errors
+
+
+def _inverse_diagonal(matrix: list[list[float]]) -> list[float]:
+    """By Gauss-Jordan on the matrix scaled to a unit diagonal."""
+    size = len(matrix)
+    scales = [math.sqrt(matrix[i][i]) for i in range(size)]
+    work = [[matrix[i][j] / scales[i] / scales[j] for j in range(size)] for i in range(size)]
+    for i in range(size):
+        work[i] += [float(i == j) for j in range(size)]
+    for i in range(size):
+        pivot = max(range(i, size), key=lambda r: abs(work[r][i]))
+        work[i], work[pivot] = work[pivot], work[i]
+        if abs(work[i][i]) < 1e-12:
+            return [math.inf] * size
+        work[i] = [x / work[i][i] for x in work[i]]
+        for r in range(size):
+            if r != i:
+                factor = work[r][i]
+                work[r] = [x - factor * y for x, y in zip(work[r], work[i], strict=True)]
+    return [work[i][size + i] / scales[i] ** 2 for i in range(size)]
+
+
+def _term_errors(
+    model: CostModel,
+    coefficients: Sequence[float],
+    errors: Sequence[float],
+    steps: Sequence[MeasuredStep],
+    held_out: Sequence[MeasuredStep],
+) -> dict[str, TermError]:
+    total = math.fsum(model.step_s(step.shape) for step in steps)
+    off: dict[str, list[float]] = {name: [] for name in TERMS}
+    for step in held_out:
+        parts = {name: c * term(step.shape) for (name, term), c in zip(TERMS.items(), coefficients, strict=True)}
+        off[max(parts, key=lambda name: parts[name])].append(abs(model.step_s(step.shape) / step.step_s - 1))
+    return {
+        name: TermError(
+            seconds=c,
+            standard_error_s=error,
+            share=c * math.fsum(term(step.shape) for step in steps) / total,
+            held_out_error=math.fsum(off[name]) / len(off[name]) if off[name] else None,
+        )
+        for (name, term), c, error in zip(TERMS.items(), coefficients, errors, strict=True)
+    }
+
+
+def _dot(row: Sequence[float], coefficients: Sequence[float]) -> float:
+    return math.fsum(x * c for x, c in zip(row, coefficients, strict=True))
+
+
+def _median(values: Sequence[float]) -> float:
+    return sorted(values)[len(values) // 2]

@@ -1,0 +1,66 @@
+"""A device profile as a file: a fitted cost model, of what machine and model it is, and how well it fits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from maitred.errors import ConfigError
+from maitred.sim.cost_model import CostModel
+
+VERSION = 1
+
+
+class TermError(msgspec.Struct, frozen=True, kw_only=True):
+    """How sure one coefficient is."""
+
+    seconds: float
+    """The coefficient, for each unit of its term."""
+    standard_error_s: float
+    share: float
+    """Of the modelled time of all recorded steps."""
+    held_out_error: float | None = None
+    """Mean relative error of the held-out steps in which this term weighs most; None when there is none."""
+
+
+class Profile(msgspec.Struct, frozen=True, kw_only=True):
+    """What `maitred profile` writes and `maitred simulate --device FILE` reads."""
+
+    model: str
+    machine: str
+    executor: str
+    cost_model: CostModel
+    max_model_len: int
+    kv_bytes_per_token: int
+    kv_memory_bytes: int
+    """What the engine may take for KV on this machine."""
+    block_size: int = 16
+    num_steps: int = 0
+    num_held_out_steps: int = 0
+    mape: float = 0.0
+    """Mean relative error of a held-out step."""
+    p90_error: float = 0.0
+    bias: float = 0.0
+    """Modelled over measured time of all held-out steps, less 1."""
+    terms: Mapping[str, TermError] = {}
+    version: int = VERSION
+
+
+_encode = msgspec.json.Encoder().encode
+_decode = msgspec.json.Decoder(Profile).decode
+
+
+def encode_profile(profile: Profile) -> bytes:
+    return msgspec.json.format(_encode(profile), indent=2) + b"\n"
+
+
+def decode_profile(data: bytes, name: str) -> Profile:
+    """Raises ConfigError."""
+    try:
+        profile = _decode(data)
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"{name}: {error}; is this a device profile? make one with maitred profile -o FILE") from None
+    if profile.version != VERSION:
+        raise ConfigError(f"{name}: profile version {profile.version}, this maitred reads {VERSION}; profile again")
+    return profile

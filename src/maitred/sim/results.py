@@ -1,0 +1,330 @@
+"""What came of a simulated (or recorded) run, in memory that does not grow with the number of requests."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from maitred.request import Request
+
+QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
+RELATIVE_ERROR = 0.001  # of a quantile
+SLOW_GAPS_ALLOWED = 0.01  # an ITL objective holds for 99% of a request's gaps
+
+_GROWTH = (1 + RELATIVE_ERROR) / (1 - RELATIVE_ERROR)
+_PER_LOG = 1 / math.log(_GROWTH)
+_LOWEST, _HIGHEST = 1e-7, 1e8  # s; what is outside counts as the end
+
+
+class Sketch:
+    """A distribution of times: mean and largest exact, quantiles within 0.1% of a value of that rank.
+
+    Logarithmic buckets, at most 17,300 of them; sketches add up without loss.
+    Source: DDSketch, Masson et al. 2019, arXiv:1908.10693.
+    """
+
+    __slots__ = ("_buckets", "count", "largest", "total")
+
+    def __init__(self) -> None:
+        self._buckets: dict[int, int] = {}
+        self.count = 0
+        self.total = 0.0
+        self.largest = 0.0
+
+    def add(self, value: float, times: int = 1) -> None:
+        """`times` equal values of at least 0."""
+        bounded = _LOWEST if value < _LOWEST else min(value, _HIGHEST)
+        bucket = math.ceil(math.log(bounded) * _PER_LOG)
+        self._buckets[bucket] = self._buckets.get(bucket, 0) + times
+        self.count += times
+        self.total += value * times
+        self.largest = max(self.largest, value)
+
+    def merge(self, other: Sketch) -> None:
+        for bucket, times in other._buckets.items():
+            self._buckets[bucket] = self._buckets.get(bucket, 0) + times
+        self.count += other.count
+        self.total += other.total
+        self.largest = max(self.largest, other.largest)
+
+    @property
+    def mean(self) -> float | None:
+        return self.total / self.count if self.count else None
+
+    def quantile(self, share: float) -> float | None:
+        """The value of rank ceil(share * count); None when there is none."""
+        rank, seen = max(1, math.ceil(share * self.count)), 0
+        for bucket in sorted(self._buckets):
+            seen += self._buckets[bucket]
+            if seen >= rank:
+                return min(_value_of(bucket), self.largest)
+        return None
+
+    def curve(self) -> Iterator[tuple[float, float]]:
+        """(value, share of values at most this), rising."""
+        seen = 0
+        for bucket in sorted(self._buckets):
+            seen += self._buckets[bucket]
+            yield min(_value_of(bucket), self.largest), seen / self.count
+
+    def to_json(self) -> dict[str, float | None]:
+        """mean, p50, p90, p99, max; all None when it is empty."""
+        quantiles = {name: self.quantile(share) for name, share in QUANTILES.items()}
+        return {"mean": self.mean, **quantiles, "max": self.largest if self.count else None}
+
+
+def _value_of(bucket: int) -> float:
+    if bucket <= math.ceil(math.log(_LOWEST) * _PER_LOG):
+        return 0.0
+    return 2 * _GROWTH**bucket / (_GROWTH + 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Objectives:
+    """What a request must meet to count as good, in seconds, besides its own objectives; None asks for nothing."""
+
+    ttft_s: float | None = None
+    itl_s: float | None = None
+    """For 99% of a request's gaps."""
+    tpot_s: float | None = None
+    """Mean gap of a request."""
+    e2e_s: float | None = None
+
+
+@dataclass(slots=True)
+class GroupResults:
+    """Of one tenant, or of all."""
+
+    ttft_s: Sketch = field(default_factory=Sketch)
+    itl_s: Sketch = field(default_factory=Sketch)
+    e2e_s: Sketch = field(default_factory=Sketch)
+    queue_s: Sketch = field(default_factory=Sketch)
+    num_finished: int = 0
+    num_failed: int = 0  # refused, or given up
+    num_good: int = 0
+    num_tokens: int = 0  # of finished requests, prompt and output
+    weight: float = 1.0
+    # the requests' rates of service (tokens per second of stay), for Jain's index
+    rates: float = 0.0
+    squared_rates: float = 0.0
+    # how long it had a request here
+    busy_s: float = 0.0
+    num_here: int = 0
+    busy_since: float = 0.0
+
+    def entered(self, now: float) -> None:
+        if self.num_here == 0:
+            self.busy_since = now
+        self.num_here += 1
+
+    def left(self, now: float) -> None:
+        self.num_here -= 1
+        if self.num_here == 0:
+            self.busy_s += now - self.busy_since
+
+    def finished(self, request: Request, good: bool) -> None:
+        """`request` has its times."""
+        arrived, ended = request.arrived_at, request.finished_at
+        assert request.first_scheduled_at is not None
+        assert request.first_token_at is not None
+        assert ended is not None
+        self.queue_s.add(request.first_scheduled_at - arrived)
+        self.ttft_s.add(request.first_token_at - arrived)
+        self.e2e_s.add(ended - arrived)
+        num_tokens = request.num_tokens
+        rate = num_tokens / max(ended - arrived, 1e-9)
+        self.rates += rate
+        self.squared_rates += rate * rate
+        self.num_finished += 1
+        self.num_good += good
+        self.num_tokens += num_tokens
+
+    def merge(self, other: GroupResults) -> None:
+        for name in ("ttft_s", "itl_s", "e2e_s", "queue_s"):
+            getattr(self, name).merge(getattr(other, name))
+        for name in ("num_finished", "num_failed", "num_good", "num_tokens", "rates", "squared_rates", "num_here"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+    @property
+    def service_rate(self) -> float:
+        """Tokens per second while it had requests here, for each unit of weight."""
+        return self.num_tokens / self.busy_s / self.weight if self.busy_s > 0 else 0.0
+
+    @property
+    def jain(self) -> float:
+        """Over its requests' rates of service."""
+        count = self.num_finished
+        return self.rates**2 / (count * self.squared_rates) if self.squared_rates > 0 else 1.0
+
+    @property
+    def slo_attainment(self) -> float:
+        total = self.num_finished + self.num_failed
+        return self.num_good / total if total else 1.0
+
+    def to_json(self, duration_s: float, jain: float | None = None) -> dict[str, Any]:
+        return {
+            "ttft_s": self.ttft_s.to_json(),
+            "itl_s": self.itl_s.to_json(),
+            "e2e_s": self.e2e_s.to_json(),
+            "queue_s": self.queue_s.to_json(),
+            "goodput_rps": self.num_good / duration_s if duration_s > 0 else 0.0,
+            "slo_attainment": self.slo_attainment,
+            "jain": self.jain if jain is None else jain,
+        }
+
+
+def jain_index(values: Iterable[float]) -> float:
+    """(sum x)^2 / (n sum x^2): 1 when all are equal, 1/n when one has it all. Source: Jain et al. 1984."""
+    listed = list(values)
+    squares = math.fsum(x * x for x in listed)
+    return math.fsum(listed) ** 2 / (len(listed) * squares) if squares > 0 else 1.0
+
+
+class Results:
+    """A whole run: per tenant, and what a report draws."""
+
+    def __init__(self, objectives: Objectives | None = None) -> None:
+        self.objectives = objectives or Objectives()
+        self.tenants: dict[str, GroupResults] = {}
+        self.began_at: float | None = None  # s, first arrival
+        self.ended_at = 0.0  # s, last end
+        self.num_steps = 0
+        self.num_row_steps = 0  # rows of all steps
+        self.busy_s = 0.0  # time in steps
+        self.num_preemptions = 0
+        self.num_cached_tokens = 0
+        self.tickets = Tickets()
+        self.queue_length = Series()
+
+    def tenant(self, name: str, weight: float = 1.0) -> GroupResults:
+        """Made when first asked for; the tenant of requests without one is `default`."""
+        name = name or "default"
+        group = self.tenants.get(name)
+        if group is None:
+            group = self.tenants[name] = GroupResults(weight=weight)
+        return group
+
+    def arrived(self, group: GroupResults, now: float) -> None:
+        if self.began_at is None:
+            self.began_at = now
+        group.entered(now)
+
+    def finished(self, group: GroupResults, request: Request, *, num_slow_gaps: int = 0) -> None:
+        group.finished(request, self._is_good(request, num_slow_gaps))
+        assert request.finished_at is not None
+        self._left(group, request.finished_at)
+        self.num_preemptions += request.num_preemptions
+        self.num_cached_tokens += request.num_cached_tokens
+        self.tickets.add(request)
+
+    def failed(self, group: GroupResults, now: float) -> None:
+        """Refused at the door, or given up."""
+        group.num_failed += 1
+        self._left(group, now)
+
+    def _left(self, group: GroupResults, now: float) -> None:
+        group.left(now)
+        self.ended_at = max(self.ended_at, now)
+
+    def _is_good(self, request: Request, num_slow_gaps: int) -> bool:
+        assert request.first_token_at is not None
+        assert request.finished_at is not None
+        ttft_s, e2e_s = request.first_token_at - request.arrived_at, request.finished_at - request.arrived_at
+        num_gaps = request.num_output_tokens - 1
+        tpot_s = (e2e_s - ttft_s) / num_gaps if num_gaps else 0.0
+        asked = self.objectives
+        bounds = (
+            (ttft_s, asked.ttft_s),
+            (ttft_s, request.ttft_slo_s),
+            (tpot_s, asked.tpot_s),
+            (e2e_s, asked.e2e_s),
+            (request.finished_at, request.finish_by),
+        )
+        if asked.itl_s is not None and num_slow_gaps > SLOW_GAPS_ALLOWED * num_gaps:
+            return False
+        return all(bound is None or value <= bound for value, bound in bounds)
+
+    @property
+    def total(self) -> GroupResults:
+        whole = GroupResults()
+        for group in self.tenants.values():
+            whole.merge(group)
+        return whole
+
+    @property
+    def duration_s(self) -> float:
+        """First arrival to last end."""
+        return self.ended_at - (self.began_at or 0.0)
+
+    @property
+    def jain(self) -> float:
+        """Over the tenants' rates of service by weight; with one tenant, over its requests."""
+        if len(self.tenants) == 1:
+            return self.total.jain
+        return jain_index(group.service_rate for group in self.tenants.values())
+
+    def to_json(self) -> dict[str, Any]:
+        """The figures of `maitred simulate --json` for one policy."""
+        tenants = {name: group.to_json(self.duration_s) for name, group in sorted(self.tenants.items())}
+        return {**self.total.to_json(self.duration_s, self.jain), "tenants": tenants}
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """One request's stay, for the timeline; times in seconds."""
+
+    request_id: str
+    tenant: str
+    arrived_at: float
+    scheduled_at: float
+    first_token_at: float
+    finished_at: float
+    num_preemptions: int
+
+
+class Tickets:
+    """The first requests that finished."""
+
+    LIMIT = 400
+
+    def __init__(self) -> None:
+        self.kept: list[Ticket] = []
+
+    def add(self, request: Request) -> None:
+        if len(self.kept) >= self.LIMIT:
+            return
+        times = (request.arrived_at, request.first_scheduled_at, request.first_token_at, request.finished_at)
+        arrived, scheduled, first, ended = (at if at is not None else request.arrived_at for at in times)
+        self.kept.append(
+            Ticket(request.request_id, request.tenant, arrived, scheduled, first, ended, request.num_preemptions)
+        )
+
+
+class Series:
+    """A figure over time: the largest value in each of at most 2,000 spans; spans double when the run grows."""
+
+    LIMIT = 2000
+
+    def __init__(self, span_s: float = 0.01) -> None:
+        self.span_s = span_s
+        self._peaks: dict[int, int] = {}
+
+    def add(self, at: float, value: int) -> None:
+        span = int(at / self.span_s)
+        if value > self._peaks.get(span, -1):
+            self._peaks[span] = value
+            if len(self._peaks) > self.LIMIT:
+                self._widen()
+
+    def points(self) -> list[tuple[float, int]]:
+        """(s, value), in order."""
+        return [(span * self.span_s, value) for span, value in sorted(self._peaks.items())]
+
+    def _widen(self) -> None:
+        self.span_s *= 2
+        wider: dict[int, int] = {}
+        for span, value in self._peaks.items():
+            wider[span // 2] = max(value, wider.get(span // 2, 0))
+        self._peaks = wider

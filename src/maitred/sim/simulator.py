@@ -1,0 +1,238 @@
+"""The engine without a model: the real core, scheduler and KV bookkeeping, on a clock that a cost model turns.
+
+`execute` is an event at now + step_time(plan); nothing else differs from the live engine. Requests that come while a
+step runs are taken in when it has ended, as the engine's thread does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+
+from maitred.clock import ManualClock
+from maitred.config import SchedulerConfig
+from maitred.engine.core import EngineCore, StepObserver
+from maitred.errors import MaitredError
+from maitred.kvcache.manager import KVCacheManager
+from maitred.request import FinishReason, Request
+from maitred.scheduler.policies import POLICIES
+from maitred.scheduler.policy import PolicyFactory
+from maitred.scheduler.predictor import predictor_named
+from maitred.scheduler.scheduler import Scheduler
+from maitred.sim.cost_model import CostModel, Jitter, shape_of
+from maitred.sim.results import GroupResults, Results
+from maitred.sim.workload import Arrival, block_hashes, next_turn, request_of
+from maitred.step import ModelOutput, RequestProgress, SampledRow, SchedulerOutput
+from maitred.tenancy.quota import Lease, QuotaBook
+from maitred.tenancy.tenant import Tenant
+
+IDLE_STEP_S = 1e-3  # a step with nothing to do, while everybody waits for something other than a slot
+ENDED_BY_ITSELF = (FinishReason.STOP, FinishReason.LENGTH)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSetup:
+    """What of an engine's configuration its scheduling depends on."""
+
+    scheduler: SchedulerConfig
+    num_blocks: int
+    block_size: int = 16
+    enable_prefix_caching: bool = True
+    predictor: str = "oracle"
+    """One of PREDICTORS, in place of `scheduler.predictor`: the oracle's truth is only known here."""
+    policies: Mapping[str, PolicyFactory] = field(default_factory=lambda: POLICIES)
+    """By name; installed ones may be among them."""
+
+
+@dataclass(slots=True, eq=False)
+class Stay:
+    """A request while it is here."""
+
+    arrival: Arrival
+    request: Request
+    group: GroupResults
+    sampled: SampledRow  # the same after every step: tokens are all 0, nothing in the scheduler looks at them
+    last_token_at: float = -1.0  # s; before the first token, negative
+    num_slow_gaps: int = 0
+    lease: Lease | None = None  # of its tenant's limits
+
+
+class Simulation:
+    """One engine and one workload. Without `jitter` every step takes what the cost model says.
+
+    Whom the limits of `tenants` turn away counts as failed, as at the edge of a server.
+    """
+
+    def __init__(
+        self,
+        setup: EngineSetup,
+        cost_model: CostModel,
+        results: Results,
+        *,
+        jitter: Jitter | None = None,
+        tenants: Mapping[str, Tenant] | None = None,
+        observer: StepObserver | None = None,
+    ) -> None:
+        self.results = results
+        self._setup = setup
+        self._tenants = tenants or {}
+        self._quotas = QuotaBook({})
+        self._clock = ManualClock()
+        self._executor = _SimulatedExecutor(self._clock, cost_model, results, jitter)
+        self._stays = self._executor.stays
+        kv_cache = KVCacheManager(
+            num_blocks=setup.num_blocks,
+            block_size=setup.block_size,
+            hasher=self._hash_output,
+            enable_prefix_caching=setup.enable_prefix_caching,
+        )
+        predictor = predictor_named(setup.predictor, self._true_length)
+        self.scheduler = Scheduler(setup.scheduler, kv_cache, self._stop_rule, predictor, setup.policies)
+        self._core = EngineCore(self.scheduler, self._executor, self._clock, observer)
+        self._events: list[tuple[float, int, Arrival]] = []  # a heap: what comes next, besides the end of a step
+        self._num_events = 0
+        self._source: Iterator[Arrival] = iter(())
+
+    def run(self, arrivals: Iterator[Arrival]) -> Results:
+        """Until the last request has ended; `arrivals` is read as time goes on, one ahead."""
+        self._source = arrivals
+        self._expect_next_of_source()
+        core, clock, events, executor = self._core, self._clock, self._events, self._executor
+        while events or core.has_work:
+            if not core.has_work:
+                clock.advance(max(0.0, events[0][0] - clock.now()))
+            now = clock.now()
+            while events and events[0][0] <= now:
+                self._take_in(heappop(events))
+            if core.has_work:
+                self._settle(core.step())
+                clock.advance(executor.gap_s)
+        return self.results
+
+    # -- what comes
+
+    def _expect_next_of_source(self) -> None:
+        arrival = next(self._source, None)
+        if arrival is not None:
+            self._expect(arrival, is_first=True)
+
+    def _expect(self, arrival: Arrival, *, is_first: bool = False) -> None:
+        self._num_events += 1  # ties go by the order in which they were expected; odd is of the source
+        heappush(self._events, (arrival.at, 2 * self._num_events + is_first, arrival))
+
+    def _take_in(self, event: tuple[float, int, Arrival]) -> None:
+        at, order, arrival = event
+        if order % 2:
+            self._expect_next_of_source()
+        request = request_of(arrival, self._setup.block_size)
+        group = self.results.tenant(arrival.tenant, arrival.weight)
+        self.results.arrived(group, at)
+        stay = Stay(arrival, request, group, SampledRow(arrival.request_id, (0,)))
+        self._stays[arrival.request_id] = stay
+        try:
+            self._pass_quota(stay, at)
+            self._core.add(request)
+        except MaitredError:
+            del self._stays[arrival.request_id]
+            self._refused(stay)
+        self.results.queue_length.add(at, len(self._stays) - self.scheduler.num_running)
+
+    def _pass_quota(self, stay: Stay, now: float) -> None:
+        """Raises RateLimited or InsufficientQuota, as the server's edge does."""
+        tenant = self._tenants.get(stay.arrival.tenant)
+        if tenant is not None and tenant.limits.any:
+            stay.lease = self._quotas.of(tenant).enter(1, now)
+            stay.lease.reserve(stay.arrival.prompt_tokens + stay.arrival.max_tokens, now)
+
+    def _refused(self, stay: Stay) -> None:
+        if stay.lease is not None:
+            stay.lease.end(0)
+        self.results.failed(stay.group, self._clock.now())
+
+    # -- what comes of it
+
+    def _settle(self, progress: list[RequestProgress]) -> None:
+        for told in progress:
+            if told.finish_reason is not None:
+                self._ended(self._stays.pop(told.request_id), told.finish_reason)
+
+    def _ended(self, stay: Stay, reason: FinishReason) -> None:
+        if stay.lease is not None:
+            stay.lease.end(stay.request.num_tokens)
+        if reason in ENDED_BY_ITSELF:
+            self.results.finished(stay.group, stay.request, num_slow_gaps=stay.num_slow_gaps)
+            follower = next_turn(stay.arrival, self._clock.now())
+            if follower is not None:
+                self._expect(follower)
+        else:
+            self.results.failed(stay.group, self._clock.now())
+
+    def _stop_rule(self, request: Request) -> FinishReason | None:
+        arrival = self._stays[request.request_id].arrival
+        num_output = len(request.output_token_ids)
+        if num_output < arrival.output_tokens:
+            return None
+        return FinishReason.STOP if num_output < arrival.max_tokens else FinishReason.LENGTH
+
+    def _true_length(self, request: Request) -> float:
+        return float(self._stays[request.request_id].arrival.output_tokens)
+
+    def _hash_output(self, request: Request, num_blocks: int) -> list[bytes]:
+        arrival = self._stays[request.request_id].arrival
+        return block_hashes(arrival, len(request.block_hashes), num_blocks, self._setup.block_size)
+
+
+class _SimulatedExecutor:
+    """Turns the clock by the step's time and gives every row that samples a token."""
+
+    def __init__(self, clock: ManualClock, cost_model: CostModel, results: Results, jitter: Jitter | None) -> None:
+        self.stays: dict[str, Stay] = {}
+        self.gap_s = 0.0  # after the last step
+        self._clock, self._cost_model, self._results, self._jitter = clock, cost_model, results, jitter
+        self._slow_gap_s = results.objectives.itl_s
+
+    def execute(self, plan: SchedulerOutput) -> ModelOutput:
+        if not plan.rows:
+            self.gap_s = IDLE_STEP_S
+            return ModelOutput(())
+        results, num_rows = self._results, len(plan.rows)
+        step_s, gap_s = self._cost_model.step_s(shape_of(plan.rows)), self._cost_model.gap_s(num_rows)
+        if self._jitter is not None:
+            step_s, gap_s = self._jitter.step_s(step_s), self._jitter.gap_s(gap_s)
+        self._clock.advance(step_s)
+        self.gap_s = gap_s
+        results.num_steps += 1
+        results.num_row_steps += num_rows
+        results.busy_s += step_s
+        return ModelOutput(tuple(self._sample(plan, self._clock.now())))
+
+    def _sample(self, plan: SchedulerOutput, now: float) -> list[SampledRow]:
+        """The rows' answers; gaps between tokens are counted here, equal ones of a tenant at once."""
+        stays, sampled = self.stays, []
+        gaps: dict[tuple[int, float], int] = {}
+        groups: dict[int, GroupResults] = {}
+        for row in plan.rows:
+            if not row.samples:
+                continue
+            stay = stays[row.request_id]
+            sampled.append(stay.sampled)
+            last_at = stay.last_token_at
+            if last_at >= 0.0:
+                key = (id(stay.group), last_at)
+                if key in gaps:
+                    gaps[key] += 1
+                else:
+                    gaps[key] = 1
+                    groups[key[0]] = stay.group
+                if self._slow_gap_s is not None and now - last_at > self._slow_gap_s:
+                    stay.num_slow_gaps += 1
+            elif stay.lease is not None:
+                stay.lease.first_token()
+            stay.last_token_at = now
+        for (group_id, last_at), times in gaps.items():
+            groups[group_id].itl_s.add(now - last_at, times)
+        return sampled
+
+    def close(self) -> None:
+        """Holds nothing."""

@@ -1,0 +1,132 @@
+"""What a simulated engine is asked to do: who comes when, with what prompt, and how long the answer will be.
+
+A prompt is not tokens but what it is made of: spans whose name tells everything up to their end. Equal names at the
+same place are equal prompts, so prefixes are shared exactly where a trace or a workload says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import NamedTuple, Protocol
+
+from maitred.request import Request, SamplingParams
+from maitred.tenancy.tenant import Tenant
+
+SAMPLING = SamplingParams(max_tokens=None, temperature=0.0)
+
+
+class Span(NamedTuple):
+    """The part of a prompt up to token `end`; `name` stands for all tokens from the first one on."""
+
+    name: bytes
+    end: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """What follows when the turn before has ended: its prompt is that one's prompt and answer, and `new_tokens`."""
+
+    think_s: float
+    new_tokens: int
+    output_tokens: int
+    max_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrival:
+    """One request, or the first of a conversation."""
+
+    at: float  # s since the workload began
+    request_id: str
+    prompt_tokens: int
+    output_tokens: int  # how many it will generate; only the stop rule and the oracle know
+    max_tokens: int  # what the client allows
+    tenant: str = ""
+    priority: int = 0
+    weight: float = 1.0
+    ttft_slo_s: float | None = None
+    start_within_s: float | None = None  # given up if it is in no step by then, after arrival
+    deadline_s: float | None = None  # given up if it is not done by then, after arrival
+    spans: tuple[Span, ...] = ()  # shared parts, the first one first; what is after them is the conversation's own
+    own: bytes = b""  # name of what is after them
+    turns: tuple[Turn, ...] = ()  # still to come
+
+
+class Workload(Protocol):
+    """A source that can be gone through once for each policy."""
+
+    @property
+    def tenants(self) -> Mapping[str, Tenant]:
+        """Those whose limits are to be kept."""
+
+    def arrivals(self) -> Iterator[Arrival]:
+        """In order of `at`."""
+
+
+def request_of(arrival: Arrival, block_size: int) -> Request:
+    """A request made from hashes in place of tokens."""
+    at = arrival.at
+    return Request(
+        request_id=arrival.request_id,
+        prompt_token_ids=(),
+        sampling=SAMPLING,
+        arrived_at=at,
+        num_prompt_tokens=arrival.prompt_tokens,
+        max_tokens=arrival.max_tokens,
+        priority=arrival.priority,
+        tenant=arrival.tenant,
+        weight=arrival.weight,
+        ttft_slo_s=arrival.ttft_slo_s,
+        start_by=None if arrival.start_within_s is None else at + arrival.start_within_s,
+        finish_by=None if arrival.deadline_s is None else at + arrival.deadline_s,
+        block_hashes=block_hashes(arrival, 0, arrival.prompt_tokens // block_size, block_size),
+    )
+
+
+def block_hashes(arrival: Arrival, first: int, last: int, block_size: int) -> list[bytes]:
+    """Names of blocks [first, last) of the conversation's tokens, prompt and output.
+
+    A block's name is that of the span its last token is in, which stands for everything before it too, and its number:
+    two blocks have one name exactly when all that is known of the tokens up to their ends is equal.
+    """
+    hashes: list[bytes] = []
+    for name, end in arrival.spans:
+        covered = min(end // block_size, last)
+        hashes += [name + i.to_bytes(4, "little") for i in range(first + len(hashes), covered)]
+    return hashes + [arrival.own + i.to_bytes(4, "little") for i in range(first + len(hashes), last)]
+
+
+def chain(names: Sequence[object], tokens_each: int, root: str = "") -> tuple[Span, ...]:
+    """Spans of a list of block ids, each of `tokens_each` tokens: equal id after equal ids is equal content."""
+    spans, digest = [], sha256(root.encode()).digest()
+    for number, name in enumerate(names, 1):
+        digest = sha256(digest + repr(name).encode()).digest()
+        spans.append(Span(digest[:16], number * tokens_each))
+    return tuple(spans)
+
+
+def next_turn(arrival: Arrival, ended_at: float) -> Arrival | None:
+    """The next request of a conversation, or None when that was the last."""
+    if not arrival.turns:
+        return None
+    turn, *rest = arrival.turns
+    conversation, _, number = arrival.request_id.rpartition("#")
+    conversation, turn_number = (conversation, int(number) + 1) if conversation else (arrival.request_id, 2)
+    return Arrival(
+        at=ended_at + turn.think_s,
+        request_id=f"{conversation}#{turn_number}",
+        prompt_tokens=arrival.prompt_tokens + arrival.output_tokens + turn.new_tokens,
+        output_tokens=turn.output_tokens,
+        max_tokens=turn.max_tokens,
+        tenant=arrival.tenant,
+        priority=arrival.priority,
+        weight=arrival.weight,
+        ttft_slo_s=arrival.ttft_slo_s,
+        start_within_s=arrival.start_within_s,
+        deadline_s=arrival.deadline_s,
+        spans=arrival.spans,
+        own=arrival.own,
+        turns=tuple(rest),
+    )

@@ -1,0 +1,124 @@
+"""The contract between scheduler and executor: the plan of one step, what came of it, and who carries it out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from maitred.request import FinishReason, RequestTiming, SamplingParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewRequest:
+    """A request the executor does not know yet (or was told to forget when it was preempted).
+
+    `output_token_ids` is not empty after a preemption. Tokens and sampling take no part in equality, so that a replay
+    from hashes gives equal plans.
+    """
+
+    request_id: str
+    num_prompt_tokens: int
+    num_output_tokens: int
+    prompt_token_ids: Sequence[int] = field(compare=False, repr=False)
+    output_token_ids: tuple[int, ...] = field(compare=False, repr=False)
+    sampling: SamplingParams = field(compare=False, repr=False)
+    seed: int = field(compare=False)
+    sample_index: int
+    eos_token_ids: tuple[int, ...] = field(compare=False, default=())
+    bad_word_token_ids: tuple[tuple[int, ...], ...] = field(compare=False, default=())
+
+
+class ScheduledRow(NamedTuple):
+    """One request's share of a step: compute positions [start, start + num_tokens).
+
+    The tokens are named by position: the executor has the prompt and every token it sampled, so a plan may be made
+    before the last token is known. `new_block_ids` is appended to the request's block table, after entries from
+    `replaced_blocks` (index in table, new block id) are put in place of shared ones.
+    """
+
+    request_id: str
+    start: int  # first position to compute = tokens already in the KV cache
+    num_tokens: int  # >= 1
+    samples: bool  # True when the last position is the last known token: sample its successor
+    new_block_ids: tuple[int, ...] = ()
+    replaced_blocks: tuple[tuple[int, int], ...] = ()
+
+
+class BlockCopy(NamedTuple):
+    """Copy a whole KV block, in every layer, before the step's first write."""
+
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerOutput:
+    """The plan of one step; plain, immutable, comparable. An empty plan has no rows.
+
+    Order for the executor: forget `forgotten_request_ids`, learn `new_requests`, do `swap_outs`, then `block_copies`,
+    then `swap_ins`, compute `rows`.
+    """
+
+    step: int  # 0, 1, 2 ...
+    rows: tuple[ScheduledRow, ...]
+    new_requests: tuple[NewRequest, ...] = ()
+    forgotten_request_ids: tuple[str, ...] = ()  # finished, aborted or preempted since the last plan
+    block_copies: tuple[BlockCopy, ...] = ()  # copy on write
+    swap_outs: tuple[BlockCopy, ...] = ()  # from a block to one of the host's
+    swap_ins: tuple[BlockCopy, ...] = ()  # from one of the host's blocks
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(row.num_tokens for row in self.rows)
+
+
+class TokenLogprobs(NamedTuple):
+    """Log-probabilities at one position: the chosen (or prompt) token first, then the most likely ones, best first.
+
+    `ranks` start at 1. Values are natural logs after temperature-free, unpenalised softmax, as vLLM's `raw_logprobs`.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    ranks: tuple[int, ...]
+
+
+class SampledRow(NamedTuple):
+    """What one row of the plan gave; only rows that sample, failed, or carry prompt logprobs are reported."""
+
+    request_id: str
+    token_ids: tuple[int, ...]  # sampled in this step; empty when `error` or when the prompt is not done
+    logprobs: tuple[TokenLogprobs, ...] | None = None  # one per token of token_ids
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # for positions start+1 .. of this chunk
+    error: str | None = None  # e.g. "logits are NaN"; ends this request only
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOutput:
+    """The outcome of one plan, rows in the plan's order."""
+
+    rows: tuple[SampledRow, ...]
+
+
+class Executor(Protocol):
+    """Carries out plans. Holds per-request state (tokens, block table, seed) between steps."""
+
+    def execute(self, plan: SchedulerOutput) -> ModelOutput: ...
+
+    def close(self) -> None:
+        """Give back memory and threads; the executor is not used again."""
+
+
+class RequestProgress(NamedTuple):
+    """What a request's owner is told after a step that touched it; the last one carries finish_reason and timing."""
+
+    request_id: str
+    new_token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] | None = None  # one per new token
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # chunk by chunk, for prompt positions 1..
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    error: str | None = None
+    num_cached_tokens: int = 0
+    timing: RequestTiming | None = None

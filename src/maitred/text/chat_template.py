@@ -1,0 +1,168 @@
+"""Renders messages to a prompt with the model's own Jinja template, as transformers does."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import jinja2.exceptions
+
+from maitred.errors import CheckpointError, InvalidRequest, UnsupportedParameter
+from maitred.text.folder import read_json, read_named_tokens
+from maitred.text.sandbox import LimitReached, TemplateSandbox
+
+# Appended to the last message to find its end in the rendered text; transformers uses the same words.
+_CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
+_REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+
+
+class ChatTemplate:
+    """A compiled chat template; threads may share it.
+
+    It comes with the model, so it is not trusted: it runs in Jinja's immutable sandbox, for at most `time_limit_s` of
+    its thread's processor time (so a busy machine refuses no chat) and `max_chars` characters; `sandbox` says how.
+    Rendering takes milliseconds; call it in a thread, not in an event loop.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        named_tokens: Mapping[str, str] | None = None,
+        *,
+        time_limit_s: float = 2.0,
+        max_chars: int = 64 * 1024 * 1024,
+        clock: Callable[[], float] = time.thread_time,
+    ) -> None:
+        self.source = source
+        self._named_tokens = dict(named_tokens or {})
+        self._sandbox = TemplateSandbox(time_limit_s=time_limit_s, max_chars=max_chars, clock=clock)
+        try:
+            self._template = self._sandbox.compile(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise CheckpointError(
+                f"the chat template has an error in line {error.lineno}: {error.message}; "
+                "correct it, or give another with --chat-template FILE"
+            ) from None
+        except (LimitReached, RecursionError, jinja2.TemplateError, ArithmeticError, MemoryError) as error:
+            raise CheckpointError(f"the chat template cannot be compiled: {error or type(error).__name__}") from None
+
+    @classmethod
+    def from_folder(cls, folder: Path, override: str | None = None) -> ChatTemplate | None:
+        """The template of a model folder, or None. `override` is a template's text that is used in its place.
+
+        chat_template.jinja goes before `chat_template` in tokenizer_config.json (a string, or a list of named ones, of
+        which `default` is taken), and that before the older chat_template.json.
+        """
+        source = override if override is not None else _find_source(folder)
+        return None if source is None else cls(source, read_named_tokens(folder))
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **kwargs: Any,
+    ) -> str:
+        """The prompt for `messages` (role, content, ...); `kwargs` are further variables of the template.
+
+        Contents given as parts are joined by newlines. With `continue_final_message` the prompt ends where the last
+        message ends, and no generation prompt follows. Raises InvalidRequest when the template refuses the messages,
+        UnsupportedParameter for parts that are not text, CheckpointError when the template reaches a limit.
+        """
+        chat = [_plain_message(message, index) for index, message in enumerate(messages)]
+        final_text = _tag_final_message(chat) if continue_final_message else ""
+        text = self._render(
+            {
+                **self._named_tokens,
+                "tools": None,
+                "documents": None,
+                **kwargs,
+                "messages": chat,
+                "add_generation_prompt": add_generation_prompt and not continue_final_message,
+            }
+        )
+        return _cut_at_tag(text, final_text) if continue_final_message else text
+
+    def _render(self, variables: dict[str, Any]) -> str:
+        try:
+            return self._sandbox.render(self._template, variables)
+        except (LimitReached, jinja2.exceptions.SecurityError, OverflowError, MemoryError) as error:
+            raise CheckpointError(
+                f"the chat template was stopped: {error or 'out of memory'}; give another with --chat-template FILE"
+            ) from None
+        except jinja2.TemplateError as error:
+            raise InvalidRequest(f"the chat template refuses these messages: {error}", param="messages") from None
+        except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError) as error:
+            raise InvalidRequest(
+                f"the chat template cannot render these messages: {type(error).__name__}: {error}", param="messages"
+            ) from None
+
+
+def _find_source(folder: Path) -> str | None:
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        try:
+            return path.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{path} cannot be read: {error}") from None
+    for name in ("tokenizer_config.json", "chat_template.json"):
+        source = _source_in(read_json(folder / name).get("chat_template"))
+        if source is not None:
+            return source
+    return None
+
+
+def _source_in(value: Any) -> str | None:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list):
+        named = {entry["name"]: entry["template"] for entry in value if isinstance(entry, dict)}
+        return named.get("default") or next(iter(named.values()), None)
+    return None
+
+
+def _plain_message(message: Mapping[str, Any], index: int) -> dict[str, Any]:
+    """A copy whose content is text (or None), and whose reasoning has the names that templates read it by."""
+    plain = dict(message)
+    if isinstance(plain.get("content"), Sequence) and not isinstance(plain["content"], str):
+        plain["content"] = "\n".join(_part_text(part, index) for part in plain["content"])
+    reasoning = next((plain[name] for name in _REASONING_FIELDS if plain.get(name) is not None), None)
+    if reasoning is not None:
+        plain = {"thinking": reasoning, **plain, "reasoning_content": reasoning}
+    return plain
+
+
+def _part_text(part: Any, index: int) -> str:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind != "text":
+        raise UnsupportedParameter(
+            f"messages[{index}] has a content part of type {kind!r}; this model takes only text", param="messages"
+        )
+    text = part.get("text")
+    if not isinstance(text, str):
+        raise InvalidRequest(f"messages[{index}] has a content part of type 'text' without text", param="messages")
+    return text
+
+
+def _tag_final_message(chat: list[dict[str, Any]]) -> str:
+    if not chat or not isinstance(chat[-1].get("content"), str):
+        raise InvalidRequest("continue_final_message needs a last message with content to continue", param="messages")
+    final_text: str = chat[-1]["content"]
+    chat[-1]["content"] = final_text + _CONTINUE_TAG
+    return final_text
+
+
+def _cut_at_tag(text: str, final_text: str) -> str:
+    at = text.rfind(_CONTINUE_TAG.strip())
+    if at < 0 or final_text.strip() not in text:
+        raise InvalidRequest(
+            "continue_final_message: the chat template leaves the last message out, so it cannot be continued",
+            param="continue_final_message",
+        )
+    if text.startswith(_CONTINUE_TAG, at):
+        return text[:at]
+    return text[:at].rstrip()  # the template trimmed the message's end, and must not be given a space it took away

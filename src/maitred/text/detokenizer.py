@@ -1,0 +1,150 @@
+"""Text from tokens as they come, piece by piece, with nothing to take back later."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from typing import Protocol
+
+from maitred.text.tokenizer import Tokenizer
+
+REPLACEMENT = "\ufffd"
+# A UTF-8 character has at most 4 bytes, so an unfinished one spans at most 3 tokens that are not empty.
+_LONGEST_UNFINISHED = 3
+# Prompt tokens looked back at, at most, for the context of the first piece.
+_PROMPT_CONTEXT = 64
+
+
+class Detokenizer:
+    """Pieces of text that, joined, are what `decode(prompt + output)` adds to the whole characters of the prompt.
+
+    Without a prompt that is exactly `decode(output)`. A piece never ends inside a character. Where a tokenizer writes
+    characters as runs of byte tokens (SentencePiece's fallback), a run is held until it ends, because its decoder
+    makes all of the run unreadable if any of it is. Time is linear in the tokens.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, *, prompt_token_ids: Sequence[int] = (), skip_special_tokens: bool = True
+    ) -> None:
+        stream = _ByteStream if tokenizer.byte_level else _WindowStream
+        self._stream: _Stream = stream(tokenizer, prompt_token_ids, skip_special_tokens)
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """The text that became certain with these tokens; often empty."""
+        return self._stream.push(token_ids)
+
+    def flush(self) -> str:
+        """What was held back, as decode gives it at the end: U+FFFD for an unfinished character."""
+        return self._stream.flush()
+
+
+class _Stream(Protocol):
+    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], skip_special_tokens: bool) -> None: ...
+
+    def push(self, token_ids: Sequence[int]) -> str: ...
+
+    def flush(self) -> str: ...
+
+
+class _ByteStream:
+    """For ByteLevel decoders, whose text is the UTF-8 of the tokens' bytes: one incremental codec does it all."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], skip_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
+        self._codec = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self.push(prompt_token_ids[-_PROMPT_CONTEXT:])  # leaves the prompt's unfinished character, if any
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        return self._codec.decode(b"".join(map(self._bytes_of, token_ids)))
+
+    def flush(self) -> str:
+        return self._codec.decode(b"", final=True)
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether the bytes so far end inside a character."""
+        return bool(self._codec.getstate()[0])
+
+    def _bytes_of(self, token_id: int) -> bytes:
+        if self._skip and token_id in self._tokenizer.special_token_ids:
+            return b""
+        return self._tokenizer.decoder_bytes(token_id)
+
+
+class _WindowStream:
+    """For every other decoder: decode the new tokens behind a short context, and cut the context's text off.
+
+    The context takes what decoders do to the first token only (Metaspace and Strip drop a leading space, WordPiece
+    puts none), so it must give some text of its own.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], skip_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
+        self._characters = _ByteStream(tokenizer, prompt_token_ids, skip_special_tokens)
+        self._pending: list[int] = []
+        self._num_certain = 0  # of pending: up to the last token after which nothing before it can change
+        self._context = self._prompt_context(prompt_token_ids)
+        self._context_text = self._decode(self._context)
+        if self._context and tokenizer.is_byte_token(self._context[-1]):  # one replacement for each byte of the run
+            self._context_text = self._context_text.rstrip(REPLACEMENT)
+        elif tokenizer.splits_characters and self._characters.unfinished:  # one for the unfinished character
+            self._context_text = self._context_text.removesuffix(REPLACEMENT)
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        for token_id in filter(self._is_shown, token_ids):
+            self._pending.append(token_id)
+            self._characters.push((token_id,))
+            if not self._may_change_after(token_id):
+                self._num_certain = len(self._pending)
+        if self._num_certain == 0:
+            return ""
+        window = self._context + self._pending[: self._num_certain]
+        piece = self._decode(window)[len(self._context_text) :]
+        self._pending = self._pending[self._num_certain :]
+        self._num_certain = 0
+        if piece or not self._context_text:  # tokens without text make no context
+            self._context = self._shortest_context(window)
+            self._context_text = self._decode(self._context)
+        return piece
+
+    def flush(self) -> str:
+        text = self._decode(self._context + self._pending)
+        piece = text[len(self._context_text) :]
+        self._context_text, self._context, self._pending = text, self._context + self._pending, []
+        self._num_certain = 0
+        return piece
+
+    def _may_change_after(self, last: int) -> bool:
+        """Whether text can change that ends with the token `last`, the last one pushed: a byte run, half a character.
+
+        The second is for a ByteLevel decoder among others (alone it has its own stream).
+        """
+        if self._tokenizer.is_byte_token(last):
+            return True
+        return self._tokenizer.splits_characters and self._characters.unfinished
+
+    def _shortest_context(self, window: list[int]) -> list[int]:
+        for size in range(1, len(window)):
+            if self._decode(window[-size:]):
+                return window[-size:]
+        return window
+
+    def _prompt_context(self, prompt_token_ids: Sequence[int]) -> list[int]:
+        """The prompt's end, from a token that gives text and is not inside a byte run or a character."""
+        least = _LONGEST_UNFINISHED + 1 if self._tokenizer.splits_characters else 1
+        context: list[int] = []
+        for token_id in reversed(prompt_token_ids[-_PROMPT_CONTEXT:]):
+            if not self._is_shown(token_id):
+                continue
+            context.insert(0, token_id)
+            if len(context) >= least and not self._tokenizer.is_byte_token(token_id) and self._decode(context):
+                break
+        return context
+
+    def _is_shown(self, token_id: int) -> bool:
+        return self._tokenizer.is_shown(token_id, skip_special_tokens=self._skip)
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip)

@@ -1,0 +1,288 @@
+"""Runs a Jinja template that is not trusted: no way out, and no bomb.
+
+Jinja's ImmutableSandboxedEnvironment keeps templates from Python's internals and caps `range` (MAX_RANGE, 100,000).
+Beyond that, a template may not
+
+- run longer than `time_limit_s`: every turn of a loop, call, filter and arithmetic operator counts, and every 16th
+  looks at the clock. This needs no signal and no second thread, so it works in any thread; one single step is never
+  interrupted, and is kept short by the next two;
+- make a text, list or number larger than `max_chars` by +, *, **, ~, replace, join or a filter;
+- name a width or count over MAX_WIDTH (`'%1000000000d'`, `center(10**9)`).
+
+Not caught: one `tojson` of a list nested many times in itself. Who must stop that too renders in a child process.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from datetime import datetime
+from typing import Any
+
+import jinja2
+import jinja2.exceptions
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.runtime
+import jinja2.sandbox
+import jinja2.utils
+
+MAX_WIDTH = 10_000
+_MAX_BITS = 4096
+_TICKS_PER_LOOK = 16
+_SIZED = (str, bytes, list, tuple, dict)
+_WIDTH_IN_FORMAT = re.compile(r"\d{5,}|%[^%]*\*")
+# Filters and methods that make their input longer by a number given to them.
+_WIDENING = frozenset({"center", "ljust", "rjust", "zfill", "expandtabs", "indent", "wordwrap", "tojson", "batch"})
+_WIDENING |= {"slice", "format", "truncate", "urlize", "filesizeformat", "round"}
+
+
+class LimitReached(Exception):
+    """The template ran too long or made too much."""
+
+
+class TemplateSandbox:
+    """Compiles and renders templates within limits. One may be shared by threads, each render has its own budget."""
+
+    def __init__(self, *, time_limit_s: float, max_chars: int, clock: Callable[[], float]) -> None:
+        self._time_limit_s = time_limit_s
+        self._max_chars = max_chars
+        self._clock = clock
+        self._environment = _Environment(max_chars, clock)
+
+    def compile(self, source: str) -> jinja2.Template:
+        self._environment.start(self._time_limit_s)
+        return self._environment.from_string(source)
+
+    def render(self, template: jinja2.Template, variables: Mapping[str, Any]) -> str:
+        """Raises LimitReached, SecurityError, and whatever the template meets or raises."""
+        self._environment.start(self._time_limit_s)
+        pieces: list[str] = []
+        size = 0
+        for piece in template.generate(dict(variables)):
+            pieces.append(piece)
+            size += len(piece)
+            if size > self._max_chars:
+                raise LimitReached(f"it made more than {self._max_chars} characters")
+            self._environment.tick()
+        return "".join(pieces)
+
+
+class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    intercepted_binops = frozenset({"+", "*", "**", "%", "/", "//"})
+
+    def __init__(self, max_chars: int, clock: Callable[[], float]) -> None:
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
+        self._max_chars = max_chars
+        self._clock = clock
+        self._budget = threading.local()  # a render stays in its thread
+        self._time_limit_s = 0.0
+        self.filters["tojson"] = _tojson
+        self.filters = {name: self._limited_filter(name, function) for name, function in self.filters.items()}
+        del self.globals["lipsum"]
+        self.globals["raise_exception"] = _raise_exception
+        self.globals["strftime_now"] = _strftime_now
+        self.globals["dict"] = _TemplateDict()
+        self.globals["namespace"] = _TemplateNamespace
+
+    def start(self, time_limit_s: float) -> None:
+        self._time_limit_s = time_limit_s
+        self._budget.ends_at = self._clock() + time_limit_s
+        self._budget.num_ticks = 0
+
+    def tick(self) -> None:
+        self._budget.num_ticks += 1
+        if self._budget.num_ticks % _TICKS_PER_LOOK == 0 and self._clock() > self._budget.ends_at:
+            raise LimitReached(f"it ran longer than {self._time_limit_s:g} s")
+
+    def limited_concat(self, *values: Any) -> str:
+        """`~`: the values as text, joined."""
+        self.tick()
+        text = "".join(map(str, values))
+        self._limited(text)
+        return text
+
+    def call(__self, __context: jinja2.runtime.Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
+        __self.tick()
+        name = getattr(__obj, "__name__", None)
+        if name in _WIDENING:
+            _check_widths((*args, *kwargs.values()))
+        elif name in ("replace", "join") and isinstance(getattr(__obj, "__self__", None), str):
+            __self._check_method(name, __obj.__self__, args)
+        return __self._limited(super().call(__context, __obj, *args, **kwargs))
+
+    def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
+        self.tick()
+        if operator == "*":
+            self._check_product(left, right)
+        elif operator == "**" and isinstance(left, int) and isinstance(right, int):
+            if left.bit_length() * abs(right) > _MAX_BITS:
+                raise LimitReached("it raised a number to a huge power")
+        elif operator == "%" and isinstance(left, str):
+            _check_format(left)
+        return self._limited(super().call_binop(context, operator, left, right))
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        wrapper = super().wrap_str_format(value)
+        if wrapper is not None:
+            _check_format(value.__self__)
+        return wrapper
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> jinja2.nodes.Template:
+        template = _with_checks(super()._parse(source, name, filename))
+        template.set_environment(self)
+        return template
+
+    def _limited_filter(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)  # copies the marks of pass_environment and the like too
+        def limited(*args: Any, **kwargs: Any) -> Any:
+            self.tick()
+            if name in _WIDENING:
+                _check_widths((*args[1:], *kwargs.values()))
+            if name == "format":
+                _check_format(str(args[0]))
+            elif name == "replace":
+                self._check_replace(str(args[1]), *args[2:])
+            elif name == "join":
+                self._check_join(args[1])
+            elif name == "sum" and not all(isinstance(v, (int, float, str)) for v in (*args[3:], *kwargs.values())):
+                raise LimitReached("it summed what are no numbers")
+            return self._limited(function(*args, **kwargs))
+
+        return limited
+
+    def _limited(self, value: Any) -> Any:
+        if isinstance(value, _SIZED):
+            if len(value) > self._max_chars:
+                raise LimitReached(f"it made a {type(value).__name__} of {len(value)} elements")
+        elif isinstance(value, int) and value.bit_length() > _MAX_BITS:
+            raise LimitReached("it made a huge number")
+        return value
+
+    def _check_product(self, left: Any, right: Any) -> None:
+        for sequence, times in ((left, right), (right, left)):
+            repeats = isinstance(sequence, (str, bytes, list, tuple)) and isinstance(times, int)
+            if repeats and len(sequence) * times > self._max_chars:
+                raise LimitReached(f"it repeated something {times} times")
+
+    def _check_method(self, name: str, text: str, args: tuple[Any, ...]) -> None:
+        if name == "replace":
+            self._check_replace(text, *args)
+        elif args:
+            self._check_join(args[0])
+
+    def _check_join(self, values: Any) -> None:
+        texts = (value for value in values if isinstance(value, str)) if isinstance(values, (list, tuple)) else ()
+        if sum(map(len, texts)) > self._max_chars:
+            raise LimitReached("it joined too much")
+
+    def _check_replace(self, text: str, *args: Any) -> None:
+        if len(args) >= 2 and (text.count(str(args[0])) + 1) * len(str(args[1])) > self._max_chars:
+            raise LimitReached("it replaced something by something huge")
+
+
+class _Generation(jinja2.ext.Extension):
+    """{% generation %}: marks the assistant's words for training; for rendering, only a scope."""
+
+    tags = {"generation"}  # noqa: RUF012 - declared so by jinja2
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.Scope(body).set_lineno(line)
+
+
+def _with_checks(template: jinja2.nodes.Template) -> jinja2.nodes.Template:
+    """Look at the clock at the start of each turn of each loop, and join text by a function that knows the limit."""
+    for loop in list(template.find_all(jinja2.nodes.For)):
+        loop.body.insert(0, jinja2.nodes.ExprStmt(_call_of("tick", []), lineno=loop.lineno))
+    _replace_concats(template)
+    return template
+
+
+def _replace_concats(node: jinja2.nodes.Node) -> None:
+    for name, value in node.iter_fields():
+        if isinstance(value, list):
+            setattr(node, name, [_without_concat(item) for item in value])
+        elif isinstance(value, jinja2.nodes.Node):
+            setattr(node, name, _without_concat(value))
+
+
+def _without_concat(value: Any) -> Any:
+    if not isinstance(value, jinja2.nodes.Node):
+        return value
+    _replace_concats(value)
+    if isinstance(value, jinja2.nodes.Concat):
+        return _call_of("limited_concat", value.nodes).set_lineno(value.lineno)
+    return value
+
+
+def _call_of(method: str, arguments: list[Any]) -> jinja2.nodes.Call:
+    return jinja2.nodes.Call(jinja2.nodes.EnvironmentAttribute(method), arguments, [], None, None)
+
+
+def _check_widths(values: Iterable[Any]) -> None:
+    for value in values:
+        if isinstance(value, int) and abs(value) > MAX_WIDTH:
+            raise LimitReached(f"it asked for a width of {value}, over {MAX_WIDTH}")
+
+
+def _check_format(text: str) -> None:
+    if _WIDTH_IN_FORMAT.search(text):
+        raise LimitReached(f"it formats to a width that is not known, or over {MAX_WIDTH}")
+
+
+# What transformers puts into the environment of a chat template (transformers.utils.chat_template_utils).
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Unlike Jinja's own, this does not escape HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _strftime_now(format: str) -> str:
+    return datetime.now().astimezone().strftime(format)
+
+
+class _TemplateDict:
+    """`dict(...)` without the attributes of the type."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args, **kwargs)
+
+
+class _TemplateNamespace(jinja2.utils.Namespace):
+    """`namespace(...)` that takes no names with a leading underscore."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        self, arguments = args[0], args[1:]
+        attributes = dict(*arguments, **kwargs)
+        for name in attributes:
+            _check_attribute(name)
+        jinja2.utils.Namespace.__init__(self, attributes)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_attribute(name)
+        super().__setitem__(name, value)
+
+
+def _check_attribute(name: Any) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(f"a namespace takes no attribute {name!r}")

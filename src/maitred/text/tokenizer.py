@@ -1,0 +1,190 @@
+"""The model's tokenizer: text to token ids and back, and what one token stands for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken
+
+from maitred.errors import CheckpointError, InvalidRequest
+from maitred.text.bounds import byte_alphabet, longest_text_of_a_token
+from maitred.text.folder import read_json, read_named_tokens
+
+_BYTE_OF = {character: byte for byte, character in enumerate(byte_alphabet())}
+
+
+class Tokenizer:
+    """A Hugging Face `tokenizers` tokenizer. Nothing is changed after it is made, so threads may share it."""
+
+    def __init__(self, inner: tokenizers.Tokenizer, named_tokens: Mapping[str, str] | None = None) -> None:
+        inner.no_truncation()
+        inner.no_padding()
+        self._inner = inner
+        description: dict[str, Any] = json.loads(inner.to_str())
+        decoders = _decoder_types(description.get("decoder"))
+        self._ids: dict[str, int] = inner.get_vocab(with_added_tokens=True)
+        self._added: dict[int, AddedToken] = inner.get_added_tokens_decoder()
+        self.vocab_size = max(self._ids.values(), default=-1) + 1
+        """Smallest number that no token id reaches, added tokens included."""
+        self.special_token_ids = frozenset(id_ for id_, token in self._added.items() if token.special)
+        named = named_tokens or {}
+        self.bos_token_id = self._ids.get(named.get("bos_token", ""))
+        self.eos_token_id = self._ids.get(named.get("eos_token", ""))
+        self.pad_token_id = self._ids.get(named.get("pad_token", ""))
+        self.max_chars_per_token = longest_text_of_a_token(inner, description)
+        """Most characters of a text that one token can stand for; None where nothing is certain."""
+        self.byte_level = decoders == ["ByteLevel"]
+        """Whether decoding is joining the bytes of the tokens, and nothing else."""
+        self.splits_characters = "ByteLevel" in decoders
+        """Whether a token may hold part of a UTF-8 character without being a byte token."""
+        self._byte_fallback = "ByteFallback" in decoders
+        self._bytes: dict[int, bytes] = {}  # cache of token_bytes
+        self._context_id = self._find_context_id()
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> Tokenizer:
+        """The tokenizer of a model folder. Raises CheckpointError, with the remedy, when it is missing or broken."""
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise CheckpointError(_no_tokenizer(folder))
+        try:
+            inner = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # tokenizers raises bare Exception
+            raise CheckpointError(
+                f"{path} cannot be read: {error}; copy it again, or upgrade the package `tokenizers`"
+            ) from None
+        _add_configured_tokens(inner, read_json(folder / "tokenizer_config.json"))
+        return cls(inner, read_named_tokens(folder))
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Raises InvalidRequest for text that is not Unicode (lone surrogates)."""
+        return self.encode_batch((text,), add_special_tokens=add_special_tokens)[0]
+
+    def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
+        """`encode` of each text, on all cores. The GIL is released, which `tokenizers` does for batches only."""
+        for text in texts:
+            _check_unicode(text)
+        encodings = self._inner.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        return [encoding.ids for encoding in encodings]
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Exactly what `tokenizers` gives; bytes that are no UTF-8 become U+FFFD, unknown ids nothing."""
+        text: str = self._inner.decode(ids, skip_special_tokens=skip_special_tokens)
+        return text
+
+    def token_text(self, token_id: int) -> str:
+        """What the token adds to a text, its leading space included; U+FFFD for bytes that are no whole character."""
+        return self.token_bytes(token_id).decode("utf-8", errors="replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What the token adds to a text, as UTF-8; part of a character for some tokens, empty for unknown ids."""
+        known = self._bytes.get(token_id)
+        if known is None:
+            known = self._bytes[token_id] = self._find_bytes(token_id)
+        return known
+
+    def token_id(self, text: str) -> int | None:
+        """The id of the token written exactly so in the vocabulary, as `<|im_end|>`."""
+        return self._ids.get(text)
+
+    def min_tokens(self, text: str) -> int:
+        """A number of tokens that `text` certainly has, from its length alone."""
+        if self.max_chars_per_token is None:
+            return 0
+        return -(-len(text) // self.max_chars_per_token)
+
+    def is_byte_token(self, token_id: int) -> bool:
+        """Whether the token is one byte of a SentencePiece byte fallback, written <0xNN>."""
+        return self._byte_fallback and _fallback_byte(self._inner.id_to_token(token_id)) is not None
+
+    def is_shown(self, token_id: int, *, skip_special_tokens: bool) -> bool:
+        """Whether decoding gives anything for the token."""
+        if skip_special_tokens and token_id in self.special_token_ids:
+            return False
+        return self._inner.id_to_token(token_id) is not None
+
+    def decoder_bytes(self, token_id: int) -> bytes:
+        """The bytes a ByteLevel decoder makes of the token: as `tokenizers` does it, for added tokens too.
+
+        It takes each character as the name of a byte, and the token's own UTF-8 if any character names none. So an
+        added token in Latin-1 letters decodes wrongly there, and must here, or stream and whole text would differ.
+        """
+        written = self._inner.id_to_token(token_id)
+        if written is None:
+            return b""
+        try:
+            return bytes(_BYTE_OF[character] for character in written)
+        except KeyError:
+            return written.encode()
+
+    def _find_bytes(self, token_id: int) -> bytes:
+        written: str | None = self._inner.id_to_token(token_id)
+        if written is None:
+            return b""
+        if token_id in self._added:
+            return self._added[token_id].content.encode()
+        if self.splits_characters:
+            return self.decoder_bytes(token_id)
+        byte = _fallback_byte(written) if self._byte_fallback else None
+        if byte is not None:
+            return bytes([byte])
+        # Decoders treat the first token apart (no leading space), so let another come first.
+        before = [] if self._context_id is None else [self._context_id]
+        both = self.decode([*before, token_id], skip_special_tokens=False)
+        return both[len(self.decode(before, skip_special_tokens=False)) :].encode()
+
+    def _find_context_id(self) -> int | None:
+        plain = (t for text, t in self._ids.items() if text.isalnum() and t not in self._added)
+        return next((t for t in plain if self.decode([t], skip_special_tokens=False)), None)
+
+
+def _no_tokenizer(folder: Path) -> str:
+    if (folder / "tokenizer.model").is_file() or list(folder.glob("*.tiktoken")):
+        return (
+            f"{folder} has no tokenizer.json, only a tokenizer in an older format; convert it once with "
+            f'`python -c "from transformers import AutoTokenizer as T; '
+            f"T.from_pretrained('{folder}').save_pretrained('{folder}')\"` (needs transformers and sentencepiece)"
+        )
+    return f"{folder} has no tokenizer.json; copy it there from where the model came from"
+
+
+def _add_configured_tokens(inner: tokenizers.Tokenizer, config: Mapping[str, Any]) -> None:
+    """Tokens that only tokenizer_config.json names, in id order, as transformers adds them when it loads the folder."""
+    configured = config.get("added_tokens_decoder") or {}
+    for _, entry in sorted(configured.items(), key=lambda item: int(item[0])):
+        if inner.token_to_id(entry["content"]) is None:
+            inner.add_tokens([AddedToken(**{k: entry[k] for k in _ADDED_TOKEN_FIELDS if k in entry})])
+
+
+_ADDED_TOKEN_FIELDS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
+
+
+def _check_unicode(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(
+            f"character {error.start} of the text is {text[error.start]!r}, half of a surrogate pair; "
+            "send valid Unicode"
+        ) from None
+
+
+def _decoder_types(decoder: Mapping[str, Any] | None) -> list[str]:
+    if decoder is None:
+        return []
+    if decoder["type"] == "Sequence":
+        return [name for part in decoder["decoders"] for name in _decoder_types(part)]
+    return [decoder["type"]]
+
+
+def _fallback_byte(written: str | None) -> int | None:
+    if written is None or len(written) != len("<0xNN>") or not (written.startswith("<0x") and written.endswith(">")):
+        return None
+    try:
+        return int(written[3:5], 16)
+    except ValueError:
+        return None

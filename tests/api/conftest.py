@@ -1,0 +1,38 @@
+"""One server with the default fake replica, shared by tests that change nothing about it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import httpx
+import openai
+import pytest
+
+from tests.fakes_api import FakeReplica, RunningServer, make_model, running_server
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture(scope="session")
+def served() -> Iterator[RunningServer]:
+    """Says `Hello, world!` to everybody; `temperature` 0.7 is the model's own default."""
+    model = make_model(generation_defaults={"temperature": 0.7, "top_k": 20})
+    with running_server(FakeReplica(num_cached_tokens=4), model) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def http(served: RunningServer) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=served.url, timeout=20) as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def client(served: RunningServer) -> Iterator[openai.OpenAI]:
+    """OpenAI's own client; a field that its types do not allow raises APIResponseValidationError."""
+    with strict_client(served.url) as strict:
+        yield strict
+
+
+def strict_client(url: str, api_key: str = "none") -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{url}/v1", api_key=api_key, max_retries=0, _strict_response_validation=True)

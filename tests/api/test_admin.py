@@ -1,0 +1,140 @@
+"""The queue and the policy over HTTP, with a real engine behind a slow executor."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from maitred.clock import WallClock
+from maitred.engine.async_engine import AsyncEngine
+from maitred.engine.core import EngineCore
+from maitred.request import FinishReason
+from maitred.step import ModelOutput, SchedulerOutput
+from tests.fakes import FakeExecutor, make_scheduler
+from tests.fakes_api import FakeReplica, make_model, running_server
+
+HEADERS = {"authorization": "Bearer key"}
+
+
+class SlowExecutor(FakeExecutor):
+    def execute(self, plan: SchedulerOutput) -> ModelOutput:
+        time.sleep(0.005)
+        return super().execute(plan)
+
+
+def make_engine(policy: str = "priority") -> AsyncEngine:
+    scheduler = make_scheduler(max_num_seqs=1, num_blocks=400, policy=policy, ageing_s=2.0)
+    return AsyncEngine(EngineCore(scheduler, SlowExecutor(lambda *_: ord("a")), WallClock()), WallClock())
+
+
+@pytest.fixture
+def server() -> Iterator[httpx.Client]:
+    engine = make_engine()
+    with (
+        running_server(engine, make_model(block_size=4), api_keys=("key",)) as running,
+        httpx.Client(base_url=running.url, headers=HEADERS, timeout=20) as http,
+    ):
+        yield http
+        engine.stop()
+
+
+def complete(http: httpx.Client, priority: int, max_tokens: int, answers: list[httpx.Response]) -> threading.Thread:
+    body = {"model": "tiny", "prompt": "one soup", "max_tokens": max_tokens, "priority": priority, "ignore_eos": True}
+    thread = threading.Thread(target=lambda: answers.append(http.post("/v1/completions", json=body)))
+    thread.start()
+    return thread
+
+
+def queue_of(http: httpx.Client, num_waiting: int) -> dict:
+    for _ in range(500):
+        view = http.get("/admin/queue").json()
+        if view["num_waiting"] == num_waiting:
+            return view
+        time.sleep(0.01)
+    raise AssertionError(view)
+
+
+def test_the_queue_shows_place_class_age_cost_reason_and_score(server: httpx.Client):
+    answers: list[httpx.Response] = []
+    threads = [complete(server, 0, 100, answers)]
+    queue_of(server, 0)
+    time.sleep(0.1)
+    threads.append(complete(server, 2, 5, answers))
+    queue_of(server, 1)
+    threads.append(complete(server, 1, 6, answers))
+    view = queue_of(server, 2)
+    assert (view["num_running"], view["max_num_seqs"], view["policy"]) == (1, 1, "priority")
+    first, second = view["waiting"]
+    assert (first["position"], first["priority"], second["position"], second["priority"]) == (0, 1, 1, 2)
+    assert second["age_s"] >= first["age_s"] > 0
+    assert first["num_prompt_tokens"] == 8
+    assert 8 < first["predicted_cost_tokens"] <= 14
+    assert first["reason"] == "first in line: all 1 slots are taken"
+    assert second["reason"] == "behind 1 other by policy priority"
+    assert first["terms"]["priority_s"] == 2.0
+    page = server.get("/admin/queue", params={"offset": 1, "limit": 1}).json()
+    assert [w["request_id"] for w in page["waiting"]] == [second["request_id"]]
+    for thread in threads:
+        thread.join()
+    assert [answer.status_code for answer in answers] == [200] * 3
+
+
+def test_a_policy_changes_under_load_and_nobody_is_lost(server: httpx.Client):
+    answers: list[httpx.Response] = []
+    threads = [complete(server, i % 3, 10, answers) for i in range(12)]
+    for name, ageing_s in (("fcfs", 1.0), ("priority", 7.5), ("fcfs", 3.0)):
+        changed = server.post("/admin/policy", json={"policy": name, "ageing_s": ageing_s})
+        assert changed.status_code == 200
+        assert changed.json() == server.get("/admin/policy").json()
+        assert (changed.json()["policy"], changed.json()["parameters"]["ageing_s"]) == (name, ageing_s)
+        time.sleep(0.05)
+    for thread in threads:
+        thread.join()
+    assert [answer.status_code for answer in answers] == [200] * 12, answers[0].text
+    assert [answer.json()["choices"][0]["text"] for answer in answers] == ["a" * 10] * 12
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({"policy": "best"}, "choose one of "),
+        ({"polcy": "fcfs"}, "choose from ageing_s"),
+        ({"max_num_seqs": 7}, "no setting of a policy"),
+        ({"ageing_s": "long"}, "Expected `float`"),
+        ({"ageing_s": -1}, "it must be from"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_the_choices_and_changes_nothing(server: httpx.Client, body: dict, said: str):
+    before = server.get("/admin/policy").json()
+    refused = server.post("/admin/policy", json=body)
+    assert refused.status_code == 400
+    assert said in refused.json()["error"]["message"]
+    assert server.get("/admin/policy").json() == before
+
+
+@pytest.mark.parametrize("query", ["limit=1001", "limit=x", "offset=-1", "offset=99999999999999", "limit="])
+def test_a_page_that_cannot_be_is_refused(server: httpx.Client, query: str):
+    assert server.get(f"/admin/queue?{query}").status_code == 400
+
+
+def test_a_key_is_needed(server: httpx.Client):
+    for path in ("/admin/queue", "/admin/policy"):
+        assert httpx.get(f"{server.base_url}{path}").status_code == 401
+
+
+def test_a_replica_without_an_engine_of_its_own_says_so():
+    with running_server(FakeReplica()) as running:
+        answer = httpx.get(f"{running.url}/admin/queue")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found")
+
+
+def test_a_stopped_engine_answers_503():
+    engine = make_engine()
+    with running_server(engine, make_model(block_size=4)) as running:
+        engine.stop()
+        assert httpx.get(f"{running.url}/admin/queue").status_code == 503
+    assert engine._core.stats.num_finished[FinishReason.ERROR] == 0

@@ -1,0 +1,150 @@
+"""Bodies no client should send: always a 4xx in the usual shape, soon, and the server lives on."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+
+import httpx
+import pytest
+
+from tests.api.conftest import MESSAGES
+from tests.fakes_api import running_server
+
+PATHS = ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize")
+HEAD = b'{"model":"tiny","messages":[{"role":"user","content":"hi"}],"prompt":"hi","tokens":[1],'
+BROKEN = {
+    "empty": b"",
+    "not_json": b"hello",
+    "cut": HEAD,
+    "no_object": b"[1]",
+    "null": b"null",
+    "nan": HEAD + b'"temperature":NaN,"model":NaN}',
+    "infinity": HEAD + b'"temperature":-Infinity,"model":Infinity}',
+    "deep_list": b"[" * 1_000_000,
+    "deep_object": HEAD + b'"metadata":' + b'{"a":' * 10_000 + b"1" + b"}" * 10_001,
+    "deep_unknown": HEAD + b'"x":' + b"[" * 10_000 + b"]" * 10_000 + b"}",
+    "deep_refused": HEAD + b'"tools":' + b"[" * 10_000 + b"]" * 10_000 + b"}",
+    "lone_surrogate": b'{"model":"\\ud800","messages":[],"prompt":"x","tokens":[1]}',
+    "surrogate_in_text": b'{"model":"tiny","messages":[{"role":"user","content":"\\udc00"}],"prompt":"\\ud83d"}',
+    "not_utf8": b'{"model":"\xff\xfe"}',
+    "bad_key": HEAD + b'"\xc3\x28":1, "model": 3}',
+    "nul": b'{"model":"ti\x00ny"}',
+    "utf16": '{"model":"tiny"}'.encode("utf-16"),
+    "bom": b"\xef\xbb\xbf{}",
+    "endless_int": b'{"model":' + b"9" * 100_000 + b"}",
+}
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_body_is_refused_in_no_time(http, path, name):
+    started_at = time.monotonic()
+    response = http.post(path, content=BROKEN[name], headers={"content-type": "application/json"})
+    assert response.status_code == 400, response.text[:300]
+    assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+    assert len(response.text) < 1500
+    assert time.monotonic() - started_at < 2.0
+
+
+@pytest.mark.parametrize("digits", [20, 400, 100_000])
+@pytest.mark.parametrize("field", ["seed", "max_tokens", "n", "top_k", "min_tokens", "priority", "logit_bias"])
+def test_huge_integers_are_out_of_range(http, field, digits):
+    value = b"9" * digits if field != "logit_bias" else b'{"1":' + b"9" * digits + b"}"
+    body = HEAD + b'"%s":%s}' % (field.encode(), value)
+    for path in PATHS[:2]:
+        response = http.post(path, content=body, headers={"content-type": "application/json"})
+        assert response.status_code == 400, response.text[:300]
+        assert response.json()["error"]["param"] == field
+        assert len(response.text) < 2000
+
+
+BOMBS = {
+    "lists": b'{"model":"tiny","prompt":[' + b"[]," * 3_000_000 + b"[]]}",
+    "texts": b'{"model":"tiny","prompt":[' + b'"",' * 3_000_000 + b'""]}',
+    "tokens": b'{"model":"tiny","prompt":[' + b"1," * 5_000_000 + b"1]}",
+    "text": b'{"model":"tiny","prompt":"' + b"x" * 10_000_000 + b'"}',
+    "biases": HEAD + b'"logit_bias":{' + b'"1":1,' * 2_000_000 + b'"1":1}}',
+    "metadata": HEAD + b'"metadata":{' + b'"1":"",' * 2_000_000 + b'"1":""}}',
+    "variables": HEAD + b'"chat_template_kwargs":{"a":[' + b"{}," * 3_000_000 + b"{}]}}",
+    "stops": HEAD + b'"stop":[' + b'"a",' * 3_000_000 + b'"a"]}',
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_body_made_to_be_slow_is_not(http, name):
+    path = PATHS[0] if name in ("variables", "metadata") else PATHS[1]
+    started_at = time.monotonic()
+    response = http.post(path, content=BOMBS[name], headers={"content-type": "application/json"})
+    assert response.status_code == 400, response.text[:300]
+    assert time.monotonic() - started_at < 1.5
+
+
+def test_duplicate_keys_are_tolerated(http):
+    body = b'{"model":"x","model":"tiny","prompt":"ab"}'
+    assert http.post(PATHS[1], content=body, headers={"content-type": "application/json"}).status_code == 200
+
+
+def test_a_hundred_thousand_messages_are_refused_as_too_long(http):
+    body = json.dumps({"model": "tiny", "messages": MESSAGES * 100_000}).encode()
+    response = http.post(PATHS[0], content=body, headers={"content-type": "application/json"})
+    assert response.status_code == 400
+    assert response.json()["error"]["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded", "multipart/form-data"])
+def test_only_announced_json_is_taken(http, kind):
+    """A page elsewhere can make a browser send these without asking; application/json needs a CORS preflight."""
+    headers = {} if kind is None else {"content-type": kind}
+    response = http.post(PATHS[1], content=b'{"model":"tiny","prompt":"ab"}', headers=headers)
+    assert response.status_code == 415
+    assert response.json()["error"]["code"] == "unsupported_media_type"
+
+
+def test_json_with_a_charset_is_taken(http):
+    headers = {"content-type": "application/json; charset=utf-8"}
+    assert http.post(PATHS[1], content=b'{"model":"tiny","prompt":"ab"}', headers=headers).status_code == 200
+
+
+@pytest.fixture(scope="module")
+def small():
+    with running_server(max_body_bytes=1000) as server:
+        yield server
+
+
+def body_of(size: int) -> bytes:
+    body = b'{"model":"tiny","prompt":"ab","user":""}'
+    return body[:-2] + b"x" * (size - len(body)) + body[-2:]
+
+
+@pytest.mark.parametrize(("size", "status"), [(1000, 200), (1001, 413), (500_000, 413)])
+@pytest.mark.parametrize("chunked", [False, True])
+def test_the_body_limit_holds_to_the_byte(small, size, status, chunked):
+    body = body_of(size)
+    assert len(body) == size
+    content = (body[i : i + 333] for i in range(0, size, 333)) if chunked else body
+    response = httpx.post(f"{small.url}/v1/completions", content=content, headers={"content-type": "application/json"})
+    assert response.status_code == status
+    if status == 413:
+        assert response.json()["error"]["code"] == "request_too_large"
+        assert "1000" in response.text
+
+
+def test_a_declared_length_is_enough_to_refuse(small):
+    with socket.create_connection(("127.0.0.1", small.port), timeout=5) as connection:
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            b"content-length: 99999999999\r\nexpect: 100-continue\r\n\r\n"
+        )
+        assert connection.recv(1000).startswith(b"HTTP/1.1 413")
+
+
+def test_a_body_in_one_byte_chunks_is_read(small):
+    body = body_of(900)
+    response = httpx.post(
+        f"{small.url}/v1/completions",
+        content=(body[i : i + 1] for i in range(len(body))),
+        headers={"content-type": "application/json"},
+    )
+    assert response.status_code == 200

@@ -1,0 +1,150 @@
+"""Text completions through OpenAI's client, echo and scoring by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.api.test_chat import events_of
+from tests.fakes_api import EOS, FakeReplica, running_server, says
+
+
+def complete(http: httpx.Client, **fields: Any) -> Any:
+    response = http.post("/v1/completions", json={"model": "tiny", **fields})
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def streamed(http: httpx.Client, **fields: Any) -> dict[int, dict[str, Any]]:
+    """What a stream adds up to, by choice."""
+    choices: dict[int, dict[str, Any]] = {}
+    response = http.post("/v1/completions", json={"model": "tiny", "stream": True, **fields})
+    assert response.status_code == 200, response.text
+    for event in events_of(response.text):
+        for choice in event["choices"]:
+            total = choices.setdefault(choice["index"], {"text": "", "logprobs": None, "finish_reason": None})
+            total["text"] += choice["text"]
+            total["finish_reason"] = choice["finish_reason"] or total["finish_reason"]
+            if choice["logprobs"]:
+                lists = total["logprobs"] or {name: [] for name in choice["logprobs"]}
+                total["logprobs"] = {name: lists[name] + choice["logprobs"][name] for name in lists}
+    return choices
+
+
+def test_the_default_is_sixteen_tokens(http, served):
+    complete(http, prompt="ab")
+    assert served.replica.submitted[-1].max_tokens == 16
+    complete(http, prompt="a" * 505)
+    assert served.replica.submitted[-1].max_tokens == 7, "a default makes no prompt too long"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts"),
+    [("ab", 1), (["ab"], 1), (["ab", "c"], 2), ([97, 98], 1), ([[97, 98], [99]], 2)],
+)
+def test_each_form_of_prompt_is_taken(client, prompt, prompts):
+    answer = client.completions.create(model="tiny", prompt=prompt, n=2)
+    assert [choice.index for choice in answer.choices] == list(range(2 * prompts))
+    assert {choice.text for choice in answer.choices} == {"Hello, world!"}
+    assert answer.usage.prompt_tokens == (2 if prompts == 1 else 3)
+
+
+def test_prompts_times_n_come_prompt_major():
+    by_prompt_and_sample = FakeReplica(lambda r: [r.prompt_token_ids[0], ord("0") + r.sample_index, EOS])
+    with running_server(by_prompt_and_sample) as server, httpx.Client(base_url=server.url) as http:
+        whole = [c["text"] for c in complete(http, prompt=["a", "b"], n=2)["choices"]]
+        stream = streamed(http, prompt=["a", "b"], n=2)
+    assert whole == ["a0", "a1", "b0", "b1"]
+    assert [stream[index]["text"] for index in range(4)] == whole
+
+
+def test_logprobs_are_parallel_lists(client):
+    logprobs = client.completions.create(model="tiny", prompt="ab", logprobs=2, max_tokens=2).choices[0].logprobs
+    assert logprobs.tokens == ["H", "e"]
+    assert logprobs.text_offset == [0, 1]
+    assert logprobs.token_logprobs == [-1.5, -1.5]
+    assert logprobs.top_logprobs == [{"Z": -0.5, "H": -1.5}, {"Z": -0.5, "e": -1.5}]
+
+
+def test_logprobs_zero_reports_the_chosen_token(client):
+    logprobs = client.completions.create(model="tiny", prompt="ab", logprobs=0, max_tokens=1).choices[0].logprobs
+    assert logprobs.top_logprobs == [{"H": -1.5}]
+
+
+@pytest.mark.parametrize("prompt", ["ab", [97, 98]])
+def test_echo_repeats_the_prompt(client, prompt):
+    assert client.completions.create(model="tiny", prompt=prompt, echo=True).choices[0].text == "abHello, world!"
+
+
+def test_echo_with_logprobs_covers_the_prompt_from_its_second_token(http):
+    choice = complete(http, prompt="ab", echo=True, logprobs=1, max_tokens=2)["choices"][0]
+    assert choice["text"] == "abHe"
+    assert choice["logprobs"] == {
+        "tokens": ["a", "b", "H", "e"],
+        "text_offset": [0, 1, 2, 3],
+        "token_logprobs": [None, -1.5, -1.5, -1.5],
+        "top_logprobs": [None, {"Z": -0.5, "b": -1.5}, {"Z": -0.5, "H": -1.5}, {"Z": -0.5, "e": -1.5}],
+    }
+
+
+def test_scoring_generates_nothing(http, served):
+    answer = complete(http, prompt="abc", echo=True, logprobs=0, max_tokens=0)
+    choice = answer["choices"][0]
+    assert (choice["text"], choice["finish_reason"]) == ("abc", "length")
+    assert choice["logprobs"]["token_logprobs"] == [None, -1.5, -1.5]
+    assert answer["usage"]["completion_tokens"] == 0
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"echo": True},
+        {"logprobs": 2},
+        {"echo": True, "logprobs": 2},
+        {"echo": True, "logprobs": 2, "n": 3},
+        {"echo": True, "logprobs": 0, "max_tokens": 0},
+        {"stop": "wor"},
+        {"prompt": ["ab", "cd"], "n": 2, "logprobs": 1},
+    ],
+)
+def test_a_stream_adds_up_to_the_whole_answer(http, fields):
+    fields = {"prompt": "ab", **fields}
+    whole = complete(http, **fields)["choices"]
+    stream = streamed(http, **fields)
+    for choice in whole:
+        expected = {name: choice[name] for name in ("text", "logprobs", "finish_reason")}
+        assert stream[choice["index"]] == expected
+
+
+def test_offsets_count_characters_when_tokens_are_bytes():
+    with running_server(FakeReplica(says("é!"))) as server, httpx.Client(base_url=server.url) as http:
+        logprobs = complete(http, prompt="ü", echo=True, logprobs=0)["choices"][0]["logprobs"]
+    assert logprobs["tokens"] == ["bytes:\\xc3", "bytes:\\xbc", "bytes:\\xc3", "bytes:\\xa9", "!", "</s>"]
+    assert logprobs["text_offset"] == [0, 0, 1, 1, 2, 3]
+
+
+def test_special_tokens_are_added_unless_told_not_to(http, served):
+    complete(http, prompt="ab", add_special_tokens=False, return_token_ids=True)
+    assert list(served.replica.submitted[-1].prompt_token_ids) == [97, 98]
+
+
+def test_token_ids_and_prompt_logprobs_stand_in_the_choice(http):
+    choice = complete(http, prompt="ab", return_token_ids=True, prompt_logprobs=0, max_tokens=1)["choices"][0]
+    assert choice["prompt_token_ids"] == [97, 98]
+    assert choice["token_ids"] == [72]
+    assert choice["prompt_logprobs"] == [None, {"98": {"logprob": -1.5, "rank": 2, "decoded_token": "b"}}]
+
+
+def test_best_of_that_equals_n_is_taken(http):
+    assert len(complete(http, prompt="ab", n=2, best_of=2)["choices"]) == 2
+
+
+def test_a_stream_has_usage_at_its_end_when_asked(http):
+    body = {"model": "tiny", "prompt": "ab", "stream": True, "stream_options": {"include_usage": True}}
+    events = events_of(http.post("/v1/completions", json=body).text)
+    assert events[-1]["choices"] == []
+    assert events[-1]["usage"]["prompt_tokens"] == 2
+    assert all(event["usage"] is None for event in events[:-1])

@@ -1,0 +1,149 @@
+"""A client that goes away takes its samples with it, however it goes and whatever they were doing."""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+import time
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.api.conftest import MESSAGES
+from tests.fakes_api import EOS, FakeReplica, RunningServer, running_server
+
+FOREVER = 10_000
+
+
+def endless(request: Any) -> list[int]:
+    return [ord("x")] * FOREVER
+
+
+def close(connection: socket.socket) -> None:
+    connection.close()
+
+
+def reset(connection: socket.socket) -> None:
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    connection.close()
+
+
+def half_close(connection: socket.socket) -> None:
+    connection.shutdown(socket.SHUT_WR)
+
+
+def send(server: RunningServer, path: str, body: dict[str, Any]) -> socket.socket:
+    payload = json.dumps({"model": "tiny", **body}).encode()
+    connection = socket.create_connection(("127.0.0.1", server.port), timeout=10)
+    connection.sendall(
+        b"POST %s HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%s"
+        % (path.encode(), len(payload), payload)
+    )
+    return connection
+
+
+def until(condition: Callable[[], bool], seconds: float = 5.0) -> float:
+    """Wait for it, and say how long it took."""
+    started_at = time.monotonic()
+    while not condition():
+        assert time.monotonic() - started_at < seconds, "it never came"
+        time.sleep(0.002)
+    return time.monotonic() - started_at
+
+
+@pytest.fixture(scope="module", params=["queued", "decoding"])
+def stuck(request):
+    """A replica whose requests never end by themselves."""
+    replica = FakeReplica(endless, token_s=0.01, queued=request.param == "queued")
+    with running_server(replica) as server:
+        yield server
+
+
+@pytest.mark.parametrize("leave", [close, reset, half_close])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("n", [1, 4])
+def test_leaving_ends_every_sample_at_once(stuck, leave, stream, n):
+    replica = stuck.replica
+    replica.aborted.clear()
+    connection = send(stuck, "/v1/chat/completions", {"messages": MESSAGES, "stream": stream, "n": n})
+    until(lambda: len(replica.live) == n)
+    if stream and not replica.queued:
+        connection.recv(100)
+    leave(connection)
+    assert until(lambda: not replica.live) < 1.0
+    assert len(replica.aborted) == n
+    connection.close()
+
+
+def test_leaving_ends_all_prompts_of_a_list(stuck):
+    replica = stuck.replica
+    connection = send(stuck, "/v1/completions", {"prompt": ["a", "b", "c"], "n": 2, "max_tokens": 400})
+    until(lambda: len(replica.live) == 6)
+    connection.close()
+    until(lambda: not replica.live)
+
+
+def test_a_client_that_stops_reading_and_leaves_is_noticed():
+    """The answer fills every buffer, the server waits to write, and still hears that nobody is left."""
+    replica = FakeReplica(lambda request: [ord("x")] * 100_000, tokens_per_item=1000)
+    with running_server(replica, sse_keep_alive_s=0.0) as server:
+        model_len = {"max_tokens": 400}
+        connections = [
+            send(server, "/v1/completions", {"prompt": "a" * 100, "stream": True, "logprobs": 20, **model_len})
+            for _ in range(4)
+        ]
+        time.sleep(0.2)
+        for connection in connections:
+            reset(connection)
+        until(lambda: not replica.live)
+
+
+def test_leaving_while_the_body_is_sent_leaves_nothing_behind(served):
+    before = len(served.replica.submitted)
+    with socket.create_connection(("127.0.0.1", served.port), timeout=10) as connection:
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            b'content-length: 1000\r\n\r\n{"model":'
+        )
+    time.sleep(0.1)
+    assert len(served.replica.submitted) == before
+    assert httpx.get(f"{served.url}/health").status_code == 200
+
+
+def test_a_server_survives_two_hundred_clients_with_no_patience():
+    replica = FakeReplica(endless, token_s=0.01)
+    with running_server(replica) as server:
+        connections = [
+            send(server, "/v1/chat/completions", {"messages": MESSAGES, "stream": index % 2 == 0, "n": 1 + index % 2})
+            for index in range(200)
+        ]
+        until(lambda: len(replica.live) >= 250, 10)
+        for connection in connections:
+            connection.close()
+        until(lambda: not replica.live)
+        replica.answer = lambda request: [ord("y"), EOS]
+        answer = httpx.post(f"{server.url}/v1/completions", json={"model": "tiny", "prompt": "a"})
+        assert answer.json()["choices"][0]["text"] == "y"
+        page = httpx.get(f"{server.url}/metrics").text
+        edge = server.server._edge
+        assert (edge._num_admitted, len(edge._watches)) == (0, 0)
+        until(lambda: not server.server.server_state.tasks)
+    assert "maitred_requests_cancelled_total 200.0" in page
+    assert 'maitred_http_requests_total{route="/v1/chat/completions",status="499"} 200.0' in page
+    assert "maitred_http_requests_in_flight 1.0" in page, "only the one that asks"
+
+
+def test_what_the_client_sees_before_it_leaves_is_unharmed(stuck):
+    if stuck.replica.queued:
+        pytest.skip("nothing is generated")
+    connection = send(stuck, "/v1/chat/completions", {"messages": MESSAGES, "stream": True})
+    seen = b""
+    while seen.count(b"data: ") < 5:
+        seen += connection.recv(65536)
+    connection.close()
+    until(lambda: not stuck.replica.live)
+    assert seen.startswith(b"HTTP/1.1 200")
+    assert b'"role":"assistant"' in seen

@@ -1,0 +1,195 @@
+"""The whole server in this process: OpenAI's client, the edge, the engine, the built-in model."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from maitred.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from maitred.engine.build import Engine, build_engine
+from tests.api.conftest import strict_client
+from tests.api.test_completions import complete, streamed
+from tests.api.test_disconnect import close, half_close, reset, send, until
+from tests.fakes_api import RunningServer, running_server
+
+OPEN = "The"  # of its chat answers the model is sure; here it may say anything
+QUESTION = [{"role": "user", "content": "I would like two soups and a tea, please."}]
+SENTENCE = "The maître d' decides who is seated next, keeps every table full, and knows the regulars. "
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    config = EngineConfig(
+        model=ModelConfig(num_threads=1),
+        cache=CacheConfig(kv_cache_memory_bytes=64 * 2**20),
+        scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64),
+    )
+    built = build_engine(config, served_model_names=("mini",))
+    yield built
+    built.replica.stop()
+
+
+@pytest.fixture(scope="module")
+def real(engine: Engine) -> Iterator[RunningServer]:
+    with running_server(engine.replica, engine.model) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def web(real: RunningServer) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=real.url, timeout=60) as client:
+        yield client
+
+
+def chat(client: Any, **fields: Any) -> Any:
+    return client.chat.completions.create(
+        **{"model": "mini", "messages": QUESTION, "temperature": 0, "max_tokens": 24, **fields}
+    )
+
+
+def blocks_used(server: RunningServer) -> int:
+    return server.replica.state().num_blocks_used
+
+
+def test_a_stream_says_what_the_whole_answer_says(real):
+    client = strict_client(real.url)
+    whole = chat(client)
+    assert whole.choices[0].message.content
+    stream = chat(client, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == whole.choices[0].message.content
+
+
+def test_the_same_seed_gives_the_same_text_alone_and_in_company(real):
+    client = strict_client(real.url)
+
+    def ask(seed: int) -> str:
+        fields = {"model": "mini", "prompt": OPEN, "temperature": 1.5, "max_tokens": 24, "seed": seed}
+        return client.completions.create(**fields).choices[0].text
+
+    alone = [ask(seed) for seed in range(8)]
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        together = list(pool.map(ask, range(8)))
+    assert together == alone
+    assert len(set(alone)) > 1
+
+
+def test_samples_differ_and_have_usage(real):
+    fields = {"model": "mini", "prompt": OPEN, "temperature": 1.5, "max_tokens": 24, "seed": 1, "n": 4}
+    answer = strict_client(real.url).completions.create(**fields)
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    assert len({choice.text for choice in answer.choices}) > 1
+    assert answer.usage.completion_tokens <= 4 * 24
+
+
+def test_a_repeated_prompt_comes_from_the_cache(real, web):
+    fields = {"model": "mini", "prompt": SENTENCE * 5, "temperature": 0}
+    first = complete(web, **fields)
+    again = complete(web, **fields)
+    salted = complete(web, **fields, cache_salt="other")
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] >= 64
+    assert salted["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert first["choices"][0]["text"] == again["choices"][0]["text"]
+
+
+def test_logprobs_describe_the_greedy_choice(real):
+    answer = chat(strict_client(real.url), logprobs=True, top_logprobs=3)
+    content = answer.choices[0].logprobs.content
+    assert len(content) == answer.usage.completion_tokens
+    for at in content:
+        assert at.logprob <= 0
+        assert at.top_logprobs[0].token == at.token, "greedy takes the likeliest"
+        assert [top.logprob for top in at.top_logprobs] == sorted((t.logprob for t in at.top_logprobs), reverse=True)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_an_echo_is_scored_token_by_token(web, n):
+    fields = {"model": "mini", "prompt": SENTENCE, "echo": True, "logprobs": 2, "n": n, "seed": 3, "max_tokens": 4}
+    whole = complete(web, **fields)["choices"]
+    for choice in whole:
+        logprobs = choice["logprobs"]
+        assert choice["text"].startswith(SENTENCE)
+        assert logprobs["token_logprobs"][0] is None
+        assert all(value <= 0 for value in logprobs["token_logprobs"][1:])
+        for token, offset in zip(logprobs["tokens"], logprobs["text_offset"], strict=True):
+            if not token.startswith(("bytes:", "<")):
+                assert choice["text"].startswith(token, offset)
+    stream = streamed(web, **fields)
+    for choice in whole:
+        assert stream[choice["index"]]["logprobs"]["tokens"] == choice["logprobs"]["tokens"]
+
+
+def test_scoring_in_parts_is_scoring_the_whole(web):
+    fields = {"model": "mini", "prompt": SENTENCE * 6, "echo": True, "logprobs": 0, "max_tokens": 0}
+    first = complete(web, **fields)["choices"][0]["logprobs"]["token_logprobs"]
+    again = complete(web, **fields)["choices"][0]["logprobs"]["token_logprobs"]
+    assert first == again, "whatever the prefix cache holds"
+
+
+def test_a_stop_string_cuts_the_text_and_frees_the_request(real):
+    client = strict_client(real.url)
+    text = chat(client).choices[0].message.content
+    stop = text[len(text) // 2 : len(text) // 2 + 3]
+    cut = chat(client, stop=stop).choices[0]
+    assert (cut.message.content, cut.finish_reason) == (text[: text.index(stop)], "stop")
+    until(lambda: blocks_used(real) == 0)
+
+
+def test_a_prompt_over_the_context_is_refused_and_one_within_it_fills_it(real, web, engine):
+    limit = engine.model.max_model_len
+    answer = web.post("/v1/completions", json={"model": "mini", "prompt": SENTENCE * limit})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
+    assert str(limit) in answer.json()["error"]["message"]
+    whole = complete(web, model="mini", prompt=[5] * (limit - 3), max_tokens=3, ignore_eos=True)
+    assert whole["usage"]["total_tokens"] == limit
+
+
+@pytest.mark.parametrize("leave", [close, reset, half_close])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("n", [1, 4])
+def test_leaving_frees_the_blocks_at_once(real, leave, stream, n):
+    """In prefill: 1,500 tokens at 64 a step; then in decode."""
+    for prompt in ([*range(300, 400)] * 15, [300]):
+        body = {"prompt": prompt, "max_tokens": 300, "n": n, "stream": stream, "ignore_eos": True}
+        connection = send(real, "/v1/completions", {**body, "model": "mini"})
+        until(lambda: blocks_used(real) > 0)
+        leave(connection)
+        assert until(lambda: blocks_used(real) == 0) < 2.0
+        connection.close()
+
+
+def test_leaving_the_queue_leaves_nothing(real):
+    """Eight run, the others wait; all go away."""
+    body = {"model": "mini", "prompt": "x", "max_tokens": 1000, "ignore_eos": True}
+    connections = [send(real, "/v1/completions", body) for _ in range(20)]
+    until(lambda: real.replica.state().num_waiting == 12)
+    for connection in reversed(connections):
+        connection.close()
+    until(lambda: real.replica.state().num_waiting == real.replica.state().num_running == 0)
+    assert blocks_used(real) == 0
+
+
+def test_the_gauges_tell_what_the_engine_does(real, web):
+    stop = threading.Event()
+    seen = []
+
+    def look() -> None:
+        while not stop.is_set():
+            page = httpx.get(f"{real.url}/metrics").text
+            seen.append(float(page.split("\nmaitred_requests_running ")[1].split("\n")[0]))
+
+    looker = threading.Thread(target=look)
+    looker.start()
+    complete(web, model="mini", prompt="x", n=4, max_tokens=100, ignore_eos=True)
+    stop.set()
+    looker.join()
+    assert max(seen) == 4
+    page = httpx.get(f"{real.url}/metrics").text
+    assert "maitred_requests_running 0.0" in page
+    assert "maitred_kv_blocks_used 0.0" in page
+    assert "maitred_requests_waiting 0.0" in page

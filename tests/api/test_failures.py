@@ -1,0 +1,209 @@
+"""What goes wrong on our side: a status before the stream begins, an error object and [DONE] after."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.api.conftest import MESSAGES, strict_client
+from tests.api.test_disconnect import endless, send, until
+from tests.fakes_api import EOS, FakeReplica, make_model, running_server, says
+
+CHAT = {"model": "tiny", "messages": MESSAGES}
+
+
+def post(server: Any, **fields: Any) -> httpx.Response:
+    return httpx.post(f"{server.url}/v1/chat/completions", json={**CHAT, **fields}, timeout=20)
+
+
+def test_a_request_whose_logits_are_nan_gets_a_500():
+    with running_server(FakeReplica(fail_after=3)) as server:
+        answer = post(server)
+        assert answer.status_code == 500
+        error = answer.json()["error"]
+        assert (error["type"], error["code"], error["param"]) == ("server_error", "generation_failed", None)
+        assert "NaN" in error["message"]
+        with pytest.raises(openai.InternalServerError):
+            strict_client(server.url).chat.completions.create(**CHAT)
+
+
+def test_a_stream_whose_logits_become_nan_ends_with_an_error_object():
+    with running_server(FakeReplica(fail_after=3)) as server:
+        answer = post(server, stream=True)
+        assert answer.status_code == 200
+        *chunks, error, done = [line for line in answer.text.split("\n\n") if line]
+        assert len(chunks) == 4, "the role and three tokens"
+        assert '"error":{"message":"logits are NaN"' in error
+        assert done == "data: [DONE]"
+        with pytest.raises(openai.APIError, match="NaN"):
+            list(strict_client(server.url).chat.completions.create(**CHAT, stream=True))
+
+
+def test_a_stream_that_fails_before_its_first_token_has_a_status():
+    with running_server(FakeReplica(fail_after=0)) as server:
+        answer = post(server, stream=True)
+    assert answer.status_code == 500
+    assert answer.headers["content-type"] == "application/json"
+
+
+def test_one_bad_sample_of_four_ends_the_other_three():
+    replica = FakeReplica(lambda r: [ord("x")] * (100 if r.sample_index else 1), token_s=0.01)
+    replica.fail_after = 5
+    with running_server(replica) as server:
+        assert post(server, n=4).status_code == 500
+        until(lambda: not replica.live)
+
+
+def test_a_dead_engine_is_503_everywhere_but_the_process_answers():
+    replica = FakeReplica(dead="cuda is gone")
+    with running_server(replica) as server:
+        for path in ("/health", "/ready"):
+            answer = httpx.get(server.url + path)
+            assert answer.status_code == 503
+        assert "cuda is gone" in httpx.get(f"{server.url}/health").json()["error"]["message"]
+        for stream in (False, True):
+            answer = post(server, stream=stream)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_dead")
+        assert "maitred_engine_up 0.0" in httpx.get(f"{server.url}/metrics").text
+
+
+def test_an_engine_that_dies_in_a_stream_is_told_in_it():
+    with running_server(FakeReplica(die_after=2)) as server:
+        streamed, whole = post(server, stream=True), post(server)
+    assert '"code":"engine_dead"' in streamed.text
+    assert streamed.text.endswith("data: [DONE]\n\n")
+    assert whole.status_code == 503
+
+
+def test_one_bad_prompt_of_a_list_ends_the_others():
+    replica = FakeReplica(lambda r: [ord("x")] * (300 if r.prompt_token_ids[0] == ord("a") else 1), token_s=0.01)
+    replica.fail_after = 5
+    with running_server(replica) as server:
+        body = {"model": "tiny", "prompt": ["b", "a", "c"], "max_tokens": 300}
+        answer = httpx.post(f"{server.url}/v1/completions", json=body)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (500, "generation_failed")
+        until(lambda: not replica.live)
+
+
+def test_health_and_readiness_are_not_the_same():
+    welcome = False
+    with running_server(is_ready=lambda: welcome) as server:
+        assert httpx.get(f"{server.url}/health").status_code == 200
+        for path in ("/ready", "/readyz"):
+            assert httpx.get(server.url + path).status_code == 503
+        answer = post(server)
+        assert answer.status_code == 503
+        assert answer.headers["retry-after"] == "1"
+        welcome = True
+        assert httpx.get(f"{server.url}/ready").status_code == 200
+        assert post(server).status_code == 200
+
+
+def test_more_requests_than_the_server_holds_are_turned_away_at_once():
+    replica = FakeReplica(endless, token_s=0.01)
+    with running_server(replica, max_concurrent_requests=5) as server:
+        held = [send(server, "/v1/chat/completions", {"messages": MESSAGES, "n": 2}) for _ in range(2)]
+        until(lambda: len(replica.live) == 4)
+        started_at = time.monotonic()
+        answer = post(server, n=2)
+        assert time.monotonic() - started_at < 0.5
+        assert answer.status_code == 503
+        assert float(answer.headers["retry-after"]) >= 1
+        assert answer.json()["error"]["type"] == "server_error"
+        assert answer.json()["error"]["code"] == "server_overloaded"
+        for connection in held:
+            connection.close()
+        until(lambda: not replica.live)
+        replica.answer = says("again")
+        assert post(server, n=5).status_code == 200
+        assert post(server, n=6).status_code == 400, "waiting would not help"
+
+
+def test_a_silent_stream_is_kept_open_by_comments():
+    replica = FakeReplica(says("ok"), token_s=0.25)
+    with running_server(replica, sse_keep_alive_s=0.1) as server:
+        answer = post(server, stream=True)
+        text = "".join(
+            chunk.choices[0].delta.content or ""
+            for chunk in strict_client(server.url).chat.completions.create(**CHAT, stream=True)
+        )
+    assert answer.text.startswith(": keep-alive\n\n")
+    assert answer.text.count(": keep-alive") >= 4
+    assert answer.text.endswith("data: [DONE]\n\n")
+    assert text == "ok"
+
+
+def test_comments_can_be_turned_off():
+    with running_server(FakeReplica(says("l"), token_s=0.3), sse_keep_alive_s=0.0) as server:
+        assert "keep-alive" not in post(server, stream=True).text
+
+
+def test_headers_of_a_stream(http):
+    answer = http.post("/v1/chat/completions", json={**CHAT, "stream": True})
+    assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
+    assert answer.headers["cache-control"] == "no-cache"
+    assert answer.headers["x-accel-buffering"] == "no"
+
+
+def test_an_error_of_ours_tells_nothing_of_our_inside(caplog):
+    def broken(request: Any) -> list[int]:
+        raise RuntimeError("secret path /etc/x")
+
+    with running_server(FakeReplica(broken)) as server:
+        answer = post(server)
+    assert answer.status_code == 500
+    assert answer.json()["error"]["code"] == "internal_error"
+    assert "secret" not in answer.text
+    assert "secret" in caplog.text
+
+
+def test_a_prompt_is_tokenised_beside_the_event_loop():
+    """Other requests are answered while one large prompt is tokenised."""
+    model = make_model(max_model_len=4_000_000)
+    with running_server(FakeReplica(), model) as server:
+        big = threading.Thread(
+            target=lambda: httpx.post(f"{server.url}/tokenize", json={"prompt": "word é " * 100_000}, timeout=60)
+        )
+        big.start()
+        slowest = 0.0
+        while big.is_alive():
+            started_at = time.monotonic()
+            assert httpx.get(f"{server.url}/health").status_code == 200
+            slowest = max(slowest, time.monotonic() - started_at)
+        big.join()
+    assert slowest < 0.2
+
+
+def test_tokenize_and_detokenize_are_inverse(http):
+    tokens = http.post("/tokenize", json={"prompt": "héllo", "return_token_strs": True}).json()
+    assert tokens["count"] == len(tokens["tokens"]) == 6
+    assert tokens["max_model_len"] == 512
+    assert tokens["token_strs"][0] == "h"
+    assert http.post("/detokenize", json={"model": "tiny", "tokens": tokens["tokens"]}).json() == {"prompt": "héllo"}
+    chat = http.post("/tokenize", json={"model": "tiny", "messages": MESSAGES}).json()
+    assert chat["tokens"][8] == EOS
+    assert chat["token_strs"] is None
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {}),
+        ("/tokenize", {"prompt": "a", "messages": MESSAGES}),
+        ("/tokenize", {"prompt": 3}),
+        ("/tokenize", {"prompt": "x" * 40_000}),
+        ("/detokenize", {}),
+        ("/detokenize", {"tokens": "a"}),
+        ("/detokenize", {"tokens": [257]}),
+        ("/detokenize", {"tokens": [-1]}),
+        ("/detokenize", {"tokens": [10**40]}),
+    ],
+)
+def test_the_text_routes_refuse_what_they_cannot_do(http, path, body):
+    assert http.post(path, json=body).status_code == 400
+    assert http.post(path, json={**body, "model": "other", "prompt": "a", "tokens": [1]}).status_code == 404

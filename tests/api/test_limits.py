@@ -1,0 +1,170 @@
+"""Time limits of requests, and what a client hears when they run out or the server is full."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from maitred.api.limits import TimeLimits, time_limits
+from maitred.api.schemas import CompletionRequest
+from maitred.clock import WallClock
+from maitred.config import AdmissionConfig
+from maitred.engine.async_engine import AsyncEngine
+from maitred.engine.core import EngineCore
+from maitred.errors import InvalidRequest
+from maitred.scheduler.admission import AdmissionController
+from maitred.step import ModelOutput, SchedulerOutput
+from tests.fakes import MODEL, FakeExecutor, make_scheduler
+from tests.fakes_api import FakeReplica, make_model, running_server
+
+ALLOWED = AdmissionConfig(ttft_objective_s=2.0, queue_timeout_s=None, request_timeout_s=60.0)
+PATH = "/v1/completions"
+
+
+def asked(headers: dict[str, str] | None = None, **fields: Any) -> TimeLimits:
+    body = CompletionRequest(model="tiny", prompt="x", **fields)
+    return time_limits(body, {name.encode(): value.encode() for name, value in (headers or {}).items()}, ALLOWED)
+
+
+def test_what_the_server_allows_holds_for_those_who_ask_nothing():
+    assert asked() == TimeLimits(2.0, None, 60.0)
+
+
+def test_a_request_may_be_stricter_than_the_server_and_not_laxer():
+    assert asked(ttft_slo_ms=500, queue_timeout_ms=1000, timeout_ms=2000) == TimeLimits(0.5, 1.0, 2.0)
+    assert asked(ttft_slo_ms=50_000, timeout_ms=900_000) == TimeLimits(2.0, None, 60.0)
+
+
+def test_headers_say_the_same_and_fields_go_first():
+    headers = {"x-slo-ttft-ms": "250", "x-queue-timeout-ms": "1e3", "x-request-timeout-ms": "1500.5"}
+    assert asked(headers) == TimeLimits(0.25, 1.0, 1.5005)
+    assert asked(headers, timeout_ms=700).timeout_s == 0.7
+
+
+@pytest.mark.parametrize("value", ["", "soon", "0", "-1", "nan", "inf", "86400001", "\xb2", "9" * 400])
+def test_a_header_must_be_milliseconds(value: str):
+    with pytest.raises(InvalidRequest, match="x-slo-ttft-ms") as refused:
+        time_limits(CompletionRequest(model="m", prompt="x"), {b"x-slo-ttft-ms": value.encode("latin-1")}, ALLOWED)
+    assert refused.value.param == "x-slo-ttft-ms"
+
+
+class GatedExecutor(FakeExecutor):
+    """Says `a`, a step for each pass of the gate."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda request_id, position: ord("a"))
+        self.gate = threading.Event()
+
+    def execute(self, plan: SchedulerOutput) -> ModelOutput:
+        assert self.gate.wait(20)
+        return super().execute(plan)
+
+
+@contextmanager
+def one_slot(*, is_open: bool = True, **config: Any) -> Iterator[tuple[str, GatedExecutor, AdmissionController]]:
+    """A server that serves one request at a time; with the gate shut, none."""
+    executor = GatedExecutor()
+    if is_open:
+        executor.gate.set()
+    admission = AdmissionController(AdmissionConfig(**config), max_num_seqs=1)
+    scheduler = make_scheduler(max_num_seqs=1, num_blocks=4096, max_num_batched_tokens=512)
+    engine = AsyncEngine(EngineCore(scheduler, executor, WallClock()), WallClock(), admission=admission)
+    model = make_model(revision=MODEL, block_size=4, max_model_len=16_000)
+    try:
+        with running_server(engine, model, admission=admission) as server:
+            yield server.url, executor, admission
+    finally:
+        executor.gate.set()
+        engine.stop()
+
+
+def complete(url: str, headers: dict[str, str] | None = None, **fields: Any) -> httpx.Response:
+    body = {"model": "tiny", "prompt": "hi", "max_tokens": 4, "ignore_eos": True, **fields}
+    return httpx.post(url + PATH, json=body, headers=headers, timeout=20)
+
+
+@contextmanager
+def one_in_the_slot(url: str) -> Iterator[None]:
+    """A long answer under way; ends when the block does."""
+    body = {"model": "tiny", "prompt": "hi", "max_tokens": 15_000, "stream": True}
+    with httpx.stream("POST", url + PATH, json=body, timeout=20) as response:
+        lines = response.iter_lines()  # closing it would close the stream
+        next(lines)
+        yield
+
+
+def test_a_request_that_waited_too_long_may_come_again():
+    with one_slot() as (url, _, _), one_in_the_slot(url):
+        answer = complete(url, queue_timeout_ms=30)
+    assert answer.status_code == 503
+    assert answer.json()["error"]["code"] == "queue_timeout"
+    assert int(answer.headers["retry-after"]) >= 1
+    assert answer.headers["x-should-retry"] == "true"
+
+
+def test_a_request_that_took_too_long_need_not_come_again():
+    with one_slot() as (url, _, _):
+        answer = complete(url, {"x-request-timeout-ms": "50"}, max_tokens=15_000)
+        assert answer.status_code == 504
+        assert answer.json()["error"]["code"] == "request_timeout"
+        assert answer.headers["x-should-retry"] == "false"
+        assert complete(url).status_code == 200, "its slot is free again"
+        page = httpx.get(url + "/metrics").text
+    assert 'maitred_requests_finished_total{reason="timeout"} 1.0' in page
+
+
+def test_a_stream_that_took_too_long_ends_with_an_error_clients_raise():
+    with one_slot() as (url, _, _):
+        body = {"model": "tiny", "prompt": "hi", "max_tokens": 15_000, "stream": True, "timeout_ms": 50}
+        lines = httpx.post(url + PATH, json=body, timeout=20).text.split("\n\n")
+        assert lines[-2] == "data: [DONE]"
+        assert json.loads(lines[-3].removeprefix("data: "))["error"]["code"] == "request_timeout"
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        with pytest.raises(openai.APIError, match="not done after"):
+            list(
+                client.completions.create(
+                    model="tiny", prompt="hi", max_tokens=15_000, stream=True, extra_body={"timeout_ms": 50}
+                )
+            )
+
+
+def test_who_finds_the_queue_full_hears_it_at_once_and_when_to_come_again():
+    with one_slot(max_queued_requests=1) as (url, _, admission), one_in_the_slot(url):
+        waiting = threading.Thread(target=complete, args=(url,), kwargs={"timeout_ms": 2000})
+        waiting.start()
+        while not admission.num_waiting:
+            pass
+        answer = complete(url)
+        assert answer.status_code == 503
+        assert answer.json()["error"]["code"] == "server_overloaded"
+        assert answer.headers["x-should-retry"] == "true"
+        assert 1 <= int(answer.headers["retry-after"]) <= 120
+        assert answer.elapsed.total_seconds() < 0.5
+        page = httpx.get(url + "/metrics").text
+        assert 'maitred_admission_refused_total{reason="requests"} 1.0' in page
+        waiting.join()
+
+
+def test_limits_reach_the_engine():
+    replica = FakeReplica()
+    with running_server(replica) as server:
+        complete(server.url, {"x-slo-ttft-ms": "400"}, timeout_ms=5000, queue_timeout_ms=1000)
+    (request,) = replica.submitted
+    assert request.ttft_slo_s == 0.4
+    assert request.start_by == pytest.approx(request.arrived_at + 1.0)
+    assert request.finish_by == pytest.approx(request.arrived_at + 5.0)
+
+
+@pytest.mark.parametrize("fields", [{"timeout_ms": 0}, {"ttft_slo_ms": -5}, {"queue_timeout_ms": 1e12}])
+def test_limits_out_of_range_are_refused_with_the_field(fields: dict[str, float]):
+    with running_server() as server:
+        answer = complete(server.url, **fields)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == next(iter(fields))

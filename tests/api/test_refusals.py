@@ -1,0 +1,264 @@
+"""What is not built is refused by name; what is out of range is refused with number and bound; nothing is a 5xx."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from maitred.api.refusals import CHAT_REFUSED, COMPLETION_REFUSED
+from tests.api.conftest import MESSAGES
+
+CHAT = "/v1/chat/completions"
+TEXT = "/v1/completions"
+
+
+def refused(http, path: str, fields: dict[str, Any]) -> dict[str, Any]:
+    base = {"model": "tiny", "messages": MESSAGES} if path == CHAT else {"model": "tiny", "prompt": "ab"}
+    response = http.post(path, json={**base, **fields})
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["type"] == "invalid_request_error"
+    return error
+
+
+UNBUILT: dict[str, Any] = {
+    "tools": [{"type": "function", "function": {"name": "f"}}],
+    "tool_choice": "auto",
+    "functions": [{"name": "f"}],
+    "function_call": "auto",
+    "response_format": {"type": "json_object"},
+    "structured_outputs": {"json": {}},
+    "modalities": ["text", "audio"],
+    "audio": {"voice": "x", "format": "wav"},
+    "prediction": {"type": "content", "content": "x"},
+    "web_search_options": {},
+    "reasoning_effort": "low",
+    "verbosity": "high",
+    "use_beam_search": True,
+    "length_penalty": 0.5,
+    "truncate_prompt_tokens": -1,
+    "logprob_token_ids": [1],
+    "prompt_embeds": "AAAA",
+    "chat_template": "{{ messages }}",
+    "documents": [{"text": "x"}],
+    "include_reasoning": False,
+    "stream_interval": 4,
+    "thinking_token_budget": 5,
+    "kv_transfer_params": {"a": 1},
+    "spaces_between_special_tokens": False,
+    "guided_json": {},
+    "guided_regex": "a",
+    "guided_choice": ["a"],
+    "guided_grammar": "a",
+    "guided_decoding_backend": "a",
+    "guided_whitespace_pattern": "a",
+}
+
+
+@pytest.mark.parametrize("name", UNBUILT)
+def test_an_unbuilt_field_of_chat_is_refused_by_name(http, name):
+    error = refused(http, CHAT, {name: UNBUILT[name]})
+    assert (error["code"], error["param"]) == ("unsupported_parameter", name)
+    assert name in error["message"]
+
+
+@pytest.mark.parametrize("name", [*COMPLETION_REFUSED, "guided_json", "guided_choice"])
+def test_an_unbuilt_field_of_completions_is_refused_by_name(http, name):
+    error = refused(http, TEXT, {name: {"any": "thing"}})
+    assert (error["code"], error["param"]) == ("unsupported_parameter", name)
+
+
+@pytest.mark.parametrize("name", CHAT_REFUSED)
+def test_null_is_as_good_as_absent(http, name):
+    response = http.post(CHAT, json={"model": "tiny", "messages": MESSAGES, name: None})
+    assert response.status_code == 200, response.text
+
+
+@pytest.mark.parametrize("name", CHAT_REFUSED)
+def test_what_clients_send_by_default_is_accepted(http, name):
+    for value in CHAT_REFUSED[name]:
+        response = http.post(CHAT, json={"model": "tiny", "messages": MESSAGES, name: value})
+        assert response.status_code == 200, response.text
+
+
+def test_removed_fields_are_told_their_successor(http):
+    assert "structured_outputs" in refused(http, CHAT, {"guided_json": {}})["message"]
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ({"role": "tool", "content": "x", "tool_call_id": "1"}, "messages[0].role"),
+        ({"role": "assistant", "content": "x", "tool_calls": [{"id": "1"}]}, "messages[0].tool_calls"),
+        ({"role": "assistant", "content": "x", "function_call": {"name": "f"}}, "messages[0].function_call"),
+        ({"role": "assistant", "content": "x", "audio": {"id": "1"}}, "messages[0].audio"),
+        (
+            {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
+            "messages[0].content[0].type",
+        ),
+    ],
+)
+def test_messages_this_version_cannot_read_are_refused(http, message, param):
+    error = refused(http, CHAT, {"messages": [message]})
+    assert (error["code"], error["param"]) == ("unsupported_parameter", param)
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ({"role": "wizard", "content": "x"}, "messages[0].role"),
+        ({"role": "user"}, "messages[0].content"),
+        ({"role": "user", "content": None}, "messages[0].content"),
+        ({"role": "user", "content": 7}, "messages[0].content"),
+        ({"content": "x"}, "messages[0].role"),
+        ({"role": "user", "content": [{"type": "text"}]}, "messages[0].content[0].text"),
+        ("hello", "messages[0]"),
+    ],
+)
+def test_malformed_messages_are_refused(http, message, param):
+    assert refused(http, CHAT, {"messages": [message]})["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"n": 17}, "n", ("17", "16")),
+        ({"n": 0}, "n", ("0", "1")),
+        ({"temperature": 2.1}, "temperature", ("2.1", "2")),
+        ({"temperature": -1}, "temperature", ("-1", "0")),
+        ({"top_p": 0}, "top_p", ("0",)),
+        ({"top_p": 1.5}, "top_p", ("1.5", "1")),
+        ({"top_k": -2}, "top_k", ("-2", "-1")),
+        ({"min_p": 2}, "min_p", ("2", "1")),
+        ({"presence_penalty": 3}, "presence_penalty", ("3", "2")),
+        ({"frequency_penalty": -3}, "frequency_penalty", ("-3", "-2")),
+        ({"repetition_penalty": 0}, "repetition_penalty", ("0",)),
+        ({"logit_bias": {"1": 200}}, "logit_bias", ("200", "100")),
+        ({"logit_bias": {"999": 1}}, "logit_bias", ("999",)),
+        ({"seed": 2**63}, "seed", (str(2**63),)),
+        ({"stop": list("abcde")}, "stop", ("5", "4")),
+        ({"stop": ""}, "stop", ("empty",)),
+        ({"stop": "x" * 1025}, "stop", ("1025", "1024")),
+        ({"bad_words": ["x"] * 129}, "bad_words", ("129", "128")),
+        ({"allowed_token_ids": [257]}, "allowed_token_ids", ("257",)),
+        ({"allowed_token_ids": []}, "allowed_token_ids", ("empty",)),
+        ({"stop_token_ids": [-1]}, "stop_token_ids", ("-1",)),
+        ({"min_tokens": 5, "max_tokens": 4}, "min_tokens", ("5", "4")),
+        ({"prompt_logprobs": 21}, "prompt_logprobs", ("21", "20")),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", ("stream",)),
+        ({"cache_salt": ""}, "cache_salt", ("0", "1024")),
+        ({"cache_salt": "x" * 1025}, "cache_salt", ("1025", "1024")),
+        ({"priority": -1}, "priority", ("-1", "0")),
+        ({"request_id": "a b"}, "request_id", ("128",)),
+        ({"stream_options": {"include_usage": True}}, "stream_options", ("stream",)),
+        (
+            {"stream": True, "stream_options": {"continuous_usage_stats": True}},
+            "stream_options.continuous_usage_stats",
+            ("include_usage",),
+        ),
+        ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation", ()),
+        ({"service_tier": "flex"}, "service_tier", ()),
+    ],
+)
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+def test_a_value_out_of_range_is_refused_with_number_and_bound(http, path, fields, param, words):
+    error = refused(http, path, fields)
+    assert error["param"] == param
+    for word in words:
+        assert word in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
+        ({"logprobs": 3}, "logprobs"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
+        ({"messages": []}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        ({"add_generation_prompt": True, "continue_final_message": True}, "continue_final_message"),
+        ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs.tokenize"),
+        ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs.chat_template"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages"),
+        ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs.self"),
+        ({"chat_template_kwargs": {"bos_token": "x"}}, "chat_template_kwargs.bos_token"),
+        ({"stop": [1]}, "stop[0]"),
+        ({"stream": "yes"}, "stream"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"max_tokens": 1.5}, "max_tokens"),
+        ({"n": True}, "n"),
+        ({"seed": 0.5}, "seed"),
+        ({"logit_bias": {"a": 1}}, "logit_bias"),
+        ({"stream_options": {"include_usage": 1}, "stream": True}, "stream_options.include_usage"),
+        ({"metadata": {"a": 1}}, "metadata"),
+    ],
+)
+def test_chat_names_the_wrong_field(http, fields, param):
+    assert refused(http, CHAT, fields)["param"].startswith(param)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"logprobs": 21}, "logprobs"),
+        ({"logprobs": True}, "logprobs"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -1, "echo": True}, "max_tokens"),
+        ({"best_of": 1, "n": 2}, "best_of"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": ["a", 1]}, "prompt[1]"),
+        ({"prompt": [[1], "a"]}, "prompt[1]"),
+        ({"prompt": ["a"] * 1025}, "prompt"),
+        ({"prompt": [97, 257]}, "prompt"),
+        ({"prompt": [97, -1]}, "prompt"),
+        ({"prompt": [[97], [10**30]]}, "prompt[1]"),
+        ({"prompt": ["a", ""]}, "prompt[1]"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": None}, "prompt"),
+        ({"prompt": [1.5]}, "prompt[0]"),
+        ({"prompt": {"a": 1}}, "prompt"),
+    ],
+)
+def test_completions_name_the_wrong_field(http, fields, param):
+    assert refused(http, TEXT, fields)["param"] == param
+
+
+def test_best_of_more_than_n_is_not_built(http):
+    assert refused(http, TEXT, {"best_of": 3, "n": 2})["code"] == "unsupported_parameter"
+
+
+def test_missing_fields_are_named(http):
+    for body, param in (({}, "model"), ({"model": "tiny"}, "messages")):
+        response = http.post(CHAT, json=body)
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize(("path", "field"), [(CHAT, "messages"), (TEXT, "prompt")])
+def test_a_prompt_that_is_too_long_is_refused_with_both_numbers(http, path, field):
+    text = "x" * 600
+    error = refused(http, path, {field: text if path == TEXT else [{"role": "user", "content": text}]})
+    assert (error["code"], error["param"]) == ("context_length_exceeded", field)
+    assert "512" in error["message"]
+    assert "600" in error["message"] or "620" in error["message"] or path == CHAT
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+def test_prompt_and_max_tokens_over_the_context_are_refused(http, path):
+    error = refused(http, path, {"max_tokens": 511})
+    assert error["code"] == "context_length_exceeded"
+    assert error["param"] == "max_tokens"
+    assert "512" in error["message"]
+    assert "511" in error["message"]
+
+
+def test_a_message_never_repeats_much_of_what_was_sent(http):
+    response = http.post(CHAT, json={"model": "m" * 100_000, "messages": MESSAGES})
+    assert response.status_code == 404
+    assert len(response.text) < 1500

@@ -1,0 +1,403 @@
+"""Keys of tenants: what they may ask, what they are refused and told, what administrators see."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from maitred.api.auth import OPEN_PATHS
+from maitred.api.server import ROUTES
+from maitred.engine.key_files import make_key, read_tenant_file
+from maitred.engine.ledger import Ledger
+from maitred.tenancy.tenant import TenantTable, read_tenants
+from tests.api.conftest import MESSAGES
+from tests.conftest import ROOT
+from tests.fakes_api import FakeReplica, RunningServer, make_model, running_server, says
+
+TENANTS: dict[str, dict[str, Any]] = {
+    "free": {},
+    "urgent": {"tier": "priority"},
+    "batch": {"tier": "flex", "priorities": [2, 5], "default_priority": 3},
+    "rpm": {"requests_per_minute": 3},
+    "tpm": {"tokens_per_minute": 400},
+    "narrow": {"concurrency": 2, "max_queue": 1},
+    "poor": {"token_budget": 60},
+    "terms": {"weight": 3, "ttft_slo_s": 0.5, "queue_timeout_s": 5, "timeout_s": 9, "default_max_tokens": 7},
+    "one": {"shared_cache_group": "family"},
+    "two": {"shared_cache_group": "family"},
+    "boss": {},
+}
+
+
+def table_of(tenants: dict[str, dict[str, Any]]) -> TenantTable:
+    """Every tenant's key is its name; that of `boss` is an administrator's."""
+    whole = {}
+    for name, fields in tenants.items():
+        made = make_key(name, secret=name, admin=name == "boss").key
+        entry = {"id": f"key_{name}", "sha256": made.digest.hex(), "admin": made.admin}
+        whole[name] = {**fields, "keys": [entry]}
+    return read_tenants({"tenants": whole}, "tenants.yaml")
+
+
+@pytest.fixture
+def house() -> Iterator[RunningServer]:
+    with running_server(tenants=SimpleNamespace(table=table_of(TENANTS))) as server:
+        yield server
+
+
+def post(server: RunningServer, tenant: str, **fields: Any) -> httpx.Response:
+    body = {"model": "tiny", "messages": MESSAGES, "max_tokens": 20, **fields}
+    key = {"authorization": f"Bearer {tenant}"}
+    return httpx.post(f"{server.url}/v1/chat/completions", json=body, headers=key, timeout=20)
+
+
+def ask(server: RunningServer, tenant: str, **fields: Any) -> Any:
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key=tenant, max_retries=0)
+    return client.chat.completions.create(model="tiny", messages=MESSAGES, **{"max_tokens": 20, **fields})
+
+
+def get(server: RunningServer, tenant: str, path: str) -> httpx.Response:
+    return httpx.get(server.url + path, headers={"authorization": f"Bearer {tenant}"})
+
+
+def limits_of(response: httpx.Response) -> dict[str, str]:
+    return {
+        name.removeprefix("x-ratelimit-"): value
+        for name, value in response.headers.items()
+        if name.startswith("x-ratelimit-")
+    }
+
+
+# ---- who is asking
+
+
+def test_a_request_carries_its_tenants_name_and_terms(house):
+    ask(house, "terms", max_tokens=None)
+    request = house.replica.submitted[-1]
+    assert (request.tenant, request.key_id, request.weight) == ("terms", "key_terms", 3.0)
+    assert (request.priority, request.max_tokens, request.ttft_slo_s) == (1, 7, 0.5)
+    assert request.start_by == pytest.approx(request.arrived_at + 5)
+    assert request.finish_by == pytest.approx(request.arrived_at + 9)
+
+
+def test_only_keys_of_the_table_open(house):
+    assert post(house, "nobody").status_code == 401
+    assert httpx.get(f"{house.url}/v1/models").status_code == 401
+
+
+@pytest.mark.parametrize(("method", "path"), [(method, path) for method, path, _ in ROUTES])
+def test_every_route_but_the_open_ones_needs_a_key_of_a_tenant(http_of_house, method, path):
+    response = http_of_house.request(method, path.replace("{model:path}", "tiny"), json={})
+    assert response.status_code == (200 if path in OPEN_PATHS else 401)
+
+
+@pytest.fixture(scope="module")
+def http_of_house() -> Iterator[httpx.Client]:
+    source = SimpleNamespace(table=table_of(TENANTS))
+    with running_server(tenants=source) as server, httpx.Client(base_url=server.url) as client:
+        yield client
+
+
+def test_another_table_is_in_force_at_the_next_request():
+    source = SimpleNamespace(table=table_of({"a": {"requests_per_minute": 9}}))
+    with running_server(tenants=source) as server:
+        assert limits_of(post(server, "a"))["remaining-requests"] == "8"
+        assert post(server, "b").status_code == 401
+        source.table = table_of({"a": {"requests_per_minute": 5}, "b": {}})
+        assert limits_of(post(server, "a"))["remaining-requests"] == "3", "what was used stays used"
+        assert post(server, "b").status_code == 200
+        source.table = table_of({"b": {}})
+        assert post(server, "a").status_code == 401
+
+
+# ---- priority and service tier
+
+
+@pytest.mark.parametrize(
+    ("tenant", "fields", "priority", "tier"),
+    [
+        ("free", {"service_tier": "auto"}, 1, "default"),
+        ("free", {"service_tier": "priority"}, 1, "default"),
+        ("free", {"service_tier": "flex"}, 2, "flex"),
+        ("free", {"service_tier": "auto", "priority": 700}, 700, "flex"),
+        ("urgent", {"service_tier": "auto"}, 0, "priority"),
+        ("urgent", {"service_tier": "default"}, 1, "default"),
+        ("batch", {"service_tier": "auto"}, 3, "flex"),
+        ("batch", {"service_tier": "priority"}, 2, "flex"),
+    ],
+)
+def test_a_service_tier_is_a_priority_within_bounds_and_the_answer_tells_which(house, tenant, fields, priority, tier):
+    answer = post(house, tenant, **fields)
+    assert answer.json()["service_tier"] == tier
+    assert house.replica.submitted[-1].priority == priority
+    stream = post(house, tenant, stream=True, **fields)
+    assert f'"service_tier":"{tier}"' in stream.text
+
+
+def test_no_service_tier_is_told_to_those_who_did_not_ask(house):
+    assert "service_tier" not in post(house, "free").json()
+    assert post(house, "free", service_tier="gold").json()["error"]["code"] == "unsupported_parameter"
+
+
+@pytest.mark.parametrize(("tenant", "priority"), [("free", 0), ("batch", 1), ("batch", 6)])
+def test_a_priority_the_key_may_not_ask_is_refused_with_the_range(house, tenant, priority):
+    with pytest.raises(openai.PermissionDeniedError) as refused:
+        ask(house, tenant, extra_body={"priority": priority})
+    assert refused.value.param == "priority"
+    assert refused.value.code == "permission_denied"
+    low, high = {"free": (1, 1000), "batch": (2, 5)}[tenant]
+    assert f"may ask for {low} (most urgent) to {high}" in refused.value.message
+
+
+# ---- cache salts
+
+
+def test_tenants_never_share_blocks_unless_they_are_a_group(house):
+    def hashes(tenant: str, **fields: Any) -> tuple[bytes, ...]:
+        ask(house, tenant, extra_body=fields)
+        request = house.replica.submitted[-1]
+        assert request.block_hashes
+        assert request.cache_salt
+        return tuple(request.block_hashes)
+
+    assert hashes("free") == hashes("free")
+    assert hashes("one") == hashes("two")
+    assert hashes("one", cache_salt="x") == hashes("two", cache_salt="x")
+    apart = [hashes("free"), hashes("urgent"), hashes("one"), hashes("free", cache_salt="x"),
+             hashes("urgent", cache_salt="x")]  # fmt: skip
+    assert len(set(apart)) == len(apart)
+    stolen = house.replica.submitted[0].cache_salt
+    assert hashes("urgent", cache_salt=stolen) not in apart, "a known salt opens nobody's cache"
+
+
+# ---- limits
+
+
+def test_every_answer_of_a_limited_tenant_tells_what_is_left(house):
+    models = get(house, "rpm", "/v1/models")
+    assert limits_of(models) == {"limit-requests": "3", "remaining-requests": "3", "reset-requests": "0s"}
+    for left in (2, 1, 0):
+        answer = post(house, "rpm", stream=left == 1)
+        assert answer.status_code == 200
+        assert limits_of(answer)["remaining-requests"] == str(left)
+        assert limits_of(answer)["reset-requests"] in ("1m0s", "1m1s")
+    refused = post(house, "rpm")
+    assert refused.status_code == 429
+    assert refused.json()["error"]["code"] == "rate_limit_exceeded"
+    assert refused.json()["error"]["type"] == "rate_limit_error"
+    assert limits_of(refused)["remaining-requests"] == "0"
+    assert 55 <= int(refused.headers["retry-after"]) <= 61
+    assert float(refused.headers["retry-after-ms"]) <= 1000 * int(refused.headers["retry-after"])
+    assert limits_of(post(house, "free")) == {}
+    assert post(house, "rpm", max_tokens=-1).status_code == 400, "a wrong request is told so first"
+
+
+def test_openais_client_comes_again_when_it_is_told_to():
+    """The window is turned by hand, between the refusal and the retry."""
+    with running_server(tenants=SimpleNamespace(table=table_of({"rpm": {"requests_per_minute": 1}}))) as server:
+        edge = server.server._edge
+        start, offset = time.monotonic(), [0.0]
+        edge.clock = SimpleNamespace(now=lambda: time.monotonic() + offset[0])
+        ask(server, "rpm")
+        offset[0] = start - time.monotonic() + 59.0  # the minute is over in about a second and a half
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="rpm", max_retries=1)
+        began = time.monotonic()
+        assert client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=3).choices
+        assert 0.2 < time.monotonic() - began < 4
+
+
+def test_tokens_are_taken_before_and_given_back_after(house):
+    answer = post(house, "tpm", max_tokens=300)
+    used = answer.json()["usage"]["total_tokens"]
+    assert limits_of(answer)["remaining-tokens"] == str(400 - used)
+    too_many = post(house, "tpm", max_tokens=300, n=2)
+    assert too_many.status_code == 429
+    assert too_many.headers["x-should-retry"] == "false"
+    later = post(house, "tpm", max_tokens=370)
+    assert later.status_code == 429
+    assert "retry-after" in later.headers
+    assert limits_of(later)["remaining-tokens"] == str(400 - used), "a refusal takes nothing"
+    assert post(house, "tpm", max_tokens=None).status_code == 200, "who says nothing gets what there can be"
+    assert house.replica.submitted[-1].max_tokens <= 400
+
+
+def test_concurrency_and_queue_are_the_tenants_own():
+    table = SimpleNamespace(table=table_of(TENANTS))
+    with running_server(FakeReplica(queued=True), tenants=table) as server:
+        waiting = threading.Thread(target=post, args=(server, "narrow"), daemon=True)
+        waiting.start()
+        while not server.replica.submitted:
+            time.sleep(0.01)
+        refused = post(server, "narrow")
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+        assert "its max_queue is 1" in refused.json()["error"]["message"]
+        assert post(server, "narrow", n=3).headers["x-should-retry"] == "false"
+        page = get(server, "boss", "/metrics").text
+        assert 'maitred_tenant_samples_waiting{tenant="narrow"} 1.0' in page
+        assert 'maitred_tenant_refusals_total{limit="max_queue",tenant="narrow"} 1.0' in page
+        server.replica.abort(server.replica.submitted[0].request_id)
+        waiting.join(10)
+        page = get(server, "boss", "/metrics").text
+        assert 'maitred_tenant_samples_in_flight{tenant="narrow"} 0.0' in page
+
+
+def test_slots_come_back_whatever_happened():
+    replica = FakeReplica(says("x" * 100), fail_after=3)
+    with running_server(replica, tenants=SimpleNamespace(table=table_of(TENANTS))) as server:
+        for _ in range(3):
+            assert post(server, "narrow", max_tokens=60).status_code == 500
+            assert '"code":"generation_failed"' in post(server, "narrow", max_tokens=60, stream=True).text
+            assert post(server, "narrow", messages=[{"role": "user", "content": "x" * 600}]).status_code == 400
+        replica.dead = "gone"
+        assert post(server, "narrow").status_code == 503
+        replica.dead, replica.fail_after = None, None
+        assert post(server, "narrow").status_code == 200
+
+
+def test_a_budget_ends_with_openais_own_code(house):
+    assert post(house, "poor", max_tokens=30).status_code == 200
+    spent = 0
+    while True:
+        answer = post(house, "poor", max_tokens=None)
+        if answer.status_code != 200:
+            break
+        spent += 1
+        assert spent < 20
+    assert (answer.status_code, answer.json()["error"]["code"]) == (429, "insufficient_quota")
+    assert answer.json()["error"]["type"] == "insufficient_quota"
+    assert answer.headers["x-should-retry"] == "false"
+    page = get(house, "boss", "/metrics").text
+    assert 'maitred_tenant_refusals_total{limit="token_budget",tenant="poor"} 1.0' in page
+
+
+def test_a_check_costs_microseconds():
+    table = table_of({f"t{i}": {"requests_per_minute": 10**9, "tokens_per_minute": 10**12} for i in range(200)})
+    with running_server(tenants=SimpleNamespace(table=table)) as server:
+        door = server.server._edge.door
+        began = time.perf_counter()
+        for _ in range(1000):
+            caller = door.check("/v1/models", b"Bearer t150")
+            lease = caller.quota.enter(1, 0.0)
+            lease.reserve(100, 0.0)
+            dict(caller.quota.headers(0.0))
+            lease.end(10)
+        each = (time.perf_counter() - began) / 1000
+    assert each < 0.001, f"{each * 1e6:.0f} us with 200 keys"
+
+
+# ---- administrators
+
+
+@pytest.fixture
+def kept(tmp_path) -> Iterator[RunningServer]:
+    ledger = Ledger(tmp_path / "ledger.sqlite", model="tiny")
+    replica = LedgerReplica(ledger)
+    with running_server(replica, tenants=SimpleNamespace(table=table_of(TENANTS)), ledger=ledger) as server:
+        yield server
+    ledger.close()
+
+
+class LedgerReplica(FakeReplica):
+    """Tells the ledger what an engine would, at the end of each request."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        super().__init__()
+        self.ledger = ledger
+
+    def submit(self, request: Any) -> Any:
+        request.num_charged_prompt_tokens, request.num_cached_tokens = request.num_prompt_tokens, 1
+        request.output_token_ids += [0] * 14
+        request.finish_reason, request.finished_at = "stop", 1.0
+        request.finish_reason = SimpleNamespace(value="stop")
+        self.ledger.opened(request)
+        return super().submit(request)
+
+
+def test_usage_is_read_as_from_openai(kept):
+    for tenant, count in (("free", 3), ("urgent", 2)):
+        for _ in range(count):
+            ask(kept, tenant)
+    kept.replica.ledger.flush()
+    client = openai.OpenAI(base_url=f"{kept.url}/v1", api_key="x", admin_api_key="boss", max_retries=0)
+    now = int(time.time())
+    page = client.admin.organization.usage.completions(
+        start_time=now - 3600, bucket_width="1h", group_by=["project_id", "service_tier"], limit=24
+    )
+    found = {(r.project_id, r.service_tier): r for bucket in page.data for r in bucket.results}
+    assert set(found) == {("free", "default"), ("urgent", "priority")}
+    free = found["free", "default"]
+    prompt = kept.replica.submitted[0].num_prompt_tokens
+    assert (free.num_model_requests, free.input_tokens, free.output_tokens) == (3, 3 * prompt, 42)
+    assert (free.input_cached_tokens, free.model, free.api_key_id) == (3, None, None)
+    assert not page.has_more
+
+
+def test_usage_comes_in_pages_and_by_filter(kept):
+    ask(kept, "free")
+    kept.replica.ledger.flush()
+    now = int(time.time())
+    path, total, pages, page = "/v1/organization/usage/completions", 0, 0, ""
+    while True:
+        query = f"?start_time={now - 600}&bucket_width=1m&limit=4&project_ids=free&project_ids[]=poor{page}"
+        answer = get(kept, "boss", path + query).json()
+        assert len(answer["data"]) <= 4
+        total += sum(r["num_model_requests"] for bucket in answer["data"] for r in bucket["results"])
+        pages += 1
+        if not answer["has_more"]:
+            break
+        page = f"&page={answer['next_page']}"
+    assert (total, pages) == (1, 3)
+    none = get(kept, "boss", f"{path}?start_time={now - 600}&models=other").json()
+    assert not any(bucket["results"] for bucket in none["data"])
+
+
+@pytest.mark.parametrize(
+    ("query", "param"),
+    [("", "start_time"), ("start_time=x", "start_time"), ("start_time=1&limit=99", "limit"),
+     ("start_time=1&bucket_width=2d", "bucket_width"), ("start_time=1&group_by=user_id", "group_by"),
+     ("start_time=1&user_ids=a", "user_ids"), ("start_time=1&batch=1", "batch"), ("start_time=9&page=page_3", "page"),
+     ("start_time=1&start=2", None), ("start_time=" + "9" * 30, "start_time"), ("a=1&" * 1001, None)],
+)  # fmt: skip
+def test_a_wrong_query_is_told(kept, query, param):
+    answer = get(kept, "boss", f"/v1/organization/usage/completions?{query}")
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+def test_only_administrators_read_usage_and_metrics(kept, http):
+    for path in ("/v1/organization/usage/completions?start_time=1", "/metrics"):
+        refused = get(kept, "free", path)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (403, "permission_denied")
+        assert get(kept, "boss", path).status_code == 200
+    without = http.get("/v1/organization/usage/completions?start_time=1")
+    assert without.status_code == 404
+    assert "--ledger" in without.json()["error"]["message"]
+
+
+def test_clients_cannot_make_labels(house):
+    for name in ("nobody", "free", "x" * 50):
+        post(house, name, user=name)
+    page = get(house, "boss", "/metrics").text
+    assert set(TENANTS) >= {line.split('tenant="')[1].split('"')[0] for line in page.splitlines() if 'tenant="' in line}
+    assert 'maitred_tenant_requests_total{tenant="free"} 1.0' in page
+    assert 'maitred_tenant_tokens_total{kind="generated",tenant="free"} 14.0' in page
+
+
+# ---- the example
+
+
+def test_the_example_is_a_table_that_serves():
+    table = read_tenant_file(ROOT / "examples" / "tenants.yaml")
+    assert set(table.tenants) == {"shop", "team", "nightly", "operations"}
+    assert table.tenants["shop"].limits.max_queue == 32
+    keys = table_of({name: {} for name in table.tenants}).keys
+    whole = SimpleNamespace(table=TenantTable(table.tenants, keys))
+    with running_server(tenants=whole, model=make_model()) as server:
+        for name in table.tenants:
+            assert post(server, name).status_code == 200

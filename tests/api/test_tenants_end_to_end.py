@@ -1,0 +1,275 @@
+"""A real server with tenants and a ledger: isolation, exact sums, keys without a restart, kill -9 under load."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.conftest import ROOT, ServerProcess, start_server
+
+MODEL = "maitred-mini"
+LONG = "The maître d' decides who is seated next, keeps every table full, and knows the regulars. " * 5
+
+
+def keys_command(*words: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "maitred", "keys", *words]
+    return subprocess.run(command, input=stdin, capture_output=True, text=True, cwd=ROOT, timeout=60, check=False)
+
+
+def new_key(tenants: Path, tenant: str, *more: str) -> str:
+    made = keys_command("create", "--tenants", str(tenants), "--tenant", tenant, *more)
+    assert made.returncode == 0, made.stderr
+    return made.stdout.strip()
+
+
+@dataclass
+class House:
+    """The files of one server, and the server that has them now."""
+
+    folder: Path
+    keys: dict[str, str] = field(default_factory=dict)
+    server: ServerProcess | None = None
+
+    @property
+    def tenants(self) -> Path:
+        return self.folder / "tenants.yaml"
+
+    @property
+    def ledger(self) -> Path:
+        return self.folder / "ledger.sqlite"
+
+    def open(self) -> None:
+        self.server = start_server("--tenants", str(self.tenants), "--ledger", str(self.ledger))
+
+    def headers(self, tenant: str) -> dict[str, str]:
+        return {"authorization": f"Bearer {self.keys[tenant]}"}
+
+    def complete(self, tenant: str, **fields: Any) -> httpx.Response:
+        body = {"model": MODEL, "prompt": LONG, "max_tokens": 8, "temperature": 0, **fields}
+        return httpx.post(f"{self.url}/v1/completions", json=body, headers=self.headers(tenant), timeout=60)
+
+    @property
+    def url(self) -> str:
+        assert self.server is not None
+        return self.server.url
+
+    def rows(self, sql: str) -> list[sqlite3.Row]:
+        with sqlite3.connect(self.ledger) as db:
+            db.row_factory = sqlite3.Row
+            return db.execute(sql).fetchall()
+
+    def counters(self) -> tuple[int, ...]:
+        """Prompt, cached and generated tokens, as this server's engine counted them."""
+        page = httpx.get(f"{self.url}/metrics", headers=self.headers("boss")).text
+        names = ("prompt_tokens_total", "prefix_cache_hit_tokens_total", "generation_tokens_total")
+        return tuple(int(float(page.split(f"\nmaitred_{name} ")[1].split("\n")[0])) for name in names)
+
+    def sums(self, run: int) -> tuple[int, ...]:
+        columns = "SUM(prompt_tokens), SUM(cached_tokens), SUM(generated_tokens)"
+        return tuple(value or 0 for value in self.rows(f"SELECT {columns} FROM request WHERE run = {run}")[0])
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> Iterator[House]:
+    made = House(tmp_path)
+    text = "tenants:\n  a:\n  b:\n  c: {shared_cache_group: g}\n  d: {shared_cache_group: g}\n  boss:\n"
+    made.tenants.write_text(text)
+    made.keys = {name: new_key(made.tenants, name) for name in "abcd"}
+    made.keys["boss"] = new_key(made.tenants, "boss", "--admin")
+    made.open()
+    yield made
+    if made.server is not None and made.server.process.poll() is None:
+        made.server.stop()
+
+
+def until(condition: Callable[[], bool], timeout_s: float = 15.0) -> None:
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_a_house_of_tenants(house):
+    """One server for several questions, because starting it is most of the time."""
+    _tenants_do_not_see_each_others_cache(house)
+    _the_sums_are_the_engines(house)
+    _keys_come_and_go_without_a_restart(house)
+    assert house.server is not None
+    assert house.server.stop() == 0
+    assert not house.rows("SELECT 1 FROM request WHERE closed_at IS NULL")
+    assert house.rows("SELECT closed_at FROM run")[0]["closed_at"]
+
+
+def _tenants_do_not_see_each_others_cache(house: House) -> None:
+    def cached(tenant: str, **fields: Any) -> int:
+        usage = house.complete(tenant, **fields).json()["usage"]
+        return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+    assert cached("a") == 0
+    assert cached("a") >= 64
+    assert cached("b") == 0, "another tenant asked the same"
+    assert cached("b") >= 64
+    assert cached("c") == 0
+    assert cached("d") >= 64, "one group"
+    assert cached("d", cache_salt="own") == 0
+
+
+def _the_sums_are_the_engines(house: House) -> None:
+    """Samples, streams, clients that leave; then not one token more or less."""
+
+    def leave(n: int) -> None:
+        body = {"model": MODEL, "prompt": f"{n} {LONG}", "max_tokens": 500, "ignore_eos": True, "stream": True}
+        url = f"{house.url}/v1/completions"
+        with httpx.stream("POST", url, json=body, headers=house.headers("b"), timeout=60) as answer:
+            for count, _ in enumerate(answer.iter_lines()):
+                if count > 5 * n:
+                    return
+
+    work = [threading.Thread(target=leave, args=(n,)) for n in range(6)]
+    work += [threading.Thread(target=house.complete, args=("a",), kwargs={"n": n, "prompt": f"x{n}" * 40, "seed": n})
+             for n in range(1, 6)]  # fmt: skip
+    for thread in work:
+        thread.start()
+    for thread in work:
+        thread.join()
+    until(lambda: not house.rows("SELECT 1 FROM request WHERE closed_at IS NULL"))
+    until(lambda: house.sums(1) == house.counters())
+    statuses = {row["status"] for row in house.rows("SELECT DISTINCT status FROM request")}
+    assert "abort" in statuses
+    usage = httpx.get(
+        f"{house.url}/v1/organization/usage/completions",
+        params={"start_time": int(time.time()) - 86400, "group_by": ["project_id"]},
+        headers=house.headers("boss"),
+    ).json()
+    results = [result for bucket in usage["data"] for result in bucket["results"]]
+    told = [sum(r[name] for r in results) for name in ("input_tokens", "input_cached_tokens", "output_tokens")]
+    assert tuple(told) == house.counters()
+    assert {r["project_id"] for r in results} == {"a", "b", "c", "d"}
+
+
+def _keys_come_and_go_without_a_restart(house: House) -> None:
+    house.keys["new"] = new_key(house.tenants, "a", "--name", "second")
+    until(lambda: house.complete("new", max_tokens=1).status_code == 200, 5)
+    listed = keys_command("list", "--tenants", str(house.tenants), "--tenant", "a").stdout
+    key_id = next(line.split()[0] for line in listed.splitlines() if "second" in line)
+    assert house.keys["new"] not in listed + house.tenants.read_text()
+    assert keys_command("revoke", "--tenants", str(house.tenants), "--key", key_id).returncode == 0
+    until(lambda: house.complete("new", max_tokens=1).status_code == 401, 5)
+    good = house.tenants.read_text()
+    house.tenants.write_text("tenants: {a: {wait: 1}}")
+    assert house.server is not None
+    os.kill(house.server.process.pid, signal.SIGHUP)
+    until(lambda: any("stay in force" in line for line in house.server.lines), 5)
+    assert house.complete("a", max_tokens=1).status_code == 200
+    house.tenants.write_text(good)
+
+
+@dataclass
+class Received:
+    """What one client got: (when, completion tokens so far), and whether it was all."""
+
+    request_id: str
+    tokens: list[tuple[float, int]] = field(default_factory=list)
+    whole: bool = False
+
+    def by(self, at: float) -> int:
+        return max((count for when, count in self.tokens if when < at), default=0)
+
+
+def _stream_for_ever(house: House, tenant: str, name: str, seen: list[Received]) -> None:
+    number = 0
+    while True:
+        number += 1
+        received = Received(f"{name}-{number}")
+        seen.append(received)
+        body = {
+            "model": MODEL,
+            "prompt": f"{received.request_id} {LONG}",
+            "max_tokens": 40 + 150 * (number % 3),
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        }
+        headers = {**house.headers(tenant), "x-request-id": received.request_id}
+        try:
+            with httpx.stream("POST", f"{house.url}/v1/completions", json=body, headers=headers, timeout=60) as answer:
+                for line in answer.iter_lines():
+                    if line == "data: [DONE]":
+                        received.whole = True
+                    elif line.startswith("data: ") and (usage := json.loads(line[6:]).get("usage")):
+                        received.tokens.append((time.monotonic(), usage["completion_tokens"]))
+        except httpx.HTTPError:
+            return
+
+
+def test_kill_9_under_load_loses_at_most_a_second_and_counts_nothing_twice(house):
+    seen: list[Received] = []
+    clients = [
+        threading.Thread(target=_stream_for_ever, args=(house, "ab"[i % 2], f"client{i}", seen)) for i in range(8)
+    ]
+    for client in clients:
+        client.start()
+    until(lambda: sum(received.whole for received in seen) >= 12, 60)
+    assert house.server is not None
+    house.server.process.kill()
+    killed_at = time.monotonic()
+    house.server.process.wait()
+    for client in clients:
+        client.join()
+
+    before = house.rows("SELECT * FROM request WHERE closed_at IS NULL")
+    assert before, "the killed server left open rows"
+    house.open()
+    assert any("of a server that was killed" in line for line in house.server.lines)
+    rows = {row["request_id"].partition("-")[2]: row for row in house.rows("SELECT * FROM request WHERE run = 1")}
+    assert all(row["closed_at"] is not None for row in rows.values())
+    assert {row["status"] for row in rows.values()} == {"length", "interrupted"}
+    for received in seen:
+        row, safe = rows.get(received.request_id), received.by(killed_at - 1.0)
+        if row is None:
+            assert safe == 0, "only who came within the last second is not in the ledger"
+            continue
+        assert safe <= row["generated_tokens"] <= 340, received.request_id
+        if row["status"] == "length":
+            assert received.tokens[-1][1] <= row["generated_tokens"]
+            if received.whole:
+                assert row["generated_tokens"] == received.tokens[-1][1]
+
+    first = house.sums(1)
+    for _ in range(3):
+        house.complete("a")
+    until(lambda: house.sums(2) == house.counters() and house.sums(2)[2] > 0)
+    assert house.sums(1) == first
+    assert house.server.stop() == 0
+    house.open()
+    assert not any("of a server that was killed" in line for line in house.server.lines)
+    assert house.sums(1) == first, "a third start changes nothing"
+
+
+def test_serve_refuses_what_would_open_a_side_door(tmp_path):
+    tenants = tmp_path / "t.yaml"
+    tenants.write_text("tenants: {a: {token_budget: 5}}")
+
+    def refusal(*words: str) -> str:
+        command = [sys.executable, "-m", "maitred", "serve", "--port", "0", "--tenants", str(tenants), *words]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT, check=False)
+        assert done.returncode == 1
+        return done.stderr
+
+    assert "exclude each other" in refusal("--api-key", "x")
+    assert "add --ledger FILE" in refusal()
+    tenants.write_text("tenants: {a: {weigt: 5}}")
+    assert "did you mean weight?" in refusal()

@@ -1,0 +1,131 @@
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import signal
+import stat
+import sys
+from asyncio.subprocess import PIPE
+
+from prompt_toolkit.application import create_app_session
+from prompt_toolkit.input import create_pipe_input
+from prompt_toolkit.output import DummyOutput
+
+from maitred.cli.endpoint import HttpEndpoint
+from maitred.cli.talk.conversation import Conversation
+from maitred.cli.talk.screen import ScreenTerminal, history_file
+from maitred.cli.talk.session import talk
+from maitred.cli.talk.terminal import PipeTerminal
+from tests.cli.fake_server import FakeServer, serving
+from tests.cli.running import maitred_process
+
+
+async def piped(fake: FakeServer, lines: str, conversation: Conversation | None = None) -> tuple[int, str]:
+    """Number of failed questions, and all that the model's side said."""
+    sink = io.StringIO()
+    async with HttpEndpoint(fake.url) as endpoint:
+        failed = await talk(
+            endpoint, fake.model, conversation or Conversation(), PipeTerminal(io.StringIO(lines), sink)
+        )
+    return failed, sink.getvalue()
+
+
+async def test_every_line_gets_its_streamed_answer():
+    async with serving(FakeServer()) as fake:
+        assert await piped(fake, "one\ntwo\n") == (0, "word0 word1 word2 word3 \n" * 2)
+    assert [message["content"] for message in fake.bodies[1]["messages"]][::2] == ["one", "two"]
+
+
+async def test_a_backslash_continues_the_line_and_settings_go_along():
+    async with serving(FakeServer()) as fake:
+        await piped(fake, "/set temperature 0\none\\\ntwo\n/exit\nnever\n")
+    assert fake.bodies[0]["messages"] == [{"role": "user", "content": "one\ntwo"}]
+    assert fake.bodies[0]["temperature"] == 0.0
+    assert len(fake.bodies) == 1
+
+
+async def test_hostile_output_is_inert():
+    async with serving(FakeServer(text_of=lambda position: "\x1b]0;owned\x07\x9b2J")) as fake:
+        _, said = await piped(fake, "hello\n")
+    assert said == "]0;owned2J" * 4 + "\n"
+
+
+async def test_a_refusal_is_told_and_the_chat_goes_on(capsys):
+    async with serving(FakeServer(refuse=lambda number: 429 if number == 0 else None)) as fake:
+        failed, said = await piped(fake, "one\ntwo\n")
+    assert (failed, said) == (1, "word0 word1 word2 word3 \n")
+    assert "error: the server answered 429: refused with 429" in capsys.readouterr().err
+    assert len(fake.bodies[1]["messages"]) == 1
+
+
+async def test_an_answer_cut_in_the_middle_is_an_error_and_stays(capsys):
+    conversation = Conversation()
+    async with serving(FakeServer(break_stream=True)) as fake:
+        failed, _ = await piped(fake, "one\n", conversation)
+    assert failed == 1
+    assert "error: " in capsys.readouterr().err
+    assert conversation.messages[-1] == {"role": "assistant", "content": "word0 "}
+
+
+async def test_ctrl_c_stops_the_answer_not_the_chat(capsys):
+    conversation = Conversation()
+
+    async def interrupt_soon() -> None:
+        await asyncio.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    async with serving(FakeServer(token_s=0.1, refuse=lambda number: None)) as fake:
+        task = asyncio.create_task(interrupt_soon())
+        failed, said = await piped(fake, "/set max_tokens 100\nlong one\n/set max_tokens 1\nshort\n", conversation)
+        await task
+    assert failed == 1
+    assert "(stopped)" in capsys.readouterr().err
+    assert said.endswith("word0 \n")
+    assert conversation.messages[1]["content"].startswith("word0 ")
+
+
+async def test_the_process_answers_a_pipe_without_colours(tmp_path):
+    async with serving(FakeServer()) as fake:
+        result = await asyncio.to_thread(
+            maitred_process, "chat", "--url", fake.url, stdin="hello\n", XDG_STATE_HOME=str(tmp_path)
+        )
+        missing = await asyncio.to_thread(maitred_process, "chat", "wrong", "--url", fake.url, stdin="hello\n")
+    assert result == (0, "word0 word1 word2 word3 \n", "")
+    assert missing.code == 1
+    assert missing.err == "error: the server answered 404: no model wrong\n"
+
+
+async def test_ctrl_c_leaves_a_chat_that_waits_for_its_pipe():
+    async with serving(FakeServer()) as fake:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "maitred", "chat", "--url", fake.url, stdin=PIPE, stdout=PIPE, stderr=PIPE
+        )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(b"hello\n")
+        await process.stdout.readline()  # it has answered, and waits
+        process.send_signal(signal.SIGINT)
+        assert await asyncio.wait_for(process.wait(), timeout=20) == 130
+
+
+async def typed(keys: str) -> str | None:
+    """What the screen terminal reads when `keys` are pressed."""
+    with create_pipe_input() as keyboard, create_app_session(input=keyboard, output=DummyOutput()):
+        keyboard.send_text(keys)
+        return await asyncio.wait_for(ScreenTerminal().read(), timeout=10)
+
+
+async def test_enter_sends_alt_enter_and_backslash_begin_a_line(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    assert await typed("hello\r") == "hello"
+    assert await typed("a\\\rb\x1b\rc\r") == "a\nb\nc"
+    assert await typed("\x1b[A\r") == "a\nb\nc"  # history of the session before
+    assert await typed("\x04") is None
+    assert await typed("half\x03") == ""
+
+
+def test_the_history_is_its_owners_alone(tmp_path):
+    path = history_file({"XDG_STATE_HOME": str(tmp_path)})
+    assert path == tmp_path / "maitred" / "chat_history"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600

@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from maitred.cli.completion import SHELLS, completion_script
+from maitred.cli.main import COMMANDS, load, main
+
+
+def complete(*words: str) -> list[str]:
+    """What bash offers for the last of `words`."""
+    quoted = " ".join(f"'{word}'" for word in ("maitred", *words))
+    script = f"{completion_script('bash')}\nCOMP_WORDS=({quoted}); COMP_CWORD={len(words)}; _maitred\n"
+    script += 'printf "%s\\n" "${COMPREPLY[@]}"'
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+    return done.stdout.split()
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        (["ser"], ["serve"]),
+        (["bench", "s"], ["serve"]),
+        (["serve", "--max-num-s"], ["--max-num-seqs"]),
+        (["serve", "--no-en"], ["--no-enable-prefix-caching"]),
+        (["serve", "--port", "1", "--log-f"], ["--log-format"]),
+        (["serve", "--log-format", ""], ["text", "json"]),
+        (["bench", "serve", "--endpoint", "c"], ["completions", "chat"]),
+        (["bench", "serve", "--burst"], ["--burstiness"]),
+    ],
+    ids=" ".join,
+)
+def test_bash_offers(words, offered):
+    assert complete(*words) == offered
+
+
+@pytest.mark.skipif(shutil.which("fish") is None, reason="needs fish")
+def test_fish_offers():
+    script = "maitred completion fish | source; complete -C 'maitred serve --log-format '; complete -C 'maitred ser'"
+    script = script.replace("maitred completion", f"{sys.executable} -m maitred completion", 1)
+    done = subprocess.run(["fish", "-c", script], capture_output=True, text=True, check=True)
+    assert [line.split("\t")[0] for line in done.stdout.splitlines()] == ["json", "text", "serve"]
+
+
+@pytest.mark.skipif(shutil.which("zsh") is None, reason="needs zsh")
+def test_zsh_reads_the_script_and_its_words():
+    setup = "autoload -Uz compinit; compinit -u; source /dev/stdin; setopt ksharrays"
+    words = "COMP_WORDS=(maitred serve --max-num-s); COMP_CWORD=2"
+    ask = 'compgen() { print -r -- "$2" }; emulate -R sh -c _maitred; print -r -- "${COMPREPLY[@]}"'
+    done = subprocess.run(
+        ["zsh", "-f", "-c", f"{setup}; {words}; {ask}"],
+        input=completion_script("zsh"),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "--max-num-seqs" in done.stdout.split()
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_every_flag_is_in_the_script_of_every_shell(shell, capsys):
+    assert main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    for path in COMMANDS:
+        for flag in load(path).flags():
+            assert (f"-l {flag.key}" if shell == "fish" else flag.name) in script
+
+
+def test_an_unknown_shell_lists_the_known(capsys):
+    assert main(["completion", "tcsh"]) == 2
+    assert "choose one of bash, zsh, fish" in capsys.readouterr().err

@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+import maitred
+from maitred.cli import main as cli
+from maitred.cli.command import Command, CommonOptions
+from maitred.errors import OutOfMemory
+from tests.cli.running import environment, maitred_process
+
+HEAVY = ("torch", "numpy", "rich", "starlette", "uvicorn", "aiohttp", "tokenizers", "prompt_toolkit", "yaml", "asyncio")
+HELP_WORDS = [["--help"], *([*path.split(), "--help"] for path in cli.COMMANDS)]
+
+
+@pytest.mark.parametrize("words", HELP_WORDS, ids=" ".join)
+def test_help_imports_nothing_heavy(words: list[str]):
+    """The measure behind "help appears in under 0.2 s" that no busy machine can blur."""
+    script = (
+        "import json, sys\nfrom maitred.cli.main import main\n"
+        f"code = main({words!r})\nprint()\nprint(json.dumps([code, sorted(sys.modules)]))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment(), check=True)
+    code, modules = json.loads(done.stdout.splitlines()[-1])
+    assert code == 0
+    assert not set(HEAVY) & set(modules)
+
+
+def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(path in text for path in cli.COMMANDS)
+
+
+def test_version_and_python_m():
+    assert maitred_process("--version") == (0, f"maitred {maitred.__version__}\n", "")
+
+
+def test_a_group_alone_lists_its_commands(capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["bench"]) == 0
+    text = capsys.readouterr().out
+    assert "bench serve" in text
+    assert "chat" not in text
+
+
+def test_help_before_a_command_is_its_help(capsys: pytest.CaptureFixture[str]):
+    assert cli.main(["help", "chat"]) == 0
+    assert "usage: maitred chat" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["serv"], "did you mean serve?"),
+        (["bench", "serv"], "did you mean bench serve?"),
+        (["--versoin"], "did you mean --version?"),
+        (["serve", "--prot", "1"], "did you mean --port?"),
+        (["run", "--concurency=3"], "did you mean --concurrency?"),
+        (["serve", "a", "b"], "unexpected argument 'b'"),
+        (["serve", "--port"], "--port"),
+        (["serve", "--port", "x"], "--port is 'x'; it must be an integer"),
+        (["serve", "--max-num-seqs", "0"], "--max-num-seqs is 0"),
+        (["run", "-i", "x"], "--output is required"),
+        (["serve", "m", "--model", "n"], "drop one"),
+        (["bench", "serve", "--slo", "ttft:fast"], "ttft:200ms"),
+        (["chat", "--set", "temprature=1"], "did you mean temperature?"),
+    ],
+)
+def test_a_slip_of_the_pen_is_one_line_with_a_remedy_and_exit_code_2(words, hint, capsys):
+    assert cli.main(words) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert hint in err
+
+
+def a_command_that(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    def run(options: object) -> int:
+        raise error
+
+    command = Command(path="chat", summary="", run=run, parts=())
+    monkeypatch.setattr(cli, "load", lambda path: command)
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (OutOfMemory("too little\nmemory; free some"), "error: too little memory; free some"),
+        (FileNotFoundError(2, "No such file or directory", "/x"), "error: /x: No such file or directory; run"),
+        (ZeroDivisionError("by\x1b[31m zero"), "error: unexpected ZeroDivisionError: by [31m zero; this is a fault"),
+        (MemoryError(), "error: out of memory; give less"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_every_failure_is_one_line_and_exit_code_1(error, words, monkeypatch, capsys):
+    a_command_that(monkeypatch, error)
+    assert cli.main(["chat"]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith(words)
+    assert err.count("\n") == 1
+    assert err.rstrip("\n").isprintable()
+
+
+def test_debug_shows_the_traceback(monkeypatch):
+    a_command_that(monkeypatch, ZeroDivisionError("x"))
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["chat", "--debug"])
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["--debug", "chat"])
+
+
+def test_ctrl_c_is_silent(monkeypatch, capsys):
+    a_command_that(monkeypatch, KeyboardInterrupt())
+    assert cli.main(["chat"]) == 130
+    assert capsys.readouterr().err == ""
+
+
+def test_a_reader_that_leaves_is_no_error():
+    script = f"{sys.executable} -m maitred serve --help | head -c 10; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=environment(), check=False)
+    assert done.returncode in (0, cli.EXIT_BROKEN_PIPE)  # 0 when the pipe took it all before head left
+    assert done.stderr == ""
+
+
+def test_every_command_of_the_table_is_there():
+    for path in cli.COMMANDS:
+        command = cli.load(path)
+        assert command.path == path
+        assert command.summary
+        assert CommonOptions in {flag.owner for flag in command.flags()}
+        names = [flag.name for flag in command.flags()]
+        assert len(names) == len(set(names))

@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+from importlib.metadata import EntryPoint
+
+import pytest
+
+from maitred.cli import installed
+from maitred.cli.installed import GROUP, installed_policies
+from maitred.cli.main import main
+from maitred.config import SchedulerConfig
+from maitred.errors import ConfigError
+from maitred.scheduler.policies import POLICIES, policy_for
+from maitred.scheduler.policy import Policy, arrival_term, by_arrival
+
+HERE = "tests.cli.test_policies"
+
+
+def tips_first(config: SchedulerConfig) -> Policy:
+    """A third party's."""
+    return Policy(
+        source="a restaurant",
+        bound="overtaken by nobody",
+        order=by_arrival,
+        overtaken_until=lambda r: r.arrived_at,
+        terms=arrival_term,
+    )
+
+
+def latest_first(config: SchedulerConfig) -> Policy:
+    return Policy(
+        source="a lift",
+        bound="as claimed",
+        order=lambda r: (-r.arrived_at, r.request_id),
+        overtaken_until=lambda r: r.arrived_at,
+        terms=lambda r: {"it": -r.arrived_at},
+    )
+
+
+not_a_factory = 3
+
+
+def point(name: str, value: str) -> EntryPoint:
+    return EntryPoint(name, value, GROUP)
+
+
+def test_an_installed_policy_stands_beside_ours():
+    policies = installed_policies([point("tips_first", f"{HERE}:tips_first")])
+    assert list(policies) == [*POLICIES, "tips_first"]
+    assert policy_for(SchedulerConfig(policy="tips_first"), policies).source == "a restaurant"
+    assert "tips_first" not in POLICIES
+
+
+@pytest.mark.parametrize(
+    ("points", "words"),
+    [
+        ([point("fcfs", f"{HERE}:tips_first")], r"'fcfs' of .* has the name of maitred's own; remove"),
+        ([point("a", f"{HERE}:tips_first")] * 2, r"'a' of .* has the name of another installed one"),
+        ([point("a", "no_such_module:x")], r"'a' .* does not load \(ModuleNotFoundError"),
+        ([point("a", f"{HERE}:missing")], r"'a' .* does not load \(AttributeError"),
+        ([point("a", f"{HERE}:not_a_factory")], r"'a' .* is a int; it must be a function"),
+    ],
+)
+def test_a_policy_that_does_not_load_or_takes_a_name_is_one_line(points: list[EntryPoint], words: str):
+    with pytest.raises(ConfigError, match=words):
+        installed_policies(points)
+
+
+@pytest.fixture
+def _with_third_parties(monkeypatch: pytest.MonkeyPatch) -> None:
+    points = [point("tips_first", f"{HERE}:tips_first"), point("latest_first", f"{HERE}:latest_first")]
+    monkeypatch.setattr(installed, "entry_points", lambda group: points)
+
+
+@pytest.mark.usefixtures("_with_third_parties")
+def test_the_list_has_source_and_bound_of_each(capsys: pytest.CaptureFixture[str]):
+    assert main(["policies"]) == 0
+    text = capsys.readouterr().out
+    assert all(f"{name}\n" in text for name in [*POLICIES, "tips_first"])
+    assert text.count("source: ") == text.count("bound: ") == len(POLICIES) + 2
+
+
+@pytest.mark.usefixtures("_with_third_parties")
+def test_the_kit_passes_and_fails_policies_by_name(capsys: pytest.CaptureFixture[str]):
+    assert main(["policies", "tips_first", "--worlds", "3"]) == 0
+    assert "tips_first: steps holds in 3 worlds" in capsys.readouterr().out
+    assert main(["policies", "--check", "latest_first", "--worlds", "30"]) == 1
+    assert "error: starvation bound: seed " in capsys.readouterr().err
+
+
+def test_an_unknown_policy_is_a_slip_with_a_hint(capsys: pytest.CaptureFixture[str]):
+    assert main(["policies", "--check", "fcsf"]) == 2
+    assert "did you mean fcfs?" in capsys.readouterr().err

@@ -1,0 +1,81 @@
+"""What many tests share: the built-in model as an LLM, and a real server in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+# In CI the same examples every time, so that a red run is the change's doing; elsewhere new ones each time.
+hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
+hypothesis.settings.register_profile("here", deadline=None, print_blob=True)
+hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "here")
+
+# A shell's background job ignores Ctrl-C, and so would every command that a test starts and interrupts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+ROOT = Path(__file__).resolve().parent.parent
+START_TIMEOUT_S = 120
+
+
+@dataclass
+class ServerProcess:
+    """`maitred serve` in a child process, with what it printed so far."""
+
+    process: subprocess.Popen[str]
+    lines: list[str] = field(default_factory=list)
+    url: str = ""
+
+    def read_until_listening(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line)
+            if found := re.search(r"http://[\w.]+:\d+", line):
+                self.url = found[0]
+                break
+        else:
+            raise AssertionError("the server did not start:\n" + "".join(self.lines))
+        threading.Thread(target=self.lines.extend, args=(self.process.stdout,), daemon=True).start()
+
+    def stop(self) -> int:
+        """SIGTERM, and the exit status."""
+        self.process.terminate()
+        return self.process.wait(timeout=30)
+
+
+def start_server(*arguments: str) -> ServerProcess:
+    """Start `maitred serve` on a free port of the loopback interface and wait until it listens."""
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "maitred", "serve", "--port", "0", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=ROOT,
+        env=environment,
+    )
+    server = ServerProcess(process)
+    watchdog = threading.Timer(START_TIMEOUT_S, process.kill)
+    watchdog.start()
+    try:
+        server.read_until_listening()
+    finally:
+        watchdog.cancel()
+    return server
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[ServerProcess]:
+    """The built-in model, served with default flags."""
+    running = start_server()
+    yield running
+    running.stop()

@@ -1,0 +1,122 @@
+"""The door of a running engine: refusals come at once, whatever the step under way does."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+
+import pytest
+
+from maitred.clock import WallClock
+from maitred.config import AdmissionConfig, SchedulerConfig
+from maitred.engine.async_engine import AsyncEngine
+from maitred.engine.core import EngineCore
+from maitred.errors import Overloaded
+from maitred.request import FinishReason, Request
+from maitred.scheduler.admission import AdmissionController
+from maitred.step import ModelOutput, RequestProgress, SchedulerOutput
+from tests.engine.test_async_engine import wait_until
+from tests.fakes import FakeExecutor, make_request, make_scheduler
+
+
+class HeldExecutor(FakeExecutor):
+    """Stays in its step until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entered, self.let_go = threading.Event(), threading.Event()
+
+    def execute(self, plan: SchedulerOutput) -> ModelOutput:
+        self.entered.set()
+        assert self.let_go.wait(20)
+        return super().execute(plan)
+
+
+def held_engine(**config: object) -> tuple[AsyncEngine, HeldExecutor, AdmissionController]:
+    """One slot, and a first request in a step that does not end."""
+    executor = HeldExecutor()
+    admission = AdmissionController(AdmissionConfig(**config), max_num_seqs=1)  # type: ignore[arg-type]
+    core = EngineCore(make_scheduler(max_num_seqs=1), executor, WallClock())
+    return AsyncEngine(core, WallClock(), admission=admission), executor, admission
+
+
+async def all_of(engine: AsyncEngine, request: Request) -> list[RequestProgress]:
+    return [progress async for progress in engine.submit(request)]
+
+
+async def begin(engine: AsyncEngine, *requests: Request) -> list[asyncio.Task[list[RequestProgress]]]:
+    """The requests, submitted in this order."""
+    tasks = [asyncio.create_task(all_of(engine, request)) for request in requests]
+    await asyncio.sleep(0)
+    return tasks
+
+
+async def test_a_refusal_does_not_wait_for_the_step_under_way():
+    engine, executor, admission = held_engine(max_queued_requests=2)
+    tasks = await begin(engine, make_request(), make_request())
+    await asyncio.to_thread(executor.entered.wait, 10)
+    started = time.monotonic()
+    for _ in range(20):
+        with pytest.raises(Overloaded) as refused:
+            await all_of(engine, make_request())
+    assert (time.monotonic() - started) / 20 < 0.05
+    assert refused.value.retry_after_s >= 1.0
+    assert admission.num_refused["requests"] == 20
+    executor.let_go.set()
+    assert [len(done) for done in await asyncio.gather(*tasks)] == [4, 4], "those let in are served"
+    assert admission.num_inside == 0
+    await engine.close()
+
+
+async def test_a_less_urgent_one_leaves_the_queue_for_a_more_urgent_one():
+    engine, executor, admission = held_engine(max_queued_requests=2)
+    running, low = await begin(engine, make_request(), make_request(priority=3))
+    await asyncio.to_thread(executor.entered.wait, 10)
+    (urgent,) = await begin(engine, make_request(priority=0))
+    executor.let_go.set()
+    assert [p.finish_reason for p in await low] == [FinishReason.SHED]
+    assert (await urgent)[-1].finish_reason is FinishReason.LENGTH
+    assert (await running)[-1].finish_reason is FinishReason.LENGTH
+    assert admission.num_inside == 0
+    await engine.close()
+
+
+async def test_one_that_is_in_a_step_is_not_shed():
+    engine, executor, _ = held_engine(max_queued_requests=1)
+    (running,) = await begin(engine, make_request(priority=3))
+    await asyncio.to_thread(executor.entered.wait, 10)
+    (urgent,) = await begin(engine, make_request(priority=0))  # the door does not know yet that the other one runs
+    executor.let_go.set()
+    assert (await running)[-1].finish_reason is FinishReason.LENGTH
+    assert (await urgent)[-1].finish_reason is FinishReason.LENGTH
+    await engine.close()
+
+
+async def test_an_abort_makes_room_at_the_door():
+    engine, executor, admission = held_engine(max_queued_requests=1)
+    stream = engine.submit(make_request())
+    executor.let_go.set()
+    await stream.aclose()
+    await wait_until(lambda: admission.num_inside == 0)
+    await engine.close()
+
+
+async def test_a_queued_request_ends_when_its_time_is_up():
+    engine, executor, _ = held_engine()
+    now = WallClock().now()
+    running, late = await begin(engine, make_request(max_tokens=30), make_request(start_by=now + 0.01))
+    await asyncio.to_thread(executor.entered.wait, 10)
+    await asyncio.sleep(0.02)
+    executor.let_go.set()
+    assert [p.finish_reason for p in await late] == [FinishReason.QUEUE_TIMEOUT]
+    await running
+    await engine.close()
+
+
+async def test_the_door_learns_of_another_number_of_slots():
+    engine, executor, admission = held_engine(max_queued_requests=1)
+    executor.let_go.set()
+    await engine.configure(SchedulerConfig(max_num_seqs=3, max_num_batched_tokens=64, policy="priority"))
+    assert (admission._max_num_seqs, admission._priority_first) == (3, True)
+    await engine.close()

@@ -1,0 +1,113 @@
+"""The memory plan: what fits, what is reduced, what is refused; and reading the machine's limits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from maitred.config import CacheConfig, SchedulerConfig
+from maitred.engine.memory import (
+    GIB,
+    MemoryPlan,
+    available_memory_bytes,
+    format_bytes,
+    plan_memory,
+    usable_cores,
+)
+from maitred.errors import OutOfMemory
+
+
+def plan(
+    *,
+    available: int = 10 * GIB,
+    weights: int = GIB,
+    bytes_per_block: int = 1024 * 1024,
+    model_context: int = 4096,
+    pinned: int | None = None,
+    kv_bytes: int | None = None,
+    max_num_seqs: int = 4,
+) -> MemoryPlan:
+    return plan_memory(
+        available_bytes=available,
+        weights_bytes=weights,
+        bytes_per_block=bytes_per_block,
+        model_context=model_context,
+        pinned_context=pinned,
+        cache=CacheConfig(block_size=16, kv_cache_memory_bytes=kv_bytes),
+        scheduler=SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=512),
+    )
+
+
+def test_the_cache_is_no_larger_than_full_contexts_for_every_slot():
+    small = plan(max_num_seqs=4)
+    assert small.num_blocks == 4 * 4096 // 16
+    assert small.max_model_len == 4096
+    assert "of the model" not in small.describe()
+
+
+def test_the_cache_is_bounded_by_what_the_weights_leave():
+    bounded = plan(max_num_seqs=512)
+    assert bounded.num_blocks == (int(10 * GIB * 0.9) - GIB) // (1024 * 1024)
+    assert bounded.longest_context == bounded.num_blocks * 16
+
+
+def test_a_context_that_does_not_fit_shrinks_unless_it_is_pinned():
+    reduced = plan(model_context=1_000_000)
+    assert reduced.max_model_len == reduced.longest_context < 1_000_000
+    assert "of the model's 1,000,000" in reduced.describe()
+    with pytest.raises(OutOfMemory, match=r"1,000,000 tokens needs .* --max-model-len \d+"):
+        plan(model_context=4096, pinned=1_000_000)
+
+
+def test_a_pinned_context_may_be_longer_than_the_models_own_which_is_said():
+    longer = plan(model_context=128, pinned=256)
+    assert longer.max_model_len == 256
+    assert "made for 128" in longer.describe()
+
+
+def test_a_cache_smaller_than_one_block_is_refused_with_both_numbers():
+    with pytest.raises(OutOfMemory, match=r"one KV block of 16 tokens needs 1.0 MiB, and .* 512.0 KiB"):
+        plan(kv_bytes=512 * 1024)
+
+
+def test_a_pinned_cache_size_is_taken_whole_or_refused():
+    assert plan(kv_bytes=300 * 1024 * 1024).num_blocks == 300
+    with pytest.raises(OutOfMemory, match=r"asks for 20.00 GiB, and 8.00 GiB are left"):
+        plan(kv_bytes=20 * GIB)
+
+
+def test_weights_that_do_not_fit_are_refused_with_both_numbers():
+    with pytest.raises(OutOfMemory, match=r"weights need 20.00 GiB and 10.00 GiB are available"):
+        plan(weights=20 * GIB)
+
+
+def test_bytes_are_printed_for_people():
+    assert format_bytes(12) == "12 B"
+    assert format_bytes(1536) == "1.5 KiB"
+    assert format_bytes(3 * GIB) == "3.00 GiB"
+
+
+def write_files(folder: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
+def test_a_control_groups_limit_counts_when_it_is_the_smaller(tmp_path: Path):
+    proc = write_files(tmp_path / "proc", {"meminfo": "MemTotal: 16000 kB\nMemAvailable: 8000 kB\n"})
+    cgroup = write_files(
+        tmp_path / "cgroup",
+        {"memory.max": "4096000\n", "memory.current": "2048000\n", "memory.stat": "anon 1\ninactive_file 48000\n"},
+    )
+    assert available_memory_bytes(proc, cgroup) == 4096000 - 2048000 + 48000
+    (cgroup / "memory.max").write_text("max\n")
+    assert available_memory_bytes(proc, cgroup) == 8000 * 1024
+
+
+def test_a_cpu_quota_counts_when_it_is_below_the_affinity(tmp_path: Path):
+    cgroup = write_files(tmp_path, {"cpu.max": "100000 100000\n"})
+    assert usable_cores(cgroup) == 1
+    (cgroup / "cpu.max").write_text("max 100000\n")
+    assert usable_cores(cgroup) >= 1

@@ -1,0 +1,60 @@
+"""An engine whose model says what the test wrote: the built-in tokenizer, a real scheduler, a scripted executor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from maitred.clock import WallClock
+from maitred.engine.async_engine import AsyncEngine
+from maitred.engine.core import EngineCore
+from maitred.engine.intake import ServedModel, make_requests
+from maitred.model.checkpoint import BUILTIN_FOLDER
+from maitred.request import Request, SamplingParams
+from maitred.text import ChatTemplate, Tokenizer
+from tests.fakes import MODEL, FakeExecutor, make_scheduler
+
+BLOCK_SIZE = 4
+
+
+def served_model(max_model_len: int = 256) -> ServedModel:
+    tokenizer = Tokenizer.from_folder(BUILTIN_FOLDER)
+    assert tokenizer.eos_token_id is not None
+    return ServedModel(
+        names=("demo",),
+        tokenizer=tokenizer,
+        chat_template=ChatTemplate.from_folder(BUILTIN_FOLDER),
+        max_model_len=max_model_len,
+        vocab_size=tokenizer.vocab_size,
+        eos_token_ids=(tokenizer.eos_token_id,),
+        revision=MODEL,
+        block_size=BLOCK_SIZE,
+    )
+
+
+def scripted_executor(model: ServedModel, answer: str | Sequence[int], num_prompt_tokens: int) -> FakeExecutor:
+    """Says `answer`, then end-of-sequence for ever, after a prompt of so many tokens."""
+    tokens = model.tokenizer.encode(answer, add_special_tokens=False) if isinstance(answer, str) else list(answer)
+    tokens.append(model.eos_token_ids[0])
+    return FakeExecutor(lambda request_id, position: tokens[min(position - num_prompt_tokens, len(tokens) - 1)])
+
+
+def scripted_core(
+    model: ServedModel, answer: str | Sequence[int], num_prompt_tokens: int, *, num_blocks: int = 256
+) -> EngineCore:
+    scheduler = make_scheduler(num_blocks=num_blocks, block_size=BLOCK_SIZE)
+    return EngineCore(scheduler, scripted_executor(model, answer, num_prompt_tokens), WallClock())
+
+
+def scripted_engine(
+    answer: str | Sequence[int],
+    sampling: SamplingParams,
+    *,
+    wrap: Callable[[FakeExecutor], FakeExecutor] = lambda executor: executor,
+    prompt: str = "Hello there",
+) -> tuple[AsyncEngine, ServedModel, list[Request]]:
+    """A running engine, and the requests of one prompt that it has not been given yet."""
+    model = served_model()
+    requests = make_requests(model, prompt, sampling, request_id="r", now=WallClock().now())
+    executor = wrap(scripted_executor(model, answer, requests[0].num_prompt_tokens))
+    core = EngineCore(make_scheduler(num_blocks=256, block_size=BLOCK_SIZE), executor, WallClock())
+    return AsyncEngine(core, WallClock()), model, requests

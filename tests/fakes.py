@@ -1,0 +1,142 @@
+"""Fakes of the public protocols, and builders that make a test's world in a line each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import Any
+from zlib import crc32
+
+from maitred.config import SchedulerConfig
+from maitred.kvcache.manager import KVCacheManager
+from maitred.kvcache.prefix_cache import BlockHasher, TokenHasher
+from maitred.request import Request, SamplingParams
+from maitred.scheduler.scheduler import Scheduler
+from maitred.scheduler.stop import StopRule, stop_at_token
+from maitred.step import ModelOutput, NewRequest, SampledRow, ScheduledRow, SchedulerOutput, TokenLogprobs
+
+MODEL = "fake-model"
+_ids = count()
+
+TokenAt = Callable[[str, int], int]
+"""(request id, position) -> the token there; prompts are given, so it is asked for positions after the prompt."""
+
+
+def token_at(request_id: str, position: int) -> int:
+    """Any fixed function will do; 1000 ..= 50999, so below 1000 there are ids for end-of-sequence and stop tokens."""
+    return 1000 + crc32(f"{request_id}:{position}".encode()) % 50_000
+
+
+def make_request(
+    request_id: str | None = None,
+    *,
+    prompt: int | Sequence[int] = 8,
+    max_tokens: int = 4,
+    arrived_at: float = 0.0,
+    block_size: int = 4,
+    sampling: SamplingParams | None = None,
+    **fields: Any,
+) -> Request:
+    """A request with a prompt of given tokens, or of so many that no other request has.
+
+    `block_size` must be the scheduler's: the block hashes are computed here, as at intake.
+    """
+    if request_id is None:
+        request_id = f"r{next(_ids)}"
+    tokens = list(prompt) if not isinstance(prompt, int) else [token_at(request_id, i) for i in range(prompt)]
+    request = Request(
+        request_id=request_id,
+        prompt_token_ids=tokens,
+        sampling=sampling or SamplingParams(max_tokens=max_tokens, temperature=0.0),
+        arrived_at=arrived_at,
+        num_prompt_tokens=len(tokens),
+        max_tokens=max_tokens,
+        **fields,
+    )
+    request.block_hashes = TokenHasher(block_size, MODEL).hash_prompt(tokens, request.cache_salt)
+    return request
+
+
+def make_samples(parent_id: str, n: int, **fields: Any) -> list[Request]:
+    """The n requests of one prompt, in the order in which they are to be added; ids are parent_id-0, parent_id-1 ..."""
+    if isinstance(fields.get("prompt", 8), int):
+        fields["prompt"] = [token_at(parent_id, i) for i in range(fields.get("prompt", 8))]
+    return [make_request(f"{parent_id}-{i}", sample_index=i, parent_id=parent_id, **fields) for i in range(n)]
+
+
+def make_scheduler(
+    *,
+    num_blocks: int = 64,
+    block_size: int = 4,
+    max_num_batched_tokens: int = 64,
+    max_num_seqs: int = 8,
+    policy: str = "fcfs",
+    ageing_s: float = 30.0,
+    enable_prefix_caching: bool = True,
+    num_host_blocks: int = 0,
+    hasher: BlockHasher | None = None,
+    stop_rule: StopRule = stop_at_token,
+    **settings: Any,
+) -> Scheduler:
+    config = SchedulerConfig(
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_num_seqs=max_num_seqs,
+        policy=policy,
+        ageing_s=ageing_s,
+        **settings,
+    )
+    kv_cache = KVCacheManager(
+        num_blocks=num_blocks,
+        block_size=block_size,
+        hasher=hasher or TokenHasher(block_size, MODEL),
+        enable_prefix_caching=enable_prefix_caching,
+        num_host_blocks=num_host_blocks,
+    )
+    return Scheduler(config, kv_cache, stop_rule)
+
+
+class FakeExecutor:
+    """Answers at once: the token at a position is `token_at(request_id, position)`, whatever the batch.
+
+    Gives logprobs (made up, of the right shape) to requests that ask for them. `errors` maps a request id to the error
+    its next sampling row gets. `plans` keeps every plan it was given.
+    """
+
+    def __init__(self, token_at: TokenAt = token_at) -> None:
+        self._token_at = token_at
+        self._requests: dict[str, NewRequest] = {}
+        self.plans: list[SchedulerOutput] = []
+        self.errors: dict[str, str] = {}
+        self.closed = False
+
+    def execute(self, plan: SchedulerOutput) -> ModelOutput:
+        self.plans.append(plan)
+        for request_id in plan.forgotten_request_ids:
+            del self._requests[request_id]
+        for new in plan.new_requests:
+            assert new.request_id not in self._requests, f"{new.request_id} is new twice"
+            self._requests[new.request_id] = new
+        answers = [self._answer(row) for row in plan.rows]
+        return ModelOutput(tuple(answer for answer in answers if answer is not None))
+
+    def close(self) -> None:
+        self.closed = True
+
+    def _answer(self, row: ScheduledRow) -> SampledRow | None:
+        request = self._requests[row.request_id]
+        end = row.start + row.num_tokens
+        prompt_logprobs = None
+        if request.sampling.prompt_logprobs is not None and row.start + 1 < request.num_prompt_tokens:
+            positions = range(row.start + 1, min(end + 1, request.num_prompt_tokens))
+            prompt_logprobs = tuple(_logprobs(request.prompt_token_ids[i]) for i in positions)
+        if not row.samples:
+            return SampledRow(row.request_id, (), None, prompt_logprobs) if prompt_logprobs else None
+        if row.request_id in self.errors:
+            return SampledRow(row.request_id, (), error=self.errors.pop(row.request_id))
+        token = self._token_at(row.request_id, end)
+        logprobs = (_logprobs(token),) if request.sampling.logprobs is not None else None
+        return SampledRow(row.request_id, (token,), logprobs, prompt_logprobs)
+
+
+def _logprobs(token: int) -> TokenLogprobs:
+    return TokenLogprobs((token,), (-0.5,), (1,))

@@ -1,0 +1,209 @@
+"""A replica that answers from a function, a tokenizer of bytes, and a real server around them on a free port."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+
+from maitred.api.auth import TenantSource
+from maitred.api.server import Server, create_app
+from maitred.config import ServerConfig
+from maitred.engine.intake import ServedModel
+from maitred.engine.ledger import Ledger
+from maitred.errors import EngineDead
+from maitred.replica import ReplicaState
+from maitred.request import FinishReason, Request, timing_of
+from maitred.scheduler.admission import AdmissionController
+from maitred.step import RequestProgress, TokenLogprobs
+from maitred.text import ChatTemplate, Tokenizer
+from maitred.text.bounds import byte_alphabet
+
+EOS = 256
+TEMPLATE = (
+    "{%- for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor -%}"
+    "{%- if add_generation_prompt %}<assistant>{% if loud %}!{% endif %}{% endif -%}"
+)
+
+
+def byte_tokenizer() -> Tokenizer:
+    """Token id = byte value; 256 is end-of-sequence."""
+    inner = tokenizers.Tokenizer(models.BPE({piece: i for i, piece in enumerate(byte_alphabet())}, []))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    inner.decoder = decoders.ByteLevel()
+    inner.add_special_tokens([AddedToken("</s>", special=True, normalized=False)])
+    return Tokenizer(inner, {"eos_token": "</s>"})
+
+
+def make_model(**fields: Any) -> ServedModel:
+    model = ServedModel(
+        names=("tiny", "tiny-alias"),
+        tokenizer=byte_tokenizer(),
+        chat_template=ChatTemplate(TEMPLATE),
+        max_model_len=512,
+        vocab_size=257,
+        eos_token_ids=(EOS,),
+        created=1_700_000_000,
+        root="models/tiny",
+    )
+    return replace(model, **fields)
+
+
+def says(text: str) -> Callable[[Request], Sequence[int]]:
+    """An answer that ends by itself."""
+    return lambda request: [*text.encode(), EOS]
+
+
+@dataclass
+class FakeReplica:
+    """Gives each request the tokens of `answer`, one per turn of the loop (or per `token_s`), and notes aborts."""
+
+    answer: Callable[[Request], Sequence[int]] = field(default_factory=lambda: says("Hello, world!"))
+    token_s: float = 0.0
+    tokens_per_item: int = 1
+    fail_after: int | None = None  # tokens, then the logits are NaN
+    die_after: int | None = None  # tokens, then the engine is dead
+    queued: bool = False  # nothing is ever scheduled
+    num_cached_tokens: int = 0
+    dead: str | None = None
+    submitted: list[Request] = field(default_factory=list)
+    aborted: list[str] = field(default_factory=list)
+    live: dict[str, asyncio.Event] = field(default_factory=dict)
+
+    def submit(self, request: Request) -> AsyncIterator[RequestProgress]:
+        self.submitted.append(request)
+        self.live[request.request_id] = asyncio.Event()
+        return self._progress(request)
+
+    def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
+        if request_id in self.live:
+            if reason is FinishReason.ABORT:
+                self.aborted.append(request_id)
+            self.live.pop(request_id).set()
+
+    def state(self) -> ReplicaState:
+        running = 0 if self.queued else len(self.live)
+        return ReplicaState(
+            alive=self.dead is None,
+            error=self.dead,
+            num_running=running,
+            num_waiting=len(self.live) - running,
+            num_blocks=100,
+            num_blocks_used=2 * running,
+            num_blocks_cached=7,
+            num_finished={FinishReason.STOP: 3},
+        )
+
+    async def _progress(self, request: Request) -> AsyncIterator[RequestProgress]:
+        if self.dead is not None:
+            raise EngineDead(self.dead)
+        ended = self.live[request.request_id]
+        tokens = list(self.answer(request))
+        finish = FinishReason.STOP if len(tokens) <= request.max_tokens else FinishReason.LENGTH
+        tokens = tokens[: request.max_tokens]
+        request.first_scheduled_at = request.first_token_at = request.arrived_at
+        for start in range(0, len(tokens), self.tokens_per_item):
+            await self._turn(ended)
+            if ended.is_set():
+                yield RequestProgress(
+                    request.request_id, finish_reason=FinishReason.ABORT, timing=timing_of(request, request.arrived_at)
+                )
+                return
+            if self.fail_after is not None and start >= self.fail_after:
+                self.live.pop(request.request_id, None)
+                yield RequestProgress(request.request_id, finish_reason=FinishReason.ERROR, error="logits are NaN")
+                return
+            if self.die_after is not None and start >= self.die_after:
+                raise EngineDead("the engine stopped: out of memory")
+            end = start + self.tokens_per_item
+            last = end >= len(tokens)
+            if last:
+                self.live.pop(request.request_id, None)
+            yield RequestProgress(
+                request.request_id,
+                tuple(tokens[start:end]),
+                logprobs=_logprobs(tokens[start:end], request.sampling.logprobs),
+                prompt_logprobs=_prompt_logprobs(request) if start == 0 else None,
+                finish_reason=finish if last else None,
+                num_cached_tokens=self.num_cached_tokens,
+                timing=timing_of(request, request.arrived_at) if last else None,
+            )
+
+    async def _turn(self, ended: asyncio.Event) -> None:
+        if not self.queued and self.token_s == 0.0:
+            await asyncio.sleep(0)
+            return
+        try:
+            async with asyncio.timeout(None if self.queued else self.token_s):
+                await ended.wait()
+        except TimeoutError:
+            pass
+
+
+def _logprobs(tokens: Sequence[int], num_top: int | None) -> tuple[TokenLogprobs, ...] | None:
+    if num_top is None:
+        return None
+    return tuple(_at(token, num_top) for token in tokens)
+
+
+def _prompt_logprobs(request: Request) -> tuple[TokenLogprobs, ...] | None:
+    num_top = request.sampling.prompt_logprobs
+    if num_top is None or request.sample_index > 0:
+        return None
+    return tuple(_at(token, num_top) for token in request.prompt_token_ids[1:])
+
+
+def _at(token: int, num_top: int) -> TokenLogprobs:
+    """The chosen token is the second best; the best is the letter Z."""
+    top = (ord("Z"), token, *range(num_top))[:num_top]
+    values = (-0.5, -1.5, *(float("-inf") for _ in range(num_top)))[:num_top]
+    return TokenLogprobs((token, *top), (-1.5, *values), (2, *range(1, num_top + 1)))
+
+
+@dataclass
+class RunningServer:
+    url: str
+    port: int
+    replica: FakeReplica
+    server: Server
+
+
+@contextmanager
+def running_server(
+    replica: Any = None,
+    model: ServedModel | None = None,
+    *,
+    is_ready: Callable[[], bool] = lambda: True,
+    admission: AdmissionController | None = None,
+    tenants: TenantSource | None = None,
+    ledger: Ledger | None = None,
+    **config: Any,
+) -> Iterator[RunningServer]:
+    """uvicorn on a free loopback port, in a thread; the block ends with a graceful stop."""
+    replica = replica if replica is not None else FakeReplica()
+    settings = ServerConfig(port=0, **config)
+    app = create_app(
+        replica, model or make_model(), settings, is_ready=is_ready, admission=admission, tenants=tenants, ledger=ledger
+    )
+    listening = threading.Event()
+    where: list[int] = []
+
+    def on_listening(host: str, port: int) -> None:
+        where.append(port)
+        listening.set()
+
+    server = Server(app, settings, on_listening=on_listening)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    assert listening.wait(10), "the server did not start"
+    try:
+        yield RunningServer(f"http://127.0.0.1:{where[0]}", where[0], replica, server)
+    finally:
+        server.should_exit = True
+        thread.join(30)

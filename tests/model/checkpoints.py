@@ -1,0 +1,165 @@
+"""Small random checkpoints of every family, made by transformers' own classes, for any test that needs a model folder.
+
+`make_checkpoint("qwen3", folder)` writes config.json, model.safetensors, generation_config.json, tokenizer.json and
+tokenizer_config.json. Shapes are odd on purpose: hidden size 72, heads of 18 or 20. Token ids 0..255 are bytes.
+
+Rope rules that look at the length of the text (see `maitred.model.rope`) agree with transformers when
+`llama_dynamic` stays within its 128 positions, and `phi3_longrope` is over its original 16 (served with its own
+context) or within them (served with max_model_len 16).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+BOS, EOS, VOCAB_SIZE = 256, 257, 272
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 72,
+    "intermediate_size": 100,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "bos_token_id": BOS,
+    "eos_token_id": EOS,
+    "pad_token_id": None,
+}
+_GEMMA = {"head_dim": 20, "query_pre_attn_scalar": 24, "sliding_window": 10, "num_hidden_layers": 4}
+_STRETCHED = {"rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+
+# name -> (transformers' class prefix, what its config says beside _COMMON)
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {"head_dim": 18}),
+    "llama_tied": ("Llama", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
+    "llama_bias": ("Llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 20, "num_key_value_heads": 1}),
+    "llama_linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}}),
+    "llama_dynamic": ("Llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 500.0, "factor": 2.0}}),
+    "llama_yarn": ("Llama", {"rope_parameters": {"rope_type": "yarn", **_STRETCHED}}),
+    "llama_llama3": (
+        "Llama",
+        {"rope_parameters": {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0, **_STRETCHED}},
+    ),
+    "mistral": ("Mistral", {"sliding_window": 12, "head_dim": 20}),
+    "mistral_full": ("Mistral", {"sliding_window": None}),
+    "qwen2": ("Qwen2", {"tie_word_embeddings": True}),
+    "qwen2_window": ("Qwen2", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}),
+    "qwen2_yarn": ("Qwen2", {"rope_parameters": {"rope_type": "yarn", "truncate": False, **_STRETCHED}}),
+    "qwen3": ("Qwen3", {"head_dim": 20}),
+    "qwen3_bias": ("Qwen3", {"head_dim": 20, "attention_bias": True, "use_sliding_window": True, "sliding_window": 7,
+                             "max_window_layers": 2}),
+    "gemma2": ("Gemma2", _GEMMA),
+    "gemma3": ("Gemma3", {**_GEMMA, "sliding_window_pattern": 3}),
+    "gemma3_linear": (
+        "Gemma3",
+        {
+            **_GEMMA,
+            "final_logit_softcapping": 20.0,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
+    "phi3": ("Phi3", {"sliding_window": 14}),
+    "phi3_partial": ("Phi3", {"partial_rotary_factor": 0.75, "tie_word_embeddings": True, "num_key_value_heads": 4}),
+    "phi3_longrope": (
+        "Phi3",
+        {
+            "original_max_position_embeddings": 16,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 10_000.0,
+                "short_factor": [1.0 + 0.05 * i for i in range(9)],
+                "long_factor": [1.0 + 0.7 * i for i in range(9)],
+            },
+        },
+    ),
+    "smollm3": ("SmolLM3", {"no_rope_layer_interval": 2}),
+    "smollm3_window": (
+        "SmolLM3",
+        {"no_rope_layers": [1, 0, 1], "use_sliding_window": True, "sliding_window": 11, "tie_word_embeddings": False},
+    ),
+    "olmo2": ("Olmo2", {}),
+    "granite": (
+        "Granite",
+        {"embedding_multiplier": 6.0, "logits_scaling": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.3},
+    ),
+}  # fmt: skip
+
+
+def make_checkpoint(family: str, folder: Path, *, seed: int = 0, max_shard_size: str = "5GB", **overrides: Any) -> Path:
+    """Write a random float32 checkpoint of `family` (a key of FAMILIES) to `folder` and return it.
+
+    `overrides` go to the config class; `max_shard_size="20KB"` gives many shards and an index.
+    """
+    model = make_model(family, seed=seed, **overrides)
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    write_tokenizer(folder)
+    return folder
+
+
+def make_model(family: str, *, seed: int = 0, **overrides: Any) -> Any:
+    """transformers' own model with weights large enough that norms, biases and positions all matter."""
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    prefix, settings = FAMILIES[family]
+    config_class = getattr(transformers, "Gemma3TextConfig" if prefix == "Gemma3" else f"{prefix}Config")
+    model_class = getattr(transformers, f"{prefix}ForCausalLM")
+    model = model_class(config_class(**{**_COMMON, **settings, **overrides})).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if name.endswith("norm.weight"):
+                parameter.add_(0.2 * noise)
+            elif parameter.dim() == 1:
+                parameter.copy_(0.3 * noise)
+            else:
+                # Small embeddings, or a model whose output matrix is tied to them repeats the token it was given.
+                embedding_std = 0.03 if prefix.startswith("Gemma") else 0.2
+                parameter.copy_(noise * (embedding_std if "embed" in name else 1.5 * parameter.shape[1] ** -0.5))
+    return model
+
+
+def load_reference(folder: Path) -> Any:
+    """transformers' model of the checkpoint in `folder`, float32."""
+    import transformers
+
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+def write_tokenizer(folder: Path) -> None:
+    """A byte-level tokenizer without merges: one token for each byte, id = byte, and two special tokens."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = _bytes_to_unicode()
+    tokenizer = Tokenizer(models.BPE(vocab={alphabet[b]: b for b in range(256)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken("<|bos|>", special=True), AddedToken("<|eos|>", special=True)])
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"bos_token": "<|bos|>", "eos_token": "<|eos|>", "chat_template": CHAT_TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def _bytes_to_unicode() -> dict[int, str]:
+    """GPT-2's printable stand-in for each byte, as the ByteLevel pre-tokenizer uses it."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [b for b in range(256) if b not in printable]
+    return {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(others)}

@@ -1,0 +1,374 @@
+"""config.json in the older form and in today's describe the same decoder; what we cannot serve is refused by name."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
+
+import pytest
+
+from maitred.errors import CheckpointError
+from maitred.model.families import FAMILIES, spec_from_config
+from maitred.model.spec import Activation, DecoderSpec, NormPlacement, QKNorm, RopeType
+
+Config = dict[str, Any]
+
+_LLAMA3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+    "rope_type": "llama3",
+}
+_LONGROPE = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.5, 2.5, 8.0, 30.0]}
+
+
+def llama(**extra: Any) -> Config:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": 500,
+        "hidden_size": 64,
+        "intermediate_size": 176,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "hidden_act": "silu",
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        **extra,
+    }
+
+
+def family(architecture: str, model_type: str, **extra: Any) -> Config:
+    return llama(architectures=[architecture], model_type=model_type, **extra)
+
+
+# name -> (older form, today's form)
+FORMS: dict[str, tuple[Config, Config]] = {
+    "llama 2": (
+        llama(torch_dtype="float16", rope_scaling=None, pretraining_tp=1),
+        llama(dtype="float16", rope_parameters={"rope_type": "default", "rope_theta": 10000.0}),
+    ),
+    "llama 3.1": (
+        llama(torch_dtype="bfloat16", rope_theta=500000.0, rope_scaling=_LLAMA3, max_position_embeddings=131072),
+        llama(
+            dtype="bfloat16", rope_parameters={"rope_theta": 500000.0, **_LLAMA3}, max_position_embeddings=131072
+        ),
+    ),
+    "llama linear": (
+        llama(rope_theta=10000, rope_scaling={"type": "linear", "factor": 4.0}),
+        llama(rope_parameters={"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}),
+    ),
+    "llama dynamic": (
+        llama(rope_scaling={"type": "dynamic", "factor": 2.0}),
+        llama(rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}),
+    ),
+    "llama yarn": (
+        llama(rope_theta=1e6, rope_scaling={"type": "yarn", "factor": 4.0, "beta_fast": 16}),
+        llama(
+            rope_parameters={
+                "rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "beta_fast": 16,
+                "original_max_position_embeddings": 4096,
+            }
+        ),
+    ),
+    "mistral": (
+        family("MistralForCausalLM", "mistral", rope_theta=10000.0, sliding_window=1024, torch_dtype="bfloat16"),
+        family(
+            "MistralForCausalLM", "mistral", sliding_window=1024, head_dim=None,
+            rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        ),
+    ),
+    "qwen2": (
+        family(
+            "Qwen2ForCausalLM", "qwen2", rope_theta=1e6, use_sliding_window=False, sliding_window=4096,
+            max_window_layers=3,
+        ),
+        family(
+            "Qwen2ForCausalLM", "qwen2", rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+            use_sliding_window=False, sliding_window=None, layer_types=["full_attention"] * 6,
+        ),
+    ),
+    "qwen2.5 yarn, sliding": (
+        family(
+            "Qwen2ForCausalLM", "qwen2", rope_theta=1e6, use_sliding_window=True, sliding_window=128,
+            max_window_layers=4,
+            rope_scaling={"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096},
+        ),
+        family(
+            "Qwen2ForCausalLM", "qwen2", use_sliding_window=True, sliding_window=128,
+            layer_types=["full_attention"] * 4 + ["sliding_attention"] * 2,
+            rope_parameters={
+                "rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 4096
+            },
+        ),
+    ),
+    "qwen3": (
+        family("Qwen3ForCausalLM", "qwen3", rope_theta=1e6, head_dim=16, attention_bias=False, rope_scaling=None),
+        family(
+            "Qwen3ForCausalLM", "qwen3", rope_parameters={"rope_type": "default", "rope_theta": 1e6}, head_dim=16,
+            layer_types=["full_attention"] * 6,
+        ),
+    ),
+    "gemma2": (
+        family(
+            "Gemma2ForCausalLM", "gemma2", rope_theta=10000.0, head_dim=16, hidden_activation="gelu_pytorch_tanh",
+            query_pre_attn_scalar=20, sliding_window=64, attn_logit_softcapping=50.0, final_logit_softcapping=30.0,
+            tie_word_embeddings=True,
+        ),
+        family(
+            "Gemma2ForCausalLM", "gemma2", rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+            head_dim=16, query_pre_attn_scalar=20, sliding_window=64, tie_word_embeddings=True,
+            layer_types=["sliding_attention", "full_attention"] * 3,
+        ),
+    ),
+    "gemma3": (
+        family(
+            "Gemma3ForCausalLM", "gemma3_text", rope_theta=1e6, rope_local_base_freq=10000.0, head_dim=16,
+            sliding_window=64, sliding_window_pattern=3, rope_scaling={"rope_type": "linear", "factor": 8.0},
+            tie_word_embeddings=True, query_pre_attn_scalar=16,
+        ),
+        family(
+            "Gemma3ForCausalLM", "gemma3_text", head_dim=16, sliding_window=64, query_pre_attn_scalar=16,
+            layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2, tie_word_embeddings=True,
+            rope_parameters={
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+        ),
+    ),
+    "phi3": (
+        family("Phi3ForCausalLM", "phi3", rope_theta=10000.0, sliding_window=2047, rope_scaling=None),
+        family(
+            "Phi3ForCausalLM", "phi3", sliding_window=2047,
+            rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0},
+        ),
+    ),
+    "phi3 longrope": (
+        family(
+            "Phi3ForCausalLM", "phi3", rope_theta=10000.0, max_position_embeddings=131072,
+            original_max_position_embeddings=4096, rope_scaling={"type": "longrope", **_LONGROPE},
+        ),
+        family(
+            "Phi3ForCausalLM", "phi3", max_position_embeddings=131072, original_max_position_embeddings=4096,
+            rope_parameters={
+                "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 4096, **_LONGROPE
+            },
+        ),
+    ),
+    "phi4-mini": (
+        family("Phi3ForCausalLM", "phi3", rope_theta=10000.0, partial_rotary_factor=0.75, tie_word_embeddings=True),
+        family(
+            "Phi3ForCausalLM", "phi3", tie_word_embeddings=True,
+            rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75},
+        ),
+    ),
+    "smollm3": (
+        family("SmolLM3ForCausalLM", "smollm3", rope_theta=5e6, no_rope_layers=[1, 1, 1, 0, 1, 1]),
+        family(
+            "SmolLM3ForCausalLM", "smollm3", rope_parameters={"rope_type": "default", "rope_theta": 5e6},
+            no_rope_layer_interval=4, layer_types=["full_attention"] * 6,
+        ),
+    ),
+    "olmo2": (
+        family("Olmo2ForCausalLM", "olmo2", rope_theta=500000, rope_scaling=None),
+        family("Olmo2ForCausalLM", "olmo2", rope_parameters={"rope_type": "default", "rope_theta": 500000}),
+    ),
+    "granite": (
+        family(
+            "GraniteForCausalLM", "granite", rope_theta=10000.0, embedding_multiplier=12.0, logits_scaling=8.0,
+            residual_multiplier=0.22, attention_multiplier=0.015625, tie_word_embeddings=True,
+        ),
+        family(
+            "GraniteForCausalLM", "granite", rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+            embedding_multiplier=12, logits_scaling=8, residual_multiplier=0.22, attention_multiplier=0.015625,
+            tie_word_embeddings=True,
+        ),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_the_older_form_and_todays_give_equal_specs(name: str) -> None:
+    older, today = FORMS[name]
+    assert spec_from_config(older) == spec_from_config(today)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_what_transformers_makes_of_the_older_form_gives_the_same_spec(name: str) -> None:
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    older = copy.deepcopy(FORMS[name][0])
+    model_type = older["model_type"]
+    rewritten = transformers.AutoConfig.for_model(**older).to_dict() | {"model_type": model_type}
+    assert spec_from_config(rewritten) == spec_from_config(FORMS[name][0])
+
+
+@pytest.mark.parametrize("old_name", ["su", "yarn"])
+def test_phi3s_first_releases_had_other_names_for_longrope(old_name: str) -> None:
+    older = copy.deepcopy(FORMS["phi3 longrope"][0])
+    older["rope_scaling"]["type"] = old_name
+    assert spec_from_config(older) == spec("phi3 longrope")
+
+
+def test_every_architecture_is_written_in_both_forms() -> None:
+    written = {older["architectures"][0] for older, _ in FORMS.values()}
+    assert written | {"Gemma3ForConditionalGeneration"} == set(FAMILIES)
+
+
+def spec(name: str) -> DecoderSpec:
+    return spec_from_config(FORMS[name][0])
+
+
+def windows(name: str) -> list[int | None]:
+    return [layer.window for layer in spec(name).layers]
+
+
+def test_windows_follow_each_familys_pattern() -> None:
+    assert windows("llama 2") == [None] * 6
+    assert windows("mistral") == [1024] * 6
+    assert windows("qwen2") == [None] * 6
+    assert windows("qwen2.5 yarn, sliding") == [None, None, None, None, 128, 128]
+    assert windows("gemma2") == [64, None] * 3
+    assert windows("gemma3") == [64, 64, None] * 2
+    assert windows("phi3") == [2047] * 6
+
+
+def test_gemma3_has_a_rope_for_each_layer_type() -> None:
+    ropes = [layer.rope for layer in spec("gemma3").layers]
+    assert ropes[0] is not None
+    assert ropes[2] is not None
+    assert (ropes[0].rope_type, ropes[0].theta) == (RopeType.DEFAULT, 10000.0)
+    assert (ropes[2].rope_type, ropes[2].theta, ropes[2].factor) == (RopeType.LINEAR, 1e6, 8.0)
+
+
+def test_smollm3_leaves_rope_out_of_some_layers() -> None:
+    assert [layer.rope is not None for layer in spec("smollm3").layers] == [True, True, True, False, True, True]
+
+
+def test_families_differ_from_llama_where_they_should() -> None:
+    assert spec("llama 2").norm_placement is NormPlacement.PRE
+    assert spec("olmo2").norm_placement is NormPlacement.POST
+    assert spec("olmo2").qk_norm is QKNorm.FULL_WIDTH
+    assert spec("gemma3").norm_placement is NormPlacement.BOTH
+    assert spec("gemma3").qk_norm is QKNorm.PER_HEAD
+    assert (spec("gemma2").norm_offset, spec("gemma2").attention_softcap, spec("gemma2").logit_softcap) == (1, 50, 30)
+    assert spec("gemma3").attention_softcap is None
+    assert spec("gemma2").activation is Activation.GELU_TANH
+    assert spec("gemma2").attention_scale == pytest.approx(20**-0.5)
+    assert spec("granite").attention_scale == 0.015625
+    assert spec("granite").logit_scale == 1 / 8
+    assert spec("qwen2").qkv_bias
+    assert not spec("qwen2").output_bias
+    assert spec("phi3").fused_weights
+    assert spec("smollm3").tied_embeddings is False
+
+
+def test_context_is_what_yarn_stretches_to() -> None:
+    assert spec("llama 3.1").max_position_embeddings == 131072
+    assert spec("qwen2.5 yarn, sliding").max_position_embeddings == 16384
+
+
+def test_counts_of_a_known_size() -> None:
+    llama_2 = spec("llama 2")
+    layer = 64 * (64 + 2 * 16) + 64 * 64 + 3 * 64 * 176 + 2 * 64
+    assert llama_2.num_parameters() == 6 * layer + 2 * 500 * 64 + 64
+    assert llama_2.kv_values_per_token() == 2 * 6 * 2 * 8
+    assert "LlamaForCausalLM" in llama_2.identity()
+
+
+def test_missing_keys_take_the_familys_defaults() -> None:
+    bare = {
+        "model_type": "mistral", "vocab_size": 500, "hidden_size": 64, "intermediate_size": 176,
+        "num_hidden_layers": 2, "num_attention_heads": 8,
+    }  # fmt: skip
+    made = spec_from_config(bare)
+    assert made.architecture == "MistralForCausalLM"
+    assert (made.num_kv_heads, made.head_dim, made.layers[0].window) == (8, 8, 4096)
+    assert made.max_position_embeddings == 131072
+
+
+def test_a_multimodal_gemma3_is_its_text_model() -> None:
+    text = {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 6, "sliding_window": 64,
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0}}  # fmt: skip
+    whole = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "text_config": text,
+             "vision_config": {"hidden_size": 1152}}  # fmt: skip
+    made = spec_from_config(whole)
+    assert (made.num_heads, made.head_dim, made.vocab_size, made.tied_embeddings) == (8, 256, 262208, True)
+    assert [layer.window for layer in made.layers] == [64] * 5 + [None]
+
+
+def refusal(config: Config) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        spec_from_config(config)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_an_unknown_architecture_is_refused_with_the_list() -> None:
+    message = refusal(llama(architectures=["MambaForCausalLM"]))
+    assert "'MambaForCausalLM'" in message
+    assert all(name in message for name in FAMILIES)
+    assert "'gpt2'" in refusal({"model_type": "gpt2"})
+
+
+def test_foreign_code_is_never_run(caplog: pytest.LogCaptureFixture) -> None:
+    code = {"auto_map": {"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}}
+    assert "auto_map" in refusal(llama(architectures=["OwnForCausalLM"], **code))
+    with caplog.at_level(logging.DEBUG):
+        assert spec_from_config(llama(**code)) == spec_from_config(llama())
+    assert "not run" in caplog.text
+
+
+def test_an_unknown_rope_type_is_refused_with_the_list() -> None:
+    message = refusal(llama(rope_scaling={"type": "spiral", "factor": 2.0}))
+    assert "'spiral'" in message
+    assert "default, linear, dynamic, yarn, longrope, llama3" in message
+
+
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "gptq"),
+        ({"quantization_config": {"quant_method": "awq"}}, "awq"),
+        ({"compression_config": {"format": "pack-quantized"}}, "pack-quantized"),
+        ({"hidden_act": "relu6"}, "'relu6'"),
+        ({"rms_norm_eps": None}, "wrong type"),
+        ({"rope_theta": "much", "head_dim": 8}, "wrong type"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}, "head_dim": 2}, "at least 4"),
+        ({"head_dim": 15}, "15"),
+        ({"num_attention_heads": 7}, "multiple"),
+        ({"num_key_value_heads": 3}, "3 key/value heads"),
+        ({"hidden_size": None}, "hidden_size"),
+        ({"num_hidden_layers": 0}, "no layers"),
+        ({"rope_scaling": {"type": "linear"}}, "'factor'"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ({"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}}, "4 are needed"),
+        ({"rope_scaling": {**_LLAMA3, "high_freq_factor": 1.0}}, "high_freq_factor"),
+    ],
+)
+def test_what_cannot_be_served_is_refused(change: Config, part: str) -> None:
+    assert part in refusal(llama(**change))
+
+
+@pytest.mark.parametrize(
+    ("change", "part"),
+    [
+        ({"layer_types": ["full_attention"] * 5 + ["linear_attention"]}, "'linear_attention'"),
+        ({"layer_types": ["full_attention"]}, "1 layer_types for 6 layers"),
+        ({"layer_types": ["sliding_attention"] * 6, "use_sliding_window": False}, "no sliding_window in use"),
+    ],
+)
+def test_layer_types_that_make_no_sense_are_refused(change: Config, part: str) -> None:
+    assert part in refusal(family("Qwen2ForCausalLM", "qwen2", **change))
+
+
+def test_gemma3_needs_nested_rope_parameters_and_a_causal_mask() -> None:
+    flat = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
+    assert "full_attention" in refusal(family("Gemma3ForCausalLM", "gemma3_text", head_dim=16, **flat))
+    encoder = family("Gemma3ForCausalLM", "gemma3_text", head_dim=16, use_bidirectional_attention=True)
+    assert "encoder" in refusal(encoder)

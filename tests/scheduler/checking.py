@@ -1,0 +1,85 @@
+"""An executor that knows what every KV slot holds, and objects when a row would read something else."""
+
+from __future__ import annotations
+
+from maitred.step import BlockCopy, ModelOutput, ScheduledRow, SchedulerOutput
+from tests.fakes import FakeExecutor, TokenAt, token_at
+
+Slots = dict[int, list[int | None]]
+
+
+class CheckingExecutor(FakeExecutor):
+    """Models the contents of the cache: a slot holds a hash of all tokens up to its own.
+
+    Asserts for each row that positions before `start` hold its own history before the step, that the written blocks
+    belong to nobody else, and that the whole history is there after the step. A wrong share, a missing copy, a block
+    freed too early or found under a wrong hash all fail here.
+    """
+
+    def __init__(self, block_size: int, token_at: TokenAt = token_at) -> None:
+        super().__init__(token_at)
+        self._block_size = block_size
+        self._slots: Slots = {}
+        self._host: Slots = {}
+        self._tables: dict[str, list[int]] = {}
+        self._histories: dict[str, list[int]] = {}
+
+    def execute(self, plan: SchedulerOutput) -> ModelOutput:
+        output = super().execute(plan)
+        for request_id in plan.forgotten_request_ids:
+            del self._tables[request_id], self._histories[request_id]
+        for new in plan.new_requests:
+            self._tables[new.request_id] = []
+            self._histories[new.request_id] = []
+            self._learn(new.request_id, (*new.prompt_token_ids, *new.output_token_ids))
+        for copy in plan.swap_outs:
+            self._host[copy.target] = list(self._block(copy.source))
+        assert len({copy.target for copy in plan.swap_outs}) == len(plan.swap_outs), "two copies to one host block"
+        self._copy(plan.block_copies)
+        assert not {copy.target for copy in plan.swap_ins} & {copy.target for copy in plan.block_copies}
+        for copy in plan.swap_ins:
+            self._slots[copy.target] = list(self._host[copy.source])
+        self._compute(plan.rows)
+        for row in output.rows:
+            self._learn(row.request_id, row.token_ids)
+        return output
+
+    def _learn(self, request_id: str, token_ids: tuple[int, ...]) -> None:
+        history = self._histories[request_id]
+        for token in token_ids:
+            history.append(hash((history[-1] if history else None, token)))
+
+    def _copy(self, copies: tuple[BlockCopy, ...]) -> None:
+        at_once = {copy.target: list(self._block(copy.source)) for copy in copies}
+        for copy in copies:
+            self._slots[copy.target] = list(self._block(copy.source))
+        assert len(at_once) == len(copies), "two copies to one block"
+        assert all(self._slots[block] == slots for block, slots in at_once.items()), "copies depend on their order"
+
+    def _compute(self, rows: tuple[ScheduledRow, ...]) -> None:
+        for row in rows:
+            table = self._tables[row.request_id]
+            for index, block in row.replaced_blocks:
+                table[index] = block
+            table.extend(row.new_block_ids)
+            self._assert_holds_history(row, row.start)
+        for row in rows:
+            self._write(row)
+        for row in rows:
+            self._assert_holds_history(row, row.start + row.num_tokens)
+
+    def _write(self, row: ScheduledRow) -> None:
+        table, history = self._tables[row.request_id], self._histories[row.request_id]
+        others = {b for other, blocks in self._tables.items() if other != row.request_id for b in blocks}
+        for position in range(row.start, row.start + row.num_tokens):
+            block = table[position // self._block_size]
+            assert block not in others, f"{row.request_id} writes block {block}, which others hold too"
+            self._block(block)[position % self._block_size] = history[position]
+
+    def _assert_holds_history(self, row: ScheduledRow, end: int) -> None:
+        table, history = self._tables[row.request_id], self._histories[row.request_id]
+        held = [self._block(table[i // self._block_size])[i % self._block_size] for i in range(end)]
+        assert held == history[:end], f"{row.request_id} reads what is not its own"
+
+    def _block(self, block: int) -> list[int | None]:
+        return self._slots.setdefault(block, [None] * self._block_size)

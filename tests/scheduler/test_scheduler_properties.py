@@ -1,0 +1,223 @@
+"""Whatever happens in whatever order: no block is lost, every row reads its own history, everybody finishes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from random import Random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from maitred.request import FinishReason, Request, SamplingParams
+from maitred.scheduler.policies import POLICIES
+from maitred.scheduler.scheduler import Scheduler
+from maitred.scheduler.swap import SwapCosts
+from maitred.step import RequestProgress, SchedulerOutput
+from tests.fakes import make_request, make_samples, make_scheduler, token_at
+from tests.scheduler.checking import CheckingExecutor
+
+EOS, STOP_TOKEN = 1, 2
+
+
+def token_or_end(request_id: str, position: int) -> int:
+    """Some requests meet an end-of-sequence or stop token on their way."""
+    token = token_at(request_id, position)
+    return {0: EOS, 1: STOP_TOKEN}.get(token % 23, token)
+
+
+def expected_output(request: Request) -> tuple[list[int], FinishReason]:
+    """The slow obvious way: ask for one token after another."""
+    tokens: list[int] = []
+    sampling = request.sampling
+    while len(tokens) < request.max_tokens:
+        tokens.append(token_or_end(request.request_id, request.num_prompt_tokens + len(tokens)))
+        ends = (tokens[-1] == EOS and not sampling.ignore_eos) or tokens[-1] in sampling.stop_token_ids
+        if ends and len(tokens) >= sampling.min_tokens:
+            return tokens, FinishReason.STOP
+    return tokens, FinishReason.LENGTH
+
+
+@dataclass
+class World:
+    """A scheduler under random load; `chooser` decides everything, so a run is a function of its seed."""
+
+    chooser: Random
+    scheduler: Scheduler
+    executor: CheckingExecutor
+    block_size: int
+    largest: int  # tokens that a request may come to
+    now: float = 0.0
+    draining: bool = False
+
+    def __post_init__(self) -> None:
+        self.requests: list[Request] = []
+        self.told: dict[str, list[RequestProgress]] = {}
+        self.texts: list[list[int]] = [[token_at("shared", i) for i in range(self.largest)]]
+
+    def a_prompt(self, max_tokens: int) -> list[int]:
+        """Mostly the beginning of something said before, so that prefixes are hit, partly or whole."""
+        text = self.chooser.choice(self.texts)
+        shared = text[: self.chooser.randint(0, len(text))]
+        tail = [1000 + self.chooser.randrange(9) for _ in range(self.chooser.randint(0, 6))]
+        return (shared + tail)[: self.largest - max_tokens] or [7]
+
+    def add(self, samples: int) -> None:
+        max_tokens = self.chooser.randint(1, min(8, self.largest - 1))
+        fields = {
+            "prompt": self.a_prompt(max_tokens),
+            "max_tokens": max_tokens,
+            "arrived_at": self.now,
+            "block_size": self.block_size,
+            "priority": self.chooser.randint(0, 2),
+            "eos_token_ids": (EOS,),
+            "sampling": SamplingParams(
+                max_tokens=max_tokens,
+                min_tokens=self.chooser.randint(0, max_tokens),
+                ignore_eos=self.chooser.random() < 0.3,
+                stop_token_ids=(STOP_TOKEN,),
+                prompt_logprobs=0 if self.chooser.random() < 0.1 else None,
+            ),
+        }
+        name = f"r{len(self.requests)}"
+        new = make_samples(name, samples, **fields) if samples > 1 else [make_request(name, **fields)]
+        for request in new:
+            self.requests.append(request)
+            self.scheduler.add(request, self.now)
+            self.scheduler.check_invariants()
+
+    def step(self) -> None:
+        self.now += self.chooser.random()
+        plan = self.scheduler.schedule(self.now)
+        self.scheduler.check_invariants()
+        self.check_limits(plan)
+        output = self.executor.execute(plan)
+        if not self.draining and self.chooser.random() < 0.1:
+            self.end_one()  # between the plan and its outcome
+        self.now += 0.1
+        for progress in self.scheduler.update(plan, output, self.now):
+            self.told.setdefault(progress.request_id, []).append(progress)
+        self.scheduler.check_invariants()
+
+    def check_limits(self, plan: SchedulerOutput) -> None:
+        config = self.scheduler.config
+        assert plan.num_tokens <= config.max_num_batched_tokens
+        assert len(plan.rows) <= config.max_num_seqs
+        assert all(row.num_tokens >= 1 for row in plan.rows)
+        assert len({row.request_id for row in plan.rows}) == len(plan.rows)
+
+    def end_one(self) -> None:
+        living = [r for r in self.requests if not r.finished]
+        if living:
+            request = self.chooser.choice(living)
+            reason = self.chooser.choice([FinishReason.ABORT, FinishReason.STOP])
+            progress = self.scheduler.finish(request.request_id, reason, self.now, stop_reason="found outside")
+            assert progress is not None
+            assert progress.finish_reason is reason
+            assert request.block_table == []
+            self.scheduler.check_invariants()
+
+    def reconfigure(self) -> None:
+        seqs = self.chooser.randint(1, 5)
+        config = replace(
+            self.scheduler.config,
+            policy=self.chooser.choice(sorted(POLICIES)),
+            max_num_seqs=seqs,
+            max_num_batched_tokens=seqs + self.chooser.randint(0, 8),
+        )
+        self.scheduler.configure(config)
+        self.scheduler.check_invariants()
+
+    def act(self) -> None:
+        chance = self.chooser.random()
+        if chance < 0.25:
+            self.add(1)
+        elif chance < 0.32:
+            self.add(self.chooser.randint(2, 4))
+        elif chance < 0.38:
+            self.end_one()
+        elif chance < 0.40:
+            self.reconfigure()
+        elif chance < 0.41:
+            self.scheduler.set_swap_costs(costs_at_random(self.chooser))
+        else:
+            self.step()
+        if self.requests and chance < 0.1:  # a next turn of a conversation
+            said = self.chooser.choice(self.requests)
+            self.texts.append([*said.prompt_token_ids, *said.output_token_ids][: self.largest])
+
+    def drain(self) -> None:
+        self.draining = True  # nobody is helped out by an abort
+        bound = 50 + 4 * sum(r.num_prompt_tokens + r.max_tokens for r in self.requests)
+        for _ in range(bound):
+            if not self.scheduler.has_work:
+                return
+            self.step()
+        raise AssertionError(f"still busy after {bound} steps: {self.scheduler.stats}")
+
+    def check_outcomes(self) -> None:
+        stats = self.scheduler.stats
+        assert stats.num_blocks_used == stats.num_running == stats.num_waiting == 0
+        assert sum(stats.num_finished.values()) == len(self.requests)
+        for request in self.requests:
+            told = self.told.get(request.request_id, [])
+            tokens = [token for progress in told for token in progress.new_token_ids]
+            assert tokens == request.output_token_ids
+            expected, reason = expected_output(request)
+            if request.stop_reason == "found outside":
+                assert tokens == expected[: len(tokens)]
+            else:
+                assert (tokens, request.finish_reason) == (expected, reason)
+                assert told[-1].finish_reason is reason
+                assert told[-1].timing is not None
+                assert request.stop_reason == (STOP_TOKEN if tokens[-1] == STOP_TOKEN and reason == "stop" else None)
+                self.check_prompt_logprobs(request, told)
+
+    def check_prompt_logprobs(self, request: Request, told: list[RequestProgress]) -> None:
+        given = [entry.token_ids[0] for progress in told for entry in progress.prompt_logprobs or ()]
+        wanted = request.prompt_token_ids[1:] if request.sampling.prompt_logprobs is not None else []
+        assert given == list(wanted)
+
+
+def costs_at_random(chooser: Random) -> SwapCosts | None:
+    """Copying is worth it always, for some, or never."""
+    bandwidth = chooser.choice([1e12, 1e12, 30.0, 1e-3])
+    return chooser.choice([None, SwapCosts(16, bandwidth, bandwidth, 0.25), SwapCosts(16, bandwidth, bandwidth, 0.25)])
+
+
+def make_world(chooser: Random) -> World:
+    block_size = chooser.choice([1, 2, 3, 4])
+    num_blocks = chooser.randint(4, 20)
+    seqs = chooser.randint(1, 6)
+    scheduler = make_scheduler(
+        num_blocks=num_blocks,
+        block_size=block_size,
+        max_num_seqs=seqs,
+        max_num_batched_tokens=seqs + chooser.randint(0, 12),
+        policy=chooser.choice(sorted(POLICIES)),
+        ageing_s=chooser.choice([0.5, 3.0, 100.0]),
+        quantum_tokens=chooser.choice([1, 4, 128]),
+        enable_prefix_caching=chooser.random() < 0.85,
+        num_host_blocks=chooser.choice([0, 2, 5, 50]),
+    )
+    scheduler.set_swap_costs(costs_at_random(chooser))
+    largest = num_blocks * block_size  # a request may need the whole cache
+    return World(chooser, scheduler, CheckingExecutor(block_size, token_or_end), block_size, largest)
+
+
+@settings(max_examples=150, deadline=None)
+@given(chooser=st.randoms(use_true_random=False), num_acts=st.integers(1, 80))
+def test_any_interleaving_keeps_all_blocks_accounted_for_and_everybody_finishes(chooser: Random, num_acts: int) -> None:
+    world = make_world(chooser)
+    for _ in range(num_acts):
+        world.act()
+    world.drain()
+    world.check_outcomes()
+
+
+def test_long_runs_of_random_load() -> None:
+    for seed in range(25):
+        world = make_world(Random(seed))
+        for _ in range(400):
+            world.act()
+        world.drain()
+        world.check_outcomes()

@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from maitred.errors import ConfigError
+from maitred.sim.cost_model import CostModel, Jitter, StepShape, shape_of
+from maitred.sim.devices import DEVICES, MODELS, device_named, model_named, num_kv_blocks, roofline
+from maitred.sim.fit import TERMS, fit_steps, nonnegative_least_squares
+from maitred.sim.profile import Profile, decode_profile, encode_profile
+from maitred.sim.recorded import MeasuredStep
+from maitred.step import ScheduledRow
+
+TRUE = CostModel(
+    fixed_s=2e-3, row_s=5e-5, prefill_token_s=9e-5, decode_token_s=0.0, context_token_s=6e-7, prefill_attention_s=1e-7,
+    group_s=3e-4, between_s=1e-4, between_row_s=5e-6,
+)  # fmt: skip
+
+
+def shapes(rng: Random, count: int) -> list[StepShape]:
+    found = []
+    for _ in range(count):
+        rows = [ScheduledRow("d", rng.randrange(1, 1500), 1, True) for _ in range(rng.randrange(0, 32))]
+        rows += [
+            ScheduledRow("p", rng.randrange(0, 800), rng.randrange(2, 400), rng.random() < 0.5)
+            for _ in range(rng.randrange(0, 3) or not rows)
+        ]
+        found.append(shape_of(rows))
+    return found
+
+
+def steps(seed: int, count: int = 600, noise: float = 0.0) -> list[MeasuredStep]:
+    rng = Random(seed)
+    return [
+        MeasuredStep(s, TRUE.step_s(s) * (1 + noise * (rng.random() - 0.5)), TRUE.gap_s(s.rows))
+        for s in shapes(rng, count)
+    ]
+
+
+def test_a_fit_finds_the_coefficients_that_the_steps_were_made_of():
+    fit = fit_steps(steps(1), steps(2))
+    assert fit.mape < 0.005
+    for name in ("fixed_s", "prefill_token_s", "context_token_s", "prefill_attention_s", "group_s"):
+        assert getattr(fit.cost_model, name) == pytest.approx(getattr(TRUE, name), rel=0.05), name
+    assert fit.cost_model.between_s == pytest.approx(TRUE.between_s, rel=0.02)
+    assert fit.cost_model.between_row_s == pytest.approx(TRUE.between_row_s, rel=0.02)
+    assert sum(term.share for term in fit.terms.values()) == pytest.approx(1.0)
+
+
+def test_a_machine_that_stops_now_and_then_does_not_bend_the_fit():
+    rng = Random(3)
+    noisy = [step._replace(step_s=step.step_s * 6) if rng.random() < 0.05 else step for step in steps(1, noise=0.1)]
+    fit = fit_steps(noisy, steps(2))
+    assert fit.mape < 0.02
+    assert abs(fit.bias) < 0.02
+    assert all(term.standard_error_s >= 0 for term in fit.terms.values())
+    assert set(fit.terms) == set(TERMS)
+
+
+def test_jitter_gives_back_the_spread_that_was_measured():
+    rng = Random(4)
+    wide = [step._replace(step_s=step.step_s * rng.uniform(0.8, 1.4)) for step in steps(1, 2000)]
+    model = fit_steps(wide, wide).cost_model
+    jitter = Jitter(model, Random(0))
+    modelled = [model.step_s(step.shape) for step in wide]
+    drawn = sorted(jitter.step_s(t) / t for t in modelled)
+    real = sorted(step.step_s / t for step, t in zip(wide, modelled, strict=True))
+    for share in (0.05, 0.5, 0.95):
+        assert drawn[int(share * 2000)] == pytest.approx(real[int(share * 2000)], rel=0.03)
+    assert sum(drawn) == pytest.approx(sum(real), rel=0.02)
+
+
+@given(st.lists(st.lists(st.floats(0, 10), min_size=3, max_size=3), min_size=4, max_size=20), st.data())
+def test_least_squares_are_not_negative_and_no_neighbour_is_better(rows, data):
+    targets = data.draw(st.lists(st.floats(0, 10), min_size=len(rows), max_size=len(rows)))
+    found = nonnegative_least_squares(rows, targets)
+
+    def loss(c: list[float]) -> float:
+        return sum(
+            (sum(x * w for x, w in zip(row, c, strict=True)) - y) ** 2 for row, y in zip(rows, targets, strict=True)
+        )
+
+    assert min(found) >= 0
+    for j in range(3):
+        for moved in (found[j] + 0.01, max(0.0, found[j] - 0.01)):
+            assert loss(found) <= loss([*found[:j], moved, *found[j + 1 :]]) + 1e-6
+
+
+def test_the_shape_of_a_step():
+    rows = [ScheduledRow("a", 9, 1, True), ScheduledRow("b", 500, 1, True), ScheduledRow("c", 4, 3, False)]
+    shape = StepShape(3, 3, 2, 10 + 501 + 7, 3 * 4 + 6, 2, groups=3)
+    assert shape_of(rows) == shape
+    assert shape.tokens == 5
+
+
+def test_reading_the_weights_is_a_floor():
+    model = CostModel(weights_s=1e-3, prefill_token_s=1e-5, decode_token_s=1e-5)
+    assert model.step_s(StepShape(rows=1, decode_tokens=1)) == pytest.approx(1e-3)
+    assert model.step_s(StepShape(rows=1, prefill_tokens=500)) == pytest.approx(5e-3)
+
+
+def test_a_profile_survives_its_file_and_damage_is_told():
+    fit = fit_steps(steps(1, 300, noise=0.2), steps(2, 300))
+    profile = Profile(
+        model="m", machine="x", executor="torch", cost_model=fit.cost_model, max_model_len=64, kv_bytes_per_token=8,
+        kv_memory_bytes=4096, terms=fit.terms,
+    )  # fmt: skip
+    assert decode_profile(encode_profile(profile), "f") == profile
+    with pytest.raises(ConfigError, match="is this a device profile"):
+        decode_profile(b"{}", "f")
+
+
+# ---- datasheets
+
+
+@pytest.mark.parametrize("device", sorted(DEVICES))
+def test_a_datasheet_gives_a_roofline(device: str):
+    small = MODELS["llama-3.2-1b"]
+    model = roofline(DEVICES[device], small)
+    decode, prefill = StepShape(1, 0, 1, 100, 0, 1, 1), StepShape(1, 8192, 0, 8192, 8192**2 // 2, 1, 1)
+    assert model.step_s(decode) < model.step_s(prefill)
+    assert num_kv_blocks(DEVICES[device], small, 16) > 0
+    assert DEVICES[device].source
+
+
+def test_an_h100_decodes_an_8b_model_about_as_fast_as_published():
+    """16 GB of weights at three quarters of 3.35 TB/s are 6.4 ms a token; public figures are 6 to 8 ms."""
+    model = roofline(DEVICES["h100"], MODELS["llama-3.1-8b"])
+    assert 5.5e-3 < model.step_s(StepShape(1, 0, 1, 500, 0, 1, 1)) < 8e-3
+
+
+def test_unknown_names_and_too_large_models_are_refused_with_a_hint():
+    with pytest.raises(ConfigError, match=r"did you mean h100\?"):
+        device_named("H-100")
+    with pytest.raises(ConfigError, match="choose one of"):
+        model_named("gpt")
+    with pytest.raises(ConfigError, match="141 GB of weights"):
+        num_kv_blocks(DEVICES["h100"], MODELS["llama-3.1-70b"], 16)

@@ -1,0 +1,209 @@
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from maitred.clock import ManualClock
+from maitred.engine.core import EngineCore
+from maitred.request import Request
+from maitred.scheduler.decision_log import Recorder
+from maitred.scheduler.log_codec import Header, LogEncoder, read_log
+from maitred.scheduler.policies import POLICIES
+from maitred.scheduler.replay import first_difference
+from maitred.sim.cost_model import Band, CostModel, Jitter, shape_of
+from maitred.sim.recorded import measured_steps, read_run
+from maitred.sim.results import Objectives, Results
+from maitred.sim.simulator import Simulation
+from maitred.sim.workload import Arrival, Turn
+from maitred.step import ModelOutput, SampledRow, SchedulerOutput
+from maitred.tenancy.tenant import Limits, Tenant
+from tests.fakes import make_request, make_scheduler
+from tests.sim.worlds import COSTS, PlanKeeper, arrival, setup, simulation, workload
+
+MIXED = {
+    "a": {"input": "uniform:1,60", "output": "uniform:1,12", "prefix_tokens": 8, "max_tokens": 16},
+    "b": {"turns": "uniform:1,3", "input": 5, "output": "uniform:1,6", "think_s": 0.05, "priority": 1, "max_tokens": 8},
+}
+
+
+@given(
+    policy=st.sampled_from(sorted(POLICIES)),
+    predictor=st.sampled_from(["oracle", "max_tokens", "quantile", "adversarial"]),
+    rate=st.sampled_from([1.0, 60.0, 5000.0]),
+    kind=st.sampled_from(["poisson", "gamma", "diurnal"]),
+    num_blocks=st.integers(40, 80),
+    seed=st.integers(0, 5),
+)
+def test_every_request_ends_once_and_nothing_is_left(policy, predictor, rate, kind, num_blocks, seed):
+    world = workload(rate=rate, kind=kind, burstiness=0.3, period_s=5, num_requests=40, seed=seed, classes=MIXED)
+    simulated = simulation(policy=policy, predictor=predictor, num_blocks=num_blocks)
+    results = simulated.run(world.arrivals())
+    total = results.total
+    assert total.num_finished == 40
+    assert total.num_failed == 0
+    assert total.queue_s.count == total.num_finished
+    assert total.num_here == 0
+    assert not simulated.scheduler.has_work
+    simulated.scheduler.check_invariants()
+    assert total.busy_s <= results.duration_s + 1e-9
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_no_slot_is_idle_while_somebody_waits(policy: str):
+    keeper = PlanKeeper()
+    simulation(policy=policy, observer=keeper).run(iter([arrival(f"r{i}", output=6) for i in range(12)]))
+    assert [len(plan.rows) for plan in keeper.plans[1:12]] == [4] * 11
+
+
+def test_a_lone_request_takes_what_the_cost_model_says():
+    results = simulation().run(iter([arrival("r", at=2.0, prompt=8, output=4)]))
+    first_s, other_s = 1e-3 + 8e-5, 1e-3 + 1e-4
+    assert results.total.ttft_s.largest == pytest.approx(first_s)
+    assert results.total.itl_s.mean == pytest.approx(other_s)
+    assert results.total.itl_s.count == 3
+    assert results.total.e2e_s.largest == pytest.approx(first_s + 3 * other_s)
+    assert results.duration_s == pytest.approx(first_s + 3 * other_s)
+
+
+def test_who_comes_during_a_step_is_in_the_next_one():
+    keeper = PlanKeeper()
+    simulation(observer=keeper).run(iter([arrival("first"), arrival("second", at=5e-4)]))
+    assert [row.request_id for row in keeper.plans[0].rows] == ["first"]
+    assert {row.request_id for row in keeper.plans[1].rows} == {"first", "second"}
+
+
+def test_the_next_turn_comes_after_a_pause_and_finds_the_conversation_in_the_cache():
+    turn = Turn(think_s=1.0, new_tokens=4, output_tokens=2, max_tokens=16)
+    keeper = PlanKeeper()
+    results = simulation(observer=keeper).run(iter([arrival("chat", prompt=8, output=4, turns=(turn,))]))
+    assert results.total.num_finished == 2
+    (second,) = [new for plan in keeper.plans for new in plan.new_requests if new.request_id == "chat#2"]
+    assert second.num_prompt_tokens == 8 + 4 + 4
+    # positions 0..10 were computed, the last token of the answer was not: two full blocks
+    assert results.num_cached_tokens == 8
+    (answered_at,) = [ended for (_, ended), plan in zip(keeper.times, keeper.plans, strict=True) if plan.step == 3]
+    asked_at = min(began for (began, _), plan in zip(keeper.times, keeper.plans, strict=True) if plan.step == 4)
+    assert asked_at - answered_at == pytest.approx(1.0)
+
+
+def test_the_same_seed_gives_the_same_run_and_another_one_another():
+    model = CostModel(fixed_s=1e-3, jitter=(Band(1.0, (0.5, 1.0, 3.0)),), between_s=1e-4, gap_jitter=(0.0, 2.0))
+
+    def run(seed: int) -> dict:
+        simulated = Simulation(setup(), model, Results(), jitter=Jitter(model, Random(seed)))
+        return simulated.run(workload(num_requests=30, classes=MIXED).arrivals()).to_json()
+
+    assert run(1) == run(1)
+    assert run(1) != run(2)
+
+
+def test_a_request_that_could_never_run_fails_and_the_others_go_on():
+    results = simulation(num_blocks=8).run(iter([arrival("large", prompt=900), arrival("small", at=1.0)]))
+    assert (results.total.num_finished, results.total.num_failed) == (1, 1)
+    assert results.total.slo_attainment == 0.5
+
+
+def test_a_conversation_ends_with_a_turn_that_fails():
+    turn = Turn(think_s=1.0, new_tokens=4, output_tokens=2, max_tokens=16)
+    results = simulation(num_blocks=8).run(iter([arrival("chat", prompt=900, turns=(turn, turn))]))
+    assert (results.total.num_finished, results.total.num_failed) == (0, 1)
+
+
+def test_deadlines_are_kept_as_the_engine_keeps_them():
+    late = arrival("late", output=400, max_tokens=400, deadline_s=0.01)
+    results = simulation(num_blocks=200).run(iter([late, arrival("other", at=0.001)]))
+    assert (results.total.num_finished, results.total.num_failed) == (1, 1)
+
+
+def test_limits_of_a_tenant_turn_away_what_is_over_them():
+    tenants = {"a": Tenant(name="a", limits=Limits(concurrency=2))}
+    asked = [arrival(f"r{i}", tenant=name) for i, name in enumerate("aaabbb")] + [arrival("later", at=9.0, tenant="a")]
+    results = Simulation(setup(), COSTS, Results(), tenants=tenants).run(iter(asked))
+    assert (results.tenants["a"].num_finished, results.tenants["a"].num_failed) == (3, 1)
+    assert results.tenants["b"].num_finished == 3
+
+
+def test_objectives_decide_what_is_good():
+    asked = [arrival("short", output=2), arrival("long", output=30, max_tokens=30)]
+    assert simulation(objectives=Objectives(e2e_s=0.01)).run(iter(asked)).total.num_good == 1
+    assert simulation(objectives=Objectives(ttft_s=1e-9)).run(iter(asked)).total.num_good == 0
+    assert simulation(objectives=Objectives(itl_s=0.00125)).run(iter(asked)).total.num_good == 2
+    asked[1] = arrival("long", output=300, max_tokens=300)  # 1 slow gap of 299 is allowed, 1 of 1 is not
+    assert simulation(objectives=Objectives(itl_s=0.00115), num_blocks=100).run(iter(asked)).total.num_good == 1
+
+
+# ---- against the live loop
+
+
+class TimedExecutor:
+    """Answers at once, and turns the clock as a machine with these costs would."""
+
+    def __init__(self, clock: ManualClock) -> None:
+        self._clock = clock
+
+    def execute(self, plan: SchedulerOutput) -> ModelOutput:
+        if plan.rows:
+            self._clock.advance(COSTS.step_s(shape_of(plan.rows)))
+        return ModelOutput(tuple(SampledRow(row.request_id, (7,)) for row in plan.rows if row.samples))
+
+    def close(self) -> None: ...
+
+
+def live_request(asked: Arrival) -> Request:
+    return make_request(
+        asked.request_id,
+        prompt=asked.prompt_tokens,
+        max_tokens=asked.output_tokens,
+        arrived_at=asked.at,
+        priority=asked.priority,
+        predicted_output_tokens=float(asked.output_tokens),
+    )
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_plans_equal_those_of_a_live_loop_and_of_the_replay_of_its_log(policy: str):
+    arrivals = [
+        arrival(f"r{i}", at=i * 0.002, prompt=3 + i * 7 % 50, output=2 + i % 9, max_tokens=2 + i % 9, priority=i % 3)
+        for i in range(40)
+    ]
+    records: list = []
+    clock, keeper = ManualClock(), PlanKeeper()
+    live = make_scheduler(policy=policy, num_blocks=64, max_num_seqs=4)
+    core = EngineCore(live, TimedExecutor(clock), clock, Recorder(records.append))
+    pending = list(arrivals)
+    while pending or core.has_work:
+        if not core.has_work:
+            clock.advance(max(0.0, pending[0].at - clock.now()))
+        while pending and pending[0].at <= clock.now():
+            core.add(live_request(pending.pop(0)))
+        core.step()
+
+    encoder = LogEncoder(Header(live.config, 64, 4, True))
+    frames = [encoder.start(0), *(encoder.encode(record) for record in records)]
+    assert first_difference(frames) is None
+    _, steps = read_log(frames)
+    listed = list(steps)
+    recorded = read_run(listed)
+    again = Simulation(setup(policy=policy, num_blocks=64), COSTS, Results(), observer=keeper)
+    results = again.run(iter(recorded.arrivals))
+    assert [plan.rows for plan in keeper.plans] == [step.plan.rows for step in listed]
+    assert results.num_preemptions == recorded.results.num_preemptions
+    measured = list(measured_steps(listed))
+    assert all(step.step_s == pytest.approx(COSTS.step_s(step.shape)) for step in measured)
+
+
+def test_a_recorded_run_has_the_figures_of_the_simulation_it_was_made_of():
+    records: list = []
+    asked = [arrival(f"r{i}", at=i * 0.003, prompt=10 + i, output=3 + i % 5) for i in range(20)]
+    simulated = Simulation(setup(), COSTS, Results(), observer=Recorder(records.append))
+    results = simulated.run(iter(asked))
+    encoder = LogEncoder(Header(setup().scheduler, 64, 4, True))
+    _, steps = read_log([encoder.start(0), *(encoder.encode(record) for record in records)])
+    recorded = read_run(steps).results.to_json()
+    for name, value in results.to_json()["ttft_s"].items():
+        assert recorded["ttft_s"][name] == pytest.approx(value, rel=1e-2)
+    assert recorded["e2e_s"]["max"] == pytest.approx(results.to_json()["e2e_s"]["max"])
+    assert recorded["goodput_rps"] == pytest.approx(results.to_json()["goodput_rps"])

@@ -1,0 +1,53 @@
+"""Small simulated worlds in a line each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from maitred.config import SchedulerConfig
+from maitred.sim.cost_model import CostModel
+from maitred.sim.results import Objectives, Results
+from maitred.sim.simulator import EngineSetup, Simulation
+from maitred.sim.synthetic import SyntheticWorkload, parse_spec
+from maitred.sim.workload import Arrival
+from maitred.step import SchedulerOutput
+
+COSTS = CostModel(fixed_s=1e-3, prefill_token_s=1e-5, decode_token_s=1e-4)
+
+
+class PlanKeeper:
+    """A StepObserver that keeps every plan, and the times around it."""
+
+    def __init__(self) -> None:
+        self.plans: list[SchedulerOutput] = []
+        self.times: list[tuple[float, float]] = []
+
+    def added(self, request: object, now: float) -> None: ...
+
+    def ended(self, request_id: str, reason: object, now: float) -> None: ...
+
+    def configured(self, config: object, now: float) -> None: ...
+
+    def stepped(self, plan: SchedulerOutput, progress: object, scheduled_at: float, updated_at: float) -> None:
+        self.plans.append(plan)
+        self.times.append((scheduled_at, updated_at))
+
+
+def arrival(request_id: str, at: float = 0.0, prompt: int = 8, output: int = 4, **fields: Any) -> Arrival:
+    fields = {"max_tokens": max(output, 16), "own": request_id.encode()} | fields
+    return Arrival(at=at, request_id=request_id, prompt_tokens=prompt, output_tokens=output, **fields)
+
+
+def setup(*, policy: str = "fcfs", max_num_seqs: int = 4, num_blocks: int = 64, **fields: Any) -> EngineSetup:
+    config = SchedulerConfig(policy=policy, max_num_seqs=max_num_seqs, max_num_batched_tokens=64)
+    return EngineSetup(scheduler=config, num_blocks=num_blocks, **{"block_size": 4} | fields)
+
+
+def simulation(
+    *, objectives: Objectives | None = None, observer: PlanKeeper | None = None, **fields: Any
+) -> Simulation:
+    return Simulation(setup(**fields), COSTS, Results(objectives), observer=observer)
+
+
+def workload(**spec: Any) -> SyntheticWorkload:
+    return SyntheticWorkload(parse_spec(spec, "test"))

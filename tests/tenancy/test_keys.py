@@ -1,0 +1,36 @@
+"""Finding a key compares all of them, whatever was sent."""
+
+from __future__ import annotations
+
+import hmac
+
+import pytest
+
+from maitred.tenancy import keys
+from maitred.tenancy.keys import Key, KeyRing, digest_of
+
+SECRETS = (b"first", b"second", b"third")
+RING = KeyRing([Key(id=f"k{i}", tenant="t", digest=digest_of(secret)) for i, secret in enumerate(SECRETS)])
+
+
+def test_each_secret_finds_its_key():
+    assert [RING.find(secret).id for secret in SECRETS] == ["k0", "k1", "k2"]
+
+
+@pytest.mark.parametrize("wrong", [b"", b"firs", b"firstt", b"\xff", b"x" * 10_000])
+def test_anything_else_finds_none(wrong):
+    assert RING.find(wrong) is None
+    assert KeyRing(()).find(wrong) is None
+
+
+@pytest.mark.parametrize("sent", [*SECRETS, b"wrong", digest_of(b"first")])
+def test_every_key_is_compared_in_constant_time_wherever_the_match_is(monkeypatch, sent):
+    compared = []
+
+    def compare(a: bytes, b: bytes) -> bool:
+        compared.append((a, b))
+        return hmac.compare_digest(a, b)
+
+    monkeypatch.setattr(keys, "hmac", type("Counting", (), {"compare_digest": staticmethod(compare)}))
+    RING.find(sent)
+    assert compared == [(digest_of(sent), key.digest) for key in RING.keys]

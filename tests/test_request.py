@@ -1,0 +1,38 @@
+"""SamplingParams: what its users write for nothing, and the refusals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from maitred import SamplingParams
+from maitred.errors import InvalidRequest
+
+
+def test_one_stop_string_and_none_are_written_as_users_of_vllm_do():
+    assert SamplingParams(stop="end").stop == ("end",)
+    nothing: Any = None
+    params = SamplingParams(stop=nothing, bad_words=nothing, stop_token_ids=nothing)
+    assert params == SamplingParams()
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("temperature", -1, "temperature is -1; it must be from 0.0 to 100.0"),
+        ("temperature", float("nan"), "temperature is nan"),
+        ("temperature", "hot", "temperature is 'hot'; it must be a number"),
+        ("n", 1.5, "n is 1.5; it must be an integer"),
+        ("max_tokens", True, "max_tokens is True; it must be an integer"),
+        ("top_p", None, "top_p is None; it must be a number"),
+        ("repetition_penalty", 0, "repetition_penalty is 0"),
+        ("stop", [""], "stop holds an empty string"),
+        ("bad_words", [""], "bad_words holds an empty word"),
+        ("bad_words", "soup", "bad_words must be a list"),
+    ],
+)
+def test_a_value_that_cannot_work_is_refused_with_its_field(field: str, value: Any, message: str):
+    with pytest.raises(InvalidRequest, match=message) as refused:
+        SamplingParams(**{field: value})
+    assert refused.value.param == field

@@ -1,0 +1,138 @@
+"""Streamed text against decoding everything at once, for every kind of tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from maitred.text import Detokenizer, Tokenizer
+from tests.text.kinds import KINDS, byte_level, llama_2
+
+kinds = pytest.mark.parametrize("kind", KINDS)
+texts = st.text(max_size=40) | st.text(alphabet="hi theab.,é你👍🏽e\u0301\u200d▁<s>\n", max_size=40)
+
+
+@st.composite
+def cut_lists(draw: st.DrawFn, ids: list[int]) -> list[list[int]]:
+    cuts = sorted(draw(st.lists(st.integers(0, len(ids)), max_size=6)))
+    return [ids[a:b] for a, b in zip([0, *cuts], [*cuts, len(ids)], strict=True)]
+
+
+def stream(detokenizer: Detokenizer, pieces: Sequence[Sequence[int]]) -> str:
+    return "".join(detokenizer.push(piece) for piece in pieces) + detokenizer.flush()
+
+
+@kinds
+@settings(max_examples=150, deadline=None)
+@given(data=st.data(), skip=st.booleans())
+def test_pieces_of_any_tokens_join_to_the_decoded_whole(kind: str, data: st.DataObject, skip: bool):
+    tokenizer = KINDS[kind]()
+    ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size + 3), max_size=25))
+    pieces = data.draw(cut_lists(ids))
+    detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip)
+    assert stream(detokenizer, pieces) == tokenizer.decode(ids, skip_special_tokens=skip)
+
+
+@kinds
+@settings(max_examples=100, deadline=None)
+@given(text=texts)
+def test_one_token_at_a_time_shows_only_what_stays(kind: str, text: str):
+    tokenizer = KINDS[kind]()
+    ids = tokenizer.encode(text)
+    whole = tokenizer.decode(ids)
+    detokenizer = Detokenizer(tokenizer)
+    shown = ""
+    for token in ids:
+        piece = detokenizer.push([token])
+        shown += piece
+        assert whole.startswith(shown)
+        assert not piece.endswith("\ufffd") or "\ufffd" in whole
+    assert shown + detokenizer.flush() == whole
+
+
+@kinds
+@settings(max_examples=150, deadline=None)
+@given(text=texts, data=st.data(), skip=st.booleans())
+def test_after_a_prompt_the_pieces_are_what_the_output_adds(kind: str, text: str, data: st.DataObject, skip: bool):
+    tokenizer = KINDS[kind]()
+    ids = tokenizer.encode(text)
+    assume("\ufffd" not in tokenizer.decode(ids))
+    cut = data.draw(st.integers(0, len(ids)))
+    added = stream(Detokenizer(tokenizer, prompt_token_ids=ids[:cut], skip_special_tokens=skip), [ids[cut:]])
+    prompt_text = tokenizer.decode(ids[:cut], skip_special_tokens=skip).rstrip("\ufffd")
+    assert prompt_text + added == tokenizer.decode(ids, skip_special_tokens=skip)
+
+
+def test_a_character_of_four_tokens_comes_whole():
+    tokenizer = byte_level()
+    detokenizer = Detokenizer(tokenizer)
+    ids = [tokenizer.token_id(c) for c in "ðŁĳį"]
+    assert None not in ids
+    assert [detokenizer.push([i]) for i in ids if i is not None] == ["", "", "", "👍"]
+
+
+def test_a_character_begun_in_the_prompt_is_finished_whole():
+    tokenizer = byte_level()
+    ids = tokenizer.encode("a你")
+    assert stream(Detokenizer(tokenizer, prompt_token_ids=ids[:-1]), [ids[-1:]]) == "你"
+
+
+def test_an_unfinished_character_is_given_at_the_end_as_a_replacement():
+    for tokenizer in (byte_level(), llama_2()):
+        ids = tokenizer.encode("a你好")[:-1] if tokenizer.byte_level else [*tokenizer.encode("a"), 1 + 0xE5]
+        detokenizer = Detokenizer(tokenizer)
+        before = detokenizer.push(ids)
+        assert "\ufffd" not in before
+        assert detokenizer.flush() == "\ufffd"
+
+
+def test_a_leading_space_is_kept_after_a_prompt_and_dropped_without_one():
+    tokenizer = llama_2()
+    hi = tokenizer.token_id("▁hi")
+    assert hi is not None
+    assert Detokenizer(tokenizer, prompt_token_ids=tokenizer.encode("a")).push([hi]) == " hi"
+    assert Detokenizer(tokenizer).push([hi]) == "hi"
+    bos = tokenizer.bos_token_id
+    assert bos is not None
+    assert Detokenizer(tokenizer, prompt_token_ids=[bos]).push([hi]) == "hi"
+
+
+def test_special_tokens_are_left_out_or_shown():
+    tokenizer = byte_level()
+    ids = [*tokenizer.encode("a"), tokenizer.eos_token_id or 0, *tokenizer.encode("b")]
+    assert stream(Detokenizer(tokenizer), [ids]) == "ab"
+    assert stream(Detokenizer(tokenizer, skip_special_tokens=False), [ids]) == "a</s>b"
+
+
+def test_a_flushed_stream_can_go_on():
+    for kind in ("byte_level", "llama_2"):
+        tokenizer = KINDS[kind]()
+        detokenizer = Detokenizer(tokenizer)
+        ids = tokenizer.encode("hi the cat")
+        first = detokenizer.push(ids[:2]) + detokenizer.flush()
+        assert first + detokenizer.push(ids[2:]) + detokenizer.flush() == "hi the cat"
+
+
+@kinds
+@pytest.mark.parametrize("text", ["hi ab. ", "你好吗", "   ", "\x01"])
+def test_time_is_linear_in_the_tokens(kind: str, text: str, monkeypatch: pytest.MonkeyPatch):
+    """Counts the tokens given to decode; a byte run without end, blanks and unknown characters included."""
+    tokenizer = KINDS[kind]()
+    decoded = 0
+    original = Tokenizer.decode
+
+    def counting(self: Tokenizer, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        nonlocal decoded
+        decoded += len(ids)
+        return original(self, ids, skip_special_tokens=skip_special_tokens)
+
+    ids = tokenizer.encode(text * 10_000)[:10_000]
+    monkeypatch.setattr(Tokenizer, "decode", counting)
+    detokenizer = Detokenizer(tokenizer)
+    for token in ids:
+        detokenizer.push([token])
+    detokenizer.flush()
+    assert decoded <= 12 * len(ids) + 100
