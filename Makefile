@@ -19,6 +19,7 @@ serve: $(VENV)/.installed-serve ## serve the built-in model, or MODEL=path, on H
 dev: $(VENV)/.installed-dev ## what contributors need: torch, transformers and the test tools
 
 test: $(VENV)/.installed-dev ## the whole suite
+	@scripts/debian-packages
 	$(BIN)/python -m pytest
 
 check: $(VENV)/.installed-dev ## formatting, lint, types and import layers
