@@ -1,0 +1,30 @@
+// The Python module maitred.kernels._native: one bind function an area, each in its own file.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include "isa.h"
+#include "thread_pool.h"
+
+namespace nb = nanobind;
+
+namespace {
+
+std::vector<std::string> isa_names() {
+  std::vector<std::string> names;
+  for (maitred::Isa isa : maitred::available_isas()) names.emplace_back(maitred::isa_name(isa));
+  return names;
+}
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+  nb::set_leak_warnings(false);  // interpreter exit drops modules in any order
+  m.def("available_isas", &isa_names, "Instruction sets of this processor and build, worst first.");
+  m.def(
+      "default_isa", [] { return std::string(maitred::isa_name(maitred::default_isa())); },
+      "MAITRED_ISA, else the best available.");
+  nb::class_<maitred::ThreadPool>(m, "ThreadPool")
+      .def(nb::init<int>(), nb::arg("num_threads"))
+      .def_prop_ro("num_threads", &maitred::ThreadPool::num_threads);
+}
