@@ -6,7 +6,7 @@ Source: PagedAttention, Kwon et al. 2023, arXiv:2309.06180, sections 4.3 and 4.4
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import NamedTuple
 
 from maitred.kvcache.block_pool import BlockPool
@@ -77,6 +77,11 @@ class KVCacheManager:
     def num_cached(self) -> int:
         """Blocks findable by prefix, in use or free."""
         return len(self._cache)
+
+    @property
+    def findable(self) -> Container[int]:
+        """Those blocks; they hold a full, computed prefix."""
+        return self._cache.hashes
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)

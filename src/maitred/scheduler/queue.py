@@ -71,6 +71,28 @@ class RequestQueue:
 
         return [entry.request for entry in sorted(self._entries.values(), key=place)]
 
+    def first(self, count: int) -> list[Request]:
+        """The next `count`, in order, without sorting the rest: about count * log(count) steps in each group's heap."""
+        found: list[Request] = []
+        for _, group in sorted((self._rule.rank(group), group) for group in self._heaps):
+            found += self._first_of(self._heaps[group], count - len(found))
+            if len(found) >= count:
+                break
+        return found
+
+    def _first_of(self, heap: list[_Entry], count: int) -> list[Request]:
+        """Walks down a heap from its root, the smallest known entry first; removed entries are passed over."""
+        found: list[Request] = []
+        frontier = [(heap[0], 0)] if heap else []
+        while frontier and len(found) < count:
+            entry, index = heappop(frontier)
+            if self._entries.get(entry.request.request_id) is entry:
+                found.append(entry.request)
+            for child in (2 * index + 1, 2 * index + 2):
+                if child < len(heap):
+                    heappush(frontier, (heap[child], child))
+        return found
+
     def push(self, request: Request, key: tuple[Any, ...]) -> None:
         self._sequence += 1
         entry = _Entry(key, self._sequence, request)

@@ -108,6 +108,16 @@ class Scheduler:
         """In order, then the samples that wait for their leader; for people to look at."""
         return (*self._order.queue.in_order(), *self._families.waiting())
 
+    def next_in_line(self, count: int) -> list[Request]:
+        """The first `count` of `waiting`, without sorting all of it."""
+        found = self._order.queue.first(count)
+        return found + self._families.waiting()[: count - len(found)]
+
+    @property
+    def kv_cache(self) -> KVCacheManager:
+        """To look at: whose blocks, which can be found by prefix."""
+        return self._kv
+
     @property
     def order(self) -> ServiceOrder:
         """To look at: the policy at work, the queue, and everybody's key."""

@@ -1,0 +1,245 @@
+"""The engine at one moment, for people to look at: slots, queue, KV blocks, counters; small whatever it serves.
+
+`live_view` runs in the engine's thread between two steps and decides nothing. What it reads is bounded: so many requests
+by name, so many cells of the block map, whatever the number of requests and blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from heapq import nsmallest
+from itertools import groupby
+
+import msgspec
+
+from maitred.request import FinishReason, Request, RequestStatus
+from maitred.scheduler.scheduler import Scheduler
+from maitred.scheduler.view import reason_of
+
+MAX_RUNNING = 64  # requests of the batch that are named
+MAX_WAITING = 24  # of the queue
+MAX_TENANTS = 16
+MAX_CELLS = 1024  # of the block map
+MAX_ID_CHARS = 64
+
+# What a cell of the block map holds; from FIRST_OWNER on, the request at that place in `running`.
+FREE, CACHED, SHARED, OTHER, FIRST_OWNER = range(5)
+
+
+class RunningRequest(msgspec.Struct, frozen=True):
+    """One sample in the batch. Times are seconds of the engine's clock."""
+
+    id: str
+    tenant: str
+    priority: int
+    phase: str  # prefill or decode
+    num_prompt_tokens: int
+    num_output_tokens: int
+    max_tokens: int
+    num_computed_tokens: int
+    num_cached_tokens: int  # of its prompt, from the prefix cache
+    num_blocks: int
+    num_preemptions: int
+    arrived_at: float
+    started_at: float | None  # its first step
+    first_token_at: float | None
+
+
+class QueuedRequest(msgspec.Struct, frozen=True):
+    """One sample that waits."""
+
+    id: str
+    tenant: str
+    priority: int
+    state: str  # waiting, preempted, or sibling: waits for the prompt of another sample
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_preemptions: int
+    arrived_at: float
+    reason: str  # in words
+
+
+class BlockMap(msgspec.Struct, frozen=True):
+    """The KV cache in at most MAX_CELLS cells of `blocks_per_cell` neighbouring blocks each.
+
+    `runs` is code, length, code, length ...: 0 free, 1 free but findable by prefix, 2 shared by several requests, 3 held by
+    a request that is not named, 4 + i held by `running[i]`. A cell of many blocks shows one of those that are in use.
+    """
+
+    num_blocks: int
+    block_size: int  # tokens
+    num_used: int
+    num_cached: int  # findable by prefix, in use or free
+    blocks_per_cell: int
+    runs: tuple[int, ...]
+
+
+class TenantShare(msgspec.Struct, frozen=True):
+    """What a tenant has of the batch."""
+
+    name: str
+    weight: float
+    num_running: int
+    num_blocks: int
+
+
+class EngineCounters(msgspec.Struct, frozen=True):
+    """Since the start; only grow."""
+
+    num_steps: int
+    num_prompt_tokens: int
+    num_generated_tokens: int
+    num_scheduled_tokens: int
+    num_preemptions: int
+    num_prefix_queried_tokens: int
+    num_prefix_hit_tokens: int
+    num_finished: int
+    execute_s: float = 0.0
+    host_s: float = 0.0
+
+
+class LiveView(msgspec.Struct, frozen=True):
+    """A moment of one engine."""
+
+    now: float  # s, the engine's clock
+    policy: str
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    num_running: int
+    num_waiting: int
+    running: tuple[RunningRequest, ...]  # the longest-standing first
+    waiting: tuple[QueuedRequest, ...]  # the next first
+    blocks: BlockMap
+    tenants: tuple[TenantShare, ...]  # of those in the batch, the largest first
+    counters: EngineCounters
+    cost_s: float = 0.0  # time of the engine's thread that this took
+
+
+def live_view(scheduler: Scheduler, now: float) -> LiveView:
+    """As things stand between two steps."""
+    stats, running = scheduler.stats, scheduler.running
+    shown = nsmallest(MAX_RUNNING, running, key=_seated_at)
+    kv = scheduler.kv_cache
+    blocks_per_cell = -(-kv.num_blocks // MAX_CELLS)
+    waiting = scheduler.next_in_line(MAX_WAITING)
+    return LiveView(
+        now=round(now, 4),
+        policy=scheduler.config.policy,
+        max_num_seqs=scheduler.config.max_num_seqs,
+        max_num_batched_tokens=scheduler.config.max_num_batched_tokens,
+        num_running=stats.num_running,
+        num_waiting=stats.num_waiting,
+        running=tuple([_running(request) for request in shown]),
+        waiting=tuple([_waiting(scheduler, request, place) for place, request in enumerate(waiting)]),
+        blocks=BlockMap(
+            num_blocks=stats.num_blocks,
+            block_size=kv.block_size,
+            num_used=stats.num_blocks_used,
+            num_cached=stats.num_blocks_cached,
+            blocks_per_cell=blocks_per_cell,
+            runs=run_lengths(_cells(scheduler, shown, blocks_per_cell)),
+        ),
+        tenants=_shares(running),
+        counters=EngineCounters(
+            num_steps=stats.num_steps,
+            num_prompt_tokens=stats.num_prompt_tokens,
+            num_generated_tokens=stats.num_generated_tokens,
+            num_scheduled_tokens=stats.num_scheduled_tokens,
+            num_preemptions=stats.num_preemptions,
+            num_prefix_queried_tokens=stats.num_prefix_queried_tokens,
+            num_prefix_hit_tokens=stats.num_prefix_hit_tokens,
+            num_finished=sum(stats.num_finished.get(reason, 0) for reason in FinishReason),
+        ),
+    )
+
+
+def run_lengths(codes: Sequence[int]) -> tuple[int, ...]:
+    """code, length, code, length ..."""
+    flat: list[int] = []
+    for code, run in groupby(codes):
+        flat += (code, sum(1 for _ in run))
+    return tuple(flat)
+
+
+def _seated_at(request: Request) -> tuple[float, str]:
+    return (request.first_scheduled_at or 0.0, request.request_id)
+
+
+def _running(request: Request) -> RunningRequest:
+    behind = request.num_tokens - request.num_computed_tokens
+    return RunningRequest(
+        id=request.request_id[:MAX_ID_CHARS],
+        tenant=request.tenant,
+        priority=request.priority,
+        # More than one token behind: its prompt, or after a preemption what it had already, is being computed.
+        phase="prefill" if behind > 1 or request.first_token_at is None else "decode",
+        num_prompt_tokens=request.num_prompt_tokens,
+        num_output_tokens=request.num_output_tokens,
+        max_tokens=request.max_tokens,
+        num_computed_tokens=request.num_computed_tokens,
+        num_cached_tokens=request.num_cached_tokens,
+        num_blocks=len(request.block_table),
+        num_preemptions=request.num_preemptions,
+        arrived_at=round(request.arrived_at, 4),
+        started_at=_rounded(request.first_scheduled_at),
+        first_token_at=_rounded(request.first_token_at),
+    )
+
+
+def _waiting(scheduler: Scheduler, request: Request, place: int) -> QueuedRequest:
+    if request.status is RequestStatus.WAITING_FOR_LEADER:
+        state = "sibling"
+    else:
+        state = "preempted" if request.num_preemptions else "waiting"
+    return QueuedRequest(
+        id=request.request_id[:MAX_ID_CHARS],
+        tenant=request.tenant,
+        priority=request.priority,
+        state=state,
+        num_prompt_tokens=request.num_prompt_tokens,
+        num_output_tokens=request.num_output_tokens,
+        num_preemptions=request.num_preemptions,
+        arrived_at=round(request.arrived_at, 4),
+        reason=reason_of(scheduler, request, place),
+    )
+
+
+def _rounded(at: float | None) -> float | None:
+    return round(at, 4) if at is not None else None
+
+
+def _shares(running: Sequence[Request]) -> tuple[TenantShare, ...]:
+    sums: dict[str, tuple[float, int, int]] = {}
+    for request in running:
+        _, seats, blocks = sums.get(request.tenant, (0.0, 0, 0))
+        sums[request.tenant] = (request.weight, seats + 1, blocks + len(request.block_table))
+    largest = nsmallest(MAX_TENANTS, sums.items(), key=lambda item: (-item[1][1], item[0]))
+    return tuple([TenantShare(name, weight, seats, blocks) for name, (weight, seats, blocks) in largest])
+
+
+def _cells(scheduler: Scheduler, shown: Sequence[Request], blocks_per_cell: int) -> list[int]:
+    """A code for each cell. Reads about one block for each cell and one for each request, whatever the tables' length."""
+    kv = scheduler.kv_cache
+    ref_counts, findable, stride = kv.ref_counts, kv.findable, max(1, blocks_per_cell)
+    codes = [
+        OTHER if ref_counts[block] else CACHED if block in findable else FREE
+        for block in range(0, kv.num_blocks, stride)
+    ]
+    for place, request in enumerate(shown):
+        _paint(codes, request.block_table, FIRST_OWNER + place, ref_counts, stride)
+    return codes
+
+
+def _paint(codes: list[int], table: Sequence[int], code: int, ref_counts: Sequence[int], stride: int) -> None:
+    """Walks a block table from its end, every `stride`-th entry, counted from its beginning so that requests which
+    share a prefix look at the same of its blocks. What is shared comes first, and was walked by whoever painted it.
+    """
+    for index in range((len(table) - 1) // stride * stride, -1, -stride):
+        block = table[index]
+        cell = block // stride
+        if ref_counts[block] == 1:
+            codes[cell] = code
+        elif codes[cell] == SHARED:
+            return
+        else:
+            codes[cell] = SHARED
