@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from maitred.clock import Clock
 from maitred.config import SchedulerConfig
 from maitred.engine.core import EngineCore
+from maitred.engine.live_view import LiveView, look_at
 from maitred.errors import EngineDead, MaitredError, Overloaded
 from maitred.replica import ReplicaState
 from maitred.request import FinishReason, Request
@@ -146,6 +147,10 @@ class AsyncEngine:
     async def queue_view(self, *, offset: int, limit: int) -> QueueView:
         """Who waits, as it stands between two steps. Raises EngineDead."""
         return await self._ask(lambda core: queue_view(core.scheduler, self._clock.now(), offset=offset, limit=limit))
+
+    async def live_view(self) -> LiveView:
+        """Slots, queue and blocks, as they stand between two steps. Raises EngineDead."""
+        return await self._ask(lambda core: look_at(core, self._clock))
 
     async def scheduler_config(self) -> SchedulerConfig:
         return await self._ask(lambda core: core.scheduler.config)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -13,7 +13,7 @@ from maitred.clock import Clock, WallClock
 from maitred.config import EngineConfig, ModelConfig
 from maitred.engine.async_engine import AsyncEngine
 from maitred.engine.core import EngineCore
-from maitred.engine.intake import ServedModel
+from maitred.engine.intake import Footprint, ServedModel
 from maitred.engine.memory import (
     MemoryPlan,
     available_memory_bytes,
@@ -141,6 +141,7 @@ def build_parts(
     tell(torch_plan.describe())
     tell(plan.describe())
     model = _served_model(config, checkpoint, spec, tokenizer, plan, served_model_names)
+    model = replace(model, footprint=_footprint(spec, torch_plan, plan))
     num_host_blocks = _num_host_blocks(config, torch_plan, plan)
     executor = torch_plan.build(
         num_blocks=plan.num_blocks, max_model_len=plan.max_model_len, num_host_blocks=num_host_blocks
@@ -250,6 +251,19 @@ def _served_model(
         root=config.model.model or checkpoint.name,
         revision=checkpoint.identity,
         block_size=config.cache.block_size,
+    )
+
+
+def _footprint(spec: DecoderSpec, torch_plan: TorchPlan, plan: MemoryPlan) -> Footprint:
+    return Footprint(
+        architecture=spec.architecture,
+        num_parameters=spec.num_parameters(),
+        executor="torch",
+        device=str(torch_plan.device),
+        dtype=str(torch_plan.dtype).removeprefix("torch."),
+        kv_dtype=str(torch_plan.kv_dtype).removeprefix("torch."),
+        weights_bytes=plan.weights_bytes,
+        kv_bytes=plan.kv_bytes,
     )
 
 

@@ -15,6 +15,20 @@ from maitred.text import ChatTemplate, Tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Footprint:
+    """How the model is held, and what it takes; for people to look at."""
+
+    architecture: str
+    num_parameters: int
+    executor: str
+    device: str
+    dtype: str  # of the weights
+    kv_dtype: str
+    weights_bytes: int
+    kv_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
     """What the edge must know of the model: names, text, and the limits a request is checked against."""
 
@@ -29,6 +43,7 @@ class ServedModel:
     root: str = ""  # model path or hub id
     revision: str = ""  # identity of the weights; part of every block hash
     block_size: int = 16  # tokens
+    footprint: Footprint | None = None  # None where it is not known
 
 
 def random_seed() -> int:

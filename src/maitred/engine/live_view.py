@@ -12,6 +12,8 @@ from itertools import groupby
 
 import msgspec
 
+from maitred.clock import Clock
+from maitred.engine.core import EngineCore
 from maitred.request import FinishReason, Request, RequestStatus
 from maitred.scheduler.scheduler import Scheduler
 from maitred.scheduler.view import reason_of
@@ -94,8 +96,6 @@ class EngineCounters(msgspec.Struct, frozen=True):
     num_prefix_queried_tokens: int
     num_prefix_hit_tokens: int
     num_finished: int
-    execute_s: float = 0.0
-    host_s: float = 0.0
 
 
 class LiveView(msgspec.Struct, frozen=True):
@@ -112,7 +112,18 @@ class LiveView(msgspec.Struct, frozen=True):
     blocks: BlockMap
     tenants: tuple[TenantShare, ...]  # of those in the batch, the largest first
     counters: EngineCounters
+    execute_s: float = 0.0  # total time in the executor
+    host_s: float = 0.0  # total time of steps outside it
     cost_s: float = 0.0  # time of the engine's thread that this took
+
+
+def look_at(core: EngineCore, clock: Clock) -> LiveView:
+    """The view with its own cost, for whoever decides when to look again."""
+    began = clock.now()
+    view = live_view(core.scheduler, began)
+    return msgspec.structs.replace(
+        view, execute_s=core.execute_s, host_s=core.host_s, cost_s=max(0.0, clock.now() - began)
+    )
 
 
 def live_view(scheduler: Scheduler, now: float) -> LiveView:
@@ -168,7 +179,7 @@ def _seated_at(request: Request) -> tuple[float, str]:
 def _running(request: Request) -> RunningRequest:
     behind = request.num_tokens - request.num_computed_tokens
     return RunningRequest(
-        id=request.request_id[:MAX_ID_CHARS],
+        id=_short(request.request_id),
         tenant=request.tenant,
         priority=request.priority,
         # More than one token behind: its prompt, or after a preemption what it had already, is being computed.
@@ -192,7 +203,7 @@ def _waiting(scheduler: Scheduler, request: Request, place: int) -> QueuedReques
     else:
         state = "preempted" if request.num_preemptions else "waiting"
     return QueuedRequest(
-        id=request.request_id[:MAX_ID_CHARS],
+        id=_short(request.request_id),
         tenant=request.tenant,
         priority=request.priority,
         state=state,
@@ -202,6 +213,13 @@ def _waiting(scheduler: Scheduler, request: Request, place: int) -> QueuedReques
         arrived_at=round(request.arrived_at, 4),
         reason=reason_of(scheduler, request, place),
     )
+
+
+def _short(request_id: str) -> str:
+    """Clients may choose most of it; its end tells samples apart, so the middle goes."""
+    if len(request_id) <= MAX_ID_CHARS:
+        return request_id
+    return f"{request_id[: MAX_ID_CHARS - 17]}…{request_id[-16:]}"
 
 
 def _rounded(at: float | None) -> float | None:
