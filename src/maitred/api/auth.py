@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from maitred.api.page_files import PAGE_PATHS
 from maitred.errors import InvalidApiKey, PermissionDenied
 from maitred.tenancy.keys import Key, KeyRing, digest_of
 from maitred.tenancy.quota import QuotaBook, TenantQuota
 from maitred.tenancy.tenant import LEAST_URGENT, Tenant, TenantTable
 
 # Everything else needs a key, unknown paths too, so that a new route cannot be forgotten.
-OPEN_PATHS = frozenset({"/health", "/ready", "/readyz"})
+OPEN_PATHS = frozenset({"/health", "/ready", "/readyz"}) | PAGE_PATHS
 ANYBODY = Tenant(name="", tier="priority", priorities=(0, LEAST_URGENT), default_priority=0)
 """The one tenant of a server that knows none; without limits, and with all rights."""
 

@@ -16,6 +16,8 @@ from maitred.api.auth import Door
 from maitred.api.errors import shortened
 from maitred.api.exchange import Exchange
 from maitred.api.limits import NO_LIMITS, TimeLimits
+from maitred.api.live_feed import LiveFeed
+from maitred.api.live_times import Latencies
 from maitred.api.metrics_page import EdgeMetrics
 from maitred.api.sse import EventStream
 from maitred.api.watch import Watch
@@ -70,6 +72,8 @@ class Edge:
         self.door = door if door is not None else Door(config.api_keys)
         self.ledger = ledger
         self.salt_secret = secrets.token_bytes(32)  # the cache it protects does not outlive this process either
+        self.latencies = Latencies()
+        self.live = LiveFeed(replica, self.latencies, model.names[0], is_over=lambda: self.draining)
         self._is_ready = is_ready
         self._threads = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="maitred-text")
         self._ids = itertools.count()

@@ -1,4 +1,4 @@
-"""Which row of the picture a request sits in: the scheduler's batch has no places, but people follow one by its place."""
+"""Which row of the picture a request sits in: a batch has no places, but people follow a request by its place."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""How long things took in the last minute: counts in logarithmic buckets, so that a token costs well under a microsecond."""
+"""How long things took in the last minute: counts in logarithmic buckets, at well under a microsecond a token."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from itertools import accumulate
 from math import log
 
 import msgspec
@@ -59,16 +60,12 @@ class RecentTimes:
 
 def _quantile(counts: list[int], rank: float) -> float:
     """The middle of the bucket in which the `rank`-th smallest lies."""
-    seen, index = 0, 0
-    for index, count in enumerate(counts):
-        seen += count
-        if seen >= rank and count:
-            break
+    index = next(i for i, seen in enumerate(accumulate(counts)) if seen >= rank)
     return float(f"{LOWEST_S * GROWTH ** (index + 0.5):.3g}")
 
 
 class Latencies:
-    """What the edge sees of every answer: time to the first token, between tokens, and in the queue; tokens by tenant."""
+    """What the edge sees of all answers: times to the first token, between tokens, in the queue; tokens by tenant."""
 
     def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
         self.first_token, self.between_tokens, self.queue = (RecentTimes(monotonic) for _ in range(3))

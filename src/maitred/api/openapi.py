@@ -13,6 +13,8 @@ from maitred.api import schemas as s
 from maitred.api.admin import PolicyChange, PolicyView
 from maitred.api.errors import ErrorBody
 from maitred.api.limits import HEADERS, MAX_MS
+from maitred.api.live import LoadedModels
+from maitred.api.live_feed import LiveFrame
 from maitred.api.usage import USAGE_QUERY, UsagePage
 from maitred.scheduler.view import QueueView
 
@@ -94,6 +96,16 @@ OPERATIONS: tuple[Operation, ...] = (
         PolicyView,
         errors=(400, 401, 403, 404, 413, 415, 503),
     ),
+    Operation(
+        "get",
+        "/admin/live",
+        "Watch slots, queue and KV blocks; at most five events a second.",
+        event=LiveFrame,
+        errors=(401, 403, 404, 503),
+    ),
+    Operation("get", "/admin/models", "What is in memory, and since when.", answer=LoadedModels, errors=(401, 403)),
+    Operation("get", "/", "The page: chat and live view.", text="text/html", errors=()),
+    Operation("get", "/static/{name}", "A file of the page.", text="application/octet-stream", errors=(401, 404)),
     Operation("get", "/openapi.json", "This document.", text="application/json"),
 )
 
@@ -139,10 +151,11 @@ def _operation(operation: Operation) -> dict[str, Any]:
         {"name": name, "in": "query", "required": name == "start_time", "schema": schema}
         for name, schema in operation.query.items()
     ]
-    if operation.event is not None:
+    if operation.body is not None and operation.event is not None:
         described["parameters"] = [_milliseconds(field, header) for field, header in HEADERS.items()]
-    if "{model}" in operation.path:
-        parameters.append({"name": "model", "in": "path", "required": True, "schema": {"type": "string"}})
+    for name in ("model", "name"):
+        if f"{{{name}}}" in operation.path:
+            parameters.append({"name": name, "in": "path", "required": True, "schema": {"type": "string"}})
     if parameters:
         described["parameters"] = parameters
     return described

@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from maitred.api import admin, openai_models, status
+from maitred.api import admin, live, openai_models, page, status
 from maitred.api.auth import Door, TenantSource
 from maitred.api.edge import Edge
 from maitred.api.errors import MethodNotAllowed, http_error, shortened
@@ -60,6 +60,10 @@ ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("GET", "/admin/queue", admin.show_queue),
     ("GET", "/admin/policy", admin.show_policy),
     ("POST", "/admin/policy", admin.change_policy),
+    ("GET", "/admin/live", live.watch_live),
+    ("GET", "/admin/models", live.loaded_models),
+    ("GET", "/", page.index),
+    ("GET", "/static/{name}", page.asset),
 )
 
 

@@ -1,7 +1,7 @@
 """The engine at one moment, for people to look at: slots, queue, KV blocks, counters; small whatever it serves.
 
-`live_view` runs in the engine's thread between two steps and decides nothing. What it reads is bounded: so many requests
-by name, so many cells of the block map, whatever the number of requests and blocks.
+`live_view` runs in the engine's thread between two steps and decides nothing. What it reads is bounded: so many
+requests by name, so many cells of the block map, whatever the number of requests and blocks.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class QueuedRequest(msgspec.Struct, frozen=True):
 class BlockMap(msgspec.Struct, frozen=True):
     """The KV cache in at most MAX_CELLS cells of `blocks_per_cell` neighbouring blocks each.
 
-    `runs` is code, length, code, length ...: 0 free, 1 free but findable by prefix, 2 shared by several requests, 3 held by
-    a request that is not named, 4 + i held by `running[i]`. A cell of many blocks shows one of those that are in use.
+    `runs` is code, length, code, length ...: 0 free, 1 free but findable by prefix, 2 shared by several requests, 3
+    held by a request that is not named, 4 + i held by `running[i]`. A cell of many blocks shows one of those in use.
     """
 
     num_blocks: int
@@ -236,7 +236,7 @@ def _shares(running: Sequence[Request]) -> tuple[TenantShare, ...]:
 
 
 def _cells(scheduler: Scheduler, shown: Sequence[Request], blocks_per_cell: int) -> list[int]:
-    """A code for each cell. Reads about one block for each cell and one for each request, whatever the tables' length."""
+    """A code for each cell. Reads about one block for each cell and each request, however long the tables."""
     kv = scheduler.kv_cache
     ref_counts, findable, stride = kv.ref_counts, kv.findable, max(1, blocks_per_cell)
     codes = [
