@@ -1,17 +1,23 @@
 """How well the simulator foretells the live engine: three loads, four policies, the same arrivals, unseen cost models.
 
-    python benchmarks/fidelity.py [--seconds 12] [--rounds 2] [--json FILE]
+    python benchmarks/fidelity.py [--requests 170] [--rounds 3] [--write] [--json FILE]
 
-Each live run serves bimodal Poisson arrivals with the built-in model (float32, one thread) and its decision log on. Its
-simulation gets the arrivals from that log and a cost model, with its jitter, fitted on the steps of all *other* runs.
-Printed is the error of simulated over live p50, p90 and p99 of TTFT, ITL and E2E; the simulated are means over seeds.
+Each live run serves bimodal Poisson arrivals with the built-in model (float32, one thread) and its decision log on;
+rounds go over loads and policies in rotated order. Its simulation gets the arrivals from that log and a cost model, with
+its jitter, fitted on the steps of runs of *other* loads and policies. Printed is the error of simulated over live p50,
+p90 and p99 of TTFT, ITL and E2E, each the mean over rounds (and seeds).
 
-- `unseen`: everything is from the other runs, the machine's speed too;
-- `speed`: one number is from the run itself, its steps' total time over the modelled one. Neighbours on a shared
-  machine slow a run down by a third and more, and near capacity a queue feels each percent many times over.
+- `probe`: the machine's slowness over time comes from a probe (machine_speed.py) that ran between the engine's steps:
+  the cost model is fitted on steps at the probe's usual speed, and a run is simulated at the speed that its probe found.
+  Nothing else of the run is known but its arrivals.
+- `unseen`: the machine is taken to be as it was in the other runs.
+- `speed`, a diagnosis: one number is from the run itself, its steps' total time over the modelled one.
+- `live`: how far the rounds are from their own mean, live against live: what no simulation can be nearer than.
+- `seeds`: the same of simulations that differ in the jitter's seed alone.
 
-By default time is the engine thread's CPU time, since other processes share the cores; on a quiet machine use
-`--clock wall`.
+A run is thrown away and served again, a few times in all, when the probe before it and after it differ by more than
+--unsteady or others took more than --others of a core. Time is the engine thread's CPU time by default, since other
+processes share the cores; on a quiet machine use `--clock wall`. `--write` puts the tables into docs/simulator.md.
 """
 
 from __future__ import annotations
@@ -20,12 +26,16 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from random import Random
 
-from maitred.cli.simulation.live import live_engine, record
+from document import write_section
+from machine_speed import Probe, Quiet, Trace, Watch, probe_engine
+
+from maitred.cli.simulation.live import CLOCKS, live_engine, record
 from maitred.config import EngineConfig, ModelConfig, SchedulerConfig
 from maitred.sim.cost_model import CostModel, Jitter
 from maitred.sim.fit import fit_steps
@@ -38,12 +48,15 @@ from maitred.sim.workload import Arrival
 LOADS = (0.5, 0.8, 1.1)
 POLICIES = ("fcfs", "priority", "srpt", "mlfq")
 MEASURES, QUANTILES = ("ttft_s", "itl_s", "e2e_s"), ("p50", "p90", "p99")
+FIGURES = tuple(f"{measure}.{quantile}" for measure in MEASURES for quantile in QUANTILES)
+KINDS = ("probe", "unseen", "speed")
 CLASSES = {
     "chat": ClassSpec(share=0.9, input="lognormal:60,0.6", output="lognormal:40,0.6", max_tokens=512),
     "document": ClassSpec(share=0.1, input="lognormal:700,0.3", output="lognormal:120,0.4", max_tokens=512, priority=1),
 }
-MAX_FITTED_STEPS = 4000
-NUM_SEEDS = 5
+MAX_FITTED_STEPS = 3000
+NUM_SEEDS = 4
+DOCUMENT = Path(__file__).parents[1] / "docs" / "simulator.md"
 
 
 @dataclass(frozen=True)
@@ -53,6 +66,27 @@ class LiveRun:
     round: int
     run: RecordedRun
     steps: list[MeasuredStep]
+    trace: Trace
+    before_s: float  # of the probe
+    after_s: float
+    others: float  # cores that others used
+
+    @property
+    def unsteady(self) -> float:
+        return abs(self.after_s / self.before_s - 1)
+
+    @property
+    def began_at(self) -> float:
+        assert self.run.results.began_at is not None
+        return self.run.results.began_at
+
+    def slowness(self, at: float) -> float:
+        """`at` since the first arrival."""
+        return self.trace.at(self.began_at + at)
+
+
+Cell = dict[str, float]  # by kind, and "live_s"
+Comparison = dict[tuple[float, str], dict[str, Cell]]  # of load and policy: by figure
 
 
 def workload(rate: float, num_requests: int, seed: int = 1) -> SyntheticWorkload:
@@ -66,9 +100,12 @@ def engine_config(policy: str, max_num_seqs: int) -> EngineConfig:
     )
 
 
+# ---- live
+
+
 def measure_capacity(max_num_seqs: int, clock: str, seconds: float) -> float:
     """Requests per second when as many as there are slots are always in flight."""
-    with live_engine(engine_config("fcfs", max_num_seqs), clock, lambda line: None) as live:
+    with live_engine(engine_config("fcfs", max_num_seqs), CLOCKS[clock](), lambda line: None) as live:
         endless = workload(1.0, 1_000_000).arrivals()
         live.serve_closed(endless, max_num_seqs, live.clock.now() + seconds / 4)  # warm up
         began, done = live.clock.now(), live.parts.core.stats.num_finished
@@ -79,18 +116,84 @@ def measure_capacity(max_num_seqs: int, clock: str, seconds: float) -> float:
         return num_done / (ended - began)
 
 
-def run_live(load: float, policy: str, number: int, arrivals: list[Arrival], options: argparse.Namespace) -> LiveRun:
-    steps = record(engine_config(policy, options.max_num_seqs), options.clock, arrivals)
-    print(f"  live: load {load}, {policy}, round {number + 1}: {len(steps)} steps", file=sys.stderr, flush=True)
-    return LiveRun(load, policy, number, read_run(steps), list(measured_steps(steps)))
+def offered(rate: float, num_requests: int) -> list[Arrival]:
+    """The same for every policy and round. The oracle's max_tokens: what a request is going to say."""
+    return [replace(a, max_tokens=a.output_tokens) for a in workload(rate, num_requests).arrivals()]
 
 
-def fit_on_others(run: LiveRun, runs: Sequence[LiveRun]) -> tuple[CostModel, CostModel]:
-    """(as it comes, for this run's speed); neither saw a step of this load and policy, but for one sum."""
-    others = [other for other in runs if (other.load, other.policy) != (run.load, run.policy)]
-    unseen = fitted([step for other in others for step in other.steps])
-    even = fitted([step for other in others for step in at_speed(other.steps, 1 / slowness(other.steps, unseen))])
-    return unseen, scaled(even, slowness(run.steps, even))
+def run_all(capacity: float, probe: Probe, usual_s: float, options: argparse.Namespace) -> tuple[list[LiveRun], int]:
+    """(runs, how many were thrown away)."""
+    combinations = [(load, policy) for load in LOADS for policy in options.policies.split(",")]
+    runs: list[LiveRun] = []
+    num_redone, began = 0, time.monotonic()
+    for number in range(options.rounds):
+        turn = number * len(combinations) // max(1, options.rounds)
+        for load, policy in [*combinations[turn:], *combinations[:turn]]:
+            if number and time.monotonic() - began > options.minutes * 60:
+                break
+            arrivals = offered(load * capacity, options.requests)
+            run = run_live(load, policy, number, arrivals, probe, usual_s, options)
+            while num_redone < options.redo and spoilt(run, options):
+                num_redone += 1
+                run = run_live(load, policy, number, arrivals, probe, usual_s, options)
+            runs.append(run)
+    return runs, num_redone
+
+
+def spoilt(run: LiveRun, options: argparse.Namespace) -> bool:
+    return run.unsteady > options.unsteady or run.others > options.others
+
+
+def run_live(
+    load: float,
+    policy: str,
+    number: int,
+    arrivals: list[Arrival],
+    probe: Probe,
+    usual_s: float,
+    options: argparse.Namespace,
+) -> LiveRun:
+    before_s, quiet, watch = statistics.fmean(probe.readings()), Quiet(), Watch(probe)
+    steps = record(engine_config(policy, options.max_num_seqs), CLOCKS[options.clock](), arrivals, watch)
+    others, after_s = quiet.others(), statistics.fmean(probe.readings())
+    run = LiveRun(
+        load=load,
+        policy=policy,
+        round=number,
+        run=read_run(steps),
+        steps=list(measured_steps(steps)),
+        trace=Trace(watch.readings, usual_s),
+        before_s=before_s,
+        after_s=after_s,
+        others=others,
+    )
+    low, high = run.trace.range
+    print(
+        f"  live: load {load}, {policy}, round {number + 1}: {len(run.steps)} steps, slowness {run.trace.mean:.2f} "
+        f"({low:.2f} to {high:.2f}), unsteady {run.unsteady:.1%}, others {others:.2f} of a core",
+        file=sys.stderr,
+        flush=True,
+    )
+    return run
+
+
+# ---- cost models
+
+
+@dataclass(frozen=True)
+class Known:
+    """What is fitted for one load and policy without any step of it."""
+
+    usual: CostModel  # at the probe's usual speed
+    plain: CostModel  # as the steps came
+
+
+def fit_on_others(load: float, policy: str, runs: Sequence[LiveRun]) -> Known:
+    others = [run for run in runs if (run.load, run.policy) != (load, policy)]
+    return Known(
+        usual=fitted([step for run in others for step in at_usual_speed(run)]),
+        plain=fitted([step for run in others for step in run.steps]),
+    )
 
 
 def fitted(steps: Sequence[MeasuredStep]) -> CostModel:
@@ -98,107 +201,194 @@ def fitted(steps: Sequence[MeasuredStep]) -> CostModel:
     return fit_steps(chosen, chosen).cost_model
 
 
-def slowness(steps: Sequence[MeasuredStep], model: CostModel) -> float:
+def at_usual_speed(run: LiveRun) -> list[MeasuredStep]:
+    return [at_speed(step, 1 / run.trace.at(step.at)) for step in run.steps]
+
+
+def at_speed(step: MeasuredStep, factor: float) -> MeasuredStep:
+    return step._replace(step_s=step.step_s * factor, gap_s=None if step.gap_s is None else step.gap_s * factor)
+
+
+def total_slowness(steps: Sequence[MeasuredStep], model: CostModel) -> float:
     return sum(step.step_s for step in steps) / sum(model.expected_s(step.shape) for step in steps)
 
 
-def at_speed(steps: Sequence[MeasuredStep], factor: float) -> list[MeasuredStep]:
-    return [
-        MeasuredStep(step.shape, step.step_s * factor, None if step.gap_s is None else step.gap_s * factor)
-        for step in steps
-    ]
+# ---- simulated
 
 
-def scaled(model: CostModel, factor: float) -> CostModel:
-    times = {f.name: getattr(model, f.name) * factor for f in fields(model) if f.name.endswith("_s")}
-    return replace(model, **times)
-
-
-def simulated(run: LiveRun, model: CostModel, seed: int, max_num_seqs: int) -> Results:
+def simulated(
+    run: LiveRun, model: CostModel, slowness: Callable[[float], float] | None, max_num_seqs: int, num_seeds: int
+) -> list[Cell]:
+    """The figures, for each seed of the jitter."""
     setup = EngineSetup(
         scheduler=engine_config(run.policy, max_num_seqs).scheduler,
         num_blocks=max_num_seqs * 128,
         predictor="max_tokens",
     )
-    return Simulation(setup, model, Results(), jitter=Jitter(model, Random(seed))).run(iter(run.run.arrivals))
+    return [
+        figures(
+            Simulation(setup, model, Results(), jitter=Jitter(model, Random(seed)), slowness=slowness).run(
+                iter(run.run.arrivals)
+            )
+        )
+        for seed in range(num_seeds)
+    ]
 
 
-def figures(results: Results) -> dict[str, float]:
+def figures(results: Results) -> Cell:
     whole = results.to_json()
     return {f"{m}.{q}": whole[m][q] for m in MEASURES for q in QUANTILES}
 
 
-def compare(repeats: Sequence[LiveRun], runs: Sequence[LiveRun], max_num_seqs: int) -> dict[str, dict[str, float]]:
-    """Of one load and policy: live, and the median error over rounds, both ways."""
-    errors: dict[str, dict[str, list[float]]] = {"unseen": {}, "speed": {}}
+def compare(load: float, policy: str, runs: Sequence[LiveRun], max_num_seqs: int) -> dict[str, Cell]:
+    known = fit_on_others(load, policy, runs)
+    repeats = [run for run in runs if (run.load, run.policy) == (load, policy)]
+    guesses: dict[str, list[list[Cell]]] = {kind: [] for kind in KINDS}
     for run in repeats:
-        live = figures(run.run.results)
-        for kind, model in zip(errors, fit_on_others(run, runs), strict=True):
-            guessed = [figures(simulated(run, model, seed, max_num_seqs)) for seed in range(NUM_SEEDS)]
-            for name, real in live.items():
-                guess = statistics.fmean(f[name] for f in guessed)
-                errors[kind].setdefault(name, []).append(guess / real - 1)
+        own = total_slowness(run.steps, known.plain)
+        guesses["probe"].append(simulated(run, known.usual, run.slowness, max_num_seqs, NUM_SEEDS))
+        guesses["unseen"].append(simulated(run, known.plain, None, max_num_seqs, NUM_SEEDS // 2))
+        guesses["speed"].append(simulated(run, known.plain, lambda at, own=own: own, max_num_seqs, NUM_SEEDS // 2))
     lives = [figures(run.run.results) for run in repeats]
-    return {
-        name: {
-            "live": statistics.median(f[name] for f in lives),
-            "live_spread": (max(f[name] for f in lives) - min(f[name] for f in lives)) / lives[0][name],
-            **{kind: statistics.median(of_name[name]) for kind, of_name in errors.items()},
-        }
-        for name in lives[0]
-    }
+    cells: dict[str, Cell] = {}
+    for name in FIGURES:
+        live_s = statistics.fmean(live[name] for live in lives)
+        cell = {"live_s": live_s, "live": spread([live[name] for live in lives])}
+        cell["seeds"] = statistics.fmean(spread([seed[name] for seed in seeds]) for seeds in guesses["probe"])
+        for kind, by_run in guesses.items():
+            cell[kind] = statistics.fmean(seed[name] for seeds in by_run for seed in seeds) / live_s - 1
+        cells[name] = cell
+    return cells
+
+
+def spread(values: Sequence[float]) -> float:
+    """Mean distance from the mean, as a share of it."""
+    mean = statistics.fmean(values)
+    return statistics.fmean(abs(value - mean) for value in values) / mean
+
+
+# ---- what is told
+
+
+def table(compared: Comparison) -> str:
+    """Markdown: of each figure live, and below it the error of `probe`; what is over 10% stands in bold."""
+    heads = [name.replace("_s.", " ").upper().replace("P", "p") for name in FIGURES]
+    lines = [f"| load | policy | | {' | '.join(heads)} |", "|--:|---|---|" + "--:|" * len(heads)]
+    for (load, policy), cells in compared.items():
+        live = " | ".join(_milliseconds(cells[name]["live_s"]) for name in FIGURES)
+        lines.append(f"| {load} | {policy} | live | {live} |")
+        lines.append(f"| | | error | {' | '.join(_error(cells[name]['probe']) for name in FIGURES)} |")
+    return "\n".join(lines)
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
+def _error(error: float) -> str:
+    return f"**{error:+.0%}**" if abs(error) > 0.10 else f"{error:+.1%}"
+
+
+def summary(compared: Comparison) -> str:
+    lines = ["| | within 5% | within 10% | median | mean |", "|---|--:|--:|--:|--:|"]
+    rows = {"`probe`": "probe", "`unseen`": "unseen", "`speed`": "speed"}
+    rows |= {"live against live": "live", "seed against seed": "seeds"}
+    for heading, kind in rows.items():
+        errors = [abs(cell[kind]) for cells in compared.values() for cell in cells.values()]
+        shares = [sum(error <= bound for error in errors) / len(errors) for bound in (0.05, 0.10)]
+        lines.append(
+            f"| {heading} | {shares[0]:.0%} | {shares[1]:.0%} | {statistics.median(errors):.1%} "
+            f"| {statistics.fmean(errors):.1%} |"
+        )
+    return "\n".join(lines)
+
+
+def explained(compared: Comparison) -> str:
+    """Each figure that is more than 10% off, with what the script itself saw of its causes."""
+    lines = []
+    for (load, policy), cells in compared.items():
+        for name in FIGURES:
+            cell = cells[name]
+            if abs(cell["probe"]) > 0.10:
+                lines.append(
+                    f"- {load} {policy}, {name.replace('_s.', ' ').upper().replace('P', 'p')}: {cell['probe']:+.0%} "
+                    f"({cause(cell)}; rounds differ by {cell['live']:.0%}, seeds by {cell['seeds']:.0%}, "
+                    f"`speed` {cell['speed']:+.0%}, `unseen` {cell['unseen']:+.0%})"
+                )
+    return "\n".join(lines) if lines else "No figure is more than 10% off."
+
+
+def cause(cell: Mapping[str, float]) -> str:
+    """The nearest of the causes that docs/simulator.md goes through, by what was measured."""
+    off = abs(cell["probe"])
+    if off <= 2 * max(cell["live"], cell["seeds"]):
+        return "chance"
+    if abs(cell["speed"]) < off / 2:
+        return "speed"
+    return "model"
+
+
+def machine(runs: Sequence[LiveRun], num_redone: int, options: argparse.Namespace) -> str:
+    speeds = [run.trace.mean for run in runs]
+    within = statistics.fmean(run.trace.range[1] / run.trace.range[0] - 1 for run in runs)
+    num_spoilt = sum(spoilt(run, options) for run in runs)
+    return (
+        f"The probe's mean over a run was {min(speeds):.2f} to {max(speeds):.2f} of its usual time, and ranged by "
+        f"{within:.0%} within a run (mean); others used {statistics.fmean(run.others for run in runs):.2f} of a core. "
+        f"{num_redone} runs were thrown away and served again; {num_spoilt} of the {len(runs)} kept are no better."
+    )
+
+
+def print_comparison(compared: Comparison) -> None:
+    print(f"{'load':>5} {'policy':9}{'':7}" + "".join(f"{name.replace('_s', ''):>11}" for name in FIGURES))
+    for (load, policy), cells in compared.items():
+        print(f"{load:5} {policy:9}{'live':7}" + "".join(f"{cells[n]['live_s'] * 1e3:>9.1f}ms" for n in FIGURES))
+        for kind in KINDS:
+            print(f"{'':15}{kind:7}" + "".join(f"{cells[n][kind]:>+11.1%}" for n in FIGURES))
+        for kind in ("live", "seeds"):
+            print(f"{'':15}{kind:7}" + "".join(f"{cells[n][kind]:>11.1%}" for n in FIGURES))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=12.0, help="of arrivals in each run")
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--requests", type=int, default=170, help="in each run")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--minutes", type=float, default=4.0, help="begin no live run after so long")
     parser.add_argument("--max-num-seqs", type=int, default=16)
-    parser.add_argument("--clock", choices=("cpu", "wall"), default="cpu")
+    parser.add_argument("--clock", choices=sorted(CLOCKS), default="cpu")
     parser.add_argument("--policies", default=",".join(POLICIES))
+    parser.add_argument("--redo", type=int, default=6, help="most runs to throw away, in all")
+    parser.add_argument("--unsteady", type=float, default=0.05, help="probe after over probe before, less 1")
+    parser.add_argument("--others", type=float, default=0.25, help="cores that others may use")
+    parser.add_argument("--write", action="store_true", help="into docs/simulator.md")
     parser.add_argument("--json", help="write all figures here")
     options = parser.parse_args()
-    capacity = measure_capacity(options.max_num_seqs, options.clock, options.seconds)
-    print(f"capacity {capacity:.2f} requests/s at {options.max_num_seqs} slots, {options.clock} time")
-    policies = options.policies.split(",")
-    runs = [
-        run_live(load, policy, number, offered(load * capacity, options.seconds), options)
-        for number in range(options.rounds)
-        for load in LOADS
-        for policy in policies
+    capacity = measure_capacity(options.max_num_seqs, options.clock, 5.0)
+    print(f"capacity {capacity:.2f} requests/s at {options.max_num_seqs} slots, {options.clock} time", flush=True)
+    with probe_engine(engine_config("fcfs", options.max_num_seqs), CLOCKS[options.clock]()) as probe:
+        usual_s = statistics.fmean(probe.readings(40))
+        runs, num_redone = run_all(capacity, probe, usual_s, options)
+    combinations = list(dict.fromkeys((run.load, run.policy) for run in runs))
+    compared = {c: compare(*c, runs, options.max_num_seqs) for c in sorted(combinations, key=_listed(options))}
+    print_comparison(compared)
+    parts = [
+        f"Capacity {capacity:.1f} requests/s, {options.requests} requests in each of {len(runs)} runs, "
+        f"{options.clock} time. {machine(runs, num_redone, options)}",
+        summary(compared),
+        table(compared),
+        "Over 10%:\n\n" + explained(compared),
     ]
-    print_comparison(runs, policies, options)
-
-
-def offered(rate: float, seconds: float) -> list[Arrival]:
-    """The same for every policy and round. The oracle's max_tokens: what a request is going to say."""
-    return [replace(a, max_tokens=a.output_tokens) for a in workload(rate, max(20, round(rate * seconds))).arrivals()]
-
-
-def print_comparison(runs: Sequence[LiveRun], policies: Sequence[str], options: argparse.Namespace) -> None:
-    names = [f"{m}.{q}" for m in MEASURES for q in QUANTILES]
-    print(f"{'load':>5} {'policy':9}{'':7}" + "".join(f"{name.replace('_s', ''):>11}" for name in names))
-    record_of: dict[str, dict[str, dict[str, float]]] = {}
-    for load in LOADS:
-        for policy in policies:
-            repeats = [run for run in runs if (run.load, run.policy) == (load, policy)]
-            compared = compare(repeats, runs, options.max_num_seqs)
-            record_of[f"{load} {policy}"] = compared
-            print(f"{load:5} {policy:9}{'live':7}" + "".join(f"{compared[n]['live'] * 1e3:>9.1f}ms" for n in names))
-            for kind in ("unseen", "speed"):
-                cells = "".join(f"{compared[name][kind]:>+11.1%}" for name in names)
-                print(f"{'':15}{kind:7}{cells}", flush=True)
-    for kind in ("unseen", "speed"):
-        errors = [abs(c[kind]) for compared in record_of.values() for c in compared.values()]
-        within = [sum(e <= bound for e in errors) / len(errors) for bound in (0.05, 0.10)]
-        print(
-            f"{kind}: within 5%: {within[0]:.0%}, within 10%: {within[1]:.0%} of {len(errors)} figures, "
-            f"median error {statistics.median(errors):.1%}"
-        )
-    spread = statistics.median(c["live_spread"] for compared in record_of.values() for c in compared.values())
-    print(f"rounds of the same live run differ by {spread:.1%} (median)")
+    print("", parts[0], parts[1], parts[3], sep="\n")
+    if options.write:
+        write_section(DOCUMENT, "fidelity", "\n\n".join(parts))
     if options.json:
-        Path(options.json).write_text(json.dumps(record_of, indent=1), encoding="utf-8")
+        told = {f"{load} {policy}": cells for (load, policy), cells in compared.items()}
+        Path(options.json).write_text(json.dumps(told, indent=1), encoding="utf-8")
+
+
+def _listed(options: argparse.Namespace) -> Callable[[tuple[float, str]], tuple[float, int]]:
+    policies = options.policies.split(",")
+    return lambda combination: (combination[0], policies.index(combination[1]))
 
 
 if __name__ == "__main__":

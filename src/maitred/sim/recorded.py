@@ -20,6 +20,7 @@ class MeasuredStep(NamedTuple):
     shape: StepShape
     step_s: float  # schedule to update
     gap_s: float | None  # from there to the next schedule; None when the engine was idle in between
+    at: float = 0.0  # s, when it was scheduled, by the run's own clock
 
 
 def measured_steps(steps: Iterable[Step]) -> Iterator[MeasuredStep]:
@@ -37,7 +38,7 @@ def measured_steps(steps: Iterable[Step]) -> Iterator[MeasuredStep]:
 
 def _record(step: Step, next_at: float | None) -> MeasuredStep:
     gap_s = None if next_at is None else next_at - step.updated_at
-    return MeasuredStep(shape_of(step.plan.rows), step.updated_at - step.scheduled_at, gap_s)
+    return MeasuredStep(shape_of(step.plan.rows), step.updated_at - step.scheduled_at, gap_s, step.scheduled_at)
 
 
 def _change(event: object) -> int:

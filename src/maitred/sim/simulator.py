@@ -6,7 +6,7 @@ step runs are taken in when it has ended, as the engine's thread does.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
@@ -27,6 +27,8 @@ from maitred.step import ModelOutput, RequestProgress, SampledRow, SchedulerOutp
 from maitred.tenancy.quota import Lease, QuotaBook
 from maitred.tenancy.tenant import Tenant
 
+Slowness = Callable[[float], float]
+"""Of the machine at a time (s since the first arrival): how many times as long as modelled everything takes."""
 IDLE_STEP_S = 1e-3  # a step with nothing to do, while everybody waits for something other than a slot
 ENDED_BY_ITSELF = (FinishReason.STOP, FinishReason.LENGTH)
 
@@ -59,7 +61,8 @@ class Stay:
 
 
 class Simulation:
-    """One engine and one workload. Without `jitter` every step takes what the cost model says.
+    """One engine and one workload. Without `jitter` every step takes what the cost model says, and without `slowness`
+    the machine's speed is always that of the cost model.
 
     Whom the limits of `tenants` turn away counts as failed, as at the edge of a server.
     """
@@ -71,6 +74,7 @@ class Simulation:
         results: Results,
         *,
         jitter: Jitter | None = None,
+        slowness: Slowness | None = None,
         tenants: Mapping[str, Tenant] | None = None,
         observer: StepObserver | None = None,
     ) -> None:
@@ -79,7 +83,7 @@ class Simulation:
         self._tenants = tenants or {}
         self._quotas = QuotaBook({})
         self._clock = ManualClock()
-        self._executor = _SimulatedExecutor(self._clock, cost_model, results, jitter)
+        self._executor = _SimulatedExecutor(self._clock, cost_model, results, jitter, slowness)
         self._stays = self._executor.stays
         kv_cache = KVCacheManager(
             num_blocks=setup.num_blocks,
@@ -186,10 +190,18 @@ class Simulation:
 class _SimulatedExecutor:
     """Turns the clock by the step's time and gives every row that samples a token."""
 
-    def __init__(self, clock: ManualClock, cost_model: CostModel, results: Results, jitter: Jitter | None) -> None:
+    def __init__(
+        self,
+        clock: ManualClock,
+        cost_model: CostModel,
+        results: Results,
+        jitter: Jitter | None,
+        slowness: Slowness | None,
+    ) -> None:
         self.stays: dict[str, Stay] = {}
         self.gap_s = 0.0  # after the last step
         self._clock, self._cost_model, self._results, self._jitter = clock, cost_model, results, jitter
+        self._slowness = slowness
         self._slow_gap_s = results.objectives.itl_s
 
     def execute(self, plan: SchedulerOutput) -> ModelOutput:
@@ -200,6 +212,9 @@ class _SimulatedExecutor:
         step_s, gap_s = self._cost_model.step_s(shape_of(plan.rows)), self._cost_model.gap_s(num_rows)
         if self._jitter is not None:
             step_s, gap_s = self._jitter.step_s(step_s), self._jitter.gap_s(gap_s)
+        if self._slowness is not None:
+            slowness = self._slowness(self._clock.now())
+            step_s, gap_s = step_s * slowness, gap_s * slowness
         self._clock.advance(step_s)
         self.gap_s = gap_s
         results.num_steps += 1

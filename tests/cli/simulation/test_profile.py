@@ -35,7 +35,7 @@ def test_profile_then_simulate(tmp_path: Path, capsys: pytest.CaptureFixture[str
 def test_a_live_run_serves_what_arrives_and_its_log_tells_all_of_it():
     config = EngineConfig(model=ONE_THREAD, scheduler=SchedulerConfig(max_num_seqs=2))
     asked = [arrival(f"r{i}", at=0.02 * i, prompt=20 + i, output=3 + i % 2) for i in range(6)]
-    steps = record(config, "cpu", asked)
+    steps = record(config, CpuClock(), asked)
     results, arrivals = read_run(steps)
     assert results.total.num_finished == 6
     assert [(a.prompt_tokens, a.output_tokens) for a in arrivals] == [(a.prompt_tokens, a.output_tokens) for a in asked]

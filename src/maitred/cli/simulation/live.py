@@ -26,20 +26,31 @@ from maitred.scheduler.log_codec import read_log
 from maitred.sim.workload import Arrival
 
 WARM_UP = "warm-up"
+Aside = Callable[[float], bool]
+"""Told the clock's time between two steps; True if it took time for itself."""
 
 
 class LiveClock(Clock, Protocol):
     def wait_until(self, at: float) -> None: ...
 
+    def take_back(self, seconds: float) -> None:
+        """As if so much time had not passed: it went into something that is not the engine's."""
+
 
 class SleepingClock:
     """The machine's monotonic time."""
 
+    def __init__(self) -> None:
+        self._not_counted_s = 0.0
+
     def now(self) -> float:
-        return time.monotonic()
+        return time.monotonic() - self._not_counted_s
 
     def wait_until(self, at: float) -> None:
-        time.sleep(max(0.0, at - time.monotonic()))
+        time.sleep(max(0.0, at - self.now()))
+
+    def take_back(self, seconds: float) -> None:
+        self._not_counted_s += seconds
 
 
 class CpuClock:
@@ -53,6 +64,9 @@ class CpuClock:
 
     def wait_until(self, at: float) -> None:
         self._leapt_s += max(0.0, at - self.now())
+
+    def take_back(self, seconds: float) -> None:
+        self._leapt_s -= seconds
 
 
 CLOCKS: dict[str, Callable[[], LiveClock]] = {"wall": SleepingClock, "cpu": CpuClock}
@@ -88,8 +102,11 @@ class LiveEngine:
             block_hashes=self._hasher.hash_prompt(tokens),
         )
 
-    def serve(self, arrivals: Iterable[Arrival]) -> None:
-        """An open loop: each request comes when it is due, whatever the engine does. Returns when all have ended."""
+    def serve(self, arrivals: Iterable[Arrival], aside: Aside | None = None) -> None:
+        """An open loop: each request comes when it is due, whatever the engine does. Returns when all have ended.
+
+        `aside` is called before each step; its time is taken back from the clock.
+        """
         core, clock, source = self.parts.core, self.clock, iter(arrivals)
         began = clock.now()
         due = next(source, None)
@@ -99,6 +116,8 @@ class LiveEngine:
             while due is not None and began + due.at <= clock.now():
                 core.add(self.request(replace(due, at=began + due.at)))
                 due = next(source, None)
+            if aside is not None:
+                _step_aside(aside, clock)
             if core.has_work:
                 core.step()
 
@@ -118,19 +137,26 @@ class LiveEngine:
         return list(steps)
 
 
+def _step_aside(aside: Aside, clock: LiveClock) -> None:
+    began = clock.now()
+    if aside(began):
+        clock.take_back(clock.now() - began)
+
+
 @contextmanager
-def live_engine(config: EngineConfig, clock: str, on_event: Callable[[str], None]) -> Iterator[LiveEngine]:
+def live_engine(config: EngineConfig, clock: LiveClock, on_event: Callable[[str], None]) -> Iterator[LiveEngine]:
     """Call `close` inside for its record; the folder goes with the context."""
     with tempfile.TemporaryDirectory(prefix="maitred-live-") as folder:
-        live_clock = CLOCKS[clock]()
-        parts = build_parts(replace(config, decision_log=folder), clock=live_clock, on_event=on_event)
-        yield LiveEngine(parts, live_clock, Path(folder))
+        parts = build_parts(replace(config, decision_log=folder), clock=clock, on_event=on_event)
+        yield LiveEngine(parts, clock, Path(folder))
 
 
-def record(config: EngineConfig, clock: str, arrivals: Iterable[Arrival]) -> list[Step]:
-    """One open-loop run on an engine of its own."""
+def record(
+    config: EngineConfig, clock: LiveClock, arrivals: Iterable[Arrival], aside: Aside | None = None
+) -> list[Step]:
+    """One open-loop run on an engine of its own; `aside` as in `LiveEngine.serve`."""
     with live_engine(config, clock, lambda line: None) as live:
         live.serve([Arrival(at=0.0, request_id=WARM_UP, prompt_tokens=64, output_tokens=8, max_tokens=8)])
-        live.serve(arrivals)
+        live.serve(arrivals, aside)
         steps = live.close()
     return [step for step in steps if not any(row.request_id.startswith(WARM_UP) for row in step.plan.rows)]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from maitred.cli.console import note
-from maitred.cli.simulation.live import live_engine
+from maitred.cli.simulation.live import CLOCKS, live_engine
 from maitred.cli.simulation.profiling import profile_load, split
 from maitred.cli.simulation.sources import profile_path
 from maitred.cli.simulation.table import seconds_text
@@ -25,7 +25,7 @@ MIN_STEPS = 200
 
 
 def run_profile(options: ProfileOptions, config: EngineConfig) -> int:
-    with live_engine(config, options.clock, note) as live:
+    with live_engine(config, CLOCKS[options.clock](), note) as live:
         profile_load(live, config.scheduler.max_num_seqs, options.seconds, note)
         steps = list(measured_steps(live.close()))
     fitted, held_out = split(steps)
