@@ -45,19 +45,30 @@ train: $(VENV)/.installed-dev ## train the built-in model and its draft anew int
 	$(BIN)/python -m training.evaluate --model runs/mini/model --num-each 100
 
 clean: ## remove what the verbs above made
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist src/maitred/kernels/_native* .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # A stamp is as new as the files that decide what is installed, so a second run costs nothing.
 # PyTorch comes first and pinned: a package that wants "any torch" would otherwise choose another build.
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV) || { echo "cannot make $(VENV): Python 3.11+ with venv is needed (Debian: apt-get install python3-venv)" >&2; rm -rf $(VENV); exit 1; }
 
-$(VENV)/.installed-serve: pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(PIP) install $(TORCH)
-	$(PIP) install -c constraints.txt -e '.[torch,hub]'
+# What the native library is made of. Its build needs no torch; cmake and ninja come from PyPI where there are none.
+# The build stays in build/, so after a change only what changed is compiled.
+NATIVE := CMakeLists.txt $(wildcard src/maitred/kernels/csrc/*)
+BUILD_TOOLS := 'scikit-build-core>=1.0' 'nanobind>=2.9' $$(command -v cmake >/dev/null || echo cmake) $$(command -v ninja >/dev/null || echo ninja)
+HAS_COMPILER := for tool in "$$CXX" c++ g++ clang++; do command -v "$$tool" >/dev/null && break; done || { echo "no C++ compiler was found; install one (Debian: apt-get install g++), or name yours in CXX" >&2; exit 1; }
+
+$(VENV)/.build-tools: pyproject.toml constraints.txt | $(VENV)/bin/python
+	@$(HAS_COMPILER)
+	$(PIP) install -c constraints.txt $(BUILD_TOOLS)
 	@touch $@
 
-$(VENV)/.installed-dev: pyproject.toml constraints.txt | $(VENV)/bin/python
+# The core alone: neither torch nor transformers.
+$(VENV)/.installed-serve: pyproject.toml constraints.txt $(NATIVE) | $(VENV)/.build-tools
+	$(PIP) install -c constraints.txt --no-build-isolation -e .
+	@touch $@
+
+$(VENV)/.installed-dev: pyproject.toml constraints.txt $(NATIVE) | $(VENV)/.build-tools
 	$(PIP) install $(TORCH)
-	$(PIP) install -c constraints.txt -e '.[dev]'
+	$(PIP) install -c constraints.txt --no-build-isolation -e '.[dev]'
 	@touch $@ $(VENV)/.installed-serve

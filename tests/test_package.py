@@ -1,11 +1,53 @@
-"""What an import costs and does not pull in."""
+"""What an install asks for, and what an import does not pull in."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from importlib.metadata import PathDistribution, distribution
+from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+REPOSITORY = Path(__file__).parent.parent
+
+
+def asked_for(distribution: PathDistribution, extra: str = "") -> list[Requirement]:
+    """What installing it with this extra asks for here."""
+    requirements = (Requirement(line) for line in distribution.requires or ())
+    return [r for r in requirements if r.marker is None or r.marker.evaluate({"extra": extra})]
+
+
+def closure(name: str) -> set[str]:
+    """Every distribution that an install of `name`, without extras, brings along."""
+    found: set[str] = set()
+    waiting = [Requirement(name)]
+    while waiting:
+        requirement = waiting.pop()
+        if canonicalize_name(requirement.name) in found:
+            continue
+        found.add(canonicalize_name(requirement.name))
+        for extra in ("", *requirement.extras):
+            waiting += asked_for(distribution(requirement.name), extra)
+    return found
+
+
+def test_the_wheel_asks_for_neither_torch_nor_transformers(tmp_path: Path):
+    pytest.importorskip("scikit_build_core", reason="the build's tools are not installed here (make dev has them)")
+    code = f"from scikit_build_core.build import *; print(prepare_metadata_for_build_wheel({str(tmp_path)!r}))"
+    subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    (folder,) = tmp_path.glob("*.dist-info")
+    names = {canonicalize_name(requirement.name) for requirement in asked_for(PathDistribution(folder))}
+    assert "numpy" in names
+    assert not {"torch", "transformers"} & names
+
+
+def test_what_the_core_depends_on_brings_neither_torch_nor_transformers():
+    names = closure("maitred")
+    assert {"numpy", "tokenizers"} <= names
+    assert not {"torch", "transformers"} & names
 
 
 def modules_after(statement: str) -> set[str]:
