@@ -1,0 +1,71 @@
+"""maitred's own engine, in process: the parts that `maitred serve` wires, stepped by the caller."""
+
+from __future__ import annotations
+
+from maitred.clock import WallClock
+from maitred.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from maitred.engine.build import build_parts
+from maitred.engine.intake import make_requests
+from maitred.request import SamplingParams
+from peers.worker import Prompt
+
+
+class Request:
+    def __init__(self) -> None:
+        self.fresh = 0
+
+    def take(self) -> int:
+        fresh, self.fresh = self.fresh, 0
+        return fresh
+
+
+class Engine:
+    def __init__(self, config: EngineConfig) -> None:
+        self._clock = WallClock()
+        self._parts = build_parts(config, clock=self._clock)
+        self._live: dict[str, Request] = {}
+        self._next_id = 0
+
+    def add(self, prompt: Prompt, num_tokens: int) -> Request:
+        self._next_id += 1
+        sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+        (request,) = make_requests(
+            self._parts.model,
+            list(prompt),
+            sampling,
+            request_id=f"r{self._next_id}",
+            now=self._clock.now(),
+            priority=0,
+            add_special_tokens=False,
+        )
+        self._parts.core.add(request)
+        self._live[request.request_id] = Request()
+        return self._live[request.request_id]
+
+    def step(self) -> None:
+        for progress in self._parts.core.step():
+            self._live[progress.request_id].fresh += len(progress.new_token_ids)
+            if progress.finish_reason is not None:
+                del self._live[progress.request_id]
+
+
+def load(
+    model: str,
+    threads: int = 2,
+    dtype: str = "auto",
+    kv_dtype: str = "auto",
+    chunk: int = 512,
+    max_num_seqs: int = 32,
+    kv_tokens: int = 32 * 1024,
+    executor: str = "native",
+    **fields: object,
+) -> Engine:
+    """`kv_tokens` is the KV cache's size; it is turned to bytes with the model's own figures."""
+    config = EngineConfig(
+        model=ModelConfig(
+            model=model, dtype=dtype, kv_dtype=kv_dtype, num_threads=threads, executor=executor, max_model_len=4096
+        ),
+        cache=CacheConfig(enable_prefix_caching=False, **fields),  # type: ignore[arg-type]
+        scheduler=SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=chunk),
+    )
+    return Engine(config)

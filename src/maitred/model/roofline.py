@@ -1,0 +1,142 @@
+"""The least time that a step can take on a machine: bytes over bandwidth, operations over peak, op by op.
+
+Roofline: Williams, Waterman, Patterson, "Roofline: an insightful visual performance model", CACM 52(4), 2009. A step's
+floor is the sum over its ops of the larger of the two: an op of a decoder needs the result of the one before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from maitred.model.spec import DecoderSpec
+
+# Which arithmetic a weight format runs on: int4 weights meet int8 activations.
+ARITHMETIC = {"float32": "float32", "bfloat16": "bfloat16", "int8": "int8", "int4": "int8"}
+INT4_GROUP = 32
+SCALE_BYTES = 4
+BUDGET_STEP = 64
+SHARE_OF_READING = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What one host can do, as measured with all its threads."""
+
+    stream_bytes_per_s: float
+    peak_ops_per_s: Mapping[str, float]
+    """Multiplications and additions, each counted, by arithmetic: float32, bfloat16, int8."""
+
+
+class WeightFormat(NamedTuple):
+    """How matrices are held; `group` is int4's number of weights that share a scale."""
+
+    dtype: str
+    group: int = INT4_GROUP
+
+    def bytes_of(self, rows: int, columns: int) -> float:
+        """Of a matrix [rows, columns], scales included."""
+        match self.dtype:
+            case "float32":
+                return 4.0 * rows * columns
+            case "bfloat16":
+                return 2.0 * rows * columns
+            case "int8":
+                return rows * (columns + SCALE_BYTES)
+        return rows * columns * (0.5 + SCALE_BYTES / self.group)
+
+
+class KVFormat(NamedTuple):
+    """How keys and values are held."""
+
+    dtype: str
+
+    def bytes_of(self, head_dim: int) -> float:
+        """Of one head's key or value of one token."""
+        return {"float32": 4.0 * head_dim, "bfloat16": 2.0 * head_dim, "int8": head_dim + SCALE_BYTES}[self.dtype]
+
+
+class Work(NamedTuple):
+    """One op of a step: what it must read from memory and compute."""
+
+    name: str
+    num_bytes: float
+    num_ops: float
+    arithmetic: str
+
+    def floor_s(self, machine: Machine) -> float:
+        return max(self.num_bytes / machine.stream_bytes_per_s, self.num_ops / machine.peak_ops_per_s[self.arithmetic])
+
+
+class Row(NamedTuple):
+    """One request's share of a step: positions [start, start + num_tokens), and whether it samples."""
+
+    start: int
+    num_tokens: int
+    samples: bool = True
+
+
+def step_work(
+    spec: DecoderSpec, rows: Sequence[Row], weights: WeightFormat, kv: KVFormat, lm_head: WeightFormat | None = None
+) -> Iterator[Work]:
+    """The ops of one step that a floor counts: linears, attention, lm_head. Norms and the like move next to nothing."""
+    tokens = sum(row.num_tokens for row in rows)
+    qkv_width = spec.q_width + 2 * spec.kv_width
+    for layer in spec.layers:
+        yield _linear("qkv", qkv_width, spec.hidden_size, tokens, weights)
+        yield _attention(spec, layer.window, rows, kv)
+        yield _linear("attention_output", spec.hidden_size, spec.q_width, tokens, weights)
+        yield _linear("gate_up", 2 * spec.intermediate_size, spec.hidden_size, tokens, weights)
+        yield _linear("down", spec.hidden_size, spec.intermediate_size, tokens, weights)
+    sampled = sum(row.samples for row in rows)
+    if sampled:
+        yield _linear("lm_head", spec.vocab_size, spec.hidden_size, sampled, lm_head or weights)
+
+
+def floor_s(work: Iterator[Work] | Sequence[Work], machine: Machine) -> float:
+    """Seconds below which a step of this work cannot come."""
+    return sum(op.floor_s(machine) for op in work)
+
+
+def critical_batch(weights: WeightFormat, machine: Machine) -> float:
+    """Tokens in a step from which a linear is held by arithmetic and no longer by reading its weights."""
+    bytes_per_weight = weights.bytes_of(1024, 1024) / 1024**2
+    peak = machine.peak_ops_per_s[ARITHMETIC[weights.dtype]]
+    return peak * bytes_per_weight / (2 * machine.stream_bytes_per_s)
+
+
+def token_budget(weights: WeightFormat, machine: Machine) -> int:
+    """Tokens a step should hold at most: a larger step saves nothing worth the longer gaps between others' tokens.
+
+    The smallest multiple of 64 at which reading the weights, were it not hidden behind the arithmetic at all, would be
+    at most 5% of the step.
+    """
+    tokens = critical_batch(weights, machine) / SHARE_OF_READING
+    return BUDGET_STEP * max(1, -int(-tokens // BUDGET_STEP))
+
+
+def _linear(name: str, width_out: int, width_in: int, tokens: int, weights: WeightFormat) -> Work:
+    ops = 2.0 * width_out * width_in * tokens
+    return Work(name, weights.bytes_of(width_out, width_in), ops, ARITHMETIC[weights.dtype])
+
+
+def _attention(spec: DecoderSpec, window: int | None, rows: Sequence[Row], kv: KVFormat) -> Work:
+    """Each visible key and value read once for each request, 4 operations a value of each query-key pair."""
+    keys = sum(_visible_keys(row, window) for row in rows)
+    pairs = sum(query_key_pairs(row, window) for row in rows)
+    num_bytes = keys * 2 * spec.num_kv_heads * kv.bytes_of(spec.head_dim)
+    arithmetic = "float32" if kv.dtype == "float32" else "bfloat16"
+    return Work("attention", num_bytes, 4.0 * pairs * spec.q_width, arithmetic)
+
+
+def query_key_pairs(row: Row, window: int | None) -> int:
+    """How many keys the row's tokens see, all told: position p sees min(p + 1, window)."""
+    start, num_tokens = row.start, row.num_tokens
+    whole = num_tokens if window is None else min(max(window - start, 0), num_tokens)  # tokens that see all before them
+    return whole * start + whole * (whole + 1) // 2 + (num_tokens - whole) * (window or 0)
+
+
+def _visible_keys(row: Row, window: int | None) -> int:
+    end = row.start + row.num_tokens
+    return end if window is None else min(end, window + row.num_tokens - 1)

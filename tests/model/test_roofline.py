@@ -1,0 +1,96 @@
+"""Floors of steps: bytes over bandwidth, operations over peak."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from maitred.model.roofline import (
+    KVFormat,
+    Machine,
+    Row,
+    WeightFormat,
+    critical_batch,
+    floor_s,
+    query_key_pairs,
+    step_work,
+    token_budget,
+)
+from maitred.model.spec import DecoderSpec, LayerSpec
+
+MACHINE = Machine(80e9, {"float32": 0.5e12, "bfloat16": 0.96e12, "int8": 2.0e12})
+# Qwen3-0.6B
+SPEC = DecoderSpec(
+    architecture="Qwen3ForCausalLM",
+    vocab_size=151_936,
+    hidden_size=1024,
+    intermediate_size=3072,
+    num_heads=16,
+    num_kv_heads=8,
+    head_dim=128,
+    layers=(LayerSpec(),) * 28,
+    max_position_embeddings=40_960,
+    norm_eps=1e-6,
+    tied_embeddings=True,
+    attention_scale=128**-0.5,
+)
+BF16, INT8, INT4 = WeightFormat("bfloat16"), WeightFormat("int8"), WeightFormat("int4", 32)
+KV = KVFormat("bfloat16")
+
+
+def decode(batch: int, context: int) -> list[Row]:
+    return [Row(context - 1, 1)] * batch
+
+
+def num_bytes(weights: WeightFormat, rows: list[Row]) -> float:
+    return sum(op.num_bytes for op in step_work(SPEC, rows, weights, KV))
+
+
+def test_a_decode_step_reads_every_weight_once_and_each_requests_keys_and_values():
+    assert num_bytes(BF16, decode(1, 1)) == pytest.approx(1.19e9, rel=0.01)
+    assert num_bytes(INT8, decode(1, 1)) == pytest.approx(0.60e9, rel=0.01)
+    one, many = num_bytes(INT8, decode(1, 576)), num_bytes(INT8, decode(32, 576))
+    assert many - one == 31 * 576 * 114_688
+
+
+def test_one_request_is_held_by_bandwidth_and_a_long_prompt_by_arithmetic():
+    assert floor_s(step_work(SPEC, decode(1, 512), INT8, KV), MACHINE) == pytest.approx(
+        num_bytes(INT8, decode(1, 512)) / MACHINE.stream_bytes_per_s
+    )
+    prefill = list(step_work(SPEC, [Row(0, 2048)], BF16, KV))
+    assert sum(op.num_ops for op in prefill if op.name not in ("attention", "lm_head")) / 2048 == pytest.approx(
+        0.88e9, rel=0.01
+    )
+    assert floor_s(prefill[:-1], MACHINE) == pytest.approx(sum(op.num_ops for op in prefill[:-1]) / 0.96e12)
+
+
+def test_only_rows_that_sample_need_the_output_matrix():
+    names = [op.name for op in step_work(SPEC, [Row(0, 256, samples=False)], BF16, KV)]
+    assert "lm_head" not in names
+
+
+def test_a_window_bounds_what_attention_reads():
+    windowed = replace(SPEC, layers=(LayerSpec(window=128),) * 28)
+    read = [op for op in step_work(windowed, decode(1, 4096), INT8, KV) if op.name == "attention"]
+    assert all(op.num_bytes == 128 * 2 * 8 * 256 for op in read)
+
+
+@given(start=st.integers(0, 40), num_tokens=st.integers(1, 40), window=st.none() | st.integers(1, 50))
+def test_pairs_are_counted_as_the_mask_lets_them_through(start: int, num_tokens: int, window: int | None):
+    seen = [min(p + 1, window or p + 1) for p in range(start, start + num_tokens)]
+    assert query_key_pairs(Row(start, num_tokens), window) == sum(seen)
+
+
+def test_the_critical_batch_is_where_reading_and_computing_take_as_long():
+    batch = critical_batch(INT8, MACHINE)
+    assert batch == pytest.approx(2.0e12 / (2 * 80e9), rel=0.01)
+    assert critical_batch(INT4, MACHINE) < batch
+
+
+def test_at_the_token_budget_reading_is_a_twentieth_of_the_step():
+    budget = token_budget(INT8, MACHINE)
+    assert budget % 64 == 0
+    assert critical_batch(INT8, MACHINE) / budget <= 0.05 < critical_batch(INT8, MACHINE) / (budget - 64)
