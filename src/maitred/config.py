@@ -189,6 +189,10 @@ class ServerConfig:
     """Largest n a request may ask for, at most 128."""
     max_concurrent_requests: int = 10_000
     """Requests held at once, queued ones included; more are answered 503."""
+    drain_timeout_s: float = 30.0
+    """After SIGTERM, requests in flight may take this long (s); then, or at a second signal, they end with an error."""
+    decode_timeout_s: float = 10.0
+    """GET /health/decode waits this long (s) for its one token."""
     log_level: str = "info"
     """debug, info, warning or error."""
     log_format: str = "text"
@@ -204,6 +208,8 @@ class ServerConfig:
         _require_at_least("max_body_bytes", self.max_body_bytes, 1)
         _require_at_least("max_concurrent_requests", self.max_concurrent_requests, 1)
         _require_at_least("sse_keep_alive_s", self.sse_keep_alive_s, 0)
+        _require_at_least("drain_timeout_s", self.drain_timeout_s, 0)
+        _require_at_least("decode_timeout_s", self.decode_timeout_s, 0.001)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,6 +220,29 @@ class TenancyConfig:
     """YAML file with tenants, their limits and hashed keys, in force as soon as it changes; None knows no tenants."""
     ledger: str | None = None
     """SQLite file with a row for each request: tenant, key, tokens, how it ended; None keeps none."""
+
+
+RESUME_RULES = ("exact", "always", "never")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessConfig:
+    """The engine's own process, and what happens when it dies."""
+
+    in_process: bool = False
+    """Run the engine in a thread of the server instead, for debugging: one process, and both die together."""
+    step_timeout_s: float = 120.0
+    """A step that takes longer (s), or as long a silence, counts as stuck: the engine is killed and started again."""
+    max_restarts: int = 5
+    """Restarts in a row before the engine is given up; one that lived for a minute ends the row."""
+    resume: str = "exact"
+    """What a request that has tokens does when the engine died: exact goes on where the executor gives the same tokens
+    as if nothing had happened, and else ends with an error; always goes on; never ends with an error."""
+
+    def __post_init__(self) -> None:
+        _require_choice("resume", self.resume, RESUME_RULES)
+        _require_at_least("step_timeout_s", self.step_timeout_s, 0.1)
+        _require_at_least("max_restarts", self.max_restarts, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,7 @@ class ReplicaState:
 
     alive: bool = True
     error: str | None = None  # why it is not alive
+    loading: bool = False  # not alive yet, or not yet again
     # gauges
     num_running: int = 0
     num_waiting: int = 0
@@ -36,6 +37,9 @@ class ReplicaState:
     last_step_age_s: float = 0.0  # since a step last ended, or 0 when idle
     execute_s: float = 0.0  # total time spent in the executor
     host_s: float = 0.0  # total time of steps outside the executor
+    heartbeat_age_s: float = 0.0  # since the engine's process said that it is there; 0 without one of its own
+    num_restarts: int = 0  # of the engine's process
+    num_resumed: int = 0  # samples that went on with another engine
 
 
 class Replica(Protocol):

@@ -5,7 +5,7 @@ from importlib.metadata import EntryPoint
 import pytest
 
 from maitred.cli import installed
-from maitred.cli.installed import GROUP, installed_policies
+from maitred.engine.installed import GROUP, installed_policies
 from maitred.cli.main import main
 from maitred.config import SchedulerConfig
 from maitred.errors import ConfigError

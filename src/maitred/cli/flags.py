@@ -71,7 +71,11 @@ def option(
 
 
 # config.py knows nothing of command lines, so what its fields cannot say stands here.
-SINGULAR = {"api_keys": "--api-key", "served_model_names": "--served-model-name"}
+SINGULAR = {
+    "api_keys": "--api-key",
+    "served_model_names": "--served-model-name",
+    "drain_timeout_s": "--drain-timeout",
+}
 ENVIRONMENT = {"api_keys": "MAITRED_API_KEY"}
 CHOICES: dict[str, tuple[str, ...]] = {
     "executor": config.EXECUTORS,
@@ -80,6 +84,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "kv_dtype": config.KV_DTYPES,
     "log_level": config.LOG_LEVELS,
     "log_format": config.LOG_FORMATS,
+    "resume": config.RESUME_RULES,
 }
 METAVARS = {
     "model": "MODEL",

@@ -13,7 +13,7 @@ from maitred.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConf
 
 if TYPE_CHECKING:
     from maitred.cli.endpoint import AppEndpoint
-    from maitred.engine.build import Engine
+    from maitred.engine.running import Engine
     from maitred.request import Request
 
 # EngineConfig gives only its own scalar fields: its parts stand before it
@@ -37,8 +37,8 @@ def start_engine(
     on_admitted: Callable[[Request], None] | None = None,
 ) -> Engine:
     """Imports the engine only now, so that help and slips of the pen cost nothing."""
-    from maitred.cli.installed import installed_policies
     from maitred.engine.build import build_engine
+    from maitred.engine.installed import installed_policies
 
     return build_engine(
         config,

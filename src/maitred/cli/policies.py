@@ -26,7 +26,7 @@ class PoliciesOptions:
 
 
 def _run(options: Options) -> int:
-    from maitred.cli.installed import installed_policies
+    from maitred.engine.installed import installed_policies
 
     policies, wanted = installed_policies(), options[PoliciesOptions].check
     if wanted is None:

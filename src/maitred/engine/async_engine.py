@@ -8,7 +8,7 @@ import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import fields
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from maitred.clock import Clock
 from maitred.config import SchedulerConfig
@@ -25,12 +25,18 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
+class Aborting(Protocol):
+    """What a stream needs of whoever feeds it."""
+
+    def abort(self, request_id: str) -> None: ...
+
+
 class ProgressStream:
     """The progress of one request, for one asyncio consumer; also an asynchronous iterator."""
 
     __slots__ = ("_engine", "_error", "_items", "_loop", "_request_id", "_waiter", "closed")
 
-    def __init__(self, engine: AsyncEngine, request_id: str, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, engine: Aborting, request_id: str, loop: asyncio.AbstractEventLoop) -> None:
         self._engine = engine
         self._request_id = request_id
         self._loop = loop

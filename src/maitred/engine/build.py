@@ -22,6 +22,7 @@ from maitred.engine.memory import (
     swap_bytes,
     usable_cores,
 )
+from maitred.engine.running import Engine
 from maitred.engine.store import DecisionLogFile
 from maitred.engine.swap_meter import SwapMeter
 from maitred.errors import CheckpointError, ConfigError, InvalidRequest
@@ -65,6 +66,8 @@ class EngineParts:
     model: ServedModel
     spec: DecoderSpec
     memory_plan: MemoryPlan
+    text_folder: Path  # with the tokenizer's files
+    deterministic: bool = False  # the executor says that tokens do not depend on what shares the batch
     decision_log: DecisionLogFile | None = None
 
     def close(self) -> None:
@@ -72,16 +75,6 @@ class EngineParts:
         self.core.close()
         if self.decision_log is not None:
             self.decision_log.close()
-
-
-@dataclass(slots=True)
-class Engine:
-    """A running engine and what the edge must know of it."""
-
-    replica: AsyncEngine
-    model: ServedModel
-    memory_plan: MemoryPlan
-    admission: AdmissionController
 
 
 def build_engine(
@@ -167,7 +160,15 @@ def build_parts(
         swap_meter.observe if swap_meter is not None else None,
     )
     tell(f"ready   in {clock.now() - started:.2f} s")
-    return EngineParts(core=core, model=model, spec=spec, memory_plan=plan, decision_log=log)
+    return EngineParts(
+        core=core,
+        model=model,
+        spec=spec,
+        memory_plan=plan,
+        text_folder=checkpoint.folder,
+        deterministic=bool(getattr(executor, "deterministic", False)),
+        decision_log=log,
+    )
 
 
 def _num_host_blocks(config: EngineConfig, torch_plan: TorchPlan, plan: MemoryPlan) -> int:

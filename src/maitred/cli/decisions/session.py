@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from maitred.cli.decisions.telling import tell
-from maitred.cli.installed import installed_policies
 from maitred.cli.main import EXIT_FAILURE
+from maitred.engine.installed import installed_policies
 from maitred.engine.store import SUFFIX, log_parts, read_frames
 from maitred.errors import ConfigError
 from maitred.scheduler.replay import replay

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 from maitred.cli.command import UsageError, did_you_mean
 from maitred.cli.console import note
-from maitred.cli.installed import installed_policies
 from maitred.cli.loadgen.stats import parse_slo
 from maitred.cli.simulation.sources import Target, find_target, read_workload
 from maitred.cli.simulation.table import table
 from maitred.config import CacheConfig, SchedulerConfig
+from maitred.engine.installed import installed_policies
 from maitred.scheduler.predictor import PREDICTORS
 from maitred.sim.cost_model import Jitter
 from maitred.sim.report import html_report, svg_report

@@ -1,0 +1,288 @@
+"""Keeps an engine's process alive: starts it, hears it, sees it die or hang, and starts the next one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from maitred.clock import Clock
+from maitred.config import EngineConfig, ProcessConfig, SchedulerConfig
+from maitred.engine.frames import Beat, Begin, Command, Died, Failed, ModelFacts, Ready, Report, Stepped, Told, error_of
+from maitred.engine.spawn import CHILD, EngineChild
+from maitred.engine.supervisor import BackOff, Watchdog
+from maitred.errors import EngineDead, MaitredError
+
+logger = logging.getLogger(__name__)
+TICK_S = 0.25
+SILENT_S = 5.0  # without a heartbeat for so long, the engine is not healthy
+START_POLL_S = 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """How an engine's process is started, the first time and again."""
+
+    config: EngineConfig
+    process: ProcessConfig
+    served_model_names: tuple[str, ...] = ()
+    log_level: int = logging.INFO
+    command: Sequence[str] = CHILD
+
+
+class Owner(Protocol):
+    """Whom the engine works for; told everything on the event loop, once there is one."""
+
+    def heard(self, report: Report) -> None:
+        """What is not about the process itself."""
+
+    def lost(self, cause: str, *, deterministic: bool) -> tuple[int, int]:
+        """The engine died, and another will come: how many requests wait for that, how many end here."""
+
+    def regained(self) -> int:
+        """There is an engine again: how many requests go on."""
+
+    def bereft(self, cause: str) -> None:
+        """The engine died, and none will come."""
+
+
+class Keeper:
+    """One engine's process after the other.
+
+    After `start` everything runs on one event loop. Two threads for each child do nothing but wait for its end and read
+    its stderr.
+    """
+
+    def __init__(
+        self, start: Start, clock: Clock, owner: Owner, *, on_event: Callable[[str], None] = lambda line: None
+    ) -> None:
+        self._start, self._clock, self._owner, self._on_event = start, clock, owner, on_event
+        self.scheduler: SchedulerConfig = start.config.scheduler  # what the next engine begins with
+        self.error: str | None = None  # why there is no engine now
+        self.over = False  # and will be none any more
+        self.stopping = False
+        self._backoff = BackOff(start.process.max_restarts)
+        self._watchdog = Watchdog(TICK_S)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._child: EngineChild | None = None
+        self._ready: Ready | None = None  # of the present child, once it is
+        self._ready_at = 0.0
+        self._facts: ModelFacts | None = None  # of the first one
+        self._failed: MaitredError | None = None  # why it could not load
+        self._timers: set[asyncio.TimerHandle] = set()
+
+    # -- what the owner asks
+
+    @property
+    def ready(self) -> bool:
+        return self._ready is not None and not self.stopping
+
+    @property
+    def num_restarts(self) -> int:
+        return self._backoff.num_restarts
+
+    @property
+    def silent_s(self) -> float:
+        """Since the last heartbeat."""
+        return self._watchdog.silent_s
+
+    @property
+    def why_not_alive(self) -> str | None:
+        """In words; None while the engine is there and heard of."""
+        if self.stopping or self.over:
+            return str(self.death())
+        if self.error is not None:
+            return f"{self.error}; it is being started again"
+        if self._ready is None:
+            return "the engine is loading"
+        if self.silent_s >= min(SILENT_S, self._start.process.step_timeout_s):
+            return f"the engine's process has been silent for {self.silent_s:.0f} s"
+        return None
+
+    def death(self) -> EngineDead:
+        if self.error is not None:
+            return EngineDead(f"the engine stopped: {self.error}")
+        return EngineDead("the engine was shut down")
+
+    def send(self, command: Command) -> bool:
+        """False when there is no engine now."""
+        if self._child is None or not self.ready:
+            return False
+        self._child.send(command)
+        return True
+
+    # -- beginning and end
+
+    def start(self) -> Ready:
+        """Start the first child, before there is a loop, and wait until it has loaded. Raises what hinders it."""
+        self._spawn()
+        assert self._child is not None
+        try:
+            while self._ready is None:
+                readable = self._child.wait_readable(START_POLL_S)
+                self._read()
+                if self._failed is not None:
+                    raise self._failed
+                if not readable and self._child.ended:
+                    raise EngineDead(f"the engine's process {self._child.cause()}, before it was ready")
+        except BaseException:
+            self._child.kill()
+            self.stop()
+            raise
+        return self._ready
+
+    def attach(self, loop: asyncio.AbstractEventLoop) -> None:
+        """From now on live on `loop`: hear the child, and see it die. Idempotent."""
+        if self._loop is loop or self.stopping:
+            return
+        assert self._loop is None, "an engine's process is kept by one event loop"
+        self._loop = loop
+        self._listen()
+        if self._child is not None and self._child.ended:
+            self._exited(self._child)
+        self._later(TICK_S, self._tick)
+
+    def detach(self) -> None:
+        """The loop hears nothing more; `stop` comes next."""
+        self.stopping = True
+        for timer in self._timers:
+            timer.cancel()
+        self._timers.clear()
+        self._deafen()
+
+    def stop(self) -> None:
+        """Stop the child and give everything back; idempotent, from any thread once the loop does nothing more here."""
+        self.stopping = True
+        if self._child is not None:
+            self._child.stop()
+
+    # -- a child's life
+
+    def _spawn(self) -> None:
+        config = replace(self._start.config, scheduler=self.scheduler)
+        if self._facts is not None:  # what the edge promises of the context must hold for this one too
+            config = replace(config, model=replace(config.model, max_model_len=self._facts.max_model_len))
+        begin = Begin(config, tuple(self._start.served_model_names), self._start.log_level)
+        self._watchdog = Watchdog(TICK_S)
+        self._child = EngineChild(begin, on_exit=self._on_exit, command=self._start.command)
+        self._listen()
+
+    def _respawn(self) -> None:
+        if self.stopping:
+            return
+        try:
+            self._spawn()
+        except (OSError, MaitredError) as error:  # no memory for a process, no room for a socket
+            self._lost(f"the engine's process cannot be started: {error}")
+
+    def _listen(self) -> None:
+        if self._loop is not None and self._child is not None:
+            self._loop.add_reader(self._child.fd, self._read)
+            self._loop.call_soon(self._read)  # what came before is not signalled again
+
+    def _deafen(self) -> None:
+        if self._loop is not None and self._child is not None and not self._loop.is_closed():
+            self._loop.remove_reader(self._child.fd)
+
+    def _on_exit(self, child: EngineChild) -> None:
+        """In the thread that waited."""
+        loop = self._loop
+        if loop is not None and not self.stopping:
+            with contextlib.suppress(RuntimeError):  # the loop was closed under us
+                loop.call_soon_threadsafe(self._exited, child)
+
+    def _exited(self, child: EngineChild) -> None:
+        if child is not self._child or self.stopping:
+            return
+        self._read()  # what it said before counts
+        self._deafen()
+        self._child = None
+        cause = f"the engine's process {child.pid} {child.cause()}"
+        child.close()
+        self._lost(cause)
+
+    def _lost(self, cause: str) -> None:
+        """Tell whom it concerns, and start the next one when it is time."""
+        lived_s = self._clock.now() - self._ready_at if self._ready is not None else 0.0
+        deterministic = self._ready is not None and self._ready.deterministic
+        was_ready, self._ready, self.error = self._ready is not None, None, cause
+        delay_s = None if self.over else self._backoff.died(lived_s)
+        if delay_s is None:
+            self.over = True
+            logger.error("%s; it is given up after %d restarts", cause, self.num_restarts)
+            self._owner.bereft(cause)
+            return
+        if was_ready:
+            num_kept, num_ended = self._owner.lost(cause, deterministic=deterministic)
+            logger.error("%s; %d requests wait for the next one, %d end with an error", cause, num_kept, num_ended)
+        else:
+            logger.error("%s; trying again in %.1f s", cause, delay_s)
+        self._later(delay_s, self._respawn)
+
+    # -- what it says
+
+    def _read(self) -> None:
+        child = self._child
+        if child is None:
+            return
+        for report in child.receive():
+            self._hear(report, child)
+
+    def _hear(self, report: Report, child: EngineChild) -> None:
+        match report:
+            case Beat(round_number, busy):
+                self._watchdog.beat(round_number, busy)
+                child.connected()
+            case Ready():
+                self._became_ready(report, child)
+            case Told(line):
+                self._on_event(line)
+            case Failed(kind, message):
+                self._failed, child.last_words = error_of(kind, message), message
+            case Died(message):
+                child.last_words = message
+            case _:
+                if isinstance(report, Stepped):
+                    self._watchdog.stepped()
+                self._owner.heard(report)
+
+    def _became_ready(self, ready: Ready, child: EngineChild) -> None:
+        if self._facts is None:
+            self._facts = ready.facts
+        elif ready.facts.revision != self._facts.revision:
+            child.last_words = "the model's files changed while the server ran; restart the server to serve them"
+            self.over = True
+            child.kill()
+            return
+        again = self._loop is not None and self.num_restarts > 0
+        self._ready, self._ready_at, self.error = ready, self._clock.now(), None
+        self._on_event = logger.debug  # the start-up lines are for the first time
+        if again:
+            logger.warning("the engine is back, process %d; %d requests go on", child.pid, self._owner.regained())
+
+    # -- time
+
+    def _tick(self) -> None:
+        """Ends a child that is stuck or silent; its death is then as any other."""
+        self._read()
+        watchdog, limit_s = self._watchdog, self._start.process.step_timeout_s
+        watchdog.tick(self._clock.now())
+        if self._child is not None and max(watchdog.stuck_s, watchdog.silent_s) >= limit_s:
+            what = "in one step" if watchdog.stuck_s >= limit_s else "silent"
+            self._child.last_words = f"it was {what} for {limit_s:g} s"
+            self._child.kill()
+            self._watchdog = Watchdog(TICK_S)
+        self._later(TICK_S, self._tick)
+
+    def _later(self, delay_s: float, action: Callable[[], None]) -> None:
+        assert self._loop is not None
+
+        def run() -> None:
+            self._timers.discard(timer)
+            action()
+
+        timer = self._loop.call_later(delay_s, run)
+        self._timers.add(timer)

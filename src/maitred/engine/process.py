@@ -1,0 +1,332 @@
+"""A Replica whose engine is a child process: when that dies, its requests go on with the next one."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import msgspec
+
+from maitred.clock import Clock
+from maitred.config import SchedulerConfig
+from maitred.engine.async_engine import ProgressStream
+from maitred.engine.calls import (
+    CONFIGURE,
+    LIVE_VIEW,
+    POLICY_NAMES,
+    QUEUE_VIEW,
+    SCHEDULER_CONFIG,
+    Call,
+    Nothing,
+    QueuePage,
+)
+from maitred.engine.frames import (
+    Abort,
+    Answer,
+    Ask,
+    Figures,
+    Ready,
+    Refused,
+    Report,
+    Shed,
+    Stepped,
+    encode,
+    error_of,
+    submit_of,
+)
+from maitred.engine.keeper import Keeper, Start
+from maitred.engine.live_view import LiveView
+from maitred.engine.resume import LiveRequest, Totals, refusal
+from maitred.engine.running import Engine
+from maitred.engine.served import served_model
+from maitred.errors import EngineDead, MaitredError, Overloaded
+from maitred.replica import ReplicaState
+from maitred.request import FinishReason, Request
+from maitred.scheduler.admission import PRIORITY_FIRST, AdmissionController
+from maitred.scheduler.view import QueueView
+from maitred.step import RequestProgress
+
+A = TypeVar("A")
+R = TypeVar("R")
+_GAUGES = frozenset({"num_running", "num_waiting", "num_blocks", "num_blocks_used", "num_blocks_cached"})
+
+
+def start_engine_process(
+    start: Start,
+    *,
+    clock: Clock,
+    on_event: Callable[[str], None] = lambda line: None,
+    on_admitted: Callable[[Request], None] | None = None,
+) -> Engine:
+    """Load in a child, and return when it is ready; `on_event` gets a line per phase, `on_admitted` every request.
+
+    Raises CheckpointError, ConfigError or OutOfMemory as the child does, EngineDead when it ended without a word.
+    """
+    scheduler = start.config.scheduler
+    admission = AdmissionController(
+        start.config.admission,
+        max_num_seqs=scheduler.max_num_seqs,
+        priority_first=scheduler.policy in PRIORITY_FIRST,
+    )
+    replica = ProcessEngine(start, clock, admission=admission, on_admitted=on_admitted, on_event=on_event)
+    ready = replica.start()
+    return Engine(replica=replica, model=served_model(ready.facts), memory_plan=ready.memory_plan, admission=admission)
+
+
+class ProcessEngine:
+    """Requests, questions and counters of an engine in another process; `keeper` sees to the process.
+
+    Everything runs on one event loop, but for `start` before there is one, and `stop` after.
+    """
+
+    def __init__(
+        self,
+        start: Start,
+        clock: Clock,
+        *,
+        admission: AdmissionController | None = None,
+        on_admitted: Callable[[Request], None] | None = None,  # told on the event loop, so it must not wait
+        on_event: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        self.keeper = Keeper(start, clock, self, on_event=on_event)
+        self._rule = start.process.resume
+        self._clock = clock
+        self._admission, self._on_admitted = admission, on_admitted
+        self._live: dict[str, LiveRequest] = {}  # in order of arrival
+        self._questions: dict[int, tuple[Call[Any, Any], asyncio.Future[Any]]] = {}
+        self._numbers = itertools.count()
+        self._totals = Totals()
+        self._figures, self._past = Figures(), Figures()  # of this engine, and the counters of those before it
+        self._news_at = clock.now()
+
+    def start(self) -> Ready:
+        """Load, and wait for it. Raises what keeps the engine from loading."""
+        return self.keeper.start()
+
+    def attach(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Live on `loop` from now on, with or without requests; `submit` sees to it too."""
+        self.keeper.attach(loop)
+
+    # -- Replica
+
+    def submit(self, request: Request) -> ProgressStream:
+        """Queue `request`; its progress comes out of the stream, whatever engines die meanwhile.
+
+        The first item raises EngineDead when there will be no engine any more, Overloaded when it was turned away.
+        """
+        loop = asyncio.get_running_loop()
+        self.attach(loop)
+        stream = ProgressStream(self, request.request_id, loop)
+        if self.keeper.over or self.keeper.stopping:
+            stream.fail(self.keeper.death())
+            return stream
+        if request.request_id in self._live:
+            raise ValueError(f"request id {request.request_id!r} is already running")
+        try:
+            self._make_room(request)
+        except Overloaded as refused:
+            stream.fail(refused)
+            return stream
+        self._live[request.request_id] = LiveRequest(request, stream)
+        if self._on_admitted is not None:
+            self._on_admitted(request)
+        self.keeper.send(submit_of(request))  # if there is no engine now, the next one gets it
+        return stream
+
+    def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
+        live = self._live.get(request_id)
+        if live is None or live.ending is not None:
+            return
+        live.ending = reason
+        if not self.keeper.send(Abort(request_id, reason)):
+            self._deliver([live.ended(reason, self._clock.now())])
+
+    def state(self) -> ReplicaState:
+        """Counters of all engines so far; gauges of the present one."""
+        keeper, figures, past, totals = self.keeper, self._figures, self._past, self._totals
+        counters = {name: getattr(figures, name) + getattr(past, name) for name in _COUNTERS}
+        error = keeper.why_not_alive
+        return ReplicaState(
+            alive=error is None,
+            error=error,
+            loading=not keeper.ready and not keeper.over and not keeper.stopping,
+            num_running=figures.num_running,
+            num_waiting=figures.num_waiting if keeper.ready else len(self._live),
+            num_blocks=figures.num_blocks,
+            num_blocks_used=figures.num_blocks_used,
+            num_blocks_cached=figures.num_blocks_cached,
+            num_prompt_tokens=totals.num_prompt_tokens,
+            num_prefix_queried_tokens=totals.num_prompt_tokens,
+            num_prefix_hit_tokens=totals.num_prefix_hit_tokens,
+            num_generated_tokens=totals.num_generated_tokens,
+            num_finished=dict(totals.num_finished),
+            last_step_age_s=max(0.0, self._clock.now() - self._news_at) if self._live else 0.0,
+            heartbeat_age_s=keeper.silent_s,
+            num_restarts=keeper.num_restarts,
+            num_resumed=totals.num_resumed,
+            **counters,
+        )
+
+    # -- questions to the engine
+
+    async def queue_view(self, *, offset: int, limit: int) -> QueueView:
+        """Who waits, as it stands between two steps. Raises EngineDead."""
+        return await self._ask(QUEUE_VIEW, QueuePage(offset, limit))
+
+    async def live_view(self) -> LiveView:
+        """Slots, queue and blocks, as they stand between two steps. Raises EngineDead."""
+        return await self._ask(LIVE_VIEW, Nothing())
+
+    async def scheduler_config(self) -> SchedulerConfig:
+        return await self._ask(SCHEDULER_CONFIG, Nothing())
+
+    async def policy_names(self) -> tuple[str, ...]:
+        return await self._ask(POLICY_NAMES, Nothing())
+
+    async def configure(self, config: SchedulerConfig) -> None:
+        """Changes policy and limits, losing no request; returns when it is done. Raises ConfigError, or EngineDead."""
+        await self._ask(CONFIGURE, config)
+        self.keeper.scheduler = config
+        if self._admission is not None:
+            first = config.policy in PRIORITY_FIRST
+            self._admission.reconfigure(max_num_seqs=config.max_num_seqs, priority_first=first)
+
+    async def _ask(self, call: Call[A, R], argument: A) -> R:
+        loop = asyncio.get_running_loop()
+        self.attach(loop)
+        number = next(self._numbers)
+        answer: asyncio.Future[R] = loop.create_future()
+        if not self.keeper.send(Ask(number, call.name, msgspec.Raw(encode(argument)))):
+            raise self.keeper.death()
+        self._questions[number] = (call, answer)
+        try:
+            return await answer
+        finally:
+            self._questions.pop(number, None)
+
+    # -- the end
+
+    async def close(self) -> None:
+        """Stop the engine after its current step; unfinished requests end with EngineDead."""
+        self.keeper.detach()
+        await asyncio.to_thread(self.keeper.stop)
+        self._end_all(self.keeper.death())
+
+    def stop(self) -> None:
+        """The same from any thread once the loop has ended; idempotent."""
+        self.keeper.stop()
+
+    # -- what the keeper tells
+
+    def heard(self, report: Report) -> None:
+        match report:
+            case Stepped():
+                self._stepped(report)
+            case Answer(number, result):
+                self._answered(number, result)
+            case Refused(number, kind, message):
+                self._settle(number, error_of(kind, message))
+
+    def lost(self, cause: str, *, deterministic: bool) -> tuple[int, int]:
+        """Who may, waits; the others end."""
+        now, before = self._clock.now(), len(self._live)
+        self._keep_counters()
+        for number in list(self._questions):
+            self._settle(number, self.keeper.death())
+        for live in list(self._live.values()):
+            if live.ending is not None:
+                self._deliver([live.ended(live.ending, now)])
+                continue
+            why = refusal(live, self._rule, deterministic=deterministic)
+            if why is None:
+                live.resumed()
+            else:
+                self._end_with_error(live, EngineDead(f"{cause}, and {why}"), now)
+        return len(self._live), before - len(self._live)
+
+    def regained(self) -> int:
+        self._news_at = self._clock.now()
+        for live in self._live.values():
+            self._totals.num_resumed += live.num_resumes > 0
+            self.keeper.send(submit_of(live.request))
+        return len(self._live)
+
+    def bereft(self, cause: str) -> None:
+        self._keep_counters()
+        self._end_all(self.keeper.death())
+
+    def _keep_counters(self) -> None:
+        """The next engine counts from nothing; the gauges are of nobody meanwhile."""
+        figures, past = self._figures, self._past
+        self._past = Figures(**{name: getattr(past, name) + getattr(figures, name) for name in _COUNTERS})
+        self._figures = Figures(num_blocks=figures.num_blocks)
+
+    def _end_all(self, error: EngineDead) -> None:
+        now = self._clock.now()
+        for number in list(self._questions):
+            self._settle(number, error)
+        for live in list(self._live.values()):
+            self._end_with_error(live, error, now)
+
+    def _end_with_error(self, live: LiveRequest, error: EngineDead, now: float) -> None:
+        live.stream.fail(error)
+        self._account([live.ended(FinishReason.ERROR, now, str(error))], self._figures.num_waiting)
+        del self._live[live.request.request_id]
+
+    def _stepped(self, report: Stepped) -> None:
+        now = self._news_at = self._clock.now()
+        if report.figures is not None:
+            self._figures = report.figures
+        for mark in report.marks:
+            live = self._live.get(mark.request_id)
+            if live is not None:
+                self._totals.charge(live.request, mark)
+                live.mark(mark)
+        if report.progress:
+            known = [(self._live[item.request_id], item) for item in report.progress if item.request_id in self._live]
+            self._deliver([live.take(item, now) for live, item in known], report.num_queued)
+
+    def _deliver(self, progress: list[RequestProgress], num_queued: int | None = None) -> None:
+        """To those who listen; `num_queued` is None for what no step gave."""
+        self._account(progress, self._figures.num_waiting if num_queued is None else num_queued)
+        for item in progress:
+            self._live[item.request_id].stream.put(item)
+            if item.finish_reason is not None:
+                del self._live[item.request_id]
+
+    def _account(self, progress: list[RequestProgress], num_queued: int) -> None:
+        """To the counters and the door."""
+        self._totals.count(progress)
+        if self._admission is not None:
+            self._admission.stepped(progress, num_queued, self._clock.now())
+
+    def _answered(self, number: int, result: msgspec.Raw) -> None:
+        if number not in self._questions:
+            return  # nobody waits for it any more
+        call, _ = self._questions[number]
+        try:
+            self._settle(number, msgspec.msgpack.decode(result, type=call.result))
+        except (msgspec.DecodeError, MaitredError) as error:
+            self._settle(number, EngineDead(f"the engine's answer to {call.name} cannot be read: {error}"))
+
+    def _settle(self, number: int, outcome: object) -> None:
+        _, answer = self._questions.get(number, (None, None))
+        if answer is None or answer.done():
+            return
+        if isinstance(outcome, MaitredError):
+            answer.set_exception(outcome)
+        else:
+            answer.set_result(outcome)
+
+    def _make_room(self, request: Request) -> None:
+        if self._admission is None:
+            return
+        for request_id in self._admission.admit(request, self._clock.now()):
+            live = self._live.get(request_id)
+            if live is not None and not self.keeper.send(Shed(request_id)):
+                self._deliver([live.ended(FinishReason.SHED, self._clock.now())])
+
+
+_COUNTERS = tuple(name for name in Figures.__struct_fields__ if name not in _GAUGES)

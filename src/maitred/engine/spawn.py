@@ -1,0 +1,191 @@
+"""One child process with an engine in it: its start, the two sockets to it, what it writes, and its end."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from maitred.engine.frames import (
+    MAX_FRAME_BYTES,
+    WRONG_FRAME,
+    Begin,
+    Command,
+    Hello,
+    Report,
+    Stop,
+    decode_report,
+    encode,
+)
+from maitred.engine.supervisor import cause_of_death
+from maitred.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+COMMANDS, REPORTS = "commands", "reports"  # the sockets' names in the folder
+CHILD = (sys.executable, "-m", "maitred.engine.child")
+MAX_SOCKET_PATH = 100  # bytes; the system's own limit is 107
+LAST_LINE_S = 0.5  # its last line is waited for so long, because a grandchild could hold stderr open for ever
+STOP_S = 3.0  # a child that was asked to stop and has not ended by then is killed
+LOG_LINE = b'{"maitred_log":'
+
+
+class LogLine(msgspec.Struct):
+    """A log record of the child, as a line of its stderr."""
+
+    maitred_log: tuple[int, str, str]  # level, logger, message
+
+
+_decode_log_line = msgspec.json.Decoder(LogLine).decode
+
+
+class EngineChild:
+    """A running child. `on_exit` is called once, in a thread of its own, when the process has ended.
+
+    Sockets are for the thread that uses them: the caller of `send` and `receive` must be one at a time.
+    """
+
+    def __init__(self, begin: Begin, *, on_exit: Callable[[EngineChild], None], command: Sequence[str] = CHILD) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="maitred-"))
+        self._context = zmq.Context(io_threads=1)
+        self._begin = begin
+        self.num_wrong_frames = 0
+        self.last_words: str | None = None  # of Python's own, or the last line of stderr
+        try:
+            self._reports = self._socket(zmq.PULL)
+            self._reports.bind(self._address(REPORTS))
+            self._commands = self._socket(zmq.PUSH)
+            self._process = subprocess.Popen(
+                [*command, str(self._folder)],
+                stdin=subprocess.PIPE,  # its end tells the child that we are gone
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                start_new_session=True,  # Ctrl-C is for us: we drain, and the child works on
+            )
+        except BaseException:
+            self._close_sockets()
+            raise
+        self._said = threading.Thread(target=self._listen, name="maitred-engine-stderr", daemon=True)
+        self._said.start()
+        self._waiter = threading.Thread(target=self._wait, args=(on_exit,), name="maitred-engine-exit", daemon=True)
+        self._waiter.start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def fd(self) -> int:
+        """Readable when there may be reports; then call `receive` until it gives none."""
+        return int(self._reports.getsockopt(zmq.FD))
+
+    @property
+    def ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def cause(self) -> str:
+        """Why it ended."""
+        return cause_of_death(self._process.wait(), self.last_words)
+
+    def send(self, command: Command) -> None:
+        """Never waits. For after its first report."""
+        self._commands.send(encode(command), zmq.NOBLOCK)
+
+    def receive(self) -> Iterator[Report]:
+        """What has come; bytes that are no frame are dropped and counted."""
+        while True:
+            try:
+                data = self._reports.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                report = decode_report(data)
+            except WRONG_FRAME as error:
+                self.num_wrong_frames += 1
+                logger.warning("dropped a frame of %d bytes from the engine's socket: %s", len(data), error)
+                continue
+            if isinstance(report, Hello):  # it has bound its socket; one that connects queues what it cannot send yet
+                self._commands.connect(self._address(COMMANDS))
+                self.send(self._begin)
+                continue
+            yield report
+
+    def wait_readable(self, seconds: float) -> bool:
+        return bool(self._reports.poll(int(seconds * 1000)))
+
+    def connected(self) -> None:
+        """The child has both sockets: from now on nobody else can find them."""
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def stop(self) -> None:
+        """Ask it to end after its step, and see to it that it does; idempotent."""
+        if not self.ended:
+            with suppress(zmq.Again):  # one that has not said Hello hears nothing
+                self.send(Stop())
+            try:
+                self._process.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                self.kill()
+        self.close()
+
+    def close(self) -> None:
+        """Give back what an ended child leaves; idempotent."""
+        self._process.wait()
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        self._close_sockets()
+
+    def _address(self, name: str) -> str:
+        path = self._folder / name
+        if len(str(path).encode()) > MAX_SOCKET_PATH:
+            raise ConfigError(f"{path} is too long for a socket's name; set TMPDIR to a shorter folder")
+        return f"ipc://{path}"
+
+    def _socket(self, kind: int) -> zmq.Socket[bytes]:
+        socket: zmq.Socket[bytes] = self._context.socket(kind)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.SNDHWM, 0)  # the door bounds what there is to send
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        return socket
+
+    def _close_sockets(self) -> None:
+        self._context.destroy(linger=0)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    # threads
+
+    def _wait(self, on_exit: Callable[[EngineChild], None]) -> None:
+        self._process.wait()
+        self._said.join(LAST_LINE_S)
+        on_exit(self)
+
+    def _listen(self) -> None:
+        """Pass on what the child writes, until it has ended."""
+        assert self._process.stderr is not None
+        with self._process.stderr as lines:
+            for line in lines:
+                if line.startswith(LOG_LINE) and self._relog(line):
+                    continue
+                text = line.decode("utf-8", "replace").rstrip()
+                if text:
+                    self.last_words = text
+                    sys.stderr.write(text + "\n")
+
+    def _relog(self, line: bytes) -> bool:
+        try:
+            level, name, message = _decode_log_line(line).maitred_log
+        except msgspec.DecodeError:
+            return False
+        logging.getLogger(name).log(level, "%s", message)
+        return True

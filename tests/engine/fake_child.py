@@ -1,0 +1,150 @@
+"""An engine's process without a model: the real child around a scripted executor, whose bad habits a test can choose.
+
+Run as `python -m tests.engine.fake_child HABITS FOLDER`, where HABITS are words such as `step_s=0.01,deterministic=0`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from maitred.clock import WallClock
+from maitred.config import EngineConfig
+from maitred.engine.child import LoadedEngine, main
+from maitred.engine.core import EngineCore
+from maitred.engine.memory import MemoryPlan
+from maitred.engine.served import facts_of
+from maitred.errors import CheckpointError
+from maitred.model.checkpoint import BUILTIN_FOLDER
+from maitred.step import ModelOutput, NewRequest, SampledRow, SchedulerOutput
+from tests.engine.worlds import served_model
+from tests.fakes import FakeExecutor, make_scheduler
+
+BLOCK_SIZE = 4
+
+
+@dataclass
+class Habits:
+    """What goes wrong, and how fast it is."""
+
+    step_s: float = 0.0
+    deterministic: int = 1
+    die_at: int = -1  # output position at which a request whose prompt has the token 13 kills the process
+    hang_at: int = -1  # the same, but the step never ends
+    raise_at: int = -1
+    refuse: int = 0  # loading fails
+    exit_at_start: int = 0
+    max_model_len: int = 512
+
+    @classmethod
+    def read(cls, words: str) -> Habits:
+        pairs = (word.split("=") for word in words.split(",") if word)
+        return cls(**{name: float(value) if "." in value else int(value) for name, value in pairs})
+
+
+class ChainedExecutor(FakeExecutor):
+    """Each token is a function of everything before it, of the seed and of the sample: what a resumed request must
+    bring back exactly. A letter always, so that texts are readable.
+    """
+
+    def __init__(self, habits: Habits) -> None:
+        super().__init__(self._next)
+        self._habits = habits
+        self._known: dict[str, list[int]] = {}
+
+    def execute(self, plan: SchedulerOutput) -> ModelOutput:
+        time.sleep(self._habits.step_s)
+        for new in plan.new_requests:
+            self._known[new.request_id] = [*new.prompt_token_ids, *new.output_token_ids]
+        output = super().execute(plan)
+        return ModelOutput(tuple(self._remember(row) for row in output.rows))
+
+    def _remember(self, row: SampledRow) -> SampledRow:
+        self._known[row.request_id].extend(row.token_ids)
+        return row
+
+    def _next(self, request_id: str, position: int) -> int:
+        known, new = self._known[request_id], self._requests[request_id]
+        assert len(known) == position, f"{request_id} has {len(known)} tokens, and position {position} is sampled"
+        self._misbehave(new, position - new.num_prompt_tokens)
+        return next_token(known, new.seed, new.sample_index)
+
+    def _misbehave(self, new: NewRequest, num_output: int) -> None:
+        habits = self._habits
+        if 13 not in new.prompt_token_ids:
+            return
+        if num_output == habits.die_at:
+            os.kill(os.getpid(), signal.SIGSEGV)
+        if num_output == habits.hang_at:
+            while True:
+                time.sleep(0.01)
+        if num_output == habits.raise_at:
+            raise RuntimeError("the model fell over")
+
+
+def next_token(known: list[int], seed: int, sample_index: int) -> int:
+    digest = hashlib.sha256(repr((known, seed, sample_index)).encode()).digest()
+    return ord("a") + digest[0] % 26
+
+
+def expected(prompt: list[int], max_tokens: int, seed: int = 0, sample_index: int = 0) -> list[int]:
+    """What an engine gives that nothing happened to."""
+    known = list(prompt)
+    for _ in range(max_tokens):
+        known.append(next_token(known, seed, sample_index))
+    return known[len(prompt) :]
+
+
+def build_fake(
+    habits: Habits,
+) -> Callable[[EngineConfig, tuple[str, ...], Callable[[str], None]], LoadedEngine]:
+    def build(config: EngineConfig, names: tuple[str, ...], tell: Callable[[str], None]) -> LoadedEngine:
+        if habits.exit_at_start:
+            sys.stderr.write("something went wrong here\n")
+            sys.stderr.flush()
+            os._exit(7)
+        if habits.refuse:
+            raise CheckpointError("there is no such model; choose another")
+        tell("memory  none is needed")
+        model = served_model(habits.max_model_len)
+        executor = ChainedExecutor(habits)
+        scheduler = make_scheduler(
+            num_blocks=2048,
+            block_size=BLOCK_SIZE,
+            max_num_seqs=config.scheduler.max_num_seqs,
+            max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+            policy=config.scheduler.policy,
+        )
+        plan = MemoryPlan(
+            available_bytes=1,
+            weights_bytes=0,
+            bytes_per_block=1,
+            block_size=BLOCK_SIZE,
+            num_blocks=2048,
+            max_model_len=habits.max_model_len,
+            model_context=habits.max_model_len,
+            longest_context=habits.max_model_len,
+        )
+        return LoadedEngine(
+            core=EngineCore(scheduler, executor, WallClock()),
+            facts=facts_of(model, BUILTIN_FOLDER),
+            memory_plan=plan,
+            deterministic=bool(habits.deterministic),
+            close=executor.close,
+        )
+
+    return build
+
+
+def command(habits: str = "") -> tuple[str, ...]:
+    """The words that start it."""
+    return (sys.executable, "-m", "tests.engine.fake_child", habits)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[2:], build_fake(Habits.read(sys.argv[1]))))
