@@ -8,6 +8,10 @@
 
 namespace nb = nanobind;
 
+namespace maitred {
+void bind_linear(nb::module_&);
+}
+
 namespace {
 
 std::vector<std::string> isa_names() {
@@ -27,4 +31,5 @@ NB_MODULE(_native, m) {
   nb::class_<maitred::ThreadPool>(m, "ThreadPool")
       .def(nb::init<int>(), nb::arg("num_threads"))
       .def_prop_ro("num_threads", &maitred::ThreadPool::num_threads);
+  maitred::bind_linear(m);
 }

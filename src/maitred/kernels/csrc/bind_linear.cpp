@@ -1,0 +1,187 @@
+// maitred.kernels._native: packing, unpacking and single linears, for loading and for tests. Steps call the C++ itself.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <cstdlib>
+#include <memory>
+#include <stdexcept>
+#include <string>
+
+#include "linear.h"
+#include "thread_pool.h"
+
+namespace nb = nanobind;
+
+namespace maitred {
+namespace {
+
+using Bytes = nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using ConstBytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Matrix = nb::ndarray<float, nb::ndim<2>, nb::device::cpu>;
+using ConstMatrix = nb::ndarray<const float, nb::ndim<2>, nb::device::cpu>;
+using ConstVector = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Index = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+// A run of rows: address of the first, number of rows, bytes from one to the next, "float32" | "bfloat16" | "float16".
+using Source = std::tuple<uint64_t, int, int64_t, std::string>;
+
+template <class E>
+E named(const std::string& name, std::initializer_list<std::pair<const char*, E>> choices) {
+  std::string known;
+  for (const auto& choice : choices) {
+    if (name == choice.first) return choice.second;
+    known += (known.empty() ? "" : ", ") + std::string(choice.first);
+  }
+  throw std::invalid_argument("'" + name + "' is none of " + known);
+}
+
+SourceType source_type(const std::string& name) {
+  return named<SourceType>(
+      name, {{"float32", SourceType::f32}, {"bfloat16", SourceType::bf16}, {"float16", SourceType::f16}});
+}
+
+LinearShape make_shape(const std::string& dtype, int n, int k, int group, bool gated, bool bias) {
+  const DType type = named<DType>(
+      dtype, {{"float32", DType::f32}, {"bfloat16", DType::bf16}, {"int8", DType::int8}, {"int4", DType::int4}});
+  const LinearShape shape{type, n, k, group, gated, bias};
+  if (const char* fault = shape_fault(shape)) throw std::invalid_argument(fault);
+  return shape;
+}
+
+PackedLinear packed(const LinearShape& shape, const ConstBytes& data) {
+  if (static_cast<int64_t>(data.size()) < packed_bytes(shape) || reinterpret_cast<uintptr_t>(data.data()) % 64 != 0)
+    throw std::invalid_argument("packed weights of " + std::to_string(data.size()) + " bytes; needed are " +
+                                std::to_string(packed_bytes(shape)) + ", aligned to 64");
+  return PackedLinear{shape, data.data()};
+}
+
+void pack(ThreadPool& pool, const LinearShape& shape, const std::vector<nb::tuple>& tuples, nb::object bias,
+          Bytes out) {
+  std::vector<SourceRows> sources;
+  int rows = 0;
+  for (const nb::tuple& t : tuples) {
+    sources.push_back(SourceRows{source_type(nb::cast<std::string>(t[3])),
+                                 reinterpret_cast<const void*>(nb::cast<uint64_t>(t[0])), nb::cast<int64_t>(t[2]),
+                                 nb::cast<int>(t[1])});
+    rows += sources.back().num_rows;
+  }
+  if (rows != shape.n)
+    throw std::invalid_argument("sources have " + std::to_string(rows) + " rows, the shape " + std::to_string(shape.n));
+  packed(shape, ConstBytes(out));
+  const float* values = nullptr;
+  ConstVector held;
+  if (shape.bias) {
+    held = nb::cast<ConstVector>(bias);
+    if (static_cast<int>(held.size()) != shape.n) throw std::invalid_argument("bias and rows differ in number");
+    values = held.data();
+  }
+  nb::gil_scoped_release release;
+  WorkCounter counter;
+  pool.run([&](const Worker& worker) {
+    pack_linear(shape, sources.data(), static_cast<int>(sources.size()), values, out.data(), counter, worker);
+  });
+}
+
+void unpack_rows(const LinearShape& shape, const ConstBytes& data, const Index& rows, const Matrix& out) {
+  const PackedLinear weights = packed(shape, data);
+  if (out.shape(0) != rows.size() || static_cast<int>(out.shape(1)) != shape.k ||
+      (out.shape(1) > 1 && out.stride(1) != 1))
+    throw std::invalid_argument("out must be [number of rows, k]");
+  for (size_t i = 0; i < rows.size(); ++i) {
+    if (rows.data()[i] < 0 || rows.data()[i] >= shape.n)
+      throw std::invalid_argument("row " + std::to_string(rows.data()[i]) + " of " + std::to_string(shape.n));
+    unpack_row(weights, rows.data()[i], out.data() + i * out.stride(0));
+  }
+}
+
+// Memory for m prepared rows.
+struct OwnOperand {
+  std::unique_ptr<uint8_t, decltype(&std::free)> rows;
+  std::vector<float> scales;
+  std::vector<int32_t> sums;
+  Operand operand;
+
+  OwnOperand(const LinearShape& shape, int m)
+      : rows(nullptr, &std::free), scales(m), sums(static_cast<size_t>(m) * sums_per_row(shape) + 1) {
+    const DType dtype = operand_dtype(shape.dtype);
+    const int64_t stride = operand_row_bytes(dtype, shape.k);
+    rows.reset(static_cast<uint8_t*>(std::aligned_alloc(64, (m * stride + 63) / 64 * 64)));
+    operand = Operand{dtype, rows.get(), stride, scales.data(), sums.data()};
+  }
+};
+
+struct Call {
+  LinearShape shape;
+  PackedLinear weights;
+  PrepareSource source;
+  LinearOut out;
+  int m;
+};
+
+Call make_call(const LinearShape& shape, const ConstBytes& data, const ConstMatrix& x, const nb::object& index,
+               const nb::object& norm_weight, float eps, const Matrix& out, const std::string& ending,
+               const std::string& act, float alpha, float softcap) {
+  Call call{shape, packed(shape, data), {}, {}, static_cast<int>(out.shape(0))};
+  call.source = PrepareSource{x.data(), x.stride(0), nullptr, nullptr, eps};
+  if (!index.is_none()) call.source.index = nb::cast<Index>(index).data();
+  if (!norm_weight.is_none()) call.source.norm_weight = nb::cast<ConstVector>(norm_weight).data();
+  call.out.rows = out.data();
+  call.out.row_stride = out.stride(0);
+  call.out.ending = named<Ending>(ending, {{"store", Ending::store}, {"add", Ending::add}, {"gate", Ending::gate}});
+  call.out.act =
+      named<GateAct>(act, {{"silu", GateAct::silu}, {"gelu", GateAct::gelu}, {"gelu_tanh", GateAct::gelu_tanh}});
+  call.out.alpha = alpha;
+  call.out.softcap = softcap;
+  if (static_cast<int>(x.shape(1)) != shape.k || static_cast<int>(out.shape(1)) != out_width(shape))
+    throw std::invalid_argument("x or out does not fit the packed shape");
+  if ((x.shape(1) > 1 && x.stride(1) != 1) || (out.shape(1) > 1 && out.stride(1) != 1))
+    throw std::invalid_argument("values of a row must be contiguous");
+  if (shape.gated != (call.out.ending == Ending::gate))
+    throw std::invalid_argument("gated weights and gate endings go together");
+  return call;
+}
+
+void run_linear(const std::string& isa, ThreadPool& pool, const LinearShape& shape, const ConstBytes& data,
+                const ConstMatrix& x, const nb::object& index, const nb::object& norm_weight, float eps,
+                const Matrix& out, const std::string& ending, const std::string& act, float alpha, float softcap) {
+  const Call call = make_call(shape, data, x, index, norm_weight, eps, out, ending, act, alpha, softcap);
+  const LinearKernels& kernels = linear_kernels(isa_named(isa));
+  OwnOperand own(shape, call.m);
+  nb::gil_scoped_release release;
+  WorkCounter preparing, multiplying;
+  pool.run([&](const Worker& worker) {
+    prepare_rows(kernels, call.source, shape, call.m, own.operand, preparing, worker);
+    worker.meet();
+    kernels.linear(call.weights, own.operand, call.m, call.out, multiplying, worker);
+  });
+}
+
+}  // namespace
+
+void bind_linear(nb::module_& m) {
+  m.attr("PACK_VERSION") = kPackVersion;
+  nb::class_<LinearShape>(m, "LinearShape", "What is packed, and how; raises ValueError for what cannot be.")
+      .def(
+          "__init__",
+          [](LinearShape* self, const std::string& dtype, int n, int k, int group, bool gated, bool bias) {
+            new (self) LinearShape(make_shape(dtype, n, k, group, gated, bias));
+          },
+          nb::arg("dtype"), nb::arg("n"), nb::arg("k"), nb::arg("group") = 0, nb::arg("gated") = false,
+          nb::arg("bias") = false)
+      .def_ro("n", &LinearShape::n)
+      .def_ro("k", &LinearShape::k)
+      .def_ro("group", &LinearShape::group)
+      .def_ro("gated", &LinearShape::gated)
+      .def_ro("bias", &LinearShape::bias)
+      .def_prop_ro("packed_bytes", [](const LinearShape& s) { return packed_bytes(s); })
+      .def_prop_ro("out_width", [](const LinearShape& s) { return out_width(s); });
+  m.def("pack_linear", &pack, nb::arg("pool"), nb::arg("shape"), nb::arg("sources"), nb::arg("bias").none(),
+        nb::arg("out"), "sources: (address, rows, bytes a row, dtype), stacked.");
+  m.def("unpack_rows", &unpack_rows, nb::arg("shape"), nb::arg("packed"), nb::arg("rows"), nb::arg("out"));
+  m.def("linear", &run_linear, nb::arg("isa"), nb::arg("pool"), nb::arg("shape"), nb::arg("packed"), nb::arg("x"),
+        nb::arg("index").none(), nb::arg("norm_weight").none(), nb::arg("eps"), nb::arg("out"), nb::arg("ending"),
+        nb::arg("act"), nb::arg("alpha"), nb::arg("softcap"));
+}
+
+}  // namespace maitred

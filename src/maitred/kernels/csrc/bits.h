@@ -1,0 +1,40 @@
+// Number formats as bits: bf16 and f16 to float32 and back. Every function is static: each file has its own copy.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+namespace maitred {
+
+static inline uint32_t bits_of(float x) {
+  uint32_t u;
+  std::memcpy(&u, &x, 4);
+  return u;
+}
+
+static inline float float_of(uint32_t u) {
+  float x;
+  std::memcpy(&x, &u, 4);
+  return x;
+}
+
+static inline float bf16_to_float(uint16_t x) { return float_of(static_cast<uint32_t>(x) << 16); }
+
+// Round to nearest even; NaN stays NaN.
+static inline uint16_t float_to_bf16(float x) {
+  const uint32_t u = bits_of(x);
+  const uint32_t rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
+  const uint32_t quiet = (u >> 16) | 0x40u;
+  return static_cast<uint16_t>((u & 0x7fffffffu) > 0x7f800000u ? quiet : rounded);
+}
+
+// Exact. Subnormals and infinities by the magic of a multiplication and a comparison, so that a loop vectorises.
+static inline float f16_to_float(uint16_t x) {
+  const uint32_t sign = static_cast<uint32_t>(x & 0x8000u) << 16;
+  const uint32_t magnitude = static_cast<uint32_t>(x & 0x7fffu) << 13;
+  const uint32_t scaled = bits_of(float_of(magnitude) * 0x1p112f);
+  const uint32_t special = magnitude | 0x7f800000u;
+  return float_of(sign | (magnitude >= 0x0f800000u ? special : scaled));
+}
+
+}  // namespace maitred

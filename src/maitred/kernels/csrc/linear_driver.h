@@ -1,0 +1,318 @@
+// The linear of every instruction set but for its inner loops: blocking, endings, preparing rows.
+//
+// K is an anonymous struct of a linear_<isa>.cpp file, with a vector type K::V (vector_math.h) and
+//   kRows                               rows that one call of its inner loops takes at most
+//   f32, bf16, int8, int4 (const Block&)  products of a block
+//   from_int32(const int32_t*) -> V
+//   store_bf16(uint16_t*, V), store_int8(int8_t*, V)  rounded to nearest even; V::width values
+// Instantiated with such a type, everything here is local to that file.
+//
+// Few rows: weights are what must be read, so shares are runs of tiles and each worker streams its own from memory.
+// Many rows: shares are runs of tiles x blocks of rows whose prepared form stays in the second-level cache, and a tile
+// is taken in runs of K that stay in the first-level cache while all the block's rows pass.
+#pragma once
+
+#include <cstring>
+
+#include "bits.h"
+#include "linear.h"
+#include "vector_math.h"
+
+namespace maitred {
+
+// Rows row 0 .. num_rows - 1 x one tile x a run of K. acc[r * 32 + lane] holds what K before the run summed to, unless
+// the run is the first; f32 bits, or int32 for int8.
+struct Block {
+  const uint8_t* weights;
+  const uint8_t* rows;
+  int64_t row_stride;   // bytes
+  const int32_t* sums;  // of row 0: at the run's first group (int4)
+  int sums_stride;
+  int num_rows;
+  int steps;  // of K (f32 1 value, bf16 2, int8 4); int4: groups
+  int group;
+  bool first;
+  void* acc;
+  const uint8_t* next;  // what will be read after this run: to prefetch; null if not known
+};
+
+namespace linear_driver {
+
+constexpr int kMaxRows = 96;             // of a block: 12 KB of sums, and 96 x 8192 int8 values
+constexpr int kRunBytes = 16384;         // of weights
+constexpr int kShareBytes = 128 * 1024;  // of weights, where few rows pass
+
+struct Plan {
+  int tiles, tiles_per_share, tile_shares;
+  int rows_per_block, row_blocks;
+  int steps, step_bytes, step_values;  // of a tile; int4: groups
+  int run_steps;
+};
+
+static inline int divide_up(int64_t a, int64_t b) { return static_cast<int>((a + b - 1) / b); }
+
+static inline Plan plan_of(const LinearShape& shape, int m, int workers, int chunk_rows) {
+  Plan plan{};
+  plan.tiles = num_tiles(shape);
+  const int values[] = {1, 2, 4, shape.group};
+  plan.step_values = values[static_cast<int>(shape.dtype)];
+  plan.steps = divide_up(shape.k, plan.step_values);
+  plan.step_bytes = static_cast<int>(tile_bytes(shape) / plan.steps);
+  plan.row_blocks = divide_up(m, kMaxRows);
+  plan.rows_per_block = divide_up(m, plan.row_blocks);
+  const bool one_pass = plan.rows_per_block <= chunk_rows;
+  const int run = kRunBytes / plan.step_bytes;
+  plan.run_steps = one_pass ? plan.steps : run < 1 ? 1 : run;
+  const int64_t by_size = kShareBytes / tile_bytes(shape);
+  const int64_t by_number = static_cast<int64_t>(plan.tiles) * plan.row_blocks / (workers * 8);
+  int64_t share = by_size < by_number ? by_size : by_number;
+  if (share < 1) share = 1;
+  plan.tiles_per_share = static_cast<int>(share);
+  plan.tile_shares = divide_up(plan.tiles, share);
+  return plan;
+}
+
+// --- endings ---
+
+struct Sums {
+  const void* acc;      // [rows][32]
+  const float* scales;  // of the tile's channels, int8
+  const float* row_scales;
+  const float* bias;  // of the tile's channels
+};
+
+template <class K>
+inline typename K::V value_at(const LinearShape& shape, const Sums& sums, int row, int lane) {
+  using V = typename K::V;
+  const int place = row * kTile + lane;
+  V y;
+  if (shape.dtype == DType::int8) {
+    y = K::from_int32(static_cast<const int32_t*>(sums.acc) + place) * V::load(sums.scales + lane);
+  } else {
+    y = V::load(static_cast<const float*>(sums.acc) + place);
+  }
+  if (sums.row_scales != nullptr) y = y * V::set1(sums.row_scales[row]);
+  if (sums.bias != nullptr) y = y + V::load(sums.bias + lane);
+  return y;
+}
+
+template <class V>
+inline void put(float* to, V y, int left) {
+  if (left >= V::width)
+    V::store(to, y);
+  else
+    V::store_part(to, y, left);
+}
+
+template <class V>
+inline V get(const float* from, int left) {
+  return left >= V::width ? V::load(from) : V::load_part(from, left);
+}
+
+template <class K>
+inline void end_gate(const LinearShape& shape, const Sums& sums, int row, const LinearOut& out, float* to, int width) {
+  using V = typename K::V;
+  constexpr int kHalf = kTile / 2;
+  for (int lane = 0; lane < kHalf && lane < width; lane += V::width) {
+    const V gate = value_at<K>(shape, sums, row, lane);
+    const V up = value_at<K>(shape, sums, row, kHalf + lane);
+    const V act = out.act == GateAct::silu ? silu(gate) : out.act == GateAct::gelu ? gelu(gate) : gelu_tanh(gate);
+    put(to + lane, act * up, width - lane);
+  }
+}
+
+template <class K>
+inline void end_plain(const LinearShape& shape, const Sums& sums, int row, const LinearOut& out, float* to, int width) {
+  using V = typename K::V;
+  for (int lane = 0; lane < kTile && lane < width; lane += V::width) {
+    V y = value_at<K>(shape, sums, row, lane) * V::set1(out.alpha);
+    if (out.ending == Ending::add)
+      y = get<V>(to + lane, width - lane) + y;
+    else if (out.softcap != 0.0f)
+      y = V::set1(out.softcap) * tanh_of(y / V::set1(out.softcap));
+    put(to + lane, y, width - lane);
+  }
+}
+
+template <class K>
+inline void end_tile(const PackedLinear& weights, const Plan& plan, int tile, int num_rows, const Operand& rows,
+                     int row0, const void* acc, const LinearOut& out) {
+  const LinearShape& shape = weights.shape;
+  const float* behind = reinterpret_cast<const float*>(weights.data + plan.tiles * tile_bytes(shape));
+  Sums sums{acc, nullptr, nullptr, nullptr};
+  if (shape.dtype == DType::int8) {
+    sums.scales = behind + tile * kTile;
+    behind += plan.tiles * kTile;
+  }
+  if (shape.dtype == DType::int8 || shape.dtype == DType::int4) sums.row_scales = rows.scales + row0;
+  if (shape.bias) sums.bias = behind + tile * kTile;
+  const int tile_width = shape.gated ? kTile / 2 : kTile;
+  const int width = out_width(shape) - tile * tile_width;
+  for (int row = 0; row < num_rows; ++row) {
+    float* to = out.rows + (row0 + row) * out.row_stride + tile * tile_width;
+    if (out.ending == Ending::gate)
+      end_gate<K>(shape, sums, row, out, to, width);
+    else
+      end_plain<K>(shape, sums, row, out, to, width);
+  }
+}
+
+// --- products ---
+
+template <class K>
+inline void multiply(DType dtype, const Block& block) {
+  if (dtype == DType::f32) K::f32(block);
+  if (dtype == DType::bf16) K::bf16(block);
+  if (dtype == DType::int8) K::int8(block);
+  if (dtype == DType::int4) K::int4(block);
+}
+
+// All of K for one tile and one block of rows.
+template <class K>
+inline void sum_tile(const PackedLinear& weights, const Plan& plan, int tile, const Operand& rows, int row0,
+                     int num_rows, uint8_t* acc) {
+  const LinearShape& shape = weights.shape;
+  const int chunks = divide_up(num_rows, K::kRows);
+  const int per_row = sums_per_row(shape);
+  const int size = shape.dtype == DType::f32 ? 4 : shape.dtype == DType::bf16 ? 2 : 1;
+  const uint8_t* from = weights.data + tile * tile_bytes(shape);
+  for (int step = 0; step < plan.steps; step += plan.run_steps) {
+    Block block{};
+    block.weights = from + static_cast<int64_t>(step) * plan.step_bytes;
+    block.row_stride = rows.row_stride;
+    block.sums_stride = per_row;
+    block.steps = plan.steps - step < plan.run_steps ? plan.steps - step : plan.run_steps;
+    block.group = shape.group;
+    block.first = step == 0;
+    block.next = block.weights + static_cast<int64_t>(block.steps) * plan.step_bytes;
+    for (int chunk = 0; chunk < chunks; ++chunk) {  // rows shared out evenly: 32 as 11, 11, 10
+      const int begin = num_rows * chunk / chunks, end = num_rows * (chunk + 1) / chunks;
+      block.rows = static_cast<const uint8_t*>(rows.rows) + (row0 + begin) * rows.row_stride +
+                   static_cast<int64_t>(step) * plan.step_values * size;
+      block.sums = per_row == 0 ? nullptr
+                                : rows.sums + static_cast<int64_t>(row0 + begin) * per_row +
+                                      (shape.dtype == DType::int4 ? step : 0);
+      block.num_rows = end - begin;
+      block.acc = acc + static_cast<int64_t>(begin) * kTile * 4;
+      multiply<K>(shape.dtype, block);
+    }
+  }
+}
+
+template <class K>
+void linear(const PackedLinear& weights, const Operand& rows, int m, const LinearOut& out, WorkCounter& counter,
+            const Worker& worker) {
+  const Plan plan = plan_of(weights.shape, m, worker.count, K::kRows);
+  alignas(64) uint8_t acc[kMaxRows * kTile * 4];
+  const int shares = plan.tile_shares * plan.row_blocks;
+  for (int share = counter.take(); share < shares; share = counter.take()) {
+    const int row_block = share / plan.tile_shares;
+    const int row0 = m * row_block / plan.row_blocks, row1 = m * (row_block + 1) / plan.row_blocks;
+    const int tile0 = share % plan.tile_shares * plan.tiles_per_share;
+    const int tile1 = tile0 + plan.tiles_per_share < plan.tiles ? tile0 + plan.tiles_per_share : plan.tiles;
+    for (int tile = tile0; tile < tile1; ++tile) {
+      sum_tile<K>(weights, plan, tile, rows, row0, row1 - row0, acc);
+      end_tile<K>(weights, plan, tile, row1 - row0, rows, row0, acc, out);
+    }
+  }
+}
+
+// --- rows ---
+
+template <class V>
+inline float sum_of_squares(const float* x, int k) {
+  V a = V::set1(0.0f), b = a, c = a, d = a;
+  int i = 0;
+  for (; i + 4 * V::width <= k; i += 4 * V::width) {
+    const V v0 = V::load(x + i), v1 = V::load(x + i + V::width);
+    const V v2 = V::load(x + i + 2 * V::width), v3 = V::load(x + i + 3 * V::width);
+    a = V::fma(v0, v0, a);
+    b = V::fma(v1, v1, b);
+    c = V::fma(v2, v2, c);
+    d = V::fma(v3, v3, d);
+  }
+  for (; i < k; i += V::width) {
+    const V v = get<V>(x + i, k - i);
+    a = V::fma(v, v, a);
+  }
+  return V::sum((a + b) + (c + d));
+}
+
+// The row that the linear sees, V::width values at a time: x, or x * inverse * weight.
+template <class V>
+struct NormedRow {
+  const float* x;
+  const float* weight;
+  float inverse;
+  int k;
+  V at(int i) const {
+    const V v = get<V>(x + i, k - i);
+    return weight == nullptr ? v : v * V::set1(inverse) * get<V>(weight + i, k - i);
+  }
+};
+
+template <class V>
+inline float largest(const NormedRow<V>& row) {
+  V most = V::set1(0.0f);
+  for (int i = 0; i < row.k; i += V::width) most = V::max_bits(most, V::abs(row.at(i)));
+  return V::largest_bits(most);
+}
+
+template <class K>
+inline void prepare_int8(const NormedRow<typename K::V>& row, const LinearShape& shape, int8_t* to, float& scale,
+                         int32_t* sums) {
+  using V = typename K::V;
+  scale = largest<V>(row) / 127.0f;
+  const V inverse = V::set1(scale > 0.0f ? 1.0f / scale : 0.0f);
+  for (int i = 0; i < row.k; i += V::width) K::store_int8(to + i, row.at(i) * inverse);
+  const int padded = static_cast<int>(operand_row_bytes(DType::int8, row.k));
+  const int written = divide_up(row.k, V::width) * V::width;
+  if (written < padded) std::memset(to + written, 0, padded - written);
+  const int count = sums_per_row(shape);
+  if (shape.dtype == DType::int8) sums[0] = -128 * K::sum_int8(to, padded);
+  if (shape.dtype == DType::int4)
+    for (int g = 0; g < count; ++g) sums[g] = -8 * K::sum_int8(to + g * shape.group, shape.group);
+}
+
+template <class K>
+inline void prepare_bf16(const NormedRow<typename K::V>& row, uint16_t* to) {
+  using V = typename K::V;
+  for (int i = 0; i < row.k; i += V::width) K::store_bf16(to + i, row.at(i));
+  const int padded = static_cast<int>(operand_row_bytes(DType::bf16, row.k) / 2);
+  const int written = divide_up(row.k, V::width) * V::width;
+  if (written < padded) std::memset(to + written, 0, (padded - written) * sizeof(uint16_t));
+}
+
+template <class K>
+inline void prepare_f32(const NormedRow<typename K::V>& row, float* to) {
+  using V = typename K::V;
+  for (int i = 0; i < row.k; i += V::width) V::store(to + i, row.at(i));
+  const int padded = static_cast<int>(operand_row_bytes(DType::f32, row.k) / 4);
+  const int written = divide_up(row.k, V::width) * V::width;
+  if (written < padded) std::memset(to + written, 0, (padded - written) * sizeof(float));
+}
+
+template <class K>
+void prepare(const PrepareSource& source, const LinearShape& shape, int first, int last, const Operand& out) {
+  using V = typename K::V;
+  for (int i = first; i < last; ++i) {
+    const float* x = source.rows + (source.index != nullptr ? source.index[i] : i) * source.row_stride;
+    NormedRow<V> row{x, source.norm_weight, 1.0f, shape.k};
+    if (source.norm_weight != nullptr)
+      row.inverse = 1.0f / V::root(sum_of_squares<V>(x, shape.k) / static_cast<float>(shape.k) + source.eps);
+    uint8_t* to = static_cast<uint8_t*>(out.rows) + i * out.row_stride;
+    if (shape.dtype == DType::f32) prepare_f32<K>(row, reinterpret_cast<float*>(to));
+    if (shape.dtype == DType::bf16) prepare_bf16<K>(row, reinterpret_cast<uint16_t*>(to));
+    if (shape.dtype == DType::int8 || shape.dtype == DType::int4)
+      prepare_int8<K>(row, shape, reinterpret_cast<int8_t*>(to), out.scales[i],
+                      out.sums + static_cast<int64_t>(i) * sums_per_row(shape));
+  }
+}
+
+template <class K>
+constexpr LinearKernels table() {
+  return LinearKernels{&prepare<K>, &linear<K>};
+}
+
+}  // namespace linear_driver
+}  // namespace maitred

@@ -1,0 +1,78 @@
+// exp, tanh, erf and what is built of them, written once for every instruction set.
+//
+// V is a vector of V::width floats from a file's anonymous namespace (so each file instantiates its own copy):
+// operators
+// + - * /, and static load, load_part, store, store_part, set1, fma(a, b, c) = a * b + c, min, max, abs, round_even,
+// select_less(a, b, x, y) = a < b ? x : y, copysign(x, sign) and pow2(n) = 2^n for whole n in -126 .. 127.
+#pragma once
+
+namespace maitred {
+
+// |relative error| < 2e-7 in -87 .. 88; 0 and 2^127-ish beyond. NaN stays NaN.
+template <class V>
+inline V exp_of(V x) {
+  x = V::max(V::set1(-87.3f), V::min(V::set1(88.0f), x));  // the second operand is kept where either is NaN
+  const V n = V::round_even(x * V::set1(1.44269504088896341f));
+  V r = V::fma(n, V::set1(-0.693145751953125f), x);  // ln 2 in two parts, Cody and Waite
+  r = V::fma(n, V::set1(-1.428606765330187e-6f), r);
+  V p = V::set1(1.0f / 5040);
+  p = V::fma(p, r, V::set1(1.0f / 720));
+  p = V::fma(p, r, V::set1(1.0f / 120));
+  p = V::fma(p, r, V::set1(1.0f / 24));
+  p = V::fma(p, r, V::set1(1.0f / 6));
+  p = V::fma(p, r, V::set1(0.5f));
+  p = V::fma(p, r, V::set1(1.0f));
+  p = V::fma(p, r, V::set1(1.0f));
+  return p * V::pow2(n);
+}
+
+template <class V>
+inline V tanh_of(V x) {
+  const V size = V::abs(x), square = x * x;
+  const V one = V::set1(1.0f);
+  const V far = one - V::set1(2.0f) / (exp_of(size + size) + one);
+  V p = V::set1(62.0f / 2835);  // Taylor's series, for |x| < 0.25
+  p = V::fma(p, square, V::set1(-17.0f / 315));
+  p = V::fma(p, square, V::set1(2.0f / 15));
+  p = V::fma(p, square, V::set1(-1.0f / 3));
+  const V near = V::fma(p * square, x, x);
+  return V::select_less(size, V::set1(0.25f), near, V::copysign(far, x));
+}
+
+// |error| < 5e-7: Abramowitz and Stegun 7.1.26 far from 0, Taylor's series near it.
+template <class V>
+inline V erf_of(V x) {
+  const V size = V::abs(x), square = x * x;
+  const V one = V::set1(1.0f);
+  const V t = one / V::fma(V::set1(0.3275911f), size, one);
+  V p = V::set1(1.061405429f);
+  p = V::fma(p, t, V::set1(-1.453152027f));
+  p = V::fma(p, t, V::set1(1.421413741f));
+  p = V::fma(p, t, V::set1(-0.284496736f));
+  p = V::fma(p, t, V::set1(0.254829592f));
+  const V far = one - p * t * exp_of(V::set1(0.0f) - square);
+  V q = V::set1(1.1283791671f / 216);
+  q = V::fma(q, square, V::set1(-1.1283791671f / 42));
+  q = V::fma(q, square, V::set1(1.1283791671f / 10));
+  q = V::fma(q, square, V::set1(-1.1283791671f / 3));
+  q = V::fma(q, square, V::set1(1.1283791671f));
+  return V::select_less(size, V::set1(0.4f), q * x, V::copysign(far, x));
+}
+
+template <class V>
+inline V silu(V x) {
+  return x / (V::set1(1.0f) + exp_of(V::set1(0.0f) - x));
+}
+
+template <class V>
+inline V gelu(V x) {
+  return V::set1(0.5f) * x * (V::set1(1.0f) + erf_of(x * V::set1(0.70710678118654752f)));
+}
+
+template <class V>
+inline V gelu_tanh(V x) {
+  const V inner = V::set1(0.79788456080286536f) * V::fma(V::set1(0.044715f) * x * x, x, x);
+  return V::set1(0.5f) * x * (V::set1(1.0f) + tanh_of(inner));
+}
+
+}  // namespace maitred
