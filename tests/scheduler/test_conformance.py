@@ -31,6 +31,7 @@ from maitred.scheduler.conformance_world import Scenario, World, answer, scenari
 from maitred.scheduler.policies import POLICIES
 from maitred.scheduler.policy import Policy, PolicyFactory, Rank, arrival_term, by_arrival
 from maitred.scheduler.rules.fair import VirtualTokenCounters, vtc
+from maitred.step import SchedulerOutput
 from tests.scheduler.checking import CheckingExecutor
 
 
@@ -282,12 +283,22 @@ def world_with_waiting() -> World:
 
 
 def lose_a_request(world: World) -> None:
-    world.scheduler._plan_admissions = lambda *args, **kwargs: None  # type: ignore[method-assign]
+    admit_nobody(world)
     world.scheduler.order.queue.remove(world.scheduler.waiting[-1].request_id)
 
 
 def admit_nobody(world: World) -> None:
-    world.scheduler._plan_admissions = lambda *args, **kwargs: None  # type: ignore[method-assign]
+    """While it plans, the queue seems empty."""
+    schedule, order = world.scheduler.schedule, world.scheduler.order
+
+    def blind(now: float) -> SchedulerOutput:
+        seen, order.head = order.head, lambda: None  # type: ignore[method-assign]
+        try:
+            return schedule(now)
+        finally:
+            order.head = seen  # type: ignore[method-assign]
+
+    world.scheduler.schedule = blind  # type: ignore[method-assign]
 
 
 def lose_a_block(world: World) -> None:

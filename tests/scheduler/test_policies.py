@@ -321,7 +321,7 @@ def test_fair_share_serves_the_tenant_that_has_had_least():
 def test_groups_are_told_of_service_and_of_the_end():
     scheduler = make_scheduler(policy="fair")
     Run(scheduler, make_request(prompt=8, max_tokens=3, tenant="a"), make_request(tenant="b")).to_end()
-    rule = scheduler._order.policy.groups
+    rule = scheduler.order.policy.groups
     assert isinstance(rule, LeastServed)
     assert (rule.service, rule.num_finished) == ({"a": 10, "b": 11}, 2)
 

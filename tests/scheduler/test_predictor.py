@@ -193,8 +193,8 @@ class Spy:
 
 
 def test_the_scheduler_asks_once_and_tells_only_of_ends_that_were_the_models():
-    spy, scheduler = Spy(), make_scheduler()
-    scheduler._predictor = spy
+    spy, plain = Spy(), make_scheduler()
+    scheduler = Scheduler(plain.config, plain.kv_cache, predictor=spy)
     whole, gone, known = make_request("whole"), make_request("gone"), make_request("known", predicted_output_tokens=9.0)
     run = Run(scheduler, whole, gone, known)
     assert (whole.predicted_output_tokens, known.predicted_output_tokens) == (3.0, 9.0)

@@ -162,8 +162,8 @@ def test_lpm_moves_those_up_whose_prompt_has_entered_the_cache_and_down_when_it_
     run.scheduler.order.begin_step()
     assert [r.request_id for r in scheduler.waiting] == ["alike", "other"]
     assert scheduler.terms("alike") == {"arrived_at_s": 2.0, "cached_prefix_s": -30.0}  # 40 tokens, at most ageing_s
-    for block in list(run.scheduler._kv._cache.hashes):
-        run.scheduler._kv._cache.forget(block)
+    for block in list(run.scheduler.kv_cache._cache.hashes):
+        run.scheduler.kv_cache._cache.forget(block)
     assert scheduler.order.head() is not None
     assert [r.request_id for r in scheduler.waiting] == ["other", "alike"]
     run.to_end()

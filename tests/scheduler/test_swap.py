@@ -29,7 +29,7 @@ def tight_run(
 
 
 def num_host_free(scheduler: Scheduler) -> int:
-    return scheduler._kv._host.num_free
+    return scheduler.kv_cache._host.num_free
 
 
 def test_a_preempted_request_goes_on_where_it_was():

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from maitred.request import Request
 from maitred.scheduler.notes import Preemption
-from maitred.step import BlockCopy, NewRequest, ScheduledRow
+from maitred.step import BlockCopy, NewRequest, ScheduledRow, SchedulerOutput
 
 
 class Removed(NamedTuple):
@@ -51,6 +51,18 @@ class Draft:
         if copied_from:
             self.copies = [copy for copy in self.copies if copy.target not in table]
         return Removed(num_tokens, copied_from)
+
+    def plan(self, step: int, forgotten: Sequence[str]) -> SchedulerOutput:
+        """As it stands; `forgotten` left their slots since the plan before."""
+        return SchedulerOutput(
+            step=step,
+            rows=tuple(self.rows),
+            new_requests=tuple(self.new_requests),
+            forgotten_request_ids=tuple(forgotten),
+            block_copies=tuple(self.copies),
+            swap_outs=tuple(self.swap_outs),
+            swap_ins=tuple(self.swap_ins),
+        )
 
 
 def describe(request: Request) -> NewRequest:
