@@ -4,10 +4,10 @@ from importlib.metadata import EntryPoint
 
 import pytest
 
-from maitred.cli import installed
-from maitred.engine.installed import GROUP, installed_policies
 from maitred.cli.main import main
 from maitred.config import SchedulerConfig
+from maitred.engine import installed
+from maitred.engine.installed import GROUP, installed_policies
 from maitred.errors import ConfigError
 from maitred.scheduler.policies import POLICIES, policy_for
 from maitred.scheduler.policy import Policy, arrival_term, by_arrival

@@ -13,6 +13,7 @@ from typing import ParamSpec, TypeVar
 
 import maitred
 from maitred.api.auth import Door
+from maitred.api.decode_probe import DecodeProbe
 from maitred.api.errors import shortened
 from maitred.api.exchange import Exchange
 from maitred.api.limits import NO_LIMITS, TimeLimits
@@ -78,6 +79,9 @@ class Edge:
         self._threads = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="maitred-text")
         self._ids = itertools.count()
         self._num_admitted = 0
+        self._empty = asyncio.Event()  # nobody is admitted
+        self._empty.set()
+        self.decode_probe = DecodeProbe(replica, model, clock, timeout_s=config.decode_timeout_s)
         self._watches: set[Watch] = set()
 
     @property
@@ -115,10 +119,13 @@ class Edge:
         if self.admission is not None:
             self.admission.knock(priority, limits.ttft_slo_s, self.clock.now())
         self._num_admitted += num_samples
+        self._empty.clear()
         try:
             yield
         finally:
             self._num_admitted -= num_samples
+            if not self._num_admitted:
+                self._empty.set()
 
     def retry_after_s(self) -> float:
         """When there may be room again, by the rate at which work leaves."""
@@ -135,6 +142,10 @@ class Edge:
                 yield
         finally:
             self._watches.discard(watch)
+
+    async def emptied(self) -> None:
+        """Returns when every request that was admitted has ended."""
+        await self._empty.wait()
 
     def cut_all(self) -> None:
         """End every request in flight with an error; for the end of a graceful shutdown."""

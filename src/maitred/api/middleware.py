@@ -11,7 +11,6 @@ from typing import Any
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from maitred.api.auth import Caller
 from maitred.api.edge import Edge
 from maitred.api.errors import CLIENT_GONE_STATUS, ClientGone, HttpError, http_error
 from maitred.api.exchange import Exchange, Header
@@ -43,14 +42,13 @@ class EdgeMiddleware:
             max_body_bytes=self._edge.config.max_body_bytes,
             headers=headers,
         )
+        exchange.standing_headers = partial(self._standing, exchange)
         scope[EXCHANGE] = exchange
         started_at = time.monotonic()
         metrics = self._edge.metrics
         metrics.num_in_flight += 1
         try:
             exchange.caller = self._edge.door.check(scope["path"], headers.get(b"authorization"))
-            if exchange.caller.tenant.limits.any:
-                exchange.standing_headers = partial(self._limits, exchange.caller)
             await self._app(scope, receive, exchange.send)
         except ClientGone:
             exchange.status = CLIENT_GONE_STATUS
@@ -62,10 +60,13 @@ class EdgeMiddleware:
             metrics.http_answered(exchange.route, exchange.status or CLIENT_GONE_STATUS)
             _log_access(exchange, time.monotonic() - started_at)
 
-    def _limits(self, caller: Caller) -> list[Header]:
-        """The x-ratelimit headers, as they are when the answer begins."""
-        told = caller.quota.headers(self._edge.clock.now())
-        return [(name.encode(), value.encode()) for name, value in told]
+    def _standing(self, exchange: Exchange) -> list[Header]:
+        """Of every answer, as they are when it begins: the caller's limits, and that a server that drains hangs up."""
+        headers: list[Header] = []
+        if hasattr(exchange, "caller") and exchange.caller.tenant.limits.any:
+            told = exchange.caller.quota.headers(self._edge.clock.now())
+            headers += [(name.encode(), value.encode()) for name, value in told]
+        return [*headers, (b"connection", b"close")] if self._edge.draining else headers
 
     def _request_id(self, sent: bytes | None) -> str:
         """The client's own, if it is one that cannot forge a log line or a header, else a new one."""

@@ -12,6 +12,7 @@ import maitred
 from maitred.api import schemas as s
 from maitred.api.admin import PolicyChange, PolicyView
 from maitred.api.errors import ErrorBody
+from maitred.api.health import DecodeHealth
 from maitred.api.limits import HEADERS, MAX_MS
 from maitred.api.live import LoadedModels
 from maitred.api.live_feed import LiveFrame
@@ -82,6 +83,13 @@ OPERATIONS: tuple[Operation, ...] = (
         errors=(400, 401, 404, 413, 415),
     ),
     Operation("get", "/health", "Whether the engine lives.", errors=(503,)),
+    Operation(
+        "get",
+        "/health/decode",
+        "Whether one token comes through the engine, as the least urgent request.",
+        answer=DecodeHealth,
+        errors=(401, 500, 503),
+    ),
     Operation("get", "/ready", "Whether new requests are welcome.", errors=(503,)),
     Operation("get", "/readyz", "The same as /ready.", errors=(503,)),
     Operation("get", "/version", "The version of the server.", answer=s.VersionResponse),

@@ -7,6 +7,7 @@ import signal
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from socket import socket
+from typing import Protocol, runtime_checkable
 
 import uvicorn
 from starlette.applications import Starlette
@@ -18,7 +19,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from maitred.api import admin, live, openai_models, page, status
+from maitred.api import admin, health, live, openai_models, page, status
 from maitred.api.auth import Door, TenantSource
 from maitred.api.edge import Edge
 from maitred.api.errors import MethodNotAllowed, http_error, shortened
@@ -40,8 +41,7 @@ Handler = Callable[[Edge, Exchange], Awaitable[None]]
 RATE_LIMIT_HEADERS = tuple(
     f"x-ratelimit-{what}-{of}" for of in ("requests", "tokens") for what in ("limit", "remaining", "reset")
 )
-GRACE_S = 10.0  # requests in flight may take this long to finish after SIGTERM
-CUT_S = 2.0  # and this long to tell their clients, when they may not
+CUT_S = 2.0  # requests that may not finish have this long to tell their clients
 
 ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("POST", "/v1/chat/completions", create_chat_completion),
@@ -51,9 +51,10 @@ ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("GET", "/v1/organization/usage/completions", completions_usage),
     ("POST", "/tokenize", openai_models.tokenize),
     ("POST", "/detokenize", openai_models.detokenize),
-    ("GET", "/health", status.health),
-    ("GET", "/ready", status.ready),
-    ("GET", "/readyz", status.ready),
+    ("GET", "/health", health.health),
+    ("GET", "/health/decode", health.decode),
+    ("GET", "/ready", health.ready),
+    ("GET", "/readyz", health.ready),
     ("GET", "/version", status.version),
     ("GET", "/metrics", status.metrics),
     ("GET", "/openapi.json", status.openapi),
@@ -176,10 +177,19 @@ def serve(
     server.run([listener] if listener is not None else None)
 
 
-class Server(uvicorn.Server):
-    """uvicorn, except for its end: the first signal drains, the second or GRACE_S cuts, and the exit code is ours.
+@runtime_checkable
+class Attachable(Protocol):
+    """A replica that must know the event loop before the first request, to see its engine die."""
 
-    uvicorn raises the signal again when it is done, which would end the process with the signal's status.
+    def attach(self, loop: asyncio.AbstractEventLoop) -> None: ...
+
+
+class Server(uvicorn.Server):
+    """uvicorn, except for its end: the first signal drains, the second or the drain's time-out cuts, and the exit code
+    is ours.
+
+    While it drains it goes on listening, to send newcomers away with a 503 rather than with a closed door. uvicorn
+    raises the signal again when it is done, which would end the process with the signal's status.
     """
 
     def __init__(
@@ -199,27 +209,39 @@ class Server(uvicorn.Server):
                 server_header=False,
                 proxy_headers=False,  # nobody may choose the address that the log shows
                 timeout_keep_alive=75,
-                timeout_graceful_shutdown=int(GRACE_S + CUT_S),
             )
         )
         self._edge: Edge = app.state.edge
+        self._drain_timeout_s = config.drain_timeout_s
+        self._draining: asyncio.Task[None] | None = None
         self._on_listening = on_listening
 
     async def startup(self, sockets: list[socket] | None = None) -> None:
+        if isinstance(self._edge.replica, Attachable):
+            self._edge.replica.attach(asyncio.get_running_loop())
         await super().startup(sockets)
         if self._on_listening is not None:
             host, port = (sockets or [s for server in self.servers for s in server.sockets])[0].getsockname()[:2]
             self._on_listening(host, port)
 
     async def shutdown(self, sockets: list[socket] | None = None) -> None:
-        self._edge.draining = True
-        # What takes longer ends with an error object rather than a silent break.
-        cutting = asyncio.get_running_loop().call_later(GRACE_S, self._edge.cut_all)
+        if self._draining is None:  # no signal: somebody set should_exit
+            await self._drain()
+        self.config.timeout_graceful_shutdown = int(CUT_S)
         try:
             await super().shutdown(sockets)
         finally:
-            cutting.cancel()
             self._edge.close()
+
+    async def _drain(self) -> None:
+        """Wait for what is in flight; what takes longer ends with an error object rather than a silent break."""
+        self._edge.draining = True
+        try:
+            async with asyncio.timeout(self._drain_timeout_s):
+                await self._edge.emptied()
+        except TimeoutError:
+            self._edge.cut_all()
+        self.should_exit = True
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -238,7 +260,8 @@ class Server(uvicorn.Server):
                 loop.remove_signal_handler(number)
 
     def _signalled(self) -> None:
-        if self.should_exit:
+        if self._draining is not None:
             self._edge.cut_all()
-        self._edge.draining = True
-        self.should_exit = True
+            self.should_exit = True
+        else:
+            self._draining = asyncio.get_running_loop().create_task(self._drain())

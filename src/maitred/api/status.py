@@ -1,4 +1,4 @@
-"""Routes for machines: health, readiness, version, metrics, the API's own description."""
+"""Routes for machines: version, metrics, the API's own description."""
 
 from __future__ import annotations
 
@@ -7,22 +7,6 @@ from maitred.api.edge import Edge
 from maitred.api.exchange import Exchange
 from maitred.api.openapi import openapi_document
 from maitred.api.schemas import VersionResponse
-from maitred.errors import EngineDead, Unavailable
-
-
-async def health(edge: Edge, exchange: Exchange) -> None:
-    """200 and empty while the engine lives. Reads its last known state, so a busy engine is never taken for dead."""
-    state = edge.replica.state()
-    if not state.alive:
-        raise EngineDead(state.error or "the engine stopped; restart the server")
-    await exchange.answer(b"", 200, ())
-
-
-async def ready(edge: Edge, exchange: Exchange) -> None:
-    """200 and empty while new requests are welcome."""
-    if not edge.ready:
-        raise Unavailable("the server is not ready for requests")
-    await exchange.answer(b"", 200, ())
 
 
 async def version(edge: Edge, exchange: Exchange) -> None:

@@ -11,11 +11,14 @@ from maitred.cli.command import Command, Options
 from maitred.cli.console import note
 from maitred.cli.local import ENGINE_PARTS, engine_config, start_engine
 from maitred.cli.tenancy import open_tenancy
-from maitred.config import AdmissionConfig, EngineConfig, ServerConfig, TenancyConfig
+from maitred.config import AdmissionConfig, EngineConfig, ProcessConfig, ServerConfig, TenancyConfig
 from maitred.errors import ConfigError
 
 if TYPE_CHECKING:
     from socket import socket
+
+    from maitred.engine.running import Engine
+    from maitred.request import Request
 
 
 def _run(options: Options) -> int:
@@ -24,12 +27,7 @@ def _run(options: Options) -> int:
     tell = _teller(server)
     with listener, open_tenancy(options[TenancyConfig], server) as (tenants, ledger):
         config = _engine_config(options)
-        engine = start_engine(
-            config,
-            served_model_names=server.served_model_names,
-            on_event=tell,
-            on_admitted=ledger.opened if ledger is not None else None,
-        )
+        engine = _start(options, config, tell, ledger.opened if ledger is not None else None)
         if ledger is not None:
             ledger.model = engine.model.names[0]
         from maitred.api.server import serve
@@ -55,6 +53,27 @@ def _run(options: Options) -> int:
         finally:
             engine.replica.stop()
     return 0
+
+
+def _start(
+    options: Options,
+    config: EngineConfig,
+    tell: Callable[[str], None],
+    on_admitted: Callable[[Request], None] | None,
+) -> Engine:
+    """The engine, in a process of its own unless the user wants one process."""
+    names = options[ServerConfig].served_model_names
+    process = options[ProcessConfig]
+    if process.in_process:
+        return start_engine(config, served_model_names=names, on_event=tell, on_admitted=on_admitted)
+    import logging
+
+    from maitred.clock import WallClock
+    from maitred.engine.keeper import Start
+    from maitred.engine.process import start_engine_process
+
+    start = Start(config=config, process=process, served_model_names=names, log_level=logging.getLogger().level)
+    return start_engine_process(start, clock=WallClock(), on_event=tell, on_admitted=on_admitted)
 
 
 def _engine_config(options: Options) -> EngineConfig:
@@ -126,7 +145,7 @@ COMMAND = Command(
     path="serve",
     summary="Serve a model over HTTP, as OpenAI's API. Without MODEL, the built-in one.",
     run=_run,
-    parts=(ServerConfig, AdmissionConfig, TenancyConfig, *ENGINE_PARTS),
+    parts=(ServerConfig, AdmissionConfig, TenancyConfig, ProcessConfig, *ENGINE_PARTS),
     positional="model",
     examples=(
         "maitred serve",
