@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any
@@ -136,6 +137,37 @@ class FakeExecutor:
         token = self._token_at(row.request_id, end)
         logprobs = (_logprobs(token),) if request.sampling.logprobs is not None else None
         return SampledRow(row.request_id, (token,), logprobs, prompt_logprobs)
+
+
+class GatedExecutor(FakeExecutor):
+    """Makes a step for each one that the test lets pass, and every step once it is open."""
+
+    def __init__(self, token_at: TokenAt = token_at) -> None:
+        super().__init__(token_at)
+        self._changed = threading.Condition()
+        self._num_allowed, self._is_open = 0, False
+        self.num_begun = 0  # steps, the one that waits included
+
+    def let(self, num_steps: int) -> None:
+        """So many steps more."""
+        with self._changed:
+            self._num_allowed += num_steps
+            self._changed.notify_all()
+
+    def open(self) -> None:
+        with self._changed:
+            self._is_open = True
+            self._changed.notify_all()
+
+    def execute(self, plan: SchedulerOutput) -> ModelOutput:
+        if not plan.rows:  # only tells what became of requests
+            return super().execute(plan)
+        with self._changed:
+            self.num_begun += 1
+            passed = self._changed.wait_for(lambda: self._is_open or self._num_allowed > 0, 120)
+            assert passed, "the test let no step pass"
+            self._num_allowed -= not self._is_open
+        return super().execute(plan)
 
 
 def _logprobs(token: int) -> TokenLogprobs:

@@ -14,6 +14,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from maitred.api.auth import TenantSource
 from maitred.api.server import Server, create_app
+from maitred.clock import Clock
 from maitred.config import ServerConfig
 from maitred.engine.intake import ServedModel
 from maitred.engine.ledger import Ledger
@@ -24,6 +25,7 @@ from maitred.scheduler.admission import AdmissionController
 from maitred.step import RequestProgress, TokenLogprobs
 from maitred.text import ChatTemplate, Tokenizer
 from maitred.text.bounds import byte_alphabet
+from tests.waiting import HANGS_S, joined
 
 EOS = 256
 TEMPLATE = (
@@ -183,13 +185,21 @@ def running_server(
     admission: AdmissionController | None = None,
     tenants: TenantSource | None = None,
     ledger: Ledger | None = None,
+    clock: Clock | None = None,
     **config: Any,
 ) -> Iterator[RunningServer]:
     """uvicorn on a free loopback port, in a thread; the block ends with a graceful stop."""
     replica = replica if replica is not None else FakeReplica()
     settings = ServerConfig(port=0, **config)
     app = create_app(
-        replica, model or make_model(), settings, is_ready=is_ready, admission=admission, tenants=tenants, ledger=ledger
+        replica,
+        model or make_model(),
+        settings,
+        is_ready=is_ready,
+        admission=admission,
+        tenants=tenants,
+        ledger=ledger,
+        clock=clock,
     )
     listening = threading.Event()
     where: list[int] = []
@@ -201,9 +211,9 @@ def running_server(
     server = Server(app, settings, on_listening=on_listening)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
-    assert listening.wait(10), "the server did not start"
+    assert listening.wait(HANGS_S), "the server did not start"
     try:
         yield RunningServer(f"http://127.0.0.1:{where[0]}", where[0], replica, server)
     finally:
         server.should_exit = True
-        thread.join(30)
+        joined(thread)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import openai
@@ -14,15 +14,15 @@ import pytest
 
 from maitred.api.limits import TimeLimits, time_limits
 from maitred.api.schemas import CompletionRequest
-from maitred.clock import WallClock
+from maitred.clock import ManualClock
 from maitred.config import AdmissionConfig
 from maitred.engine.async_engine import AsyncEngine
 from maitred.engine.core import EngineCore
 from maitred.errors import InvalidRequest
 from maitred.scheduler.admission import AdmissionController
-from maitred.step import ModelOutput, SchedulerOutput
-from tests.fakes import MODEL, FakeExecutor, make_scheduler
+from tests.fakes import MODEL, GatedExecutor, make_scheduler
 from tests.fakes_api import FakeReplica, make_model, running_server
+from tests.waiting import HANGS_S, until
 
 ALLOWED = AdmissionConfig(ttft_objective_s=2.0, queue_timeout_s=None, request_timeout_s=60.0)
 PATH = "/v1/completions"
@@ -55,54 +55,62 @@ def test_a_header_must_be_milliseconds(value: str):
     assert refused.value.param == "x-slo-ttft-ms"
 
 
-class GatedExecutor(FakeExecutor):
-    """Says `a`, a step for each pass of the gate."""
+class Place(NamedTuple):
+    """A server that serves one request at a time; its steps are let pass and its clock is turned by the test."""
 
-    def __init__(self) -> None:
-        super().__init__(lambda request_id, position: ord("a"))
-        self.gate = threading.Event()
-
-    def execute(self, plan: SchedulerOutput) -> ModelOutput:
-        assert self.gate.wait(20)
-        return super().execute(plan)
+    url: str
+    steps: GatedExecutor
+    admission: AdmissionController
+    clock: ManualClock
 
 
 @contextmanager
-def one_slot(*, is_open: bool = True, **config: Any) -> Iterator[tuple[str, GatedExecutor, AdmissionController]]:
-    """A server that serves one request at a time; with the gate shut, none."""
-    executor = GatedExecutor()
-    if is_open:
-        executor.gate.set()
+def one_slot(**config: Any) -> Iterator[Place]:
+    clock, executor = ManualClock(1000.0), GatedExecutor(lambda request_id, position: ord("a"))
     admission = AdmissionController(AdmissionConfig(**config), max_num_seqs=1)
     scheduler = make_scheduler(max_num_seqs=1, num_blocks=4096, max_num_batched_tokens=512)
-    engine = AsyncEngine(EngineCore(scheduler, executor, WallClock()), WallClock(), admission=admission)
+    engine = AsyncEngine(EngineCore(scheduler, executor, clock), clock, admission=admission)
     model = make_model(revision=MODEL, block_size=4, max_model_len=16_000)
     try:
-        with running_server(engine, model, admission=admission) as server:
-            yield server.url, executor, admission
+        with running_server(engine, model, admission=admission, clock=clock) as server:
+            yield Place(server.url, executor, admission, clock)
     finally:
-        executor.gate.set()
+        executor.open()
         engine.stop()
 
 
 def complete(url: str, headers: dict[str, str] | None = None, **fields: Any) -> httpx.Response:
     body = {"model": "tiny", "prompt": "hi", "max_tokens": 4, "ignore_eos": True, **fields}
-    return httpx.post(url + PATH, json=body, headers=headers, timeout=20)
+    return httpx.post(url + PATH, json=body, headers=headers, timeout=HANGS_S)
 
 
 @contextmanager
-def one_in_the_slot(url: str) -> Iterator[None]:
-    """A long answer under way; ends when the block does."""
+def one_in_the_slot(place: Place) -> Iterator[None]:
+    """An answer under way, of which one token came and no more will; ends when the block does."""
     body = {"model": "tiny", "prompt": "hi", "max_tokens": 15_000, "stream": True}
-    with httpx.stream("POST", url + PATH, json=body, timeout=20) as response:
+    place.steps.let(1)
+    with httpx.stream("POST", place.url + PATH, json=body, timeout=HANGS_S) as response:
         lines = response.iter_lines()  # closing it would close the stream
         next(lines)
         yield
 
 
+def begun(pool: ThreadPoolExecutor, place: Place, *asked: Any, **fields: Any) -> Future[httpx.Response]:
+    """A request that got its first token and stands in its second step."""
+    answer = pool.submit(complete, place.url, *asked, max_tokens=15_000, **fields)
+    num_begun = place.steps.num_begun
+    place.steps.let(1)
+    until(lambda: place.steps.num_begun > num_begun + 1)
+    return answer
+
+
 def test_a_request_that_waited_too_long_may_come_again():
-    with one_slot() as (url, _, _), one_in_the_slot(url):
-        answer = complete(url, queue_timeout_ms=30)
+    with one_slot() as place, ThreadPoolExecutor() as pool, one_in_the_slot(place):
+        late = pool.submit(complete, place.url, queue_timeout_ms=30)
+        until(lambda: place.admission.num_waiting == 1)
+        place.clock.advance(0.031)
+        until(lambda: place.steps.let(1) or late.done())
+        answer = late.result()
     assert answer.status_code == 503
     assert answer.json()["error"]["code"] == "queue_timeout"
     assert int(answer.headers["retry-after"]) >= 1
@@ -110,46 +118,53 @@ def test_a_request_that_waited_too_long_may_come_again():
 
 
 def test_a_request_that_took_too_long_need_not_come_again():
-    with one_slot() as (url, _, _):
-        answer = complete(url, {"x-request-timeout-ms": "50"}, max_tokens=15_000)
+    with one_slot() as place, ThreadPoolExecutor() as pool:
+        late = begun(pool, place, {"x-request-timeout-ms": "50"})
+        place.clock.advance(0.051)
+        place.steps.let(1)
+        answer = late.result(HANGS_S)
         assert answer.status_code == 504
         assert answer.json()["error"]["code"] == "request_timeout"
         assert answer.headers["x-should-retry"] == "false"
-        assert complete(url).status_code == 200, "its slot is free again"
-        page = httpx.get(url + "/metrics").text
+        place.steps.open()
+        assert complete(place.url).status_code == 200, "its slot is free again"
+        page = httpx.get(place.url + "/metrics").text
     assert 'maitred_requests_finished_total{reason="timeout"} 1.0' in page
 
 
 def test_a_stream_that_took_too_long_ends_with_an_error_clients_raise():
-    with one_slot() as (url, _, _):
-        body = {"model": "tiny", "prompt": "hi", "max_tokens": 15_000, "stream": True, "timeout_ms": 50}
-        lines = httpx.post(url + PATH, json=body, timeout=20).text.split("\n\n")
+    with one_slot() as place, ThreadPoolExecutor() as pool:
+        late = begun(pool, place, stream=True, timeout_ms=50)
+        place.clock.advance(0.051)
+        place.steps.let(1)
+        lines = late.result(HANGS_S).text.split("\n\n")
         assert lines[-2] == "data: [DONE]"
         assert json.loads(lines[-3].removeprefix("data: "))["error"]["code"] == "request_timeout"
-        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        client = openai.OpenAI(base_url=f"{place.url}/v1", api_key="none", max_retries=0)
+        place.steps.let(1)
+        stream = client.completions.create(
+            model="tiny", prompt="hi", max_tokens=15_000, stream=True, extra_body={"timeout_ms": 50}
+        )
+        next(iter(stream))
+        place.clock.advance(0.051)
+        place.steps.open()
         with pytest.raises(openai.APIError, match="not done after"):
-            list(
-                client.completions.create(
-                    model="tiny", prompt="hi", max_tokens=15_000, stream=True, extra_body={"timeout_ms": 50}
-                )
-            )
+            list(stream)
 
 
 def test_who_finds_the_queue_full_hears_it_at_once_and_when_to_come_again():
-    with one_slot(max_queued_requests=1) as (url, _, admission), one_in_the_slot(url):
-        waiting = threading.Thread(target=complete, args=(url,), kwargs={"timeout_ms": 2000})
-        waiting.start()
-        while not admission.num_waiting:
-            pass
-        answer = complete(url)
+    with one_slot(max_queued_requests=1) as place, ThreadPoolExecutor() as pool, one_in_the_slot(place):
+        waiting = pool.submit(complete, place.url)
+        until(lambda: place.admission.num_waiting == 1)
+        answer = complete(place.url)  # at once: no step passes before it is there
         assert answer.status_code == 503
         assert answer.json()["error"]["code"] == "server_overloaded"
         assert answer.headers["x-should-retry"] == "true"
         assert 1 <= int(answer.headers["retry-after"]) <= 120
-        assert answer.elapsed.total_seconds() < 0.5
-        page = httpx.get(url + "/metrics").text
+        page = httpx.get(place.url + "/metrics").text
         assert 'maitred_admission_refused_total{reason="requests"} 1.0' in page
-        waiting.join()
+        place.steps.open()
+        assert waiting.result(HANGS_S).status_code == 200
 
 
 def test_limits_reach_the_engine():

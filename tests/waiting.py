@@ -1,0 +1,33 @@
+"""How a test waits: for a condition, never for a duration. The limits only end a test that would hang for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+
+HANGS_S = 90.0  # far more than anything here takes, and under the suite's own limit for a test
+
+
+def until(condition: Callable[[], object], limit_s: float = HANGS_S) -> None:
+    """Return as soon as `condition` holds."""
+    ends_at = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < ends_at, f"it did not come in {limit_s:g} s"
+        time.sleep(0.002)
+
+
+async def until_async(condition: Callable[[], object], limit_s: float = HANGS_S) -> None:
+    """As `until`, beside other tasks of the loop."""
+    ends_at = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < ends_at, f"it did not come in {limit_s:g} s"
+        await asyncio.sleep(0.002)
+
+
+def joined(*threads: threading.Thread) -> None:
+    """Wait for threads to end."""
+    for thread in threads:
+        thread.join(HANGS_S)
+        assert not thread.is_alive(), f"{thread.name} did not end in {HANGS_S:g} s"
