@@ -1,0 +1,173 @@
+"""What `deploy/` promises of Prometheus and Grafana, held against a real Prometheus that scrapes a real server."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+from maitred.metrics import METRICS
+from tests.fakes_api import running_server
+from tests.waiting import HANGS_S, until
+
+DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
+PROMTOOL, PROMETHEUS = shutil.which("promtool"), shutil.which("prometheus")
+needs_promtool = pytest.mark.skipif(PROMTOOL is None, reason="needs promtool (Debian package prometheus)")
+needs_prometheus = pytest.mark.skipif(PROMETHEUS is None, reason="needs prometheus (Debian package prometheus)")
+
+
+def dashboard() -> dict[str, Any]:
+    return json.loads((DEPLOY / "grafana/maitred.json").read_text())
+
+
+def queries() -> list[tuple[str, str]]:
+    """(panel, query) of the whole dashboard, Grafana's variables filled in."""
+    filled = {"$instance": ".*", "$__rate_interval": "1m"}
+    found = []
+    for panel in dashboard()["panels"]:
+        for target in panel.get("targets", ()):
+            query = target["expr"]
+            for name, value in filled.items():
+                query = query.replace(name, value)
+            found.append((f"{panel['title']} {target['refId']}", query))
+    return found
+
+
+def alert_queries() -> list[tuple[str, str]]:
+    groups = yaml.safe_load((DEPLOY / "prometheus/alerts.yml").read_text())["groups"]
+    return [(rule["alert"], rule["expr"]) for group in groups for rule in group["rules"]]
+
+
+def ask(url: str, text: str) -> None:
+    httpx.post(f"{url}/v1/completions", json={"model": "tiny", "prompt": text}).raise_for_status()
+
+
+@contextmanager
+def prometheus_of(targets: list[str], folder: Path) -> Iterator[str]:
+    """Prometheus with the committed configuration, our targets in place of the container's name."""
+    config = yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text())
+    config["global"]["scrape_interval"] = "1s"
+    config["scrape_configs"][0]["static_configs"] = [{"targets": targets}]
+    shutil.copy(DEPLOY / "prometheus/alerts.yml", folder)
+    (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [str(PROMETHEUS), f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data"]
+    with (folder / "log").open("w") as log:
+        process = subprocess.Popen([*command, f"--web.listen-address=127.0.0.1:{port}"], stdout=log, stderr=log)
+        try:
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.terminate()
+            process.wait(HANGS_S)
+
+
+def query(prometheus: str, text: str) -> list[dict[str, Any]]:
+    answer = httpx.get(f"{prometheus}/api/v1/query", params={"query": text}, timeout=HANGS_S).json()
+    assert answer["status"] == "success", answer
+    result: list[dict[str, Any]] = answer["data"]["result"]
+    return result
+
+
+def answers(prometheus: str, text: str) -> bool:
+    try:
+        return bool(query(prometheus, text))
+    except httpx.TransportError:
+        return False  # not up yet
+
+
+@needs_promtool
+def test_promtool_has_nothing_to_say_about_the_metrics_page():
+    with running_server() as server:
+        ask(server.url, "hello")
+        page = httpx.get(f"{server.url}/metrics").text
+    checked = subprocess.run(
+        [str(PROMTOOL), "check", "metrics"], input=page, capture_output=True, text=True, check=False
+    )
+    assert checked.returncode == 0, checked.stderr
+    assert checked.stderr + checked.stdout == ""
+
+
+@needs_promtool
+@pytest.mark.parametrize(
+    "words",
+    [("check", "rules", "alerts.yml"), ("check", "config", "prometheus.yml"), ("test", "rules", "alerts_test.yml")],
+)
+def test_promtool_accepts_what_we_ship(words: tuple[str, ...]):
+    checked = subprocess.run(
+        [str(PROMTOOL), *words], cwd=DEPLOY / "prometheus", capture_output=True, text=True, check=False
+    )
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+def test_every_alert_has_a_case_in_which_it_fires():
+    tested = yaml.safe_load((DEPLOY / "prometheus/alerts_test.yml").read_text())["tests"]
+    fires = {case["alertname"] for test in tested for case in test["alert_rule_test"] if case.get("exp_alerts")}
+    assert fires == {name for name, _ in alert_queries()}
+
+
+@pytest.mark.parametrize(("name", "text"), [*queries(), *alert_queries()])
+def test_queries_name_metrics_that_exist(name: str, text: str):
+    ours = {metric.name for metric in METRICS}
+    named = {re.sub(r"_(bucket|sum|count)$", "", word) for word in re.findall(r"\bmaitred_\w+", text)}
+    assert named <= ours, f"{name} asks for {sorted(named - ours)}"
+
+
+@needs_prometheus
+def test_a_real_prometheus_answers_every_panel_and_evaluates_every_alert(tmp_path: Path):
+    with running_server() as server, prometheus_of([server.url.removeprefix("http://")], tmp_path) as prometheus:
+        asked = 0
+
+        def scraped_under_load() -> bool:
+            nonlocal asked
+            asked += 1
+            ask(server.url, f"hello {asked}")
+            return answers(prometheus, "rate(maitred_http_requests_total[1m]) > 0")
+
+        until(scraped_under_load)
+        until(lambda: answers(prometheus, "count(ALERTS) or vector(0)"))
+        for panel, text in queries():
+            assert query(prometheus, f"{text} or vector(-1)"), panel  # it parses, its types fit
+            if "tenant" not in text and "admission" not in text and "cache_hit" not in text:
+                assert query(prometheus, text), f"nothing to see in {panel}"
+        rules = httpx.get(f"{prometheus}/api/v1/rules").json()["data"]["groups"][0]["rules"]
+        assert {rule["name"] for rule in rules} == {name for name, _ in alert_queries()}
+        assert query(prometheus, 'up{job="maitred"}')[0]["value"][1] == "1"
+
+
+def test_the_dashboard_is_what_its_script_writes():
+    script = DEPLOY / "grafana/dashboard.py"
+    written = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=True).stdout
+    assert written == (DEPLOY / "grafana/maitred.json").read_text(), "run: python deploy/grafana/dashboard.py > ..."
+
+
+def test_panels_have_titles_of_their_own_and_do_not_overlap():
+    panels = [panel for panel in dashboard()["panels"] if panel["type"] != "row"]
+    assert len({panel["title"] for panel in panels}) == len(panels)
+    taken = set()
+    for panel in panels:
+        at = panel["gridPos"]
+        cells = {(x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])}
+        assert not cells & taken, panel["title"]
+        taken |= cells
+
+
+def test_compose_mounts_only_files_that_are_there():
+    services = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
+    mounts = [volume.split(":")[0] for service in services.values() for volume in service.get("volumes", ())]
+    assert mounts
+    for mount in mounts:
+        assert (DEPLOY / mount).exists(), mount
+    assert (DEPLOY / services["maitred"]["build"]["context"] / services["maitred"]["build"]["dockerfile"]).exists()
