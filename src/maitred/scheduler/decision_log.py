@@ -42,6 +42,7 @@ class Arrived(msgspec.Struct, frozen=True, tag="arrived", omit_defaults=True):
     predicted_output_tokens: float | None = None
     wants_prompt_logprobs: bool = False
     block_digests: bytes = b""  # DIGEST_BYTES each
+    num_output_tokens: int = 0  # over 0 for one that another engine began
 
 
 class Ended(msgspec.Struct, frozen=True, tag="ended"):
@@ -92,6 +93,7 @@ class Arrival(NamedTuple):
     now: float
     request: Request
     num_hashes: int
+    num_output_tokens: int = 0
 
 
 class StepRecord(NamedTuple):
@@ -112,7 +114,7 @@ class Recorder:
         self._events: list[Arrival | Ended | Configured | Measured] = []
 
     def added(self, request: Request, now: float) -> None:
-        self._events.append(Arrival(now, request, len(request.block_hashes)))
+        self._events.append(Arrival(now, request, len(request.block_hashes), request.num_output_tokens))
 
     def ended(self, request_id: str, reason: FinishReason, now: float) -> None:
         self._events.append(Ended(now, request_id, reason))
@@ -149,6 +151,7 @@ def arrived_of(arrival: Arrival) -> Arrived:
         predicted_output_tokens=request.predicted_output_tokens,
         wants_prompt_logprobs=request.sampling.prompt_logprobs is not None,
         block_digests=b"".join([digest[:DIGEST_BYTES] for digest in request.block_hashes[: arrival.num_hashes]]),
+        num_output_tokens=arrival.num_output_tokens,
     )
 
 
@@ -171,6 +174,7 @@ def request_of(arrived: Arrived) -> Request:
         finish_by=arrived.finish_by,
         predicted_output_tokens=arrived.predicted_output_tokens,
         block_hashes=list(split_digests(arrived.block_digests)),
+        output_token_ids=[0] * arrived.num_output_tokens,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from maitred.request import FinishReason, Request, RequestStatus, timing_of
 from maitred.scheduler.floor import Floor
@@ -11,16 +12,21 @@ from maitred.step import ModelOutput, RequestProgress, SampledRow, ScheduledRow,
 ENDED_BY_ITSELF = (FinishReason.STOP, FinishReason.LENGTH)
 
 
+class Outcome(NamedTuple):
+    """Of a plan, in its order."""
+
+    progress: list[RequestProgress]  # of each request that got something
+    ended: list[tuple[int, Request, FinishReason]]  # index in `progress`, who ends, and why; nobody has ended yet
+
+
 def take_in(
     floor: Floor, plan: SchedulerOutput, in_flight: Sequence[Request], output: ModelOutput, now: float
-) -> list[tuple[RequestProgress, Request, FinishReason | None]]:
-    """What each request got and why it ended, in the plan's order; nothing has ended yet.
-
-    `in_flight` are the requests of the plan's rows.
-    """
+) -> Outcome:
+    """What the executor gave; `in_flight` are the requests of the plan's rows."""
     running = RequestStatus.RUNNING
     results = {row.request_id: row for row in output.rows}
-    told: list[tuple[RequestProgress, Request, FinishReason | None]] = []
+    progress: list[RequestProgress] = []
+    ended: list[tuple[int, Request, FinishReason]] = []
     for row, request in zip(plan.rows, in_flight, strict=True):
         if request.status is not running:
             continue  # aborted meanwhile
@@ -30,10 +36,13 @@ def take_in(
                 floor.kv.commit(request, row.start, row.start + row.num_tokens)
                 continue
             result = SampledRow(row.request_id, (), error="the executor gave no token")
-        progress, reason = _take_in_row(floor, request, row, result, now)
-        if reason is not None or progress.new_token_ids or progress.prompt_logprobs:
-            told.append((progress, request, reason))
-    return told
+        told, reason = _take_in_row(floor, request, row, result, now)
+        if reason is not None:
+            ended.append((len(progress), request, reason))
+        elif not told.new_token_ids and not told.prompt_logprobs:
+            continue
+        progress.append(told)
+    return Outcome(progress, ended)
 
 
 def end(floor: Floor, request: Request, reason: FinishReason, now: float) -> None:

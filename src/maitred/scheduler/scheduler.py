@@ -235,16 +235,12 @@ class Scheduler:
     def update(self, plan: SchedulerOutput, output: ModelOutput, now: float) -> list[RequestProgress]:
         """Takes in the outcome of the last plan; progress of each request that got something, in the plan's order."""
         assert plan.step == self._step - 1, f"update of step {plan.step} after schedule of step {self._step - 1}"
-        told = take_in(self._floor, plan, self._in_flight, output, now)
+        progress, ended = take_in(self._floor, plan, self._in_flight, output, now)
         self._in_flight = []
-        progress: list[RequestProgress] = []
         # A second pass, so that blocks are freed in the plan's order whoever decided that the request ends.
-        for item, request, reason in told:
-            if reason is None:
-                progress.append(item)
-            else:
-                self._end(request, reason, now)
-                progress.append(last_progress(item, request, now))
+        for index, request, reason in ended:
+            self._end(request, reason, now)
+            progress[index] = last_progress(progress[index], request, now)
         return progress
 
     # -- small things
