@@ -14,6 +14,7 @@ KV_DTYPES = ("auto", "float32", "bfloat16", "int8")
 DTYPE_ALIASES = {"bf16": "bfloat16", "fp32": "float32"}
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
+METRICS_COMPAT = ("none", "vllm")
 
 
 def _require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
@@ -193,6 +194,8 @@ class ServerConfig:
     """After SIGTERM, requests in flight may take this long (s); then, or at a second signal, they end with an error."""
     decode_timeout_s: float = 10.0
     """GET /health/decode waits this long (s) for its one token."""
+    metrics_compat: str = "none"
+    """none, or vllm: /metrics shows the same figures under vLLM's names besides, for dashboards that know those."""
     log_level: str = "info"
     """debug, info, warning or error."""
     log_format: str = "text"
@@ -201,6 +204,7 @@ class ServerConfig:
     def __post_init__(self) -> None:
         _require_choice("log_level", self.log_level, LOG_LEVELS)
         _require_choice("log_format", self.log_format, LOG_FORMATS)
+        _require_choice("metrics_compat", self.metrics_compat, METRICS_COMPAT)
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port is {self.port}; it must be from 0 to 65535")
         if not 1 <= self.default_max_n <= 128:

@@ -70,6 +70,7 @@ REQUESTS_WAITING = _gauge("requests_waiting", "requests", "Samples that wait to 
 KV_BLOCKS_CAPACITY = _gauge("kv_blocks_capacity", "blocks", "Blocks of the KV cache.")
 KV_BLOCKS_USED = _gauge("kv_blocks_used", "blocks", "Blocks held by requests; cached but free blocks do not count.")
 KV_BLOCKS_CACHED = _gauge("kv_blocks_cached", "blocks", "Blocks findable by prefix, in use or free.")
+CACHE_INFO = _gauge("cache_config_info", "bool", "Always 1; how the KV cache is cut.", ("block_size", "num_blocks"))
 KV_USAGE = _gauge("kv_usage_ratio", "ratio", "Share of the KV cache held by requests, 0 to 1.")
 LAST_STEP_AGE = _gauge("engine_last_step_age_seconds", "seconds", "Time since a step last ended; 0 when idle.")
 STEPS = _counter("engine_steps", "steps", "Steps of the engine.")
@@ -141,6 +142,7 @@ ENGINE_METRICS: tuple[Metric, ...] = (
     KV_BLOCKS_USED,
     KV_BLOCKS_CACHED,
     KV_USAGE,
+    CACHE_INFO,
     LAST_STEP_AGE,
     STEPS,
     EXECUTE_SECONDS,

@@ -66,7 +66,14 @@ class Edge:
         self.admission = admission
         self.admission_config = admission.config if admission is not None else AdmissionConfig()
         self.priorities = priorities
-        self.metrics = EdgeMetrics(replica, version=maitred.__version__, model=model.names[0], admission=admission)
+        self.metrics = EdgeMetrics(
+            replica,
+            version=maitred.__version__,
+            model=model.names[0],
+            block_size=model.block_size,
+            compat=config.metrics_compat,
+            admission=admission,
+        )
         self.fingerprint = f"maitred-{maitred.__version__}"
         self.draining = False
         self.clock = clock

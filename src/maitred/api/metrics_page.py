@@ -13,6 +13,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from maitred import metrics as m
+from maitred.api.metrics_compat import vllm_families
 from maitred.errors import RateLimited
 from maitred.metrics import Metric, MetricKind
 from maitred.replica import Replica, ReplicaState
@@ -108,11 +109,18 @@ class EdgeMetrics(Collector):
     """One app's counts, and the page. Nothing is global, so two apps may live in one process."""
 
     def __init__(
-        self, replica: Replica, *, version: str, model: str, admission: AdmissionController | None = None
+        self,
+        replica: Replica,
+        *,
+        version: str,
+        model: str,
+        block_size: int = 0,
+        compat: str = "none",
+        admission: AdmissionController | None = None,
     ) -> None:
         self._replica = replica
         self._admission = admission
-        self._info = (version, model)
+        self._info, self._block_size, self._compat = (version, model), block_size, compat
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
         self.histograms = {metric: Histogram(metric) for metric in m.EDGE_METRICS if metric.buckets}
@@ -148,6 +156,12 @@ class EdgeMetrics(Collector):
 
     def collect(self) -> Iterator[Family]:
         """Called by the registry for each page."""
+        families = list(self._families())
+        yield from families
+        if self._compat == "vllm":
+            yield from vllm_families(families, self._info[1])
+
+    def _families(self) -> Iterator[Family]:
         state = self._replica.state()
         for metric in m.METRICS:
             if metric in self.histograms:
@@ -168,6 +182,7 @@ class EdgeMetrics(Collector):
         if metric in m.TENANT_METRICS:
             return self.tenants.samples(metric)
         own: dict[Metric, dict[tuple[str, ...], float]] = {
+            m.CACHE_INFO: {(str(self._block_size), str(state.num_blocks)): 1.0},
             m.INFO: {self._info: 1.0},
             m.HTTP_IN_FLIGHT: {(): float(self.num_in_flight)},
             m.REQUESTS_CANCELLED: {(): float(self.num_cancelled)},

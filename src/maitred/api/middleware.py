@@ -15,6 +15,7 @@ from maitred.api.edge import Edge
 from maitred.api.errors import CLIENT_GONE_STATUS, ClientGone, HttpError, http_error
 from maitred.api.exchange import Exchange, Header
 from maitred.api.logs import ACCESS, ERRORS, log_fields
+from maitred.api.orca import ASKED_BY, TOLD_BY, load_report
 from maitred.api.sse import DONE
 from maitred.errors import Overloaded
 
@@ -61,11 +62,17 @@ class EdgeMiddleware:
             _log_access(exchange, time.monotonic() - started_at)
 
     def _standing(self, exchange: Exchange) -> list[Header]:
-        """Of every answer, as they are when it begins: the caller's limits, and that a server that drains hangs up."""
+        """Of every answer, as they are when it begins: the caller's limits, the load for balancers that ask, and that a
+        server that drains hangs up.
+        """
         headers: list[Header] = []
         if hasattr(exchange, "caller") and exchange.caller.tenant.limits.any:
             told = exchange.caller.quota.headers(self._edge.clock.now())
             headers += [(name.encode(), value.encode()) for name, value in told]
+        asked = exchange.headers.get(ASKED_BY)
+        report = load_report(asked, self._edge.replica.state()) if asked is not None else None
+        if report is not None:
+            headers.append((TOLD_BY, report))
         return [*headers, (b"connection", b"close")] if self._edge.draining else headers
 
     def _request_id(self, sent: bytes | None) -> str:
