@@ -1,0 +1,100 @@
+// Puts the page together: which model, whether a key is asked for, and who may see the engine.
+
+import { Chat } from "./chat.js";
+import { Client } from "./client.js";
+import { $, say } from "./dom.js";
+import { Engine } from "./engine.js";
+import { Feed } from "./feed.js";
+import { inertLine } from "./inert.js";
+import { Policy } from "./policy.js";
+import { Rush } from "./rush.js";
+
+const client = new Client();
+const engine = new Engine();
+const chat = new Chat(client, { onId: (id) => engine.addMine(id), onNeedsKey: (words) => askForKey(words) });
+const policy = new Policy(client);
+const feed = new Feed(client, {
+  onFrame: (frame) => {
+    reveal(true);
+    engine.take(frame);
+    policy.take(frame);
+  },
+  onState: (kind, words) => {
+    state(kind, kind === "ok" ? words : "not live");
+    $("live-trouble").hidden = kind === "ok";
+    say($("live-trouble"), kind === "ok" ? "" : words);
+  },
+  onRefused: (error) => {
+    reveal(false);
+    if (error.status === 401) askForKey(error.message);
+    else state("ok", "ready"); // this key, or this server, shows no engine: the chat is what there is
+  },
+});
+new Rush(client, () => chat.model);
+
+function state(kind, words) {
+  $("state").dataset.state = kind;
+  say($("state"), words);
+}
+
+function reveal(watches) {
+  $("engine").hidden = !watches;
+  document.body.classList.toggle("watches", watches);
+  document.querySelector(".tabs").hidden = !watches;
+}
+
+async function connect() {
+  feed.end();
+  try {
+    const { data } = await client.json("v1/models");
+    chat.model = data[0].id;
+    say($("model"), inertLine(data[0].id, 60));
+    document.title = `${inertLine(data[0].id, 40)} · maitred`;
+    state("wait", "connecting");
+    $("key-button").hidden = !client.key;
+    feed.begin();
+    policy.begin();
+  } catch (error) {
+    if (error.status === 401) {
+      askForKey(client.key ? error.message : "");
+      return;
+    }
+    state("bad", "not reachable");
+    chat.complain(error.message);
+    setTimeout(connect, 3000);
+  }
+}
+
+function askForKey(words) {
+  state("wait", "needs a key");
+  $("key-button").hidden = false;
+  say($("key-said"), words);
+  if (!$("key-dialog").open) $("key-dialog").showModal();
+  $("key").focus();
+}
+
+function useKey(key) {
+  client.useKey(key);
+  $("key").value = "";
+  $("key-dialog").close();
+  chat.complain(null);
+  connect();
+}
+
+$("key-button").addEventListener("click", () => askForKey(""));
+$("key-use").addEventListener("click", () => useKey($("key").value.trim()));
+$("key-forget").addEventListener("click", () => useKey(null));
+$("key-close").addEventListener("click", () => $("key-dialog").close());
+$("key").addEventListener("keydown", (event) => {
+  if (event.key === "Enter") useKey($("key").value.trim());
+});
+for (const tab of document.querySelectorAll("[data-show]")) {
+  tab.addEventListener("click", () => {
+    document.body.dataset.view = tab.dataset.show;
+    for (const other of document.querySelectorAll("[data-show]")) {
+      other.setAttribute("aria-pressed", String(other === tab));
+    }
+    engine.draw();
+  });
+}
+connect();

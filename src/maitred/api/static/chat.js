@@ -1,0 +1,191 @@
+// The conversation on the screen: sending, streaming, stopping.
+
+import { streamAnswer } from "./answer.js";
+import { Conversation } from "./conversation.js";
+import { $, h } from "./dom.js";
+import { inert } from "./inert.js";
+import { markdown } from "./markdown.js";
+import { Settings } from "./settings.js";
+import { count, seconds } from "./words.js";
+
+const SUGGESTIONS = ["I would like two soups and a tea, please.", "What is maitred?", "How does prefix caching work?"];
+const REDRAW_MS = 60;
+const FINISHES = { stop: "ended by itself", length: "reached its most tokens", stopped: "stopped by you" };
+
+export class Chat {
+  /** `onId` is told the id of each answer of ours, so that the live view can point at it. */
+  constructor(client, { onId = () => {}, onNeedsKey = () => {} } = {}) {
+    this.client = client;
+    this.onId = onId;
+    this.onNeedsKey = onNeedsKey;
+    this.model = null;
+    this.running = null; // AbortController of the answer on its way
+    this.conversation = new Conversation();
+    this.settings = new Settings();
+    this.wire();
+    for (const turn of this.conversation.turns) this.show(turn);
+    this.arrange();
+  }
+
+  wire() {
+    $("send").addEventListener("click", () => this.send());
+    $("stop").addEventListener("click", () => this.running?.abort());
+    $("fresh").addEventListener("click", () => this.begin());
+    $("message").addEventListener("keydown", (event) => {
+      if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+        event.preventDefault();
+        this.send();
+      }
+    });
+    document.addEventListener("keydown", (event) => {
+      if (event.key === "Escape" && this.running && !$("key-dialog").open) this.running.abort();
+    });
+    for (const text of SUGGESTIONS) {
+      const use = () => {
+        $("message").value = text;
+        this.send();
+      };
+      $("suggestions").append(h("button", { type: "button", onclick: use }, text));
+    }
+  }
+
+  begin() {
+    this.running?.abort();
+    this.conversation.clear();
+    $("log").replaceChildren();
+    this.complain(null);
+    this.arrange();
+    $("message").focus();
+  }
+
+  async send() {
+    const text = $("message").value.trim();
+    if (!text || this.running) return;
+    let body;
+    try {
+      body = this.settings.sampling();
+    } catch (error) {
+      this.complain(error.message);
+      $("settings").open = true;
+      return;
+    }
+    $("message").value = "";
+    this.complain(null);
+    this.show(this.conversation.add("user", text));
+    await this.answer({ ...body, model: this.model, messages: this.conversation.messages(this.settings.system) });
+  }
+
+  async answer(body) {
+    this.running = new AbortController();
+    const turn = { role: "assistant", content: "", facts: null };
+    const view = this.show(turn);
+    view.node.classList.add("streaming");
+    $("log").setAttribute("aria-busy", "true");
+    this.arrange();
+    const painter = new Painter(view.text);
+    const told = await streamAnswer(this.client, body, {
+      signal: this.running.signal,
+      onText: (text) => painter.paint(text),
+      onId: this.onId,
+    });
+    painter.finish(told.text);
+    this.running = null;
+    view.node.classList.remove("streaming");
+    $("log").removeAttribute("aria-busy");
+    this.conversation.add("assistant", told.text, told.facts);
+    this.tell(view, told);
+    this.arrange();
+    this.scroll();
+  }
+
+  /** What it took, or what went wrong. */
+  tell(view, told) {
+    view.facts.replaceChildren(...factsOf(told.facts, told.text));
+    if (!told.error) return;
+    view.node.classList.add("bad");
+    if (!told.text) view.node.remove();
+    const again = told.error.retryAfter ? ` Try again in ${seconds(told.error.retryAfter)}.` : "";
+    this.complain(told.error.message + again);
+    if (told.error.status === 401) this.onNeedsKey(told.error.message);
+  }
+
+  show(turn) {
+    const text = h("div", { class: "text" });
+    const facts = h("p", { class: "facts" });
+    const node = h("div", { class: `turn ${turn.role === "user" ? "user" : "assistant"}` });
+    if (turn.role === "user") {
+      node.setAttribute("dir", "auto");
+      node.textContent = inert(turn.content);
+    } else {
+      text.replaceChildren(...markdown(turn.content));
+      facts.replaceChildren(...(turn.facts ? factsOf(turn.facts, turn.content) : []));
+      node.append(text, facts);
+    }
+    $("log").append(node);
+    this.scroll();
+    return { node, text, facts };
+  }
+
+  arrange() {
+    const empty = !$("log").childElementCount;
+    $("welcome").hidden = !empty;
+    $("fresh").disabled = empty;
+    $("send").hidden = Boolean(this.running);
+    $("stop").hidden = !this.running;
+  }
+
+  complain(words) {
+    $("trouble").hidden = !words;
+    $("trouble").textContent = words ?? "";
+  }
+
+  scroll() {
+    $("log").scrollTop = $("log").scrollHeight;
+  }
+}
+
+/** Draws a growing text now and then: seldom enough that drawing takes at most a fifth of the time. */
+class Painter {
+  constructor(node) {
+    this.node = node;
+    this.timer = null;
+    this.waitMs = REDRAW_MS;
+    this.latest = "";
+  }
+
+  paint(text) {
+    this.latest = text;
+    this.timer ??= setTimeout(() => {
+      this.timer = null;
+      this.draw();
+    }, this.waitMs);
+  }
+
+  finish(text) {
+    clearTimeout(this.timer);
+    this.latest = text;
+    this.draw();
+  }
+
+  draw() {
+    const began = performance.now();
+    const log = $("log");
+    const atEnd = log.scrollHeight - log.scrollTop - log.clientHeight < 80; // who reads further up is left there
+    this.node.replaceChildren(...markdown(this.latest));
+    if (atEnd) log.scrollTop = log.scrollHeight;
+    this.waitMs = Math.max(REDRAW_MS, 4 * (performance.now() - began));
+  }
+}
+
+function factsOf(facts, text) {
+  const parts = [];
+  const add = (value, words) => parts.push(h("span", {}, h("b", {}, value), ` ${words}`));
+  if (facts.ttft !== null) add(seconds(facts.ttft), "to the first token");
+  if (facts.perSecond !== null) add(facts.perSecond.toFixed(facts.perSecond < 10 ? 1 : 0), "tokens/s");
+  if (facts.tokens !== null && text) add(count(facts.tokens), facts.tokens === 1 ? "token" : "tokens");
+  if (facts.cached) add(count(facts.cached), "prompt tokens cached");
+  if (facts.finish && facts.finish !== "stop") {
+    parts.push(h("span", { class: facts.finish === "stopped" ? "bad" : "" }, FINISHES[facts.finish] ?? inert(facts.finish)));
+  }
+  return parts;
+}

@@ -1,0 +1,44 @@
+// What was said, kept for this tab alone.
+
+const KEPT = "maitred.conversation";
+const MAX_KEPT = 2_000_000; // characters
+
+export class Conversation {
+  constructor() {
+    this.turns = []; // {role, content, facts}
+    try {
+      const kept = JSON.parse(sessionStorage.getItem(KEPT) ?? "[]");
+      if (Array.isArray(kept)) this.turns = kept.filter((t) => typeof t?.content === "string" && typeof t?.role === "string");
+    } catch { /* nothing kept, or not ours */ }
+  }
+
+  add(role, content, facts = null) {
+    const turn = { role, content, facts };
+    this.turns.push(turn);
+    this.keep();
+    return turn;
+  }
+
+  clear() {
+    this.turns = [];
+    this.keep();
+  }
+
+  /** As the API wants them; an answer that failed before its first word is left out. */
+  messages(system) {
+    const said = this.turns.filter((turn) => turn.content).map(({ role, content }) => ({ role, content }));
+    return system ? [{ role: "system", content: system }, ...said] : said;
+  }
+
+  keep() {
+    let turns = this.turns;
+    let text = JSON.stringify(turns);
+    while (text.length > MAX_KEPT && turns.length > 1) {
+      turns = turns.slice(1);
+      text = JSON.stringify(turns);
+    }
+    try {
+      sessionStorage.setItem(KEPT, text);
+    } catch { /* full or forbidden: the page still has it */ }
+  }
+}

@@ -1,0 +1,90 @@
+// The live view as a whole: one frame goes to every panel; drawings move on between frames.
+
+import { BlockMap } from "./blocks.js";
+import { Charts } from "./charts.js";
+import { $, h, say } from "./dom.js";
+import { inertLine } from "./inert.js";
+import { Queue } from "./queue.js";
+import { Stats } from "./stats.js";
+import { Tenants } from "./tenants.js";
+import { Tickets } from "./tickets.js";
+import { Timeline, told } from "./timeline.js";
+
+const DESCRIBE_MS = 5000;
+const calm = window.matchMedia("(prefers-reduced-motion: reduce)");
+
+export class Engine {
+  constructor() {
+    this.mine = new Set(); // ids of this page's own answers
+    const tickets = new Tickets();
+    const isMine = (id) => [...this.mine].some((ours) => id.includes(ours));
+    const onPoint = (ticket, event, words) => this.point(ticket, event, words);
+    this.timeline = new Timeline(tickets, { isMine, onPoint });
+    this.blocks = new BlockMap(tickets, { onPoint });
+    this.panels = [tickets, new Stats(), this.timeline, this.blocks, new Queue(tickets), new Charts(), new Tenants()];
+    this.tickets = tickets;
+    this.isMine = isMine;
+    this.frame = null;
+    this.describedAt = -Infinity;
+    window.addEventListener("themechange", () => this.draw());
+    window.addEventListener("resize", () => this.draw());
+    const turn = () => {
+      if (!calm.matches) this.draw();
+      requestAnimationFrame(turn);
+    };
+    requestAnimationFrame(turn);
+  }
+
+  addMine(id) {
+    this.mine.add(id);
+    if (this.mine.size > 50) this.mine.delete(this.mine.values().next().value);
+  }
+
+  take(frame) {
+    this.frame = frame;
+    for (const panel of this.panels) panel.take(frame);
+    this.blocks.draw();
+    if (calm.matches) this.timeline.draw();
+    if (performance.now() - this.describedAt > DESCRIBE_MS) {
+      this.describedAt = performance.now();
+      this.timeline.describe();
+      this.blocks.describe();
+    }
+    if (document.querySelector(".as-table").open) this.table(frame);
+  }
+
+  draw() {
+    if (document.hidden || !this.frame) return;
+    this.timeline.draw();
+  }
+
+  /** What the pointer is on stands out, here and there, and says what it is. */
+  point(ticket, event, words = null) {
+    const chosen = ticket?.number ?? null;
+    if (chosen !== this.timeline.chosen) {
+      this.timeline.chosen = this.blocks.chosen = chosen;
+      this.blocks.draw();
+      this.timeline.draw();
+    }
+    const tip = $("tip");
+    const text = ticket ? told(ticket, this.tickets.now) : words;
+    tip.hidden = !text;
+    if (!text) return;
+    say(tip, text);
+    const x = Math.min(event.clientX + 14, window.innerWidth - tip.offsetWidth - 8);
+    const below = event.clientY + 18 + tip.offsetHeight < window.innerHeight;
+    tip.style.left = `${Math.max(8, x)}px`;
+    tip.style.top = `${below ? event.clientY + 18 : event.clientY - tip.offsetHeight - 12}px`;
+  }
+
+  table(frame) {
+    const head = ["slot", "request", "tenant", "phase", "prompt", "new", "most", "blocks", "preempted"];
+    const rows = frame.engine.running.map((r, index) => [
+      frame.seats[index] + 1, this.isMine(r.id) ? "yours" : inertLine(r.id, 28), inertLine(r.tenant || "–", 20), r.phase,
+      r.num_prompt_tokens, r.num_output_tokens, r.max_tokens, r.num_blocks, r.num_preemptions,
+    ]);
+    rows.sort((a, b) => a[0] - b[0]);
+    const cells = (values, tag) => h("tr", {}, ...values.map((value) => h(tag, {}, String(value))));
+    $("seats").replaceChildren(h("table", {}, h("thead", {}, cells(head, "th")), h("tbody", {}, ...rows.map((row) => cells(row, "td")))));
+  }
+}

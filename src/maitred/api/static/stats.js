@@ -1,0 +1,79 @@
+// The numbers on top, and how fast tokens leave: rates out of counters that only grow.
+
+import { begin, colour } from "./canvas.js";
+import { $, h, say } from "./dom.js";
+import { count, percent, seconds, short } from "./words.js";
+
+const WINDOW_S = 2; // that a rate is taken over
+const HISTORY = 90;
+
+export class Stats {
+  constructor() {
+    this.seen = []; // {now, counters, execute_s, host_s} of the last seconds
+    this.rates = []; // tokens/s, for the little chart
+    this.tiles = {};
+    for (const [key, title] of [["rate", "new tokens/s"], ["batch", "in the batch"], ["waiting", "waiting"], ["kv", "KV cache"], ["prefix", "prompt from cache"], ["step", "a step takes"]]) {
+      this.tiles[key] = this.tile(key, title);
+    }
+    this.chart = h("canvas", { "aria-hidden": "true" });
+    this.tiles.rate.node.append(this.chart);
+  }
+
+  tile(key, title) {
+    const value = h("span", { id: `stat-${key}` }, "–");
+    const unit = h("small");
+    const level = h("i", { class: "level" });
+    const node = h("div", {}, h("dt", {}, title), h("dd", {}, value, " ", unit), level);
+    $("stats").append(node);
+    return { node, value, unit, level };
+  }
+
+  take(frame) {
+    const engine = frame.engine;
+    if (this.seen.length && engine.now < this.seen.at(-1).now) this.seen = [];
+    this.seen.push(engine);
+    while (this.seen.length > 2 && this.seen[1].now < engine.now - WINDOW_S) this.seen.shift();
+    const [before, time] = [this.seen[0], engine.now - this.seen[0].now];
+    const grown = (name) => engine.counters[name] - before.counters[name];
+    const rate = time > 0 ? grown("num_generated_tokens") / time : 0;
+    this.rates.push(rate);
+    if (this.rates.length > HISTORY) this.rates.shift();
+    this.set("rate", rate < 100 ? rate.toFixed(rate < 10 ? 1 : 0) : short(rate));
+    this.set("batch", count(engine.num_running), `of ${engine.max_num_seqs}`, percent(engine.num_running, engine.max_num_seqs));
+    this.set("waiting", count(engine.num_waiting));
+    const used = percent(engine.blocks.num_used, engine.blocks.num_blocks);
+    this.set("kv", used < 10 && used > 0 ? used.toFixed(1) : used.toFixed(0), "% in use", used);
+    const asked = engine.counters.num_prefix_queried_tokens;
+    const hits = percent(engine.counters.num_prefix_hit_tokens, asked);
+    this.set("prefix", asked ? hits.toFixed(0) : "–", asked ? "%" : "", hits);
+    const steps = grown("num_steps");
+    const spent = engine.execute_s + engine.host_s - before.execute_s - before.host_s;
+    this.set("step", steps ? seconds(spent / steps) : "–");
+    this.draw();
+  }
+
+  set(key, value, unit = "", level = null) {
+    const tile = this.tiles[key];
+    say(tile.value, value);
+    say(tile.unit, unit);
+    if (level !== null) tile.level.style.width = `${Math.min(100, level)}%`;
+  }
+
+  draw() {
+    if (!this.chart.clientWidth) return;
+    const { context, width, height } = begin(this.chart);
+    const most = Math.max(1, ...this.rates);
+    context.beginPath();
+    context.moveTo(width, height);
+    this.rates.forEach((rate, index) => {
+      const x = width - ((this.rates.length - 1 - index) * width) / (HISTORY - 1);
+      if (index === 0) context.lineTo(x, height);
+      context.lineTo(x, height - (rate / most) * (height - 3));
+    });
+    context.lineTo(width, height);
+    context.closePath();
+    context.fillStyle = colour("brass");
+    context.globalAlpha = 0.28;
+    context.fill();
+  }
+}

@@ -1,0 +1,81 @@
+// What became of each request over the last minute, out of frames that each show one moment.
+
+export const KEEP_S = 70;
+
+export class Tickets {
+  constructor() {
+    this.clear();
+  }
+
+  clear() {
+    this.byId = new Map();
+    this.number = 0;
+    this.now = -Infinity;
+  }
+
+  /** A ticket: {id, number, tenant, arrivedAt, stints: [{seat, from, decodeFrom, to, end}], waiting, latest}. Times in
+   * seconds of the engine's clock; `to` is null while it lasts; `waiting` is {since, state, place} or null. */
+  take(frame) {
+    const engine = frame.engine;
+    if (engine.now < this.now) this.clear(); // another engine, with another clock
+    this.now = engine.now;
+    const seated = new Set();
+    engine.running.forEach((request, index) => {
+      seated.add(request.id);
+      this.sits(this.ticket(request), request, frame.seats[index]);
+    });
+    const preempted = new Set(engine.waiting.filter((w) => w.state === "preempted").map((w) => w.id));
+    for (const ticket of this.byId.values()) {
+      if (!seated.has(ticket.id)) this.left(ticket, preempted.has(ticket.id));
+      ticket.waiting = null;
+    }
+    engine.waiting.forEach((request, place) => this.waits(this.ticket(request), request, place));
+    this.forget();
+  }
+
+  ticket(request) {
+    let ticket = this.byId.get(request.id);
+    if (!ticket) {
+      ticket = { id: request.id, number: (this.number += 1), tenant: request.tenant, arrivedAt: request.arrived_at, stints: [], waiting: null, latest: request };
+      this.byId.set(request.id, ticket);
+    }
+    ticket.latest = request;
+    return ticket;
+  }
+
+  sits(ticket, request, seat) {
+    let stint = ticket.stints.at(-1);
+    const isFirst = !ticket.stints.length;
+    if (!stint || stint.to !== null) {
+      // Its own times are exact; only a later stay, after a preemption, is as exact as the frames.
+      const from = isFirst && request.num_preemptions === 0 ? request.started_at ?? this.now : this.now;
+      stint = { seat, from, decodeFrom: null, to: null, end: null };
+      ticket.stints.push(stint);
+    }
+    if (request.phase === "decode" && stint.decodeFrom === null) {
+      const exact = ticket.stints.length === 1 && request.num_preemptions === 0 ? request.first_token_at : null;
+      stint.decodeFrom = Math.max(stint.from, exact ?? this.now);
+    }
+  }
+
+  left(ticket, wasPreempted) {
+    const stint = ticket.stints.at(-1);
+    if (stint && stint.to === null) {
+      stint.to = this.now;
+      stint.end = wasPreempted ? "preempted" : "done";
+    }
+  }
+
+  waits(ticket, request, place) {
+    const last = ticket.stints.at(-1);
+    ticket.waiting = { since: last?.to ?? request.arrived_at, state: request.state, place };
+  }
+
+  forget() {
+    for (const [id, ticket] of this.byId) {
+      const last = ticket.stints.at(-1);
+      const gone = last ? last.to !== null && last.to < this.now - KEEP_S : true;
+      if (gone && !ticket.waiting) this.byId.delete(id);
+    }
+  }
+}
