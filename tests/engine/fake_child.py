@@ -7,11 +7,16 @@ from __future__ import annotations
 
 import hashlib
 import os
+import pickle
 import signal
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import zmq
 
 from maitred.clock import WallClock
 from maitred.config import EngineConfig
@@ -19,6 +24,7 @@ from maitred.engine.child import LoadedEngine, main
 from maitred.engine.core import EngineCore
 from maitred.engine.memory import MemoryPlan
 from maitred.engine.served import facts_of
+from maitred.engine.spawn import REPORTS
 from maitred.errors import CheckpointError
 from maitred.model.checkpoint import BUILTIN_FOLDER
 from maitred.step import ModelOutput, NewRequest, SampledRow, SchedulerOutput
@@ -39,6 +45,7 @@ class Habits:
     raise_at: int = -1
     refuse: int = 0  # loading fails
     exit_at_start: int = 0
+    garbage: int = 0  # writes what is no frame before it loads
     max_model_len: int = 512
 
     @classmethod
@@ -110,6 +117,8 @@ def build_fake(
             os._exit(7)
         if habits.refuse:
             raise CheckpointError("there is no such model; choose another")
+        if habits.garbage:
+            _write_garbage(Path(sys.argv[-1]))
         tell("memory  none is needed")
         model = served_model(habits.max_model_len)
         executor = ChainedExecutor(habits)
@@ -139,6 +148,14 @@ def build_fake(
         )
 
     return build
+
+
+def _write_garbage(folder: Path) -> None:
+    """What an attacker might send, who found the socket."""
+    with zmq.Context() as context, context.socket(zmq.PUSH) as socket:
+        socket.connect(f"ipc://{folder / REPORTS}")
+        for garbage in (pickle.dumps(OSError("boom")), b"", b"\xc1" * 1000, msgspec.msgpack.encode(["Ready", 1])):
+            socket.send(garbage)
 
 
 def command(habits: str = "") -> tuple[str, ...]:

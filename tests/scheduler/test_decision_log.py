@@ -13,6 +13,7 @@ import pytest
 from maitred.clock import ManualClock
 from maitred.engine.core import EngineCore
 from maitred.errors import ConfigError
+from maitred.kvcache.prefix_cache import TokenHasher
 from maitred.request import FinishReason, Request, SamplingParams
 from maitred.scheduler.decision_log import Arrival, Arrived, Outcome, Recorder, Step, StepRecord, request_of
 from maitred.scheduler.log_codec import Header, LogEncoder, Ticks, read_log
@@ -21,7 +22,7 @@ from maitred.scheduler.replay import LoggedOutcomes, first_difference, fresh_sch
 from maitred.scheduler.scheduler import Scheduler
 from maitred.scheduler.swap import SwapCosts
 from maitred.step import ModelOutput, RequestProgress, SchedulerOutput
-from tests.fakes import FakeExecutor, make_request, make_samples, make_scheduler, token_at
+from tests.fakes import MODEL, FakeExecutor, make_request, make_samples, make_scheduler, token_at
 
 BLOCK_SIZE, NUM_BLOCKS, NUM_HOST_BLOCKS = 4, 24, 12
 Run = tuple[list[bytes], Scheduler]
@@ -159,6 +160,28 @@ def test_the_recorded_load_reaches_every_corner():
     assert any(step.plan.block_copies for step in steps)
     assert any(step.plan.swap_outs for step in steps)
     assert any(step.plan.swap_ins for step in steps)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_requests_that_another_engine_began_are_replayed_with_the_output_they_brought(seed: int):
+    """As a restarted engine gets them: some tokens known, nothing computed, hashes of all full blocks."""
+    chooser, clock = Random(seed), ManualClock()
+    scheduler = make_scheduler(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, max_num_seqs=4, max_num_batched_tokens=24)
+    records: list[StepRecord] = []
+    core = EngineCore(scheduler, TimedExecutor(clock), clock, Recorder(records.append))
+    for request in random_workload(chooser)[:12]:
+        if request.max_tokens > 1 and request.sample_index != 1:
+            request.output_token_ids = [loud_token(request.request_id, i) for i in range(1, request.max_tokens)]
+            known = [*request.prompt_token_ids, *request.output_token_ids]
+            request.block_hashes = TokenHasher(BLOCK_SIZE, MODEL).hash_prompt(known)
+        request.start_by = request.finish_by = None
+        core.add(request)
+    while core.has_work:
+        core.step()
+    encoder = LogEncoder(Header(scheduler.config, NUM_BLOCKS, BLOCK_SIZE, enable_prefix_caching=True))
+    frames = [encoder.start(), *map(encoder.encode, records)]
+    assert first_difference(frames) is None
+    assert any(new.num_output_tokens for step in read_log(frames)[1] for new in step.plan.new_requests)
 
 
 @pytest.mark.parametrize("seed", range(6))

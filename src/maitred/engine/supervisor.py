@@ -36,13 +36,14 @@ class Watchdog:
     """How long the engine's process has been silent, and how long it has been in one step.
 
     Asked every `tick_s`, and counts that time alone: what passes while the asker does not run (a suspended machine, a
-    stopped process) is nobody's fault.
+    stopped process) is nobody's fault. Silence counts from the first heartbeat on: loading may take its time.
     """
 
     tick_s: float
     silent_s: float = 0.0
     stuck_s: float = 0.0
     _asked_at: float | None = None
+    _heard: bool = False
     _round: int = -1
     _busy: bool = False
     _moved: bool = True
@@ -50,6 +51,7 @@ class Watchdog:
     def beat(self, round_number: int, busy: bool) -> None:
         """A heartbeat came."""
         self.silent_s = 0.0
+        self._heard = True
         self._moved = self._moved or round_number != self._round or not busy
         self._round, self._busy = round_number, busy
 
@@ -61,7 +63,7 @@ class Watchdog:
     def tick(self, now: float) -> None:
         passed_s = 0.0 if self._asked_at is None else min(now - self._asked_at, 2 * self.tick_s)
         self._asked_at = now
-        self.silent_s += passed_s
+        self.silent_s += passed_s if self._heard else 0.0
         self.stuck_s = 0.0 if self._moved or not self._busy else self.stuck_s + passed_s
         self._moved = False
 

@@ -1,0 +1,349 @@
+"""The engine in a process of its own: what crosses, what happens when it dies, and who goes on with the next one."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import psutil
+import pytest
+
+from maitred.clock import WallClock
+from maitred.config import EngineConfig, ProcessConfig, SchedulerConfig
+from maitred.engine import keeper, supervisor
+from maitred.engine.keeper import Start
+from maitred.engine.process import ProcessEngine, start_engine_process
+from maitred.errors import CheckpointError, ConfigError, EngineDead
+from maitred.request import FinishReason, Request, SamplingParams
+from maitred.step import RequestProgress
+from tests.conftest import ROOT
+from tests.engine.fake_child import command, expected
+from tests.fakes import make_request, make_samples
+from tests.waiting import HANGS_S, until, until_async
+
+PROMPT, POISON = [1, 2, 3, 4, 5, 6], [1, 13]
+SLOW = "step_s=0.005"
+
+
+@pytest.fixture(autouse=True)
+def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Restarts come at once; that the pauses grow is BackOff's own test."""
+    monkeypatch.setattr(supervisor, "FIRST_DELAY_S", 0.01)
+
+
+def start_of(habits: str = "", scheduler: SchedulerConfig | None = None, **process: Any) -> Start:
+    config = EngineConfig(scheduler=scheduler or SchedulerConfig())
+    return Start(config=config, process=ProcessConfig(**process), command=command(habits))
+
+
+@asynccontextmanager
+async def engine_process(habits: str = "", **process: Any) -> AsyncIterator[ProcessEngine]:
+    engine = ProcessEngine(start_of(habits, **process), WallClock())
+    engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+def ask(request_id: str = "r", prompt: list[int] = PROMPT, max_tokens: int = 60, **fields: Any) -> Request:
+    sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **fields.pop("sampling", {}))
+    return make_request(request_id, prompt=prompt, max_tokens=max_tokens, sampling=sampling, **fields)
+
+
+def pid_of(engine: ProcessEngine) -> int:
+    child = engine.keeper._child
+    assert child is not None
+    return child.pid
+
+
+async def follow(
+    engine: ProcessEngine, request: Request, at: dict[int, Callable[[], Awaitable[object]]] | None = None
+) -> list[RequestProgress]:
+    """All progress; after so many tokens, something happens."""
+    told, num_tokens, left = [], 0, dict(at or {})
+    async for progress in engine.submit(request):
+        told.append(progress)
+        num_tokens += len(progress.new_token_ids)
+        for count in [count for count in left if num_tokens >= count]:
+            await left.pop(count)()
+    return told
+
+
+def tokens(told: list[RequestProgress]) -> list[int]:
+    return [token for progress in told for token in progress.new_token_ids]
+
+
+def killing(engine: ProcessEngine, number: int = signal.SIGKILL) -> Callable[[], Awaitable[object]]:
+    async def kill() -> None:
+        before = engine.state().num_restarts
+        os.kill(pid_of(engine), number)
+        await until_async(lambda: engine.state().num_restarts > before)
+
+    return kill
+
+
+async def test_tokens_timing_and_the_mirror_are_those_of_an_engine_in_this_process():
+    async with engine_process() as engine:
+        request = ask(seed=7, arrived_at=WallClock().now())
+        told = await follow(engine, request)
+        assert tokens(told) == expected(PROMPT, 60, seed=7) == request.output_token_ids
+        assert told[-1].finish_reason is FinishReason.LENGTH
+        assert told[-1].timing is not None
+        assert told[-1].timing.queue_s >= 0
+        assert (request.num_charged_prompt_tokens, request.finished) == (6, True)
+        await until_async(lambda: engine.state().num_blocks_used == 0)
+        state = engine.state()
+        assert (state.num_prompt_tokens, state.num_generated_tokens) == (6, 60)
+        assert state.num_steps == 60
+        assert state.num_finished[FinishReason.LENGTH] == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+async def test_a_request_goes_on_token_for_token_when_its_engine_is_killed(number: int, caplog):
+    async with engine_process(SLOW) as engine:
+        request = ask(seed=3)
+        told = await follow(engine, request, {20: killing(engine, number)})
+        assert tokens(told) == expected(PROMPT, 60, seed=3) == request.output_token_ids
+        state = engine.state()
+        assert (state.num_restarts, state.num_resumed, state.alive) == (1, 1, True)
+        assert (state.num_prompt_tokens, state.num_generated_tokens) == (6, 60), "the prompt is charged once"
+    assert f"was killed by {signal.Signals(number).name}" in caplog.text
+
+
+async def test_a_request_survives_as_many_engines_as_it_may():
+    async with engine_process(SLOW) as engine:
+        at = {count: killing(engine) for count in (5, 20, 40)}
+        assert tokens(await follow(engine, ask(), at)) == expected(PROMPT, 60)
+
+
+async def test_samples_of_one_prompt_go_on_each_where_it_was():
+    async with engine_process(SLOW) as engine:
+        sampling = SamplingParams(max_tokens=40, ignore_eos=True)
+        samples = make_samples("r", 3, prompt=PROMPT, max_tokens=40, sampling=sampling, seed=11)
+        samples[1].max_tokens = 12  # has ended before the first death
+        work = [follow(engine, sample, {15: killing(engine)} if i == 0 else None) for i, sample in enumerate(samples)]
+        told = await asyncio.gather(*work)
+        for index, sample in enumerate(samples):
+            assert tokens(told[index]) == expected(PROMPT, sample.max_tokens, seed=11, sample_index=index)
+        state = engine.state()
+        assert (state.num_restarts, state.num_resumed) == (1, 2)
+        assert state.num_generated_tokens == 40 + 12 + 40
+
+
+async def test_a_request_that_waits_in_the_queue_is_kept_too():
+    scheduler = SchedulerConfig(max_num_seqs=1)
+    engine = ProcessEngine(start_of(SLOW, scheduler), WallClock())
+    engine.start()
+    first, second = ask("a"), ask("b", prompt=[9, 9, 9])
+    both = await asyncio.gather(follow(engine, first, {10: killing(engine)}), follow(engine, second))
+    assert [tokens(told) for told in both] == [expected(PROMPT, 60), expected([9, 9, 9], 60)]
+    await engine.close()
+
+
+async def test_a_request_that_comes_while_there_is_no_engine_is_held():
+    async with engine_process() as engine:
+        engine.attach(asyncio.get_running_loop())
+        os.kill(pid_of(engine), signal.SIGKILL)
+        await until_async(lambda: not engine.keeper.ready)
+        state = engine.state()
+        assert (state.alive, state.loading) == (False, True)
+        assert "killed by SIGKILL" in (state.error or "")
+        assert tokens(await follow(engine, ask())) == expected(PROMPT, 60)
+
+
+async def test_prompt_logprobs_are_told_once_and_logprobs_of_every_token():
+    async with engine_process(SLOW) as engine:
+        told = await follow(engine, ask(sampling={"prompt_logprobs": 0, "logprobs": 0}), {5: killing(engine)})
+        assert sum(len(progress.prompt_logprobs or ()) for progress in told) == len(PROMPT) - 1
+        assert sum(len(progress.logprobs or ()) for progress in told) == 60
+
+
+async def test_only_what_has_no_token_yet_is_started_anew_on_an_executor_that_is_not_exact():
+    scheduler = SchedulerConfig(max_num_seqs=1)
+    engine = ProcessEngine(start_of(f"{SLOW},deterministic=0", scheduler), WallClock())
+    engine.start()
+    waiting = asyncio.create_task(follow(engine, ask("waiting", prompt=[9, 9, 9])))
+    started = ask("started", arrived_at=-1.0)
+    with pytest.raises(EngineDead, match="not go on with exactly the same tokens"):
+        await follow(engine, started, {10: killing(engine)})
+    assert started.finish_reason is FinishReason.ERROR
+    assert tokens(await waiting) == expected([9, 9, 9], 60)
+    await engine.close()
+
+
+@pytest.mark.parametrize(("rule", "ends"), [("always", False), ("never", True)])
+async def test_the_user_may_rule_otherwise(rule: str, ends: bool):
+    async with engine_process(f"{SLOW},deterministic={int(ends)}", resume=rule) as engine:
+        work = follow(engine, ask(), {10: killing(engine)})
+        if ends:
+            with pytest.raises(EngineDead, match="--resume never"):
+                await work
+        else:
+            assert tokens(await work) == expected(PROMPT, 60)
+
+
+async def test_a_request_that_kills_engines_ends_and_the_others_go_on():
+    async with engine_process(f"{SLOW},die_at=3") as engine:
+        poison = asyncio.create_task(follow(engine, ask("poison", POISON)))
+        with pytest.raises(EngineDead, match="4 engines died while they had this request"):
+            await poison
+        assert tokens(await follow(engine, ask("good"))) == expected(PROMPT, 60)
+
+
+async def test_an_engine_that_raises_says_why(caplog):
+    async with engine_process("raise_at=3", resume="never") as engine:
+        with pytest.raises(EngineDead, match="exit code 1: RuntimeError: the model fell over"):
+            await follow(engine, ask(prompt=POISON))
+
+
+async def test_an_engine_that_is_stuck_in_a_step_is_killed_and_replaced():
+    async with engine_process("hang_at=3", resume="never", step_timeout_s=3.0) as engine:
+        with pytest.raises(EngineDead, match="it was in one step for 3 s"):
+            await follow(engine, ask(prompt=POISON))
+        assert tokens(await follow(engine, ask("good"))) == expected(PROMPT, 60)
+
+
+async def test_an_engine_that_is_silent_is_not_healthy_and_one_that_speaks_again_is(monkeypatch):
+    monkeypatch.setattr(keeper, "SILENT_S", 1.0)
+    async with engine_process() as engine:
+        await follow(engine, ask())
+        os.kill(pid_of(engine), signal.SIGSTOP)
+        await until_async(lambda: not engine.state().alive)
+        assert "silent" in (engine.state().error or "")
+        os.kill(pid_of(engine), signal.SIGCONT)
+        await until_async(lambda: engine.state().alive)
+        assert engine.state().num_restarts == 0
+
+
+async def test_it_is_given_up_after_as_many_restarts_as_allowed():
+    async with engine_process(SLOW, max_restarts=0) as engine:
+        with pytest.raises(EngineDead, match="killed by SIGKILL"):
+            await follow(engine, ask(), {10: lambda: _kill(engine)})
+        state = engine.state()
+        assert (state.alive, state.loading) == (False, False)
+        with pytest.raises(EngineDead, match="killed by SIGKILL"):
+            await follow(engine, ask("later"))
+        with pytest.raises(EngineDead):
+            await engine.queue_view(offset=0, limit=10)
+
+
+async def _kill(engine: ProcessEngine) -> None:
+    os.kill(pid_of(engine), signal.SIGKILL)
+
+
+async def test_an_abort_frees_every_block():
+    async with engine_process(SLOW) as engine:
+        stream = engine.submit(ask(max_tokens=400))
+        await anext(stream)
+        await stream.aclose()
+        await until_async(lambda: engine.state().num_finished[FinishReason.ABORT] == 1)
+        await until_async(lambda: engine.state().num_blocks_used == 0)
+
+
+@pytest.mark.parametrize("reason", [FinishReason.ABORT, FinishReason.STOP])
+async def test_an_abort_while_there_is_no_engine_takes_effect_at_once(reason: FinishReason):
+    async with engine_process(SLOW) as engine:
+        request = ask(max_tokens=400)
+        stream = engine.submit(request)
+        await anext(stream)
+        os.kill(pid_of(engine), signal.SIGKILL)
+        await until_async(lambda: not engine.keeper.ready)
+        engine.abort("r", reason)
+        told = [progress async for progress in stream]
+        assert told[-1].finish_reason is reason is request.finish_reason
+        await until_async(lambda: engine.keeper.ready)
+        assert engine.state().num_resumed == 0
+
+
+async def test_questions_are_answered_and_a_policy_outlives_its_engine():
+    async with engine_process() as engine:
+        assert (await engine.queue_view(offset=0, limit=10)).num_waiting == 0
+        assert (await engine.live_view()).num_running == 0
+        assert "vtc" in await engine.policy_names()
+        config = await engine.scheduler_config()
+        with pytest.raises(ConfigError, match="choose one of"):
+            await engine.configure(replace(config, policy="best"))
+        await engine.configure(replace(config, policy="vtc"))
+        os.kill(pid_of(engine), signal.SIGKILL)
+        await until_async(lambda: not engine.keeper.ready)
+        with pytest.raises(EngineDead):
+            await engine.scheduler_config()
+        await until_async(lambda: engine.keeper.ready)
+        assert (await engine.scheduler_config()).policy == "vtc"
+
+
+async def test_a_request_that_can_never_fit_ends_alone():
+    async with engine_process() as engine:
+        told = await follow(engine, ask("large", prompt=[1] * 9000))
+        assert told[-1].finish_reason is FinishReason.ERROR
+        assert "KV blocks" in (told[-1].error or "")
+        assert tokens(await follow(engine, ask())) == expected(PROMPT, 60)
+
+
+async def test_what_is_no_frame_is_dropped_and_counted(caplog):
+    async with engine_process("garbage=1") as engine:
+        child = engine.keeper._child
+        assert child is not None
+        for garbage in (b"", b"\x80\x04.", b"\xc1" * 100):
+            child._commands.send(garbage)
+        assert tokens(await follow(engine, ask())) == expected(PROMPT, 60)
+        assert child.num_wrong_frames == 4
+        await until_async(lambda: caplog.text.count("from the server's socket") == 3)
+
+
+def test_what_keeps_the_engine_from_loading_is_raised_here():
+    engine = ProcessEngine(start_of("refuse=1"), WallClock())
+    with pytest.raises(CheckpointError, match="there is no such model; choose another"):
+        engine.start()
+    engine = ProcessEngine(start_of("exit_at_start=1"), WallClock())
+    with pytest.raises(EngineDead, match="ended with exit code 7: something went wrong here, before it was ready"):
+        engine.start()
+
+
+def test_an_engine_can_be_stopped_without_ever_having_a_loop():
+    lines: list[str] = []
+    engine = start_engine_process(start_of(), clock=WallClock(), on_event=lines.append)
+    assert lines == ["memory  none is needed"]
+    assert engine.model.max_model_len == 512
+    assert engine.model.chat_template is not None
+    engine.replica.stop()
+    engine.replica.stop()
+    assert not engine.replica.state().alive
+
+
+PARENT = """
+import sys, time
+from tests.engine.test_process import start_of, pid_of
+from maitred.clock import WallClock
+from maitred.engine.process import ProcessEngine
+engine = ProcessEngine(start_of(), WallClock())
+engine.start()
+print(pid_of(engine), flush=True)
+time.sleep(600)
+"""
+
+
+def test_the_child_dies_with_its_parent_however_that_ends():
+    parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    assert parent.stdout is not None
+    child = psutil.Process(int(parent.stdout.readline()))
+    parent.kill()
+    parent.wait(HANGS_S)
+    parent.stdout.close()
+    until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
+
+
+async def test_signals_to_the_group_are_the_parents_affair():
+    async with engine_process(SLOW) as engine:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            os.kill(pid_of(engine), number)
+        assert tokens(await follow(engine, ask())) == expected(PROMPT, 60)
+        assert os.getsid(pid_of(engine)) != os.getsid(0)
