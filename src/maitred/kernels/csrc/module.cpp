@@ -10,6 +10,7 @@ namespace nb = nanobind;
 
 namespace maitred {
 void bind_linear(nb::module_&);
+void bind_attention(nb::module_&);
 }
 
 namespace {
@@ -32,4 +33,5 @@ NB_MODULE(_native, m) {
       .def(nb::init<int>(), nb::arg("num_threads"))
       .def_prop_ro("num_threads", &maitred::ThreadPool::num_threads);
   maitred::bind_linear(m);
+  maitred::bind_attention(m);
 }

@@ -1,0 +1,284 @@
+#include "attention.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+namespace maitred {
+namespace {
+
+constexpr float kLog2E = 1.44269504088896340736f;
+
+int64_t round_up_64(int64_t n) { return (n + 63) / 64 * 64; }
+
+// Where things lie in a worker's scratch memory.
+struct Places {
+  int64_t queries, scores, probabilities, first, end, part_maximum, part_sum, part_out, maximum, sum, out, gathered,
+      bytes;
+};
+
+Places places(const KVLayout& layout) {
+  Places p{};
+  int64_t at = 0;
+  const auto take = [&](int64_t bytes) {
+    const int64_t here = at;
+    at += round_up_64(bytes);
+    return here;
+  };
+  const int64_t rows = kMaxRows, values = rows * layout.padded_head * 4;
+  p.queries = take(rows * query_head_bytes(layout));
+  p.scores = take(rows * kSegmentSlots * 4);
+  p.probabilities = take(rows * kSegmentSlots * 4);
+  p.first = take(rows * 4);
+  p.end = take(rows * 4);
+  p.part_maximum = take(rows * 4);
+  p.part_sum = take(rows * 4);
+  p.part_out = take(values);
+  p.maximum = take(rows * 4);
+  p.sum = take(rows * 4);
+  p.out = take(values);
+  p.gathered = take(kSegmentTiles * layout.cell_bytes);
+  p.bytes = (at + 4095) / 4096 * 4096 + 192;  // threads' scratch must not fall on the same cache sets
+  return p;
+}
+
+// Everything a worker needs to compute units of one op.
+struct Job {
+  const AttentionOp& op;
+  AttentionPlan& plan;
+  const KVLayout& tile_layout;
+  const KVPool& pool;
+  const StepRows& step;
+  const uint8_t* queries;
+  float* out;
+  int64_t out_stride;
+  const AttentionKernels& kernels;
+  Places at;
+  uint8_t* scratch;
+
+  float* floats(int64_t place) const { return reinterpret_cast<float*>(scratch + place); }
+};
+
+int first_position(const Job& job, const AttentionItem& item) { return job.step.positions[item.first_token]; }
+
+// Slots of a segment that some query of the item sees: [first, end).
+struct Span {
+  int first, end;
+};
+
+Span span_of(const Job& job, const AttentionItem& item, int segment) {
+  const int position = first_position(job, item), window = job.plan.window();
+  const int seen = window == 0 ? 0 : std::max(0, position - window + 1);
+  const int base = segment * kSegmentSlots;
+  return {std::max(seen - base, 0), std::min(position + item.num_queries - base, kSegmentSlots)};
+}
+
+// Copy one tile's visible slots out of blocks that are not whole tiles, into the form that the kernels take.
+void gather_tile(const Job& job, const AttentionItem& item, int first, int end, uint8_t* tile) {
+  const KVLayout& from = job.pool.layout();
+  const KVLayout& to = job.tile_layout;
+  const int per_word = to.values_per_word, value_bytes = 4 / per_word;
+  const int32_t* table = job.step.block_tables + job.step.first_blocks[item.row];
+  for (int position = first; position < end; ++position) {
+    const int lane = position % kTileSlots;
+    const uint8_t* cell = job.pool.block(job.op.layer, table[position / from.block_size]) +
+                          item.kv_head * from.head_bytes + position % from.block_size * from.cell_bytes;
+    for (int word = 0; word < to.k_words; ++word) {
+      const int bytes = std::min(per_word, to.head_dim - word * per_word) * value_bytes;
+      std::memcpy(tile + (int64_t{word} * kTileSlots + lane) * 4, cell + word * 4, static_cast<std::size_t>(bytes));
+    }
+    const uint8_t* value = cell + from.v_offset;
+    uint8_t* target =
+        tile + to.v_offset + int64_t{lane / per_word} * to.padded_head * 4 + lane % per_word * value_bytes;
+    for (int i = 0; i < to.head_dim; ++i)
+      std::memcpy(target + int64_t{i} * 4, value + i * value_bytes, static_cast<std::size_t>(value_bytes));
+    if (to.dtype == DType::int8) {
+      std::memcpy(tile + to.k_scales_offset() + lane * 4, cell + from.cell_bytes - 8, 4);
+      std::memcpy(tile + to.v_scales_offset() + lane * 4, cell + from.cell_bytes - 4, 4);
+    }
+  }
+}
+
+// The tiles of a segment, by place in it; gathered into scratch where the pool has none.
+void find_tiles(const Job& job, const AttentionItem& item, int segment, Span span, const uint8_t** tiles) {
+  const KVLayout& layout = job.pool.layout();
+  const int base = segment * kSegmentSlots;
+  const int32_t* table = job.step.block_tables + job.step.first_blocks[item.row];
+  for (int tile = span.first / kTileSlots; tile * kTileSlots < span.end; ++tile) {
+    const int position = base + tile * kTileSlots;
+    if (layout.tiled) {
+      tiles[tile] = job.pool.block(job.op.layer, table[position / layout.block_size]) +
+                    item.kv_head * layout.head_bytes + position % layout.block_size / kTileSlots * layout.cell_bytes;
+    } else {
+      uint8_t* gathered = job.scratch + job.at.gathered + tile * job.tile_layout.cell_bytes;
+      gather_tile(job, item, std::max(position, base + span.first), std::min(position + kTileSlots, base + span.end),
+                  gathered);
+      tiles[tile] = gathered;
+    }
+  }
+}
+
+// Rows of an item are query by query, the group's heads of a query side by side.
+void copy_queries(const Job& job, const AttentionItem& item) {
+  const int64_t head_bytes = query_head_bytes(job.tile_layout);
+  const std::size_t bytes = static_cast<std::size_t>(item.num_heads * head_bytes);
+  uint8_t* target = job.scratch + job.at.queries;
+  for (int query = 0; query < item.num_queries; ++query, target += bytes) {
+    const int64_t token = item.first_token + query;
+    std::memcpy(target, job.queries + (token * job.op.num_heads + item.first_head) * head_bytes, bytes);
+  }
+}
+
+// What each row sees of a segment.
+void find_ranges(const Job& job, const AttentionItem& item, int segment, int32_t* first, int32_t* end) {
+  const int window = job.plan.window(), base = segment * kSegmentSlots;
+  int row = 0;
+  for (int query = 0; query < item.num_queries; ++query) {
+    const int position = first_position(job, item) + query;
+    const int seen = window == 0 ? 0 : std::max(0, position - window + 1);
+    for (int head = 0; head < item.num_heads; ++head, ++row) {
+      first[row] = std::min(std::max(seen - base, 0), kSegmentSlots);
+      end[row] = std::max(std::min(position + 1 - base, kSegmentSlots), 0);
+    }
+  }
+}
+
+void compute_segment(const Job& job, const AttentionItem& item, int segment, const Partial& part,
+                     const uint8_t* const* next_tiles, int num_next) {
+  const Span span = span_of(job, item, segment);
+  const uint8_t* tiles[kSegmentTiles];
+  find_tiles(job, item, segment, span, tiles);
+  int32_t* first = reinterpret_cast<int32_t*>(job.scratch + job.at.first);
+  int32_t* end = reinterpret_cast<int32_t*>(job.scratch + job.at.end);
+  find_ranges(job, item, segment, first, end);
+  Segment work{};
+  work.layout = &job.tile_layout;
+  work.rows = item.num_queries * item.num_heads;
+  work.queries = job.scratch + job.at.queries;
+  work.query_stride = query_head_bytes(job.tile_layout);
+  work.tiles = tiles;
+  work.first_tile = span.first / kTileSlots;
+  work.end_tile = (span.end + kTileSlots - 1) / kTileSlots;
+  work.first = first;
+  work.end = end;
+  work.scale = job.op.scale;
+  work.softcap = job.op.softcap;
+  work.scores = job.floats(job.at.scores);
+  work.probabilities = job.scratch + job.at.probabilities;
+  work.maximum = part.maximum;
+  work.sum = part.sum;
+  work.out = part.out;
+  work.next_tiles = next_tiles;
+  work.num_next = num_next;
+  job.kernels.segment[static_cast<int>(job.tile_layout.dtype)](work);
+}
+
+void start(int rows, const Partial& total) {
+  std::fill(total.maximum, total.maximum + rows, -std::numeric_limits<float>::infinity());
+  std::fill(total.sum, total.sum + rows, 0.0f);
+}
+
+void finish(const Job& job, const AttentionItem& item, const Partial& total) {
+  const int head_dim = job.tile_layout.head_dim;
+  int row = 0;
+  for (int query = 0; query < item.num_queries; ++query) {
+    float* out = job.out + (int64_t{item.first_token} + query) * job.out_stride;
+    for (int i = 0; i < item.num_heads; ++i, ++row) {
+      const int head = item.first_head + i;
+      const float sink =
+          job.op.sinks == nullptr ? -std::numeric_limits<float>::infinity() : job.op.sinks[head] * kLog2E;
+      job.kernels.finish(head_dim, total.maximum[row], total.sum[row],
+                         total.out + int64_t{row} * job.tile_layout.padded_head, sink, out + int64_t{head} * head_dim);
+    }
+  }
+}
+
+// Tiles with which the unit after this one begins, if it is tiled at all.
+int find_next_tiles(const Job& job, const AttentionItem& item, int segment, const uint8_t** tiles) {
+  if (!job.pool.layout().tiled) return 0;
+  const Span span = span_of(job, item, segment);
+  const int first = span.first / kTileSlots, end = (span.end + kTileSlots - 1) / kTileSlots;
+  const uint8_t* found[kSegmentTiles];
+  find_tiles(job, item, segment, span, found);
+  std::copy(found + first, found + end, tiles);
+  return end - first;
+}
+
+Partial partial_of(AttentionPlan& plan, const AttentionItem& item, int segment, int padded_head) {
+  const int64_t rows = int64_t{item.num_queries} * item.num_heads;
+  float* at = plan.partials() + item.partials + (segment - item.first_segment) * rows * (padded_head + 2);
+  return {at + rows * padded_head, at + rows * (padded_head + 1), at};
+}
+
+void run_unit(const Job& job, const AttentionUnit& unit, const AttentionUnit* next) {
+  const AttentionItem& item = job.plan.items()[unit.item];
+  const int rows = item.num_queries * item.num_heads, padded_head = job.tile_layout.padded_head;
+  const Partial part{job.floats(job.at.part_maximum), job.floats(job.at.part_sum), job.floats(job.at.part_out)};
+  const Partial total{job.floats(job.at.maximum), job.floats(job.at.sum), job.floats(job.at.out)};
+  copy_queries(job, item);
+  start(rows, total);
+  const bool split = item.partials >= 0;
+  for (int segment = unit.first_segment; segment < unit.end_segment; ++segment) {
+    const uint8_t* next_tiles[kSegmentTiles];
+    int num_next = 0;
+    if (segment + 1 < unit.end_segment)
+      num_next = find_next_tiles(job, item, segment + 1, next_tiles);
+    else if (next != nullptr)
+      num_next = find_next_tiles(job, job.plan.items()[next->item], next->first_segment, next_tiles);
+    const Partial to = split ? partial_of(job.plan, item, segment, padded_head) : part;
+    compute_segment(job, item, segment, to, next_tiles, num_next);
+    if (!split) job.kernels.fold(rows, padded_head, total, part);
+  }
+  if (split) {
+    const int num_segments = item.end_segment - item.first_segment;
+    std::atomic<int>& done = job.plan.segments_done(unit.item);
+    if (done.fetch_add(1, std::memory_order_acq_rel) + 1 < num_segments) return;
+    done.store(0, std::memory_order_relaxed);
+    for (int segment = item.first_segment; segment < item.end_segment; ++segment)
+      job.kernels.fold(rows, padded_head, total, partial_of(job.plan, item, segment, padded_head));
+  }
+  finish(job, item, total);
+}
+
+}  // namespace
+
+AttentionScratch::AttentionScratch(const KVLayout& layout, int num_threads)
+    : tile_layout_(kv_layout(layout.dtype, layout.num_kv_heads, layout.head_dim, kTileSlots)),
+      bytes_per_worker_(round_up_64(places(tile_layout_).bytes)),
+      pages_(num_threads * bytes_per_worker_) {}
+
+void attention(const AttentionOp& op, AttentionPlan& plan, const AttentionScratch& scratch, const KVPool& pool,
+               const StepRows& step, const uint8_t* queries, float* out, int64_t out_stride, WorkCounter& counter,
+               const Worker& worker, Isa isa) {
+  const Job job{op,
+                plan,
+                scratch.tile_layout(),
+                pool,
+                step,
+                queries,
+                out,
+                out_stride,
+                attention_kernels(isa),
+                places(scratch.tile_layout()),
+                scratch.of_worker(worker.index)};
+  const std::vector<AttentionUnit>& units = plan.units();
+  const int num_units = static_cast<int>(units.size());
+  for (int unit; (unit = counter.take()) < num_units;) {
+    const int next = unit + worker.count;  // as long as the threads take turns; only a hint
+    run_unit(job, units[unit], next < num_units ? &units[next] : nullptr);
+  }
+}
+
+const AttentionKernels& attention_kernels(Isa isa) {
+#if defined(__x86_64__)
+  if (isa == Isa::avx512) return attention_kernels_avx512();
+  if (isa == Isa::avx2) return attention_kernels_avx2();
+#elif defined(__aarch64__)
+  if (isa == Isa::neon) return attention_kernels_neon();
+#endif
+  (void)isa;
+  return attention_kernels_plain();
+}
+
+}  // namespace maitred

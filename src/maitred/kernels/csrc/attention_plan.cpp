@@ -1,0 +1,102 @@
+// How a step's attention is divided among the threads. See attention.h.
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+
+#include "attention.h"
+
+namespace maitred {
+namespace {
+
+// An item above this part of a thread's share is handed out segment by segment.
+constexpr int kItemsPerThread = 8;
+// What a segment costs besides its rows' arithmetic, in rows: K and V come from memory.
+constexpr int kRowsPerRead = 8;
+
+}  // namespace
+
+AttentionPlan::AttentionPlan(const KVLayout& layout, int num_heads, int window, int num_threads)
+    : num_heads_(num_heads),
+      group_(num_heads / layout.num_kv_heads),
+      padded_head_(layout.padded_head),
+      window_(window),
+      num_threads_(num_threads) {
+  if (num_heads < 1 || num_heads % layout.num_kv_heads != 0)
+    throw std::invalid_argument(std::to_string(num_heads) + " attention heads cannot share " +
+                                std::to_string(layout.num_kv_heads) + " key/value heads");
+  if (window < 0) throw std::invalid_argument("a window of " + std::to_string(window) + " tokens");
+}
+
+void AttentionPlan::build(const StepRows& step) {
+  items_.clear();
+  slots_.clear();
+  units_.clear();
+  num_partial_floats_ = 0;
+  for (int row = 0; row < step.num_rows; ++row) add_row(step, row);
+  divide();
+}
+
+void AttentionPlan::add_row(const StepRows& step, int row) {
+  const int first = step.first_tokens[row], num_tokens = step.first_tokens[row + 1] - first;
+  if (num_tokens == 0) return;
+  const int num_parts = (group_ + kMaxRows - 1) / kMaxRows;  // of a group of very many heads
+  const int most_queries = std::max(1, kMaxRows / group_);
+  const int num_cuts = (num_tokens + most_queries - 1) / most_queries;
+  const int queries = (num_tokens + num_cuts - 1) / num_cuts;
+  for (int offset = 0; offset < num_tokens; offset += queries) {
+    const int count = std::min(queries, num_tokens - offset);
+    const int position = step.positions[first + offset], last = position + count - 1;
+    const int seen = window_ == 0 ? 0 : std::max(0, position - window_ + 1);
+    for (int head = 0; head < num_heads_; head += group_) {
+      for (int part = 0; part < num_parts; ++part) {
+        const int from = group_ * part / num_parts, to = group_ * (part + 1) / num_parts;
+        items_.push_back({row, first + offset, count, head / group_, head + from, to - from, seen / kSegmentSlots,
+                          last / kSegmentSlots + 1, -1});
+        slots_.push_back(last + 1 - seen);
+      }
+    }
+  }
+}
+
+void AttentionPlan::divide() {
+  const int num_items = static_cast<int>(items_.size());
+  std::vector<int64_t> costs(items_.size());
+  int64_t total = 0;
+  for (int i = 0; i < num_items; ++i) {
+    costs[i] = slots_[i] * (kRowsPerRead + items_[i].num_queries * items_[i].num_heads);
+    total += costs[i];
+  }
+  std::vector<int64_t> unit_costs;
+  for (int i = 0; i < num_items; ++i) {
+    AttentionItem& item = items_[i];
+    const int num_segments = item.end_segment - item.first_segment;
+    if (num_threads_ == 1 || num_segments == 1 || costs[i] * num_threads_ * kItemsPerThread <= total) {
+      units_.push_back({i, item.first_segment, item.end_segment});
+      unit_costs.push_back(costs[i]);
+      continue;
+    }
+    item.partials = num_partial_floats_;
+    num_partial_floats_ += int64_t{num_segments} * item.num_queries * item.num_heads * (padded_head_ + 2);
+    for (int segment = item.first_segment; segment < item.end_segment; ++segment) {
+      units_.push_back({i, segment, segment + 1});
+      unit_costs.push_back(costs[i] / num_segments);
+    }
+  }
+  // The longest first, so that the threads end together; equals stay in order, heads of a request side by side.
+  std::vector<int> order(units_.size());
+  for (std::size_t i = 0; i < order.size(); ++i) order[i] = static_cast<int>(i);
+  std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return unit_costs[a] > unit_costs[b]; });
+  std::vector<AttentionUnit> sorted(units_.size());
+  for (std::size_t i = 0; i < order.size(); ++i) sorted[i] = units_[order[i]];
+  units_.swap(sorted);
+  if (num_partial_floats_ > capacity_floats_) {
+    capacity_floats_ = num_partial_floats_;
+    partials_.reset(new float[static_cast<std::size_t>(capacity_floats_)]);
+  }
+  if (items_.size() > capacity_items_) {
+    capacity_items_ = items_.size();
+    segments_done_.reset(new std::atomic<int>[capacity_items_]());  // each is back at 0 when its op is done
+  }
+}
+
+}  // namespace maitred

@@ -1,0 +1,120 @@
+#include "kv_pool.h"
+
+#include <sys/mman.h>
+
+#include <cstring>
+#include <new>
+#include <stdexcept>
+#include <string>
+
+namespace maitred {
+namespace {
+
+constexpr int64_t kHugePage = int64_t{2} << 20;
+constexpr int64_t kPage = 4096;
+
+int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+}  // namespace
+
+KVLayout kv_layout(DType dtype, int num_kv_heads, int head_dim, int block_size) {
+  if (dtype == DType::int4) throw std::invalid_argument("the KV cache is float32, bf16 or int8; int4 was asked for");
+  if (num_kv_heads < 1 || block_size < 1)
+    throw std::invalid_argument("a KV cache of " + std::to_string(num_kv_heads) + " heads and blocks of " +
+                                std::to_string(block_size) + " tokens; both must be at least 1");
+  if (head_dim < 2 || head_dim % 2 != 0)
+    throw std::invalid_argument("a head size of " + std::to_string(head_dim) + "; it must be even and at least 2");
+  KVLayout layout{};
+  layout.dtype = dtype;
+  layout.num_kv_heads = num_kv_heads;
+  layout.head_dim = head_dim;
+  layout.block_size = block_size;
+  layout.values_per_word = dtype == DType::f32 ? 1 : dtype == DType::bf16 ? 2 : 4;
+  layout.padded_head = static_cast<int>(round_up(head_dim, 16));
+  layout.k_words = (head_dim + layout.values_per_word - 1) / layout.values_per_word;
+  layout.tiled = block_size % kTileSlots == 0;
+  const int64_t value_bytes = 4 / layout.values_per_word;
+  const bool scaled = dtype == DType::int8;
+  if (layout.tiled) {
+    const int64_t scales_bytes = scaled ? kTileSlots * int64_t{sizeof(float)} : 0;
+    layout.v_offset = int64_t{layout.k_words} * 64 + scales_bytes;
+    layout.cell_bytes = layout.v_offset + kTileSlots * layout.padded_head * value_bytes + scales_bytes;
+    layout.head_bytes = block_size / kTileSlots * layout.cell_bytes;
+  } else {
+    layout.v_offset = head_dim * value_bytes;
+    layout.cell_bytes = round_up(2 * head_dim * value_bytes, 4) + (scaled ? 2 * int64_t{sizeof(float)} : 0);
+    layout.head_bytes = block_size * layout.cell_bytes;
+  }
+  layout.block_bytes = round_up(num_kv_heads * layout.head_bytes, 64);
+  return layout;
+}
+
+int64_t query_head_bytes(const KVLayout& layout) {
+  const int64_t part = round_up(int64_t{layout.k_words} * 4, 64);
+  return layout.dtype == DType::int8 ? 2 * part + 64 : part;
+}
+
+Pages::Pages(int64_t num_bytes) : num_bytes_(num_bytes) {
+  const bool huge = num_bytes >= kHugePage;
+  mapped_bytes_ =
+      static_cast<std::size_t>(huge ? round_up(num_bytes, kHugePage) + kHugePage : round_up(num_bytes, kPage));
+  mapped_ = mmap(nullptr, mapped_bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (mapped_ == MAP_FAILED) throw std::bad_alloc();
+  begin_ = static_cast<uint8_t*>(mapped_);
+  if (!huge) return;
+  begin_ = reinterpret_cast<uint8_t*>(round_up(static_cast<int64_t>(reinterpret_cast<uintptr_t>(mapped_)), kHugePage));
+#if defined(MADV_HUGEPAGE)
+  madvise(begin_, static_cast<std::size_t>(round_up(num_bytes, kHugePage)), MADV_HUGEPAGE);  // small pages work too
+#endif
+}
+
+Pages::~Pages() { munmap(mapped_, mapped_bytes_); }
+
+KVPool::KVPool(const KVLayout& layout, int num_layers, int num_blocks)
+    : layout_(layout),
+      num_layers_(num_layers),
+      num_blocks_(num_blocks),
+      pages_(num_layers < 1 || num_blocks < 1
+                 ? throw std::invalid_argument("a KV pool of " + std::to_string(num_layers) + " layers and " +
+                                               std::to_string(num_blocks) + " blocks; both must be at least 1")
+                 : num_layers * int64_t{num_blocks} * layout.block_bytes) {}
+
+void KVPool::touch(ThreadPool& threads) {
+  WorkCounter counter;
+  threads.run([&](const Worker&) {
+    for (int64_t first; (first = counter.take() * kHugePage) < num_bytes();) {
+      const int64_t end = first + kHugePage < num_bytes() ? first + kHugePage : num_bytes();
+      for (int64_t at = first; at < end; at += kPage) {
+        volatile uint8_t* byte = pages_.begin() + at;
+        *byte = *byte;
+      }
+    }
+  });
+}
+
+void KVPool::check_block(int block) const {
+  if (block < 0 || block >= num_blocks_)
+    throw std::out_of_range("block " + std::to_string(block) + " of a KV pool of " + std::to_string(num_blocks_));
+}
+
+void KVPool::copy_block(int source, int target) {
+  check_block(source);
+  check_block(target);
+  if (source == target) return;
+  for (int layer = 0; layer < num_layers_; ++layer)
+    std::memcpy(block(layer, target), block(layer, source), static_cast<std::size_t>(layout_.block_bytes));
+}
+
+void KVPool::read_block(int index, uint8_t* bytes) const {
+  check_block(index);
+  for (int layer = 0; layer < num_layers_; ++layer, bytes += layout_.block_bytes)
+    std::memcpy(bytes, block(layer, index), static_cast<std::size_t>(layout_.block_bytes));
+}
+
+void KVPool::write_block(int index, const uint8_t* bytes) {
+  check_block(index);
+  for (int layer = 0; layer < num_layers_; ++layer, bytes += layout_.block_bytes)
+    std::memcpy(block(layer, index), bytes, static_cast<std::size_t>(layout_.block_bytes));
+}
+
+}  // namespace maitred

@@ -1,0 +1,97 @@
+// The paged KV pool: where keys and values of a token lie, allocation, and copies of whole blocks.
+//
+// The pool is [layers][blocks][block of a layer]; a block of a layer is contiguous and holds its heads one after the
+// other. The layout serves the arithmetic, so that a vector load is what a dot product takes:
+//
+// - block_size a multiple of 16 ("tiled"): a head of a block is tiles of 16 slots. A tile is K, then V, in words of
+//   4 bytes that hold 1 (float32), 2 (bf16) or 4 (int8) values: K [word of the head][16 slots], consecutive values of
+//   one slot in a word; V [16 / values per word][head, padded to 16 values], consecutive slots of one value in a word.
+//   int8 has the 16 slots' float32 scales behind K and behind V. int8 keys are stored with 128 added (unsigned).
+// - any other block_size: a head of a block is slots, each K [head], V [head] and for int8 two scales; attention
+//   gathers them into tiles as it goes. No memory is lost to padding, but speed is.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "thread_pool.h"
+#include "types.h"
+
+namespace maitred {
+
+constexpr int kTileSlots = 16;
+
+struct KVLayout {
+  DType dtype;
+  int num_kv_heads;
+  int head_dim;
+  int block_size;
+  int values_per_word;  // in 4 bytes
+  int padded_head;      // head_dim rounded up to 16
+  int k_words;          // words of a key: a tile's K has this many lines of 64 bytes
+  bool tiled;
+  int64_t v_offset;     // of V in a tile or slot, bytes
+  int64_t cell_bytes;   // a tile, or a slot where not tiled
+  int64_t head_bytes;   // one head of a block
+  int64_t block_bytes;  // one block of one layer
+
+  // Of a tile, int8 only.
+  int64_t k_scales_offset() const { return int64_t{k_words} * 64; }
+  int64_t v_scales_offset() const { return v_offset + int64_t{kTileSlots} * padded_head; }
+};
+
+// Throws std::invalid_argument for int4, an odd or non-positive head size, and counts below 1.
+KVLayout kv_layout(DType dtype, int num_kv_heads, int head_dim, int block_size);
+
+// Bytes of one token's query head as attention takes it: see qkv.h.
+int64_t query_head_bytes(const KVLayout& layout);
+
+// Zeroed memory of the operating system, in huge pages where it has them, given when first touched.
+class Pages {
+ public:
+  explicit Pages(int64_t num_bytes);  // throws std::bad_alloc
+  ~Pages();
+  Pages(const Pages&) = delete;
+  Pages& operator=(const Pages&) = delete;
+  uint8_t* begin() const { return begin_; }
+  int64_t num_bytes() const { return num_bytes_; }
+
+ private:
+  void* mapped_;
+  std::size_t mapped_bytes_;
+  uint8_t* begin_;
+  int64_t num_bytes_;
+};
+
+class KVPool {
+ public:
+  // Throws std::invalid_argument for counts below 1, std::bad_alloc when the address space is refused.
+  KVPool(const KVLayout& layout, int num_layers, int num_blocks);
+
+  const KVLayout& layout() const { return layout_; }
+  int num_layers() const { return num_layers_; }
+  int num_blocks() const { return num_blocks_; }
+  int64_t num_bytes() const { return pages_.num_bytes(); }
+  int64_t bytes_per_block() const { return num_layers_ * layout_.block_bytes; }  // over all layers
+
+  uint8_t* block(int layer, int block) const {
+    return pages_.begin() + (int64_t{layer} * num_blocks_ + block) * layout_.block_bytes;
+  }
+
+  // Have the operating system give all pages now, each thread its part, without changing what they hold.
+  void touch(ThreadPool& threads);
+  // All layers of `source` over `target`. Throws std::out_of_range for a block that is not there.
+  void copy_block(int source, int target);
+  // All layers of a block to or from `bytes_per_block()` contiguous bytes, layer by layer.
+  void read_block(int block, uint8_t* bytes) const;
+  void write_block(int block, const uint8_t* bytes);
+  void check_block(int block) const;
+
+ private:
+  KVLayout layout_;
+  int num_layers_;
+  int num_blocks_;
+  Pages pages_;
+};
+
+}  // namespace maitred

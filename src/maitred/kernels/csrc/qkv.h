@@ -1,0 +1,68 @@
+// From the rows of the q, k, v matrix to attention's input: q/k norms, rope, K and V into the pool, q made ready.
+//
+// A query head, made ready, is what a dot product with the pool's keys takes: float32 or bf16 values, or for an int8
+// pool two int8 parts, q ~ scale * (high + low / 254), so that the product with int8 keys is exact in integers and q
+// loses nothing that matters; behind them float scale, then int32 sums of high and of low (keys are stored with 128
+// added, and the sums take that out again).
+#pragma once
+
+#include <cstdint>
+
+#include "isa.h"
+#include "kv_pool.h"
+#include "thread_pool.h"
+#include "types.h"
+
+namespace maitred {
+
+enum class QKNorm : uint8_t { none = 0, per_head = 1, full_width = 2 };
+
+// One rope's table, made once a step: for each token cos of every pair, then sin of every pair, times the factor.
+struct RopeOp {
+  const float* inverse_frequencies;  // [num_pairs] radians per position
+  int num_pairs;
+  float attention_factor;
+};
+
+// table [T][2][num_pairs]. Called by all workers.
+void rope_table(const RopeOp& op, const StepRows& step, float* table, WorkCounter& counter, const Worker& worker);
+
+struct QKVOp {
+  int layer;
+  int num_heads;  // query heads
+  QKNorm norm;
+  const float* q_norm;  // [head_dim], or [num_heads * head_dim] for full_width; offset already added
+  const float* k_norm;
+  float eps;
+  int num_pairs;  // values i and i + num_pairs of each head are rotated together; 0 leaves positions out
+};
+
+// rows [T][stride]: q heads, k heads, v heads. queries [T][num_heads][query_head_bytes]. rope may be null without
+// pairs. Called by all workers; attention may read the pool once all have returned.
+void qkv(const QKVOp& op, const KVPool& pool, const StepRows& step, const float* rows, int64_t row_stride,
+         const float* rope, uint8_t* queries, WorkCounter& counter, const Worker& worker, Isa isa);
+
+// What the instruction sets compile for themselves: one token, its K and V going to one slot of one block.
+struct QKVToken {
+  const QKVOp* op;
+  const KVLayout* layout;
+  const float* row;
+  const float* cos;  // [num_pairs]
+  const float* sin;
+  uint8_t* queries;  // this token's
+  uint8_t* block;
+  int slot;  // in the block
+};
+
+struct QKVKernels {
+  void (*token)(const QKVToken& token);
+};
+const QKVKernels& qkv_kernels(Isa isa);
+const QKVKernels& qkv_kernels_plain();
+const QKVKernels& qkv_kernels_avx2();
+const QKVKernels& qkv_kernels_avx512();
+const QKVKernels& qkv_kernels_neon();
+
+constexpr int kLargestHead = 1024;  // values; scratch of fixed size is on the stack
+
+}  // namespace maitred

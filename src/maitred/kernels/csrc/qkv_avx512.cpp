@@ -1,0 +1,19 @@
+// The token of qkv_token.inc, compiled for avx512.
+#include <stddef.h>
+#include <stdint.h>
+
+#include "bits.h"
+#include "qkv.h"
+
+namespace maitred {
+namespace {
+
+#include "qkv_token.inc"
+
+const QKVKernels kKernels{&token};
+
+}  // namespace
+
+const QKVKernels& qkv_kernels_avx512() { return kKernels; }
+
+}  // namespace maitred

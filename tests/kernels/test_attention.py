@@ -1,0 +1,180 @@
+"""Attention over the paged pool against numpy in float64, for every pool dtype and instruction set of this machine."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from maitred.errors import KernelError
+from maitred.kernels import _native
+from maitred.kernels.attention import AttentionShape, HeadNorm, LayerAttention, StepRow, make_kv_pool
+from tests.kernels.attention_world import (
+    ISAS,
+    assert_close,
+    attend_in_steps,
+    cases,
+    oracle,
+    random_rows,
+    random_steps,
+    shape_of,
+    whole,
+)
+
+pytestmark = pytest.mark.parametrize(("dtype", "isa"), list(cases()))
+
+SHAPES = {
+    "qwen3": shape_of(4, 2, 128),
+    "one head each": shape_of(3, 3, 64),
+    "three share": shape_of(3, 1, 32),
+    "five share": shape_of(5, 1, 48),
+    "eight share": shape_of(16, 2, 64),
+    "many share": shape_of(64, 1, 16),
+    "head of 16": shape_of(2, 1, 16),
+    "head of 24": shape_of(4, 2, 24),
+    "head of 26": shape_of(2, 1, 26),
+    "head of 80": shape_of(4, 4, 80),
+    "head of 96": shape_of(6, 2, 96),
+    "head of 256": shape_of(4, 1, 256),
+    "window": shape_of(4, 2, 64, window=100),
+    "window of one": shape_of(2, 1, 32, window=1),
+    "window of 300": shape_of(2, 2, 32, window=300),
+    "softcap": shape_of(4, 2, 64, softcap=3.0),
+    "sinks": shape_of(4, 2, 64, sinks=(-3.0, 0.0, 2.5, 9.0)),
+    "all three": shape_of(4, 2, 48, window=33, softcap=20.0, sinks=(1.0, -1.0, 0.5, 4.0)),
+    "partial rope": shape_of(4, 2, 64, inverse_frequencies=(1.0, 0.5, 0.25), attention_factor=1.3),
+    "no rope, no norm": shape_of(
+        4, 2, 64, inverse_frequencies=(), norm=HeadNorm.NONE, q_norm=(), k_norm=(), scale=0.05
+    ),
+    "norm over full width": shape_of(
+        4,
+        2,
+        32,
+        norm=HeadNorm.FULL_WIDTH,
+        q_norm=tuple(np.linspace(0.5, 1.5, 128)),
+        k_norm=tuple(np.linspace(1.5, 0.5, 64)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_mixed_steps_agree_with_float64(name: str, dtype: str, isa: str) -> None:
+    shape = SHAPES[name]
+    rows = random_rows(shape, [1, 37, 290, 530])
+    steps = [[(2, 100), (0, 1), (3, 300)], [(3, 1), (2, 189), (1, 36)], [(3, 229), (2, 1), (1, 1)]]
+    for got, request in zip(attend_in_steps(shape, rows, steps, dtype=dtype, isa=isa), rows, strict=True):
+        assert_close(got, oracle(shape, request, dtype), dtype)
+
+
+def test_output_is_the_same_bits_for_any_steps_blocks_and_threads(dtype: str, isa: str) -> None:
+    rng = np.random.default_rng(5)
+    for shape in (SHAPES["qwen3"], SHAPES["all three"], SHAPES["head of 26"]):
+        rows = random_rows(shape, [3, 70, 310, 700])
+        alone = attend_in_steps(shape, rows, whole(rows), dtype=dtype, isa=isa, num_threads=1)
+        for trial in range(4):
+            steps = random_steps(rng, [len(r) for r in rows])
+            got = attend_in_steps(
+                shape,
+                rows,
+                steps,
+                dtype=dtype,
+                isa=isa,
+                num_threads=1 + trial % 3,
+                block_size=(16, 48, 5, 1)[trial],
+                seed=trial,
+            )
+            for a, b in zip(alone, got, strict=True):
+                np.testing.assert_array_equal(a, b)
+
+
+def test_a_long_request_alone_is_divided_among_the_threads(dtype: str, isa: str) -> None:
+    shape = SHAPES["three share"]
+    threads = _native.ThreadPool(2)
+    pool = make_kv_pool(dtype=dtype, num_layers=1, num_blocks=64, block_size=16, num_kv_heads=1, head_dim=32)
+    layer = LayerAttention(shape, pool, threads, block_size=16, isa=isa)
+    layer.begin([StepRow(1000, 1, range(63))])
+    assert layer.num_units == 4
+    layer.begin([StepRow(1000, 1, range(63))] * 40)
+    assert layer.num_units == 40
+
+
+def test_later_tokens_that_are_not_finite_leave_earlier_ones_alone(dtype: str, isa: str) -> None:
+    shape = shape_of(4, 2, 64, norm=HeadNorm.NONE, q_norm=(), k_norm=(), inverse_frequencies=())
+    rows = random_rows(shape, [40])
+    good = attend_in_steps(shape, rows, whole(rows), dtype=dtype, isa=isa)[0]
+    rows[0][25, shape.num_heads * shape.head_dim :] = np.inf
+    bad = attend_in_steps(shape, rows, whole(rows), dtype=dtype, isa=isa)[0]
+    np.testing.assert_array_equal(bad[:25], good[:25])
+    assert np.isnan(bad[25:]).all()
+
+
+def test_tokens_that_left_the_window_are_forgotten_whatever_they_were(dtype: str, isa: str) -> None:
+    shape = shape_of(2, 1, 32, window=20, norm=HeadNorm.NONE, q_norm=(), k_norm=(), inverse_frequencies=())
+    rows = random_rows(shape, [300])
+    rows[0][70] = np.nan
+    out = attend_in_steps(shape, rows, [[(0, 60)], [(0, 1)], [(0, 200)], [(0, 39)]], dtype=dtype, isa=isa)[0]
+    assert np.isnan(out[70:90]).all()
+    assert np.isfinite(np.delete(out, np.s_[70:90], axis=0)).all()
+
+
+def test_scores_far_apart_neither_overflow_nor_vanish(dtype: str, isa: str) -> None:
+    shape = shape_of(2, 1, 32, norm=HeadNorm.NONE, q_norm=(), k_norm=(), inverse_frequencies=(), scale=30.0)
+    rows = random_rows(shape, [600])
+    out = attend_in_steps(shape, rows, whole(rows), dtype=dtype, isa=isa)[0]
+    exact = oracle(shape, rows[0], dtype)
+    if dtype == "float32":
+        np.testing.assert_allclose(out, exact, atol=2e-3, rtol=0)
+    assert np.isfinite(out).all()
+    assert np.abs(out).max() < 6
+
+
+@pytest.mark.parametrize("num_tokens", [1, 200])
+def test_equal_values_come_back_whole(num_tokens: int, dtype: str, isa: str) -> None:
+    """Weights add up to 1 whatever their rounding: the sum counts what the products counted."""
+    shape = shape_of(8, 2, 64)
+    rows = random_rows(shape, [num_tokens])
+    rows[0][:, -2 * 64 :] = 1.0
+    out = attend_in_steps(shape, rows, whole(rows), dtype=dtype, isa=isa)[0]
+    np.testing.assert_allclose(out, 1.0, atol=2e-4, rtol=0)
+
+
+def test_a_step_without_enough_blocks_is_refused(dtype: str, isa: str) -> None:
+    pool = make_kv_pool(dtype=dtype, num_layers=1, num_blocks=4, block_size=16, num_kv_heads=1, head_dim=32)
+    layer = LayerAttention(SHAPES["three share"], pool, _native.ThreadPool(1), block_size=16, isa=isa)
+    with pytest.raises(KernelError, match="has 1 blocks of 16; it needs 2"):
+        layer.begin([StepRow(16, 1, [0])])
+    with pytest.raises(KernelError, match="block 4 of a KV pool of 4"):
+        layer.begin([StepRow(0, 1, [4])])
+    with pytest.raises(KernelError, match="at least 1"):
+        layer.begin([StepRow(0, 0, [0])])
+
+
+def test_rows_of_another_width_are_refused(dtype: str, isa: str) -> None:
+    pool = make_kv_pool(dtype=dtype, num_layers=1, num_blocks=4, block_size=16, num_kv_heads=1, head_dim=32)
+    layer = LayerAttention(SHAPES["three share"], pool, _native.ThreadPool(1), block_size=16, isa=isa)
+    layer.begin([StepRow(0, 2, [0])])
+    with pytest.raises(KernelError, match=r"the step needs float32 \[2, 160\]"):
+        layer.write(0, np.zeros((2, 100), dtype=np.float32))
+    with pytest.raises(IndexError, match="layer 1 of a KV pool of 1"):
+        layer.write(1, np.zeros((2, 160), dtype=np.float32))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_kv_heads": 3}, "cannot share"),
+        ({"head_dim": 33}, "must be even"),
+        ({"window": 0}, "window of 0"),
+        ({"sinks": (1.0,)}, "1 sinks for 4 heads"),
+        ({"inverse_frequencies": (1.0,) * 17}, "17 rotated pairs"),
+        ({"norm": HeadNorm.PER_HEAD}, "q_norm has 0 weights"),
+    ],
+)
+def test_shapes_that_cannot_be_are_refused(changes: dict[str, object], message: str, dtype: str, isa: str) -> None:
+    sizes: dict[str, object] = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 32, "scale": 1.0}
+    with pytest.raises(KernelError, match=message):
+        AttentionShape(**(sizes | changes))  # type: ignore[arg-type]
+
+
+def test_the_plain_path_is_always_there(dtype: str, isa: str) -> None:
+    assert ISAS[0] == "plain"
+    assert isa in ISAS
