@@ -4,12 +4,15 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
+#include <chrono>
 #include <cstdlib>
 #include <memory>
 #include <stdexcept>
 #include <string>
 
 #include "linear.h"
+#include "roofline.h"
 #include "thread_pool.h"
 
 namespace nb = nanobind;
@@ -41,10 +44,13 @@ SourceType source_type(const std::string& name) {
       name, {{"float32", SourceType::f32}, {"bfloat16", SourceType::bf16}, {"float16", SourceType::f16}});
 }
 
+DType dtype_named(const std::string& name) {
+  return named<DType>(
+      name, {{"float32", DType::f32}, {"bfloat16", DType::bf16}, {"int8", DType::int8}, {"int4", DType::int4}});
+}
+
 LinearShape make_shape(const std::string& dtype, int n, int k, int group, bool gated, bool bias) {
-  const DType type = named<DType>(
-      dtype, {{"float32", DType::f32}, {"bfloat16", DType::bf16}, {"int8", DType::int8}, {"int4", DType::int4}});
-  const LinearShape shape{type, n, k, group, gated, bias};
+  const LinearShape shape{dtype_named(dtype), n, k, group, gated, bias};
   if (const char* fault = shape_fault(shape)) throw std::invalid_argument(fault);
   return shape;
 }
@@ -157,6 +163,52 @@ void run_linear(const std::string& isa, ThreadPool& pool, const LinearShape& sha
   });
 }
 
+// Seconds that one product takes (preparing and barriers included): the best of `rounds` times all the copies of its
+// weights. Enough copies, and they come from memory as in a step and not from a cache.
+double time_linear(const std::string& isa, ThreadPool& pool, const LinearShape& shape, const ConstBytes& copies,
+                   int num_copies, int m, int rounds) {
+  const int64_t bytes = packed_bytes(shape), stride = (bytes + 4095) / 4096 * 4096;
+  if (static_cast<int64_t>(copies.size()) < stride * num_copies) throw std::invalid_argument("too few bytes of copies");
+  const LinearKernels& kernels = linear_kernels(isa_named(isa));
+  std::vector<float> x(static_cast<size_t>(m) * shape.k), y(static_cast<size_t>(m) * out_width(shape));
+  for (size_t i = 0; i < x.size(); ++i) x[i] = static_cast<float>(static_cast<int>(i * 2654435761u >> 8) % 2001 - 1000);
+  OwnOperand own(shape, m);
+  const PrepareSource source{x.data(), shape.k, nullptr, nullptr, 0.0f};
+  LinearOut out{y.data(), out_width(shape)};
+  if (shape.gated) out.ending = Ending::gate;
+  std::vector<WorkCounter> counters(2 * num_copies);
+  nb::gil_scoped_release release;
+  double best = 1e30;
+  for (int round = 0; round < rounds; ++round) {
+    for (WorkCounter& counter : counters) counter.next.store(0);
+    pool.run([&](const Worker& worker) {
+      for (int copy = 0; copy < num_copies; ++copy) {
+        const auto start = std::chrono::steady_clock::now();
+        prepare_rows(kernels, source, shape, m, own.operand, counters[2 * copy], worker);
+        worker.meet();
+        const PackedLinear weights{shape, copies.data() + copy * stride};
+        kernels.linear(weights, own.operand, m, out, counters[2 * copy + 1], worker);
+        worker.meet();
+        if (worker.index != 0) continue;
+        best = std::min(best, std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
+      }
+    });
+  }
+  return best;
+}
+
+double measure_stream(const std::string& isa, ThreadPool& pool, const ConstBytes& memory, int repeats) {
+  nb::gil_scoped_release release;
+  return stream_read(roofline_kernels(isa_named(isa)), pool, memory.data(), static_cast<int64_t>(memory.size()),
+                     repeats);
+}
+
+double measure_peak(const std::string& isa, ThreadPool& pool, const std::string& dtype, int repeats) {
+  const DType type = dtype_named(dtype);
+  nb::gil_scoped_release release;
+  return peak(roofline_kernels(isa_named(isa)), pool, type, repeats);
+}
+
 }  // namespace
 
 void bind_linear(nb::module_& m) {
@@ -182,6 +234,13 @@ void bind_linear(nb::module_& m) {
   m.def("linear", &run_linear, nb::arg("isa"), nb::arg("pool"), nb::arg("shape"), nb::arg("packed"), nb::arg("x"),
         nb::arg("index").none(), nb::arg("norm_weight").none(), nb::arg("eps"), nb::arg("out"), nb::arg("ending"),
         nb::arg("act"), nb::arg("alpha"), nb::arg("softcap"));
+  m.def("time_linear", &time_linear, nb::arg("isa"), nb::arg("pool"), nb::arg("shape"), nb::arg("copies"),
+        nb::arg("num_copies"), nb::arg("m"), nb::arg("rounds"),
+        "Seconds of a product of m rows; copies: packed weights, each at a multiple of 4096 bytes.");
+  m.def("measure_stream", &measure_stream, nb::arg("isa"), nb::arg("pool"), nb::arg("memory"), nb::arg("repeats"),
+        "Bytes a second of reading `memory` once, all threads together.");
+  m.def("measure_peak", &measure_peak, nb::arg("isa"), nb::arg("pool"), nb::arg("dtype"), nb::arg("repeats"),
+        "Operations a second on registers alone, all threads together.");
 }
 
 }  // namespace maitred

@@ -239,8 +239,14 @@ void prepare_rows(const LinearKernels& kernels, const PrepareSource& source, con
 }
 
 const LinearKernels& linear_kernels(Isa isa) {
-  (void)isa;
-  return kLinearPlain;
+  switch (isa) {
+#if defined(__x86_64__)
+    case Isa::avx512:
+      return kLinearAvx512;
+#endif
+    default:
+      return kLinearPlain;
+  }
 }
 
 }  // namespace maitred

@@ -1,0 +1,212 @@
+// The linear with AVX-512, its VNNI (vpdpbusd) and its bf16 (vdpbf16ps).
+//
+// A tile of 32 channels is two registers; up to 12 rows x 2 make 24 independent sums. Each step of K takes two loads of
+// weights and one broadcast load a row for two products, well under the two loads a cycle that there are.
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic ignored "-Wuninitialized"  // GCC 12 warns of its own header's undefined vectors
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
+#include <immintrin.h>
+
+#include "linear_driver.h"
+
+namespace maitred {
+namespace {
+
+struct V16 {
+  static constexpr int width = 16;
+  __m512 v;
+  static __mmask16 mask(int n) { return static_cast<__mmask16>((1u << n) - 1u); }
+  static V16 load(const float* from) { return {_mm512_loadu_ps(from)}; }
+  static V16 load_part(const float* from, int n) { return {_mm512_maskz_loadu_ps(mask(n), from)}; }
+  static void store(float* to, V16 a) { _mm512_storeu_ps(to, a.v); }
+  static void store_part(float* to, V16 a, int n) { _mm512_mask_storeu_ps(to, mask(n), a.v); }
+  static V16 set1(float x) { return {_mm512_set1_ps(x)}; }
+  static V16 fma(V16 a, V16 b, V16 c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+  static V16 min(V16 a, V16 b) { return {_mm512_min_ps(a.v, b.v)}; }
+  static V16 max(V16 a, V16 b) { return {_mm512_max_ps(a.v, b.v)}; }
+  static V16 abs(V16 a) { return {_mm512_abs_ps(a.v)}; }
+  static V16 round_even(V16 a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
+  static V16 select_less(V16 a, V16 b, V16 x, V16 y) {
+    return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ), y.v, x.v)};
+  }
+  static V16 copysign(V16 a, V16 sign) {
+    const __m512i bit = _mm512_set1_epi32(static_cast<int>(0x80000000u));
+    return {_mm512_castsi512_ps(
+        _mm512_ternarylogic_epi32(bit, _mm512_castps_si512(sign.v), _mm512_castps_si512(a.v), 0xca))};
+  }
+  static V16 pow2(V16 n) {
+    const __m512i biased = _mm512_add_epi32(_mm512_cvtps_epi32(n.v), _mm512_set1_epi32(127));
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(biased, 23))};
+  }
+  static V16 max_bits(V16 a, V16 b) {
+    return {_mm512_castsi512_ps(_mm512_max_epi32(_mm512_castps_si512(a.v), _mm512_castps_si512(b.v)))};
+  }
+  static float largest_bits(V16 a) {
+    return float_of(static_cast<uint32_t>(_mm512_reduce_max_epi32(_mm512_castps_si512(a.v))));
+  }
+  static float sum(V16 a) { return _mm512_reduce_add_ps(a.v); }
+  static float root(float x) { return _mm_cvtss_f32(_mm_sqrt_ss(_mm_set_ss(x))); }
+  friend V16 operator+(V16 a, V16 b) { return {_mm512_add_ps(a.v, b.v)}; }
+  friend V16 operator-(V16 a, V16 b) { return {_mm512_sub_ps(a.v, b.v)}; }
+  friend V16 operator*(V16 a, V16 b) { return {_mm512_mul_ps(a.v, b.v)}; }
+  friend V16 operator/(V16 a, V16 b) { return {_mm512_div_ps(a.v, b.v)}; }
+};
+
+struct F32 {
+  static constexpr bool starts_from_sums = false;
+  static __m512i dot(__m512i acc, __m512i w, __m512i x) {
+    return _mm512_castps_si512(
+        _mm512_fmadd_ps(_mm512_castsi512_ps(w), _mm512_castsi512_ps(x), _mm512_castsi512_ps(acc)));
+  }
+};
+
+struct Bf16 {
+  static constexpr bool starts_from_sums = false;
+  static __m512i dot(__m512i acc, __m512i w, __m512i x) {
+    return _mm512_castps_si512(
+        _mm512_dpbf16_ps(_mm512_castsi512_ps(acc), reinterpret_cast<__m512bh>(w), reinterpret_cast<__m512bh>(x)));
+  }
+};
+
+struct Int8 {
+  static constexpr bool starts_from_sums = true;
+  static __m512i dot(__m512i acc, __m512i w, __m512i x) { return _mm512_dpbusd_epi32(acc, w, x); }
+};
+
+inline __m512i broadcast(const uint8_t* from) {
+  int32_t four;
+  std::memcpy(&four, from, 4);
+  return _mm512_set1_epi32(four);
+}
+
+// R rows x one tile; 4 bytes of each row a step.
+template <class Op, int R>
+void multiply_rows(const Block& b) {
+  __m512i acc[R][2];
+  int32_t* sums = static_cast<int32_t*>(b.acc);
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r) {
+    if (b.first) {
+      acc[r][0] = acc[r][1] =
+          Op::starts_from_sums ? _mm512_set1_epi32(b.sums[r * b.sums_stride]) : _mm512_setzero_si512();
+    } else {
+      acc[r][0] = _mm512_load_si512(sums + r * kTile);
+      acc[r][1] = _mm512_load_si512(sums + r * kTile + 16);
+    }
+  }
+  const uint8_t* w = b.weights;
+  const uint8_t* x = b.rows;
+  const uint8_t* next = b.next;
+  const int64_t stride = b.row_stride;
+  for (int step = 0; step < b.steps; ++step) {
+    const __m512i w0 = _mm512_loadu_si512(w), w1 = _mm512_loadu_si512(w + 64);
+    _mm_prefetch(next, _MM_HINT_T0);
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+      const __m512i four = broadcast(x + r * stride);
+      acc[r][0] = Op::dot(acc[r][0], w0, four);
+      acc[r][1] = Op::dot(acc[r][1], w1, four);
+    }
+    w += 128;
+    next += 128;
+    x += 4;
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r) {
+    _mm512_store_si512(sums + r * kTile, acc[r][0]);
+    _mm512_store_si512(sums + r * kTile + 16, acc[r][1]);
+  }
+}
+
+inline __m512 bf16x16(const uint8_t* from) {
+  const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
+}
+
+template <int R>
+void multiply_int4(const Block& b) {
+  float* sums = static_cast<float*>(b.acc);
+  const uint8_t* w = b.weights;
+  const uint8_t* x = b.rows;
+  const uint8_t* next = b.next;
+  const int64_t stride = b.row_stride;
+  const int steps = b.group / 4;
+  const __m512i nibble = _mm512_set1_epi8(15);
+  if (b.first)
+    for (int i = 0; i < R * kTile; i += 16) _mm512_store_ps(sums + i, _mm512_setzero_ps());
+  for (int g = 0; g < b.steps; ++g) {
+    const __m512 scale0 = bf16x16(w), scale1 = bf16x16(w + 32);
+    w += 64;
+    next += 64;
+    __m512i acc[R][2];
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) acc[r][0] = acc[r][1] = _mm512_set1_epi32(b.sums[r * b.sums_stride + g]);
+    for (int step = 0; step < steps; ++step) {
+      const __m512i both = _mm512_loadu_si512(w);
+      const __m512i w0 = _mm512_and_si512(both, nibble), w1 = _mm512_and_si512(_mm512_srli_epi16(both, 4), nibble);
+      _mm_prefetch(next, _MM_HINT_T0);
+#pragma GCC unroll 16
+      for (int r = 0; r < R; ++r) {
+        const __m512i four = broadcast(x + r * stride);
+        acc[r][0] = _mm512_dpbusd_epi32(acc[r][0], w0, four);
+        acc[r][1] = _mm512_dpbusd_epi32(acc[r][1], w1, four);
+      }
+      w += 64;
+      next += 64;
+      x += 4;
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+      float* to = sums + r * kTile;
+      _mm512_store_ps(to, _mm512_fmadd_ps(_mm512_cvtepi32_ps(acc[r][0]), scale0, _mm512_load_ps(to)));
+      _mm512_store_ps(to + 16, _mm512_fmadd_ps(_mm512_cvtepi32_ps(acc[r][1]), scale1, _mm512_load_ps(to + 16)));
+    }
+  }
+}
+
+using Kernel = void (*)(const Block&);
+template <class Op>
+constexpr Kernel kFixed[] = {&multiply_rows<Op, 1>,  &multiply_rows<Op, 2>,  &multiply_rows<Op, 3>,
+                             &multiply_rows<Op, 4>,  &multiply_rows<Op, 5>,  &multiply_rows<Op, 6>,
+                             &multiply_rows<Op, 7>,  &multiply_rows<Op, 8>,  &multiply_rows<Op, 9>,
+                             &multiply_rows<Op, 10>, &multiply_rows<Op, 11>, &multiply_rows<Op, 12>};
+constexpr Kernel kInt4[] = {&multiply_int4<1>, &multiply_int4<2>,  &multiply_int4<3>,  &multiply_int4<4>,
+                            &multiply_int4<5>, &multiply_int4<6>,  &multiply_int4<7>,  &multiply_int4<8>,
+                            &multiply_int4<9>, &multiply_int4<10>, &multiply_int4<11>, &multiply_int4<12>};
+
+struct Avx512 {
+  using V = V16;
+  static constexpr int kRows = 12;
+
+  static V16 from_int32(const int32_t* from) { return {_mm512_cvtepi32_ps(_mm512_loadu_si512(from))}; }
+  static void store_bf16(uint16_t* to, V16 a) {
+    const __m256bh half = _mm512_cvtneps_pbh(a.v);
+    std::memcpy(to, &half, 32);
+  }
+  static void store_int8(int8_t* to, V16 a) {
+    const __m512i q = _mm512_cvtps_epi32(a.v);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtsepi32_epi8(q));
+  }
+  static int32_t sum_int8(const int8_t* from, int n) {  // n a multiple of 32
+    const __m256i flip = _mm256_set1_epi8(static_cast<char>(0x80));
+    __m256i sums = _mm256_setzero_si256();
+    for (int i = 0; i < n; i += 32) {
+      const __m256i q = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i));
+      sums = _mm256_add_epi64(sums, _mm256_sad_epu8(_mm256_xor_si256(q, flip), _mm256_setzero_si256()));
+    }
+    const __m128i two = _mm_add_epi64(_mm256_castsi256_si128(sums), _mm256_extracti128_si256(sums, 1));
+    return static_cast<int32_t>(_mm_cvtsi128_si64(two) + _mm_extract_epi64(two, 1)) - 128 * n;
+  }
+
+  static void f32(const Block& b) { kFixed<F32>[b.num_rows - 1](b); }
+  static void bf16(const Block& b) { kFixed<Bf16>[b.num_rows - 1](b); }
+  static void int8(const Block& b) { kFixed<Int8>[b.num_rows - 1](b); }
+  static void int4(const Block& b) { kInt4[b.num_rows - 1](b); }
+};
+
+}  // namespace
+
+const LinearKernels kLinearAvx512 = linear_driver::table<Avx512>();
+
+}  // namespace maitred
