@@ -62,7 +62,7 @@ def test_jain():
 
 
 SPREAD = {"mean", "p50", "p90", "p99", "max"}
-GROUP = {"ttft_s", "itl_s", "e2e_s", "queue_s", "goodput_rps", "slo_attainment", "jain"}
+GROUP = {"ttft_s", "itl_s", "e2e_s", "queue_s", "goodput_rps", "slo_attainment", "jain", "num_finished", "failed"}
 
 
 def test_the_json_has_exactly_the_promised_shape():

@@ -102,7 +102,7 @@ def test_the_same_seed_gives_the_same_run_and_another_one_another():
 
 def test_a_request_that_could_never_run_fails_and_the_others_go_on():
     results = simulation(num_blocks=8).run(iter([arrival("large", prompt=900), arrival("small", at=1.0)]))
-    assert (results.total.num_finished, results.total.num_failed) == (1, 1)
+    assert (results.total.num_finished, results.total.failures) == (1, {"too_long": 1})
     assert results.total.slo_attainment == 0.5
 
 
@@ -122,7 +122,7 @@ def test_limits_of_a_tenant_turn_away_what_is_over_them():
     tenants = {"a": Tenant(name="a", limits=Limits(concurrency=2))}
     asked = [arrival(f"r{i}", tenant=name) for i, name in enumerate("aaabbb")] + [arrival("later", at=9.0, tenant="a")]
     results = Simulation(setup(), COSTS, Results(), tenants=tenants).run(iter(asked))
-    assert (results.tenants["a"].num_finished, results.tenants["a"].num_failed) == (3, 1)
+    assert (results.tenants["a"].num_finished, results.tenants["a"].failures) == (3, {"concurrency": 1})
     assert results.tenants["b"].num_finished == 3
 
 
@@ -158,7 +158,7 @@ def live_request(asked: Arrival) -> Request:
         prompt=asked.prompt_tokens,
         max_tokens=asked.output_tokens,
         arrived_at=asked.at,
-        priority=asked.priority,
+        priority=asked.urgency,
         predicted_output_tokens=float(asked.output_tokens),
     )
 

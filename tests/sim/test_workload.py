@@ -135,7 +135,7 @@ def test_shares_weights_and_tenants_are_drawn_as_described():
     counts = Counter(arrival.tenant for arrival in arrivals)
     assert counts["own"] == pytest.approx(500, rel=0.2)
     assert counts["a"] == pytest.approx(counts["b"], rel=0.2)
-    assert {(a.tenant, a.weight, a.priority) for a in arrivals} == {("own", 1.0, 2), ("a", 5, 0), ("b", 1.0, 1)}
+    assert {(a.tenant, a.weight, a.priority) for a in arrivals} == {("own", 1.0, 2), ("a", 5, None), ("b", 1.0, 1)}
 
 
 def test_a_conversation_grows_and_its_blocks_are_the_same_all_through():

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from maitred.cli.command import Command, Options
 from maitred.cli.flags import option
-from maitred.config import CacheConfig, SchedulerConfig
+from maitred.config import AdmissionConfig, CacheConfig, SchedulerConfig
 from maitred.errors import ConfigError
 
 
@@ -25,6 +25,10 @@ class SimulateOptions:
     """Let requests arrive this many times as fast."""
     slo: tuple[str, ...] = option((), metavar="NAME:TIME")
     """Objective a request must meet to count as good: ttft:200ms, itl:50ms (99% of its gaps), tpot:40ms, e2e:2s."""
+    tenants: str | None = option(None, metavar="FILE")
+    """tenants.yaml: weight, tier, limits and time limits of the tenants that the workload names."""
+    admission: bool = False
+    """Put the server's door before the engine, with the limits below; who is turned away is in the figures."""
     jitter: bool = True
     """Let steps vary as they did when the profile was recorded."""
     seed: int = 0
@@ -54,17 +58,20 @@ class SimulatedSchedulerConfig(SchedulerConfig):
 def _run(options: Options) -> int:
     from maitred.cli.simulation.session import run_simulations
 
-    return run_simulations(options[SimulateOptions], options[SimulatedSchedulerConfig], options[CacheConfig])
+    return run_simulations(
+        options[SimulateOptions], options[SimulatedSchedulerConfig], options[AdmissionConfig], options[CacheConfig]
+    )
 
 
 COMMAND = Command(
     path="simulate",
     summary="Compare scheduling policies on a workload, with the scheduler that serves and a model of the machine.",
     run=_run,
-    parts=(SimulateOptions, SimulatedSchedulerConfig, CacheConfig),
+    parts=(SimulateOptions, SimulatedSchedulerConfig, AdmissionConfig, CacheConfig),
     examples=(
         "maitred simulate --workload examples/workloads/bimodal.yaml --policy fcfs,priority",
         "maitred simulate --workload trace.jsonl --device h100 --model llama-3.1-8b --rate-scale 2 --json",
         "maitred simulate --workload examples/workloads/tenants.yaml --slo ttft:1s --report report.html",
+        "maitred simulate --workload trace.jsonl --tenants tenants.yaml --admission --ttft-objective-s 1",
     ),
 )

@@ -78,6 +78,7 @@ class AdmissionController:
     def __init__(self, config: AdmissionConfig, *, max_num_seqs: int, priority_first: bool = False) -> None:
         self.config = config
         self.num_refused = dict.fromkeys(REASONS, 0)
+        self.last_refusal = ""  # why the last one was turned away; one of REASONS
         self._max_num_seqs = max_num_seqs
         self._priority_first = priority_first
         self._caps = {int(priority): cap for priority, cap in config.max_queued_by_priority.items()}
@@ -251,6 +252,7 @@ class AdmissionController:
 
     def _turned_away(self, reason: str, work: float, now: float) -> Overloaded:
         self.num_refused[reason] += 1
+        self.last_refusal = reason
         retry_after_s = self.retry_after_s(now)
         self._owed_work += work
         return Overloaded(f"{self._explain(reason)}; come again in {retry_after_s:.0f} s", retry_after_s=retry_after_s)

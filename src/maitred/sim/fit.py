@@ -28,7 +28,7 @@ TERMS: dict[str, Callable[[StepShape], float]] = {
 }
 NUM_QUANTILES = 101
 LONGEST_MS = 1e9  # JSON has no infinity
-BANDS_MS = (4.0, 12.0, 40.0, LONGEST_MS)
+BANDS_MS = (*(1.2**i for i in range(25)), LONGEST_MS)  # 1 to 80 ms; narrow, so that they also even out what terms miss
 MIN_IN_BAND = 40
 NUM_SWEEPS = 3000
 NUM_TRIMS = 3

@@ -98,7 +98,7 @@ class _Reading:
 
     def _ended_from_outside(self, event: Ended) -> None:
         _, group = self._here.pop(event.request_id)
-        self.results.failed(group, event.now)
+        self.results.failed(group, event.now, event.reason.value)
 
     def _told(self, request_id: str, num_tokens: int, reason: FinishReason | None, now: float) -> None:
         request, group = self._here[request_id]
@@ -117,7 +117,7 @@ class _Reading:
             self.results.finished(group, request)
             self.arrivals.append(self._arrival(request))
         else:
-            self.results.failed(group, now)
+            self.results.failed(group, now, reason.value)
 
     def _arrival(self, request: Request) -> Arrival:
         assert self._began_at is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -102,7 +103,7 @@ class GroupResults:
     e2e_s: Sketch = field(default_factory=Sketch)
     queue_s: Sketch = field(default_factory=Sketch)
     num_finished: int = 0
-    num_failed: int = 0  # refused, or given up
+    failures: Counter[str] = field(default_factory=Counter)  # refused, or given up: how many for which reason
     num_good: int = 0
     num_tokens: int = 0  # of finished requests, prompt and output
     weight: float = 1.0
@@ -144,8 +145,13 @@ class GroupResults:
     def merge(self, other: GroupResults) -> None:
         for name in ("ttft_s", "itl_s", "e2e_s", "queue_s"):
             getattr(self, name).merge(getattr(other, name))
-        for name in ("num_finished", "num_failed", "num_good", "num_tokens", "rates", "squared_rates", "num_here"):
+        self.failures.update(other.failures)
+        for name in ("num_finished", "num_good", "num_tokens", "rates", "squared_rates", "num_here"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
+
+    @property
+    def num_failed(self) -> int:
+        return self.failures.total()
 
     @property
     def service_rate(self) -> float:
@@ -172,6 +178,8 @@ class GroupResults:
             "goodput_rps": self.num_good / duration_s if duration_s > 0 else 0.0,
             "slo_attainment": self.slo_attainment,
             "jain": self.jain if jain is None else jain,
+            "num_finished": self.num_finished,
+            "failed": dict(sorted(self.failures.items())),
         }
 
 
@@ -219,9 +227,9 @@ class Results:
         self.num_cached_tokens += request.num_cached_tokens
         self.tickets.add(request)
 
-    def failed(self, group: GroupResults, now: float) -> None:
-        """Refused at the door, or given up."""
-        group.num_failed += 1
+    def failed(self, group: GroupResults, now: float, reason: str) -> None:
+        """Refused at the door or by a limit, or given up."""
+        group.failures[reason] += 1
         self._left(group, now)
 
     def _left(self, group: GroupResults, now: float) -> None:

@@ -13,9 +13,10 @@ from heapq import heappop, heappush
 from maitred.clock import ManualClock
 from maitred.config import SchedulerConfig
 from maitred.engine.core import EngineCore, StepObserver
-from maitred.errors import MaitredError
+from maitred.errors import MaitredError, Overloaded, RateLimited
 from maitred.kvcache.manager import KVCacheManager
 from maitred.request import FinishReason, Request
+from maitred.scheduler.admission import AdmissionController
 from maitred.scheduler.policies import POLICIES
 from maitred.scheduler.policy import PolicyFactory
 from maitred.scheduler.predictor import predictor_named
@@ -64,7 +65,7 @@ class Simulation:
     """One engine and one workload. Without `jitter` every step takes what the cost model says, and without `slowness`
     the machine's speed is always that of the cost model.
 
-    Whom the limits of `tenants` turn away counts as failed, as at the edge of a server.
+    Whom the limits of `tenants` or the door (`admission`) turn away counts as failed, as at the edge of a server.
     """
 
     def __init__(
@@ -76,12 +77,15 @@ class Simulation:
         jitter: Jitter | None = None,
         slowness: Slowness | None = None,
         tenants: Mapping[str, Tenant] | None = None,
+        admission: AdmissionController | None = None,
         observer: StepObserver | None = None,
     ) -> None:
         self.results = results
         self._setup = setup
         self._tenants = tenants or {}
         self._quotas = QuotaBook({})
+        self._admission = admission
+        self._shed: list[RequestProgress] = []  # since the last step; told along with the next one's progress
         self._clock = ManualClock()
         self._executor = _SimulatedExecutor(self._clock, cost_model, results, jitter, slowness)
         self._stays = self._executor.stays
@@ -110,8 +114,10 @@ class Simulation:
             while events and events[0][0] <= now:
                 self._take_in(heappop(events))
             if core.has_work:
-                self._settle(core.step())
+                progress, self._shed = self._shed, []
+                self._settle(progress + core.step())
                 clock.advance(executor.gap_s)
+        self._settle(self._shed)
         return self.results
 
     # -- what comes
@@ -135,28 +141,47 @@ class Simulation:
         stay = Stay(arrival, request, group, SampledRow(arrival.request_id, (0,)))
         self._stays[arrival.request_id] = stay
         try:
-            self._pass_quota(stay, at)
+            self._pass_edge(stay, at)
             self._core.add(request)
-        except MaitredError:
-            del self._stays[arrival.request_id]
-            self._refused(stay)
+        except MaitredError as error:
+            self._refused(stay, error)
         self.results.queue_length.add(at, len(self._stays) - self.scheduler.num_running)
 
-    def _pass_quota(self, stay: Stay, now: float) -> None:
-        """Raises RateLimited or InsufficientQuota, as the server's edge does."""
+    def _pass_edge(self, stay: Stay, now: float) -> None:
+        """Door, limits, door, as the server's edge. Raises RateLimited, InsufficientQuota or Overloaded."""
+        door, request = self._admission, stay.request
+        if door is not None:
+            door.knock(request.priority, request.ttft_slo_s, now)
         tenant = self._tenants.get(stay.arrival.tenant)
         if tenant is not None and tenant.limits.any:
             stay.lease = self._quotas.of(tenant).enter(1, now)
             stay.lease.reserve(stay.arrival.prompt_tokens + stay.arrival.max_tokens, now)
+        if door is not None:
+            for request_id in door.admit(request, now):
+                shed = self._core.shed(request_id)
+                self._shed += [shed] if shed is not None else []
 
-    def _refused(self, stay: Stay) -> None:
+    def _refused(self, stay: Stay, error: MaitredError) -> None:
+        request_id = stay.request.request_id
+        del self._stays[request_id]
         if stay.lease is not None:
             stay.lease.end(0)
-        self.results.failed(stay.group, self._clock.now())
+        if isinstance(error, Overloaded) and self._admission is not None:
+            reason = self._admission.last_refusal
+        else:
+            reason = _reason_of(error)
+            self._tell_door([RequestProgress(request_id, finish_reason=FinishReason.ERROR)])
+        self.results.failed(stay.group, self._clock.now(), reason)
 
     # -- what comes of it
 
+    def _tell_door(self, progress: list[RequestProgress]) -> None:
+        if self._admission is not None:
+            self._admission.stepped(progress, self._core.num_queued, self._clock.now())
+
     def _settle(self, progress: list[RequestProgress]) -> None:
+        if progress:
+            self._tell_door(progress)
         for told in progress:
             if told.finish_reason is not None:
                 self._ended(self._stays.pop(told.request_id), told.finish_reason)
@@ -170,7 +195,7 @@ class Simulation:
             if follower is not None:
                 self._expect(follower)
         else:
-            self.results.failed(stay.group, self._clock.now())
+            self.results.failed(stay.group, self._clock.now(), reason.value)
 
     def _stop_rule(self, request: Request) -> FinishReason | None:
         arrival = self._stays[request.request_id].arrival
@@ -185,6 +210,11 @@ class Simulation:
     def _hash_output(self, request: Request, num_blocks: int) -> list[bytes]:
         arrival = self._stays[request.request_id].arrival
         return block_hashes(arrival, len(request.block_hashes), num_blocks, self._setup.block_size)
+
+
+def _reason_of(error: MaitredError) -> str:
+    """In a word, as the figures have it."""
+    return error.limit if isinstance(error, RateLimited) else "too_long"
 
 
 class _SimulatedExecutor:

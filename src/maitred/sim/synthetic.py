@@ -43,8 +43,8 @@ class ClassSpec:
     """Requests of one conversation; each extends the prompt and answer of the one before by `input` tokens."""
     think_s: float = 10.0
     """Mean pause (s) between an answer and the next turn, exponential."""
-    priority: int = 0
-    """0 is most urgent."""
+    priority: int | None = None
+    """0 is most urgent; None is the tenant's in `--tenants`, else 0."""
     ttft_slo_s: float | None = None
     """Objective (s) from arrival to first token."""
     start_within_s: float | None = None
@@ -60,7 +60,7 @@ class ClassSpec:
         _at_least("prefix_tokens", self.prefix_tokens, 0)
         _at_least("num_prefixes", self.num_prefixes, 1)
         _at_least("think_s", self.think_s, 0.0)
-        _at_least("priority", self.priority, 0)
+        _at_least("priority", self.priority or 0, 0)
         for name in ("input", "output", "turns"):
             parse_length(getattr(self, name), name)
 

@@ -25,7 +25,7 @@ class TraceLine(msgspec.Struct, frozen=True):
     output_length: int  # tokens
     hash_ids: tuple[int | str, ...] = ()
     tenant: str = ""
-    priority: int = 0
+    priority: int | None = None
     weight: float = 1.0
     max_tokens: int | None = None
     deadline_s: float | None = None

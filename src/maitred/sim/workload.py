@@ -44,7 +44,7 @@ class Arrival:
     output_tokens: int  # how many it will generate; only the stop rule and the oracle know
     max_tokens: int  # what the client allows
     tenant: str = ""
-    priority: int = 0
+    priority: int | None = None  # None says nothing: the tenant's, else 0
     weight: float = 1.0
     ttft_slo_s: float | None = None
     start_within_s: float | None = None  # given up if it is in no step by then, after arrival
@@ -52,6 +52,11 @@ class Arrival:
     spans: tuple[Span, ...] = ()  # shared parts, the first one first; what is after them is the conversation's own
     own: bytes = b""  # name of what is after them
     turns: tuple[Turn, ...] = ()  # still to come
+
+    @property
+    def urgency(self) -> int:
+        """Its priority, 0 if it says nothing."""
+        return self.priority or 0
 
 
 class Workload(Protocol):
@@ -75,7 +80,7 @@ def request_of(arrival: Arrival, block_size: int) -> Request:
         arrived_at=at,
         num_prompt_tokens=arrival.prompt_tokens,
         max_tokens=arrival.max_tokens,
-        priority=arrival.priority,
+        priority=arrival.urgency,
         tenant=arrival.tenant,
         weight=arrival.weight,
         ttft_slo_s=arrival.ttft_slo_s,

@@ -56,7 +56,8 @@ def test_policies_are_compared_as_json(trace: str, capsys):
     assert set(compared) == {"fcfs", "srpt"}
     for whole in compared.values():
         assert set(whole) == {
-            "ttft_s", "itl_s", "e2e_s", "queue_s", "goodput_rps", "slo_attainment", "jain", "tenants"
+            "ttft_s", "itl_s", "e2e_s", "queue_s", "goodput_rps", "slo_attainment", "jain", "tenants", "num_finished",
+            "failed",
         }  # fmt: skip
         assert set(whole["tenants"]) == {"a", "b"}
         assert set(whole["tenants"]["a"]) == set(whole) - {"tenants"}
@@ -86,6 +87,29 @@ def test_a_faster_load_waits_longer_and_objectives_are_counted(trace: str, capsy
     slow, fast = figures(capsys, *words), figures(capsys, *words, "--rate-scale", "50")
     assert fast["fcfs"]["queue_s"]["mean"] > slow["fcfs"]["queue_s"]["mean"]
     assert fast["fcfs"]["slo_attainment"] < slow["fcfs"]["slo_attainment"]
+
+
+def test_a_file_of_tenants_gives_a_trace_its_terms(trace: str, tmp_path: Path, capsys):
+    tenants = tmp_path / "tenants.yaml"
+    tenants.write_text("tenants:\n  a: {tier: priority, weight: 3}\n  b: {tier: flex, requests_per_minute: 5}\n")
+    (whole,) = figures(capsys, "-w", trace, "--tenants", str(tenants), "--policy", "interactive", "--json").values()
+    assert whole["failed"] == whole["tenants"]["b"]["failed"] == {"requests_per_minute": 10}
+    assert whole["tenants"]["a"]["failed"] == {}
+    assert main(["simulate", "-w", trace, "--tenants", str(tenants)]) == 0
+    assert "10 (10 requests_per_minute)" in capsys.readouterr().out
+    tenants.write_text("tenants:\n  a: {}\n")
+    assert main(["simulate", "-w", trace, "--tenants", str(tenants)]) == 1
+    assert "tenant 'b'" in capsys.readouterr().err
+
+
+def test_the_door_is_there_when_asked_for(trace: str, capsys):
+    words = ("-w", trace, "--device", "cpu", "--max-num-seqs", "1", "--rate-scale", "50", "--json")
+    door = ("--admission", "--max-queued-requests", "3")
+    assert figures(capsys, *words)["fcfs"]["failed"] == {}
+    turned_away = figures(capsys, *words, *door)["fcfs"]
+    assert turned_away["failed"]["requests"] + turned_away["num_finished"] == 30
+    assert main(["simulate", "-w", trace, *door[1:]]) == 2
+    assert "--max-queued-requests is for the door, which is not there; add --admission" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("path", sorted(WORKLOADS.glob("*.yaml")), ids=lambda path: path.stem)

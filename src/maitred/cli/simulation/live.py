@@ -95,7 +95,7 @@ class LiveEngine:
             arrived_at=arrival.at,
             num_prompt_tokens=arrival.prompt_tokens,
             max_tokens=arrival.output_tokens,
-            priority=arrival.priority,
+            priority=arrival.urgency,
             tenant=arrival.tenant,
             weight=arrival.weight,
             ttft_slo_s=arrival.ttft_slo_s,
@@ -121,13 +121,17 @@ class LiveEngine:
             if core.has_work:
                 core.step()
 
-    def serve_closed(self, arrivals: Iterator[Arrival], in_flight: int, until: float) -> None:
+    def serve_closed(
+        self, arrivals: Iterator[Arrival], in_flight: int, until: float, aside: Aside | None = None
+    ) -> None:
         """So many at once, the next one when one ends, until the clock says `until`; those begun are finished."""
         core, clock, num_here = self.parts.core, self.clock, 0
         while core.has_work or clock.now() < until:
             while num_here < in_flight and clock.now() < until:
                 core.add(self.request(replace(next(arrivals), at=clock.now())))
                 num_here += 1
+            if aside is not None:
+                _step_aside(aside, clock)
             num_here -= sum(progress.finish_reason is not None for progress in core.step())
 
     def close(self) -> list[Step]:

@@ -14,31 +14,38 @@ from maitred.cli.console import note
 from maitred.cli.loadgen.stats import parse_slo
 from maitred.cli.simulation.sources import Target, find_target, read_workload
 from maitred.cli.simulation.table import table
-from maitred.config import CacheConfig, SchedulerConfig
+from maitred.config import AdmissionConfig, CacheConfig, SchedulerConfig
 from maitred.engine.installed import installed_policies
+from maitred.engine.key_files import read_tenant_file
+from maitred.scheduler.admission import PRIORITY_FIRST, AdmissionController
 from maitred.scheduler.predictor import PREDICTORS
 from maitred.sim.cost_model import Jitter
 from maitred.sim.report import html_report, svg_report
 from maitred.sim.results import Objectives, Results
 from maitred.sim.simulator import EngineSetup, Simulation
+from maitred.sim.terms import WorkloadUnderTerms
 from maitred.sim.workload import Workload
 
 if TYPE_CHECKING:
     from maitred.cli.simulate import SimulatedSchedulerConfig, SimulateOptions
 
 
-def run_simulations(options: SimulateOptions, scheduler: SimulatedSchedulerConfig, cache: CacheConfig) -> int:
+def run_simulations(
+    options: SimulateOptions, scheduler: SimulatedSchedulerConfig, admission: AdmissionConfig, cache: CacheConfig
+) -> int:
+    door = _door(options, admission)
     policies = _policies(scheduler.policy, list(installed_policies()))
     _known("--predictor", scheduler.predictor, list(PREDICTORS))
     objectives = Objectives(**{f"{name}_s": bound for name, bound in map(parse_slo, options.slo)})
     target = find_target(options.device, options.model)
-    workload = read_workload(options.workload, options.rate_scale)
+    workload = _under_terms(read_workload(options.workload, options.rate_scale), options.tenants, door)
     note(f"{target.label}; {options.workload}, policies {', '.join(policies)}")
     outcomes: dict[str, Results] = {}
     for policy in policies:
         began = time.perf_counter()
         setup = engine_setup(scheduler, cache, target, policy)
-        outcomes[policy] = simulate(setup, target, workload, objectives, seed=options.seed if options.jitter else None)
+        seed = options.seed if options.jitter else None
+        outcomes[policy] = simulate(setup, target, workload, objectives, seed=seed, door=door)
         _note_speed(policy, outcomes[policy], time.perf_counter() - began)
     _tell(options, outcomes, target)
     return 0
@@ -58,12 +65,46 @@ def engine_setup(scheduler: SimulatedSchedulerConfig, cache: CacheConfig, target
 
 
 def simulate(
-    setup: EngineSetup, target: Target, workload: Workload, objectives: Objectives, *, seed: int | None
+    setup: EngineSetup,
+    target: Target,
+    workload: Workload,
+    objectives: Objectives,
+    *,
+    seed: int | None,
+    door: AdmissionConfig | None = None,
 ) -> Results:
-    """`seed` of the jitter; None has none."""
-    jitter = None if seed is None else Jitter(target.cost_model, Random(seed))
-    simulation = Simulation(setup, target.cost_model, Results(objectives), jitter=jitter, tenants=workload.tenants)
+    """`seed` of the jitter; None has none. Without `door` everybody gets in whom no limit keeps out."""
+    simulation = Simulation(
+        setup,
+        target.cost_model,
+        Results(objectives),
+        jitter=None if seed is None else Jitter(target.cost_model, Random(seed)),
+        tenants=workload.tenants,
+        admission=None if door is None else _controller(door, setup.scheduler),
+    )
     return simulation.run(workload.arrivals())
+
+
+def _controller(door: AdmissionConfig, scheduler: SchedulerConfig) -> AdmissionController:
+    return AdmissionController(
+        door, max_num_seqs=scheduler.max_num_seqs, priority_first=scheduler.policy in PRIORITY_FIRST
+    )
+
+
+def _door(options: SimulateOptions, admission: AdmissionConfig) -> AdmissionConfig | None:
+    if options.admission:
+        return admission
+    for field in fields(admission):
+        if getattr(admission, field.name) != getattr(AdmissionConfig(), field.name):
+            raise UsageError(f"--{field.name.replace('_', '-')} is for the door, which is not there; add --admission")
+    return None
+
+
+def _under_terms(workload: Workload, tenants: str | None, door: AdmissionConfig | None) -> Workload:
+    if tenants is None and door is None:
+        return workload
+    given = None if tenants is None else read_tenant_file(Path(tenants)).tenants
+    return WorkloadUnderTerms(workload, given, door or AdmissionConfig())
 
 
 def _policies(names: str, known: list[str]) -> list[str]:

@@ -22,7 +22,7 @@ COLUMNS: tuple[tuple[str, str, str], ...] = (  # heading, part, figure
 
 def table(figures: Mapping[str, Mapping[str, Any]]) -> str:
     """One row a policy; below it one a tenant where there are several."""
-    rows = [["policy", *(heading for heading, _, _ in COLUMNS), "good/s", "slo", "jain"]]
+    rows = [["policy", *(heading for heading, _, _ in COLUMNS), "good/s", "slo", "jain", "failed"]]
     for policy, whole in figures.items():
         rows.append([policy, *_cells(whole)])
         tenants = whole["tenants"]
@@ -33,7 +33,21 @@ def table(figures: Mapping[str, Mapping[str, Any]]) -> str:
 
 def _cells(part: Mapping[str, Any]) -> list[str]:
     times = [seconds_text(part[name][figure]) for _, name, figure in COLUMNS]
-    return [*times, f"{part['goodput_rps']:.2f}", f"{part['slo_attainment']:.1%}", f"{part['jain']:.3f}"]
+    return [
+        *times,
+        f"{part['goodput_rps']:.2f}",
+        f"{part['slo_attainment']:.1%}",
+        f"{part['jain']:.3f}",
+        _failed(part["failed"]),
+    ]
+
+
+def _failed(failures: Mapping[str, int]) -> str:
+    """`12 (8 objective, 4 concurrency)`: how many of which cause."""
+    if not failures:
+        return "0"
+    causes = ", ".join(f"{count} {reason}" for reason, count in failures.items())
+    return f"{sum(failures.values())} ({causes})"
 
 
 def seconds_text(seconds: float | None) -> str:
