@@ -120,9 +120,10 @@ class Generation:
             now = time.monotonic()
             if sample.last_token_at is not None:
                 self._edge.metrics.tokens_came(now - sample.last_token_at, new)
-            self._note_times(sample, now, new)
-            if sample.last_token_at is None and self.on_first_token is not None:
+                self._edge.latencies.between_tokens.observe((now - sample.last_token_at) / new, new)
+            elif self.on_first_token is not None:
                 self.on_first_token()
+            self._edge.latencies.tokens_came(sample.request.tenant, new)
             sample.last_token_at = now
             self.num_tokens_seen[sample.index] += new
             if not self._score_only:
@@ -136,16 +137,7 @@ class Generation:
                 delta.timing, num_prompt_tokens=sample.request.num_prompt_tokens, num_tokens=sample.num_tokens
             )
             if delta.timing is not None:
-                self._edge.latencies.queue.observe(delta.timing.queue_s)
-
-    def _note_times(self, sample: Sample, now: float, num_new: int) -> None:
-        """For the live view's percentiles."""
-        latencies = self._edge.latencies
-        if sample.last_token_at is None:
-            latencies.first_token.observe(self._edge.clock.now() - sample.request.arrived_at)
-        else:
-            latencies.between_tokens.observe((now - sample.last_token_at) / num_new, num_new)
-        latencies.tokens_came(sample.request.tenant, num_new)
+                self._edge.latencies.answer_ended(delta.timing)
 
     def _without_output(self, delta: TextDelta) -> TextDelta:
         finish = FinishReason.LENGTH if delta.finish_reason is not None else None

@@ -9,6 +9,8 @@ from math import log
 
 import msgspec
 
+from maitred.request import RequestTiming
+
 LOWEST_S = 1e-4
 GROWTH = 1.06  # from a bucket to the next, so a percentile is right to 3%
 NUM_BUCKETS = 288  # up to about half an hour
@@ -70,6 +72,10 @@ class Latencies:
     def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
         self.first_token, self.between_tokens, self.queue = (RecentTimes(monotonic) for _ in range(3))
         self.tokens_by_tenant: dict[str, int] = {}  # generated, since the start
+
+    def answer_ended(self, timing: RequestTiming) -> None:
+        self.first_token.observe(timing.ttft_s)
+        self.queue.observe(timing.queue_s)
 
     def tokens_came(self, tenant: str, num_tokens: int) -> None:
         tokens = self.tokens_by_tenant

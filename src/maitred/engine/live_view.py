@@ -22,6 +22,7 @@ MAX_RUNNING = 64  # requests of the batch that are named
 MAX_WAITING = 24  # of the queue
 MAX_TENANTS = 16
 MAX_CELLS = 1024  # of the block map
+MAX_READ = 4096  # entries of block tables that are read for it, about
 MAX_ID_CHARS = 64
 
 # What a cell of the block map holds; from FIRST_OWNER on, the request at that place in `running`.
@@ -236,25 +237,28 @@ def _shares(running: Sequence[Request]) -> tuple[TenantShare, ...]:
 
 
 def _cells(scheduler: Scheduler, shown: Sequence[Request], blocks_per_cell: int) -> list[int]:
-    """A code for each cell. Reads about one block for each cell and each request, however long the tables."""
+    """A code for each cell. Of long tables only some entries are read, evenly spread."""
     kv = scheduler.kv_cache
     ref_counts, findable, stride = kv.ref_counts, kv.findable, max(1, blocks_per_cell)
     codes = [
         OTHER if ref_counts[block] else CACHED if block in findable else FREE
         for block in range(0, kv.num_blocks, stride)
     ]
+    every = -(-sum(len(request.block_table) for request in shown) // MAX_READ)
     for place, request in enumerate(shown):
-        _paint(codes, request.block_table, FIRST_OWNER + place, ref_counts, stride)
+        _paint(codes, request.block_table, FIRST_OWNER + place, ref_counts, stride, max(1, every))
     return codes
 
 
-def _paint(codes: list[int], table: Sequence[int], code: int, ref_counts: Sequence[int], stride: int) -> None:
-    """Walks a block table from its end, every `stride`-th entry, counted from its beginning so that requests which
-    share a prefix look at the same of its blocks. What is shared comes first, and was walked by whoever painted it.
+def _paint(
+    codes: list[int], table: Sequence[int], code: int, ref_counts: Sequence[int], blocks_per_cell: int, every: int
+) -> None:
+    """Walks a block table from its end, by steps of `every`, counted from its beginning so that requests which share
+    a prefix look at the same of its blocks. What is shared comes first, and was walked by whoever painted it.
     """
-    for index in range((len(table) - 1) // stride * stride, -1, -stride):
+    for index in range((len(table) - 1) // every * every, -1, -every):
         block = table[index]
-        cell = block // stride
+        cell = block // blocks_per_cell
         if ref_counts[block] == 1:
             codes[cell] = code
         elif codes[cell] == SHARED:

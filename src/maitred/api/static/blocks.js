@@ -64,6 +64,7 @@ export class BlockMap {
       rounded(context, x, y, side, side, 2.5);
       context.fill();
       if (code === CACHED && side > 6) this.dot(context, x, y, side);
+      if (code === SHARED && side > 6) this.ring(context, x, y, side);
     });
     context.globalAlpha = 1;
   }
@@ -71,6 +72,12 @@ export class BlockMap {
   ink(code, owner) {
     if (code >= FIRST_OWNER) return owner ? requestColour(owner.number) : colour("other");
     return colour({ [FREE]: "cell", [CACHED]: "cached", [SHARED]: "shared" }[code] ?? "other");
+  }
+
+  ring(context, x, y, side) {
+    context.fillStyle = colour("card");
+    rounded(context, x + side * 0.3, y + side * 0.3, side * 0.4, side * 0.4, side * 0.2);
+    context.fill();
   }
 
   dot(context, x, y, side) {

@@ -12,7 +12,7 @@ export class Stats {
     this.seen = []; // {now, counters, execute_s, host_s} of the last seconds
     this.rates = []; // tokens/s, for the little chart
     this.tiles = {};
-    for (const [key, title] of [["rate", "new tokens/s"], ["batch", "in the batch"], ["waiting", "waiting"], ["kv", "KV cache"], ["prefix", "prompt from cache"], ["step", "a step takes"]]) {
+    for (const [key, title] of [["rate", "new tokens/s"], ["batch", "in the batch"], ["waiting", "waiting"], ["kv", "KV cache"], ["prefix", "from the cache"], ["step", "a step takes"]]) {
       this.tiles[key] = this.tile(key, title);
     }
     this.chart = h("canvas", { "aria-hidden": "true" });

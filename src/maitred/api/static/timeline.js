@@ -22,6 +22,7 @@ export class Timeline {
     this.chosen = null; // ticket number shown alone
     this.boxes = [];
     this.rows = MIN_ROWS;
+    this.railRows = 2;
     for (const kind of ["pointermove", "pointerdown"]) this.canvas.addEventListener(kind, (event) => this.point(event));
     this.canvas.addEventListener("pointerleave", () => onPoint(null));
   }
@@ -32,6 +33,7 @@ export class Timeline {
     this.offset = this.offset === null || Math.abs(offset - this.offset) > 5 ? offset : Math.min(this.offset + 0.002, offset);
     const { num_running: running, max_num_seqs: most, num_waiting: waiting } = frame.engine;
     say($("timeline-note"), `${plural(running, "slot", "slots")} of ${most} taken`);
+    this.numWaiting = waiting;
     this.label = `Timeline of batch slots: ${running} of ${most} taken, ${waiting} waiting.`;
   }
 
@@ -48,11 +50,14 @@ export class Timeline {
     const left = 26;
     const scale = (width - left - 8) / span;
     const x = (at) => left + (at - (now - span)) * scale;
-    const railTop = height - RAIL_ROW * RAIL_ROWS - 6;
+    const waiting = [...this.tickets.byId.values()].filter((t) => t.waiting).sort((a, b) => a.waiting.place - b.waiting.place);
+    const wanted = waiting.length ? Math.min(RAIL_ROWS, waiting.length) + (waiting.length > RAIL_ROWS ? 1 : 0) : 2;
+    this.railRows += (wanted - this.railRows) * (wanted > this.railRows ? 1 : 0.06); // shrinks gently
+    const railTop = height - RAIL_ROW * this.railRows - 6;
     this.boxes = [];
     this.grid(context, width, height, left, x, now, span);
     this.seats(context, left, width, railTop, x, now, span);
-    this.rail(context, left, width, railTop, x, now, span);
+    this.rail(context, left, width, railTop, x, now, waiting);
     context.fillStyle = colour("brass");
     context.globalAlpha = 0.7;
     context.fillRect(x(now), AXIS - 4, 1.5, height - AXIS);
@@ -159,26 +164,25 @@ export class Timeline {
     context.textAlign = "right";
   }
 
-  rail(context, left, width, top, x, now, span) {
+  rail(context, left, width, top, x, now, waiting) {
     context.strokeStyle = colour("line");
     context.beginPath();
     context.moveTo(left, top + 0.5);
     context.lineTo(width - 8, top + 0.5);
     context.stroke();
-    const waiting = [...this.tickets.byId.values()].filter((t) => t.waiting).sort((a, b) => a.waiting.place - b.waiting.place);
     context.font = font(11);
     context.textAlign = "left";
     if (!waiting.length) {
       context.fillStyle = colour("muted");
       context.globalAlpha = 0.8;
-      context.fillText("nobody waits", left + 2, top + 20);
+      context.fillText("nobody waits", left + 2, top + 17);
       context.globalAlpha = 1;
       return;
     }
     waiting.slice(0, RAIL_ROWS).forEach((ticket, index) => this.waits(context, ticket, top + 6 + index * RAIL_ROW, x, now, left));
     if (waiting.length > RAIL_ROWS) {
       context.fillStyle = colour("muted");
-      context.fillText(`+ ${waiting.length - RAIL_ROWS}`, left + 2, top + 6 + RAIL_ROWS * RAIL_ROW - 3);
+      context.fillText(`and ${Math.max(this.numWaiting, waiting.length) - RAIL_ROWS} more`, left + 26, top + 6 + (RAIL_ROWS + 1) * RAIL_ROW - 2);
     }
   }
 
