@@ -80,6 +80,18 @@ inline __m512i broadcast(const uint8_t* from) {
   return _mm512_set1_epi32(four);
 }
 
+// Rows r, r + 1, r + 2 are addressed from one pointer: 12 rows take 4 and not 12.
+struct RowPointers {
+  const uint8_t* at[4];
+  int64_t stride;
+  RowPointers(const uint8_t* rows, int64_t row_stride)
+      : at{rows, rows + 3 * row_stride, rows + 6 * row_stride, rows + 9 * row_stride}, stride(row_stride) {}
+  __m512i four(int row) const { return broadcast(at[row / 3] + row % 3 * stride); }
+  void advance(int rows) {
+    for (int i = 0; i <= (rows - 1) / 3; ++i) at[i] += 4;
+  }
+};
+
 // R rows x one tile; 4 bytes of each row a step.
 template <class Op, int R>
 void multiply_rows(const Block& b) {
@@ -96,21 +108,20 @@ void multiply_rows(const Block& b) {
     }
   }
   const uint8_t* w = b.weights;
-  const uint8_t* x = b.rows;
+  RowPointers x(b.rows, b.row_stride);
   const uint8_t* next = b.next;
-  const int64_t stride = b.row_stride;
   for (int step = 0; step < b.steps; ++step) {
     const __m512i w0 = _mm512_loadu_si512(w), w1 = _mm512_loadu_si512(w + 64);
     _mm_prefetch(next, _MM_HINT_T0);
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
-      const __m512i four = broadcast(x + r * stride);
+      const __m512i four = x.four(r);
       acc[r][0] = Op::dot(acc[r][0], w0, four);
       acc[r][1] = Op::dot(acc[r][1], w1, four);
     }
     w += 128;
     next += 128;
-    x += 4;
+    x.advance(R);
   }
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) {
@@ -124,45 +135,60 @@ inline __m512 bf16x16(const uint8_t* from) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
 }
 
+// Loses what GCC knows of a value. Where a loop's sums are used as int32 lanes right behind it, its allocator keeps
+// each in two registers (one a type) and copies them to and fro.
+inline void forget(__m512i& value) { asm("" : "+v"(value)); }
+
+// One group: its products in int32, scaled onto the sums. A function of its own, for GCC's allocator then keeps 24 sums
+// in registers, which it does not in a loop within a loop.
+template <int R>
+__attribute__((noinline)) void multiply_group(const uint8_t* w, const uint8_t* rows, int64_t stride, int steps,
+                                              const int32_t* start, int start_stride, const uint8_t* next,
+                                              float* sums) {
+  const __m512i nibble = _mm512_set1_epi8(15);
+  const uint8_t* scales = w;
+  __m512i acc[R][2];
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r) {
+    acc[r][0] = _mm512_set1_epi32(start[r * start_stride]);
+    acc[r][1] = _mm512_set1_epi32(start[r * start_stride]);
+  }
+  w += 64;
+  RowPointers x(rows, stride);
+  for (int step = 0; step < steps; ++step) {
+    const __m512i both = _mm512_loadu_si512(w);
+    const __m512i w0 = _mm512_and_si512(both, nibble), w1 = _mm512_and_si512(_mm512_srli_epi16(both, 4), nibble);
+    _mm_prefetch(next, _MM_HINT_T0);
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+      const __m512i four = x.four(r);
+      acc[r][0] = _mm512_dpbusd_epi32(acc[r][0], w0, four);
+      acc[r][1] = _mm512_dpbusd_epi32(acc[r][1], w1, four);
+    }
+    w += 64;
+    next += 64;
+    x.advance(R);
+  }
+  const __m512 scale0 = bf16x16(scales), scale1 = bf16x16(scales + 32);
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r) {
+    forget(acc[r][0]);
+    forget(acc[r][1]);
+    float* to = sums + r * kTile;
+    _mm512_store_ps(to, _mm512_fmadd_ps(_mm512_cvtepi32_ps(acc[r][0]), scale0, _mm512_load_ps(to)));
+    _mm512_store_ps(to + 16, _mm512_fmadd_ps(_mm512_cvtepi32_ps(acc[r][1]), scale1, _mm512_load_ps(to + 16)));
+  }
+}
+
 template <int R>
 void multiply_int4(const Block& b) {
   float* sums = static_cast<float*>(b.acc);
-  const uint8_t* w = b.weights;
-  const uint8_t* x = b.rows;
-  const uint8_t* next = b.next;
-  const int64_t stride = b.row_stride;
-  const int steps = b.group / 4;
-  const __m512i nibble = _mm512_set1_epi8(15);
   if (b.first)
     for (int i = 0; i < R * kTile; i += 16) _mm512_store_ps(sums + i, _mm512_setzero_ps());
-  for (int g = 0; g < b.steps; ++g) {
-    const __m512 scale0 = bf16x16(w), scale1 = bf16x16(w + 32);
-    w += 64;
-    next += 64;
-    __m512i acc[R][2];
-#pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) acc[r][0] = acc[r][1] = _mm512_set1_epi32(b.sums[r * b.sums_stride + g]);
-    for (int step = 0; step < steps; ++step) {
-      const __m512i both = _mm512_loadu_si512(w);
-      const __m512i w0 = _mm512_and_si512(both, nibble), w1 = _mm512_and_si512(_mm512_srli_epi16(both, 4), nibble);
-      _mm_prefetch(next, _MM_HINT_T0);
-#pragma GCC unroll 16
-      for (int r = 0; r < R; ++r) {
-        const __m512i four = broadcast(x + r * stride);
-        acc[r][0] = _mm512_dpbusd_epi32(acc[r][0], w0, four);
-        acc[r][1] = _mm512_dpbusd_epi32(acc[r][1], w1, four);
-      }
-      w += 64;
-      next += 64;
-      x += 4;
-    }
-#pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) {
-      float* to = sums + r * kTile;
-      _mm512_store_ps(to, _mm512_fmadd_ps(_mm512_cvtepi32_ps(acc[r][0]), scale0, _mm512_load_ps(to)));
-      _mm512_store_ps(to + 16, _mm512_fmadd_ps(_mm512_cvtepi32_ps(acc[r][1]), scale1, _mm512_load_ps(to + 16)));
-    }
-  }
+  const int64_t bytes = 64 + b.group * 16;
+  for (int g = 0; g < b.steps; ++g)
+    multiply_group<R>(b.weights + g * bytes, b.rows + g * b.group, b.row_stride, b.group / 4, b.sums + g, b.sums_stride,
+                      b.next + g * bytes, sums);
 }
 
 using Kernel = void (*)(const Block&);
