@@ -11,6 +11,8 @@ EXECUTORS = ("auto", "torch", "native")
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "int8", "int4")
 KV_DTYPES = ("auto", "float32", "bfloat16", "int8")
+LM_HEAD_DTYPES = DTYPES
+INT4_GROUP_SIZES = (32, 64, 128)
 DTYPE_ALIASES = {"bf16": "bfloat16", "fp32": "float32"}
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
@@ -46,8 +48,12 @@ class ModelConfig:
     """auto, cpu or cuda; auto takes a GPU when PyTorch sees one."""
     dtype: str = "auto"
     """Weights and activations; auto is the checkpoint's own dtype where the device is fast at it, else float32."""
+    lm_head_dtype: str = "auto"
+    """Output matrix and embedding (native executor); auto is as `dtype`, but int8 where that is int4."""
+    int4_group_size: int = 32
+    """Weights that share a scale when dtype is int4: 32, 64 or 128. Smaller is more exact and reads more bytes."""
     kv_dtype: str = "auto"
-    """KV cache; auto is the same as the weights' compute dtype."""
+    """KV cache; auto is the weights' dtype, and bfloat16 where that is int8 or int4."""
     max_model_len: int | None = None
     """Context in tokens, prompt and output; None is the model's own, reduced to what memory holds."""
     num_threads: int | None = None
@@ -58,12 +64,15 @@ class ModelConfig:
     """Overrides of the model's generation_config.json (temperature, top_p, top_k, ...)."""
 
     def __post_init__(self) -> None:
-        for name in ("dtype", "kv_dtype"):
+        for name in ("dtype", "lm_head_dtype", "kv_dtype"):
             object.__setattr__(self, name, DTYPE_ALIASES.get(getattr(self, name), getattr(self, name)))
         _require_choice("executor", self.executor, EXECUTORS)
         _require_choice("device", self.device, DEVICES)
         _require_choice("dtype", self.dtype, DTYPES)
+        _require_choice("lm_head_dtype", self.lm_head_dtype, LM_HEAD_DTYPES)
         _require_choice("kv_dtype", self.kv_dtype, KV_DTYPES)
+        if self.int4_group_size not in INT4_GROUP_SIZES:
+            raise ConfigError(f"int4_group_size is {self.int4_group_size}; choose one of 32, 64, 128")
         _require_at_least("max_model_len", self.max_model_len, 2)
         _require_at_least("num_threads", self.num_threads, 1)
 

@@ -127,10 +127,10 @@ def test_wrong_settings_name_the_choices():
         LLM(generation_config={"temperature": -1})
     with pytest.raises(ConfigError, match="executor is 'fast'; choose one of auto, torch, native"):
         LLM(executor="fast")
-    with pytest.raises(ConfigError, match="native"):
-        LLM(executor="native")
+    with pytest.raises(ConfigError, match="native executor runs on a CPU"):
+        LLM(executor="native", device="cuda")
     with pytest.raises(ConfigError, match="int8"):
-        LLM(dtype="int8")
+        LLM(executor="torch", dtype="int8")
     with pytest.raises(ConfigError, match=r"'lottery'; choose one of .*\bfcfs\b.*\bpriority\b"):
         LLM(policy="lottery")
     with pytest.raises(OutOfMemory, match="max-model-len"):

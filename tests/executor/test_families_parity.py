@@ -38,8 +38,8 @@ class Served:
     requests: list[Request] = field(default_factory=list)
     chunks: list[tuple[str, int, torch.Tensor]] = field(default_factory=list)
 
-    def see(self, request_id: str, start: int, logits: torch.Tensor) -> None:
-        self.chunks.append((request_id, start, logits.cpu().clone()))
+    def see(self, request_id: str, start: int, logits: Any) -> None:
+        self.chunks.append((request_id, start, torch.as_tensor(logits).cpu().clone()))
 
     def num_chunks_in_prompt(self, request: Request) -> int:
         return len(
@@ -59,29 +59,29 @@ def random_tokens(count: int, seed: int) -> list[int]:
     return torch.randint(0, VOCAB_SIZE, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def greedy_request(request_id: str, prompt: list[int], arrived_at: float) -> Request:
+def greedy_request(request_id: str, prompt: list[int], arrived_at: float, block_size: int = BLOCK_SIZE) -> Request:
     sampling = SamplingParams(temperature=0.0, max_tokens=NUM_GREEDY, ignore_eos=True)
     return make_request(
         request_id,
         prompt=prompt,
         max_tokens=NUM_GREEDY,
         arrived_at=arrived_at,
-        block_size=BLOCK_SIZE,
+        block_size=block_size,
         sampling=sampling,
     )
 
 
-def serve(executor: TorchExecutor) -> Served:
+def serve(executor: Any, *, block_size: int = BLOCK_SIZE, num_blocks: int = NUM_BLOCKS) -> Served:
     """All prompts at once, and one more, with a prefix that is cached by then, after the others' prompts."""
     served = Served()
     executor.on_logits = served.see
-    scheduler = make_scheduler(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, max_num_batched_tokens=BUDGET)
+    scheduler = make_scheduler(num_blocks=num_blocks, block_size=block_size, max_num_batched_tokens=BUDGET)
     shared = random_tokens(SHARED, seed=99)
     prompts = {name: random_tokens(length, seed=length) for name, length in LENGTHS.items()}
     prompts["shares"][:SHARED] = shared
     for i, (name, prompt) in enumerate(prompts.items()):
-        served.requests.append(greedy_request(name, prompt, arrived_at=float(i)))
-    late = greedy_request("late", shared + random_tokens(16, seed=98), arrived_at=50.0)
+        served.requests.append(greedy_request(name, prompt, float(i), block_size))
+    late = greedy_request("late", shared + random_tokens(16, seed=98), 50.0, block_size)
     for request in served.requests:
         scheduler.add(request, request.arrived_at)
     now = 0.0

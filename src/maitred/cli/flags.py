@@ -81,6 +81,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "executor": config.EXECUTORS,
     "device": config.DEVICES,
     "dtype": config.DTYPES,
+    "lm_head_dtype": config.LM_HEAD_DTYPES,
     "kv_dtype": config.KV_DTYPES,
     "log_level": config.LOG_LEVELS,
     "log_format": config.LOG_FORMATS,
@@ -102,6 +103,7 @@ METAVARS = {
     "policy": "NAME",
     "block_size": "TOKENS",
     "num_threads": "THREADS",
+    "int4_group_size": "WEIGHTS",
     "default_max_n": "SAMPLES",
 }
 _METAVAR_ENDINGS = (

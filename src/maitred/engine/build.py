@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from maitred.clock import Clock, WallClock
-from maitred.config import EngineConfig, ModelConfig
+from maitred.config import EngineConfig
 from maitred.engine.async_engine import AsyncEngine
 from maitred.engine.core import EngineCore
+from maitred.engine.executors import BuiltExecutor, ExecutorPlan, plan_executor
 from maitred.engine.intake import Footprint, ServedModel
 from maitred.engine.memory import (
     MemoryPlan,
@@ -20,7 +20,6 @@ from maitred.engine.memory import (
     format_bytes,
     plan_memory,
     swap_bytes,
-    usable_cores,
 )
 from maitred.engine.running import Engine
 from maitred.engine.store import DecisionLogFile
@@ -40,12 +39,7 @@ from maitred.scheduler.policy import PolicyFactory
 from maitred.scheduler.scheduler import Scheduler
 from maitred.text import ChatTemplate, Tokenizer
 
-if TYPE_CHECKING:
-    from maitred.executor.torch import TorchExecutor, TorchPlan
-
 OnEvent = Callable[[str], None]
-
-SMALL_MODEL_PARAMETERS = 30_000_000
 
 # generation_config.json's names for our sampling parameters
 _GENERATION_FIELDS = {
@@ -121,22 +115,22 @@ def build_parts(
     spec = spec_from_config(checkpoint.config)
     tokenizer = Tokenizer.from_folder(checkpoint.tokenizer_file().parent)
     tell(f"model   {checkpoint.name}: {spec.architecture}, {spec.num_parameters() / 1e6:,.1f} M parameters")
-    torch_plan = _plan_executor(config.model, checkpoint, spec, config.cache.block_size)
+    executor_plan = plan_executor(config, checkpoint, spec, tell)
     plan = plan_memory(
-        available_bytes=torch_plan.available_bytes(available_memory_bytes()),
-        weights_bytes=torch_plan.weights_bytes,
-        bytes_per_block=torch_plan.bytes_per_block,
+        available_bytes=executor_plan.available_bytes(available_memory_bytes()),
+        weights_bytes=executor_plan.weights_bytes,
+        bytes_per_block=executor_plan.bytes_per_block,
         model_context=spec.max_position_embeddings,
         pinned_context=config.model.max_model_len,
         cache=config.cache,
         scheduler=config.scheduler,
     )
-    tell(torch_plan.describe())
+    tell(executor_plan.describe())
     tell(plan.describe())
     model = _served_model(config, checkpoint, spec, tokenizer, plan, served_model_names)
-    model = replace(model, footprint=_footprint(spec, torch_plan, plan))
-    num_host_blocks = _num_host_blocks(config, torch_plan, plan)
-    executor = torch_plan.build(
+    model = replace(model, footprint=_footprint(spec, executor_plan, plan))
+    num_host_blocks = _num_host_blocks(config, executor_plan, plan)
+    executor = executor_plan.build(
         num_blocks=plan.num_blocks, max_model_len=plan.max_model_len, num_host_blocks=num_host_blocks
     )
     swap_meter = _swap_meter(executor, plan, num_host_blocks, tell)
@@ -171,8 +165,8 @@ def build_parts(
     )
 
 
-def _num_host_blocks(config: EngineConfig, torch_plan: TorchPlan, plan: MemoryPlan) -> int:
-    on_gpu = torch_plan.device.type == "cuda"
+def _num_host_blocks(config: EngineConfig, executor_plan: ExecutorPlan, plan: MemoryPlan) -> int:
+    on_gpu = executor_plan.on_gpu
     num_bytes = swap_bytes(
         config.cache.swap_memory_bytes,
         on_gpu=on_gpu,
@@ -182,7 +176,7 @@ def _num_host_blocks(config: EngineConfig, torch_plan: TorchPlan, plan: MemoryPl
     return num_bytes // plan.bytes_per_block
 
 
-def _swap_meter(executor: TorchExecutor, plan: MemoryPlan, num_host_blocks: int, tell: OnEvent) -> SwapMeter | None:
+def _swap_meter(executor: BuiltExecutor, plan: MemoryPlan, num_host_blocks: int, tell: OnEvent) -> SwapMeter | None:
     bandwidth = executor.measure_swap()
     if bandwidth is None:
         return None
@@ -213,24 +207,6 @@ def _decision_log(config: EngineConfig, plan: MemoryPlan, num_host_blocks: int) 
     )
 
 
-def _plan_executor(config: ModelConfig, checkpoint: Checkpoint, spec: DecoderSpec, block_size: int) -> TorchPlan:
-    if config.executor == "native":
-        raise ConfigError("executor is 'native', which this version does not have yet; choose auto or torch")
-    if importlib.util.find_spec("torch") is None:
-        raise ConfigError("the torch executor needs PyTorch; install it with: pip install 'maitred[torch]'")
-    from maitred.executor.torch import plan_torch_executor
-
-    return plan_torch_executor(config, checkpoint, spec, block_size=block_size, num_threads=_useful_threads(spec))
-
-
-def _useful_threads(spec: DecoderSpec) -> int:
-    """A small model's operations take microseconds, and a second thread makes them wait for each other.
-
-    At 4 M parameters a step took 2.4 ms on one thread; on two of which one was shared with another process, 155 ms.
-    """
-    return 1 if spec.num_parameters() < SMALL_MODEL_PARAMETERS else usable_cores()
-
-
 def _served_model(
     config: EngineConfig,
     checkpoint: Checkpoint,
@@ -255,14 +231,14 @@ def _served_model(
     )
 
 
-def _footprint(spec: DecoderSpec, torch_plan: TorchPlan, plan: MemoryPlan) -> Footprint:
+def _footprint(spec: DecoderSpec, executor_plan: ExecutorPlan, plan: MemoryPlan) -> Footprint:
     return Footprint(
         architecture=spec.architecture,
         num_parameters=spec.num_parameters(),
-        executor="torch",
-        device=str(torch_plan.device),
-        dtype=str(torch_plan.dtype).removeprefix("torch."),
-        kv_dtype=str(torch_plan.kv_dtype).removeprefix("torch."),
+        executor=executor_plan.name,
+        device=executor_plan.device_name,
+        dtype=executor_plan.dtype_name,
+        kv_dtype=executor_plan.kv_dtype_name,
         weights_bytes=plan.weights_bytes,
         kv_bytes=plan.kv_bytes,
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from maitred.config import ModelConfig
 from maitred.errors import ConfigError
 from maitred.executor.batch import Batch, RowWork, build_batch, unwritten_slots
 from maitred.executor.kv_pool import kv_bytes_per_block, pool_shape
+from maitred.executor.outcome import PROMPT_LOGPROBS_CHUNK, prompt_tokens_due, report
 from maitred.executor.sampler import SampledToken, sample_rows, token_logprobs
 from maitred.executor.state import RequestState
 from maitred.executor.torch_attention import GatherAttention
@@ -27,10 +27,7 @@ from maitred.model.spec import DecoderSpec
 from maitred.model.torch_decoder import Attend, load_torch_decoder
 from maitred.step import ModelOutput, SampledRow, SchedulerOutput, TokenLogprobs
 
-# Prompt logprobs need a row of logits for each position; this many at a time bounds the memory (128 x vocabulary).
-PROMPT_LOGPROBS_CHUNK = 128
 SMALL_WEIGHTS_BYTES = 2**30  # in float32
-NAN_LOGITS = "logits are NaN"
 
 # (request id, first position, logits [n, V] of positions first ..)
 OnLogits = Callable[[str, int, torch.Tensor], None]
@@ -56,6 +53,9 @@ class TorchExecutor:
     `num_threads` is PyTorch's number of threads during a step. PyTorch keeps one such number for the process, so it
     is set when a step begins and put back when it ends; None leaves it alone.
     """
+
+    deterministic = False
+    """PyTorch's sums depend on the batch's shape, in the last bits."""
 
     def __init__(
         self,
@@ -139,10 +139,9 @@ class TorchExecutor:
         for row in np.argsort(batch.order).tolist():
             work = batch.works[row]
             prompt_logprobs = self._prompt_logprobs(batch, row, hidden_TD)
-            token = sampled.get(row)
-            if token is None and prompt_logprobs is None:
-                continue
-            yield _report(work, token, prompt_logprobs)
+            reported = report(work, sampled.get(row), prompt_logprobs)
+            if reported is not None:
+                yield reported
 
     def _sample(self, batch: Batch, hidden_TD: torch.Tensor) -> dict[int, SampledToken]:
         """Batch row -> its token, for rows that sample; the token is now part of the request's state."""
@@ -159,20 +158,17 @@ class TorchExecutor:
 
     def _prompt_logprobs(self, batch: Batch, row: int, hidden_TD: torch.Tensor) -> tuple[TokenLogprobs, ...] | None:
         """Of prompt positions start + 1 .. start + num_tokens, each from the logits before it; None: none due."""
-        plan_row, state = batch.works[row]
-        if state.prompt_logprobs is None:
+        next_tokens = prompt_tokens_due(batch.works[row])
+        if not next_tokens:
             return None
-        last = min(plan_row.start + plan_row.num_tokens, state.num_prompt_tokens - 1)
-        if last <= plan_row.start:
-            return None
-        next_tokens = state.tokens.array[plan_row.start + 1 : last + 1].tolist()
+        num_top = batch.works[row].state.prompt_logprobs or 0
         first = int(batch.first_tokens[row])
         found: list[TokenLogprobs] = []
         for offset in range(0, len(next_tokens), PROMPT_LOGPROBS_CHUNK):
             tokens = next_tokens[offset : offset + PROMPT_LOGPROBS_CHUNK]
             logits_nV = self._logits(hidden_TD[first + offset : first + offset + len(tokens)])
             pairs = zip(logits_nV, tokens, strict=True)
-            found += [token_logprobs(logits_V, token, state.prompt_logprobs) for logits_V, token in pairs]
+            found += [token_logprobs(logits_V, token, num_top) for logits_V, token in pairs]
         return tuple(found)
 
     def _logits(self, hidden_TD: torch.Tensor) -> NDArray[np.float32]:
@@ -182,20 +178,6 @@ class TorchExecutor:
     def _show_logits(self, on_logits: OnLogits, batch: Batch, hidden_TD: torch.Tensor) -> None:
         for (row, _), first in zip(batch.works, batch.first_tokens.tolist(), strict=True):
             on_logits(row.request_id, row.start, self._decoder.logits(hidden_TD[first : first + row.num_tokens]))
-
-
-def _report(work: RowWork, token: SampledToken | None, prompt_logprobs: tuple[TokenLogprobs, ...] | None) -> SampledRow:
-    error = token.error if token is not None else None
-    if error is None and prompt_logprobs and any(math.isnan(p.logprobs[0]) for p in prompt_logprobs):
-        error = NAN_LOGITS
-    if error is not None:
-        return SampledRow(work.row.request_id, (), error=error)
-    return SampledRow(
-        work.row.request_id,
-        (token.token_id,) if token is not None else (),
-        logprobs=(token.logprobs,) if token is not None and token.logprobs is not None else None,
-        prompt_logprobs=prompt_logprobs,
-    )
 
 
 @contextmanager
@@ -222,6 +204,24 @@ class TorchPlan:
     kv_dtype: torch.dtype
     block_size: int
     num_threads: int | None
+
+    name = "torch"
+
+    @property
+    def device_name(self) -> str:
+        return str(self.device)
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+    @property
+    def dtype_name(self) -> str:
+        return _name(self.dtype)
+
+    @property
+    def kv_dtype_name(self) -> str:
+        return _name(self.kv_dtype)
 
     @property
     def weights_bytes(self) -> int:

@@ -10,6 +10,7 @@ namespace nb = nanobind;
 
 namespace maitred {
 void bind_linear(nb::module_&);
+void bind_program(nb::module_& m);
 void bind_attention(nb::module_&);
 }
 
@@ -33,5 +34,6 @@ NB_MODULE(_native, m) {
       .def(nb::init<int>(), nb::arg("num_threads"))
       .def_prop_ro("num_threads", &maitred::ThreadPool::num_threads);
   maitred::bind_linear(m);
+  maitred::bind_program(m);
   maitred::bind_attention(m);
 }

@@ -1,0 +1,137 @@
+"""Which executor carries out the plans: the native library on a CPU, PyTorch on a GPU or for what the first cannot."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from maitred.config import EngineConfig
+from maitred.engine.memory import usable_cores
+from maitred.errors import ConfigError, KernelError
+from maitred.model.checkpoint import Checkpoint
+from maitred.model.spec import DecoderSpec
+from maitred.step import ModelOutput, SchedulerOutput
+
+SMALL_MODEL_PARAMETERS = 30_000_000
+GPU_DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
+"""One of these is there where PyTorch can see a GPU; without, nobody waits a second for the import of PyTorch."""
+
+
+class Bandwidth(Protocol):
+    """Of blocks on their way between pool and host."""
+
+    @property
+    def out_bytes_per_s(self) -> float: ...
+
+    @property
+    def in_bytes_per_s(self) -> float: ...
+
+
+class BuiltExecutor(Protocol):
+    """`step.Executor`, and what only its builder asks of it."""
+
+    def execute(self, plan: SchedulerOutput) -> ModelOutput: ...
+
+    def measure_swap(self) -> Bandwidth | None: ...
+
+    def close(self) -> None: ...
+
+
+class ExecutorPlan(Protocol):
+    """What an executor will take, known before any of it is allocated."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def device_name(self) -> str: ...
+
+    @property
+    def on_gpu(self) -> bool: ...
+
+    @property
+    def dtype_name(self) -> str: ...
+
+    @property
+    def kv_dtype_name(self) -> str: ...
+
+    @property
+    def weights_bytes(self) -> int: ...
+
+    @property
+    def bytes_per_block(self) -> int: ...
+
+    def available_bytes(self, host_available_bytes: int) -> int: ...
+
+    def describe(self) -> str: ...
+
+    def build(self, *, num_blocks: int, max_model_len: int, num_host_blocks: int = 0) -> BuiltExecutor: ...
+
+
+def plan_executor(
+    config: EngineConfig, checkpoint: Checkpoint, spec: DecoderSpec, tell: Callable[[str], None]
+) -> ExecutorPlan:
+    """auto: PyTorch where it sees a GPU; else native, and PyTorch again, with the reason told, for what that lacks.
+
+    Raises ConfigError when the executor that was asked for cannot serve this model, or none can.
+    """
+    wanted = config.model.executor
+    if wanted == "torch" or (wanted == "auto" and _wants_gpu(config.model.device)):
+        return _plan_torch(config, checkpoint, spec)
+    try:
+        return _plan_native(config, checkpoint, spec)
+    except KernelError as error:
+        if wanted == "native" or not _has_torch() or _integers(config):
+            raise ConfigError(str(error)) from error
+        tell(f"torch   takes over: {error}")
+        return _plan_torch(config, checkpoint, spec)
+
+
+def _plan_native(config: EngineConfig, checkpoint: Checkpoint, spec: DecoderSpec) -> ExecutorPlan:
+    if importlib.util.find_spec("maitred.kernels._native") is None:
+        raise KernelError("the native library was not built; install maitred from a wheel, or with a C++17 compiler")
+    from maitred.executor.native_plan import plan_native_executor  # noqa: PLC0415  numpy, and the library itself
+
+    return plan_native_executor(
+        config.model, checkpoint, spec, cache=config.cache, scheduler=config.scheduler, num_threads=usable_cores()
+    )
+
+
+def _plan_torch(config: EngineConfig, checkpoint: Checkpoint, spec: DecoderSpec) -> ExecutorPlan:
+    if not _has_torch():
+        raise ConfigError("the torch executor needs PyTorch; install it with: pip install 'maitred[torch]'")
+    from maitred.executor.torch import plan_torch_executor  # noqa: PLC0415  a second, and gigabytes
+
+    num_threads = _useful_torch_threads(spec)
+    return plan_torch_executor(
+        config.model, checkpoint, spec, block_size=config.cache.block_size, num_threads=num_threads
+    )
+
+
+def _integers(config: EngineConfig) -> bool:
+    """Whether number formats were asked for that PyTorch's executor has not."""
+    return config.model.dtype in ("int8", "int4") or config.model.kv_dtype == "int8"
+
+
+def _has_torch() -> bool:
+    return importlib.util.find_spec("torch") is not None
+
+
+def _wants_gpu(device: str) -> bool:
+    if device != "auto":
+        return device == "cuda"
+    if not _has_torch() or not any(Path(driver).exists() for driver in GPU_DRIVERS):
+        return False
+    from maitred.executor.torch import resolve_device  # noqa: PLC0415
+
+    return resolve_device("auto").type == "cuda"
+
+
+def _useful_torch_threads(spec: DecoderSpec) -> int:
+    """A small model's operations take microseconds, and PyTorch's second thread makes them wait for each other.
+
+    At 4 M parameters a step took 2.4 ms on one thread; on two of which one was shared with another process, 155 ms.
+    """
+    return 1 if spec.num_parameters() < SMALL_MODEL_PARAMETERS else usable_cores()

@@ -1,0 +1,174 @@
+"""The native executor: a plan becomes one call of the compiled program, on a CPU and without PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from maitred.executor.batch import RowWork
+from maitred.executor.native_swap import Bandwidth, NativeHostPool
+from maitred.executor.outcome import PROMPT_LOGPROBS_CHUNK, prompt_tokens_due, report
+from maitred.executor.ragged import RaggedStep, Slice, cut, ragged_step
+from maitred.executor.sampler import SampledToken, token_logprobs
+from maitred.executor.sampler_state import RequestSampler
+from maitred.executor.state import RequestState
+from maitred.step import ModelOutput, SampledRow, SchedulerOutput, TokenLogprobs
+
+Logits = NDArray[np.float32]
+
+# (request id, first position, logits [n, V] of positions first ..)
+OnLogits = Callable[[str, int, Logits], None]
+
+SampleRows = Callable[[Logits, Sequence[RequestSampler]], list[SampledToken]]
+
+
+class Runner(Protocol):
+    """The compiled program; `kernels.program.NativeProgram` is one."""
+
+    @property
+    def max_tokens(self) -> int:
+        """Most tokens of one call."""
+
+    @property
+    def max_logits(self) -> int:
+        """Most rows of logits of one call."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def run(self, step: RaggedStep, logits_tokens: Sequence[int]) -> Logits:
+        """Compute the step and [len(logits_tokens), V] logits of those tokens; a view, good until the next call."""
+
+    def more_logits(self, logits_tokens: Sequence[int]) -> Logits:
+        """The same of other tokens of the step that ran last."""
+
+    def close(self) -> None: ...
+
+
+class NativeExecutor:
+    """Carries out plans (`step.Executor`). Not thread-safe: one thread calls `execute`.
+
+    `on_logits`, for tests, may be set to be given the logits of every position of every step.
+    """
+
+    deterministic = True
+    """The same request gives the same bits whatever shares its steps."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        pool: Any,
+        sample_rows: SampleRows,
+        *,
+        block_size: int,
+        host: NativeHostPool | None = None,
+        on_logits: OnLogits | None = None,
+    ) -> None:
+        """`pool` is the `_native.KVPool` that the runner writes."""
+        self.on_logits = on_logits
+        self.vocab_size = runner.vocab_size
+        self.pool = pool
+        self._runner = runner
+        self._sample_rows = sample_rows
+        self._block_size = block_size
+        self._states: dict[str, RequestState] = {}
+        self._host = host
+
+    def execute(self, plan: SchedulerOutput) -> ModelOutput:
+        works = self._take_plan(plan)
+        if not works:
+            return ModelOutput(())
+        tokens: dict[int, SampledToken] = {}
+        prompts: dict[int, list[TokenLogprobs]] = {}
+        for slices in cut(works, self._runner.max_tokens):
+            self._run(slices, tokens, prompts)
+        return ModelOutput(tuple(self._reports(works, tokens, prompts)))
+
+    def measure_swap(self) -> Bandwidth | None:
+        """How fast blocks go to the host and back; None without host blocks. For a new executor: it spoils the pool."""
+        return self._host.measure() if self._host is not None else None
+
+    def close(self) -> None:
+        """Drop states, pool, weights and threads."""
+        self._states.clear()
+        self._host = None
+        self._runner.close()
+        del self._runner, self.pool
+
+    def _take_plan(self, plan: SchedulerOutput) -> list[RowWork]:
+        """All of the plan but the computing: what to forget, learn and copy, and each row's block table."""
+        for request_id in plan.forgotten_request_ids:
+            self._states.pop(request_id, None)  # one that was aborted before its first row is not known
+        for new in plan.new_requests:
+            self._states[new.request_id] = RequestState(new, self.vocab_size)
+        if self._host is not None:
+            self._host.copy_out(plan.swap_outs)
+        if plan.block_copies:
+            self.pool.copy_blocks([(copy.source, copy.target) for copy in plan.block_copies])
+        if self._host is not None:
+            self._host.copy_in(plan.swap_ins)
+        works = [RowWork(row, self._states[row.request_id]) for row in plan.rows]
+        for work in works:
+            work.state.take_blocks(work.row)
+        return works  # what others left in unwritten slots is never read, so nothing is cleared
+
+    def _run(
+        self, slices: Sequence[Slice], tokens: dict[int, SampledToken], prompts: dict[int, list[TokenLogprobs]]
+    ) -> None:
+        """One call of the program, and what is wanted of its logits."""
+        step = ragged_step(slices, self._block_size)
+        sampling = [i for i, piece in enumerate(slices) if piece.samples]
+        last_tokens = [int(step.first_tokens[i + 1]) - 1 for i in sampling]
+        most = self._runner.max_logits
+        logits_RV = self._runner.run(step, last_tokens[:most])
+        for first in range(0, len(sampling), most):
+            if first:
+                logits_RV = self._runner.more_logits(last_tokens[first : first + most])
+            self._sample([slices[i] for i in sampling[first : first + most]], logits_RV, tokens)
+        for piece, first in zip(slices, step.first_tokens.tolist(), strict=False):
+            self._add_prompt_logprobs(piece, first, prompts)
+        if self.on_logits is not None:
+            self._show_logits(self.on_logits, slices, step)
+
+    def _sample(self, slices: Sequence[Slice], logits_RV: Logits, tokens: dict[int, SampledToken]) -> None:
+        """One token for each; it is now part of the request's state."""
+        sampled = self._sample_rows(logits_RV, [piece.work.state.sampler for piece in slices])
+        for piece, token in zip(slices, sampled, strict=True):
+            tokens[piece.row] = token
+            if token.error is None:
+                piece.work.state.append(token.token_id)
+
+    def _add_prompt_logprobs(self, piece: Slice, first: int, prompts: dict[int, list[TokenLogprobs]]) -> None:
+        """Of prompt positions start + 1 .. start + num_tokens, each from the logits before it."""
+        state = piece.work.state
+        if state.prompt_logprobs is None:
+            return
+        row = piece.work.row._replace(start=piece.start, num_tokens=piece.num_tokens)
+        next_tokens = prompt_tokens_due(RowWork(row, state))
+        chunk = min(PROMPT_LOGPROBS_CHUNK, self._runner.max_logits)
+        for offset in range(0, len(next_tokens), chunk):
+            due = next_tokens[offset : offset + chunk]
+            logits_nV = self._runner.more_logits(range(first + offset, first + offset + len(due)))
+            prompts.setdefault(piece.row, []).extend(
+                token_logprobs(logits_V, token, state.prompt_logprobs)
+                for logits_V, token in zip(logits_nV, due, strict=True)
+            )
+
+    def _reports(
+        self, works: Sequence[RowWork], tokens: dict[int, SampledToken], prompts: dict[int, list[TokenLogprobs]]
+    ) -> Iterator[SampledRow]:
+        for index, work in enumerate(works):
+            found = prompts.get(index)
+            reported = report(work, tokens.get(index), tuple(found) if found is not None else None)
+            if reported is not None:
+                yield reported
+
+    def _show_logits(self, on_logits: OnLogits, slices: Sequence[Slice], step: RaggedStep) -> None:
+        for piece, first in zip(slices, step.first_tokens.tolist(), strict=False):
+            for offset in range(0, piece.num_tokens, self._runner.max_logits):
+                count = min(self._runner.max_logits, piece.num_tokens - offset)
+                logits_nV = self._runner.more_logits(range(first + offset, first + offset + count))
+                on_logits(piece.work.row.request_id, piece.start + offset, logits_nV.copy())

@@ -1,0 +1,181 @@
+"""What the native executor will take, settled before anything is allocated: number formats, sizes, threads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from maitred.config import CacheConfig, ModelConfig, SchedulerConfig
+from maitred.errors import ConfigError, KernelError
+from maitred.executor.native import NativeExecutor
+from maitred.executor.native_program import NativeProgram, most_logits
+from maitred.executor.native_swap import NativeHostPool
+from maitred.executor.sampler import sample_rows
+from maitred.kernels import _native
+from maitred.kernels.attention import LARGEST_HEAD, make_kv_pool
+from maitred.model.checkpoint import Checkpoint
+from maitred.model.fusions import compile_program
+from maitred.model.packed import pack_weights, plan_weights
+from maitred.model.program import Format, Formats, Program
+from maitred.model.spec import DecoderSpec
+
+SMALL_PARAMETERS = 30_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NativePlan:
+    """As `executor.torch.TorchPlan`, for the native library."""
+
+    program: Program
+    checkpoint: Checkpoint
+    kv_dtype: str
+    block_size: int
+    num_threads: int
+    isa: str
+    max_tokens: int
+    max_logits: int
+
+    name = "native"
+    device_name = "cpu"
+    on_gpu = False
+
+    @property
+    def spec(self) -> DecoderSpec:
+        return self.program.spec
+
+    @property
+    def dtype_name(self) -> str:
+        return str(self.program.formats.linears)
+
+    @property
+    def kv_dtype_name(self) -> str:
+        return self.kv_dtype
+
+    @property
+    def weights_bytes(self) -> int:
+        return sum(plan.num_bytes for plan in plan_weights(self.program))
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of one KV block over all layers."""
+        spec = self.spec
+        return int(
+            _native.kv_bytes_per_block(
+                dtype=self.kv_dtype,
+                num_layers=spec.num_layers,
+                block_size=self.block_size,
+                num_kv_heads=spec.num_kv_heads,
+                head_dim=spec.head_dim,
+            )
+        )
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Rows of a step, about: residual stream, stacked q, k, v, attention, inner rows, operand and logits."""
+        spec = self.spec
+        widths = 2 * spec.hidden_size + 4 * spec.q_width + 2 * spec.kv_width + 2 * spec.intermediate_size
+        return 4 * (self.max_tokens * widths + self.max_logits * spec.vocab_size)
+
+    def available_bytes(self, host_available_bytes: int) -> int:
+        """Free memory for weights and cache, out of the host's as given."""
+        return max(host_available_bytes - self.buffer_bytes, 0)
+
+    def describe(self) -> str:
+        """A line for the terminal."""
+        formats = self.program.formats
+        head = "" if formats.head == formats.linears else f", embedding and output {formats.head}"
+        return (
+            f"native  {self.isa}, {self.num_threads} thread{'s' if self.num_threads > 1 else ''}, "
+            f"weights {formats.linears}{head}, KV cache {self.kv_dtype}, {len(self.program.ops)} operations a step"
+        )
+
+    def build(self, *, num_blocks: int, max_model_len: int, num_host_blocks: int = 0) -> NativeExecutor:
+        """Load the weights and allocate the pool. Raises CheckpointError or OutOfMemory."""
+        spec = self.spec
+        threads = _native.ThreadPool(self.num_threads)
+        pool = make_kv_pool(
+            dtype=self.kv_dtype,
+            num_layers=spec.num_layers,
+            num_blocks=num_blocks,
+            block_size=self.block_size,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+        )
+        runner = NativeProgram(
+            self.program,
+            pack_weights(self.program, self.checkpoint, threads),
+            pool,
+            threads,
+            max_tokens=self.max_tokens,
+            max_logits=self.max_logits,
+            max_model_len=max_model_len,
+            isa=self.isa,
+        )
+        host = NativeHostPool(pool, num_host_blocks, threads) if num_host_blocks else None
+        return NativeExecutor(runner, pool, sample_rows, block_size=self.block_size, host=host)
+
+
+def plan_native_executor(
+    config: ModelConfig,
+    checkpoint: Checkpoint,
+    spec: DecoderSpec,
+    *,
+    cache: CacheConfig,
+    scheduler: SchedulerConfig,
+    num_threads: int,
+) -> NativePlan:
+    """Settle number formats and compile.
+
+    Raises KernelError for a model that this executor cannot express, ConfigError for settings that cannot be.
+    """
+    if config.device == "cuda":
+        raise ConfigError("the native executor runs on a CPU; choose --device cpu or auto, or --executor torch")
+    if spec.head_dim > LARGEST_HEAD:
+        raise KernelError(f"heads of {spec.head_dim} values; the native executor takes up to {LARGEST_HEAD}")
+    isa = default_isa()
+    program = compile_program(spec, resolve_formats(config, checkpoint.dtype, isa, spec.num_parameters()))
+    plan_weights(program)  # raises for a matrix that no kernel takes
+    return NativePlan(
+        program=program,
+        checkpoint=checkpoint,
+        kv_dtype=resolve_kv_dtype(config.kv_dtype, program.formats.linears.dtype),
+        block_size=cache.block_size,
+        num_threads=config.num_threads or num_threads,
+        isa=isa,
+        max_tokens=scheduler.max_num_batched_tokens,
+        max_logits=most_logits(spec.vocab_size, scheduler.max_num_seqs),
+    )
+
+
+def resolve_formats(config: ModelConfig, checkpoint_dtype: str, isa: str, num_parameters: int) -> Formats:
+    """Linears, and embedding with output matrix.
+
+    auto is float32 for a small model, whose weights stay in the caches whatever they are held in; else bfloat16 where
+    the processor multiplies it and the checkpoint has no more, and float32 otherwise.
+    """
+    dtype = config.dtype
+    if dtype == "auto":
+        half = checkpoint_dtype in ("bfloat16", "float16") and isa == "avx512"
+        dtype = "bfloat16" if half and num_parameters > SMALL_PARAMETERS else "float32"
+    head = config.lm_head_dtype
+    if head == "auto":
+        head = "int8" if dtype == "int4" else dtype
+    return Formats(linears=_format(dtype, config.int4_group_size), head=_format(head, config.int4_group_size))
+
+
+def _format(dtype: str, group: int) -> Format:
+    return Format(dtype=dtype, group=group if dtype == "int4" else 0)
+
+
+def resolve_kv_dtype(name: str, dtype: str) -> str:
+    """auto is float32 beside float32 weights, else bfloat16."""
+    if name != "auto":
+        return name
+    return "float32" if dtype == "float32" else "bfloat16"
+
+
+def default_isa() -> str:
+    """MAITRED_ISA, else the best this processor has. Raises ConfigError for one that is not available."""
+    try:
+        return str(_native.default_isa())
+    except ValueError as error:
+        raise ConfigError(f"MAITRED_ISA: {error}") from None

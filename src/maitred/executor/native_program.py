@@ -1,0 +1,237 @@
+"""A compiled program with its weights in the native library: operations added one by one, then steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from maitred.kernels import _native
+from maitred.model.packed import PackedWeights
+from maitred.model.program import (
+    LOGITS,
+    QKV,
+    AddTo,
+    Attention,
+    Embed,
+    Gated,
+    Linear,
+    NormAdd,
+    Op,
+    Prepare,
+    Program,
+    Store,
+    Weight,
+)
+from maitred.model.rope import inverse_frequencies
+from maitred.model.spec import RopeSpec
+
+LOGITS_BYTES = 48 * 2**20  # of the rows of logits of one run; more of them come in several
+Int32s = NDArray[np.int32]
+
+
+class Step(Protocol):
+    """`executor.ragged.RaggedStep`."""
+
+    token_ids: Int32s
+    positions: Int32s
+    first_tokens: Int32s
+    block_tables: Int32s
+    first_blocks: Int32s
+
+
+class OpTime(NamedTuple):
+    name: str
+    nanoseconds: int
+
+
+def most_logits(vocab_size: int, max_rows: int) -> int:
+    """Rows of logits for which a program has room: one for each of `max_rows` rows, within LOGITS_BYTES."""
+    return max(1, min(max_rows, LOGITS_BYTES // (4 * vocab_size)))
+
+
+class NativeProgram:
+    """Runs steps of `program`. Holds weights, pool and threads as long as it lives."""
+
+    def __init__(
+        self,
+        program: Program,
+        weights: PackedWeights,
+        pool: Any,
+        threads: Any,
+        *,
+        max_tokens: int,
+        max_logits: int,
+        max_model_len: int,
+        isa: str | None = None,
+    ) -> None:
+        """`pool` is a `_native.KVPool`, `threads` a `_native.ThreadPool`; `isa` None is the default one."""
+        spec = program.spec
+        self.program = program
+        self.max_tokens = max_tokens
+        self.max_logits = max_logits
+        self.vocab_size = spec.vocab_size
+        self._keep = (weights, pool, threads)
+        self._native = _native.Program(
+            threads,
+            pool,
+            isa=isa or _native.default_isa(),
+            max_tokens=max_tokens,
+            max_logits=max_logits,
+            vocab_size=spec.vocab_size,
+            max_positions=max_model_len,
+        )
+        builder = _Builder(program, weights, self._native, max_model_len)
+        builder.build()
+        self._frequencies = builder.frequencies
+        self._logits: Any = builder.rows[LOGITS].view(max_logits)
+
+    def run(self, step: Step, logits_tokens: Sequence[int]) -> NDArray[np.float32]:
+        """Compute the step and [len(logits_tokens), V] logits of those tokens; a view, good until the next call."""
+        self._native.run(
+            step.token_ids,
+            step.positions,
+            step.first_tokens,
+            step.block_tables,
+            step.first_blocks,
+            np.array(logits_tokens, dtype=np.int32),
+        )
+        logits: NDArray[np.float32] = self._logits[: len(logits_tokens)]
+        return logits
+
+    def more_logits(self, logits_tokens: Sequence[int]) -> NDArray[np.float32]:
+        """The same of other tokens of the step that ran last."""
+        self._native.run_logits(np.array(logits_tokens, dtype=np.int32))
+        logits: NDArray[np.float32] = self._logits[: len(logits_tokens)]
+        return logits
+
+    @property
+    def buffer_bytes(self) -> int:
+        return int(self._native.buffer_bytes)
+
+    def set_profiling(self, on: bool) -> None:
+        self._native.set_profiling(on)
+
+    def profile(self) -> list[OpTime]:
+        """Of the last run, in the program's order, on the first thread."""
+        return [OpTime(*pair) for pair in self._native.profile()]
+
+    def close(self) -> None:
+        """Give back buffers, weights and threads."""
+        del self._logits, self._native, self._keep
+
+
+class _Builder:
+    """Adds a program's operations to a native one; values become rows when they are first written."""
+
+    def __init__(self, program: Program, weights: PackedWeights, native: Any, max_model_len: int) -> None:
+        self._program, self._weights, self._native = program, weights, native
+        self._max_model_len = max_model_len
+        self._eps = program.spec.norm_eps
+        self._head = _head_begins(program.ops)
+        self.rows: dict[str, Any] = {}
+        self.frequencies: list[NDArray[np.float32]] = []  # the native program reads them where they are
+        self._tables: dict[RopeSpec, Any] = {}
+
+    def build(self) -> None:
+        ops = self._program.ops
+        self._native.operands([self._shape(op.weight) for op in ops if isinstance(op, Linear)])
+        for rope in dict.fromkeys(op.rope for op in ops if isinstance(op, QKV)):
+            if rope is not None:
+                self._add_rope_table(rope)
+        for index, op in enumerate(ops):
+            if index == self._head:
+                self._native.begin_logits()
+            self._add(index, op)
+
+    def _add(self, index: int, op: Op) -> None:
+        match op:
+            case Embed():
+                target = self._rows(op.target, op.weight.width)
+                scale = _rounded(op.scale, self._program.formats.linears.dtype)
+                self._native.embed(self._shape(op.weight), self._data(op.weight), scale, target)
+            case Prepare():
+                reader = self._reader(index)
+                norm = self._vector(op.norm)
+                self._native.prepare(self.rows[op.source], self._shape(reader.weight), norm, self._eps, op.takes)
+            case Linear():
+                self._add_linear(index, op)
+            case QKV():
+                self._add_qkv(op)
+            case Attention():
+                spec = self._program.spec
+                target = self._rows(op.target, spec.q_width)
+                cap = spec.attention_softcap or 0.0
+                self._native.attention(op.layer, spec.num_heads, op.window or 0, spec.attention_scale, cap, target)
+            case NormAdd():
+                weight = self._vector(op.weight)
+                self._native.norm_add(self.rows[op.source], self.rows[op.target], weight, self._eps, op.scale)
+            case _:
+                raise AssertionError(op)
+
+    def _add_linear(self, index: int, op: Linear) -> None:
+        shape = self._shape(op.weight)
+        taken = index >= self._head
+        ending, alpha, softcap, act = "store", 1.0, 0.0, "silu"
+        match op.ending:
+            case Store():
+                alpha, softcap = op.ending.scale, op.ending.softcap or 0.0
+            case AddTo():
+                ending, alpha = "add", op.ending.scale
+            case Gated():
+                ending, act = "gate", op.ending.activation.value
+        target = self._rows(op.target, shape.out_width, taken=taken)
+        name = op.weight.name if not taken else "output"
+        self._native.linear(shape, self._data(op.weight), target, ending, alpha, softcap, act, taken, name)
+
+    def _add_qkv(self, op: QKV) -> None:
+        spec = self._program.spec
+        self._native.qkv(
+            op.layer,
+            spec.num_heads,
+            self.rows[op.source],
+            self._tables[op.rope] if op.rope is not None else None,
+            self._vector(op.q_norm),
+            self._vector(op.k_norm),
+            op.full_width,
+            self._eps,
+        )
+
+    def _add_rope_table(self, rope: RopeSpec) -> None:
+        frequencies = np.array(inverse_frequencies(rope, self._max_model_len), dtype=np.float32)
+        self.frequencies.append(frequencies)
+        self._tables[rope] = self._native.rope_table(frequencies, rope.attention_factor)
+
+    def _reader(self, index: int) -> Linear:
+        """The linear that reads what the operation at `index` prepares."""
+        return next(op for op in self._program.ops[index:] if isinstance(op, Linear))
+
+    def _rows(self, name: str, width: int, *, taken: bool = False) -> Any:
+        if name not in self.rows:
+            self.rows[name] = self._native.rows(width, taken)
+        return self.rows[name]
+
+    def _shape(self, weight: Weight) -> Any:
+        return self._weights[weight.name].shape
+
+    def _data(self, weight: Weight) -> Any:
+        return self._weights[weight.name].buffer
+
+    def _vector(self, weight: Weight | None) -> NDArray[np.float32] | None:
+        return self._weights[weight.name].vector if weight is not None else None
+
+
+def _head_begins(ops: Sequence[Op]) -> int:
+    """Index of the first operation that is only about wanted rows."""
+    return next(index for index, op in enumerate(ops) if isinstance(op, Prepare) and op.takes)
+
+
+def _rounded(scale: float, dtype: str) -> float:
+    """A scale as a model in this dtype has it: models that scale embeddings were trained in bfloat16."""
+    if dtype == "float32":
+        return float(np.float32(scale))
+    bits = np.array(scale, dtype=np.float32).view(np.uint32)
+    rounded = (int(bits) + 0x7FFF + ((int(bits) >> 16) & 1)) & 0xFFFF0000
+    return float(np.uint32(rounded).view(np.float32))

@@ -1,0 +1,42 @@
+"""What an executor reports of a row, whichever library computed it."""
+
+from __future__ import annotations
+
+import math
+
+from maitred.executor.batch import RowWork
+from maitred.executor.sampler import SampledToken
+from maitred.step import SampledRow, TokenLogprobs
+
+# Prompt logprobs need a row of logits for each position; this many at a time bounds the memory (128 x vocabulary).
+PROMPT_LOGPROBS_CHUNK = 128
+NAN_LOGITS = "logits are NaN"
+
+
+def prompt_tokens_due(work: RowWork) -> list[int]:
+    """The prompt tokens after those the row computes, whose logprobs were asked for; empty when none were."""
+    row, state = work
+    if state.prompt_logprobs is None:
+        return []
+    last = min(row.start + row.num_tokens, state.num_prompt_tokens - 1)
+    due: list[int] = state.tokens.array[row.start + 1 : last + 1].tolist()
+    return due
+
+
+def report(
+    work: RowWork, token: SampledToken | None, prompt_logprobs: tuple[TokenLogprobs, ...] | None
+) -> SampledRow | None:
+    """None when the row has nothing to say."""
+    if token is None and prompt_logprobs is None:
+        return None
+    error = token.error if token is not None else None
+    if error is None and prompt_logprobs and any(math.isnan(p.logprobs[0]) for p in prompt_logprobs):
+        error = NAN_LOGITS
+    if error is not None:
+        return SampledRow(work.row.request_id, (), error=error)
+    return SampledRow(
+        work.row.request_id,
+        (token.token_id,) if token is not None else (),
+        logprobs=(token.logprobs,) if token is not None and token.logprobs is not None else None,
+        prompt_logprobs=prompt_logprobs,
+    )

@@ -1,0 +1,88 @@
+"""From a plan's rows to the flat arrays that the native program reads, cut to what its buffers hold.
+
+The program's buffers never grow. A step with more tokens than they hold, as when the token budget was raised at run
+time, is carried out in passes over slices of its rows; nothing a token computes depends on who shares its pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from maitred.executor.batch import RowWork
+
+Int32s = NDArray[np.int32]
+
+
+class Slice(NamedTuple):
+    """Tokens [start, start + num_tokens) of a row; `samples` when the row does and its last token is among them."""
+
+    row: int  # its place in the plan
+    work: RowWork
+    start: int
+    num_tokens: int
+    samples: bool
+
+
+@dataclass(slots=True)
+class RaggedStep:
+    """What `StepRows` of the native library points to; T tokens of R slices."""
+
+    token_ids: Int32s  # [T]
+    positions: Int32s  # [T]
+    first_tokens: Int32s  # [R + 1]
+    block_tables: Int32s  # block ids of slice 0, then of slice 1, ...
+    first_blocks: Int32s  # [R + 1]
+
+
+def cut(works: Sequence[RowWork], max_tokens: int) -> list[list[Slice]]:
+    """Passes of at most `max_tokens` tokens each, in the rows' order."""
+    passes: list[list[Slice]] = [[]]
+    room = max_tokens
+    for index, work in enumerate(works):
+        start, end = work.row.start, work.row.start + work.row.num_tokens
+        while start < end:
+            if room == 0:
+                passes.append([])
+                room = max_tokens
+            count = min(room, end - start)
+            passes[-1].append(Slice(index, work, start, count, work.row.samples and start + count == end))
+            start += count
+            room -= count
+    return passes
+
+
+def ragged_step(slices: Sequence[Slice], block_size: int) -> RaggedStep:
+    """Block tables already hold this step's blocks."""
+    num_tokens = [piece.num_tokens for piece in slices]
+    tables = [piece.work.state.blocks.array[: -(-(piece.start + piece.num_tokens) // block_size)] for piece in slices]
+    first_tokens = _running_sums(num_tokens)
+    total = int(first_tokens[-1])
+    starts = [piece.start for piece in slices]
+    if total == len(slices):  # one token each
+        tokens = [piece.work.state.tokens.array[piece.start] for piece in slices]
+        token_ids, positions = np.array(tokens, dtype=np.int32), np.array(starts, dtype=np.int32)
+    else:
+        token_ids = np.empty(total, dtype=np.int32)
+        positions = np.arange(total, dtype=np.int32)
+        for piece, first in zip(slices, first_tokens.tolist(), strict=False):
+            end = first + piece.num_tokens
+            token_ids[first:end] = piece.work.state.tokens.array[piece.start : piece.start + piece.num_tokens]
+            positions[first:end] += piece.start - first
+    return RaggedStep(
+        token_ids=token_ids,
+        positions=positions,
+        first_tokens=first_tokens,
+        block_tables=np.concatenate(tables, dtype=np.int32, casting="unsafe"),
+        first_blocks=_running_sums([len(table) for table in tables]),
+    )
+
+
+def _running_sums(counts: Sequence[int]) -> Int32s:
+    sums = np.zeros(len(counts) + 1, dtype=np.int32)
+    np.cumsum(counts, out=sums[1:])
+    return sums

@@ -1,0 +1,256 @@
+// maitred.kernels._native.Program: Python adds the operations, one by one, then runs steps.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <map>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include "program.h"
+#include "program_ops.h"
+
+namespace nb = nanobind;
+
+namespace maitred {
+namespace {
+
+using Bytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Vector = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Ints = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using View = nb::ndarray<nb::numpy, float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+
+struct RopeTable {
+  float* table;
+  int num_pairs;
+};
+
+// A program and what its operations share. Weights are the caller's, who keeps them as long as the program.
+struct BoundProgram {
+  BoundProgram(ThreadPool& threads, KVPool& pool, const std::string& isa, int max_tokens, int max_logits,
+               int vocab_size, int max_positions)
+      : program(threads, pool, Program::Limits{max_tokens, max_logits, vocab_size, max_positions}, isa_named(isa)) {
+    if (max_tokens < 1 || max_logits < 1) throw std::invalid_argument("a program for steps without tokens or logits");
+  }
+  const OperandBuffers& operands() const {
+    if (operand_buffers == nullptr) throw std::logic_error("operands come before the operations that use them");
+    return *operand_buffers;
+  }
+
+  // One plan for each window, built before each step.
+  AttentionPlan& plan(int num_heads, int window) {
+    std::unique_ptr<AttentionPlan>& plan = plans[{num_heads, window}];
+    if (plan == nullptr) {
+      const int num_threads = program.threads().num_threads();
+      plan = std::make_unique<AttentionPlan>(program.pool().layout(), num_heads, window, num_threads);
+      program.add_planner([&made = *plan](const StepRows& step) { made.build(step); });
+    }
+    if (scratch == nullptr)
+      scratch = std::make_unique<AttentionScratch>(program.pool().layout(), program.threads().num_threads());
+    return *plan;
+  }
+
+  Program program;
+  std::unique_ptr<OperandBuffers> operand_buffers;
+  std::map<std::pair<int, int>, std::unique_ptr<AttentionPlan>> plans;
+  std::unique_ptr<AttentionScratch> scratch;
+  uint8_t* queries = nullptr;
+};
+
+PackedLinear packed(const LinearShape& shape, const Bytes& data) {
+  if (static_cast<int64_t>(data.size()) < packed_bytes(shape) || reinterpret_cast<uintptr_t>(data.data()) % 64 != 0)
+    throw std::invalid_argument("packed weights of " + std::to_string(data.size()) + " bytes; needed are " +
+                                std::to_string(packed_bytes(shape)) + ", aligned to 64");
+  return PackedLinear{shape, data.data()};
+}
+
+const float* vector_of(const nb::object& vector, int64_t width) {
+  if (vector.is_none()) return nullptr;
+  const Vector values = nb::cast<Vector>(vector);
+  if (static_cast<int64_t>(values.size()) != width)
+    throw std::invalid_argument("a norm has " + std::to_string(values.size()) + " weights for " +
+                                std::to_string(width) + " values");
+  return values.data();
+}
+
+void check_width(const Rows& rows, int64_t width) {
+  if (rows.width == width) return;
+  throw std::invalid_argument("rows of " + std::to_string(rows.width) + " values where " + std::to_string(width) +
+                              " are needed");
+}
+
+Ending ending_named(const std::string& name) {
+  if (name == "store") return Ending::store;
+  if (name == "add") return Ending::add;
+  if (name == "gate") return Ending::gate;
+  throw std::invalid_argument("no ending '" + name + "'; choose one of store, add, gate");
+}
+
+GateAct act_named(const std::string& name) {
+  if (name == "silu") return GateAct::silu;
+  if (name == "gelu") return GateAct::gelu;
+  if (name == "gelu_tanh") return GateAct::gelu_tanh;
+  throw std::invalid_argument("no activation '" + name + "'; choose one of silu, gelu, gelu_tanh");
+}
+
+void linear(BoundProgram& self, const LinearShape& shape, const Bytes& data, const Rows& target,
+            const std::string& ending, float alpha, float softcap, const std::string& act, bool taken,
+            const std::string& name) {
+  check_width(target, out_width(shape));
+  LinearOut out{target.values, target.width};
+  out.ending = ending_named(ending);
+  out.alpha = alpha;
+  out.softcap = softcap;
+  out.act = act_named(act);
+  add_linear(self.program, self.operands(), packed(shape, data), out, taken, name);
+}
+
+RopeTable make_rope_table(BoundProgram& self, const Vector& frequencies, float factor) {
+  const int num_pairs = static_cast<int>(frequencies.size());
+  float* table = self.program.add_rows(self.program.limits().max_tokens, 2 * num_pairs);
+  add_rope_table(self.program, RopeOp{frequencies.data(), num_pairs, factor}, table);
+  return RopeTable{table, num_pairs};
+}
+
+void qkv_op(BoundProgram& self, int layer, int num_heads, const Rows& source, const RopeTable* rope,
+            const nb::object& q_norm, const nb::object& k_norm, bool full_width, float eps) {
+  const KVLayout& layout = self.program.pool().layout();
+  const int64_t head = layout.head_dim;
+  check_width(source, (num_heads + 2 * layout.num_kv_heads) * head);
+  QKVOp op{};
+  op.layer = layer;
+  op.num_heads = num_heads;
+  op.norm = q_norm.is_none() ? QKNorm::none : full_width ? QKNorm::full_width : QKNorm::per_head;
+  op.q_norm = vector_of(q_norm, full_width ? num_heads * head : head);
+  op.k_norm = vector_of(k_norm, full_width ? layout.num_kv_heads * head : head);
+  op.eps = eps;
+  op.num_pairs = rope == nullptr ? 0 : rope->num_pairs;
+  if (self.queries == nullptr)
+    self.queries = static_cast<uint8_t*>(
+        self.program.add_bytes(self.program.limits().max_tokens * num_heads * query_head_bytes(layout)));
+  add_qkv(self.program, op, source, rope == nullptr ? nullptr : rope->table, self.queries);
+}
+
+void attention_op(BoundProgram& self, int layer, int num_heads, int window, float scale, float softcap,
+                  const Rows& target) {
+  check_width(target, int64_t{num_heads} * self.program.pool().layout().head_dim);
+  if (self.queries == nullptr) throw std::logic_error("attention before queries");
+  AttentionPlan& plan = self.plan(num_heads, window);
+  add_attention(self.program, AttentionOp{layer, num_heads, scale, softcap, nullptr}, plan, *self.scratch, self.queries,
+                target);
+}
+
+StepRows step_of(const Ints& token_ids, const Ints& positions, const Ints& first_tokens, const Ints& block_tables,
+                 const Ints& first_blocks, const Ints& logits_tokens) {
+  if (positions.size() != token_ids.size() || first_tokens.size() < 2 || first_blocks.size() != first_tokens.size() ||
+      first_blocks.data()[first_blocks.size() - 1] != static_cast<int32_t>(block_tables.size()))
+    throw std::invalid_argument("the arrays of a step do not fit each other");
+  StepRows step{};
+  step.num_tokens = static_cast<int>(token_ids.size());
+  step.num_rows = static_cast<int>(first_tokens.size()) - 1;
+  step.num_logits = static_cast<int>(logits_tokens.size());
+  step.token_ids = token_ids.data();
+  step.positions = positions.data();
+  step.first_tokens = first_tokens.data();
+  step.block_tables = block_tables.data();
+  step.first_blocks = first_blocks.data();
+  step.logits_tokens = logits_tokens.data();
+  return step;
+}
+
+void run(BoundProgram& self, const Ints& token_ids, const Ints& positions, const Ints& first_tokens,
+         const Ints& block_tables, const Ints& first_blocks, const Ints& logits_tokens) {
+  const StepRows step = step_of(token_ids, positions, first_tokens, block_tables, first_blocks, logits_tokens);
+  nb::gil_scoped_release release;
+  self.program.run(step);
+}
+
+void run_logits(BoundProgram& self, const Ints& logits_tokens) {
+  StepRows step{};
+  step.num_logits = static_cast<int>(logits_tokens.size());
+  step.logits_tokens = logits_tokens.data();
+  nb::gil_scoped_release release;
+  self.program.run_logits(step);
+}
+
+std::vector<std::pair<std::string, int64_t>> profile(const BoundProgram& self) {
+  std::vector<std::pair<std::string, int64_t>> found;
+  for (const Program::Op& op : self.program.ops()) found.emplace_back(op.name, op.nanoseconds);
+  return found;
+}
+
+}  // namespace
+
+void bind_program(nb::module_& m) {
+  nb::class_<Rows>(m, "Rows", "Rows of float32 that operations of one program read and write.")
+      .def_ro("width", &Rows::width)
+      .def(
+          "view",
+          [](const Rows& self, size_t num_rows) {
+            return View(self.values, {num_rows, static_cast<size_t>(self.width)}, nb::handle());
+          },
+          nb::arg("num_rows"), nb::rv_policy::reference, "The first rows as an array; only while the program lives.");
+  nb::class_<RopeTable>(m, "RopeTable", "Angles of a step's tokens.");
+  nb::class_<BoundProgram>(m, "Program", "A list of operations over static buffers; see csrc/program.h.")
+      .def(nb::init<ThreadPool&, KVPool&, const std::string&, int, int, int, int>(), nb::arg("threads"),
+           nb::arg("pool"), nb::arg("isa"), nb::arg("max_tokens"), nb::arg("max_logits"), nb::arg("vocab_size"),
+           nb::arg("max_positions"), nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>())
+      .def(
+          "rows",
+          [](BoundProgram& self, int64_t width, bool taken) {
+            const Program::Limits& limits = self.program.limits();
+            return Rows{self.program.add_rows(taken ? limits.max_logits : limits.max_tokens, width), width};
+          },
+          nb::arg("width"), nb::arg("taken") = false)
+      .def(
+          "operands",
+          [](BoundProgram& self, const std::vector<LinearShape>& shapes) {
+            self.operand_buffers = std::make_unique<OperandBuffers>(self.program, shapes);
+          },
+          nb::arg("shapes"), "Room for the prepared rows of linears of these shapes; once, before them.")
+      .def(
+          "embed",
+          [](BoundProgram& self, const LinearShape& shape, const Bytes& data, float scale, const Rows& target) {
+            check_width(target, shape.k);
+            if (shape.n < self.program.limits().vocab_size) throw std::invalid_argument("fewer embeddings than tokens");
+            add_embed(self.program, packed(shape, data), scale, target);
+          },
+          nb::arg("shape"), nb::arg("data"), nb::arg("scale"), nb::arg("target"))
+      .def(
+          "prepare",
+          [](BoundProgram& self, const Rows& source, const LinearShape& shape, const nb::object& norm, float eps,
+             bool taken) {
+            check_width(source, shape.k);
+            add_prepare(self.program, self.operands(), source, shape, vector_of(norm, shape.k), eps, taken);
+          },
+          nb::arg("source"), nb::arg("shape"), nb::arg("norm").none(), nb::arg("eps"), nb::arg("taken"))
+      .def("linear", &linear, nb::arg("shape"), nb::arg("data"), nb::arg("target"), nb::arg("ending"), nb::arg("alpha"),
+           nb::arg("softcap"), nb::arg("act"), nb::arg("taken"), nb::arg("name"))
+      .def(
+          "norm_add",
+          [](BoundProgram& self, const Rows& part, const Rows& target, const nb::object& weight, float eps,
+             float scale) {
+            check_width(target, part.width);
+            add_norm_add(self.program, part, target, vector_of(weight, part.width), eps, scale);
+          },
+          nb::arg("part"), nb::arg("target"), nb::arg("weight"), nb::arg("eps"), nb::arg("scale"))
+      .def("rope_table", &make_rope_table, nb::arg("frequencies"), nb::arg("factor"))
+      .def("qkv", &qkv_op, nb::arg("layer"), nb::arg("num_heads"), nb::arg("source"), nb::arg("rope").none(),
+           nb::arg("q_norm").none(), nb::arg("k_norm").none(), nb::arg("full_width"), nb::arg("eps"))
+      .def("attention", &attention_op, nb::arg("layer"), nb::arg("num_heads"), nb::arg("window"), nb::arg("scale"),
+           nb::arg("softcap"), nb::arg("target"))
+      .def("begin_logits", [](BoundProgram& self) { self.program.begin_logits(); })
+      .def("run", &run, nb::arg("token_ids"), nb::arg("positions"), nb::arg("first_tokens"), nb::arg("block_tables"),
+           nb::arg("first_blocks"), nb::arg("logits_tokens"))
+      .def("run_logits", &run_logits, nb::arg("logits_tokens"))
+      .def_prop_ro("buffer_bytes", [](const BoundProgram& self) { return self.program.buffer_bytes(); })
+      .def(
+          "set_profiling", [](BoundProgram& self, bool on) { self.program.set_profiling(on); }, nb::arg("on"))
+      .def("profile", &profile, "(operation, nanoseconds) of the last run, on the first thread.");
+}
+
+}  // namespace maitred

@@ -1,0 +1,42 @@
+#include "elementwise.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace maitred {
+namespace {
+
+constexpr int kLanes = 16;
+
+float sum_of_squares(const float* row, int64_t width) {
+  float lanes[kLanes] = {};
+  int64_t i = 0;
+  for (; i + kLanes <= width; i += kLanes)
+    for (int lane = 0; lane < kLanes; ++lane) lanes[lane] += row[i + lane] * row[i + lane];
+  for (int lane = 0; i < width; ++i, ++lane) lanes[lane] += row[i] * row[i];
+  for (int half = kLanes / 2; half > 0; half /= 2)
+    for (int lane = 0; lane < half; ++lane) lanes[lane] += lanes[lane + half];
+  return lanes[0];
+}
+
+}  // namespace
+
+void norm_add_rows(const float* part, float* hidden, const float* weight, int64_t width, int num_rows, float eps,
+                   float scale, WorkCounter& counter) {
+  const int num_shares = (num_rows + kRowsPerShare - 1) / kRowsPerShare;
+  for (int share = counter.take(); share < num_shares; share = counter.take()) {
+    const int end = std::min(num_rows, (share + 1) * kRowsPerShare);
+    for (int t = share * kRowsPerShare; t < end; ++t) {
+      const float* x = part + t * width;
+      float* y = hidden + t * width;
+      const float inverse = 1.0f / std::sqrt(sum_of_squares(x, width) / static_cast<float>(width) + eps);
+      for (int64_t i = 0; i < width; ++i) y[i] += scale * (x[i] * inverse * weight[i]);
+    }
+  }
+}
+
+void scale_row(float* row, int64_t width, float scale) {
+  for (int64_t i = 0; i < width; ++i) row[i] *= scale;
+}
+
+}  // namespace maitred

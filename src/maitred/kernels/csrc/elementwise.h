@@ -1,0 +1,21 @@
+// Row by row work between the linears that is no part of them. One compiled form for all instruction sets: sums go over
+// sixteen fixed lanes, so the compiler may use any vectors and the result is always the same.
+#pragma once
+
+#include <cstdint>
+
+#include "thread_pool.h"
+
+namespace maitred {
+
+constexpr int kRowsPerShare = 4;
+
+// hidden[t] += scale * (part[t] / rms(part[t]) * weight), over num_rows rows of width values, both with the same stride
+// (in values). weight has the norm's offset added.
+void norm_add_rows(const float* part, float* hidden, const float* weight, int64_t width, int num_rows, float eps,
+                   float scale, WorkCounter& counter);
+
+// row[i] *= scale
+void scale_row(float* row, int64_t width, float scale);
+
+}  // namespace maitred

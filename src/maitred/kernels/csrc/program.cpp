@@ -1,0 +1,110 @@
+#include "program.h"
+
+#include <chrono>
+#include <stdexcept>
+
+namespace maitred {
+namespace {
+
+int64_t now_ns() {
+  const auto now = std::chrono::steady_clock::now().time_since_epoch();
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
+}
+
+void check_below(const char* what, int got, int limit) {
+  if (got >= 0 && got < limit) return;
+  throw std::invalid_argument("a step has " + std::string(what) + " " + std::to_string(got) +
+                              "; the program takes 0 to " + std::to_string(limit - 1));
+}
+
+}  // namespace
+
+void* Program::add_bytes(int64_t num_bytes) {
+  buffers_.push_back(std::make_unique<Pages>(num_bytes > 0 ? num_bytes : 1));
+  return buffers_.back()->begin();
+}
+
+float* Program::add_rows(int64_t num_rows, int64_t width) {
+  return static_cast<float*>(add_bytes(num_rows * width * static_cast<int64_t>(sizeof(float))));
+}
+
+void Program::add(std::string name, int num_counters, Body body) {
+  ops_.push_back(Op{std::move(name), std::move(body), num_counters_});
+  num_counters_ += num_counters;
+}
+
+int64_t Program::buffer_bytes() const {
+  int64_t total = 0;
+  for (const auto& buffer : buffers_) total += buffer->num_bytes();
+  return total;
+}
+
+void Program::run(const StepRows& rows) {
+  check(rows);
+  check_logits(rows, rows.num_tokens);
+  last_num_tokens_ = rows.num_tokens;
+  for (const Planner& plan : planners_) plan(rows);
+  run_ops(rows, 0, rows.num_logits > 0 ? ops_.size() : first_logits_op_);
+}
+
+void Program::run_logits(const StepRows& rows) {
+  check_logits(rows, last_num_tokens_);
+  run_ops(rows, first_logits_op_, ops_.size());
+}
+
+void Program::run_ops(const StepRows& rows, size_t first, size_t end) {
+  if (num_counters_made_ != num_counters_) {
+    counters_ = std::make_unique<WorkCounter[]>(static_cast<size_t>(num_counters_));
+    num_counters_made_ = num_counters_;
+  }
+  for (int i = 0; i < num_counters_; ++i) counters_[i].next.store(0, std::memory_order_relaxed);
+  threads_.run([&](const Worker& worker) {
+    const bool timed = profiling_ && worker.index == 0;
+    int64_t before = timed ? now_ns() : 0;
+    for (size_t i = first; i < end; ++i) {
+      Op& op = ops_[i];
+      if (op.body(rows, &counters_[op.first_counter], worker)) worker.meet();
+      if (!timed) continue;
+      const int64_t after = now_ns();
+      op.nanoseconds = after - before;
+      before = after;
+    }
+    // An operation that ends without a meeting may be the last.
+    worker.meet();
+  });
+}
+
+void Program::check(const StepRows& rows) const {
+  if (rows.num_tokens < 1 || rows.num_rows < 1) throw std::invalid_argument("a step without tokens");
+  check_below("number of tokens", rows.num_tokens, limits_.max_tokens + 1);
+  if (rows.first_blocks[0] != 0 || rows.first_tokens[0] != 0 || rows.first_tokens[rows.num_rows] != rows.num_tokens)
+    throw std::invalid_argument("the rows of a step do not cover its tokens");
+  for (int row = 0; row < rows.num_rows; ++row) check_row(rows, row);
+  for (int t = 0; t < rows.num_tokens; ++t) {
+    check_below("token id", rows.token_ids[t], limits_.vocab_size);
+    check_below("position", rows.positions[t], limits_.max_positions);
+  }
+  for (int b = 0; b < rows.first_blocks[rows.num_rows]; ++b)
+    check_below("block", rows.block_tables[b], pool_.num_blocks());
+}
+
+void Program::check_row(const StepRows& rows, int row) const {
+  const int first = rows.first_tokens[row], end = rows.first_tokens[row + 1];
+  const std::string name = "row " + std::to_string(row) + " of a step ";
+  if (first < 0 || end <= first || end > rows.num_tokens) throw std::invalid_argument(name + "has no tokens");
+  for (int t = first + 1; t < end; ++t)
+    if (rows.positions[t] != rows.positions[t - 1] + 1)
+      throw std::invalid_argument(name + "has positions that do not follow each other");
+  const int num_blocks = rows.first_blocks[row + 1] - rows.first_blocks[row];
+  const int block_size = pool_.layout().block_size;
+  if (num_blocks < 1 || rows.positions[end - 1] / block_size >= num_blocks)
+    throw std::invalid_argument(name + "reaches position " + std::to_string(rows.positions[end - 1]) + " with " +
+                                std::to_string(num_blocks) + " blocks of " + std::to_string(block_size) + " tokens");
+}
+
+void Program::check_logits(const StepRows& rows, int num_tokens) const {
+  check_below("number of logits rows", rows.num_logits, limits_.max_logits + 1);
+  for (int i = 0; i < rows.num_logits; ++i) check_below("token with logits", rows.logits_tokens[i], num_tokens);
+}
+
+}  // namespace maitred

@@ -1,0 +1,90 @@
+// A compiled decoder: a flat list of operations over static buffers, which all threads run together, step by step.
+//
+// Python says which operations (model/program.py); here each is a function that every thread calls, with the threads
+// meeting after those that say so. Buffers are made once, for the most tokens of a step, and never grow.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "isa.h"
+#include "kv_pool.h"
+#include "thread_pool.h"
+#include "types.h"
+
+namespace maitred {
+
+class Program {
+ public:
+  // Called by every thread of the pool; must not throw. True: nobody goes on before all have returned. False is for
+  // work that each thread does for itself alone.
+  using Body = std::function<bool(const StepRows& rows, WorkCounter* counters, const Worker& worker)>;
+
+  struct Op {
+    std::string name;
+    Body body;
+    int first_counter;
+    int64_t nanoseconds = 0;  // of the last run, on the first thread
+  };
+
+  // What a step is checked against, since a wrong index would read memory that is not ours.
+  struct Limits {
+    int max_tokens;     // of a step
+    int max_logits;     // rows of logits of a run
+    int vocab_size;     // token ids are below it
+    int max_positions;  // positions are below it
+  };
+
+  Program(ThreadPool& threads, KVPool& pool, const Limits& limits, Isa isa)
+      : threads_(threads), pool_(pool), limits_(limits), isa_(isa) {}
+
+  const Limits& limits() const { return limits_; }
+  const ThreadPool& threads() const { return threads_; }
+  const KVPool& pool() const { return pool_; }
+  Isa isa() const { return isa_; }
+
+  void* add_bytes(int64_t num_bytes);  // zeroed, 64-byte aligned, as long as the program lives
+  float* add_rows(int64_t num_rows, int64_t width);
+  void add(std::string name, int num_counters, Body body);
+  // Called by one thread before the others join a step, with what may throw.
+  using Planner = std::function<void(const StepRows& rows)>;
+  void add_planner(Planner planner) { planners_.push_back(std::move(planner)); }
+  // Operations added from here on make logits; the rows before them stay, so they may run again for other tokens.
+  void begin_logits() { first_logits_op_ = ops_.size(); }
+
+  // Throws std::invalid_argument for a step that the buffers, the model or the pool cannot take. Without logits_tokens
+  // the operations that make logits are left out.
+  void run(const StepRows& rows);
+  // Logits of other tokens of the last step; only logits_tokens and num_logits are read.
+  void run_logits(const StepRows& rows);
+
+  void set_profiling(bool on) { profiling_ = on; }
+  const std::vector<Op>& ops() const { return ops_; }
+  int64_t buffer_bytes() const;
+
+ private:
+  void check(const StepRows& rows) const;
+  void check_row(const StepRows& rows, int row) const;
+  void check_logits(const StepRows& rows, int num_tokens) const;
+  void run_ops(const StepRows& rows, size_t first, size_t end);
+
+  ThreadPool& threads_;
+  KVPool& pool_;
+  const Limits limits_;
+  const Isa isa_;
+  std::vector<Planner> planners_;
+  std::vector<Op> ops_;
+  std::vector<std::unique_ptr<Pages>> buffers_;
+  std::unique_ptr<WorkCounter[]> counters_;  // of all operations; made when the first step runs
+  int num_counters_ = 0;
+  int num_counters_made_ = 0;
+  size_t first_logits_op_ = 0;
+  int last_num_tokens_ = 0;
+  bool profiling_ = false;
+};
+
+}  // namespace maitred

@@ -1,0 +1,109 @@
+#include "program_ops.h"
+
+#include <algorithm>
+
+#include "elementwise.h"
+
+namespace maitred {
+namespace {
+
+int rows_of(const StepRows& step, bool taken) { return taken ? step.num_logits : step.num_tokens; }
+
+}  // namespace
+
+OperandBuffers::OperandBuffers(Program& program, const std::vector<LinearShape>& shapes) {
+  int64_t row_bytes = 64, num_sums = 1;
+  for (const LinearShape& shape : shapes) {
+    row_bytes = std::max(row_bytes, operand_row_bytes(operand_dtype(shape.dtype), shape.k));
+    num_sums = std::max(num_sums, int64_t{sums_per_row(shape)});
+  }
+  const auto room = [&](int64_t num_rows) {
+    Room made;
+    made.rows = static_cast<uint8_t*>(program.add_bytes(num_rows * row_bytes));
+    made.scales = program.add_rows(num_rows, 1);
+    made.sums = static_cast<int32_t*>(program.add_bytes(num_rows * num_sums * static_cast<int64_t>(sizeof(int32_t))));
+    return made;
+  };
+  shared_ = room(std::max(program.limits().max_tokens, program.limits().max_logits));
+  for (int i = 0; i < program.threads().num_threads(); ++i) own_.push_back(room(kOwnRows));
+}
+
+Operand OperandBuffers::of(const Worker& worker, const LinearShape& shape, int num_rows) const {
+  const Room& room = num_rows <= kOwnRows ? own_[static_cast<size_t>(worker.index)] : shared_;
+  const DType dtype = operand_dtype(shape.dtype);
+  return Operand{dtype, room.rows, operand_row_bytes(dtype, shape.k), room.scales, room.sums};
+}
+
+void add_embed(Program& program, const PackedLinear& weights, float scale, const Rows& target) {
+  program.add("embed", 1, [=](const StepRows& step, WorkCounter* counters, const Worker&) {
+    for (int t = counters->take(); t < step.num_tokens; t = counters->take()) {
+      float* row = target.values + t * target.width;
+      unpack_row(weights, step.token_ids[t], row);
+      if (scale != 1.0f) scale_row(row, target.width, scale);
+    }
+    return true;
+  });
+}
+
+void add_prepare(Program& program, const OperandBuffers& operands, const Rows& source, const LinearShape& shape,
+                 const float* norm_weight, float eps, bool taken) {
+  const LinearKernels& kernels = linear_kernels(program.isa());
+  const char* name = norm_weight == nullptr ? "prepare" : "norm and prepare";
+  program.add(name, 1, [=, &kernels, &operands](const StepRows& step, WorkCounter* counters, const Worker& worker) {
+    const int m = rows_of(step, taken);
+    const Operand operand = operands.of(worker, shape, m);
+    const PrepareSource from{source.values, source.width, taken ? step.logits_tokens : nullptr, norm_weight, eps};
+    if (m <= kOwnRows) {
+      kernels.prepare(from, shape, 0, m, operand);
+      return false;
+    }
+    prepare_rows(kernels, from, shape, m, operand, counters[0], worker);
+    return true;
+  });
+}
+
+void add_linear(Program& program, const OperandBuffers& operands, const PackedLinear& weights, const LinearOut& out,
+                bool taken, const std::string& name) {
+  const LinearKernels& kernels = linear_kernels(program.isa());
+  program.add(name, 1, [=, &kernels, &operands](const StepRows& step, WorkCounter* counters, const Worker& worker) {
+    const int m = rows_of(step, taken);
+    kernels.linear(weights, operands.of(worker, weights.shape, m), m, out, counters[0], worker);
+    return true;
+  });
+}
+
+void add_norm_add(Program& program, const Rows& part, const Rows& target, const float* weight, float eps, float scale) {
+  program.add("norm and add", 1, [=](const StepRows& step, WorkCounter* counters, const Worker&) {
+    norm_add_rows(part.values, target.values, weight, part.width, step.num_tokens, eps, scale, counters[0]);
+    return true;
+  });
+}
+
+void add_rope_table(Program& program, const RopeOp& rope, float* table) {
+  program.add("rope angles", 1, [=](const StepRows& step, WorkCounter* counters, const Worker& worker) {
+    rope_table(rope, step, table, counters[0], worker);
+    return true;
+  });
+}
+
+void add_qkv(Program& program, const QKVOp& op, const Rows& source, const float* rope_table, uint8_t* queries) {
+  const KVPool& pool = program.pool();
+  const Isa isa = program.isa();
+  program.add("qkv", 1, [=, &pool](const StepRows& step, WorkCounter* counters, const Worker& worker) {
+    qkv(op, pool, step, source.values, source.width, rope_table, queries, counters[0], worker, isa);
+    return true;
+  });
+}
+
+void add_attention(Program& program, const AttentionOp& op, AttentionPlan& plan, const AttentionScratch& scratch,
+                   const uint8_t* queries, const Rows& target) {
+  const KVPool& pool = program.pool();
+  const Isa isa = program.isa();
+  program.add(
+      "attention", 1, [=, &plan, &scratch, &pool](const StepRows& step, WorkCounter* counters, const Worker& worker) {
+        attention(op, plan, scratch, pool, step, queries, target.values, target.width, counters[0], worker, isa);
+        return true;
+      });
+}
+
+}  // namespace maitred

@@ -1,0 +1,60 @@
+// The operations a program is made of, each over buffers of the program; model/program.py says what they compute.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "attention.h"
+#include "linear.h"
+#include "program.h"
+#include "qkv.h"
+
+namespace maitred {
+
+// Up to this many rows each thread prepares a copy of its own, instead of meeting the others for it.
+constexpr int kOwnRows = 2;
+
+// Prepared rows that a linear reads: one buffer for all linears of a program, and a small one for each thread.
+class OperandBuffers {
+ public:
+  // shapes: of all the linears that will read them.
+  OperandBuffers(Program& program, const std::vector<LinearShape>& shapes);
+  Operand of(const Worker& worker, const LinearShape& shape, int num_rows) const;
+
+ private:
+  struct Room {
+    uint8_t* rows;
+    float* scales;
+    int32_t* sums;
+  };
+  Room shared_;
+  std::vector<Room> own_;  // of each thread
+};
+
+struct Rows {
+  float* values;
+  int64_t width;
+};
+
+void add_embed(Program& program, const PackedLinear& weights, float scale, const Rows& target);
+
+// taken: only the rows whose logits are wanted. norm_weight null: no norm.
+void add_prepare(Program& program, const OperandBuffers& operands, const Rows& source, const LinearShape& shape,
+                 const float* norm_weight, float eps, bool taken);
+
+// taken: as many rows as logits are wanted. The ending's rows are `target`.
+void add_linear(Program& program, const OperandBuffers& operands, const PackedLinear& weights, const LinearOut& out,
+                bool taken, const std::string& name);
+
+void add_norm_add(Program& program, const Rows& part, const Rows& target, const float* weight, float eps, float scale);
+
+// table: room for max_tokens x 2 x num_pairs values.
+void add_rope_table(Program& program, const RopeOp& rope, float* table);
+
+void add_qkv(Program& program, const QKVOp& op, const Rows& source, const float* rope_table, uint8_t* queries);
+
+// plan: of the op's window, built anew for each step by a planner of the program.
+void add_attention(Program& program, const AttentionOp& op, AttentionPlan& plan, const AttentionScratch& scratch,
+                   const uint8_t* queries, const Rows& target);
+
+}  // namespace maitred

@@ -1,0 +1,216 @@
+"""A program's weights in the form that the native kernels read, and how they come out of a checkpoint.
+
+`plan_weights` knows every size before a byte is read; `pack_weights` then fills one buffer after the other, so that
+the peak is the packed weights and the pages of one tensor. Who wants them in a mapped cache file brings the buffers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from maitred.errors import CheckpointError
+from maitred.kernels.linear import SourceMatrix, allocate, linear_shape, pack
+from maitred.model.checkpoint import Checkpoint, RawTensor
+from maitred.model.program import Part, Program, Weight
+from maitred.model.weight_map import WeightSource, weight_map
+
+ALIGNMENT = 4096  # of a tensor in a flat file: a page
+Buffer = NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class PackedTensor:
+    """A weight's bytes, at an address divisible by 64. Matrices lie as `LinearShape` says, vectors are float32."""
+
+    weight: Weight
+    buffer: Buffer
+
+    @property
+    def shape(self) -> Any:
+        """`_native.LinearShape` of a matrix."""
+        return shape_of(self.weight)
+
+    @property
+    def vector(self) -> NDArray[np.float32]:
+        """A vector's values, offset included."""
+        values: NDArray[np.float32] = self.buffer[: 4 * self.weight.rows].view(np.float32)
+        return values
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeights:
+    """Name -> tensor, in the program's order."""
+
+    tensors: Mapping[str, PackedTensor]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.buffer.nbytes for tensor in self.tensors.values())
+
+    def __getitem__(self, name: str) -> PackedTensor:
+        return self.tensors[name]
+
+
+@dataclass(frozen=True, slots=True)
+class WeightPlan:
+    """Where a weight lies in a flat file of all of them."""
+
+    weight: Weight
+    offset: int
+    num_bytes: int
+
+
+def is_matrix(weight: Weight) -> bool:
+    return weight.width > 1 or bool(weight.bias) or weight.gated
+
+
+def shape_of(weight: Weight) -> Any:
+    """Raises KernelError for a matrix that no kernel takes."""
+    return linear_shape(
+        weight.format.dtype,
+        weight.rows,
+        weight.width,
+        group_size=weight.format.group,
+        gated=weight.gated,
+        bias=bool(weight.bias),
+    )
+
+
+def packed_bytes(weight: Weight) -> int:
+    return int(shape_of(weight).packed_bytes) if is_matrix(weight) else 4 * weight.rows
+
+
+def plan_weights(program: Program) -> tuple[WeightPlan, ...]:
+    plans, offset = [], 0
+    for weight in program.weights:
+        size = packed_bytes(weight)
+        plans.append(WeightPlan(weight, offset, size))
+        offset += -(-size // ALIGNMENT) * ALIGNMENT
+    return tuple(plans)
+
+
+def total_bytes(plans: tuple[WeightPlan, ...]) -> int:
+    """Of the flat file, the last tensor's padding included."""
+    last = plans[-1]
+    return last.offset + -(-last.num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def pack_weights(
+    program: Program,
+    checkpoint: Checkpoint,
+    threads: Any,
+    buffer_for: Callable[[WeightPlan], Buffer] | None = None,
+) -> PackedWeights:
+    """Read, convert and pack all of them, on `threads` (`_native.ThreadPool`).
+
+    `buffer_for` gives each tensor its memory: `num_bytes`, 64-byte aligned, zeroed. None takes new memory for all.
+    Raises CheckpointError naming tensor, shapes and file when something is missing, surplus or of the wrong shape.
+    """
+    sources = _Sources(program, checkpoint)
+    plans = plan_weights(program)
+    memory = allocate(total_bytes(plans)) if buffer_for is None else None
+    tensors: dict[str, PackedTensor] = {}
+    for plan in plans:
+        if memory is not None:
+            buffer = memory[plan.offset : plan.offset + plan.num_bytes]
+        else:
+            assert buffer_for is not None
+            buffer = buffer_for(plan)
+        _fill(plan.weight, buffer, sources, threads)
+        tensors[plan.weight.name] = PackedTensor(plan.weight, buffer)
+    return PackedWeights(tensors)
+
+
+def _fill(weight: Weight, buffer: Buffer, sources: _Sources, threads: Any) -> None:
+    if not is_matrix(weight):
+        buffer[: 4 * weight.rows].view(np.float32)[:] = sources.vector(weight.parts)
+        return
+    pack(
+        threads,
+        [matrix for part in weight.parts for matrix in sources.matrices(part)],
+        weight.format.dtype,
+        group_size=weight.format.group,
+        gated=weight.gated,
+        bias=sources.vector(weight.bias) if weight.bias else None,
+        out=buffer,
+    )
+
+
+class _Sources:
+    """The checkpoint's tensors by the parameter that they fill."""
+
+    def __init__(self, program: Program, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self._by_parameter: dict[str, list[WeightSource]] = {}
+        for source in weight_map(program.spec, checkpoint.tensor_names()):
+            self._by_parameter.setdefault(source.parameter, []).append(source)
+            _check_shape(source, checkpoint)
+
+    def matrices(self, part: Part) -> Iterator[SourceMatrix]:
+        """The part's rows as the files hold them, from top to bottom."""
+        for source, raw in self._of(part):
+            values, dtype = _values(raw, source.tensor)
+            assert source.offset == 0.0, source  # only norms have one
+            yield SourceMatrix(values[_rows_within(part, source)], dtype)
+
+    def vector(self, parts: tuple[Part, ...]) -> NDArray[np.float32]:
+        found = []
+        for part in parts:
+            for source, raw in self._of(part):
+                values, dtype = _values(raw, source.tensor)
+                found.append(_float32(values[_rows_within(part, source)], dtype) + np.float32(source.offset))
+        return np.concatenate(found)
+
+    def _of(self, part: Part) -> Iterator[tuple[WeightSource, RawTensor]]:
+        for source in sorted(self._by_parameter[part.parameter], key=lambda source: source.row):
+            if source.row < part.first + part.rows and part.first < source.row + source.shape[0]:
+                yield source, self._checkpoint.tensor(source.tensor)
+
+
+def _check_shape(source: WeightSource, checkpoint: Checkpoint) -> None:
+    raw = checkpoint.tensor(source.tensor)
+    if raw.shape != source.shape:
+        raise CheckpointError(
+            f"tensor {source.tensor} has shape {list(raw.shape)}, config.json asks for {list(source.shape)} "
+            f"({checkpoint.file_of(source.tensor)})"
+        )
+    if raw.dtype not in _NUMPY_DTYPES:
+        raise CheckpointError(
+            f"tensor {source.tensor} is of type {raw.dtype}; weights must be one of {', '.join(_NUMPY_DTYPES)}"
+        )
+
+
+def _rows_within(part: Part, source: WeightSource) -> slice:
+    """Rows of the source's tensor that belong to the part."""
+    return slice(max(part.first - source.row, 0), min(part.first + part.rows - source.row, source.shape[0]))
+
+
+# safetensors' name -> (how numpy reads it, the packer's name); numpy has no bfloat16, so its bits come as uint16
+_NUMPY_DTYPES: dict[str, tuple[Any, str]] = {
+    "F64": (np.float64, "float64"),
+    "F32": (np.float32, "float32"),
+    "F16": (np.float16, "float16"),
+    "BF16": (np.uint16, "bfloat16"),
+}
+
+
+def _values(raw: RawTensor, name: str) -> tuple[NDArray[Any], str]:
+    kind, dtype = _NUMPY_DTYPES[raw.dtype]
+    values = np.frombuffer(raw.data, dtype=kind).reshape(raw.shape)
+    if dtype == "float64":
+        return values.astype(np.float32), "float32"
+    if values.ctypes.data % values.itemsize:  # a file may put a tensor at any byte
+        return values.copy(), dtype
+    return values, dtype
+
+
+def _float32(values: NDArray[Any], dtype: str) -> NDArray[np.float32]:
+    if dtype == "bfloat16":
+        widened: NDArray[np.float32] = (values.astype(np.uint32) << 16).view(np.float32)
+        return widened
+    return values.astype(np.float32)

@@ -1,0 +1,395 @@
+"""A decoder as a flat list of operations: what one step of the native executor does, known before a weight is read.
+
+`lower` writes a `DecoderSpec` down formula by formula; `fusions.fuse` merges neighbours by named passes until every
+operation is one that the native library has. Nothing here computes: operations name values (rows of float32, one row a
+token, or an operand made ready for a linear) and weights by name.
+
+How the weights come to lie in memory is the seam to whoever packs or caches them (`packed.py`):
+
+- `Program.weights` lists, in the order of use, a `Weight` for each buffer the native operations read: its name, which
+  rows of which parameters (`spec.parameter_shapes`) it stacks, and its number format.
+- `packed.plan_weights(program)` gives each its packed size in bytes, and so the layout of one flat file, before any
+  checkpoint is read; `packed.pack_weights(program, checkpoint)` fills buffers tensor by tensor, or buffers that the
+  caller brings (a mapped cache file).
+- `packed.PackedWeights` is the ordered mapping name -> `PackedTensor`(weight, buffer) that the executor takes; a buffer
+  is bytes at a 64-byte-aligned address, owned by whoever made it, and never written once it is filled.
+
+T tokens of a step, L rows whose logits are wanted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from maitred.model.spec import Activation, DecoderSpec, NormPlacement, QKNorm, RopeSpec
+
+HIDDEN = "hidden"  # the residual stream
+LOGITS = "logits"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Format:
+    """How numbers of a weight are held: float32, bfloat16, int8 or int4; `group` values share a scale (int4)."""
+
+    dtype: str
+    group: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.dtype}/{self.group}" if self.group else self.dtype
+
+    @property
+    def operand(self) -> str:
+        """The format of activations that multiply it."""
+        return "int8" if self.dtype in ("int8", "int4") else self.dtype
+
+
+VECTOR = Format(dtype="float32")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Formats:
+    """What a program's matrices are held in."""
+
+    linears: Format
+    head: Format
+    """The output matrix and the embedding, which is often the same."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """Rows [first, first + rows) of a parameter of the spec."""
+
+    parameter: str
+    first: int
+    rows: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weight:
+    """A matrix [rows, width], `parts` one below the other, and the bias that is packed with it; a vector has width 1.
+
+    `gated`: the first half of the rows is the gate and the second half goes up, packed so that one tile holds both.
+    """
+
+    name: str
+    parts: tuple[Part, ...]
+    width: int
+    format: Format
+    bias: tuple[Part, ...] = ()
+    gated: bool = False
+
+    @property
+    def rows(self) -> int:
+        return sum(part.rows for part in self.parts)
+
+
+# ---- operations
+
+
+@dataclass(frozen=True, slots=True)
+class Embed:
+    """target = weight[token] * scale"""
+
+    target: str
+    weight: Weight
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class Take:
+    """target = the rows of source whose logits are wanted"""
+
+    source: str
+    target: str
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """target = source / rms(source) * weight"""
+
+    source: str
+    target: str
+    weight: Weight
+
+
+@dataclass(frozen=True, slots=True)
+class Prepare:
+    """target = source, normalised if there is a norm, in the number format and padding that a linear reads"""
+
+    source: str
+    target: str
+    width: int
+    dtype: str
+    norm: Weight | None = None
+    takes: bool = False  # only the rows whose logits are wanted
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    """target = softcap(acc * scale)"""
+
+    scale: float = 1.0
+    softcap: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AddTo:
+    """target += acc * scale"""
+
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class Gated:
+    """target = activation(acc of the gate) * (acc of the way up)"""
+
+    activation: Activation
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """acc = source @ weight.T + bias, and what becomes of it"""
+
+    source: str
+    target: str
+    weight: Weight
+    ending: Store | AddTo | Gated = Store()
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorm:
+    """Each head of the value by itself, or all at once, in place."""
+
+    value: str
+    weight: Weight
+    full_width: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Rotates the heads of the value, in place."""
+
+    value: str
+    rope: RopeSpec
+
+
+@dataclass(frozen=True, slots=True)
+class WriteKV:
+    """Keys and values into the pool."""
+
+    layer: int
+    keys: str
+    values: str
+
+
+@dataclass(frozen=True, slots=True)
+class QKV:
+    """Queries, keys and values stacked in one value: norms, rope, keys and values into the pool, queries made ready."""
+
+    source: str
+    layer: int
+    rope: RopeSpec | None
+    q_norm: Weight | None = None
+    k_norm: Weight | None = None
+    full_width: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """target = attention of the queries over the layer's blocks"""
+
+    queries: str
+    target: str
+    layer: int
+    window: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """target = activation(gate) * up"""
+
+    gate: str
+    up: str
+    target: str
+    activation: Activation
+
+
+@dataclass(frozen=True, slots=True)
+class Add:
+    """target += source * scale"""
+
+    source: str
+    target: str
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class NormAdd:
+    """target += norm(source) * scale"""
+
+    source: str
+    target: str
+    weight: Weight
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    value: str
+    factor: float
+
+
+@dataclass(frozen=True, slots=True)
+class Softcap:
+    """value = cap * tanh(value / cap)"""
+
+    value: str
+    cap: float
+
+
+Op = (
+    Embed | Take | Norm | Prepare | Linear | HeadNorm | Rope | WriteKV | QKV | Attention | Gate | Add | NormAdd | Scale
+    | Softcap
+)  # fmt: skip
+
+# ---- from a spec to operations
+
+
+def lower(spec: DecoderSpec, formats: Formats) -> list[Op]:
+    """The whole step, one operation a formula."""
+    return list(_lowered(spec, formats))
+
+
+def _lowered(spec: DecoderSpec, formats: Formats) -> Iterator[Op]:
+    embedding = _matrix("embedding", spec.vocab_size, spec.hidden_size, formats.head)
+    yield Embed(HIDDEN, embedding, spec.embedding_scale)
+    for index in range(spec.num_layers):
+        layer = f"layers.{index}."
+        yield from _part(spec, layer + "attention", _attention(spec, formats.linears, index))
+        yield from _part(spec, layer + "mlp", _mlp(spec, formats.linears, layer))
+    yield Take(HIDDEN, "taken")
+    yield Norm("taken", "normed", _vector("norm", spec.hidden_size))
+    yield _prepare("normed", spec.hidden_size, formats.head)
+    name = "embedding" if spec.tied_embeddings else "output"
+    # A name of its own even when tied: that both are one buffer is for a pass to find.
+    parts = (Part(parameter=f"{name}.weight", first=0, rows=spec.vocab_size),)
+    yield Linear("operand", LOGITS, Weight(name="output", parts=parts, width=spec.hidden_size, format=formats.head))
+    if spec.logit_scale != 1.0:
+        yield Scale(LOGITS, spec.logit_scale)
+    if spec.logit_softcap is not None:
+        yield Softcap(LOGITS, spec.logit_softcap)
+
+
+def _part(spec: DecoderSpec, name: str, computed: Iterator[Op]) -> Iterator[Op]:
+    """A part of a layer between its norms, from the residual stream ("normed") and back onto it ("part")."""
+    pre = spec.norm_placement is not NormPlacement.POST
+    post = spec.norm_placement is not NormPlacement.PRE
+    if pre:
+        yield Norm(HIDDEN, "normed", _vector(f"{name}_norm", spec.hidden_size))
+    for op in computed:
+        if isinstance(op, Prepare) and op.source == "normed" and not pre:
+            yield replace(op, source=HIDDEN)
+        else:
+            yield op
+    if post:
+        yield Norm("part", "part", _vector(f"{name}_post_norm", spec.hidden_size))
+    yield Add("part", HIDDEN, spec.residual_scale)
+
+
+def _attention(spec: DecoderSpec, format: Format, index: int) -> Iterator[Op]:
+    layer, qkv = spec.layers[index], f"layers.{index}.qkv"
+    q, kv = spec.q_width, spec.kv_width
+    yield _prepare("normed", spec.hidden_size, format)
+    for value, first, rows in (("q", 0, q), ("k", q, kv), ("v", q + kv, kv)):
+        yield _linear("operand", value, qkv, first, rows, spec.hidden_size, format, spec.qkv_bias)
+    if spec.qk_norm is not QKNorm.NONE:
+        full = spec.qk_norm is QKNorm.FULL_WIDTH
+        for value, width in (("q", q), ("k", kv)):
+            weight = _vector(f"layers.{index}.{value}_norm", width if full else spec.head_dim)
+            yield HeadNorm(value, weight, full)
+    if layer.rope is not None:
+        yield Rope("q", layer.rope)
+        yield Rope("k", layer.rope)
+    yield WriteKV(index, "k", "v")
+    yield Attention("q", "attended", index, layer.window)
+    yield _prepare("attended", q, format)
+    output = f"layers.{index}.attention_output"
+    yield _linear("operand", "part", output, 0, spec.hidden_size, q, format, spec.output_bias)
+
+
+def _mlp(spec: DecoderSpec, format: Format, layer: str) -> Iterator[Op]:
+    inner = spec.intermediate_size
+    yield _prepare("normed", spec.hidden_size, format)
+    for value, first in (("gate", 0), ("up", inner)):
+        yield _linear("operand", value, f"{layer}gate_up", first, inner, spec.hidden_size, format, spec.mlp_bias)
+    yield Gate("gate", "up", "inner", spec.activation)
+    yield _prepare("inner", inner, format)
+    yield _linear("operand", "part", f"{layer}down", 0, spec.hidden_size, inner, format, spec.mlp_bias)
+
+
+def _prepare(source: str, width: int, format: Format) -> Prepare:
+    return Prepare(source, "operand", width, format.operand)
+
+
+def _linear(
+    source: str, target: str, name: str, first: int, rows: int, width: int, format: Format, biased: bool
+) -> Linear:
+    part = Part(parameter=f"{name}.weight", first=first, rows=rows)
+    bias = (Part(parameter=f"{name}.bias", first=first, rows=rows),) if biased else ()
+    return Linear(source, target, Weight(name=name, parts=(part,), width=width, format=format, bias=bias))
+
+
+def _matrix(name: str, rows: int, width: int, format: Format) -> Weight:
+    part = Part(parameter=f"{name}.weight", first=0, rows=rows)
+    return Weight(name=name, parts=(part,), width=width, format=format)
+
+
+def _vector(name: str, rows: int) -> Weight:
+    return _matrix(name, rows, 1, VECTOR)
+
+
+# ---- the program
+
+
+@dataclass(frozen=True, slots=True)
+class Fusion:
+    """What a pass did: how often, and how many operations it took away."""
+
+    name: str
+    why: str
+    num_times: int
+    num_ops_saved: int
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """The fused list, and how it came about."""
+
+    spec: DecoderSpec
+    formats: Formats
+    ops: tuple[Op, ...]
+    fusions: tuple[Fusion, ...]
+    num_ops_lowered: int
+
+    @property
+    def weights(self) -> tuple[Weight, ...]:
+        """Each buffer once, in the order of use."""
+        found: dict[str, Weight] = {}
+        for op in self.ops:
+            for weight in weights_of(op):
+                known = found.setdefault(weight.name, weight)
+                assert known == weight, (known, weight)
+        return tuple(found.values())
+
+
+def weights_of(op: Op) -> tuple[Weight, ...]:
+    match op:
+        case Embed() | Norm() | HeadNorm() | NormAdd() | Linear():
+            return (op.weight,)
+        case Prepare():
+            return (op.norm,) if op.norm is not None else ()
+        case QKV():
+            return tuple(weight for weight in (op.q_norm, op.k_norm) if weight is not None)
+        case _:
+            return ()

@@ -1,0 +1,97 @@
+"""Worlds for the native executor's tests: the weights of a torch decoder in the native library."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from maitred.config import CacheConfig, ModelConfig, SchedulerConfig
+from maitred.executor.native import NativeExecutor
+from maitred.executor.native_plan import NativePlan, plan_native_executor
+from maitred.model.checkpoint import RawTensor, open_checkpoint
+from maitred.model.families import spec_from_config
+from maitred.model.spec import DecoderSpec
+from maitred.model.weight_map import WeightSource, weight_map
+
+
+class DecoderCheckpoint:
+    """The parameters of a `TorchDecoder`, as a checkpoint with stacked matrices has them."""
+
+    name, dtype = "in memory", "float32"
+
+    def __init__(self, decoder: Any) -> None:
+        self.spec: DecoderSpec = replace(decoder.spec, fused_weights=True)
+        self._parameters = dict(decoder.named_parameters())
+        self._sources = {source.tensor: source for source in weight_map(self.spec, _Everything())}
+
+    def tensor_names(self) -> tuple[str, ...]:
+        return tuple(self._sources)
+
+    def tensor(self, name: str) -> RawTensor:
+        source: WeightSource = self._sources[name]
+        rows = self._parameters[source.parameter][source.row : source.row + source.shape[0]]
+        values = rows.detach().float().numpy().copy() - source.offset
+        return RawTensor("F32", source.shape, memoryview(values).cast("B"))
+
+    def file_of(self, name: str) -> Path:
+        return Path("in memory")
+
+
+class _Everything:
+    """A set of names that has them all, and tells none."""
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
+    def __iter__(self) -> Any:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
+
+
+def make_native(
+    decoder: Any, *, num_blocks: int = 64, block_size: int = 4, num_host_blocks: int = 0, **changes: Any
+) -> NativeExecutor:
+    """`changes` are fields of ModelConfig, SchedulerConfig and NativeExecutor."""
+    checkpoint: Any = DecoderCheckpoint(decoder)
+    on_logits = changes.pop("on_logits", None)
+    plan = native_plan(checkpoint, checkpoint.spec, block_size=block_size, **changes)
+    executor = plan.build(num_blocks=num_blocks, max_model_len=512, num_host_blocks=num_host_blocks)
+    executor.on_logits = on_logits
+    return executor
+
+
+def load_native(folder: Path, *, num_blocks: int, max_model_len: int = 128, **changes: Any) -> NativeExecutor:
+    with open_checkpoint(str(folder)) as checkpoint:
+        plan = native_plan(checkpoint, spec_from_config(checkpoint.config), **changes)
+        return plan.build(num_blocks=num_blocks, max_model_len=max_model_len)
+
+
+def native_plan(
+    checkpoint: Any,
+    spec: DecoderSpec,
+    *,
+    block_size: int = 4,
+    isa: str | None = None,
+    max_tokens: int | None = None,
+    max_logits: int | None = None,
+    **model: Any,
+) -> NativePlan:
+    """A plan in float32 on one thread, unless told otherwise."""
+    config = ModelConfig(**{"dtype": "float32", "num_threads": 1} | model)
+    plan = plan_native_executor(
+        config, checkpoint, spec, cache=CacheConfig(block_size=block_size), scheduler=SchedulerConfig(), num_threads=1
+    )
+    asked = {"isa": isa, "max_tokens": max_tokens, "max_logits": max_logits}
+    return replace(plan, **{name: value for name, value in asked.items() if value is not None})
+
+
+def nan_embedding(decoder: Any, token_id: int) -> Any:
+    """The decoder, with NaN for the embedding of one token."""
+    with torch.no_grad():
+        decoder.embedding.weight[token_id] = float("nan")
+    return decoder
