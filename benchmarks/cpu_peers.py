@@ -25,12 +25,13 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from maitred.cli.roofline import measure_machine
 from peers.http_load import run_http_loop
 from peers.setup import set_up
 from peers.shapes import SHAPES, make_checkpoint
 
+from maitred.engine.memory import usable_cores
 from maitred.model.families import spec_from_config
+from maitred.model.machine import measure as measure_host
 from maitred.model.roofline import KVFormat, Machine, Row, WeightFormat, floor_s, step_work
 
 HERE = Path(__file__).resolve().parent
@@ -278,11 +279,11 @@ def run_cell(cell: str, chosen: Sequence[Entry], args: argparse.Namespace) -> di
     """All rounds of a cell, contenders in turn."""
     able = [e for e in chosen if not (cell.startswith("http") and e.module == "onnxruntime_generator")]
     rounds: dict[str, list[dict[str, float]]] = {entry.name: [] for entry in able}
-    before = measure_machine()
+    before = measure_host(usable_cores()).machine
     for number in range(args.rounds):
         for entry in able if number % 2 == 0 else able[::-1]:
             rounds[entry.name].append(measure(entry, cell, seed=number))
-    after = measure_machine()
+    after = measure_host(usable_cores()).machine
     moved = abs(after.stream_bytes_per_s / before.stream_bytes_per_s - 1) > 0.1
     machine = max(before, after, key=lambda m: m.stream_bytes_per_s)
     streams = f"{before.stream_bytes_per_s / 1e9:.0f} and {after.stream_bytes_per_s / 1e9:.0f} GB/s"

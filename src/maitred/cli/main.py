@@ -25,6 +25,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "bench serve": ("maitred.cli.bench", "load any OpenAI server and measure it"),
     "simulate": ("maitred.cli.simulate", "compare scheduling policies on a workload, without a model"),
     "keys": ("maitred.cli.keys", "make, list, hash and revoke the API keys of tenants"),
+    "roofline": ("maitred.cli.roofline", "measure what this machine allows, and how far the engine is from it"),
     "profile": ("maitred.cli.profile", "measure this machine for simulate"),
     "replay": ("maitred.cli.replay", "make the decisions of a log again, and name the first that differs"),
     "why": ("maitred.cli.why", "tell what a request waited for, from the decision log"),

@@ -1,0 +1,76 @@
+"""`maitred roofline`: the machine's figures, a model's floors, the engine beside them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from maitred.cli.floors import report
+from maitred.cli.floors.timed import TimedEngine
+from maitred.cli.main import main
+from maitred.config import CacheConfig, EngineConfig, SchedulerConfig
+from maitred.engine.build import build_parts
+from maitred.errors import ConfigError
+from maitred.model.machine import Measured, measure
+from maitred.model.roofline import Machine
+
+PEAKS = {"float32": 0.4e12, "bfloat16": 0.9e12, "int8": 1.8e12}
+HOST = Measured(Machine(80e9, PEAKS), {name: 1.1 * ops for name, ops in PEAKS.items()}, 2, "avx512")
+
+
+@pytest.fixture
+def known_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "measure", lambda num_threads: HOST)
+
+
+def test_the_machine_is_measured_for_what_it_is():
+    measured = measure(1)
+    assert measured.machine.stream_bytes_per_s > 1e8
+    for name, ops in measured.machine.peak_ops_per_s.items():
+        assert ops > 1e6
+        assert measured.registers_ops_per_s[name] > 1e6
+
+
+@pytest.mark.usefixtures("known_host")
+def test_tables_name_machine_model_floors_and_the_engines_share(capsys: pytest.CaptureFixture[str]):
+    words = ["roofline", "--batch", "1", "--batch", "2", "--context", "64", "--prompt", "32", "--max-num-seqs", "2"]
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert "reads 80.0 GB/s" in out
+    for dtype in ("float32", "bfloat16", "int8", "int4"):
+        assert f"\n{dtype} " in out
+    for step in ("decode, 1 x context 64", "decode, 2 x context 64", "prefill of 32"):
+        (line,) = [line for line in out.splitlines() if line.startswith(step)]
+        assert line.rstrip().endswith("%"), "the engine ran"
+
+
+@pytest.mark.usefixtures("known_host")
+def test_without_the_engine_floors_stand_alone_and_json_has_them_all(capsys: pytest.CaptureFixture[str]):
+    assert main(["roofline", "--no-engine", "--json", "--dtype", "int8", "--kv-dtype", "int8"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["dtype"], told["kv_dtype"]) == ("int8", "int8")
+    assert [step["name"] for step in told["steps"]] == [
+        "decode, 1 x context 512",
+        "decode, 8 x context 512",
+        "decode, 32 x context 512",
+        "prefill of 512",
+    ]
+    assert all(step["floor_s"] > 0 and step["share"] is None for step in told["steps"])
+    assert told["token_budget"]["int8"] % 64 == 0
+
+
+@pytest.mark.parametrize("word", ["0", "-1", "many"])
+def test_a_batch_must_be_a_number_of_requests(word: str, capsys: pytest.CaptureFixture[str]):
+    assert main(["roofline", "--no-engine", f"--batch={word}"]) == 1
+    assert "at least 1" in capsys.readouterr().err
+
+
+def test_requests_that_cannot_decode_together_are_said_to_be_too_many():
+    config = EngineConfig(scheduler=SchedulerConfig(max_num_seqs=2), cache=CacheConfig(enable_prefix_caching=False))
+    parts = build_parts(config)
+    try:
+        with pytest.raises(ConfigError, match="all of 3 requests"):
+            TimedEngine(parts).decode_s(3, 32, 4)
+    finally:
+        parts.close()
