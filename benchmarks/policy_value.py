@@ -1,12 +1,16 @@
-"""What a policy is worth: bimodal chat and document load at rho 0.7, 0.9 and 1.2, simulated for all, live for a few.
+"""What a policy is worth: bimodal chat and document load at rho 0.7, 0.9 and 1.2, live for a few, simulated for all.
 
-    python benchmarks/policy_value.py [--device FILE] [--live fcfs,srpt,interactive] [--write]
+    python benchmarks/policy_value.py [--live fcfs,srpt,interactive] [--rounds 3] [--device FILE] [--write]
 
 The baseline is FCFS with chunked prefill and continuous batching. rho is the rate over the rate at which FCFS, never
 idle, finishes this mixture. Mean, p99 and the longest wait stand beside each other: a mean alone can be had by letting
-the long ones wait. Simulated runs use the fitted profile of this machine (`maitred profile`), or FILE; each is the mean
-of several seeds. Live runs serve the same mixture with the built-in model. `--write` puts the tables between the marks
-of docs/policies.md, one section for each of the two, and the plots into docs/plots/.
+the long ones wait.
+
+Live runs serve the mixture with the built-in model. Policies take turns within a round and every round has arrivals of
+its own; time is the engine thread's CPU time at the machine's usual speed, which a probe between the steps tells
+(machine_speed.py), so that policies are compared on one machine although it does not stay the same. Simulated runs use
+a cost model fitted on the steps of the live ones, or that of FILE, and are the mean of several seeds. `--write` puts
+the tables between the marks of docs/policies.md, one section for each of the two, and the plots into docs/plots/.
 """
 
 from __future__ import annotations
@@ -14,28 +18,36 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fidelity import CLASSES, engine_config, measure_capacity
+from document import write_section
+from fidelity import engine_config, fitted, measure_capacity
+from machine_speed import Probe, Quiet, SteadyClock, probe_engine
 
-from maitred.cli.simulation.live import record
+from maitred.cli.simulation.live import CpuClock, record
 from maitred.cli.simulation.sources import find_target
 from maitred.cli.simulation.table import seconds_text
 from maitred.config import SchedulerConfig
 from maitred.scheduler.policies import POLICIES
 from maitred.sim.cost_model import CostModel
-from maitred.sim.recorded import read_run
+from maitred.sim.recorded import MeasuredStep, measured_steps, read_run
 from maitred.sim.report import thinned
 from maitred.sim.results import Results
 from maitred.sim.simulator import EngineSetup, Simulation
 from maitred.sim.svg import COLOURS, Axis, Panel, axis, sheet
-from maitred.sim.synthetic import SyntheticWorkload, TenantSpec, WorkloadSpec
+from maitred.sim.synthetic import ClassSpec, SyntheticWorkload, TenantSpec, WorkloadSpec
+from maitred.sim.workload import Arrival
 
 RHOS = (0.7, 0.9, 1.2)
 SLOTS = 16
+CLASSES = {
+    "chat": ClassSpec(share=0.9, input="lognormal:60,0.6", output="lognormal:40,0.6", max_tokens=512),
+    "document": ClassSpec(share=0.1, input="lognormal:700,0.3", output="lognormal:120,0.4", max_tokens=512, priority=1),
+}
 TENANTS = {"light": TenantSpec(share=1), "heavy": TenantSpec(share=3)}
 FIGURES = (  # heading, part, figure
     ("TTFT mean", "ttft_s", "mean"),
@@ -83,20 +95,39 @@ def average(runs: Sequence[Results]) -> dict[str, Any]:
 
 
 def markdown(rows: Rows, title: str) -> str:
+    """A table: each figure, and in brackets its ratio to FCFS; `spread` of a ratio, where known, is over rounds."""
     names = [heading for heading, _, _ in FIGURES]
     lines = [f"**{title}**", "", f"| policy | {' | '.join(names)} | Jain, tenants | preemptions |"]
     lines.append("|---|" + "--:|" * (len(names) + 2))
     base = rows["fcfs"]
     for policy, figures in rows.items():
-        cells = [f"{seconds_text(figures[name])}{_ratio(figures[name], base[name], policy)}" for name in names]
+        cells = [f"{seconds_text(figures[name])}{_ratio(figures, base, name, policy)}" for name in names]
         lines.append(
             f"| {policy} | {' | '.join(cells)} | {figures['Jain, tenants']:.2f} | {figures['preemptions']:.2f} |"
         )
     return "\n".join([*lines, ""])
 
 
-def _ratio(value: float, base: float, policy: str) -> str:
-    return "" if policy == "fcfs" or base <= 0 else f" ({value / base:.2f})"
+def _ratio(figures: Mapping[str, Any], base: Mapping[str, Any], name: str, policy: str) -> str:
+    if policy == "fcfs" or base[name] <= 0:
+        return ""
+    spread = figures.get("spread", {}).get(name)
+    return f" ({figures[name] / base[name]:.2f}{'' if spread is None else f' ± {spread:.2f}'})"
+
+
+def in_words(tables: Mapping[float, Rows], policies: Sequence[str]) -> str:
+    """What the tables say of the mean wait and the longest one."""
+    lines = []
+    for rho, rows in tables.items():
+        base = rows["fcfs"]
+        told = [
+            f"`{policy}` {rows[policy]['wait mean'] / base['wait mean']:.2f} of the mean wait "
+            f"and {rows[policy]['wait max'] / base['wait max']:.1f} of the longest"
+            for policy in policies
+            if policy in rows and base["wait mean"] > 0
+        ]
+        lines.append(f"- rho {rho}, against FCFS: {'; '.join(told)}.")
+    return "\n".join(lines) + "\n"
 
 
 # ---- plots
@@ -118,86 +149,176 @@ def wait_plot(runs: Mapping[str, Results], heading: str) -> str:
     return sheet(heading, list(zip(runs, COLOURS * 2, strict=False)), panels)
 
 
-# ---- the whole
+# ---- live
 
 
-def simulated_part(costs: CostModel, options: argparse.Namespace) -> tuple[str, dict[str, str]]:
+@dataclass(frozen=True)
+class LiveRun:
+    results: Results
+    steps: list[MeasuredStep]
+    slowness: tuple[float, float, float]  # least, mean, most
+    others: float  # cores
+
+
+def serve(policy: str, arrivals: Sequence[Arrival], probe: Probe, usual_s: float) -> LiveRun:
+    clock, quiet = SteadyClock(CpuClock(), probe, usual_s), Quiet()
+    steps = record(engine_config(policy, SLOTS), clock, arrivals, clock)
+    history = clock.history
+    slowness = (min(history), statistics.fmean(history), max(history))
+    print(f"  live: {policy}, {len(arrivals)} requests, slowness {slowness[1]:.2f}", file=sys.stderr, flush=True)
+    return LiveRun(read_run(steps).results, list(measured_steps(steps)), slowness, quiet.others())
+
+
+def asked(rate: float, seconds: float, seed: int) -> list[Arrival]:
+    """The oracle's max_tokens: what a request is going to say."""
+    arrivals = offered(rate, max(20, round(rate * seconds)), seed).arrivals()
+    return [replace(arrival, max_tokens=arrival.output_tokens) for arrival in arrivals]
+
+
+Lives = dict[float, dict[str, list[LiveRun]]]  # by rho and policy, a run a round
+
+
+def serve_all(probe: Probe, options: argparse.Namespace) -> tuple[float, Lives]:
+    """(capacity, runs); stops after a whole round when the time is up."""
+    policies = options.live.split(",")
+    capacity, usual_s = measure_capacity(offered(1.0, 1_000_000, 0).arrivals(), SLOTS, "cpu", probe, 5.0)
+    lives: Lives = {rho: {policy: [] for policy in policies} for rho in RHOS}
+    began = time.monotonic()
+    for number in range(options.rounds):
+        if number and (time.monotonic() - began) * (number + 1) / number > options.minutes * 60:
+            break
+        for rho in RHOS:
+            arrivals = asked(rho * capacity, options.seconds, number)
+            for policy in [*policies[number % len(policies) :], *policies[: number % len(policies)]]:
+                lives[rho][policy].append(serve(policy, arrivals, probe, usual_s))
+    return capacity, lives
+
+
+def over_rounds(runs: Mapping[str, Sequence[LiveRun]]) -> Rows:
+    """Averages, and how the ratio to FCFS of the same round is spread over rounds."""
+    rows = {policy: average([run.results for run in of_policy]) for policy, of_policy in runs.items()}
+    rounds = {policy: [average([run.results]) for run in of_policy] for policy, of_policy in runs.items()}
+    for policy, figures in rows.items():
+        if len(rounds[policy]) > 1:
+            figures["spread"] = {
+                name: statistics.stdev(
+                    own[name] / base[name] if base[name] > 0 else 1.0
+                    for own, base in zip(rounds[policy], rounds["fcfs"], strict=True)
+                )
+                for name, _, _ in FIGURES
+            }
+    return rows
+
+
+def live_part(capacity: float, lives: Lives, options: argparse.Namespace) -> tuple[str, dict[str, str]]:
+    runs = [run for of_rho in lives.values() for of_policy in of_rho.values() for run in of_policy]
+    num_rounds = max(len(of_policy) for of_rho in lives.values() for of_policy in of_rho.values())
+    tables = {rho: over_rounds(of_rho) for rho, of_rho in lives.items()}
+    slowness = [run.slowness for run in runs]
+    means = [mean for _, mean, _ in slowness]
+    text = [
+        f"Live, built-in model: capacity {capacity:.1f} requests/s, {num_rounds} rounds of {options.seconds:g} s of "
+        f"arrivals, CPU time at the machine's usual speed. The probe found it {min(s[0] for s in slowness):.2f} "
+        f"to {max(s[2] for s in slowness):.2f} times as slow as that, runs on average {min(means):.2f} to "
+        f"{max(means):.2f}; others used {statistics.fmean(run.others for run in runs):.2f} of a core. After ±: one "
+        "standard deviation of the ratio over rounds.\n",
+        in_words(tables, [policy for policy in tables[RHOS[0]] if policy != "fcfs"]),
+    ]
+    plots = {}
+    for rho, rows in tables.items():
+        text.append(markdown(rows, f"Live, rho {rho}"))
+        name = f"policies-live-{rho}.svg"
+        plots[name] = wait_plot(
+            {p: merged([run.results for run in r]) for p, r in lives[rho].items()}, f"live, rho {rho}"
+        )
+        text.append(f"![live waits at rho {rho}](plots/{name})\n")
+    return "\n".join(text), plots
+
+
+def merged(runs: Sequence[Results]) -> Results:
+    """All of them as one, for its curves."""
+    whole = Results()
+    for run in runs:
+        for name, group in run.tenants.items():
+            whole.tenant(name).merge(group)
+    return whole
+
+
+# ---- simulated
+
+
+def simulated_part(costs: CostModel, label: str, options: argparse.Namespace) -> tuple[str, dict[str, str]]:
     capacity = simulated_capacity(costs)
-    text, plots = (
-        [f"Simulated: capacity {capacity:.1f} requests/s, {options.requests} requests, {options.seeds} seeds.\n"],
-        {},
-    )
+    plots, tables = {}, {}
     for rho in RHOS:
         runs = {
             policy: [simulate(policy, costs, rho * capacity, options.requests, seed) for seed in range(options.seeds)]
             for policy in options.policies.split(",")
         }
-        text.append(markdown({policy: average(r) for policy, r in runs.items()}, f"Simulated, rho {rho}"))
-        name = f"policies-simulated-{rho}.svg"
-        plots[name] = wait_plot({policy: r[0] for policy, r in runs.items()}, f"simulated, rho {rho}")
-        text.append(f"![waits at rho {rho}](plots/{name})\n")
-        print(text[-2], flush=True)
+        tables[rho] = {policy: average(r) for policy, r in runs.items()}
+        plots[f"policies-simulated-{rho}.svg"] = wait_plot({p: r[0] for p, r in runs.items()}, f"simulated, rho {rho}")
+    text = [
+        f"Cost model: {label}. Capacity {capacity:.1f} requests/s, {options.requests} requests and {options.seeds} "
+        "seeds for each.\n",
+        in_words(tables, ("interactive", "srpt", "mlfq")),
+    ]
+    for rho, rows in tables.items():
+        text.append(markdown(rows, f"Simulated, rho {rho}"))
+        text.append(f"![waits at rho {rho}](plots/policies-simulated-{rho}.svg)\n")
     return "\n".join(text), plots
 
 
-def live_part(options: argparse.Namespace) -> tuple[str, dict[str, str]]:
-    policies = options.live.split(",")
-    capacity = measure_capacity(SLOTS, "cpu", options.seconds)
-    text, plots = (
-        [f"Live, built-in model: capacity {capacity:.1f} requests/s, {options.seconds:g} s of arrivals.\n"],
-        {},
-    )
-    for rho in RHOS:
-        arrivals = list(offered(rho * capacity, round(rho * capacity * options.seconds), 0).arrivals())
-        asked = [replace(arrival, max_tokens=arrival.output_tokens) for arrival in arrivals]
-        runs = {policy: read_run(record(engine_config(policy, SLOTS), "cpu", asked)).results for policy in policies}
-        text.append(markdown({policy: average([run]) for policy, run in runs.items()}, f"Live, rho {rho}"))
-        name = f"policies-live-{rho}.svg"
-        plots[name] = wait_plot(runs, f"live, rho {rho}")
-        text.append(f"![live waits at rho {rho}](plots/{name})\n")
-        print(text[-2], flush=True)
-    return "\n".join(text), plots
+# ---- the whole
 
 
 def write(section: str, text: str, plots: Mapping[str, str]) -> None:
-    """Between the section's marks of the page, which are made if they are not there."""
     folder = DOCUMENT.parent / "plots"
     folder.mkdir(exist_ok=True)
     for name, svg in plots.items():
         (folder / name).write_text(svg, encoding="utf-8")
-    begin, end = f"<!-- {section}: begin -->", f"<!-- {section}: end -->"
-    page = DOCUMENT.read_text(encoding="utf-8") if DOCUMENT.is_file() else "# What a policy is worth\n"
-    if begin not in page:
-        page = f"{page.rstrip()}\n\n{begin}\n{end}\n"
-    before, rest = page.split(begin)
-    _, after = rest.split(end)
-    DOCUMENT.write_text(f"{before}{begin}\n\n{text.strip()}\n\n{end}{after}", encoding="utf-8")
+    write_section(DOCUMENT, section, text)
+
+
+def parts(options: argparse.Namespace) -> Iterator[tuple[str, str, dict[str, str]]]:
+    """(section, text, plots), each when it is there."""
+    lives: Lives = {}
+    if options.live:
+        with probe_engine(engine_config("fcfs", SLOTS), CpuClock()) as probe:
+            capacity, lives = serve_all(probe, options)
+        yield "live", *live_part(capacity, lives, options)
+    if options.policies:
+        if lives and options.device is None:
+            steps = [s for of_rho in lives.values() for runs in of_rho.values() for run in runs for s in run.steps]
+            costs, label = fitted(steps), "fitted on the steps of the live runs"
+        else:
+            target = find_target(options.device, None)
+            costs, label = target.cost_model, target.label
+        yield "simulated", *simulated_part(costs, label, options)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", help="profile or device name, as for maitred simulate")
+    parser.add_argument(
+        "--device", help="profile or device name, as for maitred simulate; else fitted on the live runs"
+    )
     parser.add_argument(
         "--policies", default=",".join(POLICIES), help="to simulate, fcfs among them; empty simulates none"
     )
     parser.add_argument("--live", default="fcfs,srpt,interactive", help="to serve, fcfs among them; empty serves none")
     parser.add_argument("--requests", type=int, default=2000, help="in each simulated run")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=15.0, help="of arrivals in each live run")
+    parser.add_argument("--seconds", type=float, default=8.0, help="of arrivals in each live run")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--minutes", type=float, default=4.5, help="begin no round that would end after so long")
     parser.add_argument("--write", action="store_true", help="into docs/policies.md and docs/plots/")
     options = parser.parse_args()
     for listed in (options.policies, options.live):
         if listed and "fcfs" not in listed.split(","):
             sys.exit("fcfs is the baseline; name it too")
-    if options.policies:
-        target = find_target(options.device, None)
-        text, plots = simulated_part(target.cost_model, options)
+    for section, text, plots in parts(options):
+        print(text, flush=True)
         if options.write:
-            write("simulated", f"Cost model: {target.label}. {text}", plots)
-    if options.live:
-        text, plots = live_part(options)
-        if options.write:
-            write("live", text, plots)
+            write(section, text, plots)
 
 
 if __name__ == "__main__":
