@@ -72,6 +72,7 @@ class FakeReplica:
     fail_after: int | None = None  # tokens, then the logits are NaN
     die_after: int | None = None  # tokens, then the engine is dead
     queued: bool = False  # nothing is ever scheduled
+    held: bool = False  # nothing more comes until it is not
     num_cached_tokens: int = 0
     dead: str | None = None
     submitted: list[Request] = field(default_factory=list)
@@ -138,6 +139,8 @@ class FakeReplica:
             )
 
     async def _turn(self, ended: asyncio.Event) -> None:
+        while self.held and not ended.is_set():  # noqa: ASYNC110  # set by the test, in another thread
+            await asyncio.sleep(0.002)
         if not self.queued and self.token_s == 0.0:
             await asyncio.sleep(0)
             return

@@ -9,6 +9,7 @@ import openai
 import pytest
 
 from tests.fakes_api import FakeReplica, RunningServer, make_model, running_server
+from tests.waiting import HANGS_S
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 
@@ -23,7 +24,7 @@ def served() -> Iterator[RunningServer]:
 
 @pytest.fixture(scope="session")
 def http(served: RunningServer) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=served.url, timeout=20) as client:
+    with httpx.Client(base_url=served.url, timeout=HANGS_S) as client:
         yield client
 
 

@@ -13,6 +13,7 @@ from maitred.api.server import ROUTES
 from maitred.errors import InvalidApiKey
 from tests.api.conftest import MESSAGES, strict_client
 from tests.fakes_api import running_server
+from tests.waiting import HANGS_S
 
 KEYS = ("first-key", "second-kéy")
 
@@ -25,7 +26,7 @@ def locked():
 
 def raw(port: int, request: bytes) -> bytes:
     """The first bytes a server answers to exactly these."""
-    with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
+    with socket.create_connection(("127.0.0.1", port), timeout=HANGS_S) as connection:
         connection.sendall(request)
         return connection.recv(4096)
 

@@ -5,17 +5,16 @@ from __future__ import annotations
 import json
 import socket
 import struct
-import time
-from collections.abc import Callable
 from typing import Any
 
 import httpx
 import pytest
 
 from tests.api.conftest import MESSAGES
-from tests.fakes_api import EOS, FakeReplica, RunningServer, running_server
+from tests.fakes_api import EOS, FakeReplica, RunningServer, make_model, running_server
+from tests.waiting import HANGS_S, until
 
-FOREVER = 10_000
+FOREVER = 100_000  # at 10 ms a token, a quarter of an hour
 
 
 def endless(request: Any) -> list[int]:
@@ -37,7 +36,7 @@ def half_close(connection: socket.socket) -> None:
 
 def send(server: RunningServer, path: str, body: dict[str, Any]) -> socket.socket:
     payload = json.dumps({"model": "tiny", **body}).encode()
-    connection = socket.create_connection(("127.0.0.1", server.port), timeout=10)
+    connection = socket.create_connection(("127.0.0.1", server.port), timeout=HANGS_S)
     connection.sendall(
         b"POST %s HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%s"
         % (path.encode(), len(payload), payload)
@@ -45,20 +44,11 @@ def send(server: RunningServer, path: str, body: dict[str, Any]) -> socket.socke
     return connection
 
 
-def until(condition: Callable[[], bool], seconds: float = 5.0) -> float:
-    """Wait for it, and say how long it took."""
-    started_at = time.monotonic()
-    while not condition():
-        assert time.monotonic() - started_at < seconds, "it never came"
-        time.sleep(0.002)
-    return time.monotonic() - started_at
-
-
 @pytest.fixture(scope="module", params=["queued", "decoding"])
 def stuck(request):
     """A replica whose requests never end by themselves."""
     replica = FakeReplica(endless, token_s=0.01, queued=request.param == "queued")
-    with running_server(replica) as server:
+    with running_server(replica, make_model(max_model_len=2 * FOREVER)) as server:
         yield server
 
 
@@ -73,7 +63,7 @@ def test_leaving_ends_every_sample_at_once(stuck, leave, stream, n):
     if stream and not replica.queued:
         connection.recv(100)
     leave(connection)
-    assert until(lambda: not replica.live) < 1.0
+    until(lambda: not replica.live)
     assert len(replica.aborted) == n
     connection.close()
 
@@ -88,39 +78,38 @@ def test_leaving_ends_all_prompts_of_a_list(stuck):
 
 def test_a_client_that_stops_reading_and_leaves_is_noticed():
     """The answer fills every buffer, the server waits to write, and still hears that nobody is left."""
-    replica = FakeReplica(lambda request: [ord("x")] * 100_000, tokens_per_item=1000)
-    with running_server(replica, sse_keep_alive_s=0.0) as server:
-        model_len = {"max_tokens": 400}
-        connections = [
-            send(server, "/v1/completions", {"prompt": "a" * 100, "stream": True, "logprobs": 20, **model_len})
-            for _ in range(4)
-        ]
-        time.sleep(0.2)
+    replica = FakeReplica(endless, tokens_per_item=100)
+    with running_server(replica, make_model(max_model_len=2 * FOREVER), sse_keep_alive_s=0.0) as server:
+        body = {"prompt": "a" * 100, "stream": True, "logprobs": 20, "max_tokens": FOREVER}  # 100 MB to send
+        connections = [send(server, "/v1/completions", body) for _ in range(4)]
+        for connection in connections:
+            connection.recv(100)  # the answer began, and nobody reads on
         for connection in connections:
             reset(connection)
         until(lambda: not replica.live)
+        assert len(replica.aborted) == 4
 
 
 def test_leaving_while_the_body_is_sent_leaves_nothing_behind(served):
-    before = len(served.replica.submitted)
-    with socket.create_connection(("127.0.0.1", served.port), timeout=10) as connection:
+    before, num_cancelled = len(served.replica.submitted), served.server._edge.metrics.num_cancelled
+    with socket.create_connection(("127.0.0.1", served.port), timeout=HANGS_S) as connection:
         connection.sendall(
             b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
             b'content-length: 1000\r\n\r\n{"model":'
         )
-    time.sleep(0.1)
+    until(lambda: served.server._edge.metrics.num_cancelled == num_cancelled + 1)
     assert len(served.replica.submitted) == before
     assert httpx.get(f"{served.url}/health").status_code == 200
 
 
 def test_a_server_survives_two_hundred_clients_with_no_patience():
     replica = FakeReplica(endless, token_s=0.01)
-    with running_server(replica) as server:
+    with running_server(replica, make_model(max_model_len=2 * FOREVER)) as server:
         connections = [
             send(server, "/v1/chat/completions", {"messages": MESSAGES, "stream": index % 2 == 0, "n": 1 + index % 2})
             for index in range(200)
         ]
-        until(lambda: len(replica.live) >= 250, 10)
+        until(lambda: len(replica.live) == 300)
         for connection in connections:
             connection.close()
         until(lambda: not replica.live)

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import threading
-import time
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
+from maitred.text import Tokenizer
 from tests.api.conftest import MESSAGES, strict_client
-from tests.api.test_disconnect import endless, send, until
-from tests.fakes_api import EOS, FakeReplica, make_model, running_server, says
+from tests.api.test_disconnect import endless, send
+from tests.fakes_api import EOS, FakeReplica, byte_tokenizer, make_model, running_server, says
+from tests.waiting import HANGS_S, joined, until
 
 CHAT = {"model": "tiny", "messages": MESSAGES}
 
 
 def post(server: Any, **fields: Any) -> httpx.Response:
-    return httpx.post(f"{server.url}/v1/chat/completions", json={**CHAT, **fields}, timeout=20)
+    return httpx.post(f"{server.url}/v1/chat/completions", json={**CHAT, **fields}, timeout=HANGS_S)
 
 
 def test_a_request_whose_logits_are_nan_gets_a_500():
@@ -105,13 +106,11 @@ def test_health_and_readiness_are_not_the_same():
 
 
 def test_more_requests_than_the_server_holds_are_turned_away_at_once():
-    replica = FakeReplica(endless, token_s=0.01)
+    replica = FakeReplica(endless, queued=True)
     with running_server(replica, max_concurrent_requests=5) as server:
         held = [send(server, "/v1/chat/completions", {"messages": MESSAGES, "n": 2}) for _ in range(2)]
         until(lambda: len(replica.live) == 4)
-        started_at = time.monotonic()
-        answer = post(server, n=2)
-        assert time.monotonic() - started_at < 0.5
+        answer = post(server, n=2)  # at once: those it would wait for do not end by themselves
         assert answer.status_code == 503
         assert float(answer.headers["retry-after"]) >= 1
         assert answer.json()["error"]["type"] == "server_error"
@@ -119,23 +118,24 @@ def test_more_requests_than_the_server_holds_are_turned_away_at_once():
         for connection in held:
             connection.close()
         until(lambda: not replica.live)
-        replica.answer = says("again")
+        replica.answer, replica.queued = says("again"), False
         assert post(server, n=5).status_code == 200
         assert post(server, n=6).status_code == 400, "waiting would not help"
 
 
 def test_a_silent_stream_is_kept_open_by_comments():
-    replica = FakeReplica(says("ok"), token_s=0.25)
+    replica = FakeReplica(says("ok"), held=True)
     with running_server(replica, sse_keep_alive_s=0.1) as server:
-        answer = post(server, stream=True)
-        text = "".join(
-            chunk.choices[0].delta.content or ""
-            for chunk in strict_client(server.url).chat.completions.create(**CHAT, stream=True)
-        )
-    assert answer.text.startswith(": keep-alive\n\n")
-    assert answer.text.count(": keep-alive") >= 4
-    assert answer.text.endswith("data: [DONE]\n\n")
-    assert text == "ok"
+        body = {**CHAT, "stream": True}
+        with httpx.stream("POST", f"{server.url}/v1/chat/completions", json=body, timeout=HANGS_S) as answer:
+            lines = answer.iter_lines()
+            assert [next(lines) for _ in range(8)] == [": keep-alive", ""] * 4
+            replica.held = False
+            assert list(lines)[-2:] == ["data: [DONE]", ""]
+        replica.held = True
+        stream = strict_client(server.url).chat.completions.create(**CHAT, stream=True)  # a comment began it
+        replica.held = False
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == "ok"
 
 
 def test_comments_can_be_turned_off():
@@ -163,20 +163,27 @@ def test_an_error_of_ours_tells_nothing_of_our_inside(caplog):
 
 
 def test_a_prompt_is_tokenised_beside_the_event_loop():
-    """Other requests are answered while one large prompt is tokenised."""
-    model = make_model(max_model_len=4_000_000)
-    with running_server(FakeReplica(), model) as server:
+    """Other requests are answered while one is tokenised, however long that takes."""
+    begun, may_end = threading.Event(), threading.Event()
+
+    class HeldTokenizer(Tokenizer):
+        def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+            begun.set()
+            assert may_end.wait(HANGS_S)
+            return super().encode(text, add_special_tokens=add_special_tokens)
+
+    tokenizer = byte_tokenizer()
+    tokenizer.__class__ = HeldTokenizer
+    with running_server(FakeReplica(), make_model(tokenizer=tokenizer)) as server:
         big = threading.Thread(
-            target=lambda: httpx.post(f"{server.url}/tokenize", json={"prompt": "word é " * 100_000}, timeout=60)
+            target=lambda: httpx.post(f"{server.url}/tokenize", json={"prompt": "word é"}, timeout=HANGS_S)
         )
         big.start()
-        slowest = 0.0
-        while big.is_alive():
-            started_at = time.monotonic()
-            assert httpx.get(f"{server.url}/health").status_code == 200
-            slowest = max(slowest, time.monotonic() - started_at)
-        big.join()
-    assert slowest < 0.2
+        assert begun.wait(HANGS_S)
+        for _ in range(10):
+            assert httpx.get(f"{server.url}/health", timeout=HANGS_S).status_code == 200
+        may_end.set()
+        joined(big)
 
 
 def test_tokenize_and_detokenize_are_inverse(http):

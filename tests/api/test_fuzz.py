@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from maitred.api.refusals import ChatAsSent, CompletionAsSent
 from maitred.api.schemas import DetokenizeRequest, TokenizeRequest
 from tests.api.conftest import MESSAGES
+from tests.waiting import HANGS_S
 
 scalars = st.one_of(
     st.none(),
@@ -114,7 +115,7 @@ POST = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/j
     ],
 )
 def test_bytes_that_are_hardly_http_do_no_harm(served, request_bytes):
-    with socket.create_connection(("127.0.0.1", served.port), timeout=2) as connection:
+    with socket.create_connection(("127.0.0.1", served.port), timeout=HANGS_S) as connection:
         connection.sendall(request_bytes)
         connection.shutdown(socket.SHUT_WR)
         answer = connection.recv(65536)
