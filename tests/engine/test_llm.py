@@ -98,7 +98,10 @@ def test_logprobs_hold_the_chosen_token_its_rank_and_its_text(llm: LLM):
 def test_the_timing_split_adds_up(llm: LLM):
     timing = llm.chat(MENU, GREEDY)[0].outputs[0].timing
     assert timing is not None
-    assert timing.total_s == pytest.approx(timing.queue_s + timing.prefill_s + timing.decode_s)
+    assert timing.total_s == pytest.approx(
+        timing.queue_s + timing.prefill_s + timing.decode_s + timing.stall_s + timing.schedule_s
+    )
+    assert timing.schedule_s > 0
     assert timing.ttft_s <= timing.total_s
 
 

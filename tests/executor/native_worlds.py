@@ -60,7 +60,10 @@ def make_native(
     checkpoint: Any = DecoderCheckpoint(decoder)
     on_logits = changes.pop("on_logits", None)
     plan = native_plan(checkpoint, checkpoint.spec, block_size=block_size, **changes)
-    executor = plan.build(num_blocks=num_blocks, max_model_len=512, num_host_blocks=num_host_blocks)
+    spec = checkpoint.spec
+    executor = plan.build(
+        num_blocks=num_blocks, max_model_len=spec.max_position_embeddings, num_host_blocks=num_host_blocks
+    )
     executor.on_logits = on_logits
     return executor
 

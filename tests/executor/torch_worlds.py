@@ -79,8 +79,8 @@ class Seen:
     def __init__(self) -> None:
         self.logits: dict[str, dict[int, torch.Tensor]] = {}
 
-    def __call__(self, request_id: str, start: int, logits: torch.Tensor) -> None:
-        self.logits.setdefault(request_id, {}).update(enumerate(logits.cpu(), start))
+    def __call__(self, request_id: str, start: int, logits: Any) -> None:
+        self.logits.setdefault(request_id, {}).update(enumerate(torch.as_tensor(logits).cpu(), start))
 
     def of(self, request_id: str) -> torch.Tensor:
         by_position = self.logits[request_id]
@@ -90,7 +90,7 @@ class Seen:
 class Hand:
     """Writes plans by hand: every request gets its own blocks, in an order that is not the identity."""
 
-    def __init__(self, executor: TorchExecutor, *, num_blocks: int = 64, block_size: int = 4) -> None:
+    def __init__(self, executor: Any, *, num_blocks: int = 64, block_size: int = 4) -> None:
         self.executor = executor
         self.block_size = block_size
         self.free = list(range(1, num_blocks, 2)) + list(range(0, num_blocks, 2))

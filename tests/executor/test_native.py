@@ -1,0 +1,289 @@
+"""What is the native executor's own: steps larger than its buffers, host blocks, NaN, bad input, no PyTorch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from maitred.config import CacheConfig, ModelConfig, SchedulerConfig
+from maitred.errors import ConfigError
+from maitred.executor.native_plan import plan_native_executor, resolve_formats, resolve_kv_dtype
+from maitred.executor.ragged import RaggedStep, cut
+from maitred.kernels import _native
+from maitred.model.checkpoint import open_checkpoint
+from maitred.model.families import spec_from_config
+from maitred.model.program import Format
+from maitred.request import SamplingParams
+from maitred.step import BlockCopy, SchedulerOutput
+from tests.executor.native_worlds import make_native, nan_embedding
+from tests.executor.torch_worlds import (
+    VOCAB,
+    Hand,
+    Seen,
+    dense_greedy,
+    make_decoder,
+    make_spec,
+    random_prompt,
+)
+
+POISON = VOCAB - 1
+
+
+def make_hand(decoder: Any = None, **changes: Any) -> Hand:
+    return Hand(make_native(decoder or make_decoder(make_spec()), **changes))
+
+
+def healthy(prompt: list[int]) -> list[int]:
+    return [token % POISON for token in prompt]
+
+
+# ---- buffers that never grow
+
+
+def test_a_step_of_more_tokens_than_the_buffers_hold_comes_in_passes():
+    decoder = make_decoder(make_spec())
+    small, roomy = make_hand(decoder, max_tokens=7, max_logits=2), make_hand(decoder)
+    sampling = SamplingParams(temperature=0.0, prompt_logprobs=1)
+    outcomes = []
+    for hand in (small, roomy):
+        for n in (1, 9, 30, 5, 2):
+            hand.add(f"r{n}", random_prompt(n, seed=n), sampling)
+        outcomes.append((hand.step(), hand.step(), hand.outputs))
+    assert outcomes[0] == outcomes[1]
+    assert all(len(row.prompt_logprobs or ()) == int(r[1:]) - 1 for r, row in outcomes[0][0].items() if r != "r1")
+
+
+def test_passes_cut_rows_where_the_room_ends():
+    decoder = make_decoder(make_spec())
+    hand = make_hand(decoder)
+    for n in (3, 9):
+        hand.add(f"r{n}", random_prompt(n, seed=n))
+    plan = SchedulerOutput(
+        step=0, rows=tuple(hand._row(r, hand.known[r]) for r in hand.tables), new_requests=tuple(hand._new)
+    )
+    passes = cut(hand.executor._take_plan(plan), max_tokens=5)
+    assert [[(s.row, s.start, s.num_tokens, s.samples) for s in slices] for slices in passes] == [
+        [(0, 0, 3, True), (1, 0, 2, False)],
+        [(1, 2, 5, False)],
+        [(1, 7, 2, True)],
+    ]
+
+
+# ---- host blocks
+
+
+def test_blocks_that_went_to_the_host_come_back_the_same():
+    decoder = make_decoder(make_spec())
+    hand = make_hand(decoder, num_host_blocks=4)
+    prompt = random_prompt(14, seed=1)
+    hand.add("r", prompt)
+    hand.run(3)
+    table = hand.tables["r"]
+    outs = tuple(BlockCopy(block, i) for i, block in enumerate(table[:3]))
+    hand.executor.execute(SchedulerOutput(step=50, rows=(), swap_outs=outs))
+    hand.add("intruder", random_prompt(40, seed=2))
+    hand.free[:0] = table[:3]  # gets them while they are away
+    hand.step({"intruder": 40})
+    ins = tuple(BlockCopy(i, block) for i, block in enumerate(table[:3]))
+    hand.executor.execute(SchedulerOutput(step=51, rows=(), swap_ins=ins))
+    for _ in range(4):
+        hand.step({"r": 1})
+    assert hand.outputs["r"] == dense_greedy(decoder, prompt, 7)
+
+
+def test_swapping_is_measured_only_where_there_is_a_place_for_blocks():
+    assert make_hand().executor.measure_swap() is None
+    bandwidth = make_hand(num_host_blocks=3).executor.measure_swap()
+    assert bandwidth is not None
+    assert min(bandwidth) > 0
+
+
+# ---- NaN
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int4"])
+@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "int8"])
+def test_a_row_with_nan_ends_that_request_only(dtype: str, kv_dtype: str):
+    """Eight rows, one of which has NaN in its keys, values and output: the other seven stay the same, to the bit."""
+    decoder = nan_embedding(make_decoder(make_spec(windows=(None, 6))), POISON)
+    prompts = [healthy(random_prompt(9 + i, seed=i)) for i in range(8)]
+    outcomes = []
+    for prompt_of_three in (prompts[3], [*prompts[3][:-1], POISON]):
+        seen = Seen()
+        hand = make_hand(decoder, dtype=dtype, lm_head_dtype="float32", kv_dtype=kv_dtype, on_logits=seen)
+        for i, prompt in enumerate(prompts):
+            hand.add(f"r{i}", prompt_of_three if i == 3 else prompt)
+        rows = hand.step()
+        hand.forget("r3")
+        hand.run(10)
+        outcomes.append((rows, hand, seen))
+    (_, well, well_seen), (rows, ill, ill_seen) = outcomes
+    assert rows["r3"].error == "logits are NaN"
+    assert rows["r3"].token_ids == ()
+    for request_id in (f"r{i}" for i in range(8) if i != 3):
+        assert rows[request_id].error is None
+        assert ill.outputs[request_id] == well.outputs[request_id]
+        assert torch.equal(ill_seen.of(request_id), well_seen.of(request_id))
+
+
+@pytest.mark.parametrize("block_size", [4, 16])
+@pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "int8"])
+def test_nan_left_in_a_block_does_not_reach_its_next_owner(kv_dtype: str, block_size: int):
+    decoder = nan_embedding(make_decoder(make_spec(attention_softcap=5.0)), POISON)
+    prompts = {"next": healthy([1, 2, 3, 4, 5]), "longer": healthy(random_prompt(30, seed=1))}
+    outputs = []
+    for first in ([POISON] * 12, healthy(random_prompt(12, seed=9))):
+        executor = make_native(decoder, kv_dtype=kv_dtype, block_size=block_size)
+        hand = Hand(executor, block_size=block_size)
+        hand.add("first", first)
+        error = hand.step()["first"].error
+        assert (error == "logits are NaN") == (POISON in first)
+        blocks = hand.tables["first"]
+        hand.forget("first")
+        for request_id, prompt in prompts.items():
+            hand.add(request_id, prompt)
+        hand.run(4)
+        assert set(blocks) <= {block for table in hand.tables.values() for block in table}
+        outputs.append({request_id: hand.outputs[request_id] for request_id in prompts})
+    assert outputs[0] == outputs[1]
+
+
+def test_nan_in_prompt_logprobs_is_that_requests_error():
+    hand = make_hand(nan_embedding(make_decoder(make_spec()), POISON))
+    hand.add("r", [1, 2, POISON, 4, 5, 6], SamplingParams(temperature=0.0, prompt_logprobs=0))
+    row = hand.step({"r": 4})["r"]
+    assert (row.error, row.token_ids, row.prompt_logprobs) == ("logits are NaN", (), None)
+
+
+# ---- what would read foreign memory is refused
+
+
+def a_step(**changes: Any) -> RaggedStep:
+    arrays: dict[str, Any] = {
+        "token_ids": [1, 2, 3],
+        "positions": [0, 1, 2],
+        "first_tokens": [0, 3],
+        "block_tables": [5],
+        "first_blocks": [0, 1],
+    } | changes
+    return RaggedStep(**{name: np.array(values, dtype=np.int32) for name, values in arrays.items()})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"token_ids": [1, VOCAB, 3]}, f"token id {VOCAB}; the program takes 0 to {VOCAB - 1}"),
+        ({"token_ids": [1, -1, 3]}, "token id -1"),
+        ({"positions": [0, 1, 512]}, "positions that do not follow each other"),
+        ({"positions": [510, 511, 512]}, "reaches position 512 with 1 blocks of 4"),
+        ({"positions": [2, 3, 4]}, "reaches position 4 with 1 blocks of 4"),
+        ({"block_tables": [64]}, "block 64; the program takes 0 to 63"),
+        ({"first_tokens": [0, 2]}, "do not cover its tokens"),
+        ({"first_blocks": [0, 0], "block_tables": []}, "with 0 blocks of 4"),
+        ({"first_blocks": [0, 2]}, "do not fit each other"),
+    ],
+)
+def test_a_step_that_does_not_fit_is_refused(changes: dict[str, Any], message: str):
+    runner = make_hand().executor._runner
+    with pytest.raises(ValueError, match=message):
+        runner.run(a_step(**changes), [2])
+    assert np.isfinite(runner.run(a_step(), [2])).all()
+
+
+def test_logits_of_a_token_that_is_not_there_are_refused():
+    runner = make_hand().executor._runner
+    with pytest.raises(ValueError, match="token with logits 3; the program takes 0 to 2"):
+        runner.run(a_step(), [3])
+
+
+# ---- formats and sizes
+
+
+@pytest.mark.parametrize(
+    ("asked", "checkpoint_dtype", "isa", "parameters", "linears", "head"),
+    [
+        ({}, "bfloat16", "avx512", 10**9, "bfloat16", "bfloat16"),
+        ({}, "bfloat16", "avx2", 10**9, "float32", "float32"),
+        ({}, "float32", "avx512", 10**9, "float32", "float32"),
+        ({}, "bfloat16", "avx512", 4_000_000, "float32", "float32"),
+        ({"dtype": "bf16"}, "float32", "plain", 1, "bfloat16", "bfloat16"),
+        ({"dtype": "int8"}, "float32", "avx512", 1, "int8", "int8"),
+        ({"dtype": "int4"}, "float32", "avx512", 1, "int4", "int8"),
+        ({"dtype": "int4", "lm_head_dtype": "bfloat16"}, "float32", "avx512", 1, "int4", "bfloat16"),
+    ],
+)
+def test_formats(asked: dict[str, Any], checkpoint_dtype: str, isa: str, parameters: int, linears: str, head: str):
+    formats = resolve_formats(ModelConfig(**asked), checkpoint_dtype, isa, parameters)
+    assert (formats.linears.dtype, formats.head.dtype) == (linears, head)
+    assert (formats.linears.group > 0) == (linears == "int4")
+
+
+def test_the_kv_cache_is_float32_beside_float32_weights_only():
+    assert [resolve_kv_dtype("auto", dtype) for dtype in ("float32", "bfloat16", "int8")] == [
+        "float32",
+        "bfloat16",
+        "bfloat16",
+    ]
+    assert resolve_kv_dtype("int8", "float32") == "int8"
+
+
+def test_an_instruction_set_that_is_not_here_is_refused_by_name(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MAITRED_ISA", "mmx")
+    with pytest.raises(ConfigError, match="MAITRED_ISA: instruction set 'mmx' is not available here; choose one of"):
+        plan_of_the_builtin_model()
+
+
+def plan_of_the_builtin_model(**model: Any) -> Any:
+    checkpoint = open_checkpoint(None)
+    return plan_native_executor(
+        ModelConfig(**model),
+        checkpoint,
+        spec_from_config(checkpoint.config),
+        cache=CacheConfig(),
+        scheduler=SchedulerConfig(),
+        num_threads=2,
+    )
+
+
+def test_a_plan_says_what_will_be_taken():
+    plan = plan_of_the_builtin_model(dtype="int4", int4_group_size=64)
+    assert plan.program.formats.linears == Format(dtype="int4", group=64)
+    assert plan.describe().startswith(f"native  {_native.default_isa()}, 2 threads, weights int4/64, embedding and out")
+    assert plan.weights_bytes < plan_of_the_builtin_model(dtype="int8").weights_bytes
+    assert plan.available_bytes(2**40) == 2**40 - plan.buffer_bytes
+    assert plan.available_bytes(1) == 0
+
+
+# ---- the process
+
+
+def num_threads() -> int:
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads are counted in /proc")
+def test_closing_ends_the_threads_and_frees_the_weights():
+    before = num_threads()
+    hand = make_hand(num_threads=3)
+    hand.add("r", [1, 2, 3])
+    hand.step()
+    assert num_threads() == before + 2
+    hand.executor.close()
+    assert not hasattr(hand.executor, "pool")
+    assert num_threads() == before
+
+
+def test_a_request_is_served_without_pytorch():
+    served = (
+        "import sys; from maitred import LLM, SamplingParams; llm = LLM(executor='native');"
+        "llm.chat([{'role': 'user', 'content': 'What is maitred?'}], SamplingParams(max_tokens=4));"
+        "print(*sorted({'torch', 'transformers'} & set(sys.modules)), 'served')"
+    )
+    done = subprocess.run([sys.executable, "-c", served], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["served"]

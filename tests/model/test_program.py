@@ -1,0 +1,155 @@
+"""What a spec compiles to: which operations remain, what each pass found, and the weights they read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from maitred.errors import CheckpointError, KernelError
+from maitred.kernels import _native
+from maitred.model import fusions
+from maitred.model.checkpoint import open_checkpoint
+from maitred.model.families import spec_from_config
+from maitred.model.fusions import compile_program
+from maitred.model.packed import ALIGNMENT, pack_weights, plan_weights, total_bytes
+from maitred.model.program import (
+    QKV,
+    AddTo,
+    Attention,
+    Embed,
+    Format,
+    Formats,
+    Gated,
+    Linear,
+    NormAdd,
+    Prepare,
+    Program,
+    Store,
+    lower,
+)
+from maitred.model.spec import NormPlacement, parameter_shapes
+from tests.executor.torch_worlds import make_spec
+from tests.model.checkpoints import FAMILIES, make_checkpoint
+
+INT8 = Formats(linears=Format(dtype="int8"), head=Format(dtype="int8"))
+
+
+def compiled(formats: Formats = INT8, **changes: Any) -> Program:
+    return compile_program(make_spec(**changes), formats)
+
+
+def num_found(program: Program) -> dict[str, int]:
+    return {fusion.name: fusion.num_times for fusion in program.fusions}
+
+
+def test_a_llama_layer_is_eight_operations():
+    program = compiled()
+    layer = [Prepare, Linear, QKV, Attention, Prepare, Linear, Prepare, Linear, Prepare, Linear]
+    assert [type(op) for op in program.ops] == [Embed, *layer, *layer, Prepare, Linear]
+    endings = [type(op.ending) for op in program.ops if isinstance(op, Linear)]
+    assert endings == [Store, AddTo, Gated, AddTo, Store, AddTo, Gated, AddTo, Store]
+
+
+def test_passes_tell_what_they_found():
+    program = compiled(tied_embeddings=True, logit_scale=0.5, logit_softcap=30.0)
+    assert num_found(program) == {
+        "qkv stack": 2,
+        "gate into linear ending": 2,
+        "norm into prepare": 5,
+        "wanted rows into prepare": 1,
+        "residual add into linear ending": 4,
+        "rope, q/k norm and KV write in one": 2,
+        "logit scale into linear ending": 1,
+        "logit softcap into linear ending": 1,
+        "tied lm_head = embedding": 1,
+    }
+    assert program.num_ops_lowered - sum(f.num_ops_saved for f in program.fusions) == len(program.ops)
+    head = program.ops[-1]
+    assert isinstance(head, Linear)
+    assert head.ending == Store(scale=0.5, softcap=30.0)
+    assert head.weight == program.ops[0].weight  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("placement", [NormPlacement.POST, NormPlacement.BOTH])
+def test_a_norm_after_a_part_is_added_in_one(placement: NormPlacement):
+    program = compiled(norm_placement=placement, residual_scale=0.3)
+    added = [op for op in program.ops if isinstance(op, NormAdd)]
+    assert [op.scale for op in added] == [0.3] * 4
+    prepared = [op.norm is not None for op in program.ops if isinstance(op, Prepare)]
+    first = placement is NormPlacement.BOTH
+    assert prepared == [first, False, first, False] * 2 + [True]
+
+
+def test_formats_of_linears_and_head_decide_what_they_read():
+    head = Format(dtype="bfloat16")
+    program = compiled(Formats(linears=Format(dtype="int4", group=64), head=head), tied_embeddings=True)
+    operands = [op.dtype for op in program.ops if isinstance(op, Prepare)]
+    assert operands == ["int8"] * 8 + ["bfloat16"]
+    assert {str(weight.format) for weight in program.weights} == {"bfloat16", "float32", "int4/64"}
+
+
+def test_what_the_library_lacks_is_refused_by_name(monkeypatch: pytest.MonkeyPatch):
+    kept = tuple(each for each in fusions.PASSES if not each.name.startswith("gate"))
+    monkeypatch.setattr(fusions, "PASSES", kept)
+    with pytest.raises(KernelError, match="Tiny needs Gate by itself, which the native executor does not have"):
+        compiled()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_parameter_of_every_family_is_read_once(family: str, tmp_path: Path):
+    with open_checkpoint(str(make_checkpoint(family, tmp_path))) as checkpoint:
+        spec = spec_from_config(checkpoint.config)
+    program = compile_program(spec, INT8)
+    read: dict[str, list[tuple[int, int]]] = {}
+    for weight in program.weights:
+        for part in (*weight.parts, *weight.bias):
+            read.setdefault(part.parameter, []).append((part.first, part.rows))
+    assert {name: [(0, shape[0])] for name, shape in parameter_shapes(spec).items()} == read
+    assert len(lower(spec, INT8)) > len(program.ops)
+
+
+# ---- packed weights
+
+
+def program_and_checkpoint(folder: Path, family: str = "qwen3_bias", **overrides: Any) -> tuple[Program, Any]:
+    checkpoint = open_checkpoint(str(make_checkpoint(family, folder, **overrides)))
+    return compile_program(spec_from_config(checkpoint.config), INT8), checkpoint
+
+
+def test_sizes_are_known_before_anything_is_read(tmp_path: Path):
+    program, checkpoint = program_and_checkpoint(tmp_path)
+    plans = plan_weights(program)
+    ends = [0]
+    for plan in plans:
+        assert plan.offset == -(-ends[-1] // ALIGNMENT) * ALIGNMENT
+        ends.append(plan.offset + plan.num_bytes)
+    assert total_bytes(plans) >= ends[-1]
+    weights = pack_weights(program, checkpoint, _native.ThreadPool(1))
+    assert [tensor.buffer.nbytes for tensor in weights.tensors.values()] == [plan.num_bytes for plan in plans]
+    assert weights.num_bytes == sum(plan.num_bytes for plan in plans)
+
+
+def test_buffers_that_the_caller_brings_are_filled_the_same(tmp_path: Path):
+    import numpy as np
+
+    program, checkpoint = program_and_checkpoint(tmp_path)
+    wanted = pack_weights(program, checkpoint, _native.ThreadPool(1))
+    flat = np.zeros(total_bytes(plan_weights(program)) + 64, dtype=np.uint8)
+    flat = flat[-flat.ctypes.data % 64 :]
+    pack_weights(
+        program, checkpoint, _native.ThreadPool(2), lambda plan: flat[plan.offset : plan.offset + plan.num_bytes]
+    )
+    for plan in plan_weights(program):
+        packed = flat[plan.offset : plan.offset + plan.num_bytes]
+        assert np.array_equal(packed, wanted[plan.weight.name].buffer), plan.weight.name
+
+
+def test_a_tensor_of_another_shape_is_refused_by_name(tmp_path: Path):
+    from dataclasses import replace
+
+    _, checkpoint = program_and_checkpoint(tmp_path, "llama")
+    program = compile_program(replace(spec_from_config(checkpoint.config), intermediate_size=99), INT8)
+    with pytest.raises(CheckpointError, match=r"has shape \[\d+, \d+\], config.json asks for \[.*safetensors"):
+        pack_weights(program, checkpoint, _native.ThreadPool(1))
