@@ -22,7 +22,7 @@ class Metric:
 
     name: str
     kind: MetricKind
-    unit: str  # seconds, tokens, requests, blocks, steps, ratio or bool
+    unit: str  # seconds, tokens, requests, blocks, steps, restarts, ratio or bool
     help: str
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()  # upper bounds of a histogram, without +Inf
@@ -73,6 +73,13 @@ KV_BLOCKS_CACHED = _gauge("kv_blocks_cached", "blocks", "Blocks findable by pref
 CACHE_INFO = _gauge("cache_config_info", "bool", "Always 1; how the KV cache is cut.", ("block_size", "num_blocks"))
 KV_USAGE = _gauge("kv_usage_ratio", "ratio", "Share of the KV cache held by requests, 0 to 1.")
 LAST_STEP_AGE = _gauge("engine_last_step_age_seconds", "seconds", "Time since a step last ended; 0 when idle.")
+HEARTBEAT_AGE = _gauge(
+    "engine_heartbeat_age_seconds",
+    "seconds",
+    "Time since the engine's process said that it is there; 0 in one process.",
+)
+RESTARTS = _counter("engine_restarts", "restarts", "Times the engine's process died and was started again.")
+RESUMED = _counter("requests_resumed", "requests", "Samples that went on, or began anew, with another engine process.")
 STEPS = _counter("engine_steps", "steps", "Steps of the engine.")
 EXECUTE_SECONDS = _counter("engine_execute_seconds", "seconds", "Time spent in the executor.")
 HOST_SECONDS = _counter("engine_host_seconds", "seconds", "Time of steps outside the executor.")
@@ -144,6 +151,9 @@ ENGINE_METRICS: tuple[Metric, ...] = (
     KV_USAGE,
     CACHE_INFO,
     LAST_STEP_AGE,
+    HEARTBEAT_AGE,
+    RESTARTS,
+    RESUMED,
     STEPS,
     EXECUTE_SECONDS,
     HOST_SECONDS,

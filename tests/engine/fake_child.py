@@ -45,13 +45,31 @@ class Habits:
     raise_at: int = -1
     refuse: int = 0  # loading fails
     exit_at_start: int = 0
+    gate: str = ""  # a file with a number: no output goes beyond it, the step that would waits for a larger one
     garbage: int = 0  # writes what is no frame before it loads
     max_model_len: int = 512
 
     @classmethod
     def read(cls, words: str) -> Habits:
         pairs = (word.split("=") for word in words.split(",") if word)
-        return cls(**{name: float(value) if "." in value else int(value) for name, value in pairs})
+        return cls(**{name: value if name == "gate" else type(getattr(cls(), name))(value) for name, value in pairs})
+
+
+class Gate:
+    """How far outputs may go, in the hands of a test: what is in flight when is then nobody's luck."""
+
+    def __init__(self, folder: Path, open_to: int) -> None:
+        self._path = folder / "gate"
+        self.open_to(open_to)
+        self.habit = f"gate={self._path}"
+
+    def open_to(self, num_output: int) -> None:
+        new = self._path.with_suffix(".new")
+        new.write_text(str(num_output))
+        new.replace(self._path)
+
+    def open(self) -> None:
+        self.open_to(10**9)
 
 
 class ChainedExecutor(FakeExecutor):
@@ -78,8 +96,13 @@ class ChainedExecutor(FakeExecutor):
     def _next(self, request_id: str, position: int) -> int:
         known, new = self._known[request_id], self._requests[request_id]
         assert len(known) == position, f"{request_id} has {len(known)} tokens, and position {position} is sampled"
+        self._wait_at_the_gate(position - new.num_prompt_tokens)
         self._misbehave(new, position - new.num_prompt_tokens)
         return next_token(known, new.seed, new.sample_index)
+
+    def _wait_at_the_gate(self, num_output: int) -> None:
+        while self._habits.gate and num_output >= int(Path(self._habits.gate).read_text()):
+            time.sleep(0.002)
 
     def _misbehave(self, new: NewRequest, num_output: int) -> None:
         habits = self._habits

@@ -10,6 +10,7 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -24,18 +25,23 @@ from maitred.errors import CheckpointError, ConfigError, EngineDead
 from maitred.request import FinishReason, Request, SamplingParams
 from maitred.step import RequestProgress
 from tests.conftest import ROOT
-from tests.engine.fake_child import command, expected
+from tests.engine.fake_child import Gate, command, expected
 from tests.fakes import make_request, make_samples
 from tests.waiting import HANGS_S, until, until_async
 
 PROMPT, POISON = [1, 2, 3, 4, 5, 6], [1, 13]
-SLOW = "step_s=0.005"
 
 
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Restarts come at once; that the pauses grow is BackOff's own test."""
     monkeypatch.setattr(supervisor, "FIRST_DELAY_S", 0.01)
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Gate:
+    """Nothing goes beyond 10 tokens until a test says so."""
+    return Gate(tmp_path, 10)
 
 
 def start_of(habits: str = "", scheduler: SchedulerConfig | None = None, **process: Any) -> Start:
@@ -81,11 +87,17 @@ def tokens(told: list[RequestProgress]) -> list[int]:
     return [token for progress in told for token in progress.new_token_ids]
 
 
-def killing(engine: ProcessEngine, number: int = signal.SIGKILL) -> Callable[[], Awaitable[object]]:
+def killing(
+    engine: ProcessEngine, gate: Gate, number: int = signal.SIGKILL, *, then: int = 10**9
+) -> Callable[[], Awaitable[object]]:
+    """Ends the engine, which waits at the gate, and opens that for the next one."""
+
     async def kill() -> None:
+        await until_async(lambda: engine.keeper.ready)
         before = engine.state().num_restarts
         os.kill(pid_of(engine), number)
-        await until_async(lambda: engine.state().num_restarts > before)
+        await until_async(lambda: engine.state().num_restarts > before or engine.keeper.over)
+        gate.open_to(then)
 
     return kill
 
@@ -107,10 +119,10 @@ async def test_tokens_timing_and_the_mirror_are_those_of_an_engine_in_this_proce
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
-async def test_a_request_goes_on_token_for_token_when_its_engine_is_killed(number: int, caplog):
-    async with engine_process(SLOW) as engine:
+async def test_a_request_goes_on_token_for_token_when_its_engine_is_killed(number: int, gate: Gate, caplog):
+    async with engine_process(gate.habit) as engine:
         request = ask(seed=3)
-        told = await follow(engine, request, {20: killing(engine, number)})
+        told = await follow(engine, request, {10: killing(engine, gate, number)})
         assert tokens(told) == expected(PROMPT, 60, seed=3) == request.output_token_ids
         state = engine.state()
         assert (state.num_restarts, state.num_resumed, state.alive) == (1, 1, True)
@@ -118,32 +130,34 @@ async def test_a_request_goes_on_token_for_token_when_its_engine_is_killed(numbe
     assert f"was killed by {signal.Signals(number).name}" in caplog.text
 
 
-async def test_a_request_survives_as_many_engines_as_it_may():
-    async with engine_process(SLOW) as engine:
-        at = {count: killing(engine) for count in (5, 20, 40)}
+async def test_a_request_survives_as_many_engines_as_it_may(gate: Gate):
+    async with engine_process(gate.habit) as engine:
+        at = {count: killing(engine, gate, then=count + 10) for count in (10, 20)} | {30: killing(engine, gate)}
         assert tokens(await follow(engine, ask(), at)) == expected(PROMPT, 60)
 
 
-async def test_samples_of_one_prompt_go_on_each_where_it_was():
-    async with engine_process(SLOW) as engine:
+async def test_samples_of_one_prompt_go_on_each_where_it_was(gate: Gate):
+    async with engine_process(gate.habit) as engine:
         sampling = SamplingParams(max_tokens=40, ignore_eos=True)
         samples = make_samples("r", 3, prompt=PROMPT, max_tokens=40, sampling=sampling, seed=11)
-        samples[1].max_tokens = 12  # has ended before the first death
-        work = [follow(engine, sample, {15: killing(engine)} if i == 0 else None) for i, sample in enumerate(samples)]
+        samples[1].max_tokens = 5  # has ended before the first death
+        work = [
+            follow(engine, sample, {10: killing(engine, gate)} if i == 0 else None) for i, sample in enumerate(samples)
+        ]
         told = await asyncio.gather(*work)
         for index, sample in enumerate(samples):
             assert tokens(told[index]) == expected(PROMPT, sample.max_tokens, seed=11, sample_index=index)
         state = engine.state()
         assert (state.num_restarts, state.num_resumed) == (1, 2)
-        assert state.num_generated_tokens == 40 + 12 + 40
+        assert state.num_generated_tokens == 40 + 5 + 40
 
 
-async def test_a_request_that_waits_in_the_queue_is_kept_too():
+async def test_a_request_that_waits_in_the_queue_is_kept_too(gate: Gate):
     scheduler = SchedulerConfig(max_num_seqs=1)
-    engine = ProcessEngine(start_of(SLOW, scheduler), WallClock())
+    engine = ProcessEngine(start_of(gate.habit, scheduler), WallClock())
     engine.start()
     first, second = ask("a"), ask("b", prompt=[9, 9, 9])
-    both = await asyncio.gather(follow(engine, first, {10: killing(engine)}), follow(engine, second))
+    both = await asyncio.gather(follow(engine, first, {10: killing(engine, gate)}), follow(engine, second))
     assert [tokens(told) for told in both] == [expected(PROMPT, 60), expected([9, 9, 9], 60)]
     await engine.close()
 
@@ -159,30 +173,30 @@ async def test_a_request_that_comes_while_there_is_no_engine_is_held():
         assert tokens(await follow(engine, ask())) == expected(PROMPT, 60)
 
 
-async def test_prompt_logprobs_are_told_once_and_logprobs_of_every_token():
-    async with engine_process(SLOW) as engine:
-        told = await follow(engine, ask(sampling={"prompt_logprobs": 0, "logprobs": 0}), {5: killing(engine)})
+async def test_prompt_logprobs_are_told_once_and_logprobs_of_every_token(gate: Gate):
+    async with engine_process(gate.habit) as engine:
+        told = await follow(engine, ask(sampling={"prompt_logprobs": 0, "logprobs": 0}), {10: killing(engine, gate)})
         assert sum(len(progress.prompt_logprobs or ()) for progress in told) == len(PROMPT) - 1
         assert sum(len(progress.logprobs or ()) for progress in told) == 60
 
 
-async def test_only_what_has_no_token_yet_is_started_anew_on_an_executor_that_is_not_exact():
+async def test_only_what_has_no_token_yet_is_started_anew_on_an_executor_that_is_not_exact(gate: Gate):
     scheduler = SchedulerConfig(max_num_seqs=1)
-    engine = ProcessEngine(start_of(f"{SLOW},deterministic=0", scheduler), WallClock())
+    engine = ProcessEngine(start_of(f"{gate.habit},deterministic=0", scheduler), WallClock())
     engine.start()
     waiting = asyncio.create_task(follow(engine, ask("waiting", prompt=[9, 9, 9])))
     started = ask("started", arrived_at=-1.0)
     with pytest.raises(EngineDead, match="not go on with exactly the same tokens"):
-        await follow(engine, started, {10: killing(engine)})
+        await follow(engine, started, {10: killing(engine, gate)})
     assert started.finish_reason is FinishReason.ERROR
     assert tokens(await waiting) == expected([9, 9, 9], 60)
     await engine.close()
 
 
 @pytest.mark.parametrize(("rule", "ends"), [("always", False), ("never", True)])
-async def test_the_user_may_rule_otherwise(rule: str, ends: bool):
-    async with engine_process(f"{SLOW},deterministic={int(ends)}", resume=rule) as engine:
-        work = follow(engine, ask(), {10: killing(engine)})
+async def test_the_user_may_rule_otherwise(rule: str, ends: bool, gate: Gate):
+    async with engine_process(f"{gate.habit},deterministic={int(ends)}", resume=rule) as engine:
+        work = follow(engine, ask(), {10: killing(engine, gate)})
         if ends:
             with pytest.raises(EngineDead, match="--resume never"):
                 await work
@@ -191,7 +205,7 @@ async def test_the_user_may_rule_otherwise(rule: str, ends: bool):
 
 
 async def test_a_request_that_kills_engines_ends_and_the_others_go_on():
-    async with engine_process(f"{SLOW},die_at=3") as engine:
+    async with engine_process("die_at=3") as engine:
         poison = asyncio.create_task(follow(engine, ask("poison", POISON)))
         with pytest.raises(EngineDead, match="4 engines died while they had this request"):
             await poison
@@ -223,10 +237,10 @@ async def test_an_engine_that_is_silent_is_not_healthy_and_one_that_speaks_again
         assert engine.state().num_restarts == 0
 
 
-async def test_it_is_given_up_after_as_many_restarts_as_allowed():
-    async with engine_process(SLOW, max_restarts=0) as engine:
+async def test_it_is_given_up_after_as_many_restarts_as_allowed(gate: Gate):
+    async with engine_process(gate.habit, max_restarts=0) as engine:
         with pytest.raises(EngineDead, match="killed by SIGKILL"):
-            await follow(engine, ask(), {10: lambda: _kill(engine)})
+            await follow(engine, ask(), {10: killing(engine, gate)})
         state = engine.state()
         assert (state.alive, state.loading) == (False, False)
         with pytest.raises(EngineDead, match="killed by SIGKILL"):
@@ -235,22 +249,21 @@ async def test_it_is_given_up_after_as_many_restarts_as_allowed():
             await engine.queue_view(offset=0, limit=10)
 
 
-async def _kill(engine: ProcessEngine) -> None:
-    os.kill(pid_of(engine), signal.SIGKILL)
-
-
-async def test_an_abort_frees_every_block():
-    async with engine_process(SLOW) as engine:
+async def test_an_abort_frees_every_block(gate: Gate):
+    async with engine_process(gate.habit) as engine:
         stream = engine.submit(ask(max_tokens=400))
         await anext(stream)
         await stream.aclose()
+        for num_output in range(10, 400):  # so slowly that the abort is there before the end
+            gate.open_to(num_output)
+            await asyncio.sleep(0.001)
         await until_async(lambda: engine.state().num_finished[FinishReason.ABORT] == 1)
         await until_async(lambda: engine.state().num_blocks_used == 0)
 
 
 @pytest.mark.parametrize("reason", [FinishReason.ABORT, FinishReason.STOP])
-async def test_an_abort_while_there_is_no_engine_takes_effect_at_once(reason: FinishReason):
-    async with engine_process(SLOW) as engine:
+async def test_an_abort_while_there_is_no_engine_takes_effect_at_once(reason: FinishReason, gate: Gate):
+    async with engine_process(gate.habit) as engine:
         request = ask(max_tokens=400)
         stream = engine.submit(request)
         await anext(stream)
@@ -342,7 +355,7 @@ def test_the_child_dies_with_its_parent_however_that_ends():
 
 
 async def test_signals_to_the_group_are_the_parents_affair():
-    async with engine_process(SLOW) as engine:
+    async with engine_process() as engine:
         for number in (signal.SIGTERM, signal.SIGINT):
             os.kill(pid_of(engine), number)
         assert tokens(await follow(engine, ask())) == expected(PROMPT, 60)

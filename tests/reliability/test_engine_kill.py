@@ -1,0 +1,249 @@
+"""The engine's process is killed under a real server: clients see a pause, or an error that says why, never silence."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import sqlite3
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from maitred.clock import WallClock
+from maitred.config import EngineConfig, ProcessConfig, SchedulerConfig
+from maitred.engine import supervisor
+from maitred.engine.keeper import Start
+from maitred.engine.ledger import Ledger
+from maitred.engine.process import ProcessEngine, start_engine_process
+from tests.engine.fake_child import Gate, command
+from tests.fakes_api import RunningServer, running_server
+from tests.waiting import HANGS_S, joined, until
+
+BODY = {"model": "demo", "prompt": "one soup", "max_tokens": 60, "ignore_eos": True, "seed": 5, "temperature": 1.0}
+
+
+@dataclass
+class House:
+    """A server, and the engine's process behind it."""
+
+    server: RunningServer
+    engine: ProcessEngine
+
+    gate: Gate
+
+    def kill(self, number: int = signal.SIGKILL, *, then: int = 10**9) -> None:
+        """And wait until that was noticed; the next engine's gate is open further."""
+        until(lambda: self.engine.keeper.ready)
+        before = self.engine.state().num_restarts
+        child = self.engine.keeper._child
+        assert child is not None
+        os.kill(child.pid, number)
+        until(lambda: self.engine.state().num_restarts > before or self.engine.keeper.over)
+        self.gate.open_to(then)
+
+    def post(self, **fields: Any) -> httpx.Response:
+        return httpx.post(f"{self.server.url}/v1/completions", json={**BODY, **fields}, timeout=HANGS_S)
+
+    def begun(self) -> list[str]:
+        """Ids of those that have tokens, and have not ended."""
+        return [id_ for id_, live in list(self.engine._live.items()) if live.request.output_token_ids]
+
+    def all_begin(self, count: int) -> None:
+        """Return when so many requests are at work. The gate was shut before they came, and opens token by token."""
+        until(lambda: len(self.engine._live) == count)
+        limits = itertools.count(10)
+        until(lambda: self.gate.open_to(next(limits)) or len(self.begun()) == count)
+
+    def get(self, path: str) -> httpx.Response:
+        return httpx.get(self.server.url + path, timeout=HANGS_S)
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Gate:
+    """Open, until a test shuts it."""
+    return Gate(tmp_path, 10**9)
+
+
+@contextmanager
+def house(gate: Gate, habits: str = "", *, ledger: Ledger | None = None, **process: Any) -> Iterator[House]:
+    start = Start(
+        config=EngineConfig(scheduler=SchedulerConfig(max_num_seqs=32)),
+        process=ProcessConfig(**process),
+        command=command(f"{gate.habit},{habits}"),
+    )
+    running = start_engine_process(start, clock=WallClock(), on_admitted=ledger.opened if ledger is not None else None)
+    assert isinstance(running.replica, ProcessEngine)
+    try:
+        with running_server(running.replica, running.model, admission=running.admission, ledger=ledger) as server:
+            yield House(server, running.replica, gate)
+    finally:
+        running.replica.stop()
+
+
+@pytest.fixture(autouse=True)
+def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "FIRST_DELAY_S", 0.01)
+
+
+class Stream:
+    """One streamed request in a thread: its texts by choice, and how it ended."""
+
+    def __init__(self, url: str, **fields: Any) -> None:
+        self.texts: dict[int, str] = {}
+        self.finishes: dict[int, str] = {}
+        self.errors: list[dict[str, Any]] = []
+        self.usage: dict[str, Any] = {}
+        self.whole = False
+        self._body = {**BODY, "stream": True, "stream_options": {"include_usage": True}, **fields}
+        self._url, self.num_chunks = url, 0
+        self.thread = threading.Thread(target=self._run)
+        self.thread.start()
+
+    def _run(self) -> None:
+        with httpx.stream("POST", f"{self._url}/v1/completions", json=self._body, timeout=HANGS_S) as answer:
+            for line in answer.iter_lines():
+                if line == "data: [DONE]":
+                    self.whole = True
+                elif line.startswith("data: "):
+                    self._take(json.loads(line[6:]))
+
+    def _take(self, chunk: dict[str, Any]) -> None:
+        if "error" in chunk:
+            self.errors.append(chunk["error"])
+            return
+        self.usage = chunk.get("usage") or self.usage
+        for choice in chunk["choices"]:
+            self.texts[choice["index"]] = self.texts.get(choice["index"], "") + choice["text"]
+            if choice["finish_reason"]:
+                self.finishes[choice["index"]] = choice["finish_reason"]
+        self.num_chunks += 1
+
+    def join(self) -> None:
+        joined(self.thread)
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_stream_pauses_and_goes_on_token_for_token(n: int, gate: Gate):
+    """R4, R5 for one engine; and the answer says the same as one that nothing happened to."""
+    with house(gate) as at:
+        calm = at.post(n=n).json()
+        gate.open_to(10)
+        stream = Stream(at.server.url, n=n)
+        until(lambda: stream.num_chunks >= 10)
+        at.kill(then=30)
+        until(lambda: stream.num_chunks >= 30)
+        at.kill()
+        stream.join()
+        assert (stream.errors, stream.whole) == ([], True)
+        assert stream.texts == {choice["index"]: choice["text"] for choice in calm["choices"]}
+        assert set(stream.finishes.values()) == {"length"}
+        assert stream.usage["completion_tokens"] == calm["usage"]["completion_tokens"] == 60 * n
+        assert at.engine.state().num_restarts == 2
+        page = at.get("/metrics").text
+        assert "maitred_engine_restarts_total 2.0" in page
+        assert f"maitred_requests_resumed_total {float(2 * n)}" in page
+
+
+def test_many_clients_and_two_deaths_lose_nothing(gate: Gate):
+    """R4: 8 clients, streamed and not, and every sum is still exact."""
+    with house(gate) as at:
+        calm = [at.post(seed=seed, max_tokens=300).json()["choices"][0]["text"] for seed in range(8)]
+        gate.open_to(0)
+        whole: dict[int, httpx.Response] = {}
+        threads = [
+            threading.Thread(target=lambda seed=seed: whole.update({seed: at.post(seed=seed, max_tokens=300)}))
+            for seed in range(4)
+        ]
+        for thread in threads:
+            thread.start()
+        streams = [Stream(at.server.url, seed=seed, max_tokens=300) for seed in range(4, 8)]
+        at.all_begin(8)
+        at.kill(then=250)
+        at.kill(signal.SIGSEGV)
+        joined(*threads)
+        for stream in streams:
+            stream.join()
+        assert [whole[seed].json()["choices"][0]["text"] for seed in range(4)] == calm[:4]
+        assert [stream.texts[0] for stream in streams] == calm[4:]
+        assert at.engine.state().num_generated_tokens == 16 * 300
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_cannot_go_on_ends_with_an_error_that_says_why(stream: bool, gate: Gate):
+    gate.open_to(0)
+    with house(gate, "deterministic=0") as at:
+        started = Stream(at.server.url, max_tokens=300) if stream else None
+        answers: list[httpx.Response] = []
+        asking = threading.Thread(target=lambda: answers.append(at.post(max_tokens=300)))
+        asking.start()
+        at.all_begin(1 + stream)
+        at.kill()
+        joined(asking)
+        assert answers[0].status_code == 503
+        assert answers[0].json()["error"]["code"] == "engine_dead"
+        assert "killed by SIGKILL" in answers[0].json()["error"]["message"]
+        if started is not None:
+            started.join()
+            assert started.whole
+            assert started.errors[0]["code"] == "engine_dead"
+            assert "see --resume" in started.errors[0]["message"]
+        assert at.post().status_code == 200, "and the next one is served"
+
+
+def test_health_and_readiness_follow_the_engine(gate: Gate):
+    with house(gate) as at:
+        assert [at.get(path).status_code for path in ("/health", "/ready")] == [200, 200]
+        at.kill()
+        statuses = {path: at.get(path) for path in ("/health", "/ready")}
+        if not at.engine.keeper.ready:  # else it was back before we could ask
+            assert [answer.status_code for answer in statuses.values()] == [503, 503]
+            assert "killed by SIGKILL" in statuses["/health"].json()["error"]["message"]
+        until(lambda: at.get("/ready").status_code == 200)
+        assert at.get("/health").status_code == 200
+
+
+def test_an_engine_that_is_given_up_leaves_a_server_that_says_so(gate: Gate):
+    gate.open_to(10)
+    with house(gate, max_restarts=0) as at:
+        stream = Stream(at.server.url)
+        until(lambda: stream.num_chunks > 3)
+        at.kill()
+        stream.join()
+        assert stream.errors[0]["code"] == "engine_dead"
+        assert stream.whole
+        for path in ("/health", "/ready", "/health/decode"):
+            assert at.get(path).status_code == 503, path
+        assert "killed by SIGKILL" in at.get("/health").json()["error"]["message"]
+        assert "maitred_engine_up 0.0" in at.get("/metrics").text
+
+
+def test_the_ledger_stays_exact_over_a_death(tmp_path: Path, gate: Gate):
+    gate.open_to(10)
+    ledger = Ledger(tmp_path / "ledger.sqlite", model="demo")
+    try:
+        with house(gate, ledger=ledger) as at:
+            stream = Stream(at.server.url, n=3)
+            until(lambda: len(at.begun()) == 3)
+            at.kill()
+            stream.join()
+            ledger.flush()
+            state = at.engine.state()
+            rows = _rows(tmp_path / "ledger.sqlite")
+            assert [row[0] for row in rows] == ["length"] * 3
+            assert sum(row[1] for row in rows) == state.num_prompt_tokens == stream.usage["prompt_tokens"]
+            assert sum(row[2] for row in rows) == state.num_generated_tokens == 180
+    finally:
+        ledger.close()
+
+
+def _rows(path: Path) -> list[tuple[str, int, int]]:
+    with sqlite3.connect(path) as db:
+        return db.execute("SELECT status, prompt_tokens, generated_tokens FROM request").fetchall()
