@@ -1,8 +1,8 @@
 """How well the simulator foretells the live engine: three loads, four policies, the same arrivals, unseen cost models.
 
-    python benchmarks/fidelity.py [--requests 110] [--rounds 3] [--write] [--json FILE]
+    python benchmarks/fidelity.py [--seconds 7] [--rounds 3] [--write] [--json FILE]
 
-Each live run serves bimodal Poisson arrivals with the built-in model (float32, one thread) and its decision log on;
+Each live run serves bimodal Poisson arrivals with the built-in model (one thread) and its decision log on;
 rounds go over loads and policies in rotated order. Its simulation gets the arrivals from that log and a cost model,
 with its jitter, fitted on the steps of runs of *other* loads and policies. Printed is the error of simulated over live
 p50, p90 and p99 of TTFT, ITL and E2E, each the mean over rounds (and seeds). Of the requests 15% are documents: at 10%
@@ -29,12 +29,24 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 
 from document import write_section
+from fidelity_telling import (
+    FIGURES,
+    KINDS,
+    MEASURES,
+    QUANTILES,
+    SHARES,
+    Cell,
+    explained,
+    print_comparison,
+    summary,
+    table,
+)
 from machine_speed import Probe, Quiet, Trace, Watch, probe_engine
 
 from maitred.cli.simulation.live import CLOCKS, live_engine, record
@@ -49,10 +61,6 @@ from maitred.sim.workload import Arrival
 
 LOADS = (0.5, 0.8, 1.1)
 POLICIES = ("fcfs", "priority", "srpt", "mlfq")
-MEASURES, QUANTILES = ("ttft_s", "itl_s", "e2e_s"), ("p50", "p90", "p99")
-SHARES = {quantile: int(quantile[1:]) / 100 for quantile in QUANTILES}
-FIGURES = tuple(f"{measure}.{quantile}" for measure in MEASURES for quantile in QUANTILES)
-KINDS = ("probe", "unseen", "speed")
 CLASSES = {
     "chat": ClassSpec(share=0.85, input="lognormal:60,0.6", output="lognormal:40,0.6", max_tokens=512),
     "document": ClassSpec(
@@ -90,17 +98,15 @@ class LiveRun:
         return self.trace.at(self.began_at + at)
 
 
-Cell = dict[str, float]  # by kind, and "live_s"
-Comparison = dict[tuple[float, str], dict[str, Cell]]  # of load and policy: by figure
-
-
-def workload(rate: float, num_requests: int, seed: int = 1) -> SyntheticWorkload:
-    return SyntheticWorkload(WorkloadSpec(rate=rate, num_requests=num_requests, seed=seed, classes=CLASSES))
+def workload(
+    rate: float, num_requests: int, seed: int = 1, classes: Mapping[str, ClassSpec] = CLASSES
+) -> SyntheticWorkload:
+    return SyntheticWorkload(WorkloadSpec(rate=rate, num_requests=num_requests, seed=seed, classes=classes))
 
 
 def engine_config(policy: str, max_num_seqs: int) -> EngineConfig:
     return EngineConfig(
-        model=ModelConfig(num_threads=1, dtype="float32"),
+        model=ModelConfig(num_threads=1),
         scheduler=SchedulerConfig(max_num_seqs=max_num_seqs, policy=policy, predictor="max_tokens"),
     )
 
@@ -109,18 +115,33 @@ def engine_config(policy: str, max_num_seqs: int) -> EngineConfig:
 
 
 def measure_capacity(
-    endless: Iterator[Arrival], max_num_seqs: int, clock: str, probe: Probe, seconds: float
+    classes: Mapping[str, ClassSpec], max_num_seqs: int, clock: str, probe: Probe, seconds: float
 ) -> tuple[float, float]:
-    """(requests per second when as many as there are slots are always in flight, what the probe took meanwhile)."""
+    """(requests per second of FCFS when it is never idle, what the probe took meanwhile).
+
+    Counting those that end in a few seconds would be 10% off by the luck of their lengths. So the steps of these
+    seconds make a cost model, and the rate is that of a long simulation.
+    """
     watch = Watch(probe)
     with live_engine(engine_config("fcfs", max_num_seqs), CLOCKS[clock](), lambda line: None) as live:
-        live.serve_closed(endless, max_num_seqs, live.clock.now() + seconds / 4)  # warm up
-        began, done = live.clock.now(), live.parts.core.stats.num_finished
-        live.serve_closed(endless, max_num_seqs, began + seconds, watch)
-        ended = live.clock.now()
-        num_done = sum(live.parts.core.stats.num_finished.values()) - sum(done.values())
-        live.close()
-        return num_done / (ended - began), statistics.fmean(reading.took_s for reading in watch.readings)
+        endless = workload(1.0, 1_000_000, classes=classes).arrivals()
+        live.serve_closed(endless, max_num_seqs, live.clock.now() + seconds, watch)
+        steps = list(measured_steps(live.close()))
+    usual_s = statistics.fmean(reading.took_s for reading in watch.readings)
+    trace = Trace(watch.readings, usual_s)
+    return never_idle(fitted([at_usual_speed(step, trace) for step in steps]), classes, max_num_seqs), usual_s
+
+
+def never_idle(costs: CostModel, classes: Mapping[str, ClassSpec], max_num_seqs: int) -> float:
+    """Requests per second of FCFS when all have come."""
+    arrivals = workload(1e6, 1500, classes=classes).arrivals()
+    results = Simulation(engine_setup("fcfs", max_num_seqs), costs, Results()).run(arrivals)
+    return results.total.num_finished / results.duration_s
+
+
+def engine_setup(policy: str, max_num_seqs: int) -> EngineSetup:
+    config = engine_config(policy, max_num_seqs)
+    return EngineSetup(scheduler=config.scheduler, num_blocks=max_num_seqs * 128, predictor="max_tokens")
 
 
 def offered(rate: float, num_requests: int) -> list[Arrival]:
@@ -138,7 +159,7 @@ def run_all(capacity: float, probe: Probe, usual_s: float, options: argparse.Nam
         for load, policy in [*combinations[turn:], *combinations[:turn]]:
             if number and time.monotonic() - began > options.minutes * 60:
                 break
-            arrivals = offered(load * capacity, options.requests)
+            arrivals = offered(load * capacity, max(40, round(capacity * options.seconds)))
             run = run_live(load, policy, number, arrivals, probe, usual_s, options)
             while num_redone < options.redo and spoilt(run, options):
                 num_redone += 1
@@ -198,7 +219,7 @@ class Known:
 def fit_on_others(load: float, policy: str, runs: Sequence[LiveRun]) -> Known:
     others = [run for run in runs if (run.load, run.policy) != (load, policy)]
     return Known(
-        usual=fitted([step for run in others for step in at_usual_speed(run)]),
+        usual=fitted([at_usual_speed(step, run.trace) for run in others for step in run.steps]),
         plain=fitted([step for run in others for step in run.steps]),
     )
 
@@ -208,8 +229,8 @@ def fitted(steps: Sequence[MeasuredStep]) -> CostModel:
     return fit_steps(chosen, chosen).cost_model
 
 
-def at_usual_speed(run: LiveRun) -> list[MeasuredStep]:
-    return [at_speed(step, 1 / run.trace.at(step.at)) for step in run.steps]
+def at_usual_speed(step: MeasuredStep, trace: Trace) -> MeasuredStep:
+    return at_speed(step, 1 / trace.at(step.at))
 
 
 def at_speed(step: MeasuredStep, factor: float) -> MeasuredStep:
@@ -227,11 +248,7 @@ def simulated(
     run: LiveRun, model: CostModel, slowness: Callable[[float], float] | None, max_num_seqs: int, num_seeds: int
 ) -> list[Cell]:
     """The figures, for each seed of the jitter."""
-    setup = EngineSetup(
-        scheduler=engine_config(run.policy, max_num_seqs).scheduler,
-        num_blocks=max_num_seqs * 128,
-        predictor="max_tokens",
-    )
+    setup = engine_setup(run.policy, max_num_seqs)
     return [
         figures(
             Simulation(setup, model, Results(), jitter=Jitter(model, Random(seed)), slowness=slowness).run(
@@ -287,66 +304,6 @@ def spread(values: Sequence[float]) -> float:
 # ---- what is told
 
 
-def table(compared: Comparison) -> str:
-    """Markdown: of each figure live, and below it the error of `probe`; what is over 10% stands in bold."""
-    heads = [name.replace("_s.", " ").upper().replace("P", "p") for name in FIGURES]
-    lines = [f"| load | policy | | {' | '.join(heads)} |", "|--:|---|---|" + "--:|" * len(heads)]
-    for (load, policy), cells in compared.items():
-        live = " | ".join(_milliseconds(cells[name]["live_s"]) for name in FIGURES)
-        lines.append(f"| {load} | {policy} | live | {live} |")
-        lines.append(f"| | | error | {' | '.join(_error(cells[name]['probe']) for name in FIGURES)} |")
-    return "\n".join(lines)
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
-
-
-def _error(error: float) -> str:
-    return f"**{error:+.0%}**" if abs(error) > 0.10 else f"{error:+.1%}"
-
-
-def summary(compared: Comparison) -> str:
-    lines = ["| | within 5% | within 10% | median | mean |", "|---|--:|--:|--:|--:|"]
-    rows = {"`probe`": "probe", "`unseen`": "unseen", "`speed`": "speed"}
-    rows |= {"live against live": "live", "seed against seed": "seeds"}
-    for heading, kind in rows.items():
-        errors = [abs(cell[kind]) for cells in compared.values() for cell in cells.values()]
-        shares = [sum(error <= bound for error in errors) / len(errors) for bound in (0.05, 0.10)]
-        lines.append(
-            f"| {heading} | {shares[0]:.0%} | {shares[1]:.0%} | {statistics.median(errors):.1%} "
-            f"| {statistics.fmean(errors):.1%} |"
-        )
-    return "\n".join(lines)
-
-
-def explained(compared: Comparison) -> str:
-    """Each figure that is more than 10% off, with what the script itself saw of its causes."""
-    lines = []
-    for (load, policy), cells in compared.items():
-        for name in FIGURES:
-            cell = cells[name]
-            if abs(cell["probe"]) > 0.10:
-                lines.append(
-                    f"- {load} {policy}, {name.replace('_s.', ' ').upper().replace('P', 'p')}: {cell['probe']:+.0%} "
-                    f"({cause(cell)}; rounds {cell['live']:.0%}, seeds {cell['seeds']:.0%}, rank {cell['rank']:.0%}, "
-                    f"`speed` {cell['speed']:+.0%}, `unseen` {cell['unseen']:+.0%})"
-                )
-    return "\n".join(lines) if lines else "No figure is more than 10% off."
-
-
-def cause(cell: Mapping[str, float]) -> str:
-    """The first of the causes that docs/simulator.md goes through that is large enough, by what was measured."""
-    off = abs(cell["probe"])
-    if off <= cell["rank"]:
-        return "few in the tail"
-    if off <= 2 * max(cell["live"], cell["seeds"]):
-        return "chance"
-    if abs(cell["speed"]) < off / 2:
-        return "the probe"
-    return "the terms"
-
-
 def machine(runs: Sequence[LiveRun], num_redone: int, options: argparse.Namespace) -> str:
     speeds = [run.trace.mean for run in runs]
     within = statistics.fmean(run.trace.range[1] / run.trace.range[0] - 1 for run in runs)
@@ -358,19 +315,11 @@ def machine(runs: Sequence[LiveRun], num_redone: int, options: argparse.Namespac
     )
 
 
-def print_comparison(compared: Comparison) -> None:
-    print(f"{'load':>5} {'policy':9}{'':7}" + "".join(f"{name.replace('_s', ''):>11}" for name in FIGURES))
-    for (load, policy), cells in compared.items():
-        print(f"{load:5} {policy:9}{'live':7}" + "".join(f"{cells[n]['live_s'] * 1e3:>9.1f}ms" for n in FIGURES))
-        for kind in KINDS:
-            print(f"{'':15}{kind:7}" + "".join(f"{cells[n][kind]:>+11.1%}" for n in FIGURES))
-        for kind in ("live", "seeds", "rank"):
-            print(f"{'':15}{kind:7}" + "".join(f"{cells[n][kind]:>11.1%}" for n in FIGURES))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--requests", type=int, default=110, help="in each run")
+    parser.add_argument(
+        "--seconds", type=float, default=7.0, help="of work in each run: so many times capacity requests"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--minutes", type=float, default=4.0, help="begin no live run after so long")
     parser.add_argument("--max-num-seqs", type=int, default=16)
@@ -383,15 +332,14 @@ def main() -> None:
     parser.add_argument("--json", help="write all figures here")
     options = parser.parse_args()
     with probe_engine(engine_config("fcfs", options.max_num_seqs), CLOCKS[options.clock]()) as probe:
-        endless = workload(1.0, 1_000_000).arrivals()
-        capacity, usual_s = measure_capacity(endless, options.max_num_seqs, options.clock, probe, 5.0)
+        capacity, usual_s = measure_capacity(CLASSES, options.max_num_seqs, options.clock, probe, 5.0)
         print(f"capacity {capacity:.2f} requests/s at {options.max_num_seqs} slots, {options.clock} time", flush=True)
         runs, num_redone = run_all(capacity, probe, usual_s, options)
     combinations = list(dict.fromkeys((run.load, run.policy) for run in runs))
     compared = {c: compare(*c, runs, options.max_num_seqs) for c in sorted(combinations, key=_listed(options))}
     print_comparison(compared)
     parts = [
-        f"Capacity {capacity:.1f} requests/s, {options.requests} requests in each of {len(runs)} runs, "
+        f"Capacity {capacity:.1f} requests/s, {runs[0].run.results.total.num_finished} requests in each of {len(runs)} runs, "
         f"{options.clock} time. {machine(runs, num_redone, options)}",
         summary(compared),
         table(compared),

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from document import write_section
-from fidelity import engine_config, fitted, measure_capacity
+from fidelity import engine_config, fitted, measure_capacity, never_idle
 from machine_speed import Probe, Quiet, SteadyClock, probe_engine
 
 from maitred.cli.simulation.live import CpuClock, record
@@ -72,12 +72,6 @@ def simulate(policy: str, costs: CostModel, rate: float, num_requests: int, seed
     config = SchedulerConfig(max_num_seqs=SLOTS, policy=policy)
     setup = EngineSetup(scheduler=config, num_blocks=SLOTS * 128, predictor="oracle")
     return Simulation(setup, costs, Results()).run(offered(rate, num_requests, seed).arrivals())
-
-
-def simulated_capacity(costs: CostModel) -> float:
-    """Requests per second of FCFS when it is never idle."""
-    results = simulate("fcfs", costs, 1e6, 1500, 0)
-    return results.total.num_finished / results.duration_s
 
 
 def average(runs: Sequence[Results]) -> dict[str, Any]:
@@ -181,7 +175,7 @@ Lives = dict[float, dict[str, list[LiveRun]]]  # by rho and policy, a run a roun
 def serve_all(probe: Probe, options: argparse.Namespace) -> tuple[float, Lives]:
     """(capacity, runs); stops after a whole round when the time is up."""
     policies = options.live.split(",")
-    capacity, usual_s = measure_capacity(offered(1.0, 1_000_000, 0).arrivals(), SLOTS, "cpu", probe, 5.0)
+    capacity, usual_s = measure_capacity(CLASSES, SLOTS, "cpu", probe, 5.0)
     lives: Lives = {rho: {policy: [] for policy in policies} for rho in RHOS}
     began = time.monotonic()
     for number in range(options.rounds):
@@ -248,7 +242,7 @@ def merged(runs: Sequence[Results]) -> Results:
 
 
 def simulated_part(costs: CostModel, label: str, options: argparse.Namespace) -> tuple[str, dict[str, str]]:
-    capacity = simulated_capacity(costs)
+    capacity = never_idle(costs, CLASSES, SLOTS)
     plots, tables = {}, {}
     for rho in RHOS:
         runs = {
