@@ -339,7 +339,7 @@ def main() -> None:
     compared = {c: compare(*c, runs, options.max_num_seqs) for c in sorted(combinations, key=_listed(options))}
     print_comparison(compared)
     parts = [
-        f"Capacity {capacity:.1f} requests/s, {runs[0].run.results.total.num_finished} requests in each of {len(runs)} runs, "
+        f"Capacity {capacity:.1f} requests/s, {len(runs)} runs of {runs[0].run.results.total.num_finished} requests, "
         f"{options.clock} time. {machine(runs, num_redone, options)}",
         summary(compared),
         table(compared),
