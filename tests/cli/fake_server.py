@@ -1,4 +1,4 @@
-"""A small OpenAI server that answers at once and always alike; also a script: `python fake_server.py PORT`."""
+"""A small OpenAI server that answers at once and always alike; also a script: `python fake_server.py PORT AT_MOST`."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ class FakeServer:
     model: str = "fake"
     api_key: str | None = None
     first_token_s: float = 0.0
+    together: int = 1  # nobody is answered before so many are in flight at once
+    at_most: int | None = None  # so many are answered, the others never
     token_s: float = 0.0
     tokens_per_chunk: int = 1
     sends_usage: bool = True
@@ -32,6 +34,7 @@ class FakeServer:
     url: str = ""
     max_in_flight: int = 0
     _in_flight: int = 0
+    _gathered: asyncio.Event = field(default_factory=asyncio.Event)
     _numbers: Any = field(default_factory=itertools.count)
 
     def app(self) -> web.Application:
@@ -64,6 +67,11 @@ class FakeServer:
         self._in_flight += 1
         self.max_in_flight = max(self.max_in_flight, self._in_flight)
         try:
+            if self.at_most is not None and len(self.bodies) > self.at_most:
+                await asyncio.Event().wait()
+            if self._in_flight >= self.together:
+                self._gathered.set()
+            await self._gathered.wait()
             await asyncio.sleep(self.first_token_s)
             chat = request.path.endswith("chat/completions")
             return await (self._stream(request, body, chat) if body.get("stream") else self._whole(body, chat))
@@ -126,7 +134,7 @@ async def serving(server: FakeServer, port: int = 0) -> AsyncIterator[FakeServer
 
 
 async def _main() -> None:
-    async with serving(FakeServer(first_token_s=float(sys.argv[2])), int(sys.argv[1])) as server:
+    async with serving(FakeServer(at_most=int(sys.argv[2])), int(sys.argv[1])) as server:
         sys.stdout.write(f"{server.url}\n")
         sys.stdout.flush()
         await asyncio.Event().wait()

@@ -73,7 +73,7 @@ async def test_nobody_there_is_unreachable_with_a_remedy():
 
 
 async def test_no_answer_in_time_is_timed_out():
-    async with serving(FakeServer(first_token_s=5)) as fake, HttpEndpoint(fake.url, timeout_s=0.05) as endpoint:
+    async with serving(FakeServer(first_token_s=60)) as fake, HttpEndpoint(fake.url, timeout_s=0.05) as endpoint:
         with pytest.raises(TimedOut):
             async with endpoint.post("/v1/completions", b'{"model": "fake"}') as reply:
                 await reply.read()

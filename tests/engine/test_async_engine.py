@@ -14,8 +14,9 @@ from maitred.request import FinishReason, SamplingParams
 from maitred.step import ModelOutput, SchedulerOutput
 from tests.engine.worlds import scripted_engine
 from tests.fakes import FakeExecutor
+from tests.waiting import until_async
 
-STEP_S = 0.002
+STEP_S = 0.05  # 200 tokens then take ten seconds
 
 
 class SlowExecutor(FakeExecutor):
@@ -37,13 +38,6 @@ def as_class(kind: type[FakeExecutor]):
         return executor
 
     return wrap
-
-
-async def wait_until(condition, timeout_s: float = 5.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        await asyncio.sleep(0.001)
 
 
 def long(**fields: object) -> SamplingParams:
@@ -77,7 +71,7 @@ async def test_closing_a_stream_frees_every_block(n: int):
     await anext(stream)
     assert engine.state().num_blocks_used > 0
     await stream.aclose()
-    await wait_until(lambda: engine.state().num_blocks_used == 0)
+    await until_async(lambda: engine.state().num_blocks_used == 0)
     assert engine.state().num_finished[FinishReason.ABORT] == n
     await engine.close()
 
@@ -93,7 +87,7 @@ async def test_cancelling_the_consumer_aborts_what_is_still_queued():
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    await wait_until(lambda: engine.state().num_running + engine.state().num_waiting == 0)
+    await until_async(lambda: engine.state().num_running + engine.state().num_waiting == 0)
     assert engine.state().num_blocks_used == 0
     await engine.close()
 
@@ -113,7 +107,7 @@ async def test_a_dead_engine_says_so_to_everybody_and_takes_nothing_more():
     engine, model, requests = scripted_engine("x", long(), wrap=as_class(BrokenExecutor))
     with pytest.raises(EngineDead, match="the model fell over"):
         [delta async for delta in stream_text(engine, model, requests)]
-    await wait_until(lambda: not engine.state().alive)
+    await until_async(lambda: not engine.state().alive)
     assert "the model fell over" in (engine.state().error or "")
     with pytest.raises(EngineDead):
         [delta async for delta in stream_text(engine, model, requests)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 
 import pytest
 
@@ -16,8 +15,8 @@ from maitred.errors import Overloaded
 from maitred.request import FinishReason, Request
 from maitred.scheduler.admission import AdmissionController
 from maitred.step import ModelOutput, RequestProgress, SchedulerOutput
-from tests.engine.test_async_engine import wait_until
 from tests.fakes import FakeExecutor, make_request, make_scheduler
+from tests.waiting import HANGS_S, until_async
 
 
 class HeldExecutor(FakeExecutor):
@@ -29,7 +28,7 @@ class HeldExecutor(FakeExecutor):
 
     def execute(self, plan: SchedulerOutput) -> ModelOutput:
         self.entered.set()
-        assert self.let_go.wait(20)
+        assert self.let_go.wait(HANGS_S)
         return super().execute(plan)
 
 
@@ -55,12 +54,10 @@ async def begin(engine: AsyncEngine, *requests: Request) -> list[asyncio.Task[li
 async def test_a_refusal_does_not_wait_for_the_step_under_way():
     engine, executor, admission = held_engine(max_queued_requests=2)
     tasks = await begin(engine, make_request(), make_request())
-    await asyncio.to_thread(executor.entered.wait, 10)
-    started = time.monotonic()
+    await asyncio.to_thread(executor.entered.wait, HANGS_S)
     for _ in range(20):
         with pytest.raises(Overloaded) as refused:
             await all_of(engine, make_request())
-    assert (time.monotonic() - started) / 20 < 0.05
     assert refused.value.retry_after_s >= 1.0
     assert admission.num_refused["requests"] == 20
     executor.let_go.set()
@@ -72,7 +69,7 @@ async def test_a_refusal_does_not_wait_for_the_step_under_way():
 async def test_a_less_urgent_one_leaves_the_queue_for_a_more_urgent_one():
     engine, executor, admission = held_engine(max_queued_requests=2)
     running, low = await begin(engine, make_request(), make_request(priority=3))
-    await asyncio.to_thread(executor.entered.wait, 10)
+    await asyncio.to_thread(executor.entered.wait, HANGS_S)
     (urgent,) = await begin(engine, make_request(priority=0))
     executor.let_go.set()
     assert [p.finish_reason for p in await low] == [FinishReason.SHED]
@@ -85,7 +82,7 @@ async def test_a_less_urgent_one_leaves_the_queue_for_a_more_urgent_one():
 async def test_one_that_is_in_a_step_is_not_shed():
     engine, executor, _ = held_engine(max_queued_requests=1)
     (running,) = await begin(engine, make_request(priority=3))
-    await asyncio.to_thread(executor.entered.wait, 10)
+    await asyncio.to_thread(executor.entered.wait, HANGS_S)
     (urgent,) = await begin(engine, make_request(priority=0))  # the door does not know yet that the other one runs
     executor.let_go.set()
     assert (await running)[-1].finish_reason is FinishReason.LENGTH
@@ -98,7 +95,7 @@ async def test_an_abort_makes_room_at_the_door():
     stream = engine.submit(make_request())
     executor.let_go.set()
     await stream.aclose()
-    await wait_until(lambda: admission.num_inside == 0)
+    await until_async(lambda: admission.num_inside == 0)
     await engine.close()
 
 
@@ -106,7 +103,7 @@ async def test_a_queued_request_ends_when_its_time_is_up():
     engine, executor, _ = held_engine()
     now = WallClock().now()
     running, late = await begin(engine, make_request(max_tokens=30), make_request(start_by=now + 0.01))
-    await asyncio.to_thread(executor.entered.wait, 10)
+    await asyncio.to_thread(executor.entered.wait, HANGS_S)
     await asyncio.sleep(0.02)
     executor.let_go.set()
     assert [p.finish_reason for p in await late] == [FinishReason.QUEUE_TIMEOUT]

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from maitred.engine.key_files import TenantFile, add_key, make_key, read_tenant_file, remove_key
 from maitred.errors import ConfigError
+from tests.waiting import until
 
 FILE = """\
 # who may ask
@@ -34,13 +33,6 @@ def path(tmp_path: Path) -> Path:
     file = tmp_path / "tenants.yaml"
     file.write_text(FILE)
     return file
-
-
-def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
-    end = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("tenant", ["acme", "bare", "fields"])

@@ -24,6 +24,7 @@ from maitred.scheduler.decision_log import Recorder
 from maitred.scheduler.log_codec import Header
 from maitred.scheduler.replay import first_difference, replay
 from tests.fakes import FakeExecutor, make_request, make_scheduler
+from tests.waiting import until
 
 HEADER = Header(SchedulerConfig(), num_blocks=8, block_size=4, enable_prefix_caching=True)
 
@@ -175,7 +176,7 @@ def test_a_killed_process_leaves_a_log_that_replays(tmp_path: Path):
     process = subprocess.Popen([sys.executable, "-c", RUN_FOR_EVER, str(tmp_path)], stdout=subprocess.PIPE)
     assert process.stdout is not None
     process.stdout.readline()
-    time.sleep(1.5)
+    until(lambda: sum(part.stat().st_size for part in log_parts(tmp_path)) > 20_000)  # well over a hundred steps
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     process.stdout.close()

@@ -96,7 +96,7 @@ def test_without_stop_strings_text_passes():
 def test_long_stop_strings_over_a_long_text_take_linear_time(stop: str):
     matcher = StopStringMatcher([stop])
     text = stop[:-1] * 20  # always nearly there
-    began = time.perf_counter()
+    began = time.thread_time()
     shown = "".join(matcher.push(character).text for character in text[:100_000:1])
     assert shown + matcher.flush() == text[:100_000]
-    assert time.perf_counter() - began < 20
+    assert time.thread_time() - began < 30

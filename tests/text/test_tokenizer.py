@@ -16,6 +16,7 @@ from maitred.errors import CheckpointError, InvalidRequest
 from maitred.text import Tokenizer
 from maitred.text.bounds import byte_alphabet
 from tests.text.kinds import KINDS, byte_level, gemma, llama_2, unigram, unigram_unknown, word_level, wordpiece
+from tests.waiting import joined
 
 kinds = pytest.mark.parametrize("kind", KINDS)
 texts = st.text(max_size=60) | st.text(alphabet="hi theab.,é你👍e\u0301\u0307\u1f82\u0345 \n", max_size=60)
@@ -135,8 +136,7 @@ def test_threads_may_share_a_tokenizer():
     threads = [threading.Thread(target=work) for _ in range(4)]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join()
+    joined(*threads)
     assert not wrong
 
 

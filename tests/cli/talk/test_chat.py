@@ -19,11 +19,14 @@ from maitred.cli.talk.session import talk
 from maitred.cli.talk.terminal import PipeTerminal
 from tests.cli.fake_server import FakeServer, serving
 from tests.cli.running import maitred_process
+from tests.waiting import HANGS_S, until_async
 
 
-async def piped(fake: FakeServer, lines: str, conversation: Conversation | None = None) -> tuple[int, str]:
+async def piped(
+    fake: FakeServer, lines: str, conversation: Conversation | None = None, sink: io.StringIO | None = None
+) -> tuple[int, str]:
     """Number of failed questions, and all that the model's side said."""
-    sink = io.StringIO()
+    sink = sink if sink is not None else io.StringIO()
     async with HttpEndpoint(fake.url) as endpoint:
         failed = await talk(
             endpoint, fake.model, conversation or Conversation(), PipeTerminal(io.StringIO(lines), sink)
@@ -69,15 +72,16 @@ async def test_an_answer_cut_in_the_middle_is_an_error_and_stays(capsys):
 
 
 async def test_ctrl_c_stops_the_answer_not_the_chat(capsys):
-    conversation = Conversation()
+    conversation, sink = Conversation(), io.StringIO()
 
-    async def interrupt_soon() -> None:
-        await asyncio.sleep(0.3)
+    async def interrupt() -> None:
+        await until_async(lambda: "word0" in sink.getvalue())
         os.kill(os.getpid(), signal.SIGINT)
 
-    async with serving(FakeServer(token_s=0.1, refuse=lambda number: None)) as fake:
-        task = asyncio.create_task(interrupt_soon())
-        failed, said = await piped(fake, "/set max_tokens 100\nlong one\n/set max_tokens 1\nshort\n", conversation)
+    async with serving(FakeServer(token_s=0.1)) as fake:
+        task = asyncio.create_task(interrupt())
+        lines = "/set max_tokens 1000\nlong one\n/set max_tokens 1\nshort\n"
+        failed, said = await piped(fake, lines, conversation, sink)
         await task
     assert failed == 1
     assert "(stopped)" in capsys.readouterr().err
@@ -106,14 +110,14 @@ async def test_ctrl_c_leaves_a_chat_that_waits_for_its_pipe():
         process.stdin.write(b"hello\n")
         await process.stdout.readline()  # it has answered, and waits
         process.send_signal(signal.SIGINT)
-        assert await asyncio.wait_for(process.wait(), timeout=20) == 130
+        assert await asyncio.wait_for(process.wait(), timeout=HANGS_S) == 130
 
 
 async def typed(keys: str) -> str | None:
     """What the screen terminal reads when `keys` are pressed."""
     with create_pipe_input() as keyboard, create_app_session(input=keyboard, output=DummyOutput()):
         keyboard.send_text(keys)
-        return await asyncio.wait_for(ScreenTerminal().read(), timeout=10)
+        return await asyncio.wait_for(ScreenTerminal().read(), timeout=HANGS_S)
 
 
 async def test_enter_sends_alt_enter_and_backslash_begin_a_line(tmp_path, monkeypatch):
