@@ -80,6 +80,10 @@ inline __m512i broadcast(const uint8_t* from) {
   return _mm512_set1_epi32(four);
 }
 
+// Loses what GCC knows of a value. Where a loop's sums are used as int32 lanes right behind it, its allocator keeps
+// each in two registers (one a type) and copies them to and fro.
+inline void forget(__m512i& value) { asm("" : "+v"(value)); }
+
 // Rows r, r + 1, r + 2 are addressed from one pointer: 12 rows take 4 and not 12.
 struct RowPointers {
   const uint8_t* at[4];
@@ -110,9 +114,11 @@ void multiply_rows(const Block& b) {
   const uint8_t* w = b.weights;
   RowPointers x(b.rows, b.row_stride);
   const uint8_t* next = b.next;
+  const int64_t second = 64 * (b.next_lines - 1), advance = 64 * b.next_lines;
   for (int step = 0; step < b.steps; ++step) {
     const __m512i w0 = _mm512_loadu_si512(w), w1 = _mm512_loadu_si512(w + 64);
     _mm_prefetch(next, _MM_HINT_T0);
+    _mm_prefetch(next + second, _MM_HINT_T0);
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
       const __m512i four = x.four(r);
@@ -120,11 +126,13 @@ void multiply_rows(const Block& b) {
       acc[r][1] = Op::dot(acc[r][1], w1, four);
     }
     w += 128;
-    next += 128;
+    next += advance;
     x.advance(R);
   }
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) {
+    forget(acc[r][0]);
+    forget(acc[r][1]);
     _mm512_store_si512(sums + r * kTile, acc[r][0]);
     _mm512_store_si512(sums + r * kTile + 16, acc[r][1]);
   }
@@ -134,10 +142,6 @@ inline __m512 bf16x16(const uint8_t* from) {
   const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
 }
-
-// Loses what GCC knows of a value. Where a loop's sums are used as int32 lanes right behind it, its allocator keeps
-// each in two registers (one a type) and copies them to and fro.
-inline void forget(__m512i& value) { asm("" : "+v"(value)); }
 
 // One group: its products in int32, scaled onto the sums. A function of its own, for GCC's allocator then keeps 24 sums
 // in registers, which it does not in a loop within a loop.
@@ -154,6 +158,8 @@ __attribute__((noinline)) void multiply_group(const uint8_t* w, const uint8_t* r
     acc[r][1] = _mm512_set1_epi32(start[r * start_stride]);
   }
   w += 64;
+  _mm_prefetch(next, _MM_HINT_T0);
+  next += 64;
   RowPointers x(rows, stride);
   for (int step = 0; step < steps; ++step) {
     const __m512i both = _mm512_loadu_si512(w);
