@@ -217,7 +217,7 @@ def test_kill_9_under_load_loses_what_came_after_the_last_checkpoint_and_counts_
     ]
     for client in clients:
         client.start()
-    until(lambda: sum(received.whole for received in seen) >= 12)
+    until(lambda: sum(received.whole for received in seen) >= 12, 250)
     assert house.server is not None
     house.server.process.kill()
     house.server.process.wait()
