@@ -1,4 +1,4 @@
-"""SamplingParams: what its users write for nothing, and the refusals."""
+"""SamplingParams: what its users write for nothing, and the refusals. Timing: parts that add up."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import pytest
 
 from maitred import SamplingParams
 from maitred.errors import InvalidRequest
+from maitred.request import resumed, timing_of
+from tests.fakes import make_request
 
 
 def test_one_stop_string_and_none_are_written_as_users_of_vllm_do():
@@ -36,3 +38,21 @@ def test_a_value_that_cannot_work_is_refused_with_its_field(field: str, value: A
     with pytest.raises(InvalidRequest, match=message) as refused:
         SamplingParams(**{field: value})
     assert refused.value.param == field
+
+
+def test_time_spent_preempted_is_a_part_of_its_own():
+    request = make_request(prompt=4, arrived_at=0.0)
+    request.first_scheduled_at = 1.0
+    request.stalled_at = 2.0
+    resumed(request, 5.0)  # before its first token
+    request.first_token_at = 6.0
+    request.stalled_at = 8.0
+    now = timing_of(request, 9.0)
+    assert (now.queue_s, now.prefill_s, now.decode_s, now.stall_s) == (1.0, 2.0, 2.0, 4.0)
+    resumed(request, 10.0)
+    resumed(request, 10.0)
+    request.finished_at = 11.0
+    timing = timing_of(request, 99.0)
+    assert (timing.prefill_s, timing.decode_s, timing.stall_s) == (2.0, 3.0, 5.0)
+    assert timing.total_s == 11.0
+    assert timing.ttft_s == 6.0

@@ -203,6 +203,8 @@ class ServerConfig:
     """After SIGTERM, requests in flight may take this long (s); then, or at a second signal, they end with an error."""
     decode_timeout_s: float = 10.0
     """GET /health/decode waits this long (s) for its one token."""
+    otlp_endpoint: str | None = None
+    """OpenTelemetry receiver (OTLP over HTTP) for traces, such as http://127.0.0.1:4318; needs the extra `otel`."""
     metrics_compat: str = "none"
     """none, or vllm: /metrics shows the same figures under vLLM's names besides, for dashboards that know those."""
     log_level: str = "info"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from maitred.errors import InvalidRequest
@@ -210,6 +210,9 @@ class Request:
     first_token_at: float | None = None  # s
     last_token_at: float | None = None  # s
     finished_at: float | None = None  # s
+    stalled_at: float | None = None  # s, since when it is preempted
+    stalled_prefill_s: float = 0.0  # preempted before its first token, in all
+    stalled_decode_s: float = 0.0  # and after it
 
     @property
     def num_tokens(self) -> int:
@@ -227,20 +230,29 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestTiming:
-    """Where a request's time went, in seconds; queue + prefill + decode is the whole stay in the engine."""
+    """Where a request's time went, in seconds; its five parts add up to the whole stay in the engine."""
 
     queue_s: float  # arrival to first step
     prefill_s: float  # first step to first token
     decode_s: float  # first token to last
+    stall_s: float = 0.0  # preempted, after the first step
+    schedule_s: float = 0.0  # steps it was in or waited for, outside the executor
+    ttft_s: float = 0.0  # arrival to first token, whatever it was spent on
     num_preemptions: int = 0
 
     @property
-    def ttft_s(self) -> float:
-        return self.queue_s + self.prefill_s
-
-    @property
     def total_s(self) -> float:
-        return self.queue_s + self.prefill_s + self.decode_s
+        return self.queue_s + self.prefill_s + self.decode_s + self.stall_s + self.schedule_s
+
+    def with_schedule(self, prefill_s: float, decode_s: float) -> RequestTiming:
+        """With so much of prefill and of decode told as the host's work; a part never falls below 0."""
+        prefill_s, decode_s = min(prefill_s, self.prefill_s), min(decode_s, self.decode_s)
+        return replace(
+            self,
+            prefill_s=self.prefill_s - prefill_s,
+            decode_s=self.decode_s - decode_s,
+            schedule_s=self.schedule_s + prefill_s + decode_s,
+        )
 
 
 def timing_of(request: Request, now: float) -> RequestTiming:
@@ -248,9 +260,25 @@ def timing_of(request: Request, now: float) -> RequestTiming:
     ended = request.finished_at if request.finished_at is not None else now
     scheduled = request.first_scheduled_at if request.first_scheduled_at is not None else ended
     first_token = request.first_token_at if request.first_token_at is not None else ended
+    stalled_now = ended - request.stalled_at if request.stalled_at is not None else 0.0
+    in_prefill = request.stalled_prefill_s + (stalled_now if request.first_token_at is None else 0.0)
+    in_decode = request.stalled_decode_s + (stalled_now if request.first_token_at is not None else 0.0)
     return RequestTiming(
         queue_s=scheduled - request.arrived_at,
-        prefill_s=first_token - scheduled,
-        decode_s=ended - first_token,
+        prefill_s=first_token - scheduled - in_prefill,
+        decode_s=ended - first_token - in_decode,
+        stall_s=in_prefill + in_decode,
+        ttft_s=first_token - request.arrived_at,
         num_preemptions=request.num_preemptions,
     )
+
+
+def resumed(request: Request, now: float) -> None:
+    """A preempted request is in a step again: what it waited is a stall of the phase it was in."""
+    if request.stalled_at is None:
+        return
+    if request.first_token_at is None:
+        request.stalled_prefill_s += now - request.stalled_at
+    else:
+        request.stalled_decode_s += now - request.stalled_at
+    request.stalled_at = None

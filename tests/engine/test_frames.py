@@ -31,6 +31,7 @@ KEPT_HERE = {"key_id", "predicted_output_tokens"}  # the ledger's, and the other
 OF_A_STEP = {
     *("status", "num_computed_tokens", "block_table", "host_block_table", "num_swapped_tokens", "finish_reason"),
     *("stop_reason", "error", "num_quanta", "quantum_ended_at", "cached_prefix_tokens", "finished_at"),
+    *("stalled_at", "stalled_prefill_s", "stalled_decode_s"),
 }
 
 token_ids = st.lists(st.integers(0, 2**31 - 1), max_size=20)
@@ -98,7 +99,9 @@ def test_every_field_of_a_request_crosses_or_is_known_not_to():
 
 def test_progress_arrives_as_it_left():
     logprobs = (TokenLogprobs((5, 6), (-0.5, float("-inf")), (1, 2)),)
-    timing = RequestTiming(queue_s=0.1, prefill_s=0.2, decode_s=0.3, num_preemptions=4)
+    timing = RequestTiming(
+        queue_s=0.1, prefill_s=0.2, decode_s=0.3, stall_s=0.4, schedule_s=0.05, ttft_s=0.35, num_preemptions=4
+    )
     progress = [
         RequestProgress("a", (5,), logprobs, None, None, None, None, 16),
         RequestProgress("b", (), None, logprobs, FinishReason.STOP, "###", None, 0, timing),

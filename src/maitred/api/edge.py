@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from typing import ParamSpec, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import maitred
 from maitred.api.auth import Door
@@ -26,10 +26,13 @@ from maitred.clock import Clock
 from maitred.config import AdmissionConfig, ServerConfig
 from maitred.engine.intake import ServedModel, make_requests
 from maitred.engine.ledger import Ledger
-from maitred.errors import InvalidRequest, ModelNotFound, Overloaded, RequestError, Unavailable
+from maitred.errors import ConfigError, InvalidRequest, ModelNotFound, Overloaded, RequestError, Unavailable
 from maitred.replica import Replica
 from maitred.request import Request, SamplingParams
 from maitred.scheduler.admission import AdmissionController
+
+if TYPE_CHECKING:
+    from maitred.api.tracing import Tracing
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -76,6 +79,7 @@ class Edge:
         )
         self.fingerprint = f"maitred-{maitred.__version__}"
         self.draining = False
+        self.tracing = _tracing(config.otlp_endpoint) if config.otlp_endpoint else None
         self.clock = clock
         self.door = door if door is not None else Door(config.api_keys)
         self.ledger = ledger
@@ -197,8 +201,18 @@ class Edge:
         return batches
 
     def close(self) -> None:
-        """Give back the threads; the app answers no more."""
+        """Give back the threads, send the last traces; the app answers no more."""
+        if self.tracing is not None:
+            self.tracing.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _tracing(endpoint: str) -> Tracing:
+    try:
+        from maitred.api.tracing import make_tracing  # noqa: PLC0415 (an extra, and slow to import)
+    except ImportError:
+        raise ConfigError("traces need OpenTelemetry; install it with: pip install 'maitred[otel]'") from None
+    return make_tracing(endpoint, version=maitred.__version__)
 
 
 def _after(now: float, seconds: float | None) -> float | None:

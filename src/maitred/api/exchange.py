@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 from starlette.types import Message, Receive, Scope, Send
@@ -13,6 +13,9 @@ from starlette.types import Message, Receive, Scope, Send
 from maitred.api.auth import Caller
 from maitred.api.errors import ClientGone, HttpError, UnsupportedMediaType
 from maitred.errors import InvalidRequest, RequestTooLarge
+
+if TYPE_CHECKING:
+    from maitred.api.generation import Generation
 
 T = TypeVar("T")
 Header = tuple[bytes, bytes]
@@ -35,6 +38,8 @@ class Exchange:
     caller: Caller = field(init=False)  # set before any route is asked
     route: str = "other"  # the path as declared, for metrics
     log: dict[str, Any] = field(default_factory=dict)  # what the access line says besides
+    generation: Generation | None = None  # what the answer is made of, on the routes that generate
+    trace_header: Header | None = None  # of a request that is traced
     status: int | None = None  # set once the answer began
     streaming: bool = False  # the answer that began is an event stream
     complete: bool = False

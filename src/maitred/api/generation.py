@@ -9,11 +9,13 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import cast
 
+from msgspec import UNSET
+
 from maitred.api.edge import Edge
-from maitred.api.schemas import CompletionTokensDetails, PromptTokensDetails, Usage
+from maitred.api.schemas import CompletionTokensDetails, PromptTokensDetails, TimingMs, Usage
 from maitred.engine.output import TextDelta, stream_text
 from maitred.errors import GenerationFailed, Overloaded, QueueTimeout, RequestTimeout, ServerError
-from maitred.request import FinishReason, Request
+from maitred.request import FinishReason, Request, RequestTiming
 from maitred.step import TokenLogprobs
 
 _GOOD_ENDS = (None, FinishReason.STOP, FinishReason.LENGTH)
@@ -33,6 +35,7 @@ class Sample:
     stop_reason: int | str | None = None
     num_tokens: int = 0
     last_token_at: float | None = None  # s, monotonic
+    timing: RequestTiming | None = None  # once it has ended
 
     @property
     def text(self) -> str:
@@ -68,8 +71,14 @@ class Generation:
         known = self.prompt_logprobs[self.prompt_index(sample)]
         return len(known) >= sample.request.num_prompt_tokens - 1
 
+    def timing(self) -> RequestTiming | None:
+        """Of the sample that took longest; None until all have ended."""
+        timings = [sample.timing for sample in self.samples if sample.timing is not None]
+        return max(timings, key=lambda t: t.total_s) if len(timings) == len(self.samples) else None
+
     def usage(self) -> Usage:
-        """A prompt counts once, whatever n is."""
+        """A prompt counts once, whatever n is. The time's split is told once all have ended."""
+        timing = self.timing()
         prompt = sum(batch[0].num_prompt_tokens for batch in self._batches)
         completion = sum(sample.num_tokens for sample in self.samples)
         return Usage(
@@ -78,6 +87,7 @@ class Generation:
             total_tokens=prompt + completion,
             prompt_tokens_details=PromptTokensDetails(sum(self._num_cached)),
             completion_tokens_details=CompletionTokensDetails(),
+            timing_ms=TimingMs(**timing_parts_ms(timing)) if timing is not None else UNSET,
         )
 
     async def deltas(self) -> AsyncGenerator[tuple[Sample, TextDelta], None]:
@@ -133,6 +143,7 @@ class Generation:
                 self.prompt_logprobs[prompt_index].extend(delta.prompt_logprobs)
             self._num_cached[prompt_index] = max(self._num_cached[prompt_index], delta.num_cached_tokens)
         if delta.finish_reason is not None:
+            sample.timing = delta.timing
             self._edge.metrics.sample_finished(
                 delta.timing, num_prompt_tokens=sample.request.num_prompt_tokens, num_tokens=sample.num_tokens
             )
@@ -166,6 +177,12 @@ class Generation:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)  # their aborts are done when we return
+
+
+def timing_parts_ms(timing: RequestTiming) -> dict[str, float]:
+    """The five parts, in ms, to the microsecond; they add up to the stay in the engine."""
+    parts = ("queue", "schedule", "prefill", "decode", "stall")
+    return {part: round(getattr(timing, f"{part}_s") * 1000, 3) for part in parts}
 
 
 def _stream(edge: Edge, batch: Sequence[Request]) -> AsyncGenerator[TextDelta, None]:

@@ -21,6 +21,7 @@ from maitred.errors import Overloaded
 
 REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 EXCHANGE = "maitred.exchange"  # where the scope keeps it
+TRACED = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}  # -> gen_ai.operation.name
 
 
 class EdgeMiddleware:
@@ -45,6 +46,11 @@ class EdgeMiddleware:
         )
         exchange.standing_headers = partial(self._standing, exchange)
         scope[EXCHANGE] = exchange
+        tracing = self._edge.tracing
+        operation = TRACED.get(scope["path"])
+        span = tracing.begin(exchange) if tracing is not None and operation is not None else None
+        if tracing is not None and span is not None:
+            exchange.trace_header = tracing.header_of(span)
         started_at = time.monotonic()
         metrics = self._edge.metrics
         metrics.num_in_flight += 1
@@ -60,6 +66,8 @@ class EdgeMiddleware:
             metrics.num_in_flight -= 1
             metrics.http_answered(exchange.route, exchange.status or CLIENT_GONE_STATUS)
             _log_access(exchange, time.monotonic() - started_at)
+            if tracing is not None and span is not None and operation is not None:
+                tracing.end(span, operation, exchange, self._edge.clock.now())
 
     def _standing(self, exchange: Exchange) -> list[Header]:
         """Of every answer, as they are when it begins: the caller's limits, the load for balancers that ask, and that a
@@ -70,6 +78,8 @@ class EdgeMiddleware:
             told = exchange.caller.quota.headers(self._edge.clock.now())
             headers += [(name.encode(), value.encode()) for name, value in told]
         asked = exchange.headers.get(ASKED_BY)
+        if exchange.trace_header is not None:
+            headers.append(exchange.trace_header)
         report = load_report(asked, self._edge.replica.state()) if asked is not None else None
         if report is not None:
             headers.append((TOLD_BY, report))

@@ -16,7 +16,7 @@ from maitred.api.limits import TimeLimits, time_limits
 from maitred.api.logprobs import TokenNames, chat_logprobs, named_prompt_logprobs
 from maitred.api.messages import render_chat, text_of
 from maitred.api.refusals import CHAT_REFUSED, ChatAsSent, refuse_unbuilt
-from maitred.api.requests import cap_max_tokens, completion_id, note_usage
+from maitred.api.requests import cap_max_tokens, completion_id, note_usage, server_timing
 from maitred.api.sampling import chat_sampling, check_common, wanted_usage
 from maitred.api.schemas import (
     AssistantMessage,
@@ -54,7 +54,7 @@ async def create_chat_completion(edge: Edge, exchange: Exchange) -> None:
         async with edge.watch(exchange, events):
             requests = await edge.in_thread(_make_requests, edge, body, sampling, guest, limits, answer.id)
             guest.take([requests])
-            generation = guest.follow(Generation(edge, [requests]))
+            generation = exchange.generation = guest.follow(Generation(edge, [requests]))
             if events is not None:
                 await answer.stream(generation, events, usage=wants_usage, continuous=continuous)
             else:
@@ -62,7 +62,7 @@ async def create_chat_completion(edge: Edge, exchange: Exchange) -> None:
         note_usage(exchange, generation)
         guest.end()
         if events is None:
-            await exchange.answer_json(answer.whole(generation))
+            await exchange.answer_json(answer.whole(generation), headers=server_timing(generation))
 
 
 def _make_requests(

@@ -14,7 +14,7 @@ from maitred.api.generation import Generation, Sample
 from maitred.api.limits import time_limits
 from maitred.api.logprobs import CompletionLogprobsWriter, TokenNames, joined, named_prompt_logprobs
 from maitred.api.refusals import COMPLETION_REFUSED, CompletionAsSent, refuse_unbuilt
-from maitred.api.requests import cap_max_tokens, completion_id, note_usage
+from maitred.api.requests import cap_max_tokens, completion_id, note_usage, server_timing
 from maitred.api.sampling import COMPLETION_MAX_TOKENS, check_common, completion_sampling, wanted_usage
 from maitred.api.schemas import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
 from maitred.api.sse import EventStream
@@ -51,7 +51,7 @@ async def create_completion(edge: Edge, exchange: Exchange) -> None:
             for batch in batches:
                 cap_max_tokens(batch, COMPLETION_MAX_TOKENS)
             guest.take(batches)
-            generation = guest.follow(Generation(edge, batches, score_only=body.max_tokens == 0))
+            generation = exchange.generation = guest.follow(Generation(edge, batches, score_only=body.max_tokens == 0))
             if events is not None:
                 await answer.stream(generation, events, usage=wants_usage, continuous=continuous)
             else:
@@ -59,7 +59,7 @@ async def create_completion(edge: Edge, exchange: Exchange) -> None:
         note_usage(exchange, generation)
         guest.end()
         if events is None:
-            await exchange.answer_json(answer.whole(generation))
+            await exchange.answer_json(answer.whole(generation), headers=server_timing(generation))
 
 
 class CompletionAnswer:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from maitred.api.exchange import Exchange
-from maitred.api.generation import Generation
+from maitred.api.generation import Generation, timing_parts_ms
 from maitred.api.middleware import REQUEST_ID
 from maitred.api.schemas import GenerationFields
 from maitred.errors import InvalidRequest
@@ -26,6 +26,15 @@ def cap_max_tokens(requests: Iterable[Request], limit: float | None) -> None:
     for request in requests:
         if limit is not None and request.sampling.max_tokens is None:
             request.max_tokens = max(1, min(request.max_tokens, int(limit)))
+
+
+def server_timing(generation: Generation) -> tuple[tuple[bytes, bytes], ...]:
+    """The header `Server-Timing` (W3C), which browsers and proxies show: the same split as usage.timing_ms."""
+    timing = generation.timing()
+    if timing is None:
+        return ()
+    parts = ", ".join(f"{name};dur={ms:g}" for name, ms in timing_parts_ms(timing).items())
+    return ((b"server-timing", parts.encode()),)
 
 
 def note_usage(exchange: Exchange, generation: Generation) -> None:

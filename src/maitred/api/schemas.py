@@ -181,12 +181,23 @@ class CompletionTokensDetails(msgspec.Struct):
     reasoning_tokens: int = 0
 
 
+class TimingMs(msgspec.Struct, kw_only=True):
+    """Where the time in the engine went (ms), of the choice that took longest; the parts add up to all of it."""
+
+    queue: float
+    schedule: float
+    prefill: float
+    decode: float
+    stall: float
+
+
 class Usage(msgspec.Struct, kw_only=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
     completion_tokens_details: CompletionTokensDetails
+    timing_ms: TimingMs | UnsetType = UNSET
 
 
 class TopLogprob(msgspec.Struct):

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from maitred.clock import Clock
 from maitred.config import SchedulerConfig
+from maitred.engine.host_shares import HostShares
 from maitred.request import FinishReason, Request
 from maitred.scheduler.scheduler import Scheduler
 from maitred.scheduler.stats import SchedulerStats
@@ -47,6 +48,7 @@ class EngineCore:
         self._measure = measure
         self.execute_s = 0.0  # total time in the executor
         self.host_s = 0.0  # total time of steps outside it
+        self._host_shares = HostShares()
         self.last_step_at: float | None = None  # s, when a step last ended
 
     @property
@@ -85,7 +87,7 @@ class EngineCore:
         progress = self._scheduler.finish(request_id, reason, now, stop_reason=stop_reason)
         if progress is not None and self._observer is not None:
             self._observer.ended(request_id, reason, now)
-        return progress
+        return self._host_shares.told([progress], self.host_s)[0] if progress is not None else None
 
     def shed(self, request_id: str) -> RequestProgress | None:
         """Gives up a request that is in no step yet; None when it is, or not here (any more)."""
@@ -109,6 +111,7 @@ class EngineCore:
         scheduled_at = self._clock.now()
         expired = self._expire(scheduled_at)
         plan = self._scheduler.schedule(scheduled_at)
+        self._host_shares.started(plan.new_requests, self.host_s)
         execute_at = self._clock.now()
         output = self._executor.execute(plan)
         updated_at = self._clock.now()
@@ -121,7 +124,7 @@ class EngineCore:
         self.last_step_at = self._clock.now()
         self.execute_s += updated_at - execute_at
         self.host_s += (execute_at - scheduled_at) + (self.last_step_at - updated_at)
-        return expired + progress
+        return self._host_shares.told(expired + progress, self.host_s)
 
     def _expire(self, now: float) -> list[RequestProgress]:
         expired = self._scheduler.expire(now)

@@ -26,6 +26,7 @@ class Draft:
     """One step's rows, with the request of each, and what is left of the token budget."""
 
     budget: int
+    now: float  # s, of the step
     rows: list[ScheduledRow] = field(default_factory=list)
     requests: list[Request] = field(default_factory=list)
     copies: list[BlockCopy] = field(default_factory=list)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from maitred.request import Request, RequestStatus
+from maitred.request import Request, RequestStatus, resumed
 from maitred.scheduler.draft import Draft, describe
 from maitred.scheduler.floor import Floor
 from maitred.scheduler.notes import Blocked, Lack, PreemptionCause
@@ -14,7 +14,7 @@ RUNNING = RequestStatus.RUNNING
 
 def draft_step(floor: Floor, now: float) -> Draft:
     """What is drafted counts as computed from here on, and blocks are allocated for it."""
-    draft = Draft(floor.config.max_num_batched_tokens)
+    draft = Draft(floor.config.max_num_batched_tokens, now)
     floor.order.begin_step()
     floor.kv.begin_step()
     _give_up_slots(floor, draft, now)
@@ -126,6 +126,7 @@ def _plan_admissions(floor: Floor, draft: Draft, now: float, ahead_of: Request |
         allocation = kv.admit(head, hit)
         assert allocation is not None, "admitted without checking for blocks"
         floor.start(head)
+        resumed(head, now)
         if head.first_scheduled_at is None:
             head.first_scheduled_at = now
             head.num_cached_tokens = min(hit.num_tokens, head.num_prompt_tokens)

@@ -49,6 +49,7 @@ def preempt(floor: Floor, request: Request, draft: Draft, cause: PreemptionCause
     floor.leave_running(request)
     floor.families.preempted(request)
     request.num_preemptions += 1
+    request.stalled_at = draft.now
     floor.counters.num_preemptions += 1
     floor.enqueue(request)
 
