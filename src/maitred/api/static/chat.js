@@ -2,7 +2,7 @@
 
 import { streamAnswer } from "./answer.js";
 import { Conversation } from "./conversation.js";
-import { $, h } from "./dom.js";
+import { $, fill, h } from "./dom.js";
 import { inert } from "./inert.js";
 import { markdown } from "./markdown.js";
 import { Settings } from "./settings.js";
@@ -19,12 +19,19 @@ export class Chat {
     this.onId = onId;
     this.onNeedsKey = onNeedsKey;
     this.model = null;
+    this.modelKnown = new Promise((resolve) => (this.resolveModel = resolve));
     this.running = null; // AbortController of the answer on its way
     this.conversation = new Conversation();
     this.settings = new Settings();
     this.wire();
     for (const turn of this.conversation.turns) this.show(turn);
     this.arrange();
+  }
+
+  /** What is sent before this waits for it. */
+  useModel(name) {
+    this.model = name;
+    this.resolveModel();
   }
 
   wire() {
@@ -60,7 +67,7 @@ export class Chat {
 
   async send() {
     const text = $("message").value.trim();
-    if (!text || this.running) return;
+    if (!text || this.running || this.waits) return;
     let body;
     try {
       body = this.settings.sampling();
@@ -71,8 +78,23 @@ export class Chat {
     }
     $("message").value = "";
     this.complain(null);
-    this.show(this.conversation.add("user", text));
-    await this.answer({ ...body, model: this.model, messages: this.conversation.messages(this.settings.system) });
+    if (!this.model) this.complain("Not connected to the server yet; the message waits.");
+    this.waits = true;
+    await this.modelKnown;
+    this.waits = false;
+    this.complain(null);
+    const question = this.show(this.conversation.add("user", text));
+    const told = await this.answer({ ...body, model: this.model, messages: this.conversation.messages(this.settings.system) });
+    if (told.error && !told.text) this.takeBack(question, text);
+  }
+
+  /** What was refused stays out of the conversation, or all that follows would be refused too. */
+  takeBack(question, text) {
+    question.node.remove();
+    this.conversation.turns.pop();
+    this.conversation.keep();
+    if (!$("message").value) $("message").value = text;
+    this.arrange();
   }
 
   async answer(body) {
@@ -92,10 +114,11 @@ export class Chat {
     this.running = null;
     view.node.classList.remove("streaming");
     $("log").removeAttribute("aria-busy");
-    this.conversation.add("assistant", told.text, told.facts);
+    if (told.text || !told.error) this.conversation.add("assistant", told.text, told.facts);
     this.tell(view, told);
     this.arrange();
     this.scroll();
+    return told;
   }
 
   /** What it took, or what went wrong. */
@@ -117,7 +140,7 @@ export class Chat {
       node.setAttribute("dir", "auto");
       node.textContent = inert(turn.content);
     } else {
-      text.replaceChildren(...markdown(turn.content));
+      fill(text, markdown(turn.content));
       facts.replaceChildren(...(turn.facts ? factsOf(turn.facts, turn.content) : []));
       node.append(text, facts);
     }
@@ -171,7 +194,7 @@ class Painter {
     const began = performance.now();
     const log = $("log");
     const atEnd = log.scrollHeight - log.scrollTop - log.clientHeight < 80; // who reads further up is left there
-    this.node.replaceChildren(...markdown(this.latest));
+    fill(this.node, markdown(this.latest));
     if (atEnd) log.scrollTop = log.scrollHeight;
     this.waitMs = Math.max(REDRAW_MS, 4 * (performance.now() - began));
   }

@@ -2,7 +2,7 @@
 
 export const $ = (id) => document.getElementById(id);
 
-/** h("p", {class: "muted", onclick: f}, "text", node, ...) */
+/** h("p", {class: "muted", onclick: f}, "text", node, [nodes], ...). Of lists, for a call takes only so many arguments. */
 export function h(tag, attributes = {}, ...children) {
   const node = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
@@ -10,7 +10,14 @@ export function h(tag, attributes = {}, ...children) {
     else if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
     else node.setAttribute(name, value);
   }
-  node.append(...children);
+  return fill(node, children.flat());
+}
+
+/** Puts `nodes`, however many, in place of what is in `node`. */
+export function fill(node, nodes) {
+  const all = document.createDocumentFragment();
+  for (const child of nodes) all.append(child);
+  node.replaceChildren(all);
   return node;
 }
 

@@ -8,6 +8,9 @@ const SPECIAL = /[\\`*_~[!\nh]/g;
 const MARKS = [["**", "strong"], ["__", "strong"], ["~~", "del"], ["*", "em"], ["_", "em"]];
 const BARE_URL = /https?:\/\/[^\s<>"'`]{1,2000}/y;
 
+/** How many more elements a message may be made of; what comes after them is plain text. */
+export const budget = { left: 0 };
+
 /** Nodes for one block's text. */
 export function inlines(text, depth = 0) {
   return new Inline(text, depth).nodes();
@@ -24,7 +27,7 @@ class Inline {
 
   nodes() {
     let at = 0;
-    while (at < this.text.length) {
+    while (at < this.text.length && budget.left > 0) {
       SPECIAL.lastIndex = at;
       const next = SPECIAL.exec(this.text);
       if (!next) break;
@@ -75,7 +78,7 @@ class Inline {
       const end = this.closing(mark, start + 1);
       if (end < 0 || /\s/.test(this.text[end - 1])) continue;
       if (mark[0] === "_" && /\w/.test(this.text[end + mark.length] ?? " ")) continue;
-      return this.push(h(tag, {}, ...inlines(this.text.slice(start, end), this.depth + 1)), end + mark.length - at);
+      return this.push(h(tag, {}, inlines(this.text.slice(start, end), this.depth + 1)), end + mark.length - at);
     }
     return 0;
   }
@@ -127,6 +130,7 @@ class Inline {
   }
 
   push(node, length) {
+    budget.left -= 1;
     this.flush();
     this.found.push(node);
     return length;
@@ -145,9 +149,9 @@ function anchor(address, words) {
     url = new URL(address);
   } catch { /* relative or broken: no link */ }
   if (!url || !["http:", "https:"].includes(url.protocol) || url.username || url.password) {
-    return h("span", {}, ...words, ` (${address})`);
+    return h("span", {}, words, ` (${address})`);
   }
-  const link = h("a", { href: url.href, rel: "noopener noreferrer nofollow", target: "_blank", title: url.href }, ...words);
+  const link = h("a", { href: url.href, rel: "noopener noreferrer nofollow", target: "_blank", title: url.href }, words);
   const told = link.textContent.includes(url.host) ? [] : [h("span", { class: "host" }, ` ↗ ${url.host}`)];
-  return h("span", {}, link, ...told);
+  return h("span", {}, link, told);
 }

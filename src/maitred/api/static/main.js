@@ -47,7 +47,7 @@ async function connect() {
   feed.end();
   try {
     const { data } = await client.json("v1/models");
-    chat.model = data[0].id;
+    chat.useModel(data[0].id);
     say($("model"), inertLine(data[0].id, 60));
     document.title = `${inertLine(data[0].id, 40)} · maitred`;
     state("wait", "connecting");

@@ -3,10 +3,11 @@
 
 import { h } from "./dom.js";
 import { inert } from "./inert.js";
-import { inlines } from "./inline.js";
+import { budget, inlines } from "./inline.js";
 
 const MAX_DEPTH = 6;
-export const MAX_CHARS = 200_000; // of one message that are shown
+export const MAX_CHARS = 100_000; // of one message that are shown
+const MAX_ELEMENTS = 8000; // of one message, about
 
 const FENCE = /^ {0,3}(```+|~~~+)\s*([\w+#.-]{0,30})/;
 const HEADING = /^ {0,3}(#{1,6})\s+(.*)$/;
@@ -17,6 +18,7 @@ const DIVIDER = /^[ :|-]+$/;
 
 /** A list of nodes for `text`. */
 export function markdown(text) {
+  budget.left = MAX_ELEMENTS;
   const shown = inert(text.length > MAX_CHARS ? text.slice(0, MAX_CHARS) : text);
   const nodes = blocks(shown.split("\n"), 0);
   if (text.length > MAX_CHARS) {
@@ -33,6 +35,11 @@ function blocks(lines, depth) {
     if (!line.trim()) {
       at += 1;
       continue;
+    }
+    budget.left -= 1;
+    if (budget.left <= 0) {
+      nodes.push(h("p", { class: "plain" }, lines.slice(at).join("\n")));
+      break;
     }
     const taken = code(lines, at, nodes) || heading(line, nodes) || rule(line, nodes)
       || (depth < MAX_DEPTH && (quote(lines, at, nodes, depth) || list(lines, at, nodes, depth)))
@@ -60,7 +67,7 @@ function heading(line, nodes) {
   const found = HEADING.exec(line);
   if (!found) return 0;
   const level = Math.min(2 + found[1].length, 5); // the page has its own h1 and h2
-  nodes.push(h(`h${level}`, { dir: "auto" }, ...inlines(found[2].trim())));
+  nodes.push(h(`h${level}`, { dir: "auto" }, inlines(found[2].trim())));
   return 1;
 }
 
@@ -75,7 +82,7 @@ function quote(lines, at, nodes, depth) {
   let end = at;
   while (end < lines.length && QUOTE.test(lines[end])) end += 1;
   const inside = lines.slice(at, end).map((line) => line.replace(QUOTE, ""));
-  nodes.push(h("blockquote", { dir: "auto" }, ...blocks(inside, depth + 1)));
+  nodes.push(h("blockquote", { dir: "auto" }, blocks(inside, depth + 1)));
   return end - at;
 }
 
@@ -102,7 +109,7 @@ function list(lines, at, nodes, depth) {
     } else break;
     end += 1;
   }
-  const node = h(ordered ? "ol" : "ul", { dir: "auto" }, ...items.map((inside) => h("li", {}, ...tight(blocks(inside, depth + 1)))));
+  const node = h(ordered ? "ol" : "ul", { dir: "auto" }, items.map((inside) => h("li", {}, tight(blocks(inside, depth + 1)))));
   const start = Number.parseInt(first[2], 10);
   if (ordered && start !== 1) node.setAttribute("start", String(start));
   nodes.push(node);
@@ -120,10 +127,12 @@ function table(lines, at, nodes) {
   if (!lines[at].includes("|") || !DIVIDER.test(divider) || !divider.includes("|") || !divider.includes("-")) return 0;
   const head = cells(lines[at]);
   let end = at + 2;
-  while (end < lines.length && lines[end].includes("|")) end += 1;
+  const most = at + 2 + budget.left / head.length;
+  while (end < lines.length && end < most && lines[end].includes("|")) end += 1;
   const rows = lines.slice(at + 2, end).map((line) => cells(line).slice(0, head.length));
-  const row = (names, tag) => h("tr", {}, ...names.map((text) => h(tag, { dir: "auto" }, ...inlines(text))));
-  const body = h("tbody", {}, ...rows.map((names) => row(names, "td")));
+  const row = (names, tag) => h("tr", {}, names.map((text) => h(tag, { dir: "auto" }, inlines(text))));
+  budget.left -= rows.length * head.length;
+  const body = h("tbody", {}, rows.map((names) => row(names, "td")));
   nodes.push(h("div", { class: "table" }, h("table", {}, h("thead", {}, row(head, "th")), body)));
   return end - at;
 }
@@ -135,7 +144,7 @@ function cells(line) {
 function paragraph(lines, at, nodes, depth) {
   let end = at + 1;
   while (end < lines.length && lines[end].trim() && !begins(lines[end], depth)) end += 1;
-  nodes.push(h("p", { dir: "auto" }, ...inlines(lines.slice(at, end).join("\n"))));
+  nodes.push(h("p", { dir: "auto" }, inlines(lines.slice(at, end).join("\n"))));
   return end - at;
 }
 

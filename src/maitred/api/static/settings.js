@@ -26,7 +26,7 @@ export class Settings {
     const chosen = {};
     for (const name of NUMBERS) {
       const field = $(name);
-      if (!field.validity.valid) throw new Error(`${labelOf(field)}: ${field.validationMessage}`);
+      if (isWrong(field)) throw new Error(`${labelOf(field)}: ${field.validationMessage}`);
       if (field.value !== "") chosen[name] = Number(field.value);
     }
     if ($("stop_string").value) chosen.stop = [$("stop_string").value];
@@ -45,6 +45,11 @@ export class Settings {
       for (const field of this.fields) field.value = kept[field.id] ?? "";
     } catch { /* nothing kept, or not ours */ }
   }
+}
+
+/** The steps of a fraction are for its arrows; what is typed may lie between them. */
+function isWrong({ validity, step }) {
+  return validity.badInput || validity.rangeUnderflow || validity.rangeOverflow || (validity.stepMismatch && step === "1");
 }
 
 function labelOf(field) {

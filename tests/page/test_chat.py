@@ -1,0 +1,190 @@
+"""Talking to the model in a real browser."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+
+from tests.api.test_tenants import table_of
+from tests.fakes_api import FakeReplica, RunningServer, running_server, says
+from tests.page.worlds import FOREVER, serving
+from tests.waiting import until
+
+ANSWER = (
+    "# Tonight\n\nWe have **soup** and *fish*, see `card.txt`:\n\n1. one\n2. two\n\n"
+    "| dish | price |\n|---|--:|\n| soup | 4 |\n"
+)
+NO_ENGINE = ("404",)  # a FakeReplica has none to look into, and the browser notes the answer
+
+
+@pytest.fixture(scope="module")
+def waiter() -> Iterator[RunningServer]:
+    with serving(ANSWER) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def talker() -> Iterator[RunningServer]:
+    with serving(FOREVER, repeats=True) as running:
+        yield running
+
+
+def ask(page, text: str = "What is there?") -> None:
+    page.get_by_label("Message").fill(text)
+    page.keyboard.press("Enter")
+
+
+def test_an_answer_is_shown_as_markdown_with_its_times(waiter, open_page, expect):
+    page = open_page(waiter.url)
+    expect(page.locator("#model")).to_have_text("tiny")
+    ask(page)
+    answer = page.locator(".turn.assistant")
+    expect(answer.locator(".facts")).to_contain_text("to the first token")
+    expect(answer.locator(".facts")).to_contain_text("tokens/s")
+    expect(answer.locator(".facts")).to_contain_text(f"{len(ANSWER.encode()) + 1} tokens")
+    expect(answer.locator("h3")).to_have_text("Tonight")
+    expect(answer.locator("strong")).to_have_text("soup")
+    expect(answer.locator("em")).to_have_text("fish")
+    expect(answer.locator("code")).to_have_text("card.txt")
+    expect(answer.locator("ol > li")).to_have_text(["one", "two"])
+    expect(answer.locator("tbody td")).to_have_text(["soup", "4"])
+    expect(page.locator(".turn.user")).to_have_text("What is there?")
+
+
+def test_the_conversation_outlives_a_reload_and_ends_when_told(waiter, open_page, expect):
+    page = open_page(waiter.url)
+    ask(page)
+    expect(page.locator(".turn.assistant .facts")).to_contain_text("tokens")
+    page.reload()
+    expect(page.locator(".turn.assistant strong")).to_have_text("soup")
+    page.get_by_role("button", name="New conversation").click()
+    expect(page.locator(".turn")).to_have_count(0)
+    page.reload()
+    expect(page.locator("#welcome")).to_be_visible()
+
+
+def test_stop_frees_the_slot_and_the_blocks(talker, open_page, expect):
+    page = open_page(talker.url)
+    ask(page)
+    expect(page.locator(".turn.assistant .text")).to_contain_text("and so on")
+    state = talker.replica.state
+    until(lambda: state().num_running == 1 and state().num_blocks_used > 0)
+    page.get_by_role("button", name="Stop").click()
+    until(lambda: state().num_running == 0 and state().num_blocks_used == 0)
+    expect(page.locator(".turn.assistant .facts")).to_contain_text("stopped by you")
+    expect(page.get_by_role("button", name="Send")).to_be_visible()
+    ask(page, "Go on")
+    until(lambda: state().num_running == 1)
+    page.keyboard.press("Escape")
+    until(lambda: state().num_blocks_used == 0)
+    expect(page.locator(".facts", has_text="stopped by you")).to_have_count(2)
+
+
+def test_leaving_the_page_frees_the_blocks_too(talker, open_page, expect):
+    page = open_page(talker.url)
+    ask(page)
+    until(lambda: talker.replica.state().num_running == 1)
+    page.close()
+    until(lambda: talker.replica.state().num_blocks_used == 0)
+
+
+def test_what_is_set_is_what_is_asked(open_page, expect):
+    replica = FakeReplica(says("Yes."))
+    with running_server(replica) as server:
+        page = open_page(server.url, expected=NO_ENGINE)
+        page.get_by_text("Sampling and system prompt").click()
+        for label, value in {
+            "Temperature": "0.3",
+            "Top-p": "0.9",
+            "Top-k": "7",
+            "Most tokens": "33",
+            "Seed": "5",
+        }.items():
+            page.get_by_label(label, exact=True).fill(value)
+        page.get_by_label("System prompt").fill("Be kind.")
+        ask(page, "Hm?")
+        expect(page.locator(".turn.assistant .text")).to_have_text("Yes.")
+        asked = replica.submitted[0]
+        sampling = asked.sampling
+        assert (sampling.temperature, sampling.top_p, sampling.top_k, asked.max_tokens) == (0.3, 0.9, 7, 33)
+        spoken = bytes(token for token in asked.prompt_token_ids if token < 256).decode()
+        assert spoken == "<system>Be kind.<user>Hm?<assistant>"
+        page.get_by_label("Temperature", exact=True).fill("-3")
+        ask(page, "And now?")
+        expect(page.get_by_role("alert").first).to_contain_text("Temperature")
+        assert len(replica.submitted) == 1
+        page.get_by_role("button", name="As the model has them").click()
+        page.get_by_role("button", name="Send").click()
+        expect(page.locator(".turn.assistant")).to_have_count(2)
+        assert replica.submitted[1].sampling.temperature == 1.0
+
+
+def test_a_refusal_is_told_in_words(open_page, expect):
+    with running_server(FakeReplica(says("x" * 50))) as server:
+        page = open_page(server.url, expected=("404", "400"))
+        ask(page, "y" * 2000)
+        expect(page.locator("#trouble")).to_contain_text("context")
+        expect(page.get_by_label("Message")).to_have_value("y" * 2000)
+        expect(page.locator(".turn")).to_have_count(0)
+        ask(page, "short")
+        expect(page.locator("#trouble")).to_be_hidden()
+        expect(page.locator(".turn.assistant .text")).to_have_text("x" * 50)
+
+
+def test_an_answer_that_breaks_off_keeps_what_came_and_says_why(open_page, expect):
+    with running_server(FakeReplica(says("Half of it"), die_after=4)) as server:
+        page = open_page(server.url, expected=NO_ENGINE)
+        ask(page)
+        expect(page.locator("#trouble")).to_contain_text("The engine stopped: out of memory.")
+        expect(page.locator(".turn.assistant .text")).to_have_text("Half")
+
+
+def test_a_key_is_asked_for_kept_in_the_tab_and_forgotten(open_page, expect):
+    with running_server(FakeReplica(says("Hello.")), api_keys=("secret",)) as server:
+        page = open_page(server.url, expected=("401", "404"))
+        dialog = page.get_by_role("dialog")
+        expect(dialog).to_be_visible()
+        page.get_by_label("API key").fill("wrong")
+        page.keyboard.press("Enter")
+        expect(dialog.get_by_role("alert")).to_contain_text("not valid")
+        page.get_by_label("API key").fill("secret")
+        page.get_by_role("button", name="Use it").click()
+        expect(page.locator("#model")).to_have_text("tiny")
+        expect(dialog).to_be_hidden()
+        ask(page)
+        expect(page.locator(".turn.assistant .text")).to_have_text("Hello.")
+        page.reload()
+        expect(page.locator("#model")).to_have_text("tiny")
+        assert page.evaluate("Object.keys(localStorage).filter((k) => localStorage[k].includes('secret')).length") == 0
+        page.get_by_role("button", name="Key").click()
+        page.get_by_role("button", name="Forget it").click()
+        expect(dialog).to_be_visible()
+        assert page.evaluate("sessionStorage.getItem('maitred.key')") is None
+
+
+def test_a_tenant_has_the_chat_and_an_administrator_the_engine_too(open_page, expect):
+    tenants = SimpleNamespace(table=table_of({"guest": {}, "boss": {}}))
+    with serving("Good evening.", tenants=tenants) as server:
+        guest = open_page(server.url, key="guest", expected=("403",))
+        ask(guest)
+        expect(guest.locator(".turn.assistant .text")).to_have_text("Good evening.")
+        expect(guest.locator("#state")).to_have_text("ready")
+        expect(guest.locator("#engine")).to_be_hidden()
+        boss = open_page(server.url, key="boss")
+        expect(boss.locator("#engine")).to_be_visible()
+        expect(boss.locator("#state")).to_have_text("live")
+
+
+def test_the_keyboard_is_enough(waiter, open_page, expect):
+    page = open_page(waiter.url)
+    expect(page.locator("#model")).to_have_text("tiny")
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.className") == "skip"
+    page.keyboard.press("Enter")
+    page.keyboard.type("one line")
+    page.keyboard.press("Shift+Enter")
+    page.keyboard.type("and another")
+    page.keyboard.press("Enter")
+    expect(page.locator(".turn.user")).to_have_text("one line\nand another")

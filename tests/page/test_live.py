@@ -1,0 +1,133 @@
+"""The live view in a real browser: it shows what the engine does while it does it."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import httpx
+import pytest
+
+from tests.fakes_api import RunningServer
+from tests.page.worlds import FOREVER, serving
+from tests.waiting import until
+
+
+@pytest.fixture
+def kitchen() -> Iterator[RunningServer]:
+    with serving(FOREVER, repeats=True) as running:
+        yield running
+
+
+@contextmanager
+def guests(server: RunningServer, count: int, prompt: str = "soup") -> Iterator[None]:
+    """So many requests that never end, until the block does."""
+    payload = json.dumps({"model": "tiny", "prompt": prompt, "stream": True, "max_tokens": 150_000}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+    connections = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(count)]
+    try:
+        for connection in connections:
+            connection.sendall(head % len(payload) + payload)
+        yield
+    finally:
+        for connection in connections:
+            connection.close()
+
+
+def drawing(page, name: str) -> str:
+    return page.evaluate(f"document.getElementById('{name}').toDataURL()")
+
+
+def test_the_view_follows_the_load(kitchen, open_page, expect):
+    page = open_page(kitchen.url)
+    expect(page.locator("#stat-batch")).to_have_text("0")
+    expect(page.locator("#queue")).to_contain_text("Nobody waits")
+    idle = {name: drawing(page, name) for name in ("timeline", "blocks")}
+    with guests(kitchen, 6):
+        expect(page.locator("#stat-batch")).to_have_text("4")
+        expect(page.locator("#stat-waiting")).to_have_text("2")
+        expect(page.locator("#timeline-note")).to_have_text("4 slots of 4 taken")
+        expect(page.locator("#queue li")).to_have_count(2)
+        expect(page.locator("#queue li").first).to_contain_text("first in line: all 4 slots are taken")
+        expect(page.locator("#queue li").last).to_contain_text("behind 1 other by policy fcfs")
+        expect(page.locator("#tenants .tenant")).to_contain_text("everybody")
+        expect(page.locator("#stat-rate")).not_to_have_text("0.0")
+        expect(page.locator("#blocks-note")).not_to_contain_text("0 of")
+        page.get_by_text("As a table").click()
+        expect(page.locator("#seats tbody tr")).to_have_count(4)
+        expect(page.locator("#seats tbody tr").first).to_contain_text("decode")
+        for name, before in idle.items():
+            assert drawing(page, name) != before, f"{name} did not change"
+    expect(page.locator("#stat-batch")).to_have_text("0")
+    expect(page.locator("#stat-waiting")).to_have_text("0")
+    expect(page.locator("#blocks-note")).to_contain_text("0 of 60,000 blocks in use")
+    httpx.post(f"{kitchen.url}/v1/completions", json={"model": "tiny", "prompt": "tea", "max_tokens": 3})
+    expect(page.locator("#p50-first_token")).not_to_have_text("–")
+
+
+def test_blocks_and_tickets_tell_whose_they_are(kitchen, open_page, expect):
+    page = open_page(kitchen.url)
+    with guests(kitchen, 1, prompt="x" * 4000):
+        expect(page.locator("#stat-batch")).to_have_text("1")
+        page.locator("#blocks").hover(position={"x": 5, "y": 5})
+        expect(page.locator("#tip")).to_contain_text("4000 prompt")
+        page.locator("#message").hover()
+        expect(page.locator("#tip")).to_be_hidden()
+
+
+def test_an_answer_of_this_page_is_told_apart(kitchen, open_page, expect):
+    page = open_page(kitchen.url)
+    page.get_by_label("Message").fill("What is there?")
+    page.keyboard.press("Enter")
+    page.get_by_text("As a table").click()
+    expect(page.locator("#seats tbody tr")).to_contain_text("yours")
+    page.get_by_role("button", name="Stop").click()
+
+
+def test_the_policy_is_switched_while_requests_run(kitchen, open_page, expect):
+    page = open_page(kitchen.url)
+    with guests(kitchen, 6):
+        expect(page.get_by_label("policy")).to_have_value("fcfs")
+        page.get_by_label("policy").select_option("srpt")
+        expect(page.locator("#policy-said")).to_contain_text("From now on by srpt")
+        assert httpx.get(f"{kitchen.url}/admin/policy").json()["policy"] == "srpt"
+        expect(page.locator("#queue li").last).to_contain_text("by policy srpt")
+        page.locator("#message").click()
+        httpx.post(f"{kitchen.url}/admin/policy", json={"policy": "priority"})
+        expect(page.get_by_label("policy")).to_have_value("priority")
+
+
+def test_a_rush_comes_and_goes_home(kitchen, open_page, expect):
+    page = open_page(kitchen.url)
+    page.get_by_role("button", name="Rush hour").click()
+    expect(page.locator("#stat-batch")).to_have_text("4")
+    page.get_by_role("button", name="Send them home").click()
+    until(lambda: kitchen.replica.state().num_running == 0 and kitchen.replica.state().num_waiting == 0)
+    expect(page.get_by_role("button", name="Rush hour")).to_be_visible()
+
+
+def test_nobody_is_watched_for_when_nobody_looks(kitchen, open_page, expect):
+    page = open_page(kitchen.url)
+    expect(page.locator("#state")).to_have_text("live")
+    feed = kitchen.server._edge.live
+    assert feed.num_watchers == 1
+    page.close()
+    until(lambda: feed.num_watchers == 0)
+
+
+def test_an_engine_that_dies_is_told_of(open_page, expect):
+    with serving("Hello.") as server:
+        page = open_page(server.url, expected=("503", "ERR_"))
+        expect(page.locator("#state")).to_have_text("live")
+        server.replica.stop()
+        expect(page.locator("#live-trouble")).to_contain_text("engine")
+        expect(page.locator("#state")).to_have_text("not live")
+
+
+def test_it_stands_still_for_who_asked_for_less_motion(kitchen, open_page, expect):
+    page = open_page(kitchen.url, reduced_motion="reduce")
+    with guests(kitchen, 2):
+        expect(page.locator("#stat-batch")).to_have_text("2")
+        assert page.evaluate("document.getAnimations().length") == 0

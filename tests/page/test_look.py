@@ -1,0 +1,121 @@
+"""How the page fits: day and night, phone and desk, offline and behind its headers."""
+
+from __future__ import annotations
+
+import re
+
+import httpx
+import pytest
+
+from maitred.api.page import FOLDER
+from maitred.api.page_files import FILES, INDEX
+from tests.page.test_chat import ask
+from tests.page.worlds import serving
+
+PHONE = {"width": 390, "height": 844}
+
+
+@pytest.fixture(scope="module")
+def house():
+    with serving("Good evening.") as running:
+        yield running
+
+
+def lightness(page) -> float:
+    """Of the page's ground, 0 to 1."""
+    colour = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    return sum(int(part) for part in re.findall(r"\d+", colour)[:3]) / (3 * 255)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_colours_follow_the_system_until_the_reader_chooses(house, open_page, expect, scheme):
+    page = open_page(house.url, color_scheme=scheme)
+    assert (lightness(page) < 0.5) == (scheme == "dark")
+    button = page.get_by_role("button", name=re.compile("^Colours"))
+    button.click()
+    assert lightness(page) > 0.5
+    button.click()
+    assert lightness(page) < 0.5
+    page.reload()
+    assert lightness(page) < 0.5
+    expect(button).to_have_accessible_name("Colours: dark")
+    page.emulate_media(color_scheme="light")
+    assert lightness(page) < 0.5
+
+
+def test_a_phone_shows_chat_or_engine_and_never_scrolls_sideways(house, open_page, expect):
+    page = open_page(house.url, viewport=PHONE, has_touch=True, is_mobile=True)
+    expect(page.get_by_role("button", name="Engine")).to_be_visible()
+    ask(page)
+    expect(page.locator(".turn.assistant .text")).to_have_text("Good evening.")
+    expect(page.locator("#engine")).to_be_hidden()
+    assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
+    page.get_by_role("button", name="Engine").click()
+    expect(page.locator("#chat")).to_be_hidden()
+    expect(page.locator("#timeline")).to_be_visible()
+    assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
+    too_small = page.evaluate(
+        "[...document.querySelectorAll('button, select, summary')].filter((e) => e.offsetParent && e.offsetHeight < 20)"
+        ".map((e) => e.textContent)"
+    )
+    assert not too_small
+
+
+def test_a_desk_shows_both(house, open_page, expect):
+    page = open_page(house.url, viewport={"width": 1440, "height": 900})
+    expect(page.locator("#engine")).to_be_visible()
+    expect(page.locator("#chat")).to_be_visible()
+    expect(page.get_by_role("button", name="Engine")).to_be_hidden()
+
+
+def test_every_control_has_a_name(house, open_page, expect):
+    page = open_page(house.url)
+    expect(page.locator("#engine")).to_be_visible()
+    page.get_by_text("Sampling and system prompt").click()
+    nameless = page.evaluate(
+        """[...document.querySelectorAll("button, input, select, textarea, canvas[role=img]")].filter((e) =>
+            !(e.labels?.length || e.getAttribute("aria-label") || e.textContent.trim())).map((e) => e.outerHTML)"""
+    )
+    assert not nameless
+    for id_ in ("timeline", "blocks"):
+        assert len(page.locator(f"#{id_}").get_attribute("aria-label")) > 20
+
+
+def test_the_files_come_with_headers_that_let_nothing_else_run(house):
+    with httpx.Client(base_url=house.url) as http:
+        for path in ("/", *(f"/static/{name}" for name in sorted(FILES))):
+            answer = http.get(path)
+            assert answer.status_code == 200, path
+            policy = answer.headers["content-security-policy"]
+            assert policy.startswith("default-src 'self';")
+            assert "unsafe" not in policy
+            assert answer.headers["x-content-type-options"] == "nosniff"
+            assert answer.headers["cache-control"] == "no-cache"
+            again = http.get(path, headers={"if-none-match": answer.headers["etag"]})
+            assert (again.status_code, again.content) == (304, b"")
+            assert again.headers["content-security-policy"] == policy
+        assert http.get("/").headers["content-type"].startswith("text/html")
+        assert http.get("/static/main.js").headers["content-type"].startswith("text/javascript")
+
+
+@pytest.mark.parametrize(
+    "name", ["", "nothing.js", "..%2fpage.py", "%2e%2e/page.py", "../server.py", "base.css%00", "."]
+)
+def test_nothing_but_the_listed_files_is_served(house, name):
+    assert httpx.get(f"{house.url}/static/{name}").status_code in (400, 404)
+
+
+def test_the_list_is_the_folder():
+    assert {path.name for path in FOLDER.iterdir()} == FILES
+
+
+def test_the_page_asks_nobody_else_and_has_nothing_inline():
+    for name in FILES:
+        text = (FOLDER / name).read_text()
+        addresses = set(re.findall(r"(?:https?:)?//[a-z0-9.]+\.[a-z]{2,}", text)) - {"http://www.w3.org"}
+        assert not addresses, name
+        assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|new Function", text), name
+    index = (FOLDER / INDEX).read_text()
+    assert not re.search(r"\son\w+=|style=|<style|javascript:", index)
+    assert re.findall(r"<script[^>]*>(.+?)</script>", index) == []
+    assert not re.search(r'(?:src|href)="/', index), "relative, so that it works behind a path of a proxy"

@@ -1,0 +1,58 @@
+"""A real engine that says what a test wants, behind the real server, for a browser to look at."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from maitred.clock import WallClock
+from maitred.engine.async_engine import AsyncEngine
+from maitred.engine.core import EngineCore
+from maitred.engine.intake import ServedModel
+from maitred.step import ModelOutput, SchedulerOutput
+from tests.fakes import FakeExecutor, make_scheduler
+from tests.fakes_api import EOS, RunningServer, make_model, running_server
+
+FOREVER = "and so on, and so on, "  # said again and again, without an end
+BLOCK_SIZE = 16
+CONTEXT = 200_000  # tokens; nothing that a test waits for lasts so long
+
+
+class Saying(FakeExecutor):
+    """Each answer is `text`, a byte at a time; `repeats` never ends it. A step takes at least `step_s`."""
+
+    def __init__(self, text: str, *, repeats: bool = False, step_s: float = 0.0) -> None:
+        super().__init__(self._said)
+        self._tokens = [*text.encode()] if repeats else [*text.encode(), EOS]
+        self._step_s = step_s
+
+    def _said(self, request_id: str, position: int) -> int:
+        place = position - self._requests[request_id].num_prompt_tokens
+        return self._tokens[place % len(self._tokens)]
+
+    def execute(self, plan: SchedulerOutput) -> ModelOutput:
+        time.sleep(self._step_s)  # so that what never ends leaves time for others
+        return super().execute(plan)
+
+
+def page_model(**fields: Any) -> ServedModel:
+    return make_model(**{"max_model_len": CONTEXT, "block_size": BLOCK_SIZE, **fields})
+
+
+@contextmanager
+def serving(
+    text: str, *, repeats: bool = False, num_slots: int = 4, num_blocks: int = 60_000, **server: Any
+) -> Iterator[RunningServer]:
+    """`running.replica` is the engine."""
+    scheduler = make_scheduler(
+        max_num_seqs=num_slots, num_blocks=num_blocks, block_size=BLOCK_SIZE, max_num_batched_tokens=512
+    )
+    clock = WallClock()
+    engine = AsyncEngine(EngineCore(scheduler, Saying(text, repeats=repeats, step_s=0.004), clock), clock)
+    with running_server(engine, page_model(), **server) as running:
+        try:
+            yield running
+        finally:
+            engine.stop()
