@@ -52,6 +52,15 @@ def test_a_new_key_is_one_line_more_and_opens(path, tenant):
         assert path.read_text() == FILE
 
 
+def test_the_first_key_of_an_empty_list_is_one_line_more(path):
+    path.write_text(FILE.replace("  bare:\n", "  bare:\n    keys: []   # none yet\n    tier: flex\n"))
+    made = make_key("bare")
+    add_key(path, made.key)
+    assert read_tenant_file(path).keys.find(made.secret.encode()) == made.key
+    assert {"# who may ask", "    tier: flex"} <= set(path.read_text().splitlines())
+    assert "# none yet" in path.read_text()
+
+
 def test_a_form_without_room_for_a_line_is_written_anew_and_loses_nothing(path):
     before = read_tenant_file(path)
     made = make_key("flow")

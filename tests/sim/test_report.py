@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import random
 from pathlib import Path
 from xml.etree import ElementTree as ET
@@ -9,9 +10,9 @@ from hypothesis import strategies as st
 
 import maitred.sim
 from maitred.sim.report import html_report, in_lanes, svg_report
-from maitred.sim.results import Results, Ticket
+from maitred.sim.results import Results
 from maitred.sim.svg import axis
-from tests.sim.worlds import simulation, workload
+from tests.sim.worlds import arrival, simulation, workload
 
 SPANS = st.lists(st.tuples(st.floats(0, 100), st.floats(0.001, 50)), max_size=60)
 
@@ -39,12 +40,23 @@ def test_a_run_of_nothing_can_be_drawn():
 
 @given(SPANS)
 def test_tickets_of_one_lane_do_not_overlap(spans):
-    tickets = [Ticket(f"r{i}", "", begin, begin, begin, begin + stay, 0) for i, (begin, stay) in enumerate(spans)]
-    lanes = in_lanes(tickets)
-    for a in tickets:
-        for b in tickets:
-            if a is not b and lanes[a.request_id] == lanes[b.request_id]:
-                assert a.finished_at <= b.scheduled_at or b.finished_at <= a.scheduled_at
+    slots = [(begin, begin + stay) for begin, stay in spans]
+    lanes = in_lanes(slots)
+    for i, j in itertools.combinations(range(len(slots)), 2):
+        if lanes[i] == lanes[j]:
+            assert slots[i][1] <= slots[j][0] or slots[j][1] <= slots[i][0]
+
+
+def test_who_is_put_out_leaves_its_lane_until_it_is_back():
+    arrivals = [arrival("slow", prompt=8, output=60, max_tokens=60, priority=5)]
+    arrivals += [arrival(f"quick{i}", at=0.01 + 0.02 * i, output=5, priority=0) for i in range(3)]
+    results = simulation(policy="priority", max_num_seqs=1).run(iter(arrivals))
+    tickets = {ticket.request_id: ticket for ticket in results.tickets.kept}
+    slow = tickets["slow"]
+    assert slow.num_preemptions == len(slow.slots) - 1 > 0
+    assert (slow.slots[0][0], slow.slots[-1][1]) == (slow.scheduled_at, slow.finished_at)
+    assert all(len(tickets[f"quick{i}"].slots) == 1 for i in range(3))
+    assert set(in_lanes([slot for ticket in results.tickets.kept for slot in ticket.slots])) == {0}
 
 
 @given(st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=20))

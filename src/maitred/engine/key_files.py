@@ -214,6 +214,9 @@ def _with_key(text: str, key: Key) -> str | None:
         listed = _value(fields, "keys")
         if isinstance(listed, yaml.SequenceNode) and not listed.flow_style:
             at, indent, above = listed.start_mark.line, listed.start_mark.column, ""
+        elif isinstance(listed, yaml.SequenceNode) and not listed.value:  # keys: []
+            before, after = text[: listed.start_mark.index], text[listed.end_mark.index :]
+            return f"{before.rstrip(' ')}\n{' ' * (fields.start_mark.column + 2)}- {entry_of(key)}{after}"
         elif listed is None:
             indent = fields.start_mark.column
             at, above = fields.start_mark.line, f"{' ' * indent}keys:\n"

@@ -90,37 +90,42 @@ def _timelines(outcomes: Mapping[str, Results]) -> list[Panel]:
 
 
 def _timeline(policy: str, tickets: Sequence[Ticket], span: Axis) -> Panel:
-    lanes = in_lanes(tickets)
-    num_lanes = max(lanes.values(), default=0) + 1
+    lanes = in_lanes([slot for ticket in tickets for slot in ticket.slots])
+    num_lanes = max(lanes, default=0) + 1
     height = 60 + min(num_lanes, MAX_LANES) * 7
     panel = Panel(f"{policy}: slots", span, Axis(0, min(num_lanes, MAX_LANES)), "s", width=920, height=height)
+    numbered = iter(lanes)
     for ticket in tickets:
-        lane = lanes[ticket.request_id]
-        if lane < MAX_LANES:
-            _draw_ticket(panel, ticket, lane + 0.5)
+        _draw_ticket(panel, ticket, [next(numbered) for _ in ticket.slots])
     return panel
 
 
-def _draw_ticket(panel: Panel, ticket: Ticket, y: float) -> None:
+def _draw_ticket(panel: Panel, ticket: Ticket, lanes: Sequence[int]) -> None:
     waited_s, stay_s = ticket.scheduled_at - ticket.arrived_at, ticket.finished_at - ticket.arrived_at
     preempted = f", preempted {ticket.num_preemptions} times" if ticket.num_preemptions else ""
     hint = f"{ticket.request_id} {ticket.tenant}: waited {waited_s:.3f} s, {stay_s:.3f} s in all{preempted}"
-    panel.bar(ticket.arrived_at, ticket.scheduled_at, y, 0.12, WAITED, hint)
-    panel.bar(ticket.scheduled_at, ticket.first_token_at, y, 0.8, PREFILL, hint)
-    panel.bar(ticket.first_token_at, ticket.finished_at, y, 0.8, DECODE, hint)
+    waiting_since = ticket.arrived_at
+    for (began, until), lane in zip(ticket.slots, lanes, strict=True):
+        if lane < MAX_LANES:
+            y, first = lane + 0.5, min(max(began, ticket.first_token_at), until)
+            panel.bar(waiting_since, began, y, 0.12, WAITED, hint)
+            panel.bar(began, first, y, 0.8, PREFILL, hint)
+            panel.bar(first, until, y, 0.8, DECODE, hint)
+        waiting_since = until
 
 
-def in_lanes(tickets: Sequence[Ticket]) -> dict[str, int]:
-    """A lane for each, such that no two of a lane are served at once, the lowest free one first."""
-    lanes: dict[str, int] = {}
+def in_lanes(slots: Sequence[tuple[float, float]]) -> list[int]:
+    """A lane for each (from, to), such that no two of a lane are served at once, the lowest free one first."""
+    lanes = [0] * len(slots)
     free: list[int] = []
     taken: list[tuple[float, int]] = []
-    for ticket in sorted(tickets, key=lambda t: (t.scheduled_at, t.request_id)):
-        while taken and taken[0][0] <= ticket.scheduled_at:
+    for index in sorted(range(len(slots)), key=lambda i: (slots[i], i)):
+        began, until = slots[index]
+        while taken and taken[0][0] <= began:
             heappush(free, heappop(taken)[1])
         lane = heappop(free) if free else len(taken)
-        lanes[ticket.request_id] = lane
-        heappush(taken, (ticket.finished_at, lane))
+        lanes[index] = lane
+        heappush(taken, (until, lane))
     return lanes
 
 
@@ -138,12 +143,17 @@ def _table(policy: str, results: Results) -> str:
     total = results.total
     goodput = total.num_good / results.duration_s if results.duration_s > 0 else 0.0
     return (
-        f"<h2>{escape(policy)}</h2><p>{total.num_finished:,} requests finished, {total.num_failed:,} failed; goodput "
+        f"<h2>{escape(policy)}</h2><p>{total.num_finished:,} requests finished, {_failed(total.failures)}; goodput "
         f"{goodput:.2f} per second, objectives met by {total.slo_attainment:.1%}, Jain's index {results.jain:.3f}, "
         f"{results.num_preemptions:,} preemptions, {results.num_cached_tokens:,} prompt tokens from the cache</p>"
         "<table><tr><th>tenant</th><th>seconds</th><th>mean</th><th>p50</th><th>p90</th><th>p99</th><th>max</th></tr>"
         f"{''.join(rows)}</table>"
     )
+
+
+def _failed(failures: Mapping[str, int]) -> str:
+    causes = ", ".join(f"{count:,} {reason}" for reason, count in sorted(failures.items()))
+    return f"{sum(failures.values()):,} failed{f' ({escape(causes)})' if causes else ''}"
 
 
 def _cell(value: float | None) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -219,13 +219,16 @@ class Results:
             self.began_at = now
         group.entered(now)
 
-    def finished(self, group: GroupResults, request: Request, *, num_slow_gaps: int = 0) -> None:
+    def finished(
+        self, group: GroupResults, request: Request, *, num_slow_gaps: int = 0, slots: Sequence[Sequence[float]] = ()
+    ) -> None:
+        """`slots` are the times (from, to) in which it had one; empty is from its first step to its end."""
         group.finished(request, self._is_good(request, num_slow_gaps))
         assert request.finished_at is not None
         self._left(group, request.finished_at)
         self.num_preemptions += request.num_preemptions
         self.num_cached_tokens += request.num_cached_tokens
-        self.tickets.add(request)
+        self.tickets.add(request, slots)
 
     def failed(self, group: GroupResults, now: float, reason: str) -> None:
         """Refused at the door or by a limit, or given up."""
@@ -290,6 +293,7 @@ class Ticket:
     first_token_at: float
     finished_at: float
     num_preemptions: int
+    slots: tuple[tuple[float, float], ...]  # from, to: when it was not put out
 
 
 class Tickets:
@@ -300,13 +304,14 @@ class Tickets:
     def __init__(self) -> None:
         self.kept: list[Ticket] = []
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request, slots: Sequence[Sequence[float]] = ()) -> None:
         if len(self.kept) >= self.LIMIT:
             return
         times = (request.arrived_at, request.first_scheduled_at, request.first_token_at, request.finished_at)
         arrived, scheduled, first, ended = (at if at is not None else request.arrived_at for at in times)
+        stays = tuple((began, until) for began, until in slots) or ((scheduled, ended),)
         self.kept.append(
-            Ticket(request.request_id, request.tenant, arrived, scheduled, first, ended, request.num_preemptions)
+            Ticket(request.request_id, request.tenant, arrived, scheduled, first, ended, request.num_preemptions, stays)
         )
 
 

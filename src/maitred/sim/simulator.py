@@ -59,6 +59,7 @@ class Stay:
     last_token_at: float = -1.0  # s; before the first token, negative
     num_slow_gaps: int = 0
     lease: Lease | None = None  # of its tenant's limits
+    slots: list[list[float]] = field(default_factory=list)  # from, to (s): when it had one; the last may lack its end
 
 
 class Simulation:
@@ -190,7 +191,8 @@ class Simulation:
         if stay.lease is not None:
             stay.lease.end(stay.request.num_tokens)
         if reason in ENDED_BY_ITSELF:
-            self.results.finished(stay.group, stay.request, num_slow_gaps=stay.num_slow_gaps)
+            stay.slots[-1].append(self._clock.now())
+            self.results.finished(stay.group, stay.request, num_slow_gaps=stay.num_slow_gaps, slots=stay.slots)
             follower = next_turn(stay.arrival, self._clock.now())
             if follower is not None:
                 self._expect(follower)
@@ -235,6 +237,7 @@ class _SimulatedExecutor:
         self._slow_gap_s = results.objectives.itl_s
 
     def execute(self, plan: SchedulerOutput) -> ModelOutput:
+        self._note_slots(plan)
         if not plan.rows:
             self.gap_s = IDLE_STEP_S
             return ModelOutput(())
@@ -251,6 +254,15 @@ class _SimulatedExecutor:
         results.num_row_steps += num_rows
         results.busy_s += step_s
         return ModelOutput(tuple(self._sample(plan, self._clock.now())))
+
+    def _note_slots(self, plan: SchedulerOutput) -> None:
+        now = self._clock.now()
+        for request_id in plan.forgotten_request_ids:
+            stay = self.stays.get(request_id)
+            if stay is not None:  # put out, not ended
+                stay.slots[-1].append(now)
+        for new in plan.new_requests:
+            self.stays[new.request_id].slots.append([now])
 
     def _sample(self, plan: SchedulerOutput, now: float) -> list[SampledRow]:
         """The rows' answers; gaps between tokens are counted here, equal ones of a tenant at once."""
