@@ -22,7 +22,7 @@ class Metric:
 
     name: str
     kind: MetricKind
-    unit: str  # seconds, tokens, requests, blocks, steps, restarts, ratio or bool
+    unit: str  # seconds, tokens, requests, blocks, steps, restarts, frames, ratio or bool
     help: str
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()  # upper bounds of a histogram, without +Inf
@@ -80,6 +80,9 @@ HEARTBEAT_AGE = _gauge(
 )
 RESTARTS = _counter("engine_restarts", "restarts", "Times the engine's process died and was started again.")
 RESUMED = _counter("requests_resumed", "requests", "Samples that went on, or began anew, with another engine process.")
+WRONG_FRAMES = _counter(
+    "engine_wrong_frames", "frames", "Messages on the socket of the engine's process that were none, and were dropped."
+)
 STEPS = _counter("engine_steps", "steps", "Steps of the engine.")
 EXECUTE_SECONDS = _counter("engine_execute_seconds", "seconds", "Time spent in the executor.")
 HOST_SECONDS = _counter("engine_host_seconds", "seconds", "Time of steps outside the executor.")
@@ -154,6 +157,7 @@ ENGINE_METRICS: tuple[Metric, ...] = (
     HEARTBEAT_AGE,
     RESTARTS,
     RESUMED,
+    WRONG_FRAMES,
     STEPS,
     EXECUTE_SECONDS,
     HOST_SECONDS,

@@ -40,6 +40,7 @@ class ReplicaState:
     heartbeat_age_s: float = 0.0  # since the engine's process said that it is there; 0 without one of its own
     num_restarts: int = 0  # of the engine's process
     num_resumed: int = 0  # samples that went on with another engine
+    num_wrong_frames: int = 0  # messages from the engine's process that were none, and were dropped
 
 
 class Replica(Protocol):

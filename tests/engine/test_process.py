@@ -204,12 +204,18 @@ async def test_the_user_may_rule_otherwise(rule: str, ends: bool, gate: Gate):
             assert tokens(await work) == expected(PROMPT, 60)
 
 
-async def test_a_request_that_kills_engines_ends_and_the_others_go_on():
+async def test_a_request_that_kills_engines_ends_alone():
+    """All four see two engines die; then they come back one by one, and only the culprit goes on killing."""
     async with engine_process("die_at=3") as engine:
-        poison = asyncio.create_task(follow(engine, ask("poison", POISON)))
-        with pytest.raises(EngineDead, match="4 engines died while they had this request"):
-            await poison
-        assert tokens(await follow(engine, ask("good"))) == expected(PROMPT, 60)
+        good = [[2 + i] * 9 for i in range(3)]
+        work = [follow(engine, ask(f"good{i}", prompt)) for i, prompt in enumerate(good)]
+        *told, poisoned = await asyncio.gather(
+            *work, follow(engine, ask("poison", POISON, max_tokens=400)), return_exceptions=True
+        )
+        assert isinstance(poisoned, EngineDead)
+        assert "4 engines died while they had this request" in str(poisoned)
+        assert [tokens(each) for each in told] == [expected(prompt, 60) for prompt in good]
+        assert engine.state().num_restarts == 4
 
 
 async def test_an_engine_that_raises_says_why(caplog):
@@ -308,7 +314,7 @@ async def test_what_is_no_frame_is_dropped_and_counted(caplog):
         for garbage in (b"", b"\x80\x04.", b"\xc1" * 100):
             child._commands.send(garbage)
         assert tokens(await follow(engine, ask())) == expected(PROMPT, 60)
-        assert child.num_wrong_frames == 4
+        assert engine.state().num_wrong_frames == 4
         await until_async(lambda: caplog.text.count("from the server's socket") == 3)
 
 

@@ -33,6 +33,7 @@ _STATE: Mapping[Metric, Callable[[ReplicaState], float]] = {
     m.HEARTBEAT_AGE: lambda s: s.heartbeat_age_s,
     m.RESTARTS: lambda s: s.num_restarts,
     m.RESUMED: lambda s: s.num_resumed,
+    m.WRONG_FRAMES: lambda s: s.num_wrong_frames,
     m.STEPS: lambda s: s.num_steps,
     m.EXECUTE_SECONDS: lambda s: s.execute_s,
     m.HOST_SECONDS: lambda s: s.host_s,

@@ -64,6 +64,7 @@ class Keeper:
         self.error: str | None = None  # why there is no engine now
         self.over = False  # and will be none any more
         self.stopping = False
+        self._num_wrong_frames = 0  # of the children before this one
         self._backoff = BackOff(start.process.max_restarts)
         self._watchdog = Watchdog(TICK_S)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -83,6 +84,11 @@ class Keeper:
     @property
     def num_restarts(self) -> int:
         return self._backoff.num_restarts
+
+    @property
+    def num_wrong_frames(self) -> int:
+        """Messages on the engine's sockets that were none of ours, and were dropped."""
+        return self._num_wrong_frames + (self._child.num_wrong_frames if self._child is not None else 0)
 
     @property
     def silent_s(self) -> float:
@@ -200,6 +206,7 @@ class Keeper:
         self._read()  # what it said before counts
         self._deafen()
         self._child = None
+        self._num_wrong_frames += child.num_wrong_frames
         cause = f"the engine's process {child.pid} {child.cause()}"
         child.close()
         self._lost(cause)

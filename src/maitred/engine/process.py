@@ -38,7 +38,7 @@ from maitred.engine.frames import (
 )
 from maitred.engine.keeper import Keeper, Start
 from maitred.engine.live_view import LiveView
-from maitred.engine.resume import LiveRequest, Totals, refusal
+from maitred.engine.resume import LiveRequest, Totals, Trials, refusal
 from maitred.engine.running import Engine
 from maitred.engine.served import served_model
 from maitred.errors import EngineDead, MaitredError, Overloaded
@@ -98,6 +98,7 @@ class ProcessEngine:
         self._questions: dict[int, tuple[Call[Any, Any], asyncio.Future[Any]]] = {}
         self._numbers = itertools.count()
         self._totals = Totals()
+        self._trials = Trials(self._send)
         self._figures, self._past = Figures(), Figures()  # of this engine, and the counters of those before it
         self._news_at = clock.now()
 
@@ -129,10 +130,10 @@ class ProcessEngine:
         except Overloaded as refused:
             stream.fail(refused)
             return stream
-        self._live[request.request_id] = LiveRequest(request, stream)
+        live = self._live[request.request_id] = LiveRequest(request, stream)
         if self._on_admitted is not None:
             self._on_admitted(request)
-        self.keeper.send(submit_of(request))  # if there is no engine now, the next one gets it
+        self._send(live)  # if there is no engine now, the next one gets it
         return stream
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
@@ -140,7 +141,7 @@ class ProcessEngine:
         if live is None or live.ending is not None:
             return
         live.ending = reason
-        if not self.keeper.send(Abort(request_id, reason)):
+        if not (live.sent and self.keeper.send(Abort(request_id, reason))):
             self._deliver([live.ended(reason, self._clock.now())])
 
     def state(self) -> ReplicaState:
@@ -166,6 +167,7 @@ class ProcessEngine:
             heartbeat_age_s=keeper.silent_s,
             num_restarts=keeper.num_restarts,
             num_resumed=totals.num_resumed,
+            num_wrong_frames=keeper.num_wrong_frames,
             **counters,
         )
 
@@ -239,18 +241,18 @@ class ProcessEngine:
             if live.ending is not None:
                 self._deliver([live.ended(live.ending, now)])
                 continue
-            why = refusal(live, self._rule, deterministic=deterministic)
+            blamed = self._trials.is_blamed(live)
+            why = refusal(live, self._rule, deterministic=deterministic, blamed=blamed)
             if why is None:
-                live.resumed()
+                live.left(blamed=blamed)
             else:
                 self._end_with_error(live, EngineDead(f"{cause}, and {why}"), now)
         return len(self._live), before - len(self._live)
 
     def regained(self) -> int:
         self._news_at = self._clock.now()
-        for live in self._live.values():
-            self._totals.num_resumed += live.num_resumes > 0
-            self.keeper.send(submit_of(live.request))
+        self._totals.num_resumed += sum(live.num_resumes > 0 for live in self._live.values())
+        self._trials.begin(list(self._live.values()))
         return len(self._live)
 
     def bereft(self, cause: str) -> None:
@@ -287,6 +289,7 @@ class ProcessEngine:
         if report.progress:
             known = [(self._live[item.request_id], item) for item in report.progress if item.request_id in self._live]
             self._deliver([live.take(item, now) for live, item in known], report.num_queued)
+            self._trials.go_on()
 
     def _deliver(self, progress: list[RequestProgress], num_queued: int | None = None) -> None:
         """To those who listen; `num_queued` is None for what no step gave."""
@@ -320,12 +323,15 @@ class ProcessEngine:
         else:
             answer.set_result(outcome)
 
+    def _send(self, live: LiveRequest) -> None:
+        live.sent = self.keeper.send(submit_of(live.request))
+
     def _make_room(self, request: Request) -> None:
         if self._admission is None:
             return
         for request_id in self._admission.admit(request, self._clock.now()):
             live = self._live.get(request_id)
-            if live is not None and not self.keeper.send(Shed(request_id)):
+            if live is not None and not (live.sent and self.keeper.send(Shed(request_id))):
                 self._deliver([live.ended(FinishReason.SHED, self._clock.now())])
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from maitred.engine.async_engine import ProgressStream
@@ -10,7 +11,9 @@ from maitred.engine.frames import Mark
 from maitred.request import FinishReason, Request, RequestStatus, timing_of
 from maitred.step import RequestProgress
 
-MAX_RESUMES = 3  # engines that a request may see die: if it kills them, it does not kill more
+MAX_RESUMES = 3  # after which a request that sees its engine die again is taken for the cause
+SUSPECT_AFTER = 2  # resumes, after which requests come back one by one
+TRIAL_TOKENS = 16  # after so many more it was not this one, and the next may come
 
 
 @dataclass(slots=True, eq=False)
@@ -20,6 +23,7 @@ class LiveRequest:
     request: Request
     stream: ProgressStream
     ending: FinishReason | None = None  # an abort is on its way, and this is its reason
+    sent: bool = False  # to the present engine
     num_resumes: int = 0
     num_prompt_logprobs: int = 0  # positions delivered
     num_repeated: int = 0  # prompt positions that the present engine reported again
@@ -41,9 +45,10 @@ class LiveRequest:
         request.first_scheduled_at, request.first_token_at = mark.first_scheduled_at, mark.first_token_at
         request.num_charged_prompt_tokens = mark.num_charged_prompt_tokens  # last: the ledger reads what it stands for
 
-    def resumed(self) -> None:
-        """Another engine has it from now on, and computes its prompt again."""
-        self.num_resumes += 1
+    def left(self, *, blamed: bool) -> None:
+        """The engine that had it died; the next one computes its prompt again."""
+        self.sent = False
+        self.num_resumes += blamed
         self.num_repeated = 0
 
     def ended(self, reason: FinishReason, now: float, error: str | None = None) -> RequestProgress:
@@ -76,15 +81,57 @@ def end(request: Request, progress: RequestProgress, now: float) -> None:
     request.finished_at = now
 
 
-def refusal(live: LiveRequest, rule: str, *, deterministic: bool) -> str | None:
+def refusal(live: LiveRequest, rule: str, *, deterministic: bool, blamed: bool) -> str | None:
     """Why a request whose engine died cannot go on with the next one; None when it can."""
     if rule == "never":
         return "requests are not resumed here (--resume never)"
-    if live.num_resumes >= MAX_RESUMES:
+    if blamed and live.num_resumes >= MAX_RESUMES:
         return f"{live.num_resumes + 1} engines died while they had this request"
     if live.request.output_token_ids and rule == "exact" and not deterministic:
         return "its executor would not go on with exactly the same tokens (see --resume)"
     return None
+
+
+class Trials:
+    """When engines die again and again, one of their requests may be the cause. Those that saw it come back one by one:
+    the one on trial takes the blame for the next death, so in the end the culprit ends alone.
+    """
+
+    def __init__(self, send: Callable[[LiveRequest], None]) -> None:
+        self._send = send
+        self._waiting: deque[LiveRequest] = deque()
+        self._on_trial: LiveRequest | None = None
+        self._passes_at = 0  # output tokens
+
+    def begin(self, living: Iterable[LiveRequest]) -> None:
+        """A new engine: it gets those above suspicion, and the first of the others."""
+        self._waiting.clear()
+        self._on_trial = None
+        for live in living:
+            if live.num_resumes < SUSPECT_AFTER:
+                self._send(live)
+            else:
+                self._waiting.append(live)
+        self.go_on()
+
+    def go_on(self) -> None:
+        """After a step: if the one on trial has passed or ended, the next one's comes."""
+        if self._on_trial is not None and not self._passed(self._on_trial):
+            return
+        self._on_trial = None
+        while self._waiting and self._on_trial is None:
+            live = self._waiting.popleft()
+            if not live.request.finished:
+                self._on_trial = live
+                self._passes_at = live.request.num_output_tokens + TRIAL_TOKENS
+                self._send(live)
+
+    def is_blamed(self, live: LiveRequest) -> bool:
+        """The engine died: does it count against this request?"""
+        return live.sent and self._on_trial in (None, live)
+
+    def _passed(self, live: LiveRequest) -> bool:
+        return live.request.finished or live.request.num_output_tokens >= self._passes_at
 
 
 @dataclass(slots=True)
