@@ -241,27 +241,28 @@ def _cells(scheduler: Scheduler, shown: Sequence[Request], blocks_per_cell: int)
     kv = scheduler.kv_cache
     ref_counts, findable, stride = kv.ref_counts, kv.findable, max(1, blocks_per_cell)
     codes = [
-        OTHER if ref_counts[block] else CACHED if block in findable else FREE
-        for block in range(0, kv.num_blocks, stride)
+        _code_of_unnamed(ref_counts[block], is_findable=block in findable) for block in range(0, kv.num_blocks, stride)
     ]
-    every = -(-sum(len(request.block_table) for request in shown) // MAX_READ)
+    every = max(1, -(-kv.num_used // MAX_READ))
     for place, request in enumerate(shown):
-        _paint(codes, request.block_table, FIRST_OWNER + place, ref_counts, stride, max(1, every))
+        _paint(codes, request.block_table, FIRST_OWNER + place, ref_counts, stride, every)
     return codes
+
+
+def _code_of_unnamed(num_holders: int, *, is_findable: bool) -> int:
+    if num_holders:
+        return OTHER if num_holders == 1 else SHARED
+    return CACHED if is_findable else FREE
 
 
 def _paint(
     codes: list[int], table: Sequence[int], code: int, ref_counts: Sequence[int], blocks_per_cell: int, every: int
 ) -> None:
-    """Walks a block table from its end, by steps of `every`, counted from its beginning so that requests which share
-    a prefix look at the same of its blocks. What is shared comes first, and was walked by whoever painted it.
+    """Walks a block table from its end, by steps of `every`, through what is the request's own; what it shares comes
+    first in the table. So a request with a long shared prefix costs no more than another.
     """
-    for index in range((len(table) - 1) // every * every, -1, -every):
+    for index in range(len(table) - 1, -1, -every):
         block = table[index]
-        cell = block // blocks_per_cell
-        if ref_counts[block] == 1:
-            codes[cell] = code
-        elif codes[cell] == SHARED:
+        if ref_counts[block] > 1:
             return
-        else:
-            codes[cell] = SHARED
+        codes[block // blocks_per_cell] = code

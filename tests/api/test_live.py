@@ -1,0 +1,261 @@
+"""The live view over HTTP: who may watch, how often the engine is asked, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+from maitred.api.live_feed import COST_FACTOR, FRAME_S, IDLE_S, MAX_WATCHERS, LiveFeed, pause_s
+from maitred.api.live_times import Latencies
+from maitred.engine.intake import Footprint
+from maitred.engine.live_view import LiveView, live_view
+from maitred.errors import EngineDead, Overloaded
+from tests.api.test_tenants import table_of
+from tests.fakes import make_request, make_scheduler
+from tests.fakes_api import FakeReplica, RunningServer, make_model, running_server
+from tests.page.worlds import FOREVER, serving
+from tests.waiting import HANGS_S, joined, until, until_async
+
+
+@pytest.fixture
+def kitchen() -> Iterator[RunningServer]:
+    with serving(FOREVER, repeats=True) as server:
+        yield server
+
+
+def frames(response: httpx.Response) -> Iterator[Any]:
+    for line in response.iter_lines():
+        if line.startswith("data: ") and line != "data: [DONE]":
+            yield json.loads(line.removeprefix("data: "))
+
+
+def watch(server: RunningServer, key: str | None = None) -> Any:
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    return httpx.stream("GET", f"{server.url}/admin/live", headers=headers, timeout=HANGS_S)
+
+
+def test_frames_tell_what_the_engine_does_and_where_each_request_sits(kitchen):
+    with watch(kitchen) as response:
+        assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+        stream = frames(response)
+        first = next(stream)
+        assert (first["sequence"], first["model"], first["seats"], first["engine"]["running"]) == (1, "tiny", [], [])
+        body = {"model": "tiny", "prompt": "soup", "max_tokens": 100_000, "stream": True}
+        with httpx.stream("POST", f"{kitchen.url}/v1/completions", json=body, timeout=HANGS_S):
+            frame = next(frame for frame in stream if frame["engine"]["running"])
+            assert frame["seats"] == [0]
+            assert frame["engine"]["running"][0]["num_prompt_tokens"] == 4
+            later = next(frame for frame in stream if frame["engine"]["running"][0]["num_output_tokens"] > 5)
+            assert later["sequence"] > frame["sequence"]
+            assert later["tokens_by_tenant"][""] > 0
+        empty = next(frame for frame in stream if not frame["engine"]["running"])
+        assert empty["engine"]["blocks"]["num_used"] == 0
+
+
+def test_percentiles_are_there_in_the_first_frame_of_who_comes_late(kitchen):
+    body = {"model": "tiny", "prompt": "soup", "max_tokens": 4}
+    httpx.post(f"{kitchen.url}/v1/completions", json=body)
+    with watch(kitchen) as response:
+        frame = next(frames(response))
+    assert frame["first_token"]["count"] == frame["queue"]["count"] == 1
+    assert frame["between_tokens"]["count"] == 3
+    assert frame["first_token"]["p50"] >= frame["queue"]["p50"] > 0
+
+
+def test_only_administrators_watch():
+    tenants = SimpleNamespace(table=table_of({"guest": {}, "boss": {}}))
+    with serving("Hello.", tenants=tenants) as server:
+        for path in ("/admin/live", "/admin/models"):
+            assert httpx.get(server.url + path).status_code == 401
+            refused = httpx.get(server.url + path, headers={"authorization": "Bearer guest"})
+            assert (refused.status_code, refused.json()["error"]["code"]) == (403, "permission_denied")
+        with watch(server, "boss") as response:
+            assert next(frames(response))["sequence"] == 1
+
+
+def test_who_lost_the_right_to_watch_sees_no_more(monkeypatch):
+    monkeypatch.setattr("maitred.api.live.RECHECK_S", -1.0)  # after each frame
+    tenants = SimpleNamespace(table=table_of({"boss": {}}))
+    with serving("Hello.", tenants=tenants) as server, watch(server, "boss") as response:
+        stream = frames(response)
+        assert next(stream)["sequence"] == 1
+        tenants.table = table_of({"guest": {}})
+        last = list(stream)[-1]
+        assert last["error"]["code"] == "invalid_api_key"
+
+
+def test_a_server_that_goes_ends_the_watch_at_once():
+    with serving("Hello.") as server:
+        ended = threading.Event()
+
+        def look() -> None:
+            with watch(server) as response:
+                for line in response.iter_lines():
+                    if line == "data: [DONE]":
+                        ended.set()
+
+        thread = threading.Thread(target=look)
+        thread.start()
+        until(lambda: server.server._edge.live.num_watchers == 1)
+        server.server.should_exit = True
+        joined(thread)
+        assert ended.is_set()
+
+
+def test_an_engine_that_dies_ends_the_watch_with_an_error(kitchen):
+    with watch(kitchen) as response:
+        stream = frames(response)
+        next(stream)
+        kitchen.replica.stop()
+        assert list(stream)[-1]["error"]["code"] == "engine_dead"
+
+
+def test_a_replica_without_an_engine_of_its_own_says_so(served):
+    answer = httpx.get(f"{served.url}/admin/live")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found")
+
+
+def test_the_table_of_models_has_what_is_known():
+    held = Footprint(
+        architecture="LlamaForCausalLM",
+        num_parameters=4_000_000,
+        executor="torch",
+        device="cpu",
+        dtype="float32",
+        kv_dtype="float32",
+        weights_bytes=16_000_000,
+        kv_bytes=64_000_000,
+    )
+    with running_server(FakeReplica(), make_model(footprint=held)) as server:
+        (row,) = httpx.get(f"{server.url}/admin/models").json()["models"]
+    assert (row["id"], row["aliases"], row["since"], row["max_model_len"]) == (
+        "tiny",
+        ["tiny-alias"],
+        1_700_000_000,
+        512,
+    )
+    assert (row["dtype"], row["weights_bytes"], row["kv_bytes"]) == ("float32", 16_000_000, 64_000_000)
+    with running_server(FakeReplica(), make_model()) as server:
+        (row,) = httpx.get(f"{server.url}/admin/models").json()["models"]
+    assert row["dtype"] is None
+
+
+# ---- the feed itself
+
+
+class Looked:
+    """A replica that counts how often it is looked at, and can be made slow or dead."""
+
+    def __init__(self) -> None:
+        self.looks = 0
+        self.error: Exception | None = None
+        self.scheduler = make_scheduler()
+
+    async def live_view(self) -> LiveView:
+        self.looks += 1
+        if self.error is not None:
+            raise self.error
+        return live_view(self.scheduler, float(self.looks))
+
+
+def make_feed(replica: Looked, is_over: Any = lambda: False) -> LiveFeed:
+    return LiveFeed(replica, Latencies(), "tiny", is_over=is_over)
+
+
+def view_with(cost_s: float, *, busy: bool) -> LiveView:
+    scheduler = make_scheduler()
+    if busy:
+        scheduler.add(make_request(), 0.0)
+    return msgspec.structs.replace(live_view(scheduler, 0.0), cost_s=cost_s)
+
+
+def test_the_engine_is_asked_so_seldom_that_it_costs_half_a_percent_at_most():
+    assert pause_s(view_with(0.0, busy=True)) == FRAME_S
+    assert pause_s(view_with(0.0, busy=False)) == IDLE_S
+    assert pause_s(view_with(0.01, busy=True)) == 0.01 * COST_FACTOR == 2.0
+
+
+async def test_all_who_watch_share_one_look(monkeypatch):
+    monkeypatch.setattr("maitred.api.live_feed.IDLE_S", 1e6)
+    replica = Looked()
+    feed = make_feed(replica)
+    watching = [feed.frames() for _ in range(5)]
+    events = [await anext(frames) for frames in watching]
+    assert len(set(events)) == 1
+    assert (replica.looks, feed.num_watchers) == (1, 5)
+    for frames_ in watching:
+        await frames_.aclose()
+    assert feed.num_watchers == 0
+
+
+async def test_a_slow_watcher_misses_frames_and_gets_the_newest(monkeypatch):
+    monkeypatch.setattr("maitred.api.live_feed.IDLE_S", 0.001)
+    replica = Looked()
+    feed = make_feed(replica)
+    slow = feed.frames()
+    await anext(slow)
+    await until_async(lambda: replica.looks > 20)
+    newest = json.loads((await anext(slow)).removeprefix(b"data: "))
+    assert newest["sequence"] > 15
+    await slow.aclose()
+
+
+async def test_nobody_looks_when_nobody_watches_and_looking_begins_anew(monkeypatch):
+    monkeypatch.setattr("maitred.api.live_feed.IDLE_S", 0.001)
+    replica = Looked()
+    feed = make_feed(replica)
+    for _ in range(3):
+        watching = feed.frames()
+        assert json.loads((await anext(watching)).removeprefix(b"data: "))["sequence"] == 1
+        await watching.aclose()
+    looks = replica.looks
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert replica.looks == looks
+
+
+async def test_there_are_only_so_many_watchers():
+    feed = make_feed(Looked())
+    watching = [feed.frames() for _ in range(MAX_WATCHERS)]
+    for frames_ in watching:
+        await anext(frames_)
+    with pytest.raises(Overloaded, match="32 are watching"):
+        await anext(feed.frames())
+    await watching[0].aclose()
+    again = feed.frames()
+    await anext(again)
+    for frames_ in [*watching[1:], again]:
+        await frames_.aclose()
+
+
+async def test_every_watcher_hears_of_the_engines_death():
+    replica = Looked()
+    replica.error = EngineDead("the engine stopped: out of memory")
+    feed = make_feed(replica)
+    for _ in range(2):
+        with pytest.raises(EngineDead, match="out of memory"):
+            await anext(feed.frames())
+    replica.error = None
+    watching = feed.frames()
+    await anext(watching)
+    await watching.aclose()
+
+
+async def test_frames_end_when_the_server_goes(monkeypatch):
+    monkeypatch.setattr("maitred.api.live_feed.IDLE_S", 0.001)
+    going: list[bool] = []
+    feed = make_feed(Looked(), lambda: bool(going))
+    seen = 0
+    async for _ in feed.frames():
+        seen += 1
+        going.append(True)
+    assert seen >= 1
+    assert feed.num_watchers == 0
