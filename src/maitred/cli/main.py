@@ -27,6 +27,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "keys": ("maitred.cli.keys", "make, list, hash and revoke the API keys of tenants"),
     "roofline": ("maitred.cli.roofline", "measure what this machine allows, and how far the engine is from it"),
     "profile": ("maitred.cli.profile", "measure this machine for simulate"),
+    "explain": ("maitred.cli.explain", "tell how a model would be run: fusions, kernels, formats, buffers"),
     "replay": ("maitred.cli.replay", "make the decisions of a log again, and name the first that differs"),
     "why": ("maitred.cli.why", "tell what a request waited for, from the decision log"),
     "policies": ("maitred.cli.policies", "list the scheduling policies, and check that they keep their promises"),

@@ -16,7 +16,7 @@ from maitred.model.checkpoint import Checkpoint
 from maitred.model.fusions import compile_program
 from maitred.model.packed import pack_weights, plan_weights
 from maitred.model.program import Format, Formats, Program
-from maitred.model.spec import DecoderSpec
+from maitred.model.spec import DecoderSpec, NormPlacement
 
 SMALL_PARAMETERS = 30_000_000
 
@@ -69,11 +69,26 @@ class NativePlan:
         )
 
     @property
-    def buffer_bytes(self) -> int:
-        """Rows of a step, about: residual stream, stacked q, k, v, attention, inner rows, operand and logits."""
+    def buffers(self) -> list[tuple[str, int]]:
+        """Name and bytes of what the program holds besides weights and KV cache."""
         spec = self.spec
-        widths = 2 * spec.hidden_size + 4 * spec.q_width + 2 * spec.kv_width + 2 * spec.intermediate_size
-        return 4 * (self.max_tokens * widths + self.max_logits * spec.vocab_size)
+        rows = {
+            "residual stream": spec.hidden_size,
+            "queries, keys and values": spec.q_width + 2 * spec.kv_width,
+            "queries made ready": 2 * spec.q_width,
+            "attention": spec.q_width,
+            "gate times up": spec.intermediate_size,
+            "prepared rows": max(spec.hidden_size, spec.q_width, spec.intermediate_size),
+        }
+        if spec.norm_placement is not NormPlacement.PRE:
+            rows["a part before its norm"] = spec.hidden_size
+        sizes = {f"{name} [{self.max_tokens} x {width}]": 4 * self.max_tokens * width for name, width in rows.items()}
+        sizes[f"logits [{self.max_logits} x {spec.vocab_size}]"] = 4 * self.max_logits * spec.vocab_size
+        return list(sizes.items())
+
+    @property
+    def buffer_bytes(self) -> int:
+        return sum(num_bytes for _, num_bytes in self.buffers)
 
     def available_bytes(self, host_available_bytes: int) -> int:
         """Free memory for weights and cache, out of the host's as given."""

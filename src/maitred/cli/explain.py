@@ -1,0 +1,50 @@
+"""`maitred explain`: how a model would be run here, without running it."""
+
+from __future__ import annotations
+
+from maitred.cli.command import Command, Options
+from maitred.cli.local import ENGINE_PARTS, engine_config
+
+
+def _run(options: Options) -> int:
+    from maitred.engine.executors import plan_executor
+    from maitred.executor.native_plan import NativePlan
+    from maitred.model.checkpoint import open_checkpoint
+    from maitred.model.families import spec_from_config
+    from maitred.model.telling import step_bytes, tell_buffers, tell_fusions, tell_linears
+
+    config = engine_config(options)
+    fallbacks: list[str] = []
+    with open_checkpoint(config.model.model, config.model.revision) as checkpoint:
+        spec = spec_from_config(checkpoint.config)
+        plan = plan_executor(config, checkpoint, spec, fallbacks.append)
+        print(f"model     {checkpoint.name}: {spec.identity()}")
+        described = " ".join(plan.describe().split())
+        print(f"executor  {described}")
+        if not isinstance(plan, NativePlan):
+            reason = " ".join(fallbacks[0].split()) if fallbacks else "nothing: PyTorch runs every part"
+            print(f"fell back {reason}")
+            return 0
+        kv_bytes = plan.bytes_per_block / config.cache.block_size
+        sections = (
+            tell_fusions(plan.program),
+            tell_linears(plan.program, plan.isa),
+            tell_buffers(plan.buffers),
+            [
+                f"a step    reads {step_bytes(plan.program) / 1e6:,.1f} MB of weights, and {kv_bytes:,.0f} bytes of keys "
+                "and values for each token of context of each request"
+            ],
+            ["fell back nothing"],
+        )
+        print("\n".join(line for section in sections for line in section))
+    return 0
+
+
+COMMAND = Command(
+    path="explain",
+    summary="Tell how a model would be run: what is fused, which kernel each linear gets, formats, buffers, bytes.",
+    run=_run,
+    parts=ENGINE_PARTS,
+    positional="model",
+    examples=("maitred explain", "maitred explain ./Qwen3-0.6B --dtype int8", "MAITRED_ISA=avx2 maitred explain"),
+)

@@ -1,0 +1,81 @@
+"""A compiled program in words and numbers: what was fused, what each linear reads, what a step costs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from maitred.model.packed import packed_bytes
+from maitred.model.program import Linear, Program, Weight
+
+CHANNELS = 32  # of a tile of packed weights; csrc/linear.h
+# values of K that a channel takes in one step, by format of the weights
+STEP_VALUES = {"float32": 1, "bfloat16": 2, "int8": 4, "int4": 4}
+# what multiplies them, by instruction set and format of the activations
+PRODUCTS = {
+    ("avx512", "float32"): "vfmadd231ps zmm",
+    ("avx512", "bfloat16"): "vdpbf16ps zmm",
+    ("avx512", "int8"): "vpdpbusd zmm",
+    ("avx2", "float32"): "vfmadd231ps ymm",
+}
+NAME_WIDTH = 44
+
+
+@dataclass(frozen=True, slots=True)
+class LinearGroup:
+    """Linears alike but for their layer."""
+
+    name: str
+    count: int
+    weight: Weight
+
+    @property
+    def num_bytes(self) -> int:
+        return self.count * packed_bytes(self.weight)
+
+
+def linear_groups(program: Program) -> list[LinearGroup]:
+    """In the order of the program; the same weight used twice counts where it multiplies."""
+    groups: dict[tuple[object, ...], LinearGroup] = {}
+    for op in program.ops:
+        if isinstance(op, Linear):
+            name = re.sub(r"\.\d+\.", ".*.", op.weight.name)
+            key = (name, op.weight.rows, op.weight.width, op.weight.format)
+            count = groups[key].count + 1 if key in groups else 1
+            groups[key] = LinearGroup(name, count, op.weight)
+    return list(groups.values())
+
+
+def step_bytes(program: Program) -> int:
+    """Weights that a step reads, whatever its number of tokens."""
+    return sum(group.num_bytes for group in linear_groups(program))
+
+
+def tell_fusions(program: Program) -> list[str]:
+    lines = [f"fusions   {program.num_ops_lowered:,} formulas became {len(program.ops):,} operations"]
+    for fusion in program.fusions:
+        lines.append(
+            f"  {fusion.name:{NAME_WIDTH}} {fusion.num_times:>4} times, {fusion.num_ops_saved:>4} operations fewer: "
+            f"{fusion.why}"
+        )
+    return lines
+
+
+def tell_linears(program: Program, isa: str) -> list[str]:
+    lines = ["linears"]
+    for group in linear_groups(program):
+        weight = group.weight
+        product = PRODUCTS.get((isa, weight.format.operand), f"{isa} {weight.format.operand}")
+        lines.append(
+            f"  {group.name:28} {group.count:>4} x [{weight.rows:,} x {weight.width:,}] {weight.format!s:9} "
+            f"{product}, tiles of {CHANNELS} x {STEP_VALUES[weight.format.dtype]}"
+            f"{', gate beside up' if weight.gated else ''}; {group.num_bytes / 1e6:,.1f} MB"
+        )
+    return lines
+
+
+def tell_buffers(buffers: Sequence[tuple[str, int]]) -> list[str]:
+    total = sum(num_bytes for _, num_bytes in buffers)
+    lines = [f"buffers   {total / 1e6:,.1f} MB, made once"]
+    return lines + [f"  {name:{NAME_WIDTH}} {num_bytes / 1e6:>10,.2f} MB" for name, num_bytes in buffers]

@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from maitred.cli.main import main
+from maitred.engine import executors
+from maitred.errors import KernelError
+from maitred.executor.native_plan import NativePlan
+from tests.model.checkpoints import make_checkpoint
+
+
+def explained(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(["explain", *words]) == 0
+    return capsys.readouterr().out
+
+
+def test_fusions_kernels_formats_buffers_and_bytes_are_told(capsys, monkeypatch, tmp_path: Path):
+    monkeypatch.setenv("MAITRED_ISA", "plain")
+    folder = make_checkpoint("gemma2", tmp_path)
+    text = explained(capsys, str(folder), "--dtype", "int4", "--num-threads", "2")
+    assert "executor  native plain, 2 threads, weights int4/32, embedding and output int8, KV cache bfloat16" in text
+    assert "qkv stack                                       4 times,    8 operations fewer" in text
+    assert "post-norm into residual add" in text
+    assert (
+        "layers.*.gate_up                4 x [200 x 72] int4/32   plain int8, tiles of 32 x 4, gate beside up" in text
+    )
+    assert "logits [64 x 272]" in text
+    assert "bytes of keys and values for each token of context of each request" in text
+    assert text.endswith("fell back nothing\n")
+
+
+def test_another_executor_and_why_it_was_taken_is_told(capsys, monkeypatch, tmp_path: Path):
+    def refuse(*_: object) -> NativePlan:
+        raise KernelError("Tiny needs Gate by itself, which the native executor does not have")
+
+    monkeypatch.setattr(executors, "_plan_native", refuse)
+    text = explained(capsys, str(make_checkpoint("llama", tmp_path)), "--device", "cpu")
+    assert "executor  torch cpu" in text
+    assert "fell back torch takes over: Tiny needs Gate by itself" in text
