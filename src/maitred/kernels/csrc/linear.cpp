@@ -243,6 +243,11 @@ const LinearKernels& linear_kernels(Isa isa) {
 #if defined(__x86_64__)
     case Isa::avx512:
       return kLinearAvx512;
+    case Isa::avx2:
+      return kLinearAvx2;
+#elif defined(__aarch64__)
+    case Isa::neon:
+      return kLinearNeon;
 #endif
     default:
       return kLinearPlain;

@@ -21,6 +21,11 @@ const RooflineKernels& roofline_kernels(Isa isa) {
 #if defined(__x86_64__)
     case Isa::avx512:
       return kRooflineAvx512;
+    case Isa::avx2:
+      return kRooflineAvx2;
+#elif defined(__aarch64__)
+    case Isa::neon:
+      return kRooflineNeon;
 #endif
     default:
       return kRooflinePlain;
