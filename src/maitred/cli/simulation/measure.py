@@ -45,8 +45,8 @@ def _profile(fit: Fit, parts: EngineParts, config: EngineConfig, clock: str) -> 
     plan = parts.memory_plan
     return Profile(
         model=parts.model.names[0],
-        machine=f"{platform.system()} {platform.machine()}, {config.model.device} device, {clock} time",
-        executor=config.model.executor,
+        machine=f"{platform.system()} {platform.machine()}, {_held(parts)}, {clock} time",
+        executor=parts.model.footprint.executor if parts.model.footprint is not None else config.model.executor,
         cost_model=fit.cost_model,
         max_model_len=plan.max_model_len,
         kv_bytes_per_token=plan.bytes_per_block // plan.block_size,
@@ -59,6 +59,11 @@ def _profile(fit: Fit, parts: EngineParts, config: EngineConfig, clock: str) -> 
         bias=fit.bias,
         terms=fit.terms,
     )
+
+
+def _held(parts: EngineParts) -> str:
+    held = parts.model.footprint
+    return "an unknown executor" if held is None else f"{held.executor} executor on {held.device}, {held.dtype} weights"
 
 
 def describe(profile: Profile) -> str:
