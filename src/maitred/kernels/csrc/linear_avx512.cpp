@@ -143,12 +143,11 @@ inline __m512 bf16x16(const uint8_t* from) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
 }
 
-// One group: its products in int32, scaled onto the sums. A function of its own, for GCC's allocator then keeps 24 sums
-// in registers, which it does not in a loop within a loop.
+// One group: its products in int32, scaled onto the float32 sums, which stay in registers too: hence fewer rows at
+// once.
 template <int R>
-__attribute__((noinline)) void multiply_group(const uint8_t* w, const uint8_t* rows, int64_t stride, int steps,
-                                              const int32_t* start, int start_stride, const uint8_t* next,
-                                              float* sums) {
+inline void multiply_group(const uint8_t* w, const uint8_t* rows, int64_t stride, int steps, const int32_t* start,
+                           int start_stride, const uint8_t* next, __m512 (&sums)[R][2]) {
   const __m512i nibble = _mm512_set1_epi8(15);
   const uint8_t* scales = w;
   __m512i acc[R][2];
@@ -161,6 +160,7 @@ __attribute__((noinline)) void multiply_group(const uint8_t* w, const uint8_t* r
   _mm_prefetch(next, _MM_HINT_T0);
   next += 64;
   RowPointers x(rows, stride);
+#pragma GCC unroll 8
   for (int step = 0; step < steps; ++step) {
     const __m512i both = _mm512_loadu_si512(w);
     const __m512i w0 = _mm512_and_si512(both, nibble), w1 = _mm512_and_si512(_mm512_srli_epi16(both, 4), nibble);
@@ -180,21 +180,23 @@ __attribute__((noinline)) void multiply_group(const uint8_t* w, const uint8_t* r
   for (int r = 0; r < R; ++r) {
     forget(acc[r][0]);
     forget(acc[r][1]);
-    float* to = sums + r * kTile;
-    _mm512_store_ps(to, _mm512_fmadd_ps(_mm512_cvtepi32_ps(acc[r][0]), scale0, _mm512_load_ps(to)));
-    _mm512_store_ps(to + 16, _mm512_fmadd_ps(_mm512_cvtepi32_ps(acc[r][1]), scale1, _mm512_load_ps(to + 16)));
+    sums[r][0] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(acc[r][0]), scale0, sums[r][0]);
+    sums[r][1] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(acc[r][1]), scale1, sums[r][1]);
   }
 }
 
 template <int R>
 void multiply_int4(const Block& b) {
   float* sums = static_cast<float*>(b.acc);
-  if (b.first)
-    for (int i = 0; i < R * kTile; i += 16) _mm512_store_ps(sums + i, _mm512_setzero_ps());
+  __m512 acc[R][2];
+#pragma GCC unroll 32
+  for (int i = 0; i < 2 * R; ++i) acc[i / 2][i % 2] = b.first ? _mm512_setzero_ps() : _mm512_load_ps(sums + 16 * i);
   const int64_t bytes = 64 + b.group * 16;
   for (int g = 0; g < b.steps; ++g)
     multiply_group<R>(b.weights + g * bytes, b.rows + g * b.group, b.row_stride, b.group / 4, b.sums + g, b.sums_stride,
-                      b.next + g * bytes, sums);
+                      b.next + g * bytes, acc);
+#pragma GCC unroll 32
+  for (int i = 0; i < 2 * R; ++i) _mm512_store_ps(sums + 16 * i, acc[i / 2][i % 2]);
 }
 
 using Kernel = void (*)(const Block&);
@@ -203,13 +205,12 @@ constexpr Kernel kFixed[] = {&multiply_rows<Op, 1>,  &multiply_rows<Op, 2>,  &mu
                              &multiply_rows<Op, 4>,  &multiply_rows<Op, 5>,  &multiply_rows<Op, 6>,
                              &multiply_rows<Op, 7>,  &multiply_rows<Op, 8>,  &multiply_rows<Op, 9>,
                              &multiply_rows<Op, 10>, &multiply_rows<Op, 11>, &multiply_rows<Op, 12>};
-constexpr Kernel kInt4[] = {&multiply_int4<1>, &multiply_int4<2>,  &multiply_int4<3>,  &multiply_int4<4>,
-                            &multiply_int4<5>, &multiply_int4<6>,  &multiply_int4<7>,  &multiply_int4<8>,
-                            &multiply_int4<9>, &multiply_int4<10>, &multiply_int4<11>, &multiply_int4<12>};
+constexpr Kernel kInt4[] = {&multiply_int4<1>, &multiply_int4<2>, &multiply_int4<3>, &multiply_int4<4>,
+                            &multiply_int4<5>, &multiply_int4<6>, &multiply_int4<7>, &multiply_int4<8>};
 
 struct Avx512 {
   using V = V16;
-  static constexpr int kRows = 12;
+  static int rows_at_once(DType dtype) { return dtype == DType::int4 ? 8 : 12; }
 
   static V16 from_int32(const int32_t* from) { return {_mm512_cvtepi32_ps(_mm512_loadu_si512(from))}; }
   static void store_bf16(uint16_t* to, V16 a) {

@@ -1,7 +1,7 @@
 // The linear of every instruction set but for its inner loops: blocking, endings, preparing rows.
 //
 // K is an anonymous struct of a linear_<isa>.cpp file, with a vector type K::V (vector_math.h) and
-//   kRows                               rows that one call of its inner loops takes at most
+//   rows_at_once(dtype)                 rows that one call of its inner loops takes at most
 //   f32, bf16, int8, int4 (const Block&)  products of a block
 //   from_int32(const int32_t*) -> V
 //   store_bf16(uint16_t*, V), store_int8(int8_t*, V)  rounded to nearest even; V::width values
@@ -203,7 +203,7 @@ template <class K>
 inline void sum_tile(const PackedLinear& weights, const Plan& plan, int tile, bool last, const Operand& rows, int row0,
                      int num_rows, uint8_t* acc) {
   const LinearShape& shape = weights.shape;
-  const int chunks = divide_up(num_rows, K::kRows);
+  const int chunks = divide_up(num_rows, K::rows_at_once(shape.dtype));
   const int per_row = sums_per_row(shape);
   const int size = shape.dtype == DType::f32 ? 4 : shape.dtype == DType::bf16 ? 2 : 1;
   const uint8_t* from = weights.data + tile * tile_bytes(shape);
@@ -233,7 +233,7 @@ inline void sum_tile(const PackedLinear& weights, const Plan& plan, int tile, bo
 template <class K>
 void linear(const PackedLinear& weights, const Operand& rows, int m, const LinearOut& out, WorkCounter& counter,
             const Worker& worker) {
-  const Plan plan = plan_of(weights.shape, m, worker.count, K::kRows);
+  const Plan plan = plan_of(weights.shape, m, worker.count, K::rows_at_once(weights.shape.dtype));
   alignas(64) uint8_t acc[kMaxRows * kTile * 4];
   const int shares = plan.tile_shares * plan.row_blocks;
   for (int share = counter.take(); share < shares; share = counter.take()) {

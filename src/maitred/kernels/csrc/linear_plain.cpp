@@ -35,7 +35,7 @@ struct One {
 
 struct Plain {
   using V = One;
-  static constexpr int kRows = 4;
+  static int rows_at_once(DType) { return 4; }
 
   static One from_int32(const int32_t* from) { return {static_cast<float>(*from)}; }
   static void store_bf16(uint16_t* to, One v) { *to = float_to_bf16(v.x); }
