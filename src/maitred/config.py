@@ -199,6 +199,19 @@ class ServerConfig:
     """Largest n a request may ask for, at most 128."""
     max_concurrent_requests: int = 10_000
     """Requests held at once, queued ones included; more are answered 503."""
+    max_connections: int = 16_384
+    """Connections held at once, idle ones included; more are answered 503."""
+    header_timeout_s: float = 10.0
+    """A client that connects must send a request's head within this (s); 0.1 to 600."""
+    body_timeout_s: float = 10.0
+    """And its body within this (s), plus a second for each 16 KiB that came; 0.1 to 600."""
+    send_timeout_s: float = 60.0
+    """A client that takes nothing of an answer for this long (s) is dropped, and its request with it."""
+    ssl_certfile: str | None = None
+    """PEM file with the certificate chain; with it the server speaks HTTPS (TLS 1.2 and later). When the file changes,
+    or at SIGHUP, it is read again, and no connection ends."""
+    ssl_keyfile: str | None = None
+    """PEM file with the certificate's key; None is the certificate's own file."""
     drain_timeout_s: float = 30.0
     """After SIGTERM, requests in flight may take this long (s); then, or at a second signal, they end with an error."""
     decode_timeout_s: float = 10.0
@@ -222,6 +235,11 @@ class ServerConfig:
             raise ConfigError(f"default_max_n is {self.default_max_n}; it must be from 1 to 128")
         _require_at_least("max_body_bytes", self.max_body_bytes, 1)
         _require_at_least("max_concurrent_requests", self.max_concurrent_requests, 1)
+        _require_at_least("max_connections", self.max_connections, 1)
+        for name in ("header_timeout_s", "body_timeout_s", "send_timeout_s"):
+            _require_between(name, getattr(self, name), 0.1, 600.0)
+        if self.ssl_keyfile is not None and self.ssl_certfile is None:
+            raise ConfigError("ssl_keyfile is given without ssl_certfile; give both, or a certificate that has its key")
         _require_at_least("sse_keep_alive_s", self.sse_keep_alive_s, 0)
         _require_at_least("drain_timeout_s", self.drain_timeout_s, 0)
         _require_at_least("decode_timeout_s", self.decode_timeout_s, 0.001)

@@ -31,8 +31,8 @@ def _run(options: Options) -> int:
             tell_linears(plan.program, plan.isa),
             tell_buffers(plan.buffers),
             [
-                f"a step    reads {step_bytes(plan.program) / 1e6:,.1f} MB of weights, and {kv_bytes:,.0f} bytes of keys "
-                "and values for each token of context of each request"
+                f"a step    reads {step_bytes(plan.program) / 1e6:,.1f} MB of weights, and {kv_bytes:,.0f} bytes of "
+                "keys and values for each token of context of each request"
             ],
             ["fell back nothing"],
         )

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 # path -> (module that holds COMMAND, one line for the list)
 COMMANDS: dict[str, tuple[str, str]] = {
     "serve": ("maitred.cli.serve", "serve a model over HTTP, as OpenAI's API"),
+    "top": ("maitred.cli.top", "watch a server's slots, queue and KV cache in the terminal"),
+    "ps": ("maitred.cli.ps", "list the models that a server holds"),
     "chat": ("maitred.cli.chat", "talk to a model in the terminal, in process or at a URL"),
     "run": ("maitred.cli.run", "answer a file of OpenAI batch lines; resumes after a kill"),
     "bench serve": ("maitred.cli.bench", "load any OpenAI server and measure it"),
