@@ -49,6 +49,18 @@ class UnsupportedMediaType(RequestError):
     code = "unsupported_media_type"
 
 
+class RequestTooSlow(RequestError):
+    """The rest of the request did not come in time."""
+
+    code = "request_too_slow"
+
+
+class HeadTooLarge(RequestError):
+    """The request line and headers are more than any request needs."""
+
+    code = "head_too_large"
+
+
 class ErrorObject(msgspec.Struct, frozen=True):
     """What went wrong, as OpenAI's specification has it; all four keys are always there."""
 
@@ -84,6 +96,8 @@ _STATUS: tuple[tuple[type[BaseException], int, str, str | None], ...] = (
     (MethodNotAllowed, 405, "invalid_request_error", None),
     (RequestTooLarge, 413, "invalid_request_error", None),
     (UnsupportedMediaType, 415, "invalid_request_error", None),
+    (RequestTooSlow, 408, "invalid_request_error", None),
+    (HeadTooLarge, 431, "invalid_request_error", None),
     (RequestError, 400, "invalid_request_error", None),
     (RequestTimeout, 504, "server_error", None),
     (Unavailable, 503, "server_error", "server_unavailable"),

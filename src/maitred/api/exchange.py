@@ -11,7 +11,7 @@ import msgspec
 from starlette.types import Message, Receive, Scope, Send
 
 from maitred.api.auth import Caller
-from maitred.api.errors import ClientGone, HttpError, UnsupportedMediaType
+from maitred.api.errors import ClientGone, HttpError, RequestTooSlow, UnsupportedMediaType
 from maitred.errors import InvalidRequest, RequestTooLarge
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Header = tuple[bytes, bytes]
+TOO_SLOW = "maitred.too_slow"  # in the scope: the connection gave up on the body
 JSON_HEADERS = ((b"content-type", b"application/json"),)
 # "... - at `$.messages[0].content`", and for keys of an object "- at `key` in `$.logit_bias`"
 _PATH = re.compile(r" - at (?:`?key`? in )?`\$\.?([^`]*)`$")
@@ -69,6 +70,8 @@ class Exchange:
         while True:
             message = await self.receive()
             if message["type"] == "http.disconnect":
+                if TOO_SLOW in self.scope:
+                    raise RequestTooSlow("the body did not come in time")  # the client has been told
                 raise ClientGone
             chunk = message.get("body", b"")
             size += len(chunk)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from socket import socket
 from typing import Protocol, runtime_checkable
 
@@ -21,6 +22,7 @@ from starlette.types import Receive, Scope, Send
 
 from maitred.api import admin, health, live, openai_models, page, status
 from maitred.api.auth import Door, TenantSource
+from maitred.api.connection import GuardedConnection
 from maitred.api.edge import Edge
 from maitred.api.errors import MethodNotAllowed, http_error, shortened
 from maitred.api.exchange import Exchange
@@ -28,6 +30,7 @@ from maitred.api.logs import configure_logging
 from maitred.api.middleware import EXCHANGE, EdgeMiddleware
 from maitred.api.openai_chat import create_chat_completion
 from maitred.api.openai_completions import create_completion
+from maitred.api.tls import Certificate
 from maitred.api.usage import completions_usage
 from maitred.clock import Clock, WallClock
 from maitred.config import ServerConfig
@@ -201,7 +204,7 @@ class Server(uvicorn.Server):
                 host=config.host,
                 port=config.port,
                 loop="uvloop",
-                http="httptools",
+                http=partial(GuardedConnection, app.state.edge),  # type: ignore[arg-type]
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -211,6 +214,11 @@ class Server(uvicorn.Server):
                 timeout_keep_alive=75,
             )
         )
+        self._certificate: Certificate | None = None
+        if config.ssl_certfile is not None:
+            self._certificate = Certificate(config.ssl_certfile, config.ssl_keyfile)
+            self.config.load()
+            self.config.ssl = self._certificate.context
         self._edge: Edge = app.state.edge
         self._drain_timeout_s = config.drain_timeout_s
         self._draining: asyncio.Task[None] | None = None
@@ -220,6 +228,8 @@ class Server(uvicorn.Server):
         if isinstance(self._edge.replica, Attachable):
             self._edge.replica.attach(asyncio.get_running_loop())
         await super().startup(sockets)
+        if self._certificate is not None:
+            self._freshening = asyncio.create_task(self._certificate.keep_fresh())
         if self._on_listening is not None:
             host, port = (sockets or [s for server in self.servers for s in server.sockets])[0].getsockname()[:2]
             self._on_listening(host, port)
@@ -227,6 +237,8 @@ class Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket] | None = None) -> None:
         if self._draining is None:  # no signal: somebody set should_exit
             await self._drain()
+        if self._certificate is not None:
+            self._freshening.cancel()
         self.config.timeout_graceful_shutdown = int(CUT_S)
         try:
             await super().shutdown(sockets)
@@ -247,6 +259,7 @@ class Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         loop = asyncio.get_running_loop()
         signals = (signal.SIGTERM, signal.SIGINT)
+        hangup = self._certificate.hearing_hangup(loop) if self._certificate is not None else nullcontext()
         try:
             for number in signals:
                 loop.add_signal_handler(number, self._signalled)
@@ -254,7 +267,8 @@ class Server(uvicorn.Server):
             yield
             return
         try:
-            yield
+            with hangup:
+                yield
         finally:
             for number in signals:
                 loop.remove_signal_handler(number)

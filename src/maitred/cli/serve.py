@@ -45,7 +45,13 @@ def _run(options: Options) -> int:
                 ledger=ledger,
                 admission=engine.admission,
                 on_listening=lambda host, port: tell(
-                    _welcome(engine.model.names[0], host, port, has_keys=bool(server.api_keys or tenants))
+                    _welcome(
+                        engine.model.names[0],
+                        host,
+                        port,
+                        has_keys=bool(server.api_keys or tenants),
+                        scheme="https" if server.ssl_certfile is not None else "http",
+                    )
                 ),
             )
         except OSError as error:
@@ -104,10 +110,10 @@ def _teller(server: ServerConfig) -> Callable[[str], None]:
     return note if server.log_level in ("debug", "info") else lambda line: None
 
 
-def _welcome(model: str, host: str, port: int, *, has_keys: bool) -> str:
+def _welcome(model: str, host: str, port: int, *, has_keys: bool, scheme: str = "http") -> str:
     """What is served where, and the next thing to type."""
     shown = "127.0.0.1" if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
-    url = f"http://{shown}:{port}"
+    url = f"{scheme}://{shown}:{port}"
     key = " --api-key KEY" if has_keys else ""
     return f"maitred serves {model} on {url}   (try: maitred chat --url {url}{key})"
 

@@ -1,0 +1,266 @@
+"""One connection's patience and limits, beneath HTTP: slow or silent clients, endless heads, those who do not read.
+
+uvicorn parses and answers; what it has no bounds for is bounded here. Nothing of a refused request reaches a route.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import socket
+from collections.abc import Callable
+from enum import Enum
+from typing import Any, NoReturn
+
+from uvicorn.config import Config
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.server import ServerState
+
+from maitred.api.edge import Edge
+from maitred.api.errors import HeadTooLarge, RequestTooSlow, http_error
+from maitred.api.exchange import TOO_SLOW
+from maitred.api.logs import ACCESS, log_fields
+from maitred.errors import InvalidRequest, RequestError, Unavailable
+
+MAX_HEAD_BYTES = 64 * 1024  # request line and headers; trailers besides
+MAX_HEADERS = 100
+MAX_PIPELINED = 16  # requests that wait for the answers before theirs
+MIN_BODY_BYTES_PER_S = 16 * 1024  # each so many bytes of a body give it a second more
+LINGER_S = 5.0  # to read on after an answer that did not wait for the body; closing at once could lose the answer
+SEND_BUFFER_BYTES = 256 * 1024  # in the kernel, for each connection; it would take megabytes for a client that stalls
+HOST = re.compile(rb"[A-Za-z0-9._:\[\]%~-]*")
+
+
+class Phase(Enum):
+    """What the client is sending."""
+
+    NOTHING = 0
+    HEAD = 1
+    BODY = 2
+
+
+class _Refused(Exception):
+    """Stops the parser; what the client hears is kept in the connection."""
+
+
+class GuardedConnection(HttpToolsProtocol):
+    """uvicorn's protocol with deadlines and limits. One timer for reading, armed only while something is missing."""
+
+    def __init__(
+        self,
+        edge: Edge,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self._edge, self._limits = edge, edge.config
+        self._phase = Phase.NOTHING
+        self._num_messages = 0  # begun
+        self._num_head_bytes = self._num_body_bytes = 0
+        self._body_began_at = 0.0
+        self._refusal: RequestError | Unavailable | None = None
+        self._reading_timer: asyncio.TimerHandle | None = None
+        self._writing_timer: asyncio.TimerHandle | None = None
+
+    # the connection
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        plain = transport.get_extra_info("socket")
+        if plain is not None and plain.family != socket.AF_UNIX:
+            plain.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+        limit = self._limits.max_connections
+        if len(self.connections) > limit:
+            self._refuse(Unavailable(f"the server holds {limit} connections, its limit; try again", retry_after_s=1.0))
+            return
+        self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_reading_timer()
+        self._stop_writing_timer()
+        self._unset_keepalive_if_required()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._refusal is not None:
+            return
+        phase, num_messages = self._phase, self._num_messages
+        if phase is not Phase.BODY:
+            self._num_head_bytes += len(data)  # of a head that is whole now this was too much, and no longer counts
+        super().data_received(data)
+        if self._is_refused():
+            return
+        if self._phase is Phase.BODY:
+            if self._reading_timer is None:
+                self._await_body()
+        elif self._phase is Phase.HEAD or (num_messages == self._num_messages and phase is Phase.NOTHING):
+            if self._num_head_bytes > MAX_HEAD_BYTES:
+                self._refuse(HeadTooLarge(f"the request's head is over the limit of {MAX_HEAD_BYTES} bytes"))
+            elif self._reading_timer is None:
+                self._await_head()
+
+    def _is_refused(self) -> bool:
+        return self._refusal is not None
+
+    # the parser
+
+    def on_message_begin(self) -> None:
+        self._phase = Phase.HEAD
+        self._num_messages += 1
+        self._size = 0
+        super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        self._grow(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._grow(len(name) + len(value))
+        if self._phase is Phase.BODY:  # a trailer: the request began without it, and goes on without it
+            return
+        if len(self.headers) >= MAX_HEADERS:
+            self._stop(HeadTooLarge(f"the request has more than {MAX_HEADERS} headers"))
+        super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self._check_host()
+        if len(self.pipeline) >= MAX_PIPELINED:
+            self._stop(InvalidRequest(f"over {MAX_PIPELINED} requests wait on one connection; wait for their answers"))
+        self._stop_reading_timer()
+        self._phase, self._num_body_bytes, self._num_head_bytes = Phase.BODY, 0, 0
+        self._body_began_at = self.loop.time()
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._num_body_bytes += len(body)
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._phase, self._num_head_bytes = Phase.NOTHING, 0
+        self._stop_reading_timer()
+        super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """What uvicorn calls when the parser stopped: for our reason, or because it could not go on."""
+        self._refuse(self._refusal or InvalidRequest(f"{msg.rstrip('.')}; this port speaks HTTP/1.1"))
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Nothing: the request is answered as if it had not asked, and anybody could fill the log."""
+
+    def _grow(self, num_bytes: int) -> None:
+        self._size += num_bytes
+        if self._size > MAX_HEAD_BYTES:
+            self._stop(HeadTooLarge(f"the request's head is over the limit of {MAX_HEAD_BYTES} bytes"))
+
+    def _check_host(self) -> None:
+        """One host, of characters that hosts have (RFC 9112, 3.2). Nothing here is decided by it."""
+        hosts = [value for name, value in self.headers if name == b"host"]
+        if len(hosts) > 1 or (not hosts and self.parser.get_http_version() == "1.1"):
+            self._stop(InvalidRequest(f"the request has {len(hosts)} Host headers; send one"))
+        if hosts and not HOST.fullmatch(hosts[0]):
+            self._stop(InvalidRequest("the Host header is no host"))
+
+    def _stop(self, error: RequestError) -> NoReturn:
+        """From within a callback of the parser, which then ends in `send_400_response`."""
+        self._refusal = error
+        raise _Refused
+
+    # the answers
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._phase is Phase.BODY and self.cycle.response_complete and not self.transport.is_closing():
+            self._start_reading_timer(LINGER_S, self.transport.close)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._writing_timer is None:
+            self._writing_timer = self.loop.call_later(self._limits.send_timeout_s, self._reads_too_slowly)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stop_writing_timer()
+
+    def _reads_too_slowly(self) -> None:
+        """What is buffered will never leave, so it goes with the connection; the request hears of a client gone."""
+        self._writing_timer = None
+        self._note(499, "slow_reader")
+        self.transport.abort()
+
+    # deadlines
+
+    def _await_head(self) -> None:
+        self._start_reading_timer(self._limits.header_timeout_s, self._head_is_late)
+
+    def _head_is_late(self) -> None:
+        self._reading_timer = None
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._await_head()  # it is still being answered, and need not say more before that
+        elif self._num_head_bytes == 0:
+            self.transport.close()  # it never said anything
+        else:
+            self._refuse(RequestTooSlow(f"the request's head did not come within {self._limits.header_timeout_s:g} s"))
+
+    def _await_body(self) -> None:
+        allowed_s = self._limits.body_timeout_s + self._num_body_bytes / MIN_BODY_BYTES_PER_S
+        left_s = self._body_began_at + allowed_s - self.loop.time()
+        self._start_reading_timer(max(0.0, left_s), self._body_is_late)
+
+    def _body_is_late(self) -> None:
+        self._reading_timer = None
+        allowed_s = self._limits.body_timeout_s + self._num_body_bytes / MIN_BODY_BYTES_PER_S
+        if self.flow.read_paused:  # for us
+            self._start_reading_timer(self._limits.body_timeout_s, self._body_is_late)
+        elif self.loop.time() < self._body_began_at + allowed_s:  # more came since
+            self._await_body()
+        else:
+            self.scope[TOO_SLOW] = True  # type: ignore[literal-required]
+            self._refuse(
+                RequestTooSlow(
+                    f"after {allowed_s:.0f} s only {self._num_body_bytes} bytes of the body had come; it may take "
+                    f"{self._limits.body_timeout_s:g} s, and a second more for each {MIN_BODY_BYTES_PER_S} bytes"
+                )
+            )
+
+    def _start_reading_timer(self, seconds: float, late: Callable[[], None]) -> None:
+        self._stop_reading_timer()
+        self._reading_timer = self.loop.call_later(seconds, late)
+
+    def _stop_reading_timer(self) -> None:
+        if self._reading_timer is not None:
+            self._reading_timer.cancel()
+            self._reading_timer = None
+
+    def _stop_writing_timer(self) -> None:
+        if self._writing_timer is not None:
+            self._writing_timer.cancel()
+            self._writing_timer = None
+
+    # refusals
+
+    def _refuse(self, error: RequestError | Unavailable) -> None:
+        """Answer below the application and hang up; in the middle of another answer, only hang up."""
+        self._refusal = error
+        self._stop_reading_timer()
+        answer = http_error(error)
+        answering = self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete
+        if not answering and not self.transport.is_closing():
+            body = answer.encoded()
+            headers = (
+                (b"content-type", b"application/json"),
+                (b"content-length", b"%d" % len(body)),
+                (b"connection", b"close"),
+                *answer.headers,
+            )
+            lines = b"".join(b"%b: %b\r\n" % header for header in headers)
+            self.transport.write(STATUS_LINE[answer.status] + lines + b"\r\n" + body)
+            self._edge.metrics.http_answered("other", answer.status)
+        self._note(answer.status, answer.body.error.code)
+        self.transport.close()
+
+    def _note(self, status: int, code: str | None) -> None:
+        client = self.client[0] if self.client else None
+        log_fields(ACCESS, logging.INFO, "connection ended", {"status": status, "client": client, "error": code})

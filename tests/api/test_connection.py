@@ -1,0 +1,328 @@
+"""Deadlines and limits of one connection, on a loop whose time the test turns and a transport that only remembers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import uvicorn
+from uvicorn.server import ServerState
+
+from maitred.api.connection import MAX_HEAD_BYTES, MAX_HEADERS, MAX_PIPELINED, MIN_BODY_BYTES_PER_S, GuardedConnection
+from maitred.api.server import create_app
+from maitred.config import ServerConfig
+from tests.fakes_api import FakeReplica, make_model
+
+GET = b"GET /version HTTP/1.1\r\nhost: x\r\n"
+POST = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+
+
+@dataclass
+class Timer:
+    at: float
+    call: Callable[[], None]
+    cancelled: bool = False
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+class Task:
+    def add_done_callback(self, done: Callable[[Any], None]) -> None:
+        """It is never done."""
+
+
+@dataclass
+class FakeLoop:
+    now: float = 0.0
+    timers: list[Timer] = field(default_factory=list)
+    num_requests: int = 0
+
+    def time(self) -> float:
+        return self.now
+
+    def call_later(self, seconds: float, call: Callable[[], None]) -> Timer:
+        self.timers.append(Timer(self.now + seconds, call))
+        return self.timers[-1]
+
+    def create_task(self, answering: Coroutine[Any, Any, None]) -> Task:
+        answering.close()
+        self.num_requests += 1
+        return Task()
+
+    def advance(self, seconds: float) -> None:
+        until = self.now + seconds
+        while due := [timer for timer in self.timers if not timer.cancelled and timer.at <= until]:
+            timer = min(due, key=lambda timer: timer.at)
+            self.timers.remove(timer)
+            self.now = max(self.now, timer.at)
+            timer.call()
+        self.now = until
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(not timer.cancelled for timer in self.timers)
+
+
+@dataclass
+class FakeTransport:
+    written: bytes = b""
+    closed: bool = False
+    aborted: bool = False
+
+    def get_extra_info(self, name: str) -> Any:
+        return ("127.0.0.1", 1) if name in ("peername", "sockname") else None
+
+    def write(self, data: bytes) -> None:
+        self.written += data
+
+    def close(self) -> None:
+        self.closed = True
+
+    def abort(self) -> None:
+        self.aborted = True
+
+    def is_closing(self) -> bool:
+        return self.closed or self.aborted
+
+    def pause_reading(self) -> None: ...
+
+    def resume_reading(self) -> None: ...
+
+
+class World:
+    """A connection just made."""
+
+    def __init__(self, num_others: int = 0, **limits: Any) -> None:
+        app = create_app(FakeReplica(), make_model(), ServerConfig(**limits))
+        self.loop, self.transport = FakeLoop(), FakeTransport()
+        state = ServerState()
+        state.connections |= {object() for _ in range(num_others)}  # type: ignore[arg-type]
+        config = uvicorn.Config(app, lifespan="off", log_config=None, timeout_keep_alive=75)
+        self.connection = GuardedConnection(app.state.edge, config, state, {}, self.loop)  # type: ignore[arg-type]
+        self.connection.connection_made(self.transport)  # type: ignore[arg-type]
+
+    def send(self, data: bytes) -> None:
+        if not self.transport.is_closing():
+            self.connection.data_received(data)
+
+    def trickle(self, data: bytes, every_s: float) -> None:
+        """A byte at a time."""
+        for byte in data:
+            self.send(bytes([byte]))
+            self.loop.advance(every_s)
+
+    @property
+    def status(self) -> int | None:
+        """Of the answer below the application."""
+        return int(self.transport.written.split(b" ")[1]) if self.transport.written else None
+
+    @property
+    def code(self) -> str:
+        return str(json.loads(self.transport.written.partition(b"\r\n\r\n")[2])["error"]["code"])
+
+    def answered(self) -> None:
+        """As when the application ended its answer."""
+        self.connection.cycle.response_started = self.connection.cycle.response_complete = True
+        self.connection.on_response_complete()
+
+
+def test_who_connects_and_says_nothing_is_hung_up_on():
+    world = World()
+    world.loop.advance(9.9)
+    assert not world.transport.closed
+    world.loop.advance(0.2)
+    assert world.transport.closed
+    assert world.status is None
+
+
+@pytest.mark.parametrize("head", [GET + b"x-a: " + b"b" * 100, b"\r\n" * 100, b"G", POST[:20] * 3])
+def test_a_head_that_comes_a_byte_a_second_is_answered_408_after_its_time(head):
+    world = World()
+    world.trickle(head, 1.0)
+    world.loop.advance(10.0)
+    assert world.transport.closed
+    assert (world.status, world.code) == (408, "request_too_slow")
+    assert world.loop.now < 10.0 + len(head) + 10.0
+    assert world.loop.num_requests == 0
+
+
+def test_a_body_that_comes_a_byte_a_second_is_answered_408_after_its_time():
+    world = World()
+    world.send(POST + b"content-length: 1000\r\n\r\n")
+    assert world.loop.num_requests == 1
+    world.trickle(b"x" * 9, 1.0)
+    assert not world.transport.closed
+    world.loop.advance(1.1)
+    assert (world.status, world.code, world.transport.closed) == (408, "request_too_slow", True)
+
+
+def test_a_large_body_gets_the_time_that_a_slow_line_needs():
+    world = World()
+    world.send(POST + b"content-length: %d\r\n\r\n" % (100 * MIN_BODY_BYTES_PER_S))
+    for _ in range(99):
+        world.loop.advance(1.0)
+        world.send(b"x" * MIN_BODY_BYTES_PER_S)
+        world.connection.flow.resume_reading()  # as the application does when it takes what came
+    assert not world.transport.is_closing()
+    world.send(b"x" * MIN_BODY_BYTES_PER_S)
+    assert world.loop.num_waiting == 0, "it is whole, so nothing is waited for"
+
+
+def test_a_body_that_we_do_not_take_is_not_the_clients_fault():
+    world = World()
+    world.send(POST + b"content-length: 1000000\r\n\r\n" + b"x" * 100_000)  # reading pauses until it is taken
+    world.loop.advance(100.0)
+    assert not world.transport.is_closing()
+
+
+def test_a_request_that_comes_whole_leaves_no_timer():
+    world = World()
+    world.send(GET + b"\r\n")
+    assert world.loop.num_waiting == 0
+    world.loop.advance(1000.0)
+    assert not world.transport.is_closing(), "its answer may take as long as it takes"
+
+
+def test_a_second_request_on_a_connection_has_the_same_deadline():
+    world = World()
+    world.send(GET + b"\r\n")
+    world.answered()
+    world.loop.advance(50.0)
+    world.send(GET)
+    world.loop.advance(10.1)
+    assert world.status == 408
+
+
+def test_an_idle_connection_is_kept_for_a_while_and_no_longer():
+    world = World()
+    world.send(GET + b"\r\n")
+    world.answered()
+    world.loop.advance(74.0)
+    assert not world.transport.closed
+    world.loop.advance(100.0)
+    assert world.transport.closed
+
+
+def test_a_stray_line_end_does_not_cut_the_answer_under_way():
+    world = World()
+    world.send(POST + b"content-length: 2\r\n\r\n{}")
+    world.send(b"\r\n")
+    world.loop.advance(500.0)
+    assert not world.transport.is_closing()
+    assert world.transport.written == b""
+
+
+def test_an_answer_that_did_not_wait_for_the_body_does_not_make_it_endless():
+    world = World()
+    world.send(POST + b"content-length: 99999999\r\n\r\n" + b"x")
+    world.answered()
+    for _ in range(8):
+        world.send(b"x" * 1_000_000)
+        world.loop.advance(1.0)
+    assert world.transport.closed
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"GET /" + b"a" * MAX_HEAD_BYTES + b" HTTP/1.1\r\nhost: x\r\n\r\n",
+        b"GET /" + b"a" * MAX_HEAD_BYTES,
+        GET + b"x: " + b"a" * MAX_HEAD_BYTES + b"\r\n\r\n",
+        GET + b"a" * (MAX_HEAD_BYTES + 1),
+        GET + b"".join(b"x-%d: %s\r\n" % (i, b"a" * 1000) for i in range(70)) + b"\r\n",
+        GET + b"x: y\r\n" * MAX_HEADERS + b"\r\n",
+        b"\r\n" * MAX_HEAD_BYTES,
+    ],
+)
+@pytest.mark.parametrize("piece", [10**9, 5000])
+def test_a_head_without_measure_is_answered_431_and_reaches_nobody(head, piece):
+    world = World()
+    for start in range(0, len(head), piece):
+        world.send(head[start : start + piece])
+    assert (world.status, world.code, world.transport.closed) == (431, "head_too_large", True)
+    assert world.loop.num_requests == 0
+
+
+def test_a_large_head_within_the_limits_is_taken():
+    world = World()
+    headers = b"".join(b"x-%d: %s\r\n" % (i, b"a" * 600) for i in range(MAX_HEADERS - 1))
+    world.send(GET + headers + b"\r\n")
+    assert world.loop.num_requests == 1
+    assert not world.transport.is_closing()
+
+
+def test_trailers_add_nothing_to_a_request_and_are_bounded():
+    world = World()
+    world.send(POST + b"transfer-encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\nauthorization: Bearer x\r\n")
+    assert b"authorization" not in dict(world.connection.scope["headers"])
+    world.send(b"x: " + b"a" * MAX_HEAD_BYTES + b"\r\n\r\n")
+    assert world.transport.closed
+
+
+def test_requests_sent_ahead_of_their_answers_are_bounded():
+    world = World()
+    world.send((GET + b"\r\n") * 10_000)
+    assert world.transport.closed
+    assert len(world.connection.pipeline) == MAX_PIPELINED
+
+
+@pytest.mark.parametrize(
+    "hosts", [b"", b"host: a\r\nhost: b\r\n", b"host: a/b\r\n", b"host: a b\r\n", b"host: a@b\r\n"]
+)
+def test_a_request_names_one_host_that_is_one(hosts):
+    world = World()
+    world.send(b"GET /version HTTP/1.1\r\n" + hosts + b"\r\n")
+    assert (world.status, world.transport.closed, world.loop.num_requests) == (400, True, 0)
+
+
+def test_the_first_version_of_http_needs_no_host():
+    world = World()
+    world.send(b"GET /version HTTP/1.0\r\n\r\n")
+    assert world.loop.num_requests == 1
+
+
+def test_nonsense_is_answered_400_as_json():
+    world = World()
+    world.send(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03")
+    assert world.status == 400
+    assert "HTTP/1.1" in json.loads(world.transport.written.partition(b"\r\n\r\n")[2])["error"]["message"]
+
+
+def test_nonsense_in_the_middle_of_an_answer_adds_nothing_to_it():
+    world = World()
+    world.send(GET + b"\r\n")
+    world.connection.cycle.response_started = True
+    world.send(b"\x00\x01\x02\r\n\r\n")
+    assert world.transport.closed
+    assert world.transport.written == b""
+
+
+def test_who_takes_nothing_of_an_answer_is_dropped():
+    world = World()
+    world.send(GET + b"\r\n")
+    world.connection.pause_writing()  # what the transport calls when its buffer is full
+    world.loop.advance(59.0)
+    world.connection.resume_writing()
+    world.loop.advance(100.0)
+    assert not world.transport.aborted
+    world.connection.pause_writing()
+    world.loop.advance(60.1)
+    assert world.transport.aborted
+
+
+def test_one_connection_too_many_is_told_so():
+    world = World(num_others=5, max_connections=5)
+    assert (world.status, world.transport.closed) == (503, True)
+    assert b"retry-after: 1\r\n" in world.transport.written
+
+
+def test_nothing_is_waited_for_when_the_client_left():
+    world = World()
+    world.send(POST + b"content-length: 10\r\n\r\n")
+    world.connection.pause_writing()
+    world.connection.connection_lost(None)
+    assert world.loop.num_waiting == 0
