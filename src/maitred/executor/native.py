@@ -96,7 +96,7 @@ class NativeExecutor:
         self._states.clear()
         self._host = None
         self._runner.close()
-        del self._runner, self.pool
+        del self._runner, self.pool, self._sample_rows
 
     def _take_plan(self, plan: SchedulerOutput) -> list[RowWork]:
         """All of the plan but the computing: what to forget, learn and copy, and each row's block table."""

@@ -8,8 +8,8 @@ from maitred.config import CacheConfig, ModelConfig, SchedulerConfig
 from maitred.errors import ConfigError, KernelError
 from maitred.executor.native import NativeExecutor
 from maitred.executor.native_program import NativeProgram, most_logits
+from maitred.executor.native_sampler import NativeSampler
 from maitred.executor.native_swap import NativeHostPool
-from maitred.executor.sampler import sample_rows
 from maitred.kernels import _native
 from maitred.kernels.attention import LARGEST_HEAD, make_kv_pool
 from maitred.model.checkpoint import Checkpoint
@@ -126,6 +126,7 @@ class NativePlan:
             isa=self.isa,
         )
         host = NativeHostPool(pool, num_host_blocks, threads) if num_host_blocks else None
+        sample_rows = NativeSampler(threads, isa=self.isa).sample_rows
         return NativeExecutor(runner, pool, sample_rows, block_size=self.block_size, host=host)
 
 

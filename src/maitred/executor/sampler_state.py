@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +15,21 @@ NEGATIVE_INFINITY = np.float32(-np.inf)
 
 LogitsRow = NDArray[np.float32]  # [V], one row of logits
 TokenIds = NDArray[np.int64]
+
+
+class LogitChanges(NamedTuple):
+    """What `RequestSampler.apply` would do now, as the native sampler takes it; fields in the order they act."""
+
+    allowed_ids: TokenIds | None
+    banned_ids: TokenIds
+    bias_ids: TokenIds
+    bias_values: NDArray[np.float32]
+    repetition_penalty: float
+    known_ids: TokenIds
+    frequency_penalty: float
+    presence_penalty: float
+    output_ids: TokenIds
+    output_counts: NDArray[np.float32]
 
 
 def check_sampling_tokens(sampling: SamplingParams, vocab_size: int) -> None:
@@ -121,6 +137,28 @@ class RequestSampler:
             self._tail.append(token_id)
             del self._tail[: -self._tail_length]
 
+    def changes(self) -> LogitChanges:
+        """The same as `apply`, as data; its arrays are good until the next `append`."""
+        p = self.sampling
+        banned = self._banned_ids
+        ends = [word[-1] for word in self._banned_sequences if tuple(self._tail[1 - len(word) :]) == word[:-1]]
+        if ends:
+            banned = np.concatenate([banned, _token_array(ends)])
+        if self.num_output_tokens < p.min_tokens:
+            banned = np.concatenate([banned, self._min_tokens_ids])
+        return LogitChanges(
+            self._allowed_ids,
+            banned,
+            self._bias_ids,
+            self._bias_values,
+            p.repetition_penalty,
+            self._known.ids if p.repetition_penalty != 1.0 else _NO_IDS,
+            p.frequency_penalty,
+            p.presence_penalty,
+            self._output.ids,
+            self._output.counts,
+        )
+
     def apply(self, logits_V: LogitsRow) -> None:
         """Masks, bias and penalties, in place: steps 3 to 6 of the order in `sampler`."""
         if self._allowed_ids is not None:
@@ -158,6 +196,9 @@ class RequestSampler:
 
 def _token_array(token_ids: Iterable[int]) -> TokenIds:
     return np.array(list(token_ids), dtype=np.int64)
+
+
+_NO_IDS: TokenIds = _token_array(())
 
 
 class _TokenCounts:

@@ -1,0 +1,120 @@
+// The sampler's passes over a row with AVX2.
+#include <immintrin.h>
+
+#include "sampler.h"
+#include "sampler_exp.h"
+
+namespace maitred {
+namespace {
+
+inline __m256d term(int k) { return _mm256_set1_pd(kExp2Terms[k]); }
+
+inline __m256d weight_of(__m128 x, __m256d largest, __m256d slope) {
+  const __m256d magic = _mm256_set1_pd(kMagic);
+  const __m256d y = _mm256_mul_pd(_mm256_sub_pd(_mm256_cvtps_pd(x), largest), slope);
+  const __m256d t = _mm256_add_pd(y, magic);
+  const __m256d f = _mm256_sub_pd(y, _mm256_sub_pd(t, magic));
+  const __m256d f2 = _mm256_mul_pd(f, f), f4 = _mm256_mul_pd(f2, f2), f8 = _mm256_mul_pd(f4, f4);
+  const __m256d low = _mm256_fmadd_pd(_mm256_fmadd_pd(term(3), f, term(2)), f2, _mm256_fmadd_pd(term(1), f, term(0)));
+  const __m256d middle =
+      _mm256_fmadd_pd(_mm256_fmadd_pd(term(7), f, term(6)), f2, _mm256_fmadd_pd(term(5), f, term(4)));
+  const __m256d high =
+      _mm256_fmadd_pd(_mm256_fmadd_pd(term(11), f, term(10)), f2, _mm256_fmadd_pd(term(9), f, term(8)));
+  const __m256d p = _mm256_fmadd_pd(high, f8, _mm256_fmadd_pd(middle, f4, low));
+  const __m256i scaled = _mm256_add_epi64(_mm256_castpd_si256(p), _mm256_slli_epi64(_mm256_castpd_si256(t), 52));
+  const __m256d above_zero = _mm256_cmp_pd(y, _mm256_set1_pd(kLowestPower), _CMP_GE_OQ);
+  return _mm256_and_pd(above_zero, _mm256_castsi256_pd(scaled));
+}
+
+// Values 0 to 7 from x, those from `count` on as `absent`.
+inline __m256 load_some(const float* x, int64_t count, float absent) {
+  alignas(32) float values[8];
+  for (int64_t i = 0; i < 8; ++i) values[i] = i < count ? x[i] : absent;
+  return _mm256_load_ps(values);
+}
+
+bool scan(const float* x, int64_t n, float* group_max) {
+  const __m256 nothing = _mm256_set1_ps(-__builtin_inff());
+  __m256 nans = _mm256_setzero_ps();
+  for (int64_t begin = 0; begin < n; begin += kBlock, group_max += kLanes) {
+    const int64_t end = begin + kBlock < n ? begin + kBlock : n;
+    __m256 low = nothing, high = nothing;
+    for (int64_t i = begin; i < end; i += 16) {
+      const bool whole = end - i >= 16;
+      const __m256 a = whole ? _mm256_loadu_ps(x + i) : load_some(x + i, end - i, -__builtin_inff());
+      const __m256 b = whole ? _mm256_loadu_ps(x + i + 8) : load_some(x + i + 8, end - i - 8, -__builtin_inff());
+      nans = _mm256_or_ps(nans, _mm256_cmp_ps(a, b, _CMP_UNORD_Q));
+      low = _mm256_max_ps(low, a);
+      high = _mm256_max_ps(high, b);
+    }
+    _mm256_storeu_ps(group_max, low);
+    _mm256_storeu_ps(group_max + 8, high);
+  }
+  return _mm256_movemask_ps(nans) != 0;
+}
+
+void weigh(const float* x, int64_t n, float low, double largest, double sharpness, double* block_sums) {
+  const __m256d largest_4 = _mm256_set1_pd(largest), slope_4 = _mm256_set1_pd(sharpness * kLog2e);
+  const __m128 low_4 = _mm_set1_ps(low);
+  for (int64_t begin = 0; begin < n; begin += kBlock, ++block_sums) {
+    const int64_t end = begin + kBlock < n ? begin + kBlock : n;
+    __m256d sums[2] = {_mm256_setzero_pd(), _mm256_setzero_pd()};
+    for (int64_t i = begin; i < end; i += 8) {
+      const __m256 value = end - i >= 8 ? _mm256_loadu_ps(x + i) : load_some(x + i, end - i, -__builtin_inff());
+      const __m128 halves[2] = {_mm256_castps256_ps128(value), _mm256_extractf128_ps(value, 1)};
+      for (int half = 0; half < 2; ++half) {
+        const __m128i counts = _mm_castps_si128(_mm_cmpge_ps(halves[half], low_4));
+        const __m256d weight = weight_of(halves[half], largest_4, slope_4);
+        const __m256d kept = _mm256_and_pd(_mm256_castsi256_pd(_mm256_cvtepi32_epi64(counts)), weight);
+        sums[half] = _mm256_add_pd(sums[half], kept);
+      }
+    }
+    double s[8];
+    _mm256_storeu_pd(s, sums[0]);
+    _mm256_storeu_pd(s + 4, sums[1]);
+    *block_sums = ((s[0] + s[4]) + (s[2] + s[6])) + ((s[1] + s[5]) + (s[3] + s[7]));
+  }
+}
+
+int64_t collect(const float* x, int64_t n, float low, float high, int32_t first, int32_t* ids) {
+  const __m256 low_8 = _mm256_set1_ps(low), high_8 = _mm256_set1_ps(high);
+  int64_t count = 0;
+  for (int64_t i = 0; i < n; i += 8) {
+    const __m256 value = n - i >= 8 ? _mm256_loadu_ps(x + i) : load_some(x + i, n - i, __builtin_nanf(""));
+    const __m256 inside =
+        _mm256_and_ps(_mm256_cmp_ps(value, low_8, _CMP_GE_OQ), _mm256_cmp_ps(value, high_8, _CMP_LT_OQ));
+    for (int mask = _mm256_movemask_ps(inside); mask != 0; mask &= mask - 1)
+      ids[count++] = first + static_cast<int32_t>(i) + __builtin_ctz(static_cast<unsigned>(mask));
+  }
+  return count;
+}
+
+void weights(const float* x, int64_t n, double largest, double sharpness, double* weights) {
+  const __m256d largest_4 = _mm256_set1_pd(largest), slope_4 = _mm256_set1_pd(sharpness * kLog2e);
+  int64_t i = 0;
+  for (; i + 4 <= n; i += 4) _mm256_storeu_pd(weights + i, weight_of(_mm_loadu_ps(x + i), largest_4, slope_4));
+  if (i == n) return;
+  double last[4];
+  const __m128 value = _mm256_castps256_ps128(load_some(x + i, n - i, 0.0F));
+  _mm256_storeu_pd(last, weight_of(value, largest_4, slope_4));
+  for (int64_t j = 0; i + j < n; ++j) weights[i + j] = last[j];
+}
+
+int64_t count_above(const float* x, int64_t n, float value) {
+  const __m256 value_8 = _mm256_set1_ps(value);
+  int64_t count = 0;
+  for (int64_t i = 0; i < n; i += 8) {
+    const __m256 a = n - i >= 8 ? _mm256_loadu_ps(x + i) : load_some(x + i, n - i, -__builtin_inff());
+    count += __builtin_popcount(static_cast<unsigned>(_mm256_movemask_ps(_mm256_cmp_ps(a, value_8, _CMP_GT_OQ))));
+  }
+  return count;
+}
+
+}  // namespace
+
+const SamplerKernels& sampler_avx2() {
+  static const SamplerKernels kernels{scan, weigh, collect, weights, count_above};
+  return kernels;
+}
+
+}  // namespace maitred

@@ -1,0 +1,218 @@
+"""The native sampler against the numpy one: the same token for the same row, on every instruction set there is.
+
+Sums run in another order than numpy's, so a draw may differ where the random number falls within rounding of an edge.
+Such draws have a chance of about 1e-12 each here; the cases with exact edges (equal logits) have exact sums.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from maitred.errors import KernelError
+from maitred.executor.native_sampler import NativeSampler
+from maitred.executor.sampler import RequestSampler, SampledToken, sample_rows
+from maitred.executor.sampler_state import LogitsRow
+from maitred.kernels import _native
+from maitred.kernels.sampler import Sampler
+from maitred.request import SamplingParams
+from tests.executor.test_sampler_properties import MIXED, make_sampler, worlds
+
+ISAS = _native.available_isas()
+INF = math.inf
+POOL = _native.ThreadPool(2)
+NATIVE = {isa: NativeSampler(POOL, isa=isa) for isa in ISAS}
+
+# parameters x the shapes of rows that take different ways through the code
+DRAWS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 0.3},
+    {"temperature": 5.0},
+    {"top_k": 1},
+    {"top_k": 50},
+    {"top_k": 3000},
+    {"min_p": 0.05},
+    {"min_p": 1e-12},
+    {"top_p": 0.05},
+    {"top_p": 0.6},
+    {"top_p": 0.95},
+    {"top_p": 0.999},
+    {"top_k": 50, "top_p": 0.95},
+    {"top_k": 1000, "min_p": 0.02, "top_p": 0.7},
+    {"min_p": 0.001, "top_p": 0.9, "temperature": 1.7},
+]
+SCALES = [0.001, 0.1, 0.6, 3.0, 12.0]  # flat to peaked
+
+
+def rows_of(num_rows: int, vocab_size: int, scale: float, seed: int = 0) -> LogitsRow:
+    return (np.random.default_rng(seed).standard_normal((num_rows, vocab_size)) * scale).astype(np.float32)
+
+
+def samplers_for(num_rows: int, vocab_size: int, **params: Any) -> list[RequestSampler]:
+    return [make_sampler(SamplingParams(**params), vocab_size, seed=row) for row in range(num_rows)]
+
+
+def assert_same(ours: list[SampledToken], theirs: list[SampledToken]) -> None:
+    assert [(s.token_id, s.error) for s in ours] == [(s.token_id, s.error) for s in theirs]
+    for a, b in zip(ours, theirs, strict=True):
+        assert (a.logprobs is None) == (b.logprobs is None)
+        if a.logprobs is not None and b.logprobs is not None:
+            assert (a.logprobs.token_ids, a.logprobs.ranks) == (b.logprobs.token_ids, b.logprobs.ranks)
+            assert a.logprobs.logprobs == pytest.approx(b.logprobs.logprobs, abs=1e-10)
+
+
+def assert_all_agree(logits_RV: LogitsRow, samplers: list[RequestSampler]) -> None:
+    expected = sample_rows(logits_RV.copy(), samplers)
+    for isa in ISAS:
+        assert_same(NATIVE[isa].sample_rows(logits_RV.copy(), samplers), expected)
+
+
+@settings(max_examples=600, deadline=None)
+@given(worlds(), st.none() | st.integers(0, 5))
+def test_every_parameter_gives_the_numpy_samplers_token(
+    world: tuple[LogitsRow, dict[str, Any], list[int], list[int], int], logprobs: int | None
+):
+    logits_V, params, prompt, output, seed = world
+    p = SamplingParams(max_tokens=100, logprobs=logprobs, **params)
+    sampler = make_sampler(p, len(logits_V), seed, prompt_token_ids=prompt, output_token_ids=output)
+    assert_all_agree(logits_V[None], [sampler])
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("params", DRAWS, ids=str)
+def test_a_large_vocabulary_gives_the_numpy_samplers_tokens(params: dict[str, Any], scale: float):
+    for vocab_size in (1023, 20_000, 50_257):
+        assert_all_agree(rows_of(6, vocab_size, scale), samplers_for(6, vocab_size, **params))
+
+
+@pytest.mark.parametrize("params", DRAWS, ids=str)
+def test_a_few_tokens_above_a_flat_rest_give_the_numpy_samplers_tokens(params: dict[str, Any]):
+    """What a sample of the row gets wrong: most of the mass on tokens that it does not see."""
+    logits_RV = rows_of(8, 40_000, 0.01)
+    logits_RV[:, 17:2017] += np.linspace(4, 11, 8, dtype=np.float32)[:, None]
+    assert_all_agree(logits_RV, samplers_for(8, 40_000, **params))
+
+
+@pytest.mark.parametrize("params", DRAWS, ids=str)
+def test_equal_logits_give_the_numpy_samplers_tokens(params: dict[str, Any]):
+    """Edges among equals: the lowest ids are kept. All weights are 1, so sums are exact in any order."""
+    logits_RV = np.full((40, 9_000), -1.5, dtype=np.float32)
+    logits_RV[::2, 1000:] = -INF
+    assert_all_agree(logits_RV, samplers_for(40, 9_000, **params))
+
+
+@pytest.mark.parametrize("temperature", [1e-320, 1e-300, 1e-8, 1e-3])
+def test_tiny_temperatures_take_the_largest(temperature: float):
+    logits_RV = rows_of(4, 5000, 2.0)
+    assert_all_agree(logits_RV, samplers_for(4, 5000, temperature=temperature))
+    assert_all_agree(logits_RV, samplers_for(4, 5000, temperature=temperature, top_p=0.9))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("place", [0, 7, 1023, 1024, 2999])
+@pytest.mark.parametrize(
+    ("value", "error"), [(math.nan, "logits are NaN"), (INF, "logits hold +inf"), (-INF, "every logit is -inf")]
+)
+def test_a_row_that_cannot_be_sampled_is_named_and_harms_no_other(isa: str, place: int, value: float, error: str):
+    logits_RV = rows_of(3, 3000, 1.0)
+    if value == -INF:
+        logits_RV[1] = -INF
+    logits_RV[1, place] = value
+    samplers = samplers_for(3, 3000, top_p=0.9)
+    got = NATIVE[isa].sample_rows(logits_RV.copy(), samplers)
+    assert got[1] == SampledToken(0, error=error)
+    assert got == sample_rows(logits_RV, samplers)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_nan_beside_infinity_is_called_nan(isa: str):
+    logits_RV = np.array([[INF, 0.0, math.nan, -INF]], dtype=np.float32)
+    (got,) = NATIVE[isa].sample_rows(logits_RV, samplers_for(1, 4))
+    assert got.error == "logits are NaN"
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_greedy_takes_the_lowest_id_of_equals_wherever_they_lie(isa: str):
+    for first, second in [(0, 1), (5, 1029), (1023, 1024), (2047, 2999), (31, 47), (2998, 2999)]:
+        logits_RV = np.zeros((1, 3000), dtype=np.float32)
+        logits_RV[0, [first, second]] = 2.0
+        assert NATIVE[isa].sample_rows(logits_RV, samplers_for(1, 3000, temperature=0.0))[0].token_id == first
+
+
+def mixed_samplers(num_rows: int, vocab_size: int) -> list[RequestSampler]:
+    return [
+        make_sampler(SamplingParams(**MIXED[r % len(MIXED)]), vocab_size, seed=r, output_token_ids=[3, 5, 5])
+        for r in range(num_rows)
+    ]
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.permutations(range(16)), st.integers(1, 16), st.integers(1, 3))
+def test_neighbours_and_threads_change_no_row(order: list[int], size: int, num_threads: int):
+    logits_RV, samplers = rows_of(16, 5000, 3.0), mixed_samplers(16, 5000)
+    alone = [NATIVE[ISAS[-1]].sample_rows(logits_RV[r : r + 1].copy(), [samplers[r]])[0] for r in range(16)]
+    chosen = order[:size]
+    sampler = NativeSampler(_native.ThreadPool(num_threads))
+    together = sampler.sample_rows(logits_RV[chosen].copy(), [samplers[r] for r in chosen])
+    assert together == [alone[r] for r in chosen]
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_instruction_sets_agree_in_every_bit(scale: float):
+    logits_RV = rows_of(3, 30_001, scale)
+    samplers = samplers_for(3, 30_001, logprobs=20, top_p=0.97)
+    plain = NATIVE["plain"].sample_rows(logits_RV.copy(), samplers)
+    assert all(NATIVE[isa].sample_rows(logits_RV.copy(), samplers) == plain for isa in ISAS)
+
+
+def test_other_memory_layouts_change_nothing():
+    logits_RV, samplers = rows_of(16, 5000, 3.0), mixed_samplers(16, 5000)
+    expected = NATIVE[ISAS[-1]].sample_rows(logits_RV.copy(), samplers)
+    wide_RV = np.full((32, 6000), math.nan, dtype=np.float32)
+    wide_RV[::2, :5000] = logits_RV
+    frozen_RV = logits_RV.copy()
+    frozen_RV.flags.writeable = False
+    for layout_RV in (np.asfortranarray(logits_RV), wide_RV[::2, :5000], frozen_RV):
+        assert NATIVE[ISAS[-1]].sample_rows(layout_RV, samplers) == expected
+
+
+def test_bad_words_and_min_tokens_are_kept_out():
+    def sampler(output: tuple[int, ...]) -> RequestSampler:
+        return RequestSampler(
+            SamplingParams(temperature=0.0, min_tokens=2),
+            vocab_size=8,
+            seed=1,
+            sample_index=0,
+            prompt_token_ids=[0],
+            output_token_ids=output,
+            eos_token_ids=[7],
+            bad_word_token_ids=[[6], [2, 5]],
+        )
+
+    logits_RV = np.arange(8, dtype=np.float32)[None]
+    chosen = [
+        NATIVE["plain"].sample_rows(logits_RV.copy(), [sampler(output)])[0].token_id
+        for output in [(), (2,), (2, 2), (2, 2, 2)]
+    ]
+    assert chosen == [5, 4, 7, 7]
+
+
+def test_no_rows_are_no_tokens():
+    assert NATIVE["plain"].sample_rows(np.zeros((0, 10), dtype=np.float32), []) == []
+
+
+def test_arrays_that_do_not_belong_together_are_refused():
+    logits_RV, num_top_R = np.zeros((2, 10), dtype=np.float32), np.full(2, -1, dtype=np.int32)
+    changes = make_sampler(SamplingParams(logit_bias={3: 1.0}), 10, 0).changes()
+    with pytest.raises(KernelError, match="one row for each row"):
+        Sampler(POOL).sample(logits_RV, np.zeros((1, 5)), [None, None], num_top_R)
+    wrong = changes._replace(bias_ids=np.array([12]))
+    with pytest.raises(KernelError, match="token 12 of a vocabulary of 10"):
+        Sampler(POOL).sample(logits_RV, np.zeros((2, 5)), [None, wrong], num_top_R)
+    with pytest.raises(KernelError, match="avx1024"):
+        Sampler(POOL, isa="avx1024")
