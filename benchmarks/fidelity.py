@@ -33,6 +33,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
+from typing import NamedTuple
 
 from document import write_section
 from fidelity_telling import (
@@ -47,15 +48,15 @@ from fidelity_telling import (
     summary,
     table,
 )
-from machine_speed import Probe, Quiet, Trace, Watch, probe_engine
+from machine_speed import Probe, Quiet, Times, Trace, Watch, mean_of, median_of, probe_engine
 
 from maitred.cli.simulation.live import CLOCKS, live_engine, record
 from maitred.config import EngineConfig, ModelConfig, SchedulerConfig
-from maitred.sim.cost_model import CostModel, Jitter
+from maitred.sim.cost_model import CostModel, Jitter, Slowness
 from maitred.sim.fit import fit_steps
 from maitred.sim.recorded import MeasuredStep, RecordedRun, measured_steps, read_run
 from maitred.sim.results import Results
-from maitred.sim.simulator import EngineSetup, Simulation
+from maitred.sim.simulator import EngineSetup, Simulation, SlownessAt
 from maitred.sim.synthetic import ClassSpec, SyntheticWorkload, WorkloadSpec
 from maitred.sim.workload import Arrival
 
@@ -80,20 +81,20 @@ class LiveRun:
     run: RecordedRun
     steps: list[MeasuredStep]
     trace: Trace
-    before_s: float  # of the probe
-    after_s: float
+    before: Times  # of the probe
+    after: Times
     others: float  # cores that others used
 
     @property
     def unsteady(self) -> float:
-        return abs(self.after_s / self.before_s - 1)
+        return max(abs(after / before - 1) for before, after in zip(self.before, self.after, strict=True))
 
     @property
     def began_at(self) -> float:
         assert self.run.results.began_at is not None
         return self.run.results.began_at
 
-    def slowness(self, at: float) -> float:
+    def slowness(self, at: float) -> Slowness:
         """`at` since the first arrival."""
         return self.trace.at(self.began_at + at)
 
@@ -114,10 +115,16 @@ def engine_config(policy: str, max_num_seqs: int) -> EngineConfig:
 # ---- live
 
 
+class Capacity(NamedTuple):
+    rate: float  # requests per second
+    usual: Times
+    prompt_share: float  # of the engine's time
+
+
 def measure_capacity(
     classes: Mapping[str, ClassSpec], max_num_seqs: int, clock: str, probe: Probe, seconds: float
-) -> tuple[float, float]:
-    """(requests per second of FCFS when it is never idle, what the probe took meanwhile).
+) -> Capacity:
+    """Of FCFS when it is never idle, and what the probe took meanwhile.
 
     Counting those that end in a few seconds would be 10% off by the luck of their lengths. So the steps of these
     seconds make a cost model, and the rate is that of a long simulation.
@@ -127,9 +134,12 @@ def measure_capacity(
         endless = workload(1.0, 1_000_000, classes=classes).arrivals()
         live.serve_closed(endless, max_num_seqs, live.clock.now() + seconds, watch)
         steps = list(measured_steps(live.close()))
-    usual_s = statistics.fmean(reading.took_s for reading in watch.readings)
-    trace = Trace(watch.readings, usual_s)
-    return never_idle(fitted([at_usual_speed(step, trace) for step in steps]), classes, max_num_seqs), usual_s
+    usual = mean_of([reading.took for reading in watch.readings])
+    trace = Trace(watch.readings, usual)
+    costs = fitted([at_usual_speed(step, trace) for step in steps])
+    whole_s = sum(costs.step_s(step.shape) for step in steps)
+    prompts_s = sum(costs.slowed_s(step.shape, Slowness(prompts=1.0, rest=0.0)) for step in steps)
+    return Capacity(never_idle(costs, classes, max_num_seqs), usual, prompts_s / whole_s)
 
 
 def never_idle(costs: CostModel, classes: Mapping[str, ClassSpec], max_num_seqs: int) -> float:
@@ -149,7 +159,7 @@ def offered(rate: float, num_requests: int) -> list[Arrival]:
     return [replace(a, max_tokens=a.output_tokens) for a in workload(rate, num_requests).arrivals()]
 
 
-def run_all(capacity: float, probe: Probe, usual_s: float, options: argparse.Namespace) -> tuple[list[LiveRun], int]:
+def run_all(capacity: float, probe: Probe, usual: Times, options: argparse.Namespace) -> tuple[list[LiveRun], int]:
     """(runs, how many were thrown away)."""
     combinations = [(load, policy) for load in LOADS for policy in options.policies.split(",")]
     runs: list[LiveRun] = []
@@ -160,10 +170,10 @@ def run_all(capacity: float, probe: Probe, usual_s: float, options: argparse.Nam
             if number and time.monotonic() - began > options.minutes * 60:
                 break
             arrivals = offered(load * capacity, max(40, round(capacity * options.seconds)))
-            run = run_live(load, policy, number, arrivals, probe, usual_s, options)
+            run = run_live(load, policy, number, arrivals, probe, usual, options)
             while num_redone < options.redo and spoilt(run, options):
                 num_redone += 1
-                run = run_live(load, policy, number, arrivals, probe, usual_s, options)
+                run = run_live(load, policy, number, arrivals, probe, usual, options)
             runs.append(run)
     return runs, num_redone
 
@@ -178,27 +188,27 @@ def run_live(
     number: int,
     arrivals: list[Arrival],
     probe: Probe,
-    usual_s: float,
+    usual: Times,
     options: argparse.Namespace,
 ) -> LiveRun:
-    before_s, quiet, watch = statistics.median(probe.readings()), Quiet(), Watch(probe)
+    before, quiet, watch = median_of(probe.readings()), Quiet(), Watch(probe)
     steps = record(engine_config(policy, options.max_num_seqs), CLOCKS[options.clock](), arrivals, watch)
-    others, after_s = quiet.others(), statistics.median(probe.readings())
+    others, after = quiet.others(), median_of(probe.readings())
     run = LiveRun(
         load=load,
         policy=policy,
         round=number,
         run=read_run(steps),
         steps=list(measured_steps(steps)),
-        trace=Trace(watch.readings, usual_s),
-        before_s=before_s,
-        after_s=after_s,
+        trace=Trace(watch.readings, usual),
+        before=before,
+        after=after,
         others=others,
     )
-    low, high = run.trace.range
+    mean = run.trace.mean
     print(
-        f"  live: load {load}, {policy}, round {number + 1}: {len(run.steps)} steps, slowness {run.trace.mean:.2f} "
-        f"({low:.2f} to {high:.2f}), unsteady {run.unsteady:.1%}, others {others:.2f} of a core",
+        f"  live: load {load}, {policy}, round {number + 1}: {len(run.steps)} steps, slowness {mean.prompts:.2f} of "
+        f"prompts, {mean.rest:.2f} of the rest (spread {run.trace.spread:.0%}), unsteady {run.unsteady:.1%}, others {others:.2f} of a core",
         file=sys.stderr,
         flush=True,
     )
@@ -230,11 +240,16 @@ def fitted(steps: Sequence[MeasuredStep]) -> CostModel:
 
 
 def at_usual_speed(step: MeasuredStep, trace: Trace) -> MeasuredStep:
-    return at_speed(step, 1 / trace.at(step.at))
-
-
-def at_speed(step: MeasuredStep, factor: float) -> MeasuredStep:
-    return step._replace(step_s=step.step_s * factor, gap_s=None if step.gap_s is None else step.gap_s * factor)
+    """Its time as if all but prompts were as fast as usual; prompts count by how much slower they were than the rest."""
+    slowness, shape = trace.at(step.at), step.shape
+    more = slowness.prompts / slowness.rest
+    return step._replace(
+        shape=shape._replace(
+            prefill_tokens=shape.prefill_tokens * more, prefill_attention=shape.prefill_attention * more
+        ),
+        step_s=step.step_s / slowness.rest,
+        gap_s=None if step.gap_s is None else step.gap_s / slowness.rest,
+    )
 
 
 def total_slowness(steps: Sequence[MeasuredStep], model: CostModel) -> float:
@@ -245,7 +260,7 @@ def total_slowness(steps: Sequence[MeasuredStep], model: CostModel) -> float:
 
 
 def simulated(
-    run: LiveRun, model: CostModel, slowness: Callable[[float], float] | None, max_num_seqs: int, num_seeds: int
+    run: LiveRun, model: CostModel, slowness: SlownessAt | None, max_num_seqs: int, num_seeds: int
 ) -> list[Cell]:
     """The figures, for each seed of the jitter."""
     setup = engine_setup(run.policy, max_num_seqs)
@@ -272,7 +287,9 @@ def compare(load: float, policy: str, runs: Sequence[LiveRun], max_num_seqs: int
         own = total_slowness(run.steps, known.plain)
         guesses["probe"].append(simulated(run, known.usual, run.slowness, max_num_seqs, NUM_SEEDS))
         guesses["unseen"].append(simulated(run, known.plain, None, max_num_seqs, NUM_SEEDS // 2))
-        guesses["speed"].append(simulated(run, known.plain, lambda at, own=own: own, max_num_seqs, NUM_SEEDS // 2))
+        guesses["speed"].append(
+            simulated(run, known.plain, lambda at, own=own: Slowness(own, own), max_num_seqs, NUM_SEEDS // 2)
+        )
     lives = [figures(run.run.results) for run in repeats]
     cells: dict[str, Cell] = {}
     for name in FIGURES:
@@ -305,12 +322,13 @@ def spread(values: Sequence[float]) -> float:
 
 
 def machine(runs: Sequence[LiveRun], num_redone: int, options: argparse.Namespace) -> str:
-    speeds = [run.trace.mean for run in runs]
-    within = statistics.fmean(run.trace.range[1] / run.trace.range[0] - 1 for run in runs)
+    means = [run.trace.mean for run in runs]
+    prompts, rest = [mean.prompts for mean in means], [mean.rest for mean in means]
+    within = statistics.fmean(run.trace.spread for run in runs)
     num_spoilt = sum(spoilt(run, options) for run in runs)
     return (
-        f"The probe's mean over a run was {min(speeds):.2f} to {max(speeds):.2f} of its usual time, and ranged by "
-        f"{within:.0%} within a run (mean); others used {statistics.fmean(run.others for run in runs):.2f} of a core. "
+        f"The probe's means over a run were {min(prompts):.2f} to {max(prompts):.2f} of its usual time for prompts, "
+        f"{min(rest):.2f} to {max(rest):.2f} for the rest, and ranged by {within:.0%} within a run (mean); others used {statistics.fmean(run.others for run in runs):.2f} of a core. "
         f"{num_redone} runs were thrown away and served again; {num_spoilt} of the {len(runs)} kept are no better."
     )
 
@@ -332,9 +350,9 @@ def main() -> None:
     parser.add_argument("--json", help="write all figures here")
     options = parser.parse_args()
     with probe_engine(engine_config("fcfs", options.max_num_seqs), CLOCKS[options.clock]()) as probe:
-        capacity, usual_s = measure_capacity(CLASSES, options.max_num_seqs, options.clock, probe, 5.0)
+        capacity, usual, _ = measure_capacity(CLASSES, options.max_num_seqs, options.clock, probe, 5.0)
         print(f"capacity {capacity:.2f} requests/s at {options.max_num_seqs} slots, {options.clock} time", flush=True)
-        runs, num_redone = run_all(capacity, probe, usual_s, options)
+        runs, num_redone = run_all(capacity, probe, usual, options)
     combinations = list(dict.fromkeys((run.load, run.policy) for run in runs))
     compared = {c: compare(*c, runs, options.max_num_seqs) for c in sorted(combinations, key=_listed(options))}
     print_comparison(compared)

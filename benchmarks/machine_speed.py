@@ -1,9 +1,10 @@
 """How fast this machine is right now: fixed work of the engine's own kind, timed again and again beside a live run.
 
 A shared machine serves the same step in other times from one second to the next. A `Probe` is a second, small engine
-that always serves the same few requests; how long it takes, over what it took in all, is the machine's slowness at that
-moment. It is asked between two steps of the engine that is measured, on a clock that does not count it, so the two
-never meet, and nothing of what is measured is in the figure.
+that always serves the same two things, a long prompt and a few short answers, because what slows a machine slows the
+arithmetic of prompts less than steps that wait for memory. How long each takes, over what it took in all, is the
+machine's slowness at that moment. The probe is asked between two steps of the engine that is measured, on a clock that
+does not count it, so the two never meet, and nothing of what is measured is in the figure.
 
 `Quiet` tells whether others used the cores meanwhile, from /proc/stat.
 """
@@ -22,17 +23,26 @@ from typing import NamedTuple
 from maitred.cli.simulation.live import LiveClock, LiveEngine
 from maitred.config import EngineConfig
 from maitred.engine.build import build_parts
+from maitred.sim.cost_model import Slowness
 from maitred.sim.workload import Arrival
 
-WORK = [Arrival(at=0.0, request_id="probe", prompt_tokens=24, output_tokens=4, max_tokens=4)] * 4
+PROMPT = [Arrival(at=0.0, request_id="probe", prompt_tokens=256, output_tokens=1, max_tokens=1)]
+ANSWERS = [Arrival(at=0.0, request_id="probe", prompt_tokens=8, output_tokens=12, max_tokens=12)] * 4
 EVERY_S = 0.2  # of the measured engine's time
 SMOOTHED = 5  # readings, about one second
 NUM_AROUND = 8  # readings before a run and after it
 
 
+class Times(NamedTuple):
+    """What the probe took, in seconds."""
+
+    prompt_s: float
+    answers_s: float
+
+
 class Reading(NamedTuple):
     at: float  # s
-    took_s: float
+    took: Times
 
 
 class Probe:
@@ -40,18 +50,32 @@ class Probe:
 
     def __init__(self, live: LiveEngine) -> None:
         self._live = live
-        for _ in range(NUM_AROUND):  # warm up
-            self.take_s()
+        self.readings()  # warm up
 
-    def take_s(self) -> float:
-        """The time that the fixed work takes now, by the clock it was made with."""
+    def take(self) -> Times:
+        """The times of the fixed work now, by the clock it was made with."""
+        return Times(self._serve(PROMPT), self._serve(ANSWERS))
+
+    def readings(self, number: int = NUM_AROUND) -> list[Times]:
+        return [self.take() for _ in range(number)]
+
+    def _serve(self, work: Sequence[Arrival]) -> float:
         clock = self._live.clock
         began = clock.now()
-        self._live.serve(WORK)
+        self._live.serve(work)
         return clock.now() - began
 
-    def readings(self, number: int = NUM_AROUND) -> list[float]:
-        return [self.take_s() for _ in range(number)]
+
+def mean_of(times: Sequence[Times]) -> Times:
+    return Times(*(statistics.fmean(values) for values in zip(*times, strict=True)))
+
+
+def median_of(times: Sequence[Times]) -> Times:
+    return Times(*(statistics.median(values) for values in zip(*times, strict=True)))
+
+
+def slowness_of(took: Times, usual: Times) -> Slowness:
+    return Slowness(prompts=took.prompt_s / usual.prompt_s, rest=took.answers_s / usual.answers_s)
 
 
 @contextmanager
@@ -60,7 +84,7 @@ def probe_engine(config: EngineConfig, clock: LiveClock) -> Iterator[Probe]:
     config = replace(
         config,
         cache=replace(config.cache, enable_prefix_caching=False),
-        scheduler=replace(config.scheduler, policy="fcfs", max_num_seqs=len(WORK)),
+        scheduler=replace(config.scheduler, policy="fcfs", max_num_seqs=len(ANSWERS)),
         decision_log=None,
     )
     parts = build_parts(config, clock=clock)
@@ -80,52 +104,55 @@ class Watch:
     def __call__(self, now: float) -> bool:
         if self.readings and now < self.readings[-1].at + EVERY_S:
             return False
-        self.readings.append(Reading(now, self.probe.take_s()))
+        self.readings.append(Reading(now, self.probe.take()))
         return True
 
 
 class Trace:
-    """Slowness over time: a running mean of readings over `usual_s`, and straight lines between."""
+    """Slowness over time: a running mean of readings over `usual`, and straight lines between."""
 
-    def __init__(self, readings: Sequence[Reading], usual_s: float) -> None:
+    def __init__(self, readings: Sequence[Reading], usual: Times) -> None:
         half = SMOOTHED // 2
         self._times = [reading.at for reading in readings]
         self._values = [
-            statistics.fmean(reading.took_s for reading in readings[max(0, i - half) : i + half + 1]) / usual_s
+            slowness_of(mean_of([r.took for r in readings[max(0, i - half) : i + half + 1]]), usual)
             for i in range(len(readings))
         ]
 
-    def at(self, now: float) -> float:
+    def at(self, now: float) -> Slowness:
         times, values = self._times, self._values
         right = bisect_left(times, now)
         if right == 0 or right == len(times):
             return values[min(right, len(times) - 1)]
         share = (now - times[right - 1]) / (times[right] - times[right - 1])
-        return values[right - 1] + share * (values[right] - values[right - 1])
+        return Slowness(*(a + share * (b - a) for a, b in zip(values[right - 1], values[right], strict=True)))
 
     @property
-    def mean(self) -> float:
-        return statistics.fmean(self._values)
+    def mean(self) -> Slowness:
+        return Slowness(*(statistics.fmean(values) for values in zip(*self._values, strict=True)))
 
     @property
-    def range(self) -> tuple[float, float]:
-        return min(self._values), max(self._values)
+    def spread(self) -> float:
+        """Of what is not prompts: most over least, less 1."""
+        rest = [value.rest for value in self._values]
+        return max(rest) / min(rest) - 1
 
 
 # ---- a clock that runs as fast as the machine
 
 
 class SteadyClock:
-    """Another clock, in seconds of a machine whose probe always takes `usual_s`.
+    """Another clock, in seconds of a machine on which the probe always takes `usual`.
 
     Live runs one after the other can so be compared although the machine does not stay the same. It is its own `aside`.
     """
 
-    def __init__(self, clock: LiveClock, probe: Probe, usual_s: float) -> None:
-        self._clock, self._probe, self._usual_s = clock, probe, usual_s
+    def __init__(self, clock: LiveClock, probe: Probe, usual: Times, prompt_share: float) -> None:
+        """`prompt_share` of the measured engine's time goes into prompts."""
+        self._clock, self._probe, self._usual, self._prompt_share = clock, probe, usual, prompt_share
         self._recent = probe.readings(SMOOTHED)
         self._at, self._read_at = 0.0, clock.now()
-        self.slowness = statistics.fmean(self._recent) / usual_s
+        self.slowness = self._overall()
         self.history = [self.slowness]
 
     def now(self) -> float:
@@ -141,12 +168,16 @@ class SteadyClock:
         if now < self._at + EVERY_S:
             return False
         began = self._clock.now()
-        self._recent = [*self._recent[1:], self._probe.take_s()]
+        self._recent = [*self._recent[1:], self._probe.take()]
         self._clock.take_back(self._clock.now() - began)
         self._at, self._read_at = self.now(), self._clock.now()
-        self.slowness = statistics.fmean(self._recent) / self._usual_s
+        self.slowness = self._overall()
         self.history.append(self.slowness)
         return False  # it took its time back itself, at the rate of before
+
+    def _overall(self) -> float:
+        slowness, share = slowness_of(mean_of(self._recent), self._usual), self._prompt_share
+        return share * slowness.prompts + (1 - share) * slowness.rest
 
 
 # ---- others on the machine

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from document import write_section
-from fidelity import engine_config, fitted, measure_capacity, never_idle
+from fidelity import Capacity, engine_config, fitted, measure_capacity, never_idle
 from machine_speed import Probe, Quiet, SteadyClock, probe_engine
 
 from maitred.cli.simulation.live import CpuClock, record
@@ -154,8 +154,8 @@ class LiveRun:
     others: float  # cores
 
 
-def serve(policy: str, arrivals: Sequence[Arrival], probe: Probe, usual_s: float) -> LiveRun:
-    clock, quiet = SteadyClock(CpuClock(), probe, usual_s), Quiet()
+def serve(policy: str, arrivals: Sequence[Arrival], probe: Probe, capacity: Capacity) -> LiveRun:
+    clock, quiet = SteadyClock(CpuClock(), probe, capacity.usual, capacity.prompt_share), Quiet()
     steps = record(engine_config(policy, SLOTS), clock, arrivals, clock)
     history = clock.history
     slowness = (min(history), statistics.fmean(history), max(history))
@@ -175,17 +175,17 @@ Lives = dict[float, dict[str, list[LiveRun]]]  # by rho and policy, a run a roun
 def serve_all(probe: Probe, options: argparse.Namespace) -> tuple[float, Lives]:
     """(capacity, runs); stops after a whole round when the time is up."""
     policies = options.live.split(",")
-    capacity, usual_s = measure_capacity(CLASSES, SLOTS, "cpu", probe, 5.0)
+    capacity = measure_capacity(CLASSES, SLOTS, "cpu", probe, 5.0)
     lives: Lives = {rho: {policy: [] for policy in policies} for rho in RHOS}
     began = time.monotonic()
     for number in range(options.rounds):
         if number and (time.monotonic() - began) * (number + 1) / number > options.minutes * 60:
             break
         for rho in RHOS:
-            arrivals = asked(rho * capacity, options.seconds, number)
+            arrivals = asked(rho * capacity.rate, options.seconds, number)
             for policy in [*policies[number % len(policies) :], *policies[: number % len(policies)]]:
-                lives[rho][policy].append(serve(policy, arrivals, probe, usual_s))
-    return capacity, lives
+                lives[rho][policy].append(serve(policy, arrivals, probe, capacity))
+    return capacity.rate, lives
 
 
 def over_rounds(runs: Mapping[str, Sequence[LiveRun]]) -> Rows:

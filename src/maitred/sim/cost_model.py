@@ -48,6 +48,13 @@ def shape_of(rows: Iterable[ScheduledRow]) -> StepShape:
     return StepShape(num_rows, prefill, decode, context, attention, samples, doublings.bit_count() + num_rows - decode)
 
 
+class Slowness(NamedTuple):
+    """How many times as long as modelled a machine takes at some moment."""
+
+    prompts: float = 1.0  # for the arithmetic of prompt chunks
+    rest: float = 1.0
+
+
 class Band(NamedTuple):
     """Short steps stutter more than long ones, in relation: each has its own spread."""
 
@@ -91,6 +98,13 @@ class CostModel:
             + samples * self.sample_s
             + groups * self.group_s
         )
+
+    def slowed_s(self, shape: StepShape, slowness: Slowness) -> float:
+        """`step_s` on a machine that is so slow."""
+        step_s = self.step_s(shape)
+        prompts_s = shape.prefill_tokens * self.prefill_token_s + shape.prefill_attention * self.prefill_attention_s
+        prompts_s = min(prompts_s, step_s)
+        return prompts_s * slowness.prompts + (step_s - prompts_s) * slowness.rest
 
     def expected_s(self, shape: StepShape) -> float:
         """`step_s` with the mean of its jitter."""

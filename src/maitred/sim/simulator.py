@@ -21,15 +21,15 @@ from maitred.scheduler.policies import POLICIES
 from maitred.scheduler.policy import PolicyFactory
 from maitred.scheduler.predictor import predictor_named
 from maitred.scheduler.scheduler import Scheduler
-from maitred.sim.cost_model import CostModel, Jitter, shape_of
+from maitred.sim.cost_model import CostModel, Jitter, Slowness, StepShape, shape_of
 from maitred.sim.results import GroupResults, Results
 from maitred.sim.workload import Arrival, block_hashes, next_turn, request_of
 from maitred.step import ModelOutput, RequestProgress, SampledRow, SchedulerOutput
 from maitred.tenancy.quota import Lease, QuotaBook
 from maitred.tenancy.tenant import Tenant
 
-Slowness = Callable[[float], float]
-"""Of the machine at a time (s since the first arrival): how many times as long as modelled everything takes."""
+SlownessAt = Callable[[float], Slowness]
+"""Of the machine at a time (s since the first arrival)."""
 IDLE_STEP_S = 1e-3  # a step with nothing to do, while everybody waits for something other than a slot
 ENDED_BY_ITSELF = (FinishReason.STOP, FinishReason.LENGTH)
 
@@ -76,7 +76,7 @@ class Simulation:
         results: Results,
         *,
         jitter: Jitter | None = None,
-        slowness: Slowness | None = None,
+        slowness: SlownessAt | None = None,
         tenants: Mapping[str, Tenant] | None = None,
         admission: AdmissionController | None = None,
         observer: StepObserver | None = None,
@@ -228,7 +228,7 @@ class _SimulatedExecutor:
         cost_model: CostModel,
         results: Results,
         jitter: Jitter | None,
-        slowness: Slowness | None,
+        slowness: SlownessAt | None,
     ) -> None:
         self.stays: dict[str, Stay] = {}
         self.gap_s = 0.0  # after the last step
@@ -242,18 +242,27 @@ class _SimulatedExecutor:
             self.gap_s = IDLE_STEP_S
             return ModelOutput(())
         results, num_rows = self._results, len(plan.rows)
-        step_s, gap_s = self._cost_model.step_s(shape_of(plan.rows)), self._cost_model.gap_s(num_rows)
-        if self._jitter is not None:
-            step_s, gap_s = self._jitter.step_s(step_s), self._jitter.gap_s(gap_s)
-        if self._slowness is not None:
-            slowness = self._slowness(self._clock.now())
-            step_s, gap_s = step_s * slowness, gap_s * slowness
+        step_s, gap_s = self._times(shape_of(plan.rows))
         self._clock.advance(step_s)
         self.gap_s = gap_s
         results.num_steps += 1
         results.num_row_steps += num_rows
         results.busy_s += step_s
         return ModelOutput(tuple(self._sample(plan, self._clock.now())))
+
+    def _times(self, shape: StepShape) -> tuple[float, float]:
+        """(the step's, the gap's after it)."""
+        costs, jitter = self._cost_model, self._jitter
+        gap_s, times = costs.gap_s(shape.rows), 1.0
+        if self._slowness is None:
+            step_s = costs.step_s(shape)
+        else:
+            slowness = self._slowness(self._clock.now())
+            times = slowness.rest
+            step_s = costs.slowed_s(shape, slowness) / times  # jitter knows steps of the usual length
+        if jitter is not None:
+            step_s, gap_s = jitter.step_s(step_s), jitter.gap_s(gap_s)
+        return step_s * times, gap_s * times
 
     def _note_slots(self, plan: SchedulerOutput) -> None:
         now = self._clock.now()
