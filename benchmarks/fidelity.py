@@ -208,7 +208,8 @@ def run_live(
     mean = run.trace.mean
     print(
         f"  live: load {load}, {policy}, round {number + 1}: {len(run.steps)} steps, slowness {mean.prompts:.2f} of "
-        f"prompts, {mean.rest:.2f} of the rest (spread {run.trace.spread:.0%}), unsteady {run.unsteady:.1%}, others {others:.2f} of a core",
+        f"prompts, {mean.rest:.2f} of the rest (spread {run.trace.spread:.0%}), unsteady {run.unsteady:.1%}, "
+        f"others {others:.2f} of a core",
         file=sys.stderr,
         flush=True,
     )
@@ -240,7 +241,7 @@ def fitted(steps: Sequence[MeasuredStep]) -> CostModel:
 
 
 def at_usual_speed(step: MeasuredStep, trace: Trace) -> MeasuredStep:
-    """Its time as if all but prompts were as fast as usual; prompts count by how much slower they were than the rest."""
+    """As if all but prompts were as fast as usual; prompts count by how much slower they were than the rest."""
     slowness, shape = trace.at(step.at), step.shape
     more = slowness.prompts / slowness.rest
     return step._replace(
@@ -328,7 +329,8 @@ def machine(runs: Sequence[LiveRun], num_redone: int, options: argparse.Namespac
     num_spoilt = sum(spoilt(run, options) for run in runs)
     return (
         f"The probe's means over a run were {min(prompts):.2f} to {max(prompts):.2f} of its usual time for prompts, "
-        f"{min(rest):.2f} to {max(rest):.2f} for the rest, and ranged by {within:.0%} within a run (mean); others used {statistics.fmean(run.others for run in runs):.2f} of a core. "
+        f"{min(rest):.2f} to {max(rest):.2f} for the rest, and ranged by {within:.0%} within a run (mean); others used "
+        f"{statistics.fmean(run.others for run in runs):.2f} of a core. "
         f"{num_redone} runs were thrown away and served again; {num_spoilt} of the {len(runs)} kept are no better."
     )
 
