@@ -1,0 +1,148 @@
+"""`maitred top`: the live view as text, on a terminal or in a pipe; a second reader of the page's own stream."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from maitred.cli.command import Command, Options, UsageError
+from maitred.cli.flags import option
+from maitred.errors import ServerError
+
+if TYPE_CHECKING:
+    from maitred.api.live_feed import LiveFrame
+    from maitred.cli.endpoint import Endpoint
+
+PLAIN_WIDTH = 120
+RETRY_S = (1.0, 2.0, 5.0, 10.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TopOptions:
+    """What to watch"""
+
+    url: str = option("http://127.0.0.1:8000", metavar="URL")
+    """Where the server listens."""
+    api_key: str | None = option(None, metavar="KEY", env="MAITRED_API_KEY")
+    """An administrator's key, where the server has keys."""
+    once: bool = False
+    """Print one view and leave."""
+    interval: float = 1.0
+    """Seconds between views where no terminal shows them; on one, every frame is shown."""
+
+    def __post_init__(self) -> None:
+        if not self.interval >= 0:
+            raise UsageError(f"--interval is {self.interval}; it must be 0 or more seconds")
+
+
+class Ended(ServerError):
+    """The stream ended: the server is going, or its engine is dead."""
+
+
+def _run(options: Options) -> int:
+    import asyncio
+
+    asked = options[TopOptions]
+    if asked.once or not sys.stdout.isatty():
+        return asyncio.run(_plain(asked))
+    return asyncio.run(_screen(asked))
+
+
+async def _plain(asked: TopOptions) -> int:
+    """One view after the other, as text that a script can read."""
+    from maitred.cli.endpoint import HttpEndpoint
+    from maitred.cli.top_screen import Rates, in_ascii, view
+
+    draws = (sys.stdout.encoding or "").lower().startswith("utf")
+    rates, shown_at = Rates(), None
+    async with HttpEndpoint(asked.url, api_key=asked.api_key) as endpoint, aclosing(frames(endpoint)) as stream:
+        async for frame in stream:
+            rates.take(frame.engine)
+            if not rates.known or (shown_at is not None and time.monotonic() - shown_at < asked.interval):
+                continue  # a rate takes two frames
+            if shown_at is not None:
+                print()
+            shown_at = time.monotonic()
+            text = "\n".join(view(frame, rates, width=PLAIN_WIDTH))
+            print(text if draws else in_ascii(text), flush=True)
+            if asked.once:
+                return 0
+    raise Ended("the server is going, so there is no more to see")
+
+
+async def _screen(asked: TopOptions) -> int:
+    """The whole terminal, until Ctrl-C. A server that goes away is waited for."""
+    import asyncio
+
+    from rich.console import Console
+    from rich.live import Live
+
+    from maitred.cli.endpoint import HttpEndpoint, Unreachable
+    from maitred.cli.top_screen import Rates, as_text, view
+
+    console, failures = Console(), 0
+    with Live(console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            try:
+                rates = Rates()
+                async with (
+                    HttpEndpoint(asked.url, api_key=asked.api_key) as endpoint,
+                    aclosing(frames(endpoint)) as stream,
+                ):
+                    async for frame in stream:
+                        failures = 0
+                        rates.take(frame.engine)
+                        size = shutil.get_terminal_size()
+                        live.update(as_text(view(frame, rates, width=size.columns, height=size.lines)), refresh=True)
+                cause = "the server is going"
+            except (Unreachable, Ended) as error:
+                cause = str(error)
+            except ServerError:
+                raise  # refused: waiting does not help
+            pause_s = RETRY_S[min(failures, len(RETRY_S) - 1)]
+            failures += 1
+            live.update(as_text([f"{cause}; trying again in {pause_s:g} s. Ctrl-C leaves."]), refresh=True)
+            await asyncio.sleep(pause_s)
+
+
+async def frames(endpoint: Endpoint) -> AsyncGenerator[LiveFrame, None]:
+    """Frames until the server ends them. Raises Refused, Unreachable or Ended."""
+    import msgspec
+
+    from maitred.api.live_feed import LiveFrame
+    from maitred.cli.endpoint import Refused, error_text
+    from maitred.cli.sse import DONE, SSEParser
+
+    decoder, parser = msgspec.json.Decoder(LiveFrame), SSEParser()
+    async with endpoint.get("/admin/live") as reply:
+        if reply.status != 200:
+            body = await reply.read()
+            hint = "; give an administrator's --api-key" if reply.status in (401, 403) else ""
+            raise Refused(reply.status, error_text(reply.status, body) + hint)
+        async for piece in reply.body:
+            for data in parser.feed(piece):
+                if data == DONE:
+                    return
+                if data.startswith(b'{"error"'):
+                    raise Ended(error_text(503, data))
+                try:
+                    yield decoder.decode(data)
+                except msgspec.MsgspecError as error:
+                    raise ServerError(
+                        f"the live view has an unknown form ({error}); use maitred of its version"
+                    ) from None
+
+
+COMMAND = Command(
+    path="top",
+    summary="Watch a server's slots, queue, KV cache, latencies and tenants in the terminal; Ctrl-C leaves.",
+    run=_run,
+    parts=(TopOptions,),
+    positional="url",
+    examples=("maitred top", "maitred top http://10.0.0.5:8000 --api-key KEY", "maitred top --once"),
+)

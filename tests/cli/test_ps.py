@@ -1,0 +1,79 @@
+"""`maitred ps`: the table of models."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from maitred.api.live import LoadedModel
+from maitred.cli.ps import HEADINGS, ago, row, table
+from maitred.engine.intake import Footprint
+from tests.cli.running import maitred_process
+from tests.fakes_api import FakeReplica, make_model, running_server
+
+HELD = Footprint(
+    architecture="LlamaForCausalLM",
+    num_parameters=3_836_672,
+    executor="torch",
+    device="cpu",
+    dtype="bfloat16",
+    kv_dtype="int8",
+    weights_bytes=16 * 2**20,
+    kv_bytes=3 * 2**30,
+)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        (-5, "0 s ago"),
+        (0, "0 s ago"),
+        (59, "59 s ago"),
+        (61, "1 min 1 s ago"),
+        (3600, "1 h ago"),
+        (90_061, "1 d 1 h ago"),
+    ],
+)
+def test_ages_have_two_units(seconds: float, words: str):
+    assert ago(seconds) == words
+
+
+def test_what_is_not_known_is_a_dash_and_names_are_inert():
+    model = LoadedModel(id="a\x1b[31m", aliases=(), root="a", since=100, max_model_len=4096)
+    assert row(model, 160.0) == ("a[31m", "-", "-", "-", "-", "4,096", "-", "1 min ago")
+
+
+def test_columns_line_up():
+    lines = table([("A", "BB"), ("aaaa", "b")])
+    assert lines == ["A      BB", "aaaa   b"]
+
+
+def test_the_table_of_a_server():
+    with running_server(FakeReplica(), make_model(footprint=HELD), api_keys=("secret",)) as server:
+        done = maitred_process("ps", server.url, "--api-key", "secret")
+        assert done.code == 0, done.err
+        head, line = done.out.splitlines()
+        assert [word.strip() for word in head.split("   ") if word] == list(HEADINGS)
+        for part in (
+            "tiny, tiny-alias",
+            "3.8 M",
+            "bfloat16, KV int8",
+            "16.0 MiB",
+            "3.00 GiB",
+            "512",
+            "torch cpu",
+            "ago",
+        ):
+            assert part in line
+        as_json = maitred_process("ps", server.url, "--json", MAITRED_API_KEY="secret")
+        assert json.loads(as_json.out)["models"][0]["kv_bytes"] == 3 * 2**30
+        refused = maitred_process("ps", server.url)
+        assert refused.code == 1
+        assert "--api-key" in refused.err
+
+
+def test_another_server_is_told_apart():
+    with running_server(FakeReplica()) as server:
+        url = server.url
+    assert "cannot reach" in maitred_process("ps", url).err

@@ -1,0 +1,239 @@
+"""`maitred top`: the live view as text."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import msgspec
+import pytest
+
+from maitred.api.live_feed import LiveFrame
+from maitred.api.live_times import Percentiles
+from maitred.cli.top_screen import Rates, as_text, fit, in_ascii, seconds, view
+from maitred.engine.live_view import LiveView, live_view
+from maitred.scheduler.scheduler import Scheduler
+from tests.cli.running import environment, maitred_process
+from tests.fakes import FakeExecutor, make_request, make_scheduler
+from tests.fakes_api import RunningServer
+from tests.page.worlds import FOREVER, serving
+from tests.waiting import until
+
+TIMES = Percentiles(7, 0.012, 0.3456, 71.0)
+NONE = Percentiles(0)
+
+
+def frame_of(engine: LiveView, times: Percentiles = TIMES) -> LiveFrame:
+    seats = tuple(range(len(engine.running)))
+    return LiveFrame(1, "tiny", seats, times, times, times, {}, engine)
+
+
+def shown(scheduler: Scheduler, **size: int) -> str:
+    rates, engine = Rates(), live_view(scheduler, 3.0)
+    rates.take(engine)
+    return "\n".join(view(frame_of(engine), rates, **{"width": 120, **size}))
+
+
+def running() -> Scheduler:
+    scheduler = make_scheduler(max_num_seqs=2, max_num_batched_tokens=8, num_blocks=40)
+    executor = FakeExecutor()
+    scheduler.add(make_request("0.chatcmpl-first", prompt=4, max_tokens=9, tenant="bistro", weight=4.0), 0.0)
+    for i in range(4):
+        scheduler.add(make_request(f"{i + 1:x}.chatcmpl-next", prompt=30, tenant="nightly", arrived_at=1.0), 1.0)
+    for _ in range(2):
+        plan = scheduler.schedule(1.0)
+        scheduler.update(plan, executor.execute(plan), 1.0)
+    return scheduler
+
+
+def test_slots_queue_blocks_times_and_tenants_are_all_there():
+    text = shown(running())
+    assert "maitred serves tiny, policy fcfs" in text
+    assert "slots 2 of 2   waiting 3" in text
+    assert "first token 12 ms / 346 ms / 71.0 s" in text
+    lines = text.splitlines()
+    (first,) = [line for line in lines if "0.first" in line]
+    assert first.split()[:7] == ["1", "0.first", "bistro", "decode", "4", "2", "9"]
+    (second,) = [line for line in lines if "1.next" in line]
+    assert "pre" in second
+    assert "%" in second
+    assert "first in line: all 2 slots are taken" in text
+    assert "behind 2 others by policy fcfs" in text
+    assert "TENANT                 WEIGHT" in text
+    (share,) = [line for line in lines if line.startswith("bistro")]
+    assert share.split()[1:3] == ["4", "1"]
+
+
+def test_an_idle_server_without_tenants_is_short():
+    text = shown(make_scheduler())
+    assert "nobody is served" in text
+    assert "nobody waits" in text
+    assert "WEIGHT" not in text
+    assert "-" in text
+
+
+@pytest.mark.parametrize("width", [10, 60, 80, 133, 300])
+@pytest.mark.parametrize("height", [None, 12, 24, 60])
+def test_it_fits_the_terminal(width: int, height: int | None):
+    scheduler = make_scheduler(max_num_seqs=30, num_blocks=2000, max_num_batched_tokens=4000)
+    for i in range(80):
+        scheduler.add(make_request(f"{i:x}.chatcmpl-{'x' * 40}", tenant=f"tenant {i % 12}" * 5), 0.0)
+    scheduler.update(plan := scheduler.schedule(1.0), FakeExecutor().execute(plan), 1.0)
+    rates, engine = Rates(), live_view(scheduler, 3.0)
+    rates.take(engine)
+    lines = view(frame_of(engine), rates, width=width, height=height)
+    assert max(map(len, lines)) <= max(width, 60)
+    if height is not None and height >= 24:
+        assert len(lines) <= height
+        assert any("do not fit" in line for line in lines) or height == 60
+
+
+def test_what_clients_wrote_cannot_steer_the_terminal():
+    scheduler = make_scheduler()
+    scheduler.add(make_request("\x1b[2Jid\n\u202e", tenant="\x07[red]evil[/red]\r", weight=2.0), 0.0)
+    scheduler.update(plan := scheduler.schedule(1.0), FakeExecutor().execute(plan), 1.0)
+    text = shown(scheduler)
+    assert not {"\x1b", "\x07", "\r", "\u202e"} & set(text)
+    assert as_text(text.splitlines()).plain == text + "\n", "brackets are text, not markup"
+
+
+def test_rates_come_out_of_counters_and_begin_anew_with_another_engine():
+    rates, one = Rates(), live_view(make_scheduler(), 10.0)
+    rates.take(one)
+    assert rates.tokens_per_s is None
+    counters = msgspec.structs.replace(one.counters, num_generated_tokens=30, num_steps=6)
+    rates.take(msgspec.structs.replace(one, now=11.5, counters=counters, execute_s=0.25, host_s=0.05))
+    assert rates.tokens_per_s == pytest.approx(20.0)
+    assert rates.step_s == pytest.approx(0.05)
+    rates.take(msgspec.structs.replace(one, now=1.0))
+    assert not rates.known
+
+
+def test_old_frames_leave_the_rate():
+    rates, one = Rates(), live_view(make_scheduler(), 0.0)
+    for second in range(20):
+        tokens = 1000 * second if second < 10 else 10_000
+        counters = msgspec.structs.replace(one.counters, num_generated_tokens=tokens)
+        rates.take(msgspec.structs.replace(one, now=float(second), counters=counters))
+    assert rates.tokens_per_s == 0.0
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (None, "-"),
+        (-1.0, "0.0 ms"),
+        (0.0042, "4.2 ms"),
+        (0.5, "500 ms"),
+        (2.0, "2.00 s"),
+        (71.0, "71.0 s"),
+        (125.0, "2 min 5 s"),
+    ],
+)
+def test_durations_in_words(value: float | None, words: str):
+    assert seconds(value) == words
+
+
+def test_what_is_too_long_loses_its_middle():
+    assert fit("abc", 5) == "abc  "
+    assert fit("abcdefghijkl", 9) == "abcde…jkl"
+
+
+def test_a_poor_terminal_gets_ascii():
+    assert in_ascii("KV ·░▓█… é") == "KV .:+#~ ?"
+
+
+# ---- against a server
+
+
+@pytest.fixture(scope="module")
+def kitchen() -> Iterator[RunningServer]:
+    with serving(FOREVER, repeats=True, num_slots=2) as server:
+        yield server
+
+
+@contextmanager
+def guests(server: RunningServer, count: int) -> Iterator[None]:
+    payload = json.dumps({"model": "tiny", "prompt": "soup", "stream": True, "max_tokens": 150_000}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+    connections = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(count)]
+    for connection in connections:
+        connection.sendall(head % len(payload) + payload)
+    state = server.replica.state
+    until(lambda: state().num_running + state().num_waiting == count)
+    try:
+        yield
+    finally:
+        for connection in connections:
+            connection.close()
+        until(lambda: state().num_running + state().num_waiting == 0)
+
+
+def test_once_prints_one_view_for_a_script(kitchen: RunningServer):
+    with guests(kitchen, 3):
+        done = maitred_process("top", kitchen.url, "--once")
+    assert done.code == 0, done.err
+    assert "slots 2 of 2   waiting 1" in done.out
+    assert "new tokens/s -" not in done.out
+    assert "all 2 slots are taken" in done.out
+    assert "\x1b" not in done.out
+
+
+def test_in_a_pipe_views_follow_each_other_as_plain_text(kitchen: RunningServer):
+    words = [sys.executable, "-m", "maitred", "top", kitchen.url, "--interval", "0"]
+    with guests(kitchen, 1):
+        process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment())
+        assert process.stdout is not None
+        seen = 0
+        for line in process.stdout:
+            assert "\x1b" not in line
+            seen += line.startswith("maitred serves")
+            if seen == 3:
+                break
+        process.send_signal(signal.SIGINT)
+        process.stdout.close()
+        assert process.wait(60) in (130, 141)
+
+
+def test_on_a_terminal_it_takes_the_screen_and_gives_it_back(kitchen: RunningServer):
+    ours, theirs = pty.openpty()
+    words = [sys.executable, "-m", "maitred", "top", kitchen.url]
+    with guests(kitchen, 1):
+        process = subprocess.Popen(
+            words, stdin=theirs, stdout=theirs, stderr=theirs, env=environment(TERM="xterm", LINES="30"), close_fds=True
+        )
+        os.close(theirs)
+        shown_ = b""
+        while b"slots" not in shown_ or b"nobody waits" not in shown_:
+            shown_ += os.read(ours, 65536)
+        process.send_signal(signal.SIGINT)
+        try:
+            while piece := os.read(ours, 65536):
+                shown_ += piece
+        except OSError:  # the other side is closed
+            pass
+        assert process.wait(60) == 130
+        os.close(ours)
+    assert b"\x1b[?1049h" in shown_
+    assert shown_.rindex(b"\x1b[?1049l") > shown_.rindex(b"\x1b[?1049h")
+
+
+def test_failures_are_one_line_with_what_to_do():
+    with serving("Hello.", api_keys=("secret",)) as server:
+        refused = maitred_process("top", server.url, "--once")
+        assert refused.code == 1
+        assert "401" in refused.err
+        assert "--api-key" in refused.err
+        assert maitred_process("top", server.url, "--once", "--api-key", "secret").code == 0
+        url = server.url
+    gone = maitred_process("top", url, "--once")
+    assert gone.code == 1
+    assert "cannot reach" in gone.err
+    assert maitred_process("top", url, "--interval", "-1").code == 2
