@@ -13,7 +13,7 @@ from maitred.scheduler.decision_log import Recorder
 from maitred.scheduler.log_codec import Header, LogEncoder, read_log
 from maitred.scheduler.policies import POLICIES
 from maitred.scheduler.replay import first_difference
-from maitred.sim.cost_model import Band, CostModel, Jitter, shape_of
+from maitred.sim.cost_model import Band, CostModel, Jitter, Slowness, shape_of
 from maitred.sim.recorded import measured_steps, read_run
 from maitred.sim.results import Objectives, Results
 from maitred.sim.simulator import Simulation
@@ -207,3 +207,29 @@ def test_a_recorded_run_has_the_figures_of_the_simulation_it_was_made_of():
         assert recorded["ttft_s"][name] == pytest.approx(value, rel=1e-2)
     assert recorded["e2e_s"]["max"] == pytest.approx(results.to_json()["e2e_s"]["max"])
     assert recorded["goodput_rps"] == pytest.approx(results.to_json()["goodput_rps"])
+
+
+def test_a_slow_machine_takes_longer_for_prompts_and_for_the_rest_as_it_is_told():
+    """One request: a step with its prompt of 8 tokens, then three of a token each."""
+
+    def end_of(slowness: Slowness | None) -> float:
+        at = None if slowness is None else lambda now: slowness
+        results = Simulation(setup(), COSTS, Results(), slowness=at).run(iter([arrival("r", output=4)]))
+        return results.ended_at
+
+    prompts_s, rest_s = 8 * COSTS.prefill_token_s, 4 * COSTS.fixed_s + 3 * COSTS.decode_token_s
+    assert end_of(None) == pytest.approx(prompts_s + rest_s)
+    assert end_of(Slowness(prompts=3.0)) == pytest.approx(3 * prompts_s + rest_s)
+    assert end_of(Slowness(rest=2.0)) == pytest.approx(prompts_s + 2 * rest_s)
+
+
+def test_slowness_is_asked_at_the_time_of_each_step():
+    asked = []
+
+    def slowness(now: float) -> Slowness:
+        asked.append(now)
+        return Slowness(rest=2.0 if now > 0 else 1.0)
+
+    Simulation(setup(), COSTS, Results(), slowness=slowness).run(iter([arrival("r", output=3)]))
+    first_s = COSTS.fixed_s + 8 * COSTS.prefill_token_s
+    assert asked == pytest.approx([0.0, first_s, first_s + 2 * (COSTS.fixed_s + COSTS.decode_token_s)])
