@@ -253,6 +253,12 @@ def at_usual_speed(step: MeasuredStep, trace: Trace) -> MeasuredStep:
     )
 
 
+def step_error(run: LiveRun, model: CostModel) -> float:
+    """Of a single step at the speed that the probe found, mean."""
+    steps = [at_usual_speed(step, run.trace) for step in run.steps]
+    return statistics.fmean(abs(model.expected_s(step.shape) / step.step_s - 1) for step in steps)
+
+
 def total_slowness(steps: Sequence[MeasuredStep], model: CostModel) -> float:
     return sum(step.step_s for step in steps) / sum(model.expected_s(step.shape) for step in steps)
 
@@ -280,9 +286,8 @@ def figures(results: Results) -> Cell:
     return {f"{m}.{q}": whole[m][q] for m in MEASURES for q in QUANTILES}
 
 
-def compare(load: float, policy: str, runs: Sequence[LiveRun], max_num_seqs: int) -> dict[str, Cell]:
-    known = fit_on_others(load, policy, runs)
-    repeats = [run for run in runs if (run.load, run.policy) == (load, policy)]
+def compare(repeats: Sequence[LiveRun], known: Known, max_num_seqs: int) -> dict[str, Cell]:
+    """Of the rounds of one load and policy, with what is known from the others."""
     guesses: dict[str, list[list[Cell]]] = {kind: [] for kind in KINDS}
     for run in repeats:
         own = total_slowness(run.steps, known.plain)
@@ -356,11 +361,15 @@ def main() -> None:
         print(f"capacity {capacity:.2f} requests/s at {options.max_num_seqs} slots, {options.clock} time", flush=True)
         runs, num_redone = run_all(capacity, probe, usual, options)
     combinations = list(dict.fromkeys((run.load, run.policy) for run in runs))
-    compared = {c: compare(*c, runs, options.max_num_seqs) for c in sorted(combinations, key=_listed(options))}
+    known = {c: fit_on_others(*c, runs) for c in sorted(combinations, key=_listed(options))}
+    repeats = {c: [run for run in runs if (run.load, run.policy) == c] for c in known}
+    compared = {c: compare(repeats[c], known[c], options.max_num_seqs) for c in known}
+    off = statistics.fmean(step_error(run, known[c].usual) for c in known for run in repeats[c])
     print_comparison(compared)
     parts = [
         f"Capacity {capacity:.1f} requests/s, {len(runs)} runs of {runs[0].run.results.total.num_finished} requests, "
-        f"{options.clock} time. {machine(runs, num_redone, options)}",
+        f"{options.clock} time. {machine(runs, num_redone, options)} A single "
+        f"step is {off:.0%} off its modelled time on average, at the speed that the probe found.",
         summary(compared),
         table(compared),
         "Over 10%:\n\n" + explained(compared),
