@@ -267,7 +267,7 @@ class ProcessConfig:
     step_timeout_s: float = 120.0
     """A step that takes longer (s), or as long a silence, counts as stuck: the engine is killed and started again."""
     max_restarts: int = 5
-    """Restarts in a row before the engine is given up; one that lived for a minute ends the row."""
+    """Restarts in a row before the engine is given up; one that lived for ten seconds ends the row."""
     resume: str = "exact"
     """What a request that has tokens does when the engine died: exact goes on where the executor gives the same tokens
     as if nothing had happened, and else ends with an error; always goes on; never ends with an error."""
