@@ -18,7 +18,7 @@ struct Places {
       bytes;
 };
 
-Places places(const KVLayout& layout) {
+Places places(const KVLayout& layout, bool gathers) {
   Places p{};
   int64_t at = 0;
   const auto take = [&](int64_t bytes) {
@@ -38,7 +38,7 @@ Places places(const KVLayout& layout) {
   p.maximum = take(rows * 4);
   p.sum = take(rows * 4);
   p.out = take(values);
-  p.gathered = take(kSegmentTiles * layout.cell_bytes);
+  p.gathered = take(gathers ? kSegmentTiles * layout.block_bytes : 0);
   p.bytes = (at + 4095) / 4096 * 4096 + 192;  // threads' scratch must not fall on the same cache sets
   return p;
 }
@@ -83,7 +83,7 @@ void gather_tile(const Job& job, const AttentionItem& item, int first, int end, 
   for (int position = first; position < end; ++position) {
     const int lane = position % kTileSlots;
     const uint8_t* cell = job.pool.block(job.op.layer, table[position / from.block_size]) +
-                          item.kv_head * from.head_bytes + position % from.block_size * from.cell_bytes;
+                          item.kv_head * from.head_stride + position % from.block_size * from.cell_bytes;
     for (int word = 0; word < to.k_words; ++word) {
       const int bytes = std::min(per_word, to.head_dim - word * per_word) * value_bytes;
       std::memcpy(tile + (int64_t{word} * kTileSlots + lane) * 4, cell + word * 4, static_cast<std::size_t>(bytes));
@@ -94,8 +94,8 @@ void gather_tile(const Job& job, const AttentionItem& item, int first, int end, 
     for (int i = 0; i < to.head_dim; ++i)
       std::memcpy(target + int64_t{i} * 4, value + i * value_bytes, static_cast<std::size_t>(value_bytes));
     if (to.dtype == DType::int8) {
-      std::memcpy(tile + to.k_scales_offset() + lane * 4, cell + from.cell_bytes - 8, 4);
-      std::memcpy(tile + to.v_scales_offset() + lane * 4, cell + from.cell_bytes - 4, 4);
+      std::memcpy(tile + to.scales_offset() + lane * 4, cell + from.cell_bytes - 8, 4);
+      std::memcpy(tile + to.v_offset + to.scales_offset() + lane * 4, cell + from.cell_bytes - 4, 4);
     }
   }
 }
@@ -108,10 +108,11 @@ void find_tiles(const Job& job, const AttentionItem& item, int segment, Span spa
   for (int tile = span.first / kTileSlots; tile * kTileSlots < span.end; ++tile) {
     const int position = base + tile * kTileSlots;
     if (layout.tiled) {
-      tiles[tile] = job.pool.block(job.op.layer, table[position / layout.block_size]) +
-                    item.kv_head * layout.head_bytes + position % layout.block_size / kTileSlots * layout.cell_bytes;
+      tiles[tile] =
+          job.pool.block(job.op.layer, table[position / layout.block_size]) +
+          (int64_t{position % layout.block_size / kTileSlots} * layout.num_kv_heads + item.kv_head) * layout.cell_bytes;
     } else {
-      uint8_t* gathered = job.scratch + job.at.gathered + tile * job.tile_layout.cell_bytes;
+      uint8_t* gathered = job.scratch + job.at.gathered + tile * job.tile_layout.block_bytes;
       gather_tile(job, item, std::max(position, base + span.first), std::min(position + kTileSlots, base + span.end),
                   gathered);
       tiles[tile] = gathered;
@@ -154,6 +155,7 @@ void compute_segment(const Job& job, const AttentionItem& item, int segment, con
   find_ranges(job, item, segment, first, end);
   Segment work{};
   work.layout = &job.tile_layout;
+  work.num_heads = item.num_kv_heads;
   work.rows = item.num_queries * item.num_heads;
   work.queries = job.scratch + job.at.queries;
   work.query_stride = query_head_bytes(job.tile_layout);
@@ -244,8 +246,8 @@ void run_unit(const Job& job, const AttentionUnit& unit, const AttentionUnit* ne
 }  // namespace
 
 AttentionScratch::AttentionScratch(const KVLayout& layout, int num_threads)
-    : tile_layout_(kv_layout(layout.dtype, layout.num_kv_heads, layout.head_dim, kTileSlots)),
-      bytes_per_worker_(round_up_64(places(tile_layout_).bytes)),
+    : tile_layout_(layout.tiled ? layout : kv_layout(layout.dtype, 1, layout.head_dim, kTileSlots)),
+      bytes_per_worker_(round_up_64(places(tile_layout_, !layout.tiled).bytes)),
       pages_(num_threads * bytes_per_worker_) {}
 
 void attention(const AttentionOp& op, AttentionPlan& plan, const AttentionScratch& scratch, const KVPool& pool,
@@ -260,7 +262,7 @@ void attention(const AttentionOp& op, AttentionPlan& plan, const AttentionScratc
                 out,
                 out_stride,
                 attention_kernels(isa),
-                places(scratch.tile_layout()),
+                places(scratch.tile_layout(), !pool.layout().tiled),
                 scratch.of_worker(worker.index)};
   const std::vector<AttentionUnit>& units = plan.units();
   const int num_units = static_cast<int>(units.size());

@@ -6,8 +6,9 @@
 // that depends on which queries share the call, on chunks, blocks, threads, or who computed which segment. Slots that a
 // query does not see are left out of the arithmetic, not multiplied by zero: they may hold anything.
 //
-// Work is handed out as items (some queries of one request, those heads of theirs that share a K/V head), so that K and
-// V are read once for the group; an item that is much of the step is handed out segment by segment, and whoever
+// Work is handed out as items: some queries of one request with the heads that share a K/V head, so that K and V are
+// read once for the group; or a single query with several K/V heads, whose cells lie side by side in the pool, because
+// memory is fastest in long runs. An item that is much of the step is handed out segment by segment, and whoever
 // finishes its last one folds. Online softmax: Milakov and Gimelshein 2018, arXiv:1805.02867; segments folded apart:
 // Flash-Decoding, Dao et al. 2023. Paged attention: Kwon et al. 2023, arXiv:2309.06180.
 #pragma once
@@ -26,7 +27,8 @@ namespace maitred {
 
 constexpr int kSegmentSlots = 256;
 constexpr int kSegmentTiles = kSegmentSlots / kTileSlots;
-constexpr int kMaxRows = 48;  // query rows of an item: queries x heads of the group
+constexpr int kMaxRows = 48;    // query rows of an item: queries x heads
+constexpr int kSweepGroup = 8;  // most query heads of a K/V head for items of several K/V heads
 
 struct AttentionOp {
   int layer;
@@ -36,12 +38,14 @@ struct AttentionOp {
   const float* sinks;  // [num_heads] a logit a head that only adds to the denominator; null: none
 };
 
-// Queries first_token .. of one request and heads first_head .. of one K/V head, over all segments they see.
+// Queries first_token .. of one request and heads first_head .. of some K/V heads (of one, if there are many queries),
+// over all segments they see.
 struct AttentionItem {
   int row;
   int first_token;
   int num_queries;
   int kv_head;
+  int num_kv_heads;
   int first_head;
   int num_heads;
   int first_segment;
@@ -70,11 +74,16 @@ class AttentionPlan {
   std::atomic<int>& segments_done(int item) { return segments_done_[item]; }
 
  private:
+  int divide_heads(const StepRows& step) const;
   void add_row(const StepRows& step, int row);
+  void add_single(const StepRows& step, int row);
   void divide();
 
   int num_heads_;
+  int num_kv_heads_;
   int group_;  // query heads that share a K/V head
+  bool tiled_;
+  int parts_ = 1;  // into which the K/V heads of a single query are divided
   int padded_head_;
   int window_;
   int num_threads_;
@@ -97,7 +106,7 @@ class AttentionScratch {
   int64_t num_bytes() const { return pages_.num_bytes(); }
 
  private:
-  KVLayout tile_layout_;  // as if the block size were 16: what the kernels see
+  KVLayout tile_layout_;  // the pool's, or what its slots are gathered into: one head, one tile
   int64_t bytes_per_worker_;
   Pages pages_;
 };
@@ -111,10 +120,11 @@ void attention(const AttentionOp& op, AttentionPlan& plan, const AttentionScratc
 // One segment of 256 positions for some query rows: what the instruction sets implement.
 struct Segment {
   const KVLayout* layout;  // of the tiles
-  int rows;
+  int num_heads;           // K/V heads: 1, or several and a single query
+  int rows;                // of each head the same number, one head's after the other's
   const uint8_t* queries;
   int64_t query_stride;
-  const uint8_t* const* tiles;  // [kSegmentTiles]; those of [first_tile, end_tile) are there
+  const uint8_t* const* tiles;  // [kSegmentTiles] K of the first head; those of [first_tile, end_tile) are there
   int first_tile;
   int end_tile;
   const int32_t* first;  // [rows] slots of the segment that the row sees: [first, end), perhaps none

@@ -29,7 +29,7 @@ inline float float_at(const uint8_t* p) {
   __builtin_memcpy(&x, p, 4);
   return x;
 }
-inline void prefetch(const uint8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T1); }
+inline void prefetch(const uint8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0); }
 inline int smaller(int a, int b) { return a < b ? a : b; }
 inline int larger(int a, int b) { return a > b ? a : b; }
 
@@ -62,15 +62,18 @@ inline __m512 softcapped(__m512 score, float softcap) {
 // What multiplies q.k before it is stored: the softcap comes in natural units, else scores are powers of two at once.
 inline float stored_scale(const Segment& work) { return work.softcap == 0.0f ? work.scale * kLog2E : work.scale; }
 
-// The formats. Each has: kRows, the most rows of a block of scores; Acc, the sum of a vector of 16 slots.
+// The formats: the most rows of a block, as the registers allow; values in a word; whether sums are integers.
 struct F32 {
-  static constexpr int kRows = 6, kValueRows = 6, kPerWord = 1;
+  static constexpr int kRows = 6, kPerWord = 1;
+  static constexpr bool kInteger = false;
 };
 struct BF16 {
-  static constexpr int kRows = 6, kValueRows = 6, kPerWord = 2;
+  static constexpr int kRows = 6, kPerWord = 2;
+  static constexpr bool kInteger = false;
 };
 struct Int8 {
-  static constexpr int kRows = 3, kValueRows = 3, kPerWord = 4;
+  static constexpr int kRows = 3, kPerWord = 4;
+  static constexpr bool kInteger = true;
 };
 
 inline __m512 multiply_add(F32, __m512 sum, __m512i a, __m512i b) {
@@ -82,20 +85,27 @@ inline __m512 multiply_add(BF16, __m512 sum, __m512i a, __m512i b) {
 
 inline int64_t int8_part(const KVLayout& layout) { return (int64_t{layout.k_words} * 4 + 63) / 64 * 64; }
 
+// Where the tiles of a segment lie for one K/V head, and what to fetch into the cache while they are read: each by tile
+// of the segment.
+struct Cells {
+  const uint8_t* at[kSegmentTiles];
+  const uint8_t* ahead[kSegmentTiles];
+};
+
 // Scores of R rows over T tiles, in the unit that stored_scale() gives.
 template <class Format, int R, int T, bool kFetch>
-inline void score_block(const Segment& work, int row, int tile) {
-  const KVLayout& layout = *work.layout;
+inline void score_block(const Segment& work, const Cells& cells, int row, int tile) {
   const uint8_t* q = work.queries + row * work.query_stride;
-  const uint8_t* const* tiles = work.tiles + tile;
+  const uint8_t* const* at = cells.at + tile;
+  const uint8_t* const* ahead = cells.ahead + tile;
   __m512 sums[R][T];
   for (int r = 0; r < R; ++r)
     for (int t = 0; t < T; ++t) sums[r][t] = _mm512_setzero_ps();
-  for (int w = 0; w < layout.k_words; ++w) {
+  for (int w = 0; w < work.layout->k_words; ++w) {
     __m512i keys[T];
     for (int t = 0; t < T; ++t) {
-      keys[t] = load_bits(tiles[t] + int64_t{w} * 64);
-      if (kFetch) prefetch(tiles[t] + layout.v_offset + int64_t{w} * 64);
+      keys[t] = load_bits(at[t] + int64_t{w} * 64);
+      if (kFetch) prefetch(ahead[t] + int64_t{w} * 64);
     }
     for (int r = 0; r < R; ++r) {
       const __m512i query = word(q + r * work.query_stride + w * 4);
@@ -109,11 +119,20 @@ inline void score_block(const Segment& work, int row, int tile) {
                        _mm512_mul_ps(sums[r][t], scale));
 }
 
+// From integer sums to scores; `tail` is what stands behind the query's parts, keys were stored with 128 added.
+inline __m512 int8_scores(const Segment& work, const uint8_t* tail, __m512i high, __m512i low, __m512 k_scales) {
+  const __m512 a = _mm512_cvtepi32_ps(_mm512_sub_epi32(high, _mm512_slli_epi32(word(tail + 4), 7)));
+  const __m512 b = _mm512_cvtepi32_ps(_mm512_sub_epi32(low, _mm512_slli_epi32(word(tail + 8), 7)));
+  const __m512 dot = _mm512_fmadd_ps(b, _mm512_set1_ps(1.0f / 254.0f), a);
+  return _mm512_mul_ps(_mm512_mul_ps(dot, _mm512_set1_ps(float_at(tail) * stored_scale(work))), k_scales);
+}
+
 template <int R, int T, bool kFetch>
-inline void score_block_int8(const Segment& work, int row, int tile) {
+inline void score_block_int8(const Segment& work, const Cells& cells, int row, int tile) {
   const KVLayout& layout = *work.layout;
   const uint8_t* q = work.queries + row * work.query_stride;
-  const uint8_t* const* tiles = work.tiles + tile;
+  const uint8_t* const* at = cells.at + tile;
+  const uint8_t* const* ahead = cells.ahead + tile;
   const int64_t part = int8_part(layout);
   __m512i high[R][T], low[R][T];
   for (int r = 0; r < R; ++r)
@@ -121,8 +140,8 @@ inline void score_block_int8(const Segment& work, int row, int tile) {
   for (int w = 0; w < layout.k_words; ++w) {
     __m512i keys[T];
     for (int t = 0; t < T; ++t) {
-      keys[t] = load_bits(tiles[t] + int64_t{w} * 64);
-      if (kFetch) prefetch(tiles[t] + layout.v_offset + int64_t{w} * 64);
+      keys[t] = load_bits(at[t] + int64_t{w} * 64);
+      if (kFetch) prefetch(ahead[t] + int64_t{w} * 64);
     }
     for (int r = 0; r < R; ++r) {
       const __m512i query_high = word(q + r * work.query_stride + w * 4);
@@ -135,41 +154,29 @@ inline void score_block_int8(const Segment& work, int row, int tile) {
   }
   for (int r = 0; r < R; ++r) {
     const uint8_t* tail = q + r * work.query_stride + 2 * part;
-    const __m512 scale = _mm512_set1_ps(float_at(tail) * stored_scale(work));
-    const __m512i high_bias = _mm512_slli_epi32(word(tail + 4), 7), low_bias = _mm512_slli_epi32(word(tail + 8), 7);
-    for (int t = 0; t < T; ++t) {
-      const __m512 a = _mm512_cvtepi32_ps(_mm512_sub_epi32(high[r][t], high_bias));
-      const __m512 b = _mm512_cvtepi32_ps(_mm512_sub_epi32(low[r][t], low_bias));
-      const __m512 dot = _mm512_fmadd_ps(b, _mm512_set1_ps(1.0f / 254.0f), a);
-      const __m512 k_scales = load(tiles[t] + layout.k_scales_offset());
+    for (int t = 0; t < T; ++t)
       _mm512_storeu_ps(work.scores + (row + r) * kSegmentSlots + (tile + t) * kTileSlots,
-                       _mm512_mul_ps(_mm512_mul_ps(dot, scale), k_scales));
-    }
+                       int8_scores(work, tail, high[r][t], low[r][t], load(at[t] + layout.scales_offset())));
   }
 }
 
-template <int R, int T, bool kFetch>
-inline void scores_of(F32, const Segment& work, int row, int tile) {
-  score_block<F32, R, T, kFetch>(work, row, tile);
-}
-template <int R, int T, bool kFetch>
-inline void scores_of(BF16, const Segment& work, int row, int tile) {
-  score_block<BF16, R, T, kFetch>(work, row, tile);
-}
-template <int R, int T, bool kFetch>
-inline void scores_of(Int8, const Segment& work, int row, int tile) {
-  score_block_int8<R, T, kFetch>(work, row, tile);
+template <class Format, int R, int T, bool kFetch>
+inline void scores_of(const Segment& work, const Cells& cells, int row, int tile) {
+  if constexpr (Format::kInteger)
+    score_block_int8<R, T, kFetch>(work, cells, row, tile);
+  else
+    score_block<Format, R, T, kFetch>(work, cells, row, tile);
 }
 
 template <class Format, int R, bool kFetch>
-void score_tiles(const Segment& work, int row, int first_tile, int end_tile) {
+inline void score_tiles(const Segment& work, const Cells& cells, int row, int first_tile, int end_tile) {
   int tile = first_tile;
-  for (; tile + kTiles <= end_tile; tile += kTiles) scores_of<R, kTiles, kFetch>(Format{}, work, row, tile);
+  for (; tile + kTiles <= end_tile; tile += kTiles) scores_of<Format, R, kTiles, kFetch>(work, cells, row, tile);
   if (tile + 2 <= end_tile) {
-    scores_of<R, 2, kFetch>(Format{}, work, row, tile);
+    scores_of<Format, R, 2, kFetch>(work, cells, row, tile);
     tile += 2;
   }
-  if (tile < end_tile) scores_of<R, 1, kFetch>(Format{}, work, row, tile);
+  if (tile < end_tile) scores_of<Format, R, 1, kFetch>(work, cells, row, tile);
 }
 
 // Slots of a tile that are in [first, end).
@@ -191,7 +198,7 @@ inline float row_maximum(const Segment& work, float* scores, int first, int end)
 }
 
 // Each writes p for the tiles of [first_tile, end_tile), 0 where the row does not see, and returns the sum.
-inline float weights_of(F32, const Segment&, const float* scores, float maximum, int first, int end, int, int,
+inline float weights_of(F32, const Segment&, int, const float* scores, float maximum, int first, int end, int, int,
                         uint8_t* out) {
   __m512 sum = _mm512_setzero_ps();
   for (int tile = first / kTileSlots; tile * kTileSlots < end; ++tile) {
@@ -203,7 +210,7 @@ inline float weights_of(F32, const Segment&, const float* scores, float maximum,
   return _mm512_reduce_add_ps(sum);
 }
 
-inline float weights_of(BF16, const Segment&, const float* scores, float maximum, int first, int end, int, int,
+inline float weights_of(BF16, const Segment&, int, const float* scores, float maximum, int first, int end, int, int,
                         uint8_t* out) {
   __m512 sum = _mm512_setzero_ps();
   for (int tile = first / kTileSlots; tile * kTileSlots < end; ++tile) {
@@ -220,9 +227,9 @@ constexpr int kInt8Low = kSegmentSlots;         // where the low bytes of p lie 
 constexpr int kInt8Factor = 2 * kSegmentSlots;  // and what their products are multiplied with
 
 // p * V's scale in 16 bits of the largest of them.
-inline float weights_of(Int8, const Segment& work, float* scores, float maximum, int first, int end, int first_tile,
-                        int end_tile, uint8_t* out) {
-  const int64_t scales = work.layout->v_scales_offset();
+inline float weights_of(Int8, const Segment& work, int head, float* scores, float maximum, int first, int end,
+                        int first_tile, int end_tile, uint8_t* out) {
+  const int64_t scales = work.layout->v_offset + work.layout->scales_offset() + head * work.layout->head_stride;
   __m512 sum = _mm512_setzero_ps(), most = _mm512_setzero_ps(), poison = _mm512_setzero_ps();
   for (int tile = first / kTileSlots; tile * kTileSlots < end; ++tile) {
     const __mmask16 seen = visible(tile, first, end);
@@ -250,30 +257,37 @@ inline float weights_of(Int8, const Segment& work, float* scores, float maximum,
 
 constexpr int kWeightBytes = kSegmentSlots * 4;  // a row's part of Segment::probabilities
 
+// From a row's scores to its weights, their sum and maximum; `head` is its K/V head.
+template <class Format>
+inline void weigh_row(const Segment& work, int row, int head, int first_tile, int end_tile) {
+  float* scores = work.scores + row * kSegmentSlots;
+  const int first = work.first[row], end = work.end[row];
+  const float maximum = first < end ? row_maximum(work, scores, first, end) : -__builtin_inff();
+  work.maximum[row] = maximum;
+  work.sum[row] = weights_of(Format{}, work, head, scores, maximum, first, larger(first, end), first_tile, end_tile,
+                             work.probabilities + int64_t{row} * kWeightBytes);
+}
+
 // What R rows add up over words [from, to) of V: C vectors of columns from `column` on.
 template <class Format, int R, int C, bool kFetch>
-inline void value_block(const Segment& work, int row, int from, int to, int column, bool resume) {
+inline void value_block(const Segment& work, const Cells& cells, int row, int from, int to, int column, bool resume) {
   constexpr int kWords = kTileSlots / Format::kPerWord;  // of a tile
-  const KVLayout& layout = *work.layout;
-  const int64_t line_bytes = int64_t{layout.padded_head} * 4;
-  float* out = work.out + int64_t{row} * layout.padded_head + column * 16;
+  const int64_t width = work.layout->padded_head, line_bytes = width * 4;
+  float* out = work.out + row * width + column * 16;
   const uint8_t* weights = work.probabilities + int64_t{row} * kWeightBytes;
   __m512 sums[R][C];
   for (int r = 0; r < R; ++r)
-    for (int c = 0; c < C; ++c)
-      sums[r][c] = resume ? load(out + int64_t{r} * layout.padded_head + c * 16) : _mm512_setzero_ps();
+    for (int c = 0; c < C; ++c) sums[r][c] = resume ? load(out + r * width + c * 16) : _mm512_setzero_ps();
   for (int w = from; w < to;) {
     const int tile = w / kWords, end = smaller(to, (tile + 1) * kWords);
-    const uint8_t* values = work.tiles[tile] + layout.v_offset + w % kWords * line_bytes + column * 64;
-    const bool fetch = kFetch && tile - work.first_tile < work.num_next;
-    const uint8_t* next =
-        fetch ? work.next_tiles[tile - work.first_tile] + w % kWords * line_bytes + column * 64 : nullptr;
-    for (; w < end; ++w, values += line_bytes) {
+    const int64_t at = w % kWords * line_bytes + column * 64;
+    const uint8_t* values = cells.at[tile] + at;
+    const uint8_t* ahead = cells.ahead[tile] + at;
+    for (; w < end; ++w, values += line_bytes, ahead += line_bytes) {
       __m512i v[C];
-      for (int c = 0; c < C; ++c) v[c] = load_bits(values + c * 64);
-      if (fetch) {
-        for (int c = 0; c < C; ++c) prefetch(next + c * 64);
-        next += line_bytes;
+      for (int c = 0; c < C; ++c) {
+        v[c] = load_bits(values + c * 64);
+        if (kFetch) prefetch(ahead + c * 64);
       }
       for (int r = 0; r < R; ++r) {
         const __m512i p = word(weights + r * kWeightBytes + w * 4);
@@ -282,31 +296,33 @@ inline void value_block(const Segment& work, int row, int from, int to, int colu
     }
   }
   for (int r = 0; r < R; ++r)
-    for (int c = 0; c < C; ++c) _mm512_storeu_ps(out + int64_t{r} * layout.padded_head + c * 16, sums[r][c]);
+    for (int c = 0; c < C; ++c) _mm512_storeu_ps(out + r * width + c * 16, sums[r][c]);
 }
 
+// The same in integers, which stay so in `out` until finish_int8().
 template <int R, int C, bool kFetch>
-inline void value_block_int8(const Segment& work, int row, int from, int to, int column) {
+inline void value_block_int8(const Segment& work, const Cells& cells, int row, int from, int to, int column,
+                             bool resume) {
   constexpr int kWords = 4;  // of a tile
-  const KVLayout& layout = *work.layout;
-  const int64_t line_bytes = int64_t{layout.padded_head} * 4;
-  float* out = work.out + int64_t{row} * layout.padded_head + column * 16;
+  const int64_t width = work.layout->padded_head, line_bytes = width * 4;
+  float* out = work.out + row * width + column * 16;
   const uint8_t* weights = work.probabilities + int64_t{row} * kWeightBytes;
   __m512i high[R][C], low[R][C];
   for (int r = 0; r < R; ++r)
-    for (int c = 0; c < C; ++c) high[r][c] = low[r][c] = _mm512_setzero_si512();
+    for (int c = 0; c < C; ++c) {
+      high[r][c] = _mm512_setzero_si512();
+      low[r][c] = resume ? load_bits(out + r * width + c * 16) : _mm512_setzero_si512();
+    }
   for (int w = from; w < to;) {
     const int tile = w / kWords, end = smaller(to, (tile + 1) * kWords);
-    const uint8_t* values = work.tiles[tile] + layout.v_offset + w % kWords * line_bytes + column * 64;
-    const bool fetch = kFetch && tile - work.first_tile < work.num_next;
-    const uint8_t* next =
-        fetch ? work.next_tiles[tile - work.first_tile] + w % kWords * line_bytes + column * 64 : nullptr;
-    for (; w < end; ++w, values += line_bytes) {
+    const int64_t at = w % kWords * line_bytes + column * 64;
+    const uint8_t* values = cells.at[tile] + at;
+    const uint8_t* ahead = cells.ahead[tile] + at;
+    for (; w < end; ++w, values += line_bytes, ahead += line_bytes) {
       __m512i v[C];
-      for (int c = 0; c < C; ++c) v[c] = load_bits(values + c * 64);
-      if (fetch) {
-        for (int c = 0; c < C; ++c) prefetch(next + c * 64);
-        next += line_bytes;
+      for (int c = 0; c < C; ++c) {
+        v[c] = load_bits(values + c * 64);
+        if (kFetch) prefetch(ahead + c * 64);
       }
       for (int r = 0; r < R; ++r) {
         const __m512i p_high = word(weights + r * kWeightBytes + w * 4);
@@ -318,50 +334,50 @@ inline void value_block_int8(const Segment& work, int row, int from, int to, int
       }
     }
   }
-  for (int r = 0; r < R; ++r) {
-    const __m512 factor = _mm512_set1_ps(float_at(weights + r * kWeightBytes + kInt8Factor));
-    for (int c = 0; c < C; ++c) {
-      const __m512i sum = _mm512_add_epi32(_mm512_slli_epi32(high[r][c], 8), low[r][c]);
-      _mm512_storeu_ps(out + int64_t{r} * layout.padded_head + c * 16, _mm512_mul_ps(_mm512_cvtepi32_ps(sum), factor));
-    }
+  for (int r = 0; r < R; ++r)
+    for (int c = 0; c < C; ++c)
+      _mm512_storeu_si512(out + r * width + c * 16, _mm512_add_epi32(_mm512_slli_epi32(high[r][c], 8), low[r][c]));
+}
+
+// From the integers of value_block_int8 to numbers.
+inline void finish_int8(const Segment& work, int row, int end_row) {
+  const int width = work.layout->padded_head;
+  for (; row < end_row; ++row) {
+    float* out = work.out + int64_t{row} * width;
+    const __m512 factor = _mm512_set1_ps(float_at(work.probabilities + int64_t{row} * kWeightBytes + kInt8Factor));
+    for (int i = 0; i < width; i += 16)
+      _mm512_storeu_ps(out + i, _mm512_mul_ps(_mm512_cvtepi32_ps(load_bits(out + i)), factor));
   }
 }
 
-template <int R, int C, bool kFetch>
-inline void values_of(F32, const Segment& work, int row, int from, int to, int column, bool resume) {
-  value_block<F32, R, C, kFetch>(work, row, from, to, column, resume);
-}
-template <int R, int C, bool kFetch>
-inline void values_of(BF16, const Segment& work, int row, int from, int to, int column, bool resume) {
-  value_block<BF16, R, C, kFetch>(work, row, from, to, column, resume);
-}
-template <int R, int C, bool kFetch>
-inline void values_of(Int8, const Segment& work, int row, int from, int to, int column, bool) {
-  value_block_int8<R, C, kFetch>(work, row, from, to, column);
+template <class Format, int R, int C, bool kFetch>
+inline void values_of(const Segment& work, const Cells& cells, int row, int from, int to, int column, bool resume) {
+  if constexpr (Format::kInteger)
+    value_block_int8<R, C, kFetch>(work, cells, row, from, to, column, resume);
+  else
+    value_block<Format, R, C, kFetch>(work, cells, row, from, to, column, resume);
 }
 
 template <class Format, int R, bool kFetch>
-void sum_values(const Segment& work, int row, int from, int to, bool resume) {
-  // As many columns as the registers hold beside R rows.
-  constexpr int kMost = (Format::kPerWord == 4 ? 12 : 24) / R >= 8 ? 8 : 4;
+inline void sum_values(const Segment& work, const Cells& cells, int row, int from, int to, bool resume) {
+  constexpr int kSums = Format::kInteger ? 12 : 24;  // that the registers hold
+  constexpr int kMost = kSums / R >= 8 ? 8 : kSums / R >= 4 ? 4 : kSums / R >= 2 ? 2 : 1;
   const int columns = work.layout->padded_head / 16;
   int column = 0;
   for (; column + kMost <= columns; column += kMost)
-    values_of<R, kMost, kFetch>(Format{}, work, row, from, to, column, resume);
-  if (kMost == 8 && column + 4 <= columns) {
-    values_of<R, 4, kFetch>(Format{}, work, row, from, to, column, resume);
-    column += 4;
+    values_of<Format, R, kMost, kFetch>(work, cells, row, from, to, column, resume);
+  if constexpr (kMost >= 8) {
+    if (column + 4 <= columns) {
+      values_of<Format, R, 4, kFetch>(work, cells, row, from, to, column, resume);
+      column += 4;
+    }
   }
-  if (column + 2 <= columns) {
-    values_of<R, 2, kFetch>(Format{}, work, row, from, to, column, resume);
-    column += 2;
-  }
-  if (column < columns) values_of<R, 1, kFetch>(Format{}, work, row, from, to, column, resume);
+  for (; column < columns; ++column) values_of<Format, R, 1, kFetch>(work, cells, row, from, to, column, resume);
 }
 
 // One row, slots [from, to) that fill no words in common with its neighbours': slots beside them are left out.
 template <class Format>
-void sum_edge(const Segment& work, int row, int from, int to) {
+void sum_edge(const Segment& work, const uint8_t* const* cells, int row, int from, int to) {
   constexpr int kPerWord = Format::kPerWord, kWords = kTileSlots / kPerWord;
   if (from >= to) return;
   const KVLayout& layout = *work.layout;
@@ -372,7 +388,7 @@ void sum_edge(const Segment& work, int row, int from, int to) {
     if (kPerWord == 2 && w * 2 < from) keep = 0xffff0000u;
     if (kPerWord == 2 && w * 2 + 1 >= to) keep &= 0x0000ffffu;
     const __m512i mask = _mm512_set1_epi32(static_cast<int>(keep));
-    const uint8_t* values = work.tiles[w / kWords] + layout.v_offset + int64_t{w % kWords} * layout.padded_head * 4;
+    const uint8_t* values = cells[w / kWords] + int64_t{w % kWords} * layout.padded_head * 4;
     const __m512i p = _mm512_and_si512(word(weights + w * 4), mask);
     for (int c = 0; c < layout.padded_head / 16; ++c) {
       const __m512i v = _mm512_and_si512(load_bits(values + c * 64), mask);
@@ -400,7 +416,7 @@ inline Seen seen_by(const Segment& work, int row, int count) {
 }
 
 template <class Format, int R, bool kFetch>
-void sum_rows(const Segment& work, int row, const Seen& seen) {
+void sum_rows(const Segment& work, const Cells& values, int row, const Seen& seen) {
   constexpr int kPerWord = Format::kPerWord;
   const int from = (seen.common_first + kPerWord - 1) / kPerWord, to = seen.common_end / kPerWord;
   const int64_t width = work.layout->padded_head;
@@ -408,29 +424,15 @@ void sum_rows(const Segment& work, int row, const Seen& seen) {
   if (before) {
     for (int64_t i = row * width; i < (row + R) * width; i += 16) _mm512_storeu_ps(work.out + i, _mm512_setzero_ps());
     for (int r = row; r < row + R; ++r)
-      sum_edge<Format>(work, r, work.first[r], together ? from * kPerWord : work.end[r]);
+      sum_edge<Format>(work, values.at, r, work.first[r], together ? from * kPerWord : work.end[r]);
   }
   if (!together) return;
-  sum_values<Format, R, kFetch>(work, row, from, to, before);
-  for (int r = row; r < row + R; ++r) sum_edge<Format>(work, r, to * kPerWord, work.end[r]);
-}
-
-template <int R, bool kFetch>
-inline void sum_block(F32, const Segment& work, int row, const Seen& seen) {
-  sum_rows<F32, R, kFetch>(work, row, seen);
-}
-template <int R, bool kFetch>
-inline void sum_block(BF16, const Segment& work, int row, const Seen& seen) {
-  sum_rows<BF16, R, kFetch>(work, row, seen);
-}
-// Integers take no order, and weights of slots that are not seen are 0.
-template <int R, bool kFetch>
-inline void sum_block(Int8, const Segment& work, int row, const Seen& seen) {
-  sum_values<Int8, R, kFetch>(work, row, seen.first / 4, (seen.end + 3) / 4, false);
+  sum_values<Format, R, kFetch>(work, values, row, from, to, before);
+  for (int r = row; r < row + R; ++r) sum_edge<Format>(work, values.at, r, to * kPerWord, work.end[r]);
 }
 
 template <class Format, int R, bool kFetch>
-void attend_rows(const Segment& work, int row) {
+void attend_rows(const Segment& work, const Cells& keys, const Cells& values, int row) {
   const Seen seen = seen_by(work, row, R);
   if (seen.first >= seen.end) {
     for (int r = row; r < row + R; ++r) {
@@ -440,47 +442,126 @@ void attend_rows(const Segment& work, int row) {
     return;
   }
   const int first_tile = seen.first / kTileSlots, end_tile = (seen.end + kTileSlots - 1) / kTileSlots;
-  score_tiles<Format, R, kFetch>(work, row, first_tile, end_tile);
-  for (int r = row; r < row + R; ++r) {
-    float* scores = work.scores + r * kSegmentSlots;
-    const int first = work.first[r], end = work.end[r];
-    const float maximum = first < end ? row_maximum(work, scores, first, end) : -__builtin_inff();
-    work.maximum[r] = maximum;
-    work.sum[r] = weights_of(Format{}, work, scores, maximum, first, larger(first, end), first_tile, end_tile,
-                             work.probabilities + int64_t{r} * kWeightBytes);
-  }
-  sum_block<R, kFetch>(Format{}, work, row, seen);
+  score_tiles<Format, R, kFetch>(work, keys, row, first_tile, end_tile);
+  for (int r = row; r < row + R; ++r) weigh_row<Format>(work, r, 0, first_tile, end_tile);
+  if constexpr (Format::kInteger)  // takes no order, and weights of slots that are not seen are 0
+    sum_values<Format, R, kFetch>(work, values, row, seen.first / 4, (seen.end + 3) / 4, false);
+  else
+    sum_rows<Format, R, kFetch>(work, values, row, seen);
+  if constexpr (Format::kInteger) finish_int8(work, row, row + R);
 }
 
-// The first rows' blocks fetch what the others find in the cache.
+// The first block of rows fetches what the others find in the cache.
 template <class Format, bool kFetch>
-inline void attend_block(const Segment& work, int row, int count) {
+inline void attend_block(const Segment& work, const Cells& keys, const Cells& values, int row, int count) {
   switch (count) {
     case 1:
-      return attend_rows<Format, 1, kFetch>(work, row);
+      return attend_rows<Format, 1, kFetch>(work, keys, values, row);
     case 2:
-      return attend_rows<Format, 2, kFetch>(work, row);
+      return attend_rows<Format, 2, kFetch>(work, keys, values, row);
     case 3:
-      return attend_rows<Format, 3, kFetch>(work, row);
+      return attend_rows<Format, 3, kFetch>(work, keys, values, row);
     case 4:
-      return attend_rows<Format, 4 <= Format::kRows ? 4 : 1, kFetch>(work, row);
+      return attend_rows<Format, 4 <= Format::kRows ? 4 : 1, kFetch>(work, keys, values, row);
     case 5:
-      return attend_rows<Format, 5 <= Format::kRows ? 5 : 1, kFetch>(work, row);
+      return attend_rows<Format, 5 <= Format::kRows ? 5 : 1, kFetch>(work, keys, values, row);
     default:
-      return attend_rows<Format, 6 <= Format::kRows ? 6 : 1, kFetch>(work, row);
+      return attend_rows<Format, 6 <= Format::kRows ? 6 : 1, kFetch>(work, keys, values, row);
   }
 }
 
+// Queries of one K/V head. K fetches V, V fetches what comes next.
 template <class Format>
-void segment(const Segment& work) {
+void attend_head(const Segment& work) {
+  Cells keys, values;
+  for (int tile = work.first_tile; tile < work.end_tile; ++tile) {
+    const int place = tile - work.first_tile;
+    keys.at[tile] = work.tiles[tile];
+    keys.ahead[tile] = values.at[tile] = work.tiles[tile] + work.layout->v_offset;
+    values.ahead[tile] = place < work.num_next ? work.next_tiles[place] : values.at[tile];
+  }
   // Blocks of like size: 8 rows are 4 and 4, not 6 and 2.
   const int num_blocks = (work.rows + Format::kRows - 1) / Format::kRows;
   for (int block = 0; block < num_blocks; ++block) {
     const int row = work.rows * block / num_blocks, end = work.rows * (block + 1) / num_blocks;
     if (block == 0)
-      attend_block<Format, true>(work, row, end - row);
+      attend_block<Format, true>(work, keys, values, row, end - row);
     else
-      attend_block<Format, false>(work, row, end - row);
+      attend_block<Format, false>(work, keys, values, row, end - row);
+  }
+}
+
+// A single query over several K/V heads. A few tiles at a time, head by head as they lie in memory, so that each tile
+// is a long run of reading; K of all heads, then the weights, then V of all heads. Each sum is the one of attend_rows.
+template <class Format, int R>
+void sweep(const Segment& work) {
+  constexpr int kPerWord = Format::kPerWord, kWords = kTileSlots / kPerWord;
+  const int64_t stride = work.layout->head_stride, v_offset = work.layout->v_offset;
+  const int first = work.first[0], end = work.end[0], first_tile = work.first_tile, end_tile = work.end_tile;
+  Cells cells;
+  for (int tile = first_tile; tile < end_tile; tile += kTiles) {
+    const int last = smaller(tile + kTiles, end_tile);
+    for (int head = 0; head < work.num_heads; ++head) {
+      for (int t = tile; t < last; ++t) {
+        cells.at[t] = work.tiles[t] + head * stride;
+        cells.ahead[t] = head + 1 < work.num_heads ? cells.at[t] + stride
+                         : t + kTiles < end_tile   ? work.tiles[t + kTiles]
+                                                   : work.tiles[first_tile + t - tile] + v_offset;
+      }
+      score_tiles<Format, R, true>(work, cells, head * R, tile, last);
+    }
+  }
+  for (int row = 0; row < work.rows; ++row) weigh_row<Format>(work, row, row / R, first_tile, end_tile);
+  // Whole words of all rows, and slots beside them; no such in integers, where weights of slots not seen are 0.
+  const int from = Format::kInteger ? first / 4 : (first + kPerWord - 1) / kPerWord;
+  const int to = Format::kInteger ? (end + 3) / 4 : end / kPerWord;
+  const int head_end = smaller(from * kPerWord, end), tail = larger(to * kPerWord, head_end);
+  for (int64_t i = 0; i < int64_t{work.rows} * work.layout->padded_head; i += 16)
+    _mm512_storeu_ps(work.out + i, _mm512_setzero_ps());
+  for (int tile = first_tile; tile < end_tile; tile += kTiles) {
+    const int last = smaller(tile + kTiles, end_tile);
+    const int begin_word = larger(from, tile * kWords), end_word = smaller(to, last * kWords);
+    for (int head = 0; head < work.num_heads; ++head) {
+      for (int t = tile; t < last; ++t) {
+        const int next = t - tile;
+        cells.at[t] = work.tiles[t] + v_offset + head * stride;
+        cells.ahead[t] = head + 1 < work.num_heads ? cells.at[t] + stride
+                         : t + kTiles < end_tile   ? work.tiles[t + kTiles] + v_offset
+                         : next < work.num_next    ? work.next_tiles[next]
+                                                   : cells.at[t];
+      }
+      if constexpr (kPerWord == 2)
+        if (tile == first_tile)
+          for (int row = head * R; row < (head + 1) * R; ++row) sum_edge<Format>(work, cells.at, row, first, head_end);
+      if (begin_word < end_word) sum_values<Format, R, true>(work, cells, head * R, begin_word, end_word, true);
+      if constexpr (kPerWord == 2)
+        if (last == end_tile)
+          for (int row = head * R; row < (head + 1) * R; ++row) sum_edge<Format>(work, cells.at, row, tail, end);
+    }
+  }
+  if constexpr (Format::kInteger) finish_int8(work, 0, work.rows);
+}
+
+template <class Format>
+void segment(const Segment& work) {
+  if (work.num_heads == 1) return attend_head<Format>(work);
+  switch (work.rows / work.num_heads) {
+    case 1:
+      return sweep<Format, 1>(work);
+    case 2:
+      return sweep<Format, 2>(work);
+    case 3:
+      return sweep<Format, 3>(work);
+    case 4:
+      return sweep<Format, 4>(work);
+    case 5:
+      return sweep<Format, 5>(work);
+    case 6:
+      return sweep<Format, 6>(work);
+    case 7:
+      return sweep<Format, 7>(work);
+    default:
+      return sweep<Format, 8>(work);  // kSweepGroup
   }
 }
 

@@ -39,7 +39,7 @@ float dot(const Segment& work, const uint8_t* query, const uint8_t* tile, int la
   }
   float q_scale, k_scale;
   std::memcpy(&q_scale, query + 2 * part, 4);
-  std::memcpy(&k_scale, tile + layout.k_scales_offset() + lane * 4, 4);
+  std::memcpy(&k_scale, tile + layout.scales_offset() + lane * 4, 4);
   return (static_cast<float>(high_sum) + static_cast<float>(low_sum) * (1.0f / 254.0f)) * q_scale * k_scale;
 }
 
@@ -61,13 +61,19 @@ void add_value(const Segment& work, const uint8_t* tile, int lane, float p, floa
   }
 }
 
+// K of the tile with this slot, of the row's K/V head.
+const uint8_t* tile_of(const Segment& work, int row, int slot) {
+  return work.tiles[slot / kTileSlots] + row / (work.rows / work.num_heads) * work.layout->head_stride;
+}
+
 // sum of p * scale * V: p * scale in 16 bits of the largest, then integers, exactly.
-void add_int8_values(const Segment& work, const float* p, int first, int end, float* out) {
+void add_int8_values(const Segment& work, int row, const float* p, float* out) {
+  const int first = work.first[row], end = work.end[row];
   const KVLayout& layout = *work.layout;
   float scaled[kSegmentSlots], largest = 0.0f, poison = 0.0f;
   for (int slot = first; slot < end; ++slot) {
     float scale;
-    std::memcpy(&scale, work.tiles[slot / kTileSlots] + layout.v_scales_offset() + slot % kTileSlots * 4, 4);
+    std::memcpy(&scale, tile_of(work, row, slot) + layout.v_offset + layout.scales_offset() + slot % kTileSlots * 4, 4);
     scaled[slot] = p[slot] * scale;
     largest = scaled[slot] > largest ? scaled[slot] : largest;
     poison += scaled[slot] * 0.0f;  // NaN if one of them is
@@ -79,7 +85,7 @@ void add_int8_values(const Segment& work, const float* p, int first, int end, fl
   for (int i = 0; i < layout.head_dim; ++i) {
     int32_t sum = 0;
     for (int slot = first; slot < end && poison == 0.0f; ++slot) {
-      const uint8_t* words = work.tiles[slot / kTileSlots] + layout.v_offset;
+      const uint8_t* words = tile_of(work, row, slot) + layout.v_offset;
       const int lane = slot % kTileSlots;
       sum += weights[slot] * static_cast<int8_t>(words[(int64_t{lane / 4} * layout.padded_head + i) * 4 + lane % 4]);
     }
@@ -95,7 +101,7 @@ void segment(const Segment& work) {
     float* out = work.out + int64_t{row} * layout.padded_head;
     float maximum = -kInfinity, sum = 0.0f;
     for (int slot = first; slot < end; ++slot) {
-      const uint8_t* tile = work.tiles[slot / kTileSlots];
+      const uint8_t* tile = tile_of(work, row, slot);
       p[slot] = score(work, dot(work, work.queries + row * work.query_stride, tile, slot % kTileSlots));
       maximum = p[slot] > maximum ? p[slot] : maximum;
     }
@@ -109,10 +115,10 @@ void segment(const Segment& work) {
     if (first >= end) continue;
     std::memset(out, 0, static_cast<std::size_t>(layout.padded_head) * 4);
     if (layout.dtype == DType::int8) {
-      add_int8_values(work, p, first, end, out);
+      add_int8_values(work, row, p, out);
     } else {
       for (int slot = first; slot < end; ++slot)
-        add_value(work, work.tiles[slot / kTileSlots], slot % kTileSlots, p[slot], out);
+        add_value(work, tile_of(work, row, slot), slot % kTileSlots, p[slot], out);
     }
   }
 }

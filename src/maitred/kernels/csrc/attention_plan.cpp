@@ -12,12 +12,16 @@ namespace {
 constexpr int kItemsPerThread = 8;
 // What a segment costs besides its rows' arithmetic, in rows: K and V come from memory.
 constexpr int kRowsPerRead = 8;
+// Single queries' heads are divided until there are this many segments of them for each thread.
+constexpr int kSegmentsPerThread = 4;
 
 }  // namespace
 
 AttentionPlan::AttentionPlan(const KVLayout& layout, int num_heads, int window, int num_threads)
     : num_heads_(num_heads),
+      num_kv_heads_(layout.num_kv_heads),
       group_(num_heads / layout.num_kv_heads),
+      tiled_(layout.tiled),
       padded_head_(layout.padded_head),
       window_(window),
       num_threads_(num_threads) {
@@ -32,8 +36,41 @@ void AttentionPlan::build(const StepRows& step) {
   slots_.clear();
   units_.clear();
   num_partial_floats_ = 0;
-  for (int row = 0; row < step.num_rows; ++row) add_row(step, row);
+  parts_ = divide_heads(step);
+  for (int row = 0; row < step.num_rows; ++row) {
+    const bool single = step.first_tokens[row + 1] - step.first_tokens[row] == 1;
+    if (single && tiled_ && group_ <= kSweepGroup)
+      add_single(step, row);
+    else
+      add_row(step, row);
+  }
   divide();
+}
+
+int AttentionPlan::divide_heads(const StepRows& step) const {
+  int64_t segments = 0;
+  for (int row = 0; row < step.num_rows; ++row) {
+    const int first = step.first_tokens[row];
+    if (step.first_tokens[row + 1] - first != 1) continue;
+    const int slots = step.positions[first] + 1;
+    segments += ((window_ == 0 ? slots : std::min(slots, window_)) + kSegmentSlots - 1) / kSegmentSlots;
+  }
+  int parts = (num_heads_ + kMaxRows - 1) / kMaxRows;
+  while (num_threads_ > 1 && parts * 2 <= num_kv_heads_ &&
+         segments * parts < int64_t{kSegmentsPerThread} * num_threads_)
+    parts *= 2;
+  return std::min(parts, num_kv_heads_);
+}
+
+void AttentionPlan::add_single(const StepRows& step, int row) {
+  const int token = step.first_tokens[row], position = step.positions[token];
+  const int seen = window_ == 0 ? 0 : std::max(0, position - window_ + 1);
+  for (int part = 0; part < parts_; ++part) {
+    const int from = num_kv_heads_ * part / parts_, to = num_kv_heads_ * (part + 1) / parts_;
+    items_.push_back({row, token, 1, from, to - from, from * group_, (to - from) * group_, seen / kSegmentSlots,
+                      position / kSegmentSlots + 1, -1});
+    slots_.push_back(position + 1 - seen);
+  }
 }
 
 void AttentionPlan::add_row(const StepRows& step, int row) {
@@ -50,7 +87,7 @@ void AttentionPlan::add_row(const StepRows& step, int row) {
     for (int head = 0; head < num_heads_; head += group_) {
       for (int part = 0; part < num_parts; ++part) {
         const int from = group_ * part / num_parts, to = group_ * (part + 1) / num_parts;
-        items_.push_back({row, first + offset, count, head / group_, head + from, to - from, seen / kSegmentSlots,
+        items_.push_back({row, first + offset, count, head / group_, 1, head + from, to - from, seen / kSegmentSlots,
                           last / kSegmentSlots + 1, -1});
         slots_.push_back(last + 1 - seen);
       }
@@ -63,7 +100,7 @@ void AttentionPlan::divide() {
   std::vector<int64_t> costs(items_.size());
   int64_t total = 0;
   for (int i = 0; i < num_items; ++i) {
-    costs[i] = slots_[i] * (kRowsPerRead + items_[i].num_queries * items_[i].num_heads);
+    costs[i] = slots_[i] * (kRowsPerRead * items_[i].num_kv_heads + items_[i].num_queries * items_[i].num_heads);
     total += costs[i];
   }
   std::vector<int64_t> unit_costs;

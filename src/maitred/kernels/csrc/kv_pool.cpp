@@ -36,16 +36,16 @@ KVLayout kv_layout(DType dtype, int num_kv_heads, int head_dim, int block_size) 
   const int64_t value_bytes = 4 / layout.values_per_word;
   const bool scaled = dtype == DType::int8;
   if (layout.tiled) {
-    const int64_t scales_bytes = scaled ? kTileSlots * int64_t{sizeof(float)} : 0;
-    layout.v_offset = int64_t{layout.k_words} * 64 + scales_bytes;
-    layout.cell_bytes = layout.v_offset + kTileSlots * layout.padded_head * value_bytes + scales_bytes;
-    layout.head_bytes = block_size / kTileSlots * layout.cell_bytes;
+    layout.cell_bytes = layout.scales_offset() + (scaled ? kTileSlots * int64_t{sizeof(float)} : 0);
+    layout.head_stride = layout.cell_bytes;
+    layout.v_offset = block_size / kTileSlots * num_kv_heads * layout.cell_bytes;
+    layout.block_bytes = 2 * layout.v_offset;
   } else {
-    layout.v_offset = head_dim * value_bytes;
     layout.cell_bytes = round_up(2 * head_dim * value_bytes, 4) + (scaled ? 2 * int64_t{sizeof(float)} : 0);
-    layout.head_bytes = block_size * layout.cell_bytes;
+    layout.head_stride = block_size * layout.cell_bytes;
+    layout.v_offset = head_dim * value_bytes;
+    layout.block_bytes = round_up(num_kv_heads * layout.head_stride, 64);
   }
-  layout.block_bytes = round_up(num_kv_heads * layout.head_bytes, 64);
   return layout;
 }
 

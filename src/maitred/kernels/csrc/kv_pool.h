@@ -1,13 +1,15 @@
 // The paged KV pool: where keys and values of a token lie, allocation, and copies of whole blocks.
 //
-// The pool is [layers][blocks][block of a layer]; a block of a layer is contiguous and holds its heads one after the
-// other. The layout serves the arithmetic, so that a vector load is what a dot product takes:
+// The pool is [layers][blocks][block of a layer]; a block of a layer is contiguous. The layout serves the arithmetic,
+// so that a vector load is what a dot product takes, and memory, which is fastest when read in long runs:
 //
-// - block_size a multiple of 16 ("tiled"): a head of a block is tiles of 16 slots. A tile is K, then V, in words of
-//   4 bytes that hold 1 (float32), 2 (bf16) or 4 (int8) values: K [word of the head][16 slots], consecutive values of
-//   one slot in a word; V [16 / values per word][head, padded to 16 values], consecutive slots of one value in a word.
-//   int8 has the 16 slots' float32 scales behind K and behind V. int8 keys are stored with 128 added (unsigned).
-// - any other block_size: a head of a block is slots, each K [head], V [head] and for int8 two scales; attention
+// - block_size a multiple of 16 ("tiled"): a block is K of all heads, then V of all heads, each [tile of 16
+// slots][head]
+//   of cells. A cell is words of 4 bytes that hold 1 (float32), 2 (bf16) or 4 (int8) values: K [word of the head][16
+//   slots], consecutive values of one slot in a word; V [16 / values per word][head, padded to 16 values], consecutive
+//   slots of one value in a word. K's cell has room for a padded head too, so that V lies at one distance from K. int8
+//   has the 16 slots' float32 scales behind each cell. int8 keys are stored with 128 added (unsigned).
+// - any other block_size: a block is [head][slot] of cells, each K [head], V [head] and for int8 two scales; attention
 //   gathers them into tiles as it goes. No memory is lost to padding, but speed is.
 #pragma once
 
@@ -30,14 +32,12 @@ struct KVLayout {
   int padded_head;      // head_dim rounded up to 16
   int k_words;          // words of a key: a tile's K has this many lines of 64 bytes
   bool tiled;
-  int64_t v_offset;     // of V in a tile or slot, bytes
-  int64_t cell_bytes;   // a tile, or a slot where not tiled
-  int64_t head_bytes;   // one head of a block
+  int64_t cell_bytes;   // K or V of a tile, or K and V of a slot where not tiled
+  int64_t v_offset;     // of V behind K's cell, or behind K in a slot
+  int64_t head_stride;  // from one head's cell to the next head's
   int64_t block_bytes;  // one block of one layer
 
-  // Of a tile, int8 only.
-  int64_t k_scales_offset() const { return int64_t{k_words} * 64; }
-  int64_t v_scales_offset() const { return v_offset + int64_t{kTileSlots} * padded_head; }
+  int64_t scales_offset() const { return int64_t{padded_head} * 64 / values_per_word; }  // in a tile's cell, int8
 };
 
 // Throws std::invalid_argument for int4, an odd or non-positive head size, and counts below 1.
