@@ -50,6 +50,48 @@ def test_clocks_wait_until_a_time():
         assert clock.now() >= at
 
 
+def test_a_clock_takes_time_back():
+    for clock in (CpuClock(), SleepingClock()):
+        before = clock.now()
+        clock.take_back(100.0)
+        assert clock.now() < before - 50
+        clock.wait_until(before - 90)
+        assert clock.now() >= before - 90
+
+
+class HandClock:
+    """Only a test moves it."""
+
+    def __init__(self) -> None:
+        self.at = 0.0
+
+    def now(self) -> float:
+        return self.at
+
+    def wait_until(self, at: float) -> None:
+        self.at = max(self.at, at)
+
+    def take_back(self, seconds: float) -> None:
+        self.at -= seconds
+
+
+def test_what_happens_aside_of_a_live_run_takes_none_of_its_time():
+    clock, calls = HandClock(), []
+
+    def aside(now: float) -> bool:
+        calls.append(now)
+        clock.at += 7.0
+        return True
+
+    config = EngineConfig(model=ONE_THREAD, scheduler=SchedulerConfig(max_num_seqs=2))
+    asked = [arrival("a", at=0.0, output=3), arrival("b", at=1.0, output=2)]
+    results, _ = read_run(record(config, clock, asked, aside))
+    assert results.total.num_finished == 2
+    assert results.total.e2e_s.largest == 0.0
+    assert len(calls) >= 5
+    assert set(calls) == {0.0, 1.0}
+
+
 def test_too_short_a_profile_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["profile", "-o", str(tmp_path / "p"), "--seconds", "0.5"]) == 2
     assert "at least 1" in capsys.readouterr().err
