@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from tests.api.conftest import MESSAGES
-from tests.fakes_api import running_server
+from tests.fakes_api import FakeReplica, make_model, running_server
 from tests.waiting import HANGS_S
 
 PATHS = ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize")
@@ -82,8 +82,8 @@ def test_duplicate_keys_are_tolerated(http):
     assert http.post(PATHS[1], content=body, headers={"content-type": "application/json"}).status_code == 200
 
 
-def test_a_hundred_thousand_messages_are_refused_as_too_long(http):
-    body = json.dumps({"model": "tiny", "messages": MESSAGES * 100_000}).encode()
+def test_fifty_thousand_messages_are_refused_as_too_long(http):
+    body = json.dumps({"model": "tiny", "messages": MESSAGES * 50_000}).encode()
     response = http.post(PATHS[0], content=body, headers={"content-type": "application/json"})
     assert response.status_code == 400
     assert response.json()["error"]["code"] == "context_length_exceeded"
@@ -144,3 +144,42 @@ def test_a_body_in_one_byte_chunks_is_read(small):
         headers={"content-type": "application/json"},
     )
     assert response.status_code == 200
+
+
+MANY = 2_000_000
+FULL = {
+    "messages": b'{"model":"tiny","messages":[' + b'{"role":""},' * MANY + b'{"role":""}]}',
+    "parts": b'{"model":"tiny","messages":[{"role":"user","content":[' + b'{"type":""},' * MANY + b"{}]}]}",
+    "stops": b'{"model":"tiny","messages":[],"stop":[' + b'"",' * MANY + b'""]}',
+    "token_ids": b'{"model":"tiny","messages":[],"stop_token_ids":[' + b"1," * MANY + b"1]}",
+    "keys": b'{"model":"tiny","messages":[],' + b'"a":0,' * MANY + b'"a":0}',
+}
+
+
+@pytest.mark.parametrize("name", FULL)
+@pytest.mark.parametrize("path", PATHS)
+def test_a_body_of_millions_of_items_is_refused_before_it_is_decoded(http, name, path):
+    response = http.post(path, content=FULL[name], headers={"content-type": "application/json"})
+    assert (response.status_code, response.json()["error"]["code"]) == (400, "too_many_items")
+
+
+def test_a_long_text_is_no_list_of_items():
+    with running_server(FakeReplica(), make_model(max_model_len=3_000_000)) as server:
+        messages = [{"role": "user", "content": "a, b, " * 200_000}]
+        body = {"model": "tiny", "messages": messages, "max_tokens": 1}
+        response = httpx.post(f"{server.url}{PATHS[0]}", json=body, timeout=HANGS_S)
+    assert response.status_code == 200
+
+
+def test_more_messages_than_the_context_has_tokens_are_refused_before_they_are_rendered():
+    class Unused:
+        source = ""
+
+        def render(self, *args: object, **kwargs: object) -> str:
+            raise AssertionError("it was rendered")
+
+    with running_server(FakeReplica(), make_model(chat_template=Unused())) as server:
+        body = {"model": "tiny", "messages": MESSAGES * 1025}
+        response = httpx.post(f"{server.url}{PATHS[0]}", json=body, timeout=HANGS_S)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "messages")
+    assert "1025" in response.json()["error"]["message"]

@@ -50,6 +50,21 @@ def _object(raw: Raw | UnsetType, name: str, decoder: msgspec.json.Decoder[T]) -
     return decode_json(sent, decoder, at=name)
 
 
+class _PromptAlone(msgspec.Struct):
+    prompt: Raw = Raw()
+
+
+_PROMPT_ALONE = msgspec.json.Decoder(_PromptAlone)
+
+
+def raw_prompt(body: bytes) -> bytes:
+    """The prompt as it stands in a body; nothing where it cannot be found."""
+    try:
+        return bytes(_PROMPT_ALONE.decode(body).prompt)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return b""
+
+
 def prompts_of(raw: Raw) -> list[Prompt]:
     """One text, one list of token ids, or a list of either; the first item says which."""
     sent = bytes(raw)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Any, NoReturn
 
+import httptools
 from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
@@ -90,7 +91,15 @@ class GuardedConnection(HttpToolsProtocol):
         phase, num_messages = self._phase, self._num_messages
         if phase is not Phase.BODY:
             self._num_head_bytes += len(data)  # of a head that is whole now this was too much, and no longer counts
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade:  # nothing here speaks another protocol
+            return
+        except httptools.HttpParserError:
+            nonsense = InvalidRequest("what came is no HTTP/1.1 request, or not from here on", code="invalid_http")
+            self._refuse(self._refusal or nonsense)
+            return
         if self._is_refused():
             return
         if self._phase is Phase.BODY:
@@ -128,7 +137,8 @@ class GuardedConnection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._check_host()
         if len(self.pipeline) >= MAX_PIPELINED:
-            self._stop(InvalidRequest(f"over {MAX_PIPELINED} requests wait on one connection; wait for their answers"))
+            text = f"over {MAX_PIPELINED} requests wait on one connection; wait for their answers"
+            self._stop(InvalidRequest(text, code="too_many_pipelined"))
         self._stop_reading_timer()
         self._phase, self._num_body_bytes, self._num_head_bytes = Phase.BODY, 0, 0
         self._body_began_at = self.loop.time()
@@ -143,13 +153,6 @@ class GuardedConnection(HttpToolsProtocol):
         self._stop_reading_timer()
         super().on_message_complete()
 
-    def send_400_response(self, msg: str) -> None:
-        """What uvicorn calls when the parser stopped: for our reason, or because it could not go on."""
-        self._refuse(self._refusal or InvalidRequest(f"{msg.rstrip('.')}; this port speaks HTTP/1.1"))
-
-    def _unsupported_upgrade_warning(self) -> None:
-        """Nothing: the request is answered as if it had not asked, and anybody could fill the log."""
-
     def _grow(self, num_bytes: int) -> None:
         self._size += num_bytes
         if self._size > MAX_HEAD_BYTES:
@@ -159,12 +162,12 @@ class GuardedConnection(HttpToolsProtocol):
         """One host, of characters that hosts have (RFC 9112, 3.2). Nothing here is decided by it."""
         hosts = [value for name, value in self.headers if name == b"host"]
         if len(hosts) > 1 or (not hosts and self.parser.get_http_version() == "1.1"):
-            self._stop(InvalidRequest(f"the request has {len(hosts)} Host headers; send one"))
+            self._stop(InvalidRequest(f"the request has {len(hosts)} Host headers; send one", code="invalid_http"))
         if hosts and not HOST.fullmatch(hosts[0]):
-            self._stop(InvalidRequest("the Host header is no host"))
+            self._stop(InvalidRequest("the Host header is no host", code="invalid_http"))
 
     def _stop(self, error: RequestError) -> NoReturn:
-        """From within a callback of the parser, which then ends in `send_400_response`."""
+        """From within a callback of the parser: it ends there, and `data_received` hears of it."""
         self._refusal = error
         raise _Refused
 
@@ -257,8 +260,11 @@ class GuardedConnection(HttpToolsProtocol):
             )
             lines = b"".join(b"%b: %b\r\n" % header for header in headers)
             self.transport.write(STATUS_LINE[answer.status] + lines + b"\r\n" + body)
+        if (
+            self.cycle is None or TOO_SLOW not in self.cycle.scope
+        ):  # the application counts that one, when it hears of the disconnect
             self._edge.metrics.http_answered("other", answer.status)
-        self._note(answer.status, answer.body.error.code)
+            self._note(answer.status, answer.body.error.code)
         self.transport.close()
 
     def _note(self, status: int, code: str | None) -> None:

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Header = tuple[bytes, bytes]
 TOO_SLOW = "maitred.too_slow"  # in the scope: the connection gave up on the body
+UNCOUNTED_BYTES = 1024 * 1024  # a body up to this is decoded in a few milliseconds, whatever is in it
+MAX_ITEMS = 200_000
+MAX_KEYS = 200_000
 JSON_HEADERS = ((b"content-type", b"application/json"),)
 # "... - at `$.messages[0].content`", and for keys of an object "- at `key` in `$.logit_bias`"
 _PATH = re.compile(r" - at (?:`?key`? in )?`\$\.?([^`]*)`$")
@@ -84,12 +87,24 @@ class Exchange:
     def _too_large(self) -> RequestTooLarge:
         return RequestTooLarge(f"the request body is over the limit of {self.max_body_bytes} bytes")
 
-    async def json(self, decoder: msgspec.json.Decoder[T]) -> T:
-        """The body as a struct; raises InvalidRequest whose `param` is the path of the wrong field."""
+    async def json(
+        self,
+        decoder: msgspec.json.Decoder[T],
+        *,
+        max_items: int = MAX_ITEMS,
+        apart: Callable[[bytes], bytes] | None = None,
+    ) -> T:
+        """The body as a struct; raises InvalidRequest whose `param` is the path of the wrong field.
+
+        `max_items` bounds what decoding may cost the event loop; it counts commas, which texts have too. `apart` finds
+        the part of the body that is kept raw and measured elsewhere.
+        """
         media_type = self.headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
         if media_type != b"application/json":
             raise UnsupportedMediaType("send the body as JSON, with the header Content-Type: application/json")
-        return decode_json(await self.body(), decoder)
+        body = await self.body()
+        check_items(body, max_items, apart)
+        return decode_json(body, decoder)
 
     async def answer_json(self, value: Any, status: int = 200, headers: tuple[tuple[bytes, bytes], ...] = ()) -> None:
         await self.answer(msgspec.json.encode(value), status, (*JSON_HEADERS, *headers))
@@ -102,6 +117,18 @@ class Exchange:
 
     async def answer_error(self, error: HttpError) -> None:
         await self.answer(error.encoded(), error.status, (*JSON_HEADERS, *error.headers))
+
+
+def check_items(body: bytes, max_items: int, apart: Callable[[bytes], bytes] | None = None) -> None:
+    """Refuse a body with so many items or keys that decoding alone would hold up everybody, before it is decoded."""
+    if len(body) <= UNCOUNTED_BYTES:
+        return
+    for what, mark, limit in (("keys", b'":', MAX_KEYS), ("items", b",", max_items)):
+        count = body.count(mark)
+        if count > limit and apart is not None:
+            count -= apart(body).count(mark)
+        if count > limit:
+            raise InvalidRequest(f"the body has about {count} {what} in JSON; at most {limit}", code="too_many_items")
 
 
 def decode_json(body: bytes, decoder: msgspec.json.Decoder[T], *, at: str = "") -> T:

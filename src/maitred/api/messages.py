@@ -10,9 +10,10 @@ from maitred.api.errors import shortened
 from maitred.api.refusals import refuse_raw, unsupported
 from maitred.api.schemas import ChatMessage
 from maitred.engine.intake import ServedModel
-from maitred.errors import InvalidRequest
+from maitred.errors import InvalidRequest, PromptTooLong
 from maitred.text.folder import NAMED_TOKENS
 
+MIN_MAX_MESSAGES = 1024  # else as many as the context has tokens: each is one at least
 ROLES = ("system", "developer", "user", "assistant", "tool")
 # Names that mean something to the renderer, or would let a request replace what the server decides
 # (`tokenize` blocked vLLM's loop, CVE-2025-62426; `chat_template` is CVE-2025-61620).
@@ -42,6 +43,12 @@ def render_chat(
         )
     if not messages:
         raise InvalidRequest("messages is empty; send at least one", param="messages")
+    most = max(MIN_MAX_MESSAGES, model.max_model_len)
+    if len(messages) > most:
+        raise PromptTooLong(
+            f"messages has {len(messages)}; this model reads {model.max_model_len} tokens, so send at most {most}",
+            param="messages",
+        )
     if continue_final_message and add_generation_prompt:
         raise InvalidRequest(
             "continue_final_message and add_generation_prompt exclude each other; send one",

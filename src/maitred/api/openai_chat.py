@@ -10,7 +10,7 @@ from msgspec import UNSET
 
 from maitred.api.bounded import any_object
 from maitred.api.edge import Edge, RequestOptions
-from maitred.api.exchange import Exchange
+from maitred.api.exchange import MAX_ITEMS, Exchange
 from maitred.api.generation import Generation, Sample
 from maitred.api.limits import TimeLimits, time_limits
 from maitred.api.logprobs import TokenNames, chat_logprobs, named_prompt_logprobs
@@ -39,7 +39,7 @@ _DECODER = msgspec.json.Decoder(ChatAsSent)
 
 async def create_chat_completion(edge: Edge, exchange: Exchange) -> None:
     """Check, render, tokenise, generate; answer whole or as a stream."""
-    body = await exchange.json(_DECODER)
+    body = await exchange.json(_DECODER, max_items=max(MAX_ITEMS, 2 * edge.model.max_model_len))
     edge.check_model(body.model)
     refuse_unbuilt(body, CHAT_REFUSED)
     check_common(body, priorities=edge.priorities)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from maitred.api.bounded import Prompt, prompts_of
+from maitred.api.bounded import Prompt, prompts_of, raw_prompt
 from maitred.api.edge import Edge, RequestOptions
 from maitred.api.exchange import Exchange
 from maitred.api.generation import Generation, Sample
@@ -27,7 +27,7 @@ _DECODER = msgspec.json.Decoder(CompletionAsSent)
 
 async def create_completion(edge: Edge, exchange: Exchange) -> None:
     """Check, tokenise, generate; answer whole or as a stream."""
-    body = await exchange.json(_DECODER)
+    body = await exchange.json(_DECODER, apart=raw_prompt)
     edge.check_model(body.model)
     refuse_unbuilt(body, COMPLETION_REFUSED)
     check_common(body, priorities=edge.priorities)

@@ -6,7 +6,7 @@ import msgspec
 
 from maitred.api.bounded import any_object
 from maitred.api.edge import Edge
-from maitred.api.exchange import Exchange
+from maitred.api.exchange import MAX_ITEMS, Exchange
 from maitred.api.messages import render_chat
 from maitred.api.schemas import (
     DetokenizeRequest,
@@ -46,7 +46,7 @@ def _card(edge: Edge, name: str) -> ModelCard:
 
 async def tokenize(edge: Edge, exchange: Exchange) -> None:
     """Tokens of a prompt, or of messages as the chat route would render them."""
-    body = await exchange.json(_TOKENIZE)
+    body = await exchange.json(_TOKENIZE, max_items=max(MAX_ITEMS, 2 * edge.model.max_model_len))
     edge.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("send either prompt or messages", param="prompt")
@@ -82,7 +82,7 @@ def _tokenize(edge: Edge, body: TokenizeRequest) -> TokenizeResponse:
 
 async def detokenize(edge: Edge, exchange: Exchange) -> None:
     """Text of tokens, special ones included."""
-    body = await exchange.json(_DETOKENIZE)
+    body = await exchange.json(_DETOKENIZE, max_items=max(MAX_ITEMS, 2 * edge.model.max_model_len))
     edge.check_model(body.model)
     for position, token in enumerate(body.tokens):
         if not 0 <= token < edge.model.vocab_size:
