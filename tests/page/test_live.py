@@ -53,7 +53,7 @@ def test_the_view_follows_the_load(kitchen, open_page, expect):
         expect(page.locator("#queue li").first).to_contain_text("first in line: all 4 slots are taken")
         expect(page.locator("#queue li").last).to_contain_text("behind 1 other by policy fcfs")
         expect(page.locator("#tenants .tenant")).to_contain_text("everybody")
-        expect(page.locator("#stat-rate")).not_to_have_text("0.0")
+        expect(page.locator("#stat-rate")).not_to_have_text("0")
         expect(page.locator("#blocks-note")).not_to_contain_text("0 of")
         page.get_by_text("As a table").click()
         expect(page.locator("#seats tbody tr")).to_have_count(4)

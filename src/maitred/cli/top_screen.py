@@ -141,8 +141,8 @@ def _slot(seat: int, request: RunningRequest, now: float) -> str:
         phase = f"pre {request.num_computed_tokens / max(1, known):4.0%}"
     return (
         f"{seat + 1:4} {fit(_name(request.id), 20)} {fit(request.tenant or '-', 14)} {phase:8} "
-        f"{request.num_prompt_tokens:7,} {request.num_output_tokens:6,} {request.max_tokens:6,} {request.num_blocks:6,} "
-        f"{seconds(now - request.arrived_at):>8}"
+        f"{request.num_prompt_tokens:7,} {request.num_output_tokens:6,} {request.max_tokens:6,} "
+        f"{request.num_blocks:6,} {seconds(now - request.arrived_at):>8}"
     )
 
 

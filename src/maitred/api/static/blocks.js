@@ -46,7 +46,7 @@ export class BlockMap {
     let pitch = Math.min(26, Math.sqrt((width * height) / cells));
     while (pitch > 2 && Math.floor(width / pitch) * Math.floor(height / pitch) < cells) pitch -= 0.1;
     const columns = Math.max(1, Math.floor(width / pitch));
-    return { pitch: width / columns, columns };
+    return { pitch: Math.min(width / columns, height / Math.ceil(cells / columns)), columns };
   }
 
   draw() {

@@ -4,7 +4,7 @@ const styles = {};
 
 function readStyles() {
   const computed = getComputedStyle(document.documentElement);
-  for (const name of ["card", "well", "ink", "muted", "line", "brass", "wine", "leaf", "wait", "cached", "shared", "other", "cell", "request-l", "request-c", "mono", "sans"]) {
+  for (const name of ["card", "well", "ink", "muted", "line", "brass", "wine", "cut", "leaf", "wait", "cached", "shared", "other", "cell", "request-l", "request-c", "mono", "sans"]) {
     styles[name] = computed.getPropertyValue(`--${name}`).trim();
   }
 }
@@ -15,9 +15,9 @@ export const colour = (name) => styles[name];
 
 export const font = (pixels, family = "sans") => `${pixels}px ${styles[family]}`;
 
-/** The colour of the n-th request: hues a golden angle apart, so that neighbours differ. */
+/** The colour of the n-th request: hues a golden angle apart, so that neighbours differ; red is left to preemption. */
 export function requestColour(number) {
-  const hue = (200 + number * 137.508) % 360;
+  const hue = 48 + ((150 + number * 137.508 * (290 / 360)) % 290);
   return `oklch(${styles["request-l"]} ${styles["request-c"]} ${hue.toFixed(1)})`;
 }
 

@@ -5,6 +5,7 @@ import { $, h, say } from "./dom.js";
 import { seconds } from "./words.js";
 
 const SPAN_S = 120;
+const MIN_SPAN_S = 20;
 const KINDS = [["first_token", "first token"], ["between_tokens", "between tokens"], ["queue", "in the queue"]];
 const LINES = [["p99", 0.35, 1.2], ["p90", 0.6, 1.4], ["p50", 1, 2]];
 
@@ -41,7 +42,8 @@ export class Charts {
     if (!chart.canvas.clientWidth) return;
     const { context, width, height } = begin(chart.canvas);
     const most = Math.max(1e-4, ...chart.points.map((point) => point.p99 ?? 0)) * 1.1;
-    const x = (at) => width - ((now - at) / SPAN_S) * width;
+    const span = Math.max(MIN_SPAN_S, now - chart.points[0].at); // grows until it is full
+    const x = (at) => width - ((now - at) / span) * width;
     const y = (value) => height - 2 - (value / most) * (height - 14);
     context.strokeStyle = colour("line");
     context.beginPath();

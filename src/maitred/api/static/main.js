@@ -69,6 +69,7 @@ function askForKey(words) {
   state("wait", "needs a key");
   $("key-button").hidden = false;
   say($("key-said"), words);
+  $("key-forget").hidden = !client.key;
   if (!$("key-dialog").open) $("key-dialog").showModal();
   $("key").focus();
 }

@@ -38,7 +38,7 @@ export class Stats {
     const rate = time > 0 ? grown("num_generated_tokens") / time : 0;
     this.rates.push(rate);
     if (this.rates.length > HISTORY) this.rates.shift();
-    this.set("rate", rate < 100 ? rate.toFixed(rate < 10 ? 1 : 0) : short(rate));
+    this.set("rate", rate && rate < 10 ? rate.toFixed(1) : short(rate));
     this.set("batch", count(engine.num_running), `of ${engine.max_num_seqs}`, percent(engine.num_running, engine.max_num_seqs));
     this.set("waiting", count(engine.num_waiting));
     const used = percent(engine.blocks.num_used, engine.blocks.num_blocks);

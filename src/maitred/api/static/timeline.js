@@ -10,7 +10,7 @@ const AXIS = 18;
 const RAIL_ROW = 11;
 const RAIL_ROWS = 6;
 const MAX_ROW = 26;
-const MIN_ROWS = 6;
+const MIN_ROWS = 12; // so that an idle engine shows its empty slots, if it has so many
 
 export class Timeline {
   constructor(tickets, { isMine, onPoint }) {
@@ -21,7 +21,7 @@ export class Timeline {
     this.offset = null; // s, between the page's clock and the engine's
     this.chosen = null; // ticket number shown alone
     this.boxes = [];
-    this.rows = MIN_ROWS;
+    this.rows = this.leastRows = 1;
     this.railRows = 2;
     for (const kind of ["pointermove", "pointerdown"]) this.canvas.addEventListener(kind, (event) => this.point(event));
     this.canvas.addEventListener("pointerleave", () => onPoint(null));
@@ -34,6 +34,7 @@ export class Timeline {
     const { num_running: running, max_num_seqs: most, num_waiting: waiting } = frame.engine;
     say($("timeline-note"), `${plural(running, "slot", "slots")} of ${most} taken`);
     this.numWaiting = waiting;
+    this.leastRows = Math.min(MIN_ROWS, most);
     this.label = `Timeline of batch slots: ${running} of ${most} taken, ${waiting} waiting.`;
   }
 
@@ -86,7 +87,7 @@ export class Timeline {
 
   seats(context, left, width, railTop, x, now, span) {
     const stints = this.visible(now - span);
-    const needed = Math.max(MIN_ROWS, ...stints.map(({ stint }) => stint.seat + 1));
+    const needed = Math.max(this.leastRows, ...stints.map(({ stint }) => stint.seat + 1));
     this.rows = needed > this.rows ? needed : this.rows + (needed - this.rows) * 0.06; // shrinks gently
     const row = Math.min(MAX_ROW, (railTop - AXIS - 6) / this.rows);
     context.font = font(10, "mono");
@@ -138,7 +139,9 @@ export class Timeline {
     context.fillStyle = ink;
     context.fillRect(x1, top, x2 - x1, tall);
     if (stint.end === "preempted") {
-      context.fillStyle = colour("wine");
+      context.fillStyle = colour("card");
+      context.fillRect(x2 - 7.5, top, 8, tall);
+      context.fillStyle = colour("cut");
       context.fillRect(x2 - 6, top, 6, tall);
     }
     context.restore();
@@ -189,7 +192,7 @@ export class Timeline {
   waits(context, ticket, y, x, now, left) {
     const x0 = Math.max(left + 24, x(ticket.waiting.since));
     const x1 = Math.max(x(now), x0 + 4);
-    const ink = colour(ticket.waiting.state === "preempted" ? "wine" : "wait");
+    const ink = colour(ticket.waiting.state === "preempted" ? "cut" : "wait");
     context.globalAlpha = this.chosen !== null && this.chosen !== ticket.number ? 0.25 : 1;
     context.strokeStyle = ink;
     context.lineWidth = 2.5;
