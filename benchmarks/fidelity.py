@@ -1,6 +1,6 @@
 """How well the simulator foretells the live engine: three loads, four policies, the same arrivals, unseen cost models.
 
-    python benchmarks/fidelity.py [--seconds 7] [--rounds 3] [--write] [--json FILE]
+    python benchmarks/fidelity.py [--seconds 5] [--rounds 3] [--write] [--json FILE]
 
 Each live run serves bimodal Poisson arrivals with the built-in model (one thread) and its decision log on;
 rounds go over loads and policies in rotated order. Its simulation gets the arrivals from that log and a cost model,
@@ -343,7 +343,7 @@ def machine(runs: Sequence[LiveRun], num_redone: int, options: argparse.Namespac
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--seconds", type=float, default=7.0, help="of work in each run: so many times capacity requests"
+        "--seconds", type=float, default=5.0, help="of work in each run: so many times capacity requests"
     )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--minutes", type=float, default=4.0, help="begin no live run after so long")
