@@ -6,6 +6,7 @@
     │   ├── UnsupportedParameter    a known field that this version does not do (400 unsupported_parameter)
     │   ├── PromptTooLong           prompt, or prompt + max_tokens, over the context (400 context_length_exceeded)
     │   ├── RequestTooLarge         the body is over the limit (413)
+    │   ├── ReadTooSlowly           the client is so far behind its answer that it was ended (408)
     │   ├── InvalidApiKey           missing or wrong key (401)
     │   ├── PermissionDenied        the key is known, and may not do that (403)
     │   ├── RateLimited             the tenant is at a limit of its own (429 rate_limit_exceeded)
@@ -66,6 +67,12 @@ class RequestTooLarge(RequestError):
     """The request body exceeds the server's limit."""
 
     code = "request_too_large"
+
+
+class ReadTooSlowly(RequestError):
+    """The client does not take its answer, and keeping more of it for the client would cost the others memory."""
+
+    code = "read_too_slowly"
 
 
 class InvalidApiKey(RequestError):

@@ -8,12 +8,15 @@ import time
 
 import pytest
 
+from maitred.clock import WallClock
+from maitred.engine.async_engine import MAX_UNREAD, AsyncEngine
+from maitred.engine.core import EngineCore
 from maitred.engine.output import TextDelta, stream_text
-from maitred.errors import EngineDead
+from maitred.errors import EngineDead, ReadTooSlowly
 from maitred.request import FinishReason, SamplingParams
 from maitred.step import ModelOutput, SchedulerOutput
 from tests.engine.worlds import scripted_engine
-from tests.fakes import FakeExecutor
+from tests.fakes import FakeExecutor, make_request, make_scheduler
 from tests.waiting import until_async
 
 STEP_S = 0.05  # 200 tokens then take ten seconds
@@ -121,6 +124,18 @@ async def test_close_ends_open_streams_and_the_thread():
     with pytest.raises(EngineDead, match="shut down"):
         [delta async for delta in stream]
     assert not any(thread.name == "maitred-engine" for thread in threading.enumerate())
+
+
+async def test_who_does_not_take_what_comes_is_ended_before_it_fills_the_memory():
+    core = EngineCore(make_scheduler(num_blocks=10_000), FakeExecutor(), WallClock())
+    engine = AsyncEngine(core, WallClock())
+    stream = engine.submit(make_request(max_tokens=2 * MAX_UNREAD))
+    await anext(stream)
+    await until_async(lambda: engine.state().num_finished[FinishReason.ABORT] == 1)
+    with pytest.raises(ReadTooSlowly, match=f"over {MAX_UNREAD} tokens behind"):
+        [item async for item in stream]
+    assert engine.state().num_blocks_used == 0
+    await engine.close()
 
 
 async def test_closing_a_stream_twice_or_after_its_end_does_nothing():

@@ -14,7 +14,7 @@ from maitred.clock import Clock
 from maitred.config import SchedulerConfig
 from maitred.engine.core import EngineCore
 from maitred.engine.live_view import LiveView, look_at
-from maitred.errors import EngineDead, MaitredError, Overloaded
+from maitred.errors import EngineDead, MaitredError, Overloaded, ReadTooSlowly
 from maitred.replica import ReplicaState
 from maitred.request import FinishReason, Request
 from maitred.scheduler.admission import PRIORITY_FIRST, AdmissionController
@@ -23,6 +23,7 @@ from maitred.step import RequestProgress
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+MAX_UNREAD = 16_384  # items kept for a consumer that does not take them: some megabytes, and seconds of a busy loop
 
 
 class Aborting(Protocol):
@@ -46,8 +47,14 @@ class ProgressStream:
         self.closed = False  # its last progress was put, or its consumer went away
 
     def put(self, progress: RequestProgress) -> None:
+        if self._error is not None:
+            return
         self._items.append(progress)
         self.closed = self.closed or progress.finish_reason is not None
+        if len(self._items) > MAX_UNREAD and not self.closed:
+            self._items.clear()
+            self._engine.abort(self._request_id)
+            self.fail(ReadTooSlowly(f"the client is over {MAX_UNREAD} tokens behind; the request was ended"))
         self._wake()
 
     def fail(self, error: BaseException) -> None:
