@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -46,6 +46,7 @@ class Habits:
     refuse: int = 0  # loading fails
     exit_at_start: int = 0
     gate: str = ""  # a file with a number: no output goes beyond it, the step that would waits for a larger one
+    other_model: int = 0  # each process finds other weights
     garbage: int = 0  # writes what is no frame before it loads
     max_model_len: int = 512
 
@@ -144,6 +145,8 @@ def build_fake(
             _write_garbage(Path(sys.argv[-1]))
         tell("memory  none is needed")
         model = served_model(habits.max_model_len)
+        if habits.other_model:
+            model = replace(model, revision=str(os.getpid()))
         executor = ChainedExecutor(habits)
         scheduler = make_scheduler(
             num_blocks=2048,

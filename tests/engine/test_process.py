@@ -124,6 +124,8 @@ async def test_a_request_goes_on_token_for_token_when_its_engine_is_killed(numbe
         request = ask(seed=3)
         told = await follow(engine, request, {10: killing(engine, gate, number)})
         assert tokens(told) == expected(PROMPT, 60, seed=3) == request.output_token_ids
+        assert told[-1].timing is not None
+        assert told[-1].timing.stall_s > 0, "the pause is told apart from decoding"
         state = engine.state()
         assert (state.num_restarts, state.num_resumed, state.alive) == (1, 1, True)
         assert (state.num_prompt_tokens, state.num_generated_tokens) == (6, 60), "the prompt is charged once"
@@ -228,7 +230,15 @@ async def test_an_engine_that_is_stuck_in_a_step_is_killed_and_replaced():
     async with engine_process("hang_at=3", resume="never", step_timeout_s=3.0) as engine:
         with pytest.raises(EngineDead, match="it was in one step for 3 s"):
             await follow(engine, ask(prompt=POISON))
-        assert tokens(await follow(engine, ask("good"))) == expected(PROMPT, 60)
+        await until_async(lambda: engine.keeper.ready)
+
+
+async def test_weights_that_changed_meanwhile_are_not_gone_on_with(gate: Gate):
+    async with engine_process(f"{gate.habit},other_model=1") as engine:
+        with pytest.raises(EngineDead, match="the model's files changed while the server ran"):
+            await follow(engine, ask(), {10: killing(engine, gate)})
+        assert not engine.state().alive
+        assert not engine.state().loading
 
 
 async def test_an_engine_that_is_silent_is_not_healthy_and_one_that_speaks_again_is(monkeypatch):

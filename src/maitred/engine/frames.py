@@ -71,6 +71,8 @@ class Submit(Frame, frozen=True, tag=True):
     first_scheduled_at: float | None
     first_token_at: float | None
     last_token_at: float | None
+    stalled_prefill_s: float
+    stalled_decode_s: float
 
 
 class Abort(Frame, frozen=True, tag=True):

@@ -43,7 +43,7 @@ from maitred.engine.running import Engine
 from maitred.engine.served import served_model
 from maitred.errors import EngineDead, MaitredError, Overloaded
 from maitred.replica import ReplicaState
-from maitred.request import FinishReason, Request
+from maitred.request import FinishReason, Request, resumed
 from maitred.scheduler.admission import PRIORITY_FIRST, AdmissionController
 from maitred.scheduler.view import QueueView
 from maitred.step import RequestProgress
@@ -244,7 +244,7 @@ class ProcessEngine:
             blamed = self._trials.is_blamed(live)
             why = refusal(live, self._rule, deterministic=deterministic, blamed=blamed)
             if why is None:
-                live.left(blamed=blamed)
+                live.left(now, blamed=blamed)
             else:
                 self._end_with_error(live, EngineDead(f"{cause}, and {why}"), now)
         return len(self._live), before - len(self._live)
@@ -324,6 +324,7 @@ class ProcessEngine:
             answer.set_result(outcome)
 
     def _send(self, live: LiveRequest) -> None:
+        resumed(live.request, self._clock.now())
         live.sent = self.keeper.send(submit_of(live.request))
 
     def _make_room(self, request: Request) -> None:

@@ -45,9 +45,11 @@ class LiveRequest:
         request.first_scheduled_at, request.first_token_at = mark.first_scheduled_at, mark.first_token_at
         request.num_charged_prompt_tokens = mark.num_charged_prompt_tokens  # last: the ledger reads what it stands for
 
-    def left(self, *, blamed: bool) -> None:
-        """The engine that had it died; the next one computes its prompt again."""
+    def left(self, now: float, *, blamed: bool) -> None:
+        """The engine that had it died; the next one computes its prompt again. Until then it is stalled."""
         self.sent = False
+        if self.request.first_scheduled_at is not None:
+            self.request.stalled_at = now
         self.num_resumes += blamed
         self.num_repeated = 0
 
