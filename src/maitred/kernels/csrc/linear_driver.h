@@ -7,7 +7,7 @@
 //   store_bf16(uint16_t*, V), store_int8(int8_t*, V)  rounded to nearest even; V::width values
 // Instantiated with such a type, everything here is local to that file.
 //
-// Few rows: weights are what must be read, so shares are runs of tiles and each worker streams its own from memory.
+// Few rows: weights are what must be read, and each worker streams tiles of its own from memory.
 // Rows that fit into the sums at once (one pass) are limited by memory, and the more of them the less a core sees ahead
 // by itself: software prefetches 8 KB ahead make the difference between half and all of the bandwidth. Many rows:
 // shares are runs of tiles x blocks of rows whose prepared form stays in the second-level cache, and a tile is taken in
@@ -45,19 +45,20 @@ namespace linear_driver {
 constexpr int kMaxRows = 96;             // of a block: 12 KB of sums, and 96 x 8192 int8 values
 constexpr int kRunBytes = 8192;          // of weights
 constexpr int kAheadBytes = 8192;        // that a single pass over the weights prefetches ahead
-constexpr int kShareBytes = 128 * 1024;  // of weights, where few rows pass
+constexpr int kLeastShareBytes = 49152;  // of weights, for up to 8 rows
 
 struct Plan {
-  int tiles, tiles_per_share, tile_shares;
+  int tiles;
   int rows_per_block, row_blocks;
   int steps, step_bytes, step_values;  // of a tile; int4: groups
   int run_steps;
   bool one_pass;
+  int least_share;  // units
 };
 
 static inline int divide_up(int64_t a, int64_t b) { return static_cast<int>((a + b - 1) / b); }
 
-static inline Plan plan_of(const LinearShape& shape, int m, int workers, int chunk_rows) {
+static inline Plan plan_of(const LinearShape& shape, int m, int chunk_rows) {
   Plan plan{};
   plan.tiles = num_tiles(shape);
   const int values[] = {1, 2, 4, shape.group};
@@ -69,14 +70,31 @@ static inline Plan plan_of(const LinearShape& shape, int m, int workers, int chu
   plan.one_pass = plan.rows_per_block <= chunk_rows;
   const int run = kRunBytes / plan.step_bytes;
   plan.run_steps = plan.one_pass ? plan.steps : run < 1 ? 1 : run;
-  const int64_t by_size = kShareBytes / tile_bytes(shape);
-  const int64_t by_number = static_cast<int64_t>(plan.tiles) * plan.row_blocks / (workers * 8);
-  int64_t share = by_size < by_number ? by_size : by_number;
-  if (share < 1) share = 1;
-  plan.tiles_per_share = static_cast<int>(share);
-  plan.tile_shares = divide_up(plan.tiles, share);
+  const int64_t eights = plan.rows_per_block < 8 ? 1 : plan.rows_per_block / 8;
+  plan.least_share = divide_up(kLeastShareBytes, tile_bytes(shape) * eights);
   return plan;
 }
+
+// Shares of the units of work (row block by row block, tile by tile), large ones first: a round of one share a worker
+// is half of what is left, so that taking them, which costs a cache line's way between cores, is rare, and yet all
+// workers end together.
+struct Shares {
+  int units, workers, least;
+  int index = 0, first = 0, size = 0;  // of the share that `first` begins
+
+  // Moves to share `wanted`, which is never below the one before; false if there are not that many.
+  bool seek(int wanted) {
+    for (;; ++index, first += size) {
+      if (index % workers == 0) {
+        const int half = (units - first) / (2 * workers);
+        size = half > least ? half : least;
+      }
+      if (first >= units) return false;
+      if (index == wanted) return true;
+    }
+  }
+  int last() const { return first + size < units ? first + size : units; }
+};
 
 // --- endings ---
 
@@ -233,16 +251,15 @@ inline void sum_tile(const PackedLinear& weights, const Plan& plan, int tile, bo
 template <class K>
 void linear(const PackedLinear& weights, const Operand& rows, int m, const LinearOut& out, WorkCounter& counter,
             const Worker& worker) {
-  const Plan plan = plan_of(weights.shape, m, worker.count, K::rows_at_once(weights.shape.dtype));
+  const Plan plan = plan_of(weights.shape, m, K::rows_at_once(weights.shape.dtype));
   alignas(64) uint8_t acc[kMaxRows * kTile * 4];
-  const int shares = plan.tile_shares * plan.row_blocks;
-  for (int share = counter.take(); share < shares; share = counter.take()) {
-    const int row_block = share / plan.tile_shares;
-    const int row0 = m * row_block / plan.row_blocks, row1 = m * (row_block + 1) / plan.row_blocks;
-    const int tile0 = share % plan.tile_shares * plan.tiles_per_share;
-    const int tile1 = tile0 + plan.tiles_per_share < plan.tiles ? tile0 + plan.tiles_per_share : plan.tiles;
-    for (int tile = tile0; tile < tile1; ++tile) {
-      sum_tile<K>(weights, plan, tile, tile + 1 == tile1, rows, row0, row1 - row0, acc);
+  Shares shares{plan.tiles * plan.row_blocks, worker.count, plan.least_share};
+  while (shares.seek(counter.take())) {
+    for (int unit = shares.first; unit < shares.last(); ++unit) {
+      const int row_block = unit / plan.tiles, tile = unit % plan.tiles;
+      const int row0 = m * row_block / plan.row_blocks, row1 = m * (row_block + 1) / plan.row_blocks;
+      const bool last = unit + 1 == shares.last() || tile + 1 == plan.tiles;
+      sum_tile<K>(weights, plan, tile, last, rows, row0, row1 - row0, acc);
       end_tile<K>(weights, plan, tile, row1 - row0, rows, row0, acc, out);
     }
   }
