@@ -109,13 +109,17 @@ class Watch:
 
 
 class Trace:
-    """Slowness over time: a running mean of readings over `usual`, and straight lines between."""
+    """Slowness over time: a running median of readings over `usual`, and straight lines between.
+
+    The median, because a reading that met a time slice of somebody else tells of a moment, not of a second; such moments
+    are in the jitter of the fitted steps.
+    """
 
     def __init__(self, readings: Sequence[Reading], usual: Times) -> None:
         half = SMOOTHED // 2
         self._times = [reading.at for reading in readings]
         self._values = [
-            slowness_of(mean_of([r.took for r in readings[max(0, i - half) : i + half + 1]]), usual)
+            slowness_of(median_of([r.took for r in readings[max(0, i - half) : i + half + 1]]), usual)
             for i in range(len(readings))
         ]
 
@@ -176,7 +180,7 @@ class SteadyClock:
         return False  # it took its time back itself, at the rate of before
 
     def _overall(self) -> float:
-        slowness, share = slowness_of(mean_of(self._recent), self._usual), self._prompt_share
+        slowness, share = slowness_of(median_of(self._recent), self._usual), self._prompt_share
         return share * slowness.prompts + (1 - share) * slowness.rest
 
 
