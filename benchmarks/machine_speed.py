@@ -111,7 +111,7 @@ class Watch:
 class Trace:
     """Slowness over time: a running median of readings over `usual`, and straight lines between.
 
-    The median, because a reading that met a time slice of somebody else tells of a moment, not of a second; such moments
+    The median, because a reading that met somebody's time slice tells of a moment, not of a second; such moments
     are in the jitter of the fitted steps.
     """
 
