@@ -44,6 +44,7 @@ class Habits:
     hang_at: int = -1  # the same, but the step never ends
     raise_at: int = -1
     refuse: int = 0  # loading fails
+    no_memory: int = 0
     exit_at_start: int = 0
     gate: str = ""  # a file with a number: no output goes beyond it, the step that would waits for a larger one
     other_model: int = 0  # each process finds other weights
@@ -139,6 +140,8 @@ def build_fake(
             sys.stderr.write("something went wrong here\n")
             sys.stderr.flush()
             os._exit(7)
+        if habits.no_memory:
+            raise MemoryError
         if habits.refuse:
             raise CheckpointError("there is no such model; choose another")
         if habits.garbage:

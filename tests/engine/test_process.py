@@ -21,7 +21,7 @@ from maitred.config import EngineConfig, ProcessConfig, SchedulerConfig
 from maitred.engine import keeper, supervisor
 from maitred.engine.keeper import Start
 from maitred.engine.process import ProcessEngine, start_engine_process
-from maitred.errors import CheckpointError, ConfigError, EngineDead
+from maitred.errors import CheckpointError, ConfigError, EngineDead, OutOfMemory
 from maitred.request import FinishReason, Request, SamplingParams
 from maitred.step import RequestProgress
 from tests.conftest import ROOT
@@ -328,13 +328,17 @@ async def test_what_is_no_frame_is_dropped_and_counted(caplog):
         await until_async(lambda: caplog.text.count("from the server's socket") == 3)
 
 
-def test_what_keeps_the_engine_from_loading_is_raised_here():
-    engine = ProcessEngine(start_of("refuse=1"), WallClock())
-    with pytest.raises(CheckpointError, match="there is no such model; choose another"):
-        engine.start()
-    engine = ProcessEngine(start_of("exit_at_start=1"), WallClock())
-    with pytest.raises(EngineDead, match="ended with exit code 7: something went wrong here, before it was ready"):
-        engine.start()
+@pytest.mark.parametrize(
+    ("habit", "kind", "message"),
+    [
+        ("refuse=1", CheckpointError, "there is no such model; choose another"),
+        ("no_memory=1", OutOfMemory, "give less with --kv-cache-memory-bytes"),
+        ("exit_at_start=1", EngineDead, "ended with exit code 7: something went wrong here, before it was ready"),
+    ],
+)
+def test_what_keeps_the_engine_from_loading_is_raised_here(habit: str, kind: type[Exception], message: str):
+    with pytest.raises(kind, match=message):
+        ProcessEngine(start_of(habit), WallClock()).start()
 
 
 def test_an_engine_can_be_stopped_without_ever_having_a_loop():

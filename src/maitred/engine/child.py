@@ -62,6 +62,7 @@ logger = logging.getLogger(__name__)
 BEAT_S = 0.25
 FIGURES_S = 0.1  # at most so often while there is work
 LAST_WORDS_MS = 2000
+OUT_OF_MEMORY = "out of memory; give less with --kv-cache-memory-bytes, --max-num-seqs or --max-model-len"
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -275,6 +276,9 @@ def _load(begin: Begin, link: Link, build: Builder) -> LoadedEngine | None:
         loaded = build(begin.config, begin.served_model_names, lambda line: link.send(Told(line)))
     except MaitredError as error:
         link.send(Failed(type(error).__name__, str(error)))
+        return None
+    except MemoryError:
+        link.send(Failed("OutOfMemory", OUT_OF_MEMORY))
         return None
     except Exception as error:
         logger.debug("where loading failed", exc_info=error)
