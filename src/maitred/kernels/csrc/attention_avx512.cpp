@@ -80,7 +80,14 @@ inline __m512 multiply_add(F32, __m512 sum, __m512i a, __m512i b) {
   return _mm512_fmadd_ps(_mm512_castsi512_ps(a), _mm512_castsi512_ps(b), sum);
 }
 inline __m512 multiply_add(BF16, __m512 sum, __m512i a, __m512i b) {
-  return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
+  // As assembly, because GCC 12 copies the sum before and after each of its intrinsics.
+  asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
+  return sum;
+}
+// sum + the four products of each word; a is unsigned, b signed.
+inline __m512i multiply_add(__m512i sum, __m512i a, __m512i b) {
+  asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
+  return sum;
 }
 
 inline int64_t int8_part(const KVLayout& layout) { return (int64_t{layout.k_words} * 4 + 63) / 64 * 64; }
@@ -98,10 +105,12 @@ inline void score_block(const Segment& work, const Cells& cells, int row, int ti
   const uint8_t* q = work.queries + row * work.query_stride;
   const uint8_t* const* at = cells.at + tile;
   const uint8_t* const* ahead = cells.ahead + tile;
+  const int k_words = work.layout->k_words;
   __m512 sums[R][T];
   for (int r = 0; r < R; ++r)
     for (int t = 0; t < T; ++t) sums[r][t] = _mm512_setzero_ps();
-  for (int w = 0; w < work.layout->k_words; ++w) {
+#pragma GCC unroll 2
+  for (int w = 0; w < k_words; ++w) {
     __m512i keys[T];
     for (int t = 0; t < T; ++t) {
       keys[t] = load_bits(at[t] + int64_t{w} * 64);
@@ -134,10 +143,12 @@ inline void score_block_int8(const Segment& work, const Cells& cells, int row, i
   const uint8_t* const* at = cells.at + tile;
   const uint8_t* const* ahead = cells.ahead + tile;
   const int64_t part = int8_part(layout);
+  const int k_words = layout.k_words;
   __m512i high[R][T], low[R][T];
   for (int r = 0; r < R; ++r)
     for (int t = 0; t < T; ++t) high[r][t] = low[r][t] = _mm512_setzero_si512();
-  for (int w = 0; w < layout.k_words; ++w) {
+#pragma GCC unroll 2
+  for (int w = 0; w < k_words; ++w) {
     __m512i keys[T];
     for (int t = 0; t < T; ++t) {
       keys[t] = load_bits(at[t] + int64_t{w} * 64);
@@ -147,8 +158,8 @@ inline void score_block_int8(const Segment& work, const Cells& cells, int row, i
       const __m512i query_high = word(q + r * work.query_stride + w * 4);
       const __m512i query_low = word(q + r * work.query_stride + part + w * 4);
       for (int t = 0; t < T; ++t) {
-        high[r][t] = _mm512_dpbusd_epi32(high[r][t], keys[t], query_high);
-        low[r][t] = _mm512_dpbusd_epi32(low[r][t], keys[t], query_low);
+        high[r][t] = multiply_add(high[r][t], keys[t], query_high);
+        low[r][t] = multiply_add(low[r][t], keys[t], query_low);
       }
     }
   }
@@ -328,8 +339,8 @@ inline void value_block_int8(const Segment& work, const Cells& cells, int row, i
         const __m512i p_high = word(weights + r * kWeightBytes + w * 4);
         const __m512i p_low = word(weights + r * kWeightBytes + kInt8Low + w * 4);
         for (int c = 0; c < C; ++c) {
-          high[r][c] = _mm512_dpbusd_epi32(high[r][c], p_high, v[c]);
-          low[r][c] = _mm512_dpbusd_epi32(low[r][c], p_low, v[c]);
+          high[r][c] = multiply_add(high[r][c], p_high, v[c]);
+          low[r][c] = multiply_add(low[r][c], p_low, v[c]);
         }
       }
     }
