@@ -27,6 +27,7 @@ from maitred.model.program import (
     Prepare,
     Program,
     Store,
+    Take,
     lower,
 )
 from maitred.model.spec import NormPlacement, parameter_shapes
@@ -44,10 +45,10 @@ def num_found(program: Program) -> dict[str, int]:
     return {fusion.name: fusion.num_times for fusion in program.fusions}
 
 
-def test_a_llama_layer_is_eight_operations():
+def test_a_llama_layer_is_ten_operations():
     program = compiled()
     layer = [Prepare, Linear, QKV, Attention, Prepare, Linear, Prepare, Linear, Prepare, Linear]
-    assert [type(op) for op in program.ops] == [Embed, *layer, *layer, Prepare, Linear]
+    assert [type(op) for op in program.ops] == [Embed, *layer, *layer[:4], Take, *layer[4:], Prepare, Linear]
     endings = [type(op.ending) for op in program.ops if isinstance(op, Linear)]
     assert endings == [Store, AddTo, Gated, AddTo, Store, AddTo, Gated, AddTo, Store]
 
@@ -58,7 +59,7 @@ def test_passes_tell_what_they_found():
         "qkv stack": 2,
         "gate into linear ending": 2,
         "norm into prepare": 5,
-        "wanted rows into prepare": 1,
+        "wanted rows after the last attention": 1,
         "residual add into linear ending": 4,
         "rope, q/k norm and KV write in one": 2,
         "logit scale into linear ending": 1,
@@ -80,6 +81,14 @@ def test_a_norm_after_a_part_is_added_in_one(placement: NormPlacement):
     prepared = [op.norm is not None for op in program.ops if isinstance(op, Prepare)]
     first = placement is NormPlacement.BOTH
     assert prepared == [first, False, first, False] * 2 + [True]
+
+
+def test_after_the_last_attention_only_wanted_rows_are_computed():
+    ops = compiled(norm_placement=NormPlacement.BOTH).ops
+    after = ops[next(i for i, op in enumerate(ops) if isinstance(op, Take)) :]
+    assert [op.target for op in after if isinstance(op, NormAdd)] == ["taken", "taken"]
+    prepared = [(op.source, op.takes) for op in after if isinstance(op, Prepare)]
+    assert prepared == [("attended", True), ("taken", False), ("inner", False), ("taken", False)]
 
 
 def test_formats_of_linears_and_head_decide_what_they_read():

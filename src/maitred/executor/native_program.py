@@ -23,6 +23,7 @@ from maitred.model.program import (
     Prepare,
     Program,
     Store,
+    Take,
     Weight,
 )
 from maitred.model.rope import inverse_frequencies
@@ -154,8 +155,12 @@ class _Builder:
                 self._native.embed(self._shape(op.weight), self._data(op.weight), scale, target)
             case Prepare():
                 reader = self._reader(index)
-                norm = self._vector(op.norm)
-                self._native.prepare(self.rows[op.source], self._shape(reader.weight), norm, self._eps, op.takes)
+                norm, few = self._vector(op.norm), index >= self._head
+                shape = self._shape(reader.weight)
+                self._native.prepare(self.rows[op.source], shape, norm, self._eps, few, op.takes)
+            case Take():
+                source = self.rows[op.source]
+                self._native.take(source, self._rows(op.target, source.width))
             case Linear():
                 self._add_linear(index, op)
             case QKV():
@@ -166,14 +171,14 @@ class _Builder:
                 cap = spec.attention_softcap or 0.0
                 self._native.attention(op.layer, spec.num_heads, op.window or 0, spec.attention_scale, cap, target)
             case NormAdd():
-                weight = self._vector(op.weight)
-                self._native.norm_add(self.rows[op.source], self.rows[op.target], weight, self._eps, op.scale)
+                weight, few = self._vector(op.weight), index >= self._head
+                self._native.norm_add(self.rows[op.source], self.rows[op.target], weight, self._eps, op.scale, few)
             case _:
                 raise AssertionError(op)
 
     def _add_linear(self, index: int, op: Linear) -> None:
         shape = self._shape(op.weight)
-        taken = index >= self._head
+        few = index >= self._head
         ending, alpha, softcap, act = "store", 1.0, 0.0, "silu"
         match op.ending:
             case Store():
@@ -182,9 +187,9 @@ class _Builder:
                 ending, alpha = "add", op.ending.scale
             case Gated():
                 ending, act = "gate", op.ending.activation.value
-        target = self._rows(op.target, shape.out_width, taken=taken)
-        name = op.weight.name if not taken else "output"
-        self._native.linear(shape, self._data(op.weight), target, ending, alpha, softcap, act, taken, name)
+        target = self._rows(op.target, shape.out_width, few=op.target == LOGITS)
+        name = op.weight.name if op.target != LOGITS else "output"
+        self._native.linear(shape, self._data(op.weight), target, ending, alpha, softcap, act, few, name)
 
     def _add_qkv(self, op: QKV) -> None:
         spec = self._program.spec
@@ -208,9 +213,9 @@ class _Builder:
         """The linear that reads what the operation at `index` prepares."""
         return next(op for op in self._program.ops[index:] if isinstance(op, Linear))
 
-    def _rows(self, name: str, width: int, *, taken: bool = False) -> Any:
+    def _rows(self, name: str, width: int, *, few: bool = False) -> Any:
         if name not in self.rows:
-            self.rows[name] = self._native.rows(width, taken)
+            self.rows[name] = self._native.rows(width, few)
         return self.rows[name]
 
     def _shape(self, weight: Weight) -> Any:
@@ -225,7 +230,7 @@ class _Builder:
 
 def _head_begins(ops: Sequence[Op]) -> int:
     """Index of the first operation that is only about wanted rows."""
-    return next(index for index, op in enumerate(ops) if isinstance(op, Prepare) and op.takes)
+    return next(index for index, op in enumerate(ops) if isinstance(op, Take))
 
 
 def _rounded(scale: float, dtype: str) -> float:

@@ -39,7 +39,7 @@ from maitred.model.program import (
 )
 from maitred.model.spec import DecoderSpec
 
-NATIVE_OPS = (Embed, Prepare, Linear, QKV, Attention, NormAdd)
+NATIVE_OPS = (Embed, Take, Prepare, Linear, QKV, Attention, NormAdd)
 
 
 Rewrite = Callable[[Sequence[Op]], tuple[int, list[Op]] | None]
@@ -134,13 +134,6 @@ def _norm_into_prepare(ops: Sequence[Op]) -> tuple[int, list[Op]] | None:
     return None
 
 
-def _rows_into_prepare(ops: Sequence[Op]) -> tuple[int, list[Op]] | None:
-    match ops:
-        case [Take() as take, Prepare() as prepare, *_] if prepare.source == take.target:
-            return 2, [replace(prepare, source=take.source, takes=True)]
-    return None
-
-
 def _norm_into_add(ops: Sequence[Op]) -> tuple[int, list[Op]] | None:
     match ops:
         case [Norm() as norm, Add() as add, *_] if add.source == norm.target:
@@ -207,11 +200,33 @@ def _tie_output(ops: list[Op]) -> tuple[list[Op], int]:
     return ops, num_times
 
 
+def _take_early(ops: list[Op]) -> tuple[list[Op], int]:
+    """Rows whose logits nobody wants end where their keys and values are written and attended to: in the last layer."""
+    last = max(index for index, op in enumerate(ops) if isinstance(op, Attention))
+    take = next(op for op in ops[last:] if isinstance(op, Take))
+    rest: list[Op] = [take]
+    for op in ops[last + 1 :]:
+        match op:
+            case Take():
+                continue
+            case Prepare() if op.source == ops[last].target:  # type: ignore[union-attr]
+                rest.append(replace(op, takes=True))
+            case Norm() | Prepare() | Linear() | Add():
+                rest.append(replace(op, source=_renamed(op.source, take), target=_renamed(op.target, take)))
+            case _:
+                rest.append(op)
+    return [*ops[: last + 1], *rest], 1
+
+
+def _renamed(value: str, take: Take) -> str:
+    return take.target if value == take.source else value
+
+
 PASSES: tuple[Pass, ...] = (
+    Pass("wanted rows after the last attention", "the last layer's MLP only where somebody looks", _take_early),
     Pass("qkv stack", "one read of the operand, one barrier", _everywhere(_stack_qkv)),
     Pass("gate into linear ending", "gate and up never reach memory", _everywhere(_gate_into_linear)),
     Pass("norm into prepare", "the residual stream is read once", _everywhere(_norm_into_prepare)),
-    Pass("wanted rows into prepare", "logits only where somebody looks", _everywhere(_rows_into_prepare)),
     Pass("post-norm into residual add", "the part is read once", _everywhere(_norm_into_add)),
     Pass("residual add into linear ending", "the part never reaches memory", _everywhere(_add_into_linear)),
     Pass("rope, q/k norm and KV write in one", "queries and keys are touched once", _everywhere(_qkv_in_one)),

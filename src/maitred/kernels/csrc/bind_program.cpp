@@ -5,6 +5,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <map>
 #include <memory>
 #include <stdexcept>
@@ -98,7 +99,7 @@ GateAct act_named(const std::string& name) {
 }
 
 void linear(BoundProgram& self, const LinearShape& shape, const Bytes& data, const Rows& target,
-            const std::string& ending, float alpha, float softcap, const std::string& act, bool taken,
+            const std::string& ending, float alpha, float softcap, const std::string& act, bool few,
             const std::string& name) {
   check_width(target, out_width(shape));
   LinearOut out{target.values, target.width};
@@ -106,7 +107,7 @@ void linear(BoundProgram& self, const LinearShape& shape, const Bytes& data, con
   out.alpha = alpha;
   out.softcap = softcap;
   out.act = act_named(act);
-  add_linear(self.program, self.operands(), packed(shape, data), out, taken, name);
+  add_linear(self.program, self.operands(), packed(shape, data), out, few, name);
 }
 
 RopeTable make_rope_table(BoundProgram& self, const Vector& frequencies, float factor) {
@@ -201,11 +202,12 @@ void bind_program(nb::module_& m) {
            nb::arg("max_positions"), nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>())
       .def(
           "rows",
-          [](BoundProgram& self, int64_t width, bool taken) {
+          [](BoundProgram& self, int64_t width, bool few) {
             const Program::Limits& limits = self.program.limits();
-            return Rows{self.program.add_rows(taken ? limits.max_logits : limits.max_tokens, width), width};
+            const int num_rows = few ? limits.max_logits : std::max(limits.max_tokens, limits.max_logits);
+            return Rows{self.program.add_rows(num_rows, width), width};
           },
-          nb::arg("width"), nb::arg("taken") = false)
+          nb::arg("width"), nb::arg("few") = false, "few: for no more rows than logits are wanted.")
       .def(
           "operands",
           [](BoundProgram& self, const std::vector<LinearShape>& shapes) {
@@ -223,21 +225,28 @@ void bind_program(nb::module_& m) {
       .def(
           "prepare",
           [](BoundProgram& self, const Rows& source, const LinearShape& shape, const nb::object& norm, float eps,
-             bool taken) {
+             bool few, bool taken) {
             check_width(source, shape.k);
-            add_prepare(self.program, self.operands(), source, shape, vector_of(norm, shape.k), eps, taken);
+            add_prepare(self.program, self.operands(), source, shape, vector_of(norm, shape.k), eps, few, taken);
           },
-          nb::arg("source"), nb::arg("shape"), nb::arg("norm").none(), nb::arg("eps"), nb::arg("taken"))
+          nb::arg("source"), nb::arg("shape"), nb::arg("norm").none(), nb::arg("eps"), nb::arg("few"), nb::arg("taken"))
+      .def(
+          "take",
+          [](BoundProgram& self, const Rows& source, const Rows& target) {
+            check_width(target, source.width);
+            add_take(self.program, source, target);
+          },
+          nb::arg("source"), nb::arg("target"))
       .def("linear", &linear, nb::arg("shape"), nb::arg("data"), nb::arg("target"), nb::arg("ending"), nb::arg("alpha"),
-           nb::arg("softcap"), nb::arg("act"), nb::arg("taken"), nb::arg("name"))
+           nb::arg("softcap"), nb::arg("act"), nb::arg("few"), nb::arg("name"))
       .def(
           "norm_add",
-          [](BoundProgram& self, const Rows& part, const Rows& target, const nb::object& weight, float eps,
-             float scale) {
+          [](BoundProgram& self, const Rows& part, const Rows& target, const nb::object& weight, float eps, float scale,
+             bool few) {
             check_width(target, part.width);
-            add_norm_add(self.program, part, target, vector_of(weight, part.width), eps, scale);
+            add_norm_add(self.program, part, target, vector_of(weight, part.width), eps, scale, few);
           },
-          nb::arg("part"), nb::arg("target"), nb::arg("weight"), nb::arg("eps"), nb::arg("scale"))
+          nb::arg("part"), nb::arg("target"), nb::arg("weight"), nb::arg("eps"), nb::arg("scale"), nb::arg("few"))
       .def("rope_table", &make_rope_table, nb::arg("frequencies"), nb::arg("factor"))
       .def("qkv", &qkv_op, nb::arg("layer"), nb::arg("num_heads"), nb::arg("source"), nb::arg("rope").none(),
            nb::arg("q_norm").none(), nb::arg("k_norm").none(), nb::arg("full_width"), nb::arg("eps"))

@@ -1,13 +1,14 @@
 #include "program_ops.h"
 
 #include <algorithm>
+#include <cstring>
 
 #include "elementwise.h"
 
 namespace maitred {
 namespace {
 
-int rows_of(const StepRows& step, bool taken) { return taken ? step.num_logits : step.num_tokens; }
+int rows_of(const StepRows& step, bool few) { return few ? step.num_logits : step.num_tokens; }
 
 }  // namespace
 
@@ -45,12 +46,21 @@ void add_embed(Program& program, const PackedLinear& weights, float scale, const
   });
 }
 
+void add_take(Program& program, const Rows& source, const Rows& target) {
+  program.add("take", 1, [=](const StepRows& step, WorkCounter* counters, const Worker&) {
+    for (int i = counters->take(); i < step.num_logits; i = counters->take())
+      std::memcpy(target.values + i * target.width, source.values + step.logits_tokens[i] * source.width,
+                  static_cast<size_t>(source.width) * sizeof(float));
+    return true;
+  });
+}
+
 void add_prepare(Program& program, const OperandBuffers& operands, const Rows& source, const LinearShape& shape,
-                 const float* norm_weight, float eps, bool taken) {
+                 const float* norm_weight, float eps, bool few, bool taken) {
   const LinearKernels& kernels = linear_kernels(program.isa());
   const char* name = norm_weight == nullptr ? "prepare" : "norm and prepare";
   program.add(name, 1, [=, &kernels, &operands](const StepRows& step, WorkCounter* counters, const Worker& worker) {
-    const int m = rows_of(step, taken);
+    const int m = rows_of(step, few);
     const Operand operand = operands.of(worker, shape, m);
     const PrepareSource from{source.values, source.width, taken ? step.logits_tokens : nullptr, norm_weight, eps};
     if (m <= kOwnRows) {
@@ -63,18 +73,19 @@ void add_prepare(Program& program, const OperandBuffers& operands, const Rows& s
 }
 
 void add_linear(Program& program, const OperandBuffers& operands, const PackedLinear& weights, const LinearOut& out,
-                bool taken, const std::string& name) {
+                bool few, const std::string& name) {
   const LinearKernels& kernels = linear_kernels(program.isa());
   program.add(name, 1, [=, &kernels, &operands](const StepRows& step, WorkCounter* counters, const Worker& worker) {
-    const int m = rows_of(step, taken);
+    const int m = rows_of(step, few);
     kernels.linear(weights, operands.of(worker, weights.shape, m), m, out, counters[0], worker);
     return true;
   });
 }
 
-void add_norm_add(Program& program, const Rows& part, const Rows& target, const float* weight, float eps, float scale) {
+void add_norm_add(Program& program, const Rows& part, const Rows& target, const float* weight, float eps, float scale,
+                  bool few) {
   program.add("norm and add", 1, [=](const StepRows& step, WorkCounter* counters, const Worker&) {
-    norm_add_rows(part.values, target.values, weight, part.width, step.num_tokens, eps, scale, counters[0]);
+    norm_add_rows(part.values, target.values, weight, part.width, rows_of(step, few), eps, scale, counters[0]);
     return true;
   });
 }

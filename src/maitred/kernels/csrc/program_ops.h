@@ -38,15 +38,20 @@ struct Rows {
 
 void add_embed(Program& program, const PackedLinear& weights, float scale, const Rows& target);
 
-// taken: only the rows whose logits are wanted. norm_weight null: no norm.
+// The rows of source whose logits are wanted, one below the other.
+void add_take(Program& program, const Rows& source, const Rows& target);
+
+// few: as many rows as logits are wanted; and if `taken`, those of source that belong to them, else its first ones.
+// norm_weight null: no norm.
 void add_prepare(Program& program, const OperandBuffers& operands, const Rows& source, const LinearShape& shape,
-                 const float* norm_weight, float eps, bool taken);
+                 const float* norm_weight, float eps, bool few, bool taken);
 
-// taken: as many rows as logits are wanted. The ending's rows are `target`.
+// few: as many rows as logits are wanted.
 void add_linear(Program& program, const OperandBuffers& operands, const PackedLinear& weights, const LinearOut& out,
-                bool taken, const std::string& name);
+                bool few, const std::string& name);
 
-void add_norm_add(Program& program, const Rows& part, const Rows& target, const float* weight, float eps, float scale);
+void add_norm_add(Program& program, const Rows& part, const Rows& target, const float* weight, float eps, float scale,
+                  bool few);
 
 // table: room for max_tokens x 2 x num_pairs values.
 void add_rope_table(Program& program, const RopeOp& rope, float* table);
