@@ -43,7 +43,7 @@ def browser() -> Iterator[Any]:
     if CHROMIUM is None:
         pytest.skip("needs Debian's chromium; as root: scripts/debian-packages")
     with playwright_api.sync_playwright() as playwright:
-        launched = playwright.chromium.launch(executable_path=CHROMIUM, args=list(FLAGS))
+        launched = playwright.chromium.launch(executable_path=CHROMIUM, args=list(FLAGS), timeout=WAIT_MS)
         yield launched
         launched.close()
 

@@ -15,6 +15,7 @@ const chat = new Chat(client, { onId: (id) => engine.addMine(id), onNeedsKey: (w
 const policy = new Policy(client);
 const feed = new Feed(client, {
   onFrame: (frame) => {
+    if ($("engine").hidden) policy.begin(); // only who may watch may ask for it
     reveal(true);
     engine.take(frame);
     policy.take(frame);
@@ -53,7 +54,6 @@ async function connect() {
     state("wait", "connecting");
     $("key-button").hidden = !client.key;
     feed.begin();
-    policy.begin();
   } catch (error) {
     if (error.status === 401) {
       askForKey(client.key ? error.message : "");

@@ -1,6 +1,7 @@
 // What became of each request over the last minute, out of frames that each show one moment.
 
 export const KEEP_S = 70;
+const GAP_S = 3; // longer between two frames, and nobody knows what happened meanwhile
 
 export class Tickets {
   constructor() {
@@ -18,6 +19,7 @@ export class Tickets {
   take(frame) {
     const engine = frame.engine;
     if (engine.now < this.now) this.clear(); // another engine, with another clock
+    this.leftAt = engine.now - this.now > GAP_S ? Math.max(this.now, engine.now - KEEP_S) : engine.now;
     this.now = engine.now;
     const seated = new Set();
     engine.running.forEach((request, index) => {
@@ -61,7 +63,7 @@ export class Tickets {
   left(ticket, wasPreempted) {
     const stint = ticket.stints.at(-1);
     if (stint && stint.to === null) {
-      stint.to = this.now;
+      stint.to = Math.max(stint.from, this.leftAt);
       stint.end = wasPreempted ? "preempted" : "done";
     }
   }
