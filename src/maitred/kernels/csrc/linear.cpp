@@ -49,85 +49,106 @@ void to_float(SourceType type, const void* row, int k, float* out) {
 // Round to nearest even for |x| < 2^22, in a form that compilers vectorise.
 inline int32_t nearest(float x) { return static_cast<int32_t>(bits_of(x + 12582912.0f)) - 0x4b400000; }
 
-inline int clamp(int x, int low, int high) { return x < low ? low : x > high ? high : x; }
+inline float inverse_of(float scale) { return std::fabs(scale) > 1e-30f ? 1.0f / scale : 0.0f; }
 
-// One tile's rows in float32, [32][padded k]; zeros in the padding.
-struct TileRows {
-  std::vector<float> values;
-  int k;
-  const float* row(int lane) const { return values.data() + static_cast<int64_t>(lane) * k; }
+// Least and largest of n values, n a multiple of 4, and of zero.
+struct Range {
+  float least, largest;
 };
 
-void load_tile(const LinearShape& shape, const SourceRows* sources, int tile, TileRows& rows) {
-  rows.k = padded_k(shape);
-  rows.values.assign(static_cast<size_t>(rows.k) * kTile, 0.0f);
-  for (int lane = 0; lane < kTile; ++lane) {
-    const int row = row_of(shape, tile, lane);
-    if (row < 0) continue;
-    SourceType type;
-    const void* source = source_row(sources, row, type);
-    to_float(type, source, shape.k, rows.values.data() + static_cast<int64_t>(lane) * rows.k);
+Range range_of(const float* x, int n) {
+  float low[4] = {}, high[4] = {};
+  for (int i = 0; i < n; i += 4)
+    for (int j = 0; j < 4; ++j) {
+      low[j] = x[i + j] < low[j] ? x[i + j] : low[j];
+      high[j] = x[i + j] > high[j] ? x[i + j] : high[j];
+    }
+  return {std::min(std::min(low[0], low[1]), std::min(low[2], low[3])),
+          std::max(std::max(high[0], high[1]), std::max(high[2], high[3]))};
+}
+
+float quantise_int8(const float* from, int k, uint8_t* codes) {
+  const Range range = range_of(from, k);
+  const float scale = std::max(-range.least, range.largest) / 127.0f;
+  const float inverse = inverse_of(scale);
+  for (int i = 0; i < k; ++i) codes[i] = static_cast<uint8_t>(nearest(from[i] * inverse) + 128);
+  return scale;
+}
+
+// The scale, in bf16, makes the value of largest magnitude -8, for there is no +8: all sixteen codes are in use.
+uint16_t quantise_int4(const float* from, int group, uint8_t* codes) {
+  const Range range = range_of(from, group);
+  const uint16_t bits = float_to_bf16((range.largest > -range.least ? range.largest : range.least) / -8.0f);
+  const float inverse = inverse_of(bf16_to_float(bits));
+  for (int i = 0; i < group; ++i) {
+    const int32_t q = nearest(from[i] * inverse);
+    codes[i] = static_cast<uint8_t>((q > 7 ? 7 : q < -8 ? -8 : q) + 8);
   }
+  return bits;
 }
 
-float absmax(const float* x, int n) {
-  float most = 0.0f;
-  for (int i = 0; i < n; ++i) most = std::max(most, std::fabs(x[i]));
-  return most;
+// A tile on its way: each channel's steps of K as units of 4 bytes, padded with zeros.
+struct TileUnits {
+  int stride;  // units from one channel to the next; no multiple of a page, for such lines share a cache set
+  std::vector<uint32_t> units;
+  std::vector<float> row;        // one channel in float32, where it is converted
+  std::vector<uint16_t> scales;  // int4: [channel][group]
+
+  explicit TileUnits(const LinearShape& shape)
+      : stride(padded_k(shape) / step_values(shape.dtype) + 16),
+        units(static_cast<size_t>(stride) * kTile),
+        row(padded_k(shape)),
+        scales(shape.dtype == DType::int4 ? padded_k(shape) / shape.group * kTile : 0) {}
+  uint32_t* channel(int lane) { return units.data() + static_cast<int64_t>(lane) * stride; }
+};
+
+// Reads and converts one channel; returns its scale (int8).
+float load_channel(const LinearShape& shape, SourceType type, const void* source, int lane, TileUnits& tile) {
+  uint32_t* units = tile.channel(lane);
+  float* row = tile.row.data();
+  uint8_t* codes = reinterpret_cast<uint8_t*>(units);
+  if (shape.dtype == DType::bf16 && type == SourceType::bf16) {
+    std::memcpy(units, source, shape.k * sizeof(uint16_t));
+    return 0.0f;
+  }
+  to_float(type, source, shape.k, row);
+  if (shape.dtype == DType::f32) std::memcpy(units, row, shape.k * sizeof(float));
+  if (shape.dtype == DType::bf16)
+    for (int i = 0; i < shape.k; ++i) reinterpret_cast<uint16_t*>(units)[i] = float_to_bf16(row[i]);
+  if (shape.dtype == DType::int8) return quantise_int8(row, padded_k(shape), codes);
+  if (shape.dtype == DType::int4) {
+    const int groups = padded_k(shape) / shape.group;
+    for (int g = 0; g < groups; ++g)
+      tile.scales[lane * groups + g] = quantise_int4(row + g * shape.group, shape.group, codes + g * shape.group);
+  }
+  return 0.0f;
 }
 
-void pack_f32(const TileRows& rows, uint8_t* out) {
-  float* to = reinterpret_cast<float*>(out);
-  for (int lane = 0; lane < kTile; ++lane)
-    for (int i = 0; i < rows.k; ++i) to[i * kTile + lane] = rows.row(lane)[i];
-}
-
-void pack_bf16(const TileRows& rows, uint8_t* out) {
-  uint16_t* to = reinterpret_cast<uint16_t*>(out);
-  for (int lane = 0; lane < kTile; ++lane) {
-    const float* from = rows.row(lane);
-    for (int i = 0; i < rows.k; i += 2) {
-      to[i * kTile + 2 * lane] = float_to_bf16(from[i]);
-      to[i * kTile + 2 * lane + 1] = float_to_bf16(from[i + 1]);
+// Turns `steps` units of each channel, from `first` on, into [step][channel], block by block.
+void transpose(TileUnits& tile, int lanes, int first, int steps, uint8_t* out) {
+  constexpr int kBlock = 16;
+  uint32_t* to = reinterpret_cast<uint32_t*>(out);
+  for (int begin = 0; begin < steps; begin += kBlock) {
+    const int end = std::min(begin + kBlock, steps);
+    for (int lane = 0; lane < lanes; ++lane) {
+      const uint32_t* from = tile.channel(lane) + first;
+      for (int step = begin; step < end; ++step) to[step * lanes + lane] = from[step];
     }
   }
 }
 
-void pack_int8(const TileRows& rows, uint8_t* out, float* scales) {
-  std::vector<uint8_t> quantised(rows.k);
-  for (int lane = 0; lane < kTile; ++lane) {
-    const float* from = rows.row(lane);
-    const float scale = absmax(from, rows.k) / 127.0f;
-    const float inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
-    scales[lane] = scale;
-    for (int i = 0; i < rows.k; ++i)
-      quantised[i] = static_cast<uint8_t>(clamp(nearest(from[i] * inverse), -127, 127) + 128);
-    for (int i = 0; i < rows.k; i += 4) std::memcpy(out + i * kTile + 4 * lane, quantised.data() + i, 4);
+// The upper sixteen channels go into the high nibbles of the lower sixteen.
+void write_int4(const LinearShape& shape, TileUnits& tile, uint8_t* out) {
+  const int k = padded_k(shape), groups = k / shape.group;
+  for (int lane = 0; lane < kTile / 2; ++lane) {
+    uint32_t* low = tile.channel(lane);
+    const uint32_t* high = tile.channel(lane + kTile / 2);
+    for (int step = 0; step < k / 4; ++step) low[step] |= high[step] << 4;
   }
-}
-
-// The scale makes the value of largest magnitude -8, for there is no +8: all sixteen codes are in use.
-void quantise_group(const float* from, int group, uint8_t* codes, uint16_t& scale_bits) {
-  float extreme = 0.0f;
-  for (int i = 0; i < group; ++i)
-    if (std::fabs(from[i]) > std::fabs(extreme)) extreme = from[i];
-  scale_bits = float_to_bf16(extreme / -8.0f);
-  const float scale = bf16_to_float(scale_bits);
-  const float inverse = scale != 0.0f ? 1.0f / scale : 0.0f;
-  for (int i = 0; i < group; ++i) codes[i] = static_cast<uint8_t>(clamp(nearest(from[i] * inverse), -8, 7) + 8);
-}
-
-void pack_int4(const TileRows& rows, int group, uint8_t* out) {
-  std::vector<uint8_t> codes(static_cast<size_t>(group) * kTile);
-  for (int begin = 0; begin < rows.k; begin += group) {
+  for (int g = 0; g < groups; ++g, out += kTile * 2 + shape.group * kTile / 2) {
     uint16_t* scales = reinterpret_cast<uint16_t*>(out);
-    for (int lane = 0; lane < kTile; ++lane)
-      quantise_group(rows.row(lane) + begin, group, codes.data() + lane * group, scales[lane]);
-    out += kTile * sizeof(uint16_t);
-    for (int i = 0; i < group; i += 4)
-      for (int lane = 0; lane < kTile / 2; ++lane)
-        for (int j = 0; j < 4; ++j)
-          *out++ = static_cast<uint8_t>(codes[lane * group + i + j] | codes[(lane + kTile / 2) * group + i + j] << 4);
+    for (int lane = 0; lane < kTile; ++lane) scales[lane] = tile.scales[lane * groups + g];
+    transpose(tile, kTile / 2, g * shape.group / 4, shape.group / 4, out + kTile * 2);
   }
 }
 
@@ -135,23 +156,29 @@ float* tail(const LinearShape& shape, uint8_t* data) {
   return reinterpret_cast<float*>(data + num_tiles(shape) * tile_bytes(shape));
 }
 
-void pack_tile(const LinearShape& shape, const SourceRows* sources, const float* bias, int tile, TileRows& rows,
+void pack_tile(const LinearShape& shape, const SourceRows* sources, const float* bias, int index, TileUnits& tile,
                uint8_t* out) {
-  load_tile(shape, sources, tile, rows);
-  uint8_t* to = out + tile * tile_bytes(shape);
-  float* behind = tail(shape, out);
-  if (shape.dtype == DType::f32) pack_f32(rows, to);
-  if (shape.dtype == DType::bf16) pack_bf16(rows, to);
-  if (shape.dtype == DType::int4) pack_int4(rows, shape.group, to);
-  if (shape.dtype == DType::int8) {
-    pack_int8(rows, to, behind + tile * kTile);
-    behind += num_tiles(shape) * kTile;
-  }
-  if (!shape.bias) return;
+  float* scales = tail(shape, out) + index * kTile;
+  float* biases = scales + (shape.dtype == DType::int8 ? num_tiles(shape) * kTile : 0);
   for (int lane = 0; lane < kTile; ++lane) {
-    const int row = row_of(shape, tile, lane);
-    behind[tile * kTile + lane] = row < 0 ? 0.0f : bias[row];
+    const int row = row_of(shape, index, lane);
+    float scale = 0.0f;
+    if (row < 0) {
+      std::fill_n(tile.channel(lane), tile.stride, 0u);
+      std::fill_n(tile.scales.begin() + lane * (tile.scales.size() / kTile), tile.scales.size() / kTile, 0);
+    } else {
+      SourceType type;
+      const void* source = source_row(sources, row, type);
+      scale = load_channel(shape, type, source, lane, tile);
+    }
+    if (shape.dtype == DType::int8) scales[lane] = scale;
+    if (shape.bias) biases[lane] = row < 0 ? 0.0f : bias[row];
   }
+  uint8_t* to = out + index * tile_bytes(shape);
+  if (shape.dtype == DType::int4)
+    write_int4(shape, tile, to);
+  else
+    transpose(tile, kTile, 0, padded_k(shape) / step_values(shape.dtype), to);
 }
 
 }  // namespace
@@ -187,9 +214,9 @@ int64_t packed_bytes(const LinearShape& shape) {
 
 void pack_linear(const LinearShape& shape, const SourceRows* sources, int, const float* bias, uint8_t* out,
                  WorkCounter& counter, const Worker&) {
-  TileRows rows;
-  for (int tile = counter.take(); tile < num_tiles(shape); tile = counter.take())
-    pack_tile(shape, sources, bias, tile, rows, out);
+  TileUnits tile(shape);
+  for (int index = counter.take(); index < num_tiles(shape); index = counter.take())
+    pack_tile(shape, sources, bias, index, tile, out);
 }
 
 void unpack_row(const PackedLinear& weights, int row, float* out) {
