@@ -124,6 +124,7 @@ def test_an_engine_that_dies_is_told_of(open_page, expect):
         server.replica.stop()
         expect(page.locator("#live-trouble")).to_contain_text("engine")
         expect(page.locator("#state")).to_have_text("not live")
+        expect(page.locator("#engine")).to_contain_class("stale")
 
 
 def test_it_stands_still_for_who_asked_for_less_motion(kitchen, open_page, expect):

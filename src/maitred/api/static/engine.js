@@ -35,6 +35,12 @@ export class Engine {
     requestAnimationFrame(turn);
   }
 
+  /** Without frames time stands still, and the picture fades. */
+  setLive(live) {
+    this.timeline.stopped = !live;
+    $("engine").classList.toggle("stale", !live);
+  }
+
   addMine(id) {
     this.mine.add(id);
     if (this.mine.size > 50) this.mine.delete(this.mine.values().next().value);

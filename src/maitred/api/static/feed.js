@@ -3,7 +3,7 @@
 import { eventsOf } from "./events.js";
 import { ServerError } from "./client.js";
 
-const MOST_PAUSE_S = 20;
+const MOST_PAUSE_S = 4; // an engine that died is back within seconds
 const REFUSALS = [401, 403, 404];
 
 export class Feed {

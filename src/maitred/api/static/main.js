@@ -22,6 +22,7 @@ const feed = new Feed(client, {
   },
   onState: (kind, words) => {
     state(kind, kind === "ok" ? words : "not live");
+    engine.setLive(kind === "ok");
     $("live-trouble").hidden = kind === "ok";
     say($("live-trouble"), kind === "ok" ? "" : words);
   },

@@ -19,6 +19,7 @@ export class Timeline {
     this.onPoint = onPoint; // told the ticket under the pointer, or null
     this.canvas = $("timeline");
     this.offset = null; // s, between the page's clock and the engine's
+    this.stopped = false; // no frames come
     this.chosen = null; // ticket number shown alone
     this.boxes = [];
     this.rows = this.leastRows = 1;
@@ -46,7 +47,7 @@ export class Timeline {
   draw() {
     if (this.offset === null || !this.canvas.clientWidth) return;
     const { context, width, height } = begin(this.canvas);
-    const now = performance.now() / 1000 - this.offset - LAG_S;
+    const now = this.stopped ? this.tickets.now : performance.now() / 1000 - this.offset - LAG_S;
     const span = width < 480 ? 20 : width < 800 ? 32 : 45;
     const left = 26;
     const scale = (width - left - 8) / span;
