@@ -207,15 +207,16 @@ def over_rounds(runs: Mapping[str, Sequence[LiveRun]]) -> Rows:
 def live_part(capacity: float, lives: Lives, options: argparse.Namespace) -> tuple[str, dict[str, str]]:
     runs = [run for of_rho in lives.values() for of_policy in of_rho.values() for run in of_policy]
     num_rounds = max(len(of_policy) for of_rho in lives.values() for of_policy in of_rho.values())
+    rounds = "1 round" if num_rounds == 1 else f"{num_rounds} rounds"
     tables = {rho: over_rounds(of_rho) for rho, of_rho in lives.items()}
     slowness = [run.slowness for run in runs]
     means = [mean for _, mean, _ in slowness]
     text = [
-        f"Live, built-in model: capacity {capacity:.1f} requests/s, {num_rounds} rounds of {options.seconds:g} s of "
+        f"Live, built-in model: capacity {capacity:.1f} requests/s, {rounds} of {options.seconds:g} s of "
         f"arrivals, CPU time at the machine's usual speed. The probe found it {min(s[0] for s in slowness):.2f} "
         f"to {max(s[2] for s in slowness):.2f} times as slow as that, runs on average {min(means):.2f} to "
-        f"{max(means):.2f}; others used {statistics.fmean(run.others for run in runs):.2f} of a core. After ±: one "
-        "standard deviation of the ratio over rounds.\n",
+        f"{max(means):.2f}; others used {statistics.fmean(run.others for run in runs):.2f} of a core."
+        f"{' After ±: one standard deviation of the ratio over rounds.' if num_rounds > 1 else ''}\n",
         in_words(tables, [policy for policy in tables[RHOS[0]] if policy != "fcfs"]),
     ]
     plots = {}
