@@ -91,12 +91,14 @@ def test_the_queue_shows_place_class_age_cost_reason_and_score(server: httpx.Cli
 
 def test_a_policy_changes_under_load_and_nobody_is_lost(server: httpx.Client):
     answers: list[httpx.Response] = []
-    threads = [complete(server, i % 3, 10, answers) for i in range(12)]
-    for name, ageing_s in (("fcfs", 1.0), ("priority", 7.5), ("fcfs", 3.0)):
-        changed = server.post("/admin/policy", json={"policy": name, "ageing_s": ageing_s})
-        assert changed.status_code == 200
-        assert changed.json() == server.get("/admin/policy").json()
-        assert (changed.json()["policy"], changed.json()["parameters"]["ageing_s"]) == (name, ageing_s)
+    with one_in_the_slot(server):
+        threads = [complete(server, i % 3, 10, answers) for i in range(12)]
+        queue_of(server, 12)  # all are in: with fcfs a newcomer's priority would be refused
+        for name, ageing_s in (("fcfs", 1.0), ("priority", 7.5), ("fcfs", 3.0)):
+            changed = server.post("/admin/policy", json={"policy": name, "ageing_s": ageing_s})
+            assert changed.status_code == 200
+            assert changed.json() == server.get("/admin/policy").json()
+            assert (changed.json()["policy"], changed.json()["parameters"]["ageing_s"]) == (name, ageing_s)
     joined(*threads)
     assert [answer.status_code for answer in answers] == [200] * 12, answers[0].text
     assert [answer.json()["choices"][0]["text"] for answer in answers] == ["a" * 10] * 12

@@ -1,0 +1,442 @@
+"""Attacks on the HTTP edge over raw sockets, in short; `benchmarks/soak_edge.py` makes the same ones in long."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import resource
+import select
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from maitred.api.server import ROUTES
+from maitred.clock import WallClock
+from maitred.engine.async_engine import AsyncEngine
+from maitred.engine.core import EngineCore
+from maitred.request import FinishReason
+from maitred.text import Tokenizer
+from tests.api.test_disconnect import close, half_close, reset, send
+from tests.conftest import ROOT
+from tests.fakes import MODEL, GatedExecutor, make_scheduler
+from tests.fakes_api import FakeReplica, RunningServer, byte_tokenizer, make_model, running_server
+from tests.reliability.edge_server import Attacked, attacked
+from tests.waiting import HANGS_S, until
+
+GET = b"GET /health HTTP/1.1\r\nhost: x\r\n"
+POST = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+MIB = 1024 * 1024
+
+
+def connect(server: Attacked) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", server.port), timeout=HANGS_S)
+
+
+def ask(server: Attacked, prompt: str) -> socket.socket:
+    """A stream begun; the answer is not read."""
+    body = json.dumps({"model": "tiny", "prompt": prompt, "stream": True, "max_tokens": 50_000}).encode()
+    connection = connect(server)
+    connection.sendall(POST + b"content-length: %d\r\n\r\n%s" % (len(body), body))
+    return connection
+
+
+@contextmanager
+def opened(connections: list[socket.socket]) -> Iterator[list[socket.socket]]:
+    try:
+        yield connections
+    finally:
+        for connection in connections:
+            connection.close()
+
+
+def answer_of(connection: socket.socket) -> bytes:
+    """Everything up to the end; a reset is an end too."""
+    received = b""
+    try:
+        while piece := connection.recv(65536):
+            received += piece
+    except ConnectionResetError:
+        pass
+    return received
+
+
+# ---- many connections
+
+
+def test_idle_and_streaming_connections_cost_little_memory():
+    with attacked(header_timeout_s=600, sse_keep_alive_s=0.0) as server:
+        assert server.is_well()
+        before, num_files = server.rss_bytes(), server.num_files()
+        with opened([connect(server) for _ in range(600)] + [ask(server, "hold") for _ in range(400)]):
+            until(lambda: server.in_flight() == 400)
+            assert server.is_well()
+            each = (server.rss_bytes() - before) / 1000
+            assert each < 60 * 1024, f"{each / 1024:.0f} KiB for a connection"
+        until(lambda: server.in_flight() == 0)
+        until(lambda: server.num_files() <= num_files + 2)
+
+
+def test_connections_over_the_limit_are_told_and_the_others_live_on():
+    with attacked(max_connections=20, header_timeout_s=600) as server:
+        with opened([connect(server) for _ in range(20)]), connect(server) as late:
+            assert answer_of(late).startswith(b"HTTP/1.1 503")
+        until(lambda: _is_let_in(server))
+
+
+def _is_let_in(server: Attacked) -> bool:
+    try:
+        return httpx.get(f"{server.url}/health", timeout=HANGS_S).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+# ---- slow ones
+
+
+def silent(server: Attacked) -> socket.socket:
+    return connect(server)
+
+
+def slow_head(server: Attacked) -> socket.socket:
+    connection = connect(server)
+    connection.sendall(GET + b"x-a: ")
+    return connection
+
+
+def slow_body(server: Attacked) -> socket.socket:
+    connection = connect(server)
+    connection.sendall(POST + b"content-length: 1000\r\n\r\n{")
+    return connection
+
+
+def slow_reader(server: Attacked) -> socket.socket:
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.connect(("127.0.0.1", server.port))
+    body = b'{"model":"tiny","prompt":"flood","stream":true,"max_tokens":50000}'
+    connection.sendall(POST + b"content-length: %d\r\n\r\n%s" % (len(body), body))
+    return connection
+
+
+@pytest.mark.parametrize("kind", [silent, slow_head, slow_body])
+def test_slow_clients_are_all_hung_up_on_while_good_ones_are_served(kind):
+    with (
+        attacked(header_timeout_s=1.0, body_timeout_s=1.0) as server,
+        opened([kind(server) for _ in range(100)]) as bad,
+    ):
+        waiting = set(bad)
+        while waiting:
+            assert server.is_well()
+            readable, _, _ = select.select(list(waiting), [], [], 0)  # they are answered and closed, or only closed
+            waiting -= {connection for connection in readable if _is_over(connection)}
+        until(lambda: server.in_flight() == 0)
+
+
+def _is_over(connection: socket.socket) -> bool:
+    received = answer_of(connection)
+    assert received == b"" or received.startswith(b"HTTP/1.1 408"), received
+    return True
+
+
+def test_those_who_trickle_are_hung_up_on_too():
+    """A byte now and then keeps no connection open."""
+    with attacked(header_timeout_s=1.0, body_timeout_s=1.0) as server:
+        with opened([slow_head(server), slow_body(server)]) as bad:
+            trickling = set(bad)
+
+            def trickle() -> bool:
+                for connection in list(trickling):
+                    try:
+                        connection.sendall(b"a")
+                    except OSError:
+                        trickling.discard(connection)
+                return not trickling
+
+            until(trickle)
+        assert server.is_well()
+
+
+def test_slow_readers_are_dropped_and_what_is_kept_for_them_is_bounded():
+    with attacked(send_timeout_s=2.0, sse_keep_alive_s=0.0) as server:
+        assert server.is_well()
+        before = server.rss_bytes()
+        with opened([slow_reader(server) for _ in range(20)]):
+            most = 0
+            until(lambda: server.in_flight() == 20)
+            while server.in_flight() > 0:
+                most = max(most, server.rss_bytes())
+                assert server.is_well()
+            assert most - before < 20 * MIB // 2, f"{(most - before) / 20 / 1024:.0f} KiB for each reader"
+
+
+# ---- who goes away
+
+
+@pytest.fixture
+def gated() -> Iterator[tuple[RunningServer, AsyncEngine, GatedExecutor]]:
+    executor = GatedExecutor(lambda request_id, position: ord("a"))
+    scheduler = make_scheduler(max_num_seqs=4, num_blocks=4096, max_num_batched_tokens=64)
+    engine = AsyncEngine(EngineCore(scheduler, executor, WallClock()), WallClock())
+    try:
+        with running_server(engine, make_model(revision=MODEL, block_size=4, max_model_len=16_000)) as server:
+            yield server, engine, executor
+    finally:
+        executor.open()
+        engine.stop()
+
+
+@pytest.mark.parametrize("leave", [close, reset, half_close])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("n", [1, 4])
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_blocks_are_free_one_step_after_the_client_left(gated, leave, stream, n, phase):
+    server, engine, steps = gated
+    body = {"prompt": "x" * (200 if phase == "prefill" else 8), "max_tokens": 10_000, "n": n, "stream": stream}
+    connection = send(server, "/v1/completions", body)
+    steps.let(2 if phase == "prefill" else 12)
+    num_steps = 3 if phase == "prefill" else 13
+    until(lambda: steps.num_begun == num_steps)  # in the middle of a step, which does not end
+    assert engine.state().num_blocks_used > 0
+    leave(connection)
+    until(lambda: server.server._edge.metrics.num_cancelled == 1)  # the server knows, and told the engine
+    steps.let(1)
+    until(lambda: engine.state().num_blocks_used == 0)
+    assert steps.num_begun == num_steps, "no step more was made for who left"
+    assert engine.state().num_finished[FinishReason.ABORT] == n
+    connection.close()
+
+
+def test_those_who_leave_the_queue_are_gone_one_step_later(gated):
+    server, engine, steps = gated
+    body = {"prompt": "x" * 8, "max_tokens": 10_000}
+    running = [send(server, "/v1/completions", body) for _ in range(4)]
+    until(lambda: len(server.server._edge._watches) == 4 and steps.num_begun == 1)
+    queued = [send(server, "/v1/completions", body) for _ in range(10)]
+    until(lambda: len(server.server._edge._watches) == 14)
+    for connection in queued:
+        connection.close()
+    until(lambda: server.server._edge.metrics.num_cancelled == 10)
+    steps.let(1)
+    until(lambda: steps.num_begun == 2)
+    assert engine.state().num_waiting == 0
+    for connection in running:
+        connection.close()
+    until(lambda: server.server._edge.metrics.num_cancelled == 14)
+    steps.open()
+    until(lambda: engine.state().num_blocks_used == 0)
+
+
+def test_two_hundred_impatient_clients_leave_nothing_behind(gated):
+    server, engine, steps = gated
+    for index in range(200):
+        with send(server, "/v1/completions", {"prompt": "x" * 8, "max_tokens": 10_000, "stream": index % 2 == 0}):
+            pass  # gone before anything came
+    with ThreadPoolExecutor(1) as pool:
+        last = pool.submit(
+            httpx.post, f"{server.url}/v1/completions", json={"model": "tiny", "prompt": "a"}, timeout=HANGS_S
+        )
+        steps.open()
+        assert last.result().status_code == 200
+    until(lambda: engine.state().num_running + engine.state().num_waiting + engine.state().num_blocks_used == 0)
+    until(lambda: not server.server.server_state.tasks)
+
+
+# ---- bytes
+
+
+def test_no_method_on_any_path_makes_a_5xx(served_once):
+    paths = [*(path.replace("{model:path}", "tiny").replace("{name}", "x.js") for _, path, _ in ROUTES), "/x", "/%00"]
+    endless = ("/admin/live", "/health/decode")
+    with httpx.Client(base_url=served_once.url, timeout=HANGS_S) as web:
+        for method in ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE"):
+            for path in paths:
+                if path in endless and method in ("GET", "HEAD"):
+                    continue
+                for body in (b"", b"{}", b"[" * 1000):
+                    answer = web.request(method, path, content=body, headers={"content-type": "application/json"})
+                    assert answer.status_code < 500 or path.startswith(("/admin", "/ready")), (
+                        method,
+                        path,
+                        answer.text,
+                    )
+                    if answer.status_code >= 400 and method != "HEAD":
+                        assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+                        assert len(answer.content) < 2000
+
+
+@pytest.fixture(scope="module")
+def served_once() -> Iterator[Attacked]:
+    with attacked() as server:
+        yield server
+
+
+def test_a_body_in_sixty_five_thousand_chunks_of_a_byte_is_read(served_once):
+    body = b'{"model":"tiny","prompt":"hi","user":"' + b"u" * 65_500 + b'"}'
+    with connect(served_once) as connection:
+        chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in body)
+        connection.sendall(POST + b"connection: close\r\ntransfer-encoding: chunked\r\n\r\n" + chunks + b"0\r\n\r\n")
+        assert answer_of(connection).startswith(b"HTTP/1.1 200")
+
+
+WHOLE = POST + b'content-length: 31\r\n\r\n{"model":"tiny","prompt":"hi"}\n'
+CHUNKED = POST + b'transfer-encoding: chunked\r\n\r\n1f\r\n{"model":"tiny","prompt":"hi"}\n\r\n0\r\n\r\n'
+SPLICES = (
+    b"\r\n",
+    b"\x00",
+    b"\xff",
+    b" ",
+    b":",
+    b"\r",
+    b"\n",
+    b"content-length: 5\r\n",
+    b"transfer-encoding: chunked\r\n",
+)
+
+
+def test_requests_with_damage_in_any_place_crash_nothing_and_leak_nothing(served_once):
+    """Two thousand, each with a few bytes changed, dropped, doubled or put in; always the same ones."""
+    chooser = random.Random(13)
+    for _ in range(200):
+        attack(served_once, chooser)
+    before = served_once.rss_bytes()
+    for _ in range(1800):
+        attack(served_once, chooser)
+    assert served_once.is_well()
+    assert served_once.rss_bytes() - before < 16 * MIB
+    until(lambda: served_once.in_flight() == 0)
+
+
+def attack(server: Attacked, chooser: random.Random) -> None:
+    damaged = bytearray(chooser.choice((WHOLE, CHUNKED, WHOLE + CHUNKED)))
+    for _ in range(chooser.randint(1, 4)):
+        at = chooser.randrange(len(damaged))
+        how = chooser.randrange(4)
+        if how == 0:
+            damaged[at] = chooser.randrange(256)
+        elif how == 1:
+            del damaged[at : at + chooser.randint(1, 10)]
+        elif how == 2:
+            damaged[at:at] = damaged[at : at + 20]
+        else:
+            damaged[at:at] = chooser.choice(SPLICES)
+    with connect(server) as connection:
+        connection.sendall(bytes(damaged))
+        connection.shutdown(socket.SHUT_WR)
+        received = answer_of(connection)
+    assert set(re.findall(rb"HTTP/1\.1 (\d)\d\d ", received)) <= {b"2", b"4"}, (bytes(damaged), received)
+
+
+def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenised():
+    class Unused(Tokenizer):
+        def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+            raise AssertionError("it was tokenised")
+
+    tokenizer = byte_tokenizer()
+    tokenizer.__class__ = Unused
+    with running_server(FakeReplica(), make_model(tokenizer=tokenizer)) as server:
+        for path, fields in (
+            ("/v1/completions", {"prompt": "x" * 100_000}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x" * 100_000}]}),
+        ):
+            answer = httpx.post(server.url + path, json={"model": "tiny", **fields}, timeout=HANGS_S)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
+            assert "512" in answer.text
+
+
+HOSTILE = ["a\r\nset-cookie: x", "\x1b[2J", "${jndi:ldap://x/y}", "x" * 5000, "\u202e", "\x00"]
+
+
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_what_a_client_names_reaches_no_header_and_forges_no_line(tmp_path: Path, log_format: str):
+    log = tmp_path / "log"
+    with log.open("wb") as stderr, attacked(stderr.fileno(), log_level="info", log_format=log_format) as server:
+        for text in HOSTILE:
+            body = {"model": text, "prompt": "hi", "user": text, "request_id": text}
+            refused = httpx.post(f"{server.url}/v1/completions", json=body, timeout=HANGS_S)
+            assert 400 <= refused.status_code < 500
+            assert len(refused.content) < 2000
+            assert not any(text in value or "set-cookie" in name for name, value in refused.headers.items())
+    lines = log.read_text().splitlines()
+    assert len([line for line in lines if "/v1/completions" in line]) == len(HOSTILE)
+    assert "\x1b" not in log.read_text()
+    assert log_format == "text" or all(json.loads(line) for line in lines)
+
+
+# ---- files and clocks
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="it is Linux that has it")
+def test_a_log_that_cannot_be_written_stops_nothing():
+    full = os.open("/dev/full", os.O_WRONLY)
+    try:
+        with attacked(full, log_level="info") as server:
+            assert all(server.is_well() for _ in range(5))
+    finally:
+        os.close(full)
+
+
+def small_files_only() -> None:
+    """A write beyond is an error, as on a full disk."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+
+
+def test_answers_that_cannot_be_written_are_told_in_one_line(tmp_path: Path):
+    source = tmp_path / "in.jsonl"
+    body = {"model": "tiny", "prompt": "hi"}
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}
+    source.write_text("".join(json.dumps(line | {"custom_id": f"a{index}"}) + "\n" for index in range(20)))
+    out = tmp_path / "out.jsonl"
+    with attacked() as server:
+        words = [sys.executable, "-m", "maitred", "run", "-i", str(source), "-o", str(out), "--url", server.url]
+        done = subprocess.run(
+            words,
+            capture_output=True,
+            text=True,
+            timeout=HANGS_S,
+            cwd=ROOT,
+            check=False,
+            preexec_fn=small_files_only,
+        )
+        assert server.is_well()
+        again = subprocess.run(words, capture_output=True, timeout=HANGS_S, cwd=ROOT, check=False)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert "File too large" in done.stderr
+    assert len(done.stderr.splitlines()) <= 2
+    assert again.returncode == 0, "with room it goes on from there"
+    assert sorted(json.loads(line)["custom_id"] for line in out.read_text().splitlines()) == sorted(
+        f"a{index}" for index in range(20)
+    )
+
+
+WALL_CLOCK_USERS = {
+    "engine/ledger.py": "rows tell when",
+    "engine/build.py": "when the model was made",
+    "api/usage.py": "asks for days",
+    "api/tracing.py": "spans have dates",
+    "api/openai_completions.py": "`created`",
+    "api/openai_chat.py": "`created`",
+    "text/sandbox.py": "strftime_now of templates",
+    "cli/loadgen/session.py": "the report's date",
+    "cli/ps.py": "since when",
+}
+
+
+def test_only_those_who_tell_the_date_read_the_wall_clock():
+    """Nothing times out or is late when somebody sets the clock: what decides reads the monotonic one."""
+    source = ROOT / "src" / "maitred"
+    users = set()
+    for path in source.rglob("*.py"):
+        text = path.read_text()
+        if any(name in text for name in ("time.time(", "time.time,", "time.time_ns", "datetime.now(", "utcnow(")):
+            users.add(str(path.relative_to(source)))
+    assert users <= set(WALL_CLOCK_USERS), "read the monotonic clock, or say here what the date is for"
