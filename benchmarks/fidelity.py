@@ -48,7 +48,7 @@ from fidelity_telling import (
     summary,
     table,
 )
-from machine_speed import Probe, Quiet, Times, Trace, Watch, mean_of, median_of, probe_engine
+from machine_speed import Probe, Quiet, Times, Trace, Watch, median_of, probe_engine
 
 from maitred.cli.simulation.live import CLOCKS, live_engine, record
 from maitred.config import EngineConfig, ModelConfig, SchedulerConfig
@@ -134,7 +134,7 @@ def measure_capacity(
         endless = workload(1.0, 1_000_000, classes=classes).arrivals()
         live.serve_closed(endless, max_num_seqs, live.clock.now() + seconds, watch)
         steps = list(measured_steps(live.close()))
-    usual = mean_of([reading.took for reading in watch.readings])
+    usual = median_of([reading.took for reading in watch.readings])
     trace = Trace(watch.readings, usual)
     costs = fitted([at_usual_speed(step, trace) for step in steps])
     whole_s = sum(costs.step_s(step.shape) for step in steps)
@@ -350,7 +350,7 @@ def main() -> None:
     parser.add_argument("--max-num-seqs", type=int, default=16)
     parser.add_argument("--clock", choices=sorted(CLOCKS), default="cpu")
     parser.add_argument("--policies", default=",".join(POLICIES))
-    parser.add_argument("--redo", type=int, default=6, help="most runs to throw away, in all")
+    parser.add_argument("--redo", type=int, default=4, help="most runs to throw away, in all")
     parser.add_argument("--unsteady", type=float, default=0.08, help="probe after over probe before, less 1")
     parser.add_argument("--others", type=float, default=0.25, help="cores that others may use")
     parser.add_argument("--write", action="store_true", help="into docs/simulator.md")

@@ -66,10 +66,6 @@ class Probe:
         return clock.now() - began
 
 
-def mean_of(times: Sequence[Times]) -> Times:
-    return Times(*(statistics.fmean(values) for values in zip(*times, strict=True)))
-
-
 def median_of(times: Sequence[Times]) -> Times:
     return Times(*(statistics.median(values) for values in zip(*times, strict=True)))
 
