@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections.abc import Callable
 from itertools import accumulate
-from math import log
 
 import msgspec
 
@@ -18,7 +18,7 @@ SLICE_S = 5.0
 NUM_SLICES = 12
 MAX_TENANTS = 64  # whose tokens are told apart
 
-_PER_BUCKET = 1 / log(GROWTH)
+_BOUNDS = [LOWEST_S * GROWTH**index for index in range(NUM_BUCKETS - 1)]  # bucket i holds what is at most _BOUNDS[i]
 
 
 class Percentiles(msgspec.Struct, frozen=True):
@@ -36,34 +36,37 @@ class RecentTimes:
     def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._monotonic = monotonic
         self._slices = [[0] * NUM_BUCKETS for _ in range(NUM_SLICES)]
-        self._current = int(monotonic() / SLICE_S)
+        self._number = int(monotonic() / SLICE_S)  # of the current slice, since the clock began
+        self._current = self._slices[self._number % NUM_SLICES]
+        self._turns_at = (self._number + 1) * SLICE_S
 
     def observe(self, seconds: float, times: int = 1) -> None:
-        now = int(self._monotonic() / SLICE_S)
-        if now != self._current:
-            self._turn(now)
-        index = int(log(seconds / LOWEST_S) * _PER_BUCKET) if seconds > LOWEST_S else 0
-        self._slices[now % NUM_SLICES][min(index, NUM_BUCKETS - 1)] += times
+        if self._monotonic() >= self._turns_at:
+            self._turn()
+        self._current[bisect_left(_BOUNDS, seconds)] += times
 
     def percentiles(self) -> Percentiles:
-        self._turn(int(self._monotonic() / SLICE_S))
+        if self._monotonic() >= self._turns_at:
+            self._turn()
         counts = [sum(column) for column in zip(*self._slices, strict=True)]
         total = sum(counts)
         if not total:
             return Percentiles(0)
         return Percentiles(total, *(_quantile(counts, total * share) for share in (0.5, 0.9, 0.99)))
 
-    def _turn(self, now: int) -> None:
+    def _turn(self) -> None:
         """Forget the slices whose time has come round again."""
-        for number in range(max(self._current + 1, now - NUM_SLICES + 1), now + 1):
+        now = int(self._monotonic() / SLICE_S)
+        for number in range(max(self._number + 1, now - NUM_SLICES + 1), now + 1):
             self._slices[number % NUM_SLICES] = [0] * NUM_BUCKETS
-        self._current = max(self._current, now)
+        self._number, self._turns_at = now, (now + 1) * SLICE_S
+        self._current = self._slices[now % NUM_SLICES]
 
 
 def _quantile(counts: list[int], rank: float) -> float:
     """The middle of the bucket in which the `rank`-th smallest lies."""
     index = next(i for i, seen in enumerate(accumulate(counts)) if seen >= rank)
-    return float(f"{LOWEST_S * GROWTH ** (index + 0.5):.3g}")
+    return float(f"{LOWEST_S * GROWTH ** (index - 0.5):.3g}")
 
 
 class Latencies:
