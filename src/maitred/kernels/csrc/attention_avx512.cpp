@@ -146,8 +146,13 @@ inline void score_block_int8(const Segment& work, const Cells& cells, int row, i
   const int k_words = layout.k_words;
   __m512i high[R][T], low[R][T];
   for (int r = 0; r < R; ++r)
-    for (int t = 0; t < T; ++t) high[r][t] = low[r][t] = _mm512_setzero_si512();
-#pragma GCC unroll 2
+    for (int t = 0; t < T; ++t) high[r][t] = _mm512_setzero_si512(), low[r][t] = _mm512_setzero_si512();
+  if (kFetch) {
+    for (int t = 0; t < T; ++t) {
+      prefetch(ahead[t] + layout.scales_offset());
+      prefetch(at[t] + layout.v_offset + layout.scales_offset());
+    }
+  }
   for (int w = 0; w < k_words; ++w) {
     __m512i keys[T];
     for (int t = 0; t < T; ++t) {
@@ -192,6 +197,7 @@ inline void score_tiles(const Segment& work, const Cells& cells, int row, int fi
 
 // Slots of a tile that are in [first, end).
 inline __mmask16 visible(int tile, int first, int end) {
+  if (first <= tile * kTileSlots && (tile + 1) * kTileSlots <= end) return 0xffff;
   const int from = larger(first - tile * kTileSlots, 0), to = smaller(end - tile * kTileSlots, kTileSlots);
   if (from >= to) return 0;
   return static_cast<__mmask16>((0xffffu << from) & (0xffffu >> (kTileSlots - to)));
@@ -507,16 +513,17 @@ void attend_head(const Segment& work) {
 template <class Format, int R>
 void sweep(const Segment& work) {
   constexpr int kPerWord = Format::kPerWord, kWords = kTileSlots / kPerWord;
+  constexpr int kAtOnce = Format::kInteger ? 2 * kTiles : kTiles;  // 16 KB of K or V with a head of 128
   const int64_t stride = work.layout->head_stride, v_offset = work.layout->v_offset;
   const int first = work.first[0], end = work.end[0], first_tile = work.first_tile, end_tile = work.end_tile;
   Cells cells;
-  for (int tile = first_tile; tile < end_tile; tile += kTiles) {
-    const int last = smaller(tile + kTiles, end_tile);
+  for (int tile = first_tile; tile < end_tile; tile += kAtOnce) {
+    const int last = smaller(tile + kAtOnce, end_tile);
     for (int head = 0; head < work.num_heads; ++head) {
       for (int t = tile; t < last; ++t) {
         cells.at[t] = work.tiles[t] + head * stride;
         cells.ahead[t] = head + 1 < work.num_heads ? cells.at[t] + stride
-                         : t + kTiles < end_tile   ? work.tiles[t + kTiles]
+                         : t + kAtOnce < end_tile   ? work.tiles[t + kAtOnce]
                                                    : work.tiles[first_tile + t - tile] + v_offset;
       }
       score_tiles<Format, R, true>(work, cells, head * R, tile, last);
@@ -529,15 +536,15 @@ void sweep(const Segment& work) {
   const int head_end = smaller(from * kPerWord, end), tail = larger(to * kPerWord, head_end);
   for (int64_t i = 0; i < int64_t{work.rows} * work.layout->padded_head; i += 16)
     _mm512_storeu_ps(work.out + i, _mm512_setzero_ps());
-  for (int tile = first_tile; tile < end_tile; tile += kTiles) {
-    const int last = smaller(tile + kTiles, end_tile);
+  for (int tile = first_tile; tile < end_tile; tile += kAtOnce) {
+    const int last = smaller(tile + kAtOnce, end_tile);
     const int begin_word = larger(from, tile * kWords), end_word = smaller(to, last * kWords);
     for (int head = 0; head < work.num_heads; ++head) {
       for (int t = tile; t < last; ++t) {
         const int next = t - tile;
         cells.at[t] = work.tiles[t] + v_offset + head * stride;
         cells.ahead[t] = head + 1 < work.num_heads ? cells.at[t] + stride
-                         : t + kTiles < end_tile   ? work.tiles[t + kTiles] + v_offset
+                         : t + kAtOnce < end_tile   ? work.tiles[t + kAtOnce] + v_offset
                          : next < work.num_next    ? work.next_tiles[next]
                                                    : cells.at[t];
       }
