@@ -335,7 +335,7 @@ def read_log(frames: Iterable[bytes]) -> tuple[Header, Iterator[Step]]:
     if header.part != 0:
         raise ConfigError(
             f"decision log: this is part {header.part} of its run, and a replay needs what was before it; "
-            "give part 0 and all that follow"
+            "give part 0 and all that follow, or have a run keep more of them (--decision-log-max-files)"
         )
     return header, _read_steps(header, numbered)
 
