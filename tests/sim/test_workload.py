@@ -71,6 +71,7 @@ def test_a_faster_trace_has_shorter_gaps():
         (b'{"timestamp": 1, "input_length": 0, "output_length": 3}', "lengths are 0 and 3"),
         (b'{"timestamp": 1, "input_length": 4, "output_length": 3, "deadline_s": 0}', "deadline_s is 0"),
         (b'{"timestamp": 1, "input_length": 4, "output_length": 3, "weight": -1}', "weight is -1"),
+        (b'{"timestamp": 1, "input_length": 4, "output_length": 3, "priority": -1}', "priority is -1"),
         (b'{"timestamp": "x", "input_length": 4, "output_length": 3}', "timestamp"),
     ],
 )

@@ -53,6 +53,8 @@ def parse_trace(lines: Iterable[bytes], name: str) -> list[TraceLine]:
 def _checked(line: TraceLine) -> TraceLine:
     if line.input_length < 1 or line.output_length < 0:
         raise ValueError(f"lengths are {line.input_length} and {line.output_length}; the first must be over 0")
+    if line.priority is not None and line.priority < 0:
+        raise ValueError(f"priority is {line.priority}; it must be at least 0, the most urgent")
     if not line.weight > 0:
         raise ValueError(f"weight is {line.weight}; it must be over 0")
     for name in ("deadline_s", "ttft_slo_s", "max_tokens"):
