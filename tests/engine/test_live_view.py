@@ -23,6 +23,7 @@ from maitred.engine.live_view import (
     run_lengths,
 )
 from maitred.scheduler.scheduler import Scheduler
+from tests.engine.test_process import ask, engine_process, follow
 from tests.fakes import FakeExecutor, make_request, make_samples, make_scheduler
 
 
@@ -190,3 +191,12 @@ def test_the_first_in_line_are_those_of_the_whole_order():
         stepped(scheduler, 6, executor)
         for count in (0, 1, 7, 100):
             assert scheduler.next_in_line(count) == list(scheduler.waiting[:count]), policy
+
+
+async def test_an_engine_in_its_own_process_gives_the_same_view():
+    async with engine_process() as engine:
+        await follow(engine, ask(max_tokens=7))
+        view = await engine.live_view()
+    assert (view.num_running, view.num_waiting) == (0, 0)
+    assert (view.counters.num_generated_tokens, view.counters.num_finished) == (7, 1)
+    assert sum(view.blocks.runs[1::2]) * view.blocks.blocks_per_cell >= view.blocks.num_blocks > 0

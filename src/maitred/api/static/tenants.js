@@ -26,6 +26,8 @@ export class Tenants {
     const kept = new Set(shares.map((share) => share.name));
     for (const [name, row] of this.rows) if (!kept.has(name)) row.node.remove(), this.rows.delete(name);
     shares.forEach((share) => this.fill(share));
+    const nodes = shares.map((share) => this.rows.get(share.name).node);
+    if (nodes.some((node, index) => $("tenants").children[index + 1] !== node)) $("tenants").append(...nodes);
   }
 
   fill(share) {
