@@ -56,6 +56,11 @@ class ModelConfig:
     """KV cache; auto is the weights' dtype, and bfloat16 where that is int8 or int4."""
     max_model_len: int | None = None
     """Context in tokens, prompt and output; None is the model's own, reduced to what memory holds."""
+    weight_cache: str = "auto"
+    """Folder that keeps packed weights, so that later starts map them; auto is maitred/weights in XDG_CACHE_HOME
+    (~/.cache), off keeps none. Native executor, weights from 64 MiB."""
+    weight_cache_max_bytes: int = 32 * 2**30
+    """Most bytes in that folder; what was used longest ago goes first."""
     num_threads: int | None = None
     """CPU threads of the executor; None is the cores this process may use, and one for models under 30 M parameters."""
     chat_template: str | None = None
@@ -75,6 +80,7 @@ class ModelConfig:
             raise ConfigError(f"int4_group_size is {self.int4_group_size}; choose one of 32, 64, 128")
         _require_at_least("max_model_len", self.max_model_len, 2)
         _require_at_least("num_threads", self.num_threads, 1)
+        _require_at_least("weight_cache_max_bytes", self.weight_cache_max_bytes, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -100,6 +100,9 @@ REQUESTS_FINISHED = _counter("requests_finished", "requests", "Samples that ende
 
 # the edge: counted as it happens
 INFO = _gauge("info", "bool", "Always 1; the labels say what is served.", ("version", "model"))
+START_SECONDS = _gauge(
+    "start_seconds", "seconds", "What the start of the server took, by phase; they add up to the whole.", ("phase",)
+)
 HTTP_IN_FLIGHT = _gauge("http_requests_in_flight", "requests", "HTTP requests being answered.")
 HTTP_REQUESTS = _counter(
     "http_requests", "requests", "HTTP requests answered; 499 is a client that went away.", ("route", "status")
@@ -173,6 +176,7 @@ ENGINE_METRICS: tuple[Metric, ...] = (
 )
 EDGE_METRICS: tuple[Metric, ...] = (
     INFO,
+    START_SECONDS,
     HTTP_IN_FLIGHT,
     HTTP_REQUESTS,
     REQUESTS_CANCELLED,

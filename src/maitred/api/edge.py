@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import secrets
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -64,6 +64,7 @@ class Edge:
         door: Door | None = None,
         ledger: Ledger | None = None,
         admission: AdmissionController | None = None,
+        start_phases: Mapping[str, float] | None = None,
     ) -> None:
         self.replica, self.model, self.config = replica, model, config
         self.admission = admission
@@ -76,6 +77,7 @@ class Edge:
             block_size=model.block_size,
             compat=config.metrics_compat,
             admission=admission,
+            start_phases=start_phases,
         )
         self.fingerprint = f"maitred-{maitred.__version__}"
         self.draining = False

@@ -121,9 +121,11 @@ class EdgeMetrics(Collector):
         block_size: int = 0,
         compat: str = "none",
         admission: AdmissionController | None = None,
+        start_phases: Mapping[str, float] | None = None,
     ) -> None:
         self._replica = replica
         self._admission = admission
+        self._start_phases = start_phases if start_phases is not None else {}
         self._info, self._block_size, self._compat = (version, model), block_size, compat
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
@@ -188,6 +190,7 @@ class EdgeMetrics(Collector):
         own: dict[Metric, dict[tuple[str, ...], float]] = {
             m.CACHE_INFO: {(str(self._block_size), str(state.num_blocks)): 1.0},
             m.INFO: {self._info: 1.0},
+            m.START_SECONDS: {(phase,): seconds for phase, seconds in self._start_phases.items()},
             m.HTTP_IN_FLIGHT: {(): float(self.num_in_flight)},
             m.REQUESTS_CANCELLED: {(): float(self.num_cancelled)},
         }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from socket import socket
@@ -82,13 +82,14 @@ def create_app(
     tenants: TenantSource | None = None,
     ledger: Ledger | None = None,
     admission: AdmissionController | None = None,
+    start_phases: Mapping[str, float] | None = None,
 ) -> Starlette:
     """The ASGI application that serves `model` on `replica`; needs no lifespan.
 
     `is_ready` tells whether requests are welcome (besides the replica being alive). `priorities` says whether the
     scheduler heeds them; where not, a request with one is refused. `clock` must be the engine's. With `tenants`, only
     their keys open the door; `ledger` is read for administrators. `admission` is the engine's, which turns away more
-    than it can serve in time; `None` turns nobody away.
+    than it can serve in time; `None` turns nobody away. `start_phases` go to the metrics page.
     """
     edge = Edge(
         replica,
@@ -100,6 +101,7 @@ def create_app(
         door=Door(config.api_keys, tenants, ledger.spent_tokens() if ledger is not None else None),
         ledger=ledger,
         admission=admission,
+        start_phases=start_phases,
     )
     middleware = [Middleware(EdgeMiddleware, edge)]
     if config.cors_origins:
@@ -159,6 +161,7 @@ def serve(
     tenants: TenantSource | None = None,
     ledger: Ledger | None = None,
     admission: AdmissionController | None = None,
+    start_phases: Mapping[str, float] | None = None,
     on_listening: Callable[[str, int], None] | None = None,
 ) -> None:
     """Serve until SIGTERM or SIGINT, then finish what is in flight and return.
@@ -175,6 +178,7 @@ def serve(
         tenants=tenants,
         ledger=ledger,
         admission=admission,
+        start_phases=start_phases,
     )
     server = Server(app, config, on_listening=on_listening)
     server.run([listener] if listener is not None else None)

@@ -22,16 +22,29 @@ if TYPE_CHECKING:
 
 
 def _run(options: Options) -> int:
+    from maitred.clock import WallClock
+    from maitred.engine.timeline import Timeline, process_age_s
+
+    timeline = Timeline(WallClock(), age_s=process_age_s())
     server = options[ServerConfig]
     listener = bind(server.host, server.port)  # first, so that a busy port costs no loading time
     tell = _teller(server)
     with listener, open_tenancy(options[TenancyConfig], server) as (tenants, ledger):
         config = _engine_config(options)
+        timeline.end("command")
         engine = _start(options, config, tell, ledger.opened if ledger is not None else None)
+        timeline.end_nested(engine.start_phases, "engine_process")
         if ledger is not None:
             ledger.model = engine.model.names[0]
         from maitred.api.server import serve
         from maitred.scheduler.policies import heeds_priority
+
+        def on_listening(host: str, port: int) -> None:
+            timeline.end("server")
+            tell(timeline.describe())
+            scheme = "https" if server.ssl_certfile is not None else "http"
+            has_keys = bool(server.api_keys or tenants)
+            tell(_welcome(engine.model.names[0], host, port, has_keys=has_keys, scheme=scheme))
 
         _spare_the_collector()
         try:
@@ -44,15 +57,8 @@ def _run(options: Options) -> int:
                 tenants=tenants,
                 ledger=ledger,
                 admission=engine.admission,
-                on_listening=lambda host, port: tell(
-                    _welcome(
-                        engine.model.names[0],
-                        host,
-                        port,
-                        has_keys=bool(server.api_keys or tenants),
-                        scheme="https" if server.ssl_certfile is not None else "http",
-                    )
-                ),
+                start_phases=timeline.phases,
+                on_listening=on_listening,
             )
         except OSError as error:
             raise ConfigError(_cannot_listen(server.host, server.port, error)) from error

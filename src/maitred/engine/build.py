@@ -24,6 +24,7 @@ from maitred.engine.memory import (
 from maitred.engine.running import Engine
 from maitred.engine.store import DecisionLogFile
 from maitred.engine.swap_meter import SwapMeter
+from maitred.engine.timeline import Timeline
 from maitred.errors import CheckpointError, ConfigError, InvalidRequest
 from maitred.kvcache.manager import KVCacheManager
 from maitred.kvcache.prefix_cache import TokenHasher
@@ -61,6 +62,7 @@ class EngineParts:
     spec: DecoderSpec
     memory_plan: MemoryPlan
     text_folder: Path  # with the tokenizer's files
+    start_phases: Mapping[str, float]  # s, in order
     deterministic: bool = False  # the executor says that tokens do not depend on what shares the batch
     decision_log: DecisionLogFile | None = None
 
@@ -94,7 +96,7 @@ def build_engine(
         priority_first=config.scheduler.policy in PRIORITY_FIRST,
     )
     replica = AsyncEngine(parts.core, clock, on_close=parts.close, on_admitted=on_admitted, admission=admission)
-    return Engine(replica=replica, model=parts.model, memory_plan=parts.memory_plan, admission=admission)
+    return Engine(replica, parts.model, parts.memory_plan, admission, start_phases=parts.start_phases)
 
 
 def build_parts(
@@ -108,12 +110,14 @@ def build_parts(
     """Load and wire; raises CheckpointError, ConfigError or OutOfMemory before anything large is allocated."""
     tell = on_event or (lambda line: None)
     clock = clock or WallClock()
-    started = clock.now()
+    timeline = Timeline(clock)
     _check_overrides(config.model.generation_config)
     policy_for(config.scheduler, policies)  # before anything is loaded
     checkpoint = open_checkpoint(config.model.model, config.model.revision)
     spec = spec_from_config(checkpoint.config)
+    timeline.end("checkpoint")
     tokenizer = Tokenizer.from_folder(checkpoint.tokenizer_file().parent)
+    timeline.end("tokenizer")
     tell(f"model   {checkpoint.name}: {spec.architecture}, {spec.num_parameters() / 1e6:,.1f} M parameters")
     executor_plan = plan_executor(config, checkpoint, spec, tell)
     plan = plan_memory(
@@ -130,9 +134,20 @@ def build_parts(
     model = _served_model(config, checkpoint, spec, tokenizer, plan, served_model_names)
     model = replace(model, footprint=_footprint(spec, executor_plan, plan))
     num_host_blocks = _num_host_blocks(config, executor_plan, plan)
+    timeline.end("plan")
+
+    def on_phase(phase: str, story: str) -> None:
+        timeline.end(phase)
+        if story:
+            tell(f"{phase:7} {story} in {timeline.phases[phase]:.2f} s")
+
     executor = executor_plan.build(
-        num_blocks=plan.num_blocks, max_model_len=plan.max_model_len, num_host_blocks=num_host_blocks
+        num_blocks=plan.num_blocks,
+        max_model_len=plan.max_model_len,
+        num_host_blocks=num_host_blocks,
+        on_phase=on_phase,
     )
+    timeline.end("executor")
     swap_meter = _swap_meter(executor, plan, num_host_blocks, tell)
     scheduler = Scheduler(
         config.scheduler,
@@ -153,13 +168,15 @@ def build_parts(
         Recorder(log.write) if log is not None else None,
         swap_meter.observe if swap_meter is not None else None,
     )
-    tell(f"ready   in {clock.now() - started:.2f} s")
+    timeline.end("scheduler")
+    tell(f"ready   in {timeline.total_s:.2f} s")
     return EngineParts(
         core=core,
         model=model,
         spec=spec,
         memory_plan=plan,
         text_folder=checkpoint.folder,
+        start_phases=timeline.phases,
         deterministic=bool(getattr(executor, "deterministic", False)),
         decision_log=log,
     )

@@ -12,8 +12,8 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -75,6 +75,7 @@ class LoadedEngine:
     memory_plan: MemoryPlan
     deterministic: bool
     close: Callable[[], None]
+    start_phases: Mapping[str, float] = field(default_factory=dict)
 
 
 Builder = Callable[[EngineConfig, tuple[str, ...], Callable[[str], None]], LoadedEngine]
@@ -256,7 +257,7 @@ def main(arguments: Sequence[str], build: Builder) -> int:
     if loaded is None:
         link.close()
         return 1
-    link.send(Ready(loaded.facts, loaded.memory_plan, loaded.deterministic))
+    link.send(Ready(loaded.facts, loaded.memory_plan, loaded.deterministic, dict(loaded.start_phases)))
     try:
         EngineServer(loaded, link, WallClock()).run()
     except Exception as error:
@@ -333,6 +334,7 @@ def build_from_config(
         memory_plan=parts.memory_plan,
         deterministic=parts.deterministic,
         close=parts.close,
+        start_phases=parts.start_phases,
     )
 
 

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from maitred.config import EngineConfig
 from maitred.engine.memory import usable_cores
+from maitred.engine.timeline import OnPhase
 from maitred.errors import ConfigError, KernelError
 from maitred.model.checkpoint import Checkpoint
 from maitred.model.spec import DecoderSpec
@@ -67,7 +68,9 @@ class ExecutorPlan(Protocol):
 
     def describe(self) -> str: ...
 
-    def build(self, *, num_blocks: int, max_model_len: int, num_host_blocks: int = 0) -> BuiltExecutor: ...
+    def build(
+        self, *, num_blocks: int, max_model_len: int, num_host_blocks: int = 0, on_phase: OnPhase = ...
+    ) -> BuiltExecutor: ...
 
 
 def plan_executor(

@@ -164,6 +164,7 @@ class Ready(Frame, frozen=True, tag=True):
     facts: ModelFacts
     memory_plan: MemoryPlan
     deterministic: bool  # tokens do not depend on the batch: a resumed request goes on as it would have
+    start_phases: dict[str, float] = {}
 
 
 class Failed(Frame, frozen=True, tag=True):

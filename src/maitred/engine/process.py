@@ -72,7 +72,8 @@ def start_engine_process(
     )
     replica = ProcessEngine(start, clock, admission=admission, on_admitted=on_admitted, on_event=on_event)
     ready = replica.start()
-    return Engine(replica=replica, model=served_model(ready.facts), memory_plan=ready.memory_plan, admission=admission)
+    model = served_model(ready.facts)
+    return Engine(replica, model, ready.memory_plan, admission, start_phases=ready.start_phases)
 
 
 class ProcessEngine:

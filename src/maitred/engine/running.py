@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from maitred.config import SchedulerConfig
@@ -42,3 +43,5 @@ class Engine:
     model: ServedModel
     memory_plan: MemoryPlan
     admission: AdmissionController
+    start_phases: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of each phase of its start, in order; with a process of its own, those inside it."""

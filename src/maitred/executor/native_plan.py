@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from maitred.config import CacheConfig, ModelConfig, SchedulerConfig
 from maitred.errors import ConfigError, KernelError
@@ -14,7 +16,8 @@ from maitred.kernels import _native
 from maitred.kernels.attention import LARGEST_HEAD, make_kv_pool
 from maitred.model.checkpoint import Checkpoint
 from maitred.model.fusions import compile_program
-from maitred.model.packed import pack_weights, plan_weights
+from maitred.model.packed import plan_weights
+from maitred.model.packed_cache import WeightCache, default_folder, load_weights
 from maitred.model.program import Format, Formats, Program
 from maitred.model.spec import DecoderSpec, NormPlacement
 
@@ -33,6 +36,7 @@ class NativePlan:
     isa: str
     max_tokens: int
     max_logits: int
+    weight_cache: WeightCache | None = None
 
     name = "native"
     device_name = "cpu"
@@ -103,8 +107,18 @@ class NativePlan:
             f"weights {formats.linears}{head}, KV cache {self.kv_dtype}, {len(self.program.ops)} operations a step"
         )
 
-    def build(self, *, num_blocks: int, max_model_len: int, num_host_blocks: int = 0) -> NativeExecutor:
-        """Load the weights and allocate the pool. Raises CheckpointError or OutOfMemory."""
+    def build(
+        self,
+        *,
+        num_blocks: int,
+        max_model_len: int,
+        num_host_blocks: int = 0,
+        on_phase: Callable[[str, str], None] = lambda phase, story: None,
+    ) -> NativeExecutor:
+        """Load the weights and allocate the pool. Raises CheckpointError or OutOfMemory.
+
+        `on_phase` is told of each phase as it ends, and what happened in it.
+        """
         spec = self.spec
         threads = _native.ThreadPool(self.num_threads)
         pool = make_kv_pool(
@@ -115,9 +129,12 @@ class NativePlan:
             num_kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
         )
+        on_phase("kv_pool", "")
+        loaded = load_weights(self.program, self.checkpoint, threads, isa=self.isa, cache=self.weight_cache)
+        on_phase("weights", loaded.story)
         runner = NativeProgram(
             self.program,
-            pack_weights(self.program, self.checkpoint, threads),
+            loaded.weights,
             pool,
             threads,
             max_tokens=self.max_tokens,
@@ -127,6 +144,7 @@ class NativePlan:
         )
         host = NativeHostPool(pool, num_host_blocks, threads) if num_host_blocks else None
         sample_rows = NativeSampler(threads, isa=self.isa).sample_rows
+        on_phase("program", "")
         return NativeExecutor(runner, pool, sample_rows, block_size=self.block_size, host=host)
 
 
@@ -159,7 +177,15 @@ def plan_native_executor(
         isa=isa,
         max_tokens=scheduler.max_num_batched_tokens,
         max_logits=most_logits(spec.vocab_size, scheduler.max_num_seqs),
+        weight_cache=weight_cache(config),
     )
+
+
+def weight_cache(config: ModelConfig) -> WeightCache | None:
+    if config.weight_cache == "off":
+        return None
+    folder = default_folder() if config.weight_cache == "auto" else Path(config.weight_cache).expanduser()
+    return WeightCache(folder=folder, max_bytes=config.weight_cache_max_bytes)
 
 
 def resolve_formats(config: ModelConfig, checkpoint_dtype: str, isa: str, num_parameters: int) -> Formats:

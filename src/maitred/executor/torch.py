@@ -254,11 +254,19 @@ class TorchPlan:
             f"attention by {attention}"
         )
 
-    def build(self, *, num_blocks: int, max_model_len: int, num_host_blocks: int = 0) -> TorchExecutor:
+    def build(
+        self,
+        *,
+        num_blocks: int,
+        max_model_len: int,
+        num_host_blocks: int = 0,
+        on_phase: Callable[[str, str], None] = lambda phase, story: None,
+    ) -> TorchExecutor:
         """Load the weights and allocate the pool. Raises CheckpointError or OutOfMemory."""
         decoder = load_torch_decoder(
             self.spec, self.checkpoint, device=self.device, dtype=self.dtype, max_model_len=max_model_len
         )
+        on_phase("weights", "")
         return TorchExecutor(
             decoder,
             num_blocks=num_blocks,

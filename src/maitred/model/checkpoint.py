@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 from maitred.errors import CheckpointError
 from maitred.model.safetensors_file import RawTensor, SafetensorsFile
@@ -48,6 +48,12 @@ def open_checkpoint(model: str | None, revision: str | None = None) -> Checkpoin
 
     folder = download(model, revision)
     return Checkpoint(folder, model, revision=folder.name)
+
+
+class FileStamp(NamedTuple):
+    name: str
+    size_bytes: int
+    modified_ns: int
 
 
 class Checkpoint:
@@ -91,6 +97,11 @@ class Checkpoint:
             digest.update(file.header_bytes)
             digest.update(file.sample(num_samples=64, sample_bytes=4096))
         return digest.hexdigest()
+
+    @property
+    def stamps(self) -> tuple[FileStamp, ...]:
+        """Name, size and time of each weight file, as they were when it was opened."""
+        return tuple(FileStamp(file.path.name, file.size_bytes, file.modified_ns) for file in self._files)
 
     def tensor_names(self) -> tuple[str, ...]:
         """In the order of their bytes, file after file."""

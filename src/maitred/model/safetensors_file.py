@@ -50,7 +50,9 @@ class SafetensorsFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.size_bytes = path.stat().st_size
+        status = path.stat()
+        self.size_bytes = status.st_size
+        self.modified_ns = status.st_mtime_ns
         with path.open("rb") as file:
             self.header_bytes = _read_header(path, file.read(8), self.size_bytes, file.read)
             self._mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

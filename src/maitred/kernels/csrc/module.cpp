@@ -12,6 +12,7 @@ namespace maitred {
 void bind_linear(nb::module_&);
 void bind_program(nb::module_& m);
 void bind_attention(nb::module_&);
+void bind_checksum(nb::module_&);
 void bind_sampler(nb::module_&);
 }
 
@@ -37,5 +38,6 @@ NB_MODULE(_native, m) {
   maitred::bind_linear(m);
   maitred::bind_program(m);
   maitred::bind_attention(m);
+  maitred::bind_checksum(m);
   maitred::bind_sampler(m);
 }

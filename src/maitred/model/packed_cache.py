@@ -1,0 +1,289 @@
+"""Packed weights on disk: packed once, checked and mapped by every later start.
+
+A file is a header (magic, length, checksum, JSON) and, from a multiple of 2 MiB on, the flat layout of
+`packed.plan_weights`. Its name is a key of everything that decides its bytes: the checkpoint's headers, samples of its
+bytes, sizes and times, the program's weights and number formats, instruction set and packer's version.
+
+- Nothing is served unseen: mapping checks every segment's checksum first, at the speed of memory, which also brings in
+  the pages. A file that fails is deleted and packed again, and that is told.
+- Whoever packs writes a file of their own and renames it when it is whole, so readers never see half of one, and of two
+  that pack at once the last one stays, with equal bytes.
+- The mapping is private and read-only; processes that serve the same model share its pages. A file that is removed
+  while it is mapped lives on for those who have it.
+- The folder is bounded: the files used longest ago go first. What cannot be kept is served from memory, with a reason.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import mmap
+import os
+import shutil
+import struct
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from maitred.kernels import _native
+from maitred.kernels.linear import PACK_VERSION
+from maitred.model.checkpoint import Checkpoint
+from maitred.model.packed import (
+    Buffer,
+    PackedTensor,
+    PackedWeights,
+    WeightPlan,
+    pack_weights,
+    plan_weights,
+    total_bytes,
+)
+from maitred.model.program import Program
+
+FILE_VERSION = 1
+MIN_BYTES = 64 * 2**20
+"""Smaller weights are packed faster than a file is worth."""
+SPARE_BYTES = 2**30
+"""Of the disk, that much stays free."""
+
+_MAGIC = b"maitredW"
+_PREFIX = struct.Struct("<8sQQ")  # magic, bytes of the JSON, their checksum
+_DATA_ALIGNMENT = 2 * 2**20  # a huge page
+_SUFFIX, _DRAFT_SUFFIX = ".packed", ".draft"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightCache:
+    """Where packed weights are kept."""
+
+    folder: Path
+    max_bytes: int
+    min_bytes: int = MIN_BYTES
+    spare_bytes: int = SPARE_BYTES
+
+
+class LoadedWeights(NamedTuple):
+    weights: PackedWeights
+    origin: str
+    """mapped, kept (packed, and a file for the next start) or packed"""
+    story: str
+    """The same for people, with the reason if there is no file."""
+
+
+class _Unusable(Exception):
+    """Why a file cannot be used, or not be written."""
+
+
+def default_folder() -> Path:
+    """maitred/weights in XDG_CACHE_HOME, or in ~/.cache."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if Path(base).is_absolute() else Path.home() / ".cache") / "maitred" / "weights"
+
+
+def load_weights(
+    program: Program, checkpoint: Checkpoint, threads: Any, *, isa: str, cache: WeightCache | None
+) -> LoadedWeights:
+    """The program's weights, out of the cache where it has them.
+
+    `threads` is a `_native.ThreadPool`. No fault of the cache is an error: the weights are then packed into memory.
+    Raises CheckpointError as `packed.pack_weights` does.
+    """
+    size = total_bytes(plan_weights(program))
+    if cache is None or size < cache.min_bytes:
+        why = "no cache was wanted" if cache is None else "too small to keep"
+        return _packed(program, checkpoint, threads, why)
+    path = cache.folder / (cache_key(program, checkpoint, isa) + _SUFFIX)
+    damage = ""
+    try:
+        return _mapped(path, program, threads)
+    except FileNotFoundError:
+        pass
+    except (OSError, _Unusable) as error:
+        damage = f"; {path.name[:12]} was {_reason(error)} and is replaced"
+    try:
+        loaded = _kept(cache, path, program, checkpoint, threads)
+    except (OSError, _Unusable) as error:
+        return _packed(program, checkpoint, threads, _reason(error) + damage)
+    return loaded._replace(story=loaded.story + damage)
+
+
+def cache_key(program: Program, checkpoint: Checkpoint, isa: str) -> str:
+    """Of everything that decides the packed bytes."""
+    parts = [
+        FILE_VERSION,
+        PACK_VERSION,
+        isa,
+        checkpoint.identity,
+        [list(stamp) for stamp in checkpoint.stamps],
+        [repr(weight) for weight in program.weights],
+    ]
+    return hashlib.blake2b(json.dumps(parts).encode(), digest_size=20).hexdigest()
+
+
+def _packed(program: Program, checkpoint: Checkpoint, threads: Any, why: str) -> LoadedWeights:
+    weights = pack_weights(program, checkpoint, threads)
+    return LoadedWeights(weights, "packed", f"packed {_size(weights.num_bytes)} into memory ({why})")
+
+
+# ---- a file that is there
+
+
+def _mapped(path: Path, program: Program, threads: Any) -> LoadedWeights:
+    """Raises FileNotFoundError, and _Unusable for one that is not whole, which is then deleted."""
+    with path.open("rb") as file:
+        try:
+            weights = _map(file.fileno(), program, threads, is_trusted=False)
+        except _Unusable:
+            path.unlink(missing_ok=True)
+            raise
+    with contextlib.suppress(OSError):
+        os.utime(path)  # used now
+    return LoadedWeights(weights, "mapped", f"mapped {_size(weights.num_bytes)} from {path.parent}")
+
+
+def _map(fd: int, program: Program, threads: Any, *, is_trusted: bool) -> PackedWeights:
+    """Views of the file's segments; unless it is our own of this minute, only after every checksum was right."""
+    size = os.fstat(fd).st_size
+    segments = _read_header(fd, size, program, threads)
+    flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_POPULATE", 0)
+    memory = np.frombuffer(mmap.mmap(fd, size, flags=flags, prot=mmap.PROT_READ), dtype=np.uint8)
+    tensors: dict[str, PackedTensor] = {}
+    for segment in segments:
+        data = memory[segment.begin : segment.begin + segment.plan.num_bytes]
+        if not is_trusted and _native.checksum(threads, data) != segment.checksum:
+            raise _Unusable(f"damaged in {segment.plan.weight.name}")
+        tensors[segment.plan.weight.name] = PackedTensor(segment.plan.weight, data)
+    return PackedWeights(tensors)
+
+
+class _Segment(NamedTuple):
+    plan: WeightPlan
+    begin: int  # in the file
+    checksum: int
+
+
+def _read_header(fd: int, size: int, program: Program, threads: Any) -> list[_Segment]:
+    prefix = os.pread(fd, _PREFIX.size, 0)
+    if len(prefix) < _PREFIX.size:
+        raise _Unusable(f"cut short ({size} bytes)")
+    magic, length, checksum = _PREFIX.unpack(prefix)
+    if magic != _MAGIC or length > size:
+        raise _Unusable("no file of packed weights")
+    header = os.pread(fd, length, _PREFIX.size)
+    if len(header) < length or _checksum_of(header, threads) != checksum:
+        raise _Unusable("damaged in its header")
+    plans = plan_weights(program)
+    sums = [int(value, 16) for value in json.loads(header)["checksums"]]
+    begin = _data_begin(length)
+    needed = begin + total_bytes(plans)
+    if len(sums) != len(plans) or size != needed:
+        raise _Unusable(f"cut short ({size} bytes of {needed})")
+    return [_Segment(plan, begin + plan.offset, value) for plan, value in zip(plans, sums, strict=True)]
+
+
+# ---- a file for the next start
+
+
+def _kept(cache: WeightCache, path: Path, program: Program, checkpoint: Checkpoint, threads: Any) -> LoadedWeights:
+    """Packs into a new file and maps that. Raises OSError or _Unusable when it cannot be kept."""
+    plans = plan_weights(program)
+    begin = _data_begin(len(_header_of(path, [0] * len(plans))))
+    size = begin + total_bytes(plans)
+    cache.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _make_room(cache, size)
+    with _draft(cache.folder) as (fd, draft):
+        _allocate(fd, size)
+        mapping = mmap.mmap(fd, size)
+        memory = np.frombuffer(mapping, dtype=np.uint8)
+
+        def buffer_for(plan: WeightPlan) -> Buffer:
+            return memory[begin + plan.offset : begin + plan.offset + plan.num_bytes]
+
+        pack_weights(program, checkpoint, threads, buffer_for)
+        header = _header_of(path, [_native.checksum(threads, buffer_for(plan)) for plan in plans])
+        prefix = _PREFIX.pack(_MAGIC, len(header), _checksum_of(header, threads))
+        mapping[: len(prefix) + len(header)] = prefix + header
+        weights = _map(fd, program, threads, is_trusted=True)
+        draft.rename(path)
+    return LoadedWeights(weights, "kept", f"packed {_size(weights.num_bytes)}, kept in {cache.folder}")
+
+
+def _allocate(fd: int, size: int) -> None:
+    """A full disk says so now: writing to a mapping would end the process."""
+    os.posix_fallocate(fd, 0, size)
+
+
+def _header_of(path: Path, checksums: list[int]) -> bytes:
+    """Its length does not depend on the checksums."""
+    return json.dumps({"key": path.stem, "checksums": [f"{value:016x}" for value in checksums]}).encode()
+
+
+def _data_begin(header_bytes: int) -> int:
+    return -(-(_PREFIX.size + header_bytes) // _DATA_ALIGNMENT) * _DATA_ALIGNMENT
+
+
+@contextlib.contextmanager
+def _draft(folder: Path) -> Iterator[tuple[int, Path]]:
+    """A new file, locked as long as somebody writes it, and gone afterwards unless it was renamed."""
+    fd, name = tempfile.mkstemp(suffix=_DRAFT_SUFFIX, dir=folder)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield fd, Path(name)
+    finally:
+        Path(name).unlink(missing_ok=True)
+        os.close(fd)
+
+
+def _make_room(cache: WeightCache, needed: int) -> None:
+    """Deletes what was used longest ago, and drafts whose writer died. Raises _Unusable when that is not enough."""
+    if needed > cache.max_bytes:
+        raise _Unusable(f"{_size(needed)} are more than the cache may hold, {_size(cache.max_bytes)}")
+    for draft in cache.folder.glob(f"*{_DRAFT_SUFFIX}"):
+        _delete_if_abandoned(draft)
+    for path in _least_recent_first(cache.folder, cache.max_bytes - needed):
+        path.unlink(missing_ok=True)
+    free = shutil.disk_usage(cache.folder).free
+    if free < needed + cache.spare_bytes:
+        raise _Unusable(f"{cache.folder} has {_size(free)} free, and {_size(needed + cache.spare_bytes)} are needed")
+
+
+def _least_recent_first(folder: Path, room: int) -> Iterator[Path]:
+    """The files to delete so that the others take at most `room` bytes."""
+    found = []
+    for path in folder.glob(f"*{_SUFFIX}"):
+        with contextlib.suppress(FileNotFoundError):
+            status = path.stat()
+            found.append((status.st_mtime_ns, status.st_size, path))
+    total = sum(size for _, size, _ in found)
+    for _, size, path in sorted(found):
+        if total <= room:
+            return
+        total -= size
+        yield path
+
+
+def _delete_if_abandoned(draft: Path) -> None:
+    with contextlib.suppress(OSError):  # somebody holds the lock, or was faster
+        fd = os.open(draft, os.O_RDWR)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            draft.unlink()
+        finally:
+            os.close(fd)
+
+
+def _checksum_of(data: bytes, threads: Any) -> int:
+    return int(_native.checksum(threads, np.frombuffer(data, dtype=np.uint8)))
+
+
+def _reason(error: Exception) -> str:
+    return str(error) if isinstance(error, _Unusable) else f"unusable: {error}"
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.1f} MB"
