@@ -116,6 +116,8 @@ def test_the_page_asks_nobody_else_and_has_nothing_inline():
         assert not addresses, name
         assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|new Function", text), name
     index = (FOLDER / INDEX).read_text()
+    scripts = {name for name in FILES if name.endswith(".js")} - {"main.js", "theme.js"}
+    assert set(re.findall(r'modulepreload" href="static/([\w.]+)"', index)) == scripts, "all at once, not one by one"
     assert not re.search(r"\son\w+=|style=|<style|javascript:", index)
     assert re.findall(r"<script[^>]*>(.+?)</script>", index) == []
     assert not re.search(r'(?:src|href)="/', index), "relative, so that it works behind a path of a proxy"
