@@ -1,0 +1,236 @@
+"""Attacks on the HTTP edge in long: ten thousand connections, slow clients of four kinds, bombs of JSON and text.
+
+Each prints one line with its figures, and the exit code is 1 when one is out of bounds. `--share 0.05` makes a small
+one in seconds. The server is a process of its own without a model (`tests.reliability.edge_server`), except for
+tokenising, which the built-in model does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import socket
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import httpx
+
+sys.path.insert(0, ".")
+from maitred.config import ServerConfig
+from maitred.tenancy.keys import Key, KeyRing, digest_of
+from tests.reliability import test_edge as attacks
+from tests.reliability.edge_server import Attacked, attacked
+
+KIB = 1024
+
+
+class Line(NamedTuple):
+    """What one attack came to."""
+
+    name: str
+    figures: str
+    good: bool
+
+
+@dataclass
+class Visitor:
+    """A good client that asks for `/health` all the while; seconds of each answer."""
+
+    url: str
+    seconds: list[float] = field(default_factory=list)
+    failed: int = 0
+    _stop: threading.Event = field(default_factory=threading.Event)
+
+    def visit(self) -> None:
+        with httpx.Client(base_url=self.url, timeout=30) as web:
+            while not self._stop.is_set():
+                began = time.perf_counter()
+                try:
+                    self.failed += web.get("/health").status_code != 200
+                except httpx.HTTPError:
+                    self.failed += 1
+                self.seconds.append(time.perf_counter() - began)
+                time.sleep(0.005)
+
+    def p99_ms(self) -> float:
+        return sorted(self.seconds)[math.ceil(len(self.seconds) * 0.99) - 1] * 1000
+
+    @contextmanager
+    def visiting(self) -> Iterator[None]:
+        thread = threading.Thread(target=self.visit)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._stop.set()
+            thread.join()
+
+
+def visits(url: str, seconds: float) -> Visitor:
+    visitor = Visitor(url)
+    with visitor.visiting():
+        time.sleep(seconds)
+    return visitor
+
+
+def many_connections(share: float) -> Line:
+    idle, streaming = int(9000 * share), int(1000 * share)
+    with attacked(header_timeout_s=600, sse_keep_alive_s=5.0) as server:
+        server.is_well()
+        before = server.rss_bytes()
+        held = [attacks.connect(server) for _ in range(idle)]
+        held += [attacks.ask(server, "hold") for _ in range(streaming)]
+        while server.in_flight() < streaming:
+            time.sleep(0.1)
+        each = (server.rss_bytes() - before) / (idle + streaming)
+        visitor = visits(server.url, 10)
+        for connection in held:
+            connection.close()
+    good = each < 60 * KIB and visitor.failed == 0 and visitor.p99_ms() < 100
+    figures = f"{each / KIB:.1f} KiB each, /health p99 {visitor.p99_ms():.1f} ms, {visitor.failed} failed"
+    return Line(f"{idle} idle and {streaming} streaming connections", figures, good)
+
+
+KINDS: dict[str, Callable[[Attacked], socket.socket]] = {
+    "silent": attacks.silent,
+    "slow head": attacks.slow_head,
+    "slow body": attacks.slow_body,
+    "slow reader": attacks.slow_reader,
+}
+
+
+def slow_clients(kind: str, share: float) -> Line:
+    count = int(2000 * share)
+    with attacked(send_timeout_s=10.0) as server:
+        server.is_well()
+        calm, before = visits(server.url, 5), server.rss_bytes()
+        began = time.perf_counter()
+        bad = [KINDS[kind](server) for _ in range(count)]
+        opened_s = time.perf_counter() - began
+        visitor = Visitor(server.url)
+        most = 0
+        with visitor.visiting():
+            began = time.perf_counter()
+            # two are the visitor's and our own question's, the others the server's own
+            while server.num_files() > 40 and time.perf_counter() - began < 120:
+                most = max(most, server.rss_bytes())
+                time.sleep(0.2)
+        closed_s = time.perf_counter() - began
+        for connection in bad:
+            connection.close()
+    figures = (
+        f"opened in {opened_s:.1f} s, gone {closed_s:.1f} s later, {max(0, most - before) / count / KIB:.0f} KiB each; "
+        f"good clients' p99 {calm.p99_ms():.1f} -> {visitor.p99_ms():.1f} ms, {visitor.failed} failed"
+    )
+    return Line(f"{count} of kind {kind}", figures, closed_s < 60 and visitor.failed == 0)
+
+
+BOMBS = {
+    "lists": (b'{"model":"tiny","prompt":[', b"[],", b"[]]}"),
+    "texts": (b'{"model":"tiny","prompt":[', b'"",', b'""]}'),
+    "tokens": (b'{"model":"tiny","prompt":[', b"1,", b"1]}"),
+    "messages": (b'{"model":"tiny","messages":[', b'{"role":""},', b"{}]}"),
+    "keys": (b'{"model":"tiny","prompt":"a",', b'"a":0,', b'"a":0}'),
+    "unknown": (b'{"model":"tiny","prompt":"a","x":[', b"[],", b"[]]}"),
+    "escapes": (b'{"model":"tiny","prompt":"', b"\\u0061", b'"}'),
+}
+
+
+def bombs() -> Iterator[Line]:
+    """Bodies at the default limit; how long each holds the loop is how long it keeps somebody else waiting."""
+    with attacked() as server, httpx.Client(base_url=server.url, timeout=60) as web:
+        server.is_well()
+        limit = ServerConfig().max_body_bytes
+        for name, (head, item, tail) in BOMBS.items():
+            body = head + item * ((limit - len(head) - len(tail)) // len(item)) + tail
+            path = "/v1/chat/completions" if name == "messages" else "/v1/completions"
+            visitor = Visitor(server.url)
+            with visitor.visiting():
+                time.sleep(0.2)
+                answer = web.post(path, content=body, headers={"content-type": "application/json"})
+            longest_ms = max(visitor.seconds) * 1000
+            good = answer.status_code in (200, 400, 413) and longest_ms < 1000
+            yield Line(
+                f"{limit // KIB // KIB} MiB of {name}",
+                f"{answer.status_code}, others wait {longest_ms:.0f} ms at most",
+                good,
+            )
+
+
+def tokenising() -> Iterator[Line]:
+    words = [sys.executable, "-m", "maitred", "serve", "--port", "0", "--log-level", "info"]
+    with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        url = next(line.split(" on ")[1].split()[0] for line in process.stderr if " on http" in line)
+        threading.Thread(target=process.stderr.read, daemon=True).start()
+        for name, text in (("a", "a"), ("an emoji", "\U0001f468"), ("letters", "qwfpgjluyarstdhneiozxcvbkm")):
+            prompt = (text * 500_000)[:30_000]  # what the check before tokenising lets through
+            visitor = Visitor(url)
+            with visitor.visiting():
+                asking = [threading.Thread(target=_tokenize, args=(url, prompt)) for _ in range(20)]
+                for thread in asking:
+                    thread.start()
+                for thread in asking:
+                    thread.join()
+            yield Line(f"20 x {len(prompt)} of {name}", f"others' p99 {visitor.p99_ms():.1f} ms", visitor.failed == 0)
+        process.terminate()
+
+
+def _tokenize(url: str, prompt: str) -> None:
+    for _ in range(5):
+        httpx.post(f"{url}/tokenize", json={"prompt": prompt}, timeout=60)
+
+
+def key_timing(num_samples: int) -> Line:
+    """Wrong keys that share 31 leading bytes with the right one, or with one that is none: Welch's t of their times.
+
+    All are made alike, so that nothing but the likeness differs.
+    """
+    right, other = b"k" * 32, b"o" * 32
+    ring = KeyRing([Key(id="a", tenant="t", digest=digest_of(right), admin=False)])
+    chooser = random.Random(5)
+    samples: dict[bytes, list[float]] = {right: [], other: []}
+    for _ in range(num_samples):
+        like = chooser.choice((right, other))
+        wrong = like[:31] + bytes((chooser.randrange(97, 107),))
+        began = time.perf_counter_ns()
+        ring.find(wrong)
+        samples[like].append(float(time.perf_counter_ns() - began))
+    few, many = (sorted(samples[like])[: int(len(samples[like]) * 0.95)] for like in (other, right))
+    spread = math.sqrt(statistics.variance(few) / len(few) + statistics.variance(many) / len(many))
+    t = (statistics.fmean(few) - statistics.fmean(many)) / spread
+    figures = f"{statistics.fmean(few):.0f} and {statistics.fmean(many):.0f} ns, t = {t:.2f}"
+    return Line(f"{num_samples} wrong keys, none or 31 of 32 bytes right", figures, abs(t) < 4.5)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--share", type=float, default=1.0, help="of the full numbers")
+    share = parser.parse_args().share
+
+    def lines() -> Iterator[Line]:
+        yield many_connections(share)
+        for kind in KINDS:
+            yield slow_clients(kind, share)
+        yield from bombs()
+        yield from tokenising()
+        yield key_timing(int(100_000 * min(1.0, share * 10)))
+
+    good = True
+    for line in lines():
+        good &= line.good
+        sys.stdout.write(f"{'ok  ' if line.good else 'BAD '} {line.name}: {line.figures}\n")
+        sys.stdout.flush()
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
