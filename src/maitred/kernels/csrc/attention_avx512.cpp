@@ -523,7 +523,7 @@ void sweep(const Segment& work) {
       for (int t = tile; t < last; ++t) {
         cells.at[t] = work.tiles[t] + head * stride;
         cells.ahead[t] = head + 1 < work.num_heads ? cells.at[t] + stride
-                         : t + kAtOnce < end_tile   ? work.tiles[t + kAtOnce]
+                         : t + kAtOnce < end_tile  ? work.tiles[t + kAtOnce]
                                                    : work.tiles[first_tile + t - tile] + v_offset;
       }
       score_tiles<Format, R, true>(work, cells, head * R, tile, last);
@@ -544,7 +544,7 @@ void sweep(const Segment& work) {
         const int next = t - tile;
         cells.at[t] = work.tiles[t] + v_offset + head * stride;
         cells.ahead[t] = head + 1 < work.num_heads ? cells.at[t] + stride
-                         : t + kAtOnce < end_tile   ? work.tiles[t + kAtOnce] + v_offset
+                         : t + kAtOnce < end_tile  ? work.tiles[t + kAtOnce] + v_offset
                          : next < work.num_next    ? work.next_tiles[next]
                                                    : cells.at[t];
       }
