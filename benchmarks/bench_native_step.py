@@ -123,7 +123,9 @@ def decode(
 
 
 def print_profile(bench: Bench) -> None:
-    """Of the last native call."""
+    """Of the last native call, where it was profiled."""
+    if not any(op.nanoseconds for op in bench.executor._runner.profile()):
+        return
     linear_bytes = {op.weight.name: packed_bytes(op.weight) for op in bench.plan.program.ops if isinstance(op, Linear)}
     head = next(reversed(linear_bytes))
     linear_bytes["output"] = linear_bytes[head]
@@ -132,7 +134,7 @@ def print_profile(bench: Bench) -> None:
         kind = name.split(".")[-1]
         times[kind] += nanoseconds
         sizes[kind] += linear_bytes.get(name, 0)
-    total = sum(times.values())
+    total = max(sum(times.values()), 1)
     for kind, nanoseconds in sorted(times.items(), key=lambda item: -item[1]):
         rate = f"{sizes[kind] / nanoseconds:7.1f} GB/s" if sizes[kind] else ""
         print(f"    {kind:18} {nanoseconds / 1e6:8.3f} ms {nanoseconds / total:6.1%} {rate}")

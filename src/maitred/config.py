@@ -47,7 +47,8 @@ class ModelConfig:
     device: str = "auto"
     """auto, cpu or cuda; auto takes a GPU when PyTorch sees one."""
     dtype: str = "auto"
-    """Weights and activations; auto is the checkpoint's own dtype where the device is fast at it, else float32."""
+    """Weights and activations; auto is the checkpoint's own dtype where the device is fast at it, else float32. int8
+    and int4 are quantised at load, by the native executor."""
     lm_head_dtype: str = "auto"
     """Output matrix and embedding (native executor); auto is as `dtype`, but int8 where that is int4."""
     int4_group_size: int = 32

@@ -85,7 +85,7 @@ def native_plan(
     **model: Any,
 ) -> NativePlan:
     """A plan in float32 on one thread, unless told otherwise."""
-    config = ModelConfig(**{"dtype": "float32", "num_threads": 1} | model)
+    config = ModelConfig(**{"dtype": "float32", "num_threads": 1, "weight_cache": "off"} | model)
     plan = plan_native_executor(
         config, checkpoint, spec, cache=CacheConfig(block_size=block_size), scheduler=SchedulerConfig(), num_threads=1
     )

@@ -21,8 +21,6 @@ from maitred.model.packed_cache import WeightCache, default_folder, load_weights
 from maitred.model.program import Format, Formats, Program
 from maitred.model.spec import DecoderSpec, NormPlacement
 
-SMALL_PARAMETERS = 30_000_000
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NativePlan:
@@ -166,7 +164,7 @@ def plan_native_executor(
     if spec.head_dim > LARGEST_HEAD:
         raise KernelError(f"heads of {spec.head_dim} values; the native executor takes up to {LARGEST_HEAD}")
     isa = default_isa()
-    program = compile_program(spec, resolve_formats(config, checkpoint.dtype, isa, spec.num_parameters()))
+    program = compile_program(spec, resolve_formats(config, checkpoint.dtype, isa))
     plan_weights(program)  # raises for a matrix that no kernel takes
     return NativePlan(
         program=program,
@@ -188,16 +186,16 @@ def weight_cache(config: ModelConfig) -> WeightCache | None:
     return WeightCache(folder=folder, max_bytes=config.weight_cache_max_bytes)
 
 
-def resolve_formats(config: ModelConfig, checkpoint_dtype: str, isa: str, num_parameters: int) -> Formats:
+def resolve_formats(config: ModelConfig, checkpoint_dtype: str, isa: str) -> Formats:
     """Linears, and embedding with output matrix.
 
-    auto is float32 for a small model, whose weights stay in the caches whatever they are held in; else bfloat16 where
-    the processor multiplies it and the checkpoint has no more, and float32 otherwise.
+    auto is bfloat16 where the processor multiplies it and the checkpoint has no more to give, else float32. Half the
+    bytes and twice the products of float32 halve a step, and on the built-in model not one answer differs.
     """
     dtype = config.dtype
     if dtype == "auto":
         half = checkpoint_dtype in ("bfloat16", "float16") and isa == "avx512"
-        dtype = "bfloat16" if half and num_parameters > SMALL_PARAMETERS else "float32"
+        dtype = "bfloat16" if half else "float32"
     head = config.lm_head_dtype
     if head == "auto":
         head = "int8" if dtype == "int4" else dtype
