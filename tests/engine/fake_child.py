@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from string import ascii_lowercase
 
 import msgspec
 import zmq
@@ -28,10 +29,13 @@ from maitred.engine.spawn import REPORTS
 from maitred.errors import CheckpointError
 from maitred.model.checkpoint import BUILTIN_FOLDER
 from maitred.step import ModelOutput, NewRequest, SampledRow, SchedulerOutput
+from maitred.text import Tokenizer
 from tests.engine.worlds import served_model
 from tests.fakes import FakeExecutor, make_scheduler
 
 BLOCK_SIZE = 4
+_tokenizer = Tokenizer.from_folder(BUILTIN_FOLDER)
+LETTERS = tuple(_tokenizer.encode(letter, add_special_tokens=False)[0] for letter in ascii_lowercase)
 
 
 @dataclass
@@ -121,7 +125,7 @@ class ChainedExecutor(FakeExecutor):
 
 def next_token(known: list[int], seed: int, sample_index: int) -> int:
     digest = hashlib.sha256(repr((known, seed, sample_index)).encode()).digest()
-    return ord("a") + digest[0] % 26
+    return LETTERS[digest[0] % len(LETTERS)]
 
 
 def expected(prompt: list[int], max_tokens: int, seed: int = 0, sample_index: int = 0) -> list[int]:

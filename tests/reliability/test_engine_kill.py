@@ -152,6 +152,22 @@ def test_a_stream_pauses_and_goes_on_token_for_token(n: int, gate: Gate):
         assert f"maitred_requests_resumed_total {float(2 * n)}" in page
 
 
+def test_a_stop_string_that_spans_a_death_is_found(gate: Gate):
+    """Text never left the HTTP process: half of the stop string came from an engine that is dead."""
+    with house(gate) as at:
+        begun = at.post(max_tokens=10).json()["choices"][0]["text"]
+        whole = at.post().json()["choices"][0]["text"]
+        cut = len(begun) - 2
+        stop = whole[cut : cut + 4]
+        assert whole.find(stop) == cut
+        gate.open_to(10)
+        stream = Stream(at.server.url, stop=[stop])
+        until(lambda: [len(live.request.output_token_ids) for live in list(at.engine._live.values())] == [10])
+        at.kill()
+        stream.join()
+        assert (stream.texts[0], stream.finishes[0], stream.errors) == (whole[:cut], "stop", [])
+
+
 def test_many_clients_and_two_deaths_lose_nothing(gate: Gate):
     """R4: 8 clients, streamed and not, and every sum is still exact."""
     with house(gate) as at:
