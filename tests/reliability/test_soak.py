@@ -1,0 +1,32 @@
+"""Mixed load with clients that leave and an engine that is killed, in small; `make soak` does it for twenty minutes."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from benchmarks.soak_server import Tally, is_idle, load, sample
+from tests.conftest import start_server
+from tests.reliability.test_served_engine import on_linux
+from tests.waiting import until
+
+
+@on_linux
+@pytest.mark.slow
+def test_under_mixed_load_and_a_kill_every_answer_is_whole_and_nothing_is_left():
+    server = start_server()
+    try:
+        asyncio.run(load(server, Tally(), num_clients=6, requests_each=3))
+        before, tally = sample(server, 0.0), Tally()
+        asyncio.run(load(server, tally, num_clients=6, requests_each=25, kill_after=20))
+        assert not tally.wrong
+        assert tally.kills == 1
+        assert tally.answered + tally.left == 150
+        until(lambda: is_idle(server))
+        until(lambda: sample(server, 0.0).num_files <= before.num_files + 2)
+        assert sample(server, 0.0).server_mib < before.server_mib + 48
+        assert sample(server, 0.0).num_threads <= before.num_threads + 8  # those of pools come when they are wanted
+    finally:
+        ended = server.stop()
+    assert ended == 0
