@@ -108,7 +108,7 @@ KINDS: dict[str, Callable[[Attacked], socket.socket]] = {
 
 
 def slow_clients(kind: str, share: float) -> Line:
-    count = int(2000 * share)
+    count = int((200 if kind == "slow reader" else 2000) * share)  # readers make the server write first
     with attacked(send_timeout_s=10.0) as server:
         server.is_well()
         calm, before = visits(server.url, 5), server.rss_bytes()

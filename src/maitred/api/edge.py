@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import secrets
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 T = TypeVar("T")
-TEXT_THREADS = 4  # tokenising releases the GIL
+TEXT_THREADS = max(2, min(4, os.cpu_count() or 1))  # tokenising releases the GIL, and more would crowd out the loop
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
