@@ -78,3 +78,21 @@ def test_an_unknown_name_is_an_attribute_error():
 
     with pytest.raises(AttributeError, match="no attribute 'Engine'"):
         _ = maitred.Engine
+
+
+def test_the_servers_process_loads_no_arrays():
+    """Its engine is another process; numpy would take a tenth of a second of the start."""
+    loaded = modules_after("import maitred.cli.serve, maitred.engine.process, maitred.api.server")
+    assert not {"torch", "numpy", "transformers"} & loaded
+
+
+def test_a_request_served_by_the_native_executor_leaves_torch_out():
+    code = """
+from maitred import LLM, SamplingParams
+with LLM(executor="native") as llm:
+    (output,) = llm.generate(["Hello"], SamplingParams(temperature=0.7, seed=1, max_tokens=4, logprobs=2))
+    assert len(output.outputs[0].token_ids) == 4
+"""
+    loaded = modules_after(code)
+    assert "numpy" in loaded
+    assert not {"torch", "transformers"} & loaded

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable
 from dataclasses import replace
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from maitred.cli.command import Command, Options
@@ -79,13 +80,18 @@ def _start(
     if process.in_process:
         return start_engine(config, served_model_names=names, on_event=tell, on_admitted=on_admitted)
     import logging
+    import threading
 
     from maitred.clock import WallClock
     from maitred.engine.keeper import Start
     from maitred.engine.process import start_engine_process
 
+    def on_spawned() -> None:
+        """The server is imported while the engine's process loads."""
+        threading.Thread(target=import_module, args=("maitred.api.server",), daemon=True).start()
+
     start = Start(config=config, process=process, served_model_names=names, log_level=logging.getLogger().level)
-    return start_engine_process(start, clock=WallClock(), on_event=tell, on_admitted=on_admitted)
+    return start_engine_process(start, clock=WallClock(), on_event=tell, on_admitted=on_admitted, on_spawned=on_spawned)
 
 
 def _engine_config(options: Options) -> EngineConfig:
@@ -100,8 +106,7 @@ def _spare_the_collector() -> None:
     """What was loaded stays for good: without this, each full garbage collection walks all of it between two steps."""
     import gc
 
-    gc.collect()
-    gc.freeze()
+    gc.freeze()  # without a collection before: imports leave next to nothing, and looking for it takes 50 ms
 
 
 def _teller(server: ServerConfig) -> Callable[[str], None]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from maitred.errors import InvalidRequest, PromptTooLong
-from maitred.executor.sampler import check_sampling_tokens
+from maitred.executor.sampling_checks import check_sampling_tokens
 from maitred.kvcache.prefix_cache import hash_blocks, root_hash
 from maitred.request import MAX_SEED, Request, SamplingParams
 from maitred.scheduler.features import prompt_features

@@ -122,11 +122,12 @@ class Keeper:
 
     # -- beginning and end
 
-    def start(self) -> Ready:
+    def start(self, on_spawned: Callable[[], None] = lambda: None) -> Ready:
         """Start the first child, before there is a loop, and wait until it has loaded. Raises what hinders it."""
         self._spawn()
         assert self._child is not None
         try:
+            on_spawned()
             while self._ready is None:
                 readable = self._child.wait_readable(START_POLL_S)
                 self._read()

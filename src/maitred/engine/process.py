@@ -40,7 +40,7 @@ from maitred.engine.keeper import Keeper, Start
 from maitred.engine.live_view import LiveView
 from maitred.engine.resume import LiveRequest, Totals, Trials, refusal
 from maitred.engine.running import Engine
-from maitred.engine.served import served_model
+from maitred.engine.served import TextAhead, served_model
 from maitred.errors import EngineDead, MaitredError, Overloaded
 from maitred.replica import ReplicaState
 from maitred.request import FinishReason, Request, resumed
@@ -59,8 +59,11 @@ def start_engine_process(
     clock: Clock,
     on_event: Callable[[str], None] = lambda line: None,
     on_admitted: Callable[[Request], None] | None = None,
+    on_spawned: Callable[[], None] = lambda: None,
 ) -> Engine:
     """Load in a child, and return when it is ready; `on_event` gets a line per phase, `on_admitted` every request.
+
+    `on_spawned` is called when the child is on its way: time for what the caller needs besides.
 
     Raises CheckpointError, ConfigError or OutOfMemory as the child does, EngineDead when it ended without a word.
     """
@@ -71,8 +74,14 @@ def start_engine_process(
         priority_first=scheduler.policy in PRIORITY_FIRST,
     )
     replica = ProcessEngine(start, clock, admission=admission, on_admitted=on_admitted, on_event=on_event)
-    ready = replica.start()
-    model = served_model(ready.facts)
+    texts: list[TextAhead] = []
+
+    def meanwhile() -> None:
+        texts.append(TextAhead(start.config.model.model))
+        on_spawned()
+
+    ready = replica.start(meanwhile)
+    model = served_model(ready.facts, texts[0].tokenizer)
     return Engine(replica, model, ready.memory_plan, admission, start_phases=ready.start_phases)
 
 
@@ -103,9 +112,9 @@ class ProcessEngine:
         self._figures, self._past = Figures(), Figures()  # of this engine, and the counters of those before it
         self._news_at = clock.now()
 
-    def start(self) -> Ready:
+    def start(self, on_spawned: Callable[[], None] = lambda: None) -> Ready:
         """Load, and wait for it. Raises what keeps the engine from loading."""
-        return self.keeper.start()
+        return self.keeper.start(on_spawned)
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
         """Live on `loop` from now on, with or without requests; `submit` sees to it too."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import tokenizers
@@ -24,12 +24,14 @@ def byte_alphabet() -> list[str]:
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]
 
 
-def longest_text_of_a_token(inner: tokenizers.Tokenizer, description: Mapping[str, Any]) -> int | None:
+def longest_text_of_a_token(
+    inner: tokenizers.Tokenizer, description: Mapping[str, Any], vocabulary: Iterable[str]
+) -> int | None:
     """Most characters (code points) of input that become one token; None when no bound is certain.
 
-    `description` is the parsed tokenizer.json. The bound is the longest token, times what normalising may shrink, and
-    holds only where no character is ever dropped: every step must be known to keep them, and unknown characters must
-    become bytes, or one token each.
+    `description` is the parsed tokenizer.json, `vocabulary` every token's text. The bound is the longest token, times
+    what normalising may shrink, and holds only where no character is ever dropped: every step must be known to keep
+    them, and unknown characters must become bytes, or one token each.
     """
     shrink = _normalizer_shrink(description.get("normalizer"))
     if shrink is None or not _pre_tokenizer_keeps(description.get("pre_tokenizer")):
@@ -40,8 +42,8 @@ def longest_text_of_a_token(inner: tokenizers.Tokenizer, description: Mapping[st
     if not _model_keeps(description):
         return None
     normalize = inner.normalizer.normalize_str if inner.normalizer is not None else str
-    texts = [*inner.get_vocab(with_added_tokens=True), *(normalize(token["content"]) for token in added)]
-    return shrink * max((len(text) for text in texts), default=1) or None
+    longest_added = max((len(normalize(token["content"])) for token in added), default=0)
+    return shrink * max(max(map(len, vocabulary), default=1), longest_added) or None
 
 
 def _normalizer_shrink(normalizer: Mapping[str, Any] | None) -> int | None:
