@@ -114,6 +114,8 @@ def slow_clients(kind: str, share: float) -> Line:
         calm, before = visits(server.url, 5), server.rss_bytes()
         began = time.perf_counter()
         bad = [KINDS[kind](server) for _ in range(count)]
+        while server.num_files() < count and time.perf_counter() - began < 30:
+            time.sleep(0.01)
         opened_s = time.perf_counter() - began
         visitor = Visitor(server.url)
         most = 0
