@@ -199,7 +199,7 @@ class ServerConfig:
     cors_origins: tuple[str, ...] = ()
     """Origins a browser page may call from; none by default."""
     max_body_bytes: int = 8 * 1024 * 1024
-    """Largest request body in bytes. Decoding one as large as that can keep other requests waiting for 50 ms."""
+    """Largest request body in bytes. Decoding one as large as that can keep other requests waiting for 70 ms."""
     sse_keep_alive_s: float = 15.0
     """A comment is sent on a silent stream this often (s), so that proxies keep it open; 0 is never."""
     default_max_n: int = 16
