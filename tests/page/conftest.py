@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 
-playwright_api = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install 'maitred[dev]'")
-
 CHROMIUM = shutil.which("chromium")
 WAIT_MS = 90_000  # as tests.waiting.HANGS_S: it only ends a test that would hang
 FLAGS = (
@@ -42,7 +40,7 @@ def browser() -> Iterator[Any]:
     """For one module: Playwright's loop runs in this thread, where other modules' tests run theirs."""
     if CHROMIUM is None:
         pytest.skip("needs Debian's chromium; as root: scripts/debian-packages")
-    with playwright_api.sync_playwright() as playwright:
+    with playwright_api().sync_playwright() as playwright:
         launched = playwright.chromium.launch(executable_path=CHROMIUM, args=list(FLAGS), timeout=WAIT_MS)
         yield launched
         launched.close()
@@ -87,5 +85,9 @@ def _heard(watched: Watched, message: Any) -> None:
 @pytest.fixture
 def expect() -> Any:
     """Playwright's assertions, which wait."""
-    playwright_api.expect.set_options(timeout=WAIT_MS)
-    return playwright_api.expect
+    playwright_api().expect.set_options(timeout=WAIT_MS)
+    return playwright_api().expect
+
+
+def playwright_api() -> Any:
+    return pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install 'maitred[dev]'")
