@@ -10,7 +10,8 @@ p90 of TTFT would lie on the edge between chats and documents, and one request m
 
 - `probe`: the machine's slowness over time comes from a probe (machine_speed.py) that ran between the engine's steps.
   The cost model is fitted on steps at the probe's usual speed, and a run is simulated at the speed that its probe
-  found. Nothing else of the run is known but its arrivals.
+  found. How much the probe's word counts, as a power of its slowness, is fitted on the other runs too. Nothing else of
+  the run is known but its arrivals.
 - `unseen`: the machine is taken to be as it was in the other runs.
 - `speed`, a diagnosis: one number is from the run itself, its steps' total time over the modelled one.
 - `live`: how far the rounds are from their own mean, live against live: what no simulation can be nearer than.
@@ -30,12 +31,13 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import NamedTuple
 
 from document import write_section
+from fidelity_models import Known, LiveRun, at_usual_speed, fit_on_others, fitted, step_error, total_slowness
 from fidelity_telling import (
     FIGURES,
     KINDS,
@@ -53,8 +55,7 @@ from machine_speed import Probe, Quiet, Times, Trace, Watch, median_of, probe_en
 from maitred.cli.simulation.live import CLOCKS, live_engine, record
 from maitred.config import EngineConfig, ModelConfig, SchedulerConfig
 from maitred.sim.cost_model import CostModel, Jitter, Slowness
-from maitred.sim.fit import fit_steps
-from maitred.sim.recorded import MeasuredStep, RecordedRun, measured_steps, read_run
+from maitred.sim.recorded import measured_steps, read_run
 from maitred.sim.results import Results
 from maitred.sim.simulator import EngineSetup, Simulation, SlownessAt
 from maitred.sim.synthetic import ClassSpec, SyntheticWorkload, WorkloadSpec
@@ -68,35 +69,8 @@ CLASSES = {
         share=0.15, input="lognormal:700,0.3", output="lognormal:120,0.4", max_tokens=512, priority=1
     ),
 }
-MAX_FITTED_STEPS = 3000
 NUM_SEEDS = 4
 DOCUMENT = Path(__file__).parents[1] / "docs" / "simulator.md"
-
-
-@dataclass(frozen=True)
-class LiveRun:
-    load: float
-    policy: str
-    round: int
-    run: RecordedRun
-    steps: list[MeasuredStep]
-    trace: Trace
-    before: Times  # of the probe
-    after: Times
-    others: float  # cores that others used
-
-    @property
-    def unsteady(self) -> float:
-        return max(abs(after / before - 1) for before, after in zip(self.before, self.after, strict=True))
-
-    @property
-    def began_at(self) -> float:
-        assert self.run.results.began_at is not None
-        return self.run.results.began_at
-
-    def slowness(self, at: float) -> Slowness:
-        """`at` since the first arrival."""
-        return self.trace.at(self.began_at + at)
 
 
 def workload(
@@ -216,53 +190,6 @@ def run_live(
     return run
 
 
-# ---- cost models
-
-
-@dataclass(frozen=True)
-class Known:
-    """What is fitted for one load and policy without any step of it."""
-
-    usual: CostModel  # at the probe's usual speed
-    plain: CostModel  # as the steps came
-
-
-def fit_on_others(load: float, policy: str, runs: Sequence[LiveRun]) -> Known:
-    others = [run for run in runs if (run.load, run.policy) != (load, policy)]
-    return Known(
-        usual=fitted([at_usual_speed(step, run.trace) for run in others for step in run.steps]),
-        plain=fitted([step for run in others for step in run.steps]),
-    )
-
-
-def fitted(steps: Sequence[MeasuredStep]) -> CostModel:
-    chosen = Random(0).sample(steps, min(MAX_FITTED_STEPS, len(steps)))
-    return fit_steps(chosen, chosen).cost_model
-
-
-def at_usual_speed(step: MeasuredStep, trace: Trace) -> MeasuredStep:
-    """As if all but prompts were as fast as usual; prompts count by how much slower they were than the rest."""
-    slowness, shape = trace.at(step.at), step.shape
-    more = slowness.prompts / slowness.rest
-    return step._replace(
-        shape=shape._replace(
-            prefill_tokens=shape.prefill_tokens * more, prefill_attention=shape.prefill_attention * more
-        ),
-        step_s=step.step_s / slowness.rest,
-        gap_s=None if step.gap_s is None else step.gap_s / slowness.rest,
-    )
-
-
-def step_error(run: LiveRun, model: CostModel) -> float:
-    """Of a single step at the speed that the probe found, mean."""
-    steps = [at_usual_speed(step, run.trace) for step in run.steps]
-    return statistics.fmean(abs(model.expected_s(step.shape) / step.step_s - 1) for step in steps)
-
-
-def total_slowness(steps: Sequence[MeasuredStep], model: CostModel) -> float:
-    return sum(step.step_s for step in steps) / sum(model.expected_s(step.shape) for step in steps)
-
-
 # ---- simulated
 
 
@@ -291,7 +218,7 @@ def compare(repeats: Sequence[LiveRun], known: Known, max_num_seqs: int) -> dict
     guesses: dict[str, list[list[Cell]]] = {kind: [] for kind in KINDS}
     for run in repeats:
         own = total_slowness(run.steps, known.plain)
-        guesses["probe"].append(simulated(run, known.usual, run.slowness, max_num_seqs, NUM_SEEDS))
+        guesses["probe"].append(simulated(run, known.usual, run.slowness(known.worth), max_num_seqs, NUM_SEEDS))
         guesses["unseen"].append(simulated(run, known.plain, None, max_num_seqs, NUM_SEEDS // 2))
         guesses["speed"].append(
             simulated(run, known.plain, lambda at, own=own: Slowness(own, own), max_num_seqs, NUM_SEEDS // 2)
@@ -364,12 +291,14 @@ def main() -> None:
     known = {c: fit_on_others(*c, runs) for c in sorted(combinations, key=_listed(options))}
     repeats = {c: [run for run in runs if (run.load, run.policy) == c] for c in known}
     compared = {c: compare(repeats[c], known[c], options.max_num_seqs) for c in known}
-    off = statistics.fmean(step_error(run, known[c].usual) for c in known for run in repeats[c])
+    off = statistics.fmean(step_error(run, known[c]) for c in known for run in repeats[c])
+    worth = statistics.fmean(known[c].worth for c in known)
     print_comparison(compared)
     parts = [
         f"Capacity {capacity:.1f} requests/s, {len(runs)} runs of {runs[0].run.results.total.num_finished} requests, "
         f"{options.clock} time. {machine(runs, num_redone, options)} A single "
-        f"step is {off:.0%} off its modelled time on average, at the speed that the probe found.",
+        f"step is {off:.0%} off its modelled time on average, at the speed that the probe found; its slowness counts "
+        f"with a power of {worth:.2f}.",
         summary(compared),
         table(compared),
         "Over 10%:\n\n" + explained(compared),
