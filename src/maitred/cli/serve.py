@@ -126,7 +126,7 @@ def _welcome(model: str, host: str, port: int, *, has_keys: bool, scheme: str = 
     shown = "127.0.0.1" if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
     url = f"{scheme}://{shown}:{port}"
     key = " --api-key KEY" if has_keys else ""
-    return f"maitred serves {model} on {url}   (try: maitred chat --url {url}{key})"
+    return f"maitred serves {model} on {url}   (open it in a browser, or try: maitred chat --url {url}{key})"
 
 
 def bind(host: str, port: int) -> socket:
