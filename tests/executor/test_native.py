@@ -27,6 +27,7 @@ from tests.executor.torch_worlds import (
     Hand,
     Seen,
     dense_greedy,
+    dense_logits,
     make_decoder,
     make_spec,
     random_prompt,
@@ -203,6 +204,31 @@ def test_logits_of_a_token_that_is_not_there_are_refused():
 
 
 # ---- formats and sizes
+
+
+@pytest.mark.parametrize(
+    ("formats", "largest_error"),
+    [
+        ({"dtype": "bfloat16", "kv_dtype": "bfloat16"}, 0.03),
+        ({"dtype": "bfloat16", "kv_dtype": "int8"}, 0.04),
+        ({"dtype": "int8", "kv_dtype": "bfloat16"}, 0.06),
+        ({"dtype": "int8", "kv_dtype": "int8"}, 0.06),
+        ({"dtype": "int4", "kv_dtype": "int8", "int4_group_size": 32}, 0.5),
+    ],
+)
+@pytest.mark.parametrize("isa", _native.available_isas())
+def test_shorter_numbers_give_almost_the_same_logits(isa: str, formats: dict[str, Any], largest_error: float):
+    """Mean error over the logits' spread; random weights leave int4 little."""
+    spec = make_spec(hidden_size=128, intermediate_size=192, head_dim=32, attention_scale=0.01)  # no attention is chaos
+    decoder = make_decoder(spec)
+    seen = Seen()
+    hand = make_hand(decoder, isa=isa, on_logits=seen, **formats)
+    prompt = random_prompt(60, seed=3)
+    hand.add("r", prompt)
+    hand.step()
+    exact = dense_logits(decoder, prompt)
+    error = (seen.of("r") - exact).abs().mean() / exact.std()
+    assert 0 < error < largest_error
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,75 @@
+"""Which executor is taken, and what is said when it is not the first choice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from maitred.config import EngineConfig, ModelConfig
+from maitred.engine import executors
+from maitred.engine.executors import plan_executor
+from maitred.errors import ConfigError, KernelError
+from maitred.model.checkpoint import open_checkpoint
+from maitred.model.families import spec_from_config
+
+
+def planned(**model: Any) -> tuple[Any, list[str]]:
+    """The plan for the built-in model, and what was told."""
+    told: list[str] = []
+    checkpoint = open_checkpoint(None)
+    config = EngineConfig(model=ModelConfig(**model))
+    return plan_executor(config, checkpoint, spec_from_config(checkpoint.config), told.append), told
+
+
+def without_native(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> Any:
+        raise KernelError("the native library was not built")
+
+    monkeypatch.setattr(executors, "_plan_native", refuse)
+
+
+@pytest.mark.parametrize("executor", ["auto", "native"])
+def test_a_cpu_gets_the_native_executor(executor: str):
+    plan, told = planned(executor=executor, device="cpu", dtype="int8")
+    assert (plan.name, plan.device_name, plan.on_gpu) == ("native", "cpu", False)
+    assert (plan.dtype_name, plan.kv_dtype_name) == ("int8", "bfloat16")
+    assert told == []
+
+
+def test_pytorch_is_taken_when_asked_for():
+    plan, _ = planned(executor="torch", device="cpu", dtype="float32")
+    assert (plan.name, plan.dtype_name, plan.on_gpu) == ("torch", "float32", False)
+
+
+def test_pytorch_takes_over_what_the_library_cannot_and_says_why(monkeypatch: pytest.MonkeyPatch):
+    without_native(monkeypatch)
+    plan, told = planned(device="cpu")
+    assert plan.name == "torch"
+    assert told == ["torch   takes over: the native library was not built"]
+
+
+@pytest.mark.parametrize("settings", [{"executor": "native"}, {"dtype": "int4"}, {"kv_dtype": "int8"}])
+def test_what_only_the_library_has_is_refused_without_it(settings: dict[str, str], monkeypatch: pytest.MonkeyPatch):
+    without_native(monkeypatch)
+    with pytest.raises(ConfigError, match="the native library was not built"):
+        planned(device="cpu", **settings)
+
+
+def test_without_pytorch_the_library_must_do(monkeypatch: pytest.MonkeyPatch):
+    without_native(monkeypatch)
+    monkeypatch.setattr(executors, "_has_torch", lambda: False)
+    with pytest.raises(ConfigError, match="the native library was not built"):
+        planned(device="cpu")
+    with pytest.raises(ConfigError, match=r"needs PyTorch; install it with: pip install 'maitred\[torch\]'"):
+        planned(executor="torch", device="cpu")
+
+
+def test_nobody_waits_for_pytorch_where_there_is_no_gpu_driver(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(executors, "GPU_DRIVERS", ("/there/is/no/such/driver",))
+    assert planned(device="auto")[0].name == "native"
+
+
+def test_a_small_model_gets_one_thread_unless_told_otherwise():
+    assert planned(device="cpu")[0].num_threads == 1
+    assert planned(device="cpu", num_threads=2)[0].num_threads == 2
