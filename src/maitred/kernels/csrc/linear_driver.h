@@ -69,7 +69,7 @@ static inline Plan plan_of(const LinearShape& shape, int m, int chunk_rows) {
   plan.rows_per_block = divide_up(m, plan.row_blocks);
   plan.one_pass = plan.rows_per_block <= chunk_rows;
   const int run = kRunBytes / plan.step_bytes;
-  plan.run_steps = plan.one_pass ? plan.steps : run < 1 ? 1 : run;
+  plan.run_steps = plan.one_pass ? plan.steps : divide_up(plan.steps, divide_up(plan.steps, run < 1 ? 1 : run));
   const int64_t eights = plan.rows_per_block < 8 ? 1 : plan.rows_per_block / 8;
   plan.least_share = divide_up(kLeastShareBytes, tile_bytes(shape) * eights);
   return plan;
@@ -191,35 +191,34 @@ inline void multiply(DType dtype, const Block& block) {
   if (dtype == DType::int4) K::int4(block);
 }
 
-// Steps of the run that begins at `step`. Of the last tile of a share the last bytes are a run of their own, which
-// prefetches nothing: what lies behind them is for another thread to read.
-static inline int run_length(const Plan& plan, int step, bool last) {
+// Steps of the run that begins at `step`. Where this thread goes on elsewhere (`jumps`), the tile's last bytes are a
+// run of their own, which prefetches from there.
+static inline int run_length(const Plan& plan, int step, bool jumps) {
   const int left = plan.steps - step;
   if (!plan.one_pass) return left < plan.run_steps ? left : plan.run_steps;
   const int ahead = kAheadBytes / plan.step_bytes;
-  return last && left > ahead ? left - ahead : left;
+  return jumps && left > ahead ? left - ahead : left;
 }
 
 // Where the kernel prefetches: ahead in its own stream, or, where several chunks of rows pass over a run, each of the
-// first few a part of the next run.
-static inline void aim_prefetch(const Plan& plan, int chunk, bool final_run, Block& block) {
-  block.next = block.weights;  // in the cache already: costs next to nothing
+// first few a part of the run that begins at `following` (null: there is none).
+static inline void aim_prefetch(const Plan& plan, int chunk, const uint8_t* following, Block& block) {
+  const int lines = plan.step_bytes == 128 ? 2 : 1;  // of a step
+  block.next = block.weights;                        // in the cache already: costs next to nothing
   block.next_lines = 1;
-  if (final_run) return;
+  if (following == nullptr) return;
   if (plan.one_pass) {
-    block.next = block.weights + kAheadBytes;
-    block.next_lines = plan.step_bytes == 128 ? 2 : 1;
-  } else {
-    const int64_t run = static_cast<int64_t>(block.steps) * plan.step_bytes;
-    const int64_t part = plan.step_bytes == 128 ? run / 2 : run;
-    if (part * chunk < run) block.next = block.weights + run + part * chunk;
+    block.next = following;
+    block.next_lines = lines;
+  } else if (chunk < lines) {
+    block.next = following + static_cast<int64_t>(block.steps) * plan.step_bytes / lines * chunk;
   }
 }
 
-// All of K for one tile and one block of rows; `last`: the next tile belongs to another share.
+// All of K for one tile and one block of rows; `after`: the weights that this thread reads next, null if none.
 template <class K>
-inline void sum_tile(const PackedLinear& weights, const Plan& plan, int tile, bool last, const Operand& rows, int row0,
-                     int num_rows, uint8_t* acc) {
+inline void sum_tile(const PackedLinear& weights, const Plan& plan, int tile, const uint8_t* after, const Operand& rows,
+                     int row0, int num_rows, uint8_t* acc) {
   const LinearShape& shape = weights.shape;
   const int chunks = divide_up(num_rows, K::rows_at_once(shape.dtype));
   const int per_row = sums_per_row(shape);
@@ -231,8 +230,12 @@ inline void sum_tile(const PackedLinear& weights, const Plan& plan, int tile, bo
   block.group = shape.group;
   for (int step = 0; step < plan.steps; step += block.steps) {
     block.weights = from + static_cast<int64_t>(step) * plan.step_bytes;
-    block.steps = run_length(plan, step, last);
+    block.steps = run_length(plan, step, after != from + tile_bytes(shape));
     block.first = step == 0;
+    const bool ends = step + block.steps == plan.steps;
+    const uint8_t* behind = block.weights + static_cast<int64_t>(block.steps) * plan.step_bytes;
+    const uint8_t* following = ends ? after : plan.one_pass ? block.weights + kAheadBytes : behind;
+    if (ends && plan.one_pass && after == behind) following = block.weights + kAheadBytes;
     for (int chunk = 0; chunk < chunks; ++chunk) {  // rows shared out evenly: 32 as 11, 11, 10
       const int begin = num_rows * chunk / chunks, end = num_rows * (chunk + 1) / chunks;
       block.rows = static_cast<const uint8_t*>(rows.rows) + (row0 + begin) * rows.row_stride +
@@ -242,7 +245,7 @@ inline void sum_tile(const PackedLinear& weights, const Plan& plan, int tile, bo
                                       (shape.dtype == DType::int4 ? step : 0);
       block.num_rows = end - begin;
       block.acc = acc + static_cast<int64_t>(begin) * kTile * 4;
-      aim_prefetch(plan, chunk, last && step + block.steps == plan.steps, block);
+      aim_prefetch(plan, chunk, following, block);
       multiply<K>(shape.dtype, block);
     }
   }
@@ -254,12 +257,18 @@ void linear(const PackedLinear& weights, const Operand& rows, int m, const Linea
   const Plan plan = plan_of(weights.shape, m, K::rows_at_once(weights.shape.dtype));
   alignas(64) uint8_t acc[kMaxRows * kTile * 4];
   Shares shares{plan.tiles * plan.row_blocks, worker.count, plan.least_share};
-  while (shares.seek(counter.take())) {
-    for (int unit = shares.first; unit < shares.last(); ++unit) {
+  for (bool more = shares.seek(counter.take()); more;) {
+    const int first = shares.first, last = shares.last();
+    for (int unit = first; unit < last; ++unit) {
       const int row_block = unit / plan.tiles, tile = unit % plan.tiles;
       const int row0 = m * row_block / plan.row_blocks, row1 = m * (row_block + 1) / plan.row_blocks;
-      const bool last = unit + 1 == shares.last() || tile + 1 == plan.tiles;
-      sum_tile<K>(weights, plan, tile, last, rows, row0, row1 - row0, acc);
+      int next = unit + 1;
+      if (next == last) {  // the next share is taken here, so that its first bytes are on their way when it begins
+        more = shares.seek(counter.take());
+        next = shares.first;
+      }
+      const uint8_t* after = more ? weights.data + next % plan.tiles * tile_bytes(weights.shape) : nullptr;
+      sum_tile<K>(weights, plan, tile, after, rows, row0, row1 - row0, acc);
       end_tile<K>(weights, plan, tile, row1 - row0, rows, row0, acc, out);
     }
   }
