@@ -24,7 +24,7 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "here")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).resolve().parent.parent
-START_TIMEOUT_S = 120
+START_TIMEOUT_S = 200
 
 
 @dataclass
@@ -49,7 +49,7 @@ class ServerProcess:
     def stop(self) -> int:
         """SIGTERM, and the exit status."""
         self.process.terminate()
-        return self.process.wait(timeout=30)
+        return self.process.wait(timeout=120)
 
 
 def start_server(*arguments: str) -> ServerProcess:

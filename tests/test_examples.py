@@ -15,7 +15,7 @@ def run_example(name: str, *arguments: str) -> str:
         [sys.executable, str(ROOT / "examples" / name), *arguments],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=280,
         check=False,
     )
     assert done.returncode == 0, done.stderr

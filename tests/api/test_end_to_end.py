@@ -183,7 +183,7 @@ def test_leaving_frees_the_blocks(real, paced, leave, stream, n):
 
 def test_leaving_the_queue_leaves_nothing(real, paced):
     """Eight run, the others wait; all go away."""
-    body = {"model": "mini", "prompt": "x", "max_tokens": 1000, "ignore_eos": True}
+    body = {"model": "mini", "prompt": "x", "max_tokens": 2000, "ignore_eos": True}
     connections = [send(real, "/v1/completions", body) for _ in range(20)]
     until(lambda: real.replica.state().num_waiting == 12)
     for connection in reversed(connections):
@@ -197,7 +197,7 @@ def test_the_gauges_tell_what_the_engine_does(real, paced):
         page = httpx.get(f"{real.url}/metrics").text
         return float(page.split("\nmaitred_requests_running ")[1].split("\n")[0])
 
-    body = {"model": "mini", "prompt": "x", "n": 4, "max_tokens": 1000, "ignore_eos": True, "stream": True}
+    body = {"model": "mini", "prompt": "x", "n": 4, "max_tokens": 2000, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", f"{real.url}/v1/completions", json=body, timeout=HANGS_S) as answer:
         lines = answer.iter_lines()
         next(lines)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import string
 from typing import Any
@@ -117,8 +118,10 @@ POST = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/j
 def test_bytes_that_are_hardly_http_do_no_harm(served, request_bytes):
     with socket.create_connection(("127.0.0.1", served.port), timeout=HANGS_S) as connection:
         connection.sendall(request_bytes)
-        connection.shutdown(socket.SHUT_WR)
-        answer = connection.recv(65536)
+        answer = b""
+        with contextlib.suppress(OSError):  # the server may have hung up already
+            connection.shutdown(socket.SHUT_WR)
+            answer = connection.recv(65536)
     assert not answer or answer.startswith(b"HTTP/1.1 4"), answer
     assert b"set-cookie" not in answer.split(b"\r\n\r\n")[0]
     assert httpx.get(f"{served.url}/health").status_code == 200
