@@ -146,6 +146,9 @@ def test_slow_clients_are_all_hung_up_on_while_good_ones_are_served(kind):
             readable, _, _ = select.select(list(waiting), [], [], 0)  # they are answered and closed, or only closed
             waiting -= {connection for connection in readable if _is_over(connection)}
         until(lambda: server.in_flight() == 0)
+        page = httpx.get(f"{server.url}/metrics", timeout=HANGS_S).text
+    counted = re.findall(r'maitred_http_requests_total{route="(.*)",status="408"} (.*)', page)
+    assert counted == {silent: [], slow_head: [("other", "100.0")], slow_body: [("/v1/completions", "100.0")]}[kind]
 
 
 def _is_over(connection: socket.socket) -> bool:
