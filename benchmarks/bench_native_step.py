@@ -42,6 +42,7 @@ class Bench:
                 lm_head_dtype=options.lm_head_dtype,
                 num_threads=options.threads,
                 int4_group_size=options.group,
+                weight_cache=options.weight_cache,
             ),
             checkpoint,
             self.spec,
@@ -148,6 +149,7 @@ def main() -> None:
     parser.add_argument("--lm-head-dtype", default="auto")
     parser.add_argument("--group", type=int, default=32)
     parser.add_argument("--threads", type=int)
+    parser.add_argument("--weight-cache", default="off", help="auto to map packed weights from the disk")
     parser.add_argument("--requests", type=int, nargs="*", default=[1, 8, 32])
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--prefill", type=int, nargs="*", default=[512])
