@@ -85,7 +85,10 @@ class Exchange:
                 return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
     def _too_large(self) -> RequestTooLarge:
-        return RequestTooLarge(f"the request body is over the limit of {self.max_body_bytes} bytes")
+        limit = self.max_body_bytes
+        return RequestTooLarge(
+            f"the request body is over the limit of {limit} bytes; the server's --max-body-bytes sets it"
+        )
 
     async def json(
         self,
