@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from maitred.kernels import _native
-from maitred.kernels.linear import PACK_VERSION
+from maitred.kernels.linear import PACK_VERSION, allocate
 from maitred.model.checkpoint import Checkpoint
 from maitred.model.packed import (
     Buffer,
@@ -54,6 +54,7 @@ SPARE_BYTES = 2**30
 _MAGIC = b"maitredW"
 _PREFIX = struct.Struct("<8sQQ")  # magic, bytes of the JSON, their checksum
 _DATA_ALIGNMENT = 2 * 2**20  # a huge page
+_WRITE_BYTES = 64 * 2**20
 _SUFFIX, _DRAFT_SUFFIX = ".packed", ".draft"
 
 
@@ -96,7 +97,8 @@ def load_weights(
     size = total_bytes(plan_weights(program))
     if cache is None or size < cache.min_bytes:
         why = "no cache was wanted" if cache is None else "too small to keep"
-        return _packed(program, checkpoint, threads, why)
+        weights, _ = _pack(program, checkpoint, threads)
+        return LoadedWeights(weights, "packed", _packed_story(weights, why))
     path = cache.folder / (cache_key(program, checkpoint, isa) + _SUFFIX)
     damage = ""
     try:
@@ -105,11 +107,12 @@ def load_weights(
         pass
     except (OSError, _Unusable) as error:
         damage = f"; {path.name[:12]} was {_reason(error)} and is replaced"
+    weights, memory = _pack(program, checkpoint, threads)
     try:
-        loaded = _kept(cache, path, program, checkpoint, threads)
+        _keep(cache, path, memory, program, threads)
     except (OSError, _Unusable) as error:
-        return _packed(program, checkpoint, threads, _reason(error) + damage)
-    return loaded._replace(story=loaded.story + damage)
+        return LoadedWeights(weights, "packed", _packed_story(weights, _reason(error) + damage))
+    return LoadedWeights(weights, "kept", f"packed {_size(weights.num_bytes)}, kept in {cache.folder}{damage}")
 
 
 def cache_key(program: Program, checkpoint: Checkpoint, isa: str) -> str:
@@ -125,9 +128,18 @@ def cache_key(program: Program, checkpoint: Checkpoint, isa: str) -> str:
     return hashlib.blake2b(json.dumps(parts).encode(), digest_size=20).hexdigest()
 
 
-def _packed(program: Program, checkpoint: Checkpoint, threads: Any, why: str) -> LoadedWeights:
-    weights = pack_weights(program, checkpoint, threads)
-    return LoadedWeights(weights, "packed", f"packed {_size(weights.num_bytes)} into memory ({why})")
+def _pack(program: Program, checkpoint: Checkpoint, threads: Any) -> tuple[PackedWeights, Buffer]:
+    """The weights, and the flat memory that they all lie in."""
+    memory = allocate(total_bytes(plan_weights(program)))
+
+    def buffer_for(plan: WeightPlan) -> Buffer:
+        return memory[plan.offset : plan.offset + plan.num_bytes]
+
+    return pack_weights(program, checkpoint, threads, buffer_for), memory
+
+
+def _packed_story(weights: PackedWeights, why: str) -> str:
+    return f"packed {_size(weights.num_bytes)} into memory ({why})"
 
 
 # ---- a file that is there
@@ -137,7 +149,7 @@ def _mapped(path: Path, program: Program, threads: Any) -> LoadedWeights:
     """Raises FileNotFoundError, and _Unusable for one that is not whole, which is then deleted."""
     with path.open("rb") as file:
         try:
-            weights = _map(file.fileno(), program, threads, is_trusted=False)
+            weights = _map(file.fileno(), program, threads)
         except _Unusable:
             path.unlink(missing_ok=True)
             raise
@@ -146,16 +158,17 @@ def _mapped(path: Path, program: Program, threads: Any) -> LoadedWeights:
     return LoadedWeights(weights, "mapped", f"mapped {_size(weights.num_bytes)} from {path.parent}")
 
 
-def _map(fd: int, program: Program, threads: Any, *, is_trusted: bool) -> PackedWeights:
-    """Views of the file's segments; unless it is our own of this minute, only after every checksum was right."""
+def _map(fd: int, program: Program, threads: Any) -> PackedWeights:
+    """Views of the file's segments, once every checksum was right."""
     size = os.fstat(fd).st_size
     segments = _read_header(fd, size, program, threads)
-    flags = mmap.MAP_PRIVATE | getattr(mmap, "MAP_POPULATE", 0)
-    memory = np.frombuffer(mmap.mmap(fd, size, flags=flags, prot=mmap.PROT_READ), dtype=np.uint8)
+    mapping = mmap.mmap(fd, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
+    _advise(mapping)
+    memory = np.frombuffer(mapping, dtype=np.uint8)
     tensors: dict[str, PackedTensor] = {}
     for segment in segments:
         data = memory[segment.begin : segment.begin + segment.plan.num_bytes]
-        if not is_trusted and _native.checksum(threads, data) != segment.checksum:
+        if _native.checksum(threads, data) != segment.checksum:
             raise _Unusable(f"damaged in {segment.plan.weight.name}")
         tensors[segment.plan.weight.name] = PackedTensor(segment.plan.weight, data)
     return PackedWeights(tensors)
@@ -189,33 +202,41 @@ def _read_header(fd: int, size: int, program: Program, threads: Any) -> list[_Se
 # ---- a file for the next start
 
 
-def _kept(cache: WeightCache, path: Path, program: Program, checkpoint: Checkpoint, threads: Any) -> LoadedWeights:
-    """Packs into a new file and maps that. Raises OSError or _Unusable when it cannot be kept."""
+def _keep(cache: WeightCache, path: Path, memory: Buffer, program: Program, threads: Any) -> None:
+    """Writes the packed memory to a new file. Raises OSError or _Unusable when it cannot be kept.
+
+    By writing and not through a mapping, whose page by page way into the file leaves it in small pages in memory: the
+    next start, and every step after it, would pay for those.
+    """
     plans = plan_weights(program)
-    begin = _data_begin(len(_header_of(path, [0] * len(plans))))
-    size = begin + total_bytes(plans)
+    sums = [_native.checksum(threads, memory[plan.offset : plan.offset + plan.num_bytes]) for plan in plans]
+    header = _header_of(path, sums)
+    begin = _data_begin(len(header))
     cache.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    _make_room(cache, size)
+    _make_room(cache, begin + memory.nbytes)
     with _draft(cache.folder) as (fd, draft):
-        _allocate(fd, size)
-        mapping = mmap.mmap(fd, size)
-        memory = np.frombuffer(mapping, dtype=np.uint8)
-
-        def buffer_for(plan: WeightPlan) -> Buffer:
-            return memory[begin + plan.offset : begin + plan.offset + plan.num_bytes]
-
-        pack_weights(program, checkpoint, threads, buffer_for)
-        header = _header_of(path, [_native.checksum(threads, buffer_for(plan)) for plan in plans])
-        prefix = _PREFIX.pack(_MAGIC, len(header), _checksum_of(header, threads))
-        mapping[: len(prefix) + len(header)] = prefix + header
-        weights = _map(fd, program, threads, is_trusted=True)
+        _allocate(fd, begin + memory.nbytes)
+        _write(fd, begin, memory.data)
+        _write(fd, 0, memoryview(_PREFIX.pack(_MAGIC, len(header), _checksum_of(header, threads)) + header))
         draft.rename(path)
-    return LoadedWeights(weights, "kept", f"packed {_size(weights.num_bytes)}, kept in {cache.folder}")
+
+
+def _write(fd: int, place: int, data: memoryview) -> None:
+    while data:
+        written = os.pwrite(fd, data[:_WRITE_BYTES], place)
+        place, data = place + written, data[written:]
 
 
 def _allocate(fd: int, size: int) -> None:
-    """A full disk says so now: writing to a mapping would end the process."""
+    """A full disk says so now, and not after half of it was written."""
     os.posix_fallocate(fd, 0, size)
+
+
+def _advise(mapping: mmap.mmap) -> None:
+    """Huge pages, before the first touch: file systems that can (ext4, xfs) then read and map 2 MiB at a time."""
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):
+            mapping.madvise(mmap.MADV_HUGEPAGE)
 
 
 def _header_of(path: Path, checksums: list[int]) -> bytes:

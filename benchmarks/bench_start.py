@@ -1,0 +1,157 @@
+"""How long `maitred serve` takes to its first token: `python benchmarks/bench_start.py [--model FOLDER] [--repeats 5]`.
+
+Measured from the start of the process, medians of --repeats on a warm disk: until the server is ready, and until the
+first token of a request that is sent then. Three kinds of start: the built-in model; a 1.2 GB checkpoint (random
+weights of Qwen3-0.6B's shape, unless --model names one) whose weights are packed and kept; and the same again, mapped.
+The phases are those of the server's own timeline, in its last start, and add up to "ready".
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from maitred.model.checkpoint import BUILTIN_FOLDER
+from maitred.model.families import spec_from_config
+from maitred.model.weight_map import weight_map
+
+QWEN3_06B = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "vocab_size": 151_936,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40_960,
+    "rope_theta": 1_000_000.0,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "eos_token_id": 0,
+}
+
+
+class Start(NamedTuple):
+    ready_s: float
+    first_token_s: float
+    cpu_s: float  # of the server and its engine, until they ended
+    phases: dict[str, float]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, help="folder of a checkpoint")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--repeats", type=int, default=5)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="maitred-bench-") as name:
+        folder = Path(name)
+        model = args.model or make_checkpoint(folder / "model")
+        cache = folder / "cache"
+        flags = [str(model), "--dtype", args.dtype, "--weight-cache", str(cache), "--max-model-len", "4096"]
+        report("built-in model", [measured([]) for _ in range(args.repeats)])
+        cold = []
+        for _ in range(args.repeats):
+            shutil.rmtree(cache, ignore_errors=True)
+            cold.append(measured(flags))
+        report(f"{model.name}, packed and kept", cold)
+        report(f"{model.name}, mapped", [measured(flags) for _ in range(args.repeats)])
+
+
+def measured(flags: list[str]) -> Start:
+    """One start of a server, one token, and its end."""
+    spent_before = children_cpu_s()
+    began = time.perf_counter()
+    command = [sys.executable, "-m", "maitred", "serve", *flags, "--port", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+        assert server.stderr is not None
+        lines = []
+        for line in server.stderr:
+            lines.append(line)
+            if line.startswith("maitred serves "):
+                break
+        else:
+            raise SystemExit("the server did not start:\n" + "".join(lines))
+        ready_s = time.perf_counter() - began
+        served, url = lines[-1].split("serves ")[1].split(" on ")
+        url = url.split()[0]
+        body = json.dumps({"model": served, "prompt": "Hello", "max_tokens": 1, "ignore_eos": True}).encode()
+        request = urllib.request.Request(url + "/v1/completions", body, {"content-type": "application/json"})
+        urllib.request.urlopen(request).read()
+        first_token_s = time.perf_counter() - began
+        page = urllib.request.urlopen(url + "/metrics").read().decode()
+        server.terminate()
+        server.communicate()
+    phases = {
+        line.split('"')[1]: float(line.split()[-1])
+        for line in page.splitlines()
+        if line.startswith("maitred_start_seconds{")
+    }
+    return Start(ready_s, first_token_s, children_cpu_s() - spent_before, phases)
+
+
+def report(what: str, starts: list[Start]) -> None:
+    ready, token, cpu = (statistics.median(values) for values in list(zip(*starts, strict=True))[:3])
+    print(f"{what:34} ready {ready:6.2f} s   first token {token:6.2f} s   processor time {cpu:6.2f} s")
+    print("    " + ", ".join(f"{phase} {seconds:.3f}" for phase, seconds in starts[-1].phases.items()), flush=True)
+
+
+def children_cpu_s() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+def make_checkpoint(folder: Path) -> Path:
+    """Random bfloat16 weights of Qwen3-0.6B's shape, with the built-in model's tokenizer."""
+    folder.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(BUILTIN_FOLDER / name, folder)
+    (folder / "config.json").write_text(json.dumps(QWEN3_06B))
+    header, offset = {}, 0
+    shapes = {source.tensor: source.shape for source in weight_map(spec_from_config(QWEN3_06B), AnyName())}
+    for name, shape in shapes.items():
+        size = 2 * int(np.prod(shape))
+        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [offset, offset + size]}
+        offset += size
+    encoded = json.dumps(header).encode()
+    rng = np.random.default_rng(0)
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(encoded).to_bytes(8, "little") + encoded)
+        for shape in shapes.values():
+            values = rng.standard_normal(int(np.prod(shape)), dtype=np.float32) * np.float32(0.02)
+            file.write((values.view(np.uint32) >> 16).astype(np.uint16).tobytes())
+    return folder
+
+
+class AnyName:
+    """As if the checkpoint had every tensor that is asked for."""
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
+    def __iter__(self):  # type: ignore[no-untyped-def]
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
+
+
+if __name__ == "__main__":
+    main()
