@@ -103,13 +103,13 @@ class Generation:
     def _failure(self, delta: TextDelta) -> ServerError:
         waited_s = delta.timing.total_s if delta.timing is not None else 0.0
         if delta.finish_reason is FinishReason.QUEUE_TIMEOUT:
-            message = f"the request was in no step after {waited_s:.1f} s, all the time it had to wait"
+            message = f"the request was in no step after {waited_s:.3g} s, all the time it had to wait"
             return QueueTimeout(message, retry_after_s=self._edge.retry_after_s())
         if delta.finish_reason is FinishReason.SHED:
-            message = f"after {waited_s:.1f} s in the queue the request made room for a more urgent one"
+            message = f"after {waited_s:.3g} s in the queue the request made room for a more urgent one"
             return Overloaded(message, retry_after_s=self._edge.retry_after_s())
         if delta.finish_reason is FinishReason.TIMEOUT:
-            return RequestTimeout(f"the request was not done after {waited_s:.1f} s, all the time it had")
+            return RequestTimeout(f"the request was not done after {waited_s:.3g} s, all the time it had")
         return GenerationFailed(delta.error or "the server ended this request")
 
     async def gather(self) -> None:
