@@ -16,8 +16,10 @@ import hypothesis
 import pytest
 
 # In CI the same examples every time, so that a red run is the change's doing; elsewhere new ones each time.
-hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
-hypothesis.settings.register_profile("here", deadline=None, print_blob=True)
+# Neither minds a machine that is slow to make examples.
+SLOW = (hypothesis.HealthCheck.too_slow,)
+hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True, suppress_health_check=SLOW)
+hypothesis.settings.register_profile("here", deadline=None, print_blob=True, suppress_health_check=SLOW)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "here")
 
 # A shell's background job ignores Ctrl-C, and so would every command that a test starts and interrupts.
