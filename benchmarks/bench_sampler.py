@@ -32,6 +32,8 @@ CASES: dict[str, dict[str, Any]] = {
     "min-p 0.05": {"min_p": 0.05},
     "top-p 0.95": {"top_p": 0.95},
     "top-k 50 + top-p 0.95": {"top_k": 50, "top_p": 0.95},
+    "top-k + top-p + penalties": {"top_k": 50, "top_p": 0.95, **PENALTIES},
+    "top-p + penalties": {"top_p": 0.95, **PENALTIES},
     "top-p + penalties + 5 logprobs": {"top_p": 0.95, "logprobs": 5, **PENALTIES},
 }
 NUM_PROMPT_TOKENS, NUM_OUTPUT_TOKENS = 2000, 500

@@ -25,8 +25,8 @@ const SamplerKernels& sampler_kernels(Isa isa) {
 namespace {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
-// A nucleus is first sought among this many of the largest logits.
-constexpr int64_t kFewCandidates = 512;
+// A nucleus is first sought among this many of the largest logits, then among so many more.
+constexpr int64_t kFewCandidates = 128, kManyCandidates = 768;
 // Where it is larger, this many values, evenly spread, tell about where its edge must be.
 constexpr int64_t kSampleSize = 2048;
 // Below this a sort is cheaper than another partition.
@@ -171,9 +171,9 @@ struct Sampler::Task {
     float cut = kInfinity;  // logits from here on weigh above_cut
     double above_cut = 0.0;
     const int64_t most = static_cast<int64_t>(scratch.groups.size()) * 3 / 4;
-    for (int64_t count : {std::min(kFewCandidates, most), most}) {
+    for (int64_t count : {std::min(kFewCandidates, most), std::min(kManyCandidates, most), most}) {
       // No weight is above 1, so a nucleus has at least `needed` tokens; and what is far from enough says the same.
-      if (needed > static_cast<double>(count) || (above_cut > 0.0 && above_cut < 0.7 * needed)) break;
+      if (needed > static_cast<double>(count) || (above_cut > 0.0 && above_cut < 0.5 * needed)) break;
       cut = std::max(floor, largest_at_least(count));
       collect(cut, kInfinity);
       weigh_list();
