@@ -49,7 +49,8 @@ def kv_bytes_per_block(spec: DecoderSpec, block_size: int, kv_dtype_bytes: int) 
 def native_bytes_per_block(spec: DecoderSpec, block_size: int, kv_dtype: str) -> int:
     """Bytes of one block over all layers in the native pool, kv_dtype float32, bfloat16 or int8.
 
-    Blocks of a multiple of 16 tokens hold heads padded to 16 values; others hold them as they are. int8 has a float32 scale for each token and head of K and of V. `kernels/csrc/kv_pool.h` has the layout.
+    Blocks of a multiple of 16 tokens hold heads padded to 16 values; others hold them as they are. int8 has a float32
+    scale for each token and head of K and of V. `kernels/csrc/kv_pool.h` has the layout.
     Raises ConfigError for another dtype.
     """
     try:
