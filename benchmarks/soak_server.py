@@ -228,7 +228,7 @@ def main() -> int:
         asyncio.run(load(server, tally, num_clients=chosen.clients, seconds=seconds, kill_every_s=chosen.kill_every_s))
         until(lambda: is_idle(server))
         until(lambda: sample(server, 0.0).num_files <= before.num_files + 2)
-        after, slope = sample(server, seconds), slope_mib_per_h(tally.samples)
+        after, slope = sample(server, time.monotonic() - seconds), slope_mib_per_h(tally.samples)
         tally.samples.append(after)
         tell(tally)
     finally:
