@@ -71,6 +71,6 @@ def test_requests_that_cannot_decode_together_are_said_to_be_too_many():
     parts = build_parts(config)
     try:
         with pytest.raises(ConfigError, match="all of 3 requests"):
-            TimedEngine(parts).decode_s(3, 32, 4)
+            TimedEngine(parts, 512).decode_s(3, 32, 4)
     finally:
         parts.close()

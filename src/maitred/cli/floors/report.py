@@ -103,7 +103,7 @@ def _with_engine(
             raise ConfigError("this engine does not tell how it holds the model; use --no-engine")
         held = WeightFormat(footprint.dtype), KVFormat(footprint.kv_dtype)
         floors = _floors(options, spec, measured, held, batches)
-        engine = TimedEngine(parts)
+        engine = TimedEngine(parts, config.scheduler.max_num_batched_tokens)
         took = [engine.decode_s(batch, options.context, DECODE_STEPS) for batch in batches]
         took.append(engine.prefill_s(options.prompt))
     finally:

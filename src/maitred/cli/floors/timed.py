@@ -18,19 +18,22 @@ PREFILL_REPEATS = 3
 class TimedEngine:
     """Steps an engine that nobody else steps. Prompts are random tokens, no two alike."""
 
-    def __init__(self, parts: EngineParts) -> None:
-        self._parts, self._rng, self._num_requests = parts, Random(0), 0
+    def __init__(self, parts: EngineParts, max_num_batched_tokens: int) -> None:
+        self._parts, self._token_budget = parts, max_num_batched_tokens
+        self._rng, self._num_requests = Random(0), 0
 
     def decode_s(self, batch: int, context: int, num_steps: int) -> float:
         """Median time (s) of a step in which `batch` requests decode, around `context` tokens each.
 
         Raises ConfigError when the engine has not the slots or the memory for them.
         """
-        prompt = max(1, context - num_steps // 2)
-        requests = [self._add(prompt, num_steps + 1) for _ in range(batch)]
+        # Those whose prompts come first decode while the others are prefilled: they end later and are ahead meanwhile.
+        staggered = 2 + 2 * batch * context // self._token_budget
+        prompt = max(1, context - (num_steps + staggered) // 2)
+        requests = [self._add(prompt, num_steps + staggered) for _ in range(batch)]
         counts = dict.fromkeys(requests, 0)
-        took = []
-        while self._parts.core.has_work:
+        took: list[float] = []
+        while self._parts.core.has_work and len(took) < num_steps:
             before = dict(counts)
             began = time.perf_counter()
             progress = self._parts.core.step()
@@ -39,6 +42,8 @@ class TimedEngine:
                 counts[p.request_id] += len(p.new_token_ids)
             if all(before.values()) and all(counts[r] == before[r] + 1 for r in requests):
                 took.append(ended - began)
+        for request_id in requests:
+            self._parts.core.abort(request_id)
         if not took:
             raise ConfigError(
                 f"no step had all of {batch} requests of {context} tokens; raise --max-num-seqs or "
