@@ -18,6 +18,7 @@ from maitred.model.roofline import (
     query_key_pairs,
     step_work,
     token_budget,
+    weight_format,
 )
 from maitred.model.spec import DecoderSpec, LayerSpec
 
@@ -54,6 +55,14 @@ def test_a_decode_step_reads_every_weight_once_and_each_requests_keys_and_values
     assert num_bytes(INT8, decode(1, 1)) == pytest.approx(0.60e9, rel=0.01)
     one, many = num_bytes(INT8, decode(1, 576)), num_bytes(INT8, decode(32, 576))
     assert many - one == 31 * 576 * 114_688
+
+
+def test_int4_has_its_groups_scales_and_a_wider_output_matrix():
+    assert weight_format("int4/64") == WeightFormat("int4", 64)
+    assert weight_format("bfloat16") == BF16
+    assert INT4.bytes_of(1, 64) == 32 + 2 * 2
+    (head,) = [op for op in step_work(SPEC, decode(1, 1), INT4, KV) if op.name == "lm_head"]
+    assert head.num_bytes == INT8.bytes_of(SPEC.vocab_size, SPEC.hidden_size)
 
 
 def test_one_request_is_held_by_bandwidth_and_a_long_prompt_by_arithmetic():

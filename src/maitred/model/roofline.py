@@ -15,7 +15,7 @@ from maitred.model.spec import DecoderSpec
 # Which arithmetic a weight format runs on: int4 weights meet int8 activations.
 ARITHMETIC = {"float32": "float32", "bfloat16": "bfloat16", "int8": "int8", "int4": "int8"}
 INT4_GROUP = 32
-SCALE_BYTES = 4
+SCALE_BYTES, INT4_SCALE_BYTES = 4, 2
 BUDGET_STEP = 64
 SHARE_OF_READING = 0.05
 
@@ -44,7 +44,18 @@ class WeightFormat(NamedTuple):
                 return 2.0 * rows * columns
             case "int8":
                 return rows * (columns + SCALE_BYTES)
-        return rows * columns * (0.5 + SCALE_BYTES / self.group)
+        return rows * columns * (0.5 + INT4_SCALE_BYTES / self.group)
+
+    @property
+    def lm_head(self) -> WeightFormat:
+        """What the output matrix is held in unless asked otherwise: int8 beside int4, else the same."""
+        return WeightFormat("int8") if self.dtype == "int4" else self
+
+
+def weight_format(name: str) -> WeightFormat:
+    """`int4/64` is int4 in groups of 64."""
+    dtype, _, group = name.partition("/")
+    return WeightFormat(dtype, int(group)) if group else WeightFormat(dtype)
 
 
 class KVFormat(NamedTuple):
@@ -91,7 +102,7 @@ def step_work(
         yield _linear("down", spec.hidden_size, spec.intermediate_size, tokens, weights)
     sampled = sum(row.samples for row in rows)
     if sampled:
-        yield _linear("lm_head", spec.vocab_size, spec.hidden_size, sampled, lm_head or weights)
+        yield _linear("lm_head", spec.vocab_size, spec.hidden_size, sampled, lm_head or weights.lm_head)
 
 
 def floor_s(work: Iterator[Work] | Sequence[Work], machine: Machine) -> float:

@@ -24,6 +24,7 @@ from maitred.model.roofline import (
     floor_s,
     step_work,
     token_budget,
+    weight_format,
 )
 from maitred.model.spec import DecoderSpec
 
@@ -101,7 +102,7 @@ def _with_engine(
         footprint = parts.model.footprint
         if footprint is None:
             raise ConfigError("this engine does not tell how it holds the model; use --no-engine")
-        held = WeightFormat(footprint.dtype), KVFormat(footprint.kv_dtype)
+        held = weight_format(footprint.dtype), KVFormat(footprint.kv_dtype)
         floors = _floors(options, spec, measured, held, batches)
         engine = TimedEngine(parts, config.scheduler.max_num_batched_tokens)
         took = [engine.decode_s(batch, options.context, DECODE_STEPS) for batch in batches]
