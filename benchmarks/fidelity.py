@@ -79,9 +79,9 @@ def workload(
     return SyntheticWorkload(WorkloadSpec(rate=rate, num_requests=num_requests, seed=seed, classes=classes))
 
 
-def engine_config(policy: str, max_num_seqs: int) -> EngineConfig:
+def engine_config(policy: str, max_num_seqs: int, executor: str = "auto") -> EngineConfig:
     return EngineConfig(
-        model=ModelConfig(num_threads=1),
+        model=ModelConfig(num_threads=1, executor=executor),
         scheduler=SchedulerConfig(max_num_seqs=max_num_seqs, policy=policy, predictor="max_tokens"),
     )
 
@@ -96,7 +96,12 @@ class Capacity(NamedTuple):
 
 
 def measure_capacity(
-    classes: Mapping[str, ClassSpec], max_num_seqs: int, clock: str, probe: Probe, seconds: float
+    classes: Mapping[str, ClassSpec],
+    max_num_seqs: int,
+    clock: str,
+    probe: Probe,
+    seconds: float,
+    executor: str = "auto",
 ) -> Capacity:
     """Of FCFS when it is never idle, and what the probe took meanwhile.
 
@@ -104,7 +109,7 @@ def measure_capacity(
     seconds make a cost model, and the rate is that of a long simulation.
     """
     watch = Watch(probe)
-    with live_engine(engine_config("fcfs", max_num_seqs), CLOCKS[clock](), lambda line: None) as live:
+    with live_engine(engine_config("fcfs", max_num_seqs, executor), CLOCKS[clock](), lambda line: None) as live:
         endless = workload(1.0, 1_000_000, classes=classes).arrivals()
         live.serve_closed(endless, max_num_seqs, live.clock.now() + seconds, watch)
         steps = list(measured_steps(live.close()))
@@ -166,7 +171,8 @@ def run_live(
     options: argparse.Namespace,
 ) -> LiveRun:
     before, quiet, watch = median_of(probe.readings()), Quiet(), Watch(probe)
-    steps = record(engine_config(policy, options.max_num_seqs), CLOCKS[options.clock](), arrivals, watch)
+    config = engine_config(policy, options.max_num_seqs, options.executor)
+    steps = record(config, CLOCKS[options.clock](), arrivals, watch)
     others, after = quiet.others(), median_of(probe.readings())
     run = LiveRun(
         load=load,
@@ -272,6 +278,12 @@ def main() -> None:
     parser.add_argument(
         "--seconds", type=float, default=5.0, help="of work in each run: so many times capacity requests"
     )
+    parser.add_argument(
+        "--executor",
+        choices=("auto", "native", "torch"),
+        default="torch",
+        help="of the live runs; torch's steps of the built-in model take milliseconds, as a real model's do",
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--minutes", type=float, default=4.0, help="begin no live run after so long")
     parser.add_argument("--max-num-seqs", type=int, default=16)
@@ -283,8 +295,11 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="into docs/simulator.md")
     parser.add_argument("--json", help="write all figures here")
     options = parser.parse_args()
-    with probe_engine(engine_config("fcfs", options.max_num_seqs), CLOCKS[options.clock]()) as probe:
-        capacity, usual, _ = measure_capacity(CLASSES, options.max_num_seqs, options.clock, probe, 5.0)
+    config = engine_config("fcfs", options.max_num_seqs, options.executor)
+    with probe_engine(config, CLOCKS[options.clock]()) as probe:
+        capacity, usual, _ = measure_capacity(
+            CLASSES, options.max_num_seqs, options.clock, probe, 5.0, options.executor
+        )
         print(f"capacity {capacity:.2f} requests/s at {options.max_num_seqs} slots, {options.clock} time", flush=True)
         runs, num_redone = run_all(capacity, probe, usual, options)
     combinations = list(dict.fromkeys((run.load, run.policy) for run in runs))
@@ -295,7 +310,8 @@ def main() -> None:
     worth = statistics.fmean(known[c].worth for c in known)
     print_comparison(compared)
     parts = [
-        f"Capacity {capacity:.1f} requests/s, {len(runs)} runs of {runs[0].run.results.total.num_finished} requests, "
+        f"Executor {options.executor}, capacity {capacity:.1f} requests/s, {len(runs)} runs of "
+        f"{runs[0].run.results.total.num_finished} requests, "
         f"{options.clock} time. {machine(runs, num_redone, options)} A single "
         f"step is {off:.0%} off its modelled time on average, at the speed that the probe found; its slowness counts "
         f"with a power of {worth:.2f}.",
