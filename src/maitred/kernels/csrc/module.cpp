@@ -14,7 +14,7 @@ void bind_program(nb::module_& m);
 void bind_attention(nb::module_&);
 void bind_checksum(nb::module_&);
 void bind_sampler(nb::module_&);
-}
+}  // namespace maitred
 
 namespace {
 
