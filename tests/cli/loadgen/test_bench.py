@@ -131,7 +131,7 @@ async def test_a_trace_is_replayed(tmp_path):
     result = (await bench(fake, tmp_path, "--trace", str(trace), "--rate-scale", "2"))["result"]
     assert result["num_completed"] == 4
     assert result["output_tokens"] == 12
-    assert result["duration_s"] >= 0.15, "sent as the trace has it, twice as fast"
+    assert result["duration_s"] > 0.1, "sent as the trace has it, twice as fast: 300 ms in 150"
     assert len({tuple(body["prompt"][:512]) for body in fake.bodies}) == 1
     assert len({tuple(body["prompt"]) for body in fake.bodies}) == 4
 
