@@ -13,7 +13,7 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Protocol
@@ -42,14 +42,8 @@ class Steps:
     @property
     def decode_s(self) -> list[float]:
         """Durations of the steps in which every request got a token and none was prefilled."""
-        pairs = zip(
-            zip(self.ended_at, self.min_tokens, strict=True), _after(self.ended_at, self.min_tokens), strict=False
-        )
-        return [after - before for (before, have), (after, get) in pairs if have and get == have + 1]
-
-
-def _after(times: Sequence[float], counts: Sequence[int]) -> Iterator[tuple[float, int]]:
-    return zip(times[1:], counts[1:], strict=True)
+        steps = pairwise(zip(self.ended_at, self.min_tokens, strict=True))
+        return [after - before for (before, have), (after, get) in steps if have and get == have + 1]
 
 
 class Running(Protocol):
