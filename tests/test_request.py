@@ -29,6 +29,8 @@ def test_one_stop_string_and_none_are_written_as_users_of_vllm_do():
         ("max_tokens", True, "max_tokens is True; it must be an integer"),
         ("top_p", None, "top_p is None; it must be a number"),
         ("repetition_penalty", 0, "repetition_penalty is 0"),
+        ("repetition_penalty", 5e-324, "repetition_penalty is 5e-324; it must be from 0.01 to 100"),
+        ("repetition_penalty", None, "repetition_penalty is None; it must be a number"),
         ("stop", [""], "stop holds an empty string"),
         ("bad_words", [""], "bad_words holds an empty word"),
         ("bad_words", "soup", "bad_words must be a list"),

@@ -101,6 +101,7 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("min_p", 0.0, 1.0),
     ("presence_penalty", -2.0, 2.0),
     ("frequency_penalty", -2.0, 2.0),
+    ("repetition_penalty", 0.01, 100.0),  # logits are divided by it, and must stay finite
     ("logprobs", 0, MAX_LOGPROBS),
     ("prompt_logprobs", 0, MAX_LOGPROBS),
     ("min_tokens", 0, 2**31 - 1),
@@ -122,11 +123,6 @@ def _check_sampling(p: SamplingParams) -> None:
         _check_number(name, getattr(p, name), whole=False)
     if not 0.0 < p.top_p <= 1.0:
         raise InvalidRequest(f"top_p is {p.top_p}; it must be over 0 and at most 1", param="top_p")
-    if not 0.0 < p.repetition_penalty <= 100.0:
-        raise InvalidRequest(
-            f"repetition_penalty is {p.repetition_penalty}; it must be over 0 and at most 100",
-            param="repetition_penalty",
-        )
     if p.max_tokens is not None and p.min_tokens > p.max_tokens:
         raise InvalidRequest(f"min_tokens ({p.min_tokens}) is over max_tokens ({p.max_tokens})", param="min_tokens")
     _check_lists(p)

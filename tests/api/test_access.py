@@ -144,6 +144,11 @@ def test_paths_and_methods_that_are_not_there_get_the_usual_error(http, method, 
         assert response.headers["allow"]
 
 
+def test_a_path_with_two_methods_names_both(http):
+    response = http.delete("/admin/policy")
+    assert (response.status_code, response.headers["allow"]) == (405, "GET, HEAD, POST")
+
+
 def test_no_redirect_is_ever_made_from_the_host_header(served):
     answer = raw(served.port, b"GET /health/ HTTP/1.1\r\nhost: evil.example\r\n\r\n")
     assert b" 404 " in answer

@@ -135,6 +135,8 @@ def test_malformed_messages_are_refused(http, message, param):
         ({"presence_penalty": 3}, "presence_penalty", ("3", "2")),
         ({"frequency_penalty": -3}, "frequency_penalty", ("-3", "-2")),
         ({"repetition_penalty": 0}, "repetition_penalty", ("0",)),
+        ({"repetition_penalty": 1e-300}, "repetition_penalty", ("1e-300", "0.01")),
+        ({"prompt_logprobs": -1}, "prompt_logprobs", ("-1", "20")),
         ({"logit_bias": {"1": 200}}, "logit_bias", ("200", "100")),
         ({"logit_bias": {"999": 1}}, "logit_bias", ("999",)),
         ({"seed": 2**63}, "seed", (str(2**63),)),
@@ -197,6 +199,7 @@ def test_a_value_out_of_range_is_refused_with_number_and_bound(http, path, field
         ({"logit_bias": {"a": 1}}, "logit_bias"),
         ({"stream_options": {"include_usage": 1}, "stream": True}, "stream_options.include_usage"),
         ({"metadata": {"a": 1}}, "metadata"),
+        ({"prompt_cache_options": [1]}, "prompt_cache_options"),
     ],
 )
 def test_chat_names_the_wrong_field(http, fields, param):

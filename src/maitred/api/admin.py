@@ -44,7 +44,7 @@ class PolicyView(msgspec.Struct, frozen=True):
 class PolicyChange(msgspec.Struct, frozen=True):
     """`policy`, and any of the parameters that GET /admin/policy shows; what is left out stays as it is."""
 
-    policy: str
+    policy: str | msgspec.UnsetType = msgspec.UNSET
 
 
 _CHANGES = msgspec.json.Decoder(dict[str, Any])

@@ -43,6 +43,7 @@ async def create_chat_completion(edge: Edge, exchange: Exchange) -> None:
     edge.check_model(body.model)
     refuse_unbuilt(body, CHAT_REFUSED)
     check_common(body, priorities=edge.priorities)
+    any_object(body.prompt_cache_options, "prompt_cache_options")
     wants_usage, continuous = wanted_usage(body)
     sampling = chat_sampling(body, edge.model, edge.config.default_max_n)
     answer = ChatAnswer(edge, body, completion_id("chatcmpl", body, exchange))

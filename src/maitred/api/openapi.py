@@ -113,7 +113,7 @@ OPERATIONS: tuple[Operation, ...] = (
     ),
     Operation("get", "/admin/models", "What is in memory, and since when.", answer=LoadedModels, errors=(401, 403)),
     Operation("get", "/", "The page: chat and live view.", text="text/html", errors=()),
-    Operation("get", "/static/{name}", "A file of the page.", text="application/octet-stream", errors=(401, 404)),
+    Operation("get", "/static/{name}", "A file of the page.", text="*/*", errors=(401, 404)),
     Operation("get", "/openapi.json", "This document.", text="application/json"),
 )
 
@@ -180,7 +180,7 @@ def _content(operation: Operation) -> dict[str, Any]:
     if operation.answer is not None:
         content["application/json"] = _schema(operation.answer)
     if operation.event is not None:
-        content["text/event-stream"] = _schema(operation.event)
+        content["text/event-stream"] = _events(operation.event)
     if operation.text is not None:
         content[operation.text] = {}
     return {"content": content} if content else {}
@@ -188,6 +188,13 @@ def _content(operation: Operation) -> dict[str, Any]:
 
 def _schema(kind: type[msgspec.Struct]) -> dict[str, Any]:
     return {"schema": {"$ref": _REF.format(name=kind.__name__)}}
+
+
+def _events(kind: type[msgspec.Struct]) -> dict[str, Any]:
+    """One server-sent event."""
+    told = {"type": "string", "contentMediaType": "application/json", "contentSchema": _schema(kind)["schema"]}
+    data = {"anyOf": [{"const": "[DONE]"}, told]}
+    return {"schema": {"type": "object", "properties": {"data": data}}}
 
 
 def _error(status: int) -> dict[str, Any]:

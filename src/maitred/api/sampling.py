@@ -78,8 +78,9 @@ def completion_sampling(body: CompletionRequest, model: ServedModel, max_n: int)
     if body.best_of is not None and body.best_of > n:
         raise unsupported("best_of", f"this version returns every sample it draws, so best_of must equal n ({n})")
     prompt_logprobs = body.logprobs if body.echo else None
-    if body.prompt_logprobs is not None:
-        prompt_logprobs = max(body.prompt_logprobs, prompt_logprobs or 0)
+    asked = body.prompt_logprobs
+    if asked is not None:
+        prompt_logprobs = max(asked, prompt_logprobs or 0) if asked >= 0 else asked  # a wrong number is not covered up
     extra = {} if prompt_logprobs is None else {"prompt_logprobs": prompt_logprobs}
     return _sampling(
         body, model, max_n, max_tokens=1 if body.max_tokens == 0 else body.max_tokens, logprobs=body.logprobs, **extra

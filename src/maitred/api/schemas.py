@@ -68,7 +68,7 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     # vLLM's sampling
     top_k: Annotated[int | None, Meta(extra_json_schema={"minimum": -1})] = None
     min_p: Annotated[float | None, Meta(extra_json_schema=_between(0, 1))] = None
-    repetition_penalty: Annotated[float | None, Meta(extra_json_schema={"exclusiveMinimum": 0})] = None
+    repetition_penalty: Annotated[float | None, Meta(extra_json_schema=_between(0.01, 100))] = None
     stop_token_ids: TokenIds | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None

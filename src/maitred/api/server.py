@@ -17,7 +17,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import Match, Route
 from starlette.types import Receive, Scope, Send
 
 from maitred.api import admin, health, live, openai_models, page, status
@@ -141,13 +141,20 @@ async def _http_exception(request: HttpRequest, error: Exception) -> Response:
     code = error.status_code if isinstance(error, HTTPException) else 500
     if code == 404:
         answer = http_error(RouteNotFound(f"there is nothing at {path}; GET /openapi.json lists what there is"))
-    elif code == 405 and isinstance(error, HTTPException):
-        allow = (error.headers or {}).get("Allow", "")
+    elif code == 405:
+        allow = ", ".join(_methods_of(request))
         answer = http_error(MethodNotAllowed(f"{path} does not take {method}; use {allow}", allow=allow))
     else:
         answer = http_error(InvalidRequest(str(error)))
     headers = {name.decode(): value.decode() for name, value in answer.headers}
     return Response(answer.encoded(), answer.status, headers, "application/json")
+
+
+def _methods_of(request: HttpRequest) -> list[str]:
+    """What the path takes: of all its routes, where Starlette's own answer tells of the first."""
+    routes = [route for route in request.app.routes if isinstance(route, Route)]
+    matching = [route for route in routes if route.matches(request.scope)[0] is not Match.NONE]
+    return sorted({method for route in matching for method in route.methods or ()})
 
 
 def serve(

@@ -1,0 +1,52 @@
+"""schemathesis against a running server: requests made from its own OpenAPI document, answers checked against it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+
+from tests.conftest import ROOT, ServerProcess, start_server
+from tests.waiting import HANGS_S
+
+SCHEMATHESIS = (sys.executable, "-c", "from schemathesis.cli import schemathesis; schemathesis()")
+CONFIG = Path(__file__).with_name("schemathesis.toml")
+HOOKS = "tests.reliability.openapi_hooks"
+NUM_OPERATIONS = 19  # at least; all but the endless stream
+
+
+@contextmanager
+def documented_server(folder: Path) -> Iterator[ServerProcess]:
+    """The built-in model with a context so short that no answer takes long, and with a ledger to ask."""
+    server = start_server("--max-model-len", "64", "--ledger", str(folder / "ledger.sqlite"))
+    try:
+        yield server
+    finally:
+        ended = server.stop()
+    assert ended == 0
+
+
+def run_schemathesis(url: str, folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    """All checks, all phases: exit code 0 when nothing was found. `folder` takes what it leaves behind."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "SCHEMATHESIS_HOOKS": HOOKS}
+    words = [*SCHEMATHESIS, "--no-color", "--config-file", str(CONFIG), "run", f"{url}/openapi.json", *flags]
+    return subprocess.run(
+        words,
+        cwd=folder,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        check=False,
+    )
+
+
+def num_restarts(url: str) -> float:
+    """Of the engine, so far."""
+    page = httpx.get(f"{url}/metrics", timeout=HANGS_S).text
+    return float(page.split("\nmaitred_engine_restarts_total ")[1].split("\n")[0])

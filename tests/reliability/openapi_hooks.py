@@ -1,0 +1,46 @@
+"""What schemathesis cannot guess: most requests name the model that there is, messages with something in them, and time enough.
+
+Loaded by schemathesis itself. Nothing is changed that would make a request break its schema, or keep it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from zlib import crc32
+
+import schemathesis
+
+ROLES = ("system", "user", "assistant")
+TIMES = ("x-queue-timeout-ms", "x-request-timeout-ms")
+
+
+@schemathesis.hook
+def before_call(context: schemathesis.HookContext, case: schemathesis.Case, **kwargs: Any) -> None:
+    for name in TIMES:
+        sent = case.headers.get(name)
+        if sent is not None and _chosen(sent) % 8 and _is_short(sent):
+            case.headers[name] = "60000"
+    body = case.body
+    if not isinstance(body, dict):
+        return
+    model, messages = body.get("model"), body.get("messages")
+    if isinstance(model, str) and _chosen(model) % 8:
+        body["model"] = "maitred-mini"
+    for message in messages if isinstance(messages, list) else ():
+        role = message.get("role") if isinstance(message, dict) else None
+        if isinstance(role, str) and _chosen(role) % 8:
+            message["role"] = ROLES[_chosen(role) % len(ROLES)]
+            if message.get("content") is None:
+                message["content"] = role or "soup"
+
+
+def _chosen(text: str) -> int:
+    """Any number, the same for the same text."""
+    return crc32(text.encode("utf-8", "surrogatepass"), 1)
+
+
+def _is_short(milliseconds: str) -> bool:
+    try:
+        return 0.0 < float(milliseconds) < 1000.0
+    except ValueError:
+        return False

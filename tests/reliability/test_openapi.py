@@ -1,0 +1,20 @@
+"""R12 in small: no request that the OpenAPI document describes, or forbids, makes a 5xx or an answer it does not tell."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.reliability.openapi import NUM_OPERATIONS, documented_server, num_restarts, run_schemathesis
+
+
+@pytest.mark.slow
+def test_the_server_does_what_its_openapi_document_says(tmp_path: Path):
+    """The same examples every time; `make soak` takes new ones, and a thousand for each operation."""
+    with documented_server(tmp_path) as server:
+        flags = ("--generation-deterministic", "--max-examples", "5", "--request-timeout", "200")
+        ran = run_schemathesis(server.url, tmp_path, *flags)
+        assert ran.returncode == 0, ran.stdout
+        assert f"Tested: {NUM_OPERATIONS}" in ran.stdout
+        assert num_restarts(server.url) == 0
