@@ -1,4 +1,4 @@
-"""What schemathesis cannot guess: most requests name the model that there is, messages with something in them, and time enough.
+"""What schemathesis cannot guess: the name of the model, messages with something in them, and time enough.
 
 Loaded by schemathesis itself. Nothing is changed that would make a request break its schema, or keep it.
 """
