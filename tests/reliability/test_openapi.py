@@ -1,4 +1,4 @@
-"""R12 in small: no request that the OpenAPI document describes, or forbids, gets a 5xx or an answer it does not tell."""
+"""R12 in small: no request that the OpenAPI document describes, or forbids, gets a 5xx or an answer not told there."""
 
 from __future__ import annotations
 
