@@ -12,8 +12,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import httpx
 import hypothesis
 import pytest
+
+from tests.waiting import HANGS_S
 
 # In CI the same examples every time, so that a red run is the change's doing; elsewhere new ones each time.
 # Neither minds a machine that is slow to make examples.
@@ -21,6 +24,10 @@ SLOW = (hypothesis.HealthCheck.too_slow,)
 hypothesis.settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True, suppress_health_check=SLOW)
 hypothesis.settings.register_profile("here", deadline=None, print_blob=True, suppress_health_check=SLOW)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "here")
+
+# A server that answers late is still right: the client's own five seconds are the machine's affair, not the test's.
+for _wait in ("connect", "read", "write", "pool"):
+    setattr(httpx._config.DEFAULT_TIMEOUT_CONFIG, _wait, HANGS_S)
 
 # A shell's background job ignores Ctrl-C, and so would every command that a test starts and interrupts.
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -20,6 +20,7 @@ from tests.fakes_api import FakeReplica, make_model, running_server
 from tests.waiting import HANGS_S, joined, until
 
 HEADERS = {"authorization": "Bearer key"}
+AGEING_S = 1000.0  # a class is worth more than any pause between two requests
 
 
 class SlowExecutor(FakeExecutor):
@@ -29,7 +30,7 @@ class SlowExecutor(FakeExecutor):
 
 
 def make_engine(policy: str = "priority") -> AsyncEngine:
-    scheduler = make_scheduler(max_num_seqs=1, num_blocks=10_000, policy=policy, ageing_s=2.0)
+    scheduler = make_scheduler(max_num_seqs=1, num_blocks=10_000, policy=policy, ageing_s=AGEING_S)
     return AsyncEngine(EngineCore(scheduler, SlowExecutor(lambda *_: ord("a")), WallClock()), WallClock())
 
 
@@ -83,7 +84,7 @@ def test_the_queue_shows_place_class_age_cost_reason_and_score(server: httpx.Cli
     assert 8 < first["predicted_cost_tokens"] <= 14
     assert first["reason"] == "first in line: all 1 slots are taken"
     assert second["reason"] == "behind 1 other by policy priority"
-    assert first["terms"]["priority_s"] == 2.0
+    assert first["terms"]["priority_s"] == AGEING_S
     assert [w["request_id"] for w in page["waiting"]] == [second["request_id"]]
     joined(*threads)
     assert [answer.status_code for answer in answers] == [200] * 2

@@ -50,7 +50,8 @@ def table_of(tenants: dict[str, dict[str, Any]]) -> TenantTable:
 
 @pytest.fixture
 def house() -> Iterator[RunningServer]:
-    with running_server(tenants=SimpleNamespace(table=table_of(TENANTS))) as server:
+    """No time passes there, so that limits by the minute tell what they should."""
+    with running_server(tenants=SimpleNamespace(table=table_of(TENANTS)), clock=ManualClock(1000.0)) as server:
         yield server
 
 

@@ -241,7 +241,7 @@ def test_rows_of_a_killed_process_are_closed_from_its_last_checkpoint(path):
 
         reader = threading.Thread(target=read)
         reader.start()
-        until(lambda: seen and seen[-1][1] >= 150)
+        until(lambda: seen and rows(path) and rows(path)[0]["checkpoint_at"] > seen[0][0])  # not only its first one
         other = Ledger(path, model="m")  # a second living server leaves the first one's row alone
         other.close()
         assert rows(path)[0]["status"] == "open"
@@ -251,7 +251,7 @@ def test_rows_of_a_killed_process_are_closed_from_its_last_checkpoint(path):
     (row,) = rows(path)
     assert (row["status"], row["prompt_tokens"], row["closed_at"]) == ("interrupted", 8, row["checkpoint_at"])
     at_least = max((count for at, count in seen if at < row["checkpoint_at"]), default=0)
-    assert at_least, "it was killed within its first second"
+    assert at_least > 0
     assert at_least <= row["generated_tokens"] <= seen[-1][1] + 1
     again = dict(row)
     Ledger(path, model="m").close()

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import zlib
 from pathlib import Path
 
@@ -29,7 +28,7 @@ from tests.waiting import until
 HEADER = Header(SchedulerConfig(), num_blocks=8, block_size=4, enable_prefix_caching=True)
 
 
-def run_with_log(folder: Path, num_requests: int, *, pause_s: float = 0.0, **limits: int) -> DecisionLogFile:
+def run_with_log(folder: Path, num_requests: int, **limits: int) -> DecisionLogFile:
     """Requests one after another through an engine that logs; the log is closed."""
     scheduler = make_scheduler()
     header = Header(scheduler.config, num_blocks=64, block_size=4, enable_prefix_caching=True)
@@ -39,7 +38,6 @@ def run_with_log(folder: Path, num_requests: int, *, pause_s: float = 0.0, **lim
         core.add(make_request(f"r{number}", prompt=30, max_tokens=3))
         while core.has_work:
             core.step()
-        time.sleep(pause_s)
     log.close()
     return log
 
@@ -75,18 +73,26 @@ def test_two_logs_of_one_second_do_not_meet(tmp_path: Path):
     assert log_parts(tmp_path) == [logs[-1].path]  # the newest run
 
 
+@pytest.fixture
+def flushed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part's size is looked at after each record, and so is no matter of time."""
+    monkeypatch.setattr("maitred.engine.store.FLUSH_S", 0.0)
+
+
+@pytest.mark.usefixtures("flushed_at_once")
 def test_parts_follow_each_other_and_replay_as_one(tmp_path: Path):
-    log = run_with_log(tmp_path, 400, max_bytes=2000, pause_s=0.002)
+    log = run_with_log(tmp_path, 100, max_bytes=2000)
     parts = log_parts(tmp_path)
     assert len(parts) > 2
     assert parts[-1] == log.path
     steps = list(replay(read_frames(parts)))
-    assert len(steps) == 1200
+    assert len(steps) == 300
     assert all(step.equal for step in steps)
 
 
+@pytest.mark.usefixtures("flushed_at_once")
 def test_old_parts_go_and_what_is_left_says_that_it_needs_them(tmp_path: Path):
-    run_with_log(tmp_path, 400, max_bytes=2000, max_files=2, pause_s=0.002)
+    run_with_log(tmp_path, 100, max_bytes=2000, max_files=2)
     parts = log_parts(tmp_path)
     assert len(parts) == 2
     with pytest.raises(ConfigError, match=r"part \d+ of its run, and a replay needs what was before it"):
@@ -157,7 +163,7 @@ def test_a_disk_without_room_ends_the_log_with_a_whole_record_and_nothing_else(t
 
 
 RUN_FOR_EVER = """
-import pathlib, sys
+import pathlib, sys, time
 from tests.engine.test_store import *
 scheduler = make_scheduler()
 header = Header(scheduler.config, num_blocks=64, block_size=4, enable_prefix_caching=True)

@@ -195,13 +195,14 @@ class Ledger:
 
     def _checkpoint(self, *, last: bool) -> None:
         """One transaction with everything that changed; on failure nothing is forgotten."""
+        now = self._wall_time()  # first: what rows of this time do not have came later
         while self._arrived:
             self._open.append(self._arrived.popleft())
         if not self._open and not last:
             return
         try:
             with _transaction(self._db):
-                written = self._write(self._wall_time(), last=last)
+                written = self._write(now, last=last)
                 if last:
                     self._db.execute("UPDATE run SET closed_at = ? WHERE run = ?", (self._wall_time(), self._run_id))
         except Exception as error:  # whatever it is, what comes later must still be written

@@ -91,6 +91,11 @@ class EngineChild:
     def ended(self) -> bool:
         return self._process.poll() is not None
 
+    @property
+    def over(self) -> bool:
+        """Whether it has ended, and what it wrote was read."""
+        return not self._waiter.is_alive()
+
     def cause(self) -> str:
         """Why it ended."""
         return cause_of_death(self._process.wait(), self.last_words)

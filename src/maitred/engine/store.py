@@ -91,8 +91,11 @@ class DecisionLogFile:
         flush_at = time.monotonic() + FLUSH_S
         while record is not None:
             self._put(self._encoder.encode(record))
+            left_s = flush_at - time.monotonic()
+            if left_s <= 0:  # also when there is always another one
+                return True
             try:
-                record = self._records.get(timeout=max(0.0, flush_at - time.monotonic()))
+                record = self._records.get(timeout=left_s)
             except queue.Empty:
                 return True
         return False
