@@ -7,6 +7,8 @@ import threading
 import time
 from collections.abc import Callable
 
+import psutil
+
 HANGS_S = 90.0  # far more than anything here takes, and under the suite's own limit for a test
 
 
@@ -31,3 +33,11 @@ def joined(*threads: threading.Thread) -> None:
     for thread in threads:
         thread.join(HANGS_S)
         assert not thread.is_alive(), f"{thread.name} did not end in {HANGS_S:g} s"
+
+
+def is_gone(process: psutil.Process) -> bool:
+    """Whether it has ended; one that nobody waited for yet counts too."""
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True

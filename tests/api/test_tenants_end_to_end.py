@@ -217,7 +217,7 @@ def test_kill_9_under_load_loses_what_came_after_the_last_checkpoint_and_counts_
     ]
     for client in clients:
         client.start()
-    # Twelve can come and go between two checkpoints on a quick machine: the ledger itself says when it knows both kinds.
+    # Twelve can come and go between two checkpoints on a quick machine: the ledger says when it knows both kinds.
     closed, still_open = (f"SELECT 1 FROM request WHERE closed_at IS {what}" for what in ("NOT NULL", "NULL"))
     until(lambda: sum(received.whole for received in seen) >= 12 and house.rows(closed) and house.rows(still_open), 250)
     assert house.server is not None
