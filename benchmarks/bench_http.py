@@ -29,7 +29,7 @@ from maitred.engine.intake import ServedModel
 from maitred.replica import ReplicaState
 from maitred.request import FinishReason, Request, RequestTiming
 from maitred.step import RequestProgress
-from maitred.text import ChatTemplate, Tokenizer
+from maitred.text import ChatTemplate, TextParts, Tokenizer
 
 BUILTIN = Path(__file__).resolve().parents[1] / "src/maitred/builtin/maitred-mini"
 MESSAGES = [{"role": "user", "content": "I would like two soups and a tea, please."}]
@@ -106,8 +106,7 @@ def run_server(ports: multiprocessing.Queue[int], profile: str | None) -> None:
     tokenizer = Tokenizer.from_folder(BUILTIN)
     model = ServedModel(
         names=("bench",),
-        tokenizer=tokenizer,
-        chat_template=ChatTemplate.from_folder(BUILTIN),
+        text=TextParts(tokenizer, ChatTemplate.from_folder(BUILTIN)),
         max_model_len=4096,
         vocab_size=tokenizer.vocab_size,
         eos_token_ids=(),

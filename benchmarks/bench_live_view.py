@@ -27,7 +27,7 @@ from maitred.api.live_feed import COST_FACTOR, FRAME_S, LiveFeed
 from maitred.api.live_times import Latencies
 from maitred.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from maitred.engine.async_engine import AsyncEngine
-from maitred.engine.build import build_engine
+from maitred.engine.in_process import build_engine
 from maitred.engine.intake import ServedModel, make_requests
 from maitred.engine.live_view import LiveView, live_view
 from maitred.kvcache.manager import KVCacheManager

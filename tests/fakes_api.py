@@ -23,7 +23,7 @@ from maitred.replica import ReplicaState
 from maitred.request import FinishReason, Request, timing_of
 from maitred.scheduler.admission import AdmissionController
 from maitred.step import RequestProgress, TokenLogprobs
-from maitred.text import ChatTemplate, Tokenizer
+from maitred.text import ChatTemplate, TextParts, Tokenizer
 from maitred.text.bounds import byte_alphabet
 from tests.waiting import HANGS_S, joined
 
@@ -43,11 +43,11 @@ def byte_tokenizer() -> Tokenizer:
     return Tokenizer(inner, {"eos_token": "</s>"})
 
 
-def make_model(**fields: Any) -> ServedModel:
+def make_model(*, tokenizer: Tokenizer | None = None, chat_template: Any = TEMPLATE, **fields: Any) -> ServedModel:
+    template = ChatTemplate(chat_template) if isinstance(chat_template, str) else chat_template
     model = ServedModel(
         names=("tiny", "tiny-alias"),
-        tokenizer=byte_tokenizer(),
-        chat_template=ChatTemplate(TEMPLATE),
+        text=TextParts(tokenizer or byte_tokenizer(), template),
         max_model_len=512,
         vocab_size=257,
         eos_token_ids=(EOS,),

@@ -63,6 +63,14 @@ class PromptTooLong(RequestError):
     code = "context_length_exceeded"
 
 
+class TooManyTokens(PromptTooLong):
+    """A text has more tokens than whoever has it tokenised can use."""
+
+    def __init__(self, num_tokens: int, most: int) -> None:
+        super().__init__(f"the text has {num_tokens} tokens; at most {most}", param="prompt")
+        self.num_tokens = num_tokens
+
+
 class RequestTooLarge(RequestError):
     """The request body exceeds the server's limit."""
 

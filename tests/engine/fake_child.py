@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from string import ascii_lowercase
 
@@ -24,13 +24,12 @@ from maitred.config import EngineConfig
 from maitred.engine.child import LoadedEngine, main
 from maitred.engine.core import EngineCore
 from maitred.engine.memory import MemoryPlan
-from maitred.engine.served import facts_of
 from maitred.engine.spawn import REPORTS
 from maitred.errors import CheckpointError
 from maitred.model.checkpoint import BUILTIN_FOLDER
 from maitred.step import ModelOutput, NewRequest, SampledRow, SchedulerOutput
 from maitred.text import Tokenizer
-from tests.engine.worlds import served_model
+from tests.engine.worlds import model_facts
 from tests.fakes import FakeExecutor, make_scheduler
 
 BLOCK_SIZE = 4
@@ -50,7 +49,8 @@ class Habits:
     refuse: int = 0  # loading fails
     no_memory: int = 0
     exit_at_start: int = 0
-    gate: str = ""  # a file with a number: no output goes beyond it, the step that would waits for a larger one
+    gate: str = ""  # a file with a number: no output goes beyond it, the step that would waits for a larger one;
+    # below zero, nothing is loaded
     other_model: int = 0  # each process finds other weights
     garbage: int = 0  # writes what is no frame before it loads
     max_model_len: int = 512
@@ -73,6 +73,10 @@ class Gate:
         new = self._path.with_suffix(".new")
         new.write_text(str(num_output))
         new.replace(self._path)
+
+    def shut(self) -> None:
+        """The next engine does not load before it is opened again."""
+        self.open_to(-1)
 
     def open(self) -> None:
         self.open_to(10**9)
@@ -140,6 +144,8 @@ def build_fake(
     habits: Habits,
 ) -> Callable[[EngineConfig, tuple[str, ...], Callable[[str], None]], LoadedEngine]:
     def build(config: EngineConfig, names: tuple[str, ...], tell: Callable[[str], None]) -> LoadedEngine:
+        while habits.gate and int(Path(habits.gate).read_text()) < 0:
+            time.sleep(0.002)
         if habits.exit_at_start:
             sys.stderr.write("something went wrong here\n")
             sys.stderr.flush()
@@ -151,9 +157,9 @@ def build_fake(
         if habits.garbage:
             _write_garbage(Path(sys.argv[-1]))
         tell("memory  none is needed")
-        model = served_model(habits.max_model_len)
+        facts = model_facts(habits.max_model_len)
         if habits.other_model:
-            model = replace(model, revision=str(os.getpid()))
+            facts = msgspec.structs.replace(facts, revision=str(os.getpid()))
         executor = ChainedExecutor(habits)
         scheduler = make_scheduler(
             num_blocks=2048,
@@ -174,7 +180,7 @@ def build_fake(
         )
         return LoadedEngine(
             core=EngineCore(scheduler, executor, WallClock()),
-            facts=facts_of(model, BUILTIN_FOLDER),
+            facts=facts,
             memory_plan=plan,
             deterministic=bool(habits.deterministic),
             close=executor.close,

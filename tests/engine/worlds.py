@@ -5,30 +5,41 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from maitred.clock import WallClock
+from maitred.engine import served
 from maitred.engine.async_engine import AsyncEngine
 from maitred.engine.core import EngineCore
+from maitred.engine.facts import ModelFacts
 from maitred.engine.intake import ServedModel, make_requests
 from maitred.model.checkpoint import BUILTIN_FOLDER
 from maitred.request import Request, SamplingParams
-from maitred.text import ChatTemplate, Tokenizer
+from maitred.text import Tokenizer
+from maitred.text.folder import read_chat_template
 from tests.fakes import MODEL, FakeExecutor, make_scheduler
 
 BLOCK_SIZE = 4
 
 
-def served_model(max_model_len: int = 256) -> ServedModel:
+def model_facts(max_model_len: int = 256) -> ModelFacts:
     tokenizer = Tokenizer.from_folder(BUILTIN_FOLDER)
     assert tokenizer.eos_token_id is not None
-    return ServedModel(
+    return ModelFacts(
+        tokenizer_folder=str(BUILTIN_FOLDER),
+        chat_template=read_chat_template(BUILTIN_FOLDER),
         names=("demo",),
-        tokenizer=tokenizer,
-        chat_template=ChatTemplate.from_folder(BUILTIN_FOLDER),
         max_model_len=max_model_len,
         vocab_size=tokenizer.vocab_size,
         eos_token_ids=(tokenizer.eos_token_id,),
+        generation_defaults={},
+        created=0,
+        root="",
         revision=MODEL,
         block_size=BLOCK_SIZE,
+        footprint=None,
     )
+
+
+def served_model(max_model_len: int = 256) -> ServedModel:
+    return served.served_model(model_facts(max_model_len))
 
 
 def scripted_executor(model: ServedModel, answer: str | Sequence[int], num_prompt_tokens: int) -> FakeExecutor:

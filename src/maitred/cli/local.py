@@ -37,7 +37,7 @@ def start_engine(
     on_admitted: Callable[[Request], None] | None = None,
 ) -> Engine:
     """Imports the engine only now, so that help and slips of the pen cost nothing."""
-    from maitred.engine.build import build_engine
+    from maitred.engine.in_process import build_engine
     from maitred.engine.installed import installed_policies
 
     return build_engine(

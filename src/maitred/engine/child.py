@@ -25,6 +25,7 @@ from maitred.clock import Clock, WallClock
 from maitred.config import EngineConfig
 from maitred.engine.calls import CALLS
 from maitred.engine.core import EngineCore
+from maitred.engine.facts import ModelFacts
 from maitred.engine.frames import (
     MAX_FRAME_BYTES,
     WRONG_FRAME,
@@ -39,7 +40,6 @@ from maitred.engine.frames import (
     Figures,
     Hello,
     Mark,
-    ModelFacts,
     Ready,
     Refused,
     Report,
@@ -325,7 +325,7 @@ def _log_to_parent(level: int) -> None:
 
 def import_engine() -> None:
     """What `build_from_config` will need."""
-    for name in ("maitred.engine.build", "maitred.engine.installed", "maitred.engine.served"):
+    for name in ("maitred.engine.build", "maitred.engine.installed"):
         importlib.import_module(name)
     with suppress(ImportError):  # the library was not built; the engine says so, if it is needed
         importlib.import_module("maitred.executor.native_plan")
@@ -337,12 +337,11 @@ def build_from_config(
     """The engine that `config` describes, as in one process."""
     from maitred.engine.build import build_parts  # noqa: PLC0415  (the parent's imports must not come here)
     from maitred.engine.installed import installed_policies  # noqa: PLC0415
-    from maitred.engine.served import facts_of  # noqa: PLC0415
 
     parts = build_parts(config, served_model_names=served_model_names, on_event=tell, policies=installed_policies())
     return LoadedEngine(
         core=parts.core,
-        facts=facts_of(parts.model, parts.text_folder),
+        facts=parts.facts,
         memory_plan=parts.memory_plan,
         deterministic=parts.deterministic,
         close=parts.close,

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from maitred.config import EngineConfig
-from maitred.engine.intake import Footprint
+from maitred.engine.facts import ModelFacts
 from maitred.engine.memory import MemoryPlan
 from maitred.errors import (
     CheckpointError,
@@ -101,23 +101,6 @@ class Stop(Frame, frozen=True, tag=True):
 Command = Begin | Submit | Abort | Shed | Ask | Stop
 
 # -- from the engine's process
-
-
-class ModelFacts(msgspec.Struct, frozen=True):
-    """`ServedModel` without its text parts, and where those come from."""
-
-    tokenizer_folder: str
-    chat_template: str | None  # its source
-    names: tuple[str, ...]
-    max_model_len: int
-    vocab_size: int
-    eos_token_ids: tuple[int, ...]
-    generation_defaults: dict[str, float | int]
-    created: int
-    root: str
-    revision: str
-    block_size: int
-    footprint: Footprint | None
 
 
 class Figures(msgspec.Struct, frozen=True, array_like=True):

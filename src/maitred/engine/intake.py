@@ -5,27 +5,17 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from maitred.errors import InvalidRequest, PromptTooLong
+from maitred.engine.facts import Footprint
+from maitred.errors import InvalidRequest, PromptTooLong, TooManyTokens
 from maitred.executor.sampling_checks import check_sampling_tokens
 from maitred.kvcache.prefix_cache import hash_blocks, root_hash
 from maitred.request import MAX_SEED, Request, SamplingParams
 from maitred.scheduler.features import prompt_features
-from maitred.text import ChatTemplate, Tokenizer
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Footprint:
-    """How the model is held, and what it takes; for people to look at."""
-
-    architecture: str
-    num_parameters: int
-    executor: str
-    device: str
-    dtype: str  # of the weights
-    kv_dtype: str
-    weights_bytes: int
-    kv_bytes: int
+if TYPE_CHECKING:
+    from maitred.text import ChatTemplate, Text, Tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,8 +23,7 @@ class ServedModel:
     """What the edge must know of the model: names, text, and the limits a request is checked against."""
 
     names: tuple[str, ...]  # the first is canonical, the others are aliases
-    tokenizer: Tokenizer
-    chat_template: ChatTemplate | None
+    text: Text
     max_model_len: int  # tokens, prompt and output
     vocab_size: int
     eos_token_ids: tuple[int, ...]
@@ -44,6 +33,14 @@ class ServedModel:
     revision: str = ""  # identity of the weights; part of every block hash
     block_size: int = 16  # tokens
     footprint: Footprint | None = None  # None where it is not known
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.text.tokenizer
+
+    @property
+    def chat_template(self) -> ChatTemplate | None:
+        return self.text.chat_template
 
 
 def random_seed() -> int:
@@ -78,7 +75,7 @@ def make_requests(
     seed = new_seed() if sampling.seed is None else sampling.seed & MAX_SEED
     features = prompt_features(prompt)
     hashes = hash_blocks(token_ids, model.block_size, root_hash(model.revision, cache_salt))
-    bad_words = _bad_word_tokens(model.tokenizer, sampling.bad_words)
+    bad_words = _bad_word_tokens(model, sampling.bad_words)
     many = sampling.n > 1
     return [
         Request(
@@ -112,7 +109,10 @@ def _prompt_tokens(model: ServedModel, prompt: str | Sequence[int], add_special_
         least = model.tokenizer.min_tokens(prompt)
         if least > limit:
             raise PromptTooLong(_too_long(f"at least {least}", model, f" ({len(prompt)} characters)"), param="prompt")
-        token_ids = tuple(model.tokenizer.encode(prompt, add_special_tokens=add_special_tokens))
+        try:
+            token_ids = tuple(model.tokenizer.encode(prompt, add_special_tokens=add_special_tokens, most=limit))
+        except TooManyTokens as error:
+            raise PromptTooLong(_too_long(str(error.num_tokens), model), param="prompt") from None
     else:
         token_ids = tuple(prompt)
         _check_token_ids(token_ids, model.vocab_size)
@@ -161,12 +161,12 @@ def _resolve_max_tokens(model: ServedModel, num_prompt_tokens: int, sampling: Sa
     return sampling.max_tokens
 
 
-def _bad_word_tokens(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+def _bad_word_tokens(model: ServedModel, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
     """Each word as it is tokenised at the start of a text and after a space, without repeats."""
     forms: dict[tuple[int, ...], None] = {}
     for word in words:
         for text in (word, " " + word.lstrip()) if word.strip() else (word,):
-            token_ids = tuple(tokenizer.encode(text, add_special_tokens=False))
+            token_ids = tuple(model.tokenizer.encode(text, add_special_tokens=False))
             if token_ids:
                 forms[token_ids] = None
     return tuple(forms)

@@ -11,7 +11,8 @@ from typing import Protocol
 
 from maitred.clock import Clock
 from maitred.config import EngineConfig, ProcessConfig, SchedulerConfig
-from maitred.engine.frames import Beat, Begin, Command, Died, Failed, ModelFacts, Ready, Report, Stepped, Told, error_of
+from maitred.engine.facts import ModelFacts
+from maitred.engine.frames import Beat, Begin, Command, Died, Failed, Ready, Report, Stepped, Told, error_of
 from maitred.engine.spawn import CHILD, EngineChild
 from maitred.engine.supervisor import BackOff, Watchdog
 from maitred.errors import EngineDead, MaitredError
@@ -133,7 +134,7 @@ class Keeper:
                 self._read()
                 if self._failed is not None:
                     raise self._failed
-                if not readable and self._child.ended:
+                if not readable and self._child.over:
                     raise EngineDead(f"the engine's process {self._child.cause()}, before it was ready")
         except BaseException:
             self._child.kill()

@@ -86,6 +86,7 @@ class LLM:
         )
         self._clock = WallClock()
         self._parts: EngineParts | None = build_parts(config, clock=self._clock)
+        self._parts.model.text.read()  # what is wrong with it is told now
         self._ids = itertools.count()
 
     @property

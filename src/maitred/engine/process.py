@@ -82,6 +82,11 @@ def start_engine_process(
 
     ready = replica.start(meanwhile)
     model = served_model(ready.facts, texts[0].tokenizer)
+    try:
+        model.text.read()
+    except MaitredError:
+        replica.stop()
+        raise
     return Engine(replica, model, ready.memory_plan, admission, start_phases=ready.start_phases)
 
 

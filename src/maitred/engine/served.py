@@ -1,4 +1,4 @@
-"""What is served, as the child tells it: facts, and the folder from which the text parts are read again."""
+"""What is served, as the engine tells it: facts, and the folder from which the text parts are read."""
 
 from __future__ import annotations
 
@@ -7,30 +7,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from maitred.engine.frames import ModelFacts
+from maitred.engine.facts import ModelFacts
 from maitred.engine.intake import ServedModel
 from maitred.errors import MaitredError
 from maitred.model.checkpoint import BUILTIN_FOLDER
-from maitred.text import ChatTemplate, Tokenizer
-from maitred.text.folder import read_named_tokens
-
-
-def facts_of(model: ServedModel, text_folder: Path) -> ModelFacts:
-    """`text_folder` holds the tokenizer's files."""
-    return ModelFacts(
-        tokenizer_folder=str(text_folder),
-        chat_template=model.chat_template.source if model.chat_template is not None else None,
-        names=model.names,
-        max_model_len=model.max_model_len,
-        vocab_size=model.vocab_size,
-        eos_token_ids=model.eos_token_ids,
-        generation_defaults=dict(model.generation_defaults),
-        created=model.created,
-        root=model.root,
-        revision=model.revision,
-        block_size=model.block_size,
-        footprint=model.footprint,
-    )
+from maitred.text import FolderText, Tokenizer
 
 
 class TextAhead:
@@ -55,14 +36,11 @@ class TextAhead:
             self._tokenizer = Tokenizer.from_folder(self._folder)
 
 
-def served_model(facts: ModelFacts, read: Callable[[Path], Tokenizer] = Tokenizer.from_folder) -> ServedModel:
-    """Reads the tokenizer; the weights stay where they are."""
-    folder = Path(facts.tokenizer_folder)
-    template = facts.chat_template
+def served_model(facts: ModelFacts, read_tokenizer: Callable[[Path], Tokenizer] | None = None) -> ServedModel:
+    """Its text is read when it is first asked for; the weights stay where they are."""
     return ServedModel(
         names=facts.names,
-        tokenizer=read(folder),
-        chat_template=ChatTemplate(template, read_named_tokens(folder)) if template is not None else None,
+        text=FolderText(Path(facts.tokenizer_folder), facts.chat_template, read_tokenizer),
         max_model_len=facts.max_model_len,
         vocab_size=facts.vocab_size,
         eos_token_ids=facts.eos_token_ids,

@@ -8,16 +8,29 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from maitred.text.chat_template import ChatTemplate
     from maitred.text.detokenizer import Detokenizer
+    from maitred.text.parts import FolderText, Text, TextParts
     from maitred.text.stop_strings import StopResult, StopStringMatcher
     from maitred.text.tokenizer import Tokenizer
 
-__all__ = ["ChatTemplate", "Detokenizer", "StopResult", "StopStringMatcher", "Tokenizer"]
+__all__ = [
+    "ChatTemplate",
+    "Detokenizer",
+    "FolderText",
+    "StopResult",
+    "StopStringMatcher",
+    "Text",
+    "TextParts",
+    "Tokenizer",
+]
 
 _MODULE_OF = {
     "ChatTemplate": "chat_template",
     "Detokenizer": "detokenizer",
+    "FolderText": "parts",
     "StopResult": "stop_strings",
     "StopStringMatcher": "stop_strings",
+    "Text": "parts",
+    "TextParts": "parts",
     "Tokenizer": "tokenizer",
 }
 

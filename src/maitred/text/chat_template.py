@@ -11,7 +11,7 @@ import jinja2
 import jinja2.exceptions
 
 from maitred.errors import CheckpointError, InvalidRequest, UnsupportedParameter
-from maitred.text.folder import read_json, read_named_tokens
+from maitred.text.folder import read_chat_template, read_named_tokens
 from maitred.text.sandbox import LimitReached, TemplateSandbox
 
 # Appended to the last message to find its end in the rendered text; transformers uses the same words.
@@ -51,12 +51,8 @@ class ChatTemplate:
 
     @classmethod
     def from_folder(cls, folder: Path, override: str | None = None) -> ChatTemplate | None:
-        """The template of a model folder, or None. `override` is a template's text that is used in its place.
-
-        chat_template.jinja goes before `chat_template` in tokenizer_config.json (a string, or a list of named ones, of
-        which `default` is taken), and that before the older chat_template.json.
-        """
-        source = override if override is not None else _find_source(folder)
+        """The template of a model folder, or None. `override` is a template's text that is used in its place."""
+        source = override if override is not None else read_chat_template(folder)
         return None if source is None else cls(source, read_named_tokens(folder))
 
     def render(
@@ -100,29 +96,6 @@ class ChatTemplate:
             raise InvalidRequest(
                 f"the chat template cannot render these messages: {type(error).__name__}: {error}", param="messages"
             ) from None
-
-
-def _find_source(folder: Path) -> str | None:
-    path = folder / "chat_template.jinja"
-    if path.is_file():
-        try:
-            return path.read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{path} cannot be read: {error}") from None
-    for name in ("tokenizer_config.json", "chat_template.json"):
-        source = _source_in(read_json(folder / name).get("chat_template"))
-        if source is not None:
-            return source
-    return None
-
-
-def _source_in(value: Any) -> str | None:
-    if isinstance(value, str):
-        return value
-    if isinstance(value, list):
-        named = {entry["name"]: entry["template"] for entry in value if isinstance(entry, dict)}
-        return named.get("default") or next(iter(named.values()), None)
-    return None
 
 
 def _plain_message(message: Mapping[str, Any], index: int) -> dict[str, Any]:

