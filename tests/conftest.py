@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -34,6 +37,15 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).resolve().parent.parent
 START_TIMEOUT_S = 200
+
+
+def free_port() -> int:
+    """One that the system gives to nobody by itself, so that it is free when a server comes to it, or comes back."""
+    for port in random.sample(range(15_000, 32_000), 1000):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError("a thousand ports are in use")
 
 
 @dataclass

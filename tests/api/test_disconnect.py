@@ -97,7 +97,7 @@ def test_leaving_while_the_body_is_sent_leaves_nothing_behind(served):
             b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
             b'content-length: 1000\r\n\r\n{"model":'
         )
-    until(lambda: served.server._edge.metrics.num_cancelled == num_cancelled + 1)
+    until(lambda: served.server._edge.metrics.num_cancelled > num_cancelled)
     assert len(served.replica.submitted) == before
     assert httpx.get(f"{served.url}/health").status_code == 200
 
@@ -113,13 +113,13 @@ def test_a_server_survives_two_hundred_clients_with_no_patience():
         for connection in connections:
             connection.close()
         until(lambda: not replica.live)
+        until(lambda: not server.server.server_state.tasks)
         replica.answer = lambda request: [ord("y"), EOS]
         answer = httpx.post(f"{server.url}/v1/completions", json={"model": "tiny", "prompt": "a"})
         assert answer.json()["choices"][0]["text"] == "y"
         page = httpx.get(f"{server.url}/metrics").text
         edge = server.server._edge
         assert (edge._num_admitted, len(edge._watches)) == (0, 0)
-        until(lambda: not server.server.server_state.tasks)
     assert "maitred_requests_cancelled_total 200.0" in page
     assert 'maitred_http_requests_total{route="/v1/chat/completions",status="499"} 200.0' in page
     assert "maitred_http_requests_in_flight 1.0" in page, "only the one that asks"

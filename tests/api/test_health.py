@@ -85,11 +85,12 @@ def test_an_engine_that_cannot_decode_says_why(fields: dict[str, Any], status: i
 def test_a_flood_of_questions_is_one_request():
     replica = FakeReplica(queued=True)
     answers: list[httpx.Response] = []
-    with running_server(replica) as server:
+    with running_server(replica, decode_timeout_s=HANGS_S) as server:
         threads = [threading.Thread(target=lambda: answers.append(get(server, "/health/decode"))) for _ in range(20)]
         for thread in threads:
             thread.start()
         until(lambda: "maitred_http_requests_in_flight 21.0" in get(server, "/metrics").text)
+        until(lambda: replica.live)
         assert len(replica.submitted) == 1
         (request_id,) = replica.live
         server.server.servers[0].get_loop().call_soon_threadsafe(replica.abort, request_id)

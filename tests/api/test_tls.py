@@ -67,7 +67,8 @@ def secure(folder: Path) -> Iterator[RunningServer]:
 def test_a_certificate_is_replaced_and_no_connection_breaks(secure: RunningServer, folder: Path):
     url = f"https://127.0.0.1:{secure.port}"
     body = {"model": "tiny", "messages": MESSAGES, "stream": True}
-    with httpx.Client(base_url=url, verify=trusting("first"), timeout=HANGS_S) as before:
+    kept = httpx.Limits(keepalive_expiry=None)
+    with httpx.Client(base_url=url, verify=trusting("first"), timeout=HANGS_S, limits=kept) as before:
         assert before.get("/health").status_code == 200
         with before.stream("POST", "/v1/chat/completions", json=body) as answer:  # begun by a comment
             put("second", folder)

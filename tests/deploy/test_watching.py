@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ import pytest
 import yaml
 
 from maitred.metrics import METRICS
+from tests.conftest import free_port
 from tests.fakes_api import running_server
 from tests.waiting import HANGS_S, until
 
@@ -61,9 +61,7 @@ def prometheus_of(targets: list[str], folder: Path) -> Iterator[str]:
     config["scrape_configs"][0]["static_configs"] = [{"targets": targets}]
     shutil.copy(DEPLOY / "prometheus/alerts.yml", folder)
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command = [str(PROMETHEUS), f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data"]
     with (folder / "log").open("w") as log:
         process = subprocess.Popen([*command, f"--web.listen-address=127.0.0.1:{port}"], stdout=log, stderr=log)
@@ -84,8 +82,8 @@ def query(prometheus: str, text: str) -> list[dict[str, Any]]:
 def answers(prometheus: str, text: str) -> bool:
     try:
         return bool(query(prometheus, text))
-    except httpx.TransportError:
-        return False  # not up yet
+    except (httpx.TransportError, json.JSONDecodeError):
+        return False  # not up yet, or up and not ready: then it says so in plain text
 
 
 @needs_promtool
@@ -141,10 +139,10 @@ def test_a_real_prometheus_answers_every_panel_and_evaluates_every_alert(tmp_pat
         for panel, text in queries():
             assert query(prometheus, f"{text} or vector(-1)"), panel  # it parses, its types fit
             if "tenant" not in text and "admission" not in text and "cache_hit" not in text:
-                assert query(prometheus, text), f"nothing to see in {panel}"
+                until(lambda text=text: ask(server.url, "more") or query(prometheus, text))  # type: ignore[misc]
         rules = httpx.get(f"{prometheus}/api/v1/rules").json()["data"]["groups"][0]["rules"]
         assert {rule["name"] for rule in rules} == {name for name, _ in alert_queries()}
-        assert query(prometheus, 'up{job="maitred"}')[0]["value"][1] == "1"
+        until(lambda: query(prometheus, 'up{job="maitred"}')[0]["value"][1] == "1")
 
 
 def test_the_dashboard_is_what_its_script_writes():

@@ -59,7 +59,7 @@ def test_the_view_follows_the_load(kitchen, open_page, expect):
         expect(page.locator("#seats tbody tr")).to_have_count(4)
         expect(page.locator("#seats tbody tr").first).to_contain_text("decode")
         for name, before in idle.items():
-            assert drawing(page, name) != before, f"{name} did not change"
+            until(lambda name=name, before=before: drawing(page, name) != before)  # type: ignore[misc]
     expect(page.locator("#stat-batch")).to_have_text("0")
     expect(page.locator("#stat-waiting")).to_have_text("0")
     expect(page.locator("#blocks-note")).to_contain_text("0 of 60,000 blocks in use")

@@ -20,6 +20,7 @@ import httpx
 import pytest
 
 from tests.api.conftest import MESSAGES
+from tests.conftest import free_port
 from tests.reliability.gated_server import ANSWER, GatedServer
 from tests.waiting import HANGS_S, joined, until
 
@@ -74,12 +75,6 @@ class Proxy:
     def stop(self) -> None:
         self._process.terminate()
         self._process.wait(HANGS_S)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Clients:
