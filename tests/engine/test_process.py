@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
 import subprocess
@@ -18,7 +19,7 @@ import pytest
 
 from maitred.clock import WallClock
 from maitred.config import EngineConfig, ProcessConfig, SchedulerConfig
-from maitred.engine import keeper, supervisor
+from maitred.engine import keeper, spawn, supervisor
 from maitred.engine.keeper import Start
 from maitred.engine.process import ProcessEngine, start_engine_process
 from maitred.errors import CheckpointError, ConfigError, EngineDead, OutOfMemory
@@ -27,15 +28,16 @@ from maitred.step import RequestProgress
 from tests.conftest import ROOT
 from tests.engine.fake_child import Gate, command, expected
 from tests.fakes import make_request, make_samples
-from tests.waiting import HANGS_S, until, until_async
+from tests.waiting import HANGS_S, is_gone, until, until_async
 
 PROMPT, POISON = [1, 2, 3, 4, 5, 6], [1, 13]
 
 
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Restarts come at once; that the pauses grow is BackOff's own test."""
+    """Restarts come at once; that the pauses grow is BackOff's own test. Last words are waited for."""
     monkeypatch.setattr(supervisor, "FIRST_DELAY_S", 0.01)
+    monkeypatch.setattr(spawn, "LAST_LINE_S", HANGS_S)
 
 
 @pytest.fixture
@@ -140,18 +142,19 @@ async def test_a_request_survives_as_many_engines_as_it_may(gate: Gate):
 
 async def test_samples_of_one_prompt_go_on_each_where_it_was(gate: Gate):
     async with engine_process(gate.habit) as engine:
-        sampling = SamplingParams(max_tokens=40, ignore_eos=True)
-        samples = make_samples("r", 3, prompt=PROMPT, max_tokens=40, sampling=sampling, seed=11)
+        sampling = SamplingParams(max_tokens=400, ignore_eos=True)
+        samples = make_samples("r", 3, prompt=PROMPT, max_tokens=400, sampling=sampling, seed=11)
         samples[1].max_tokens = 5  # has ended before the first death
-        work = [
-            follow(engine, sample, {10: killing(engine, gate)} if i == 0 else None) for i, sample in enumerate(samples)
-        ]
+        work = [asyncio.create_task(follow(engine, sample)) for sample in samples]
+        limits = itertools.chain(range(10, 399), itertools.repeat(399))  # nobody else ends before it
+        await until_async(lambda: gate.open_to(next(limits)) or work[1].done())
+        await killing(engine, gate)()
         told = await asyncio.gather(*work)
         for index, sample in enumerate(samples):
             assert tokens(told[index]) == expected(PROMPT, sample.max_tokens, seed=11, sample_index=index)
         state = engine.state()
         assert (state.num_restarts, state.num_resumed) == (1, 2)
-        assert state.num_generated_tokens == 40 + 5 + 40
+        assert state.num_generated_tokens == 400 + 5 + 400
 
 
 async def test_a_request_that_waits_in_the_queue_is_kept_too(gate: Gate):
@@ -164,15 +167,19 @@ async def test_a_request_that_waits_in_the_queue_is_kept_too(gate: Gate):
     await engine.close()
 
 
-async def test_a_request_that_comes_while_there_is_no_engine_is_held():
-    async with engine_process() as engine:
+async def test_a_request_that_comes_while_there_is_no_engine_is_held(gate: Gate):
+    async with engine_process(gate.habit) as engine:
         engine.attach(asyncio.get_running_loop())
+        gate.shut()
         os.kill(pid_of(engine), signal.SIGKILL)
         await until_async(lambda: not engine.keeper.ready)
         state = engine.state()
         assert (state.alive, state.loading) == (False, True)
         assert "killed by SIGKILL" in (state.error or "")
-        assert tokens(await follow(engine, ask())) == expected(PROMPT, 60)
+        held = asyncio.create_task(follow(engine, ask()))
+        await until_async(lambda: engine.state().num_waiting == 1)
+        gate.open()
+        assert tokens(await held) == expected(PROMPT, 60)
 
 
 async def test_prompt_logprobs_are_told_once_and_logprobs_of_every_token(gate: Gate):
@@ -266,14 +273,13 @@ async def test_it_is_given_up_after_as_many_restarts_as_allowed(gate: Gate):
 
 
 async def test_an_abort_frees_every_block(gate: Gate):
-    async with engine_process(gate.habit) as engine:
-        stream = engine.submit(ask(max_tokens=400))
+    async with engine_process(f"{gate.habit},max_model_len=8000") as engine:
+        stream = engine.submit(ask(max_tokens=7000))
         await anext(stream)
         await stream.aclose()
-        for num_output in range(10, 400):  # so slowly that the abort is there before the end
-            gate.open_to(num_output)
-            await asyncio.sleep(0.001)
-        await until_async(lambda: engine.state().num_finished[FinishReason.ABORT] == 1)
+        limits = itertools.count(10)  # so slowly that the abort is there before the end
+        aborted = lambda: engine.state().num_finished[FinishReason.ABORT] == 1  # noqa: E731
+        await until_async(lambda: gate.open_to(next(limits)) or aborted())
         await until_async(lambda: engine.state().num_blocks_used == 0)
 
 
@@ -283,17 +289,19 @@ async def test_an_abort_while_there_is_no_engine_takes_effect_at_once(reason: Fi
         request = ask(max_tokens=400)
         stream = engine.submit(request)
         await anext(stream)
+        gate.shut()
         os.kill(pid_of(engine), signal.SIGKILL)
         await until_async(lambda: not engine.keeper.ready)
         engine.abort("r", reason)
         told = [progress async for progress in stream]
         assert told[-1].finish_reason is reason is request.finish_reason
+        gate.open()
         await until_async(lambda: engine.keeper.ready)
         assert engine.state().num_resumed == 0
 
 
-async def test_questions_are_answered_and_a_policy_outlives_its_engine():
-    async with engine_process() as engine:
+async def test_questions_are_answered_and_a_policy_outlives_its_engine(gate: Gate):
+    async with engine_process(gate.habit) as engine:
         assert (await engine.queue_view(offset=0, limit=10)).num_waiting == 0
         assert (await engine.live_view()).num_running == 0
         assert "vtc" in await engine.policy_names()
@@ -301,10 +309,12 @@ async def test_questions_are_answered_and_a_policy_outlives_its_engine():
         with pytest.raises(ConfigError, match="choose one of"):
             await engine.configure(replace(config, policy="best"))
         await engine.configure(replace(config, policy="vtc"))
+        gate.shut()
         os.kill(pid_of(engine), signal.SIGKILL)
         await until_async(lambda: not engine.keeper.ready)
         with pytest.raises(EngineDead):
             await engine.scheduler_config()
+        gate.open()
         await until_async(lambda: engine.keeper.ready)
         assert (await engine.scheduler_config()).policy == "vtc"
 
@@ -324,7 +334,7 @@ async def test_what_is_no_frame_is_dropped_and_counted(caplog):
         for garbage in (b"", b"\x80\x04.", b"\xc1" * 100):
             child._commands.send(garbage)
         assert tokens(await follow(engine, ask())) == expected(PROMPT, 60)
-        assert engine.state().num_wrong_frames == 4
+        await until_async(lambda: engine.state().num_wrong_frames == 4)
         await until_async(lambda: caplog.text.count("from the server's socket") == 3)
 
 
@@ -371,7 +381,7 @@ def test_the_child_dies_with_its_parent_however_that_ends():
     parent.kill()
     parent.wait(HANGS_S)
     parent.stdout.close()
-    until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
+    until(lambda: is_gone(child))
 
 
 async def test_signals_to_the_group_are_the_parents_affair():
