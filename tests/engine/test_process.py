@@ -134,10 +134,19 @@ async def test_a_request_goes_on_token_for_token_when_its_engine_is_killed(numbe
     assert f"was killed by {signal.Signals(number).name}" in caplog.text
 
 
-async def test_a_request_survives_as_many_engines_as_it_may(gate: Gate):
-    async with engine_process(gate.habit) as engine:
-        at = {count: killing(engine, gate, then=count + 10) for count in (10, 20)} | {30: killing(engine, gate)}
-        assert tokens(await follow(engine, ask(), at)) == expected(PROMPT, 60)
+async def test_a_request_survives_more_kills_from_outside_than_an_engine_may_have_failures(gate: Gate):
+    async with engine_process(gate.habit, max_restarts=2) as engine:
+        at = {count: killing(engine, gate, then=count + 5) for count in range(10, 40, 5)}
+        assert tokens(await follow(engine, ask(), {**at, 40: killing(engine, gate)})) == expected(PROMPT, 60)
+        assert engine.state().num_restarts == engine.state().num_resumed == 7
+
+
+async def test_an_engine_that_kills_itself_with_whatever_it_is_given_is_given_up():
+    async with engine_process("die_at=0", max_restarts=5) as engine:
+        ends = await asyncio.gather(*(follow(engine, ask(f"r{i}", POISON)) for i in range(4)), return_exceptions=True)
+        assert all(isinstance(end, EngineDead) for end in ends)
+        assert engine.keeper.over
+        assert engine.state().num_restarts == 5
 
 
 async def test_samples_of_one_prompt_go_on_each_where_it_was(gate: Gate):

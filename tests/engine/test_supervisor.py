@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from maitred.engine.supervisor import MAX_DELAY_S, STEADY_S, BackOff, Watchdog, cause_of_death
+from maitred.engine.keeper import SILENT_S
+from maitred.engine.supervisor import FAILURE, MAX_DELAY_S, STEADY_S, BackOff, Watchdog, cause_of_death, is_own_fault
 
 TICK_S = 0.25
 
@@ -25,6 +26,56 @@ def test_an_engine_that_lived_ends_the_row():
 
 def test_no_restarts_at_all():
     assert BackOff(max_restarts=0).died(1e9) is None
+
+
+def test_deaths_that_came_from_outside_are_borne_longer_but_not_for_ever():
+    backoff = BackOff(max_restarts=2)
+    delays = [backoff.died(0.0, own_fault=False) for _ in range(2 * FAILURE + 1)]
+    assert delays == [0.0] * FAILURE + [0.5] * FAILURE + [None]
+
+
+def test_a_found_cause_ends_the_row():
+    backoff = BackOff(max_restarts=2)
+    assert [backoff.died(0.0), backoff.died(0.0)] == [0.0, 0.5]
+    backoff.found_cause()
+    assert [backoff.died(0.0), backoff.died(0.0), backoff.died(0.0)] == [0.0, 0.5, None]
+
+
+@pytest.mark.parametrize(
+    ("returncode", "stuck", "out_of_memory", "own"),
+    [
+        (-11, False, False, True),  # SIGSEGV
+        (-6, False, False, True),  # SIGABRT
+        (1, False, False, True),
+        (0, False, False, True),  # nobody told it to stop
+        (-9, False, False, False),
+        (-9, True, False, True),
+        (-9, False, True, True),
+        (-15, False, False, False),
+        (-1, False, False, False),
+    ],
+)
+def test_a_signal_that_somebody_sent_is_no_evidence(returncode: int, stuck: bool, out_of_memory: bool, own: bool):
+    assert is_own_fault(returncode, stuck=stuck, out_of_memory=out_of_memory) is own
+
+
+def test_a_silent_engine_is_told_within_three_seconds_of_its_last_heartbeat():
+    watchdog = Watchdog(TICK_S)
+    watchdog.tick(0.0)
+    watchdog.beat(1, True)  # just after a tick
+    ticks = 0
+    while watchdog.silent_s < SILENT_S:
+        ticks += 1
+        watchdog.tick(ticks * TICK_S)
+    assert ticks * TICK_S < 3.0
+
+
+def test_where_the_watcher_itself_comes_late_the_engine_may_too():
+    """A machine with far more to do than it has cores: ticks come four times too late, and beats with them."""
+    watchdog = Watchdog(TICK_S)
+    watchdog.beat(1, True)
+    run(watchdog, 9, step_s=4 * TICK_S)
+    assert watchdog.silent_s < SILENT_S
 
 
 def run(watchdog: Watchdog, ticks: int, step_s: float = TICK_S, start: float = 0.0) -> None:

@@ -43,11 +43,14 @@ class House:
         """And wait until that was noticed; the next engine's gate is open further."""
         until(lambda: self.engine.keeper.ready)
         before = self.engine.state().num_restarts
-        child = self.engine.keeper._child
-        assert child is not None
-        os.kill(child.pid, number)
+        os.kill(self.pid(), number)
         until(lambda: self.engine.state().num_restarts > before or self.engine.keeper.over)
         self.gate.open_to(then)
+
+    def pid(self) -> int:
+        child = self.engine.keeper._child
+        assert child is not None
+        return child.pid
 
     def post(self, **fields: Any) -> httpx.Response:
         return httpx.post(f"{self.server.url}/v1/completions", json={**BODY, **fields}, timeout=HANGS_S)
@@ -226,6 +229,24 @@ def test_health_and_readiness_follow_the_engine(gate: Gate):
         gate.open()
         until(lambda: at.get("/ready").status_code == 200)
         assert at.get("/health").status_code == 200
+
+
+def test_an_engine_that_falls_silent_is_told_and_loses_no_request_when_it_speaks_again(gate: Gate):
+    """R6: stopped, not dead."""
+    with house(gate) as at:
+        calm = at.post().json()
+        gate.open_to(10)
+        stream = Stream(at.server.url)
+        until(lambda: stream.num_chunks >= 10)
+        os.kill(at.pid(), signal.SIGSTOP)
+        until(lambda: at.get("/health").status_code == 503)
+        assert "has been silent" in at.get("/health").json()["error"]["message"]
+        os.kill(at.pid(), signal.SIGCONT)
+        until(lambda: at.get("/health").status_code == 200)
+        gate.open()
+        stream.join()
+        assert (stream.errors, stream.whole, stream.texts[0]) == ([], True, calm["choices"][0]["text"])
+        assert at.engine.state().num_restarts == 0
 
 
 def test_an_engine_that_is_given_up_leaves_a_server_that_says_so(gate: Gate):

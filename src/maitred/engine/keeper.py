@@ -7,19 +7,20 @@ import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from maitred.clock import Clock
 from maitred.config import EngineConfig, ProcessConfig, SchedulerConfig
 from maitred.engine.facts import ModelFacts
 from maitred.engine.frames import Beat, Begin, Command, Died, Failed, Ready, Report, Stepped, Told, error_of
+from maitred.engine.oom import num_oom_kills
 from maitred.engine.spawn import CHILD, EngineChild
-from maitred.engine.supervisor import BackOff, Watchdog
+from maitred.engine.supervisor import BackOff, Watchdog, is_own_fault
 from maitred.errors import EngineDead, MaitredError
 
 logger = logging.getLogger(__name__)
 TICK_S = 0.25
-SILENT_S = 5.0  # without a heartbeat for so long, the engine is not healthy
+SILENT_S = 2.5  # without a heartbeat for so long, the engine is not healthy; it is told within another tick
 START_POLL_S = 0.05
 
 
@@ -34,14 +35,22 @@ class Start:
     command: Sequence[str] = CHILD
 
 
+class Loss(NamedTuple):
+    """What came of the requests of an engine that died."""
+
+    num_kept: int  # wait for the next one
+    num_ended: int
+    found_cause: bool = False  # one of those that ended had killed the engines; the others may hope
+
+
 class Owner(Protocol):
     """Whom the engine works for; told everything on the event loop, once there is one."""
 
     def heard(self, report: Report) -> None:
         """What is not about the process itself."""
 
-    def lost(self, cause: str, *, deterministic: bool) -> tuple[int, int]:
-        """The engine died, and another will come: how many requests wait for that, how many end here."""
+    def lost(self, cause: str, *, deterministic: bool, own_fault: bool) -> Loss:
+        """The engine died, by its own fault or not; if there will be none any more, `bereft` comes next."""
 
     def regained(self) -> int:
         """There is an engine again: how many requests go on."""
@@ -68,6 +77,8 @@ class Keeper:
         self._num_wrong_frames = 0  # of the children before this one
         self._backoff = BackOff(start.process.max_restarts)
         self._watchdog = Watchdog(TICK_S)
+        self._stuck = False  # the present child was, and we ended it
+        self._oom_kills = 0  # on this system, before the present child
         self._loop: asyncio.AbstractEventLoop | None = None
         self._child: EngineChild | None = None
         self._ready: Ready | None = None  # of the present child, once it is
@@ -174,7 +185,7 @@ class Keeper:
         if self._facts is not None:  # what the edge promises of the context must hold for this one too
             config = replace(config, model=replace(config.model, max_model_len=self._facts.max_model_len))
         begin = Begin(config, tuple(self._start.served_model_names), self._start.log_level)
-        self._watchdog = Watchdog(TICK_S)
+        self._watchdog, self._stuck, self._oom_kills = Watchdog(TICK_S), False, num_oom_kills()
         self._child = EngineChild(begin, on_exit=self._on_exit, command=self._start.command)
         self._listen()
 
@@ -184,7 +195,7 @@ class Keeper:
         try:
             self._spawn()
         except (OSError, MaitredError) as error:  # no memory for a process, no room for a socket
-            self._lost(f"the engine's process cannot be started: {error}")
+            self._lost(f"the engine's process cannot be started: {error}", own_fault=True)
 
     def _listen(self) -> None:
         if self._loop is not None and self._child is not None:
@@ -210,26 +221,33 @@ class Keeper:
         self._child = None
         self._num_wrong_frames += child.num_wrong_frames
         cause = f"the engine's process {child.pid} {child.cause()}"
+        out_of_memory = num_oom_kills() > self._oom_kills
+        if out_of_memory:
+            cause += "; the system had run out of memory"
         child.close()
-        self._lost(cause)
+        self._lost(cause, own_fault=is_own_fault(child.returncode, stuck=self._stuck, out_of_memory=out_of_memory))
 
-    def _lost(self, cause: str) -> None:
+    def _lost(self, cause: str, *, own_fault: bool) -> None:
         """Tell whom it concerns, and start the next one when it is time."""
-        lived_s = self._clock.now() - self._ready_at if self._ready is not None else 0.0
-        deterministic = self._ready is not None and self._ready.deterministic
-        was_ready, self._ready, self.error = self._ready is not None, None, cause
-        delay_s = None if self.over else self._backoff.died(lived_s)
+        ready, self._ready, self.error = self._ready, None, cause
+        lived_s = self._clock.now() - self._ready_at if ready is not None else 0.0
+        loss: Loss | None = None
+        if ready is not None:
+            loss = self._owner.lost(cause, deterministic=ready.deterministic, own_fault=own_fault)
+            if loss.found_cause:
+                self._backoff.found_cause()
+        delay_s = None if self.over else self._backoff.died(lived_s, own_fault=own_fault)
         if delay_s is None:
             self.over = True
             logger.error("%s; it is given up after %d restarts", cause, self.num_restarts)
             self._owner.bereft(cause)
-            return
-        if was_ready:
-            num_kept, num_ended = self._owner.lost(cause, deterministic=deterministic)
-            logger.error("%s; %d requests wait for the next one, %d end with an error", cause, num_kept, num_ended)
-        else:
+        elif loss is None:
             logger.error("%s; trying again in %.1f s", cause, delay_s)
-        self._later(delay_s, self._respawn)
+        else:
+            kept, ended = loss.num_kept, loss.num_ended
+            logger.error("%s; %d requests wait for the next one, %d end with an error", cause, kept, ended)
+        if delay_s is not None:
+            self._later(delay_s, self._respawn)
 
     # -- what it says
 
@@ -280,7 +298,8 @@ class Keeper:
         watchdog, limit_s = self._watchdog, self._start.process.step_timeout_s
         watchdog.tick(self._clock.now())
         if self._child is not None and max(watchdog.stuck_s, watchdog.silent_s) >= limit_s:
-            what = "in one step" if watchdog.stuck_s >= limit_s else "silent"
+            self._stuck = watchdog.stuck_s >= limit_s
+            what = "in one step" if self._stuck else "silent"
             self._child.last_words = f"it was {what} for {limit_s:g} s"
             self._child.kill()
             self._watchdog = Watchdog(TICK_S)

@@ -36,7 +36,7 @@ from maitred.engine.frames import (
     error_of,
     submit_of,
 )
-from maitred.engine.keeper import Keeper, Start
+from maitred.engine.keeper import Keeper, Loss, Start
 from maitred.engine.live_view import LiveView
 from maitred.engine.resume import LiveRequest, Totals, Trials, refusal
 from maitred.engine.running import Engine
@@ -148,7 +148,7 @@ class ProcessEngine:
         live = self._live[request.request_id] = LiveRequest(request, stream)
         if self._on_admitted is not None:
             self._on_admitted(request)
-        self._send(live)  # if there is no engine now, the next one gets it
+        self._trials.enter(live)  # if there is no engine now, the next one gets it
         return stream
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
@@ -246,27 +246,27 @@ class ProcessEngine:
             case Refused(number, kind, message):
                 self._settle(number, error_of(kind, message))
 
-    def lost(self, cause: str, *, deterministic: bool) -> tuple[int, int]:
+    def lost(self, cause: str, *, deterministic: bool, own_fault: bool) -> Loss:
         """Who may, waits; the others end."""
         now, before = self._clock.now(), len(self._live)
         self._keep_counters()
         for number in list(self._questions):
             self._settle(number, self.keeper.death())
+        culprit = self._trials.died(self._live.values(), own_fault=own_fault)
         for live in list(self._live.values()):
             if live.ending is not None:
                 self._deliver([live.ended(live.ending, now)])
                 continue
-            blamed = self._trials.is_blamed(live)
-            why = refusal(live, self._rule, deterministic=deterministic, blamed=blamed)
+            why = refusal(live, self._rule, deterministic=deterministic, is_cause=live is culprit)
             if why is None:
-                live.left(now, blamed=blamed)
+                live.left(now)
             else:
                 self._end_with_error(live, EngineDead(f"{cause}, and {why}"), now)
-        return len(self._live), before - len(self._live)
+        found_cause = culprit is not None and self._trials.others_live()
+        return Loss(len(self._live), before - len(self._live), found_cause)
 
     def regained(self) -> int:
         self._news_at = self._clock.now()
-        self._totals.num_resumed += sum(live.num_resumes > 0 for live in self._live.values())
         self._trials.begin(list(self._live.values()))
         return len(self._live)
 
@@ -304,7 +304,7 @@ class ProcessEngine:
         if report.progress:
             known = [(self._live[item.request_id], item) for item in report.progress if item.request_id in self._live]
             self._deliver([live.take(item, now) for live, item in known], report.num_queued)
-            self._trials.go_on()
+            self._trials.stepped(item.request_id for item in report.progress)
 
     def _deliver(self, progress: list[RequestProgress], num_queued: int | None = None) -> None:
         """To those who listen; `num_queued` is None for what no step gave."""
@@ -341,6 +341,7 @@ class ProcessEngine:
     def _send(self, live: LiveRequest) -> None:
         resumed(live.request, self._clock.now())
         live.sent = self.keeper.send(submit_of(live.request))
+        self._totals.num_resumed += live.sent and live.num_resumes > 0
 
     def _make_room(self, request: Request) -> None:
         if self._admission is None:

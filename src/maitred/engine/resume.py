@@ -11,8 +11,7 @@ from maitred.engine.frames import Mark
 from maitred.request import FinishReason, Request, RequestStatus, timing_of
 from maitred.step import RequestProgress
 
-MAX_RESUMES = 3  # after which a request that sees its engine die again is taken for the cause
-SUSPECT_AFTER = 2  # resumes, after which requests come back one by one
+SUSPECT_AFTER = 2  # engines that died by their own fault, after which those that had been there come back one by one
 TRIAL_TOKENS = 16  # after so many more it was not this one, and the next may come
 
 
@@ -25,6 +24,7 @@ class LiveRequest:
     ending: FinishReason | None = None  # an abort is on its way, and this is its reason
     sent: bool = False  # to the present engine
     num_resumes: int = 0
+    num_deaths: int = 0  # of engines that had it, and may have died of it
     num_prompt_logprobs: int = 0  # positions delivered
     num_repeated: int = 0  # prompt positions that the present engine reported again
 
@@ -45,12 +45,12 @@ class LiveRequest:
         request.first_scheduled_at, request.first_token_at = mark.first_scheduled_at, mark.first_token_at
         request.num_charged_prompt_tokens = mark.num_charged_prompt_tokens  # last: the ledger reads what it stands for
 
-    def left(self, now: float, *, blamed: bool) -> None:
+    def left(self, now: float) -> None:
         """The engine that had it died; the next one computes its prompt again. Until then it is stalled."""
+        self.num_resumes += self.sent
         self.sent = False
         if self.request.first_scheduled_at is not None:
             self.request.stalled_at = now
-        self.num_resumes += blamed
         self.num_repeated = 0
 
     def ended(self, reason: FinishReason, now: float, error: str | None = None) -> RequestProgress:
@@ -83,54 +83,116 @@ def end(request: Request, progress: RequestProgress, now: float) -> None:
     request.finished_at = now
 
 
-def refusal(live: LiveRequest, rule: str, *, deterministic: bool, blamed: bool) -> str | None:
+def refusal(live: LiveRequest, rule: str, *, deterministic: bool, is_cause: bool) -> str | None:
     """Why a request whose engine died cannot go on with the next one; None when it can."""
     if rule == "never":
         return "requests are not resumed here (--resume never)"
-    if blamed and live.num_resumes >= MAX_RESUMES:
-        return f"{live.num_resumes + 1} engines died while they had this request"
+    if is_cause:
+        return f"{live.num_deaths} engines died while they had this request, the last of them nothing else"
     if live.request.output_token_ids and rule == "exact" and not deterministic:
         return "its executor would not go on with exactly the same tokens (see --resume)"
     return None
 
 
 class Trials:
-    """When engines die again and again, one of their requests may be the cause. Those that saw it come back one by one:
-    the one on trial takes the blame for the next death, so in the end the culprit ends alone.
+    """Finds the request that kills engines, and no other.
+
+    Only a death by the engine's own fault is evidence (`supervisor.is_own_fault`): who sends SIGKILL blames nobody, and
+    what was under way is tried again. After SUSPECT_AFTER such deaths, the requests that saw them come back one by one,
+    beside all others. Who is on trial when an engine dies again comes back first and alone: nobody else is sent until
+    it has TRIAL_TOKENS more tokens, which clears it, or has ended, or its engine dies once more. Then it is the cause.
+    So nobody is ended for what another request did, whether that one was in the batch or came later.
     """
 
     def __init__(self, send: Callable[[LiveRequest], None]) -> None:
         self._send = send
-        self._waiting: deque[LiveRequest] = deque()
+        self._waiting: deque[LiveRequest] = deque()  # for their own trials
+        self._held: list[LiveRequest] = []  # until the one that is tried alone has passed
         self._on_trial: LiveRequest | None = None
+        self._alone: LiveRequest | None = None  # to be tried alone, or just now
+        self._beside: list[LiveRequest] = []  # who was there too when it came to that
         self._passes_at = 0  # output tokens
+        self._others_progress = False  # since the last cause was found, or the beginning
+
+    def enter(self, live: LiveRequest) -> None:
+        """A new request: to the engine, unless one is tried alone."""
+        if self._alone is None:
+            self._send(live)
+        else:
+            self._held.append(live)
 
     def begin(self, living: Iterable[LiveRequest]) -> None:
-        """A new engine: it gets those above suspicion, and the first of the others."""
+        """A new engine, and all who wait for it."""
         self._waiting.clear()
+        self._held.clear()
         self._on_trial = None
+        if self._alone is not None and self._alone.request.finished:
+            self._alone = None
+        if self._alone is None:
+            self._send_all(living)
+        else:
+            self._held += [live for live in living if live is not self._alone]
+            self._try(self._alone)
+
+    def stepped(self, request_ids: Iterable[str]) -> None:
+        """Those have news. If the one on trial has passed or ended, the next one's comes."""
+        on_trial = self._on_trial
+        if not self._others_progress:
+            on_trial_id = on_trial.request.request_id if on_trial is not None else None
+            self._others_progress = any(request_id != on_trial_id for request_id in request_ids)
+        if on_trial is None or not self._passed(on_trial):
+            return
+        if on_trial is self._alone:  # then it was one of the others
+            on_trial.num_deaths, self._alone = 0, None
+            for live in self._beside:
+                live.num_deaths += 1
+            held, self._held, self._beside = self._held, [], []
+            self._send_all(held)
+        else:
+            self._try_next()
+
+    def died(self, living: Iterable[LiveRequest], *, own_fault: bool) -> LiveRequest | None:
+        """The engine did; the request that was the cause, if that is certain now."""
+        if not own_fault:
+            return None
+        if self._on_trial is None:
+            for live in living:
+                live.num_deaths += live.sent
+            return None
+        self._on_trial.num_deaths += 1
+        if self._on_trial is not self._alone:
+            self._alone = self._on_trial
+            self._beside = [live for live in living if live.sent and live is not self._alone]
+            return None
+        self._alone, self._beside = None, []
+        return self._on_trial
+
+    def others_live(self) -> bool:
+        """Whether an engine has worked for anybody but the cause, since the last time this was asked; where it did not,
+        it is the engine that is broken.
+        """
+        lived, self._others_progress = self._others_progress, False
+        return lived
+
+    def _send_all(self, living: Iterable[LiveRequest]) -> None:
+        """Those above suspicion, and the first of the others."""
         for live in living:
-            if live.num_resumes < SUSPECT_AFTER:
+            if live.num_deaths < SUSPECT_AFTER:
                 self._send(live)
             else:
                 self._waiting.append(live)
-        self.go_on()
+        self._try_next()
 
-    def go_on(self) -> None:
-        """After a step: if the one on trial has passed or ended, the next one's comes."""
-        if self._on_trial is not None and not self._passed(self._on_trial):
-            return
+    def _try_next(self) -> None:
         self._on_trial = None
         while self._waiting and self._on_trial is None:
             live = self._waiting.popleft()
             if not live.request.finished:
-                self._on_trial = live
-                self._passes_at = live.request.num_output_tokens + TRIAL_TOKENS
-                self._send(live)
+                self._try(live)
 
-    def is_blamed(self, live: LiveRequest) -> bool:
-        """The engine died: does it count against this request?"""
-        return live.sent and self._on_trial in (None, live)
+    def _try(self, live: LiveRequest) -> None:
+        self._on_trial, self._passes_at = live, live.request.num_output_tokens + TRIAL_TOKENS
+        self._send(live)
 
     def _passed(self, live: LiveRequest) -> bool:
         return live.request.finished or live.request.num_output_tokens >= self._passes_at

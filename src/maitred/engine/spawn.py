@@ -96,6 +96,11 @@ class EngineChild:
         """Whether it has ended, and what it wrote was read."""
         return not self._waiter.is_alive()
 
+    @property
+    def returncode(self) -> int:
+        """Of an ended child; minus the signal that killed it."""
+        return self._process.wait()
+
     def cause(self) -> str:
         """Why it ended."""
         return cause_of_death(self._process.wait(), self.last_words)
