@@ -432,7 +432,7 @@ def test_answers_that_cannot_be_written_are_told_in_one_line(tmp_path: Path):
 
 WALL_CLOCK_USERS = {
     "engine/ledger.py": "rows tell when",
-    "engine/build.py": "when the model was made",
+    "engine/checkpoint_facts.py": "when the model was made",
     "api/usage.py": "asks for days",
     "api/tracing.py": "spans have dates",
     "api/openai_completions.py": "`created`",
