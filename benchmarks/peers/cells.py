@@ -1,0 +1,203 @@
+"""Measures one round of one cell for one contender, with the memory's bandwidth beside each repetition.
+
+Bandwidth flips between states within seconds, so a share of the floor is taken from what was probed right before and
+after the few steps that it is about.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from maitred.kernels import _native
+from maitred.kernels.linear import allocate
+from maitred.model.families import spec_from_config
+from maitred.model.machine import STREAM_BYTES
+from maitred.model.roofline import KVFormat, Machine, Row, WeightFormat, floor_s, step_work
+from maitred.model.spec import DecoderSpec
+from peers.contact import Workers, serving
+from peers.entries import Entry
+from peers.http_load import run_http_loop
+
+DECODE_STEPS, CONTEXT = 64, 512
+MEMORY_REQUESTS, MEMORY_TOKENS = 8, 8
+LOOP_INPUT, LOOP_OUTPUT = 512, 128
+WAVES = {1: 8, 8: 5, 32: 3}  # requests of a closed loop for each of its clients
+PREFILLS = {128: 6, 512: 4, 2048: 2}  # repetitions in a round
+PROBE_REPEATS = 4
+SETTLE_S = 0.02  # for threads of a contender that still spin
+CELLS = (
+    *(f"http-{n}" for n in (8, 32, 1)),
+    *(f"decode-{n}" for n in (16, 8, 1, 32)),
+    *(f"prefill-{n}" for n in (2048, 512, 128)),
+    "start",
+    "memory",
+)
+Figures = dict[str, Any]
+
+
+class Probe:
+    """Streaming reads of this process, all cores, about 30 ms each: what memory gives right now."""
+
+    def __init__(self, num_threads: int) -> None:
+        self._isa, self._pool = _native.default_isa(), _native.ThreadPool(num_threads)
+        self._memory = allocate(STREAM_BYTES)
+        self._memory[:: 4096 // 2] = 1  # pages that were never written are all the same page of zeros
+
+    def bytes_per_s(self) -> float:
+        time.sleep(SETTLE_S)
+        return float(_native.measure_stream(self._isa, self._pool, self._memory, PROBE_REPEATS))
+
+
+@dataclass
+class Bench:
+    """What all cells of one model share."""
+
+    work: Path
+    model: str
+    probe: Probe
+    peaks: dict[str, float]
+    workers: Workers
+    waves: int | None = None  # instead of WAVES
+    offline: bool = True
+    streams: list[float] = field(default_factory=list)  # probes of the round that runs
+
+    def look(self) -> None:
+        self.streams.append(self.probe.bytes_per_s())
+
+    @property
+    def spec(self) -> DecoderSpec:
+        return spec_from_config(json.loads((self.work / self.model / "config.json").read_text()))
+
+
+def measure(bench: Bench, entry: Entry, cell: str, seed: int) -> Figures:
+    """One round; the figure that counts is `value`, in the cell's unit. Raises RuntimeError if the contender fails."""
+    bench.streams = []
+    bench.look()
+    kind, _, number = cell.partition("-")
+    figures = KINDS[kind](bench, entry, int(number or 0), seed)
+    if kind != "decode":
+        bench.look()
+    return {**figures, "streams": [round(stream / 1e9, 2) for stream in bench.streams]}
+
+
+def unable(entry: Entry, cell: str) -> bool:
+    return cell.startswith("http") and entry.static
+
+
+def prompts(count: int, length: int, seed: int) -> list[list[int]]:
+    rng = Random(f"{length}/{seed}")
+    return [rng.choices(range(300, 8000), k=length) for _ in range(count)]
+
+
+def _prefill(bench: Bench, entry: Entry, length: int, seed: int) -> Figures:
+    rates, shares = [], []
+    with bench.workers.working(entry, sequences=1, context=_rounded(length + 1)) as worker:
+        for prompt in prompts(PREFILLS.get(length, 3), length, seed):
+            bench.look()
+            rates.append(length / worker.ask(cell="prefill", prompts=[prompt])["first_s"])
+            bench.look()
+            shares.append(_share(bench, entry, rates[-1], length, [Row(0, length)]))
+    return {"value": statistics.median(rates), **_median_share(shares)}
+
+
+def _decode(bench: Bench, entry: Entry, count: int, seed: int) -> Figures:
+    num_tokens = DECODE_STEPS + count + 1  # prompts that are read one after the other set requests apart
+    asked = prompts(count, CONTEXT - num_tokens // 2, seed)
+    bench.streams = []  # the worker pauses before each segment and after the last
+    load = {"prompts": asked, "num_tokens": num_tokens, "num_steps": DECODE_STEPS}
+    with bench.workers.working(entry, sequences=count, context=_rounded(CONTEXT + num_tokens)) as worker:
+        segments = worker.ask(bench.look, cell="decode", **load)["segments_s"]
+    rows, around, shares = [Row(CONTEXT - 1, 1)] * count, bench.streams, []
+    for number, segment in enumerate(segments):
+        bench.streams = around[number : number + 2]
+        shares.append(_share(bench, entry, count / statistics.median(segment), count, rows))
+    bench.streams = around
+    return {"value": count / statistics.median(step for s in segments for step in s), **_median_share(shares)}
+
+
+def _http(bench: Bench, entry: Entry, clients: int, seed: int) -> Figures:
+    """The same load over HTTP and, for maitred, in process too: `offline` is the second's rate."""
+    count = clients * (bench.waves or WAVES.get(clients, 3))
+    asked, context = prompts(count, LOOP_INPUT, seed), _rounded(LOOP_INPUT + LOOP_OUTPUT)
+    if entry.server is None:
+        return _in_process(bench, entry, asked, clients)
+    bench.workers.close(entry.name)  # its cores and memory are the server's now
+    with serving(entry, clients, context, bench.workers.log(entry)) as port:
+        dialect = entry.server.dialect
+        run_http_loop(port, "bench", prompts(1, 32, seed), 1, 4, dialect)
+        loop = run_http_loop(port, "bench", asked, clients, LOOP_OUTPUT, dialect)
+    figures = {"value": loop["steady"], **loop}
+    if entry.ours and bench.offline:
+        bench.look()
+        figures["offline"] = _in_process(bench, entry, asked, clients)["value"]
+    return figures
+
+
+def _in_process(bench: Bench, entry: Entry, asked: Sequence[Sequence[int]], clients: int) -> Figures:
+    with bench.workers.working(entry) as worker:
+        loop = worker.ask(cell="loop", prompts=asked, clients=clients, num_tokens=LOOP_OUTPUT)
+    return {"value": loop["steady"], **loop}
+
+
+def _start(bench: Bench, entry: Entry, _: int, seed: int) -> Figures:
+    with bench.workers.working(entry, fresh=True, sequences=1, context=CONTEXT) as worker:
+        return {"value": worker.first_token_s}
+
+
+def _memory(bench: Bench, entry: Entry, _: int, seed: int) -> Figures:
+    """Peak of the process after a few requests; for maitred split into weights, keys and values, and the rest."""
+    asked = prompts(MEMORY_REQUESTS, CONTEXT, seed)
+    sizes = {"sequences": MEMORY_REQUESTS, "context": _rounded(CONTEXT + MEMORY_TOKENS + MEMORY_REQUESTS)}
+    with bench.workers.working(entry, fresh=True, **sizes) as worker:
+        load = {"prompts": asked, "num_tokens": MEMORY_TOKENS + MEMORY_REQUESTS, "num_steps": 1}
+        worker.ask(cell="decode", **load)
+        peak = worker.ask(cell="memory")["peak_mb"]
+    if entry.floor is None:
+        return {"value": peak}
+    weights_mb, kv_mb = (num_bytes / 2**20 for num_bytes in _footprint(bench.spec, *entry.floor))
+    return {"value": peak, "weights_mb": weights_mb, "kv_mb": kv_mb, "rest_mb": peak - weights_mb - kv_mb}
+
+
+KINDS: dict[str, Callable[[Bench, Entry, int, int], Figures]] = {
+    "prefill": _prefill,
+    "decode": _decode,
+    "http": _http,
+    "start": _start,
+    "memory": _memory,
+}
+
+
+def _footprint(spec: DecoderSpec, dtype: str, kv_dtype: str) -> tuple[float, float]:
+    """Bytes of matrices, and of the memory cell's keys and values."""
+    weights, kv = WeightFormat(dtype), KVFormat(kv_dtype)
+    work = {True: 0.0, False: 0.0}
+    context = CONTEXT + MEMORY_TOKENS + MEMORY_REQUESTS
+    for op in step_work(spec, [Row(context - 1, 1)] * MEMORY_REQUESTS, weights, kv):
+        work[op.name == "attention"] += op.num_bytes
+    return work[False], work[True]
+
+
+def _share(bench: Bench, entry: Entry, rate: float, tokens: int, rows: Sequence[Row]) -> float | None:
+    """`rate` (tokens/s) of a step of so many tokens, as a share of its floor with the last two probes."""
+    if entry.floor is None:
+        return None
+    dtype, kv = entry.floor
+    machine = Machine(statistics.harmonic_mean(bench.streams[-2:]), bench.peaks)
+    return rate * floor_s(step_work(bench.spec, rows, WeightFormat(dtype), KVFormat(kv)), machine) / tokens
+
+
+def _median_share(shares: Sequence[float | None]) -> Figures:
+    known = [share for share in shares if share is not None]
+    return {"share": statistics.median(known)} if known else {}
+
+
+def _rounded(tokens: int) -> int:
+    """llama.cpp rounds a sequence's context up to a multiple of 256 tokens."""
+    return -(-tokens // 256) * 256

@@ -1,0 +1,165 @@
+"""Starts contenders: a worker process that is asked cells over pipes, or a server that is asked over HTTP."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from peers.entries import Entry
+
+BENCHMARKS = Path(__file__).resolve().parents[1]
+REPLY_LIMIT_S, READY_LIMIT_S = 900.0, 300.0
+END_LIMIT_S = 30.0
+
+
+class Worker:
+    """A contender's process; `first_token_s` is from its launch to its first token.
+
+    Raises RuntimeError when it ends or says nothing for 15 minutes; what it printed is in `log`.
+    """
+
+    def __init__(self, entry: Entry, log: Path, **sizes: int) -> None:
+        began = time.perf_counter()
+        self._log = log
+        with log.open("w") as errors:
+            self._process = subprocess.Popen(
+                [str(entry.python), "-m", "peers.worker", entry.module, json.dumps(entry.options | sizes)],
+                cwd=BENCHMARKS,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                env=_environment(entry),
+            )
+        self._read()
+        self.first_token_s = time.perf_counter() - began
+
+    def ask(self, between: Callable[[], None] | None = None, **cell: Any) -> dict[str, Any]:
+        """`between` is called whenever the worker pauses in the middle of a cell."""
+        self._write(json.dumps(cell))
+        while (reply := self._read()).get("pause"):
+            if between is not None:
+                between()
+            self._write("")
+        return reply
+
+    def _write(self, line: str) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(line + "\n")
+        self._process.stdin.flush()
+
+    def _read(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        limit = threading.Timer(REPLY_LIMIT_S, self._process.kill)
+        limit.start()
+        try:
+            line = self._process.stdout.readline()
+        finally:
+            limit.cancel()
+        if not line:
+            raise RuntimeError(f"its process ended with {self._process.wait()}: {last_line(self._log)}")
+        reply: dict[str, Any] = json.loads(line)
+        return reply
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        _end(self._process)
+
+
+class Workers:
+    """Processes for cells: a fresh one each time, but one for all where starting takes minutes."""
+
+    def __init__(self, logs: Path) -> None:
+        logs.mkdir(exist_ok=True)
+        self._logs = logs
+        self._lasting: dict[str, Worker] = {}
+
+    def log(self, entry: Entry) -> Path:
+        return self._logs / f"{entry.name}.log"
+
+    @contextmanager
+    def working(self, entry: Entry, fresh: bool = False, **sizes: int) -> Iterator[Worker]:
+        if entry.lasting and not fresh:
+            if entry.name not in self._lasting:
+                self._lasting[entry.name] = Worker(entry, self.log(entry))
+            yield self._lasting[entry.name]
+            return
+        worker = Worker(entry, self.log(entry), **(sizes if entry.sized else {}))
+        try:
+            yield worker
+        finally:
+            worker.close()
+
+    def close(self, name: str | None = None) -> None:
+        """The named one, or all."""
+        for each in [name] if name else list(self._lasting):
+            if worker := self._lasting.pop(each, None):
+                worker.close()
+
+
+@contextmanager
+def serving(entry: Entry, clients: int, context: int, log: Path) -> Iterator[int]:
+    """The contender's server, ready, for so many requests of at most `context` tokens; the port it listens on."""
+    assert entry.server is not None
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [*entry.server.for_clients(clients, context), "--port", str(port)]
+    with log.open("w") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output, env=_environment(entry))
+    try:
+        _wait_until_ready(port, process, log)
+        yield port
+    finally:
+        process.terminate()
+        _end(process)
+
+
+def last_line(log: Path) -> str:
+    """What a contender said last, for messages."""
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return f"{lines[-1][:300] if lines else 'it printed nothing'} ({log})"
+
+
+def _environment(entry: Entry) -> dict[str, str]:
+    extra = entry.server.environment if entry.server else {}
+    if entry.peer == "llamacpp":  # its bindings use the library that was built for this processor
+        extra = {"LLAMA_CPP_LIB_PATH": str(entry.python.parents[1] / "build/bin")}
+    programs = f"{entry.python.parent}{os.pathsep}{os.environ['PATH']}"  # vLLM's compiler looks for ninja there
+    return {**os.environ, "PATH": programs, **extra}
+
+
+def _wait_until_ready(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
+    began = time.monotonic()
+    while time.monotonic() - began < READY_LIMIT_S:
+        if process.poll() is not None:
+            raise RuntimeError(f"its server ended with {process.returncode}: {last_line(log)}")
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+        try:
+            connection.request("GET", "/health")
+            if connection.getresponse().status == 200:
+                return
+        except (OSError, http.client.HTTPException):
+            pass  # not listening yet, or loading
+        finally:
+            connection.close()
+        time.sleep(0.05)
+    raise RuntimeError(f"its server was not ready within {READY_LIMIT_S:g} s: {last_line(log)}")
+
+
+def _end(process: subprocess.Popen[Any]) -> None:
+    try:
+        process.wait(END_LIMIT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

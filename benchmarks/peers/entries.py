@@ -1,0 +1,129 @@
+"""The contenders of `cpu_peers.py`: in which environment each lives, its models, how it is served, what it is told."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from peers.http_load import LLAMA_SERVER, USAGE, Dialect
+from peers.setup import gguf, why_not
+
+MAX_CONTEXT, MAX_SEQUENCES = 4096, 32
+
+
+@dataclass(frozen=True)
+class Server:
+    """A server's command but for its port (appended) and for what depends on the load (`for_clients`)."""
+
+    command: tuple[str, ...]
+    dialect: Dialect = USAGE
+    environment: dict[str, str] = field(default_factory=dict)
+    slots: bool = False  # wants to know how many requests of which length there will be
+
+    def for_clients(self, clients: int, context: int) -> list[str]:
+        slots = ["--parallel", str(clients), "--ctx-size", str(clients * context)] if self.slots else []
+        return [*self.command, *slots]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A contender: which module of `peers`, in which environment, with what."""
+
+    name: str
+    module: str
+    python: Path
+    options: dict[str, Any]
+    weights: str  # bf16, int8 or int4: what kind it competes in where kinds are compared
+    peer: str | None = None  # as `setup.py` calls it; None is maitred
+    server: Server | None = None  # without one its closed loop runs in process
+    static: bool = False  # batches cannot grow: no closed loop
+    sized: bool = False  # wants `sequences` and `context` of the cell
+    lasting: bool = False  # starts so slowly that one process serves all rounds
+    floor: tuple[str, str] | None = None  # maitred's weights and KV, as its roofline calls them
+
+    @property
+    def ours(self) -> bool:
+        return self.peer is None
+
+
+def entries(work: Path, model: str) -> list[Entry]:
+    """All, whether set up or not."""
+    makers = (_maitred, _openvino, _onnxruntime, _llamacpp, _vllm)
+    return [entry for make in makers for entry in make(work, model)]
+
+
+def missing(entry: Entry, work: Path) -> str | None:
+    """Why the contender cannot take part; None if it can."""
+    for needed in (entry.python, Path(entry.options["model"])):
+        if not needed.exists():
+            reason = why_not(work, entry.peer or "maitred")
+            return reason.read_text().strip() if reason.exists() else f"{needed} is missing: --setup makes it"
+    return None
+
+
+def _maitred(work: Path, model: str) -> list[Entry]:
+    kinds = (
+        ("maitred-bf16", "bfloat16", "bfloat16"),
+        ("maitred-int8", "int8", "bfloat16"),
+        ("maitred-int8-kv8", "int8", "int8"),
+        ("maitred-int4", "int4", "bfloat16"),
+        ("maitred-int4-kv8", "int4", "int8"),
+    )
+    return [_our_entry(name, str(work / model), dtype, kv) for name, dtype, kv in kinds]
+
+
+def _our_entry(name: str, model: str, dtype: str, kv: str) -> Entry:
+    serve = (sys.executable, "-m", "maitred.cli.main", "serve", model, "--dtype", dtype, "--kv-dtype", kv)
+    limits = ("--max-model-len", str(MAX_CONTEXT), "--max-num-seqs", str(MAX_SEQUENCES))
+    server = Server((*serve, *limits, "--no-enable-prefix-caching", "--served-model-name", "bench"))
+    options = {"model": model, "dtype": dtype, "kv_dtype": kv}
+    weights = "bf16" if dtype == "bfloat16" else dtype
+    return Entry(name, "maitred_engine", Path(sys.executable), options, weights, server=server, floor=(dtype, kv))
+
+
+def _openvino(work: Path, model: str) -> list[Entry]:
+    """Its KV cache is u8 unless told otherwise, as its property KV_CACHE_PRECISION says."""
+    python = work / "venv-openvino/bin/python"
+    return [
+        Entry(
+            f"openvino-{weights}",
+            "openvino_pipeline",
+            python,
+            {"model": str(work / f"openvino-{model}-{folder}"), "precision": precision},
+            weights,
+            "openvino",
+        )
+        for weights, folder, precision in (("bf16", "fp16", "bf16"), ("int8", "int8", None), ("int4", "int4", None))
+    ]
+
+
+def _onnxruntime(work: Path, model: str) -> list[Entry]:
+    python, folder = work / "venv-onnxruntime/bin/python", work / f"onnxruntime-{model}-int4"
+    name, module = "onnxruntime-int4", "onnxruntime_generator"
+    return [Entry(name, module, python, {"model": str(folder)}, "int4", "onnxruntime", static=True)]
+
+
+def _llamacpp(work: Path, model: str) -> list[Entry]:
+    home = work / "venv-llamacpp"
+    found = []
+    for kind, weights in (("bf16", "bf16"), ("q8_0", "int8"), ("q4_0", "int4")):
+        file = str(gguf(work, model, kind))
+        command = (str(home / "build/bin/llama-server"), "--model", file, "--threads", "2", "--threads-http", "2")
+        caches = ("--batch-size", "2048", "--ubatch-size", "512", "--cache-ram", "0", "--no-kv-unified")
+        server = Server((*command, *caches, "--alias", "bench"), LLAMA_SERVER, slots=True)
+        options, python = {"model": file}, home / "bin/python"
+        name = f"llamacpp-{kind}"
+        found.append(Entry(name, "llamacpp_batches", python, options, weights, "llamacpp", server, sized=True))
+    return found
+
+
+def _vllm(work: Path, model: str) -> list[Entry]:
+    python, folder = work / "venv-vllm/bin/python", str(work / model)
+    command = (str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", folder, "--dtype", "bfloat16")
+    limits = ("--max-model-len", str(MAX_CONTEXT), "--max-num-seqs", str(MAX_SEQUENCES))
+    budget = ("--max-num-batched-tokens", "2048", "--no-enable-prefix-caching", "--served-model-name", "bench")
+    environment = {"VLLM_CPU_KVCACHE_SPACE": "4", "VLLM_CPU_OMP_THREADS_BIND": "0-1", "HF_HUB_OFFLINE": "1"}
+    server = Server((*command, *limits, *budget), environment=environment | {"VLLM_NO_USAGE_STATS": "1"})
+    return [Entry("vllm-bf16", "vllm_engine", python, {"model": folder}, "bf16", "vllm", server, lasting=True)]
