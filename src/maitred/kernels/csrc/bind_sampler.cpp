@@ -3,6 +3,7 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -25,11 +26,13 @@ using Logprobs = nb::ndarray<double, nb::ndim<2>, nb::c_contig, nb::device::cpu>
 
 Ids ids_of(nb::handle value, int64_t vocab_size) {
   Ids ids = nb::cast<Ids>(value);
-  for (size_t i = 0; i < ids.shape(0); ++i)
-    if (ids(i) < 0 || ids(i) >= vocab_size)
-      throw std::invalid_argument("token " + std::to_string(ids(i)) + " of a vocabulary of " +
-                                  std::to_string(vocab_size));
-  return ids;
+  const int64_t* begin = ids.data();
+  const int64_t* end = begin + ids.shape(0);
+  int64_t signs = 0;  // below 0 once an id or its distance to the last one is
+  for (const int64_t* id = begin; id != end; ++id) signs |= *id | (vocab_size - 1 - *id);
+  if (signs >= 0) return ids;
+  const int64_t* wrong = std::find_if(begin, end, [&](int64_t id) { return id < 0 || id >= vocab_size; });
+  throw std::invalid_argument("token " + std::to_string(*wrong) + " of a vocabulary of " + std::to_string(vocab_size));
 }
 
 Floats floats_of(nb::handle value, size_t count) {

@@ -16,13 +16,19 @@ namespace maitred {
 
 constexpr int kBlock = 1024;  // values added up as one in a draw, and scanned as one
 constexpr int kLanes = 16;    // a block's values i, i + 16, i + 32 ... are a group; scan() gives the largest of each
+constexpr int kGroupSize = kBlock / kLanes;
 
 struct SamplerKernels {
   // Writes the largest of each group of x[0..n) (kLanes for each block begun, -inf for empty ones); true if any is NaN.
   bool (*scan)(const float* x, int64_t n, float* group_max);
-  // Writes for each block begun the sum of exp((x - largest) * sharpness) over its values that are at least `low`.
-  void (*weigh)(const float* x, int64_t n, float low, double largest, double sharpness, double* block_sums);
-  // Appends first + i to ids for each i with low <= x[i] < high, ascending; gives how many.
+  // Writes for each block begun the sum of exp((x - largest) * sharpness) over its values that are at least lows[0],
+  // which itself has a weight above 0 (see Task::lowest_weighing).
+  void (*weigh)(const float* x, int64_t n, const float* lows, double largest, double sharpness, double* block_sums);
+  // The same for each of two or four ascending lows, all sums of the first low before those of the next.
+  void (*weigh_two)(const float* x, int64_t n, const float* lows, double largest, double sharpness, double* block_sums);
+  void (*weigh_four)(const float* x, int64_t n, const float* lows, double largest, double sharpness,
+                     double* block_sums);
+  // Writes first + i to ids for each i with low <= x[i] < high, ascending; gives how many, of room for kLanes more.
   int64_t (*collect)(const float* x, int64_t n, float low, float high, int32_t first, int32_t* ids);
   // weights[i] = exp((x[i] - largest) * sharpness)
   void (*weights)(const float* x, int64_t n, double largest, double sharpness, double* weights);
@@ -81,12 +87,16 @@ class Sampler {
     double weight;
     int64_t id;
   };
+  struct LogitBefore {
+    int64_t id;
+    float logit;
+  };
   // Memory of one thread, kept from call to call.
   struct Scratch {
     std::vector<float> groups, folded, values, raw;
+    std::vector<LogitBefore> undo;
     std::vector<int32_t> ids;
-    std::vector<uint8_t> buckets;
-    std::vector<double> weights, block_sums;
+    std::vector<double> weights, block_sums, cut_sums;
     std::vector<Item> items;
   };
   // The upper end of a row: logits above `logit`, and of those equal to it the ids up to last_id.
@@ -94,10 +104,12 @@ class Sampler {
     float logit;
     int64_t last_id;
   };
-  struct Bracket {
-    float low, high;  // low <= logit < high
+  // Where an edge is looked for: it is likely to be between the logits low and high, and near the middle.
+  struct Place {
+    float low, middle, high;
+    bool is_listed;  // it is above them all
   };
-  struct Task;  // one row in one thread's hands; in sampler.cpp
+  struct Task;  // one row in one thread's hands; in sampler_task.h
 
   ThreadPool& pool_;
   const SamplerKernels& kernels_;

@@ -7,23 +7,24 @@
 namespace maitred {
 namespace {
 
-inline __m256d term(int k) { return _mm256_set1_pd(kExp2Terms[k]); }
+inline __m256d term(int k) { return _mm256_set1_pd(kRootTerms[k]); }
 
-inline __m256d weight_of(__m128 x, __m256d largest, __m256d slope) {
+inline __m256d power_of(__m128 x, __m256d largest, __m256d slope) {
+  return _mm256_mul_pd(_mm256_sub_pd(_mm256_cvtps_pd(x), largest), slope);
+}
+
+// y = power_of(...), at least kLowestPower
+inline __m256d weight_of(__m256d y) {
   const __m256d magic = _mm256_set1_pd(kMagic);
-  const __m256d y = _mm256_mul_pd(_mm256_sub_pd(_mm256_cvtps_pd(x), largest), slope);
   const __m256d t = _mm256_add_pd(y, magic);
   const __m256d f = _mm256_sub_pd(y, _mm256_sub_pd(t, magic));
-  const __m256d f2 = _mm256_mul_pd(f, f), f4 = _mm256_mul_pd(f2, f2), f8 = _mm256_mul_pd(f4, f4);
-  const __m256d low = _mm256_fmadd_pd(_mm256_fmadd_pd(term(3), f, term(2)), f2, _mm256_fmadd_pd(term(1), f, term(0)));
-  const __m256d middle =
-      _mm256_fmadd_pd(_mm256_fmadd_pd(term(7), f, term(6)), f2, _mm256_fmadd_pd(term(5), f, term(4)));
-  const __m256d high =
-      _mm256_fmadd_pd(_mm256_fmadd_pd(term(11), f, term(10)), f2, _mm256_fmadd_pd(term(9), f, term(8)));
-  const __m256d p = _mm256_fmadd_pd(high, f8, _mm256_fmadd_pd(middle, f4, low));
-  const __m256i scaled = _mm256_add_epi64(_mm256_castpd_si256(p), _mm256_slli_epi64(_mm256_castpd_si256(t), 52));
-  const __m256d above_zero = _mm256_cmp_pd(y, _mm256_set1_pd(kLowestPower), _CMP_GE_OQ);
-  return _mm256_and_pd(above_zero, _mm256_castsi256_pd(scaled));
+  __m256d q = _mm256_fmadd_pd(term(4), f, term(3));
+  for (int k = 2; k >= 0; --k) q = _mm256_fmadd_pd(q, f, term(k));
+  const __m256i n = _mm256_castpd_si256(t);
+  const __m256i last_bits = _mm256_and_si256(n, _mm256_set1_epi64x(15));
+  const __m256i root = _mm256_i64gather_epi64(reinterpret_cast<const long long*>(kRoots), last_bits, 8);
+  const __m256d s = _mm256_castsi256_pd(_mm256_add_epi64(root, _mm256_slli_epi64(n, kExponentShift)));
+  return _mm256_fmadd_pd(s, _mm256_mul_pd(f, q), s);
 }
 
 // Values 0 to 7 from x, those from `count` on as `absent`.
@@ -53,26 +54,32 @@ bool scan(const float* x, int64_t n, float* group_max) {
   return _mm256_movemask_ps(nans) != 0;
 }
 
-void weigh(const float* x, int64_t n, float low, double largest, double sharpness, double* block_sums) {
-  const __m256d largest_4 = _mm256_set1_pd(largest), slope_4 = _mm256_set1_pd(sharpness * kLog2e);
-  const __m128 low_4 = _mm_set1_ps(low);
-  for (int64_t begin = 0; begin < n; begin += kBlock, ++block_sums) {
-    const int64_t end = begin + kBlock < n ? begin + kBlock : n;
-    __m256d sums[2] = {_mm256_setzero_pd(), _mm256_setzero_pd()};
+template <int kCount>
+void weigh(const float* x, int64_t n, const float* lows, double largest, double sharpness, double* block_sums) {
+  const __m256d largest_4 = _mm256_set1_pd(largest), slope_4 = _mm256_set1_pd(sharpness * k16Log2e);
+  const int64_t num_blocks = (n + kBlock - 1) / kBlock;
+  for (int64_t block = 0; block < num_blocks; ++block) {
+    const int64_t begin = block * kBlock, end = begin + kBlock < n ? begin + kBlock : n;
+    __m256d sums[kCount][2];
+    for (int c = 0; c < kCount; ++c) sums[c][0] = sums[c][1] = _mm256_setzero_pd();
     for (int64_t i = begin; i < end; i += 8) {
-      const __m256 value = end - i >= 8 ? _mm256_loadu_ps(x + i) : load_some(x + i, end - i, -__builtin_inff());
+      const __m256 value = end - i >= 8 ? _mm256_loadu_ps(x + i) : load_some(x + i, end - i, __builtin_nanf(""));
       const __m128 halves[2] = {_mm256_castps256_ps128(value), _mm256_extractf128_ps(value, 1)};
       for (int half = 0; half < 2; ++half) {
-        const __m128i counts = _mm_castps_si128(_mm_cmpge_ps(halves[half], low_4));
-        const __m256d weight = weight_of(halves[half], largest_4, slope_4);
-        const __m256d kept = _mm256_and_pd(_mm256_castsi256_pd(_mm256_cvtepi32_epi64(counts)), weight);
-        sums[half] = _mm256_add_pd(sums[half], kept);
+        const __m256d weight = weight_of(power_of(halves[half], largest_4, slope_4));
+        for (int c = 0; c < kCount; ++c) {
+          const __m128i counts = _mm_castps_si128(_mm_cmpge_ps(halves[half], _mm_set1_ps(lows[c])));
+          const __m256d kept = _mm256_and_pd(_mm256_castsi256_pd(_mm256_cvtepi32_epi64(counts)), weight);
+          sums[c][half] = _mm256_add_pd(sums[c][half], kept);
+        }
       }
     }
-    double s[8];
-    _mm256_storeu_pd(s, sums[0]);
-    _mm256_storeu_pd(s + 4, sums[1]);
-    *block_sums = ((s[0] + s[4]) + (s[2] + s[6])) + ((s[1] + s[5]) + (s[3] + s[7]));
+    for (int c = 0; c < kCount; ++c) {
+      double s[8];
+      _mm256_storeu_pd(s, sums[c][0]);
+      _mm256_storeu_pd(s + 4, sums[c][1]);
+      block_sums[c * num_blocks + block] = ((s[0] + s[4]) + (s[2] + s[6])) + ((s[1] + s[5]) + (s[3] + s[7]));
+    }
   }
 }
 
@@ -89,14 +96,19 @@ int64_t collect(const float* x, int64_t n, float low, float high, int32_t first,
   return count;
 }
 
+inline __m256d weight_or_zero(__m256d y) {
+  return _mm256_and_pd(_mm256_cmp_pd(y, _mm256_set1_pd(kLowestPower), _CMP_GE_OQ), weight_of(y));
+}
+
 void weights(const float* x, int64_t n, double largest, double sharpness, double* weights) {
-  const __m256d largest_4 = _mm256_set1_pd(largest), slope_4 = _mm256_set1_pd(sharpness * kLog2e);
+  const __m256d largest_4 = _mm256_set1_pd(largest), slope_4 = _mm256_set1_pd(sharpness * k16Log2e);
   int64_t i = 0;
-  for (; i + 4 <= n; i += 4) _mm256_storeu_pd(weights + i, weight_of(_mm_loadu_ps(x + i), largest_4, slope_4));
+  for (; i + 4 <= n; i += 4)
+    _mm256_storeu_pd(weights + i, weight_or_zero(power_of(_mm_loadu_ps(x + i), largest_4, slope_4)));
   if (i == n) return;
   double last[4];
   const __m128 value = _mm256_castps256_ps128(load_some(x + i, n - i, 0.0F));
-  _mm256_storeu_pd(last, weight_of(value, largest_4, slope_4));
+  _mm256_storeu_pd(last, weight_or_zero(power_of(value, largest_4, slope_4)));
   for (int64_t j = 0; i + j < n; ++j) weights[i + j] = last[j];
 }
 
@@ -113,7 +125,7 @@ int64_t count_above(const float* x, int64_t n, float value) {
 }  // namespace
 
 const SamplerKernels& sampler_avx2() {
-  static const SamplerKernels kernels{scan, weigh, collect, weights, count_above};
+  static const SamplerKernels kernels{scan, weigh<1>, weigh<2>, weigh<4>, collect, weights, count_above};
   return kernels;
 }
 

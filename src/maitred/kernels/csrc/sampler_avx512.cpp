@@ -7,29 +7,31 @@
 namespace maitred {
 namespace {
 
-inline __m512d term(int k) { return _mm512_set1_pd(kExp2Terms[k]); }
+inline __m512d term(int k) { return _mm512_set1_pd(kRootTerms[k]); }
 
-// Weights of 8 * U values, step by step together so that their latencies overlap, and which of them are above 0.
+inline __m512d power_of(__m256 x, __m512d largest, __m512d slope) {
+  return _mm512_mul_pd(_mm512_sub_pd(_mm512_cvtps_pd(x), largest), slope);
+}
+
+// U vectors side by side, whose steps hide each other's latency. y[u] = power_of(...), at least kLowestPower.
 template <int U>
-inline void weights_of(const __m256* x, __m512d largest, __m512d slope, __m512d* weights, __mmask8* above_zero) {
-  const __m512d magic = _mm512_set1_pd(kMagic);
-  __m512d f[U], f2[U], f4[U], t[U], low[U], middle[U], high[U];
+inline void weights_of(const __m512d* y, __m512d* weights) {
 #define EACH_U _Pragma("GCC unroll 4") for (int u = 0; u < U; ++u)
-  EACH_U f[u] = _mm512_mul_pd(_mm512_sub_pd(_mm512_cvtps_pd(x[u]), largest), slope);
-  EACH_U above_zero[u] = _mm512_cmp_pd_mask(f[u], _mm512_set1_pd(kLowestPower), _CMP_GE_OQ);
-  EACH_U t[u] = _mm512_add_pd(f[u], magic);
-  EACH_U f[u] = _mm512_sub_pd(f[u], _mm512_sub_pd(t[u], magic));
-  EACH_U f2[u] = _mm512_mul_pd(f[u], f[u]);
-  EACH_U low[u] =
-      _mm512_fmadd_pd(_mm512_fmadd_pd(term(3), f[u], term(2)), f2[u], _mm512_fmadd_pd(term(1), f[u], term(0)));
-  EACH_U middle[u] =
-      _mm512_fmadd_pd(_mm512_fmadd_pd(term(7), f[u], term(6)), f2[u], _mm512_fmadd_pd(term(5), f[u], term(4)));
-  EACH_U f4[u] = _mm512_mul_pd(f2[u], f2[u]);
-  EACH_U high[u] =
-      _mm512_fmadd_pd(_mm512_fmadd_pd(term(11), f[u], term(10)), f2[u], _mm512_fmadd_pd(term(9), f[u], term(8)));
-  EACH_U low[u] = _mm512_fmadd_pd(high[u], _mm512_mul_pd(f4[u], f4[u]), _mm512_fmadd_pd(middle[u], f4[u], low[u]));
-  EACH_U weights[u] = _mm512_castsi512_pd(
-      _mm512_add_epi64(_mm512_castpd_si512(low[u]), _mm512_slli_epi64(_mm512_castpd_si512(t[u]), 52)));
+  const __m512d magic = _mm512_set1_pd(kMagic);
+  const __m512i roots_low = _mm512_load_si512(kRoots), roots_high = _mm512_load_si512(kRoots + 8);
+  __m512d f[U], t[U], q[U], s[U];
+  EACH_U t[u] = _mm512_add_pd(y[u], magic);
+  EACH_U f[u] = _mm512_sub_pd(y[u], _mm512_sub_pd(t[u], magic));
+  EACH_U q[u] = _mm512_fmadd_pd(term(4), f[u], term(3));
+  EACH_U q[u] = _mm512_fmadd_pd(q[u], f[u], term(2));
+  EACH_U q[u] = _mm512_fmadd_pd(q[u], f[u], term(1));
+  EACH_U q[u] = _mm512_fmadd_pd(q[u], f[u], term(0));
+  EACH_U {
+    const __m512i n = _mm512_castpd_si512(t[u]);
+    const __m512i root = _mm512_permutex2var_epi64(roots_low, n, roots_high);  // reads the last four bits of n
+    s[u] = _mm512_castsi512_pd(_mm512_add_epi64(root, _mm512_slli_epi64(n, kExponentShift)));
+  }
+  EACH_U weights[u] = _mm512_fmadd_pd(s[u], _mm512_mul_pd(f[u], q[u]), s[u]);
 #undef EACH_U
 }
 
@@ -59,64 +61,85 @@ bool scan(const float* x, int64_t n, float* group_max) {
   return nans != 0;
 }
 
-void weigh(const float* x, int64_t n, float low, double largest, double sharpness, double* block_sums) {
-  const __m512d largest_8 = _mm512_set1_pd(largest), slope_8 = _mm512_set1_pd(sharpness * kLog2e);
-  const __m256 low_8 = _mm256_set1_ps(low);
-  for (int64_t begin = 0; begin < n; begin += kBlock, ++block_sums) {
-    const int64_t end = begin + kBlock < n ? begin + kBlock : n;
-    __m512d sum = _mm512_setzero_pd();
+template <int kCount>
+void weigh(const float* x, int64_t n, const float* lows, double largest, double sharpness, double* block_sums) {
+  const __m512d largest_8 = _mm512_set1_pd(largest), slope_8 = _mm512_set1_pd(sharpness * k16Log2e);
+  const int64_t num_blocks = (n + kBlock - 1) / kBlock;
+  __m256 low_8[kCount];
+  for (int c = 0; c < kCount; ++c) low_8[c] = _mm256_set1_ps(lows[c]);
+  for (int64_t block = 0; block < num_blocks; ++block) {
+    const int64_t begin = block * kBlock, end = begin + kBlock < n ? begin + kBlock : n;
+    __m512d sums[kCount], y[4], weight[4];
     __m256 value[4];
-    __m512d weight[4];
-    __mmask8 counts[4];
+    for (int c = 0; c < kCount; ++c) sums[c] = _mm512_setzero_pd();
     int64_t i = begin;
     for (; i + 32 <= end; i += 32) {
-      for (int u = 0; u < 4; ++u) value[u] = _mm256_loadu_ps(x + i + 8 * u);
-      weights_of<4>(value, largest_8, slope_8, weight, counts);
-      for (int u = 0; u < 4; ++u) {
-        counts[u] = _mm256_mask_cmp_ps_mask(counts[u], value[u], low_8, _CMP_GE_OQ);
-        sum = _mm512_mask_add_pd(sum, counts[u], sum, weight[u]);
-      }
+      for (int u = 0; u < 4; ++u) y[u] = power_of(value[u] = _mm256_loadu_ps(x + i + 8 * u), largest_8, slope_8);
+      weights_of<4>(y, weight);
+      for (int u = 0; u < 4; ++u)
+        for (int c = 0; c < kCount; ++c)
+          sums[c] = _mm512_mask_add_pd(sums[c], _mm256_cmp_ps_mask(value[u], low_8[c], _CMP_GE_OQ), sums[c], weight[u]);
     }
     for (; i < end; i += 8) {
       const __mmask8 there = end - i >= 8 ? 0xFF : static_cast<__mmask8>(first_lanes(end - i));
       value[0] = _mm256_maskz_loadu_ps(there, x + i);
-      weights_of<1>(value, largest_8, slope_8, weight, counts);
-      counts[0] = _mm256_mask_cmp_ps_mask(counts[0] & there, value[0], low_8, _CMP_GE_OQ);
-      sum = _mm512_mask_add_pd(sum, counts[0], sum, weight[0]);
+      y[0] = power_of(value[0], largest_8, slope_8);
+      weights_of<1>(y, weight);
+      for (int c = 0; c < kCount; ++c) {
+        const __mmask8 counts = _mm256_mask_cmp_ps_mask(there, value[0], low_8[c], _CMP_GE_OQ);
+        sums[c] = _mm512_mask_add_pd(sums[c], counts, sums[c], weight[0]);
+      }
     }
-    double s[8];
-    _mm512_storeu_pd(s, sum);
-    *block_sums = ((s[0] + s[4]) + (s[2] + s[6])) + ((s[1] + s[5]) + (s[3] + s[7]));
+    for (int c = 0; c < kCount; ++c) {
+      double s[8];
+      _mm512_storeu_pd(s, sums[c]);
+      block_sums[c * num_blocks + block] = ((s[0] + s[4]) + (s[2] + s[6])) + ((s[1] + s[5]) + (s[3] + s[7]));
+    }
   }
+}
+
+// Stores the lanes of `inside` as ids, and what is then overwritten where there are fewer than 16; gives how many.
+inline int64_t store_found(__m512i lane_ids, __mmask16 inside, int32_t* ids) {
+  // Compressed in a register: compressing straight to memory takes a hundred cycles on some processors.
+  _mm512_storeu_si512(ids, _mm512_maskz_compress_epi32(inside, lane_ids));
+  return __builtin_popcount(inside);
 }
 
 int64_t collect(const float* x, int64_t n, float low, float high, int32_t first, int32_t* ids) {
   const __m512 low_16 = _mm512_set1_ps(low), high_16 = _mm512_set1_ps(high);
   const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-  int64_t count = 0;
-  for (int64_t i = 0; i < n; i += 16) {
+  int64_t count = 0, i = 0;
+  for (; i + 64 <= n; i += 64) {
+    const __m512 a = _mm512_loadu_ps(x + i), b = _mm512_loadu_ps(x + i + 16);
+    const __m512 c = _mm512_loadu_ps(x + i + 32), d = _mm512_loadu_ps(x + i + 48);
+    const __m512 most = _mm512_max_ps(_mm512_max_ps(a, b), _mm512_max_ps(c, d));
+    if (_mm512_cmp_ps_mask(most, low_16, _CMP_GE_OQ) == 0) continue;
+    // From here on without branches, for none could be foretold.
+    const __m512 values[4] = {a, b, c, d};
+    for (int u = 0; u < 4; ++u) {
+      const __m512i lane_ids = _mm512_add_epi32(lanes, _mm512_set1_epi32(first + static_cast<int32_t>(i) + 16 * u));
+      const __mmask16 reaches = _mm512_cmp_ps_mask(values[u], low_16, _CMP_GE_OQ);
+      count += store_found(lane_ids, _mm512_mask_cmp_ps_mask(reaches, values[u], high_16, _CMP_LT_OQ), ids + count);
+    }
+  }
+  for (; i < n; i += 16) {
     const __mmask16 there = n - i >= 16 ? 0xFFFF : first_lanes(n - i);
     const __m512 value = _mm512_maskz_loadu_ps(there, x + i);
-    __mmask16 inside = _mm512_mask_cmp_ps_mask(there, value, low_16, _CMP_GE_OQ);
-    inside = _mm512_mask_cmp_ps_mask(inside, value, high_16, _CMP_LT_OQ);
-    if (inside == 0) continue;
-    const __m512i found = _mm512_add_epi32(lanes, _mm512_set1_epi32(first + static_cast<int32_t>(i)));
-    const int num_found = __builtin_popcount(inside);
-    // Compressed in a register: compressing straight to memory takes a hundred cycles on some processors.
-    _mm512_mask_storeu_epi32(ids + count, first_lanes(num_found), _mm512_maskz_compress_epi32(inside, found));
-    count += num_found;
+    const __mmask16 reaches = _mm512_mask_cmp_ps_mask(there, value, low_16, _CMP_GE_OQ);
+    const __m512i lane_ids = _mm512_add_epi32(lanes, _mm512_set1_epi32(first + static_cast<int32_t>(i)));
+    count += store_found(lane_ids, _mm512_mask_cmp_ps_mask(reaches, value, high_16, _CMP_LT_OQ), ids + count);
   }
   return count;
 }
 
 void weights(const float* x, int64_t n, double largest, double sharpness, double* weights) {
-  const __m512d largest_8 = _mm512_set1_pd(largest), slope_8 = _mm512_set1_pd(sharpness * kLog2e);
+  const __m512d largest_8 = _mm512_set1_pd(largest), slope_8 = _mm512_set1_pd(sharpness * k16Log2e);
   for (int64_t i = 0; i < n; i += 8) {
     const __mmask8 there = n - i >= 8 ? 0xFF : static_cast<__mmask8>(first_lanes(n - i));
-    const __m256 value = _mm256_maskz_loadu_ps(there, x + i);
+    const __m512d y = power_of(_mm256_maskz_loadu_ps(there, x + i), largest_8, slope_8);
+    const __mmask8 above_zero = _mm512_cmp_pd_mask(y, _mm512_set1_pd(kLowestPower), _CMP_GE_OQ);
     __m512d weight;
-    __mmask8 above_zero;
-    weights_of<1>(&value, largest_8, slope_8, &weight, &above_zero);
+    weights_of<1>(&y, &weight);
     _mm512_mask_storeu_pd(weights + i, there, _mm512_maskz_mov_pd(above_zero, weight));
   }
 }
@@ -135,7 +158,7 @@ int64_t count_above(const float* x, int64_t n, float value) {
 }  // namespace
 
 const SamplerKernels& sampler_avx512() {
-  static const SamplerKernels kernels{scan, weigh, collect, weights, count_above};
+  static const SamplerKernels kernels{scan, weigh<1>, weigh<2>, weigh<4>, collect, weights, count_above};
   return kernels;
 }
 

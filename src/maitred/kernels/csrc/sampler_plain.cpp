@@ -9,25 +9,18 @@
 namespace maitred {
 namespace {
 
-// slope is sharpness * log2(e)
-double weight_of(float x, double largest, double slope) {
-  const double y = (static_cast<double>(x) - largest) * slope;
-  if (!(y >= kLowestPower)) return 0.0;
+// y is (x - largest) * sharpness * 16 log2(e), and at least kLowestPower
+double weight_of(double y) {
   const double t = y + kMagic;
   const double f = y - (t - kMagic);
-  const double f2 = f * f, f4 = f2 * f2, f8 = f4 * f4;
-  const double low = std::fma(std::fma(kExp2Terms[3], f, kExp2Terms[2]), f2, std::fma(kExp2Terms[1], f, kExp2Terms[0]));
-  const double middle =
-      std::fma(std::fma(kExp2Terms[7], f, kExp2Terms[6]), f2, std::fma(kExp2Terms[5], f, kExp2Terms[4]));
-  const double high =
-      std::fma(std::fma(kExp2Terms[11], f, kExp2Terms[10]), f2, std::fma(kExp2Terms[9], f, kExp2Terms[8]));
-  double p = std::fma(high, f8, std::fma(middle, f4, low));
-  uint64_t bits, shift;
-  std::memcpy(&bits, &p, sizeof bits);
-  std::memcpy(&shift, &t, sizeof shift);
-  bits += shift << 52;
-  std::memcpy(&p, &bits, sizeof p);
-  return p;
+  double q = std::fma(kRootTerms[4], f, kRootTerms[3]);
+  for (int k = 2; k >= 0; --k) q = std::fma(q, f, kRootTerms[k]);
+  uint64_t n;
+  std::memcpy(&n, &t, sizeof n);
+  const uint64_t bits = static_cast<uint64_t>(kRoots[n % 16]) + (n << kExponentShift);
+  double s;
+  std::memcpy(&s, &bits, sizeof s);
+  return std::fma(s, f * q, s);
 }
 
 bool scan(const float* x, int64_t n, float* group_max) {
@@ -44,13 +37,22 @@ bool scan(const float* x, int64_t n, float* group_max) {
   return has_nan;
 }
 
-void weigh(const float* x, int64_t n, float low, double largest, double sharpness, double* block_sums) {
-  for (int64_t begin = 0; begin < n; begin += kBlock, ++block_sums) {
-    double sums[8] = {};
-    const int64_t end = begin + kBlock < n ? begin + kBlock : n;
-    for (int64_t i = begin; i < end; ++i)
-      if (x[i] >= low) sums[(i - begin) % 8] += weight_of(x[i], largest, sharpness * kLog2e);
-    *block_sums = ((sums[0] + sums[4]) + (sums[2] + sums[6])) + ((sums[1] + sums[5]) + (sums[3] + sums[7]));
+template <int kCount>
+void weigh(const float* x, int64_t n, const float* lows, double largest, double sharpness, double* block_sums) {
+  const int64_t num_blocks = (n + kBlock - 1) / kBlock;
+  for (int64_t block = 0; block < num_blocks; ++block) {
+    double sums[kCount][8] = {};
+    const int64_t begin = block * kBlock, end = begin + kBlock < n ? begin + kBlock : n;
+    for (int64_t i = begin; i < end; ++i) {
+      if (!(x[i] >= lows[0])) continue;
+      const double weight = weight_of((static_cast<double>(x[i]) - largest) * (sharpness * k16Log2e));
+      for (int c = 0; c < kCount; ++c)
+        if (x[i] >= lows[c]) sums[c][(i - begin) % 8] += weight;
+    }
+    for (int c = 0; c < kCount; ++c) {
+      const double* s = sums[c];
+      block_sums[c * num_blocks + block] = ((s[0] + s[4]) + (s[2] + s[6])) + ((s[1] + s[5]) + (s[3] + s[7]));
+    }
   }
 }
 
@@ -62,7 +64,10 @@ int64_t collect(const float* x, int64_t n, float low, float high, int32_t first,
 }
 
 void weights(const float* x, int64_t n, double largest, double sharpness, double* weights) {
-  for (int64_t i = 0; i < n; ++i) weights[i] = weight_of(x[i], largest, sharpness * kLog2e);
+  for (int64_t i = 0; i < n; ++i) {
+    const double y = (static_cast<double>(x[i]) - largest) * (sharpness * k16Log2e);
+    weights[i] = y >= kLowestPower ? weight_of(y) : 0.0;
+  }
 }
 
 int64_t count_above(const float* x, int64_t n, float value) {
@@ -74,7 +79,7 @@ int64_t count_above(const float* x, int64_t n, float value) {
 }  // namespace
 
 const SamplerKernels& sampler_plain() {
-  static const SamplerKernels kernels{scan, weigh, collect, weights, count_above};
+  static const SamplerKernels kernels{scan, weigh<1>, weigh<2>, weigh<4>, collect, weights, count_above};
   return kernels;
 }
 

@@ -1,0 +1,185 @@
+// The draw: which tokens are candidates, what they weigh, and the first, ids ascending, at which the weights so far
+// exceed `share` of all.
+#include <cmath>
+
+#include "sampler_task.h"
+
+namespace maitred {
+
+namespace {
+
+constexpr double kLowestWeight = 8.9e-308;
+
+// The first of the weights at which their sum exceeds target, or the last that is not 0.
+int64_t first_over(const double* weights, int64_t count, double target) {
+  double sum = 0.0;
+  int64_t last = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    if (weights[i] <= 0.0) continue;
+    last = i;
+    sum += weights[i];
+    if (sum > target) break;
+  }
+  return last;
+}
+
+}  // namespace
+
+int64_t Sampler::Task::draw(const SampleRow& row) {
+  sharpness = std::min(1.0 / row.temperature, 1e300);
+  floor = lowest_weighing();
+  if (row.min_p > 0.0) floor = std::max(floor, lowest_of_weight(row.min_p));
+  if (row.top_k > 0 && row.top_k < vocab_size) {
+    collect_top(row.top_k);
+    keep_if([&](int64_t i) { return scratch.values[i] >= floor; });
+    return draw_from_list(row);
+  }
+  if (row.min_p > 0.0 && !most_groups_reach(floor)) {
+    collect(floor, kInfinity);
+    weigh_list();
+    return draw_from_list(row);
+  }
+  if (row.top_p < 1.0) return draw_nucleus(row);
+  weigh_all(floor);
+  return draw_from_blocks(row.share, Edge{floor, vocab_size - 1});
+}
+
+int64_t Sampler::Task::draw_from_list(const SampleRow& row) {
+  return draw_from_list(row, row.top_p < 1.0 ? row.top_p * sum_of(scratch.weights) : kInfinity);
+}
+
+// Of the nucleus of mass `needed`.
+int64_t Sampler::Task::draw_from_list(const SampleRow& row, double needed) {
+  if (needed < kInfinity) {
+    const auto ends = std::minmax_element(scratch.values.begin(), scratch.values.end());
+    const Item last = edge_item(needed, *ends.first, *ends.second);
+    keep_if([&](int64_t i) { return !before(last, Item{scratch.weights[i], scratch.ids[i]}); });
+  }
+  const int64_t count = static_cast<int64_t>(scratch.weights.size());
+  auto& sums = scratch.block_sums;
+  sums.clear();
+  for (int64_t begin = 0; begin < count; begin += kBlock) {
+    double sum = 0.0;
+    for (int64_t i = begin; i < std::min<int64_t>(begin + kBlock, count); ++i) sum += scratch.weights[i];
+    sums.push_back(sum);
+  }
+  double target;
+  const int64_t begin = find_block(row.share, &target) * kBlock;
+  return scratch.ids[begin + first_over(&scratch.weights[begin], std::min<int64_t>(kBlock, count - begin), target)];
+}
+
+int64_t Sampler::Task::draw_from_blocks(double share, const Edge& edge) {
+  double target;
+  const int64_t begin = find_block(share, &target) * kBlock;
+  block_weights(begin, edge);
+  return begin + first_over(scratch.weights.data(), static_cast<int64_t>(scratch.weights.size()), target);
+}
+
+// The block in which share of all block_sums is passed; *target is how far into it.
+int64_t Sampler::Task::find_block(double share, double* target) {
+  const auto& sums = scratch.block_sums;
+  const double wanted = share * sum_of(sums);
+  double below = 0.0;
+  size_t block = 0;
+  for (; block + 1 < sums.size() && !(below + sums[block] > wanted); ++block) below += sums[block];
+  *target = wanted - below;
+  return static_cast<int64_t>(block);
+}
+
+// The lowest logit whose weight does not count as 0.
+float Sampler::Task::lowest_weighing() const { return lowest_of_weight(kLowestWeight); }
+
+// Whether so many logits reach `low` that they fill nearly all groups.
+bool Sampler::Task::most_groups_reach(float low) const {
+  const auto& groups = scratch.groups;
+  const auto reaching = std::count_if(groups.begin(), groups.end(), [&](float value) { return value >= low; });
+  return static_cast<size_t>(reaching) > groups.size() / 50 * 49;
+}
+
+void Sampler::Task::weigh_all(float low) {
+  scratch.block_sums.resize((vocab_size + kBlock - 1) / kBlock);
+  kernels.weigh(logits, vocab_size, &low, largest, sharpness, scratch.block_sums.data());
+}
+
+// scratch.weights of the block that begins at `begin`, 0 where they lie beyond the edge.
+void Sampler::Task::block_weights(int64_t begin, const Edge& edge) {
+  const int64_t count = std::min<int64_t>(kBlock, vocab_size - begin);
+  scratch.weights.resize(count);
+  kernels.weights(logits + begin, count, largest, sharpness, scratch.weights.data());
+  for (int64_t i = 0; i < count; ++i) {
+    const float logit = logits[begin + i];
+    if (!(logit > edge.logit || (logit == edge.logit && begin + i <= edge.last_id))) scratch.weights[i] = 0.0;
+  }
+}
+
+// A logit that at least `count` reach (count > 0), and not many more where count is small; -inf if unknown.
+float Sampler::Task::largest_at_least(int64_t count) {
+  auto& folded = scratch.folded;
+  folded = scratch.groups;
+  if (count > static_cast<int64_t>(folded.size())) return -kInfinity;
+  while (static_cast<int64_t>(folded.size()) / 2 >= 4 * count) {
+    const size_t half = folded.size() / 2;
+    for (size_t i = 0; i < half; ++i) folded[i] = std::max(folded[i], folded[half + i]);
+    if (folded.size() % 2 == 1) folded[0] = std::max(folded[0], folded.back());
+    folded.resize(half);
+  }
+  std::nth_element(folded.begin(), folded.begin() + (count - 1), folded.end(), std::greater<float>());
+  return folded[count - 1];
+}
+
+// The lowest logit whose weight is `weight` or more.
+float Sampler::Task::lowest_of_weight(double weight) const {
+  const double distance = std::log(weight) / sharpness;
+  const double low = static_cast<double>(largest) + distance + distance * 1e-9;
+  float logit = static_cast<float>(std::max(low, -static_cast<double>(std::numeric_limits<float>::max())));
+  logit = std::nextafter(logit, -kInfinity);
+  for (; logit < largest; logit = std::nextafter(logit, kInfinity)) {
+    double reached;
+    kernels.weights(&logit, 1, largest, sharpness, &reached);
+    if (reached >= weight) break;
+  }
+  return logit;
+}
+
+// ids of low <= logit < high; blocks whose largest is lower are not looked at.
+void Sampler::Task::collect(float low, float high) {
+  int32_t found[kBlock + kLanes];
+  scratch.ids.clear();
+  for (int64_t begin = 0; begin < vocab_size; begin += kBlock) {
+    const float* groups = &scratch.groups[begin / kBlock * kLanes];
+    bool reaches = false;
+    for (int lane = 0; lane < kLanes; ++lane) reaches |= groups[lane] >= low;
+    if (!reaches) continue;
+    const int64_t count = kernels.collect(logits + begin, std::min<int64_t>(kBlock, vocab_size - begin), low, high,
+                                          static_cast<int32_t>(begin), found);
+    scratch.ids.insert(scratch.ids.end(), found, found + count);
+  }
+}
+
+// The list of the k largest logits.
+void Sampler::Task::collect_top(int64_t k) {
+  collect(largest_at_least(k), kInfinity);
+  if (static_cast<int64_t>(scratch.ids.size()) > k) {
+    items_of_logits();
+    std::nth_element(scratch.items.begin(), scratch.items.begin() + (k - 1), scratch.items.end(), before);
+    const Item last = scratch.items[k - 1];
+    const auto beyond = [&](int32_t id) { return before(last, Item{logits[id], id}); };
+    scratch.ids.erase(std::remove_if(scratch.ids.begin(), scratch.ids.end(), beyond), scratch.ids.end());
+  }
+  weigh_list();
+}
+
+void Sampler::Task::weigh_list() {
+  scratch.values.resize(scratch.ids.size());
+  scratch.weights.resize(scratch.ids.size());
+  for (size_t i = 0; i < scratch.ids.size(); ++i) scratch.values[i] = logits[scratch.ids[i]];
+  kernels.weights(scratch.values.data(), static_cast<int64_t>(scratch.ids.size()), largest, sharpness,
+                  scratch.weights.data());
+}
+
+void Sampler::Task::items_of_logits() {
+  scratch.items.clear();
+  for (int32_t id : scratch.ids) scratch.items.push_back(Item{logits[id], id});
+}
+
+}  // namespace maitred

@@ -1,0 +1,88 @@
+// One row on its way to a token, in one thread's hands. A list of candidates is scratch.ids, ascending, with their
+// logits (values) and weights beside them.
+#pragma once
+
+#include <algorithm>
+#include <functional>
+#include <limits>
+
+#include "sampler.h"
+
+namespace maitred {
+
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+struct Sampler::Task {
+  const SamplerKernels& kernels;
+  Scratch& scratch;
+  const int64_t vocab_size;
+  float* logits = nullptr;
+  float largest = 0.0F;
+  double sharpness = 1.0;
+  float floor = -kInfinity;  // of what may be drawn
+
+  // --- sampler.cpp ---
+  void run(SampleRow& row);  // the ten steps of executor/sampler.py
+  int64_t find_best(SampleRow& row);
+  void apply(const LogitChanges& changes, bool undoes);
+  void restore(const LogitChanges& changes);
+  double list_likeliest(SampleRow& row);
+  void rank_token(SampleRow& row, double log_total);
+
+  // --- sampler_draw.cpp ---
+  int64_t draw(const SampleRow& row);
+  int64_t draw_from_list(const SampleRow& row);
+  int64_t draw_from_list(const SampleRow& row, double needed);
+  int64_t draw_from_blocks(double share, const Edge& edge);
+  void block_weights(int64_t begin, const Edge& edge);
+  int64_t find_block(double share, double* target);
+  void weigh_all(float low);
+  float lowest_weighing() const;
+  float lowest_of_weight(double weight) const;
+  bool most_groups_reach(float low) const;
+  float largest_at_least(int64_t count);
+  void collect(float low, float high);
+  void collect_top(int64_t k);
+  void weigh_list();
+  void items_of_logits();
+
+  // --- sampler_nucleus.cpp ---
+  int64_t draw_nucleus(const SampleRow& row);
+  float about_largest(int64_t count);
+  Place likely_place(double top_p, float listed, double listed_mass);
+  void sample_below(float listed);
+  Edge edge_near(const Place& place, double top_p);
+  void list_between(float low, float high);
+  void add_to_blocks(const Item& last, bool adds);
+  Item edge_item(double needed, float low, float high);
+  void weigh_from(const float* lows, double* sums);
+  Item edge_of_items(double needed);
+
+  static bool before(const Item& a, const Item& b) {
+    return (a.weight > b.weight) | ((a.weight == b.weight) & (a.id < b.id));
+  }
+
+  template <typename Test>
+  void keep_if(Test test) {
+    size_t kept = 0;
+    for (size_t i = 0; i < scratch.ids.size(); ++i) {
+      if (!test(i)) continue;
+      scratch.ids[kept] = scratch.ids[i];
+      scratch.values[kept] = scratch.values[i];
+      scratch.weights[kept++] = scratch.weights[i];
+    }
+    scratch.ids.resize(kept);
+    scratch.values.resize(kept);
+    scratch.weights.resize(kept);
+  }
+};
+
+inline double sum_of(const double* values, size_t count) {
+  double sum = 0.0;
+  for (size_t i = 0; i < count; ++i) sum += values[i];
+  return sum;
+}
+
+inline double sum_of(const std::vector<double>& values) { return sum_of(values.data(), values.size()); }
+
+}  // namespace maitred
