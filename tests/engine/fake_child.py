@@ -154,8 +154,6 @@ def build_fake(
             raise MemoryError
         if habits.refuse:
             raise CheckpointError("there is no such model; choose another")
-        if habits.garbage:
-            _write_garbage(Path(sys.argv[-1]))
         tell("memory  none is needed")
         facts = model_facts(habits.max_model_len)
         if habits.other_model:
@@ -203,4 +201,7 @@ def command(habits: str = "") -> tuple[str, ...]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[2:], build_fake(Habits.read(sys.argv[1]))))
+    chosen = Habits.read(sys.argv[1])
+    if chosen.garbage:  # now: when we have spoken, nobody finds the socket any more
+        _write_garbage(Path(sys.argv[-1]))
+    sys.exit(main(sys.argv[2:], build_fake(chosen)))
