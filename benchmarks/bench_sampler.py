@@ -28,16 +28,14 @@ PENALTIES = {"repetition_penalty": 1.1, "presence_penalty": 0.5, "frequency_pena
 CASES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "greedy + 5 logprobs": {"temperature": 0.0, "logprobs": 5},
+    "greedy + penalties": {"temperature": 0.0, **PENALTIES},
     "temperature": {"temperature": 0.8},
     "top-k 50": {"top_k": 50},
     "min-p 0.05": {"min_p": 0.05},
+    "min-p + penalties": {"min_p": 0.05, **PENALTIES},
     "top-p 0.95": {"top_p": 0.95},
     "top-k 50 + top-p 0.95": {"top_k": 50, "top_p": 0.95},
     "top-k + top-p + penalties": {"top_k": 50, "top_p": 0.95, **PENALTIES},
-    "top-p + penalties": {"top_p": 0.95, **PENALTIES},
-    "greedy + penalties": {"temperature": 0.0, **PENALTIES},
-    "top-k + top-p + penalties": {"top_k": 50, "top_p": 0.95, **PENALTIES},
-    "min-p + penalties": {"min_p": 0.05, **PENALTIES},
     "top-p + penalties": {"top_p": 0.95, **PENALTIES},
     "top-p + penalties + 5 logprobs": {"top_p": 0.95, "logprobs": 5, **PENALTIES},
 }
