@@ -9,7 +9,7 @@ import time
 import pytest
 
 from maitred.clock import WallClock
-from maitred.engine.async_engine import MAX_UNREAD, AsyncEngine
+from maitred.engine.async_engine import AsyncEngine
 from maitred.engine.core import EngineCore
 from maitred.engine.output import TextDelta, stream_text
 from maitred.errors import EngineDead, ReadTooSlowly
@@ -126,13 +126,14 @@ async def test_close_ends_open_streams_and_the_thread():
     assert not any(thread.name == "maitred-engine" for thread in threading.enumerate())
 
 
-async def test_who_does_not_take_what_comes_is_ended_before_it_fills_the_memory():
+async def test_who_does_not_take_what_comes_is_ended_before_it_fills_the_memory(monkeypatch):
+    monkeypatch.setattr("maitred.engine.async_engine.MAX_UNREAD", 50)
     core = EngineCore(make_scheduler(num_blocks=50_000), FakeExecutor(), WallClock())
     engine = AsyncEngine(core, WallClock())
-    stream = engine.submit(make_request(max_tokens=12 * MAX_UNREAD))
+    stream = engine.submit(make_request(max_tokens=190_000))
     await anext(stream)
     await until_async(lambda: engine.state().num_finished[FinishReason.ABORT] == 1)
-    with pytest.raises(ReadTooSlowly, match=f"over {MAX_UNREAD} tokens behind"):
+    with pytest.raises(ReadTooSlowly, match="over 50 tokens behind"):
         [item async for item in stream]
     assert engine.state().num_blocks_used == 0
     await engine.close()
