@@ -1,0 +1,143 @@
+"""R23: somebody sets the clock of a running server, an hour on and two hours back, while requests are in all stages."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import sys
+import threading
+import time
+from email.utils import parsedate_to_datetime
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.reliability.clock_server import COMPILER, LEDGER, PER_MINUTE, ClockServer, clock_server
+from tests.waiting import HANGS_S, joined, until
+
+HOUR = 3600
+GUEST, BOSS = {"authorization": "Bearer guest"}, {"authorization": "Bearer boss"}
+PATIENCE = {"x-request-timeout-ms": str(HOUR * 500), "x-queue-timeout-ms": str(HOUR * 500)}  # half an hour
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="a library is preloaded"),
+    pytest.mark.skipif(COMPILER is None, reason="there is no C compiler"),
+]
+
+
+def body(**fields: Any) -> dict[str, Any]:
+    return {"model": "demo", "prompt": "one soup", "max_tokens": 60, "ignore_eos": True, "seed": 5, **fields}
+
+
+class Stream:
+    """One streamed request in a thread."""
+
+    def __init__(self, at: ClockServer) -> None:
+        self.events: list[dict[str, Any]] = []
+        self.whole = False
+        self._at = at
+        self.thread = threading.Thread(target=self._run)
+        self.thread.start()
+
+    def _run(self) -> None:
+        asked = body(stream=True, stream_options={"include_usage": True})
+        url, headers = f"{self._at.url}/v1/completions", {**GUEST, **PATIENCE}
+        with httpx.stream("POST", url, json=asked, headers=headers, timeout=HANGS_S) as answer:
+            for line in answer.iter_lines():
+                if line == "data: [DONE]":
+                    self.whole = True
+                elif line.startswith("data: "):
+                    self.events.append(json.loads(line[6:]))
+
+    def text(self) -> str:
+        return "".join(choice["text"] for event in self.events for choice in event["choices"])
+
+
+def ask(at: ClockServer, **fields: Any) -> httpx.Response:
+    headers = {**GUEST, **PATIENCE}
+    return httpx.post(f"{at.url}/v1/completions", json=body(**fields), headers=headers, timeout=HANGS_S)
+
+
+def get(at: ClockServer, path: str) -> httpx.Response:
+    return httpx.get(at.url + path, headers=BOSS, timeout=HANGS_S)
+
+
+def wall_clock_of(at: ClockServer) -> float:
+    """As the server tells it."""
+    return parsedate_to_datetime(get(at, "/version").headers["date"]).timestamp()
+
+
+def counted(at: ClockServer) -> dict[str, float]:
+    """Everything on the metrics page that may only grow, and sums of times."""
+    lines = (line.rpartition(" ") for line in get(at, "/metrics").text.splitlines() if not line.startswith("#"))
+    growing = ("_total", "_sum", "_count", "_bucket")
+    return {name: float(value) for name, _, value in lines if name.partition("{")[0].endswith(growing)}
+
+
+def in_flight(at: ClockServer) -> int:
+    """Requests, without the one that asks."""
+    return int(float(get(at, "/metrics").text.split("\nmaitred_http_requests_in_flight ")[1].split("\n")[0])) - 1
+
+
+def test_a_clock_that_is_set_ends_nothing_and_is_in_no_duration(tmp_path: Path):
+    began = time.monotonic()
+    with clock_server(tmp_path) as at:
+        at.gate.open()
+        calm = ask(at).json()
+        at.gate.open_to(10)
+        stream = Stream(at)
+        until(lambda: len(stream.events) >= 5)
+        waiting: list[httpx.Response] = []
+        thread = threading.Thread(target=lambda: waiting.append(ask(at)))  # there is one slot
+        thread.start()
+        until(lambda: in_flight(at) == 2)
+        before = counted(at)
+        for gate, hours in ((20, 1), (30, -1), (40, 0)):
+            at.set_clock(hours * HOUR)
+            until(lambda hours=hours: abs(wall_clock_of(at) - time.time() - hours * HOUR) < HOUR / 2)
+            at.gate.open_to(gate)
+            until(lambda gate=gate: len(stream.events) >= gate - 2)
+            assert get(at, "/health").status_code == get(at, "/ready").status_code == 200
+            assert in_flight(at) == 2, "both go on"
+            now = counted(at)
+            assert all(now[name] >= value for name, value in before.items())
+            before = now
+        at.gate.open()
+        stream.thread.join(HANGS_S)
+        joined(thread)
+        assert stream.whole
+        assert not [event["error"] for event in stream.events if "error" in event]
+        assert stream.text() == calm["choices"][0]["text"] == waiting[0].json()["choices"][0]["text"]
+        took_ms = (time.monotonic() - began) * 1000
+        for usage in (stream.events[-1]["usage"], waiting[0].json()["usage"]):
+            assert usage["completion_tokens"] == 60
+            assert all(0 <= part <= took_ms for part in usage["timing_ms"].values()), usage
+        check_limits(waiting[0], began)
+        check_sums(at, took_s=time.monotonic() - began)
+    check_ledger(tmp_path / LEDGER)
+
+
+def check_limits(answer: httpx.Response, began: float) -> None:
+    """Three requests were sent within this minute, whatever the clock on the wall said meanwhile."""
+    told = {name: value for name, value in answer.headers.items() if name.startswith("x-ratelimit-")}
+    assert float(told["x-ratelimit-reset-requests"].removesuffix("s")) <= 61
+    if time.monotonic() - began < 50:  # on a machine where it took longer, the first have left the window
+        assert int(told["x-ratelimit-remaining-requests"]) == PER_MINUTE - 3
+
+
+def check_sums(at: ClockServer, took_s: float) -> None:
+    now = counted(at)
+    assert now["maitred_engine_restarts_total"] == 0
+    sums = {name: value for name, value in now.items() if "_seconds_sum" in name}
+    assert sums
+    assert all(0 <= value <= 10 * took_s for value in sums.values()), "an hour is in none of them"
+    assert now["maitred_generation_tokens_total"] == 180
+
+
+def check_ledger(path: Path) -> None:
+    """Dates are the wall clock's affair; durations are not, and no token is lost."""
+    with sqlite3.connect(path) as db:
+        rows = db.execute("SELECT status, prompt_tokens, generated_tokens FROM request").fetchall()
+    assert [(status, generated) for status, _, generated in rows] == [("length", 60)] * 3
