@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -139,6 +140,7 @@ def main() -> None:
     chosen, cells = choose(args), args.cells.split(",")
     if args.again:
         results.forget(args.model, cells, [entry.name for entry in chosen])
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by a signal"))  # contenders end with it
     workers = Workers(args.work / "logs")
     peaks = measure_host(usable_cores()).machine.peak_ops_per_s
     print("peaks in T/s: " + ", ".join(f"{name} {ops / 1e12:.2f}" for name, ops in peaks.items()), flush=True)

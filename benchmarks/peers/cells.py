@@ -1,7 +1,7 @@
 """Measures one round of one cell for one contender, with the memory's bandwidth beside each repetition.
 
 Bandwidth flips between states within seconds, so a share of the floor is taken from what was probed right before and
-after the few steps that it is about.
+after the few steps that it is about, and where those two agree, if they do anywhere in the round.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 from maitred.kernels import _native
 from maitred.kernels.linear import allocate
@@ -39,7 +39,15 @@ CELLS = (
     "start",
     "memory",
 )
+MOVED = 0.1  # from there two probes do not agree
 Figures = dict[str, Any]
+
+
+class Share(NamedTuple):
+    """What a few steps reached of their floor, and whether memory was in the same state before and after."""
+
+    value: float
+    steady: bool
 
 
 class Probe:
@@ -184,18 +192,20 @@ def _footprint(spec: DecoderSpec, dtype: str, kv_dtype: str) -> tuple[float, flo
     return work[False], work[True]
 
 
-def _share(bench: Bench, entry: Entry, rate: float, tokens: int, rows: Sequence[Row]) -> float | None:
+def _share(bench: Bench, entry: Entry, rate: float, tokens: int, rows: Sequence[Row]) -> Share | None:
     """`rate` (tokens/s) of a step of so many tokens, as a share of its floor with the last two probes."""
     if entry.floor is None:
         return None
-    dtype, kv = entry.floor
-    machine = Machine(statistics.harmonic_mean(bench.streams[-2:]), bench.peaks)
-    return rate * floor_s(step_work(bench.spec, rows, WeightFormat(dtype), KVFormat(kv)), machine) / tokens
+    (dtype, kv), around = entry.floor, bench.streams[-2:]
+    machine = Machine(statistics.harmonic_mean(around), bench.peaks)
+    floor = floor_s(step_work(bench.spec, rows, WeightFormat(dtype), KVFormat(kv)), machine)
+    return Share(rate * floor / tokens, max(around) <= (1 + MOVED) * min(around))
 
 
-def _median_share(shares: Sequence[float | None]) -> Figures:
+def _median_share(shares: Sequence[Share | None]) -> Figures:
     known = [share for share in shares if share is not None]
-    return {"share": statistics.median(known)} if known else {}
+    counted = [share.value for share in known if share.steady] or [share.value for share in known]
+    return {"share": statistics.median(counted)} if counted else {}
 
 
 def _rounded(tokens: int) -> int:

@@ -118,7 +118,7 @@ def serving(entry: Entry, clients: int, context: int, log: Path) -> Iterator[int
     with log.open("w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, env=_environment(entry))
     try:
-        _wait_until_ready(port, process, log)
+        _wait_until_ready(port, entry.server.ready, process, log)
         yield port
     finally:
         process.terminate()
@@ -139,14 +139,14 @@ def _environment(entry: Entry) -> dict[str, str]:
     return {**os.environ, "PATH": programs, **extra}
 
 
-def _wait_until_ready(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
+def _wait_until_ready(port: int, path: str, process: subprocess.Popen[bytes], log: Path) -> None:
     began = time.monotonic()
     while time.monotonic() - began < READY_LIMIT_S:
         if process.poll() is not None:
             raise RuntimeError(f"its server ended with {process.returncode}: {last_line(log)}")
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
         try:
-            connection.request("GET", "/health")
+            connection.request("GET", path)
             if connection.getresponse().status == 200:
                 return
         except (OSError, http.client.HTTPException):

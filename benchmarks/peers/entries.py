@@ -19,6 +19,7 @@ class Server:
 
     command: tuple[str, ...]
     dialect: Dialect = USAGE
+    ready: str = "/health"  # answers 200 once the model is loaded
     environment: dict[str, str] = field(default_factory=dict)
     slots: bool = False  # wants to know how many requests of which length there will be
 
@@ -77,10 +78,18 @@ def _maitred(work: Path, model: str) -> list[Entry]:
 def _our_entry(name: str, model: str, dtype: str, kv: str) -> Entry:
     serve = (sys.executable, "-m", "maitred.cli.main", "serve", model, "--dtype", dtype, "--kv-dtype", kv)
     limits = ("--max-model-len", str(MAX_CONTEXT), "--max-num-seqs", str(MAX_SEQUENCES))
-    server = Server((*serve, *limits, "--no-enable-prefix-caching", "--served-model-name", "bench"))
+    command = (*serve, *limits, "--no-enable-prefix-caching", "--served-model-name", "bench")
     options = {"model": model, "dtype": dtype, "kv_dtype": kv}
     weights = "bf16" if dtype == "bfloat16" else dtype
-    return Entry(name, "maitred_engine", Path(sys.executable), options, weights, server=server, floor=(dtype, kv))
+    return Entry(
+        name,
+        "maitred_engine",
+        Path(sys.executable),
+        options,
+        weights,
+        server=Server(command, ready="/ready"),
+        floor=(dtype, kv),
+    )
 
 
 def _openvino(work: Path, model: str) -> list[Entry]:

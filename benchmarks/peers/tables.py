@@ -6,11 +6,12 @@ import statistics
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from peers.cells import MOVED
+
 Rounds = list[dict[str, Any]]
 Cell = Mapping[str, Mapping[str, Any]]  # by contender: {"weights", "ours", "rounds", maybe "failed"}
 LOWER_IS_BETTER = ("start", "memory")
 BY_WEIGHTS = ("decode-1",)  # cells in which contenders of the same kind of weights are compared
-MOVED = 0.1  # between probes of one round, as a share
 HTTP_COLUMNS = (
     ("value", "steady", 1.0, 1),
     ("whole", "whole run", 1.0, 1),
