@@ -124,7 +124,8 @@ void multiply_rows(const Block& b) {
   const uint8_t* w = b.weights;
   const uint8_t* x = b.rows;
   const uint8_t* next = b.next;
-  const int64_t second = 64 * (b.next_lines - 1), advance = 64 * b.next_lines;
+  const int64_t advance = b.next_bytes;
+  const int64_t second = advance > 64 ? 64 : 0;
   for (int step = 0; step < b.steps; ++step) {
     _mm_prefetch(next, _MM_HINT_T0);
     _mm_prefetch(next + second, _MM_HINT_T0);
@@ -184,7 +185,8 @@ void multiply_int4(const Block& b) {
   const int64_t bytes = 64 + b.group * 16;
   for (int g = 0; g < b.steps; ++g) {
     const uint8_t* w = b.weights + g * bytes;
-    for (int64_t line = 0; line < bytes; line += 64) _mm_prefetch(b.next + g * bytes + line, _MM_HINT_T0);
+    const uint8_t* next = b.next + static_cast<int64_t>(g) * b.next_bytes;
+    for (int line = 0; line < b.next_bytes; line += 64) _mm_prefetch(next + line, _MM_HINT_T0);
     __m256i acc[R][kVectors];
 #pragma GCC unroll 16
     for (int i = 0; i < R * kVectors; ++i)
@@ -228,6 +230,8 @@ struct Avx2 {
     const __m128i two = _mm_add_epi64(_mm256_castsi256_si128(sums), _mm256_extracti128_si256(sums, 1));
     return static_cast<int32_t>(_mm_cvtsi128_si64(two) + _mm_extract_epi64(two, 1)) - 128 * n;
   }
+
+  static void prefetch_to_write(const float* line) { __builtin_prefetch(line, 1); }
 
   static void f32(const Block& b) { kFixed<F32>[b.num_rows - 1](b); }
   static void bf16(const Block& b) { kFixed<Bf16>[b.num_rows - 1](b); }

@@ -114,7 +114,8 @@ void multiply_rows(const Block& b) {
   const uint8_t* w = b.weights;
   RowPointers x(b.rows, b.row_stride);
   const uint8_t* next = b.next;
-  const int64_t second = 64 * (b.next_lines - 1), advance = 64 * b.next_lines;
+  const int64_t advance = b.next_bytes;
+  const int64_t second = advance > 64 ? 64 : 0;
   for (int step = 0; step < b.steps; ++step) {
     const __m512i w0 = _mm512_loadu_si512(w), w1 = _mm512_loadu_si512(w + 64);
     _mm_prefetch(next, _MM_HINT_T0);
@@ -147,7 +148,7 @@ inline __m512 bf16x16(const uint8_t* from) {
 // once.
 template <int R>
 inline void multiply_group(const uint8_t* w, const uint8_t* rows, int64_t stride, int steps, const int32_t* start,
-                           int start_stride, const uint8_t* next, __m512 (&sums)[R][2]) {
+                           int start_stride, const uint8_t* next, int64_t advance, __m512 (&sums)[R][2]) {
   const __m512i nibble = _mm512_set1_epi8(15);
   const uint8_t* scales = w;
   __m512i acc[R][2];
@@ -158,7 +159,7 @@ inline void multiply_group(const uint8_t* w, const uint8_t* rows, int64_t stride
   }
   w += 64;
   _mm_prefetch(next, _MM_HINT_T0);
-  next += 64;
+  next += advance;
   RowPointers x(rows, stride);
 #pragma GCC unroll 8
   for (int step = 0; step < steps; ++step) {
@@ -172,7 +173,7 @@ inline void multiply_group(const uint8_t* w, const uint8_t* rows, int64_t stride
       acc[r][1] = _mm512_dpbusd_epi32(acc[r][1], w1, four);
     }
     w += 64;
-    next += 64;
+    next += advance;
     x.advance(R);
   }
   const __m512 scale0 = bf16x16(scales), scale1 = bf16x16(scales + 32);
@@ -192,9 +193,10 @@ void multiply_int4(const Block& b) {
 #pragma GCC unroll 32
   for (int i = 0; i < 2 * R; ++i) acc[i / 2][i % 2] = b.first ? _mm512_setzero_ps() : _mm512_load_ps(sums + 16 * i);
   const int64_t bytes = 64 + b.group * 16;
+  const int64_t advance = (b.next_bytes + b.group / 4) / (b.group / 4 + 1);  // of each of a group's prefetches
   for (int g = 0; g < b.steps; ++g)
     multiply_group<R>(b.weights + g * bytes, b.rows + g * b.group, b.row_stride, b.group / 4, b.sums + g, b.sums_stride,
-                      b.next + g * bytes, acc);
+                      b.next + static_cast<int64_t>(g) * b.next_bytes, advance, acc);
 #pragma GCC unroll 32
   for (int i = 0; i < 2 * R; ++i) _mm512_store_ps(sums + 16 * i, acc[i / 2][i % 2]);
 }
@@ -231,6 +233,8 @@ struct Avx512 {
     const __m128i two = _mm_add_epi64(_mm256_castsi256_si128(sums), _mm256_extracti128_si256(sums, 1));
     return static_cast<int32_t>(_mm_cvtsi128_si64(two) + _mm_extract_epi64(two, 1)) - 128 * n;
   }
+
+  static void prefetch_to_write(const float* line) { asm volatile("prefetchw %0" : : "m"(*line)); }
 
   static void f32(const Block& b) { kFixed<F32>[b.num_rows - 1](b); }
   static void bf16(const Block& b) { kFixed<Bf16>[b.num_rows - 1](b); }

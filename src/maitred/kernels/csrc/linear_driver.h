@@ -5,13 +5,15 @@
 //   f32, bf16, int8, int4 (const Block&)  products of a block
 //   from_int32(const int32_t*) -> V
 //   store_bf16(uint16_t*, V), store_int8(int8_t*, V)  rounded to nearest even; V::width values
+//   prefetch_to_write(float*)           the line, as this core's own
 // Instantiated with such a type, everything here is local to that file.
 //
 // Few rows: weights are what must be read, and each worker streams tiles of its own from memory.
 // Rows that fit into the sums at once (one pass) are limited by memory, and the more of them the less a core sees ahead
 // by itself: software prefetches 8 KB ahead make the difference between half and all of the bandwidth. Many rows:
-// shares are runs of tiles x blocks of rows whose prepared form stays in the second-level cache, and a tile is taken in
-// runs of K that stay in the first-level cache while all the block's rows pass.
+// shares are runs of tiles x blocks of rows whose prepared form stays in the second-level cache, beside the tile that
+// they pass, a few rows at a time and over all of its K, so that sums leave the registers once. Each of these passes
+// prefetches a part of the next tile, so memory is read evenly all the time that products take.
 #pragma once
 
 #include <cstring>
@@ -35,15 +37,17 @@ struct Block {
   int group;
   bool first;
   void* acc;
-  // Lines of 64 bytes to prefetch, from `next` on: next_lines (1 or 2) with each step of K.
+  // What to prefetch, from `next` on: next_bytes with each step of K.
   const uint8_t* next;
-  int next_lines;
+  int next_bytes;
 };
 
 namespace linear_driver {
 
-constexpr int kMaxRows = 96;             // of a block: 12 KB of sums, and 96 x 8192 int8 values
-constexpr int kRunBytes = 8192;          // of weights
+constexpr int kMaxRows = 96;             // of a block
+constexpr int kLeastRows = 24;           // of a block, however long they are, where there are as many
+constexpr int kBlockBytes = 393216;      // of a block's rows
+constexpr int kRunBytes = 262144;        // of a tile, that all rows of a block pass before its next bytes
 constexpr int kAheadBytes = 8192;        // that a single pass over the weights prefetches ahead
 constexpr int kLeastShareBytes = 49152;  // of weights, for up to 8 rows
 
@@ -65,7 +69,8 @@ static inline Plan plan_of(const LinearShape& shape, int m, int chunk_rows) {
   plan.step_values = values[static_cast<int>(shape.dtype)];
   plan.steps = divide_up(shape.k, plan.step_values);
   plan.step_bytes = static_cast<int>(tile_bytes(shape) / plan.steps);
-  plan.row_blocks = divide_up(m, kMaxRows);
+  const int64_t fit = kBlockBytes / operand_row_bytes(operand_dtype(shape.dtype), shape.k);
+  plan.row_blocks = divide_up(m, fit < kLeastRows ? kLeastRows : fit > kMaxRows ? kMaxRows : fit);
   plan.rows_per_block = divide_up(m, plan.row_blocks);
   plan.one_pass = plan.rows_per_block <= chunk_rows;
   const int run = kRunBytes / plan.step_bytes;
@@ -98,28 +103,6 @@ struct Shares {
 
 // --- endings ---
 
-struct Sums {
-  const void* acc;      // [rows][32]
-  const float* scales;  // of the tile's channels, int8
-  const float* row_scales;
-  const float* bias;  // of the tile's channels
-};
-
-template <class K>
-inline typename K::V value_at(const LinearShape& shape, const Sums& sums, int row, int lane) {
-  using V = typename K::V;
-  const int place = row * kTile + lane;
-  V y;
-  if (shape.dtype == DType::int8) {
-    y = K::from_int32(static_cast<const int32_t*>(sums.acc) + place) * V::load(sums.scales + lane);
-  } else {
-    y = V::load(static_cast<const float*>(sums.acc) + place);
-  }
-  if (sums.row_scales != nullptr) y = y * V::set1(sums.row_scales[row]);
-  if (sums.bias != nullptr) y = y + V::load(sums.bias + lane);
-  return y;
-}
-
 template <class V>
 inline void put(float* to, V y, int left) {
   if (left >= V::width)
@@ -133,52 +116,95 @@ inline V get(const float* from, int left) {
   return left >= V::width ? V::load(from) : V::load_part(from, left);
 }
 
+// What is the same for all rows of a tile, in registers where they are wide enough for it.
 template <class K>
-inline void end_gate(const LinearShape& shape, const Sums& sums, int row, const LinearOut& out, float* to, int width) {
+struct Tile {
   using V = typename K::V;
-  constexpr int kHalf = kTile / 2;
-  for (int lane = 0; lane < kHalf && lane < width; lane += V::width) {
-    const V gate = value_at<K>(shape, sums, row, lane);
-    const V up = value_at<K>(shape, sums, row, kHalf + lane);
-    const V act = out.act == GateAct::silu ? silu(gate) : out.act == GateAct::gelu ? gelu(gate) : gelu_tanh(gate);
-    put(to + lane, act * up, width - lane);
+  static constexpr int vectors = kTile / V::width;
+  const float* row_scales;  // of the first row; null for f32 and bf16
+  int width;                // values of an output row from this tile on
+  bool biased;
+  V scales[vectors];  // of the channels, int8
+  V biases[vectors];
+
+  Tile(const PackedLinear& weights, const Plan& plan, int tile, const float* row_scales) : row_scales(row_scales) {
+    const LinearShape& shape = weights.shape;
+    const float* behind = reinterpret_cast<const float*>(weights.data + plan.tiles * tile_bytes(shape));
+    if (shape.dtype == DType::int8) {
+      for (int i = 0; i < vectors; ++i) scales[i] = V::load(behind + tile * kTile + i * V::width);
+      behind += plan.tiles * kTile;
+    }
+    biased = shape.bias;
+    for (int i = 0; biased && i < vectors; ++i) biases[i] = V::load(behind + tile * kTile + i * V::width);
+    width = out_width(shape) - tile * (shape.gated ? kTile / 2 : kTile);
   }
+};
+
+// The `i`-th vector of a row, from its sums: float32, or int32 that still lack the channels' scales.
+template <class K, bool kInt32>
+inline typename K::V value_at(const Tile<K>& tile, const void* acc, int row, int i) {
+  using V = typename K::V;
+  const int place = row * kTile + i * V::width;
+  V y;
+  if constexpr (kInt32)
+    y = K::from_int32(static_cast<const int32_t*>(acc) + place) * tile.scales[i];
+  else
+    y = V::load(static_cast<const float*>(acc) + place);
+  if (tile.row_scales != nullptr) y = y * V::set1(tile.row_scales[row]);
+  if (tile.biased) y = y + tile.biases[i];
+  return y;
 }
 
-template <class K>
-inline void end_plain(const LinearShape& shape, const Sums& sums, int row, const LinearOut& out, float* to, int width) {
+template <class K, bool kInt32, GateAct kAct>
+inline void end_gate(const Tile<K>& tile, const void* acc, int num_rows, const LinearOut& out, float* to) {
   using V = typename K::V;
-  for (int lane = 0; lane < kTile && lane < width; lane += V::width) {
-    V y = value_at<K>(shape, sums, row, lane) * V::set1(out.alpha);
-    if (out.ending == Ending::add)
-      y = get<V>(to + lane, width - lane) + y;
-    else if (out.softcap != 0.0f)
-      y = V::set1(out.softcap) * tanh_of(y / V::set1(out.softcap));
-    put(to + lane, y, width - lane);
-  }
+  constexpr int kVectors = Tile<K>::vectors / 2;
+  for (int row = 0; row < num_rows; ++row, to += out.row_stride)
+    for (int i = 0; i < kVectors && i * V::width < tile.width; ++i) {
+      const V gate = value_at<K, kInt32>(tile, acc, row, i);
+      const V up = value_at<K, kInt32>(tile, acc, row, kVectors + i);
+      const V act = kAct == GateAct::silu ? silu(gate) : kAct == GateAct::gelu ? gelu(gate) : gelu_tanh(gate);
+      put(to + i * V::width, act * up, tile.width - i * V::width);
+    }
 }
 
+template <class K, bool kInt32, Ending kEnding>
+inline void end_plain(const Tile<K>& tile, const void* acc, int num_rows, const LinearOut& out, float* to) {
+  using V = typename K::V;
+  const V alpha = V::set1(out.alpha);
+  for (int row = 0; row < num_rows; ++row, to += out.row_stride)
+    for (int i = 0; i < Tile<K>::vectors && i * V::width < tile.width; ++i) {
+      const int left = tile.width - i * V::width;
+      V y = value_at<K, kInt32>(tile, acc, row, i) * alpha;
+      if (kEnding == Ending::add)
+        y = get<V>(to + i * V::width, left) + y;
+      else if (out.softcap != 0.0f)
+        y = V::set1(out.softcap) * tanh_of(y / V::set1(out.softcap));
+      put(to + i * V::width, y, left);
+    }
+}
+
+template <class K, bool kInt32>
+inline void end_rows(const Tile<K>& tile, const void* acc, int num_rows, const LinearOut& out, float* to) {
+  if (out.ending == Ending::store) return end_plain<K, kInt32, Ending::store>(tile, acc, num_rows, out, to);
+  if (out.ending == Ending::add) return end_plain<K, kInt32, Ending::add>(tile, acc, num_rows, out, to);
+  if (out.act == GateAct::silu) return end_gate<K, kInt32, GateAct::silu>(tile, acc, num_rows, out, to);
+  if (out.act == GateAct::gelu) return end_gate<K, kInt32, GateAct::gelu>(tile, acc, num_rows, out, to);
+  return end_gate<K, kInt32, GateAct::gelu_tanh>(tile, acc, num_rows, out, to);
+}
+
+// Rows row0 .. of one tile, from their sums acc [num_rows][32] to the output.
 template <class K>
-inline void end_tile(const PackedLinear& weights, const Plan& plan, int tile, int num_rows, const Operand& rows,
+inline void end_tile(const PackedLinear& weights, const Plan& plan, int index, int num_rows, const Operand& rows,
                      int row0, const void* acc, const LinearOut& out) {
-  const LinearShape& shape = weights.shape;
-  const float* behind = reinterpret_cast<const float*>(weights.data + plan.tiles * tile_bytes(shape));
-  Sums sums{acc, nullptr, nullptr, nullptr};
-  if (shape.dtype == DType::int8) {
-    sums.scales = behind + tile * kTile;
-    behind += plan.tiles * kTile;
-  }
-  if (shape.dtype == DType::int8 || shape.dtype == DType::int4) sums.row_scales = rows.scales + row0;
-  if (shape.bias) sums.bias = behind + tile * kTile;
-  const int tile_width = shape.gated ? kTile / 2 : kTile;
-  const int width = out_width(shape) - tile * tile_width;
-  for (int row = 0; row < num_rows; ++row) {
-    float* to = out.rows + (row0 + row) * out.row_stride + tile * tile_width;
-    if (out.ending == Ending::gate)
-      end_gate<K>(shape, sums, row, out, to, width);
-    else
-      end_plain<K>(shape, sums, row, out, to, width);
-  }
+  const DType dtype = weights.shape.dtype;
+  const bool scaled = dtype == DType::int8 || dtype == DType::int4;
+  const Tile<K> tile(weights, plan, index, scaled ? rows.scales + row0 : nullptr);
+  float* to = out.rows + row0 * out.row_stride + index * (weights.shape.gated ? kTile / 2 : kTile);
+  if (dtype == DType::int8)
+    end_rows<K, true>(tile, acc, num_rows, out, to);
+  else
+    end_rows<K, false>(tile, acc, num_rows, out, to);
 }
 
 // --- products ---
@@ -200,30 +226,37 @@ static inline int run_length(const Plan& plan, int step, bool jumps) {
   return jumps && left > ahead ? left - ahead : left;
 }
 
-// Where the kernel prefetches: ahead in its own stream, or, where several chunks of rows pass over a run, each of the
-// first few a part of the run that begins at `following` (null: there is none).
-static inline void aim_prefetch(const Plan& plan, int chunk, const uint8_t* following, Block& block) {
-  const int lines = plan.step_bytes == 128 ? 2 : 1;  // of a step
-  block.next = block.weights;                        // in the cache already: costs next to nothing
-  block.next_lines = 1;
+// Where the kernel prefetches: ahead in its own stream, or, where several chunks of rows pass over a run, each of them
+// its part of the run that begins at `following` (null: there is none).
+static inline void aim_prefetch(const Plan& plan, int chunk, int chunks, const uint8_t* following, Block& block) {
+  block.next = block.weights;  // in the cache already: costs next to nothing
+  block.next_bytes = 0;
   if (following == nullptr) return;
-  if (plan.one_pass) {
-    block.next = following;
-    block.next_lines = lines;
-  } else if (chunk < lines) {
-    block.next = following + static_cast<int64_t>(block.steps) * plan.step_bytes / lines * chunk;
+  block.next_bytes = plan.one_pass ? plan.step_bytes : divide_up(plan.step_bytes, chunks);
+  block.next = following + (plan.one_pass ? 0 : static_cast<int64_t>(block.steps) * block.next_bytes * chunk);
+}
+
+// Asks for the output's lines while products are still at work: they were last another thread's.
+template <class K>
+inline void fetch_outputs(const LinearShape& shape, const LinearOut& out, int tile, int row, int num_rows) {
+  const int width = shape.gated ? kTile / 2 : kTile;
+  float* to = out.rows + row * out.row_stride + tile * width;
+  for (int i = 0; i < num_rows; ++i, to += out.row_stride) {
+    K::prefetch_to_write(to);
+    if (width == kTile) K::prefetch_to_write(to + kTile / 2);
   }
 }
 
-// All of K for one tile and one block of rows; `after`: the weights that this thread reads next, null if none.
+// One tile and one block of rows, with its ending; `after`: the weights that this thread reads next, null if none.
 template <class K>
-inline void sum_tile(const PackedLinear& weights, const Plan& plan, int tile, const uint8_t* after, const Operand& rows,
-                     int row0, int num_rows, uint8_t* acc) {
+inline void multiply_tile(const PackedLinear& weights, const Plan& plan, int tile, const uint8_t* after,
+                          const Operand& rows, int row0, int num_rows, const LinearOut& out) {
   const LinearShape& shape = weights.shape;
   const int chunks = divide_up(num_rows, K::rows_at_once(shape.dtype));
   const int per_row = sums_per_row(shape);
   const int size = shape.dtype == DType::f32 ? 4 : shape.dtype == DType::bf16 ? 2 : 1;
   const uint8_t* from = weights.data + tile * tile_bytes(shape);
+  alignas(64) uint8_t acc[kMaxRows * kTile * 4];
   Block block{};
   block.row_stride = rows.row_stride;
   block.sums_stride = per_row;
@@ -236,7 +269,7 @@ inline void sum_tile(const PackedLinear& weights, const Plan& plan, int tile, co
     const uint8_t* behind = block.weights + static_cast<int64_t>(block.steps) * plan.step_bytes;
     const uint8_t* following = ends ? after : plan.one_pass ? block.weights + kAheadBytes : behind;
     if (ends && plan.one_pass && after == behind) following = block.weights + kAheadBytes;
-    for (int chunk = 0; chunk < chunks; ++chunk) {  // rows shared out evenly: 32 as 11, 11, 10
+    for (int chunk = 0; chunk < chunks; ++chunk) {  // rows shared out evenly: 32 as 10, 11, 11
       const int begin = num_rows * chunk / chunks, end = num_rows * (chunk + 1) / chunks;
       block.rows = static_cast<const uint8_t*>(rows.rows) + (row0 + begin) * rows.row_stride +
                    static_cast<int64_t>(step) * plan.step_values * size;
@@ -245,8 +278,10 @@ inline void sum_tile(const PackedLinear& weights, const Plan& plan, int tile, co
                                       (shape.dtype == DType::int4 ? step : 0);
       block.num_rows = end - begin;
       block.acc = acc + static_cast<int64_t>(begin) * kTile * 4;
-      aim_prefetch(plan, chunk, following, block);
+      aim_prefetch(plan, chunk, chunks, following, block);
+      if (ends) fetch_outputs<K>(shape, out, tile, row0 + begin, end - begin);
       multiply<K>(shape.dtype, block);
+      if (ends) end_tile<K>(weights, plan, tile, end - begin, rows, row0 + begin, block.acc, out);
     }
   }
 }
@@ -255,7 +290,6 @@ template <class K>
 void linear(const PackedLinear& weights, const Operand& rows, int m, const LinearOut& out, WorkCounter& counter,
             const Worker& worker) {
   const Plan plan = plan_of(weights.shape, m, K::rows_at_once(weights.shape.dtype));
-  alignas(64) uint8_t acc[kMaxRows * kTile * 4];
   Shares shares{plan.tiles * plan.row_blocks, worker.count, plan.least_share};
   for (bool more = shares.seek(counter.take()); more;) {
     const int first = shares.first, last = shares.last();
@@ -268,8 +302,7 @@ void linear(const PackedLinear& weights, const Operand& rows, int m, const Linea
         next = shares.first;
       }
       const uint8_t* after = more ? weights.data + next % plan.tiles * tile_bytes(weights.shape) : nullptr;
-      sum_tile<K>(weights, plan, tile, after, rows, row0, row1 - row0, acc);
-      end_tile<K>(weights, plan, tile, row1 - row0, rows, row0, acc, out);
+      multiply_tile<K>(weights, plan, tile, after, rows, row0, row1 - row0, out);
     }
   }
 }

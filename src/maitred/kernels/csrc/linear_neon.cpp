@@ -103,7 +103,7 @@ void multiply_rows(const Block& b) {
   const uint8_t* w = b.weights;
   const uint8_t* x = b.rows;
   for (int step = 0; step < b.steps; ++step, w += 128, x += 4) {
-    __builtin_prefetch(b.next + 64 * b.next_lines * step);
+    __builtin_prefetch(b.next + static_cast<int64_t>(b.next_bytes) * step);
 #pragma GCC unroll 8
     for (int v = 0; v < kVectors; ++v) {
       const typename Op::Values weights(vld1q_u8(w + 16 * v));
@@ -177,6 +177,8 @@ struct Neon {
     for (int i = 0; i < n; i += 16) sum += vaddlvq_s8(vld1q_s8(from + i));
     return sum;
   }
+
+  static void prefetch_to_write(const float* line) { __builtin_prefetch(line, 1); }
 
   static void f32(const Block& b) { kFixed<F32>[b.num_rows - 1](b); }
   static void bf16(const Block& b) { kFixed<Bf16>[b.num_rows - 1](b); }

@@ -49,6 +49,8 @@ struct Plain {
     return sum;
   }
 
+  static void prefetch_to_write(const float*) {}
+
   static void f32(const Block& b) {
     for (int row = 0; row < b.num_rows; ++row) {
       float* acc = static_cast<float*>(b.acc) + row * kTile;

@@ -34,7 +34,9 @@ NB_MODULE(_native, m) {
       "MAITRED_ISA, else the best available.");
   nb::class_<maitred::ThreadPool>(m, "ThreadPool")
       .def(nb::init<int>(), nb::arg("num_threads"))
-      .def_prop_ro("num_threads", &maitred::ThreadPool::num_threads);
+      .def_prop_ro("num_threads", &maitred::ThreadPool::num_threads)
+      .def("bind", &maitred::ThreadPool::bind, nb::arg("cpus"),
+           "Binds thread i (0 is the caller) to processor cpus[i]; false where that cannot be.");
   maitred::bind_linear(m);
   maitred::bind_program(m);
   maitred::bind_attention(m);

@@ -8,10 +8,29 @@ namespace {
 
 constexpr int kTokensPerShare = 4;
 
-int row_of_token(const StepRows& step, int token) {
-  const int32_t* end = step.first_tokens + step.num_rows + 1;
-  return static_cast<int>(std::upper_bound(step.first_tokens, end, token) - step.first_tokens) - 1;
-}
+// The runs of a step, in order: tokens of one request that lie in one tile of the pool, which are a share, so that two
+// threads never write to one line.
+struct Runs {
+  const StepRows& step;
+  int row = 0, index = 0, first = 0, end;
+
+  explicit Runs(const StepRows& step) : step(step), end(end_from(0)) {}
+
+  int end_from(int token) const {
+    const int left = kTileSlots - step.positions[token] % kTileSlots;
+    return std::min(token + left, step.first_tokens[row + 1]);
+  }
+  // Moves to run `wanted`, which is never below the one before; false if there are not that many.
+  bool seek(int wanted) {
+    for (; index < wanted; ++index) {
+      first = end;
+      if (first == step.num_tokens) return false;
+      while (first >= step.first_tokens[row + 1]) ++row;
+      end = end_from(first);
+    }
+    return true;
+  }
+};
 
 }  // namespace
 
@@ -35,17 +54,15 @@ void qkv(const QKVOp& op, const KVPool& pool, const StepRows& step, const float*
          const float* rope, uint8_t* queries, WorkCounter& counter, const Worker&, Isa isa) {
   const KVLayout& layout = pool.layout();
   const QKVKernels& kernels = qkv_kernels(isa);
-  const int64_t token_query_bytes = op.num_heads * query_head_bytes(layout);
-  for (int first; (first = counter.take() * kTokensPerShare) < step.num_tokens;) {
-    const int end = std::min(first + kTokensPerShare, step.num_tokens);
-    int row = row_of_token(step, first);
-    for (int token = first; token < end; ++token) {
-      while (token >= step.first_tokens[row + 1]) ++row;
-      const int position = step.positions[token];
-      const int block = step.block_tables[step.first_blocks[row] + position / layout.block_size];
-      const float* cos = rope == nullptr ? nullptr : rope + int64_t{token} * 2 * op.num_pairs;
-      kernels.token({&op, &layout, rows + token * row_stride, cos, cos == nullptr ? nullptr : cos + op.num_pairs,
-                     queries + token * token_query_bytes, pool.block(op.layer, block), position % layout.block_size});
+  const int64_t query_stride = op.num_heads * query_head_bytes(layout);
+  for (Runs runs(step); runs.seek(counter.take());) {
+    for (int token = runs.first, count; token < runs.end; token += count) {
+      const int position = step.positions[token], slot = position % layout.block_size;
+      const int block = step.block_tables[step.first_blocks[runs.row] + position / layout.block_size];
+      count = std::min(runs.end - token, layout.block_size - slot);  // a block may end before a run does
+      kernels.run({&op, &layout, rows + token * row_stride, row_stride,
+                   rope == nullptr ? nullptr : rope + int64_t{token} * 2 * op.num_pairs, queries + token * query_stride,
+                   query_stride, pool.block(op.layer, block), slot, count});
     }
   }
 }

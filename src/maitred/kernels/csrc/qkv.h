@@ -42,20 +42,23 @@ struct QKVOp {
 void qkv(const QKVOp& op, const KVPool& pool, const StepRows& step, const float* rows, int64_t row_stride,
          const float* rope, uint8_t* queries, WorkCounter& counter, const Worker& worker, Isa isa);
 
-// What the instruction sets compile for themselves: one token, its K and V going to one slot of one block.
-struct QKVToken {
+// What the instruction sets compile for themselves: consecutive tokens of one request whose K and V go to one tile of
+// one block (any consecutive slots of a block that is not tiled).
+struct QKVRun {
   const QKVOp* op;
   const KVLayout* layout;
-  const float* row;
-  const float* cos;  // [num_pairs]
-  const float* sin;
-  uint8_t* queries;  // this token's
+  const float* rows;  // of the first token
+  int64_t row_stride;
+  const float* rope;  // [count][2][num_pairs] cosines, then sines; null without pairs
+  uint8_t* queries;   // of the first token
+  int64_t query_stride;
   uint8_t* block;
-  int slot;  // in the block
+  int slot;   // of the first token, in the block
+  int count;  // 1 .. kTileSlots
 };
 
 struct QKVKernels {
-  void (*token)(const QKVToken& token);
+  void (*run)(const QKVRun& run);
 };
 const QKVKernels& qkv_kernels(Isa isa);
 const QKVKernels& qkv_kernels_plain();

@@ -1,4 +1,4 @@
-// The token of qkv_token.inc, compiled for avx512.
+// The run of qkv_token.inc, compiled for avx512.
 #include <stddef.h>
 #include <stdint.h>
 
@@ -10,7 +10,7 @@ namespace {
 
 #include "qkv_token.inc"
 
-const QKVKernels kKernels{&token};
+const QKVKernels kKernels{&run};
 
 }  // namespace
 

@@ -19,6 +19,19 @@ inline void pause() {
 #endif
 }
 
+bool bind_to(int cpu) {
+#if defined(__linux__)
+  if (cpu < 0 || cpu >= CPU_SETSIZE) return false;
+  cpu_set_t only;
+  CPU_ZERO(&only);
+  CPU_SET(cpu, &only);
+  return sched_setaffinity(0, sizeof only, &only) == 0;
+#else
+  (void)cpu;
+  return false;
+#endif
+}
+
 }  // namespace
 
 void Barrier::wait() {
@@ -50,6 +63,15 @@ ThreadPool::~ThreadPool() {
   }
   wake_.notify_all();
   for (std::thread& thread : threads_) thread.join();
+}
+
+bool ThreadPool::bind(const std::vector<int>& cpus) {
+  if (static_cast<int>(cpus.size()) < num_threads_) return false;
+  std::atomic<bool> bound{true};
+  run([&](const Worker& worker) {
+    if (!bind_to(cpus[static_cast<std::size_t>(worker.index)])) bound.store(false);
+  });
+  return bound.load();
 }
 
 void ThreadPool::run(const std::function<void(const Worker&)>& body) {

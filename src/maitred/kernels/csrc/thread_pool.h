@@ -50,6 +50,11 @@ class ThreadPool {
 
   int num_threads() const { return num_threads_; }
 
+  // Binds each thread, the caller among them, to one of these processors, thread i to cpus[i]; false where the system
+  // cannot or a processor is not this process's. For a process that does nothing else, since what the caller starts
+  // from then on is bound as it is.
+  bool bind(const std::vector<int>& cpus);
+
   // Calls body once on every thread and returns when all have; one caller at a time. body must not throw.
   void run(const std::function<void(const Worker&)>& body);
 
