@@ -17,7 +17,7 @@ from maitred.request import FinishReason, SamplingParams
 from maitred.step import ModelOutput, SchedulerOutput
 from tests.engine.worlds import scripted_engine
 from tests.fakes import FakeExecutor, make_request, make_scheduler
-from tests.waiting import until_async
+from tests.waiting import HANGS_S, until_async
 
 STEP_S = 0.05  # 200 tokens then take ten seconds
 
@@ -127,15 +127,38 @@ async def test_close_ends_open_streams_and_the_thread():
 
 
 async def test_who_does_not_take_what_comes_is_ended_before_it_fills_the_memory(monkeypatch):
-    monkeypatch.setattr("maitred.engine.async_engine.MAX_UNREAD", 50)
+    monkeypatch.setattr("maitred.engine.entrance.MAX_UNREAD", 50)
     core = EngineCore(make_scheduler(num_blocks=50_000), FakeExecutor(), WallClock())
     engine = AsyncEngine(core, WallClock())
     stream = engine.submit(make_request(max_tokens=190_000))
-    await anext(stream)
     await until_async(lambda: engine.state().num_finished[FinishReason.ABORT] == 1)
     with pytest.raises(ReadTooSlowly, match="over 50 tokens behind"):
         [item async for item in stream]
     assert engine.state().num_blocks_used == 0
+    await engine.close()
+
+
+class Gated(FakeExecutor):
+    """No step ends until a test says so."""
+
+    may_end = threading.Event()
+
+    def execute(self, plan: SchedulerOutput) -> ModelOutput:
+        self.may_end.wait(HANGS_S)
+        return super().execute(plan)
+
+
+async def test_a_step_that_does_not_end_is_told_while_it_lasts():
+    executor = Gated()
+    executor.may_end = threading.Event()
+    engine = AsyncEngine(EngineCore(make_scheduler(), executor, WallClock()), WallClock(), step_timeout_s=0.5)
+    engine.attach(asyncio.get_running_loop())
+    stream = engine.submit(make_request(max_tokens=3))
+    await until_async(lambda: not engine.state().alive)
+    assert "has been in one step for" in (engine.state().error or "")
+    executor.may_end.set()
+    assert len([item async for item in stream]) == 3
+    await until_async(lambda: engine.state().alive and not engine._busy)
     await engine.close()
 
 

@@ -4,94 +4,36 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable
-from dataclasses import fields
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable
+from dataclasses import fields, replace
+from typing import Any, TypeVar
 
 from maitred.clock import Clock
 from maitred.config import SchedulerConfig
 from maitred.engine.core import EngineCore
+from maitred.engine.entrance import Entrance, ProgressStream
 from maitred.engine.live_view import LiveView, look_at
-from maitred.errors import EngineDead, MaitredError, Overloaded, ReadTooSlowly
+from maitred.engine.supervisor import Watchdog
+from maitred.errors import EngineDead, MaitredError
 from maitred.replica import ReplicaState
 from maitred.request import FinishReason, Request
-from maitred.scheduler.admission import PRIORITY_FIRST, AdmissionController
+from maitred.scheduler.admission import AdmissionController
 from maitred.scheduler.view import QueueView, queue_view
 from maitred.step import RequestProgress
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-MAX_UNREAD = 16_384  # items kept for a consumer that does not take them: some megabytes, and seconds of a busy loop
-
-
-class Aborting(Protocol):
-    """What a stream needs of whoever feeds it."""
-
-    def abort(self, request_id: str) -> None: ...
-
-
-class ProgressStream:
-    """The progress of one request, for one asyncio consumer; also an asynchronous iterator."""
-
-    __slots__ = ("_engine", "_error", "_items", "_loop", "_request_id", "_waiter", "closed")
-
-    def __init__(self, engine: Aborting, request_id: str, loop: asyncio.AbstractEventLoop) -> None:
-        self._engine = engine
-        self._request_id = request_id
-        self._loop = loop
-        self._items: deque[RequestProgress] = deque()
-        self._waiter: asyncio.Future[None] | None = None
-        self._error: BaseException | None = None
-        self.closed = False  # its last progress was put, or its consumer went away
-
-    def put(self, progress: RequestProgress) -> None:
-        if self._error is not None:
-            return
-        self._items.append(progress)
-        self.closed = self.closed or progress.finish_reason is not None
-        if len(self._items) > MAX_UNREAD and not self.closed:
-            self._items.clear()
-            self._engine.abort(self._request_id)
-            self.fail(ReadTooSlowly(f"the client is over {MAX_UNREAD} tokens behind; the request was ended"))
-        self._wake()
-
-    def fail(self, error: BaseException) -> None:
-        self._error = error
-        self.closed = True
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    def __aiter__(self) -> AsyncIterator[RequestProgress]:
-        return self
-
-    async def __anext__(self) -> RequestProgress:
-        while not self._items:
-            if self._error is not None:
-                raise self._error
-            if self.closed:
-                raise StopAsyncIteration
-            self._waiter = self._loop.create_future()
-            await self._waiter
-        return self._items.popleft()
-
-    async def aclose(self) -> None:
-        """Give up listening; an unfinished request is aborted."""
-        if not self.closed:
-            self.closed = True
-            self._engine.abort(self._request_id)
+TICK_S = 0.25  # between two looks at the step
 
 
 class AsyncEngine:
     """A Replica around one EngineCore.
 
     The core is touched by its own thread alone. Callers leave commands in an inbox that is read between two steps,
-    so an abort frees its blocks before the next step; each step's progress reaches the event loop in one call. The
-    door (`admission`) is on the event loop's side, so that who is turned away hears it at once, whatever the core does.
+    so an abort frees its blocks before the next step; each step's progress reaches the event loop in one call.
     """
 
     def __init__(
@@ -101,13 +43,17 @@ class AsyncEngine:
         *,
         on_close: Callable[[], None] | None = None,
         on_admitted: Callable[[Request], None] | None = None,  # told in the engine's thread, so it must not wait
-        admission: AdmissionController | None = None,  # touched by the event loop alone; None lets everybody in
+        admission: AdmissionController | None = None,  # None lets everybody in
+        step_timeout_s: float = math.inf,  # a step that takes longer is told as the engine's end, while it lasts
     ) -> None:
         self._core = core
         self._clock = clock
         self._on_close = on_close
         self._on_admitted = on_admitted
-        self._admission = admission
+        self._step_timeout_s = step_timeout_s
+        self._entrance = Entrance(self, clock, admission, lambda request_id: self._post(lambda: self._shed(request_id)))
+        self._watchdog: Watchdog | None = None  # since `attach`
+        self._round, self._busy = 0, False  # written by the engine's thread
         self._inbox: deque[Callable[[], list[RequestProgress]]] = deque()
         self._wakeup = threading.Condition()
         self._stopping = False
@@ -127,25 +73,18 @@ class AsyncEngine:
         """
         loop = asyncio.get_running_loop()
         self._loop = loop
-        stream = ProgressStream(self, request.request_id, loop)
-        if self._error is not None or self._stopping:
-            stream.fail(self._death())
-            return stream
-        if request.request_id in self._streams:
-            raise ValueError(f"request id {request.request_id!r} is already running")
-        try:
-            self._make_room(request)
-        except Overloaded as refusal:
-            stream.fail(refusal)
-            return stream
-        self._streams[request.request_id] = stream
-        self._post(lambda: self._add(request))
+        death = self._death() if self._error is not None or self._stopping else None
+        stream = self._entrance.stream_for(request, loop, live=self._streams, death=death)
+        if not stream.closed:
+            self._streams[request.request_id] = stream
+            self._post(lambda: self._add(request))
         return stream
 
-    def _make_room(self, request: Request) -> None:
-        if self._admission is not None:
-            for request_id in self._admission.admit(request, self._clock.now()):
-                self._post(lambda request_id=request_id: self._shed(request_id))  # type: ignore[misc]
+    def attach(self, loop: asyncio.AbstractEventLoop) -> None:
+        """From now on look from `loop` whether steps end, for whoever asks for the state. Idempotent."""
+        if self._watchdog is None:
+            self._watchdog = Watchdog(TICK_S)
+            loop.call_soon(self._tick, loop, self._watchdog)
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
         if request_id in self._streams:
@@ -155,7 +94,11 @@ class AsyncEngine:
         """Read without a lock: every figure is one word, and a step's worth of skew between them does no harm."""
         if self._error is not None or self._stopping:
             return ReplicaState(alive=False, error=str(self._death()))
-        return self._state_of_core()
+        stuck_s = self._watchdog.stuck_s if self._watchdog is not None else 0.0
+        state = self._state_of_core()
+        if stuck_s < self._step_timeout_s:
+            return state
+        return replace(state, alive=False, error=f"the engine has been in one step for {stuck_s:.0f} s")
 
     async def queue_view(self, *, offset: int, limit: int) -> QueueView:
         """Who waits, as it stands between two steps. Raises EngineDead."""
@@ -174,9 +117,7 @@ class AsyncEngine:
     async def configure(self, config: SchedulerConfig) -> None:
         """Changes policy and limits, losing no request; returns when it is done. Raises ConfigError, or EngineDead."""
         await self._ask(lambda core: core.configure(config))
-        if self._admission is not None:
-            first = config.policy in PRIORITY_FIRST
-            self._admission.reconfigure(max_num_seqs=config.max_num_seqs, priority_first=first)
+        self._entrance.reconfigured(config)
 
     async def close(self) -> None:
         """Stop the thread after its current step; unfinished requests end with EngineDead."""
@@ -206,6 +147,12 @@ class AsyncEngine:
         finally:
             self._questions.discard(answer)
 
+    def _tick(self, loop: asyncio.AbstractEventLoop, watchdog: Watchdog) -> None:
+        watchdog.beat(self._round, self._busy)
+        watchdog.tick(self._clock.now())
+        if self._error is None and not self._stopping:
+            loop.call_later(TICK_S, self._tick, loop, watchdog)
+
     def _post(self, command: Callable[[], list[RequestProgress]]) -> None:
         with self._wakeup:
             self._inbox.append(command)
@@ -219,8 +166,7 @@ class AsyncEngine:
     def _deliver(self, told: tuple[list[RequestProgress], int]) -> None:
         """Progress for everybody, and how many found no place in the step."""
         progress, num_queued = told
-        if self._admission is not None:
-            self._admission.stepped(progress, num_queued, self._clock.now())
+        self._entrance.stepped(progress, num_queued)
         for item in progress:
             stream = self._streams.get(item.request_id)
             if stream is None:
@@ -230,8 +176,7 @@ class AsyncEngine:
                 del self._streams[item.request_id]
 
     def _fail_all(self, error: BaseException) -> None:
-        if self._admission is not None:
-            self._admission.closed()
+        self._entrance.closed()
         streams, self._streams = self._streams, {}
         for stream in streams.values():
             stream.fail(error)
@@ -254,11 +199,13 @@ class AsyncEngine:
     def _run(self) -> None:
         try:
             while self._wait_for_work():
+                self._round, self._busy = self._round + 1, True
                 progress = self._take_commands()
                 if self._core.has_work:
                     progress += self._core.step()
                 if progress:
                     self._call_in_loop(self._deliver, (progress, self._core.num_queued))
+                self._busy = False
         except BaseException as error:  # the thread's last act is to tell everybody
             self._error = error
             logger.error("the engine stopped: %s: %s", type(error).__name__, error)

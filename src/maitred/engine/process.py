@@ -11,7 +11,6 @@ import msgspec
 
 from maitred.clock import Clock
 from maitred.config import SchedulerConfig
-from maitred.engine.async_engine import ProgressStream
 from maitred.engine.calls import (
     CONFIGURE,
     LIVE_VIEW,
@@ -22,6 +21,7 @@ from maitred.engine.calls import (
     Nothing,
     QueuePage,
 )
+from maitred.engine.entrance import Entrance, ProgressStream
 from maitred.engine.frames import (
     Abort,
     Answer,
@@ -41,7 +41,7 @@ from maitred.engine.live_view import LiveView
 from maitred.engine.resume import LiveRequest, Totals, Trials, refusal
 from maitred.engine.running import Engine
 from maitred.engine.served import TextAhead, served_model
-from maitred.errors import EngineDead, MaitredError, Overloaded
+from maitred.errors import EngineDead, MaitredError
 from maitred.replica import ReplicaState
 from maitred.request import FinishReason, Request, resumed
 from maitred.scheduler.admission import PRIORITY_FIRST, AdmissionController
@@ -108,7 +108,8 @@ class ProcessEngine:
         self.keeper = Keeper(start, clock, self, on_event=on_event)
         self._rule = start.process.resume
         self._clock = clock
-        self._admission, self._on_admitted = admission, on_admitted
+        self._on_admitted = on_admitted
+        self._entrance = Entrance(self, clock, admission, self._shed)
         self._live: dict[str, LiveRequest] = {}  # in order of arrival
         self._questions: dict[int, tuple[Call[Any, Any], asyncio.Future[Any]]] = {}
         self._numbers = itertools.count()
@@ -134,16 +135,9 @@ class ProcessEngine:
         """
         loop = asyncio.get_running_loop()
         self.attach(loop)
-        stream = ProgressStream(self, request.request_id, loop)
-        if self.keeper.over or self.keeper.stopping:
-            stream.fail(self.keeper.death())
-            return stream
-        if request.request_id in self._live:
-            raise ValueError(f"request id {request.request_id!r} is already running")
-        try:
-            self._make_room(request)
-        except Overloaded as refused:
-            stream.fail(refused)
+        death = self.keeper.death() if self.keeper.over or self.keeper.stopping else None
+        stream = self._entrance.stream_for(request, loop, live=self._live, death=death)
+        if stream.closed:
             return stream
         live = self._live[request.request_id] = LiveRequest(request, stream)
         if self._on_admitted is not None:
@@ -206,9 +200,7 @@ class ProcessEngine:
         """Changes policy and limits, losing no request; returns when it is done. Raises ConfigError, or EngineDead."""
         await self._ask(CONFIGURE, config)
         self.keeper.scheduler = config
-        if self._admission is not None:
-            first = config.policy in PRIORITY_FIRST
-            self._admission.reconfigure(max_num_seqs=config.max_num_seqs, priority_first=first)
+        self._entrance.reconfigured(config)
 
     async def _ask(self, call: Call[A, R], argument: A) -> R:
         loop = asyncio.get_running_loop()
@@ -317,8 +309,7 @@ class ProcessEngine:
     def _account(self, progress: list[RequestProgress], num_queued: int) -> None:
         """To the counters and the door."""
         self._totals.count(progress)
-        if self._admission is not None:
-            self._admission.stepped(progress, num_queued, self._clock.now())
+        self._entrance.stepped(progress, num_queued)
 
     def _answered(self, number: int, result: msgspec.Raw) -> None:
         if number not in self._questions:
@@ -343,13 +334,10 @@ class ProcessEngine:
         live.sent = self.keeper.send(submit_of(live.request))
         self._totals.num_resumed += live.sent and live.num_resumes > 0
 
-    def _make_room(self, request: Request) -> None:
-        if self._admission is None:
-            return
-        for request_id in self._admission.admit(request, self._clock.now()):
-            live = self._live.get(request_id)
-            if live is not None and not (live.sent and self.keeper.send(Shed(request_id))):
-                self._deliver([live.ended(FinishReason.SHED, self._clock.now())])
+    def _shed(self, request_id: str) -> None:
+        live = self._live.get(request_id)
+        if live is not None and not (live.sent and self.keeper.send(Shed(request_id))):
+            self._deliver([live.ended(FinishReason.SHED, self._clock.now())])
 
 
 _COUNTERS = tuple(name for name in Figures.__struct_fields__ if name not in _GAUGES)

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from maitred.engine.async_engine import ProgressStream
+from maitred.engine.entrance import ProgressStream
 from maitred.engine.frames import Mark
 from maitred.request import FinishReason, Request, RequestStatus, timing_of
 from maitred.step import RequestProgress
