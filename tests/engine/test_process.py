@@ -38,6 +38,7 @@ def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Restarts come at once; that the pauses grow is BackOff's own test. Last words are waited for."""
     monkeypatch.setattr(supervisor, "FIRST_DELAY_S", 0.01)
     monkeypatch.setattr(spawn, "LAST_LINE_S", HANGS_S)
+    monkeypatch.setattr(spawn, "STOP_S", 0.3)  # one that stands at its gate will not end by itself
 
 
 @pytest.fixture

@@ -32,6 +32,7 @@ from tests.executor.torch_worlds import (
     make_spec,
     random_prompt,
 )
+from tests.waiting import until
 
 POISON = VOCAB - 1
 
@@ -288,20 +289,20 @@ def test_a_plan_says_what_will_be_taken():
 # ---- the process
 
 
-def num_threads() -> int:
-    return len(list(Path("/proc/self/task").iterdir()))
+def threads() -> set[str]:
+    return {task.name for task in Path("/proc/self/task").iterdir()}
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="threads are counted in /proc")
 def test_closing_ends_the_threads_and_frees_the_weights():
-    before = num_threads()
+    before = threads()
     hand = make_hand(num_threads=3)
     hand.add("r", [1, 2, 3])
     hand.step()
-    assert num_threads() == before + 2
+    assert len(threads() - before) == 2
     hand.executor.close()
     assert not hasattr(hand.executor, "pool")
-    assert num_threads() == before
+    until(lambda: threads() <= before)  # one that was joined is listed for a moment still
 
 
 def test_a_request_is_served_without_pytorch():

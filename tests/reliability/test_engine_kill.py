@@ -95,6 +95,7 @@ def house(gate: Gate, habits: str = "", *, ledger: Ledger | None = None, **proce
 def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "FIRST_DELAY_S", 0.01)
     monkeypatch.setattr(spawn, "LAST_LINE_S", HANGS_S)
+    monkeypatch.setattr(spawn, "STOP_S", 0.3)
 
 
 class Stream:

@@ -24,6 +24,7 @@ def losses(out: Path) -> list[float]:
     return [json.loads(line)["reply_loss"] for line in (out / "curve.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.timeout(1200)
 def test_a_short_run_learns_and_transformers_loads_it(tmp_path: Path):
     """Steps in place of minutes: under a minute on an idle core, and the same result on a busy one."""
     train(tmp_path, "--steps", "60", "--new-tokenizer")
