@@ -272,9 +272,11 @@ class ProcessConfig:
     in_process: bool = False
     """Run the engine in a thread of the server instead, for debugging: one process, and both die together."""
     step_timeout_s: float = 120.0
-    """A step that takes longer (s), or as long a silence, counts as stuck: the engine is killed and started again."""
+    """A step that takes longer (s), or as long a silence, counts as stuck: the engine is killed and started again. With
+    --in-process, /health tells it while it lasts."""
     max_restarts: int = 5
-    """Restarts in a row before the engine is given up; one that lived for ten seconds ends the row."""
+    """Restarts in a row before the engine is given up; one that lived for ten seconds ends the row. A kill from outside
+    weighs a tenth."""
     resume: str = "exact"
     """What a request that has tokens does when the engine died: exact goes on where the executor gives the same tokens
     as if nothing had happened, and else ends with an error; always goes on; never ends with an error."""

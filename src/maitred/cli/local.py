@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -35,6 +36,7 @@ def start_engine(
     served_model_names: tuple[str, ...] = (),
     on_event: Callable[[str], None] | None = None,
     on_admitted: Callable[[Request], None] | None = None,
+    step_timeout_s: float = math.inf,
 ) -> Engine:
     """Imports the engine only now, so that help and slips of the pen cost nothing."""
     from maitred.engine.in_process import build_engine
@@ -46,6 +48,7 @@ def start_engine(
         on_event=on_event,
         on_admitted=on_admitted,
         policies=installed_policies(),
+        step_timeout_s=step_timeout_s,
     )
 
 

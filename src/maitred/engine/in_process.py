@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 from maitred.clock import WallClock
@@ -23,11 +24,13 @@ def build_engine(
     on_event: OnEvent | None = None,
     on_admitted: Callable[[Request], None] | None = None,
     policies: Mapping[str, PolicyFactory] = POLICIES,
+    step_timeout_s: float = math.inf,
 ) -> Engine:
     """Load everything and start the engine's thread; `on_event` gets a line per phase, the memory plan among them.
 
     `on_admitted` is told of every request, in the engine's thread: `Ledger.opened` is one such. `policies` is what
-    `config.scheduler.policy` may name, now and when it is changed. Raises as `build_parts` does.
+    `config.scheduler.policy` may name, now and when it is changed. A step over `step_timeout_s` is told as the engine's
+    end while it lasts. Raises as `build_parts` does.
     """
     clock = WallClock()
     parts = build_parts(
@@ -43,5 +46,12 @@ def build_engine(
         max_num_seqs=config.scheduler.max_num_seqs,
         priority_first=config.scheduler.policy in PRIORITY_FIRST,
     )
-    replica = AsyncEngine(parts.core, clock, on_close=parts.close, on_admitted=on_admitted, admission=admission)
+    replica = AsyncEngine(
+        parts.core,
+        clock,
+        on_close=parts.close,
+        on_admitted=on_admitted,
+        admission=admission,
+        step_timeout_s=step_timeout_s,
+    )
     return Engine(replica, parts.model, parts.memory_plan, admission, start_phases=parts.start_phases)
