@@ -167,10 +167,10 @@ def test_a_prompt_is_tokenised_beside_the_event_loop():
     begun, may_end = threading.Event(), threading.Event()
 
     class HeldTokenizer(Tokenizer):
-        def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        def encode(self, text: str, *, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
             begun.set()
             assert may_end.wait(HANGS_S)
-            return super().encode(text, add_special_tokens=add_special_tokens)
+            return super().encode(text, add_special_tokens=add_special_tokens, most=most)
 
     tokenizer = byte_tokenizer()
     tokenizer.__class__ = HeldTokenizer

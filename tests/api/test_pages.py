@@ -164,6 +164,15 @@ def test_one_json_object_is_logged_per_request_without_the_prompt():
     assert "someone" not in line
 
 
+def test_files_that_the_page_asks_for_are_no_news_unless_they_fail():
+    """A visit is one line, not thirty."""
+    assert access_lines(TextFormatter(), "/static/main.js", None) == []
+    (visit,) = access_lines(TextFormatter(), "/", None)
+    (missing,) = access_lines(TextFormatter(), "/static/missing.js", None)
+    assert "status=200" in visit
+    assert "status=404" in missing
+
+
 def test_a_path_cannot_forge_a_log_line():
     for formatter in (TextFormatter(), JsonFormatter()):
         (line,) = access_lines(formatter, "/x%0a12:00:00%20INFO%20forged%1b[31m%E2%80%AE", None)

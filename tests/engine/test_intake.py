@@ -69,7 +69,7 @@ def test_a_prompt_that_leaves_no_room_is_refused_with_both_numbers():
 
 def test_a_text_that_is_too_long_by_its_length_alone_is_never_tokenised():
     class Unused(Tokenizer):
-        def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        def encode(self, text: str, *, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
             raise AssertionError("tokenised")
 
     model = served_model(64)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 import secrets
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import maitred
@@ -22,6 +21,7 @@ from maitred.api.live_feed import LiveFeed
 from maitred.api.live_times import Latencies
 from maitred.api.metrics_page import EdgeMetrics
 from maitred.api.sse import EventStream
+from maitred.api.text_lanes import TextLanes
 from maitred.api.watch import Watch
 from maitred.clock import Clock
 from maitred.config import AdmissionConfig, ServerConfig
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 T = TypeVar("T")
-TEXT_THREADS = max(2, min(4, os.cpu_count() or 1))  # tokenising releases the GIL, and more would crowd out the loop
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +46,6 @@ class RequestOptions:
     priority: int = 0
     cache_salt: str = ""
     limits: TimeLimits = NO_LIMITS
-    add_special_tokens: bool = True
 
 
 class Edge:
@@ -90,7 +88,7 @@ class Edge:
         self.latencies = Latencies()
         self.live = LiveFeed(replica, self.latencies, model.names[0], is_over=lambda: self.draining)
         self._is_ready = is_ready
-        self._threads = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="maitred-text")
+        self._text_lanes = TextLanes()
         self._ids = itertools.count()
         self._num_admitted = 0
         self._empty = asyncio.Event()  # nobody is admitted
@@ -166,10 +164,9 @@ class Edge:
         for watch in list(self._watches):
             watch.cut(Unavailable("the server is shutting down; send the request again", retry_after_s=1.0))
 
-    async def in_thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run text work (templates, tokenising) beside the event loop."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, lambda: function(*args, **kwargs))
+    async def in_thread(self, exchange: Exchange, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run a request's text work (templates, tokenising) beside the event loop."""
+        return await self._text_lanes.run(exchange.num_body_bytes, partial(function, *args, **kwargs))
 
     def make_batches(
         self,
@@ -177,6 +174,8 @@ class Edge:
         sampling: SamplingParams,
         options: RequestOptions,
         completion_id: str,
+        *,
+        add_special_tokens: bool = True,
     ) -> list[list[Request]]:
         """The samples of each prompt; call it in a thread. Ids are unique even when clients repeat theirs."""
         now = self.clock.now()
@@ -194,7 +193,7 @@ class Edge:
                     ttft_slo_s=options.limits.ttft_slo_s,
                     start_by=_after(now, options.limits.queue_timeout_s),
                     finish_by=_after(now, options.limits.timeout_s),
-                    add_special_tokens=options.add_special_tokens,
+                    add_special_tokens=add_special_tokens,
                 )
             except RequestError as error:
                 if error.param == "prompt" and len(prompts) > 1:
@@ -207,7 +206,7 @@ class Edge:
         """Give back the threads, send the last traces; the app answers no more."""
         if self.tracing is not None:
             self.tracing.close()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._text_lanes.close()
 
 
 def _tracing(endpoint: str) -> Tracing:

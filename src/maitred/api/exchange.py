@@ -47,6 +47,7 @@ class Exchange:
     status: int | None = None  # set once the answer began
     streaming: bool = False  # the answer that began is an event stream
     complete: bool = False
+    num_body_bytes: int = 0  # of the request, as far as they were read
     standing_headers: Callable[[], Iterable[Header]] = tuple  # of every answer, asked when it begins
 
     @property
@@ -78,6 +79,7 @@ class Exchange:
                 raise ClientGone
             chunk = message.get("body", b"")
             size += len(chunk)
+            self.num_body_bytes = size
             if size > self.max_body_bytes:
                 raise self._too_large()
             chunks.append(chunk)

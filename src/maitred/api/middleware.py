@@ -16,12 +16,14 @@ from maitred.api.errors import CLIENT_GONE_STATUS, ClientGone, HttpError, http_e
 from maitred.api.exchange import Exchange, Header
 from maitred.api.logs import ACCESS, ERRORS, log_fields
 from maitred.api.orca import ASKED_BY, TOLD_BY, load_report
+from maitred.api.page_files import PREFIX
 from maitred.api.sse import DONE
 from maitred.errors import Overloaded
 
 REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 EXCHANGE = "maitred.exchange"  # where the scope keeps it
 TRACED = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}  # -> gen_ai.operation.name
+ASSETS = PREFIX + "{name}"  # a page asks for thirty of them at once
 
 
 class EdgeMiddleware:
@@ -115,7 +117,9 @@ def _log_error(exchange: Exchange, error: Exception, answer: HttpError) -> None:
 
 
 def _log_access(exchange: Exchange, duration_s: float) -> None:
-    if not ACCESS.isEnabledFor(logging.INFO):
+    served_asset = exchange.route == ASSETS and (exchange.status or CLIENT_GONE_STATUS) < 400
+    level = logging.DEBUG if served_asset else logging.INFO
+    if not ACCESS.isEnabledFor(level):
         return
     client = exchange.scope.get("client")
     tenant = exchange.caller.tenant.name if hasattr(exchange, "caller") else None
@@ -129,4 +133,4 @@ def _log_access(exchange: Exchange, duration_s: float) -> None:
         "tenant": tenant or None,
         **exchange.log,
     }
-    log_fields(ACCESS, logging.INFO, "access", fields)
+    log_fields(ACCESS, level, "access", fields)

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any
 
 import msgspec
 from msgspec import UNSET
 
 from maitred.api.bounded import any_object
+from maitred.api.completing import complete
 from maitred.api.edge import Edge, RequestOptions
 from maitred.api.exchange import MAX_ITEMS, Exchange
 from maitred.api.generation import Generation, Sample
-from maitred.api.limits import TimeLimits, time_limits
 from maitred.api.logprobs import TokenNames, chat_logprobs, named_prompt_logprobs
 from maitred.api.messages import render_chat, text_of
 from maitred.api.refusals import CHAT_REFUSED, ChatAsSent, refuse_unbuilt
-from maitred.api.requests import cap_max_tokens, completion_id, note_usage, server_timing
-from maitred.api.sampling import chat_sampling, check_common, wanted_usage
+from maitred.api.requests import cap_max_tokens, completion_id
+from maitred.api.sampling import chat_sampling, check_common
 from maitred.api.schemas import (
     AssistantMessage,
     ChatChoice,
@@ -28,7 +29,7 @@ from maitred.api.schemas import (
     ChatLogprobs,
 )
 from maitred.api.sse import EventStream
-from maitred.api.stay import Stay, stay
+from maitred.api.stay import granted_tier
 from maitred.api.streaming import ChunkWriter, finish_name, stream_events
 from maitred.engine.output import TextDelta
 from maitred.errors import RequestError
@@ -44,36 +45,16 @@ async def create_chat_completion(edge: Edge, exchange: Exchange) -> None:
     refuse_unbuilt(body, CHAT_REFUSED)
     check_common(body, priorities=edge.priorities)
     any_object(body.prompt_cache_options, "prompt_cache_options")
-    wants_usage, continuous = wanted_usage(body)
     sampling = chat_sampling(body, edge.model, edge.config.default_max_n)
-    answer = ChatAnswer(edge, body, completion_id("chatcmpl", body, exchange))
+    answer = ChatAnswer(edge, body, completion_id("chatcmpl", body, exchange), granted_tier(exchange.caller, body))
     exchange.log |= {"model": body.model, "stream": bool(body.stream), "n": sampling.n}
-    limits = time_limits(body, exchange.headers, edge.admission_config)
-    with stay(edge, exchange, body, sampling.n) as guest, edge.admit(sampling.n, guest.priority, limits):
-        answer.service_tier = guest.service_tier
-        events = EventStream(exchange, silence_s=edge.config.sse_keep_alive_s) if body.stream else None
-        async with edge.watch(exchange, events):
-            requests = await edge.in_thread(_make_requests, edge, body, sampling, guest, limits, answer.id)
-            guest.take([requests])
-            generation = exchange.generation = guest.follow(Generation(edge, [requests]))
-            if events is not None:
-                await answer.stream(generation, events, usage=wants_usage, continuous=continuous)
-            else:
-                await generation.gather()
-        note_usage(exchange, generation)
-        guest.end()
-        if events is None:
-            await exchange.answer_json(answer.whole(generation), headers=server_timing(generation))
+    make_batches = partial(_make_batches, edge, body, sampling, answer.id)
+    await complete(edge, exchange, body, answer, make_batches, num_samples=sampling.n)
 
 
-def _make_requests(
-    edge: Edge,
-    body: ChatCompletionRequest,
-    sampling: SamplingParams,
-    guest: Stay,
-    limits: TimeLimits,
-    completion_id: str,
-) -> list[Request]:
+def _make_batches(
+    edge: Edge, body: ChatCompletionRequest, sampling: SamplingParams, completion_id: str, options: RequestOptions
+) -> list[list[Request]]:
     prompt = render_chat(
         edge.model,
         body.messages,
@@ -81,31 +62,25 @@ def _make_requests(
         continue_final_message=body.continue_final_message,
         chat_template_kwargs=any_object(body.chat_template_kwargs, "chat_template_kwargs"),
     )
-    options = RequestOptions(
-        priority=guest.priority,
-        cache_salt=guest.cache_salt,
-        limits=limits,
-        add_special_tokens=bool(body.add_special_tokens),  # the template writes them
-    )
+    special = bool(body.add_special_tokens)  # the template writes them
     try:
-        (requests,) = edge.make_batches([prompt], sampling, options, completion_id)
+        batches = edge.make_batches([prompt], sampling, options, completion_id, add_special_tokens=special)
     except RequestError as error:
         if error.param == "prompt":
             error.param = "messages"
         elif error.param == "max_tokens" and body.max_tokens is None:
             error.param = "max_completion_tokens"
         raise
-    cap_max_tokens(requests, edge.model.generation_defaults.get("max_tokens"))
-    return requests
+    cap_max_tokens(batches[0], edge.model.generation_defaults.get("max_tokens"))
+    return batches
 
 
 class ChatAnswer:
     """Writes one chat completion, whole or in chunks."""
 
-    def __init__(self, edge: Edge, body: ChatCompletionRequest, completion_id: str) -> None:
+    def __init__(self, edge: Edge, body: ChatCompletionRequest, completion_id: str, service_tier: str) -> None:
         self.id = completion_id
-        self._edge, self._body = edge, body
-        self.service_tier = "default"  # the one the request gets
+        self._edge, self._body, self._service_tier = edge, body, service_tier
         self._created = int(time.time())
         self._names = TokenNames(edge.model.tokenizer, as_ids=bool(body.return_tokens_as_token_ids))
         self._num_top = (body.top_logprobs or 0) if body.logprobs else None
@@ -123,7 +98,7 @@ class ChatAnswer:
             system_fingerprint=self._edge.fingerprint,
         )
         if body.service_tier is not None:
-            answer.service_tier = self.service_tier
+            answer.service_tier = self._service_tier
         if body.return_token_ids:
             answer.prompt_token_ids = list(sample.request.prompt_token_ids)
         if body.prompt_logprobs is not None:
@@ -151,7 +126,7 @@ class ChatAnswer:
             "system_fingerprint": self._edge.fingerprint,
         }
         if self._body.service_tier is not None:
-            envelope["service_tier"] = self.service_tier
+            envelope["service_tier"] = self._service_tier
         chunks = ChunkWriter(envelope, generation, usage=usage, continuous=continuous)
         begun = [False] * len(generation.samples)
 

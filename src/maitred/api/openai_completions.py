@@ -8,19 +8,19 @@ from collections.abc import Sequence
 import msgspec
 
 from maitred.api.bounded import Prompt, prompts_of, raw_prompt
+from maitred.api.completing import complete
 from maitred.api.edge import Edge, RequestOptions
 from maitred.api.exchange import Exchange
 from maitred.api.generation import Generation, Sample
-from maitred.api.limits import time_limits
 from maitred.api.logprobs import CompletionLogprobsWriter, TokenNames, joined, named_prompt_logprobs
 from maitred.api.refusals import COMPLETION_REFUSED, CompletionAsSent, refuse_unbuilt
-from maitred.api.requests import cap_max_tokens, completion_id, note_usage, server_timing
-from maitred.api.sampling import COMPLETION_MAX_TOKENS, check_common, completion_sampling, wanted_usage
+from maitred.api.requests import cap_max_tokens, completion_id
+from maitred.api.sampling import COMPLETION_MAX_TOKENS, check_common, completion_sampling
 from maitred.api.schemas import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
 from maitred.api.sse import EventStream
-from maitred.api.stay import stay
 from maitred.api.streaming import ChunkWriter, finish_name, stream_events
 from maitred.engine.output import TextDelta
+from maitred.request import Request
 
 _DECODER = msgspec.json.Decoder(CompletionAsSent)
 
@@ -31,35 +31,20 @@ async def create_completion(edge: Edge, exchange: Exchange) -> None:
     edge.check_model(body.model)
     refuse_unbuilt(body, COMPLETION_REFUSED)
     check_common(body, priorities=edge.priorities)
-    wants_usage, continuous = wanted_usage(body)
     sampling = completion_sampling(body, edge.model, edge.config.default_max_n)
     prompts = prompts_of(body.prompt)
     answer = CompletionAnswer(edge, body, prompts, completion_id("cmpl", body, exchange))
     exchange.log |= {"model": body.model, "stream": bool(body.stream), "n": sampling.n, "prompts": len(prompts)}
-    num_samples = sampling.n * len(prompts)
-    limits = time_limits(body, exchange.headers, edge.admission_config)
-    with stay(edge, exchange, body, num_samples) as guest, edge.admit(num_samples, guest.priority, limits):
-        options = RequestOptions(
-            priority=guest.priority,
-            cache_salt=guest.cache_salt,
-            limits=limits,
-            add_special_tokens=body.add_special_tokens is not False,
-        )
-        events = EventStream(exchange, silence_s=edge.config.sse_keep_alive_s) if body.stream else None
-        async with edge.watch(exchange, events):
-            batches = await edge.in_thread(edge.make_batches, prompts, sampling, options, answer.id)
-            for batch in batches:
-                cap_max_tokens(batch, COMPLETION_MAX_TOKENS)
-            guest.take(batches)
-            generation = exchange.generation = guest.follow(Generation(edge, batches, score_only=body.max_tokens == 0))
-            if events is not None:
-                await answer.stream(generation, events, usage=wants_usage, continuous=continuous)
-            else:
-                await generation.gather()
-        note_usage(exchange, generation)
-        guest.end()
-        if events is None:
-            await exchange.answer_json(answer.whole(generation), headers=server_timing(generation))
+    special = body.add_special_tokens is not False
+
+    def make_batches(options: RequestOptions) -> list[list[Request]]:
+        batches = edge.make_batches(prompts, sampling, options, answer.id, add_special_tokens=special)
+        for batch in batches:
+            cap_max_tokens(batch, COMPLETION_MAX_TOKENS)
+        return batches
+
+    num_samples, score_only = sampling.n * len(prompts), body.max_tokens == 0
+    await complete(edge, exchange, body, answer, make_batches, num_samples=num_samples, score_only=score_only)
 
 
 class CompletionAnswer:

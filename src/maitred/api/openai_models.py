@@ -20,7 +20,9 @@ from maitred.errors import InvalidRequest, PromptTooLong
 
 _TOKENIZE = msgspec.json.Decoder(TokenizeRequest)
 _DETOKENIZE = msgspec.json.Decoder(DetokenizeRequest)
-MAX_CONTEXTS_TOKENIZED = 16  # text of surely more tokens than this many contexts is refused
+# /tokenize takes texts of so many tokens, or so many contexts where that is more
+MOST_TOKENS = 32 * 1024
+MOST_CONTEXTS = 2
 
 
 async def list_models(edge: Edge, exchange: Exchange) -> None:
@@ -51,7 +53,7 @@ async def tokenize(edge: Edge, exchange: Exchange) -> None:
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("send either prompt or messages", param="prompt")
     async with edge.watch(exchange):
-        answer = await edge.in_thread(_tokenize, edge, body)
+        answer = await edge.in_thread(exchange, _tokenize, edge, body)
     await exchange.answer_json(answer)
 
 
@@ -67,11 +69,11 @@ def _tokenize(edge: Edge, body: TokenizeRequest) -> TokenizeResponse:
         )
     else:
         text = body.prompt or ""
-    least, most = model.tokenizer.min_tokens(text), MAX_CONTEXTS_TOKENIZED * model.max_model_len
+    least, most = model.tokenizer.min_tokens(text), max(MOST_TOKENS, MOST_CONTEXTS * model.max_model_len)
     if least > most:
         raise PromptTooLong(f"the text has at least {least} tokens; /tokenize takes at most {most}", param="prompt")
     special = body.messages is None if body.add_special_tokens is None else body.add_special_tokens
-    tokens = model.tokenizer.encode(text, add_special_tokens=special)
+    tokens = model.tokenizer.encode(text, add_special_tokens=special, most=most)
     return TokenizeResponse(
         count=len(tokens),
         max_model_len=model.max_model_len,
@@ -90,5 +92,5 @@ async def detokenize(edge: Edge, exchange: Exchange) -> None:
                 f"token {position} is outside the vocabulary, which has ids 0 to {edge.model.vocab_size - 1}",
                 param=f"tokens[{position}]",
             )
-    text = await edge.in_thread(edge.model.tokenizer.decode, body.tokens, skip_special_tokens=False)
+    text = await edge.in_thread(exchange, edge.model.tokenizer.decode, body.tokens, skip_special_tokens=False)
     await exchange.answer_json(DetokenizeResponse(prompt=text))

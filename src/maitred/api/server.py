@@ -30,6 +30,7 @@ from maitred.api.logs import configure_logging
 from maitred.api.middleware import EXCHANGE, EdgeMiddleware
 from maitred.api.openai_chat import create_chat_completion
 from maitred.api.openai_completions import create_completion
+from maitred.api.text_lanes import hand_over_quickly
 from maitred.api.tls import Certificate
 from maitred.api.usage import completions_usage
 from maitred.clock import Clock, WallClock
@@ -176,6 +177,7 @@ def serve(
     `listener` is a listening socket; without one, `config` says where. `on_listening` is told host and port.
     """
     configure_logging(config)
+    hand_over_quickly()
     app = create_app(
         replica,
         model,

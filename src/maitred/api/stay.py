@@ -30,11 +30,6 @@ class Stay:
         if not caller.is_anybody:
             self.cache_salt = caller.tenant.cache_salt(edge.salt_secret, self.cache_salt)
 
-    @property
-    def service_tier(self) -> str:
-        """The one the request gets, for the answer."""
-        return "default" if self._caller.is_anybody else tier_of_priority(self.priority)
-
     def take(self, batches: Sequence[Sequence[Request]]) -> None:
         """Give requests their tenant's terms, and take their tokens. Raises RateLimited or InsufficientQuota."""
         if self._lease is None:
@@ -81,6 +76,12 @@ class Stay:
             if any(request.first_scheduled_at is not None for request in batch)
         )
         return prompt, sum(output)
+
+
+def granted_tier(caller: Caller, body: GenerationFields) -> str:
+    """The one the request gets, for the answer. Raises PermissionDenied where it may not have what it asks for."""
+    priority = _priority(caller, body)
+    return "default" if caller.is_anybody else tier_of_priority(priority)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Any, Literal
 from urllib.parse import parse_qsl
@@ -84,7 +85,7 @@ async def completions_usage(edge: Edge, exchange: Exchange) -> None:
         group_by=asked.get("group_by", []),
         filters=[(ours, asked[name]) for name, ours in _FILTERS.items() if name in asked],
     )
-    rows = await edge.in_thread(edge.ledger.usage, query)
+    rows = await asyncio.to_thread(edge.ledger.usage, query)
     buckets = [_bucket(bucket) for bucket in fill_buckets(query, rows)]
     next_page = f"page_{following}" if following is not None else None
     await exchange.answer_json(UsagePage(data=buckets, has_more=following is not None, next_page=next_page))

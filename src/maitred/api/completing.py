@@ -1,0 +1,59 @@
+"""The way that both completion routes go once their bodies are understood: tenant's door, engine, last byte."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import msgspec
+
+from maitred.api.edge import Edge, RequestOptions
+from maitred.api.exchange import Exchange
+from maitred.api.generation import Generation
+from maitred.api.limits import time_limits
+from maitred.api.requests import note_usage, server_timing
+from maitred.api.sampling import wanted_usage
+from maitred.api.schemas import GenerationFields
+from maitred.api.sse import EventStream
+from maitred.api.stay import stay
+from maitred.request import Request
+
+
+class Answer(Protocol):
+    """Writes what came out, as the route's clients read it."""
+
+    def whole(self, generation: Generation) -> msgspec.Struct: ...
+
+    async def stream(self, generation: Generation, events: EventStream, *, usage: bool, continuous: bool) -> None: ...
+
+
+async def complete(
+    edge: Edge,
+    exchange: Exchange,
+    body: GenerationFields,
+    answer: Answer,
+    make_batches: Callable[[RequestOptions], list[list[Request]]],
+    *,
+    num_samples: int,
+    score_only: bool = False,
+) -> None:
+    """Generate, and answer whole or as a stream. `make_batches` renders and tokenises, in a thread: the samples of each
+    prompt, `num_samples` in all.
+    """
+    usage, continuous = wanted_usage(body)
+    limits = time_limits(body, exchange.headers, edge.admission_config)
+    with stay(edge, exchange, body, num_samples) as guest, edge.admit(num_samples, guest.priority, limits):
+        options = RequestOptions(priority=guest.priority, cache_salt=guest.cache_salt, limits=limits)
+        events = EventStream(exchange, silence_s=edge.config.sse_keep_alive_s) if body.stream else None
+        async with edge.watch(exchange, events):
+            batches = await edge.in_thread(exchange, make_batches, options)
+            guest.take(batches)
+            generation = exchange.generation = guest.follow(Generation(edge, batches, score_only=score_only))
+            if events is not None:
+                await answer.stream(generation, events, usage=usage, continuous=continuous)
+            else:
+                await generation.gather()
+        note_usage(exchange, generation)
+        guest.end()
+        if events is None:
+            await exchange.answer_json(answer.whole(generation), headers=server_timing(generation))
