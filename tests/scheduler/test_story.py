@@ -13,7 +13,7 @@ from maitred.request import FinishReason
 from maitred.scheduler.decision_log import Recorder
 from maitred.scheduler.log_codec import Header, LogEncoder
 from maitred.scheduler.notes import Lack, PreemptionCause
-from maitred.scheduler.story import Story, find_request, story_of
+from maitred.scheduler.story import Story, ids_like, story_of, the_one
 from maitred.step import ModelOutput, SchedulerOutput
 from tests.fakes import FakeExecutor, make_request, make_samples, make_scheduler
 from tests.scheduler.test_decision_log import record_run
@@ -151,12 +151,16 @@ def test_an_id_is_found_by_any_part_that_is_its_own():
     for request_id in ("1.chatcmpl-abc", "2.chatcmpl-abd", "3.cmpl-x"):
         kitchen.add(request_id)
     kitchen.steps(1)
-    assert find_request(kitchen.frames, "cmpl-x") == "3.cmpl-x"
-    assert find_request(kitchen.frames, "2.chatcmpl-abd") == "2.chatcmpl-abd"
+
+    def find(words: str) -> str:
+        return the_one(ids_like(kitchen.frames, words), words)
+
+    assert find("cmpl-x") == "3.cmpl-x"
+    assert find("2.chatcmpl-abd") == "2.chatcmpl-abd"
     with pytest.raises(ConfigError, match=r"2 requests have 'chatcmpl-ab' in their id: 1\.chatcmpl-abc, 2\.chat"):
-        find_request(kitchen.frames, "chatcmpl-ab")
+        find("chatcmpl-ab")
     with pytest.raises(ConfigError, match="no request 'zzz'"):
-        find_request(kitchen.frames, "zzz")
+        find("zzz")
 
 
 @pytest.mark.parametrize("seed", range(4))

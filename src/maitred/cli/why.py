@@ -15,7 +15,8 @@ class WhyOptions:
     request_id: str = option(metavar="REQUEST_ID")
     """Its id, or a part of it that no other request has, such as the id in the answer (chatcmpl-...)."""
     log: str | None = option(None, metavar="LOG", env="MAITRED_DECISION_LOG")
-    """Folder or file of the decision log; of a folder the newest run. None looks in ./decisions and here."""
+    """Folder or file of the decision log; of a folder, the newest run that has the request. None looks in ./decisions
+    and here."""
 
 
 def _run(options: Options) -> int:

@@ -154,20 +154,23 @@ def _begin_run(folder: Path) -> tuple[str, FileIO]:
 # -- reading
 
 
+def log_runs(folder: Path) -> list[list[Path]]:
+    """The parts of each run, in order; the newest run first. Raises ConfigError when there is none."""
+    runs: dict[str, list[Path]] = {}
+    for part in folder.glob(f"*{SUFFIX}"):
+        if named := _NAME.fullmatch(part.name):
+            runs.setdefault(named["run"], []).append(part)
+    if not runs:
+        raise ConfigError(f"{folder} holds no decision log; they end in {SUFFIX}, and serve --decision-log writes them")
+    return [sorted(runs[run], key=_part_number) for run in sorted(runs, reverse=True)]
+
+
 def log_parts(path: Path) -> list[Path]:
     """The parts of one run, in order: of the newest run in a folder, or of the run that a file belongs to from that
     part on. Raises ConfigError when there is none.
     """
     if path.is_dir():
-        runs: dict[str, list[Path]] = {}
-        for part in path.glob(f"*{SUFFIX}"):
-            if named := _NAME.fullmatch(part.name):
-                runs.setdefault(named["run"], []).append(part)
-        if not runs:
-            raise ConfigError(
-                f"{path} holds no decision log; they end in {SUFFIX}, and serve --decision-log writes them"
-            )
-        return sorted(runs[max(runs)], key=_part_number)
+        return log_runs(path)[0]
     if not path.is_file():
         raise ConfigError(f"there is no decision log {path}; give a folder or a file that ends in {SUFFIX}")
     named = _NAME.fullmatch(path.name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from maitred.errors import ConfigError
@@ -75,21 +75,26 @@ class Story:
     finish_reason: FinishReason | None = None
 
 
-def find_request(frames: Iterable[bytes], words: str) -> str:
-    """The id that is, begins with, ends with or contains `words`. Raises ConfigError when none does, or several do."""
+def ids_like(frames: Iterable[bytes], words: str) -> list[str]:
+    """Of the requests that arrived, the id that is `words`, else all that contain it."""
     found: dict[str, None] = {}
     for step in read_log(frames)[1]:
         for event in step.events:
             if isinstance(event, Arrived) and words in event.request_id:
                 if event.request_id == words:
-                    return words
+                    return [words]
                 found[event.request_id] = None
-    if not found:
+    return list(found)
+
+
+def the_one(ids: Sequence[str], words: str) -> str:
+    """Raises ConfigError when there is none, or several."""
+    if not ids:
         raise ConfigError(f"no request {words!r} arrived in this log; its id is in the answer, and in x-request-id")
-    if len(found) > 1:
-        some = ", ".join(list(found)[:MAX_LISTED]) + (", ..." if len(found) > MAX_LISTED else "")
-        raise ConfigError(f"{len(found)} requests have {words!r} in their id: {some}; give more of it")
-    return next(iter(found))
+    if len(ids) > 1:
+        some = ", ".join(ids[:MAX_LISTED]) + (", ..." if len(ids) > MAX_LISTED else "")
+        raise ConfigError(f"{len(ids)} requests have {words!r} in their id: {some}; give more of it")
+    return ids[0]
 
 
 def story_of(frames: Iterable[bytes], request_id: str, policies: Mapping[str, PolicyFactory] = POLICIES) -> Story:

@@ -95,6 +95,37 @@ def test_why_says_behind_whom(folder: Path, capsys: pytest.CaptureFixture[str]):
     assert "6.000 s because all 1 slots were taken" in told
 
 
+def begin_a_run(folder: Path, request_id: str) -> Path:
+    """A later one, in the same folder; its first part."""
+    scheduler = make_scheduler()
+    header = Header(scheduler.config, num_blocks=64, block_size=4, enable_prefix_caching=True)
+    log = DecisionLogFile(folder, header)
+    core = EngineCore(scheduler, FakeExecutor(), ManualClock(), Recorder(log.write))
+    core.add(make_request(request_id, max_tokens=1))
+    core.step()
+    log.close()
+    return log.path
+
+
+def test_why_looks_into_older_runs_too_and_says_into_which(folder: Path, capsys: pytest.CaptureFixture[str]):
+    (first,) = log_parts(folder)
+    second = begin_a_run(folder, "1.chatcmpl-again")
+    assert main(["why", "again", "--log", str(folder)]) == 0
+    assert capsys.readouterr().out.startswith(f"in {second.name}, run 1 of 2 from the newest\nrequest 1.chatcmpl-again")
+    assert main(["why", "slow", "--log", str(folder)]) == 0
+    assert capsys.readouterr().out.startswith(f"in {first.name}, run 2 of 2 from the newest\nrequest 1.chatcmpl-slow")
+
+
+def test_a_run_that_cannot_be_read_hides_none_before_it(folder: Path, capsys: pytest.CaptureFixture[str]):
+    second = begin_a_run(folder, "1.chatcmpl-again")
+    second.write_bytes(b"nothing of the kind")
+    assert main(["why", "slow", "--log", str(folder)]) == 0
+    assert "request 1.chatcmpl-slow" in capsys.readouterr().out
+    assert main(["why", "nobody", "--log", str(folder)]) == 1
+    told = capsys.readouterr().err
+    assert "no request 'nobody' in 1 runs, and 1 could not be read" in told
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -11,10 +11,10 @@ from pathlib import Path
 from maitred.cli.decisions.telling import tell
 from maitred.cli.main import EXIT_FAILURE
 from maitred.engine.installed import installed_policies
-from maitred.engine.store import SUFFIX, log_parts, read_frames
+from maitred.engine.store import SUFFIX, log_parts, log_runs, read_frames
 from maitred.errors import ConfigError
 from maitred.scheduler.replay import replay
-from maitred.scheduler.story import find_request, story_of
+from maitred.scheduler.story import ids_like, story_of, the_one
 
 WHERE_LOGS_ARE = ("decisions", ".")
 
@@ -26,10 +26,33 @@ def replay_logs(logs: Sequence[str]) -> int:
 
 
 def explain(words: str, log: str | None) -> int:
-    parts = log_parts(Path(log or _nearest_log()))
-    request_id = find_request(read_frames(parts), words)
+    path = Path(log or _nearest_log())
+    runs = log_runs(path) if path.is_dir() else [log_parts(path)]
+    parts, request_id = _find(runs, words)
+    if len(runs) > 1:
+        print(f"in {parts[0].name}, run {runs.index(parts) + 1} of {len(runs)} from the newest")
     print(tell(story_of(read_frames(parts), request_id, installed_policies())))
     return 0
+
+
+def _find(runs: Sequence[list[Path]], words: str) -> tuple[list[Path], str]:
+    """The newest run with such a request, and its id. A run that cannot be read does not hide those before it."""
+    unread: list[str] = []
+    for parts in runs:
+        try:
+            ids = ids_like(read_frames(parts), words)
+        except ConfigError as error:
+            if len(runs) == 1:
+                raise
+            unread.append(f"{parts[0].name}: {error}")
+            continue
+        if ids:
+            return parts, the_one(ids, words)
+    if not unread:
+        the_one([], words)
+    raise ConfigError(
+        f"no request {words!r} in {len(runs) - len(unread)} runs, and {len(unread)} could not be read: {unread[0]}"
+    )
 
 
 def _nearest_log() -> str:
