@@ -168,13 +168,13 @@ async def load(
     kill_every_s: float = float("inf"),
     kill_after: int | None = None,  # answers; once
 ) -> None:
-    """Ask until the time is over, or each client asked so often."""
+    """Ask until the time is over (and the kill after so many answers has been), or each client asked so often."""
     began = time.monotonic()
 
     async def client(number: int) -> None:
         chooser = random.Random(number)
         for _ in range(requests_each):
-            if time.monotonic() - began > seconds:
+            if time.monotonic() - began > seconds and (kill_after is None or tally.kills):
                 return
             await one_request(session, chooser, tally)
             if kill_after is not None and not tally.kills and tally.answered >= kill_after:

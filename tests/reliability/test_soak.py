@@ -1,4 +1,4 @@
-"""Mixed load with clients that leave and an engine that is killed, in small; `make soak` does it for twenty minutes."""
+"""A minute of mixed load with clients that leave and an engine that is killed; `make soak` does it for twenty."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def test_under_mixed_load_and_a_kill_every_answer_is_whole_and_nothing_is_left()
     try:
         asyncio.run(load(server, Tally(), num_clients=6, requests_each=3))
         before, tally = sample(server, 0.0), Tally()
-        asyncio.run(load(server, tally, num_clients=6, requests_each=25, kill_after=20))
+        asyncio.run(load(server, tally, num_clients=6, seconds=60, kill_after=20))
         assert not tally.wrong
         assert tally.kills == 1
-        assert tally.answered + tally.left == 150
+        assert tally.answered >= 20
         until(lambda: is_idle(server))
         until(lambda: sample(server, 0.0).num_files <= before.num_files + 2)
         assert sample(server, 0.0).server_mib < before.server_mib + 48
