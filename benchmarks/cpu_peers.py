@@ -69,6 +69,8 @@ def run_cell(bench: Bench, cell: str, chosen: Sequence[Entry], rounds: int, resu
     """The rounds of a cell that are not there yet, contenders in turn; one that fails is left out of the rest."""
     able = [entry for entry in chosen if not unable(entry, cell)]
     outcomes = {entry.name: results.outcome(bench.model, cell, entry) for entry in able}
+    for outcome in outcomes.values():
+        outcome.pop("failed", None)  # of an earlier run: try again
     for number in range(rounds):
         for entry in able if number % 2 == 0 else able[::-1]:
             outcome = outcomes[entry.name]

@@ -7,6 +7,7 @@ after the few steps that it is about, and where those two agree, if they do anyw
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -28,6 +29,7 @@ from peers.http_load import run_http_loop
 DECODE_STEPS, CONTEXT = 64, 512
 MEMORY_REQUESTS, MEMORY_TOKENS = 8, 8
 LOOP_INPUT, LOOP_OUTPUT = 512, 128
+CHUNK = 512  # maitred's prefill and decode cells; peers read 2,048 tokens a step. Served, start, memory: the default
 WAVES = {1: 8, 8: 5, 32: 3}  # requests of a closed loop for each of its clients
 PREFILLS = {128: 6, 512: 4, 2048: 2}  # repetitions in a round
 PROBE_REPEATS = 4
@@ -51,16 +53,27 @@ class Share(NamedTuple):
 
 
 class Probe:
-    """Streaming reads of this process, all cores, about 30 ms each: what memory gives right now."""
+    """Streaming reads of this process, all cores, about 30 ms each: what memory gives right now.
+
+    Each thread keeps to a core of its own: two that are woken on the same one would see half of the bandwidth.
+    """
 
     def __init__(self, num_threads: int) -> None:
+        self._cores = sorted(os.sched_getaffinity(0))
+        before = set(os.listdir("/proc/self/task"))
         self._isa, self._pool = _native.default_isa(), _native.ThreadPool(num_threads)
+        for core, thread in zip(self._cores[1:], set(os.listdir("/proc/self/task")) - before, strict=False):
+            os.sched_setaffinity(int(thread), {core})
         self._memory = allocate(STREAM_BYTES)
         self._memory[:: 4096 // 2] = 1  # pages that were never written are all the same page of zeros
 
     def bytes_per_s(self) -> float:
         time.sleep(SETTLE_S)
-        return float(_native.measure_stream(self._isa, self._pool, self._memory, PROBE_REPEATS))
+        os.sched_setaffinity(0, self._cores[:1])
+        try:
+            return float(_native.measure_stream(self._isa, self._pool, self._memory, PROBE_REPEATS))
+        finally:
+            os.sched_setaffinity(0, self._cores)  # whatever is launched later inherits it
 
 
 @dataclass
@@ -106,7 +119,7 @@ def prompts(count: int, length: int, seed: int) -> list[list[int]]:
 
 def _prefill(bench: Bench, entry: Entry, length: int, seed: int) -> Figures:
     rates, shares = [], []
-    with bench.workers.working(entry, sequences=1, context=_rounded(length + 1)) as worker:
+    with bench.workers.working(entry, sequences=1, context=_rounded(length + 1), chunk=CHUNK) as worker:
         for prompt in prompts(PREFILLS.get(length, 3), length, seed):
             bench.look()
             rates.append(length / worker.ask(cell="prefill", prompts=[prompt])["first_s"])
@@ -120,7 +133,8 @@ def _decode(bench: Bench, entry: Entry, count: int, seed: int) -> Figures:
     asked = prompts(count, CONTEXT - num_tokens // 2, seed)
     bench.streams = []  # the worker pauses before each segment and after the last
     load = {"prompts": asked, "num_tokens": num_tokens, "num_steps": DECODE_STEPS}
-    with bench.workers.working(entry, sequences=count, context=_rounded(CONTEXT + num_tokens)) as worker:
+    sizes = {"sequences": count, "context": _rounded(CONTEXT + num_tokens), "chunk": CHUNK}
+    with bench.workers.working(entry, **sizes) as worker:
         segments = worker.ask(bench.look, cell="decode", **load)["segments_s"]
     rows, around, shares = [Row(CONTEXT - 1, 1)] * count, bench.streams, []
     for number, segment in enumerate(segments):

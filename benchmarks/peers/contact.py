@@ -5,19 +5,20 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import signal
 import socket
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from peers.entries import Entry
 
 BENCHMARKS = Path(__file__).resolve().parents[1]
-REPLY_LIMIT_S, READY_LIMIT_S = 900.0, 300.0
+REPLY_LIMIT_S, READY_LIMIT_S = 900.0, 600.0
 END_LIMIT_S = 30.0
 
 
@@ -94,7 +95,7 @@ class Workers:
                 self._lasting[entry.name] = Worker(entry, self.log(entry))
             yield self._lasting[entry.name]
             return
-        worker = Worker(entry, self.log(entry), **(sizes if entry.sized else {}))
+        worker = Worker(entry, self.log(entry), **{name: sizes[name] for name in entry.sizes if name in sizes})
         try:
             yield worker
         finally:
@@ -116,13 +117,15 @@ def serving(entry: Entry, clients: int, context: int, log: Path) -> Iterator[int
         port = probe.getsockname()[1]
     command = [*entry.server.for_clients(clients, context), "--port", str(port)]
     with log.open("w") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=output, env=_environment(entry))
+        process = subprocess.Popen(command, stdout=output, stderr=output, env=_environment(entry), process_group=0)
     try:
         _wait_until_ready(port, entry.server.ready, process, log)
         yield port
     finally:
         process.terminate()
         _end(process)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # what the server left behind
 
 
 def last_line(log: Path) -> str:

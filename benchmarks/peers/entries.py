@@ -40,7 +40,7 @@ class Entry:
     peer: str | None = None  # as `setup.py` calls it; None is maitred
     server: Server | None = None  # without one its closed loop runs in process
     static: bool = False  # batches cannot grow: no closed loop
-    sized: bool = False  # wants `sequences` and `context` of the cell
+    sizes: tuple[str, ...] = ()  # what it is told of a cell when it is loaded: sequences, context, chunk
     lasting: bool = False  # starts so slowly that one process serves all rounds
     floor: tuple[str, str] | None = None  # maitred's weights and KV, as its roofline calls them
 
@@ -88,6 +88,7 @@ def _our_entry(name: str, model: str, dtype: str, kv: str) -> Entry:
         options,
         weights,
         server=Server(command, ready="/ready"),
+        sizes=("chunk",),
         floor=(dtype, kv),
     )
 
@@ -124,7 +125,11 @@ def _llamacpp(work: Path, model: str) -> list[Entry]:
         server = Server((*command, *caches, "--alias", "bench"), LLAMA_SERVER, slots=True)
         options, python = {"model": file}, home / "bin/python"
         name = f"llamacpp-{kind}"
-        found.append(Entry(name, "llamacpp_batches", python, options, weights, "llamacpp", server, sized=True))
+        found.append(
+            Entry(
+                name, "llamacpp_batches", python, options, weights, "llamacpp", server, sizes=("sequences", "context")
+            )
+        )
     return found
 
 

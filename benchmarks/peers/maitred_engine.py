@@ -54,18 +54,17 @@ def load(
     threads: int = 2,
     dtype: str = "auto",
     kv_dtype: str = "auto",
-    chunk: int = 512,
+    chunk: int | None = None,
     max_num_seqs: int = 32,
-    kv_tokens: int = 32 * 1024,
     executor: str = "native",
-    **fields: object,
 ) -> Engine:
-    """`kv_tokens` is the KV cache's size; it is turned to bytes with the model's own figures."""
+    """`chunk` is a step's token budget; without one it is the default, as in `maitred serve`."""
+    budget = {} if chunk is None else {"max_num_batched_tokens": chunk}
     config = EngineConfig(
         model=ModelConfig(
             model=model, dtype=dtype, kv_dtype=kv_dtype, num_threads=threads, executor=executor, max_model_len=4096
         ),
-        cache=CacheConfig(enable_prefix_caching=False, **fields),  # type: ignore[arg-type]
-        scheduler=SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=chunk),
+        cache=CacheConfig(enable_prefix_caching=False),
+        scheduler=SchedulerConfig(max_num_seqs=max_num_seqs, **budget),
     )
     return Engine(config)
