@@ -23,7 +23,7 @@ from typing import NamedTuple
 import aiohttp
 import psutil
 
-from maitred.api.server import serve
+from maitred.api.server import Server, create_app
 from maitred.config import ServerConfig
 from maitred.engine.intake import ServedModel
 from maitred.replica import ReplicaState
@@ -114,7 +114,7 @@ def run_server(ports: multiprocessing.Queue[int], profile: str | None) -> None:
     replica = InstantReplica(tokenizer.encode("Welcome! What may I bring you? Our soup of the day is onion."))
     config = ServerConfig(port=0, log_level="warning")
     with cProfile.Profile() if profile else nullcontext() as profiler:
-        serve(replica, model, config, on_listening=lambda host, port: ports.put(port))
+        Server(create_app(replica, model, config), config, on_open=lambda host, port: ports.put(port)).run()
     if profiler is not None:
         profiler.dump_stats(profile)
 

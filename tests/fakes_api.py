@@ -211,7 +211,7 @@ def running_server(
         where.append(port)
         listening.set()
 
-    server = Server(app, settings, on_listening=on_listening)
+    server = Server(app, settings, on_open=on_listening)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     assert listening.wait(HANGS_S), "the server did not start"

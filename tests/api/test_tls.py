@@ -119,7 +119,8 @@ from tests.fakes_api import FakeReplica, make_model
 
 tls.LOOK_S = 10_000.0  # nobody looks
 config = ServerConfig(port=0, ssl_certfile=sys.argv[1] + ".pem", ssl_keyfile=sys.argv[1] + ".key")
-server.serve(FakeReplica(), make_model(), config, on_listening=lambda host, port: print(port, flush=True))
+app = server.create_app(FakeReplica(), make_model(), config)
+server.Server(app, config, on_open=lambda host, port: print(port, flush=True)).run()
 """
 
 

@@ -30,7 +30,7 @@ def test_a_host_that_cannot_be_listened_on_has_a_remedy(host, remedy):
         bind(host, 0)
 
 
-def test_a_bound_port_refuses_clients_until_the_model_is_there():
+def test_a_bound_port_refuses_clients_until_somebody_answers():
     with bind("127.0.0.1", 0) as bound, socket.socket() as client:
         assert client.connect_ex(bound.getsockname()) != 0
 

@@ -50,7 +50,8 @@ def main() -> None:
         replica.open()
     signal.signal(signal.SIGUSR1, lambda number, frame: replica.open())
     config = ServerConfig(port=int(sys.argv[1]), drain_timeout_s=float(sys.argv[2]), log_level="error")
-    server.serve(replica, make_model(), config, on_listening=lambda host, port: say(str(port)))
+    app = server.create_app(replica, make_model(), config)
+    server.Server(app, config, on_open=lambda host, port: say(str(port))).run()
     say("ended")
 
 

@@ -20,6 +20,7 @@ from maitred.api.limits import NO_LIMITS, TimeLimits
 from maitred.api.live_feed import LiveFeed
 from maitred.api.live_times import Latencies
 from maitred.api.metrics_page import EdgeMetrics
+from maitred.api.opening import BEFORE_THE_ENGINE, LOADING, LoadingReplica
 from maitred.api.sse import EventStream
 from maitred.api.text_lanes import TextLanes
 from maitred.api.watch import Watch
@@ -51,10 +52,12 @@ class RequestOptions:
 class Edge:
     """One server's view of one replica."""
 
+    # from `open` on; no route that needs them is asked before
+    live: LiveFeed
+    decode_probe: DecodeProbe
+
     def __init__(
         self,
-        replica: Replica,
-        model: ServedModel,
         config: ServerConfig,
         *,
         clock: Clock,
@@ -62,21 +65,16 @@ class Edge:
         priorities: bool,
         door: Door | None = None,
         ledger: Ledger | None = None,
-        admission: AdmissionController | None = None,
         start_phases: Mapping[str, float] | None = None,
     ) -> None:
-        self.replica, self.model, self.config = replica, model, config
-        self.admission = admission
-        self.admission_config = admission.config if admission is not None else AdmissionConfig()
+        self.config = config
+        self.replica: Replica = LoadingReplica()
+        self._model: ServedModel | None = None
+        self.admission: AdmissionController | None = None
+        self.admission_config = AdmissionConfig()
         self.priorities = priorities
         self.metrics = EdgeMetrics(
-            replica,
-            version=maitred.__version__,
-            model=model.names[0],
-            block_size=model.block_size,
-            compat=config.metrics_compat,
-            admission=admission,
-            start_phases=start_phases,
+            self.replica, version=maitred.__version__, compat=config.metrics_compat, start_phases=start_phases
         )
         self.fingerprint = f"maitred-{maitred.__version__}"
         self.draining = False
@@ -86,15 +84,35 @@ class Edge:
         self.ledger = ledger
         self.salt_secret = secrets.token_bytes(32)  # the cache it protects does not outlive this process either
         self.latencies = Latencies()
-        self.live = LiveFeed(replica, self.latencies, model.names[0], is_over=lambda: self.draining)
         self._is_ready = is_ready
         self._text_lanes = TextLanes()
         self._ids = itertools.count()
         self._num_admitted = 0
         self._empty = asyncio.Event()  # nobody is admitted
         self._empty.set()
-        self.decode_probe = DecodeProbe(replica, model, clock, timeout_s=config.decode_timeout_s)
         self._watches: set[Watch] = set()
+
+    def open(self, replica: Replica, model: ServedModel, admission: AdmissionController | None = None) -> None:
+        """The engine is there. `admission` is its own, which turns away more than it can serve in time."""
+        self.replica, self._model, self.admission = replica, model, admission
+        if admission is not None:
+            self.admission_config = admission.config
+        name = model.names[0]
+        self.metrics.engine_came(replica, name, model.block_size, admission)
+        self.live = LiveFeed(replica, self.latencies, name, is_over=lambda: self.draining)
+        self.decode_probe = DecodeProbe(replica, model, self.clock, timeout_s=self.config.decode_timeout_s)
+
+    @property
+    def model(self) -> ServedModel:
+        """Raises Unavailable before there is one."""
+        if self._model is None:
+            raise Unavailable(LOADING)
+        return self._model
+
+    def check_open(self, path: str) -> None:
+        """Raises Unavailable for what cannot be answered before the engine is there."""
+        if self._model is None and path not in BEFORE_THE_ENGINE:
+            raise Unavailable(LOADING)
 
     @property
     def ready(self) -> bool:

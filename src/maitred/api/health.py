@@ -19,10 +19,11 @@ class DecodeHealth(msgspec.Struct, frozen=True):
 async def health(edge: Edge, exchange: Exchange) -> None:
     """200 and empty while the engine lives: its process is there, beats, and is not stuck in a step.
 
-    Reads what is known already, so a busy engine is never taken for dead.
+    Before the first one has loaded too: nothing is wrong then, and what hinders its loading ends the server. Reads
+    what is known already, so a busy engine is never taken for dead.
     """
     state = edge.replica.state()
-    if not state.alive:
+    if not state.alive and not (state.loading and state.error is None):
         raise EngineDead(state.error or "the engine stopped; restart the server")
     await exchange.answer(b"", 200, ())
 

@@ -117,16 +117,15 @@ class EdgeMetrics(Collector):
         replica: Replica,
         *,
         version: str,
-        model: str,
-        block_size: int = 0,
         compat: str = "none",
-        admission: AdmissionController | None = None,
         start_phases: Mapping[str, float] | None = None,
     ) -> None:
         self._replica = replica
-        self._admission = admission
+        self._admission: AdmissionController | None = None
         self._start_phases = start_phases if start_phases is not None else {}
-        self._info, self._block_size, self._compat = (version, model), block_size, compat
+        self._version, self._compat = version, compat
+        self._model: str | None = None
+        self._block_size = 0
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
         self.histograms = {metric: Histogram(metric) for metric in m.EDGE_METRICS if metric.buckets}
@@ -135,6 +134,10 @@ class EdgeMetrics(Collector):
         self.num_cancelled = 0
         self._answered: dict[tuple[str, str], int] = {}
         self.tenants = TenantCounts()
+
+    def engine_came(self, replica: Replica, model: str, block_size: int, admission: AdmissionController | None) -> None:
+        """From now on the page tells of it."""
+        self._replica, self._model, self._block_size, self._admission = replica, model, block_size, admission
 
     def http_answered(self, route: str, status: int) -> None:
         key = (route, str(status))
@@ -165,7 +168,7 @@ class EdgeMetrics(Collector):
         families = list(self._families())
         yield from families
         if self._compat == "vllm":
-            yield from vllm_families(families, self._info[1])
+            yield from vllm_families(families, self._model or "")
 
     def _families(self) -> Iterator[Family]:
         state = self._replica.state()
@@ -189,7 +192,7 @@ class EdgeMetrics(Collector):
             return self.tenants.samples(metric)
         own: dict[Metric, dict[tuple[str, ...], float]] = {
             m.CACHE_INFO: {(str(self._block_size), str(state.num_blocks)): 1.0},
-            m.INFO: {self._info: 1.0},
+            m.INFO: {(self._version, self._model): 1.0} if self._model is not None else {},
             m.START_SECONDS: {(phase,): seconds for phase, seconds in self._start_phases.items()},
             m.HTTP_IN_FLIGHT: {(): float(self.num_in_flight)},
             m.REQUESTS_CANCELLED: {(): float(self.num_cancelled)},

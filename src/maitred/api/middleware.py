@@ -58,6 +58,7 @@ class EdgeMiddleware:
         metrics.num_in_flight += 1
         try:
             exchange.caller = self._edge.door.check(scope["path"], headers.get(b"authorization"))
+            self._edge.check_open(scope["path"])
             await self._app(scope, receive, exchange.send)
         except ClientGone:
             exchange.status = CLIENT_GONE_STATUS

@@ -30,6 +30,7 @@ from maitred.api.logs import configure_logging
 from maitred.api.middleware import EXCHANGE, EdgeMiddleware
 from maitred.api.openai_chat import create_chat_completion
 from maitred.api.openai_completions import create_completion
+from maitred.api.opening import Starting
 from maitred.api.text_lanes import hand_over_quickly
 from maitred.api.tls import Certificate
 from maitred.api.usage import completions_usage
@@ -93,17 +94,21 @@ def create_app(
     than it can serve in time; `None` turns nobody away. `start_phases` go to the metrics page.
     """
     edge = Edge(
-        replica,
-        model,
         config,
         clock=clock or WallClock(),
         is_ready=is_ready,
         priorities=priorities,
         door=Door(config.api_keys, tenants, ledger.spent_tokens() if ledger is not None else None),
         ledger=ledger,
-        admission=admission,
         start_phases=start_phases,
     )
+    edge.open(replica, model, admission)
+    return app_of(edge)
+
+
+def app_of(edge: Edge) -> Starlette:
+    """The routes and what is around them."""
+    config = edge.config
     middleware = [Middleware(EdgeMiddleware, edge)]
     if config.cors_origins:
         cors = Middleware(
@@ -159,38 +164,36 @@ def _methods_of(request: HttpRequest) -> list[str]:
 
 
 def serve(
-    replica: Replica,
-    model: ServedModel,
+    starting: Starting,
     config: ServerConfig,
     listener: socket | None = None,
     *,
-    is_ready: Callable[[], bool] = lambda: True,
     priorities: bool = True,
     tenants: TenantSource | None = None,
     ledger: Ledger | None = None,
-    admission: AdmissionController | None = None,
     start_phases: Mapping[str, float] | None = None,
-    on_listening: Callable[[str, int], None] | None = None,
+    on_open: Callable[[str, int], None] | None = None,
 ) -> None:
-    """Serve until SIGTERM or SIGINT, then finish what is in flight and return.
+    """Listen while the engine loads, and serve until SIGTERM or SIGINT; then finish what is in flight and return.
 
-    `listener` is a listening socket; without one, `config` says where. `on_listening` is told host and port.
+    `listener` is a bound socket; without one, `config` says where. `on_open` is told host and port when requests are
+    welcome. Raises what keeps the engine from loading.
     """
     configure_logging(config)
     hand_over_quickly()
-    app = create_app(
-        replica,
-        model,
+    edge = Edge(
         config,
-        is_ready=is_ready,
+        clock=WallClock(),
+        is_ready=lambda: True,
         priorities=priorities,
-        tenants=tenants,
+        door=Door(config.api_keys, tenants, ledger.spent_tokens() if ledger is not None else None),
         ledger=ledger,
-        admission=admission,
         start_phases=start_phases,
     )
-    server = Server(app, config, on_listening=on_listening)
+    server = Server(app_of(edge), config, starting=starting, on_open=on_open)
     server.run([listener] if listener is not None else None)
+    if server.failure is not None:
+        raise server.failure
 
 
 @runtime_checkable
@@ -209,8 +212,14 @@ class Server(uvicorn.Server):
     """
 
     def __init__(
-        self, app: Starlette, config: ServerConfig, *, on_listening: Callable[[str, int], None] | None = None
+        self,
+        app: Starlette,
+        config: ServerConfig,
+        *,
+        starting: Starting | None = None,
+        on_open: Callable[[str, int], None] | None = None,
     ) -> None:
+        """`starting` is what the app waits for to open; without, it is open already."""
         super().__init__(
             uvicorn.Config(
                 app,
@@ -235,21 +244,40 @@ class Server(uvicorn.Server):
         self._edge: Edge = app.state.edge
         self._drain_timeout_s = config.drain_timeout_s
         self._draining: asyncio.Task[None] | None = None
-        self._on_listening = on_listening
+        self._starting, self._on_open = starting, on_open
+        self._opening: asyncio.Task[None] | None = None
+        self.failure: Exception | None = None
+        """Why it never opened, if it did not."""
 
     async def startup(self, sockets: list[socket] | None = None) -> None:
-        if isinstance(self._edge.replica, Attachable):
-            self._edge.replica.attach(asyncio.get_running_loop())
         await super().startup(sockets)
         if self._certificate is not None:
             self._freshening = asyncio.create_task(self._certificate.keep_fresh())
-        if self._on_listening is not None:
-            host, port = (sockets or [s for server in self.servers for s in server.sockets])[0].getsockname()[:2]
-            self._on_listening(host, port)
+        host, port = (sockets or [s for server in self.servers for s in server.sockets])[0].getsockname()[:2]
+        if self._starting is not None:
+            self._opening = asyncio.create_task(self._open_when_loaded(self._starting, host, port))
+        else:
+            self._opened(host, port)
+
+    async def _open_when_loaded(self, starting: Starting, host: str, port: int) -> None:
+        try:
+            came = await asyncio.to_thread(starting.wait)
+            self._edge.open(came.replica, came.model, came.admission)
+            self._opened(host, port)
+        except Exception as error:
+            self.failure, self.should_exit = error, True
+
+    def _opened(self, host: str, port: int) -> None:
+        if isinstance(self._edge.replica, Attachable):
+            self._edge.replica.attach(asyncio.get_running_loop())
+        if self._on_open is not None:
+            self._on_open(host, port)
 
     async def shutdown(self, sockets: list[socket] | None = None) -> None:
         if self._draining is None:  # no signal: somebody set should_exit
             await self._drain()
+        if self._starting is not None and self._opening is not None:
+            await self._stop_opening(self._starting, self._opening)
         if self._certificate is not None:
             self._freshening.cancel()
         self.config.timeout_graceful_shutdown = int(CUT_S)
@@ -257,6 +285,13 @@ class Server(uvicorn.Server):
             await super().shutdown(sockets)
         finally:
             self._edge.close()
+
+    async def _stop_opening(self, starting: Starting, opening: asyncio.Task[None]) -> None:
+        """Whoever ends the server while it loads has not asked why the engine is not there."""
+        if not opening.done():
+            starting.give_up()
+            await opening
+            self.failure = None
 
     async def _drain(self) -> None:
         """Wait for what is in flight; what takes longer ends with an error object rather than a silent break."""

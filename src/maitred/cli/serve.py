@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable
 from dataclasses import replace
-from importlib import import_module
 from typing import TYPE_CHECKING
 
 from maitred.cli.command import Command, Options
@@ -18,7 +17,8 @@ from maitred.errors import ConfigError
 if TYPE_CHECKING:
     from socket import socket
 
-    from maitred.engine.running import Engine
+    from maitred.engine.in_process import StartingHere
+    from maitred.engine.process import StartingProcess
     from maitred.request import Request
 
 
@@ -33,38 +33,35 @@ def _run(options: Options) -> int:
     with listener, open_tenancy(options[TenancyConfig], server) as (tenants, ledger):
         config = _engine_config(options)
         timeline.end("command")
-        engine = _start(options, config, tell, ledger.opened if ledger is not None else None)
-        timeline.end_nested(engine.start_phases, "engine_process")
-        if ledger is not None:
-            ledger.model = engine.model.names[0]
-        from maitred.api.server import serve
-        from maitred.scheduler.policies import heeds_priority
-
-        def on_listening(host: str, port: int) -> None:
-            timeline.end("server")
-            tell(timeline.describe())
-            scheme = "https" if server.ssl_certfile is not None else "http"
-            has_keys = bool(server.api_keys or tenants)
-            tell(_welcome(engine.model.names[0], host, port, has_keys=has_keys, scheme=scheme))
-
-        _spare_the_collector()
+        starting = _start(options, config, tell, ledger.opened if ledger is not None else None)
         try:
+            from maitred.api.server import serve  # while the engine's process loads
+            from maitred.scheduler.policies import heeds_priority
+
+            def on_open(host: str, port: int) -> None:
+                engine = starting.engine
+                if ledger is not None:
+                    ledger.model = engine.model.names[0]
+                timeline.end_nested(engine.start_phases, "server")
+                tell(timeline.describe())
+                scheme = "https" if server.ssl_certfile is not None else "http"
+                has_keys = bool(server.api_keys or tenants)
+                tell(_welcome(engine.model.names[0], host, port, has_keys=has_keys, scheme=scheme))
+                _spare_the_collector()
+
+            listen(listener, server.host, server.port)
             serve(
-                engine.replica,
-                engine.model,
+                starting,
                 server,
                 listener,
                 priorities=heeds_priority(config.scheduler.policy),
                 tenants=tenants,
                 ledger=ledger,
-                admission=engine.admission,
                 start_phases=timeline.phases,
-                on_listening=on_listening,
+                on_open=on_open,
             )
-        except OSError as error:
-            raise ConfigError(_cannot_listen(server.host, server.port, error)) from error
         finally:
-            engine.replica.stop()
+            starting.stop()
     return 0
 
 
@@ -73,25 +70,30 @@ def _start(
     config: EngineConfig,
     tell: Callable[[str], None],
     on_admitted: Callable[[Request], None] | None,
-) -> Engine:
-    """The engine, in a process of its own unless the user wants one process."""
+) -> StartingProcess | StartingHere:
+    """The engine on its way, in a process of its own unless the user wants one process."""
     names = options[ServerConfig].served_model_names
     process = options[ProcessConfig]
     if process.in_process:
-        return start_engine(config, served_model_names=names, on_event=tell, on_admitted=on_admitted)
+        from maitred.engine.in_process import StartingHere
+
+        return StartingHere(
+            lambda: start_engine(
+                config,
+                served_model_names=names,
+                on_event=tell,
+                on_admitted=on_admitted,
+                step_timeout_s=process.step_timeout_s,
+            )
+        )
     import logging
-    import threading
 
     from maitred.clock import WallClock
     from maitred.engine.keeper import Start
-    from maitred.engine.process import start_engine_process
-
-    def on_spawned() -> None:
-        """The server is imported while the engine's process loads."""
-        threading.Thread(target=import_module, args=("maitred.api.server",), daemon=True).start()
+    from maitred.engine.process import StartingProcess
 
     start = Start(config=config, process=process, served_model_names=names, log_level=logging.getLogger().level)
-    return start_engine_process(start, clock=WallClock(), on_event=tell, on_admitted=on_admitted, on_spawned=on_spawned)
+    return StartingProcess(start, clock=WallClock(), on_event=tell, on_admitted=on_admitted)
 
 
 def _engine_config(options: Options) -> EngineConfig:
@@ -130,7 +132,7 @@ def _welcome(model: str, host: str, port: int, *, has_keys: bool, scheme: str = 
 
 
 def bind(host: str, port: int) -> socket:
-    """A bound socket that does not listen yet: until the model is there, clients are refused, not kept waiting."""
+    """A bound socket that does not listen yet: until somebody answers, clients are refused, not kept waiting."""
     import socket
 
     try:
@@ -146,6 +148,14 @@ def bind(host: str, port: int) -> socket:
         listener.close()
         raise ConfigError(_cannot_listen(host, port, error)) from None
     return listener
+
+
+def listen(listener: socket, host: str, port: int) -> None:
+    """From now on clients come. Raises ConfigError when another server was faster."""
+    try:
+        listener.listen()
+    except OSError as error:
+        raise ConfigError(_cannot_listen(host, port, error)) from None
 
 
 def _cannot_listen(host: str, port: int, error: OSError) -> str:

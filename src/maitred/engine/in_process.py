@@ -55,3 +55,29 @@ def build_engine(
         step_timeout_s=step_timeout_s,
     )
     return Engine(replica, parts.model, parts.memory_plan, admission, start_phases=parts.start_phases)
+
+
+class StartingHere:
+    """An engine that `wait` loads, in the thread that calls it; giving up takes as long as the loading."""
+
+    def __init__(self, build: Callable[[], Engine]) -> None:
+        self._build = build
+        self._engine: Engine | None = None
+
+    @property
+    def engine(self) -> Engine:
+        """Once `wait` has returned."""
+        assert self._engine is not None
+        return self._engine
+
+    def wait(self) -> Engine:
+        self._engine = self._build()
+        return self._engine
+
+    def give_up(self) -> None:
+        """Nothing can be done from here."""
+
+    def stop(self) -> None:
+        """End the engine, once nobody waits; idempotent."""
+        if self._engine is not None:
+            self._engine.replica.stop()

@@ -62,7 +62,7 @@ class Owner(Protocol):
 class Keeper:
     """One engine's process after the other.
 
-    After `start` everything runs on one event loop. Two threads for each child do nothing but wait for its end and read
+    After `wait` everything runs on one event loop. Two threads for each child do nothing but wait for its end and read
     its stderr.
     """
 
@@ -85,6 +85,7 @@ class Keeper:
         self._ready_at = 0.0
         self._facts: ModelFacts | None = None  # of the first one
         self._failed: MaitredError | None = None  # why it could not load
+        self._given_up = False
         self._timers: set[asyncio.TimerHandle] = set()
 
     # -- what the owner asks
@@ -134,13 +135,21 @@ class Keeper:
 
     # -- beginning and end
 
-    def start(self, on_spawned: Callable[[], None] = lambda: None) -> Ready:
-        """Start the first child, before there is a loop, and wait until it has loaded. Raises what hinders it."""
+    def begin(self) -> None:
+        """Start the first child. In the main thread, for the system ends a child with the thread that began it."""
         self._spawn()
+
+    def give_up(self) -> None:
+        """From another thread: `wait` raises soon."""
+        self._given_up = True
+
+    def wait(self) -> Ready:
+        """Until the first child has loaded; before `attach`, in any one thread. Raises what hinders it."""
         assert self._child is not None
         try:
-            on_spawned()
             while self._ready is None:
+                if self._given_up:
+                    raise EngineDead("the engine was given up while it loaded")
                 readable = self._child.wait_readable(START_POLL_S)
                 self._read()
                 if self._failed is not None:

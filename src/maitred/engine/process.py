@@ -59,35 +59,66 @@ def start_engine_process(
     clock: Clock,
     on_event: Callable[[str], None] = lambda line: None,
     on_admitted: Callable[[Request], None] | None = None,
-    on_spawned: Callable[[], None] = lambda: None,
 ) -> Engine:
     """Load in a child, and return when it is ready; `on_event` gets a line per phase, `on_admitted` every request.
 
-    `on_spawned` is called when the child is on its way: time for what the caller needs besides.
-
     Raises CheckpointError, ConfigError or OutOfMemory as the child does, EngineDead when it ended without a word.
     """
-    scheduler = start.config.scheduler
-    admission = AdmissionController(
-        start.config.admission,
-        max_num_seqs=scheduler.max_num_seqs,
-        priority_first=scheduler.policy in PRIORITY_FIRST,
-    )
-    replica = ProcessEngine(start, clock, admission=admission, on_admitted=on_admitted, on_event=on_event)
-    texts: list[TextAhead] = []
+    return StartingProcess(start, clock=clock, on_event=on_event, on_admitted=on_admitted).wait()
 
-    def meanwhile() -> None:
-        texts.append(TextAhead(start.config.model.model))
-        on_spawned()
 
-    ready = replica.start(meanwhile)
-    model = served_model(ready.facts, texts[0].tokenizer)
-    try:
-        model.text.read()
-    except MaitredError:
-        replica.stop()
-        raise
-    return Engine(replica, model, ready.memory_plan, admission, start_phases=ready.start_phases)
+class StartingProcess:
+    """An engine's process on its way, from when this is made; meanwhile its model's text is read here.
+
+    Make it in the main thread: the child ends with the thread that began it.
+    """
+
+    def __init__(
+        self,
+        start: Start,
+        *,
+        clock: Clock,
+        on_event: Callable[[str], None] = lambda line: None,
+        on_admitted: Callable[[Request], None] | None = None,
+    ) -> None:
+        scheduler = start.config.scheduler
+        self._admission = AdmissionController(
+            start.config.admission,
+            max_num_seqs=scheduler.max_num_seqs,
+            priority_first=scheduler.policy in PRIORITY_FIRST,
+        )
+        self._replica = ProcessEngine(
+            start, clock, admission=self._admission, on_admitted=on_admitted, on_event=on_event
+        )
+        self._replica.keeper.begin()
+        self._text = TextAhead(start.config.model.model)
+        self._engine: Engine | None = None
+
+    @property
+    def engine(self) -> Engine:
+        """Once `wait` has returned."""
+        assert self._engine is not None
+        return self._engine
+
+    def wait(self) -> Engine:
+        """Raises as `start_engine_process`."""
+        ready = self._replica.keeper.wait()
+        model = served_model(ready.facts, self._text.tokenizer)
+        try:
+            model.text.read()
+        except MaitredError:
+            self._replica.stop()
+            raise
+        self._engine = Engine(self._replica, model, ready.memory_plan, self._admission, start_phases=ready.start_phases)
+        return self._engine
+
+    def give_up(self) -> None:
+        """From any thread: `wait` raises soon, and the child ends."""
+        self._replica.keeper.give_up()
+
+    def stop(self) -> None:
+        """End the engine, once nobody waits; idempotent."""
+        self._replica.stop()
 
 
 class ProcessEngine:
@@ -118,9 +149,10 @@ class ProcessEngine:
         self._figures, self._past = Figures(), Figures()  # of this engine, and the counters of those before it
         self._news_at = clock.now()
 
-    def start(self, on_spawned: Callable[[], None] = lambda: None) -> Ready:
+    def start(self) -> Ready:
         """Load, and wait for it. Raises what keeps the engine from loading."""
-        return self.keeper.start(on_spawned)
+        self.keeper.begin()
+        return self.keeper.wait()
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
         """Live on `loop` from now on, with or without requests; `submit` sees to it too."""

@@ -7,7 +7,9 @@ the list. Passes run in the order of `PASSES`, since one makes the neighbours th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+from msgspec.structs import replace
 
 from maitred.errors import KernelError
 from maitred.model.program import (
