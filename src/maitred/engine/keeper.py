@@ -20,7 +20,7 @@ from maitred.errors import EngineDead, MaitredError
 
 logger = logging.getLogger(__name__)
 TICK_S = 0.25
-SILENT_S = 2.5  # without a heartbeat for so long, the engine is not healthy; it is told within another tick
+SILENT_S = 2.25  # without a heartbeat for so long, the engine is not healthy; told within three seconds of the last one
 START_POLL_S = 0.05
 
 
