@@ -20,6 +20,8 @@ from typing import Any
 import httpx
 
 from maitred.api import server
+from maitred.api.logs import configure_logging
+from maitred.api.text_lanes import hand_over_quickly
 from maitred.config import ServerConfig
 from maitred.request import Request
 from maitred.step import RequestProgress
@@ -69,7 +71,9 @@ def main() -> None:
         sys.stdout.write(f"{port}\n")
         sys.stdout.flush()
 
-    server.serve(replica, model, config, on_listening=say)
+    configure_logging(config)
+    hand_over_quickly()
+    server.Server(server.create_app(replica, model, config), config, on_open=say).run()
 
 
 @dataclass
