@@ -41,15 +41,16 @@ def main(folder: Path) -> None:
     ledger = Ledger(folder / LEDGER, model="demo")
     running = start_engine_process(start, clock=WallClock(), on_admitted=ledger.opened)
     try:
-        server.serve(
+        config = ServerConfig(port=0, log_level="error")
+        app = server.create_app(
             running.replica,
             running.model,
-            ServerConfig(port=0, log_level="error"),
+            config,
             admission=running.admission,
             ledger=ledger,
             tenants=SimpleNamespace(table=table_of({"guest": {"requests_per_minute": PER_MINUTE}, "boss": {}})),
-            on_listening=lambda host, port: say(str(port)),
         )
+        server.Server(app, config, on_open=lambda host, port: say(str(port))).run()
     finally:
         running.replica.stop()
         ledger.close()
