@@ -27,7 +27,7 @@ from peers.entries import Entry
 from peers.http_load import run_http_loop
 
 DECODE_STEPS, CONTEXT = 64, 512
-MEMORY_REQUESTS, MEMORY_TOKENS = 8, 8
+MEMORY_REQUESTS, MEMORY_TOKENS = 8, 64  # enough tokens that all requests are there at once, whatever a step holds
 LOOP_INPUT, LOOP_OUTPUT = 512, 128
 CHUNK = 512  # maitred's prefill and decode cells; peers read 2,048 tokens a step. Served, start, memory: the default
 WAVES = {1: 8, 8: 5, 32: 3}  # requests of a closed loop for each of its clients
@@ -176,10 +176,9 @@ def _start(bench: Bench, entry: Entry, _: int, seed: int) -> Figures:
 def _memory(bench: Bench, entry: Entry, _: int, seed: int) -> Figures:
     """Peak of the process after a few requests; for maitred split into weights, keys and values, and the rest."""
     asked = prompts(MEMORY_REQUESTS, CONTEXT, seed)
-    sizes = {"sequences": MEMORY_REQUESTS, "context": _rounded(CONTEXT + MEMORY_TOKENS + MEMORY_REQUESTS)}
+    sizes = {"sequences": MEMORY_REQUESTS, "context": _rounded(CONTEXT + MEMORY_TOKENS)}
     with bench.workers.working(entry, fresh=True, **sizes) as worker:
-        load = {"prompts": asked, "num_tokens": MEMORY_TOKENS + MEMORY_REQUESTS, "num_steps": 1}
-        worker.ask(cell="decode", **load)
+        worker.ask(cell="loop", prompts=asked, clients=MEMORY_REQUESTS, num_tokens=MEMORY_TOKENS)
         peak = worker.ask(cell="memory")["peak_mb"]
     if entry.floor is None:
         return {"value": peak}
@@ -200,7 +199,7 @@ def _footprint(spec: DecoderSpec, dtype: str, kv_dtype: str) -> tuple[float, flo
     """Bytes of matrices, and of the memory cell's keys and values."""
     weights, kv = WeightFormat(dtype), KVFormat(kv_dtype)
     work = {True: 0.0, False: 0.0}
-    context = CONTEXT + MEMORY_TOKENS + MEMORY_REQUESTS
+    context = CONTEXT + MEMORY_TOKENS
     for op in step_work(spec, [Row(context - 1, 1)] * MEMORY_REQUESTS, weights, kv):
         work[op.name == "attention"] += op.num_bytes
     return work[False], work[True]
