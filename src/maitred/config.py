@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from maitred.errors import ConfigError
 
@@ -17,6 +17,7 @@ DTYPE_ALIASES = {"bf16": "bfloat16", "fp32": "float32"}
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
 METRICS_COMPAT = ("none", "vllm")
+BIND_THREADS = ("auto", "on", "off")
 
 
 def _require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
@@ -64,6 +65,9 @@ class ModelConfig:
     """Most bytes in that folder; what was used longest ago goes first."""
     num_threads: int | None = None
     """CPU threads of the executor; None is the cores this process may use, and one for models under 30 M parameters."""
+    bind_threads: str = "auto"
+    """Whether the native executor's threads keep to a processor each, where they are as many as this process may use:
+    on, off, or auto, which is on in an engine's own process, as under maitred serve."""
     chat_template: str | None = None
     """Path of a Jinja file that replaces the model's chat template."""
     generation_config: Mapping[str, float | int | None] = field(default_factory=dict)
@@ -77,6 +81,7 @@ class ModelConfig:
         _require_choice("dtype", self.dtype, DTYPES)
         _require_choice("lm_head_dtype", self.lm_head_dtype, LM_HEAD_DTYPES)
         _require_choice("kv_dtype", self.kv_dtype, KV_DTYPES)
+        _require_choice("bind_threads", self.bind_threads, BIND_THREADS)
         if self.int4_group_size not in INT4_GROUP_SIZES:
             raise ConfigError(f"int4_group_size is {self.int4_group_size}; choose one of 32, 64, 128")
         _require_at_least("max_model_len", self.max_model_len, 2)
@@ -104,6 +109,16 @@ class CacheConfig:
         _require_at_least("swap_memory_bytes", self.swap_memory_bytes, 0)
 
 
+DEFAULT_TOKEN_BUDGET = 512
+LEAST_TOKEN_BUDGET, TOKENS_PER_THREAD = 64, 32
+
+
+def native_token_budget(num_threads: int) -> int:
+    """Of the native executor. From 64 tokens on its products are about as fast as at 512, and who decodes waits for as
+    long as a step takes; more threads take as long for as many tokens more."""
+    return min(DEFAULT_TOKEN_BUDGET, max(LEAST_TOKEN_BUDGET, TOKENS_PER_THREAD * num_threads))
+
+
 # (field, lowest, highest): what a policy computes with must be finite
 _SCHEDULER_RANGES: tuple[tuple[str, float, float], ...] = (
     ("ageing_s", 0.001, 1e9),
@@ -120,8 +135,9 @@ _SCHEDULER_RANGES: tuple[tuple[str, float, float], ...] = (
 class SchedulerConfig:
     """Who is served next, and how much of it in one step."""
 
-    max_num_batched_tokens: int = 512
-    """Most tokens in one step. Larger raises throughput and inter-token latency."""
+    max_num_batched_tokens: int | None = None
+    """Most tokens in one step. Larger raises throughput and inter-token latency. None is what suits the executor: 32 a
+    thread, from 64 to 512, where the native one runs, and 512 with PyTorch; never below max_num_seqs."""
     max_num_seqs: int = 64
     """Most requests in one step."""
     policy: str = "fcfs"
@@ -150,11 +166,24 @@ class SchedulerConfig:
         _require_at_least("max_num_seqs", self.max_num_seqs, 1)
         for name, low, high in _SCHEDULER_RANGES:
             _require_between(name, getattr(self, name), low, high)
-        if self.max_num_batched_tokens < self.max_num_seqs:
+        if self.token_budget < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) is below max_num_seqs "
                 f"({self.max_num_seqs}), so a full decode batch would not fit; raise the first or lower the second"
             )
+
+    @property
+    def token_budget(self) -> int:
+        """Most tokens in one step, where no executor has been asked."""
+        if self.max_num_batched_tokens is not None:
+            return self.max_num_batched_tokens
+        return max(DEFAULT_TOKEN_BUDGET, self.max_num_seqs)
+
+    def settled(self, token_budget: int) -> SchedulerConfig:
+        """With the executor's budget where none was given."""
+        if self.max_num_batched_tokens is not None:
+            return self
+        return replace(self, max_num_batched_tokens=max(token_budget, self.max_num_seqs))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

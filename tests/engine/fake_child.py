@@ -163,7 +163,7 @@ def build_fake(
             num_blocks=2048,
             block_size=BLOCK_SIZE,
             max_num_seqs=config.scheduler.max_num_seqs,
-            max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+            max_num_batched_tokens=config.scheduler.token_budget,
             policy=config.scheduler.policy,
         )
         plan = MemoryPlan(

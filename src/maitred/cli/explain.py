@@ -32,7 +32,8 @@ def _run(options: Options) -> int:
             tell_buffers(plan.buffers),
             [
                 f"a step    reads {step_bytes(plan.program) / 1e6:,.1f} MB of weights, and {kv_bytes:,.0f} bytes of "
-                "keys and values for each token of context of each request"
+                "keys and values for each token of context of each request",
+                f"          and has at most {plan.token_budget} tokens (--max-num-batched-tokens)",
             ],
             ["fell back nothing"],
         )

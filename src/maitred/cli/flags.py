@@ -83,6 +83,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "dtype": config.DTYPES,
     "lm_head_dtype": config.LM_HEAD_DTYPES,
     "kv_dtype": config.KV_DTYPES,
+    "bind_threads": config.BIND_THREADS,
     "log_level": config.LOG_LEVELS,
     "log_format": config.LOG_FORMATS,
     "resume": config.RESUME_RULES,

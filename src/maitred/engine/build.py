@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from maitred.clock import Clock, WallClock
-from maitred.config import EngineConfig
+from maitred.config import EngineConfig, SchedulerConfig
 from maitred.engine.checkpoint_facts import check_overrides, facts_of
 from maitred.engine.core import EngineCore
 from maitred.engine.executors import BuiltExecutor, ExecutorPlan, plan_executor
@@ -117,6 +117,7 @@ class _Layout(NamedTuple):
     executor: ExecutorPlan
     memory: MemoryPlan
     num_host_blocks: int
+    scheduler: SchedulerConfig  # with the executor's token budget where none was given
 
 
 def _plan(config: EngineConfig, checkpoint: Checkpoint, tell: OnEvent) -> _Layout:
@@ -124,6 +125,7 @@ def _plan(config: EngineConfig, checkpoint: Checkpoint, tell: OnEvent) -> _Layou
     spec = spec_from_config(checkpoint.config)
     tell(f"model   {checkpoint.name}: {spec.architecture}, {spec.num_parameters() / 1e6:,.1f} M parameters")
     executor = plan_executor(config, checkpoint, spec, tell)
+    scheduler = config.scheduler.settled(executor.token_budget)
     memory = plan_memory(
         available_bytes=executor.available_bytes(available_memory_bytes()),
         weights_bytes=executor.weights_bytes,
@@ -135,7 +137,8 @@ def _plan(config: EngineConfig, checkpoint: Checkpoint, tell: OnEvent) -> _Layou
     )
     tell(executor.describe())
     tell(memory.describe())
-    return _Layout(spec, executor, memory, _num_host_blocks(config, executor, memory))
+    tell(f"steps   of at most {scheduler.token_budget} tokens, {scheduler.max_num_seqs} requests")
+    return _Layout(spec, executor, memory, _num_host_blocks(config, executor, memory), scheduler)
 
 
 def _num_host_blocks(config: EngineConfig, executor: ExecutorPlan, memory: MemoryPlan) -> int:
@@ -177,7 +180,7 @@ def _scheduler(
         enable_prefix_caching=config.cache.enable_prefix_caching,
         num_host_blocks=layout.num_host_blocks,
     )
-    return Scheduler(config.scheduler, cache, policies=policies)
+    return Scheduler(layout.scheduler, cache, policies=policies)
 
 
 def _swap_observer(executor: BuiltExecutor, layout: _Layout, tell: OnEvent) -> SwapObserver | None:
@@ -201,7 +204,7 @@ def _swap_observer(executor: BuiltExecutor, layout: _Layout, tell: OnEvent) -> S
 
 def _decision_log(config: EngineConfig, layout: _Layout) -> DecisionLogFile:
     header = Header(
-        config=config.scheduler,
+        config=layout.scheduler,
         num_blocks=layout.memory.num_blocks,
         block_size=layout.memory.block_size,
         enable_prefix_caching=config.cache.enable_prefix_caching,

@@ -15,7 +15,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
@@ -338,6 +338,8 @@ def build_from_config(
     from maitred.engine.build import build_parts  # noqa: PLC0415  (the parent's imports must not come here)
     from maitred.engine.installed import installed_policies  # noqa: PLC0415
 
+    if config.model.bind_threads == "auto":  # nothing else runs here that would be bound with them
+        config = replace(config, model=replace(config.model, bind_threads="on"))
     parts = build_parts(config, served_model_names=served_model_names, on_event=tell, policies=installed_policies())
     return LoadedEngine(
         core=parts.core,

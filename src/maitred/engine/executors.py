@@ -59,6 +59,11 @@ class ExecutorPlan(Protocol):
     def kv_dtype_name(self) -> str: ...
 
     @property
+    def token_budget(self) -> int:
+        """Tokens of a step where nobody asked for another number."""
+        ...
+
+    @property
     def weights_bytes(self) -> int: ...
 
     @property

@@ -138,7 +138,7 @@ def live_view(scheduler: Scheduler, now: float) -> LiveView:
         now=round(now, 4),
         policy=scheduler.config.policy,
         max_num_seqs=scheduler.config.max_num_seqs,
-        max_num_batched_tokens=scheduler.config.max_num_batched_tokens,
+        max_num_batched_tokens=scheduler.config.token_budget,
         num_running=stats.num_running,
         num_waiting=stats.num_waiting,
         running=tuple([_running(request) for request in shown]),

@@ -78,7 +78,7 @@ class LLM:
                 enable_prefix_caching=enable_prefix_caching,
             ),
             scheduler=SchedulerConfig(
-                max_num_batched_tokens=max_num_batched_tokens or max(_SCHEDULER.max_num_batched_tokens, max_num_seqs),
+                max_num_batched_tokens=max_num_batched_tokens,
                 max_num_seqs=max_num_seqs,
                 policy=policy,
             ),

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from maitred.config import CacheConfig, ModelConfig, SchedulerConfig
+from maitred.config import CacheConfig, ModelConfig, SchedulerConfig, native_token_budget
 from maitred.errors import ConfigError, KernelError
 from maitred.executor.native import NativeExecutor
 from maitred.executor.native_program import NativeProgram, most_logits
@@ -34,6 +35,7 @@ class NativePlan:
     isa: str
     max_tokens: int
     max_logits: int
+    bind_threads: bool = False
     weight_cache: WeightCache | None = None
 
     name = "native"
@@ -51,6 +53,10 @@ class NativePlan:
     @property
     def kv_dtype_name(self) -> str:
         return self.kv_dtype
+
+    @property
+    def token_budget(self) -> int:
+        return self.max_tokens
 
     @property
     def weights_bytes(self) -> int:
@@ -142,6 +148,8 @@ class NativePlan:
         )
         host = NativeHostPool(pool, num_host_blocks, threads) if num_host_blocks else None
         sample_rows = NativeSampler(threads, isa=self.isa).sample_rows
+        if self.bind_threads:
+            bind_threads(threads)
         on_phase("program", "")
         return NativeExecutor(runner, pool, sample_rows, block_size=self.block_size, host=host)
 
@@ -163,7 +171,7 @@ def plan_native_executor(
         raise ConfigError("the native executor runs on a CPU; choose --device cpu or auto, or --executor torch")
     if spec.head_dim > LARGEST_HEAD:
         raise KernelError(f"heads of {spec.head_dim} values; the native executor takes up to {LARGEST_HEAD}")
-    isa = default_isa()
+    isa, threads = default_isa(), config.num_threads or num_threads
     program = compile_program(spec, resolve_formats(config, checkpoint.dtype, isa))
     plan_weights(program)  # raises for a matrix that no kernel takes
     return NativePlan(
@@ -171,12 +179,25 @@ def plan_native_executor(
         checkpoint=checkpoint,
         kv_dtype=resolve_kv_dtype(config.kv_dtype, program.formats.linears.dtype),
         block_size=cache.block_size,
-        num_threads=config.num_threads or num_threads,
+        num_threads=threads,
         isa=isa,
-        max_tokens=scheduler.max_num_batched_tokens,
+        max_tokens=scheduler.settled(native_token_budget(threads)).token_budget,
         max_logits=most_logits(spec.vocab_size, scheduler.max_num_seqs),
+        bind_threads=config.bind_threads == "on",
         weight_cache=weight_cache(config),
     )
+
+
+def bind_threads(threads: _native.ThreadPool) -> bool:
+    """A processor for each thread, the caller's among them; False where they are not as many, or nobody may choose.
+
+    Two threads that meet 200 times a step on one processor wait for a time slice each time, which is what happens for a
+    while whenever a third one, such as the server's, was given the other.
+    """
+    if not hasattr(os, "sched_getaffinity"):
+        return False
+    cpus = sorted(os.sched_getaffinity(0))
+    return 1 < threads.num_threads == len(cpus) and bool(threads.bind(cpus))
 
 
 def weight_cache(config: ModelConfig) -> WeightCache | None:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from maitred.config import ModelConfig
+from maitred.config import DEFAULT_TOKEN_BUDGET, ModelConfig
 from maitred.errors import ConfigError
 from maitred.executor.batch import Batch, RowWork, build_batch, unwritten_slots
 from maitred.executor.kv_pool import kv_bytes_per_block, pool_shape
@@ -222,6 +222,11 @@ class TorchPlan:
     @property
     def kv_dtype_name(self) -> str:
         return _name(self.kv_dtype)
+
+    @property
+    def token_budget(self) -> int:
+        """Tokens of a step where nobody asked for another number."""
+        return DEFAULT_TOKEN_BUDGET
 
     @property
     def weights_bytes(self) -> int:

@@ -54,7 +54,7 @@ def work_conservation(moment: Moment) -> str | None:
     config, head = scheduler.config, scheduler.order.head()
     if head is None or moment.preempted or scheduler.num_running >= config.max_num_seqs:
         return None
-    if moment.plan.num_tokens >= config.max_num_batched_tokens:
+    if moment.plan.num_tokens >= config.token_budget:
         return None
     first = (head,) if world.policy.groups is None else scheduler.waiting
     if world.kv_cache.num_blocks_for(max(r.num_tokens for r in first)) > world.kv_cache.num_free:
@@ -91,7 +91,7 @@ def no_inversion(moment: Moment) -> str | None:
     head, rule = scheduler.order.head(), world.policy.outranks
     if head is None or rule is None or moment.preempted or world.policy.groups is not None:
         return None
-    lacks_budget = moment.plan.num_tokens >= scheduler.config.max_num_batched_tokens
+    lacks_budget = moment.plan.num_tokens >= scheduler.config.token_budget
     if lacks_budget or world.kv_cache.num_blocks_for(head.num_tokens) > world.kv_cache.num_free:
         return None
     if scheduler.num_running < scheduler.config.max_num_seqs:

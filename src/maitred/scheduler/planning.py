@@ -14,7 +14,7 @@ RUNNING = RequestStatus.RUNNING
 
 def draft_step(floor: Floor, now: float) -> Draft:
     """What is drafted counts as computed from here on, and blocks are allocated for it."""
-    draft = Draft(floor.config.max_num_batched_tokens, now)
+    draft = Draft(floor.config.token_budget, now)
     floor.order.begin_step()
     floor.kv.begin_step()
     _give_up_slots(floor, draft, now)
@@ -59,7 +59,7 @@ def _num_replaceable(floor: Floor) -> int:
     hit = floor.reusable(head)
     if floor.num_running < floor.config.max_num_seqs and not floor.kv.num_blocks_short(head, hit):
         return 0
-    budget = floor.config.max_num_batched_tokens - floor.num_running
+    budget = floor.config.token_budget - floor.num_running
     return max(1, budget // max(1, head.num_tokens - hit.num_tokens))
 
 
@@ -81,7 +81,7 @@ def _plan_decodes(floor: Floor, draft: Draft) -> None:
             rows.append(ScheduledRow(request.request_id, start, 1, True, grown.new_block_ids, grown.replaced_blocks))
         requests.append(request)
         request.num_computed_tokens = start + 1
-    draft.budget = floor.config.max_num_batched_tokens - len(rows)
+    draft.budget = floor.config.token_budget - len(rows)
 
 
 def _plan_prefills(floor: Floor, draft: Draft, now: float) -> None:

@@ -228,7 +228,7 @@ class Scheduler:
         self._in_flight = draft.requests
         floor.forgotten = []
         floor.counters.num_steps += bool(draft.rows)
-        floor.counters.num_scheduled_tokens += floor.config.max_num_batched_tokens - draft.budget
+        floor.counters.num_scheduled_tokens += floor.config.token_budget - draft.budget
         floor.order.issued(draft)
         return plan
 

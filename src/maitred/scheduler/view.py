@@ -91,6 +91,6 @@ def lack_in_words(blocked: Blocked, config: SchedulerConfig) -> str:
         case Lack.BLOCKS:
             return f"it lacks {blocked.num_blocks_short} free KV blocks"
         case Lack.BUDGET:
-            return f"the step's {config.max_num_batched_tokens} tokens went to others"
+            return f"the step's {config.token_budget} tokens went to others"
         case Lack.RUNNING_LACK_BLOCKS:
             return "running requests lack KV blocks, so nobody is admitted"

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import TypeVar
 
+from maitred.config import DEFAULT_TOKEN_BUDGET, native_token_budget
 from maitred.errors import ConfigError
 from maitred.model.spec import DecoderSpec
 from maitred.sim.cost_model import CostModel
@@ -114,6 +115,8 @@ class Device:
     """Host work for each row: the scheduler's and the sampler's."""
     compute_efficiency: float = 0.55
     bandwidth_efficiency: float = 0.75
+    token_budget: int = DEFAULT_TOKEN_BUDGET
+    """Tokens of a step where nobody asks for another number."""
 
 
 DEVICES: dict[str, Device] = {
@@ -164,6 +167,7 @@ DEVICES: dict[str, Device] = {
             step_s=1.5e-3,
             row_s=10e-6,
             compute_efficiency=0.5,
+            token_budget=native_token_budget(1),
         ),
     )
 }

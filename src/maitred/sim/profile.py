@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from maitred.config import DEFAULT_TOKEN_BUDGET
 from maitred.errors import ConfigError
 from maitred.sim.cost_model import CostModel
 
@@ -36,6 +37,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     kv_memory_bytes: int
     """What the engine may take for KV on this machine."""
     block_size: int = 16
+    token_budget: int = DEFAULT_TOKEN_BUDGET
+    """Of the engine that was measured."""
     num_steps: int = 0
     num_held_out_steps: int = 0
     mape: float = 0.0

@@ -52,6 +52,7 @@ def _profile(fit: Fit, parts: EngineParts, config: EngineConfig, clock: str) -> 
         kv_bytes_per_token=plan.bytes_per_block // plan.block_size,
         kv_memory_bytes=plan.longest_context * plan.bytes_per_block // plan.block_size,
         block_size=plan.block_size,
+        token_budget=parts.core.scheduler.config.token_budget,
         num_steps=fit.num_steps,
         num_held_out_steps=fit.num_held_out_steps,
         mape=fit.mape,

@@ -55,7 +55,7 @@ def engine_setup(scheduler: SimulatedSchedulerConfig, cache: CacheConfig, target
     """The configuration a server would have; the predictor is the simulation's own."""
     plain = {f.name: getattr(scheduler, f.name) for f in fields(SchedulerConfig) if f.name != "predictor"}
     return EngineSetup(
-        scheduler=SchedulerConfig(**{**plain, "policy": policy}),
+        scheduler=SchedulerConfig(**{**plain, "policy": policy}).settled(target.token_budget),
         num_blocks=target.num_blocks(cache, scheduler.max_num_seqs),
         block_size=cache.block_size,
         enable_prefix_caching=cache.enable_prefix_caching,

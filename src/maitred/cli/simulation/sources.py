@@ -74,6 +74,8 @@ class Target:
     cost_model: CostModel
     num_blocks: Callable[[CacheConfig, int], int]
     """(cache, max_num_seqs) -> KV blocks."""
+    token_budget: int
+    """Tokens of a step where nobody asks for another number."""
 
 
 def find_target(device: str | None, model: str | None, environ: Mapping[str, str] = os.environ) -> Target:
@@ -112,7 +114,9 @@ def _of_profile(profile: Profile, model: str | None) -> Target:
         return _enough_blocks(cache, max_num_seqs, profile.max_model_len, profile.kv_bytes_per_token, profile_bytes)
 
     profile_bytes = float(profile.kv_memory_bytes)
-    return Target(f"{profile.model} on {profile.machine} (measured)", profile.cost_model, num_blocks)
+    return Target(
+        f"{profile.model} on {profile.machine} (measured)", profile.cost_model, num_blocks, profile.token_budget
+    )
 
 
 def _of_datasheet(device: Device, shape: ModelShape) -> Target:
@@ -122,7 +126,9 @@ def _of_datasheet(device: Device, shape: ModelShape) -> Target:
         free = num_kv_blocks(device, shape, cache.block_size) * cache.block_size * shape.kv_bytes_per_token
         return _enough_blocks(cache, max_num_seqs, shape.context, shape.kv_bytes_per_token, free)
 
-    return Target(f"{shape.name} on {device.name} (datasheet)", roofline(device, shape), num_blocks)
+    return Target(
+        f"{shape.name} on {device.name} (datasheet)", roofline(device, shape), num_blocks, device.token_budget
+    )
 
 
 def _enough_blocks(
