@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 
 import httpx
@@ -161,6 +162,14 @@ FULL = {
 def test_a_body_of_millions_of_items_is_refused_before_it_is_decoded(http, name, path):
     response = http.post(path, content=FULL[name], headers={"content-type": "application/json"})
     assert (response.status_code, response.json()["error"]["code"]) == (400, "too_many_items")
+
+
+def test_items_are_counted_in_whatever_pieces_a_body_comes(http):
+    body = FULL["messages"]
+    pieces = (body[i : i + 99_991] for i in range(0, len(body), 99_991))
+    response = http.post(PATHS[0], content=pieces, headers={"content-type": "application/json"})
+    assert (response.status_code, response.json()["error"]["code"]) == (400, "too_many_items")
+    assert re.search(r"about (\d+) (keys|items)", response.json()["error"]["message"])
 
 
 def test_a_long_text_is_no_list_of_items():

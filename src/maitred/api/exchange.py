@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -23,6 +23,8 @@ TOO_SLOW = "maitred.too_slow"  # in the scope: the connection gave up on the bod
 UNCOUNTED_BYTES = 1024 * 1024  # a body up to this is decoded in a few milliseconds, whatever is in it
 MAX_ITEMS = 200_000
 MAX_KEYS = 200_000
+KEY, ITEM = b'":', b","
+MARKS = {KEY: "keys", ITEM: "items"}  # what each is a sign of; one that chunks divide is missed
 JSON_HEADERS = ((b"content-type", b"application/json"),)
 # "... - at `$.messages[0].content`", and for keys of an object "- at `key` in `$.logit_bias`"
 _PATH = re.compile(r" - at (?:`?key`? in )?`\$\.?([^`]*)`$")
@@ -48,6 +50,7 @@ class Exchange:
     streaming: bool = False  # the answer that began is an event stream
     complete: bool = False
     num_body_bytes: int = 0  # of the request, as far as they were read
+    num_marks: dict[bytes, int] = field(default_factory=dict)  # of MARKS in them, once the body is over UNCOUNTED_BYTES
     standing_headers: Callable[[], Iterable[Header]] = tuple  # of every answer, asked when it begins
 
     @property
@@ -83,8 +86,15 @@ class Exchange:
             if size > self.max_body_bytes:
                 raise self._too_large()
             chunks.append(chunk)
+            if size > UNCOUNTED_BYTES:
+                self._count(chunks if not self.num_marks else (chunk,))
             if not message.get("more_body", False):
                 return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+    def _count(self, chunks: Iterable[bytes]) -> None:
+        """As they come: counting a whole body would hold up everybody for as long as decoding it does."""
+        for mark in MARKS:
+            self.num_marks[mark] = self.num_marks.get(mark, 0) + sum(chunk.count(mark) for chunk in chunks)
 
     def _too_large(self) -> RequestTooLarge:
         limit = self.max_body_bytes
@@ -108,8 +118,17 @@ class Exchange:
         if media_type != b"application/json":
             raise UnsupportedMediaType("send the body as JSON, with the header Content-Type: application/json")
         body = await self.body()
-        check_items(body, max_items, apart)
+        self._check_items(body, {ITEM: max_items, KEY: MAX_KEYS}, apart)
         return decode_json(body, decoder)
+
+    def _check_items(self, body: bytes, limits: Mapping[bytes, int], apart: Callable[[bytes], bytes] | None) -> None:
+        """Refuse a body with so many items or keys that decoding alone would hold up everybody."""
+        for mark, num in self.num_marks.items():
+            limit = limits[mark]
+            others = apart(body).count(mark) if num > limit and apart is not None else 0
+            if num - others > limit:
+                text = f"the body has about {num - others} {MARKS[mark]} in JSON; at most {limit}"
+                raise InvalidRequest(text, code="too_many_items")
 
     async def answer_json(self, value: Any, status: int = 200, headers: tuple[tuple[bytes, bytes], ...] = ()) -> None:
         await self.answer(msgspec.json.encode(value), status, (*JSON_HEADERS, *headers))
@@ -122,18 +141,6 @@ class Exchange:
 
     async def answer_error(self, error: HttpError) -> None:
         await self.answer(error.encoded(), error.status, (*JSON_HEADERS, *error.headers))
-
-
-def check_items(body: bytes, max_items: int, apart: Callable[[bytes], bytes] | None = None) -> None:
-    """Refuse a body with so many items or keys that decoding alone would hold up everybody, before it is decoded."""
-    if len(body) <= UNCOUNTED_BYTES:
-        return
-    for what, mark, limit in (("keys", b'":', MAX_KEYS), ("items", b",", max_items)):
-        count = body.count(mark)
-        if count > limit and apart is not None:
-            count -= apart(body).count(mark)
-        if count > limit:
-            raise InvalidRequest(f"the body has about {count} {what} in JSON; at most {limit}", code="too_many_items")
 
 
 def decode_json(body: bytes, decoder: msgspec.json.Decoder[T], *, at: str = "") -> T:
