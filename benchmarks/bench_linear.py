@@ -71,14 +71,9 @@ def main() -> None:
 
 def pinned_pool(num_threads: int) -> Any:
     """Each thread on a core of its own (Linux): under load two of them may else take turns on one, at every barrier."""
-    cores = sorted(os.sched_getaffinity(0))
-    tasks = "/proc/self/task"
-    before = set(os.listdir(tasks))
     pool = _native.ThreadPool(num_threads)
-    threads = [0, *(int(thread) for thread in sorted(set(os.listdir(tasks)) - before))]
-    if 1 < num_threads <= len(cores):
-        for thread, core in zip(threads, cores, strict=False):
-            os.sched_setaffinity(thread, {core})
+    if num_threads > 1:
+        pool.bind(sorted(os.sched_getaffinity(0)))
     return pool
 
 

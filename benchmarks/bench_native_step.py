@@ -43,6 +43,7 @@ class Bench:
                 num_threads=options.threads,
                 int4_group_size=options.group,
                 weight_cache=options.weight_cache,
+                bind_threads="on",
             ),
             checkpoint,
             self.spec,
