@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 
 from tests.conftest import ROOT, ServerProcess, start_server
-from tests.waiting import HANGS_S
+from tests.waiting import HANGS_S, until
 
 SCHEMATHESIS = (sys.executable, "-c", "from schemathesis.cli import schemathesis; schemathesis()")
 CONFIG = Path(__file__).with_name("schemathesis.toml")
@@ -25,6 +25,7 @@ def documented_server(folder: Path) -> Iterator[ServerProcess]:
     """The built-in model with a context so short that no answer takes long, and with a ledger to ask."""
     server = start_server("--max-model-len", "64", "--ledger", str(folder / "ledger.sqlite"))
     try:
+        until(lambda: httpx.get(f"{server.url}/ready", timeout=HANGS_S).status_code == 200)
         yield server
     finally:
         ended = server.stop()

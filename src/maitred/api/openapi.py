@@ -191,8 +191,9 @@ def _schema(kind: type[msgspec.Struct]) -> dict[str, Any]:
 
 
 def _events(kind: type[msgspec.Struct]) -> dict[str, Any]:
-    """One server-sent event."""
-    told = {"type": "string", "contentMediaType": "application/json", "contentSchema": _schema(kind)["schema"]}
+    """One server-sent event; what goes wrong under way is told in one too."""
+    either = {"anyOf": [_schema(kind)["schema"], _schema(ErrorBody)["schema"]]}
+    told = {"type": "string", "contentMediaType": "application/json", "contentSchema": either}
     data = {"anyOf": [{"const": "[DONE]"}, told]}
     return {"schema": {"type": "object", "properties": {"data": data}}}
 
