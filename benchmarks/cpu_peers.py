@@ -107,6 +107,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--waves", type=int, help="HTTP: requests for each client (default 8, 5, 3 at 1, 8, 32 clients)"
     )
+    parser.add_argument("--budget", type=int, help="tokens in maitred's steps, instead of its default; in its name too")
     parser.add_argument("--no-offline", action="store_true", help="HTTP: leave out maitred's loop in process")
     parser.add_argument("--again", action="store_true", help="forget what the file holds of the chosen cells")
     parser.add_argument("--json", type=Path, default=RUNS / "cpu_peers.json", help="file of results")
@@ -117,11 +118,11 @@ def arguments() -> argparse.Namespace:
 
 def choose(args: argparse.Namespace) -> list[Entry]:
     """Contenders that are asked for and able; others by name and reason on standard error."""
-    everyone = entries(args.work, args.model)
-    wanted = args.only.split(",") if args.only else [entry.name for entry in everyone]
-    if unknown := set(wanted) - {entry.name for entry in everyone}:
-        sys.exit(f"no contender is called {', '.join(unknown)}; there are {', '.join(e.name for e in everyone)}")
-    chosen = [entry for entry in everyone if entry.name in wanted]
+    everyone = {entry.name.partition("@")[0]: entry for entry in entries(args.work, args.model, args.budget)}
+    wanted = args.only.split(",") if args.only else list(everyone)
+    if unknown := set(wanted) - set(everyone):
+        sys.exit(f"no contender is called {', '.join(unknown)}; there are {', '.join(everyone)}")
+    chosen = [entry for name, entry in everyone.items() if name in wanted]
     reasons = {entry.name: missing(entry, args.work) for entry in chosen}
     for name, reason in reasons.items():
         if reason:

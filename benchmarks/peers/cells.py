@@ -27,7 +27,7 @@ from peers.entries import Entry
 from peers.http_load import run_http_loop
 
 DECODE_STEPS, CONTEXT = 64, 512
-MEMORY_REQUESTS, MEMORY_TOKENS = 8, 64  # enough tokens that all requests are there at once, whatever a step holds
+MEMORY_REQUESTS, MEMORY_TOKENS = 8, 64
 LOOP_INPUT, LOOP_OUTPUT = 512, 128
 CHUNK = 512  # maitred's prefill and decode cells; peers read 2,048 tokens a step. Served, start, memory: the default
 WAVES = {1: 8, 8: 5, 32: 3}  # requests of a closed loop for each of its clients
@@ -178,11 +178,12 @@ def _memory(bench: Bench, entry: Entry, _: int, seed: int) -> Figures:
     asked = prompts(MEMORY_REQUESTS, CONTEXT, seed)
     sizes = {"sequences": MEMORY_REQUESTS, "context": _rounded(CONTEXT + MEMORY_TOKENS)}
     with bench.workers.working(entry, fresh=True, **sizes) as worker:
-        worker.ask(cell="loop", prompts=asked, clients=MEMORY_REQUESTS, num_tokens=MEMORY_TOKENS)
-        peak = worker.ask(cell="memory")["peak_mb"]
+        found = worker.ask(cell="memory", prompts=asked, num_tokens=MEMORY_TOKENS)
+    peak = found["peak_mb"]
     if entry.floor is None:
         return {"value": peak}
-    weights_mb, kv_mb = (num_bytes / 2**20 for num_bytes in _footprint(bench.spec, *entry.floor))
+    weights, kv_of_token = _footprint(bench.spec, *entry.floor)
+    weights_mb, kv_mb = weights / 2**20, kv_of_token * found["held_tokens"] / 2**20
     return {"value": peak, "weights_mb": weights_mb, "kv_mb": kv_mb, "rest_mb": peak - weights_mb - kv_mb}
 
 
@@ -196,11 +197,9 @@ KINDS: dict[str, Callable[[Bench, Entry, int, int], Figures]] = {
 
 
 def _footprint(spec: DecoderSpec, dtype: str, kv_dtype: str) -> tuple[float, float]:
-    """Bytes of matrices, and of the memory cell's keys and values."""
-    weights, kv = WeightFormat(dtype), KVFormat(kv_dtype)
+    """Bytes of all matrices, and of one token's keys and values."""
     work = {True: 0.0, False: 0.0}
-    context = CONTEXT + MEMORY_TOKENS
-    for op in step_work(spec, [Row(context - 1, 1)] * MEMORY_REQUESTS, weights, kv):
+    for op in step_work(spec, [Row(0, 1)], WeightFormat(dtype), KVFormat(kv_dtype)):
         work[op.name == "attention"] += op.num_bytes
     return work[False], work[True]
 

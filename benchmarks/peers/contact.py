@@ -33,7 +33,7 @@ class Worker:
         self._log = log
         with log.open("w") as errors:
             self._process = subprocess.Popen(
-                [str(entry.python), "-m", "peers.worker", entry.module, json.dumps(entry.options | sizes)],
+                [str(entry.python), "-m", "peers.worker", entry.module, json.dumps(sizes | entry.options)],
                 cwd=BENCHMARKS,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +49,12 @@ class Entry:
         return self.peer is None
 
 
-def entries(work: Path, model: str) -> list[Entry]:
-    """All, whether set up or not."""
-    makers = (_maitred, _openvino, _onnxruntime, _llamacpp, _vllm)
-    return [entry for make in makers for entry in make(work, model)]
+def entries(work: Path, model: str, budget: int | None = None) -> list[Entry]:
+    """All, whether set up or not; with a `budget` maitred's steps hold so many tokens, and its names say so."""
+    ours = _maitred(work, model)
+    if budget is not None:
+        ours = [_with_budget(entry, budget) for entry in ours]
+    return [*ours, *(entry for make in (_openvino, _onnxruntime, _llamacpp, _vllm) for entry in make(work, model))]
 
 
 def missing(entry: Entry, work: Path) -> str | None:
@@ -91,6 +93,13 @@ def _our_entry(name: str, model: str, dtype: str, kv: str) -> Entry:
         sizes=("chunk",),
         floor=(dtype, kv),
     )
+
+
+def _with_budget(entry: Entry, budget: int) -> Entry:
+    assert entry.server is not None
+    command = (*entry.server.command, "--max-num-batched-tokens", str(budget))
+    server, options = replace(entry.server, command=command), entry.options | {"chunk": budget}
+    return replace(entry, name=f"{entry.name}@{budget}", options=options, server=server)
 
 
 def _openvino(work: Path, model: str) -> list[Entry]:

@@ -9,6 +9,8 @@ from maitred.engine.intake import make_requests
 from maitred.request import SamplingParams
 from peers.worker import Prompt
 
+BLOCK_TOKENS = 16
+
 
 class Request:
     def __init__(self) -> None:
@@ -48,6 +50,9 @@ class Engine:
             if progress.finish_reason is not None:
                 del self._live[progress.request_id]
 
+    def held_tokens(self) -> int:
+        return self._parts.core.stats.num_blocks_used * BLOCK_TOKENS
+
 
 def load(
     model: str,
@@ -64,7 +69,7 @@ def load(
         model=ModelConfig(
             model=model, dtype=dtype, kv_dtype=kv_dtype, num_threads=threads, executor=executor, max_model_len=4096
         ),
-        cache=CacheConfig(enable_prefix_caching=False),
+        cache=CacheConfig(block_size=BLOCK_TOKENS, enable_prefix_caching=False),
         scheduler=SchedulerConfig(max_num_seqs=max_num_seqs, **budget),
     )
     return Engine(config)
