@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
+from maitred.api.text_lanes import LONG_BYTES
 from maitred.text import Tokenizer
 from tests.api.conftest import MESSAGES, strict_client
 from tests.api.test_disconnect import endless, send
@@ -184,6 +186,36 @@ def test_a_prompt_is_tokenised_beside_the_event_loop():
             assert httpx.get(f"{server.url}/health", timeout=HANGS_S).status_code == 200
         may_end.set()
         joined(big)
+
+
+def test_a_short_prompt_waits_for_no_long_one():
+    """However many long ones are being tokenised, or wait for that."""
+    long_ones, may_end = threading.Semaphore(0), threading.Event()
+
+    class HeldTokenizer(Tokenizer):
+        def encode(self, text: str, *, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
+            if len(text) > LONG_BYTES:
+                long_ones.release()
+                assert may_end.wait(HANGS_S)
+            return super().encode(text, add_special_tokens=add_special_tokens, most=most)
+
+    tokenizer = byte_tokenizer()
+    tokenizer.__class__ = HeldTokenizer
+    with (
+        running_server(FakeReplica(), make_model(tokenizer=tokenizer, max_model_len=50_000)) as server,
+        ThreadPoolExecutor(8) as pool,
+    ):
+
+        def tokenize(text: str) -> int:
+            answer = httpx.post(f"{server.url}/tokenize", json={"prompt": text}, timeout=HANGS_S)
+            return int(answer.json()["count"])
+
+        many = [pool.submit(tokenize, "x" * (LONG_BYTES + 1)) for _ in range(8)]
+        assert long_ones.acquire(timeout=HANGS_S)
+        assert tokenize("short") == 5
+        assert not long_ones.acquire(blocking=False), "they go one at a time"
+        may_end.set()
+        assert [answer.result(HANGS_S) for answer in many] == [LONG_BYTES + 1] * 8
 
 
 def test_tokenize_and_detokenize_are_inverse(http):
