@@ -11,7 +11,7 @@ namespace {
 // A nucleus is first sought among about this many of the largest logits.
 constexpr int64_t kFewCandidates = 512;
 // The edge of a larger one is looked for this many standard deviations to either side of where a sample has it.
-constexpr double kDeviations = 4.0;
+constexpr double kDeviations = 2.5;
 // The edge's part of a list is found by quarters.
 constexpr int kNumCuts = 4;
 // Below this a sort is cheaper than another partition.
