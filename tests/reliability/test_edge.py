@@ -186,7 +186,8 @@ def test_slow_readers_are_dropped_and_what_is_kept_for_them_is_bounded():
             while server.in_flight() > 0:
                 most = max(most, server.rss_bytes())
                 assert server.is_well()
-            assert most - before < 20 * MIB // 2, f"{(most - before) / 20 / 1024:.0f} KiB for each reader"
+            # half a MiB each is usual; whole answers would be four
+            assert most - before < 20 * MIB, f"{(most - before) / 20 / 1024:.0f} KiB for each reader"
 
 
 # ---- who goes away
