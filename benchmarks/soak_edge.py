@@ -22,7 +22,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.client import HTTPConnection, HTTPException
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple, cast
 
 import httpx
 
@@ -119,7 +120,7 @@ KINDS: dict[str, Callable[[Attacked], socket.socket]] = {
 
 
 def slow_clients(kind: str, share: float) -> Line:
-    count = int(2000 * share)
+    count = int((200 if kind == "slow reader" else 2000) * share)  # that server writes as fast as the loop turns
     with attacked(send_timeout_s=10.0) as server:
         server.is_well()
         calm, before = visits(server.url, 5), server.rss_bytes()
@@ -182,13 +183,48 @@ TEXTS = {"a": "a", "an emoji": "\U0001f468", "letters": "qwfpgjluyarstdhneiozxcv
 NUM_TOKENISING = 20
 
 
-def tokenising() -> Iterator[Line]:
-    """Twenty clients send long texts without pause, those that are tokenised and told, and those that are too long."""
+@contextmanager
+def served() -> Iterator[tuple[str, int]]:
+    """The built-in model in an engine of its own: its URL, and the HTTP process."""
     words = [sys.executable, "-m", "maitred", "serve", "--port", "0", "--log-level", "info"]
     with subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         url = next(line.split(" on ")[1].split()[0] for line in process.stderr if " on http" in line)
         threading.Thread(target=process.stderr.read, daemon=True).start()
+        yield url, process.pid
+        process.terminate()
+
+
+def readers_of_an_engine(share: float, seconds: float = 60.0) -> Line:
+    """Streams with twenty log-probabilities a token, of which nobody reads a byte; then everybody leaves."""
+    count = int(2000 * share)
+    with served() as (url, pid), httpx.Client(base_url=url, timeout=60) as web:
+        model = web.get("/v1/models").json()["data"][0]["id"]
+        fields = {"model": model, "prompt": "Once", "max_tokens": 400, "ignore_eos": True, "stream": True}
+        body = json.dumps({**fields, "logprobs": 20}).encode()
+        server = Attacked(cast(Any, SimpleNamespace(pid=pid)), int(url.rsplit(":", 1)[1]))
+        before, most, visitor = server.rss_bytes(), 0, Visitor(url)
+        with attacks.opened([attacks.unread(server, body) for _ in range(count)]), visitor.visiting():
+            ends_at = time.perf_counter() + seconds
+            while time.perf_counter() < ends_at:
+                most = max(most, server.rss_bytes())
+                time.sleep(0.2)
+        left = "maitred_kv_blocks_used 0.0"
+        ends_at = time.perf_counter() + 30
+        while left not in web.get("/metrics").text and time.perf_counter() < ends_at:
+            time.sleep(0.1)
+        is_free = left in web.get("/metrics").text
+    figures = (
+        f"{(most - before) / count / KIB:.0f} KiB each, {'every block came back' if is_free else 'blocks are lost'}; "
+        f"others' p99 {visitor.p99_ms():.1f} ms, {visitor.failed} failed"
+    )
+    good = is_free and visitor.failed == 0 and most - before < count * 512 * KIB
+    return Line(f"{count} readers of an engine's streams", figures, good)
+
+
+def tokenising() -> Iterator[Line]:
+    """Twenty clients send long texts without pause, those that are tokenised and told, and those that are too long."""
+    with served() as (url, _):
         for name in TEXTS:
             for num_chars in (30_000, 500_000):
                 asking = [sys.executable, __file__, "--ask", f"{url} {name.replace(' ', '_')} {num_chars}"]
@@ -201,7 +237,6 @@ def tokenising() -> Iterator[Line]:
                 figures = f"others' p50 {visitor.p50_ms():.1f}, p99 {visitor.p99_ms():.1f} ms; {statuses}"
                 good = visitor.failed == 0 and visitor.p99_ms() < 100
                 yield Line(f"{NUM_TOKENISING} x {num_chars} of {name}", figures, good)
-        process.terminate()
 
 
 def ask_for_tokens(url: str, name: str, num_chars: str, seconds: float = 3.0) -> None:
@@ -265,6 +300,7 @@ def main() -> int:
     attacks_by_name: dict[str, Callable[[], Iterator[Line]]] = {
         "many_connections": lambda: iter((many_connections(share),)),
         **{kind.replace(" ", "_"): lambda kind=kind: iter((slow_clients(kind, share),)) for kind in KINDS},
+        "engine_readers": lambda: iter((readers_of_an_engine(share),)),
         "bombs": bombs,
         "tokenising": tokenising,
         "key_timing": lambda: iter((key_timing(int(100_000 * min(1.0, share * 10))),)),

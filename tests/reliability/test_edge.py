@@ -126,10 +126,14 @@ def has_begun(connection: socket.socket) -> None:
 
 
 def slow_reader(server: Attacked) -> socket.socket:
+    return unread(server, b'{"model":"tiny","prompt":"flood","stream":true,"max_tokens":50000}')
+
+
+def unread(server: Attacked, body: bytes) -> socket.socket:
+    """A request whose answer nobody reads."""
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     connection.connect(("127.0.0.1", server.port))
-    body = b'{"model":"tiny","prompt":"flood","stream":true,"max_tokens":50000}'
     connection.sendall(POST + b"content-length: %d\r\n\r\n%s" % (len(body), body))
     return connection
 
