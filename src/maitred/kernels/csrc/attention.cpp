@@ -146,7 +146,7 @@ void find_ranges(const Job& job, const AttentionItem& item, int segment, int32_t
 }
 
 void compute_segment(const Job& job, const AttentionItem& item, int segment, const Partial& part,
-                     const uint8_t* const* next_tiles, int num_next) {
+                     const uint8_t* const* next_tiles) {
   const Span span = span_of(job, item, segment);
   const uint8_t* tiles[kSegmentTiles];
   find_tiles(job, item, segment, span, tiles);
@@ -172,13 +172,22 @@ void compute_segment(const Job& job, const AttentionItem& item, int segment, con
   work.sum = part.sum;
   work.out = part.out;
   work.next_tiles = next_tiles;
-  work.num_next = num_next;
   job.kernels.segment[static_cast<int>(job.tile_layout.dtype)](work);
 }
 
 void start(int rows, const Partial& total) {
   std::fill(total.maximum, total.maximum + rows, -std::numeric_limits<float>::infinity());
   std::fill(total.sum, total.sum + rows, 0.0f);
+}
+
+// The output's lines into the cache before they are written: they lie far apart.
+void fetch_output(const Job& job, const AttentionItem& item) {
+  const int head_dim = job.tile_layout.head_dim;
+  for (int query = 0; query < item.num_queries; ++query) {
+    const float* out =
+        job.out + (int64_t{item.first_token} + query) * job.out_stride + int64_t{item.first_head} * head_dim;
+    for (int i = 0; i < item.num_heads * head_dim; i += 16) __builtin_prefetch(out + i, 1, 2);
+  }
 }
 
 void finish(const Job& job, const AttentionItem& item, const Partial& total) {
@@ -196,15 +205,16 @@ void finish(const Job& job, const AttentionItem& item, const Partial& total) {
   }
 }
 
-// Tiles with which the unit after this one begins, if it is tiled at all.
-int find_next_tiles(const Job& job, const AttentionItem& item, int segment, const uint8_t** tiles) {
-  if (!job.pool.layout().tiled) return 0;
-  const Span span = span_of(job, item, segment);
+// Tiles of a segment from its first on, for fetching ahead: the last again where there are fewer, and any memory where
+// the pool has none.
+void find_next_tiles(const Job& job, const AttentionItem* item, int segment, const uint8_t** tiles) {
+  std::fill(tiles, tiles + kSegmentTiles, job.scratch);
+  if (item == nullptr || !job.pool.layout().tiled) return;
+  const Span span = span_of(job, *item, segment);
   const int first = span.first / kTileSlots, end = (span.end + kTileSlots - 1) / kTileSlots;
   const uint8_t* found[kSegmentTiles];
-  find_tiles(job, item, segment, span, found);
-  std::copy(found + first, found + end, tiles);
-  return end - first;
+  find_tiles(job, *item, segment, span, found);
+  for (int i = 0; i < kSegmentTiles; ++i) tiles[i] = found[std::min(first + i, end - 1)];
 }
 
 Partial partial_of(AttentionPlan& plan, const AttentionItem& item, int segment, int padded_head) {
@@ -223,13 +233,14 @@ void run_unit(const Job& job, const AttentionUnit& unit, const AttentionUnit* ne
   const bool split = item.partials >= 0;
   for (int segment = unit.first_segment; segment < unit.end_segment; ++segment) {
     const uint8_t* next_tiles[kSegmentTiles];
-    int num_next = 0;
     if (segment + 1 < unit.end_segment)
-      num_next = find_next_tiles(job, item, segment + 1, next_tiles);
-    else if (next != nullptr)
-      num_next = find_next_tiles(job, job.plan.items()[next->item], next->first_segment, next_tiles);
+      find_next_tiles(job, &item, segment + 1, next_tiles);
+    else
+      find_next_tiles(job, next == nullptr ? nullptr : &job.plan.items()[next->item],
+                      next == nullptr ? 0 : next->first_segment, next_tiles);
+    if (segment + 1 == unit.end_segment && !split) fetch_output(job, item);
     const Partial to = split ? partial_of(job.plan, item, segment, padded_head) : part;
-    compute_segment(job, item, segment, to, next_tiles, num_next);
+    compute_segment(job, item, segment, to, next_tiles);
     if (!split) job.kernels.fold(rows, padded_head, total, part);
   }
   if (split) {

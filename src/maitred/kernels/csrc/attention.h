@@ -136,8 +136,7 @@ struct Segment {
   float* maximum;          // [rows] out; -inf where the row sees nothing
   float* sum;              // [rows] out; 0 where the row sees nothing
   float* out;              // [rows][padded_head] out, not divided by the sum; untouched where the row sees nothing
-  const uint8_t* const* next_tiles;  // what this thread will probably read next; num_next of them
-  int num_next;
+  const uint8_t* const* next_tiles;  // [kSegmentTiles] what this thread will probably read next
 };
 
 // Partial results of some query rows.
