@@ -20,7 +20,7 @@ dev: $(VENV)/.installed-dev ## what contributors need: torch, transformers and t
 
 test: $(VENV)/.installed-dev ## the whole suite
 	@scripts/debian-packages
-	$(BIN)/python -m pytest
+	@scripts/test $(BIN)/python
 
 check: $(VENV)/.installed-dev ## formatting, lint, types and import layers
 	$(BIN)/ruff format --check .
