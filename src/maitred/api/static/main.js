@@ -49,6 +49,7 @@ async function connect() {
   feed.end();
   try {
     const { data } = await client.json("v1/models");
+    chat.complain(null);
     chat.useModel(data[0].id);
     say($("model"), inertLine(data[0].id, 60));
     document.title = `${inertLine(data[0].id, 40)} · maitred`;
@@ -60,7 +61,8 @@ async function connect() {
       askForKey(client.key ? error.message : "");
       return;
     }
-    state("bad", "not reachable");
+    if (error.status === 503) state("wait", "loading");
+    else state("bad", "not reachable");
     chat.complain(error.message);
     setTimeout(connect, 3000);
   }
