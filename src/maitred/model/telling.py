@@ -6,19 +6,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from maitred.kernels import _native
 from maitred.model.packed import packed_bytes
 from maitred.model.program import Linear, Program, Weight
 
-CHANNELS = 32  # of a tile of packed weights; csrc/linear.h
-# values of K that a channel takes in one step, by format of the weights
-STEP_VALUES = {"float32": 1, "bfloat16": 2, "int8": 4, "int4": 4}
-# what multiplies them, by instruction set and format of the activations
-PRODUCTS = {
-    ("avx512", "float32"): "vfmadd231ps zmm",
-    ("avx512", "bfloat16"): "vdpbf16ps zmm",
-    ("avx512", "int8"): "vpdpbusd zmm",
-    ("avx2", "float32"): "vfmadd231ps ymm",
-}
 NAME_WIDTH = 44
 
 
@@ -66,10 +57,10 @@ def tell_linears(program: Program, isa: str) -> list[str]:
     lines = ["linears"]
     for group in linear_groups(program):
         weight = group.weight
-        product = PRODUCTS.get((isa, weight.format.operand), f"{isa} {weight.format.operand}")
+        product, rows, channels = _native.linear_kernel(isa, weight.format.dtype)
         lines.append(
             f"  {group.name:28} {group.count:>4} x [{weight.rows:,} x {weight.width:,}] {weight.format!s:9} "
-            f"{product}, tiles of {CHANNELS} x {STEP_VALUES[weight.format.dtype]}"
+            f"{product}, tiles of {rows} x {channels}"
             f"{', gate beside up' if weight.gated else ''}; {group.num_bytes / 1e6:,.1f} MB"
         )
     return lines

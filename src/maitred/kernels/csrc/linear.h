@@ -111,6 +111,9 @@ struct LinearKernels {
   // rows m x packed weights, called by all workers with one fresh counter. out may not overlap the operand.
   void (*linear)(const PackedLinear& weights, const Operand& rows, int m, const LinearOut& out, WorkCounter& counter,
                  const Worker& worker);
+  // What multiplies weights of this dtype, by its name in the instruction set, and the rows that its inner loop takes.
+  const char* (*product)(DType weights);
+  int (*rows_at_once)(DType weights);
 };
 
 const LinearKernels& linear_kernels(Isa isa);

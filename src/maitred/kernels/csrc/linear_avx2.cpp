@@ -210,6 +210,10 @@ constexpr Kernel kInt4[] = {&multiply_int4<1>, &multiply_int4<2>, &multiply_int4
 struct Avx2 {
   using V = V8;
   static int rows_at_once(DType) { return 3; }
+  static const char* product(DType dtype) {
+    const char* names[] = {"vfmadd ymm", "vfmadd ymm", "vpmaddubsw ymm", "vpmaddubsw ymm"};
+    return names[static_cast<int>(dtype)];
+  }
 
   static V8 from_int32(const int32_t* from) { return {_mm256_cvtepi32_ps(load(from))}; }
   static void store_bf16(uint16_t* to, V8 a) {

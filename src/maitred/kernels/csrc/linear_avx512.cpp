@@ -213,6 +213,10 @@ constexpr Kernel kInt4[] = {&multiply_int4<1>, &multiply_int4<2>, &multiply_int4
 struct Avx512 {
   using V = V16;
   static int rows_at_once(DType dtype) { return dtype == DType::int4 ? 8 : 12; }
+  static const char* product(DType dtype) {
+    const char* names[] = {"vfmadd zmm", "vdpbf16ps zmm", "vpdpbusd zmm", "vpdpbusd zmm"};
+    return names[static_cast<int>(dtype)];
+  }
 
   static V16 from_int32(const int32_t* from) { return {_mm512_cvtepi32_ps(_mm512_loadu_si512(from))}; }
   static void store_bf16(uint16_t* to, V16 a) {

@@ -2,6 +2,7 @@
 //
 // K is an anonymous struct of a linear_<isa>.cpp file, with a vector type K::V (vector_math.h) and
 //   rows_at_once(dtype)                 rows that one call of its inner loops takes at most
+//   product(dtype)                      the instruction in them that multiplies
 //   f32, bf16, int8, int4 (const Block&)  products of a block
 //   from_int32(const int32_t*) -> V
 //   store_bf16(uint16_t*, V), store_int8(int8_t*, V)  rounded to nearest even; V::width values
@@ -401,7 +402,7 @@ void prepare(const PrepareSource& source, const LinearShape& shape, int first, i
 
 template <class K>
 constexpr LinearKernels table() {
-  return LinearKernels{&prepare<K>, &linear<K>};
+  return LinearKernels{&prepare<K>, &linear<K>, &K::product, &K::rows_at_once};
 }
 
 }  // namespace linear_driver

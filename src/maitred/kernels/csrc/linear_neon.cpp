@@ -161,6 +161,10 @@ constexpr Kernel kFixed[] = {&multiply_rows<Op, 1>, &multiply_rows<Op, 2>, &mult
 struct Neon {
   using V = V4;
   static int rows_at_once(DType) { return 3; }
+  static const char* product(DType dtype) {
+    const char* names[] = {"fmla v4s", "fmla v4s", "smull v8h", "smlal v8h"};
+    return names[static_cast<int>(dtype)];
+  }
 
   static V4 from_int32(const int32_t* from) { return {vcvtq_f32_s32(vld1q_s32(from))}; }
   static void store_bf16(uint16_t* to, V4 a) {

@@ -36,6 +36,10 @@ struct One {
 struct Plain {
   using V = One;
   static int rows_at_once(DType) { return 4; }
+  static const char* product(DType dtype) {
+    const char* names[] = {"scalar float32", "scalar bfloat16", "scalar int8", "scalar int8"};
+    return names[static_cast<int>(dtype)];
+  }
 
   static One from_int32(const int32_t* from) { return {static_cast<float>(*from)}; }
   static void store_bf16(uint16_t* to, One v) { *to = float_to_bf16(v.x); }
