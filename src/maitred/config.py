@@ -110,11 +110,11 @@ class CacheConfig:
 
 
 DEFAULT_TOKEN_BUDGET = 512
-LEAST_TOKEN_BUDGET, TOKENS_PER_THREAD = 64, 32
+LEAST_TOKEN_BUDGET, TOKENS_PER_THREAD = 128, 64
 
 
 def native_token_budget(num_threads: int) -> int:
-    """Of the native executor. From 64 tokens on its products are about as fast as at 512, and who decodes waits for as
+    """Of the native executor. From 128 tokens on its products are about as fast as at 512, and who decodes waits for as
     long as a step takes; more threads take as long for as many tokens more."""
     return min(DEFAULT_TOKEN_BUDGET, max(LEAST_TOKEN_BUDGET, TOKENS_PER_THREAD * num_threads))
 
@@ -136,8 +136,8 @@ class SchedulerConfig:
     """Who is served next, and how much of it in one step."""
 
     max_num_batched_tokens: int | None = None
-    """Most tokens in one step. Larger raises throughput and inter-token latency. None is what suits the executor: 32 a
-    thread, from 64 to 512, where the native one runs, and 512 with PyTorch; never below max_num_seqs."""
+    """Most tokens in one step. Larger raises throughput and inter-token latency. None is what suits the executor: 64 a
+    thread, from 128 to 512, where the native one runs, and 512 with PyTorch; never below max_num_seqs."""
     max_num_seqs: int = 64
     """Most requests in one step."""
     policy: str = "fcfs"
