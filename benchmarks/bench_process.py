@@ -44,7 +44,7 @@ class Served:
 
 
 def start(name: str, words: list[str]) -> Served:
-    """A server on a free port, once it answers."""
+    """A server on a free port, once it has its model."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -52,7 +52,7 @@ def start(name: str, words: list[str]) -> Served:
     served = Served(name, subprocess.Popen(command), f"http://127.0.0.1:{port}")
     while True:
         try:
-            with urllib.request.urlopen(f"{served.url}/health"):
+            with urllib.request.urlopen(f"{served.url}/ready"):
                 return served
         except OSError:
             if served.process.poll() is not None:
