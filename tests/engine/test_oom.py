@@ -9,7 +9,7 @@ import pytest
 from maitred.engine.oom import num_oom_kills
 
 MACHINE = {"proc/vmstat": "nr_free_pages 7\noom_kill 5\n"}
-GROUP = {"proc/self/cgroup": "0::/work/serve\n", "sys/fs/cgroup/work/serve/memory.events": "oom 3\noom_kill 2\n"}
+GROUP = {"proc/self/cgroup": "0::/box/serve\n", "sys/fs/cgroup/box/serve/memory.events": "oom 3\noom_kill 2\n"}
 OLD_GROUP = {"proc/self/cgroup": "5:memory:/serve\n"}
 NO_EVENTS = {"proc/self/cgroup": "0::/\n"}  # the topmost group has none
 
