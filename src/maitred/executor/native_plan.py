@@ -215,7 +215,7 @@ def resolve_formats(config: ModelConfig, checkpoint_dtype: str, isa: str) -> For
     """
     dtype = config.dtype
     if dtype == "auto":
-        half = checkpoint_dtype in ("bfloat16", "float16") and isa == "avx512"
+        half = checkpoint_dtype in ("bfloat16", "float16") and isa in ("avx512", "amx")
         dtype = "bfloat16" if half else "float32"
     head = config.lm_head_dtype
     if head == "auto":

@@ -285,7 +285,7 @@ void attention(const AttentionOp& op, AttentionPlan& plan, const AttentionScratc
 
 const AttentionKernels& attention_kernels(Isa isa) {
 #if defined(__x86_64__)
-  if (isa == Isa::avx512) return attention_kernels_avx512();
+  if (isa == Isa::avx512 || isa == Isa::amx) return attention_kernels_avx512();
   if (isa == Isa::avx2) return attention_kernels_avx2();
 #elif defined(__aarch64__)
   if (isa == Isa::neon) return attention_kernels_neon();

@@ -3,7 +3,28 @@
 #include <cstdlib>
 #include <stdexcept>
 
+#if defined(__x86_64__) && defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 namespace maitred {
+namespace {
+
+// Tiles are 8 KB of state a thread: Linux gives them to a process that asks (Documentation/arch/x86/xstate.rst).
+bool may_use_tiles() {
+#if defined(__x86_64__) && defined(__linux__)
+  constexpr int kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  static const bool granted = __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-int8") &&
+                              __builtin_cpu_supports("amx-bf16") &&
+                              syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+  return granted;
+#else
+  return false;
+#endif
+}
+
+}  // namespace
 
 std::vector<Isa> available_isas() {
   std::vector<Isa> isas{Isa::plain};
@@ -14,6 +35,7 @@ std::vector<Isa> available_isas() {
       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
       __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16"))
     isas.push_back(Isa::avx512);
+  if (isas.back() == Isa::avx512 && may_use_tiles()) isas.push_back(Isa::amx);
 #elif defined(__aarch64__)
   isas.push_back(Isa::neon);
 #endif
@@ -30,6 +52,8 @@ const char* isa_name(Isa isa) {
       return "avx2";
     case Isa::avx512:
       return "avx512";
+    case Isa::amx:
+      return "amx";
   }
   return "unknown";
 }

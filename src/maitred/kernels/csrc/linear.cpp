@@ -269,6 +269,7 @@ const LinearKernels& linear_kernels(Isa isa) {
   switch (isa) {
 #if defined(__x86_64__)
     case Isa::avx512:
+    case Isa::amx:
       return kLinearAvx512;
     case Isa::avx2:
       return kLinearAvx2;

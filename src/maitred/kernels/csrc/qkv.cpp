@@ -69,7 +69,7 @@ void qkv(const QKVOp& op, const KVPool& pool, const StepRows& step, const float*
 
 const QKVKernels& qkv_kernels(Isa isa) {
 #if defined(__x86_64__)
-  if (isa == Isa::avx512) return qkv_kernels_avx512();
+  if (isa == Isa::avx512 || isa == Isa::amx) return qkv_kernels_avx512();
   if (isa == Isa::avx2) return qkv_kernels_avx2();
 #elif defined(__aarch64__)
   if (isa == Isa::neon) return qkv_kernels_neon();

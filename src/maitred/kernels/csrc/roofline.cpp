@@ -20,6 +20,7 @@ const RooflineKernels& roofline_kernels(Isa isa) {
   switch (isa) {
 #if defined(__x86_64__)
     case Isa::avx512:
+    case Isa::amx:
       return kRooflineAvx512;
     case Isa::avx2:
       return kRooflineAvx2;

@@ -15,7 +15,7 @@ const SamplerKernels& sampler_avx512();
 
 const SamplerKernels& sampler_kernels(Isa isa) {
 #if defined(__x86_64__)
-  if (isa == Isa::avx512) return sampler_avx512();
+  if (isa == Isa::avx512 || isa == Isa::amx) return sampler_avx512();
   if (isa == Isa::avx2) return sampler_avx2();
 #endif
   (void)isa;  // NEON takes the plain path
