@@ -23,6 +23,7 @@ from maitred.api.metrics_page import EdgeMetrics
 from maitred.api.opening import BEFORE_THE_ENGINE, LOADING, LoadingReplica
 from maitred.api.sse import EventStream
 from maitred.api.text_lanes import TextLanes
+from maitred.api.turns import Turns
 from maitred.api.watch import Watch
 from maitred.clock import Clock
 from maitred.config import AdmissionConfig, ServerConfig
@@ -85,6 +86,7 @@ class Edge:
         self.salt_secret = secrets.token_bytes(32)  # the cache it protects does not outlive this process either
         self.latencies = Latencies()
         self._is_ready = is_ready
+        self.turns = Turns()
         self._text_lanes = TextLanes()
         self._ids = itertools.count()
         self._num_admitted = 0

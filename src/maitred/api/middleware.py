@@ -44,6 +44,7 @@ class EdgeMiddleware:
             raw_send=send,
             request_id=self._request_id(headers.get(b"x-request-id")),
             max_body_bytes=self._edge.config.max_body_bytes,
+            turns=self._edge.turns,
             headers=headers,
         )
         exchange.standing_headers = partial(self._standing, exchange)

@@ -86,11 +86,14 @@ async def detokenize(edge: Edge, exchange: Exchange) -> None:
     """Text of tokens, special ones included."""
     body = await exchange.json(_DETOKENIZE, max_items=max(MAX_ITEMS, 2 * edge.model.max_model_len))
     edge.check_model(body.model)
+    await exchange.answer_json(await edge.in_thread(exchange, _detokenize, edge, body))
+
+
+def _detokenize(edge: Edge, body: DetokenizeRequest) -> DetokenizeResponse:
     for position, token in enumerate(body.tokens):
         if not 0 <= token < edge.model.vocab_size:
             raise InvalidRequest(
                 f"token {position} is outside the vocabulary, which has ids 0 to {edge.model.vocab_size - 1}",
                 param=f"tokens[{position}]",
             )
-    text = await edge.in_thread(exchange, edge.model.tokenizer.decode, body.tokens, skip_special_tokens=False)
-    await exchange.answer_json(DetokenizeResponse(prompt=text))
+    return DetokenizeResponse(prompt=edge.model.tokenizer.decode(body.tokens, skip_special_tokens=False))

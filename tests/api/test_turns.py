@@ -1,0 +1,148 @@
+"""Large bodies on the event loop: however many come at once, each turn of the loop has one piece of one of them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+
+from maitred.api.exchange import MAX_KEYS, SMALL_BYTES, UNCOUNTED_BYTES, Exchange
+from maitred.api.turns import Turns
+from maitred.errors import InvalidRequest
+
+NUM_BODIES = 8
+
+
+class Counted:
+    """The loop's turns, by number, and in which of them something happened."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.noted: list[int] = []
+        self._loop = asyncio.get_running_loop()
+        self._loop.call_soon(self._next)
+
+    def _next(self) -> None:
+        self.number += 1
+        self._loop.call_soon(self._next)
+
+    def note(self) -> None:
+        self.noted.append(self.number)
+
+
+def exchange_of(chunks: Iterator[bytes], turns: Turns, counted: Counted | None = None) -> Exchange:
+    """A request whose body is there already, so that only `turns` make it wait."""
+    left = list(chunks)
+    num_bytes = 0
+
+    async def receive() -> dict[str, Any]:
+        nonlocal num_bytes
+        if counted is not None and num_bytes > SMALL_BYTES:
+            counted.note()
+        chunk = left.pop(0)
+        num_bytes += len(chunk)
+        return {"type": "http.request", "body": chunk, "more_body": bool(left)}
+
+    async def send(message: Any) -> None:
+        raise AssertionError("nothing is answered here")
+
+    return Exchange(
+        scope={},
+        receive=receive,
+        raw_send=send,
+        request_id="a",
+        max_body_bytes=2**30,
+        turns=turns,
+        headers={b"content-type": b"application/json"},
+    )
+
+
+def in_pieces(body: bytes, size: int = SMALL_BYTES) -> Iterator[bytes]:
+    return (body[start : start + size] for start in range(0, len(body), size))
+
+
+class NotingDecoder:
+    def __init__(self, counted: Counted) -> None:
+        self._counted = counted
+
+    def decode(self, body: bytes) -> bytes:
+        self._counted.note()
+        return body
+
+
+def test_pieces_of_large_bodies_are_read_and_decoded_in_turns_of_their_own():
+    body = b'"%b"' % (b"x" * 10 * SMALL_BYTES)
+
+    async def read_all() -> Counted:
+        counted, turns = Counted(), Turns()
+        decoder: Any = NotingDecoder(counted)
+        exchanges = [exchange_of(in_pieces(body), turns, counted) for _ in range(NUM_BODIES)]
+        assert await asyncio.gather(*(exchange.json(decoder) for exchange in exchanges)) == [body] * NUM_BODIES
+        return counted
+
+    counted = asyncio.run(read_all())
+    assert len(counted.noted) == NUM_BODIES * (9 + 1), "pieces beyond the first two, and the decoding"
+    assert len(set(counted.noted)) == len(counted.noted), "no two in one turn"
+
+
+def test_a_small_body_waits_for_no_turn():
+    async def read() -> None:
+        turns = Turns()
+        await turns.mine()  # the next one would wait
+        body = exchange_of(in_pieces(b"[%b]" % (b" " * (SMALL_BYTES - 2)), 999), turns).body()
+        with pytest.raises(StopIteration):
+            body.send(None)  # it ended without handing control back to the loop
+
+    asyncio.run(read())
+
+
+def test_turns_are_had_in_order_and_those_who_left_have_none():
+    async def run() -> list[tuple[int, int]]:
+        counted, turns = Counted(), Turns()
+        had: list[tuple[int, int]] = []
+
+        async def take(index: int) -> None:
+            await turns.mine()
+            had.append((index, counted.number))
+
+        taking = [asyncio.ensure_future(take(index)) for index in range(6)]
+        await asyncio.sleep(0)
+        taking[2].cancel()
+        taking[3].cancel()
+        for task in taking:
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+        await take(6)  # when nobody waits any more
+        return had
+
+    had = asyncio.run(run())
+    assert [index for index, _ in had] == [0, 1, 4, 5, 6]
+    numbers = [number for _, number in had]
+    assert len(set(numbers)) == len(numbers)
+    assert numbers == sorted(numbers)
+
+
+def test_a_large_text_full_of_colons_has_no_keys():
+    text = ": " * (MAX_KEYS + 1) + "x" * UNCOUNTED_BYTES
+    body = msgspec.json.encode([text])
+    decoder = msgspec.json.Decoder(list[str])
+
+    async def read() -> list[str]:
+        return await exchange_of(in_pieces(body), Turns()).json(decoder)
+
+    assert asyncio.run(read()) == [text]
+
+
+def test_keys_are_counted_to_the_last_where_colons_are_many():
+    body = b"{%b" % (b'"a":0,' * MAX_KEYS) + b" " * UNCOUNTED_BYTES + b'"a":0}'
+    decoder = msgspec.json.Decoder(dict[str, int])
+
+    async def read() -> None:
+        await exchange_of(in_pieces(body), Turns()).json(decoder, max_items=2 * MAX_KEYS)
+
+    with pytest.raises(InvalidRequest, match=f"about {MAX_KEYS + 1} keys"):
+        asyncio.run(read())
