@@ -8,6 +8,7 @@
 namespace maitred {
 namespace {
 
+#include "qkv_formats.inc"
 #include "qkv_token.inc"
 
 const QKVKernels kKernels{&run};
