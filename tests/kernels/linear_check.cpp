@@ -88,7 +88,7 @@ void check_shape(Isa isa, LinearShape shape, const LinearOut& how) {
   const float step = shape.dtype == DType::f32 ? 1e-5f : shape.dtype == DType::bf16 ? 2e-3f : 6e-3f;
   const float size = 1.0f + std::sqrt(static_cast<float>(shape.k));  // of products; a gated output is one of two
   check(close(whole, expected, step * size * (shape.gated ? size : 1.0f)), "off", shape, kMost, isa_name(isa));
-  for (int m : {1, 2, 3, 4, 7, 13}) {
+  for (int m : {1, 2, 3, 4, 7, 13, 18, 37, 50}) {
     const std::vector<float> part = product(kernels, weights, x, norm, 5, m, how);
     const size_t at = static_cast<size_t>(5) * out_width(shape);
     check(std::memcmp(part.data(), whole.data() + at, part.size() * sizeof(float)) == 0,

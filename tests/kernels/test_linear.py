@@ -192,18 +192,57 @@ def test_a_row_comes_out_the_same_in_any_company(pool: Any, isa: str, dtype: str
 
 
 @pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(("dtype", "group"), FORMATS)
+@pytest.mark.parametrize(("k", "gated"), [(131, False), (640, True)])
+def test_every_number_of_rows_gives_the_same_bits(
+    pool: Any, isa: str, dtype: str, group: int, k: int, gated: bool
+) -> None:
+    world = make_world(pool, dtype, group, 66, k, gated=gated, bias=gated)
+    x = rows(150, k)
+    whole = linear.linear(pool, world.weights, x, isa=isa)
+    for m in (*range(1, 71), 95, 96, 97, 127, 129):
+        assert (linear.linear(pool, world.weights, x[-m:], isa=isa) == whole[-m:]).all(), m
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(("dtype", "group"), FORMATS)
+def test_rows_beyond_one_block_are_each_added_once(pool: Any, isa: str, dtype: str, group: int) -> None:
+    """Long rows, so that a block has few of them; blocks and chunks end in the middle of others."""
+    world = make_world(pool, dtype, group, 40, 12_000, bias=True)
+    x, residual = rows(110, 12_000), rows(110, 40, seed=1)
+    y = linear.linear(pool, world.weights, x, isa=isa, add_to=residual.copy(), alpha=0.5)
+    for start in range(0, 110, 22):
+        some = slice(start, start + 22)
+        part = linear.linear(pool, world.weights, x[some], isa=isa, add_to=residual[some].copy(), alpha=0.5)
+        assert (part == y[some]).all()
+
+
+@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_row_that_is_not_finite_shows_in_its_output_and_in_no_other(
     pool: Any, isa: str, dtype: str, bad: float
 ) -> None:
     world = make_world(pool, dtype, 0, 40, 100)
-    x = rows(3, 100)
-    alone = linear.linear(pool, world.weights, x[2:], isa=isa)
-    x[1, 37] = bad
-    y = linear.linear(pool, world.weights, x, isa=isa)
-    assert not np.isfinite(y[1]).any()
-    assert (y[2] == alone[0]).all()
+    for m in (3, 29, 50):
+        x = rows(m, 100)
+        sane = linear.linear(pool, world.weights, x, isa=isa)
+        x[1, 37] = bad
+        y = linear.linear(pool, world.weights, x, isa=isa)
+        assert not np.isfinite(y[1]).any()
+        assert (np.delete(y, 1, axis=0) == np.delete(sane, 1, axis=0)).all()
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_weights_that_are_not_finite_show_in_their_channel_alone(pool: Any, isa: str, bad: float) -> None:
+    """The next tile's weights begin where K ends in the middle of a step, and must not be read for it."""
+    matrix = rows(70, 99)
+    finite = linear.linear(pool, linear.pack(pool, [SourceMatrix(matrix)], "bfloat16"), rows(20, 99), isa=isa)
+    matrix[35, 0] = bad
+    y = linear.linear(pool, linear.pack(pool, [SourceMatrix(matrix)], "bfloat16"), rows(20, 99), isa=isa)
+    assert not np.isfinite(y[:, 35]).any()
+    assert (np.delete(y, 35, axis=1) == np.delete(finite, 35, axis=1)).all()
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -215,10 +254,23 @@ def test_a_row_of_zeros_gives_zeros(pool: Any, isa: str) -> None:
 
 
 def test_int8_is_the_same_on_every_instruction_set(pool: Any) -> None:
-    world = make_world(pool, "int8", 0, 75, 515)
-    x = rows(9, 515)
-    outputs = [linear.linear(pool, world.weights, x, isa=isa) for isa in ISAS]
-    assert all((y == outputs[0]).all() for y in outputs)
+    for k in (5, 515, 1088):
+        world = make_world(pool, "int8", 0, 75, k)
+        for m in (1, 9, 31, 50):
+            x = rows(m, k)
+            outputs = [linear.linear(pool, world.weights, x, isa=isa) for isa in ISAS]
+            assert all((y == outputs[0]).all() for y in outputs)
+
+
+@pytest.mark.skipif("amx" not in ISAS, reason="this processor has no tiles")
+@pytest.mark.parametrize(("dtype", "group"), [fmt for fmt in FORMATS if fmt[0].startswith("int")])
+@pytest.mark.parametrize(("n", "k"), [(32, 64), (75, 515), (64, 1184)])
+def test_integers_come_out_of_tiles_as_out_of_vectors(pool: Any, dtype: str, group: int, n: int, k: int) -> None:
+    world = make_world(pool, dtype, group, n, k, gated=n == 64, bias=n == 75)
+    x = rows(140, k)
+    vectors = linear.linear(pool, world.weights, x, isa="avx512")
+    for m in (*range(1, 71), 140):
+        assert (linear.linear(pool, world.weights, x[:m], isa="amx") == vectors[:m]).all(), m
 
 
 # --- packing ---

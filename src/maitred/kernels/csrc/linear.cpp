@@ -250,7 +250,8 @@ DType operand_dtype(DType weight_dtype) { return weight_dtype == DType::int4 ? D
 
 int64_t operand_row_bytes(DType operand_dtype, int k) {
   const int size = operand_dtype == DType::f32 ? 4 : operand_dtype == DType::bf16 ? 2 : 1;
-  return round_up(k, 128) * size;
+  const int64_t lines = round_up(k, 128) * size / 64;
+  return (lines | 1) * 64;  // an odd number of cache lines: rows that are read together lie in sets of their own
 }
 
 int sums_per_row(const LinearShape& shape) {
@@ -268,8 +269,9 @@ void prepare_rows(const LinearKernels& kernels, const PrepareSource& source, con
 const LinearKernels& linear_kernels(Isa isa) {
   switch (isa) {
 #if defined(__x86_64__)
-    case Isa::avx512:
     case Isa::amx:
+      return kLinearAmx;
+    case Isa::avx512:
       return kLinearAvx512;
     case Isa::avx2:
       return kLinearAvx2;

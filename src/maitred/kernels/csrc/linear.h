@@ -126,6 +126,7 @@ extern const LinearKernels kLinearPlain;
 #if defined(__x86_64__)
 extern const LinearKernels kLinearAvx2;
 extern const LinearKernels kLinearAvx512;
+extern const LinearKernels kLinearAmx;
 #elif defined(__aarch64__)
 extern const LinearKernels kLinearNeon;
 #endif

@@ -209,6 +209,7 @@ constexpr Kernel kInt4[] = {&multiply_int4<1>, &multiply_int4<2>, &multiply_int4
 
 struct Avx2 {
   using V = V8;
+  static constexpr bool kEndsFromSums = false;
   static int rows_at_once(DType) { return 3; }
   static const char* product(DType dtype) {
     const char* names[] = {"vfmadd ymm", "vfmadd ymm", "vpmaddubsw ymm", "vpmaddubsw ymm"};

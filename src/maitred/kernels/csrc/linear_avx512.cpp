@@ -13,45 +13,7 @@
 namespace maitred {
 namespace {
 
-struct V16 {
-  static constexpr int width = 16;
-  __m512 v;
-  static __mmask16 mask(int n) { return static_cast<__mmask16>((1u << n) - 1u); }
-  static V16 load(const float* from) { return {_mm512_loadu_ps(from)}; }
-  static V16 load_part(const float* from, int n) { return {_mm512_maskz_loadu_ps(mask(n), from)}; }
-  static void store(float* to, V16 a) { _mm512_storeu_ps(to, a.v); }
-  static void store_part(float* to, V16 a, int n) { _mm512_mask_storeu_ps(to, mask(n), a.v); }
-  static V16 set1(float x) { return {_mm512_set1_ps(x)}; }
-  static V16 fma(V16 a, V16 b, V16 c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
-  static V16 min(V16 a, V16 b) { return {_mm512_min_ps(a.v, b.v)}; }
-  static V16 max(V16 a, V16 b) { return {_mm512_max_ps(a.v, b.v)}; }
-  static V16 abs(V16 a) { return {_mm512_abs_ps(a.v)}; }
-  static V16 round_even(V16 a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
-  static V16 select_less(V16 a, V16 b, V16 x, V16 y) {
-    return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ), y.v, x.v)};
-  }
-  static V16 copysign(V16 a, V16 sign) {
-    const __m512i bit = _mm512_set1_epi32(static_cast<int>(0x80000000u));
-    return {_mm512_castsi512_ps(
-        _mm512_ternarylogic_epi32(bit, _mm512_castps_si512(sign.v), _mm512_castps_si512(a.v), 0xca))};
-  }
-  static V16 pow2(V16 n) {
-    const __m512i biased = _mm512_add_epi32(_mm512_cvtps_epi32(n.v), _mm512_set1_epi32(127));
-    return {_mm512_castsi512_ps(_mm512_slli_epi32(biased, 23))};
-  }
-  static V16 max_bits(V16 a, V16 b) {
-    return {_mm512_castsi512_ps(_mm512_max_epi32(_mm512_castps_si512(a.v), _mm512_castps_si512(b.v)))};
-  }
-  static float largest_bits(V16 a) {
-    return float_of(static_cast<uint32_t>(_mm512_reduce_max_epi32(_mm512_castps_si512(a.v))));
-  }
-  static float sum(V16 a) { return _mm512_reduce_add_ps(a.v); }
-  static float root(float x) { return _mm_cvtss_f32(_mm_sqrt_ss(_mm_set_ss(x))); }
-  friend V16 operator+(V16 a, V16 b) { return {_mm512_add_ps(a.v, b.v)}; }
-  friend V16 operator-(V16 a, V16 b) { return {_mm512_sub_ps(a.v, b.v)}; }
-  friend V16 operator*(V16 a, V16 b) { return {_mm512_mul_ps(a.v, b.v)}; }
-  friend V16 operator/(V16 a, V16 b) { return {_mm512_div_ps(a.v, b.v)}; }
-};
+#include "linear_avx512_rows.inc"
 
 struct F32 {
   static constexpr bool starts_from_sums = false;
@@ -210,35 +172,13 @@ constexpr Kernel kFixed[] = {&multiply_rows<Op, 1>,  &multiply_rows<Op, 2>,  &mu
 constexpr Kernel kInt4[] = {&multiply_int4<1>, &multiply_int4<2>, &multiply_int4<3>, &multiply_int4<4>,
                             &multiply_int4<5>, &multiply_int4<6>, &multiply_int4<7>, &multiply_int4<8>};
 
-struct Avx512 {
-  using V = V16;
+struct Avx512 : Rows512 {
+  static constexpr bool kEndsFromSums = false;
   static int rows_at_once(DType dtype) { return dtype == DType::int4 ? 8 : 12; }
   static const char* product(DType dtype) {
     const char* names[] = {"vfmadd zmm", "vdpbf16ps zmm", "vpdpbusd zmm", "vpdpbusd zmm"};
     return names[static_cast<int>(dtype)];
   }
-
-  static V16 from_int32(const int32_t* from) { return {_mm512_cvtepi32_ps(_mm512_loadu_si512(from))}; }
-  static void store_bf16(uint16_t* to, V16 a) {
-    const __m256bh half = _mm512_cvtneps_pbh(a.v);
-    std::memcpy(to, &half, 32);
-  }
-  static void store_int8(int8_t* to, V16 a) {
-    const __m512i q = _mm512_cvtps_epi32(a.v);
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtsepi32_epi8(q));
-  }
-  static int32_t sum_int8(const int8_t* from, int n) {  // n a multiple of 32
-    const __m256i flip = _mm256_set1_epi8(static_cast<char>(0x80));
-    __m256i sums = _mm256_setzero_si256();
-    for (int i = 0; i < n; i += 32) {
-      const __m256i q = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i));
-      sums = _mm256_add_epi64(sums, _mm256_sad_epu8(_mm256_xor_si256(q, flip), _mm256_setzero_si256()));
-    }
-    const __m128i two = _mm_add_epi64(_mm256_castsi256_si128(sums), _mm256_extracti128_si256(sums, 1));
-    return static_cast<int32_t>(_mm_cvtsi128_si64(two) + _mm_extract_epi64(two, 1)) - 128 * n;
-  }
-
-  static void prefetch_to_write(const float* line) { asm volatile("prefetchw %0" : : "m"(*line)); }
 
   static void f32(const Block& b) { kFixed<F32>[b.num_rows - 1](b); }
   static void bf16(const Block& b) { kFixed<Bf16>[b.num_rows - 1](b); }

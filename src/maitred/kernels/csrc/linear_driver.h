@@ -5,6 +5,7 @@
 //   product(dtype)                      the instruction in them that multiplies
 //   f32, bf16, int8, int4 (const Block&)  products of a block
 //   from_int32(const int32_t*) -> V
+//   kEndsFromSums                       whether sums of int8 rows lack what they should have started from
 //   store_bf16(uint16_t*, V), store_int8(int8_t*, V)  rounded to nearest even; V::width values
 //   prefetch_to_write(float*)           the line, as this core's own
 // Instantiated with such a type, everything here is local to that file.
@@ -45,10 +46,14 @@ struct Block {
 
 namespace linear_driver {
 
-constexpr int kMaxRows = 96;             // of a block
-constexpr int kLeastRows = 24;           // of a block, however long they are, where there are as many
-constexpr int kBlockBytes = 393216;      // of a block's rows
-constexpr int kRunBytes = 262144;        // of a tile, that all rows of a block pass before its next bytes
+struct Limits {
+  int max_rows;       // of a block
+  int least_rows;     // of a block, however long they are, where there are as many
+  int block_bytes;    // of a block's rows
+  int run_bytes;      // of a tile, that all rows of a block pass before its next bytes
+  int steps_at_once;  // of K: all runs but the last are multiples of it
+};
+constexpr Limits kVectorLimits{96, 24, 393216, 262144, 1};
 constexpr int kAheadBytes = 8192;        // that a single pass over the weights prefetches ahead
 constexpr int kLeastShareBytes = 49152;  // of weights, for up to 8 rows
 
@@ -63,19 +68,22 @@ struct Plan {
 
 static inline int divide_up(int64_t a, int64_t b) { return static_cast<int>((a + b - 1) / b); }
 
-static inline Plan plan_of(const LinearShape& shape, int m, int chunk_rows) {
+static inline Plan plan_of(const LinearShape& shape, int m, int chunk_rows, const Limits& limits) {
   Plan plan{};
   plan.tiles = num_tiles(shape);
   const int values[] = {1, 2, 4, shape.group};
   plan.step_values = values[static_cast<int>(shape.dtype)];
   plan.steps = divide_up(shape.k, plan.step_values);
   plan.step_bytes = static_cast<int>(tile_bytes(shape) / plan.steps);
-  const int64_t fit = kBlockBytes / operand_row_bytes(operand_dtype(shape.dtype), shape.k);
-  plan.row_blocks = divide_up(m, fit < kLeastRows ? kLeastRows : fit > kMaxRows ? kMaxRows : fit);
+  const int64_t fit = limits.block_bytes / operand_row_bytes(operand_dtype(shape.dtype), shape.k);
+  plan.row_blocks = divide_up(m, fit < limits.least_rows ? limits.least_rows
+                                 : fit > limits.max_rows ? limits.max_rows
+                                                         : fit);
   plan.rows_per_block = divide_up(m, plan.row_blocks);
   plan.one_pass = plan.rows_per_block <= chunk_rows;
-  const int run = kRunBytes / plan.step_bytes;
+  const int run = limits.run_bytes / plan.step_bytes;
   plan.run_steps = plan.one_pass ? plan.steps : divide_up(plan.steps, divide_up(plan.steps, run < 1 ? 1 : run));
+  plan.run_steps = divide_up(plan.run_steps, limits.steps_at_once) * limits.steps_at_once;
   const int64_t eights = plan.rows_per_block < 8 ? 1 : plan.rows_per_block / 8;
   plan.least_share = divide_up(kLeastShareBytes, tile_bytes(shape) * eights);
   return plan;
@@ -123,12 +131,14 @@ struct Tile {
   using V = typename K::V;
   static constexpr int vectors = kTile / V::width;
   const float* row_scales;  // of the first row; null for f32 and bf16
+  const int32_t* starts;    // of the first row, where the products did not begin from them (K::kEndsFromSums, int8)
   int width;                // values of an output row from this tile on
   bool biased;
   V scales[vectors];  // of the channels, int8
   V biases[vectors];
 
-  Tile(const PackedLinear& weights, const Plan& plan, int tile, const float* row_scales) : row_scales(row_scales) {
+  Tile(const PackedLinear& weights, const Plan& plan, int tile, const float* row_scales, const int32_t* starts)
+      : row_scales(row_scales), starts(starts) {
     const LinearShape& shape = weights.shape;
     const float* behind = reinterpret_cast<const float*>(weights.data + plan.tiles * tile_bytes(shape));
     if (shape.dtype == DType::int8) {
@@ -147,7 +157,9 @@ inline typename K::V value_at(const Tile<K>& tile, const void* acc, int row, int
   using V = typename K::V;
   const int place = row * kTile + i * V::width;
   V y;
-  if constexpr (kInt32)
+  if constexpr (kInt32 && K::kEndsFromSums)
+    y = K::from_int32(static_cast<const int32_t*>(acc) + place, tile.starts[row]) * tile.scales[i];
+  else if constexpr (kInt32)
     y = K::from_int32(static_cast<const int32_t*>(acc) + place) * tile.scales[i];
   else
     y = V::load(static_cast<const float*>(acc) + place);
@@ -200,7 +212,7 @@ inline void end_tile(const PackedLinear& weights, const Plan& plan, int index, i
                      int row0, const void* acc, const LinearOut& out) {
   const DType dtype = weights.shape.dtype;
   const bool scaled = dtype == DType::int8 || dtype == DType::int4;
-  const Tile<K> tile(weights, plan, index, scaled ? rows.scales + row0 : nullptr);
+  const Tile<K> tile(weights, plan, index, scaled ? rows.scales + row0 : nullptr, rows.sums + row0);
   float* to = out.rows + row0 * out.row_stride + index * (weights.shape.gated ? kTile / 2 : kTile);
   if (dtype == DType::int8)
     end_rows<K, true>(tile, acc, num_rows, out, to);
@@ -257,7 +269,7 @@ inline void multiply_tile(const PackedLinear& weights, const Plan& plan, int til
   const int per_row = sums_per_row(shape);
   const int size = shape.dtype == DType::f32 ? 4 : shape.dtype == DType::bf16 ? 2 : 1;
   const uint8_t* from = weights.data + tile * tile_bytes(shape);
-  alignas(64) uint8_t acc[kMaxRows * kTile * 4];
+  alignas(64) uint8_t acc[kVectorLimits.max_rows * kTile * 4];
   Block block{};
   block.row_stride = rows.row_stride;
   block.sums_stride = per_row;
@@ -287,10 +299,10 @@ inline void multiply_tile(const PackedLinear& weights, const Plan& plan, int til
   }
 }
 
-template <class K>
-void linear(const PackedLinear& weights, const Operand& rows, int m, const LinearOut& out, WorkCounter& counter,
-            const Worker& worker) {
-  const Plan plan = plan_of(weights.shape, m, K::rows_at_once(weights.shape.dtype));
+// Hands out all tiles of all blocks of rows: multiply(tile, after, row0, num_rows), with `after` as above.
+template <class Multiply>
+inline void for_each_tile(const PackedLinear& weights, const Plan& plan, int m, WorkCounter& counter,
+                          const Worker& worker, const Multiply& multiply) {
   Shares shares{plan.tiles * plan.row_blocks, worker.count, plan.least_share};
   for (bool more = shares.seek(counter.take()); more;) {
     const int first = shares.first, last = shares.last();
@@ -303,9 +315,18 @@ void linear(const PackedLinear& weights, const Operand& rows, int m, const Linea
         next = shares.first;
       }
       const uint8_t* after = more ? weights.data + next % plan.tiles * tile_bytes(weights.shape) : nullptr;
-      multiply_tile<K>(weights, plan, tile, after, rows, row0, row1 - row0, out);
+      multiply(tile, after, row0, row1 - row0);
     }
   }
+}
+
+template <class K>
+void linear(const PackedLinear& weights, const Operand& rows, int m, const LinearOut& out, WorkCounter& counter,
+            const Worker& worker) {
+  const Plan plan = plan_of(weights.shape, m, K::rows_at_once(weights.shape.dtype), kVectorLimits);
+  for_each_tile(weights, plan, m, counter, worker, [&](int tile, const uint8_t* after, int row0, int num_rows) {
+    multiply_tile<K>(weights, plan, tile, after, rows, row0, num_rows, out);
+  });
 }
 
 // --- rows ---

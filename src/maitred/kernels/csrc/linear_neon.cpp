@@ -160,6 +160,7 @@ constexpr Kernel kFixed[] = {&multiply_rows<Op, 1>, &multiply_rows<Op, 2>, &mult
 
 struct Neon {
   using V = V4;
+  static constexpr bool kEndsFromSums = false;
   static int rows_at_once(DType) { return 3; }
   static const char* product(DType dtype) {
     const char* names[] = {"fmla v4s", "fmla v4s", "smull v8h", "smlal v8h"};

@@ -35,6 +35,7 @@ struct One {
 
 struct Plain {
   using V = One;
+  static constexpr bool kEndsFromSums = false;
   static int rows_at_once(DType) { return 4; }
   static const char* product(DType dtype) {
     const char* names[] = {"scalar float32", "scalar bfloat16", "scalar int8", "scalar int8"};

@@ -19,8 +19,9 @@ volatile uint64_t sink;
 const RooflineKernels& roofline_kernels(Isa isa) {
   switch (isa) {
 #if defined(__x86_64__)
-    case Isa::avx512:
     case Isa::amx:
+      return kRooflineAmx;
+    case Isa::avx512:
       return kRooflineAvx512;
     case Isa::avx2:
       return kRooflineAvx2;

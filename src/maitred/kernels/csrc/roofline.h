@@ -28,6 +28,7 @@ extern const RooflineKernels kRooflinePlain;
 #if defined(__x86_64__)
 extern const RooflineKernels kRooflineAvx2;
 extern const RooflineKernels kRooflineAvx512;
+extern const RooflineKernels kRooflineAmx;
 #elif defined(__aarch64__)
 extern const RooflineKernels kRooflineNeon;
 #endif

@@ -1,0 +1,235 @@
+// The linear with AMX: products of tiles, 16 rows of 64 bytes with 16 channels of 64 bytes.
+//
+// Prepared rows are the left tiles as they lie, 16 steps of a packed tile the right ones: 128 bytes from one step to
+// the next, channels 0 - 15 in the first half of each and 16 - 31 in the second. 32 rows x 32 channels are four sums;
+// each 64 bytes of K take four loads for four products. A run of a tile is as much of K as stays in the first-level
+// cache beside the rows that pass it. The processor sums even and odd values of a product of bf16 apart, 32 of K at a
+// time, so bf16 is multiplied here for any number of rows, while few rows of int8 and int4, whose int32 sums are exact,
+// go to the kernels of AVX-512, as does f32.
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic ignored "-Wuninitialized"  // GCC 12 warns of its own header's undefined vectors
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
+#include <immintrin.h>
+
+#include "linear_driver.h"
+#include "tiles.h"
+
+namespace maitred {
+namespace {
+
+using namespace linear_driver;
+
+#include "linear_avx512_rows.inc"
+
+constexpr int kRows = 32, kHalf = 16;  // of a block of sums, and of a tile register
+constexpr int kDepth = 16;             // steps of K in a tile register, 64 bytes of each row
+constexpr int kDepthBytes = kDepth * 128;
+constexpr Limits kLimits{512, kRows, 786432, 8 * kDepthBytes, kDepth};
+constexpr int kFewRows = 8;  // of int8 and int4, that AVX-512 multiplies
+
+struct Amx : Rows512 {
+  static constexpr bool kEndsFromSums = true;
+};
+
+// Tiles 0 - 3 are sums, 4 and 5 rows, 6 and 7 weights. With fewer rows than a block, the second of each kind has what
+// is left of them.
+class Tiles {
+ public:
+  explicit Tiles(int num_rows) {
+    TileConfig config;
+    const int upper = num_rows < kHalf ? num_rows : kHalf;
+    const int lower = num_rows >= kRows ? kHalf : num_rows > kHalf ? num_rows - kHalf : upper;
+    const int rows[] = {upper, upper, lower, lower, upper, lower, kDepth, kDepth};
+    for (int i = 0; i < 8; ++i) {
+      config.row_bytes[i] = 64;
+      config.rows[i] = static_cast<uint8_t>(rows[i]);
+    }
+    configure_tiles(config);
+  }
+  ~Tiles() { release_tiles(); }
+  Tiles(const Tiles&) = delete;
+};
+
+// The four products of a block, by row and channel half.
+struct Bf16 {
+  static void upper_first() { _tile_dpbf16ps(0, 4, 6); }
+  static void upper_second() { _tile_dpbf16ps(1, 4, 7); }
+  static void lower_first() { _tile_dpbf16ps(2, 5, 6); }
+  static void lower_second() { _tile_dpbf16ps(3, 5, 7); }
+};
+
+struct Int8 {
+  static void upper_first() { _tile_dpbsud(0, 4, 6); }
+  static void upper_second() { _tile_dpbsud(1, 4, 7); }
+  static void lower_first() { _tile_dpbsud(2, 5, 6); }
+  static void lower_second() { _tile_dpbsud(3, 5, 7); }
+};
+
+template <class Op, bool kTall>
+inline void multiply_depth(const uint8_t* weights, const uint8_t* rows, int64_t stride) {
+  _tile_loadd(6, weights, 128);
+  _tile_loadd(4, rows, stride);
+  Op::upper_first();
+  _tile_loadd(7, weights + 64, 128);
+  Op::upper_second();
+  if (!kTall) return;
+  _tile_loadd(5, rows + kHalf * stride, stride);
+  Op::lower_first();
+  Op::lower_second();
+}
+
+// A run of one tile, and what to prefetch while rows pass it: `lines` with each depth.
+struct Run {
+  const uint8_t* weights;
+  int depths;
+  const uint8_t* tail;  // what is less than a depth at the end of K, filled up with zeros; null if nothing is
+  bool first;
+  const uint8_t* next;
+  int lines;
+};
+
+template <bool kTall>
+inline void load_sums(uint8_t* acc) {
+  _tile_loadd(0, acc, 128);
+  _tile_loadd(1, acc + 64, 128);
+  if (!kTall) return;
+  _tile_loadd(2, acc + kHalf * 128, 128);
+  _tile_loadd(3, acc + kHalf * 128 + 64, 128);
+}
+
+template <bool kTall>
+inline void store_sums(uint8_t* acc) {
+  _tile_stored(0, acc, 128);
+  _tile_stored(1, acc + 64, 128);
+  if (!kTall) return;
+  _tile_stored(2, acc + kHalf * 128, 128);
+  _tile_stored(3, acc + kHalf * 128 + 64, 128);
+}
+
+inline void zero_sums() {
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+}
+
+// Rows x a run, onto acc [rows][32]. Where only these rows pass it, weights are fetched into the first-level cache.
+template <class Op, bool kTall, bool kOnePass>
+void multiply_run(const Run& run, const uint8_t* rows, int64_t stride, uint8_t* acc) {
+  if (run.first)
+    zero_sums();
+  else
+    load_sums<kTall>(acc);
+  const uint8_t *weights = run.weights, *next = run.next;
+  for (int depth = 0; depth < run.depths; ++depth, weights += kDepthBytes, rows += 64) {
+    for (int line = 0; line < run.lines; ++line, next += 64) _mm_prefetch(next, kOnePass ? _MM_HINT_T0 : _MM_HINT_T1);
+    multiply_depth<Op, kTall>(weights, rows, stride);
+  }
+  if (run.tail != nullptr) multiply_depth<Op, kTall>(run.tail, rows, stride);
+  store_sums<kTall>(acc);
+}
+
+template <class Op>
+inline void multiply(const Run& run, bool tall, bool one_pass, const uint8_t* rows, int64_t stride, uint8_t* acc) {
+  if (one_pass && tall) return multiply_run<Op, true, true>(run, rows, stride, acc);
+  if (one_pass) return multiply_run<Op, false, true>(run, rows, stride, acc);
+  if (tall) return multiply_run<Op, true, false>(run, rows, stride, acc);
+  multiply_run<Op, false, false>(run, rows, stride, acc);
+}
+
+// Steps of the run that begins at `step`: whole depths, but for the end of K.
+inline int depths_length(const Plan& plan, int step, bool jumps) {
+  const int steps = run_length(plan, step, jumps), left = plan.steps - step;
+  return steps == left || steps < kDepth ? left : steps / kDepth * kDepth;
+}
+
+// All of a linear's rows, and the part of them that one block has.
+struct Rows {
+  const Operand& operand;
+  int all, first, count;
+};
+
+// Where 32 rows (or 16, or all there are) stand whose last one is the chunk's: a chunk at the end of a block takes
+// rows of its neighbour with it, so that tiles have one height throughout, and only its own are ended.
+struct Chunk {
+  int first, count;  // its own rows
+  int begin;         // of the rows that are multiplied
+  bool tall;
+  Chunk(const Rows& rows, int index) : first(rows.first + index * kRows) {
+    const int left = rows.first + rows.count - first;
+    count = left < kRows ? left : kRows;
+    tall = count > kHalf;
+    const int most = tall ? kRows : kHalf, height = rows.all < most ? rows.all : most;
+    begin = first + count > height ? first + count - height : 0;
+  }
+};
+
+// As linear_driver's, which leaves the rows of a chunk where the next run finds them.
+void multiply_tile(const PackedLinear& weights, const Plan& plan, int tile, const uint8_t* after, const Rows& rows,
+                   const LinearOut& out) {
+  const LinearShape& shape = weights.shape;
+  const Operand& operand = rows.operand;
+  const uint8_t *from = weights.data + tile * tile_bytes(shape), *end = from + tile_bytes(shape);
+  const int chunks = divide_up(rows.count, kRows);
+  alignas(64) uint8_t acc[kLimits.max_rows * kTile * 4];
+  alignas(64) uint8_t tail[kDepthBytes];
+  for (int step = 0, steps; step < plan.steps; step += steps) {
+    steps = depths_length(plan, step, after != end);
+    const bool ends = step + steps == plan.steps;
+    Run run{from + step * int64_t{128}, steps / kDepth, nullptr, step == 0, nullptr, 0};
+    if (steps % kDepth != 0) {
+      std::memset(tail, 0, kDepthBytes);
+      std::memcpy(tail, run.weights + run.depths * kDepthBytes, steps % kDepth * 128);
+      run.tail = tail;
+    }
+    const bool jumps = ends && after != end;
+    const uint8_t* following = jumps ? after : plan.one_pass ? run.weights + kAheadBytes : run.weights + steps * 128;
+    run.lines = following == nullptr ? 0 : divide_up(kDepthBytes / 64, chunks);
+    for (int index = 0; index < chunks; ++index) {
+      const Chunk chunk(rows, index);
+      const uint8_t* at = static_cast<const uint8_t*>(operand.rows) + chunk.begin * operand.row_stride + step * 4;
+      uint8_t* sums = acc + index * kRows * kTile * 4;
+      run.next = following + int64_t{64} * run.lines * run.depths * index;
+      if (ends) fetch_outputs<Amx>(shape, out, tile, chunk.first, chunk.count);
+      if (shape.dtype == DType::bf16)
+        multiply<Bf16>(run, chunk.tall, plan.one_pass, at, operand.row_stride, sums);
+      else
+        multiply<Int8>(run, chunk.tall, plan.one_pass, at, operand.row_stride, sums);
+      if (ends)
+        end_tile<Amx>(weights, plan, tile, chunk.count, operand, chunk.first,
+                      sums + (chunk.first - chunk.begin) * kTile * 4, out);
+    }
+  }
+}
+
+// --- the table ---
+
+bool takes_tiles(const LinearShape& shape, int m) {
+  return shape.dtype == DType::bf16 || (shape.dtype == DType::int8 && m > kFewRows);
+}
+
+void linear(const PackedLinear& weights, const Operand& operand, int m, const LinearOut& out, WorkCounter& counter,
+            const Worker& worker) {
+  if (!takes_tiles(weights.shape, m)) return kLinearAvx512.linear(weights, operand, m, out, counter, worker);
+  const Plan plan = plan_of(weights.shape, m, kRows, kLimits);
+  const Tiles tiles(m);
+  for_each_tile(weights, plan, m, counter, worker, [&](int tile, const uint8_t* after, int row0, int num_rows) {
+    multiply_tile(weights, plan, tile, after, Rows{operand, m, row0, num_rows}, out);
+  });
+}
+
+const char* product(DType dtype) {
+  const char* names[] = {"vfmadd zmm", "tdpbf16ps", "tdpbsud", "vpdpbusd zmm"};
+  return names[static_cast<int>(dtype)];
+}
+
+int rows_at_once(DType dtype) {
+  return dtype == DType::bf16 || dtype == DType::int8 ? kRows : kLinearAvx512.rows_at_once(dtype);
+}
+
+}  // namespace
+
+const LinearKernels kLinearAmx{&prepare<Amx>, &linear, &product, &rows_at_once};
+
+}  // namespace maitred
