@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -44,8 +45,8 @@ class FakeLoop:
     def time(self) -> float:
         return self.now
 
-    def call_later(self, seconds: float, call: Callable[[], None]) -> Timer:
-        self.timers.append(Timer(self.now + seconds, call))
+    def call_later(self, seconds: float, call: Callable[..., None], *arguments: Any) -> Timer:
+        self.timers.append(Timer(self.now + seconds, partial(call, *arguments)))
         return self.timers[-1]
 
     def create_task(self, answering: Coroutine[Any, Any, None]) -> Task:
@@ -72,6 +73,10 @@ class FakeTransport:
     written: bytes = b""
     closed: bool = False
     aborted: bool = False
+    num_buffered: int = 0  # bytes
+
+    def get_write_buffer_size(self) -> int:
+        return self.num_buffered
 
     def get_extra_info(self, name: str) -> Any:
         return ("127.0.0.1", 1) if name in ("peername", "sockname") else None
@@ -312,6 +317,34 @@ def test_who_takes_nothing_of_an_answer_is_dropped():
     world.connection.pause_writing()
     world.loop.advance(60.1)
     assert world.transport.aborted
+
+
+@pytest.mark.parametrize("head", [GET, GET + b"connection: close\r\n"])
+def test_who_does_not_read_the_end_of_an_answer_is_dropped(head):
+    """It is too little for the transport to say that its buffer is full, and a closed one would wait for ever."""
+    world = World()
+    world.send(head + b"\r\n")
+    world.transport.num_buffered = 10
+    world.answered()
+    world.connection.pause_writing()
+    world.loop.advance(59.0)
+    world.connection.resume_writing()
+    world.loop.advance(59.0)
+    assert not world.transport.aborted
+    world.loop.advance(2.0)
+    assert world.transport.aborted
+
+
+def test_who_reads_the_end_of_an_answer_and_asks_on_is_not_dropped():
+    world = World()
+    for _ in range(10):
+        world.send(GET + b"\r\n")
+        world.transport.num_buffered = 10
+        world.answered()
+        world.loop.advance(50.0)
+    world.transport.num_buffered = 0
+    world.loop.advance(60.0)
+    assert not world.transport.aborted
 
 
 def test_one_connection_too_many_is_told_so():

@@ -129,12 +129,12 @@ def slow_reader(server: Attacked) -> socket.socket:
     return unread(server, b'{"model":"tiny","prompt":"flood","stream":true,"max_tokens":50000}')
 
 
-def unread(server: Attacked, body: bytes) -> socket.socket:
+def unread(server: Attacked | RunningServer, body: bytes, headers: bytes = b"") -> socket.socket:
     """A request whose answer nobody reads."""
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     connection.connect(("127.0.0.1", server.port))
-    connection.sendall(POST + b"content-length: %d\r\n\r\n%s" % (len(body), body))
+    connection.sendall(POST + headers + b"content-length: %d\r\n\r\n%s" % (len(body), body))
     return connection
 
 
@@ -192,6 +192,20 @@ def test_slow_readers_are_dropped_and_what_is_kept_for_them_is_bounded():
                 assert server.is_well()
             # half a MiB each is usual; whole answers would be four
             assert most - before < 20 * MIB, f"{(most - before) / 20 / 1024:.0f} KiB for each reader"
+
+
+def test_no_answer_is_kept_for_ever_for_who_does_not_read_its_end():
+    """Of some of these, all but the last few KiB are in the kernel: too little to pause for, and they do not leave."""
+    with attacked(send_timeout_s=1.0) as server:
+        assert server.is_well()
+        num_files = server.num_files()
+        body = {"model": "tiny", "prompt": "flood", "logprobs": 20}  # a token is a third of a KiB
+        bodies = [json.dumps({**body, "max_tokens": count}).encode() for count in range(1000, 1600, 50)]
+        with opened([unread(server, body, b"connection: close\r\n") for body in bodies]) as readers:
+            for connection in readers:
+                has_begun(connection)
+            until(lambda: server.num_files() <= num_files + 2)
+        assert server.is_well()
 
 
 # ---- who goes away
@@ -264,6 +278,54 @@ def test_two_hundred_impatient_clients_leave_nothing_behind(gated):
         assert last.result().status_code == 200
     until(lambda: engine.state().num_running + engine.state().num_waiting + engine.state().num_blocks_used == 0)
     until(lambda: not server.server.server_state.tasks)
+
+
+# ---- who does not read, and an engine
+
+
+LONG = {
+    "model": "tiny",
+    "prompt": "x" * 8,
+    "max_tokens": 4000,  # a MiB of events
+    "stream": True,
+    "stream_options": {"include_usage": True},
+}
+
+
+def read_after_all(connection: socket.socket, until_it_says: bytes) -> None:
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, MIB)  # quickly, too
+    received = b""
+    while until_it_says not in received:
+        piece = connection.recv(65536)
+        assert piece, received[-1000:]
+        received = received[-1000:] + piece
+
+
+def test_readers_that_read_nothing_hold_no_slot_for_longer_than_others_do(gated):
+    server, engine, steps = gated
+    with opened([unread(server, json.dumps(LONG).encode()) for _ in range(8)]) as readers:
+        until(lambda: len(server.server._edge._watches) == 8)
+        steps.open()
+        until(lambda: engine.state().num_finished[FinishReason.LENGTH] == 8)
+        assert steps.num_begun < 2 * 4000 + 100, "as many steps as two rounds of four take, whoever reads"
+        assert len(server.server._edge._watches) == 8, "none of them has been answered"
+        answer = httpx.post(
+            f"{server.url}/v1/completions", json={"model": "tiny", "prompt": "a", "max_tokens": 5}, timeout=HANGS_S
+        )
+        assert answer.json()["usage"]["completion_tokens"] == 5
+        assert engine.state().num_blocks_used == 0
+        read_after_all(readers[0], b'"completion_tokens":4000')
+
+
+@pytest.mark.parametrize("fields", [{}, {"n": 3}, {"prompt": ["a", "b"]}, {"prompt": ["a", "b"], "n": 2}])
+def test_what_is_kept_for_who_reads_nothing_is_bounded_whatever_was_asked(gated, monkeypatch, fields):
+    monkeypatch.setattr("maitred.engine.entrance.MAX_UNREAD_BYTES", 200 * 1024)
+    server, engine, steps = gated
+    with unread(server, json.dumps({**LONG, **fields}).encode()) as reader:
+        until(lambda: len(server.server._edge._watches) == 1)
+        steps.open()
+        until(lambda: steps.num_begun > 0 and not engine._streams)  # the last progress was put
+        read_after_all(reader, b"read_too_slowly")
 
 
 # ---- bytes

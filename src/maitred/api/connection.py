@@ -175,6 +175,7 @@ class GuardedConnection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        self._await_readers_end()
         if self._phase is Phase.BODY and self.cycle.response_complete and not self.transport.is_closing():
             self._start_reading_timer(LINGER_S, self.transport.close)
 
@@ -186,6 +187,24 @@ class GuardedConnection(HttpToolsProtocol):
     def resume_writing(self) -> None:
         super().resume_writing()
         self._stop_writing_timer()
+        self._await_readers_end()
+
+    def _await_readers_end(self) -> None:
+        """The end of an answer is too little to pause for, and a closed connection stays until its last byte left."""
+        if self._writing_timer is None and self._has_unread_end():
+            seconds = self._limits.send_timeout_s
+            self._writing_timer = self.loop.call_later(seconds, self._end_is_unread, self._num_messages)
+
+    def _has_unread_end(self) -> bool:
+        """Whether an answer is complete, and some of it did not leave yet."""
+        return self.cycle is not None and self.cycle.response_complete and self.transport.get_write_buffer_size() > 0
+
+    def _end_is_unread(self, num_messages: int) -> None:
+        self._writing_timer = None
+        if self._num_messages > num_messages:  # what is there now is of a later answer
+            self._await_readers_end()
+        elif self._has_unread_end():
+            self._reads_too_slowly()
 
     def _reads_too_slowly(self) -> None:
         """What is buffered will never leave, so it goes with the connection; the request hears of a client gone."""

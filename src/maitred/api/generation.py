@@ -13,7 +13,7 @@ from msgspec import UNSET
 
 from maitred.api.edge import Edge
 from maitred.api.schemas import CompletionTokensDetails, PromptTokensDetails, TimingMs, Usage
-from maitred.engine.output import TextDelta, stream_text
+from maitred.engine.output import MAX_MERGED, TextDelta, stream_text
 from maitred.errors import GenerationFailed, Overloaded, QueueTimeout, RequestTimeout, ServerError
 from maitred.request import FinishReason, Request, RequestTiming
 from maitred.step import TokenLogprobs
@@ -92,13 +92,21 @@ class Generation:
 
     async def deltas(self) -> AsyncGenerator[tuple[Sample, TextDelta], None]:
         """What each sample gained, as it comes; closing it ends all. Raises a ServerError when one cannot go on."""
+        if len(self._batches) == 1:
+            async with aclosing(_stream(self._edge, self._batches[0])) as alone:
+                async for delta in alone:
+                    yield self._noted(0, delta)
+            return
         async with aclosing(self._merged()) as merged:
             async for prompt_index, delta in merged:
-                sample = self.samples[prompt_index * self.num_samples_per_prompt + delta.index]
-                self._count(prompt_index, sample, delta)
-                if delta.finish_reason not in _GOOD_ENDS:
-                    raise self._failure(delta)
-                yield sample, self._without_output(delta) if self._score_only else delta
+                yield self._noted(prompt_index, delta)
+
+    def _noted(self, prompt_index: int, delta: TextDelta) -> tuple[Sample, TextDelta]:
+        sample = self.samples[prompt_index * self.num_samples_per_prompt + delta.index]
+        self._count(prompt_index, sample, delta)
+        if delta.finish_reason not in _GOOD_ENDS:
+            raise self._failure(delta)
+        return sample, self._without_output(delta) if self._score_only else delta
 
     def _failure(self, delta: TextDelta) -> ServerError:
         waited_s = delta.timing.total_s if delta.timing is not None else 0.0
@@ -129,8 +137,9 @@ class Generation:
         if new:
             now = time.monotonic()
             if sample.last_token_at is not None:
-                self._edge.metrics.tokens_came(now - sample.last_token_at, new)
-                self._edge.latencies.between_tokens.observe((now - sample.last_token_at) / new, new)
+                gap_s = (now - sample.last_token_at) / new
+                self._edge.metrics.tokens_came(gap_s, new)
+                self._edge.latencies.between_tokens.observe(gap_s, new)
             elif self.on_first_token is not None:
                 self.on_first_token()
             self._edge.latencies.tokens_came(sample.request.tenant, new)
@@ -156,12 +165,7 @@ class Generation:
 
     async def _merged(self) -> AsyncGenerator[tuple[int, TextDelta], None]:
         edge = self._edge
-        if len(self._batches) == 1:
-            async with aclosing(_stream(edge, self._batches[0])) as deltas:
-                async for delta in deltas:
-                    yield 0, delta
-            return
-        queue: _Queue = asyncio.Queue()
+        queue: _Queue = asyncio.Queue(MAX_MERGED)
         tasks = [asyncio.create_task(_pump(edge, i, batch, queue)) for i, batch in enumerate(self._batches)]
         try:
             left = len(tasks)
@@ -194,7 +198,7 @@ async def _pump(edge: Edge, prompt_index: int, batch: Sequence[Request], queue: 
     try:
         async with aclosing(_stream(edge, batch)) as deltas:
             async for delta in deltas:
-                queue.put_nowait((prompt_index, delta))
-        queue.put_nowait(None)
+                await queue.put((prompt_index, delta))
+        await queue.put(None)
     except Exception as error:  # raised again by whoever reads the queue
-        queue.put_nowait(error)
+        await queue.put(error)

@@ -6,6 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Container
 from typing import Protocol
+from weakref import WeakSet
 
 from maitred.clock import Clock
 from maitred.config import SchedulerConfig
@@ -14,7 +15,11 @@ from maitred.request import Request
 from maitred.scheduler.admission import PRIORITY_FIRST, AdmissionController
 from maitred.step import RequestProgress
 
-MAX_UNREAD = 16_384  # items kept for a consumer that does not take them: some megabytes, and seconds of a busy loop
+MAX_UNREAD_BYTES = 4 * 2**20  # kept for a consumer that does not take them: 14,000 tokens, or 2,000 with 20 logprobs
+MAX_UNREAD_BYTES_IN_ALL = 256 * 2**20  # of one engine; from there on, who falls behind by UNREAD_MARK more is ended
+UNREAD_MARK = 64 * 1024  # who keeps up is never so far behind
+# What progress takes in memory, within a tenth: a token, a position's log-probabilities, and each of them.
+PROGRESS_BYTES, TOKEN_BYTES, POSITION_BYTES, LOGPROB_BYTES = 256, 40, 256, 72
 
 
 class Aborting(Protocol):
@@ -24,29 +29,61 @@ class Aborting(Protocol):
 
 
 class ProgressStream:
-    """The progress of one request, for one asyncio consumer; also an asynchronous iterator."""
+    """The progress of one request, for one asyncio consumer; also an asynchronous iterator.
 
-    __slots__ = ("_engine", "_error", "_items", "_loop", "_request_id", "_waiter", "closed")
+    The engine waits for no consumer: what is not taken is kept, up to a bound, and then the request ends.
+    """
 
-    def __init__(self, engine: Aborting, request_id: str, loop: asyncio.AbstractEventLoop) -> None:
+    __slots__ = (
+        "__weakref__",
+        "_engine",
+        "_error",
+        "_everybody",
+        "_items",
+        "_loop",
+        "_request_id",
+        "_waiter",
+        "closed",
+        "num_unread_bytes",
+    )
+
+    def __init__(
+        self,
+        engine: Aborting,
+        request_id: str,
+        loop: asyncio.AbstractEventLoop,
+        everybody: WeakSet[ProgressStream],  # all streams of the engine; this one joins
+    ) -> None:
         self._engine = engine
         self._request_id = request_id
         self._loop = loop
         self._items: deque[RequestProgress] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self._error: BaseException | None = None
+        self._everybody = everybody
         self.closed = False  # its last progress was put, or its consumer went away
+        self.num_unread_bytes = 0
+        everybody.add(self)
 
     def put(self, progress: RequestProgress) -> None:
         if self._error is not None:
             return
+        behind = self.num_unread_bytes
         self._items.append(progress)
+        self.num_unread_bytes += num_bytes(progress)
         self.closed = self.closed or progress.finish_reason is not None
-        if len(self._items) > MAX_UNREAD and not self.closed:
+        passed_a_mark = self.num_unread_bytes // UNREAD_MARK > behind // UNREAD_MARK
+        if passed_a_mark and behind >= UNREAD_MARK and not self.closed and self._is_too_much(behind):
             self._items.clear()
+            self.num_unread_bytes = 0
             self._engine.abort(self._request_id)
-            self.fail(ReadTooSlowly(f"the client is over {MAX_UNREAD} tokens behind; the request was ended"))
+            self.fail(ReadTooSlowly(f"the client is {behind // 1024} KiB of tokens behind; the request was ended"))
         self._wake()
+
+    def _is_too_much(self, behind: int) -> bool:
+        if behind > MAX_UNREAD_BYTES:
+            return True
+        return sum(stream.num_unread_bytes for stream in self._everybody) > MAX_UNREAD_BYTES_IN_ALL
 
     def fail(self, error: BaseException) -> None:
         self._error = error
@@ -68,13 +105,24 @@ class ProgressStream:
                 raise StopAsyncIteration
             self._waiter = self._loop.create_future()
             await self._waiter
-        return self._items.popleft()
+        progress = self._items.popleft()
+        self.num_unread_bytes -= num_bytes(progress)
+        return progress
 
     async def aclose(self) -> None:
         """Give up listening; an unfinished request is aborted."""
         if not self.closed:
             self.closed = True
             self._engine.abort(self._request_id)
+
+
+def num_bytes(progress: RequestProgress) -> int:
+    """Roughly what it takes in memory."""
+    size = PROGRESS_BYTES + TOKEN_BYTES * len(progress.new_token_ids)
+    for positions in (progress.logprobs, progress.prompt_logprobs):
+        if positions:
+            size += sum(POSITION_BYTES + LOGPROB_BYTES * len(position.token_ids) for position in positions)
+    return size
 
 
 class Entrance:
@@ -88,6 +136,7 @@ class Entrance:
         shed: Callable[[str], None],  # gives up one that waits, to make room
     ) -> None:
         self._engine, self._clock, self._admission, self._shed = engine, clock, admission, shed
+        self._streams: WeakSet[ProgressStream] = WeakSet()
 
     def stream_for(
         self, request: Request, loop: asyncio.AbstractEventLoop, *, live: Container[str], death: EngineDead | None
@@ -95,7 +144,7 @@ class Entrance:
         """Where its progress will come out; closed already when it was not let in, and then the first item raises why:
         `death`, if there is no engine any more, or Overloaded. Raises ValueError for an id that is in `live`.
         """
-        stream = ProgressStream(self._engine, request.request_id, loop)
+        stream = ProgressStream(self._engine, request.request_id, loop, self._streams)
         if death is not None:
             stream.fail(death)
             return stream

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+
+import msgspec
 
 from maitred.engine.intake import ServedModel
 from maitred.replica import Replica
@@ -12,9 +14,10 @@ from maitred.request import FinishReason, Request, RequestTiming
 from maitred.step import RequestProgress, TokenLogprobs
 from maitred.text import Detokenizer, StopStringMatcher, Tokenizer
 
+MAX_MERGED = 64  # deltas of a prompt's samples on their way together; what a slow consumer leaves stays in its streams
 
-@dataclass(frozen=True, slots=True)
-class TextDelta:
+
+class TextDelta(msgspec.Struct, frozen=True):
     """What one sample gained. The last one has a finish_reason; text may lag behind tokens (stop strings, UTF-8)."""
 
     index: int
@@ -41,6 +44,7 @@ class SampleText:
             skip_special_tokens=sampling.skip_special_tokens,
         )
         self._matcher = StopStringMatcher(sampling.stop, include=sampling.include_stop_str_in_output)
+        self._stops = any(sampling.stop)
         self._min_tokens = sampling.min_tokens
         self._hide_stop_token = not sampling.include_stop_str_in_output
         self._num_tokens = 0
@@ -74,9 +78,12 @@ class SampleText:
         )
 
     def _take(self, progress: RequestProgress, pieces: list[str]) -> tuple[int, str | None]:
-        """Feed the new tokens one by one; returns how many were used and the stop string that ended it, if any."""
+        """Feed the new tokens, one by one where a stop string may end it; how many were used, and that stop string."""
         tokens = progress.new_token_ids
         ended_by_token = progress.finish_reason is FinishReason.STOP and self._hide_stop_token
+        if not self._stops:
+            pieces.append(self._detokenizer.push(tokens[:-1] if ended_by_token else tokens))
+            return len(tokens), None
         for position, token in enumerate(tokens):
             self._num_tokens += 1
             if ended_by_token and position == len(tokens) - 1:
@@ -133,21 +140,21 @@ async def _completed(delta: TextDelta, stream: AsyncIterator[RequestProgress]) -
     """`delta`, which a stop string made the last, with what only the request's last progress says."""
     async for progress in stream:
         if progress.finish_reason is not None:
-            return replace(delta, timing=progress.timing, num_cached_tokens=progress.num_cached_tokens)
+            return msgspec.structs.replace(delta, timing=progress.timing, num_cached_tokens=progress.num_cached_tokens)
     return delta
 
 
 async def _merge(
     replica: Replica, model: ServedModel, streams: Sequence[tuple[Request, AsyncIterator[RequestProgress]]]
 ) -> AsyncIterator[tuple[str, TextDelta]]:
-    queue: asyncio.Queue[tuple[str, TextDelta] | BaseException] = asyncio.Queue()
+    queue: asyncio.Queue[tuple[str, TextDelta] | BaseException] = asyncio.Queue(MAX_MERGED)
 
     async def pump(request: Request, stream: AsyncIterator[RequestProgress]) -> None:
         try:
             async for item in _one(replica, model, request, stream):
-                queue.put_nowait(item)
+                await queue.put(item)
         except Exception as error:  # raised again in the consumer
-            queue.put_nowait(error)
+            await queue.put(error)
 
     tasks = [asyncio.create_task(pump(request, stream)) for request, stream in streams]
     try:
