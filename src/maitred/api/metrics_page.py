@@ -144,8 +144,8 @@ class EdgeMetrics(Collector):
         self._answered[key] = self._answered.get(key, 0) + 1
 
     def tokens_came(self, gap_s: float, num_tokens: int) -> None:
-        """`num_tokens` tokens of one sample, `gap_s` after those before."""
-        self._inter_token.observe(gap_s / num_tokens, num_tokens)
+        """`num_tokens` tokens of one sample, each `gap_s` after the one before."""
+        self._inter_token.observe(gap_s, num_tokens)
 
     def sample_finished(self, timing: RequestTiming | None, *, num_prompt_tokens: int, num_tokens: int) -> None:
         """A sample reached its end, whatever that was."""

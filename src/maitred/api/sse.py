@@ -34,7 +34,8 @@ class EventStream:
         if not self._exchange.started:
             await self._start()
         self._last_write_at = time.monotonic()
-        await self._exchange.send({"type": "http.response.body", "body": events, "more_body": True})
+        # Not the exchange's own `send`, which would find nothing to note: this is done for each token.
+        await self._exchange.raw_send({"type": "http.response.body", "body": events, "more_body": True})
 
     async def keep_alive(self) -> None:
         """Send a comment if nothing was sent for two thirds of the time a stream may be silent; asked every third."""

@@ -326,8 +326,12 @@ class ProcessEngine:
                 self._totals.charge(live.request, mark)
                 live.mark(mark)
         if report.progress:
-            known = [(self._live[item.request_id], item) for item in report.progress if item.request_id in self._live]
-            self._deliver([live.take(item, now) for live, item in known], report.num_queued)
+            news = []
+            for item in report.progress:
+                live = self._live.get(item.request_id)
+                if live is not None:
+                    news.append(live.take(item, now))
+            self._deliver(news, report.num_queued)
             self._trials.stepped(item.request_id for item in report.progress)
 
     def _deliver(self, progress: list[RequestProgress], num_queued: int | None = None) -> None:

@@ -43,6 +43,7 @@ class Tokenizer:
         """Whether a token may hold part of a UTF-8 character without being a byte token."""
         self._byte_fallback = "ByteFallback" in decoders
         self._bytes: dict[int, bytes] = {}  # cache of token_bytes
+        self._decoder_bytes: dict[int, bytes] = {}  # cache of decoder_bytes
         self._context_id = self._find_context_id()
 
     @classmethod
@@ -124,6 +125,12 @@ class Tokenizer:
         It takes each character as the name of a byte, and the token's own UTF-8 if any character names none. So an
         added token in Latin-1 letters decodes wrongly there, and must here, or stream and whole text would differ.
         """
+        known = self._decoder_bytes.get(token_id)
+        if known is None:
+            known = self._decoder_bytes[token_id] = self._find_decoder_bytes(token_id)
+        return known
+
+    def _find_decoder_bytes(self, token_id: int) -> bytes:
         written = self._inner.id_to_token(token_id)
         if written is None:
             return b""
