@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import threading
 from collections.abc import Iterator
@@ -13,8 +14,9 @@ import httpx
 import pytest
 
 from maitred.api.edge import Edge
+from maitred.api.middleware import TOLD_AGAIN_S, Outage
 from maitred.api.server import Server, app_of
-from maitred.clock import WallClock
+from maitred.clock import ManualClock, WallClock
 from maitred.config import ServerConfig
 from maitred.errors import CheckpointError, EngineDead
 from maitred.replica import Replica
@@ -58,6 +60,7 @@ class Opening:
     url: str
     starting: HeldStart
     server: Server
+    edge: Edge
     thread: threading.Thread
     opened: threading.Event
 
@@ -87,7 +90,7 @@ def opening(starting: HeldStart | None = None, **config: Any) -> Iterator[Openin
         thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
         thread.start()
         try:
-            yield Opening(f"http://127.0.0.1:{port}", starting, server, thread, opened)
+            yield Opening(f"http://127.0.0.1:{port}", starting, server, edge, thread, opened)
         finally:
             server.should_exit = True
             joined(thread)
@@ -173,3 +176,41 @@ def test_who_ends_the_server_while_it_loads_does_not_wait_for_the_engine():
         assert server.starting.given_up
         assert server.server.failure is None
         assert not server.opened.is_set()
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    told = [record for record in caplog.records if record.name == "maitred.api" and record.levelno > logging.DEBUG]
+    return [getattr(record, "fields", {})["error"] for record in told]
+
+
+def test_who_polls_while_it_loads_leaves_nothing_in_the_log(caplog: pytest.LogCaptureFixture):
+    with opening() as server:
+        for path in ("/ready", "/readyz") * 3:
+            assert server.get(path).status_code == 503
+    assert warnings_of(caplog) == []
+
+
+def test_the_log_says_once_why_requests_are_sent_away(caplog: pytest.LogCaptureFixture):
+    """And again when it is for another reason."""
+    with opening() as server:
+        for _ in range(5):
+            assert server.post("/v1/completions", ASK).status_code == 503
+        assert warnings_of(caplog) == ["the engine is loading; try again"]
+        server.load()
+        assert server.post("/v1/completions", ASK).status_code == 200
+        server.edge.draining = True
+        for _ in range(5):
+            assert server.post("/v1/completions", ASK).status_code == 503
+        server.edge.draining = False
+    assert warnings_of(caplog) == ["the engine is loading; try again", "the server is shutting down; try again"]
+
+
+def test_the_log_says_again_after_a_while_how_many_were_sent_away(caplog: pytest.LogCaptureFixture):
+    clock = ManualClock()
+    outage = Outage(clock)
+    for _ in range(4):
+        outage.tell("a", "the engine is loading")
+    clock.advance(TOLD_AGAIN_S)
+    outage.tell("b", "the engine is loading")
+    told = [getattr(record, "fields", {}) for record in caplog.records if record.levelno == logging.WARNING]
+    assert [(line["request_id"], line["others_before"]) for line in told] == [("a", None), ("b", 3)]

@@ -8,6 +8,9 @@ from maitred.api.edge import Edge
 from maitred.api.exchange import Exchange
 from maitred.errors import EngineDead, Unavailable
 
+POLLED = frozenset({"/health", "/ready", "/readyz"})
+"""Asked every second by whoever restarts or routes: an answer of 503 is no news for the log."""
+
 
 class DecodeHealth(msgspec.Struct, frozen=True):
     """One token came, after so many seconds."""

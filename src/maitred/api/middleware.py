@@ -14,15 +14,18 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from maitred.api.edge import Edge
 from maitred.api.errors import CLIENT_GONE_STATUS, ClientGone, HttpError, http_error
 from maitred.api.exchange import Exchange, Header
+from maitred.api.health import POLLED
 from maitred.api.logs import ACCESS, ERRORS, log_fields
 from maitred.api.orca import ASKED_BY, TOLD_BY, load_report
 from maitred.api.page_files import PREFIX
 from maitred.api.sse import DONE
-from maitred.errors import Overloaded
+from maitred.clock import Clock
+from maitred.errors import EngineDead, Overloaded, Unavailable
 
 REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
 EXCHANGE = "maitred.exchange"  # where the scope keeps it
 TRACED = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}  # -> gen_ai.operation.name
+TOLD_AGAIN_S = 60.0
 ASSETS = PREFIX + "{name}"  # a page asks for thirty of them at once
 
 
@@ -31,6 +34,7 @@ class EdgeMiddleware:
 
     def __init__(self, app: ASGIApp, edge: Edge) -> None:
         self._app, self._edge = app, edge
+        self._outage = Outage(edge.clock)
         self._random = random.Random()  # ids are no secrets, and the system's own source costs a system call each
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -65,7 +69,7 @@ class EdgeMiddleware:
             exchange.status = CLIENT_GONE_STATUS
             metrics.num_cancelled += 1
         except Exception as error:
-            await _answer(exchange, error)
+            await _answer(exchange, error, self._outage)
         finally:
             metrics.num_in_flight -= 1
             metrics.http_answered(exchange.route, exchange.status or CLIENT_GONE_STATUS)
@@ -96,9 +100,34 @@ class EdgeMiddleware:
         return f"{self._random.getrandbits(128):032x}"
 
 
-async def _answer(exchange: Exchange, error: Exception) -> None:
+class Outage:
+    """Why requests are sent away, as the log has it: when it changes and once a minute, however many clients try."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._why: str | None = None
+        self._told_at = 0.0
+        self._num_untold = 0
+
+    def tell(self, request_id: str, why: str) -> None:
+        """One more request was sent away."""
+        now = self._clock.now()
+        if why == self._why and now < self._told_at + TOLD_AGAIN_S:
+            level, others = logging.DEBUG, None
+            self._num_untold += 1
+        else:
+            level, others = logging.WARNING, self._num_untold or None
+            self._why, self._told_at, self._num_untold = why, now, 0
+        fields = {"request_id": request_id, "error": why, "others_before": others}
+        log_fields(ERRORS, level, "requests are sent away", fields)
+
+
+async def _answer(exchange: Exchange, error: Exception, outage: Outage) -> None:
     answer = http_error(error)
-    if answer.status >= 500 and not isinstance(error, Overloaded):  # those are many, and the access line has them
+    if type(error) in (Unavailable, EngineDead) and not exchange.started:
+        if exchange.route not in POLLED:  # whoever asks hears it, and the server's own log tells of the cause
+            outage.tell(exchange.request_id, str(error))
+    elif answer.status >= 500 and not isinstance(error, Overloaded):  # those are many, and the access line has them
         _log_error(exchange, error, answer)
     exchange.log["error"] = answer.body.error.code
     if not exchange.started:
