@@ -32,6 +32,7 @@ class Came:
     replica: Replica
     model: Any = field(default_factory=make_model)
     admission: AdmissionController | None = None
+    start_phases: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Protocol
 
 from maitred.api.auth import OPEN_PATHS
@@ -29,6 +29,10 @@ class Opened(Protocol):
 
     @property
     def admission(self) -> AdmissionController | None: ...
+
+    @property
+    def start_phases(self) -> Mapping[str, float]:
+        """Seconds of each phase of its start, in order."""
 
 
 class Starting(Protocol):

@@ -30,7 +30,7 @@ from maitred.api.logs import configure_logging
 from maitred.api.middleware import EXCHANGE, EdgeMiddleware
 from maitred.api.openai_chat import create_chat_completion
 from maitred.api.openai_completions import create_completion
-from maitred.api.opening import Starting
+from maitred.api.opening import Opened, Starting
 from maitred.api.text_lanes import hand_over_quickly
 from maitred.api.tls import Certificate
 from maitred.api.usage import completions_usage
@@ -172,12 +172,12 @@ def serve(
     tenants: TenantSource | None = None,
     ledger: Ledger | None = None,
     start_phases: Mapping[str, float] | None = None,
-    on_open: Callable[[str, int], None] | None = None,
+    on_open: Callable[[Opened, str, int], None] | None = None,
 ) -> None:
     """Listen while the engine loads, and serve until SIGTERM or SIGINT; then finish what is in flight and return.
 
-    `listener` is a bound socket; without one, `config` says where. `on_open` is told host and port when requests are
-    welcome. Raises what keeps the engine from loading.
+    `listener` is a bound socket; without one, `config` says where. `on_open` is told the engine, host and port when
+    requests are welcome. Raises what keeps the engine from loading.
     """
     configure_logging(config)
     hand_over_quickly()
@@ -190,7 +190,12 @@ def serve(
         ledger=ledger,
         start_phases=start_phases,
     )
-    server = Server(app_of(edge), config, starting=starting, on_open=on_open)
+
+    def opened(host: str, port: int) -> None:
+        if on_open is not None and server.engine is not None:
+            on_open(server.engine, host, port)
+
+    server = Server(app_of(edge), config, starting=starting, on_open=opened)
     server.run([listener] if listener is not None else None)
     if server.failure is not None:
         raise server.failure
@@ -246,6 +251,8 @@ class Server(uvicorn.Server):
         self._draining: asyncio.Task[None] | None = None
         self._starting, self._on_open = starting, on_open
         self._opening: asyncio.Task[None] | None = None
+        self.engine: Opened | None = None
+        """What `starting` gave, once it has."""
         self.failure: Exception | None = None
         """Why it never opened, if it did not."""
 
@@ -261,7 +268,7 @@ class Server(uvicorn.Server):
 
     async def _open_when_loaded(self, starting: Starting, host: str, port: int) -> None:
         try:
-            came = await asyncio.to_thread(starting.wait)
+            came = self.engine = await asyncio.to_thread(starting.wait)
             self._edge.open(came.replica, came.model, came.admission)
             self._opened(host, port)
         except Exception as error:

@@ -17,6 +17,7 @@ from maitred.errors import ConfigError
 if TYPE_CHECKING:
     from socket import socket
 
+    from maitred.api.opening import Opened
     from maitred.engine.in_process import StartingHere
     from maitred.engine.process import StartingProcess
     from maitred.request import Request
@@ -38,8 +39,7 @@ def _run(options: Options) -> int:
             from maitred.api.server import serve  # while the engine's process loads
             from maitred.scheduler.policies import heeds_priority
 
-            def on_open(host: str, port: int) -> None:
-                engine = starting.engine
+            def on_open(engine: Opened, host: str, port: int) -> None:
                 if ledger is not None:
                     ledger.model = engine.model.names[0]
                 timeline.end_nested(engine.start_phases, "server")

@@ -9,7 +9,7 @@ from typing import Protocol
 from weakref import WeakSet
 
 from maitred.clock import Clock
-from maitred.config import SchedulerConfig
+from maitred.config import EngineConfig, SchedulerConfig
 from maitred.errors import EngineDead, Overloaded, ReadTooSlowly
 from maitred.request import Request
 from maitred.scheduler.admission import PRIORITY_FIRST, AdmissionController
@@ -123,6 +123,16 @@ def num_bytes(progress: RequestProgress) -> int:
         if positions:
             size += sum(POSITION_BYTES + LOGPROB_BYTES * len(position.token_ids) for position in positions)
     return size
+
+
+def door_of(config: EngineConfig) -> AdmissionController:
+    """The door of an engine that is configured so."""
+    scheduler = config.scheduler
+    return AdmissionController(
+        config.admission,
+        max_num_seqs=scheduler.max_num_seqs,
+        priority_first=scheduler.policy in PRIORITY_FIRST,
+    )
 
 
 class Entrance:

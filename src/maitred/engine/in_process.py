@@ -9,10 +9,10 @@ from maitred.clock import WallClock
 from maitred.config import EngineConfig
 from maitred.engine.async_engine import AsyncEngine
 from maitred.engine.build import OnEvent, build_parts
+from maitred.engine.entrance import door_of
 from maitred.engine.running import Engine
 from maitred.errors import CheckpointError
 from maitred.request import Request
-from maitred.scheduler.admission import PRIORITY_FIRST, AdmissionController
 from maitred.scheduler.policies import POLICIES
 from maitred.scheduler.policy import PolicyFactory
 
@@ -41,11 +41,7 @@ def build_engine(
     except CheckpointError:
         parts.close()
         raise
-    admission = AdmissionController(
-        config.admission,
-        max_num_seqs=config.scheduler.max_num_seqs,
-        priority_first=config.scheduler.policy in PRIORITY_FIRST,
-    )
+    admission = door_of(config)
     replica = AsyncEngine(
         parts.core,
         clock,
@@ -62,13 +58,7 @@ class StartingHere:
 
     def __init__(self, build: Callable[[], Engine]) -> None:
         self._build = build
-        self._engine: Engine | None = None
-
-    @property
-    def engine(self) -> Engine:
-        """Once `wait` has returned."""
-        assert self._engine is not None
-        return self._engine
+        self._engine: Engine | None = None  # once it has loaded
 
     def wait(self) -> Engine:
         self._engine = self._build()

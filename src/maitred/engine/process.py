@@ -21,7 +21,7 @@ from maitred.engine.calls import (
     Nothing,
     QueuePage,
 )
-from maitred.engine.entrance import Entrance, ProgressStream
+from maitred.engine.entrance import Entrance, ProgressStream, door_of
 from maitred.engine.frames import (
     Abort,
     Answer,
@@ -44,7 +44,7 @@ from maitred.engine.served import TextAhead, served_model
 from maitred.errors import EngineDead, MaitredError
 from maitred.replica import ReplicaState
 from maitred.request import FinishReason, Request, resumed
-from maitred.scheduler.admission import PRIORITY_FIRST, AdmissionController
+from maitred.scheduler.admission import AdmissionController
 from maitred.scheduler.view import QueueView
 from maitred.step import RequestProgress
 
@@ -81,24 +81,12 @@ class StartingProcess:
         on_event: Callable[[str], None] = lambda line: None,
         on_admitted: Callable[[Request], None] | None = None,
     ) -> None:
-        scheduler = start.config.scheduler
-        self._admission = AdmissionController(
-            start.config.admission,
-            max_num_seqs=scheduler.max_num_seqs,
-            priority_first=scheduler.policy in PRIORITY_FIRST,
-        )
+        self._admission = door_of(start.config)
         self._replica = ProcessEngine(
             start, clock, admission=self._admission, on_admitted=on_admitted, on_event=on_event
         )
         self._replica.keeper.begin()
         self._text = TextAhead(start.config.model.model)
-        self._engine: Engine | None = None
-
-    @property
-    def engine(self) -> Engine:
-        """Once `wait` has returned."""
-        assert self._engine is not None
-        return self._engine
 
     def wait(self) -> Engine:
         """Raises as `start_engine_process`."""
@@ -109,8 +97,7 @@ class StartingProcess:
         except MaitredError:
             self._replica.stop()
             raise
-        self._engine = Engine(self._replica, model, ready.memory_plan, self._admission, start_phases=ready.start_phases)
-        return self._engine
+        return Engine(self._replica, model, ready.memory_plan, self._admission, start_phases=ready.start_phases)
 
     def give_up(self) -> None:
         """From any thread: `wait` raises soon, and the child ends."""
