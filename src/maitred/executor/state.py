@@ -25,17 +25,25 @@ class GrowingInts:
 
     @property
     def array(self) -> Ints:
-        """A view of what is held now; valid until the next `extend`."""
+        """A view of what is held now; valid until it next grows."""
         return self._items[: self.size]
+
+    def append(self, value: int) -> None:
+        self._make_room(self.size + 1)
+        self._items[self.size] = value
+        self.size += 1
 
     def extend(self, more: Sequence[int]) -> None:
         size = self.size + len(more)
+        self._make_room(size)
+        self._items[self.size : size] = more
+        self.size = size
+
+    def _make_room(self, size: int) -> None:
         if size > len(self._items):
             grown = np.zeros(2 * size, dtype=np.int64)
             grown[: self.size] = self.array
             self._items = grown
-        self._items[self.size : size] = more
-        self.size = size
 
     def replace(self, index: int, value: int) -> None:
         self.array[index] = value
@@ -74,5 +82,5 @@ class RequestState:
 
     def append(self, token_id: int) -> None:
         """Note a sampled token; the next plan may name it by its position."""
-        self.tokens.extend((token_id,))
+        self.tokens.append(token_id)
         self.sampler.append(token_id)
