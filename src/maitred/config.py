@@ -113,10 +113,12 @@ DEFAULT_TOKEN_BUDGET = 512
 LEAST_TOKEN_BUDGET, TOKENS_PER_THREAD = 128, 64
 
 
-def native_token_budget(num_threads: int) -> int:
+def native_token_budget(num_threads: int, *, tiles: bool = False) -> int:
     """Of the native executor. From 128 tokens on its products are about as fast as at 512, and who decodes waits for as
-    long as a step takes; more threads take as long for as many tokens more."""
-    return min(DEFAULT_TOKEN_BUDGET, max(LEAST_TOKEN_BUDGET, TOKENS_PER_THREAD * num_threads))
+    long as a step takes; more threads take as long for as many tokens more, and so do processors with `tiles` (AMX) for
+    twice as many."""
+    budget = max(LEAST_TOKEN_BUDGET, TOKENS_PER_THREAD * num_threads)
+    return min(DEFAULT_TOKEN_BUDGET, 2 * budget if tiles else budget)
 
 
 # (field, lowest, highest): what a policy computes with must be finite
@@ -137,7 +139,8 @@ class SchedulerConfig:
 
     max_num_batched_tokens: int | None = None
     """Most tokens in one step. Larger raises throughput and inter-token latency. None is what suits the executor: 64 a
-    thread, from 128 to 512, where the native one runs, and 512 with PyTorch; never below max_num_seqs."""
+    thread, at least 128, where the native one runs, twice that with AMX, and 512 at most and with PyTorch; never below
+    max_num_seqs."""
     max_num_seqs: int = 64
     """Most requests in one step."""
     policy: str = "fcfs"

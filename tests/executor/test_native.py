@@ -286,6 +286,16 @@ def test_a_plan_says_what_will_be_taken():
     assert plan.available_bytes(1) == 0
 
 
+@pytest.mark.parametrize("isa", _native.available_isas())
+@pytest.mark.parametrize(("num_threads", "budget", "with_tiles"), [(1, 128, 256), (4, 256, 512), (64, 512, 512)])
+def test_steps_have_more_tokens_for_more_threads_and_for_tiles(
+    isa: str, num_threads: int, budget: int, with_tiles: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("MAITRED_ISA", isa)
+    plan = plan_of_the_builtin_model(num_threads=num_threads)
+    assert plan.token_budget == (with_tiles if isa == "amx" else budget)
+
+
 # ---- the process
 
 

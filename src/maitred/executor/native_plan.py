@@ -172,6 +172,7 @@ def plan_native_executor(
     if spec.head_dim > LARGEST_HEAD:
         raise KernelError(f"heads of {spec.head_dim} values; the native executor takes up to {LARGEST_HEAD}")
     isa, threads = default_isa(), config.num_threads or num_threads
+    budget = native_token_budget(threads, tiles=isa == "amx")
     program = compile_program(spec, resolve_formats(config, checkpoint.dtype, isa))
     plan_weights(program)  # raises for a matrix that no kernel takes
     return NativePlan(
@@ -181,7 +182,7 @@ def plan_native_executor(
         block_size=cache.block_size,
         num_threads=threads,
         isa=isa,
-        max_tokens=scheduler.settled(native_token_budget(threads)).token_budget,
+        max_tokens=scheduler.settled(budget).token_budget,
         max_logits=most_logits(spec.vocab_size, scheduler.max_num_seqs),
         bind_threads=config.bind_threads == "on",
         weight_cache=weight_cache(config),
