@@ -16,6 +16,7 @@ import httpx
 import pytest
 import yaml
 
+from maitred.config import ServerConfig
 from maitred.metrics import METRICS
 from tests.conftest import free_port
 from tests.fakes_api import running_server
@@ -162,10 +163,47 @@ def test_panels_have_titles_of_their_own_and_do_not_overlap():
         taken |= cells
 
 
+# ---- the compose file, as far as that goes without Docker
+
+
+def services() -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
+    return found
+
+
 def test_compose_mounts_only_files_that_are_there():
-    services = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
-    mounts = [volume.split(":")[0] for service in services.values() for volume in service.get("volumes", ())]
+    mounts = [volume.split(":")[0] for service in services().values() for volume in service.get("volumes", ())]
     assert mounts
     for mount in mounts:
         assert (DEPLOY / mount).exists(), mount
-    assert (DEPLOY / services["maitred"]["build"]["context"] / services["maitred"]["build"]["dockerfile"]).exists()
+    built = services()["maitred"]["build"]
+    assert (DEPLOY / built["context"] / built["dockerfile"]).exists()
+
+
+def test_compose_names_versions_and_publishes_ports_on_this_machine_alone():
+    for name, service in services().items():
+        assert "build" in service or re.fullmatch(r"[\w/]+:v?\d+\.\d+\.\d+", service["image"]), name
+        assert all(port.startswith("127.0.0.1:") for port in service["ports"]), name
+
+
+def test_who_is_asked_in_compose_is_there_and_listens():
+    inside = {name: {port.split(":")[-1] for port in service["ports"]} for name, service in services().items()}
+    prometheus = yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text())
+    grafana = yaml.safe_load((DEPLOY / "grafana/provisioning/datasources/prometheus.yaml").read_text())
+    asked = [target for job in prometheus["scrape_configs"] for at in job["static_configs"] for target in at["targets"]]
+    asked += [source["url"].removeprefix("http://") for source in grafana["datasources"]]
+    for host, port in (address.split(":") for address in asked):
+        assert port in inside[host]
+    assert inside["maitred"] == {str(ServerConfig().port)}
+    assert f"http://127.0.0.1:{ServerConfig().port}/health" in services()["maitred"]["healthcheck"]["test"][-1]
+    assert f"EXPOSE {ServerConfig().port}\n" in (DEPLOY / "Dockerfile").read_text()
+
+
+def test_compose_waits_for_longer_than_the_server_drains():
+    assert int(services()["maitred"]["stop_grace_period"].removesuffix("s")) > ServerConfig().drain_timeout_s
+
+
+def test_the_dashboards_folder_is_the_one_that_compose_mounts():
+    provided = yaml.safe_load((DEPLOY / "grafana/provisioning/dashboards/maitred.yaml").read_text())["providers"]
+    mounted = {volume.split(":")[1] for volume in services()["grafana"]["volumes"]}
+    assert all(f"{provider['options']['path']}/maitred.json" in mounted for provider in provided)
