@@ -110,6 +110,45 @@ def test_heavy_tokens_that_the_sample_misses_give_the_numpy_samplers_tokens(para
     assert_all_agree(logits_RV, samplers_for(8, 40_000, **params))
 
 
+def kinds_of_rows(num_rows: int, vocab_size: int) -> dict[str, LogitsRow]:
+    random = np.random.default_rng(5)
+    shape = (num_rows, vocab_size)
+    zipf_V = -1.1 * np.log(np.arange(1, vocab_size + 1))
+    alone_RV = np.full(shape, -INF)
+    alone_RV[:, 777] = 3.0
+    rows = {
+        "student": random.standard_t(3, shape) * 2.0,
+        "zipf": random.permuted(np.tile(zipf_V, (num_rows, 1)), axis=1),
+        "rounded": np.round(random.standard_normal(shape) * 4.0) / 2.0,
+        "masked": np.where(random.random(shape) < 0.7, -INF, random.standard_normal(shape)),
+        "deep": random.standard_normal(shape) * 300.0,
+        "far": random.standard_normal(shape) + 900.0,
+        "alone": alone_RV,
+    }
+    return {name: values_RV.astype(np.float32) for name, values_RV in rows.items()}
+
+
+@pytest.mark.parametrize("params", DRAWS, ids=str)
+def test_every_kind_of_row_gives_the_numpy_samplers_tokens(params: dict[str, Any]):
+    for logits_RV in kinds_of_rows(6, 20_000).values():
+        assert_all_agree(logits_RV, samplers_for(6, 20_000, **params))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("top_p", [0.5, 1.0])
+def test_a_draw_on_the_edge_of_two_tokens_is_decided_in_double_precision(isa: str, top_p: float):
+    """Equal logits: every edge is a multiple of 1 / 4096 exactly, which sums in single precision miss."""
+    edges = np.arange(1, 4096, 37)
+    shares = np.concatenate([edges, np.nextafter(edges, 0.0)]) / 4096
+    settings_R5 = np.tile([0.7, 0.0, top_p, 0.0, 0.0], (len(shares), 1))
+    settings_R5[:, 4] = shares
+    logits_RV = np.full((len(shares), 4096), -1.37, dtype=np.float32)
+    sampled = Sampler(POOL, isa=isa).sample(
+        logits_RV, settings_R5, [None] * len(shares), np.full(len(shares), -1, dtype=np.int32)
+    )
+    assert sampled.tokens.tolist() == np.floor(shares * 4096 * top_p).astype(int).tolist()
+
+
 @pytest.mark.parametrize("params", DRAWS, ids=str)
 def test_equal_logits_give_the_numpy_samplers_tokens(params: dict[str, Any]):
     """Edges among equals: the lowest ids are kept. All weights are 1, so sums are exact in any order."""
@@ -139,6 +178,25 @@ def test_a_row_that_cannot_be_sampled_is_named_and_harms_no_other(isa: str, plac
     got = NATIVE[isa].sample_rows(logits_RV.copy(), samplers)
     assert got[1] == SampledToken(0, error=error)
     assert got == sample_rows(logits_RV, samplers)
+
+
+@pytest.mark.parametrize(
+    ("banned", "others"), [(math.nan, 0.0), (INF, 0.0), (INF, math.nan), (1.0, -INF), (-INF, -INF), (0.0, INF)]
+)
+def test_a_ban_hides_no_fault(banned: float, others: float):
+    logits_RV = np.full((1, 300), others, dtype=np.float32)
+    logits_RV[0, 7] = banned
+    sampler = RequestSampler(
+        SamplingParams(min_tokens=2, repetition_penalty=1.5),
+        vocab_size=300,
+        seed=1,
+        sample_index=0,
+        prompt_token_ids=[0],
+        output_token_ids=(),
+        eos_token_ids=[7],
+    )
+    assert sample_rows(logits_RV.copy(), [sampler])[0].error is not None
+    assert_all_agree(logits_RV, [sampler])
 
 
 @pytest.mark.parametrize("isa", ISAS)

@@ -34,15 +34,6 @@ float choose(bool first, float a, float b) {
   return a;
 }
 
-float largest_of(const float* groups, int64_t num_blocks) {
-  float largest[kLanes];
-  std::fill(largest, largest + kLanes, -kInfinity);
-  for (int64_t block = 0; block < num_blocks; ++block, groups += kLanes)
-    for (int lane = 0; lane < kLanes; ++lane)
-      largest[lane] = groups[lane] > largest[lane] ? groups[lane] : largest[lane];
-  return *std::max_element(largest, largest + kLanes);
-}
-
 }  // namespace
 
 // The ten steps of executor/sampler.py.
@@ -50,44 +41,54 @@ void Sampler::Task::run(SampleRow& row) {
   logits = row.logits;
   row.token = 0;
   row.fault = SampleFault::none;
-  int64_t best = find_best(row);
-  if (row.fault != SampleFault::none) return;
-  const bool wants_logprobs = row.num_top >= 0;
-  const double log_total = wants_logprobs ? list_likeliest(row) : 0.0;
-  if (row.changes != nullptr) {
-    apply(*row.changes, wants_logprobs);
+  const bool wants_logprobs = row.num_top >= 0, has_changes = row.changes != nullptr;
+  // A row is scanned once, as changed, unless its raw logits are wanted or lost.
+  const bool scans_raw = !has_changes || wants_logprobs || row.changes->only_allowed;
+  int64_t best = 0;
+  double log_total = 0.0;
+  if (scans_raw) {
     best = find_best(row);
-    if (row.fault == SampleFault::nothing) row.fault = SampleFault::nothing_allowed;
+    if (row.fault != SampleFault::none) return;
+    if (wants_logprobs) log_total = list_likeliest(row);
+  }
+  if (has_changes) {
+    const Before before = apply(*row.changes, wants_logprobs);
+    best = find_best(row);
+    if (row.fault == SampleFault::nothing && (scans_raw || before.can_be_drawn))
+      row.fault = SampleFault::nothing_allowed;
+    if (before.is_infinite && row.fault != SampleFault::nan) row.fault = SampleFault::infinite;
+    if (before.is_nan) row.fault = SampleFault::nan;
     if (row.fault != SampleFault::none) return;
   }
   row.token = static_cast<int32_t>(row.temperature == 0.0 ? best : draw(row));
   if (!wants_logprobs) return;
-  if (row.changes != nullptr) restore(*row.changes);
+  if (has_changes) restore(*row.changes);
   rank_token(row, log_total);
 }
 
 // Scans, and gives the first id of the largest logit; sets the fault of a row that nothing can be drawn from.
 int64_t Sampler::Task::find_best(SampleRow& row) {
-  const int64_t num_blocks = (vocab_size + kBlock - 1) / kBlock;
+  const int64_t num_blocks = (vocab_size + kScanBlock - 1) / kScanBlock;
   scratch.groups.resize(num_blocks * kLanes);
-  if (kernels.scan(logits, vocab_size, scratch.groups.data())) {
+  scratch.tops.resize(num_blocks);
+  if (kernels.scan(logits, vocab_size, scratch.groups.data(), scratch.tops.data())) {
     row.fault = SampleFault::nan;
     return 0;
   }
-  largest = largest_of(scratch.groups.data(), num_blocks);
+  largest = *std::max_element(scratch.tops.begin(), scratch.tops.end());
   if (std::isinf(largest)) {
     row.fault = largest > 0.0F ? SampleFault::infinite : SampleFault::nothing;
     return 0;
   }
-  const auto first = std::find(scratch.groups.begin(), scratch.groups.end(), largest);
-  const int64_t begin = (first - scratch.groups.begin()) / kLanes * kBlock;
-  return std::find(logits + begin, logits + vocab_size, largest) - logits;
+  const int64_t block = std::find(scratch.tops.begin(), scratch.tops.end(), largest) - scratch.tops.begin();
+  return std::find(logits + block * kScanBlock, logits + vocab_size, largest) - logits;
 }
 
 // With `undoes`, what restore() needs is kept.
-void Sampler::Task::apply(const LogitChanges& c, bool undoes) {
+Sampler::Before Sampler::Task::apply(const LogitChanges& c, bool undoes) {
   auto& undo = scratch.undo;
   undo.clear();
+  Before before;
   if (c.only_allowed) {
     if (undoes) scratch.raw.assign(logits, logits + vocab_size);
     auto& kept = scratch.values;
@@ -96,25 +97,27 @@ void Sampler::Task::apply(const LogitChanges& c, bool undoes) {
     std::fill(logits, logits + vocab_size, -kInfinity);
     for (int64_t i = 0; i < c.num_allowed; ++i) logits[c.allowed_ids[i]] = kept[i];
   }
-  const auto note = [&](const int64_t* ids, int64_t count) {
-    if (!undoes || c.only_allowed) return;
-    for (int64_t i = 0; i < count; ++i) undo.push_back(LogitBefore{ids[i], logits[ids[i]]});
+  const auto change_each = [&](const int64_t* ids, int64_t count, auto change) {
+    for (int64_t i = 0; undoes && !c.only_allowed && i < count; ++i)
+      undo.push_back(LogitBefore{ids[i], logits[ids[i]]});
+    for (int64_t i = 0; i < count; ++i) {
+      float& logit = logits[ids[i]];
+      before.can_be_drawn |= logit > -kInfinity;
+      logit = change(logit, i);
+    }
   };
-  note(c.banned_ids, c.num_banned);
-  for (int64_t i = 0; i < c.num_banned; ++i) logits[c.banned_ids[i]] = -kInfinity;
-  note(c.bias_ids, c.num_bias);
-  for (int64_t i = 0; i < c.num_bias; ++i) logits[c.bias_ids[i]] += c.bias[i];
-  note(c.known_ids, c.num_known);
-  for (int64_t i = 0; i < c.num_known; ++i) {
-    float& logit = logits[c.known_ids[i]];
-    logit = choose(logit < 0.0F, logit * c.repetition, logit / c.repetition);
+  for (int64_t i = 0; i < c.num_banned; ++i) {  // the only change that hides a NaN or +inf
+    const float logit = logits[c.banned_ids[i]];
+    before.is_nan |= std::isnan(logit);
+    before.is_infinite |= logit == kInfinity;
   }
-  note(c.output_ids, c.num_output);
-  for (int64_t i = 0; i < c.num_output; ++i) {
-    float& logit = logits[c.output_ids[i]];
-    logit -= c.frequency * c.output_counts[i];
-    logit -= c.presence;
-  }
+  change_each(c.banned_ids, c.num_banned, [&](float, int64_t) { return -kInfinity; });
+  change_each(c.bias_ids, c.num_bias, [&](float logit, int64_t i) { return logit + c.bias[i]; });
+  change_each(c.known_ids, c.num_known,
+              [&](float logit, int64_t) { return choose(logit < 0.0F, logit * c.repetition, logit / c.repetition); });
+  change_each(c.output_ids, c.num_output,
+              [&](float logit, int64_t i) { return logit - c.frequency * c.output_counts[i] - c.presence; });
+  return before;
 }
 
 // The row before apply().
@@ -160,7 +163,11 @@ void Sampler::sample(SampleRow* rows, int num_rows, int64_t vocab_size) {
   WorkCounter counter;
   const auto body = [&](const Worker& worker) {
     Task task{kernels_, scratch_[worker.index], vocab_size};
-    for (int row = counter.take(); row < num_rows; row = counter.take()) task.run(rows[row]);
+    for (int row = counter.take(); row < num_rows; row = counter.take()) {
+      const int next = row + pool_.num_threads();
+      task.next = rows[next < num_rows ? next : row].logits;
+      task.run(rows[row]);
+    }
   };
   if (num_rows == 1)
     body(Worker{0, 1, nullptr});  // waking the others would take longer

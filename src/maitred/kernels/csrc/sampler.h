@@ -2,8 +2,10 @@
 //
 // A row is one thread's work from end to end, so neither its neighbours nor the number of threads can change it. Sums
 // run in one order on every instruction set (blocks of kBlock values, eight lanes in a block), and exponentials are the
-// same polynomial, so a row's token does not depend on the instruction set either. Against numpy, whose sums run in
-// another order, a draw can differ only where the random number falls within rounding (1e-14) of an edge.
+// same polynomial, so a row's token does not depend on the instruction set either. Where sums in single precision leave
+// no doubt about the token they are enough; a row they leave in doubt is drawn again in double precision. Against
+// numpy, whose sums run in another order, a draw can differ only where the random number falls within rounding (1e-14)
+// of an edge.
 #pragma once
 
 #include <cstdint>
@@ -14,24 +16,33 @@
 
 namespace maitred {
 
-constexpr int kBlock = 1024;  // values added up as one in a draw, and scanned as one
-constexpr int kLanes = 16;    // a block's values i, i + 16, i + 32 ... are a group; scan() gives the largest of each
-constexpr int kGroupSize = kBlock / kLanes;
+constexpr int kBlock = 1024;     // values added up as one in a draw
+constexpr int kScanBlock = 256;  // values scanned as one
+constexpr int kLanes = 16;       // a block's values i, i + 16, i + 32 ... are a group; scan() gives the largest of each
 
 struct SamplerKernels {
-  // Writes the largest of each group of x[0..n) (kLanes for each block begun, -inf for empty ones); true if any is NaN.
-  bool (*scan)(const float* x, int64_t n, float* group_max);
+  // Writes the largest of each group of x[0..n) (kLanes for each kScanBlock begun, -inf for empty ones) and of each
+  // kScanBlock; true if any is NaN.
+  bool (*scan)(const float* x, int64_t n, float* group_max, float* block_max);
   // Writes for each block begun the sum of exp((x - largest) * sharpness) over its values that are at least lows[0],
   // which itself has a weight above 0 (see Task::lowest_weighing).
   void (*weigh)(const float* x, int64_t n, const float* lows, double largest, double sharpness, double* block_sums);
-  // The same for each of two or four ascending lows, all sums of the first low before those of the next.
+  // The same for each of two ascending lows, all sums of the first low before those of the next.
   void (*weigh_two)(const float* x, int64_t n, const float* lows, double largest, double sharpness, double* block_sums);
-  void (*weigh_four)(const float* x, int64_t n, const float* lows, double largest, double sharpness,
-                     double* block_sums);
+  // weigh and weigh_two in single precision, for kRoughRange: a sum errs by kRoughError of itself at most, in whatever
+  // order it was added up, and e^-kRoughDepth for each value. Fetches the row at `next` into the second cache by and
+  // by. Null where there are none.
+  void (*weigh_roughly)(const float* x, int64_t n, const float* lows, double largest, double sharpness,
+                        const float* next, double* block_sums);
+  void (*weigh_two_roughly)(const float* x, int64_t n, const float* lows, double largest, double sharpness,
+                            const float* next, double* block_sums);
   // Writes first + i to ids for each i with low <= x[i] < high, ascending; gives how many, of room for kLanes more.
   int64_t (*collect)(const float* x, int64_t n, float low, float high, int32_t first, int32_t* ids);
   // weights[i] = exp((x[i] - largest) * sharpness)
   void (*weights)(const float* x, int64_t n, double largest, double sharpness, double* weights);
+  // sums[c] is the sum of the weights whose x is at least lows[c], for two or four lows.
+  void (*add_from_two)(const float* x, const double* weights, int64_t n, const float* lows, double* sums);
+  void (*add_from_four)(const float* x, const double* weights, int64_t n, const float* lows, double* sums);
   // How many of x[0..n) are above value.
   int64_t (*count_above)(const float* x, int64_t n, float value);
 };
@@ -91,11 +102,16 @@ class Sampler {
     int64_t id;
     float logit;
   };
+  // What was among the logits that changed.
+  struct Before {
+    bool is_nan = false, is_infinite = false, can_be_drawn = false;
+  };
   // Memory of one thread, kept from call to call.
   struct Scratch {
-    std::vector<float> groups, folded, values, raw;
+    std::vector<float> groups, tops, folded, values, raw;
     std::vector<LogitBefore> undo;
     std::vector<int32_t> ids;
+    std::vector<size_t> starts;  // of each block in the list, and the list's end
     std::vector<double> weights, block_sums, cut_sums;
     std::vector<Item> items;
   };

@@ -37,11 +37,11 @@ inline void weights_of(const __m512d* y, __m512d* weights) {
 
 inline __mmask16 first_lanes(int64_t count) { return static_cast<__mmask16>((1U << count) - 1); }
 
-bool scan(const float* x, int64_t n, float* group_max) {
+bool scan(const float* x, int64_t n, float* group_max, float* block_max) {
   const __m512 nothing = _mm512_set1_ps(-__builtin_inff());
   __mmask16 nans = 0;
-  for (int64_t begin = 0; begin < n; begin += kBlock, group_max += kLanes) {
-    const int64_t end = begin + kBlock < n ? begin + kBlock : n;
+  for (int64_t begin = 0; begin < n; begin += kScanBlock, group_max += kLanes) {
+    const int64_t end = begin + kScanBlock < n ? begin + kScanBlock : n;
     __m512 even = nothing, odd = nothing;
     int64_t i = begin;
     for (; i + 32 <= end; i += 32) {
@@ -56,9 +56,17 @@ bool scan(const float* x, int64_t n, float* group_max) {
       nans |= _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q);
       even = _mm512_max_ps(even, a);
     }
-    _mm512_storeu_ps(group_max, _mm512_max_ps(even, odd));
+    const __m512 largest = _mm512_max_ps(even, odd);
+    _mm512_storeu_ps(group_max, largest);
+    *block_max++ = _mm512_reduce_max_ps(largest);
   }
   return nans != 0;
+}
+
+inline double sum_of_lanes(__m512d sums) {
+  double s[8];
+  _mm512_storeu_pd(s, sums);
+  return ((s[0] + s[4]) + (s[2] + s[6])) + ((s[1] + s[5]) + (s[3] + s[7]));
 }
 
 template <int kCount>
@@ -90,11 +98,76 @@ void weigh(const float* x, int64_t n, const float* lows, double largest, double 
         sums[c] = _mm512_mask_add_pd(sums[c], counts, sums[c], weight[0]);
       }
     }
-    for (int c = 0; c < kCount; ++c) {
-      double s[8];
-      _mm512_storeu_pd(s, sums[c]);
-      block_sums[c * num_blocks + block] = ((s[0] + s[4]) + (s[2] + s[6])) + ((s[1] + s[5]) + (s[3] + s[7]));
+    for (int c = 0; c < kCount; ++c) block_sums[c * num_blocks + block] = sum_of_lanes(sums[c]);
+  }
+}
+
+// Of 16 U values, each at least `lowest`.
+template <int U>
+inline void rough_weights(const __m512* x, const RoughSlope& slope, __m512* weights) {
+#define EACH_U _Pragma("GCC unroll 4") for (int u = 0; u < U; ++u)
+  const __m512 high = _mm512_set1_ps(slope.high), low = _mm512_set1_ps(slope.low), magic = _mm512_set1_ps(slope.magic);
+  const __m512i roots = _mm512_load_si512(kRoughRoots);
+  __m512 f[U], t[U], q[U], s[U];
+  EACH_U t[u] = _mm512_fmadd_ps(x[u], high, magic);
+  EACH_U f[u] = _mm512_fmsub_ps(x[u], high, _mm512_sub_ps(t[u], magic));
+  EACH_U f[u] = _mm512_fmadd_ps(x[u], low, f[u]);
+  EACH_U q[u] = _mm512_fmadd_ps(_mm512_set1_ps(kRoughTerms[2]), f[u], _mm512_set1_ps(kRoughTerms[1]));
+  EACH_U q[u] = _mm512_fmadd_ps(q[u], f[u], _mm512_set1_ps(kRoughTerms[0]));
+  EACH_U {
+    const __m512i n = _mm512_castps_si512(t[u]);
+    const __m512i root = _mm512_permutexvar_epi32(n, roots);  // reads the last four bits of n
+    s[u] = _mm512_castsi512_ps(_mm512_add_epi32(root, _mm512_slli_epi32(n, kRoughShift)));
+  }
+  EACH_U weights[u] = _mm512_fmadd_ps(s[u], _mm512_mul_ps(f[u], q[u]), s[u]);
+#undef EACH_U
+}
+
+// The sums of 64 weights by lanes, for each low.
+template <int kCount>
+inline void rough_sums(const float* x, const __m512* lows, const RoughSlope& slope, const float* next, __m512* sums) {
+  __m512 value[4], weight[4];
+  for (int u = 0; u < 4; ++u) _mm_prefetch(reinterpret_cast<const char*>(next + 16 * u), _MM_HINT_T1);
+  for (int u = 0; u < 4; ++u) value[u] = _mm512_max_ps(_mm512_loadu_ps(x + 16 * u), _mm512_set1_ps(slope.lowest));
+  rough_weights<4>(value, slope, weight);
+  for (int c = 0; c < kCount; ++c) {
+    __mmask16 counts[4];
+    for (int u = 0; u < 4; ++u) counts[u] = _mm512_cmp_ps_mask(value[u], lows[c], _CMP_GE_OQ);
+    const __m512 a = _mm512_maskz_mov_ps(counts[0], weight[0]), b = _mm512_maskz_mov_ps(counts[2], weight[2]);
+    sums[c] =
+        _mm512_add_ps(_mm512_mask_add_ps(a, counts[1], a, weight[1]), _mm512_mask_add_ps(b, counts[3], b, weight[3]));
+  }
+}
+
+template <int kCount>
+void weigh_roughly(const float* x, int64_t n, const float* lows, double largest, double sharpness, const float* next,
+                   double* block_sums) {
+  constexpr int64_t kStep = 128;
+  const RoughSlope slope(largest, sharpness);
+  const int64_t num_blocks = (n + kBlock - 1) / kBlock;
+  __m512 low_16[kCount];
+  for (int c = 0; c < kCount; ++c) low_16[c] = _mm512_set1_ps(lows[c]);
+  float last[kStep];
+  for (int64_t block = 0; block < num_blocks; ++block) {
+    const int64_t begin = block * kBlock, end = begin + kBlock < n ? begin + kBlock : n;
+    __m512d sums[kCount];
+    for (int c = 0; c < kCount; ++c) sums[c] = _mm512_setzero_pd();
+    for (int64_t i = begin; i < end; i += kStep) {
+      const float* values = x + i;
+      if (end - i < kStep) {
+        for (int64_t j = 0; j < kStep; ++j) last[j] = j < end - i ? x[i + j] : -__builtin_inff();
+        values = last;
+      }
+      __m512 first[kCount], second[kCount];
+      rough_sums<kCount>(values, low_16, slope, next + i, first);
+      rough_sums<kCount>(values + kStep / 2, low_16, slope, next + i + kStep / 2, second);
+      for (int c = 0; c < kCount; ++c) {
+        const __m512 sum = _mm512_add_ps(first[c], second[c]);
+        sums[c] = _mm512_add_pd(sums[c], _mm512_cvtps_pd(_mm512_castps512_ps256(sum)));
+        sums[c] = _mm512_add_pd(sums[c], _mm512_cvtps_pd(_mm512_extractf32x8_ps(sum, 1)));
+      }
     }
+    for (int c = 0; c < kCount; ++c) block_sums[c * num_blocks + block] = sum_of_lanes(sums[c]) * slope.unit;
   }
 }
 
@@ -144,6 +217,22 @@ void weights(const float* x, int64_t n, double largest, double sharpness, double
   }
 }
 
+template <int kCount>
+void add_from(const float* x, const double* weights, int64_t n, const float* lows, double* sums) {
+  __m512d sums_8[kCount];
+  for (int c = 0; c < kCount; ++c) sums_8[c] = _mm512_setzero_pd();
+  for (int64_t i = 0; i < n; i += 8) {
+    const __mmask8 there = n - i >= 8 ? 0xFF : static_cast<__mmask8>(first_lanes(n - i));
+    const __m256 value = _mm256_maskz_loadu_ps(there, x + i);
+    const __m512d weight = _mm512_maskz_loadu_pd(there, weights + i);
+    for (int c = 0; c < kCount; ++c) {
+      const __mmask8 counts = _mm256_mask_cmp_ps_mask(there, value, _mm256_set1_ps(lows[c]), _CMP_GE_OQ);
+      sums_8[c] = _mm512_mask_add_pd(sums_8[c], counts, sums_8[c], weight);
+    }
+  }
+  for (int c = 0; c < kCount; ++c) sums[c] = sum_of_lanes(sums_8[c]);
+}
+
 int64_t count_above(const float* x, int64_t n, float value) {
   const __m512 value_16 = _mm512_set1_ps(value);
   int64_t count = 0;
@@ -158,7 +247,8 @@ int64_t count_above(const float* x, int64_t n, float value) {
 }  // namespace
 
 const SamplerKernels& sampler_avx512() {
-  static const SamplerKernels kernels{scan, weigh<1>, weigh<2>, weigh<4>, collect, weights, count_above};
+  static const SamplerKernels kernels{scan,    weigh<1>, weigh<2>,    weigh_roughly<1>, weigh_roughly<2>,
+                                      collect, weights,  add_from<2>, add_from<4>,      count_above};
   return kernels;
 }
 

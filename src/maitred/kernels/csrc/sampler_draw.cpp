@@ -2,6 +2,7 @@
 // exceed `share` of all.
 #include <cmath>
 
+#include "sampler_exp.h"
 #include "sampler_task.h"
 
 namespace maitred {
@@ -9,24 +10,34 @@ namespace maitred {
 namespace {
 
 constexpr double kLowestWeight = 8.9e-308;
-
-// The first of the weights at which their sum exceeds target, or the last that is not 0.
-int64_t first_over(const double* weights, int64_t count, double target) {
-  double sum = 0.0;
-  int64_t last = 0;
-  for (int64_t i = 0; i < count; ++i) {
-    if (weights[i] <= 0.0) continue;
-    last = i;
-    sum += weights[i];
-    if (sum > target) break;
-  }
-  return last;
-}
+// What sums in double precision may err by, of all weight, and more.
+constexpr double kRounding = 1e-12;
 
 }  // namespace
 
 int64_t Sampler::Task::draw(const SampleRow& row) {
   sharpness = std::min(1.0 / row.temperature, 1e300);
+  is_in_doubt = false;
+  error = can_be_rough() ? kRoughError : 0.0;
+  int64_t id = draw_by_sums(row);
+  error = 0.0;
+  if (is_in_doubt) id = draw_by_sums(row);
+  return id;
+}
+
+bool Sampler::Task::can_be_rough() const {
+  if (kernels.weigh_roughly == nullptr || sharpness > kRoughRange || sharpness < 1.0 / kRoughRange) return false;
+  return std::abs(static_cast<double>(largest)) * sharpness * k8Log2e < kRoughRange;
+}
+
+// How far share * beyond may be from (1 - share) * below, of which each sums up weights of the row.
+double Sampler::Task::margin_of(double share, double below, double beyond) const {
+  if (error == 0.0) return 0.0;
+  return error * (share * beyond + (1.0 - share) * below + removed) + kRounding * (below + beyond);
+}
+
+int64_t Sampler::Task::draw_by_sums(const SampleRow& row) {
+  removed = loose = 0.0;
   floor = lowest_weighing();
   if (row.min_p > 0.0) floor = std::max(floor, lowest_of_weight(row.min_p));
   if (row.top_k > 0 && row.top_k < vocab_size) {
@@ -45,14 +56,14 @@ int64_t Sampler::Task::draw(const SampleRow& row) {
 }
 
 int64_t Sampler::Task::draw_from_list(const SampleRow& row) {
-  return draw_from_list(row, row.top_p < 1.0 ? row.top_p * sum_of(scratch.weights) : kInfinity);
+  return draw_from_list(row, row.top_p < 1.0 ? row.top_p * list_mass() : kInfinity, 0.0);
 }
 
-// Of the nucleus of mass `needed`.
-int64_t Sampler::Task::draw_from_list(const SampleRow& row, double needed) {
+// Of the nucleus of mass `needed`, which may be wrong by `margin`.
+int64_t Sampler::Task::draw_from_list(const SampleRow& row, double needed, double margin) {
   if (needed < kInfinity) {
     const auto ends = std::minmax_element(scratch.values.begin(), scratch.values.end());
-    const Item last = edge_item(needed, *ends.first, *ends.second);
+    const Item last = edge_item(needed, margin, *ends.first, *ends.second);
     keep_if([&](int64_t i) { return !before(last, Item{scratch.weights[i], scratch.ids[i]}); });
   }
   const int64_t count = static_cast<int64_t>(scratch.weights.size());
@@ -63,26 +74,42 @@ int64_t Sampler::Task::draw_from_list(const SampleRow& row, double needed) {
     for (int64_t i = begin; i < std::min<int64_t>(begin + kBlock, count); ++i) sum += scratch.weights[i];
     sums.push_back(sum);
   }
-  double target;
-  const int64_t begin = find_block(row.share, &target) * kBlock;
-  return scratch.ids[begin + first_over(&scratch.weights[begin], std::min<int64_t>(kBlock, count - begin), target)];
+  double target, unused;
+  const int64_t begin = find_block(row.share, &target, &unused) * kBlock;
+  return scratch.ids[begin + first_over(begin, std::min<int64_t>(kBlock, count - begin), target, loose)];
+}
+
+// Of the weights from begin on the first at which their sum exceeds target, or the last that is not 0.
+int64_t Sampler::Task::first_over(int64_t begin, int64_t count, double target, double margin) {
+  const double* weights = &scratch.weights[begin];
+  double below = 0.0, sum = 0.0;
+  int64_t last = 0;
+  for (int64_t i = 0; i < count && sum <= target; ++i) {
+    if (weights[i] <= 0.0) continue;
+    last = i;
+    below = sum;
+    sum += weights[i];
+  }
+  is_in_doubt |= target - below < margin || sum - target < margin;
+  return last;
 }
 
 int64_t Sampler::Task::draw_from_blocks(double share, const Edge& edge) {
-  double target;
-  const int64_t begin = find_block(share, &target) * kBlock;
+  double target, margin;
+  const int64_t begin = find_block(share, &target, &margin) * kBlock;
   block_weights(begin, edge);
-  return begin + first_over(scratch.weights.data(), static_cast<int64_t>(scratch.weights.size()), target);
+  return begin + first_over(0, static_cast<int64_t>(scratch.weights.size()), target, margin);
 }
 
-// The block in which share of all block_sums is passed; *target is how far into it.
-int64_t Sampler::Task::find_block(double share, double* target) {
+// The block in which share of all block_sums is passed; *target is how far into it, give or take *margin.
+int64_t Sampler::Task::find_block(double share, double* target, double* margin) {
   const auto& sums = scratch.block_sums;
-  const double wanted = share * sum_of(sums);
+  const double total = sum_of(sums), wanted = share * total;
   double below = 0.0;
   size_t block = 0;
   for (; block + 1 < sums.size() && !(below + sums[block] > wanted); ++block) below += sums[block];
   *target = wanted - below;
+  *margin = margin_of(share, below, total - below) + loose;
   return static_cast<int64_t>(block);
 }
 
@@ -98,7 +125,11 @@ bool Sampler::Task::most_groups_reach(float low) const {
 
 void Sampler::Task::weigh_all(float low) {
   scratch.block_sums.resize((vocab_size + kBlock - 1) / kBlock);
-  kernels.weigh(logits, vocab_size, &low, largest, sharpness, scratch.block_sums.data());
+  double* sums = scratch.block_sums.data();
+  if (error > 0.0)
+    kernels.weigh_roughly(logits, vocab_size, &low, largest, sharpness, next, sums);
+  else
+    kernels.weigh(logits, vocab_size, &low, largest, sharpness, sums);
 }
 
 // scratch.weights of the block that begins at `begin`, 0 where they lie beyond the edge.
@@ -145,15 +176,21 @@ float Sampler::Task::lowest_of_weight(double weight) const {
 void Sampler::Task::collect(float low, float high) {
   int32_t found[kBlock + kLanes];
   scratch.ids.clear();
+  scratch.starts.clear();
   for (int64_t begin = 0; begin < vocab_size; begin += kBlock) {
-    const float* groups = &scratch.groups[begin / kBlock * kLanes];
-    bool reaches = false;
-    for (int lane = 0; lane < kLanes; ++lane) reaches |= groups[lane] >= low;
-    if (!reaches) continue;
-    const int64_t count = kernels.collect(logits + begin, std::min<int64_t>(kBlock, vocab_size - begin), low, high,
-                                          static_cast<int32_t>(begin), found);
-    scratch.ids.insert(scratch.ids.end(), found, found + count);
+    scratch.starts.push_back(scratch.ids.size());
+    const int64_t block_end = std::min(begin + kBlock, vocab_size);
+    for (int64_t first = begin; first < block_end;) {
+      int64_t end = first;
+      while (end < block_end && scratch.tops[end / kScanBlock] >= low) end += kScanBlock;
+      const int64_t count = end == first ? 0
+                                         : kernels.collect(logits + first, std::min(end, block_end) - first, low, high,
+                                                           static_cast<int32_t>(first), found);
+      scratch.ids.insert(scratch.ids.end(), found, found + count);
+      first = end + kScanBlock;  // the one at the end does not reach
+    }
   }
+  scratch.starts.push_back(scratch.ids.size());
 }
 
 // The list of the k largest logits.

@@ -24,4 +24,35 @@ alignas(64) constexpr int64_t kRoots[16] = {
     0x3feea09e667f3bcd, 0x3feea11473eb0187, 0x3feeace5422aa0db, 0x3feec49182a3f090,
     0x3feee89f995ad3ad, 0x3fef199bdd85529c, 0x3fef5818dcfba487, 0x3fefa4afa2a490da};
 
+// The same in single precision: y = x * slope, n the integer nearest to y less that nearest to the largest's, eight
+// roots and a polynomial for 2^(f / 8) that errs by 2.9e-8. So the largest does not weigh 1: sums are to be multiplied
+// by `unit`. The slope is a sum of two floats, and no product is rounded before n is taken from it. A weight errs by at
+// most 2.7 * 2^-24 of itself (1 the root, 1 the last step, 0.5 the polynomial), a sum by 3 * 2^-24 more, for 8 weights
+// are added in single precision by twos before they go on in double precision.
+constexpr double kRoughError = 3.5e-7;
+constexpr double k8Log2e = 11.541560327111707;
+constexpr double kRoughRange = 1 << 16;     // of y, either way
+constexpr double kRoughDepth = 80.0;        // in natural logarithms; what is lower weighs as if it lay there
+constexpr float kRoughMagic = 12582912.0F;  // 1.5 * 2^23
+constexpr int kRoughShift = 20;             // from n to eighths of the exponent's last bit
+constexpr float kRoughTerms[3] = {0.0866434053F, 0.00375404512F, 0.000108390428F};
+// As kRoots, twice.
+alignas(64) constexpr int32_t kRoughRoots[16] = {0x3f800000, 0x3f7b95c2, 0x3f7837f0, 0x3f75fed7, 0x3f7504f3, 0x3f75672a,
+                                                 0x3f7744fd, 0x3f7ac0c7, 0x3f800000, 0x3f7b95c2, 0x3f7837f0, 0x3f75fed7,
+                                                 0x3f7504f3, 0x3f75672a, 0x3f7744fd, 0x3f7ac0c7};
+
+struct RoughSlope {
+  float high, low, magic, lowest;
+  double unit;
+
+  RoughSlope(double largest, double sharpness) {
+    const double slope = sharpness * k8Log2e, top = largest * slope, nearest = __builtin_rint(top);
+    high = static_cast<float>(slope);
+    low = static_cast<float>(slope - static_cast<double>(high));
+    magic = kRoughMagic - static_cast<float>(nearest);
+    lowest = static_cast<float>(largest - kRoughDepth / sharpness);
+    unit = __builtin_exp2((nearest - top) / 8.0);
+  }
+};
+
 }  // namespace maitred

@@ -9,14 +9,16 @@ namespace maitred {
 namespace {
 
 // A nucleus is first sought among about this many of the largest logits.
-constexpr int64_t kFewCandidates = 512;
+constexpr int64_t kFewCandidates = 128;
 // The edge of a larger one is looked for this many standard deviations to either side of where a sample has it.
 constexpr double kDeviations = 2.5;
-// The edge's part of a list is found by quarters.
-constexpr int kNumCuts = 4;
 // Below this a sort is cheaper than another partition.
 constexpr int64_t kSortAtMost = 48;
+// A list is searched by quarters.
+constexpr int kNumCuts = 4;
 constexpr int kNumBuckets = 256;
+// The sample has one logit of so many: of a block's every 16th.
+constexpr int kGroupSize = kBlock / kLanes;
 // What lies this much below the largest, in natural logarithms, has no mass to speak of.
 constexpr double kDeepest = 50.0;
 
@@ -42,19 +44,19 @@ int64_t Sampler::Task::draw_nucleus(const SampleRow& row) {
   collect(listed, kInfinity);
   weigh_list();
   if (listed == floor) return draw_from_list(row);
-  const double listed_mass = sum_of(scratch.weights);
+  const double listed_mass = list_mass();
   const Place place = likely_place(row.top_p, listed, listed_mass);
   if (place.is_listed) {
     weigh_all(floor);
-    const double needed = row.top_p * sum_of(scratch.block_sums);
-    if (listed_mass >= needed) return draw_from_list(row, needed);
+    const double total = sum_of(scratch.block_sums), needed = row.top_p * total;
+    if (listed_mass >= needed) return draw_from_list(row, needed, margin_of(row.top_p, 0.0, total));
   }
   return draw_from_blocks(row.share, edge_near(place, row.top_p));
 }
 
 // A logit that about `count` reach; -inf where there are few more.
 float Sampler::Task::about_largest(int64_t count) {
-  constexpr int64_t kEach = 8;  // of so many groups one is asked
+  constexpr int64_t kEach = 16;  // of so many groups one is asked
   auto& folded = scratch.folded;
   folded.clear();
   for (size_t i = 0; i < scratch.groups.size(); i += kEach) folded.push_back(scratch.groups[i]);
@@ -107,11 +109,11 @@ Sampler::Place Sampler::Task::likely_place(double top_p, float listed, double li
   return place;
 }
 
-// Fills scratch.folded with a logit of each group and cut_sums with its weight: of -inf where the logit is `listed` or
-// more, or below the floor. One more is as if `listed` had been found: a sample may miss the heaviest.
+// Fills scratch.folded with a logit of each kGroupSize and cut_sums with its weight: of -inf where the logit is
+// `listed` or more, or below the floor. One more is as if `listed` had been found: a sample may miss the heaviest.
 void Sampler::Task::sample_below(float listed) {
   constexpr uint32_t kStride = 29;  // any odd number: groups take turns
-  const int64_t num_groups = static_cast<int64_t>(scratch.groups.size());
+  const int64_t num_groups = (vocab_size + kBlock - 1) / kBlock * kLanes;
   auto& values = scratch.folded;
   values.resize(num_groups + 1);
   for (int64_t group = 0; group < num_groups; ++group) {
@@ -127,28 +129,42 @@ void Sampler::Task::sample_below(float listed) {
 
 // The edge of the nucleus; block_sums become those of the nucleus.
 Sampler::Edge Sampler::Task::edge_near(const Place& place, double top_p) {
-  const size_t num_blocks = scratch.groups.size() / kLanes;
+  const size_t num_blocks = (vocab_size + kBlock - 1) / kBlock;
   auto& sums = scratch.cut_sums;
-  sums.resize(2 * num_blocks);
-  const float lows[2] = {floor, place.middle};
-  kernels.weigh_two(logits, vocab_size, lows, largest, sharpness, sums.data());
+  weigh_two({floor, place.middle});
   const double total = sum_of(sums.data(), num_blocks), needed = top_p * total;
   const double from_middle = sum_of(&sums[num_blocks], num_blocks);
   scratch.block_sums.assign(&sums[num_blocks], &sums[num_blocks] + num_blocks);
   const bool is_below = from_middle < needed;
   float low = is_below ? place.low : place.middle, high = is_below ? place.middle : place.high;
   list_between(low, high);
-  const double listed = sum_of(scratch.weights);
-  if (is_below && from_middle + listed < needed) {  // the sample misled us
-    list_between(low = floor, high);
-  } else if (!is_below && from_middle - listed >= needed) {
-    list_between(low, high = kInfinity);
+  double listed = list_mass();
+  if (is_below ? from_middle + listed < needed : from_middle - listed >= needed) {  // the sample misled us
+    if (is_below)
+      low = floor;
+    else
+      high = kInfinity;
+    list_between(low, high);
+    listed = list_mass();
   }
   // From below the middle the nucleus has what is up to the edge, from above it lacks what is beyond.
-  const double above = is_below ? from_middle : high == kInfinity ? 0.0 : from_middle - sum_of(scratch.weights);
-  const Item last = edge_item(needed - above, low, std::min(high, largest));
+  if (!is_below) removed = listed;
+  const bool has_largest = high == kInfinity;  // then nothing is above the list
+  const double above = has_largest ? 0.0 : is_below ? from_middle : from_middle - listed;
+  const double margin = has_largest ? margin_of(top_p, 0.0, total) : margin_of(top_p, from_middle, total - from_middle);
+  const Item last = edge_item(needed - above, margin, low, std::min(high, largest));
   add_to_blocks(last, is_below);
   return Edge{logits[last.id], last.id};
+}
+
+// cut_sums of all blocks from each of two lows on.
+void Sampler::Task::weigh_two(std::array<float, 2> lows) {
+  auto& sums = scratch.cut_sums;
+  sums.resize(2 * ((vocab_size + kBlock - 1) / kBlock));
+  if (error > 0.0)
+    kernels.weigh_two_roughly(logits, vocab_size, lows.data(), largest, sharpness, next, sums.data());
+  else
+    kernels.weigh_two(logits, vocab_size, lows.data(), largest, sharpness, sums.data());
 }
 
 void Sampler::Task::list_between(float low, float high) {
@@ -156,36 +172,43 @@ void Sampler::Task::list_between(float low, float high) {
   weigh_list();
 }
 
-// Adds to block_sums what the list has up to `last`, or takes from it what the list has beyond.
-void Sampler::Task::add_to_blocks(const Item& last, bool adds) {
-  int32_t block = 0;
-  double sum = 0.0;
-  const float edge = logits[last.id];
-  for (size_t i = 0; i < scratch.ids.size(); ++i) {
-    const int32_t id = scratch.ids[i];
-    if (id / kBlock != block) {
-      scratch.block_sums[block] = std::max(0.0, scratch.block_sums[block] + sum);
-      block = id / kBlock;
-      sum = 0.0;
-    }
-    const float value = scratch.values[i];
-    const int is_kept = (value > edge) | ((value == edge) & (id <= last.id));
-    sum += scratch.weights[i] * (adds ? is_kept : is_kept - 1);  // without a branch, for none could be foretold
-  }
-  scratch.block_sums[block] = std::max(0.0, scratch.block_sums[block] + sum);
+double Sampler::Task::list_mass() const {
+  const float lows[2] = {-kInfinity, kInfinity};
+  double sums[2];
+  kernels.add_from_two(scratch.values.data(), scratch.weights.data(), static_cast<int64_t>(scratch.ids.size()), lows,
+                       sums);
+  return sums[0];
 }
 
-// The item at which the list's weights, largest first, reach `needed`; all of its logits are from `low` to `high`.
-Sampler::Item Sampler::Task::edge_item(double needed, float low, float high) {
+// Adds to block_sums what the list has up to `last`, or takes from it what the list has beyond.
+void Sampler::Task::add_to_blocks(const Item& last, bool adds) {
+  auto& values = scratch.values;
+  const float edge = logits[last.id], lows[2] = {-kInfinity, edge};
+  for (size_t i = 0; i < values.size(); ++i)
+    if (values[i] == edge && scratch.ids[i] > last.id) values[i] = -kInfinity;
+  for (size_t block = 0; block < scratch.block_sums.size(); ++block) {
+    const size_t begin = scratch.starts[block], end = scratch.starts[block + 1];
+    if (begin == end) continue;
+    double sums[2];
+    kernels.add_from_two(&values[begin], &scratch.weights[begin], static_cast<int64_t>(end - begin), lows, sums);
+    double& sum = scratch.block_sums[block];
+    sum = std::max(0.0, sum + (adds ? sums[1] : sums[1] - sums[0]));
+  }
+}
+
+// The item at which the list's weights, largest first, reach `needed`, which may be wrong by `margin`; all of its
+// logits are from `low` to `high`.
+Sampler::Item Sampler::Task::edge_item(double needed, double margin, float low, float high) {
   const auto& values = scratch.values;
   const int64_t count = static_cast<int64_t>(values.size());
+  needed = std::min(needed, list_mass());
   double above = 0.0;  // the weight from `beyond` on
   float beyond = kInfinity;
   for (int64_t many = count; many > kSortAtMost; many /= kNumCuts) {
     float lows[kNumCuts];
     for (int cut = 0; cut < kNumCuts; ++cut) lows[cut] = low + (high - low) * static_cast<float>(cut) / kNumCuts;
     double sums[kNumCuts];
-    weigh_from(lows, sums);
+    kernels.add_from_four(values.data(), scratch.weights.data(), count, lows, sums);
     int cut = kNumCuts - 1;
     for (; cut > 0 && sums[cut] < needed; --cut) {
       above = sums[cut];
@@ -202,21 +225,18 @@ Sampler::Item Sampler::Task::edge_item(double needed, float low, float high) {
     for (int64_t i = 0; i < found; ++i)
       scratch.items.push_back(Item{scratch.weights[places[i]], scratch.ids[places[i]]});
   }
-  return edge_of_items(needed - above);
+  return edge_of_items(needed - above, margin);
 }
 
-// What the list weighs from each of kNumCuts lows on.
-void Sampler::Task::weigh_from(const float* lows, double* sums) {
-  const int64_t count = static_cast<int64_t>(scratch.values.size());
-  const size_t num_blocks = (count + kBlock - 1) / kBlock;
-  auto& block_sums = scratch.cut_sums;
-  block_sums.resize(num_blocks * kNumCuts);
-  kernels.weigh_four(scratch.values.data(), count, lows, largest, sharpness, block_sums.data());
-  for (int cut = 0; cut < kNumCuts; ++cut) sums[cut] = sum_of(&block_sums[cut * num_blocks], num_blocks);
+// The item as the edge, of whose weight the nucleus needs `needed`. Where another may be the edge instead, the nucleus
+// gains or loses no more than margin and the item's weight, for those beyond it weigh no more than it does.
+Sampler::Item Sampler::Task::edge_at(const Item& item, double needed, double margin) {
+  if (needed < margin || item.weight - needed < margin) loose = margin + item.weight;
+  return item;
 }
 
 // Quickselect by mass.
-Sampler::Item Sampler::Task::edge_of_items(double needed) {
+Sampler::Item Sampler::Task::edge_of_items(double needed, double margin) {
   auto& items = scratch.items;
   auto begin = items.begin(), end = items.end();
   while (end - begin > kSortAtMost) {
@@ -239,20 +259,19 @@ Sampler::Item Sampler::Task::edge_of_items(double needed) {
     if (mass >= needed) {
       end = split;
     } else if (mass + pivot.weight >= needed) {
-      return pivot;
+      return edge_at(pivot, needed - mass, margin);
     } else {
       needed -= mass + pivot.weight;
       std::swap(*split, *(end - 1));
       begin = split + 1;
     }
   }
-  if (begin == end) return items.back();
   std::sort(begin, end, before);
   for (auto item = begin; item != end; ++item) {
+    if (needed <= item->weight) return edge_at(*item, needed, margin);
     needed -= item->weight;
-    if (needed <= 0.0) return *item;
   }
-  return *(end - 1);
+  return edge_at(begin == end ? items.back() : *(end - 1), 0.0, margin);
 }
 
 }  // namespace maitred

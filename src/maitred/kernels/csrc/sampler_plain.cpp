@@ -23,19 +23,25 @@ double weight_of(double y) {
   return std::fma(s, f * q, s);
 }
 
-bool scan(const float* x, int64_t n, float* group_max) {
+bool scan(const float* x, int64_t n, float* group_max, float* block_max) {
   bool has_nan = false;
-  for (int64_t begin = 0; begin < n; begin += kBlock, group_max += kLanes) {
+  for (int64_t begin = 0; begin < n; begin += kScanBlock, group_max += kLanes) {
     for (int lane = 0; lane < kLanes; ++lane) group_max[lane] = -std::numeric_limits<float>::infinity();
-    const int64_t end = begin + kBlock < n ? begin + kBlock : n;
+    const int64_t end = begin + kScanBlock < n ? begin + kScanBlock : n;
     for (int64_t i = begin; i < end; ++i) {
       float& largest = group_max[(i - begin) % kLanes];
       if (x[i] > largest) largest = x[i];
       has_nan |= x[i] != x[i];
     }
+    *block_max = group_max[0];
+    for (int lane = 1; lane < kLanes; ++lane)
+      if (group_max[lane] > *block_max) *block_max = group_max[lane];
+    ++block_max;
   }
   return has_nan;
 }
+
+double sum_of_lanes(const double* s) { return ((s[0] + s[4]) + (s[2] + s[6])) + ((s[1] + s[5]) + (s[3] + s[7])); }
 
 template <int kCount>
 void weigh(const float* x, int64_t n, const float* lows, double largest, double sharpness, double* block_sums) {
@@ -49,10 +55,7 @@ void weigh(const float* x, int64_t n, const float* lows, double largest, double 
       for (int c = 0; c < kCount; ++c)
         if (x[i] >= lows[c]) sums[c][(i - begin) % 8] += weight;
     }
-    for (int c = 0; c < kCount; ++c) {
-      const double* s = sums[c];
-      block_sums[c * num_blocks + block] = ((s[0] + s[4]) + (s[2] + s[6])) + ((s[1] + s[5]) + (s[3] + s[7]));
-    }
+    for (int c = 0; c < kCount; ++c) block_sums[c * num_blocks + block] = sum_of_lanes(sums[c]);
   }
 }
 
@@ -70,6 +73,16 @@ void weights(const float* x, int64_t n, double largest, double sharpness, double
   }
 }
 
+template <int kCount>
+void add_from(const float* x, const double* weights, int64_t n, const float* lows, double* sums) {
+  for (int c = 0; c < kCount; ++c) {
+    double s[8] = {};
+    for (int64_t i = 0; i < n; ++i)
+      if (x[i] >= lows[c]) s[i % 8] += weights[i];
+    sums[c] = sum_of_lanes(s);
+  }
+}
+
 int64_t count_above(const float* x, int64_t n, float value) {
   int64_t count = 0;
   for (int64_t i = 0; i < n; ++i) count += x[i] > value;
@@ -79,7 +92,8 @@ int64_t count_above(const float* x, int64_t n, float value) {
 }  // namespace
 
 const SamplerKernels& sampler_plain() {
-  static const SamplerKernels kernels{scan, weigh<1>, weigh<2>, weigh<4>, collect, weights, count_above};
+  static const SamplerKernels kernels{scan,    weigh<1>, weigh<2>,    nullptr,     nullptr,
+                                      collect, weights,  add_from<2>, add_from<4>, count_above};
   return kernels;
 }
 

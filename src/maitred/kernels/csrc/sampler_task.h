@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <functional>
 #include <limits>
 
@@ -16,26 +17,37 @@ struct Sampler::Task {
   const SamplerKernels& kernels;
   Scratch& scratch;
   const int64_t vocab_size;
+  const float* next = nullptr;  // the row after this one, to be fetched by and by
   float* logits = nullptr;
   float largest = 0.0F;
   double sharpness = 1.0;
   float floor = -kInfinity;  // of what may be drawn
+  // Of sums over the row: by what share of itself each may be wrong, the weight since taken out of them, and the weight
+  // of which it is not known whether it is in the nucleus.
+  double error = 0.0;
+  double removed = 0.0;
+  double loose = 0.0;
+  bool is_in_doubt = false;  // a token's edge was nearer than all that may be wrong
 
   // --- sampler.cpp ---
   void run(SampleRow& row);  // the ten steps of executor/sampler.py
   int64_t find_best(SampleRow& row);
-  void apply(const LogitChanges& changes, bool undoes);
+  Before apply(const LogitChanges& changes, bool undoes);
   void restore(const LogitChanges& changes);
   double list_likeliest(SampleRow& row);
   void rank_token(SampleRow& row, double log_total);
 
   // --- sampler_draw.cpp ---
   int64_t draw(const SampleRow& row);
+  int64_t draw_by_sums(const SampleRow& row);
+  bool can_be_rough() const;
+  double margin_of(double share, double below, double beyond) const;
   int64_t draw_from_list(const SampleRow& row);
-  int64_t draw_from_list(const SampleRow& row, double needed);
+  int64_t draw_from_list(const SampleRow& row, double needed, double margin);
+  int64_t first_over(int64_t begin, int64_t count, double target, double margin);
   int64_t draw_from_blocks(double share, const Edge& edge);
   void block_weights(int64_t begin, const Edge& edge);
-  int64_t find_block(double share, double* target);
+  int64_t find_block(double share, double* target, double* margin);
   void weigh_all(float low);
   float lowest_weighing() const;
   float lowest_of_weight(double weight) const;
@@ -52,11 +64,13 @@ struct Sampler::Task {
   Place likely_place(double top_p, float listed, double listed_mass);
   void sample_below(float listed);
   Edge edge_near(const Place& place, double top_p);
+  void weigh_two(std::array<float, 2> lows);
   void list_between(float low, float high);
   void add_to_blocks(const Item& last, bool adds);
-  Item edge_item(double needed, float low, float high);
-  void weigh_from(const float* lows, double* sums);
-  Item edge_of_items(double needed);
+  Item edge_item(double needed, double margin, float low, float high);
+  double list_mass() const;
+  Item edge_of_items(double needed, double margin);
+  Item edge_at(const Item& item, double needed, double margin);
 
   static bool before(const Item& a, const Item& b) {
     return (a.weight > b.weight) | ((a.weight == b.weight) & (a.id < b.id));
