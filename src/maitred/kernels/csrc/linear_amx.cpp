@@ -26,7 +26,7 @@ constexpr int kRows = 32, kHalf = 16;  // of a block of sums, and of a tile regi
 constexpr int kDepth = 16;             // steps of K in a tile register, 64 bytes of each row
 constexpr int kDepthBytes = kDepth * 128;
 constexpr Limits kLimits{512, kRows, 786432, 8 * kDepthBytes, kDepth};
-constexpr int kFewRows = 8;  // of int8 and int4, that AVX-512 multiplies
+constexpr int kFewRows = 8, kFewRowsInt4 = 24;  // of int8 and int4, that AVX-512 multiplies
 
 struct Amx : Rows512 {
   static constexpr bool kEndsFromSums = true;
@@ -36,13 +36,13 @@ struct Amx : Rows512 {
 // is left of them.
 class Tiles {
  public:
-  explicit Tiles(int num_rows) {
+  Tiles(int num_rows, int depth) {  // depth: steps of K in a register of rows or weights
     TileConfig config;
     const int upper = num_rows < kHalf ? num_rows : kHalf;
     const int lower = num_rows >= kRows ? kHalf : num_rows > kHalf ? num_rows - kHalf : upper;
-    const int rows[] = {upper, upper, lower, lower, upper, lower, kDepth, kDepth};
+    const int rows[] = {upper, upper, lower, lower, upper, lower, depth, depth};
     for (int i = 0; i < 8; ++i) {
-      config.row_bytes[i] = 64;
+      config.row_bytes[i] = static_cast<uint16_t>(i == 4 || i == 5 ? 4 * depth : 64);
       config.rows[i] = static_cast<uint8_t>(rows[i]);
     }
     configure_tiles(config);
@@ -87,6 +87,10 @@ struct Run {
   bool first;
   const uint8_t* next;
   int lines;
+  // Output lines to ask for, of rows that this run ends: a few with each depth. 0 rows where it does not.
+  float* out;
+  int64_t out_stride;
+  int out_rows, out_width;
 };
 
 template <bool kTall>
@@ -122,7 +126,14 @@ void multiply_run(const Run& run, const uint8_t* rows, int64_t stride, uint8_t* 
   else
     load_sums<kTall>(acc);
   const uint8_t *weights = run.weights, *next = run.next;
+  float* out = run.out;
+  const int out_share = run.depths == 0 ? 0 : divide_up(run.out_rows, run.depths);
+  int out_left = run.out_rows;
   for (int depth = 0; depth < run.depths; ++depth, weights += kDepthBytes, rows += 64) {
+    for (int row = 0; row < out_share && out_left > 0; ++row, --out_left, out += run.out_stride) {
+      Amx::prefetch_to_write(out);
+      if (run.out_width == kTile) Amx::prefetch_to_write(out + kHalf);
+    }
     for (int line = 0; line < run.lines; ++line, next += 64) _mm_prefetch(next, kOnePass ? _MM_HINT_T0 : _MM_HINT_T1);
     multiply_depth<Op, kTall>(weights, rows, stride);
   }
@@ -156,9 +167,9 @@ struct Chunk {
   int first, count;  // its own rows
   int begin;         // of the rows that are multiplied
   bool tall;
-  Chunk(const Rows& rows, int index) : first(rows.first + index * kRows) {
+  Chunk(const Rows& rows, int index, int size) : first(rows.first + index * size) {
     const int left = rows.first + rows.count - first;
-    count = left < kRows ? left : kRows;
+    count = left < size ? left : size;
     tall = count > kHalf;
     const int most = tall ? kRows : kHalf, height = rows.all < most ? rows.all : most;
     begin = first + count > height ? first + count - height : 0;
@@ -177,7 +188,8 @@ void multiply_tile(const PackedLinear& weights, const Plan& plan, int tile, cons
   for (int step = 0, steps; step < plan.steps; step += steps) {
     steps = depths_length(plan, step, after != end);
     const bool ends = step + steps == plan.steps;
-    Run run{from + step * int64_t{128}, steps / kDepth, nullptr, step == 0, nullptr, 0};
+    Run run{from + step * int64_t{128}, steps / kDepth, nullptr, step == 0, nullptr, 0, nullptr, out.row_stride, 0,
+            shape.gated ? kHalf : kTile};
     if (steps % kDepth != 0) {
       std::memset(tail, 0, kDepthBytes);
       std::memcpy(tail, run.weights + run.depths * kDepthBytes, steps % kDepth * 128);
@@ -187,11 +199,12 @@ void multiply_tile(const PackedLinear& weights, const Plan& plan, int tile, cons
     const uint8_t* following = jumps ? after : plan.one_pass ? run.weights + kAheadBytes : run.weights + steps * 128;
     run.lines = following == nullptr ? 0 : divide_up(kDepthBytes / 64, chunks);
     for (int index = 0; index < chunks; ++index) {
-      const Chunk chunk(rows, index);
+      const Chunk chunk(rows, index, kRows);
       const uint8_t* at = static_cast<const uint8_t*>(operand.rows) + chunk.begin * operand.row_stride + step * 4;
       uint8_t* sums = acc + index * kRows * kTile * 4;
       run.next = following + int64_t{64} * run.lines * run.depths * index;
-      if (ends) fetch_outputs<Amx>(shape, out, tile, chunk.first, chunk.count);
+      run.out_rows = ends ? chunk.count : 0;
+      run.out = out.rows + chunk.first * out.row_stride + tile * run.out_width;
       if (shape.dtype == DType::bf16)
         multiply<Bf16>(run, chunk.tall, plan.one_pass, at, operand.row_stride, sums);
       else
@@ -203,29 +216,170 @@ void multiply_tile(const PackedLinear& weights, const Plan& plan, int tile, cons
   }
 }
 
+// --- int4 ---
+
+// A run of a tile as signed bytes, laid out as int8 is packed, and its groups' scales as floats.
+constexpr int kRunValues = 512;  // of K
+struct Unpacked {
+  alignas(64) int8_t weights[kRunValues * kTile];
+  alignas(64) float scales[kRunValues / 32 * kTile];
+};
+
+// Groups from `from` on; asks for as many from `next` on, if there are any.
+inline void unpack(const uint8_t* from, int groups, int group, const uint8_t* next, Unpacked& out) {
+  const __m512i nibble = _mm512_set1_epi8(15), eight = _mm512_set1_epi8(8);
+  int8_t* to = out.weights;
+  for (int g = 0; g < groups; ++g) {
+    for (int i = 0; i < 2; ++i) {
+      const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + 32 * i));
+      _mm512_store_si512(out.scales + g * kTile + 16 * i, _mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
+    }
+    from += 64;
+    for (int step = 0; step < group / 4; ++step, from += 64, to += 128) {
+      const __m512i both = _mm512_loadu_si512(from);
+      _mm512_store_si512(to, _mm512_sub_epi8(_mm512_and_si512(both, nibble), eight));
+      _mm512_store_si512(to + 64, _mm512_sub_epi8(_mm512_and_si512(_mm512_srli_epi16(both, 4), nibble), eight));
+    }
+  }
+  if (next == nullptr) return;
+  for (int line = 0; line < groups * (group / 4 + 1); ++line) _mm_prefetch(next + 64 * line, _MM_HINT_T1);
+}
+
+// What 16 rows x 16 channels of a run are made of.
+struct GroupRows {
+  const uint8_t* rows;
+  int64_t stride;
+  const int8_t* weights;  // of 16 channels
+  int group;
+};
+
+// One group's int32 products, in the sum register of that number and from there to `to`.
+#define MAITRED_GROUP(kSum)                     \
+  _tile_zero(kSum);                             \
+  _tile_loadd(4, rows, from.stride);            \
+  _tile_loadd(6, weights, 128);                 \
+  _tile_dpbssd(kSum, 4, 6);                     \
+  if (kTwoDepths) {                             \
+    _tile_loadd(5, rows + 64, from.stride);     \
+    _tile_loadd(7, weights + kDepthBytes, 128); \
+    _tile_dpbssd(kSum, 5, 7);                   \
+  }                                             \
+  _tile_stored(kSum, to, 64)
+
+template <int kSum, bool kTwoDepths>
+inline void multiply_group(const GroupRows& from, int g, int32_t* to) {
+  const uint8_t* rows = from.rows + g * from.group;
+  const int8_t* weights = from.weights + g * from.group * kTile;
+  if (kSum == 0) {
+    MAITRED_GROUP(0);
+  }
+  if (kSum == 1) {
+    MAITRED_GROUP(1);
+  }
+  if (kSum == 2) {
+    MAITRED_GROUP(2);
+  }
+  if (kSum == 3) {
+    MAITRED_GROUP(3);
+  }
+}
+#undef MAITRED_GROUP
+
+inline void scale_group(const int32_t* sums, const float* scales, __m512 (&y)[kHalf]) {
+  const __m512 scale = _mm512_load_ps(scales);
+#pragma GCC unroll 16
+  for (int r = 0; r < kHalf; ++r)
+    y[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(_mm512_load_si512(sums + r * kHalf)), scale, y[r]);
+}
+
+// 16 rows x 16 channels of a run, onto acc [rows][32]. Each group's int32 sums are scaled, group after group, while
+// the products of those four groups further on are at work.
+template <bool kTwoDepths>
+void multiply_int4(const GroupRows& from, const float* scales, int groups, bool first, float* acc) {
+  alignas(64) int32_t sums[8][kHalf * kHalf];
+  __m512 y[kHalf];
+#pragma GCC unroll 16
+  for (int r = 0; r < kHalf; ++r) y[r] = first ? _mm512_setzero_ps() : _mm512_load_ps(acc + r * kTile);
+  for (int g = 0; g < groups + 4; g += 4) {
+    int32_t (*to)[kHalf * kHalf] = sums + g % 8;
+    const int32_t (*done)[kHalf * kHalf] = sums + (g + 4) % 8;
+    const float* scale = scales + (g - 4) * kTile;
+    if (g < groups) multiply_group<0, kTwoDepths>(from, g, to[0]);
+    if (g >= 4) scale_group(done[0], scale, y);
+    if (g + 1 < groups) multiply_group<1, kTwoDepths>(from, g + 1, to[1]);
+    if (g >= 4 && g - 3 < groups) scale_group(done[1], scale + kTile, y);
+    if (g + 2 < groups) multiply_group<2, kTwoDepths>(from, g + 2, to[2]);
+    if (g >= 4 && g - 2 < groups) scale_group(done[2], scale + 2 * kTile, y);
+    if (g + 3 < groups) multiply_group<3, kTwoDepths>(from, g + 3, to[3]);
+    if (g >= 4 && g - 1 < groups) scale_group(done[3], scale + 3 * kTile, y);
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < kHalf; ++r) _mm512_store_ps(acc + r * kTile, y[r]);
+}
+
+// As multiply_tile, in chunks of 16 rows.
+void multiply_tile_int4(const PackedLinear& weights, const Plan& plan, int tile, const uint8_t* after, const Rows& rows,
+                        const LinearOut& out) {
+  const LinearShape& shape = weights.shape;
+  const Operand& operand = rows.operand;
+  const uint8_t* from = weights.data + tile * tile_bytes(shape);
+  const int chunks = divide_up(rows.count, kHalf);
+  alignas(64) float acc[kLimits.max_rows * kTile];
+  Unpacked unpacked;
+  for (int step = 0, steps; step < plan.steps; step += steps) {
+    steps = run_length(plan, step, false);
+    const bool ends = step + steps == plan.steps;
+    const uint8_t* behind = from + int64_t{plan.step_bytes} * (step + steps);
+    unpack(behind - int64_t{plan.step_bytes} * steps, steps, shape.group, ends ? after : behind, unpacked);
+    for (int index = 0; index < chunks; ++index) {
+      const Chunk chunk(rows, index, kHalf);
+      const uint8_t* at =
+          static_cast<const uint8_t*>(operand.rows) + chunk.begin * operand.row_stride + step * shape.group;
+      float* sums = acc + index * kHalf * kTile;
+      if (ends) fetch_outputs<Amx>(shape, out, tile, chunk.first, chunk.count);
+      for (int half = 0; half < 2; ++half) {
+        const GroupRows source{at, operand.row_stride, unpacked.weights + half * 64, shape.group};
+        (shape.group == 128 ? multiply_int4<true> : multiply_int4<false>)(source, unpacked.scales + half * kHalf, steps,
+                                                                          step == 0, sums + half * kHalf);
+      }
+      if (ends)
+        end_tile<Amx>(weights, plan, tile, chunk.count, operand, chunk.first,
+                      sums + (chunk.first - chunk.begin) * kTile, out);
+    }
+  }
+}
+
 // --- the table ---
 
 bool takes_tiles(const LinearShape& shape, int m) {
-  return shape.dtype == DType::bf16 || (shape.dtype == DType::int8 && m > kFewRows);
+  if (shape.dtype == DType::int8) return m > kFewRows;
+  if (shape.dtype == DType::int4) return m > (shape.group == 32 ? 2 * kFewRowsInt4 : kFewRowsInt4);
+  return shape.dtype == DType::bf16;
 }
 
 void linear(const PackedLinear& weights, const Operand& operand, int m, const LinearOut& out, WorkCounter& counter,
             const Worker& worker) {
-  if (!takes_tiles(weights.shape, m)) return kLinearAvx512.linear(weights, operand, m, out, counter, worker);
-  const Plan plan = plan_of(weights.shape, m, kRows, kLimits);
-  const Tiles tiles(m);
+  const LinearShape& shape = weights.shape;
+  if (!takes_tiles(shape, m)) return kLinearAvx512.linear(weights, operand, m, out, counter, worker);
+  const bool int4 = shape.dtype == DType::int4;
+  Plan plan = plan_of(shape, m, kRows, kLimits);
+  if (int4) {
+    plan.one_pass = false;
+    plan.run_steps = kRunValues / shape.group;
+  }
+  const Tiles tiles(int4 && m > kHalf ? kHalf : m, shape.group == 32 ? kDepth / 2 : kDepth);
   for_each_tile(weights, plan, m, counter, worker, [&](int tile, const uint8_t* after, int row0, int num_rows) {
-    multiply_tile(weights, plan, tile, after, Rows{operand, m, row0, num_rows}, out);
+    (int4 ? multiply_tile_int4 : multiply_tile)(weights, plan, tile, after, Rows{operand, m, row0, num_rows}, out);
   });
 }
 
 const char* product(DType dtype) {
-  const char* names[] = {"vfmadd zmm", "tdpbf16ps", "tdpbsud", "vpdpbusd zmm"};
+  const char* names[] = {"vfmadd zmm", "tdpbf16ps", "tdpbsud", "tdpbssd"};
   return names[static_cast<int>(dtype)];
 }
 
 int rows_at_once(DType dtype) {
-  return dtype == DType::bf16 || dtype == DType::int8 ? kRows : kLinearAvx512.rows_at_once(dtype);
+  return dtype == DType::f32 ? kLinearAvx512.rows_at_once(dtype) : dtype == DType::int4 ? kHalf : kRows;
 }
 
 }  // namespace
