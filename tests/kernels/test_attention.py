@@ -67,7 +67,8 @@ def test_mixed_steps_agree_with_float64(name: str, dtype: str, isa: str) -> None
 
 def test_output_is_the_same_bits_for_any_steps_blocks_and_threads(dtype: str, isa: str) -> None:
     rng = np.random.default_rng(5)
-    for shape in (SHAPES["qwen3"], SHAPES["all three"], SHAPES["head of 26"]):
+    names = ["qwen3", "all three", "head of 26", "head of 80", "head of 96", "head of 256", "many share", "eight share"]
+    for shape in (SHAPES[name] for name in names):
         rows = random_rows(shape, [3, 70, 310, 700])
         alone = attend_in_steps(shape, rows, whole(rows), dtype=dtype, isa=isa, num_threads=1)
         for trial in range(4):
@@ -83,6 +84,22 @@ def test_output_is_the_same_bits_for_any_steps_blocks_and_threads(dtype: str, is
                 seed=trial,
             )
             for a, b in zip(alone, got, strict=True):
+                np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.skipif("amx" not in ISAS, reason="needs a processor with AMX")
+def test_amx_takes_an_int8_pool_to_the_bits_of_avx512(dtype: str, isa: str) -> None:
+    if (dtype, isa) != ("int8", "amx"):
+        pytest.skip("is about int8 with AMX")
+    for name in ("qwen3", "all three", "head of 26", "head of 80", "five share", "window of 300"):
+        rows = random_rows(SHAPES[name], [330, 700, 20])
+        steps = [[(0, 250), (1, 300), (2, 20)], [(0, 80), (1, 390)], [(1, 1)], [(1, 9)]]
+        for block_size in (16, 5):
+            with_amx, with_avx512 = (
+                attend_in_steps(SHAPES[name], rows, steps, dtype=dtype, isa=one, block_size=block_size)
+                for one in ("amx", "avx512")
+            )
+            for a, b in zip(with_amx, with_avx512, strict=True):
                 np.testing.assert_array_equal(a, b)
 
 
@@ -114,6 +131,29 @@ def test_tokens_that_left_the_window_are_forgotten_whatever_they_were(dtype: str
     out = attend_in_steps(shape, rows, [[(0, 60)], [(0, 1)], [(0, 200)], [(0, 39)]], dtype=dtype, isa=isa)[0]
     assert np.isnan(out[70:90]).all()
     assert np.isfinite(np.delete(out, np.s_[70:90], axis=0)).all()
+
+
+@pytest.mark.parametrize("name", ["no rope, no norm", "window of few", "head of 80, six share"])
+def test_values_that_are_not_finite_reach_those_that_see_them_and_no_other_bit(name: str, dtype: str, isa: str) -> None:
+    """Chunks whose queries see different parts of a tile, and the same queries one by one."""
+    plain = {"norm": HeadNorm.NONE, "q_norm": (), "k_norm": (), "inverse_frequencies": ()}
+    shape = {
+        "no rope, no norm": shape_of(4, 2, 64, **plain),
+        "window of few": shape_of(4, 2, 64, window=21, **plain),
+        "head of 80, six share": shape_of(6, 1, 80, window=300, **plain),
+    }[name]
+    rows = random_rows(shape, [330])
+    good = attend_in_steps(shape, rows, whole(rows), dtype=dtype, isa=isa)[0]
+    bad_tokens = {37: np.nan, 38: np.inf, 64: -np.inf, 255: np.nan, 300: np.inf}
+    poisoned = np.zeros(len(good), dtype=bool)
+    for token, value in bad_tokens.items():
+        rows[0][token, -shape.num_kv_heads * shape.head_dim :] = value
+        poisoned[token : None if shape.window is None else token + shape.window] = True
+    chunks = [[(0, 30)], [(0, 20)], [(0, 14)], [(0, 1)], [(0, 190)], [(0, 75)]]
+    for steps in (whole(rows), chunks, [[(0, 1)]] * 330):
+        bad = attend_in_steps(shape, rows, steps, dtype=dtype, isa=isa)[0]
+        np.testing.assert_array_equal(bad[~poisoned], good[~poisoned])
+        assert not np.isfinite(bad[poisoned]).any()
 
 
 def test_scores_far_apart_neither_overflow_nor_vanish(dtype: str, isa: str) -> None:

@@ -14,8 +14,8 @@ int64_t round_up_64(int64_t n) { return (n + 63) / 64 * 64; }
 
 // Where things lie in a worker's scratch memory.
 struct Places {
-  int64_t queries, scores, probabilities, first, end, part_maximum, part_sum, part_out, maximum, sum, out, gathered,
-      bytes;
+  int64_t queries, scores, probabilities, first, end, part_maximum, part_sum, part_out, maximum, sum, out, clean,
+      gathered, bytes;
 };
 
 Places places(const KVLayout& layout, bool gathers) {
@@ -26,10 +26,10 @@ Places places(const KVLayout& layout, bool gathers) {
     at += round_up_64(bytes);
     return here;
   };
-  const int64_t rows = kMaxRows, values = rows * layout.padded_head * 4;
+  const int64_t rows = kMaxRows, block = kBlockRows, values = rows * layout.padded_head * 4;
   p.queries = take(rows * query_head_bytes(layout));
-  p.scores = take(rows * kSegmentSlots * 4);
-  p.probabilities = take(rows * kSegmentSlots * 4);
+  p.scores = take(block * kScoreStride * 4);
+  p.probabilities = take(block * kSegmentSlots * 4);
   p.first = take(rows * 4);
   p.end = take(rows * 4);
   p.part_maximum = take(rows * 4);
@@ -38,6 +38,7 @@ Places places(const KVLayout& layout, bool gathers) {
   p.maximum = take(rows * 4);
   p.sum = take(rows * 4);
   p.out = take(values);
+  p.clean = take(kSegmentTiles * layout.scales_offset());
   p.gathered = take(gathers ? kSegmentTiles * layout.block_bytes : 0);
   p.bytes = (at + 4095) / 4096 * 4096 + 192;  // threads' scratch must not fall on the same cache sets
   return p;
@@ -156,23 +157,28 @@ void compute_segment(const Job& job, const AttentionItem& item, int segment, con
   Segment work{};
   work.layout = &job.tile_layout;
   work.num_heads = item.num_kv_heads;
-  work.rows = item.num_queries * item.num_heads;
-  work.queries = job.scratch + job.at.queries;
   work.query_stride = query_head_bytes(job.tile_layout);
   work.tiles = tiles;
   work.first_tile = span.first / kTileSlots;
   work.end_tile = (span.end + kTileSlots - 1) / kTileSlots;
-  work.first = first;
-  work.end = end;
   work.scale = job.op.scale;
   work.softcap = job.op.softcap;
   work.scores = job.floats(job.at.scores);
   work.probabilities = job.scratch + job.at.probabilities;
-  work.maximum = part.maximum;
-  work.sum = part.sum;
-  work.out = part.out;
-  work.next_tiles = next_tiles;
-  job.kernels.segment[static_cast<int>(job.tile_layout.dtype)](work);
+  work.clean = job.scratch + job.at.clean;
+  const int rows = item.num_queries * item.num_heads;
+  const int block_rows = std::max(1, kBlockRows / item.num_heads) * item.num_heads;
+  for (int row = 0; row < rows; row += block_rows) {
+    work.rows = std::min(block_rows, rows - row);
+    work.queries = job.scratch + job.at.queries + row * work.query_stride;
+    work.first = first + row;
+    work.end = end + row;
+    work.maximum = part.maximum + row;
+    work.sum = part.sum + row;
+    work.out = part.out + int64_t{row} * job.tile_layout.padded_head;
+    work.next_tiles = row == 0 ? next_tiles : nullptr;
+    job.kernels.segment[static_cast<int>(job.tile_layout.dtype)](work);
+  }
 }
 
 void start(int rows, const Partial& total) {
@@ -285,7 +291,8 @@ void attention(const AttentionOp& op, AttentionPlan& plan, const AttentionScratc
 
 const AttentionKernels& attention_kernels(Isa isa) {
 #if defined(__x86_64__)
-  if (isa == Isa::avx512 || isa == Isa::amx) return attention_kernels_avx512();
+  if (isa == Isa::amx) return attention_kernels_amx();
+  if (isa == Isa::avx512) return attention_kernels_avx512();
   if (isa == Isa::avx2) return attention_kernels_avx2();
 #elif defined(__aarch64__)
   if (isa == Isa::neon) return attention_kernels_neon();

@@ -27,13 +27,16 @@ namespace maitred {
 
 constexpr int kSegmentSlots = 256;
 constexpr int kSegmentTiles = kSegmentSlots / kTileSlots;
-constexpr int kMaxRows = 48;    // query rows of an item: queries x heads
+// Room for a row's scores: rows of a power of two would meet on few sets of a cache.
+constexpr int kScoreStride = kSegmentSlots + kTileSlots;
+constexpr int kMaxRows = 192;   // query rows of an item: queries x heads
+constexpr int kBlockRows = 48;  // of them, those that are computed at once
 constexpr int kSweepGroup = 8;  // most query heads of a K/V head for items of several K/V heads
 
 struct AttentionOp {
   int layer;
   int num_heads;
-  float scale;         // multiplies q.k
+  float scale;         // multiplies q.k; positive
   float softcap;       // c: score becomes c * tanh(score / c); 0: none
   const float* sinks;  // [num_heads] a logit a head that only adds to the denominator; null: none
 };
@@ -129,14 +132,16 @@ struct Segment {
   int end_tile;
   const int32_t* first;  // [rows] slots of the segment that the row sees: [first, end), perhaps none
   const int32_t* end;
-  float scale;  // times log2(e): scores are in powers of two
+  float scale;
   float softcap;
-  float* scores;           // [rows][kSegmentSlots] scratch
+  float* scores;           // [rows][kScoreStride] scratch
   uint8_t* probabilities;  // [rows][kSegmentSlots * 4] scratch
   float* maximum;          // [rows] out; -inf where the row sees nothing
   float* sum;              // [rows] out; 0 where the row sees nothing
-  float* out;              // [rows][padded_head] out, not divided by the sum; untouched where the row sees nothing
-  const uint8_t* const* next_tiles;  // [kSegmentTiles] what this thread will probably read next
+  uint8_t* clean;          // [kSegmentTiles][scales_offset()] scratch: copies of V
+  float* out;              // [rows][padded_head] out, not divided by the sum; anything where the row sees nothing
+  const uint8_t* const*
+      next_tiles;  // [kSegmentTiles] what this thread will probably read next; null: what it just read
 };
 
 // Partial results of some query rows.
@@ -157,6 +162,7 @@ const AttentionKernels& attention_kernels(Isa isa);
 const AttentionKernels& attention_kernels_plain();
 const AttentionKernels& attention_kernels_avx2();
 const AttentionKernels& attention_kernels_avx512();
+const AttentionKernels& attention_kernels_amx();
 const AttentionKernels& attention_kernels_neon();
 
 }  // namespace maitred

@@ -12,6 +12,8 @@ namespace {
 constexpr int kItemsPerThread = 8;
 // What a segment costs besides its rows' arithmetic, in rows: K and V come from memory.
 constexpr int kRowsPerRead = 8;
+// Chunks are cut until there are so many items of them for each thread.
+constexpr int kItemsOfRowPerThread = 4;
 // Single queries' heads are divided until there are this many segments of them for each thread.
 constexpr int kSegmentsPerThread = 4;
 
@@ -55,7 +57,7 @@ int AttentionPlan::divide_heads(const StepRows& step) const {
     const int slots = step.positions[first] + 1;
     segments += ((window_ == 0 ? slots : std::min(slots, window_)) + kSegmentSlots - 1) / kSegmentSlots;
   }
-  int parts = (num_heads_ + kMaxRows - 1) / kMaxRows;
+  int parts = (num_heads_ + kBlockRows - 1) / kBlockRows;
   while (num_threads_ > 1 && parts * 2 <= num_kv_heads_ &&
          segments * parts < int64_t{kSegmentsPerThread} * num_threads_)
     parts *= 2;
@@ -76,10 +78,14 @@ void AttentionPlan::add_single(const StepRows& step, int row) {
 void AttentionPlan::add_row(const StepRows& step, int row) {
   const int first = step.first_tokens[row], num_tokens = step.first_tokens[row + 1] - first;
   if (num_tokens == 0) return;
-  const int num_parts = (group_ + kMaxRows - 1) / kMaxRows;  // of a group of very many heads
-  const int most_queries = std::max(1, kMaxRows / group_);
-  const int num_cuts = (num_tokens + most_queries - 1) / most_queries;
-  const int queries = (num_tokens + num_cuts - 1) / num_cuts;
+  const int num_parts = (group_ + kBlockRows - 1) / kBlockRows;  // of a group of very many heads
+  const int queries_of_block = std::max(1, kBlockRows / ((group_ + num_parts - 1) / num_parts));
+  const int num_blocks = (num_tokens + queries_of_block - 1) / queries_of_block;
+  // K and V are read once for the blocks of an item, but each thread must find some items.
+  const int wanted = kItemsOfRowPerThread * num_threads_;
+  const int most = std::clamp(num_blocks * num_kv_heads_ / wanted, 1, kMaxRows / kBlockRows);
+  const int num_cuts = (num_blocks + most - 1) / most;
+  const int queries = (num_blocks + num_cuts - 1) / num_cuts * queries_of_block;
   for (int offset = 0; offset < num_tokens; offset += queries) {
     const int count = std::min(queries, num_tokens - offset);
     const int position = step.positions[first + offset], last = position + count - 1;

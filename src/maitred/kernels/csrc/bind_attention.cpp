@@ -52,7 +52,9 @@ class AttentionLayer {
         frequencies_(copy_of(inverse_frequencies)),
         rope_{frequencies_.data(), static_cast<int>(frequencies_.size()), attention_factor},
         qkv_{0, num_heads, static_cast<QKNorm>(norm), q_norm_.data(), k_norm_.data(), eps, rope_.num_pairs},
-        attention_{0, num_heads, scale, softcap, sinks_.empty() ? nullptr : sinks_.data()} {}
+        attention_{0, num_heads, scale, softcap, sinks_.empty() ? nullptr : sinks_.data()} {
+    if (!(scale > 0.0f)) throw std::invalid_argument("a scale of " + std::to_string(scale) + "; it must be positive");
+  }
 
   // The step that the next calls are about.
   void begin(const Ints& positions, const Ints& first_tokens, const Ints& block_tables, const Ints& first_blocks) {
