@@ -173,6 +173,37 @@ def test_a_value_out_of_range_is_refused_with_number_and_bound(http, path, field
 
 
 @pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        (TEXT, {"prompt": [[97] * 511] * 25, "prompt_logprobs": 20}, "prompt_logprobs"),  # 268,275 of them
+        (TEXT, {"prompt": [[97] * 511] * 25, "echo": True, "logprobs": 20}, "logprobs"),
+        (TEXT, {"prompt": [[97] * 511] * 25, "echo": True, "logprobs": 20, "stream": True}, "logprobs"),
+        (TEXT, {"prompt": ["a" * 511] * 2, "n": 16, "prompt_logprobs": 20}, "prompt_logprobs"),
+        (CHAT, {"messages": [{"role": "user", "content": "a" * 480}], "n": 16}, "prompt_logprobs"),
+    ],
+)
+def test_more_log_probabilities_of_prompts_than_an_answer_may_hold_are_refused_before_any_is_computed(
+    http, served, monkeypatch, path, fields, param
+):
+    num_submitted = len(served.replica.submitted)
+    if fields.get("n"):
+        monkeypatch.setattr("maitred.api.edge.MAX_PROMPT_LOGPROBS", 100_000)  # one prompt of 512 tokens has not more
+    error = refused(http, path, {"prompt_logprobs": 20, **fields} if path == CHAT else {"max_tokens": 1, **fields})
+    assert error["param"] == param
+    assert ("at most 100000" if fields.get("n") else "at most 262144") in error["message"]
+    assert "send fewer tokens at a time" in error["message"]
+    assert len(served.replica.submitted) == num_submitted
+
+
+def test_as_many_log_probabilities_of_prompts_as_an_answer_may_hold_are_given(http, monkeypatch):
+    monkeypatch.setattr("maitred.api.edge.MAX_PROMPT_LOGPROBS", 2 * 3 * 4 * 21)
+    fields = {"model": "tiny", "prompt": [[97] * 4] * 3, "n": 2, "prompt_logprobs": 20, "max_tokens": 1}
+    assert http.post(TEXT, json=fields).status_code == 200
+    monkeypatch.setattr("maitred.api.edge.MAX_PROMPT_LOGPROBS", 2 * 3 * 4 * 21 - 1)
+    assert "504" in refused(http, TEXT, fields)["message"]
+
+
+@pytest.mark.parametrize(
     ("fields", "param"),
     [
         ({"top_logprobs": 2}, "top_logprobs"),

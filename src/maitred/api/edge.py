@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 T = TypeVar("T")
+# in one answer; all are kept until it ends, some 300 bytes each, and writing so many takes 0.2 s
+MAX_PROMPT_LOGPROBS = 256 * 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,7 +201,7 @@ class Edge:
     ) -> list[list[Request]]:
         """The samples of each prompt; call it in a thread. Ids are unique even when clients repeat theirs."""
         now = self.clock.now()
-        batches = []
+        batches, num_tokens = [], 0
         for position, prompt in enumerate(prompts):
             try:
                 batch = make_requests(
@@ -220,6 +222,8 @@ class Edge:
                     error.param = f"prompt[{position}]"
                 raise
             batches.append(batch)
+            num_tokens += batch[0].num_prompt_tokens * len(batch)
+            _check_prompt_logprobs(num_tokens, sampling.prompt_logprobs)
         return batches
 
     def close(self) -> None:
@@ -227,6 +231,17 @@ class Edge:
         if self.tracing is not None:
             self.tracing.close()
         self._text_lanes.close()
+
+
+def _check_prompt_logprobs(num_tokens: int, num_top: int | None) -> None:
+    """Raise InvalidRequest once `num_tokens` of prompts have more log-probabilities than one answer may hold."""
+    if num_top is not None and num_tokens * (num_top + 1) > MAX_PROMPT_LOGPROBS:
+        raise InvalidRequest(
+            f"{num_tokens} tokens of prompts (for every sample anew) with {num_top + 1} log-probabilities each are "
+            f"{num_tokens * (num_top + 1)}; at most {MAX_PROMPT_LOGPROBS} in one answer: ask for fewer of each token, "
+            "or send fewer tokens at a time",
+            param="prompt_logprobs",
+        )
 
 
 def _tracing(endpoint: str) -> Tracing:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from maitred.api.bounded import Prompt, prompts_of, raw_prompt
+from maitred.api.bounded import MAX_LISTED, Prompt, prompts_of, raw_prompt
 from maitred.api.completing import complete
 from maitred.api.edge import Edge, RequestOptions
 from maitred.api.exchange import Exchange
@@ -20,6 +20,7 @@ from maitred.api.schemas import Completion, CompletionChoice, CompletionLogprobs
 from maitred.api.sse import EventStream
 from maitred.api.streaming import ChunkWriter, finish_name, stream_events
 from maitred.engine.output import TextDelta
+from maitred.errors import RequestError
 from maitred.request import Request
 
 _DECODER = msgspec.json.Decoder(CompletionAsSent)
@@ -32,13 +33,19 @@ async def create_completion(edge: Edge, exchange: Exchange) -> None:
     refuse_unbuilt(body, COMPLETION_REFUSED)
     check_common(body, priorities=edge.priorities)
     sampling = completion_sampling(body, edge.model, edge.config.default_max_n)
-    prompts = prompts_of(body.prompt)
+    await exchange.turn()
+    prompts = prompts_of(body.prompt, max_listed=max(MAX_LISTED, 2 * edge.model.max_model_len))
     answer = CompletionAnswer(edge, body, prompts, completion_id("cmpl", body, exchange))
     exchange.log |= {"model": body.model, "stream": bool(body.stream), "n": sampling.n, "prompts": len(prompts)}
     special = body.add_special_tokens is not False
 
     def make_batches(options: RequestOptions) -> list[list[Request]]:
-        batches = edge.make_batches(prompts, sampling, options, answer.id, add_special_tokens=special)
+        try:
+            batches = edge.make_batches(prompts, sampling, options, answer.id, add_special_tokens=special)
+        except RequestError as error:
+            if error.param == "prompt_logprobs" and body.prompt_logprobs is None:
+                error.param = "logprobs"  # those of an echo
+            raise
         for batch in batches:
             cap_max_tokens(batch, COMPLETION_MAX_TOKENS)
         return batches
