@@ -56,17 +56,19 @@ def test_the_same_answer_alone_in_a_batch_in_chunks_and_from_the_cache(llm: LLM)
         assert [output.outputs[0].text for output in chunked.chat(conversations, GREEDY)] == together
 
 
-def test_a_small_cache_preempts_and_changes_nothing(llm: LLM):
-    conversations = [[{"role": "user", "content": f"Two soups and {i} teas, please."}] for i in range(2, 10)]
-    params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+def test_thirty_two_long_requests_in_the_cache_of_three_all_end_with_the_same_tokens(llm: LLM):
+    """R22: each fills its context of 256 tokens, and there are blocks for three of them."""
+    conversations = [[{"role": "user", "content": f"Two soups and {i} teas, please."}] for i in range(2, 34)]
+    params = SamplingParams(temperature=0.0, max_tokens=230, ignore_eos=True)
     expected = [output.outputs[0].token_ids for output in llm.chat(conversations, params)]
-    plan = llm.memory_plan
-    with LLM(
-        dtype="float32", max_model_len=256, max_num_seqs=8, kv_cache_memory_bytes=20 * plan.bytes_per_block
-    ) as tight:
-        outputs = tight.chat(conversations, params)
-    assert [output.outputs[0].token_ids for output in outputs] == expected
-    assert sum(output.outputs[0].timing.num_preemptions for output in outputs if output.outputs[0].timing) > 0
+    plan, context = llm.memory_plan, 256
+    kv_bytes = 3 * (context // plan.block_size) * plan.bytes_per_block
+    with LLM(dtype="float32", max_model_len=context, max_num_seqs=32, kv_cache_memory_bytes=kv_bytes) as tight:
+        assert tight.memory_plan.num_blocks * plan.block_size == 3 * context
+        samples = [output.outputs[0] for output in tight.chat(conversations, params)]
+        assert tight._open().core.stats.num_blocks_used == 0
+    assert [sample.token_ids for sample in samples] == expected
+    assert sum(sample.timing.num_preemptions for sample in samples if sample.timing) > len(samples), "a storm"
 
 
 def test_a_seed_gives_the_same_text_whatever_shares_the_batch(llm: LLM):

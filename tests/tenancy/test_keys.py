@@ -23,8 +23,14 @@ def test_anything_else_finds_none(wrong):
     assert KeyRing(()).find(wrong) is None
 
 
-@pytest.mark.parametrize("sent", [*SECRETS, b"wrong", digest_of(b"first")])
-def test_every_key_is_compared_in_constant_time_wherever_the_match_is(monkeypatch, sent):
+LONG = KeyRing([Key(id=f"long{i}", tenant="t", digest=digest_of(letter * 32)) for i, letter in enumerate((b"k", b"m"))])
+ALMOST = [b"k" * shared + b"!" * (32 - shared) for shared in range(32)]
+
+
+@pytest.mark.parametrize("sent", [*SECRETS, b"wrong", digest_of(b"first"), b"k" * 32, b"m" * 32, *ALMOST])
+@pytest.mark.parametrize("ring", [RING, LONG])
+def test_every_key_is_compared_in_constant_time_wherever_the_match_is(monkeypatch, ring, sent):
+    """S3: both sides are whole digests, so that what is compared tells nothing of how much of a key was right."""
     compared = []
 
     def compare(a: bytes, b: bytes) -> bool:
@@ -32,5 +38,7 @@ def test_every_key_is_compared_in_constant_time_wherever_the_match_is(monkeypatc
         return hmac.compare_digest(a, b)
 
     monkeypatch.setattr(keys, "hmac", type("Counting", (), {"compare_digest": staticmethod(compare)}))
-    RING.find(sent)
-    assert compared == [(digest_of(sent), key.digest) for key in RING.keys]
+    found = ring.find(sent)
+    assert compared == [(digest_of(sent), key.digest) for key in ring.keys]
+    assert {len(side) for pair in compared for side in pair} == {32}
+    assert found in ring.keys if digest_of(sent) in {key.digest for key in ring.keys} else found is None
