@@ -11,7 +11,6 @@ import argparse
 import json
 import math
 import random
-import shutil
 import socket
 import statistics
 import subprocess
@@ -32,8 +31,8 @@ import httpx
 
 sys.path.insert(0, ".")
 from maitred.config import ServerConfig
-from maitred.model.checkpoint import BUILTIN_FOLDER
 from maitred.tenancy.keys import Key, KeyRing, digest_of
+from tests.conftest import copied_model
 from tests.reliability import test_edge as attacks
 from tests.reliability.edge_server import Attacked, attacked
 
@@ -235,16 +234,9 @@ def tokenising() -> Iterator[Line]:
     with served() as (url, _):
         yield from _tokenising(url, "", (30_000, 500_000))
     with tempfile.TemporaryDirectory() as folder:
-        with_long_context(Path(folder))
+        copied_model(Path(folder), max_position_embeddings=LONG_CONTEXT)
         with served(folder, "--kv-cache-memory-bytes", "3GB") as (url, _):
             yield from _tokenising(url, f", context {LONG_CONTEXT}", (500_000,))
-
-
-def with_long_context(folder: Path) -> None:
-    """The built-in model, as if it had been trained for more."""
-    shutil.copytree(BUILTIN_FOLDER, folder, dirs_exist_ok=True)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": LONG_CONTEXT}))
 
 
 def _tokenising(url: str, where: str, sizes: tuple[int, ...]) -> Iterator[Line]:

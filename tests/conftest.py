@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -19,6 +21,7 @@ import httpx
 import hypothesis
 import pytest
 
+from maitred.model.checkpoint import BUILTIN_FOLDER
 from tests.waiting import HANGS_S
 
 # In CI the same examples every time, so that a red run is the change's doing; elsewhere new ones each time.
@@ -46,6 +49,14 @@ def free_port() -> int:
             probe.bind(("127.0.0.1", port))
             return port
     raise AssertionError("a thousand ports are in use")
+
+
+def copied_model(folder: Path, **config: object) -> Path:
+    """The built-in model in a folder of its own, whose config says something else: a longer context, say."""
+    shutil.copytree(BUILTIN_FOLDER, folder, dirs_exist_ok=True)
+    known = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**known, **config}))
+    return folder
 
 
 @dataclass

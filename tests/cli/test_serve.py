@@ -1,6 +1,11 @@
 from __future__ import annotations
 
+import json
 import socket
+import struct
+import time
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -8,7 +13,7 @@ from maitred.cli.main import main
 from maitred.cli.serve import _welcome, bind
 from maitred.errors import ConfigError
 from tests.cli.running import maitred_process
-from tests.conftest import ServerProcess
+from tests.conftest import ServerProcess, copied_model
 
 
 def test_a_busy_port_is_one_line_before_anything_is_loaded(capsys):
@@ -41,6 +46,68 @@ def test_a_missing_model_is_one_line(capsys):
     assert err.startswith("error: ")
     assert "/no/such/model" in err
     assert err.count("\n") == 1
+
+
+def cut_short(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+
+
+def with_another_dtype(folder: Path) -> None:
+    """As many bits a value, so that nothing but the name is wrong."""
+    weights = folder / "model.safetensors"
+    content = weights.read_bytes()
+    length = struct.unpack("<Q", content[:8])[0]
+    header = content[8 : 8 + length].replace(b'"BF16"', b'"I16" ')
+    assert len(header) == length
+    weights.write_bytes(content[:8] + header + content[8 + length :])
+
+
+def with_another_dtype_in_the_config(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "dtype": "float13"}))
+
+
+def without_tokenizer(folder: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+
+
+def with_half_a_tokenizer(folder: Path) -> None:
+    whole = (folder / "tokenizer.json").read_bytes()
+    (folder / "tokenizer.json").write_bytes(whole[: len(whole) // 2])
+
+
+def unharmed(folder: Path) -> None:
+    """What is asked of it is wrong."""
+
+
+@pytest.mark.parametrize(
+    ("damage", "flags", "cause"),
+    [
+        (cut_short, [], "model.safetensors was cut short: 7677400 bytes of 7678400"),
+        (with_another_dtype, [], "is of type I16; weights must be one of"),
+        (with_another_dtype_in_the_config, [], "config.json: dtype is 'float13'"),
+        (without_tokenizer, [], "has no tokenizer.json"),
+        (with_half_a_tokenizer, [], "tokenizer.json cannot be read"),
+        (unharmed, ["--kv-cache-memory-bytes", "900TB"], "kv_cache_memory_bytes asks for"),
+        (unharmed, ["--max-model-len", "100000000000"], "one context of 100,000,000,000 tokens needs"),
+    ],
+)
+@pytest.mark.parametrize("processes", [[], ["--in-process"]], ids=["two", "one"])
+def test_a_model_that_cannot_be_served_ends_the_server_with_its_cause_in_one_line(
+    tmp_path: Path, damage: Callable[[Path], None], flags: list[str], cause: str, processes: list[str]
+):
+    """R27, before anybody asked for anything."""
+    damage(copied_model(tmp_path))
+    began_at = time.monotonic()
+    ended = maitred_process("serve", str(tmp_path), "--port", "0", "--log-level", "error", *flags, *processes)
+    seconds = time.monotonic() - began_at
+    assert ended.code == 1
+    assert ended.err.startswith("error: ")
+    assert cause in ended.err
+    assert ended.err.count("\n") == 1, ended.err
+    assert ended.out == ""
+    assert seconds < 60  # one or two, and a quiet machine's five are R27's bound
 
 
 @pytest.mark.parametrize(

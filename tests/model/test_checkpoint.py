@@ -72,6 +72,18 @@ def test_a_checkpoint_knows_its_configs_name_and_dtype(folder: Path) -> None:
     assert again.dtype == "float32"  # what most bytes are
 
 
+@pytest.mark.parametrize("named", ["float13", "int8", 7, ["float32"]])
+def test_a_dtype_that_no_weights_have_is_refused(folder: Path, named: Any) -> None:
+    (folder / "config.json").write_text(json.dumps({"torch_dtype": named}))
+    with pytest.raises(CheckpointError, match=r"config.json: dtype is .*one of float64, float32, float16, bfloat16"):
+        _ = open_checkpoint(str(folder)).dtype
+
+
+def test_a_dtype_that_the_config_leaves_open_is_that_of_most_bytes(folder: Path) -> None:
+    (folder / "config.json").write_text('{"dtype": "auto"}')
+    assert open_checkpoint(str(folder)).dtype == "float32"
+
+
 def test_closing_leaves_tensors_in_use_alone(folder: Path) -> None:
     with open_checkpoint(str(folder)) as checkpoint:
         raw = checkpoint.tensor("a.weight")

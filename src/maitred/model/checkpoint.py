@@ -77,11 +77,20 @@ class Checkpoint:
 
     @property
     def dtype(self) -> str:
-        """float32, float16, bfloat16: what the config says, else what most bytes are stored in."""
+        """float32, float16, bfloat16: what the config says, else what most bytes are stored in.
+
+        Raises CheckpointError when the config says what no weights are.
+        """
         config = self.config.get("text_config") or self.config
         named = config.get("dtype") or config.get("torch_dtype") or self.config.get("torch_dtype")
-        if named:
-            return str(named).removeprefix("torch.")
+        if named and named != "auto":
+            name = str(named).removeprefix("torch.")
+            if name not in _DTYPES.values():
+                raise CheckpointError(
+                    f"{self.folder / 'config.json'}: dtype is {named!r}; weights are one of "
+                    f"{', '.join(_DTYPES.values())}; copy the file again"
+                )
+            return name
         counts: Counter[str] = Counter()
         for name, file in self._file_of.items():
             counts[file.dtype_of(name)] += file.num_bytes_of(name)
