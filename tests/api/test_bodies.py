@@ -7,8 +7,10 @@ import re
 import socket
 
 import httpx
+import msgspec
 import pytest
 
+from maitred.api.bounded import MAX_LISTED, prompts_of
 from tests.api.conftest import MESSAGES
 from tests.fakes_api import FakeReplica, make_model, running_server
 from tests.waiting import HANGS_S
@@ -76,6 +78,18 @@ def test_a_body_made_to_be_slow_is_refused(http, name):
     path = PATHS[0] if name in ("variables", "metadata") else PATHS[1]
     response = http.post(path, content=BOMBS[name], headers={"content-type": "application/json"})
     assert response.status_code == 400, response.text[:300]
+
+
+@pytest.mark.parametrize("item", [b"1,", b'"",', b"[],", b"1, "])
+def test_a_prompt_of_over_a_million_items_is_refused_before_it_is_decoded(http, item):
+    body = b'{"model":"tiny","prompt":[' + item * MAX_LISTED + item.rstrip(b", ") + b"]}"
+    response = http.post(PATHS[1], content=body, headers={"content-type": "application/json"})
+    assert (response.status_code, response.json()["error"]["code"]) == (400, "too_many_items")
+    assert response.json()["error"]["param"] == "prompt"
+
+
+def test_a_prompt_of_a_million_items_is_decoded():
+    assert prompts_of(msgspec.Raw(b"[" + b"1," * (MAX_LISTED - 1) + b"1]")) == [[1] * MAX_LISTED]
 
 
 def test_duplicate_keys_are_tolerated(http):

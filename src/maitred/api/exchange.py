@@ -78,8 +78,7 @@ class Exchange:
         chunks: list[bytes] = []
         size = 0
         while True:
-            if size > SMALL_BYTES:  # the connection reads on when it is asked to
-                await self.turns.mine()
+            await self.turn()  # the connection reads on when it is asked to
             message = await self.receive()
             if message["type"] == "http.disconnect":
                 if TOO_SLOW in self.scope:
@@ -95,6 +94,11 @@ class Exchange:
                 self._count(chunks if not self.num_marks else (chunk,))
             if not message.get("more_body", False):
                 return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+    async def turn(self) -> None:
+        """Before each piece of work on the body; a small one waits for nothing."""
+        if self.num_body_bytes > SMALL_BYTES:
+            await self.turns.mine()
 
     def _count(self, chunks: Iterable[bytes]) -> None:
         """As they come: counting a whole body would hold up everybody for as long as decoding it does."""
@@ -123,8 +127,7 @@ class Exchange:
         if media_type != b"application/json":
             raise UnsupportedMediaType("send the body as JSON, with the header Content-Type: application/json")
         body = await self.body()
-        if len(body) > SMALL_BYTES:
-            await self.turns.mine()
+        await self.turn()
         await self._check_items(body, {ITEM: max_items, COLON: MAX_KEYS}, apart)
         return decode_json(body, decoder)
 
@@ -136,6 +139,7 @@ class Exchange:
             num = self.num_marks.get(mark, 0)
             if num > limit and apart is not None:
                 num -= apart(body).count(mark)
+                await self.turn()
             if num > limit and mark is COLON:
                 num = await self._num_keys(body)
             if num > limit:
