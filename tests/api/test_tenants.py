@@ -372,7 +372,9 @@ def test_usage_comes_in_pages_and_by_filter(kept):
 @pytest.mark.parametrize(
     ("query", "param"),
     [("", "start_time"), ("start_time=x", "start_time"), ("start_time=1&limit=99", "limit"),
-     ("start_time=1&bucket_width=2d", "bucket_width"), ("start_time=1&group_by=user_id", "group_by"),
+     ("start_time=1&bucket_width=2d", "bucket_width"), ("start_time=1&bucket_width=", "bucket_width"),
+     ("start_time=1&bucket_width=1d&bucket_width=2w", "bucket_width"), ("start_time=1&start_time=2", "start_time"),
+     ("start_time=1&group_by=user_id", "group_by"),
      ("start_time=1&user_ids=a", "user_ids"), ("start_time=1&batch=1", "batch"), ("start_time=9&page=page_3", "page"),
      ("start_time=1&start=2", None), ("start_time=" + "9" * 30, "start_time"), ("a=1&" * 1001, None)],
 )  # fmt: skip

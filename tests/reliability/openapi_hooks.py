@@ -6,8 +6,10 @@ Loaded by schemathesis itself. Nothing is changed that would make a request brea
 from __future__ import annotations
 
 from typing import Any
+from urllib.parse import parse_qsl, urlsplit
 from zlib import crc32
 
+import requests
 import schemathesis
 
 ROLES = ("system", "user", "assistant")
@@ -37,9 +39,19 @@ def before_call(context: schemathesis.HookContext, case: schemathesis.Case, **kw
 
 @schemathesis.hook
 def filter_query(context: schemathesis.HookContext, query: Any) -> bool:
-    """Without what a URL cannot say wrongly: an empty list is nothing there, and one text is a list of one."""
+    """Without values that no URL can carry, as an empty list in place of one text; whatever can be sent, is."""
     told = query.items() if isinstance(query, dict) else ()
-    return not any(value in ([], {}) or (name in LISTS and not isinstance(value, list)) for name, value in told)
+    return all(_can_be_sent(name, value) for name, value in told)
+
+
+def _can_be_sent(name: str, value: Any) -> bool:
+    """Whether a URL says something for it and, of a list of any texts, says that and no list in its place."""
+    if value is None:
+        return True  # the parameter is left out
+    sent = "" if value == {} else value  # as schemathesis has it
+    url = requests.Request("GET", "http://host/", params={name: sent}).prepare().url
+    texts = [text for _, text in parse_qsl(urlsplit(str(url)).query, keep_blank_values=True)]
+    return bool(texts) and (name not in LISTS or value == texts)
 
 
 def _chosen(text: str) -> int:

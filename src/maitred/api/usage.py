@@ -27,6 +27,7 @@ USAGE_QUERY: dict[str, dict[str, Any]] = {
     "page": {"type": "string"},
     **dict.fromkeys(_FILTERS, _TEXTS),
 }
+_LISTS = ("group_by", *_FILTERS)
 _NOT_KEPT = ("user_ids", "batch")
 MAX_FIELDS = 1000
 
@@ -106,6 +107,9 @@ def _fields(query_string: bytes) -> dict[str, list[str]]:
             choices = ", ".join(USAGE_QUERY)
             raise InvalidRequest(f"the query has no field {shortened(repr(name))}; choose from {choices}")
         asked.setdefault(known, []).append(value)
+    for name, values in asked.items():
+        if len(values) > 1 and name not in _LISTS:
+            raise InvalidRequest(f"{name} is there {len(values)} times; send it once", param=name)
     return asked
 
 
