@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -12,8 +13,8 @@ import select
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -22,12 +23,14 @@ import pytest
 
 from maitred.api.server import ROUTES
 from maitred.clock import WallClock
+from maitred.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from maitred.engine.async_engine import AsyncEngine
 from maitred.engine.core import EngineCore
+from maitred.engine.in_process import build_engine
 from maitred.request import FinishReason
 from maitred.text import Tokenizer
 from tests.api.test_disconnect import close, half_close, reset, send
-from tests.conftest import ROOT
+from tests.conftest import ROOT, copied_model
 from tests.fakes import MODEL, GatedExecutor, make_scheduler
 from tests.fakes_api import FakeReplica, RunningServer, byte_tokenizer, make_model, running_server
 from tests.reliability.edge_server import Attacked, attacked
@@ -265,19 +268,59 @@ def test_those_who_leave_the_queue_are_gone_one_step_later(gated):
     until(lambda: engine.state().num_blocks_used == 0)
 
 
-def test_two_hundred_impatient_clients_leave_nothing_behind(gated):
-    server, engine, steps = gated
-    for index in range(200):
-        with send(server, "/v1/completions", {"prompt": "x" * 8, "max_tokens": 10_000, "stream": index % 2 == 0}):
-            pass  # gone before anything came
-    with ThreadPoolExecutor(1) as pool:
-        last = pool.submit(
-            httpx.post, f"{server.url}/v1/completions", json={"model": "tiny", "prompt": "a"}, timeout=HANGS_S
-        )
-        steps.open()
-        assert last.result().status_code == 200
-    until(lambda: engine.state().num_running + engine.state().num_waiting + engine.state().num_blocks_used == 0)
-    until(lambda: not server.server.server_state.tasks)
+@pytest.fixture
+def long_context(tmp_path: Path) -> Iterator[RunningServer]:
+    """The built-in model with room for answers of 10,000 tokens, and blocks for two of them."""
+    config = EngineConfig(
+        model=ModelConfig(model=str(copied_model(tmp_path, max_position_embeddings=16_384)), num_threads=1),
+        cache=CacheConfig(kv_cache_memory_bytes=128 * MIB),
+        scheduler=SchedulerConfig(max_num_seqs=64),
+    )
+    engine = build_engine(config, served_model_names=("tiny",))
+    try:
+        with running_server(engine.replica, engine.model) as server:
+            yield server
+    finally:
+        engine.replica.stop()
+
+
+PATIENCE_S = 0.5
+
+
+async def give_up(web: httpx.AsyncClient, *, stream: bool) -> bool:
+    """Ask for an answer that takes far longer than this client waits; whether it left without."""
+    body = {"model": "tiny", "prompt": "Once", "max_tokens": 10_000, "ignore_eos": True, "stream": stream}
+    try:
+        async with web.stream("POST", "/v1/completions", json=body) as answer, asyncio.timeout(PATIENCE_S):
+            assert answer.status_code == 200, await answer.aread()
+            await answer.aread()
+    except (httpx.ReadTimeout, TimeoutError):
+        return True
+    return False
+
+
+async def impatient_clients(url: str, count: int) -> list[bool]:
+    timeout = httpx.Timeout(HANGS_S, read=PATIENCE_S)  # each has been sent when its patience begins
+    async with httpx.AsyncClient(base_url=url, timeout=timeout, limits=httpx.Limits()) as web:
+        return await asyncio.gather(*(give_up(web, stream=index % 2 == 0) for index in range(count)))
+
+
+def test_two_hundred_impatient_clients_leave_nothing_behind(long_context: RunningServer):
+    """R2, with a real engine."""
+    loop, edge = long_context.server.servers[0].get_loop(), long_context.server._edge
+    num_tasks = len(asyncio.all_tasks(loop))
+    assert all(asyncio.run(impatient_clients(long_context.url, 200)))
+    began_at = time.monotonic()
+    body = {"model": "tiny", "prompt": "a", "max_tokens": 5, "ignore_eos": True}
+    answer = httpx.post(f"{long_context.url}/v1/completions", json=body, timeout=HANGS_S)
+    assert answer.json()["usage"]["completion_tokens"] == 5
+    assert time.monotonic() - began_at < 30, "nobody's place is still taken"
+    until(lambda: edge.metrics.num_cancelled == 200)
+    state = long_context.replica.state
+    until(lambda: state().num_running + state().num_waiting + state().num_blocks_used == 0)
+    until(lambda: not long_context.server.server_state.tasks)
+    assert (edge._num_admitted, len(edge._watches)) == (0, 0)
+    until(lambda: len(asyncio.all_tasks(loop)) <= num_tasks)
 
 
 # ---- who does not read, and an engine
