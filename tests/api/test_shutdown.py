@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import signal
+import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from tests.api.conftest import MESSAGES
+from tests.conftest import ServerProcess, copied_model, start_server
 from tests.reliability.gated_server import ANSWER, GatedServer
-from tests.waiting import HANGS_S, joined, until
+from tests.waiting import HANGS_S, is_gone, joined, until
 
 BODY = {"model": "tiny", "messages": MESSAGES}
 
@@ -20,15 +27,14 @@ BODY = {"model": "tiny", "messages": MESSAGES}
 class Client:
     """One request in a thread of its own."""
 
-    def __init__(self, url: str, *, stream: bool) -> None:
+    def __init__(self, url: str, *, stream: bool, **fields: Any) -> None:
         self.text, self.status = "", 0
-        self._url, self._stream = url, stream
+        self._url, self._body = url, {**BODY, "stream": stream, **fields}
         self.thread = threading.Thread(target=self._run)
         self.thread.start()
 
     def _run(self) -> None:
-        body = {**BODY, "stream": self._stream}
-        with httpx.stream("POST", f"{self._url}/v1/chat/completions", json=body, timeout=HANGS_S) as answer:
+        with httpx.stream("POST", f"{self._url}/v1/chat/completions", json=self._body, timeout=HANGS_S) as answer:
             self.status = answer.status_code
             for text in answer.iter_text():
                 self.text += text
@@ -109,6 +115,87 @@ def test_a_second_signal_or_the_deadline_ends_everything_with_error_objects(
     for client in whole:
         assert client.status == 503
         assert '"code":"server_unavailable"' in client.text
+
+
+LONG = {"max_tokens": 10_000, "ignore_eos": True}
+
+
+@pytest.fixture
+def serving(tmp_path: Path) -> Iterator[Callable[..., ServerProcess]]:
+    """`maitred serve` with the built-in model and room for answers of 10,000 tokens."""
+    folder = str(copied_model(tmp_path, max_position_embeddings=16_384))
+    with ExitStack() as stack:
+
+        def serve(*flags: str) -> ServerProcess:
+            memory = ("--kv-cache-memory-bytes", "1GB")
+            started = start_server(folder, "--served-model-name", "tiny", *memory, *flags)
+            stack.callback(started.process.kill)
+            return started
+
+        yield serve
+
+
+def ends(served: ServerProcess, engines: list[psutil.Process]) -> float:
+    """Seconds until it has, well and with nothing left behind."""
+    began_at = time.monotonic()
+    assert served.process.wait(HANGS_S) == 0
+    seconds = time.monotonic() - began_at
+    until(lambda: all(is_gone(engine) for engine in engines))
+    return seconds
+
+
+def engines_of(served: ServerProcess) -> list[psutil.Process]:
+    engines = psutil.Process(served.process.pid).children()
+    assert engines
+    return engines
+
+
+def sigterm(served: ServerProcess) -> None:
+    served.process.send_signal(signal.SIGTERM)
+    until(lambda: httpx.get(f"{served.url}/ready", timeout=HANGS_S).status_code == 503)
+
+
+def num_tokens(served: ServerProcess) -> float:
+    page = httpx.get(f"{served.url}/metrics", timeout=HANGS_S).text
+    return float(page.split("\nmaitred_generation_tokens_total ")[1].split("\n")[0])
+
+
+SOON_S = 30.0  # 0.2 s, and 2.3 where nobody reads, on a machine with little else to do; R7's bound is 4
+
+
+@pytest.mark.parametrize("drain_timeout_s", ["600", "2"], ids=["signal", "deadline"])
+def test_twenty_streams_of_an_engine_are_ended_and_the_server_with_them(serving, drain_timeout_s: str):
+    """R7."""
+    served = serving("--drain-timeout", drain_timeout_s)
+    engines = engines_of(served)
+    clients = [Client(served.url, stream=True, **LONG) for _ in range(20)]
+    until(lambda: all('"content":' in client.text for client in clients))
+    if drain_timeout_s == "600":
+        sigterm(served)
+    served.process.send_signal(signal.SIGTERM)
+    assert ends(served, engines) < SOON_S
+    wait_for(clients)
+    for client in clients:
+        assert '"code":"server_unavailable"' in client.text
+        assert client.text.endswith("data: [DONE]\n\n")
+
+
+def test_those_who_do_not_read_keep_no_server_that_was_told_twice(serving):
+    """R7: what cannot be told to them is waited for two seconds, not longer."""
+    served = serving("--drain-timeout", "600")
+    engines = engines_of(served)
+    body = json.dumps({**BODY, **LONG, "stream": True, "logprobs": True, "top_logprobs": 20}).encode()
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    with ExitStack() as stack:
+        for _ in range(20):
+            reader = stack.enter_context(socket.socket())
+            reader.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            reader.connect(("127.0.0.1", int(served.url.rsplit(":", 1)[1])))
+            reader.sendall(head + b"content-length: %d\r\n\r\n%s" % (len(body), body))
+        until(lambda: num_tokens(served) > 20 * 600)  # a MiB for each: three times what the buffers take
+        sigterm(served)
+        served.process.send_signal(signal.SIGTERM)
+        assert ends(served, engines) < SOON_S
 
 
 def test_an_idle_server_ends_at_once():
