@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import socket
+import time
+from collections.abc import Iterator
 
 import httpx
 import msgspec
 import pytest
 
 from maitred.api.bounded import MAX_LISTED, prompts_of
+from maitred.config import ServerConfig
 from tests.api.conftest import MESSAGES
 from tests.fakes_api import FakeReplica, make_model, running_server
 from tests.waiting import HANGS_S
@@ -206,3 +210,66 @@ def test_more_messages_than_the_context_has_tokens_are_refused_before_they_are_r
         response = httpx.post(f"{server.url}{PATHS[0]}", json=body, timeout=HANGS_S)
     assert (response.status_code, response.json()["error"]["param"]) == (400, "messages")
     assert "1025" in response.json()["error"]["message"]
+
+
+class LoopWatch:
+    """The most processor time that the loop's thread had between two looks of its own."""
+
+    def __init__(self) -> None:
+        self.longest_s = 0.0
+        self._looked_at = 0.0
+
+    def begin(self) -> bool:
+        """On the loop."""
+        self._loop = asyncio.get_running_loop()
+        self._looked_at = time.thread_time()
+        self._loop.call_soon(self._look)
+        return True
+
+    def _look(self) -> None:
+        now = time.thread_time()
+        self.longest_s, self._looked_at = max(self.longest_s, now - self._looked_at), now
+        self._loop.call_later(0.001, self._look)
+
+
+@pytest.fixture(scope="module")
+def watched() -> Iterator[tuple[str, LoopWatch]]:
+    watch = LoopWatch()
+    with running_server(is_ready=watch.begin) as server:
+        assert httpx.get(f"{server.url}/ready", timeout=HANGS_S).status_code == 200  # asks `watch`
+        yield server.url, watch
+
+
+PROMPT = b'{"model":"tiny","prompt":'
+CHAT = b'{"model":"tiny","messages":['
+MESSAGE = b'{"role":"user","content":"' + b"x" * 45 + b'"}'
+LIST = b"[" + b"300," * 2000 + b"1]"
+PATIENT = {  # path, head, what is repeated up to the limit or so many times, tail
+    "escapes": (PATHS[1], PROMPT + b'"', b"\\n", None, b'"}'),
+    "escapes_in_chat": (PATHS[0], CHAT + b'{"role":"user","content":"', b"\\ud83d\\ude00", None, b'"}]}'),
+    "token_ids": (PATHS[1], PROMPT + b"[", b"1,", None, b"1]}"),
+    "lists": (PATHS[1], PROMPT + b"[", LIST + b",", 1000, LIST + b"]}"),
+    "as_many_token_ids_as_may_be": (PATHS[1], PROMPT + b"[", b"300,", MAX_LISTED - 1, b"1]}"),
+    "messages": (PATHS[0], CHAT, MESSAGE + b",", 99_998, MESSAGE + b"]}"),
+    "parts": (PATHS[0], CHAT + b'{"role":"user","content":[', b'{"type":"text","text":"a"},', 99_000, b"{}]}]}"),
+    "a_key": (PATHS[1], b'{"', b"\\n", None, b'":1}'),
+    "digits": (PATHS[1], PROMPT + b'"a","temperature":', b"1", None, b"}"),
+    "spaces": (PATHS[1], b"{", b" ", None, b'"model":"tiny"}'),
+    "depth": (PATHS[1], PROMPT, b"[", None, b""),
+}
+
+
+@pytest.mark.parametrize("name", PATIENT)
+def test_no_body_within_the_limit_holds_the_loop_for_100_ms(watched, name):
+    url, watch = watched
+    path, head, item, times, tail = PATIENT[name]
+    limit = ServerConfig().max_body_bytes
+    body = head + item * (times or (limit - len(head) - len(tail)) // len(item)) + tail
+    assert len(body) <= limit
+    longest: list[float] = []
+    while len(longest) < 3 and min(longest, default=1.0) >= 0.1:  # a busy machine makes processor time longer, too
+        watch.longest_s = 0.0
+        answer = httpx.post(url + path, content=body, headers={"content-type": "application/json"}, timeout=HANGS_S)
+        assert answer.status_code == 400
+        longest.append(watch.longest_s)
+    assert min(longest) < 0.1

@@ -9,6 +9,7 @@ import socket
 import ssl
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -45,6 +46,20 @@ def subject(port: int) -> bytes:
         sent = wrapped.getpeercert(binary_form=True)
     assert sent is not None
     return sent
+
+
+def greet(server: ssl.SSLContext, most: ssl.TLSVersion) -> None:
+    """What `server` makes of the first words of a client that speaks nothing newer than `most`."""
+    client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    client.check_hostname, client.verify_mode = False, ssl.CERT_NONE
+    client.set_ciphers("ALL:@SECLEVEL=0")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        client.minimum_version, client.maximum_version = ssl.TLSVersion.TLSv1, most
+    words, answer = ssl.MemoryBIO(), ssl.MemoryBIO()
+    with pytest.raises(ssl.SSLWantReadError):
+        client.wrap_bio(answer, words).do_handshake()
+    server.wrap_bio(words, answer, server_side=True).do_handshake()
 
 
 def der(name: str) -> bytes:
@@ -89,9 +104,12 @@ def test_files_that_cannot_be_used_leave_the_old_certificate_in_force(secure: Ru
 
 
 def test_old_versions_of_tls_and_plain_http_are_turned_away(secure: RunningServer):
-    assert Certificate(str(PAIRS / "first.pem"), str(PAIRS / "first.key")).context.minimum_version == (
-        ssl.TLSVersion.TLSv1_2
-    )
+    context = Certificate(str(PAIRS / "first.pem"), str(PAIRS / "first.key")).context
+    with pytest.raises(ssl.SSLWantReadError):  # it answered and waits for more
+        greet(context, ssl.TLSVersion.TLSv1_2)
+    for most in (ssl.TLSVersion.TLSv1, ssl.TLSVersion.TLSv1_1):
+        with pytest.raises(ssl.SSLError, match="UNSUPPORTED_PROTOCOL"):
+            greet(context, most)
     with pytest.raises(httpx.RemoteProtocolError):
         httpx.get(f"http://127.0.0.1:{secure.port}/health", timeout=HANGS_S)
     assert httpx.get(f"https://127.0.0.1:{secure.port}/health", verify=trusting("first")).status_code == 200

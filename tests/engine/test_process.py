@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ import pytest
 from maitred.clock import WallClock
 from maitred.config import EngineConfig, ProcessConfig, SchedulerConfig
 from maitred.engine import keeper, spawn, supervisor
+from maitred.engine.frames import encode
 from maitred.engine.keeper import Start
 from maitred.engine.process import ProcessEngine, start_engine_process
 from maitred.errors import CheckpointError, ConfigError, EngineDead, OutOfMemory
@@ -341,11 +343,11 @@ async def test_what_is_no_frame_is_dropped_and_counted(caplog):
     async with engine_process("garbage=1") as engine:
         child = engine.keeper._child
         assert child is not None
-        for garbage in (b"", b"\x80\x04.", b"\xc1" * 100):
+        for garbage in (b"", pickle.dumps({"a": 1}), b"\xc1" * 2**20, encode(["Abort", 1, "no such reason"])):
             child._commands.send(garbage)
         assert tokens(await follow(engine, ask())) == expected(PROMPT, 60)
         await until_async(lambda: engine.state().num_wrong_frames == 4)
-        await until_async(lambda: caplog.text.count("from the server's socket") == 3)
+        await until_async(lambda: caplog.text.count("from the server's socket") == 4)
 
 
 @pytest.mark.parametrize(

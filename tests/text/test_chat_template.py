@@ -271,7 +271,7 @@ def test_a_bomb_is_stopped_in_time(source: str):
     began = time.thread_time()  # what other processes take does not count
     with pytest.raises((CheckpointError, InvalidRequest)):
         ChatTemplate(source, time_limit_s=0.5).render([{"role": "user", "content": "x"}])
-    assert time.thread_time() - began < 30
+    assert time.thread_time() - began < 5
 
 
 def test_the_time_limit_is_read_from_the_clock_given():
