@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import httpx
 import pytest
 
+from maitred.api.logprobs import named_prompt_logprobs
+from tests.api.conftest import MESSAGES
 from tests.api.test_chat import events_of
 from tests.fakes_api import EOS, FakeReplica, running_server, says
 
@@ -129,6 +132,29 @@ def test_offsets_count_characters_when_tokens_are_bytes():
 def test_special_tokens_are_added_unless_told_not_to(http, served):
     complete(http, prompt="ab", add_special_tokens=False, return_token_ids=True)
     assert list(served.replica.submitted[-1].prompt_token_ids) == [97, 98]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_an_answer_with_many_log_probabilities_is_written_beside_the_event_loop(http, monkeypatch, path):
+    sent = {"prompt": "ab"} if path == "/v1/completions" else {"messages": MESSAGES}
+    fields = {"model": "tiny", **sent, "prompt_logprobs": 2, "n": 2, "request_id": "same"}
+    writers = []
+
+    def noted(*words):
+        writers.append(threading.current_thread().name)
+        return named_prompt_logprobs(*words)
+
+    route = "openai_completions" if path == "/v1/completions" else "openai_chat"
+    monkeypatch.setattr(f"maitred.api.{route}.named_prompt_logprobs", noted)
+    few = http.post(path, json=fields).json()
+    monkeypatch.setattr("maitred.api.edge.MANY_LOGPROBS", 1)
+    many = http.post(path, json=fields).json()
+    assert many["choices"] == few["choices"]
+    assert many.get("prompt_logprobs") == few.get("prompt_logprobs")
+    half = len(writers) // 2
+    assert half > 0
+    assert not any(name.startswith("maitred-long-text") for name in writers[:half])
+    assert all(name.startswith("maitred-long-text") for name in writers[half:])
 
 
 def test_token_ids_and_prompt_logprobs_stand_in_the_choice(http):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import msgspec
@@ -56,4 +57,5 @@ async def complete(
         note_usage(exchange, generation)
         guest.end()
         if events is None:
-            await exchange.answer_json(answer.whole(generation), headers=server_timing(generation))
+            whole = await edge.written(generation.num_logprobs, partial(answer.whole, generation))
+            await exchange.answer_json(whole, headers=server_timing(generation))

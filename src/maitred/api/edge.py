@@ -41,6 +41,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 # in one answer; all are kept until it ends, some 300 bytes each, and writing so many takes 0.2 s
 MAX_PROMPT_LOGPROBS = 256 * 1024
+MANY_LOGPROBS = 4096  # 3 ms to write
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,6 +190,12 @@ class Edge:
     async def in_thread(self, exchange: Exchange, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run a request's text work (templates, tokenising) beside the event loop."""
         return await self._text_lanes.run(exchange.num_body_bytes, partial(function, *args, **kwargs))
+
+    async def written(self, num_logprobs: int, write: Callable[[], T]) -> T:
+        """What `write` makes of an answer, beside the event loop where it would hold that up: 0.8 us for each
+        log-probability.
+        """
+        return await self._text_lanes.run_long(write) if num_logprobs > MANY_LOGPROBS else write()
 
     def make_batches(
         self,

@@ -71,6 +71,12 @@ class Generation:
         known = self.prompt_logprobs[self.prompt_index(sample)]
         return len(known) >= sample.request.num_prompt_tokens - 1
 
+    @property
+    def num_logprobs(self) -> int:
+        """Of prompts, as often as their samples repeat them, and of answers; about, as positions are alike."""
+        kept = [sample.logprobs for sample in self.samples] + self.prompt_logprobs * self.num_samples_per_prompt
+        return sum(len(positions) * len(positions[0].token_ids) for positions in kept if positions)
+
     def timing(self) -> RequestTiming | None:
         """Of the sample that took longest; None until all have ended."""
         timings = [sample.timing for sample in self.samples if sample.timing is not None]

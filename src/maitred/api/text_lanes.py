@@ -23,7 +23,7 @@ def hand_over_quickly() -> None:
 
 
 class TextLanes:
-    """Threads for templates and tokenising. Who is long waits for those that are, and for nobody else."""
+    """Threads for templates, tokenising, and long answers. Who is long waits for those that are, for nobody else."""
 
     def __init__(self) -> None:
         self._short = ThreadPoolExecutor(SHORT_THREADS, thread_name_prefix="maitred-text")
@@ -31,8 +31,13 @@ class TextLanes:
 
     async def run(self, num_bytes: int, function: Callable[[], T]) -> T:
         """What `function` gives, for a body of `num_bytes`. Cancelled before its turn, it is not called."""
-        lane = self._long if num_bytes > LONG_BYTES else self._short
-        return await asyncio.get_running_loop().run_in_executor(lane, function)
+        if num_bytes > LONG_BYTES:
+            return await self.run_long(function)
+        return await asyncio.get_running_loop().run_in_executor(self._short, function)
+
+    async def run_long(self, function: Callable[[], T]) -> T:
+        """In the lane of those that take long."""
+        return await asyncio.get_running_loop().run_in_executor(self._long, function)
 
     def close(self) -> None:
         for lane in (self._short, self._long):
