@@ -29,6 +29,7 @@ SHAPES = {
     "five share": shape_of(5, 1, 48),
     "eight share": shape_of(16, 2, 64),
     "many share": shape_of(64, 1, 16),
+    "blocks that divide no heads": shape_of(91, 13, 16),
     "head of 16": shape_of(2, 1, 16),
     "head of 24": shape_of(4, 2, 24),
     "head of 26": shape_of(2, 1, 26),
@@ -68,6 +69,7 @@ def test_mixed_steps_agree_with_float64(name: str, dtype: str, isa: str) -> None
 def test_output_is_the_same_bits_for_any_steps_blocks_and_threads(dtype: str, isa: str) -> None:
     rng = np.random.default_rng(5)
     names = ["qwen3", "all three", "head of 26", "head of 80", "head of 96", "head of 256", "many share", "eight share"]
+    names.append("blocks that divide no heads")
     for shape in (SHAPES[name] for name in names):
         rows = random_rows(shape, [3, 70, 310, 700])
         alone = attend_in_steps(shape, rows, whole(rows), dtype=dtype, isa=isa, num_threads=1)
@@ -213,6 +215,14 @@ def test_shapes_that_cannot_be_are_refused(changes: dict[str, object], message: 
     sizes: dict[str, object] = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 32, "scale": 1.0}
     with pytest.raises(KernelError, match=message):
         AttentionShape(**(sizes | changes))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.125, float("nan")])
+def test_a_scale_that_is_not_positive_is_refused(scale: float, dtype: str, isa: str) -> None:
+    """A row's maximum is taken before scores are multiplied with it."""
+    pool = make_kv_pool(dtype=dtype, num_layers=1, num_blocks=4, block_size=16, num_kv_heads=2, head_dim=32)
+    with pytest.raises(KernelError, match="it must be positive"):
+        LayerAttention(shape_of(4, 2, 32, scale=scale), pool, _native.ThreadPool(1), block_size=16, isa=isa)
 
 
 def test_the_plain_path_is_always_there(dtype: str, isa: str) -> None:

@@ -26,18 +26,18 @@ Places places(const KVLayout& layout, bool gathers) {
     at += round_up_64(bytes);
     return here;
   };
-  const int64_t rows = kMaxRows, block = kBlockRows, values = rows * layout.padded_head * 4;
+  const int64_t rows = kMaxRows, block = kBlockRows;
   p.queries = take(rows * query_head_bytes(layout));
   p.scores = take(block * kScoreStride * 4);
   p.probabilities = take(block * kSegmentSlots * 4);
   p.first = take(rows * 4);
   p.end = take(rows * 4);
-  p.part_maximum = take(rows * 4);
-  p.part_sum = take(rows * 4);
-  p.part_out = take(values);
+  p.part_maximum = take(block * 4);
+  p.part_sum = take(block * 4);
+  p.part_out = take(block * layout.padded_head * 4);
   p.maximum = take(rows * 4);
   p.sum = take(rows * 4);
-  p.out = take(values);
+  p.out = take(rows * layout.padded_head * 4);
   p.clean = take(kSegmentTiles * layout.scales_offset());
   p.gathered = take(gathers ? kSegmentTiles * layout.block_bytes : 0);
   p.bytes = (at + 4095) / 4096 * 4096 + 192;  // threads' scratch must not fall on the same cache sets
@@ -59,6 +59,7 @@ struct Job {
   uint8_t* scratch;
 
   float* floats(int64_t place) const { return reinterpret_cast<float*>(scratch + place); }
+  int32_t* ints(int64_t place) const { return reinterpret_cast<int32_t*>(scratch + place); }
 };
 
 int first_position(const Job& job, const AttentionItem& item) { return job.step.positions[item.first_token]; }
@@ -146,14 +147,11 @@ void find_ranges(const Job& job, const AttentionItem& item, int segment, int32_t
   }
 }
 
-void compute_segment(const Job& job, const AttentionItem& item, int segment, const Partial& part,
-                     const uint8_t* const* next_tiles) {
+// A segment as the item's queries see it; rows and what is written for them come block by block.
+Segment describe_segment(const Job& job, const AttentionItem& item, int segment, const uint8_t** tiles) {
   const Span span = span_of(job, item, segment);
-  const uint8_t* tiles[kSegmentTiles];
   find_tiles(job, item, segment, span, tiles);
-  int32_t* first = reinterpret_cast<int32_t*>(job.scratch + job.at.first);
-  int32_t* end = reinterpret_cast<int32_t*>(job.scratch + job.at.end);
-  find_ranges(job, item, segment, first, end);
+  find_ranges(job, item, segment, job.ints(job.at.first), job.ints(job.at.end));
   Segment work{};
   work.layout = &job.tile_layout;
   work.num_heads = item.num_kv_heads;
@@ -166,19 +164,18 @@ void compute_segment(const Job& job, const AttentionItem& item, int segment, con
   work.scores = job.floats(job.at.scores);
   work.probabilities = job.scratch + job.at.probabilities;
   work.clean = job.scratch + job.at.clean;
-  const int rows = item.num_queries * item.num_heads;
-  const int block_rows = std::max(1, kBlockRows / item.num_heads) * item.num_heads;
-  for (int row = 0; row < rows; row += block_rows) {
-    work.rows = std::min(block_rows, rows - row);
-    work.queries = job.scratch + job.at.queries + row * work.query_stride;
-    work.first = first + row;
-    work.end = end + row;
-    work.maximum = part.maximum + row;
-    work.sum = part.sum + row;
-    work.out = part.out + int64_t{row} * job.tile_layout.padded_head;
-    work.next_tiles = row == 0 ? next_tiles : nullptr;
-    job.kernels.segment[static_cast<int>(job.tile_layout.dtype)](work);
-  }
+  return work;
+}
+
+void compute_block(const Job& job, Segment& work, int row, int rows, const Partial& part) {
+  work.rows = rows;
+  work.queries = job.scratch + job.at.queries + row * work.query_stride;
+  work.first = job.ints(job.at.first) + row;
+  work.end = job.ints(job.at.end) + row;
+  work.maximum = part.maximum;
+  work.sum = part.sum;
+  work.out = part.out;
+  job.kernels.segment[static_cast<int>(work.layout->dtype)](work);
 }
 
 void start(int rows, const Partial& total) {
@@ -186,27 +183,32 @@ void start(int rows, const Partial& total) {
   std::fill(total.sum, total.sum + rows, 0.0f);
 }
 
+float* place_of(const Job& job, const AttentionItem& item, int query) {
+  return job.out + (int64_t{item.first_token} + query) * job.out_stride +
+         int64_t{item.first_head} * job.tile_layout.head_dim;
+}
+
 // The output's lines into the cache before they are written: they lie far apart.
-void fetch_output(const Job& job, const AttentionItem& item) {
-  const int head_dim = job.tile_layout.head_dim;
-  for (int query = 0; query < item.num_queries; ++query) {
-    const float* out =
-        job.out + (int64_t{item.first_token} + query) * job.out_stride + int64_t{item.first_head} * head_dim;
-    for (int i = 0; i < item.num_heads * head_dim; i += 16) __builtin_prefetch(out + i, 1, 2);
+#if defined(__x86_64__)
+__attribute__((target("prfchw")))
+#endif
+void fetch_output(const Job& job, const AttentionItem& item, int query, int end) {
+  for (; query < end; ++query) {
+    const float* out = place_of(job, item, query);
+    for (int i = 0; i < item.num_heads * job.tile_layout.head_dim; i += 16) __builtin_prefetch(out + i, 1, 2);
   }
 }
 
-void finish(const Job& job, const AttentionItem& item, const Partial& total) {
+void finish(const Job& job, const AttentionItem& item, const Partial& total, int query, int end) {
   const int head_dim = job.tile_layout.head_dim;
-  int row = 0;
-  for (int query = 0; query < item.num_queries; ++query) {
-    float* out = job.out + (int64_t{item.first_token} + query) * job.out_stride;
-    for (int i = 0; i < item.num_heads; ++i, ++row) {
-      const int head = item.first_head + i;
-      const float sink =
-          job.op.sinks == nullptr ? -std::numeric_limits<float>::infinity() : job.op.sinks[head] * kLog2E;
+  int row = query * item.num_heads;
+  for (; query < end; ++query) {
+    float* out = place_of(job, item, query);
+    for (int i = 0; i < item.num_heads; ++i, ++row, out += head_dim) {
+      const float sink = job.op.sinks == nullptr ? -std::numeric_limits<float>::infinity()
+                                                 : job.op.sinks[item.first_head + i] * kLog2E;
       job.kernels.finish(head_dim, total.maximum[row], total.sum[row],
-                         total.out + int64_t{row} * job.tile_layout.padded_head, sink, out + int64_t{head} * head_dim);
+                         total.out + int64_t{row} * job.tile_layout.padded_head, sink, out);
     }
   }
 }
@@ -229,35 +231,52 @@ Partial partial_of(AttentionPlan& plan, const AttentionItem& item, int segment, 
   return {at + rows * padded_head, at + rows * (padded_head + 1), at};
 }
 
+Partial from_row(const Partial& part, int row, int padded_head) {
+  return {part.maximum + row, part.sum + row, part.out + int64_t{row} * padded_head};
+}
+
+// A block's rows are folded and written while they are in the nearest cache.
 void run_unit(const Job& job, const AttentionUnit& unit, const AttentionUnit* next) {
   const AttentionItem& item = job.plan.items()[unit.item];
   const int rows = item.num_queries * item.num_heads, padded_head = job.tile_layout.padded_head;
+  const int block_rows = std::max(1, kBlockRows / item.num_heads) * item.num_heads;
   const Partial part{job.floats(job.at.part_maximum), job.floats(job.at.part_sum), job.floats(job.at.part_out)};
   const Partial total{job.floats(job.at.maximum), job.floats(job.at.sum), job.floats(job.at.out)};
   copy_queries(job, item);
-  start(rows, total);
   const bool split = item.partials >= 0;
   for (int segment = unit.first_segment; segment < unit.end_segment; ++segment) {
-    const uint8_t* next_tiles[kSegmentTiles];
-    if (segment + 1 < unit.end_segment)
+    const bool first = segment == unit.first_segment, last = segment + 1 == unit.end_segment;
+    const uint8_t *tiles[kSegmentTiles], *next_tiles[kSegmentTiles];
+    if (!last)
       find_next_tiles(job, &item, segment + 1, next_tiles);
     else
       find_next_tiles(job, next == nullptr ? nullptr : &job.plan.items()[next->item],
                       next == nullptr ? 0 : next->first_segment, next_tiles);
-    if (segment + 1 == unit.end_segment && !split) fetch_output(job, item);
-    const Partial to = split ? partial_of(job.plan, item, segment, padded_head) : part;
-    compute_segment(job, item, segment, to, next_tiles);
-    if (!split) job.kernels.fold(rows, padded_head, total, part);
+    Segment work = describe_segment(job, item, segment, tiles);
+    for (int row = 0; row < rows; row += block_rows) {
+      const int end = std::min(row + block_rows, rows);
+      work.next_tiles = row == 0 ? next_tiles : nullptr;
+      if (split) {
+        compute_block(job, work, row, end - row,
+                      from_row(partial_of(job.plan, item, segment, padded_head), row, padded_head));
+        continue;
+      }
+      if (last) fetch_output(job, item, row / item.num_heads, end / item.num_heads);
+      const Partial sum = from_row(total, row, padded_head);
+      compute_block(job, work, row, end - row, first ? sum : part);
+      if (!first) job.kernels.fold(end - row, padded_head, sum, part);
+      if (last) finish(job, item, total, row / item.num_heads, end / item.num_heads);
+    }
   }
-  if (split) {
-    const int num_segments = item.end_segment - item.first_segment;
-    std::atomic<int>& done = job.plan.segments_done(unit.item);
-    if (done.fetch_add(1, std::memory_order_acq_rel) + 1 < num_segments) return;
-    done.store(0, std::memory_order_relaxed);
-    for (int segment = item.first_segment; segment < item.end_segment; ++segment)
-      job.kernels.fold(rows, padded_head, total, partial_of(job.plan, item, segment, padded_head));
-  }
-  finish(job, item, total);
+  if (!split) return;
+  const int num_segments = item.end_segment - item.first_segment;
+  std::atomic<int>& done = job.plan.segments_done(unit.item);
+  if (done.fetch_add(1, std::memory_order_acq_rel) + 1 < num_segments) return;
+  done.store(0, std::memory_order_relaxed);
+  start(rows, total);
+  for (int segment = item.first_segment; segment < item.end_segment; ++segment)
+    job.kernels.fold(rows, padded_head, total, partial_of(job.plan, item, segment, padded_head));
+  finish(job, item, total, 0, item.num_queries);
 }
 
 }  // namespace

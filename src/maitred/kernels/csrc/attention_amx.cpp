@@ -25,7 +25,8 @@ namespace {
 #include "attention_amx_tiles.inc"
 // clang-format on
 
-constexpr int kFewRows = 8;  // chunks of no more over an int8 pool are left to AVX-512
+constexpr int kWeighedRows = 8;  // no row waits for its own maximum, and scores are still near
+constexpr int kFewRows = 8;      // chunks of no more over an int8 pool are left to AVX-512
 
 // An item's rows in tiles of `height`; the last tile begins early enough to be full, and what it has in common with the
 // one before comes out the same.
@@ -64,8 +65,11 @@ inline void score_bf16(const Segment& work, const Cells& cells, const RowTiles& 
   for (; tile < end_tile; ++tile) {
     const uint8_t *keys = cells.at(tile), *ahead = cells.next(tile);
     each<N>([](auto n) { zero_tile<n.value>(); });
+    const uint8_t* after = cells.at(smaller(tile + 1, end_tile - 1));
     for (int w = 0; w < whole; w += kTileWords) {
       fetch<kFetch>(ahead + w * 64, 64, kTileWords);
+      if (kFetch != Fetch::near)
+        fetch<Fetch::near>(w + kTileWords < whole ? keys + (w + kTileWords) * 64 : after, 64, kTileWords);
       load_tile<kKeys>(keys + w * 64, 64);
       each<N>([&](auto n) {
         load_tile<kQueries>(queries[n.value] + w * 4, stride);
@@ -117,8 +121,10 @@ inline void value_tiles(const Segment& work, const Cells& cells, const RowTiles&
   for (; tile < end_tile; ++tile) {
     const uint8_t *values = cells.at(tile) + column * 64, *ahead = cells.next(tile) + column * 64;
     if (N == 1) load_tile<kWeights>(weights[0] + tile * kTileSlots * 2, BF16::kWeightBytes);
+    const uint8_t* after = cells.at(smaller(tile + 1, end_tile - 1)) + column * 64;
     each<C>([&](auto c) {
       fetch<kFetch>(ahead + c.value * 64, line_bytes, kTileSlots / 2);
+      if (kFetch != Fetch::near) fetch<Fetch::near>(after + c.value * 64, line_bytes, kTileSlots / 2);
       load_tile<kValues>(values + c.value * 64, line_bytes);
       each<N>([&](auto n) {
         if (N > 1) load_tile<kWeights>(weights[n.value] + tile * kTileSlots * 2, BF16::kWeightBytes);
@@ -188,9 +194,10 @@ void attend_bf16(const Segment& work) {
   const Seen seen = seen_by(work, 0, work.rows);
   const int first_tile = seen.first / kTileSlots, end_tile = (seen.end + kTileSlots - 1) / kTileSlots;
   score_bf16<kFetch, N>(work, {work.tiles, 0, work.tiles, 0, v_offset}, rows, first_tile, end_tile);
-  for (int row = 0; row < work.rows; ++row) {
-    work.maximum[row] = find_maximum(work, row);
-    weigh_bf16(work, row, 0, first_tile, end_tile);
+  for (int from = 0; from < work.rows; from += kWeighedRows) {
+    const int to = smaller(from + kWeighedRows, work.rows);
+    for (int row = from; row < to; ++row) work.maximum[row] = find_maximum(work, row);
+    for (int row = from; row < to; ++row) weigh_bf16(work, row, 0, first_tile, end_tile);
   }
   configure_values(rows.height, work.layout->k_words % kTileWords);
   const uint8_t* values[kSegmentTiles];
@@ -356,9 +363,10 @@ void segment_int8(const Segment& work) {
       n + 1 < rows.count ? score_int8<Fetch::far, 2>(work, rows, n, tile)
                          : score_int8<Fetch::far, 1>(work, rows, n, tile);
   const int group = first_tile / kGathered, end_group = (end_tile + kGathered - 1) / kGathered;
-  for (int row = 0; row < work.rows; ++row) {
-    work.maximum[row] = find_maximum(work, row);
-    weigh_row<Int8>(work, row, 0, group * kGathered, end_group * kGathered);
+  for (int from = 0; from < work.rows; from += kWeighedRows) {
+    const int to = smaller(from + kWeighedRows, work.rows);
+    for (int row = from; row < to; ++row) work.maximum[row] = find_maximum(work, row);
+    for (int row = from; row < to; ++row) weigh_row<Int8>(work, row, 0, group * kGathered, end_group * kGathered);
   }
   gather_int8(work, first_tile, end_tile);
   for (int n = 0; n < rows.count; n += 2)

@@ -57,7 +57,8 @@ int AttentionPlan::divide_heads(const StepRows& step) const {
     const int slots = step.positions[first] + 1;
     segments += ((window_ == 0 ? slots : std::min(slots, window_)) + kSegmentSlots - 1) / kSegmentSlots;
   }
-  int parts = (num_heads_ + kBlockRows - 1) / kBlockRows;
+  const int heads_of_part = std::max(1, kBlockRows / group_);  // K/V heads, as a block has room for
+  int parts = (num_kv_heads_ + heads_of_part - 1) / heads_of_part;
   while (num_threads_ > 1 && parts * 2 <= num_kv_heads_ &&
          segments * parts < int64_t{kSegmentsPerThread} * num_threads_)
     parts *= 2;
