@@ -306,13 +306,15 @@ inline void score_int8(const Segment& work, const RowTiles& rows, int first, int
     });
   }
   each<2 * N>([&](auto i) { store_tile<i.value>(sums[i.value], 64); });
-  for (int n = 0; n < N; ++n)
-    for (int i = 0; i < rows.height; ++i) {
-      const int64_t row = rows.row(first + n) + i;
-      const Int8::Sum sum{load_bits(sums[2 * n][i]), load_bits(sums[2 * n + 1][i])};
-      _mm512_storeu_ps(work.scores + row * kScoreStride + tile * kTileSlots,
-                       Int8::score(work, sum, work.queries + row * stride, keys));
-    }
+  const __m512 key_scales = load(keys + layout.scales_offset());
+  for (int n = 0; n < N; ++n) {
+    const int row = rows.row(first + n), height = rows.height;
+    const uint8_t* tail = work.queries + row * stride + 2 * part;
+    float* scores = work.scores + row * kScoreStride + tile * kTileSlots;
+    for (int i = 0; i < height; ++i, tail += stride, scores += kScoreStride)
+      _mm512_storeu_ps(scores,
+                       Int8::score({load_bits(sums[2 * n][i]), load_bits(sums[2 * n + 1][i])}, tail, key_scales));
+  }
 }
 
 constexpr int kGathered = 4;  // tiles of int8 values that fill a tile of products
@@ -341,14 +343,16 @@ inline void sum_int8(const Segment& work, const RowTiles& rows, int first, int g
     });
   }
   each<2 * N>([&](auto i) { store_tile<i.value>(sums[i.value], 64); });
-  for (int n = 0; n < N; ++n)
-    for (int i = 0; i < rows.height; ++i) {
-      const int64_t row = rows.row(first + n) + i;
-      const __m512 factor = _mm512_set1_ps(float_at(work.probabilities + row * Int8::kWeightBytes + Int8::kFactor));
+  for (int n = 0; n < N; ++n) {
+    const int row = rows.row(first + n), height = rows.height;
+    const uint8_t* factor = work.probabilities + int64_t{row} * Int8::kWeightBytes + Int8::kFactor;
+    float* out = work.out + row * width + column * 16;
+    for (int i = 0; i < height; ++i, factor += Int8::kWeightBytes, out += width) {
       const __m512i sum =
           _mm512_add_epi32(_mm512_slli_epi32(load_bits(sums[2 * n][i]), 8), load_bits(sums[2 * n + 1][i]));
-      _mm512_storeu_ps(work.out + row * width + column * 16, _mm512_mul_ps(_mm512_cvtepi32_ps(sum), factor));
+      _mm512_storeu_ps(out, _mm512_mul_ps(_mm512_cvtepi32_ps(sum), _mm512_set1_ps(float_at(factor))));
     }
+  }
 }
 
 void segment_int8(const Segment& work) {
@@ -359,9 +363,13 @@ void segment_int8(const Segment& work) {
   const int first_tile = seen.first / kTileSlots, end_tile = (seen.end + kTileSlots - 1) / kTileSlots;
   configure_scores(rows.height, work.layout->k_words % kTileWords);
   for (int tile = first_tile; tile < end_tile; ++tile)
-    for (int n = 0; n < rows.count; n += 2)
-      n + 1 < rows.count ? score_int8<Fetch::far, 2>(work, rows, n, tile)
-                         : score_int8<Fetch::far, 1>(work, rows, n, tile);
+    for (int n = 0; n < rows.count; n += 2) {
+      if (n == 0 && work.next_tiles != nullptr && rows.count > 1)
+        score_int8<Fetch::far, 2>(work, rows, n, tile);
+      else
+        n + 1 < rows.count ? score_int8<Fetch::none, 2>(work, rows, n, tile)
+                           : score_int8<Fetch::none, 1>(work, rows, n, tile);
+    }
   const int group = first_tile / kGathered, end_group = (end_tile + kGathered - 1) / kGathered;
   for (int from = 0; from < work.rows; from += kWeighedRows) {
     const int to = smaller(from + kWeighedRows, work.rows);
