@@ -23,7 +23,7 @@ namespace {
 using Bytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Vector = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Ints = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using View = nb::ndarray<nb::numpy, float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using View = nb::ndarray<nb::numpy, float, nb::ndim<2>, nb::device::cpu>;
 
 struct RopeTable {
   float* table;
@@ -78,6 +78,13 @@ const float* vector_of(const nb::object& vector, int64_t width) {
   return values.data();
 }
 
+// Floats of a row that fill an odd number of cache lines: a linear writes columns of many rows, and in a cache, rows a
+// power of two apart would push each other out.
+int64_t odd_lines(int64_t width) {
+  constexpr int64_t kLine = 64 / sizeof(float);
+  return ((width + kLine - 1) / kLine | 1) * kLine;
+}
+
 void check_width(const Rows& rows, int64_t width) {
   if (rows.width == width) return;
   throw std::invalid_argument("rows of " + std::to_string(rows.width) + " values where " + std::to_string(width) +
@@ -102,7 +109,7 @@ void linear(BoundProgram& self, const LinearShape& shape, const Bytes& data, con
             const std::string& ending, float alpha, float softcap, const std::string& act, bool few,
             const std::string& name) {
   check_width(target, out_width(shape));
-  LinearOut out{target.values, target.width};
+  LinearOut out{target.values, target.stride};
   out.ending = ending_named(ending);
   out.alpha = alpha;
   out.softcap = softcap;
@@ -192,7 +199,7 @@ void bind_program(nb::module_& m) {
       .def(
           "view",
           [](const Rows& self, size_t num_rows) {
-            return View(self.values, {num_rows, static_cast<size_t>(self.width)}, nb::handle());
+            return View(self.values, {num_rows, static_cast<size_t>(self.width)}, nb::handle(), {self.stride, 1});
           },
           nb::arg("num_rows"), nb::rv_policy::reference, "The first rows as an array; only while the program lives.");
   nb::class_<RopeTable>(m, "RopeTable", "Angles of a step's tokens.");
@@ -205,7 +212,8 @@ void bind_program(nb::module_& m) {
           [](BoundProgram& self, int64_t width, bool few) {
             const Program::Limits& limits = self.program.limits();
             const int num_rows = few ? limits.max_logits : std::max(limits.max_tokens, limits.max_logits);
-            return Rows{self.program.add_rows(num_rows, width), width};
+            const int64_t stride = few ? width : odd_lines(width);
+            return Rows{self.program.add_rows(num_rows, stride), width, stride};
           },
           nb::arg("width"), nb::arg("few") = false, "few: for no more rows than logits are wanted.")
       .def(

@@ -21,14 +21,14 @@ float sum_of_squares(const float* row, int64_t width) {
 
 }  // namespace
 
-void norm_add_rows(const float* part, float* hidden, const float* weight, int64_t width, int num_rows, float eps,
-                   float scale, WorkCounter& counter) {
+void norm_add_rows(const float* part, int64_t part_stride, float* hidden, int64_t hidden_stride, const float* weight,
+                   int64_t width, int num_rows, float eps, float scale, WorkCounter& counter) {
   const int num_shares = (num_rows + kRowsPerShare - 1) / kRowsPerShare;
   for (int share = counter.take(); share < num_shares; share = counter.take()) {
     const int end = std::min(num_rows, (share + 1) * kRowsPerShare);
     for (int t = share * kRowsPerShare; t < end; ++t) {
-      const float* x = part + t * width;
-      float* y = hidden + t * width;
+      const float* x = part + t * part_stride;
+      float* y = hidden + t * hidden_stride;
       const float inverse = 1.0f / std::sqrt(sum_of_squares(x, width) / static_cast<float>(width) + eps);
       for (int64_t i = 0; i < width; ++i) y[i] += scale * (x[i] * inverse * weight[i]);
     }

@@ -38,7 +38,7 @@ Operand OperandBuffers::of(const Worker& worker, const LinearShape& shape, int n
 void add_embed(Program& program, const PackedLinear& weights, float scale, const Rows& target) {
   program.add("embed", 1, [=](const StepRows& step, WorkCounter* counters, const Worker&) {
     for (int t = counters->take(); t < step.num_tokens; t = counters->take()) {
-      float* row = target.values + t * target.width;
+      float* row = target.values + t * target.stride;
       unpack_row(weights, step.token_ids[t], row);
       if (scale != 1.0f) scale_row(row, target.width, scale);
     }
@@ -49,7 +49,7 @@ void add_embed(Program& program, const PackedLinear& weights, float scale, const
 void add_take(Program& program, const Rows& source, const Rows& target) {
   program.add("take", 1, [=](const StepRows& step, WorkCounter* counters, const Worker&) {
     for (int i = counters->take(); i < step.num_logits; i = counters->take())
-      std::memcpy(target.values + i * target.width, source.values + step.logits_tokens[i] * source.width,
+      std::memcpy(target.values + i * target.stride, source.values + step.logits_tokens[i] * source.stride,
                   static_cast<size_t>(source.width) * sizeof(float));
     return true;
   });
@@ -62,7 +62,7 @@ void add_prepare(Program& program, const OperandBuffers& operands, const Rows& s
   program.add(name, 1, [=, &kernels, &operands](const StepRows& step, WorkCounter* counters, const Worker& worker) {
     const int m = rows_of(step, few);
     const Operand operand = operands.of(worker, shape, m);
-    const PrepareSource from{source.values, source.width, taken ? step.logits_tokens : nullptr, norm_weight, eps};
+    const PrepareSource from{source.values, source.stride, taken ? step.logits_tokens : nullptr, norm_weight, eps};
     if (m <= kOwnRows) {
       kernels.prepare(from, shape, 0, m, operand);
       return false;
@@ -85,7 +85,8 @@ void add_linear(Program& program, const OperandBuffers& operands, const PackedLi
 void add_norm_add(Program& program, const Rows& part, const Rows& target, const float* weight, float eps, float scale,
                   bool few) {
   program.add("norm and add", 1, [=](const StepRows& step, WorkCounter* counters, const Worker&) {
-    norm_add_rows(part.values, target.values, weight, part.width, rows_of(step, few), eps, scale, counters[0]);
+    norm_add_rows(part.values, part.stride, target.values, target.stride, weight, part.width, rows_of(step, few), eps,
+                  scale, counters[0]);
     return true;
   });
 }
@@ -101,7 +102,7 @@ void add_qkv(Program& program, const QKVOp& op, const Rows& source, const float*
   const KVPool& pool = program.pool();
   const Isa isa = program.isa();
   program.add("rope and KV write", 1, [=, &pool](const StepRows& step, WorkCounter* counters, const Worker& worker) {
-    qkv(op, pool, step, source.values, source.width, rope_table, queries, counters[0], worker, isa);
+    qkv(op, pool, step, source.values, source.stride, rope_table, queries, counters[0], worker, isa);
     return true;
   });
 }
@@ -112,7 +113,7 @@ void add_attention(Program& program, const AttentionOp& op, AttentionPlan& plan,
   const Isa isa = program.isa();
   program.add(
       "attention", 1, [=, &plan, &scratch, &pool](const StepRows& step, WorkCounter* counters, const Worker& worker) {
-        attention(op, plan, scratch, pool, step, queries, target.values, target.width, counters[0], worker, isa);
+        attention(op, plan, scratch, pool, step, queries, target.values, target.stride, counters[0], worker, isa);
         return true;
       });
 }

@@ -34,6 +34,7 @@ class OperandBuffers {
 struct Rows {
   float* values;
   int64_t width;
+  int64_t stride;  // floats from one row to the next
 };
 
 void add_embed(Program& program, const PackedLinear& weights, float scale, const Rows& target);
