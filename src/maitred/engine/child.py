@@ -241,7 +241,7 @@ class Link:
         socket = self._reporting()  # sockets are for one thread each
         pause = threading.Event()
         while True:
-            socket.send(encode(Beat(self.round_number, self._busy)))
+            socket.send(encode(Beat(self.round_number, self._busy, self.num_wrong_frames)))
             pause.wait(BEAT_S)
 
 

@@ -186,10 +186,12 @@ class Died(Frame, frozen=True, tag=True):
 
 
 class Beat(Frame, frozen=True, tag=True):
-    """The process is there. `round_number` changes with every step; `busy` says whether one is under way."""
+    """The process is there. `round_number` changes with every step; `busy` says whether one is under way.
+    `num_wrong_frames` came to it and were dropped."""
 
     round_number: int
     busy: bool
+    num_wrong_frames: int
 
 
 Report = Hello | Told | Ready | Failed | Stepped | Answer | Refused | Died | Beat

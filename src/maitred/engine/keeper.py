@@ -269,8 +269,9 @@ class Keeper:
 
     def _hear(self, report: Report, child: EngineChild) -> None:
         match report:
-            case Beat(round_number, busy):
+            case Beat(round_number, busy, num_wrong_frames):
                 self._watchdog.beat(round_number, busy)
+                child.num_wrong_commands = num_wrong_frames
                 child.connected()
             case Ready():
                 self._became_ready(report, child)

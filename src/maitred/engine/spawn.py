@@ -57,7 +57,8 @@ class EngineChild:
         self._folder = Path(tempfile.mkdtemp(prefix="maitred-"))
         self._context = zmq.Context(io_threads=1)
         self._begin = begin
-        self.num_wrong_frames = 0
+        self._num_wrong_reports = 0
+        self.num_wrong_commands = 0  # as its heartbeats say
         self.last_words: str | None = None  # of Python's own, or the last line of stderr
         try:
             self._reports = self._socket(zmq.PULL)
@@ -81,6 +82,11 @@ class EngineChild:
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    @property
+    def num_wrong_frames(self) -> int:
+        """What was no frame, and was dropped, here and by the child."""
+        return self._num_wrong_reports + self.num_wrong_commands
 
     @property
     def fd(self) -> int:
@@ -119,7 +125,7 @@ class EngineChild:
             try:
                 report = decode_report(data)
             except WRONG_FRAME as error:
-                self.num_wrong_frames += 1
+                self._num_wrong_reports += 1
                 logger.warning("dropped a frame of %d bytes from the engine's socket: %s", len(data), error)
                 continue
             if isinstance(report, Hello):  # it has bound its socket; one that connects queues what it cannot send yet

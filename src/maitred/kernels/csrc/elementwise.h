@@ -10,8 +10,8 @@ namespace maitred {
 
 constexpr int kRowsPerShare = 4;
 
-// hidden[t] += scale * (part[t] / rms(part[t]) * weight), over num_rows rows of width values
-// (in values). weight has the norm's offset added.
+// hidden[t] += scale * (part[t] / rms(part[t]) * weight), over num_rows rows of width values,
+// strides in values. weight has the norm's offset added.
 void norm_add_rows(const float* part, int64_t part_stride, float* hidden, int64_t hidden_stride, const float* weight,
                    int64_t width, int num_rows, float eps, float scale, WorkCounter& counter);
 
