@@ -57,7 +57,7 @@ class ProgressStream:
         self._engine = engine
         self._request_id = request_id
         self._loop = loop
-        self._items: deque[RequestProgress] = deque()
+        self._items: deque[tuple[RequestProgress, int]] = deque()  # and its bytes
         self._waiter: asyncio.Future[None] | None = None
         self._error: BaseException | None = None
         self._everybody = everybody
@@ -68,9 +68,9 @@ class ProgressStream:
     def put(self, progress: RequestProgress) -> None:
         if self._error is not None:
             return
-        behind = self.num_unread_bytes
-        self._items.append(progress)
-        self.num_unread_bytes += num_bytes(progress)
+        behind, size = self.num_unread_bytes, num_bytes(progress)
+        self._items.append((progress, size))
+        self.num_unread_bytes += size
         self.closed = self.closed or progress.finish_reason is not None
         passed_a_mark = self.num_unread_bytes // UNREAD_MARK > behind // UNREAD_MARK
         if passed_a_mark and behind >= UNREAD_MARK and not self.closed and self._is_too_much(behind):
@@ -105,8 +105,8 @@ class ProgressStream:
                 raise StopAsyncIteration
             self._waiter = self._loop.create_future()
             await self._waiter
-        progress = self._items.popleft()
-        self.num_unread_bytes -= num_bytes(progress)
+        progress, size = self._items.popleft()
+        self.num_unread_bytes -= size
         return progress
 
     async def aclose(self) -> None:

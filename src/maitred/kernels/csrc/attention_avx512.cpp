@@ -149,7 +149,6 @@ void fold(int rows, int padded_head, const Partial& total, const Partial& more) 
     if (more.sum[row] == 0.0f) continue;
     float* to = total.out + int64_t{row} * padded_head;
     const float* from = more.out + int64_t{row} * padded_head;
-    float a = 0.0f, b = 1.0f;
     if (total.sum[row] == 0.0f) {
       total.maximum[row] = more.maximum[row];
       total.sum[row] = more.sum[row];
@@ -157,8 +156,7 @@ void fold(int rows, int padded_head, const Partial& total, const Partial& more) 
       continue;
     }
     const float maximum = total.maximum[row] > more.maximum[row] ? total.maximum[row] : more.maximum[row];
-    a = exp2_of(total.maximum[row] - maximum);
-    b = exp2_of(more.maximum[row] - maximum);
+    const float a = exp2_of(total.maximum[row] - maximum), b = exp2_of(more.maximum[row] - maximum);
     total.maximum[row] = maximum;
     total.sum[row] = total.sum[row] * a + more.sum[row] * b;
     const __m512 by_a = _mm512_set1_ps(a), by_b = _mm512_set1_ps(b);

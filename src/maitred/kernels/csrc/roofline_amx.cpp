@@ -44,33 +44,37 @@ uint64_t fold_tiles() {
   return folded;
 }
 
-int64_t work_int8(int64_t rounds, uint64_t* sink) {
-  fill_tiles(1);
-  for (int64_t round = 0; round < rounds; ++round) {
+struct Int8 {
+  static constexpr int kPerRow = 64;  // values of a tile's row
+  static void multiply() {
     _tile_dpbsud(0, 4, 6);
     _tile_dpbsud(1, 4, 7);
     _tile_dpbsud(2, 5, 6);
     _tile_dpbsud(3, 5, 7);
   }
-  *sink += fold_tiles();
-  return rounds * kSums * kRows * kChannels * 64 * 2;
-}
+};
 
-int64_t work_bf16(int64_t rounds, uint64_t* sink) {
-  fill_tiles(1);
-  for (int64_t round = 0; round < rounds; ++round) {
+struct Bf16 {
+  static constexpr int kPerRow = 32;
+  static void multiply() {
     _tile_dpbf16ps(0, 4, 6);
     _tile_dpbf16ps(1, 4, 7);
     _tile_dpbf16ps(2, 5, 6);
     _tile_dpbf16ps(3, 5, 7);
   }
+};
+
+template <class Product>
+int64_t work_tiles(int64_t rounds, uint64_t* sink) {
+  fill_tiles(1);
+  for (int64_t round = 0; round < rounds; ++round) Product::multiply();
   *sink += fold_tiles();
-  return rounds * kSums * kRows * kChannels * 32 * 2;
+  return rounds * kSums * kRows * kChannels * Product::kPerRow * 2;
 }
 
 int64_t work(DType dtype, int64_t rounds, uint64_t* sink) {
   if (dtype == DType::f32) return kRooflineAvx512.work(dtype, rounds, sink);
-  return dtype == DType::bf16 ? work_bf16(rounds, sink) : work_int8(rounds, sink);
+  return dtype == DType::bf16 ? work_tiles<Bf16>(rounds, sink) : work_tiles<Int8>(rounds, sink);
 }
 
 }  // namespace
