@@ -81,7 +81,10 @@ HEARTBEAT_AGE = _gauge(
 RESTARTS = _counter("engine_restarts", "restarts", "Times the engine's process died and was started again.")
 RESUMED = _counter("requests_resumed", "requests", "Samples that went on, or began anew, with another engine process.")
 WRONG_FRAMES = _counter(
-    "engine_wrong_frames", "frames", "Messages on the socket of the engine's process that were none, and were dropped."
+    "engine_wrong_frames",
+    "frames",
+    "Messages between the server and the engine's process that were none, or too large, and were dropped; a stranger's "
+    "connection counts as one.",
 )
 STEPS = _counter("engine_steps", "steps", "Steps of the engine.")
 EXECUTE_SECONDS = _counter("engine_execute_seconds", "seconds", "Time spent in the executor.")

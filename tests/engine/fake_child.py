@@ -21,6 +21,7 @@ import zmq
 
 from maitred.clock import WallClock
 from maitred.config import EngineConfig
+from maitred.engine import sockets
 from maitred.engine.child import LoadedEngine, main
 from maitred.engine.core import EngineCore
 from maitred.engine.memory import MemoryPlan
@@ -31,6 +32,7 @@ from maitred.step import ModelOutput, NewRequest, SampledRow, SchedulerOutput
 from maitred.text import Tokenizer
 from tests.engine.worlds import model_facts
 from tests.fakes import FakeExecutor, make_scheduler
+from tests.waiting import HANGS_S
 
 BLOCK_SIZE = 4
 _tokenizer = Tokenizer.from_folder(BUILTIN_FOLDER)
@@ -52,7 +54,10 @@ class Habits:
     gate: str = ""  # a file with a number: no output goes beyond it, the step that would waits for a larger one;
     # below zero, nothing is loaded
     other_model: int = 0  # each process finds other weights
-    garbage: int = 0  # writes what is no frame before it loads
+    shout_at: int = -1  # the same, but it says a line of `shout_bytes` to the server
+    shout_bytes: int = 0
+    garbage: int = 0  # writes what is no frame before it loads, and as a stranger
+    max_frame_bytes: int = sockets.MAX_FRAME_BYTES
     max_model_len: int = 512
 
     @classmethod
@@ -87,9 +92,9 @@ class ChainedExecutor(FakeExecutor):
     bring back exactly. A letter always, so that texts are readable.
     """
 
-    def __init__(self, habits: Habits) -> None:
+    def __init__(self, habits: Habits, tell: Callable[[str], None]) -> None:
         super().__init__(self._next)
-        self._habits = habits
+        self._habits, self._tell = habits, tell
         self._known: dict[str, list[int]] = {}
 
     def execute(self, plan: SchedulerOutput) -> ModelOutput:
@@ -125,6 +130,8 @@ class ChainedExecutor(FakeExecutor):
                 time.sleep(0.01)
         if num_output == habits.raise_at:
             raise RuntimeError("the model fell over")
+        if num_output == habits.shout_at:
+            self._tell("x" * habits.shout_bytes)
 
 
 def next_token(known: list[int], seed: int, sample_index: int) -> int:
@@ -158,7 +165,7 @@ def build_fake(
         facts = model_facts(habits.max_model_len)
         if habits.other_model:
             facts = msgspec.structs.replace(facts, revision=str(os.getpid()))
-        executor = ChainedExecutor(habits)
+        executor = ChainedExecutor(habits, tell)
         scheduler = make_scheduler(
             num_blocks=2048,
             block_size=BLOCK_SIZE,
@@ -188,11 +195,15 @@ def build_fake(
 
 
 def _write_garbage(folder: Path) -> None:
-    """What an attacker might send, who found the socket."""
+    """What an attacker might send, who found the socket. The last is so large that he is cut off."""
     with zmq.Context() as context, context.socket(zmq.PUSH) as socket:
         socket.connect(f"ipc://{folder / REPORTS}")
         for garbage in (pickle.dumps(OSError("boom")), b"", b"\xc1" * 1000, msgspec.msgpack.encode(["Ready", 1])):
             socket.send(garbage)
+        closed = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        socket.send(bytes(2 * sockets.MAX_FRAME_BYTES + 1))
+        assert closed.poll(HANGS_S * 1000)
+        socket.close(linger=0)
 
 
 def command(habits: str = "") -> tuple[str, ...]:
@@ -202,6 +213,7 @@ def command(habits: str = "") -> tuple[str, ...]:
 
 if __name__ == "__main__":
     chosen = Habits.read(sys.argv[1])
+    sockets.MAX_FRAME_BYTES = chosen.max_frame_bytes
     if chosen.garbage:  # now: when we have spoken, nobody finds the socket any more
         _write_garbage(Path(sys.argv[-1]))
     sys.exit(main(sys.argv[2:], build_fake(chosen)))

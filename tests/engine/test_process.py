@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -21,7 +20,6 @@ import pytest
 from maitred.clock import WallClock
 from maitred.config import EngineConfig, ProcessConfig, SchedulerConfig
 from maitred.engine import keeper, spawn, supervisor
-from maitred.engine.frames import encode
 from maitred.engine.keeper import Start
 from maitred.engine.process import ProcessEngine, start_engine_process
 from maitred.errors import CheckpointError, ConfigError, EngineDead, OutOfMemory
@@ -337,17 +335,6 @@ async def test_a_request_that_can_never_fit_ends_alone():
         assert told[-1].finish_reason is FinishReason.ERROR
         assert "KV blocks" in (told[-1].error or "")
         assert tokens(await follow(engine, ask())) == expected(PROMPT, 60)
-
-
-async def test_what_is_no_frame_is_dropped_and_counted(caplog):
-    async with engine_process("garbage=1") as engine:
-        child = engine.keeper._child
-        assert child is not None
-        for garbage in (b"", pickle.dumps({"a": 1}), b"\xc1" * 2**20, encode(["Abort", 1, "no such reason"])):
-            child._commands.send(garbage)
-        assert tokens(await follow(engine, ask())) == expected(PROMPT, 60)
-        await until_async(lambda: engine.state().num_wrong_frames == 4 + 4)  # it sent us as many
-        await until_async(lambda: caplog.text.count("from the server's socket") == 4)
 
 
 @pytest.mark.parametrize(

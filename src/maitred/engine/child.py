@@ -27,8 +27,6 @@ from maitred.engine.calls import CALLS
 from maitred.engine.core import EngineCore
 from maitred.engine.facts import ModelFacts
 from maitred.engine.frames import (
-    MAX_FRAME_BYTES,
-    WRONG_FRAME,
     Abort,
     Answer,
     Ask,
@@ -54,7 +52,8 @@ from maitred.engine.frames import (
     request_of,
 )
 from maitred.engine.memory import MemoryPlan
-from maitred.engine.spawn import COMMANDS, REPORTS, LogLine
+from maitred.engine.sockets import Receiver, Sender
+from maitred.engine.spawn import COMMANDS, HIGH_WATER_MARK, REPORTS, LogLine
 from maitred.errors import MaitredError
 from maitred.kvcache.prefix_cache import TokenHasher
 from maitred.request import FinishReason, Request
@@ -146,10 +145,9 @@ class EngineServer:
         try:
             call = CALLS[ask.call]
             result = call.answer(self._core, self._clock, msgspec.msgpack.decode(ask.argument, type=call.argument))
+            self._link.send(Answer(ask.number, msgspec.Raw(encode(result))))
         except (MaitredError, KeyError, msgspec.DecodeError) as error:
             self._link.send(Refused(ask.number, type(error).__name__, str(error)))
-            return
-        self._link.send(Answer(ask.number, msgspec.Raw(encode(result))))
 
     def _tell(self, progress: list[RequestProgress]) -> None:
         now = self._clock.now()
@@ -187,36 +185,29 @@ class Link:
     def __init__(self, folder: Path) -> None:
         self._context = zmq.Context(io_threads=1)
         self._folder = folder
-        self._commands: zmq.Socket[bytes] = self._context.socket(zmq.PULL)
-        self._commands.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-        self._commands.setsockopt(zmq.RCVHWM, 0)
-        self._commands.bind(f"ipc://{folder / COMMANDS}")
+        self._commands = Receiver(
+            self._context,
+            f"ipc://{folder / COMMANDS}",
+            decode_command,
+            sender="the server",
+            num_connections=1,
+            high_water_mark=0,
+        )
         self._reports = self._reporting()
         self.round_number = 0
-        self.num_wrong_frames = 0
         self._busy = False  # read by the beating thread
 
     def commands(self, *, wait: bool) -> Iterator[Command]:
         """What has come; with `wait`, at least one."""
         self._busy = not wait
         if wait:
-            self._commands.poll()
+            self._commands.wait()
             self._busy = True
-        while True:
-            try:
-                data = self._commands.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            try:
-                command = decode_command(data)
-            except WRONG_FRAME as error:
-                self.num_wrong_frames += 1
-                logger.warning("dropped a frame of %d bytes from the server's socket: %s", len(data), error)
-                continue
-            yield command
+        return self._commands.receive()
 
     def send(self, report: Report) -> None:
-        self._reports.send(encode(report))
+        """Raises RequestTooLarge."""
+        self._reports.send(report)
 
     def beat(self) -> None:
         """From now on a thread says four times a second that the process is there."""
@@ -227,22 +218,32 @@ class Link:
         self._busy = False
 
     def close(self) -> None:
-        """Returns when what was sent has left, or after LAST_WORDS_MS."""
-        self._commands.close(0)
-        self._reports.close(LAST_WORDS_MS)
+        """Returns when what was sent has left, or after LAST_WORDS_MS. What is received ends with the process: closed
+        before, it would look to the parent as if we had cut it off.
+        """
+        self._reports.close()
 
-    def _reporting(self) -> zmq.Socket[bytes]:
-        socket: zmq.Socket[bytes] = self._context.socket(zmq.PUSH)
-        socket.setsockopt(zmq.LINGER, LAST_WORDS_MS)
-        socket.connect(f"ipc://{self._folder / REPORTS}")
-        return socket
+    def _reporting(self) -> Sender:
+        sender = Sender(self._context, linger_ms=LAST_WORDS_MS, high_water_mark=HIGH_WATER_MARK)
+        sender.connect(f"ipc://{self._folder / REPORTS}")
+        return sender
 
     def _beat(self) -> None:
-        socket = self._reporting()  # sockets are for one thread each
+        sender = self._reporting()  # sockets are for one thread each
         pause = threading.Event()
         while True:
-            socket.send(encode(Beat(self.round_number, self._busy, self.num_wrong_frames)))
+            self._commands.look()
+            sender.send(Beat(self.round_number, self._busy, self._commands.num_wrong))
+            if sender.was_cut_off() or self._reports.was_cut_off():
+                _end_unheard()
             pause.wait(BEAT_S)
+
+
+def _end_unheard() -> None:
+    """The parent hears nothing any more, or is gone. If it is there, it reads why, and begins another engine."""
+    with suppress(OSError):
+        os.write(2, b"the server had closed its connection\n")
+    os._exit(1)
 
 
 def main(arguments: Sequence[str], build: Builder, prepare: Callable[[], None] = lambda: None) -> int:

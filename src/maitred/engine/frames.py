@@ -23,8 +23,6 @@ from maitred.errors import (
 from maitred.request import FinishReason, Request, SamplingParams
 from maitred.step import RequestProgress
 
-MAX_FRAME_BYTES = 256 * 2**20  # a prompt of a million tokens and its hashes take 7 MB
-
 
 class Frame(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """One message; on the wire an array that begins with the name of its class."""
@@ -187,7 +185,7 @@ class Died(Frame, frozen=True, tag=True):
 
 class Beat(Frame, frozen=True, tag=True):
     """The process is there. `round_number` changes with every step; `busy` says whether one is under way.
-    `num_wrong_frames` came to it and were dropped."""
+    `num_wrong_frames` came to it and were dropped, or came from strangers."""
 
     round_number: int
     busy: bool

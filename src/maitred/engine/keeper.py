@@ -100,7 +100,7 @@ class Keeper:
 
     @property
     def num_wrong_frames(self) -> int:
-        """Messages on the engine's sockets that were none of ours, and were dropped."""
+        """Messages on the engine's sockets that were none of ours, and were dropped; connections that were not, too."""
         return self._num_wrong_frames + (self._child.num_wrong_frames if self._child is not None else 0)
 
     @property
@@ -127,7 +127,7 @@ class Keeper:
         return EngineDead("the engine was shut down")
 
     def send(self, command: Command) -> bool:
-        """False when there is no engine now."""
+        """False when there is no engine now. Raises RequestTooLarge."""
         if self._child is None or not self.ready:
             return False
         self._child.send(command)
@@ -273,6 +273,7 @@ class Keeper:
                 self._watchdog.beat(round_number, busy)
                 child.num_wrong_commands = num_wrong_frames
                 child.connected()
+                child.look()
             case Ready():
                 self._became_ready(report, child)
             case Told(line):

@@ -41,7 +41,7 @@ from maitred.engine.live_view import LiveView
 from maitred.engine.resume import LiveRequest, Totals, Trials, refusal
 from maitred.engine.running import Engine
 from maitred.engine.served import TextAhead, served_model
-from maitred.errors import EngineDead, MaitredError
+from maitred.errors import EngineDead, MaitredError, RequestTooLarge
 from maitred.replica import ReplicaState
 from maitred.request import FinishReason, Request, resumed
 from maitred.scheduler.admission import AdmissionController
@@ -298,7 +298,7 @@ class ProcessEngine:
         for live in list(self._live.values()):
             self._end_with_error(live, error, now)
 
-    def _end_with_error(self, live: LiveRequest, error: EngineDead, now: float) -> None:
+    def _end_with_error(self, live: LiveRequest, error: MaitredError, now: float) -> None:
         live.stream.fail(error)
         self._account([live.ended(FinishReason.ERROR, now, str(error))], self._figures.num_waiting)
         del self._live[live.request.request_id]
@@ -353,8 +353,13 @@ class ProcessEngine:
             answer.set_result(outcome)
 
     def _send(self, live: LiveRequest) -> None:
-        resumed(live.request, self._clock.now())
-        live.sent = self.keeper.send(submit_of(live.request))
+        now = self._clock.now()
+        resumed(live.request, now)
+        try:
+            live.sent = self.keeper.send(submit_of(live.request))
+        except RequestTooLarge as error:  # limits were set so high that what they let in cannot cross
+            self._end_with_error(live, error, now)
+            return
         self._totals.num_resumed += live.sent and live.num_resumes > 0
 
     def _shed(self, request_id: str) -> None:

@@ -15,23 +15,15 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from maitred.engine.frames import (
-    MAX_FRAME_BYTES,
-    WRONG_FRAME,
-    Begin,
-    Command,
-    Hello,
-    Report,
-    Stop,
-    decode_report,
-    encode,
-)
+from maitred.engine.frames import Begin, Command, Hello, Report, Stop, decode_report
+from maitred.engine.sockets import Receiver, Sender
 from maitred.engine.supervisor import cause_of_death
 from maitred.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 COMMANDS, REPORTS = "commands", "reports"  # the sockets' names in the folder
 CHILD = (sys.executable, "-m", "maitred.engine.child")
+HIGH_WATER_MARK = 1000  # reports that nobody has read; then the engine waits
 MAX_SOCKET_PATH = 100  # bytes; the system's own limit is 107
 LAST_LINE_S = 0.5  # its last line is waited for so long, because a grandchild could hold stderr open for ever
 STOP_S = 3.0  # a child that was asked to stop and has not ended by then is killed
@@ -57,13 +49,18 @@ class EngineChild:
         self._folder = Path(tempfile.mkdtemp(prefix="maitred-"))
         self._context = zmq.Context(io_threads=1)
         self._begin = begin
-        self._num_wrong_reports = 0
         self.num_wrong_commands = 0  # as its heartbeats say
         self.last_words: str | None = None  # of Python's own, or the last line of stderr
         try:
-            self._reports = self._socket(zmq.PULL)
-            self._reports.bind(self._address(REPORTS))
-            self._commands = self._socket(zmq.PUSH)
+            self._reports = Receiver(
+                self._context,
+                self._address(REPORTS),
+                decode_report,
+                sender="the engine",
+                num_connections=2,  # its own thread's and the beating one's
+                high_water_mark=HIGH_WATER_MARK,
+            )
+            self._commands = Sender(self._context, linger_ms=0, high_water_mark=0)  # the door bounds what there is
             self._process = subprocess.Popen(
                 [*command, str(self._folder)],
                 stdin=subprocess.PIPE,  # its end tells the child that we are gone
@@ -86,12 +83,12 @@ class EngineChild:
     @property
     def num_wrong_frames(self) -> int:
         """What was no frame, and was dropped, here and by the child."""
-        return self._num_wrong_reports + self.num_wrong_commands
+        return self._reports.num_wrong + self.num_wrong_commands
 
     @property
     def fd(self) -> int:
         """Readable when there may be reports; then call `receive` until it gives none."""
-        return int(self._reports.getsockopt(zmq.FD))
+        return self._reports.fd
 
     @property
     def ended(self) -> bool:
@@ -112,22 +109,12 @@ class EngineChild:
         return cause_of_death(self._process.wait(), self.last_words)
 
     def send(self, command: Command) -> None:
-        """Never waits. For after its first report."""
-        self._commands.send(encode(command), zmq.NOBLOCK)
+        """Never waits. For after its first report. Raises RequestTooLarge."""
+        self._commands.send(command, zmq.NOBLOCK)
 
     def receive(self) -> Iterator[Report]:
-        """What has come; bytes that are no frame are dropped and counted."""
-        while True:
-            try:
-                data = self._reports.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            try:
-                report = decode_report(data)
-            except WRONG_FRAME as error:
-                self._num_wrong_reports += 1
-                logger.warning("dropped a frame of %d bytes from the engine's socket: %s", len(data), error)
-                continue
+        """What has come; what is no frame is dropped and counted."""
+        for report in self._reports.receive():
             if isinstance(report, Hello):  # it has bound its socket; one that connects queues what it cannot send yet
                 self._commands.connect(self._address(COMMANDS))
                 self.send(self._begin)
@@ -135,7 +122,14 @@ class EngineChild:
             yield report
 
     def wait_readable(self, seconds: float) -> bool:
-        return bool(self._reports.poll(int(seconds * 1000)))
+        return self._reports.wait(seconds)
+
+    def look(self) -> None:
+        """At the connections, as often as it beats. One that hears nothing any more is killed."""
+        self._reports.look()
+        if self._commands.was_cut_off():
+            self.last_words = self.last_words or "it had closed its connection"
+            self.kill()
 
     def connected(self) -> None:
         """The child has both sockets: from now on nobody else can find them."""
@@ -167,13 +161,6 @@ class EngineChild:
         if len(str(path).encode()) > MAX_SOCKET_PATH:
             raise ConfigError(f"{path} is too long for a socket's name; set TMPDIR to a shorter folder")
         return f"ipc://{path}"
-
-    def _socket(self, kind: int) -> zmq.Socket[bytes]:
-        socket: zmq.Socket[bytes] = self._context.socket(kind)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.SNDHWM, 0)  # the door bounds what there is to send
-        socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-        return socket
 
     def _close_sockets(self) -> None:
         self._context.destroy(linger=0)

@@ -1,0 +1,117 @@
+"""The two ends of a socket between the processes, one thread's each: what comes out is a frame, and not too large."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Generic, TypeVar
+
+import zmq
+
+from maitred.engine.frames import WRONG_FRAME, encode
+from maitred.errors import RequestTooLarge
+
+logger = logging.getLogger(__name__)
+MAX_FRAME_BYTES = 128 * 2**20  # a prompt of a million tokens and its hashes take 7 MB
+F = TypeVar("F")
+
+
+class Sender:
+    """It connects once: later the socket has no name any more, so what the other side closes does not come back."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], *, linger_ms: int, high_water_mark: int) -> None:
+        self._socket: zmq.Socket[bytes] = context.socket(zmq.PUSH)
+        self._socket.setsockopt(zmq.LINGER, linger_ms)
+        self._socket.setsockopt(zmq.SNDHWM, high_water_mark)
+        self._closings = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+
+    def connect(self, address: str) -> None:
+        self._socket.connect(address)
+
+    def send(self, frame: object, flags: int = 0) -> None:
+        """Raises RequestTooLarge for what the other side would drop, and zmq.Again as ZeroMQ does."""
+        data = encode(frame)
+        if len(data) > MAX_FRAME_BYTES:
+            raise RequestTooLarge(
+                f"{type(frame).__name__} takes {len(data)} bytes between the server and its engine, "
+                f"the limit is {MAX_FRAME_BYTES}; send less, or ask for less at once"
+            )
+        self._socket.send(data, flags)
+
+    def was_cut_off(self) -> bool:
+        """Whether the other side closed the connection: nothing arrives there any more. From any one thread."""
+        return bool(self._closings.poll(0))
+
+    def close(self) -> None:
+        """What was sent leaves, as long as it may linger."""
+        self._socket.close()
+
+
+class Receiver(Generic[F]):
+    """The bound end. What is no frame, or a larger one than there may be, is dropped and counted.
+
+    ZeroMQ itself closes the connection at twice that size, before it has read any of it; that says no word to us. So
+    a connection more than there should be, whatever it sends, is counted as well; and who should be there sees that it
+    was cut off.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        address: str,
+        decode: Callable[[bytes], F],
+        *,
+        sender: str,  # in words
+        num_connections: int,
+        high_water_mark: int,
+    ) -> None:
+        self._decode, self._sender, self._num_connections = decode, sender, num_connections
+        self._num_dropped = self._num_accepted = 0
+        self._socket: zmq.Socket[bytes] = context.socket(zmq.PULL)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.RCVHWM, high_water_mark)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, 2 * MAX_FRAME_BYTES)
+        self._arrivals = self._socket.get_monitor_socket(zmq.EVENT_ACCEPTED)
+        self._socket.bind(address)
+
+    @property
+    def fd(self) -> int:
+        """Readable when there may be frames; then call `receive` until it gives none."""
+        return int(self._socket.getsockopt(zmq.FD))
+
+    @property
+    def num_wrong(self) -> int:
+        """Messages that were dropped, and connections of strangers; of these, as of the last `look`."""
+        return self._num_dropped + max(0, self._num_accepted - self._num_connections)
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Whether there is something to receive; None waits for ever."""
+        return bool(self._socket.poll(None if seconds is None else int(seconds * 1000)))
+
+    def receive(self) -> Iterator[F]:
+        """What has come."""
+        while True:
+            try:
+                data = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                if len(data) > MAX_FRAME_BYTES:
+                    raise ValueError(f"the limit is {MAX_FRAME_BYTES}")
+                frame = self._decode(data)
+            except WRONG_FRAME as error:
+                self._num_dropped += 1
+                logger.warning("dropped a frame of %d bytes from %s's socket: %s", len(data), self._sender, error)
+                continue
+            yield frame
+
+    def look(self) -> None:
+        """Who has connected since. From any one thread."""
+        while self._arrivals.poll(0):
+            self._arrivals.recv_multipart()
+            self._num_accepted += 1
+            if self._num_accepted > self._num_connections:
+                logger.warning("somebody else connected to %s's socket", self._sender)
+
+    def close(self) -> None:
+        self._socket.close()

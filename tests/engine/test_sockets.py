@@ -1,0 +1,95 @@
+"""S4: what is no frame, or too large a one, on both sockets between two real processes; and what happens afterwards."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import pytest
+
+from maitred.engine import sockets, spawn, supervisor
+from maitred.engine.frames import encode
+from maitred.engine.process import ProcessEngine
+from maitred.errors import EngineDead, RequestTooLarge
+from tests.engine.fake_child import Gate, expected
+from tests.engine.test_process import POISON, PROMPT, ask, engine_process, follow, tokens
+from tests.waiting import HANGS_S, until_async
+
+LIMIT = 2**20
+UNDER_THE_CUT, OVER_IT = LIMIT + 1, 2 * LIMIT + 1
+
+
+@pytest.fixture(autouse=True)
+def _sooner(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small limit here (the engine's process has its own); restarts come at once, and last words are waited for."""
+    monkeypatch.setattr(sockets, "MAX_FRAME_BYTES", LIMIT)
+    monkeypatch.setattr(supervisor, "FIRST_DELAY_S", 0.01)
+    monkeypatch.setattr(spawn, "LAST_LINE_S", HANGS_S)
+
+
+def send_raw(engine: ProcessEngine, data: bytes) -> None:
+    child = engine.keeper._child
+    assert child is not None
+    child._commands._socket.send(data)
+
+
+async def test_what_is_no_frame_is_dropped_and_counted(caplog):
+    garbage = (b"", pickle.dumps({"a": 1}), b"\xc1" * LIMIT, encode(["Abort", 1, "no such reason"]))
+    async with engine_process(f"garbage=1,max_frame_bytes={LIMIT}") as engine:
+        for data in garbage:
+            send_raw(engine, data)
+        assert tokens(await follow(engine, ask())) == expected(PROMPT, 60)
+        await until_async(lambda: engine.state().num_wrong_frames == 4 + 4 + 1)  # a stranger sent us as many
+        await until_async(lambda: caplog.text.count("from the server's socket") == 4)
+    assert caplog.text.count("somebody else connected to the engine's socket") == 1
+
+
+async def test_frames_above_the_limit_are_dropped_and_counted_and_everybody_goes_on(caplog):
+    async with engine_process(f"max_frame_bytes={LIMIT}") as engine:
+        send_raw(engine, bytes(UNDER_THE_CUT))
+        assert tokens(await follow(engine, ask())) == expected(PROMPT, 60)
+        await until_async(lambda: engine.state().num_wrong_frames == 1)
+        await until_async(lambda: f"of {UNDER_THE_CUT} bytes from the server's socket: the limit is" in caplog.text)
+    async with engine_process(f"shout_at=3,shout_bytes={UNDER_THE_CUT}") as engine:
+        assert tokens(await follow(engine, ask(prompt=POISON))) == expected(POISON, 60)
+        assert engine.state().num_wrong_frames == 1
+        assert engine.state().num_restarts == 0
+
+
+async def test_an_engine_that_was_sent_so_much_that_it_closed_the_connection_is_replaced(tmp_path: Path, caplog):
+    gate = Gate(tmp_path, 10)
+    async with engine_process(f"{gate.habit},max_frame_bytes={LIMIT}") as engine:
+
+        async def cut_off() -> None:
+            send_raw(engine, bytes(OVER_IT))
+            await until_async(lambda: engine.state().num_restarts == 1)
+            gate.open()
+
+        assert tokens(await follow(engine, ask(), {10: cut_off})) == expected(PROMPT, 60)
+        state = engine.state()
+        assert (state.num_restarts, state.num_resumed, state.alive) == (1, 1, True)
+    assert "it had closed its connection" in caplog.text
+
+
+async def test_an_engine_that_sent_so_much_that_it_was_cut_off_ends_and_is_replaced():
+    async with engine_process(f"shout_at=3,shout_bytes={OVER_IT}", resume="never") as engine:
+        with pytest.raises(EngineDead, match="exit code 1: the server had closed its connection"):
+            await follow(engine, ask(prompt=POISON))
+        assert tokens(await follow(engine, ask("next"))) == expected(PROMPT, 60)
+
+
+async def test_an_engine_that_has_too_much_to_say_says_so_and_ends():
+    habits = f"shout_at=3,shout_bytes={UNDER_THE_CUT},max_frame_bytes={LIMIT}"
+    async with engine_process(habits, resume="never") as engine:
+        with pytest.raises(EngineDead, match=f"Told takes {UNDER_THE_CUT + 11} bytes .*the limit is {LIMIT}"):
+            await follow(engine, ask(prompt=POISON))
+
+
+async def test_a_request_that_cannot_cross_is_refused_alone(monkeypatch):
+    async with engine_process() as engine:
+        with monkeypatch.context() as patched:
+            patched.setattr(sockets, "MAX_FRAME_BYTES", 100)
+            with pytest.raises(RequestTooLarge, match=r"Submit takes .* the limit is 100"):
+                await follow(engine, ask("large"))
+        assert tokens(await follow(engine, ask())) == expected(PROMPT, 60)
+        assert engine.state().num_wrong_frames == 0
