@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from maitred.kernels.linear import PackedWeights, SourceMatrix
 ISAS = _native.available_isas()
 FORMATS = [("float32", 0), ("bfloat16", 0), ("int8", 0), ("int4", 32), ("int4", 64), ("int4", 128)]
 SHAPES = [(1, 1), (3, 1), (32, 64), (33, 5), (70, 131), (64, 256), (95, 1023), (16, 2600), (130, 96)]
+MAPS = Path("/proc/self/maps")
 Array = NDArray[Any]
 
 
@@ -295,6 +297,21 @@ def test_quantised_formats_keep_to_half_a_step(pool: Any) -> None:
         error = np.abs(int4 - matrix).reshape(45, -1, group).max(axis=2)
         assert (error <= 1.02 * step).all()  # half a step, but a whole one at the end that has no +8
         assert (error.mean() < 0.7 * step.mean()).all()
+
+
+@pytest.mark.skipif(not MAPS.exists(), reason="the system does not tell how memory is mapped")
+def test_packed_weights_lie_in_private_memory_as_shared_memory_has_no_huge_pages() -> None:
+    memory = linear.allocate(8 * 2**20)
+    assert permissions_at(memory.ctypes.data) == "rw-p"
+
+
+def permissions_at(place: int) -> str:
+    for line in MAPS.read_text().splitlines():
+        addresses, permissions = line.split()[:2]
+        begin, end = (int(address, 16) for address in addresses.split("-"))
+        if begin <= place < end:
+            return permissions
+    raise AssertionError("nothing is mapped there")
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -62,7 +62,7 @@ def linear_shape(
 def allocate(num_bytes: int) -> NDArray[np.uint8]:
     """Zeroed memory aligned to a page, in huge pages where the system has them, for streaming misses the TLB less."""
     size = max(num_bytes, 1)
-    memory = mmap.mmap(-1, size)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory has no huge pages
     if size >= _HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(memory, dtype=np.uint8)
