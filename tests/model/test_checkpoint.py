@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
+import mmap
+import os
 import pickle
 import struct
 import subprocess
@@ -101,6 +104,27 @@ def test_the_identity_is_that_of_the_weights(folder: Path, tmp_path_factory: pyt
     assert identity == identity_of(TENSORS)
     assert identity != identity_of({**TENSORS, "a.weight": TENSORS["a.weight"] + 1})
     assert identity != identity_of({**TENSORS, "a.weight": TENSORS["a.weight"].reshape(4, 3)})
+
+
+def test_the_identity_of_a_file_on_disk_reads_its_samples_and_not_what_lies_around_them(tmp_path: Path) -> None:
+    size = 64 * 2**20
+    header = json.dumps({"w": {"dtype": "F32", "shape": [size // 4], "data_offsets": [0, size]}}).encode()
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(struct.pack("<Q", len(header)) + header)
+    os.truncate(file, 8 + len(header) + size)  # nothing of it is in memory
+    (tmp_path / "config.json").write_text("{}")
+    with open_checkpoint(str(tmp_path)) as checkpoint:
+        assert checkpoint.identity
+    assert pages_in_memory(file) <= 2 * 64 + 32  # a sample may lie in two pages; some follow the header
+
+
+def pages_in_memory(file: Path) -> int:
+    with file.open("rb") as opened:
+        view = np.frombuffer(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ), dtype=np.uint8)
+    pages = (ctypes.c_ubyte * -(-view.nbytes // mmap.PAGESIZE))()
+    if ctypes.CDLL(None).mincore(ctypes.c_void_p(view.ctypes.data), ctypes.c_size_t(view.nbytes), pages):
+        pytest.skip("the system does not tell which pages are in memory")
+    return sum(page & 1 for page in pages)
 
 
 def test_the_index_names_the_shards(folder: Path) -> None:

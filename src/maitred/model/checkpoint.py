@@ -10,6 +10,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -97,7 +98,7 @@ class Checkpoint:
         most = counts.most_common(1)[0][0] if counts else "F32"
         return _DTYPES.get(most, most)
 
-    @property
+    @cached_property
     def identity(self) -> str:
         """A stable id of the weights: sha256 over the files' headers and samples of their bytes. The same on any
         machine; two fine-tunings of one model differ."""
