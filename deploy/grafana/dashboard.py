@@ -31,6 +31,10 @@ def ratio(part: str, whole: str) -> str:
     return f"{rate(part)} / {rate(whole)}"
 
 
+def grown(metric: str) -> str:
+    return f"sum(increase({metric}{WHERE}[$__rate_interval]))"
+
+
 def quantiles(metric: str) -> list[tuple[str, str]]:
     return [
         (f"p{q}", f"histogram_quantile(0.{q}, sum by (le) (rate({metric}_bucket{WHERE}[$__rate_interval])))")
@@ -84,6 +88,16 @@ ROWS: dict[str, Sequence[Panel]] = {
             help="Mean time of a step in the executor and outside it.",
         ),
         Panel("Since the last step", "s", [("{{instance}}", f"maitred_engine_last_step_age_seconds{WHERE}")]),
+    ),
+    "Does it stay up?": (
+        Panel(
+            "Engine restarts",
+            "none",
+            [("restarts", grown("maitred_engine_restarts_total"))],
+            help="Times the engine's process died and was started again; the server's log has each cause in one line.",
+        ),
+        Panel("Requests that went on with another engine", "none", [("", grown("maitred_requests_resumed_total"))]),
+        Panel("Since the last heartbeat", "s", [("{{instance}}", f"maitred_engine_heartbeat_age_seconds{WHERE}")]),
     ),
     "Memory": (
         Panel("KV blocks", "none", [
