@@ -12,7 +12,8 @@ speculation. Cells, by what `value` counts:
     http-N      output tokens/s of N clients in a closed loop, 512 in, 128 out, from the first completion to the last at
                 which all clients were busy. OpenVINO has no server on the package index: its loop runs in process,
                 which flatters it. `offline` is maitred's in process
-    start       seconds from launch to first token; memory: peak MB of the process after 8 requests of 512 tokens
+    start       seconds from launch to first token, of the second of two launches in a row: its files are in memory
+    memory      peak MB of the process after 8 requests of 512 tokens
 
 Memory's bandwidth is probed next to each repetition, and a share of the floor takes the probes beside it; `*` marks
 figures during which it moved by more than a tenth. Results are kept in a file after every round: a run that is

@@ -169,8 +169,13 @@ def _in_process(bench: Bench, entry: Entry, asked: Sequence[Sequence[int]], clie
 
 
 def _start(bench: Bench, entry: Entry, _: int, seed: int) -> Figures:
-    with bench.workers.working(entry, fresh=True, sequences=1, context=CONTEXT) as worker:
-        return {"value": worker.first_token_s}
+    """The second of two launches in a row. Other contenders' cells come before the first, and its files may have left
+    memory meanwhile: some virtual machines throw out what nobody has used for half a minute, free memory or not."""
+    launches = []
+    for _ in range(2):
+        with bench.workers.working(entry, fresh=True, sequences=1, context=CONTEXT) as worker:
+            launches.append(worker.first_token_s)
+    return {"value": launches[1], "first_launch": launches[0]}
 
 
 def _memory(bench: Bench, entry: Entry, _: int, seed: int) -> Figures:
