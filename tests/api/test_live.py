@@ -18,6 +18,7 @@ from maitred.api.live_times import Latencies
 from maitred.engine.intake import Footprint
 from maitred.engine.live_view import LiveView, live_view
 from maitred.errors import EngineDead, Overloaded
+from maitred.replica import ReplicaState
 from tests.api.test_tenants import table_of
 from tests.fakes import make_request, make_scheduler
 from tests.fakes_api import FakeReplica, RunningServer, make_model, running_server
@@ -157,13 +158,20 @@ class Looked:
     def __init__(self) -> None:
         self.looks = 0
         self.error: Exception | None = None
+        self.answers = asyncio.Event()  # not set while the engine is silent
+        self.answers.set()
+        self.ill: str | None = None
         self.scheduler = make_scheduler()
 
     async def live_view(self) -> LiveView:
         self.looks += 1
         if self.error is not None:
             raise self.error
+        await self.answers.wait()
         return live_view(self.scheduler, float(self.looks))
+
+    def state(self) -> ReplicaState:
+        return ReplicaState(alive=self.ill is None, error=self.ill)
 
 
 def make_feed(replica: Looked, is_over: Any = lambda: False) -> LiveFeed:
@@ -247,6 +255,17 @@ async def test_every_watcher_hears_of_the_engines_death():
     watching = feed.frames()
     await anext(watching)
     await watching.aclose()
+
+
+async def test_a_silent_engine_ends_the_watch_once_it_counts_as_ill(monkeypatch):
+    monkeypatch.setattr("maitred.api.live_feed.IDLE_S", 0.001)
+    replica = Looked()
+    watching = make_feed(replica).frames()
+    await anext(watching)
+    replica.answers.clear()
+    asyncio.get_running_loop().call_later(0.02, setattr, replica, "ill", "silent for 3 s")
+    with pytest.raises(EngineDead, match="silent for 3 s"):
+        [_ async for _ in watching]
 
 
 async def test_frames_end_when_the_server_goes(monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -12,7 +13,7 @@ import pytest
 
 from tests.fakes_api import RunningServer
 from tests.page.worlds import FOREVER, serving
-from tests.waiting import until
+from tests.waiting import HANGS_S, until
 
 
 @pytest.fixture
@@ -125,6 +126,19 @@ def test_an_engine_that_dies_is_told_of(open_page, expect):
         expect(page.locator("#live-trouble")).to_contain_text("engine")
         expect(page.locator("#state")).to_have_text("not live")
         expect(page.locator("#engine")).to_contain_class("stale")
+
+
+def test_a_view_that_stands_still_is_not_called_live(kitchen, open_page, expect):
+    page = open_page(kitchen.url)
+    step_ends = threading.Event()
+    with guests(kitchen, 1):
+        expect(page.locator("#stat-batch")).to_have_text("1")
+        kitchen.replica._post(lambda: [] * step_ends.wait(HANGS_S))
+        expect(page.locator("#live-trouble")).to_contain_text("No news from the engine for")
+        expect(page.locator("#state")).to_have_text("not live")
+        step_ends.set()
+        expect(page.locator("#state")).to_have_text("live")
+        expect(page.locator("#live-trouble")).to_be_hidden()
 
 
 def test_it_stands_still_for_who_asked_for_less_motion(kitchen, open_page, expect):

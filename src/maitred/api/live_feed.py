@@ -11,7 +11,8 @@ import msgspec
 from maitred.api.live_seats import SeatPlan
 from maitred.api.live_times import Latencies, Percentiles
 from maitred.engine.live_view import LiveView
-from maitred.errors import Overloaded, RouteNotFound
+from maitred.errors import EngineDead, Overloaded, RouteNotFound
+from maitred.replica import ReplicaState
 
 FRAME_S = 0.2  # between frames while there is work
 IDLE_S = 0.5
@@ -26,6 +27,8 @@ class Watchable(Protocol):
 
     async def live_view(self) -> LiveView:
         """Raises EngineDead."""
+
+    def state(self) -> ReplicaState: ...
 
 
 class LiveFrame(msgspec.Struct, frozen=True):
@@ -123,7 +126,7 @@ class _Showing:
         loop, summary_at = asyncio.get_running_loop(), float("-inf")
         times = [Percentiles(0)] * 3
         while not self._is_over():
-            view = await self._replica.live_view()
+            view = await self._look()
             if loop.time() - summary_at >= SUMMARY_S:
                 summary_at, times = loop.time(), self._times()
             self._publish(view, times)
@@ -131,6 +134,18 @@ class _Showing:
                 await asyncio.sleep(part)
                 if self._is_over():
                     return
+
+    async def _look(self) -> LiveView:
+        """Raises EngineDead also for an engine that is silent and counts as ill: a picture that stands still lies."""
+        looking = asyncio.ensure_future(self._replica.live_view())
+        try:
+            while not (await asyncio.wait([looking], timeout=IDLE_S))[0]:
+                state = self._replica.state()
+                if not state.alive:
+                    raise EngineDead(state.error or "the engine stopped")
+            return looking.result()
+        finally:
+            looking.cancel()
 
     def _times(self) -> list[Percentiles]:
         latencies = self._latencies

@@ -4,6 +4,7 @@ import { eventsOf } from "./events.js";
 import { ServerError } from "./client.js";
 
 const MOST_PAUSE_S = 4; // an engine that died is back within seconds
+const SILENT_S = 4; // between two frames; a long step of the engine, or a long way to it
 const REFUSALS = [401, 403, 404];
 
 export class Feed {
@@ -11,7 +12,9 @@ export class Feed {
   constructor(client, { onFrame, onState, onRefused }) {
     Object.assign(this, { client, onFrame, onState, onRefused });
     this.stopped = null;
+    this.heardAt = null; // while frames are to come
     document.addEventListener("visibilitychange", () => this.look());
+    setInterval(() => this.doubt(), 1000);
   }
 
   begin() {
@@ -36,6 +39,12 @@ export class Feed {
     }
   }
 
+  /** A picture that stands still is not live, whatever the connection says. */
+  doubt() {
+    const silence = this.heardAt === null ? 0 : (performance.now() - this.heardAt) / 1000;
+    if (silence >= SILENT_S) this.onState("wait", `No news from the engine for ${Math.floor(silence)} s.`);
+  }
+
   async run(signal) {
     let pause = 1;
     while (!signal.aborted) {
@@ -45,6 +54,7 @@ export class Feed {
           const frame = JSON.parse(data);
           if (frame.error) throw new ServerError(0, frame.error.message);
           pause = 1;
+          this.heardAt = performance.now();
           this.onState("ok", "live");
           this.onFrame(frame);
         }
@@ -58,6 +68,8 @@ export class Feed {
           return;
         }
         this.onState("bad", error instanceof ServerError ? error.message : "The live view broke off.");
+      } finally {
+        this.heardAt = null;
       }
       await new Promise((done) => setTimeout(done, pause * 1000));
       pause = Math.min(MOST_PAUSE_S, pause * 2);
