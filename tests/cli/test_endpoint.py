@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -11,12 +12,17 @@ from maitred.cli.endpoint import (
     Refused,
     TimedOut,
     Unreachable,
+    Untrusted,
     base_url,
     error_text,
     first_model,
 )
 from maitred.errors import ConfigError, ServerError
 from tests.cli.fake_server import FakeServer, serving
+from tests.cli.running import maitred_process
+from tests.fakes_api import running_server
+
+CERTIFICATE = Path(__file__).parents[1] / "api/certificates/first.pem"  # self-signed
 
 
 @pytest.mark.parametrize(
@@ -69,6 +75,25 @@ async def test_the_key_is_sent_and_a_wrong_one_is_told():
 async def test_nobody_there_is_unreachable_with_a_remedy():
     async with HttpEndpoint("http://127.0.0.1:9") as endpoint:
         with pytest.raises(Unreachable, match=r"cannot reach .*: Connection refused; start a server there"):
+            await first_model(endpoint)
+
+
+async def test_a_certificate_that_nobody_vouches_for_is_told_with_a_remedy():
+    with running_server(ssl_certfile=str(CERTIFICATE), ssl_keyfile=str(CERTIFICATE.with_suffix(".key"))) as server:
+        url = f"127.0.0.1:{server.port}"
+        async with HttpEndpoint(f"https://{url}") as endpoint:
+            with pytest.raises(Untrusted, match=r"not trusted: self-signed certificate; .*SSL_CERT_FILE"):
+                await first_model(endpoint)
+        async with HttpEndpoint(f"http://{url}") as endpoint:
+            with pytest.raises(Unreachable, match="write https:// if it has a certificate"):
+                await first_model(endpoint)
+        trusting = maitred_process("ps", f"https://{url}", SSL_CERT_FILE=str(CERTIFICATE))
+        assert (trusting.code, trusting.err) == (0, "")
+
+
+async def test_a_server_without_a_certificate_is_not_asked_for_one():
+    async with serving(FakeServer()) as fake, HttpEndpoint(fake.url.replace("http:", "https:")) as endpoint:
+        with pytest.raises(Untrusted, match="without a certificate it is http://"):
             await first_model(endpoint)
 
 

@@ -19,6 +19,8 @@ from maitred.api.live_feed import LiveFrame
 from maitred.api.live_times import Percentiles
 from maitred.cli.top_screen import Rates, as_text, fit, in_ascii, seconds, view
 from maitred.engine.live_view import LiveView, live_view
+from maitred.errors import EngineDead
+from maitred.replica import ReplicaState
 from maitred.scheduler.scheduler import Scheduler
 from tests.cli.running import environment, maitred_process
 from tests.fakes import FakeExecutor, make_request, make_scheduler
@@ -51,6 +53,16 @@ def running() -> Scheduler:
         plan = scheduler.schedule(1.0)
         scheduler.update(plan, executor.execute(plan), 1.0)
     return scheduler
+
+
+class Absent:
+    """An engine that died and is not back yet."""
+
+    async def live_view(self) -> LiveView:
+        raise EngineDead("the engine is loading")
+
+    def state(self) -> ReplicaState:
+        return ReplicaState(alive=False, error="the engine is loading", loading=True)
 
 
 def test_slots_queue_blocks_times_and_tenants_are_all_there():
@@ -202,27 +214,54 @@ def test_in_a_pipe_views_follow_each_other_as_plain_text(kitchen: RunningServer)
         assert process.returncode == 130
 
 
-def test_on_a_terminal_it_takes_the_screen_and_gives_it_back(kitchen: RunningServer):
-    ours, theirs = pty.openpty()
-    words = [sys.executable, "-m", "maitred", "top", kitchen.url]
-    with guests(kitchen, 1):
-        process = subprocess.Popen(
-            words, stdin=theirs, stdout=theirs, stderr=theirs, env=environment(TERM="xterm", LINES="30"), close_fds=True
-        )
+class Terminal:
+    """`maitred top` on a terminal of its own, and what it has shown."""
+
+    def __init__(self, url: str) -> None:
+        self._ours, theirs = pty.openpty()
+        words = [sys.executable, "-m", "maitred", "top", url]
+        env = environment(TERM="xterm", LINES="30")
+        self.process = subprocess.Popen(words, stdin=theirs, stdout=theirs, stderr=theirs, env=env, close_fds=True)
         os.close(theirs)
-        shown_ = b""
-        while b"slots" not in shown_ or b"nobody waits" not in shown_:
-            shown_ += os.read(ours, 65536)
-        process.send_signal(signal.SIGINT)
+        self.shown = b""
+
+    def read_until(self, *words: bytes) -> None:
+        """From here on, not what came before."""
+        new = b""
+        while not all(word in new for word in words):
+            new += os.read(self._ours, 65536)
+        self.shown += new
+
+    def leave(self) -> int:
+        """Ctrl-C, and the exit status."""
+        self.process.send_signal(signal.SIGINT)
         try:
-            while piece := os.read(ours, 65536):
-                shown_ += piece
+            while piece := os.read(self._ours, 65536):
+                self.shown += piece
         except OSError:  # the other side is closed
             pass
-        assert process.wait(HANGS_S) == 130
-        os.close(ours)
-    assert b"\x1b[?1049h" in shown_
-    assert shown_.rindex(b"\x1b[?1049l") > shown_.rindex(b"\x1b[?1049h")
+        os.close(self._ours)
+        return self.process.wait(HANGS_S)
+
+
+def test_on_a_terminal_it_takes_the_screen_and_gives_it_back(kitchen: RunningServer):
+    with guests(kitchen, 1):
+        top = Terminal(kitchen.url)
+        top.read_until(b"slots", b"nobody waits")
+        assert top.leave() == 130
+    assert b"\x1b[?1049h" in top.shown
+    assert top.shown.rindex(b"\x1b[?1049l") > top.shown.rindex(b"\x1b[?1049h")
+
+
+def test_it_waits_for_an_engine_that_is_not_there_and_goes_on_when_it_is():
+    with serving("Hello.") as server:
+        live = server.server._edge.live
+        engine, live._replica = live._replica, Absent()
+        top = Terminal(server.url)
+        top.read_until(b"503: the engine is loading", b"trying again")
+        live._replica = engine
+        top.read_until(b"slots")
+        assert top.leave() == 130
 
 
 def test_failures_are_one_line_with_what_to_do():

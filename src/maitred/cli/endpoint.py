@@ -21,6 +21,10 @@ class Unreachable(ServerError):
     """The server cannot be reached, or it went away in the middle of an answer."""
 
 
+class Untrusted(Unreachable):
+    """Somebody answers there, but not as a server that this address and this machine would trust."""
+
+
 class TimedOut(Unreachable):
     """The server accepted the request and gave no whole answer in time."""
 
@@ -127,15 +131,23 @@ class HttpEndpoint:
                 yield Reply(response.status, headers, response.content.iter_any())
         except TimeoutError:
             raise TimedOut(f"{self.url} gave no answer in time; send less at once, or raise the time limit") from None
+        except aiohttp.ClientConnectorCertificateError as error:
+            cause = getattr(error.certificate_error, "verify_message", "") or str(error.certificate_error)
+            remedy = "name the file with its authority's certificate in SSL_CERT_FILE"
+            raise Untrusted(f"the certificate of {self.url} is not trusted: {cause}; {remedy}") from None
+        except aiohttp.ClientConnectorSSLError:
+            raise Untrusted(f"{self.url} does not speak HTTPS as we do; without a certificate it is http://") from None
         except aiohttp.ClientConnectorError as error:
             number = error.os_error.errno
-            cause = os.strerror(number) if number is not None and number > 0 else str(error.os_error)
+            cause = os.strerror(number) if number is not None and number > 0 else error.os_error.strerror
             raise Unreachable(f"cannot reach {self.url}: {cause}; start a server there, or check --url") from error
         except aiohttp.InvalidURL:
             raise ConfigError(f"url is {self.url!r}; it must look like http://127.0.0.1:8000") from None
         except aiohttp.ClientError as error:
             cause = str(error) or type(error).__name__
-            raise Unreachable(f"the connection to {self.url} broke: {cause}; see the server's log") from error
+            secret = isinstance(error, aiohttp.ServerDisconnectedError) and self.url.startswith("http:")
+            hint = ", or write https:// if it has a certificate" if secret else ""
+            raise Unreachable(f"the connection to {self.url} broke: {cause}; see the server's log{hint}") from error
 
 
 class AppEndpoint:

@@ -82,7 +82,7 @@ async def _screen(asked: TopOptions) -> int:
     from rich.console import Console
     from rich.live import Live
 
-    from maitred.cli.endpoint import HttpEndpoint, Unreachable
+    from maitred.cli.endpoint import HttpEndpoint, Refused, Unreachable
     from maitred.cli.top_screen import Rates, as_text, view
 
     console, failures = Console(), 0
@@ -102,8 +102,10 @@ async def _screen(asked: TopOptions) -> int:
                 cause = "the server is going"
             except (Unreachable, Ended) as error:
                 cause = str(error)
-            except ServerError:
-                raise  # refused: waiting does not help
+            except Refused as error:
+                if error.status != 503:
+                    raise  # waiting does not help
+                cause = str(error)  # an engine that died is loaded again
             pause_s = RETRY_S[min(failures, len(RETRY_S) - 1)]
             failures += 1
             live.update(as_text([f"{cause}; trying again in {pause_s:g} s. Ctrl-C leaves."]), refresh=True)
