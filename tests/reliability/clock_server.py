@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import os
 import shutil
+import struct
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -61,31 +63,59 @@ def say(line: str) -> None:
     sys.stdout.flush()
 
 
+class Clock:
+    """The wall clock of processes that were started with `environment`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = folder / "clock"
+        self._added_ns = 0
+        self.settled_at = 0.0  # unix seconds, here
+        self._write(0, 0, 0, 0)
+        library = folder / "set_clock.so"
+        source = Path(__file__).with_name("set_clock.c")
+        assert COMPILER is not None
+        subprocess.run([COMPILER, "-x", "c", "-shared", "-fPIC", "-o", library, source], check=True)
+        self.environment = {**os.environ, "LD_PRELOAD": str(library), "CLOCK_FILE": str(self._file)}
+
+    @property
+    def offset_s(self) -> float:
+        """How much later it is there than here, once it is settled."""
+        return self._added_ns / 1e9
+
+    def set(self, offset_s: int) -> None:
+        """From now on it is so many seconds later there than here."""
+        self._added_ns = offset_s * 10**9
+        self._write(self._added_ns, 0, 0, 0)
+
+    def slew(self, by_s: int, over_s: int) -> None:
+        """Within so many seconds, make it so much later there than it is now, by running faster or slower."""
+        now_ns = time.time_ns()
+        self._write(self._added_ns, by_s * 10**9, now_ns, over_s * 10**9)
+        self._added_ns += by_s * 10**9
+        self.settled_at = now_ns / 1e9 + over_s
+
+    def _write(self, *values: int) -> None:
+        if not self._file.exists():
+            self._file.write_bytes(bytes(32))
+        with self._file.open("r+b") as file:  # the same file: processes have it mapped
+            file.write(struct.pack("=4q", *values))
+
+
 @dataclass
 class ClockServer:
     """The process, as a test sees it."""
 
     url: str
     gate: Gate
-    clock_file: Path
-
-    def set_clock(self, offset_s: int) -> None:
-        """From now on it is so many seconds later there than here."""
-        with self.clock_file.open("r+b") as file:
-            file.write(offset_s.to_bytes(8, sys.byteorder, signed=True))
+    clock: Clock
 
 
 @contextmanager
 def clock_server(folder: Path) -> Iterator[ClockServer]:
     """Ended with the block, which fails unless the server ends well."""
-    running = ClockServer("", Gate(folder, 10), folder / "clock")
-    running.clock_file.write_bytes(bytes(8))
-    library = folder / "set_clock.so"
-    source = Path(__file__).with_name("set_clock.c")
-    assert COMPILER is not None
-    subprocess.run([COMPILER, "-x", "c", "-shared", "-fPIC", "-o", library, source], check=True)
-    environment = {**os.environ, "LD_PRELOAD": str(library), "CLOCK_OFFSET_FILE": str(running.clock_file)}
+    running = ClockServer("", Gate(folder, 10), Clock(folder))
     words = [sys.executable, "-m", "tests.reliability.clock_server", str(folder)]
+    environment = running.clock.environment
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment) as process:
         try:
             assert process.stdout is not None

@@ -1,13 +1,22 @@
-"""R23: somebody sets the clock of a running server, an hour on and two hours back, while requests are in all stages."""
+"""R23: somebody sets the clock of a running server, or a leap second comes, while requests are in all stages.
+
+A leap second as a process sees it on Linux (adjtimex(2), clock_gettime(2)): a count of seconds since 1970 without leap
+seconds has no number for 23:59:60, so where the kernel was told to insert one (STA_INS), it sets CLOCK_REALTIME back by
+a second at midnight, and 23:59:59 is there twice; CLOCK_MONOTONIC goes on. Where time servers smear it, the kernel's
+clocks run slower for a day, by some 12 millionths, and nothing is there twice; CLOCK_MONOTONIC is slewed along with
+CLOCK_REALTIME. Here only the wall clock is, and by half.
+"""
 
 from __future__ import annotations
 
 import json
 import re
 import sqlite3
+import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any
@@ -15,7 +24,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.reliability.clock_server import COMPILER, LEDGER, PER_MINUTE, ClockServer, clock_server
+from tests.reliability.clock_server import COMPILER, LEDGER, PER_MINUTE, Clock, ClockServer, clock_server
 from tests.waiting import HANGS_S, joined, until
 
 HOUR = 3600
@@ -82,7 +91,54 @@ def in_flight(at: ClockServer) -> int:
     return int(float(get(at, "/metrics").text.split("\nmaitred_http_requests_in_flight ")[1].split("\n")[0])) - 1
 
 
-def test_a_clock_that_is_set_ends_nothing_and_is_in_no_duration(tmp_path: Path):
+Change = Callable[[Clock], None]
+AN_HOUR_ON_AND_TWO_BACK: list[Change] = [
+    lambda clock: clock.set(HOUR),
+    lambda clock: clock.set(-HOUR),
+    lambda clock: clock.set(0),
+]
+LEAP_SECONDS: list[Change] = [
+    lambda clock: clock.set(-1),
+    lambda clock: clock.slew(by_s=-1, over_s=2),
+    lambda clock: clock.slew(by_s=1, over_s=2),  # taken out, as there was none yet
+]
+
+
+TELL = "import sys, time\nfor line in sys.stdin: print(repr(time.time()), flush=True)"
+
+
+def test_the_preloaded_clock_has_a_second_twice_and_runs_slow(tmp_path: Path):
+    """So that the other test can fail."""
+    clock = Clock(tmp_path)
+
+    def told() -> float:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
+        return float(process.stdout.readline())
+
+    def is_right() -> bool:
+        before = time.time()
+        return before + clock.offset_s <= told() <= time.time() + clock.offset_s
+
+    with subprocess.Popen(
+        [sys.executable, "-c", TELL], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=clock.environment
+    ) as process:
+        assert is_right()
+        clock.set(-1)
+        assert is_right()
+        before = told()
+        clock.slew(by_s=-1, over_s=2)
+        while time.time() < clock.settled_at:
+            now = told()
+            assert before <= now, "slower, but never back"
+            before = now
+        assert is_right()
+
+
+@pytest.mark.parametrize("changes", [AN_HOUR_ON_AND_TWO_BACK, LEAP_SECONDS], ids=["hours", "leap seconds"])
+def test_a_clock_that_is_set_ends_nothing_and_is_in_no_duration(changes: list[Change], tmp_path: Path):
     began = time.monotonic()
     with clock_server(tmp_path) as at:
         at.gate.open()
@@ -94,10 +150,12 @@ def test_a_clock_that_is_set_ends_nothing_and_is_in_no_duration(tmp_path: Path):
         thread = threading.Thread(target=lambda: waiting.append(ask(at)))  # there is one slot
         thread.start()
         until(lambda: in_flight(at) == 2)
-        before = counted(at)
-        for gate, hours in ((20, 1), (30, -1), (40, 0)):
-            at.set_clock(hours * HOUR)
-            until(lambda hours=hours: abs(wall_clock_of(at) - time.time() - hours * HOUR) < HOUR / 2)
+        both_since, before = time.monotonic(), counted(at)
+        for gate, change in zip((20, 30, 40), changes, strict=True):
+            change(at.clock)
+            at.gate.open_to(gate - 5)
+            until(lambda: time.time() > at.clock.settled_at)
+            until(lambda: abs(wall_clock_of(at) - time.time() - at.clock.offset_s) < HOUR / 2)
             at.gate.open_to(gate)
             until(lambda gate=gate: len(stream.events) >= gate - 2)
             until(lambda: get(at, "/health").status_code == get(at, "/ready").status_code == 200)
@@ -105,6 +163,7 @@ def test_a_clock_that_is_set_ends_nothing_and_is_in_no_duration(tmp_path: Path):
             now = counted(at)
             assert all(now[name] >= value for name, value in before.items())
             before = now
+        held_ms = (time.monotonic() - both_since) * 1000
         at.gate.open()
         stream.thread.join(HANGS_S)
         joined(thread)
@@ -114,7 +173,9 @@ def test_a_clock_that_is_set_ends_nothing_and_is_in_no_duration(tmp_path: Path):
         took_ms = (time.monotonic() - began) * 1000
         for usage in (stream.events[-1]["usage"], waiting[0].json()["usage"]):
             assert usage["completion_tokens"] == 60
-            assert all(0 <= part <= took_ms for part in usage["timing_ms"].values()), usage
+            parts_ms = usage["timing_ms"].values()
+            assert all(part >= 0 for part in parts_ms), usage
+            assert held_ms <= sum(parts_ms) <= took_ms, "not a second more or less"
         check_limits(waiting[0], began)
         check_sums(at, took_s=time.monotonic() - began)
     check_ledger(tmp_path / LEDGER)
