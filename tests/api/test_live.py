@@ -71,6 +71,15 @@ def test_percentiles_are_there_in_the_first_frame_of_who_comes_late(kitchen):
     assert frame["first_token"]["p50"] >= frame["queue"]["p50"] > 0
 
 
+def test_who_stops_watching_has_cancelled_nothing(kitchen):
+    metrics = kitchen.server._edge.metrics
+    with watch(kitchen) as response:
+        next(frames(response))
+    until(lambda: metrics._answered.get(("/admin/live", "200")))
+    assert metrics.num_cancelled == 0
+    assert ("/admin/live", "499") not in metrics._answered
+
+
 def test_only_administrators_watch():
     tenants = SimpleNamespace(table=table_of({"guest": {}, "boss": {}}))
     with serving("Hello.", tenants=tenants) as server:

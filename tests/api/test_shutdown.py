@@ -178,6 +178,12 @@ def test_twenty_streams_of_an_engine_are_ended_and_the_server_with_them(serving,
     for client in clients:
         assert '"code":"server_unavailable"' in client.text
         assert client.text.endswith("data: [DONE]\n\n")
+    why = "a second signal came" if drain_timeout_s == "600" else "2 s have passed"
+    for line in (
+        f"the server ends; 20 requests in flight have {drain_timeout_s} s",
+        f"{why}: what is in flight ends with an error (20 requests)",
+    ):
+        until(lambda line=line: line in "".join(served.lines))  # type: ignore[misc]
 
 
 def test_those_who_do_not_read_keep_no_server_that_was_told_twice(serving):

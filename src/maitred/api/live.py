@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 
 import msgspec
 
 from maitred.api.edge import Edge
+from maitred.api.errors import ClientGone
 from maitred.api.exchange import Exchange
 from maitred.api.sse import EventStream
 
@@ -41,13 +42,14 @@ async def watch_live(edge: Edge, exchange: Exchange) -> None:
     exchange.caller.require_admin("watch the engine")
     events = EventStream(exchange, silence_s=edge.config.sse_keep_alive_s)
     checked_at = time.monotonic()
-    async with edge.watch(exchange, events), aclosing(edge.live.frames()) as frames:
-        async for frame in frames:
-            await events.write(frame)
-            if time.monotonic() - checked_at > RECHECK_S:
-                checked_at = time.monotonic()
-                _check_again(edge, exchange)
-    await events.done()
+    with suppress(ClientGone):  # watching ends by leaving, and cancels nothing
+        async with edge.watch(exchange, events), aclosing(edge.live.frames()) as frames:
+            async for frame in frames:
+                await events.write(frame)
+                if time.monotonic() - checked_at > RECHECK_S:
+                    checked_at = time.monotonic()
+                    _check_again(edge, exchange)
+        await events.done()
 
 
 async def loaded_models(edge: Edge, exchange: Exchange) -> None:

@@ -26,7 +26,7 @@ from maitred.api.connection import GuardedConnection
 from maitred.api.edge import Edge
 from maitred.api.errors import MethodNotAllowed, http_error, shortened
 from maitred.api.exchange import Exchange
-from maitred.api.logs import configure_logging
+from maitred.api.logs import ERRORS, configure_logging
 from maitred.api.middleware import EXCHANGE, EdgeMiddleware
 from maitred.api.openai_chat import create_chat_completion
 from maitred.api.openai_completions import create_completion
@@ -307,8 +307,13 @@ class Server(uvicorn.Server):
             async with asyncio.timeout(self._drain_timeout_s):
                 await self._edge.emptied()
         except TimeoutError:
-            self._edge.cut_all()
+            self._cut(f"{self._drain_timeout_s:g} s have passed")
         self.should_exit = True
+
+    def _cut(self, why: str) -> None:
+        """End what is in flight, and tell whoever reads the log that it was not let finish."""
+        ERRORS.warning("%s: what is in flight ends with an error (%d requests)", why, self._edge.metrics.num_in_flight)
+        self._edge.cut_all()
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -330,7 +335,10 @@ class Server(uvicorn.Server):
 
     def _signalled(self) -> None:
         if self._draining is not None:
-            self._edge.cut_all()
+            self._cut("a second signal came")
             self.should_exit = True
         else:
+            in_flight = self._edge.metrics.num_in_flight
+            words = "the server ends; %d requests in flight have %g s, or until the next signal, to finish"
+            ERRORS.info(words, in_flight, self._drain_timeout_s)
             self._draining = asyncio.get_running_loop().create_task(self._drain())
