@@ -12,7 +12,14 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
-from maitred.api.connection import MAX_HEAD_BYTES, MAX_HEADERS, MAX_PIPELINED, MIN_BODY_BYTES_PER_S, GuardedConnection
+from maitred.api.connection import (
+    MAX_FRAMING_BYTES,
+    MAX_HEAD_BYTES,
+    MAX_HEADERS,
+    MAX_PIPELINED,
+    MIN_BODY_BYTES_PER_S,
+    GuardedConnection,
+)
 from maitred.api.server import create_app
 from maitred.config import ServerConfig
 from tests.fakes_api import FakeReplica, make_model
@@ -266,6 +273,78 @@ def test_trailers_add_nothing_to_a_request_and_are_bounded():
     assert b"authorization" not in dict(world.connection.scope["headers"])
     world.send(b"x: " + b"a" * MAX_HEAD_BYTES + b"\r\n\r\n")
     assert world.transport.closed
+
+
+CHUNKED = POST + b"transfer-encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize("endless", [b"0\r\nx: ", b"0\r\n", b"0\r\nx", b"2;x=", b"0" * 1000])
+def test_what_comes_of_a_body_without_a_byte_of_it_is_bounded(endless):
+    world = World()
+    world.send(CHUNKED + b"2\r\n{}\r\n" + endless)
+    for _ in range(2 * MAX_HEAD_BYTES // 1000):
+        world.send(b"x: y\r\n" * 200 if endless == b"0\r\n" else b"0" * 1000)
+    assert (world.status, world.code, world.transport.closed) == (431, "head_too_large", True)
+
+
+def test_a_body_of_hardly_more_than_what_frames_it_is_refused():
+    world = World()
+    world.send(CHUNKED)
+    for _ in range(2 * MAX_FRAMING_BYTES // 1000):
+        world.send(b"1;%s\r\nx\r\n" % (b"y" * 1000))
+    assert (world.status, world.code, world.transport.closed) == (400, "too_many_chunks", True)
+    assert world.connection._num_framing_bytes < MAX_FRAMING_BYTES + 2000
+
+
+@pytest.mark.parametrize(("size", "count"), [(1, 65_537), (64, 200_000)])
+def test_small_chunks_are_taken(size, count):
+    world = World()
+    world.send(CHUNKED)
+    chunk = b"%x\r\n%s\r\n" % (size, b"x" * size)
+    for _ in range(count):
+        world.send(chunk)
+    world.send(b"0\r\n\r\n")
+    assert not world.transport.is_closing()
+    assert len(world.connection.cycle.body) == size * count
+
+
+UPGRADE = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABkAAQAAP__\r\n"
+
+
+@pytest.mark.parametrize("piece", [10**9, 1])
+@pytest.mark.parametrize(
+    ("framing", "body"),
+    [
+        (b"content-length: 34\r\n", GET + b"\r\n"),
+        (b"transfer-encoding: chunked\r\n", b"22\r\n" + GET + b"\r\n\r\n0\r\n\r\n"),
+    ],
+)
+def test_who_offers_another_protocol_is_answered_in_this_one_and_no_request_is_in_the_body(framing, body, piece):
+    """As Java's own client does with every request."""
+    world = World()
+    sent = POST + UPGRADE + framing + b"\r\n" + body
+    for start in range(0, len(sent), piece):
+        world.send(sent[start : start + piece])
+    assert world.loop.num_requests == 1
+    assert world.connection.cycle.body == GET + b"\r\n"
+    assert not world.connection.cycle.more_body
+    assert world.connection.scope["path"] == "/v1/completions"
+    world.answered()
+    world.send(GET + b"\r\n")
+    assert (world.loop.num_requests, world.connection.scope["path"]) == (2, "/version")
+
+
+def test_offers_of_another_protocol_are_bounded_as_all_requests_are():
+    world = World()
+    world.send((GET + UPGRADE + b"\r\n") * 1000)
+    assert world.transport.closed
+    assert len(world.connection.pipeline) == MAX_PIPELINED
+
+
+def test_a_tunnel_is_refused():
+    world = World()
+    world.send(b"CONNECT x:443 HTTP/1.1\r\nhost: x\r\n\r\n" + GET + b"\r\n")
+    assert (world.status, world.transport.closed, world.loop.num_requests) == (400, True, 0)
 
 
 def test_requests_sent_ahead_of_their_answers_are_bounded():

@@ -24,7 +24,8 @@ from maitred.api.exchange import TOO_SLOW
 from maitred.api.logs import ACCESS, log_fields
 from maitred.errors import InvalidRequest, RequestError, Unavailable
 
-MAX_HEAD_BYTES = 64 * 1024  # request line and headers; trailers besides
+MAX_HEAD_BYTES = 64 * 1024  # request line and headers; besides, what comes of a body without a byte of it: trailers
+MAX_FRAMING_BYTES = 1024 * 1024  # sizes and extensions of chunks, and an eighth of the body more: 200,000 of one byte
 MAX_HEADERS = 100
 MAX_PIPELINED = 16  # requests that wait for the answers before theirs
 MIN_BODY_BYTES_PER_S = 16 * 1024  # each so many bytes of a body give it a second more
@@ -60,7 +61,7 @@ class GuardedConnection(HttpToolsProtocol):
         self._edge, self._limits = edge, edge.config
         self._phase = Phase.NOTHING
         self._num_messages = 0  # begun
-        self._num_head_bytes = self._num_body_bytes = 0
+        self._num_head_bytes = self._num_body_bytes = self._num_framing_bytes = 0
         self._body_began_at = 0.0
         self._refusal: RequestError | Unavailable | None = None
         self._reading_timer: asyncio.TimerHandle | None = None
@@ -88,14 +89,12 @@ class GuardedConnection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._refusal is not None:
             return
-        phase, num_messages = self._phase, self._num_messages
+        phase, num_messages, num_body_bytes = self._phase, self._num_messages, self._num_body_bytes
         if phase is not Phase.BODY:
             self._num_head_bytes += len(data)  # of a head that is whole now this was too much, and no longer counts
         self._unset_keepalive_if_required()
         try:
-            self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade:  # nothing here speaks another protocol
-            return
+            self._parse(data)
         except httptools.HttpParserError:
             nonsense = InvalidRequest("what came is no HTTP/1.1 request, or not from here on", code="invalid_http")
             self._refuse(self._refusal or nonsense)
@@ -103,7 +102,9 @@ class GuardedConnection(HttpToolsProtocol):
         if self._is_refused():
             return
         if self._phase is Phase.BODY:
-            if self._reading_timer is None:
+            if phase is Phase.BODY and num_messages == self._num_messages:
+                self._check_framing(len(data), self._num_body_bytes - num_body_bytes)
+            if self._reading_timer is None and not self._is_refused():
                 self._await_body()
         elif self._phase is Phase.HEAD or (num_messages == self._num_messages and phase is Phase.NOTHING):
             if self._num_head_bytes > MAX_HEAD_BYTES:
@@ -113,6 +114,34 @@ class GuardedConnection(HttpToolsProtocol):
 
     def _is_refused(self) -> bool:
         return self._refusal is not None
+
+    def _parse(self, data: bytes) -> None:
+        """The parser takes what follows an `Upgrade` for another protocol's bytes, and would find the next request in
+        its body. Nothing here speaks one, so the header is not there (RFC 9110, 7.8).
+        """
+        while data:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as stopped:
+                data = self._head_without_upgrade() + data[stopped.args[0] :]
+                self.parser = httptools.HttpRequestParser(self)
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
+
+    def _head_without_upgrade(self) -> bytes:
+        version = self.parser.get_http_version().encode()
+        lines = [b"%b: %b\r\n" % header for header in self.headers if header[0] != b"upgrade"]
+        return b"%b %b HTTP/%b\r\n%b\r\n" % (self.parser.get_method(), self.url, version, b"".join(lines))
+
+    def _check_framing(self, num_came: int, num_of_body: int) -> None:
+        """What frames a body costs time, and its trailers memory, though nobody reads any of it."""
+        self._num_framing_bytes += num_came - num_of_body
+        self._num_head_bytes = 0 if num_of_body else self._num_head_bytes + num_came
+        if self._num_head_bytes > MAX_HEAD_BYTES:
+            self._refuse(HeadTooLarge(f"over {MAX_HEAD_BYTES} bytes came, and none of them is the body's"))
+        elif self._num_framing_bytes > MAX_FRAMING_BYTES + self._num_body_bytes // 8:
+            text = f"beside {self._num_body_bytes} bytes of the body {self._num_framing_bytes} came; send larger chunks"
+            self._refuse(InvalidRequest(text, code="too_many_chunks"))
 
     # the parser
 
@@ -135,12 +164,18 @@ class GuardedConnection(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        if self.parser.should_upgrade():
+            if self.parser.get_method() == b"CONNECT":
+                self._stop(InvalidRequest("this server is no proxy", code="invalid_http"))
+            return  # it comes again without, see `_parse`
         self._check_host()
+        self._check_coding()
         if len(self.pipeline) >= MAX_PIPELINED:
             text = f"over {MAX_PIPELINED} requests wait on one connection; wait for their answers"
             self._stop(InvalidRequest(text, code="too_many_pipelined"))
         self._stop_reading_timer()
-        self._phase, self._num_body_bytes, self._num_head_bytes = Phase.BODY, 0, 0
+        self._phase, self._num_head_bytes = Phase.BODY, 0
+        self._num_body_bytes = self._num_framing_bytes = 0
         self._body_began_at = self.loop.time()
         super().on_headers_complete()
 
@@ -149,6 +184,8 @@ class GuardedConnection(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self.parser.should_upgrade():
+            return
         self._phase, self._num_head_bytes = Phase.NOTHING, 0
         self._stop_reading_timer()
         super().on_message_complete()
@@ -165,6 +202,13 @@ class GuardedConnection(HttpToolsProtocol):
             self._stop(InvalidRequest(f"the request has {len(hosts)} Host headers; send one", code="invalid_http"))
         if hosts and not HOST.fullmatch(hosts[0]):
             self._stop(InvalidRequest("the Host header is no host", code="invalid_http"))
+
+    def _check_coding(self) -> None:
+        """What is coded otherwise would be taken for the body, and who stands before us may read a list otherwise."""
+        codings = [value.strip(b" \t").lower() for name, value in self.headers if name == b"transfer-encoding"]
+        if codings and (codings != [b"chunked"] or self.parser.get_http_version() != "1.1"):
+            text = "Transfer-Encoding may be `chunked`, once, and in HTTP/1.1"
+            self._stop(InvalidRequest(text, code="invalid_http"))
 
     def _stop(self, error: RequestError) -> NoReturn:
         """From within a callback of the parser: it ends there, and `data_received` hears of it."""
