@@ -18,6 +18,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from tests.fakes_api import FakeReplica, running_server
+from tests.page.worlds import serving
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 ASK = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
@@ -81,15 +82,21 @@ def test_a_request_is_a_span_below_the_callers_with_the_conventions_names():
 
 
 def test_each_sample_has_its_stages_in_order_inside_the_request():
-    spans, _ = traced(n=2)
+    """Of a real engine, for one that answers at once has nothing but a queue."""
+    with collector() as (endpoint, spans):
+        with serving("Good evening.", otlp_endpoint=endpoint) as server:
+            answer = httpx.post(f"{server.url}/v1/chat/completions", json=ASK | {"n": 2})
+        assert answer.status_code == 200
     (request,) = [span for span in spans if span.kind == Span.SPAN_KIND_SERVER]
     stages = [span for span in spans if span is not request]
     assert {span.parent_span_id for span in stages} == {request.span_id}
     for index in (0, 1):
         own = [span for span in stages if attributes(span)["gen_ai.choice.index"] == index]
-        assert own[0].name == "queue"
-        for before, after in pairwise(own):
-            assert before.end_time_unix_nano == after.start_time_unix_nano
+        assert [span.name for span in own] == ["queue", "prefill", "decode"]
+        assert all(span.end_time_unix_nano > span.start_time_unix_nano for span in own)
+        assert all(before.end_time_unix_nano == after.start_time_unix_nano for before, after in pairwise(own))
+        assert request.start_time_unix_nano <= own[0].start_time_unix_nano
+        assert own[-1].end_time_unix_nano <= request.end_time_unix_nano
 
 
 def test_a_failure_is_an_error_with_its_type():

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import httpx
 import pytest
@@ -12,25 +15,46 @@ from maitred.api.metrics_compat import VLLM_NAMES
 from maitred.config import ServerConfig
 from maitred.errors import ConfigError
 from maitred.metrics import METRICS
-from tests.fakes_api import running_server
+from tests.fakes_api import FakeReplica, RunningServer, running_server
+from tests.waiting import until
 
 ASK = {"model": "tiny", "prompt": "hello"}
 
 
-def page_of(**config: object) -> dict[str, list[tuple[dict[str, str], float]]]:
+Page = dict[str, list[tuple[dict[str, str], float]]]
+
+
+def page_at(url: str) -> Page:
+    families = parse(httpx.get(f"{url}/metrics").text)
+    return {family.name: [(s.labels, s.value) for s in family.samples] for family in families}
+
+
+def page_of(**config: object) -> Page:
     with running_server(**config) as server:
         httpx.post(f"{server.url}/v1/completions", json=ASK).raise_for_status()
-        families = parse(httpx.get(f"{server.url}/metrics").text)
-        return {family.name: [(s.labels, s.value) for s in family.samples] for family in families}
+        return page_at(server.url)
+
+
+@contextmanager
+def in_flight(server: RunningServer, count: int) -> Iterator[None]:
+    """So many samples of a client that leaves when the block ends."""
+    body = json.dumps({**ASK, "n": count}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", server.port)) as client:
+        client.sendall(head % len(body) + body)
+        until(lambda: len(server.replica.live) == count)
+        yield
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/health"])
-def test_a_balancer_that_asks_is_told_the_load_as_text(path: str):
-    with running_server() as server:
+@pytest.mark.parametrize(("queued", "load"), [(False, (0.06, 0, 3)), (True, (0, 3, 0))], ids=["running", "waiting"])
+def test_a_balancer_that_asks_is_told_the_load_as_text(path: str, queued: bool, load: tuple[float, int, int]):
+    replica = FakeReplica(held=True, queued=queued)
+    with running_server(replica) as server, in_flight(server, 3):
         told = httpx.get(server.url + path, headers={"endpoint-load-metrics-format": "TEXT"}).headers
     assert told["endpoint-load-metrics"] == (
-        "TEXT named_metrics.kv_cache_usage_perc=0, named_metrics.num_requests_waiting=0, "
-        "named_metrics.num_requests_running=0"
+        "TEXT named_metrics.kv_cache_usage_perc={}, named_metrics.num_requests_waiting={}, "
+        "named_metrics.num_requests_running={}".format(*load)
     )
 
 
@@ -77,10 +101,13 @@ def test_aliases_say_the_same_with_vllms_labels():
     assert max(theirs.values()) == 1
 
 
-def test_a_gateway_finds_queue_running_and_cache():
-    page = page_of()
-    for name in ("maitred_requests_waiting", "maitred_requests_running", "maitred_kv_usage_ratio"):
-        assert page[name] == [({}, 0.0)]
+@pytest.mark.parametrize(("queued", "load"), [(False, (0.06, 0, 3)), (True, (0, 3, 0))], ids=["running", "waiting"])
+def test_a_gateway_finds_queue_running_and_cache(queued: bool, load: tuple[float, int, int]):
+    replica = FakeReplica(held=True, queued=queued)
+    with running_server(replica) as server, in_flight(server, 3):
+        page = page_at(server.url)
+    names = ("maitred_kv_usage_ratio", "maitred_requests_waiting", "maitred_requests_running")
+    assert [page[name] for name in names] == [[({}, value)] for value in load]
     assert page["maitred_cache_config_info"] == [({"block_size": "16", "num_blocks": "100"}, 1.0)]
 
 
