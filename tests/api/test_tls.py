@@ -11,12 +11,15 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from datetime import UTC, datetime
 from pathlib import Path
 
 import httpx
 import pytest
 
 from maitred.api.tls import Certificate
+from maitred.api.validity import validity_of_chain
 from maitred.config import ServerConfig
 from maitred.errors import ConfigError
 from tests.api.conftest import MESSAGES
@@ -24,7 +27,7 @@ from tests.conftest import ROOT
 from tests.fakes_api import FakeReplica, RunningServer, running_server, says
 from tests.waiting import HANGS_S, until
 
-PAIRS = Path(__file__).parent / "certificates"  # self-signed for 127.0.0.1, valid for a century, used nowhere else
+PAIRS = Path(__file__).parent / "certificates"  # self-signed for 127.0.0.1, valid for a century or long expired
 
 
 def put(name: str, folder: Path) -> None:
@@ -72,27 +75,102 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def serving(folder: Path) -> AbstractContextManager[RunningServer]:
+    files = {"ssl_certfile": str(folder / "server.pem"), "ssl_keyfile": str(folder / "server.key")}
+    return running_server(FakeReplica(says("x" * 9), held=True), sse_keep_alive_s=0.3, **files)
+
+
 @pytest.fixture
 def secure(folder: Path) -> Iterator[RunningServer]:
-    files = {"ssl_certfile": str(folder / "server.pem"), "ssl_keyfile": str(folder / "server.key")}
-    with running_server(FakeReplica(says("x" * 9), held=True), sse_keep_alive_s=0.3, **files) as server:
+    with serving(folder) as server:
         yield server
 
 
-def test_a_certificate_is_replaced_and_no_connection_breaks(secure: RunningServer, folder: Path):
-    url = f"https://127.0.0.1:{secure.port}"
-    body = {"model": "tiny", "messages": MESSAGES, "stream": True}
+def connected(server: RunningServer, trust: ssl.SSLContext | bool) -> httpx.Client:
     kept = httpx.Limits(keepalive_expiry=None)
-    with httpx.Client(base_url=url, verify=trusting("first"), timeout=HANGS_S, limits=kept) as before:
-        assert before.get("/health").status_code == 200
-        with before.stream("POST", "/v1/chat/completions", json=body) as answer:  # begun by a comment
-            put("second", folder)
-            until(lambda: subject(secure.port) == der("second"))
-            secure.replica.held = False
-            assert answer.read().endswith(b"data: [DONE]\n\n")
-        assert before.get("/health").status_code == 200, "the connection lives on"
-    with httpx.Client(base_url=url, verify=trusting("second"), timeout=HANGS_S) as after:
+    return httpx.Client(base_url=f"https://127.0.0.1:{server.port}", verify=trust, timeout=HANGS_S, limits=kept)
+
+
+def replaced_under_a_stream(server: RunningServer, folder: Path, client: httpx.Client, new: str) -> None:
+    """Afterwards the stream has come to its end, and its connection lives on."""
+    assert client.get("/health").status_code == 200
+    body = {"model": "tiny", "messages": MESSAGES, "stream": True}
+    with client.stream("POST", "/v1/chat/completions", json=body) as answer:  # begun by a comment
+        put(new, folder)
+        until(lambda: subject(server.port) == der(new))
+        server.replica.held = False
+        assert answer.read().endswith(b"data: [DONE]\n\n")
+    assert client.get("/health").status_code == 200, "the connection lives on"
+
+
+def test_a_certificate_is_replaced_and_no_connection_breaks(secure: RunningServer, folder: Path):
+    with connected(secure, trusting("first")) as before:
+        replaced_under_a_stream(secure, folder, before, "second")
+    with connected(secure, trusting("second")) as after:
         assert after.get("/health").status_code == 200
+
+
+EXPIRED = "expired on 2001-02-03 04:05:06 UTC: clients that verify it refuse to connect"
+
+
+def test_an_expired_certificate_is_served_to_who_does_not_look_and_replaced_under_a_stream(folder: Path, caplog):
+    put("expired", folder)
+    with serving(folder) as server:
+        assert caplog.text.count(EXPIRED) == 1
+        with connected(server, trusting("expired")) as looking, pytest.raises(httpx.ConnectError, match="has expired"):
+            looking.get("/health")
+        with connected(server, False) as careless:
+            replaced_under_a_stream(server, folder, careless, "first")
+        with connected(server, trusting("first")) as after:
+            assert after.get("/health").status_code == 200
+    assert caplog.text.count(EXPIRED) == 1, "told once, and not of the one that is valid"
+
+
+def test_an_expired_certificate_that_replaces_a_valid_one_is_taken_and_told(
+    secure: RunningServer, folder: Path, caplog
+):
+    with connected(secure, trusting("first")) as before:
+        replaced_under_a_stream(secure, folder, before, "expired")
+    until(lambda: EXPIRED in caplog.text)
+    with connected(secure, trusting("expired")) as looking, pytest.raises(httpx.ConnectError, match="has expired"):
+        looking.get("/health")
+    put("second", folder)
+    until(lambda: subject(secure.port) == der("second"))
+
+
+def test_a_certificate_that_expires_while_it_is_in_force_is_told_once(caplog):
+    year = [2100]
+    certificate = Certificate(
+        *(str(PAIRS / f"first.{ending}") for ending in ("pem", "key")),
+        today=lambda: datetime(year[0], 1, 1, tzinfo=UTC).timestamp(),
+    )
+    certificate.look()
+    assert caplog.text == ""
+    year[0] = 2127
+    certificate.look()
+    certificate.look()
+    assert caplog.text.count("expired on 2126-10-28 22:02:10 UTC") == 1
+    year[0] = 1990
+    certificate.look()
+    assert caplog.text.count("is not valid before 2026-11-21 22:02:10 UTC") == 1
+
+
+def test_a_chain_is_valid_while_all_of_it_is(tmp_path: Path):
+    chain = tmp_path / "chain.pem"
+    chain.write_text("".join((PAIRS / f"{name}.{ending}").read_text() for name, ending in CHAIN))
+    validity = validity_of_chain(str(chain))
+    assert validity.begins == datetime(2026, 11, 21, 22, 2, 10, tzinfo=UTC)
+    assert validity.ends == datetime(2001, 2, 3, 4, 5, 6, tzinfo=UTC)
+
+
+CHAIN = (("first", "key"), ("first", "pem"), ("expired", "pem"))
+
+
+def test_a_certificate_cut_short_anywhere_has_no_dates(tmp_path: Path):
+    for length in range(len(der("first"))):
+        (tmp_path / "cut.pem").write_text(ssl.DER_cert_to_PEM_cert(der("first")[:length]))
+        with pytest.raises(ValueError, match=r"an element of|something else than certificates"):
+            validity_of_chain(str(tmp_path / "cut.pem"))
 
 
 def test_files_that_cannot_be_used_leave_the_old_certificate_in_force(secure: RunningServer, folder: Path, caplog):

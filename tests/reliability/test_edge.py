@@ -459,6 +459,7 @@ WALL_CLOCK_USERS = {
     "engine/checkpoint_facts.py": "when the model was made",
     "api/usage.py": "asks for days",
     "api/tls.py": "certificates expire on a date; it is told, and nothing else",
+    "api/tls.py": "certificates expire on a date; it is told, and nothing else",
     "api/tracing.py": "spans have dates",
     "api/openai_completions.py": "`created`",
     "api/openai_chat.py": "`created`",

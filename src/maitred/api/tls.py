@@ -7,11 +7,13 @@ import contextlib
 import logging
 import signal
 import ssl
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
+from maitred.api.validity import Validity, validity_of_chain
 from maitred.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -20,21 +22,29 @@ _Stamp = tuple[tuple[int, int, int], ...]
 
 
 class Certificate:
-    """One SSL context for the life of the server; new handshakes use what was loaded last. TLS 1.2 and later."""
+    """One SSL context for the life of the server; new handshakes use what was loaded last. TLS 1.2 and later.
 
-    def __init__(self, certfile: str, keyfile: str | None) -> None:
+    One that has expired is used, and told with its date: not every client looks, whoever put it there may know, and the
+    clock that is wrong may be ours.
+    """
+
+    def __init__(self, certfile: str, keyfile: str | None, *, today: Callable[[], float] = time.time) -> None:
         """`keyfile` None: the key stands in `certfile` too. Raises ConfigError when they cannot be used."""
-        self._certfile, self._keyfile = certfile, keyfile
+        self._certfile, self._keyfile, self._today = certfile, keyfile, today
         self._stamp = self._stamp_of_files()
+        self._validity: Validity | None = None  # of what is in force, where it can be read
+        self._told_fault: str | None = None
         self.context = _server_context()
         self._load(self.context)
+        self._read_dates()
 
-    def reload_if_changed(self) -> None:
+    def look(self) -> None:
         """Take in new files. Those that cannot be used are told once and leave the old ones in force."""
         stamp = self._stamp_of_files()
         if stamp != self._stamp:
             self._stamp = stamp
             self.reload()
+        self._look_at_dates()
 
     def reload(self) -> None:
         try:
@@ -44,12 +54,13 @@ class Certificate:
             logger.error("%s; the certificate before stays in force", error)
         else:
             logger.warning("the certificate of %s is in force", self._certfile)
+            self._read_dates()
 
     async def keep_fresh(self) -> None:
         """Look at the files for ever."""
         while True:
             await asyncio.sleep(LOOK_S)
-            self.reload_if_changed()
+            self.look()
 
     @contextmanager
     def hearing_hangup(self, loop: asyncio.AbstractEventLoop) -> Iterator[None]:
@@ -80,6 +91,19 @@ class Certificate:
                 f"cannot use the certificate {self._certfile} with the key {self._keyfile or 'in it'}: {reason}; "
                 "--ssl-certfile is a PEM file with the chain, --ssl-keyfile one with its key, without a password"
             ) from None
+
+    def _read_dates(self) -> None:
+        self._validity, self._told_fault = None, None
+        with contextlib.suppress(OSError, ValueError):
+            self._validity = validity_of_chain(self._certfile)
+        self._look_at_dates()
+
+    def _look_at_dates(self) -> None:
+        """Tell when the certificate in force is none for clients that look at its dates; once."""
+        fault = self._validity.fault(self._today()) if self._validity is not None else None
+        if fault is not None and fault != self._told_fault:
+            logger.warning("the certificate of %s %s: clients that verify it refuse to connect", self._certfile, fault)
+        self._told_fault = fault
 
     def _stamp_of_files(self) -> _Stamp:
         stamps = []
