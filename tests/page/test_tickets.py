@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -66,6 +67,22 @@ def test_a_preempted_request_waits_and_comes_back_to_another_seat(house, open_pa
 def test_while_nobody_looked_nothing_is_made_up(house, open_page):
     (ticket,) = tickets_after(open_page(house.url), frame(2.0, running("a", "decode", first_token_at=1.5)), frame(40.0))
     assert ticket["stints"][0]["to"] == 2.0
+
+
+def test_two_never_sit_in_one_seat_at_a_time_though_all_are_seated_anew(house, open_page):
+    """After a failover: the same requests, a new plan of seats."""
+    a, b, unseen = (running(name, "decode", first_token_at=1.5) for name in "abc")
+    told = [
+        frame(3.0, a, b, seats=(0, 1)),
+        frame(4.0, b, a, seats=(0, 1)),
+        frame(5.0),
+        frame(6.0, unseen, a, seats=(0, 2)),
+    ]
+    stints = [stint for ticket in tickets_after(open_page(house.url), *told) for stint in ticket["stints"]]
+    for seat in (0, 1, 2):
+        own = sorted((s["from"], s["to"] or 6.0) for s in stints if s["seat"] == seat)
+        assert own
+        assert all(before[1] <= after[0] for before, after in pairwise(own)), own
 
 
 def test_old_tickets_go_and_another_engine_begins_anew(house, open_page):

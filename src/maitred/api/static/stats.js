@@ -12,7 +12,7 @@ export class Stats {
     this.seen = []; // {now, counters, execute_s, host_s} of the last seconds
     this.rates = []; // tokens/s, for the little chart
     this.tiles = {};
-    for (const [key, title] of [["rate", "new tokens/s"], ["batch", "in the batch"], ["waiting", "waiting"], ["kv", "KV cache"], ["prefix", "from the cache"], ["step", "a step takes"]]) {
+    for (const [key, title] of [["rate", "new tokens/s"], ["batch", "in the batch"], ["waiting", "waiting"], ["kv", "KV in use"], ["prefix", "cache hits"], ["step", "a step takes"]]) {
       this.tiles[key] = this.tile(key, title);
     }
     this.chart = h("canvas", { "aria-hidden": "true" });
@@ -42,7 +42,7 @@ export class Stats {
     this.set("batch", count(engine.num_running), `of ${engine.max_num_seqs}`, percent(engine.num_running, engine.max_num_seqs));
     this.set("waiting", count(engine.num_waiting));
     const used = percent(engine.blocks.num_used, engine.blocks.num_blocks);
-    this.set("kv", used < 10 && used > 0 ? used.toFixed(1) : used.toFixed(0), "% in use", used);
+    this.set("kv", used < 10 && used > 0 ? used.toFixed(1) : used.toFixed(0), "%", used);
     const asked = engine.counters.num_prefix_queried_tokens;
     const hits = percent(engine.counters.num_prefix_hit_tokens, asked);
     this.set("prefix", asked ? hits.toFixed(0) : "–", asked ? "%" : "", hits);

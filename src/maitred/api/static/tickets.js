@@ -11,6 +11,7 @@ export class Tickets {
   clear() {
     this.byId = new Map();
     this.number = 0;
+    this.freeAt = new Map(); // seat -> when its last stay ended
     this.now = -Infinity;
   }
 
@@ -46,11 +47,13 @@ export class Tickets {
   }
 
   sits(ticket, request, seat) {
-    let stint = ticket.stints.at(-1);
     const isFirst = !ticket.stints.length;
+    if (ticket.stints.at(-1)?.seat !== seat) this.left(ticket, false); // who watches anew, after a failover, seats anew
+    let stint = ticket.stints.at(-1);
     if (!stint || stint.to !== null) {
       // Its own times are exact; only a later stay, after a preemption, is as exact as the frames.
-      const from = isFirst && request.num_preemptions === 0 ? request.started_at ?? this.now : this.now;
+      const exact = isFirst && request.num_preemptions === 0 ? request.started_at ?? this.now : this.now;
+      const from = Math.max(exact, this.freeAt.get(seat) ?? exact); // it may have sat elsewhere while nobody looked
       stint = { seat, from, decodeFrom: null, to: null, end: null };
       ticket.stints.push(stint);
     }
@@ -65,6 +68,7 @@ export class Tickets {
     if (stint && stint.to === null) {
       stint.to = Math.max(stint.from, this.leftAt);
       stint.end = wasPreempted ? "preempted" : "done";
+      this.freeAt.set(stint.seat, stint.to);
     }
   }
 
