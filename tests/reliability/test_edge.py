@@ -12,6 +12,7 @@ import select
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,7 +33,7 @@ from tests.conftest import ROOT, copied_model
 from tests.fakes import MODEL, GatedExecutor, make_scheduler
 from tests.fakes_api import FakeReplica, RunningServer, byte_tokenizer, make_model, running_server
 from tests.reliability.edge_server import Attacked, attacked
-from tests.waiting import HANGS_S, until
+from tests.waiting import HANGS_S, joined, until
 
 GET = b"GET /health HTTP/1.1\r\nhost: x\r\n"
 POST = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
@@ -357,6 +358,42 @@ def test_readers_that_read_nothing_hold_no_slot_for_longer_than_others_do(gated)
         read_after_all(readers[0], b'"completion_tokens":4000')
 
 
+def read_all(connection: socket.socket) -> threading.Thread:
+    reading = threading.Thread(target=read_after_all, args=(connection, b'"completion_tokens":4000'))
+    reading.start()
+    return reading
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_newcomer_waits_behind_readers_who_read_nothing_for_as_long_as_behind_any_others(gated, reads):
+    """Four have the slots; fcfs gives the newcomer the first that is free, and reading or not frees none sooner."""
+    server, engine, steps = gated
+    with contextlib.ExitStack() as leaving:
+        readers = []
+        for num_asked in range(1, 6):
+            body = LONG if num_asked < 5 else {**LONG, "max_tokens": 5}
+            readers.append(leaving.enter_context(unread(server, json.dumps(body).encode())))
+            until(lambda count=num_asked: len(server.server._edge._watches) == count)
+            until(lambda: steps.num_begun == 1)  # which has the first of them, and does not end
+        reading = [read_all(connection) for connection in readers[:4]] if reads else []
+        steps.open()
+        until(lambda: engine.state().num_finished[FinishReason.LENGTH] == 5)
+        first_steps = first_steps_of(steps)
+        joined(*reading)
+        assert reads or len(server.server._edge._watches) >= 4, "they are done, and have not been answered"
+    assert max(first_steps[:4]) < 4000
+    assert first_steps[4] == 4001, "the step after the first reader's last one"
+
+
+def first_steps_of(executor: GatedExecutor) -> list[int]:
+    """Of each request, in the order of their first steps."""
+    first: dict[str, int] = {}
+    for number, plan in enumerate((plan for plan in executor.plans if plan.rows), 1):
+        for row in plan.rows:
+            first.setdefault(row.request_id, number)
+    return [*first.values()]
+
+
 @pytest.mark.parametrize("fields", [{}, {"n": 3}, {"prompt": ["a", "b"]}, {"prompt": ["a", "b"], "n": 2}])
 def test_what_is_kept_for_who_reads_nothing_is_bounded_whatever_was_asked(gated, monkeypatch, fields):
     monkeypatch.setattr("maitred.engine.entrance.MAX_UNREAD_BYTES", 200 * 1024)
@@ -458,7 +495,6 @@ WALL_CLOCK_USERS = {
     "engine/ledger.py": "rows tell when",
     "engine/checkpoint_facts.py": "when the model was made",
     "api/usage.py": "asks for days",
-    "api/tls.py": "certificates expire on a date; it is told, and nothing else",
     "api/tls.py": "certificates expire on a date; it is told, and nothing else",
     "api/tracing.py": "spans have dates",
     "api/openai_completions.py": "`created`",
