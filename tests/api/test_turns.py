@@ -10,6 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from maitred.api.body_room import BodyRoom
+from maitred.api.decoding import Pieces
 from maitred.api.exchange import MAX_KEYS, SMALL_BYTES, UNCOUNTED_BYTES, Exchange
 from maitred.api.turns import Turns
 from maitred.errors import InvalidRequest
@@ -57,6 +59,7 @@ def exchange_of(chunks: Iterator[bytes], turns: Turns, counted: Counted | None =
         request_id="a",
         max_body_bytes=2**30,
         turns=turns,
+        room=BodyRoom(),
         headers={b"content-type": b"application/json"},
     )
 
@@ -65,27 +68,30 @@ def in_pieces(body: bytes, size: int = SMALL_BYTES) -> Iterator[bytes]:
     return (body[start : start + size] for start in range(0, len(body), size))
 
 
-class NotingDecoder:
-    def __init__(self, counted: Counted) -> None:
-        self._counted = counted
-
-    def decode(self, body: bytes) -> bytes:
-        self._counted.note()
-        return body
+def noting(counted: Counted, num_pieces: int) -> Pieces[str]:
+    for _ in range(num_pieces - 1):
+        counted.note()
+        yield
+    counted.note()
+    return "made"
 
 
 def test_pieces_of_large_bodies_are_read_and_decoded_in_turns_of_their_own():
     body = b'"%b"' % (b"x" * 10 * SMALL_BYTES)
 
+    async def decode_in_turns(exchange: Exchange, counted: Counted) -> str:
+        assert await exchange.body() == body
+        return await exchange.in_turns(noting(counted, 3))
+
     async def read_all() -> Counted:
         counted, turns = Counted(), Turns()
-        decoder: Any = NotingDecoder(counted)
         exchanges = [exchange_of(in_pieces(body), turns, counted) for _ in range(NUM_BODIES)]
-        assert await asyncio.gather(*(exchange.json(decoder) for exchange in exchanges)) == [body] * NUM_BODIES
+        made = await asyncio.gather(*(decode_in_turns(exchange, counted) for exchange in exchanges))
+        assert made == ["made"] * NUM_BODIES
         return counted
 
     counted = asyncio.run(read_all())
-    assert len(counted.noted) == NUM_BODIES * (9 + 1), "pieces beyond the first two, and the decoding"
+    assert len(counted.noted) == NUM_BODIES * (9 + 3), "pieces beyond the first two, and the decoding"
     assert len(set(counted.noted)) == len(counted.noted), "no two in one turn"
 
 
@@ -137,12 +143,38 @@ def test_a_large_text_full_of_colons_has_no_keys():
     assert asyncio.run(read()) == [text]
 
 
-def test_keys_are_counted_to_the_last_where_colons_are_many():
-    body = b"{%b" % (b'"a":0,' * MAX_KEYS) + b" " * UNCOUNTED_BYTES + b'"a":0}'
+@pytest.mark.parametrize("num_too_many", [0, 1])
+def test_keys_are_counted_to_the_last(num_too_many):
+    body = b"{%b" % (b'"a":0,' * (MAX_KEYS - 1 + num_too_many)) + b" " * UNCOUNTED_BYTES + b'"a":0}'
     decoder = msgspec.json.Decoder(dict[str, int])
 
-    async def read() -> None:
-        await exchange_of(in_pieces(body), Turns()).json(decoder, max_items=2 * MAX_KEYS)
+    async def read() -> dict[str, int]:
+        return await exchange_of(in_pieces(body), Turns()).json(decoder, max_items=2 * MAX_KEYS)
 
-    with pytest.raises(InvalidRequest, match=f"about {MAX_KEYS + 1} keys"):
-        asyncio.run(read())
+    if num_too_many:
+        with pytest.raises(InvalidRequest, match=f"over {MAX_KEYS} keys"):
+            asyncio.run(read())
+    else:
+        assert asyncio.run(read()) == {"a": 0}
+
+
+def test_a_body_with_too_many_items_is_not_read_to_its_end():
+    num_read = 0
+
+    def endless() -> Iterator[bytes]:
+        nonlocal num_read
+        yield b"["
+        while num_read < 100:
+            num_read += 1
+            yield b"1," * SMALL_BYTES
+
+    exchange = exchange_of(iter(()), Turns())
+    pieces = endless()
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request", "body": next(pieces), "more_body": True}
+
+    exchange.receive = receive
+    with pytest.raises(InvalidRequest, match="over 200000 items"):
+        asyncio.run(exchange.json(msgspec.json.Decoder(list[int])))
+    assert num_read <= 1 + UNCOUNTED_BYTES // (2 * SMALL_BYTES)

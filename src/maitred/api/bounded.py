@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import Raw, UnsetType
 
-from maitred.api.exchange import decode_json
+from maitred.api.decoding import PIECE_BYTES, Pieces, decode, decode_json
 from maitred.errors import InvalidRequest
 
 T = TypeVar("T")
@@ -20,10 +20,6 @@ MAX_LISTED = 1_000_000  # items of a prompt that is a list; so many token ids ta
 _ANY = msgspec.json.Decoder(dict[str, Any])
 _STRINGS = msgspec.json.Decoder(dict[str, str])
 _BIASES = msgspec.json.Decoder(dict[int, float])
-_TEXT = msgspec.json.Decoder(str)
-_TEXTS = msgspec.json.Decoder(list[str])
-_TOKENS = msgspec.json.Decoder(list[int])
-_TOKEN_LISTS = msgspec.json.Decoder(list[list[int]])
 _FIRST_ITEM = re.compile(rb"\[\s*(.)")
 
 
@@ -51,47 +47,41 @@ def _object(raw: Raw | UnsetType, name: str, decoder: msgspec.json.Decoder[T]) -
     return decode_json(sent, decoder, at=name)
 
 
-class _PromptAlone(msgspec.Struct):
-    prompt: Raw = Raw()
-
-
-_PROMPT_ALONE = msgspec.json.Decoder(_PromptAlone)
-
-
-def raw_prompt(body: bytes) -> bytes:
-    """The prompt as it stands in a body; nothing where it cannot be found."""
-    try:
-        return bytes(_PROMPT_ALONE.decode(body).prompt)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return b""
-
-
-def prompts_of(raw: Raw, *, max_listed: int = MAX_LISTED) -> list[Prompt]:
+def prompts_of(raw: Raw, *, max_listed: int = MAX_LISTED) -> Pieces[list[Prompt]]:
     """One text, one list of token ids, or a list of either; the first item says which.
 
     `max_listed` bounds the tokens of all lists together; it counts commas, which texts have too.
     """
-    sent = bytes(raw)
-    if sent.startswith(b'"'):
-        return [decode_json(sent, _TEXT, at="prompt")]
+    sent = memoryview(raw)
+    if bytes(sent[:1]) == b'"':
+        return [(yield from decode(sent, str, at="prompt"))]
     found = _FIRST_ITEM.match(sent)
     if found is None:
         raise InvalidRequest("prompt must be a text, a list of token ids, or a list of either", param="prompt")
-    num_listed = sent.count(b",") + 1
+    num_listed = (yield from _count(sent, b",")) + 1
     if num_listed > max_listed:
         text = f"prompt has about {num_listed} items; at most {max_listed}"
         raise InvalidRequest(text, param="prompt", code="too_many_items")
     prompts: list[Prompt]
     if found[1] == b"[":
-        _check_count(sent.count(b"[") - 1)  # all of them structure: there are only numbers inside
-        prompts = [*decode_json(sent, _TOKEN_LISTS, at="prompt")]
+        _check_count((yield from _count(sent, b"[")) - 1)  # all of them structure: there are only numbers inside
+        prompts = yield from decode(sent, list[list[int]], at="prompt")
     elif found[1] == b'"':
-        prompts = [*decode_json(sent, _TEXTS, at="prompt")]
+        prompts = yield from decode(sent, list[str], at="prompt")
     else:
-        tokens = decode_json(sent, _TOKENS, at="prompt")
+        tokens = yield from decode(sent, list[int], at="prompt")
         prompts = [tokens] if tokens else []
     _check_count(len(prompts))
     return prompts
+
+
+def _count(sent: memoryview, mark: bytes) -> Pieces[int]:
+    num = 0
+    for start in range(0, len(sent), PIECE_BYTES):
+        if start:
+            yield
+        num += bytes(sent[start : start + PIECE_BYTES]).count(mark)
+    return num
 
 
 def _check_count(num_prompts: int) -> None:

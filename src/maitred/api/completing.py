@@ -39,7 +39,7 @@ async def complete(
     score_only: bool = False,
 ) -> None:
     """Generate, and answer whole or as a stream. `make_batches` renders and tokenises, in a thread: the samples of each
-    prompt, `num_samples` in all.
+    prompt, `num_samples` in all. It keeps no text but what is echoed.
     """
     usage, continuous = wanted_usage(body)
     limits = time_limits(body, exchange.headers, edge.admission_config)
@@ -48,6 +48,8 @@ async def complete(
         events = EventStream(exchange, silence_s=edge.config.sse_keep_alive_s) if body.stream else None
         async with edge.watch(exchange, events):
             batches = await edge.in_thread(exchange, make_batches, options)
+            if not body.echo:
+                exchange.room.release(exchange)
             guest.take(batches)
             generation = exchange.generation = guest.follow(Generation(edge, batches, score_only=score_only))
             if events is not None:

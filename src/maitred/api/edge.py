@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import maitred
 from maitred.api.auth import Door
+from maitred.api.body_room import MAX_HELD_BYTES, BodyRoom
 from maitred.api.decode_probe import DecodeProbe
 from maitred.api.errors import shortened
 from maitred.api.exchange import Exchange
@@ -90,6 +91,7 @@ class Edge:
         self.latencies = Latencies()
         self._is_ready = is_ready
         self.turns = Turns()
+        self.body_room = BodyRoom(max(MAX_HELD_BYTES, 2 * config.max_body_bytes))
         self._text_lanes = TextLanes()
         self._ids = itertools.count()
         self._num_admitted = 0

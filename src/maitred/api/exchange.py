@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Mapping
+import asyncio
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -11,9 +11,12 @@ import msgspec
 from starlette.types import Message, Receive, Scope, Send
 
 from maitred.api.auth import Caller
+from maitred.api.body_room import BodyRoom
+from maitred.api.decoding import Pieces, decode
 from maitred.api.errors import ClientGone, HttpError, RequestTooSlow, UnsupportedMediaType
+from maitred.api.outline import Outline, outline_of
 from maitred.api.turns import Turns
-from maitred.errors import InvalidRequest, RequestTooLarge
+from maitred.errors import InvalidRequest, Overloaded, RequestTooLarge
 
 if TYPE_CHECKING:
     from maitred.api.generation import Generation
@@ -25,12 +28,7 @@ SMALL_BYTES = 64 * 1024  # of a body: reading and decoding so much takes a tenth
 UNCOUNTED_BYTES = 1024 * 1024  # a body up to this is decoded in a few milliseconds, whatever is in it
 MAX_ITEMS = 200_000
 MAX_KEYS = 200_000
-KEY, COLON, ITEM = b'":', b":", b","
-MARKS = {COLON: "keys", ITEM: "items"}  # what each is a sign of; texts have both, and only keys are told from colons
 JSON_HEADERS = ((b"content-type", b"application/json"),)
-# "... - at `$.messages[0].content`", and for keys of an object "- at `key` in `$.logit_bias`"
-_PATH = re.compile(r" - at (?:`?key`? in )?`\$\.?([^`]*)`$")
-_MISSING = re.compile(r"missing required field `([^`]+)`")
 
 
 @dataclass(slots=True, eq=False)
@@ -43,6 +41,7 @@ class Exchange:
     request_id: str
     max_body_bytes: int
     turns: Turns  # for bodies that are not small
+    room: BodyRoom  # for those, too
     headers: dict[bytes, bytes]  # of the request, names in lower case, the first of equals
     caller: Caller = field(init=False)  # set before any route is asked
     route: str = "other"  # the path as declared, for metrics
@@ -53,7 +52,7 @@ class Exchange:
     streaming: bool = False  # the answer that began is an event stream
     complete: bool = False
     num_body_bytes: int = 0  # of the request, as far as they were read
-    num_marks: dict[bytes, int] = field(default_factory=dict)  # of MARKS in them, once the body is over UNCOUNTED_BYTES
+    outline: Outline | None = None  # of them, once the body is over UNCOUNTED_BYTES
     standing_headers: Callable[[], Iterable[Header]] = tuple  # of every answer, asked when it begins
 
     @property
@@ -70,11 +69,26 @@ class Exchange:
             self.complete = True
         await self.raw_send(message)
 
-    async def body(self) -> bytes:
-        """The whole body; raises RequestTooLarge as soon as its length says so, declared or counted."""
+    async def body(self, *, max_items: int = MAX_ITEMS) -> bytes:
+        """The whole body; raises RequestTooLarge as soon as its length says so, declared or counted, and InvalidRequest
+        as soon as there are too many items or keys in it.
+        """
         declared = self.headers.get(b"content-length", b"")
         if declared.isdigit() and int(declared[:20]) > self.max_body_bytes:
             raise self._too_large()
+        try:
+            async with asyncio.timeout(None) as sending:
+                chunks = await self._chunks(sending, max_items)
+        except TimeoutError:
+            text = "bodies of requests fill the memory there is for them, and this one has been coming for longest"
+            raise Overloaded(f"{text}; send it again", retry_after_s=1.0) from None
+        finally:
+            self.room.sent(self)
+        await self.turn()
+        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+    async def _chunks(self, sending: asyncio.Timeout, max_items: int) -> list[bytes]:
+        """The body as it came. `sending` is over when it must make room for others."""
         chunks: list[bytes] = []
         size = 0
         while True:
@@ -90,20 +104,36 @@ class Exchange:
             if size > self.max_body_bytes:
                 raise self._too_large()
             chunks.append(chunk)
+            if size > SMALL_BYTES:
+                self.room.hold(self, size, sending)
             if size > UNCOUNTED_BYTES:
-                self._count(chunks if not self.num_marks else (chunk,))
+                await self._count(chunks if self.outline is None else (chunk,), max_items)
             if not message.get("more_body", False):
-                return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+                return chunks
 
     async def turn(self) -> None:
         """Before each piece of work on the body; a small one waits for nothing."""
         if self.num_body_bytes > SMALL_BYTES:
             await self.turns.mine()
 
-    def _count(self, chunks: Iterable[bytes]) -> None:
-        """As they come: counting a whole body would hold up everybody for as long as decoding it does."""
-        for mark in MARKS:
-            self.num_marks[mark] = self.num_marks.get(mark, 0) + sum(chunk.count(mark) for chunk in chunks)
+    async def in_turns(self, pieces: Pieces[T]) -> T:
+        """What `pieces` make, each in a turn of its own."""
+        while True:
+            await self.turn()
+            try:
+                next(pieces)
+            except StopIteration as made:
+                result: T = made.value
+                return result
+
+    async def _count(self, chunks: Iterable[bytes], max_items: int) -> None:
+        """As they come: of what has so many items that decoding costs too much, the rest need not be read."""
+        outline = self.outline = self.outline or Outline()
+        for chunk in chunks:
+            await self.turn()
+            outline.add(chunk)
+        _check_number(outline.num_items, "items", max_items)
+        _check_number(outline.num_keys, "keys", MAX_KEYS)
 
     def _too_large(self) -> RequestTooLarge:
         limit = self.max_body_bytes
@@ -116,43 +146,22 @@ class Exchange:
         decoder: msgspec.json.Decoder[T],
         *,
         max_items: int = MAX_ITEMS,
-        apart: Callable[[bytes], bytes] | None = None,
+        apart: str | None = None,
+        max_apart: int = 0,
     ) -> T:
         """The body as a struct; raises InvalidRequest whose `param` is the path of the wrong field.
 
-        `max_items` bounds what decoding may cost the event loop; it counts commas, which texts have too. `apart` finds
-        the part of the body that is kept raw and measured elsewhere.
+        `max_items` bounds what decoding may cost. `apart` is a raw field with items of its own, up to `max_apart`.
         """
         media_type = self.headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
         if media_type != b"application/json":
             raise UnsupportedMediaType("send the body as JSON, with the header Content-Type: application/json")
-        body = await self.body()
-        await self.turn()
-        await self._check_items(body, {ITEM: max_items, COLON: MAX_KEYS}, apart)
-        return decode_json(body, decoder)
-
-    async def _check_items(
-        self, body: bytes, limits: Mapping[bytes, int], apart: Callable[[bytes], bytes] | None
-    ) -> None:
-        """Refuse a body with so many items or keys that decoding alone would hold up everybody."""
-        for mark, limit in limits.items():
-            num = self.num_marks.get(mark, 0)
-            if num > limit and apart is not None:
-                num -= apart(body).count(mark)
-                await self.turn()
-            if num > limit and mark is COLON:
-                num = await self._num_keys(body)
-            if num > limit:
-                text = f"the body has about {num} {MARKS[mark]} in JSON; at most {limit}"
-                raise InvalidRequest(text, code="too_many_items")
-
-    async def _num_keys(self, body: bytes) -> int:
-        """Finding two characters takes five times as long as one, so it is for bodies with many colons."""
-        num = 0
-        for start in range(0, len(body), UNCOUNTED_BYTES):
-            num += body.count(KEY, start, start + UNCOUNTED_BYTES + 1)  # one on the border, too
-            await self.turns.mine()
-        return num
+        body = await self.body(max_items=max_items + max_apart)
+        decoded: T = await self.in_turns(decode(body.lstrip(), decoder.type))
+        if apart is not None and self.outline is not None and self.outline.num_items > max_items:
+            within = await self.in_turns(outline_of(getattr(decoded, apart)))
+            _check_number(self.outline.num_items - within.num_items, "items", max_items)
+        return decoded
 
     async def answer_json(self, value: Any, status: int = 200, headers: tuple[tuple[bytes, bytes], ...] = ()) -> None:
         await self.answer(msgspec.json.encode(value), status, (*JSON_HEADERS, *headers))
@@ -167,25 +176,6 @@ class Exchange:
         await self.answer(error.encoded(), error.status, (*JSON_HEADERS, *error.headers))
 
 
-def decode_json(body: bytes, decoder: msgspec.json.Decoder[T], *, at: str = "") -> T:
-    """`body` decoded and checked; every way in which JSON can be wrong is an InvalidRequest. `at` is where it stood."""
-    try:
-        return decoder.decode(body)
-    except msgspec.ValidationError as error:
-        message = str(error)
-        param = _param(message, at)
-        where = f" at {param}" if param and "missing required" not in message else ""
-        raise InvalidRequest(_PATH.sub("", message) + where, param=param) from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"the body is not valid JSON: {error}", code="invalid_json") from None
-    except RecursionError:
-        raise InvalidRequest("the body is nested too deeply", code="invalid_json") from None
-
-
-def _param(message: str, at: str) -> str | None:
-    """The path of the field that a ValidationError is about."""
-    found = _PATH.search(message)
-    path = found.group(1).replace("[...]", "") if found else ""  # msgspec does not name the keys of an object
-    missing = _MISSING.search(message)
-    steps = [step for step in (at, path, missing.group(1) if missing else "") if step]
-    return ".".join(steps).replace(".[", "[") or None
+def _check_number(num: int, what: str, limit: int) -> None:
+    if num > limit:
+        raise InvalidRequest(f"the body has over {limit} {what} in JSON; send fewer", code="too_many_items")

@@ -49,6 +49,7 @@ class EdgeMiddleware:
             request_id=self._request_id(headers.get(b"x-request-id")),
             max_body_bytes=self._edge.config.max_body_bytes,
             turns=self._edge.turns,
+            room=self._edge.body_room,
             headers=headers,
         )
         exchange.standing_headers = partial(self._standing, exchange)
@@ -71,6 +72,7 @@ class EdgeMiddleware:
         except Exception as error:
             await _answer(exchange, error, self._outage)
         finally:
+            exchange.room.release(exchange)
             metrics.num_in_flight -= 1
             metrics.http_answered(exchange.route, exchange.status or CLIENT_GONE_STATUS)
             _log_access(exchange, time.monotonic() - started_at)

@@ -62,6 +62,7 @@ def _make_batches(
         continue_final_message=body.continue_final_message,
         chat_template_kwargs=any_object(body.chat_template_kwargs, "chat_template_kwargs"),
     )
+    body.messages.clear()
     special = bool(body.add_special_tokens)  # the template writes them
     try:
         batches = edge.make_batches([prompt], sampling, options, completion_id, add_special_tokens=special)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from maitred.api.bounded import MAX_LISTED, Prompt, prompts_of, raw_prompt
+from maitred.api.bounded import MAX_LISTED, Prompt, prompts_of
 from maitred.api.completing import complete
 from maitred.api.edge import Edge, RequestOptions
 from maitred.api.exchange import Exchange
@@ -28,13 +28,14 @@ _DECODER = msgspec.json.Decoder(CompletionAsSent)
 
 async def create_completion(edge: Edge, exchange: Exchange) -> None:
     """Check, tokenise, generate; answer whole or as a stream."""
-    body = await exchange.json(_DECODER, apart=raw_prompt)
+    max_listed = max(MAX_LISTED, 2 * edge.model.max_model_len)
+    body = await exchange.json(_DECODER, apart="prompt", max_apart=max_listed)
     edge.check_model(body.model)
     refuse_unbuilt(body, COMPLETION_REFUSED)
     check_common(body, priorities=edge.priorities)
     sampling = completion_sampling(body, edge.model, edge.config.default_max_n)
-    await exchange.turn()
-    prompts = prompts_of(body.prompt, max_listed=max(MAX_LISTED, 2 * edge.model.max_model_len))
+    prompts = await exchange.in_turns(prompts_of(body.prompt, max_listed=max_listed))
+    body.prompt = msgspec.Raw()  # which was the whole body
     answer = CompletionAnswer(edge, body, prompts, completion_id("cmpl", body, exchange))
     exchange.log |= {"model": body.model, "stream": bool(body.stream), "n": sampling.n, "prompts": len(prompts)}
     special = body.add_special_tokens is not False
@@ -48,6 +49,8 @@ async def create_completion(edge: Edge, exchange: Exchange) -> None:
             raise
         for batch in batches:
             cap_max_tokens(batch, COMPLETION_MAX_TOKENS)
+        if not body.echo:
+            prompts.clear()
         return batches
 
     num_samples, score_only = sampling.n * len(prompts), body.max_tokens == 0
