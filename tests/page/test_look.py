@@ -68,6 +68,22 @@ def test_a_desk_shows_both(house, open_page, expect):
     expect(page.get_by_role("button", name="Engine")).to_be_hidden()
 
 
+@pytest.mark.parametrize("width", [320, 390, 761, 1080, 1300])
+def test_figures_and_their_labels_fit_their_tiles(house, open_page, expect, width):
+    page = open_page(house.url, viewport={"width": width, "height": 800})
+    if width < 1080:
+        page.get_by_role("button", name="Engine").click()
+    expect(page.locator("#stat-batch")).to_have_text("0")
+    cut = page.evaluate(
+        """() => {
+            for (const figure of document.querySelectorAll(".stats dd > span")) figure.textContent = "99.9";
+            const all = [...document.querySelectorAll(".stats dt, .stats dd")];
+            return all.filter((e) => e.scrollWidth > e.clientWidth).map((e) => e.textContent);
+        }"""
+    )
+    assert not cut
+
+
 def test_every_control_has_a_name(house, open_page, expect):
     page = open_page(house.url)
     expect(page.locator("#engine")).to_be_visible()
