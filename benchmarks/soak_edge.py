@@ -2,7 +2,10 @@
 
 Each prints one line with its figures, and the exit code is 1 when one is out of bounds. `--share 0.05` makes a small
 one in seconds. The server is a process of its own without a model (`tests.reliability.edge_server`), except for
-tokenising, which the built-in model does.
+tokenising and for readers of an engine's streams, where it serves the built-in model.
+
+What good clients wait is told without the time in which the server, or who measures, was ready to run and other work
+had the processors, so that the bounds are the same on a busy machine and on a quiet one.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import argparse
 import json
 import math
 import random
+import select
 import socket
 import statistics
 import subprocess
@@ -47,11 +51,20 @@ class Line(NamedTuple):
     good: bool
 
 
+def in_line_s(task: str) -> float:
+    """How long a thread has been ready to run and others had the processors (`schedstat` of proc(5)); 0 if not told."""
+    try:
+        return int(Path(f"/proc/{task}/schedstat").read_text().split()[1]) / 1e9
+    except OSError:
+        return 0.0
+
+
 @dataclass
 class Visitor:
-    """A good client that asks for `/health` all the while; seconds of each answer."""
+    """A good client that asks for `/health` all the while; seconds of each answer, without what others' work took."""
 
     url: str
+    pid: int  # of the server, whose first thread has the event loop
     seconds: list[float] = field(default_factory=list)
     failed: int = 0
     _stop: threading.Event = field(default_factory=threading.Event)
@@ -59,7 +72,7 @@ class Visitor:
     def visit(self) -> None:
         web = HTTPConnection(self.url.removeprefix("http://"), timeout=30)
         while not self._stop.is_set():
-            began = time.perf_counter()
+            began, in_line = time.perf_counter(), self._in_line_s()
             try:
                 web.request("GET", "/health")
                 answer = web.getresponse()
@@ -68,9 +81,13 @@ class Visitor:
             except (OSError, HTTPException):
                 self.failed += 1
                 web.close()
-            self.seconds.append(time.perf_counter() - began)
+            waited_s = time.perf_counter() - began
+            self.seconds.append(max(0.0, waited_s - (self._in_line_s() - in_line)))
             time.sleep(0.005)
         web.close()
+
+    def _in_line_s(self) -> float:
+        return in_line_s(str(self.pid)) + in_line_s("thread-self")
 
     def p50_ms(self) -> float:
         return statistics.median(self.seconds) * 1000
@@ -89,8 +106,8 @@ class Visitor:
             thread.join()
 
 
-def visits(url: str, seconds: float) -> Visitor:
-    visitor = Visitor(url)
+def visits(url: str, pid: int, seconds: float) -> Visitor:
+    visitor = Visitor(url, pid)
     with visitor.visiting():
         time.sleep(seconds)
     return visitor
@@ -106,7 +123,7 @@ def many_connections(share: float) -> Line:
         while server.in_flight() < streaming:
             time.sleep(0.1)
         each = (server.rss_bytes() - before) / (idle + streaming)
-        visitor = visits(server.url, 10)
+        visitor = visits(server.url, server.process.pid, 10)
         for connection in held:
             connection.close()
     good = each < 60 * KIB and visitor.failed == 0 and visitor.p99_ms() < 100
@@ -127,13 +144,13 @@ def slow_clients(kind: str, share: float) -> Line:
     count = int((200 if kind == "slow reader" else 2000) * share)  # that server writes as fast as the loop turns
     with attacked(send_timeout_s=10.0) as server:
         server.is_well()
-        calm, before = visits(server.url, 5), server.rss_bytes()
+        calm, before = visits(server.url, server.process.pid, 5), server.rss_bytes()
         began = time.perf_counter()
         bad = [KINDS[kind](server) for _ in range(count)]
         while server.num_files() < count and time.perf_counter() - began < 30:
             time.sleep(0.01)
         opened_s = time.perf_counter() - began
-        visitor = Visitor(server.url)
+        visitor = Visitor(server.url, server.process.pid)
         most = 0
         with visitor.visiting():
             began = time.perf_counter()
@@ -164,25 +181,51 @@ BOMBS = {
 }
 
 
+LONGEST_MS = 200.0
+
+
 def bombs() -> Iterator[Line]:
     """Bodies at the default limit; how long each holds the loop is how long it keeps somebody else waiting."""
-    with attacked() as server, httpx.Client(base_url=server.url, timeout=60) as web:
+    with attacked() as server:
         server.is_well()
-        limit = ServerConfig().max_body_bytes
-        for name, (head, item, tail) in BOMBS.items():
-            body = head + item * ((limit - len(head) - len(tail)) // len(item)) + tail
-            path = "/v1/chat/completions" if name == "messages" else "/v1/completions"
-            visitor = Visitor(server.url)
-            with visitor.visiting():
-                time.sleep(0.2)
-                answer = web.post(path, content=body, headers={"content-type": "application/json"})
+        for name in BOMBS:
+            visitor = Visitor(server.url, server.process.pid)
+            with client("--send", server.url, name) as sender, visitor.visiting():
+                status = sender()
             longest_ms = max(visitor.seconds) * 1000
-            good = answer.status_code in (200, 400, 413) and longest_ms < 1000
-            yield Line(
-                f"{limit // KIB // KIB} MiB of {name}",
-                f"{answer.status_code}, others wait {longest_ms:.0f} ms at most",
-                good,
-            )
+            good = status in ("200", "400", "413") and visitor.failed == 0 and longest_ms < LONGEST_MS
+            size = f"{ServerConfig().max_body_bytes // KIB // KIB} MiB of {name}"
+            yield Line(size, f"{status}, others wait {longest_ms:.0f} ms at most", good)
+
+
+def send_bomb(url: str, name: str) -> None:
+    head, item, tail = BOMBS[name]
+    limit = ServerConfig().max_body_bytes
+    body = head + item * ((limit - len(head) - len(tail)) // len(item)) + tail
+    path = "/v1/chat/completions" if name == "messages" else "/v1/completions"
+    with httpx.Client(base_url=url, timeout=60) as web:
+        say("begun")
+        time.sleep(0.2)  # so that somebody else is there before
+        say(web.post(path, content=body, headers={"content-type": "application/json"}).status_code)
+
+
+@contextmanager
+def client(*words: str) -> Iterator[Callable[[], str]]:
+    """Clients in a process of their own, so that they do not slow down who measures; what they say, line by line."""
+    asking = [sys.executable, __file__, *words]
+    with subprocess.Popen(asking, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            heard = process.stdout
+            assert heard.readline(), "the clients ended"
+            yield lambda: heard.readline().strip()
+        finally:
+            process.kill()
+
+
+def say(what: object) -> None:
+    sys.stdout.write(f"{what}\n")
+    sys.stdout.flush()
 
 
 LOOP_STALL_MS = 20.0
@@ -211,7 +254,7 @@ def readers_of_an_engine(share: float, seconds: float = 60.0) -> Line:
         fields = {"model": model, "prompt": "Once", "max_tokens": 400, "ignore_eos": True, "stream": True}
         body = json.dumps({**fields, "logprobs": 20}).encode()
         server = Attacked(cast(Any, SimpleNamespace(pid=pid)), int(url.rsplit(":", 1)[1]))
-        before, most, visitor = server.rss_bytes(), 0, Visitor(url)
+        before, most, visitor = server.rss_bytes(), 0, Visitor(url, pid)
         with attacks.opened([attacks.unread(server, body) for _ in range(count)]), visitor.visiting():
             ends_at = time.perf_counter() + seconds
             while time.perf_counter() < ends_at:
@@ -230,29 +273,106 @@ def readers_of_an_engine(share: float, seconds: float = 60.0) -> Line:
     return Line(f"{count} readers of an engine's streams", figures, good)
 
 
+# So many bytes of events that neither the kernel nor the connection holds them all.
+READ_FIELDS = {"prompt": "Once", "max_tokens": 300, "n": 2, "ignore_eos": True, "stream": True, "logprobs": 20}
+
+
+def slow_readers_of_an_engine(share: float) -> Iterator[Line]:
+    """Clients that read ten bytes a second of streams that a real engine writes, and quick ones to compare with."""
+    count = max(1, int(200 * share))
+    quick_s = 0.0
+    for kind in ("quick", "slow"):
+        with served("--send-timeout-s", "600") as (url, pid), httpx.Client(base_url=url, timeout=60) as web:
+            server = Attacked(cast(Any, SimpleNamespace(pid=pid)), int(url.rsplit(":", 1)[1]))
+            model = web.get("/v1/models").json()["data"][0]["id"]
+            short = {"model": model, "prompt": "Once", "max_tokens": 5, "ignore_eos": True}
+            web.post("/v1/completions", json=short)
+            before, most, queued, visitor = server.rss_bytes(), 0, 0, Visitor(url, pid)
+            with client(f"--read-{kind}", url, model, str(count)), visitor.visiting():
+                began = time.perf_counter()
+                while num_finished(web) < 2 * count + 1 and time.perf_counter() - began < 600:
+                    most, queued = max(most, server.rss_bytes()), max(queued, num_queued(server.port))
+                    time.sleep(0.2)
+                seconds = time.perf_counter() - began
+                is_free, num_there = "maitred_kv_blocks_used 0.0" in web.get("/metrics").text, server.in_flight()
+                began = time.perf_counter()
+                web.post("/v1/completions", json=short).raise_for_status()
+                newcomer_ms = (time.perf_counter() - began) * 1000
+            ends_at = time.perf_counter() + 30
+            while server.in_flight() > 0 and time.perf_counter() < ends_at:
+                time.sleep(0.1)
+            is_left = server.in_flight() > 0
+        each = (most - before) / count
+        figures = (
+            f"{count * 600 / seconds:.0f} tokens/s, {seconds:.0f} s; then "
+            f"{'every block is free' if is_free else 'blocks are held'}, {num_there} still read, "
+            f"and a newcomer's five tokens take {newcomer_ms:.0f} ms; {each / KIB:.0f} KiB each here, "
+            f"{queued / count / KIB:.0f} in the kernel; others' p99 {visitor.p99_ms():.1f} ms, {visitor.failed} failed"
+        )
+        quick_s = quick_s or seconds
+        goes_on = is_free and not is_left and visitor.failed == 0 and seconds < 3 * quick_s + 30
+        is_bounded = each < 512 * KIB and queued < count * 512 * KIB
+        good = goes_on and is_bounded and (num_there == count or kind == "quick")
+        yield Line(f"{count} {kind} readers of an engine's streams", figures, good)
+
+
+def num_finished(web: httpx.Client) -> int:
+    page = web.get("/metrics").text
+    return int(float(page.split('maitred_requests_finished_total{reason="length"} ')[1].split("\n")[0]))
+
+
+def num_queued(port: int) -> int:
+    """Bytes that the kernel keeps for those who are connected to `port`."""
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return sum(int(row[4].split(":")[0], 16) for row in rows if int(row[1].split(":")[1], 16) == port)
+
+
+def readers(url: str, model: str, count: str) -> list[socket.socket]:
+    server = Attacked(cast(Any, None), int(url.rsplit(":", 1)[1]))
+    body = json.dumps({"model": model, **READ_FIELDS}).encode()
+    connections = [attacks.unread(server, body) for _ in range(int(count))]
+    for connection in connections:
+        connection.setblocking(False)
+    say("begun")
+    return connections
+
+
+def read_slowly(url: str, model: str, count: str) -> None:
+    """Until the process is ended."""
+    connections = readers(url, model, count)
+    while True:
+        for connection in select.select(connections, [], [], 0)[0]:
+            connection.recv(10)
+        time.sleep(1.0)
+
+
+def read_quickly(url: str, model: str, count: str) -> None:
+    connections = readers(url, model, count)
+    while True:
+        for connection in select.select(connections, [], [])[0]:
+            if not connection.recv(1 << 20):
+                connections.remove(connection)
+
+
 def tokenising() -> Iterator[Line]:
     """Twenty clients send long texts without pause: such as are tokenised and told, and such as are too long; then to a
     model with so much context that all of them are tokenised.
     """
-    with served() as (url, _):
-        yield from _tokenising(url, "", (30_000, 500_000))
+    with served() as (url, pid):
+        yield from _tokenising(url, pid, "", (30_000, 500_000))
     with tempfile.TemporaryDirectory() as folder:
         copied_model(Path(folder), max_position_embeddings=LONG_CONTEXT)
-        with served(folder, "--kv-cache-memory-bytes", "3GB") as (url, _):
-            yield from _tokenising(url, f", context {LONG_CONTEXT}", (500_000,))
+        with served(folder, "--kv-cache-memory-bytes", "3GB") as (url, pid):
+            yield from _tokenising(url, pid, f", context {LONG_CONTEXT}", (500_000,))
 
 
-def _tokenising(url: str, where: str, sizes: tuple[int, ...]) -> Iterator[Line]:
-    calm_ms = visits(url, 3).p99_ms()  # the machine's own noise
+def _tokenising(url: str, pid: int, where: str, sizes: tuple[int, ...]) -> Iterator[Line]:
+    calm_ms = visits(url, pid, 3).p99_ms()  # the machine's own noise
     for name in TEXTS:
         for num_chars in sizes:
-            asking = [sys.executable, __file__, "--ask", f"{url} {name.replace(' ', '_')} {num_chars}"]
-            visitor = Visitor(url)
-            with subprocess.Popen(asking, stdout=subprocess.PIPE, text=True) as clients:
-                assert clients.stdout is not None
-                clients.stdout.readline()  # they have begun
-                with visitor.visiting():
-                    statuses = clients.stdout.readline().strip()
+            visitor = Visitor(url, pid)
+            with client("--ask", url, name, str(num_chars)) as clients, visitor.visiting():
+                statuses = clients()
             p50_ms, p99_ms = visitor.p50_ms(), visitor.p99_ms()
             figures = f"others' p50 {p50_ms:.1f}, p99 {p99_ms:.1f} ms (calm {calm_ms:.1f}); {statuses}"
             good = visitor.failed == 0 and p99_ms < LOOP_STALL_MS + calm_ms
@@ -260,9 +380,7 @@ def _tokenising(url: str, where: str, sizes: tuple[int, ...]) -> Iterator[Line]:
 
 
 def ask_for_tokens(url: str, name: str, num_chars: str, seconds: float = 3.0) -> None:
-    """The clients, in a process of their own so that they do not slow down who measures."""
-    text = TEXTS[name.replace("_", " ")]
-    body = json.dumps({"prompt": (text * int(num_chars))[: int(num_chars)]}, ensure_ascii=False).encode()
+    body = json.dumps({"prompt": (TEXTS[name] * int(num_chars))[: int(num_chars)]}, ensure_ascii=False).encode()
     statuses: Counter[int] = Counter()
     ends_at = time.perf_counter() + seconds
 
@@ -277,11 +395,10 @@ def ask_for_tokens(url: str, name: str, num_chars: str, seconds: float = 3.0) ->
     asking = [threading.Thread(target=ask) for _ in range(NUM_TOKENISING)]
     for thread in asking:
         thread.start()
-    sys.stdout.write("begun\n")
-    sys.stdout.flush()
+    say("begun")
     for thread in asking:
         thread.join()
-    sys.stdout.write(", ".join(f"{count} x {status}" for status, count in sorted(statuses.items())) + "\n")
+    say(", ".join(f"{count} x {status}" for status, count in sorted(statuses.items())))
 
 
 SECRET_BYTES = 32
@@ -335,20 +452,29 @@ def quickest(all_ns: list[float]) -> list[float]:
     return sorted(all_ns)[: int(len(all_ns) * 0.95)]
 
 
+CLIENTS: dict[str, Callable[..., None]] = {
+    "--send": send_bomb,
+    "--ask": ask_for_tokens,
+    "--read-slow": read_slowly,
+    "--read-quick": read_quickly,
+}
+
+
 def main() -> int:
+    if sys.argv[1:] and sys.argv[1] in CLIENTS:
+        CLIENTS[sys.argv[1]](*sys.argv[2:])
+        return 0
+
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--share", type=float, default=1.0, help="of the full numbers")
     parser.add_argument("--only", default="", help="attacks that have this in their names")
-    parser.add_argument("--ask", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     share, only = arguments.share, arguments.only
-    if arguments.ask:
-        ask_for_tokens(*arguments.ask.split())
-        return 0
 
     attacks_by_name: dict[str, Callable[[], Iterator[Line]]] = {
         "many_connections": lambda: iter((many_connections(share),)),
         **{kind.replace(" ", "_"): lambda kind=kind: iter((slow_clients(kind, share),)) for kind in KINDS},
+        "slow_engine_readers": lambda: slow_readers_of_an_engine(share),
         "engine_readers": lambda: iter((readers_of_an_engine(share),)),
         "bombs": bombs,
         "tokenising": tokenising,
@@ -358,8 +484,7 @@ def main() -> int:
     for name, attack in attacks_by_name.items():
         for line in attack() if only in name else ():
             good &= line.good
-            sys.stdout.write(f"{'ok  ' if line.good else 'BAD '} {line.name}: {line.figures}\n")
-            sys.stdout.flush()
+            say(f"{'ok  ' if line.good else 'BAD '} {line.name}: {line.figures}")
     return 0 if good else 1
 
 
