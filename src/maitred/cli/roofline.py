@@ -8,6 +8,7 @@ from maitred.cli.command import Command, Options
 from maitred.cli.flags import option
 from maitred.cli.local import ENGINE_PARTS, engine_config
 from maitred.config import CacheConfig
+from maitred.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +25,11 @@ class RooflineOptions:
     """Prompt of the prefill."""
     json: bool = False
     """Print one JSON object in place of the tables."""
+
+    def __post_init__(self) -> None:
+        for name, tokens in (("context", self.context), ("prompt", self.prompt)):
+            if tokens < 1:
+                raise ConfigError(f"{name} is {tokens}; it must be at least 1")
 
 
 def _run(options: Options) -> int:

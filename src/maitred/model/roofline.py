@@ -35,6 +35,9 @@ class WeightFormat(NamedTuple):
     dtype: str
     group: int = INT4_GROUP
 
+    def __str__(self) -> str:
+        return f"{self.dtype}/{self.group}" if self.dtype == "int4" else self.dtype
+
     def bytes_of(self, rows: int, columns: int) -> float:
         """Of a matrix [rows, columns], scales included."""
         match self.dtype:

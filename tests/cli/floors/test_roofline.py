@@ -60,6 +60,32 @@ def test_without_the_engine_floors_stand_alone_and_json_has_them_all(capsys: pyt
     assert told["token_budget"]["int8"] % 64 == 0
 
 
+def floors_of(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, float]:
+    assert main(["roofline", "--no-engine", "--json", "--batch", "1", *words]) == 0
+    return {step["name"]: step["floor_s"] for step in json.loads(capsys.readouterr().out)["steps"]}
+
+
+@pytest.mark.usefixtures("known_host")
+def test_floors_are_of_the_formats_that_the_engine_would_take(capsys: pytest.CaptureFixture[str]):
+    """The output matrix has a format of its own, and int4 has groups."""
+    narrow = floors_of(capsys, "--dtype", "int8")["decode, 1 x context 512"]
+    wide = floors_of(capsys, "--dtype", "int8", "--lm-head-dtype", "bfloat16")["decode, 1 x context 512"]
+    assert (wide - narrow) * HOST.machine.stream_bytes_per_s == pytest.approx(1536 * (256 - 4))  # of the built-in model
+    coarse, fine = (
+        floors_of(capsys, "--dtype", "int4", "--int4-group-size", group)["decode, 1 x context 512"]
+        for group in ("128", "32")
+    )
+    assert coarse < fine < narrow
+    assert main(["roofline", "--no-engine", "--dtype", "int4", "--int4-group-size", "64", "--kv-dtype", "int8"]) == 0
+    assert "weights int4/64, embedding and output int8, KV cache int8" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("flag", ["--context", "--prompt"])
+def test_lengths_are_checked_before_anything_is_measured(flag: str, capsys: pytest.CaptureFixture[str]):
+    assert main(["roofline", flag, "0"]) == 2
+    assert capsys.readouterr().err == f"error: {flag} is 0; it must be at least 1\n"
+
+
 @pytest.mark.parametrize("word", ["0", "-1", "many"])
 def test_a_batch_must_be_a_number_of_requests(word: str, capsys: pytest.CaptureFixture[str]):
     assert main(["roofline", "--no-engine", f"--batch={word}"]) == 1

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from maitred.cli.console import note
 from maitred.cli.floors.timed import TimedEngine
 from maitred.config import EngineConfig
 from maitred.engine.build import build_parts
+from maitred.engine.executors import plan_executor
 from maitred.engine.memory import usable_cores
 from maitred.errors import ConfigError
-from maitred.model.checkpoint import open_checkpoint
+from maitred.executor.native_plan import NativePlan
+from maitred.model.checkpoint import Checkpoint, open_checkpoint
 from maitred.model.families import spec_from_config
 from maitred.model.machine import Measured, measure
 from maitred.model.roofline import (
@@ -32,7 +34,6 @@ if TYPE_CHECKING:
     from maitred.cli.roofline import RooflineOptions
 
 DECODE_STEPS = 24
-DEFAULT_FORMAT, DEFAULT_KV = "bfloat16", "bfloat16"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +55,12 @@ def run_roofline(options: RooflineOptions, config: EngineConfig) -> int:
     batches = [_batch(word) for word in options.batch]
     note("measuring this machine; other load on it spoils the figures")
     measured = measure(config.model.num_threads or usable_cores())
-    spec = spec_from_config(open_checkpoint(config.model.model, config.model.revision).config)
+    with open_checkpoint(config.model.model, config.model.revision) as checkpoint:
+        spec = spec_from_config(checkpoint.config)
+        held = _held(config, checkpoint, spec)
+    floors = _floors(options, spec, measured, held, batches)
     if options.engine:
-        floors, held = _with_engine(options, config, spec, measured, batches)
-    else:
-        held = _named_formats(config)
-        floors = list(_floors(options, spec, measured, held, batches))
+        floors = _with_engine(options, config, floors, batches)
     if options.json:
         print(json.dumps(_as_json(measured, spec, held, floors)))
     else:
@@ -67,49 +68,47 @@ def run_roofline(options: RooflineOptions, config: EngineConfig) -> int:
     return 0
 
 
-Formats = tuple[WeightFormat, KVFormat]
+class Held(NamedTuple):
+    """The formats that the engine holds the model in."""
+
+    weights: WeightFormat
+    lm_head: WeightFormat
+    kv: KVFormat
 
 
-def _named_formats(config: EngineConfig) -> Formats:
-    """The formats asked for; auto is taken as bfloat16, since nothing is loaded that would tell."""
-    weights, kv = config.model.dtype, config.model.kv_dtype
-    return (
-        WeightFormat(DEFAULT_FORMAT if weights == "auto" else weights),
-        KVFormat(DEFAULT_KV if kv == "auto" else kv),
-    )
+def _held(config: EngineConfig, checkpoint: Checkpoint, spec: DecoderSpec) -> Held:
+    """As the engine would settle them; no weight is read for it."""
+    plan = plan_executor(config, checkpoint, spec, lambda line: None)
+    weights = weight_format(plan.dtype_name)
+    head = weight_format(str(plan.program.formats.head)) if isinstance(plan, NativePlan) else weights
+    return Held(weights, head, KVFormat(plan.kv_dtype_name))
 
 
 def _floors(
-    options: RooflineOptions, spec: DecoderSpec, measured: Measured, held: Formats, batches: list[int]
+    options: RooflineOptions, spec: DecoderSpec, measured: Measured, held: Held, batches: list[int]
 ) -> list[Floor]:
-    weights, kv = held
+    def least_s(rows: list[Row]) -> float:
+        return floor_s(step_work(spec, rows, held.weights, held.kv, held.lm_head), measured.machine)
+
     floors = []
     for batch in batches:
-        rows = [Row(options.context - 1, 1)] * batch
         name = f"decode, {batch} x context {options.context}"
-        floors.append(Floor(name, batch, floor_s(step_work(spec, rows, weights, kv), measured.machine)))
-    prefill = step_work(spec, [Row(0, options.prompt)], weights, kv)
-    floors.append(Floor(f"prefill of {options.prompt}", options.prompt, floor_s(prefill, measured.machine)))
-    return floors
+        floors.append(Floor(name, batch, least_s([Row(options.context - 1, 1)] * batch)))
+    return [*floors, Floor(f"prefill of {options.prompt}", options.prompt, least_s([Row(0, options.prompt)]))]
 
 
 def _with_engine(
-    options: RooflineOptions, config: EngineConfig, spec: DecoderSpec, measured: Measured, batches: list[int]
-) -> tuple[list[Floor], Formats]:
-    """Floors for the formats that the engine really uses, each with the median of its own steps beside."""
+    options: RooflineOptions, config: EngineConfig, floors: list[Floor], batches: list[int]
+) -> list[Floor]:
+    """Each floor with the median of the engine's own steps beside it."""
     parts = build_parts(config, on_event=note)
     try:
-        footprint = parts.model.footprint
-        if footprint is None:
-            raise ConfigError("this engine does not tell how it holds the model; use --no-engine")
-        held = weight_format(footprint.dtype), KVFormat(footprint.kv_dtype)
-        floors = _floors(options, spec, measured, held, batches)
         engine = TimedEngine(parts, parts.core.scheduler.config.token_budget)
         took = [engine.decode_s(batch, options.context, DECODE_STEPS) for batch in batches]
         took.append(engine.prefill_s(options.prompt))
     finally:
         parts.close()
-    return [Floor(f.name, f.tokens, f.floor_s, s) for f, s in zip(floors, took, strict=True)], held
+    return [replace(floor, took_s=took_s) for floor, took_s in zip(floors, took, strict=True)]
 
 
 def machine_lines(measured: Measured) -> list[str]:
@@ -135,11 +134,10 @@ def machine_lines(measured: Measured) -> list[str]:
     ]
 
 
-def model_lines(spec: DecoderSpec, held: Formats, floors: list[Floor]) -> list[str]:
+def model_lines(spec: DecoderSpec, held: Held, floors: list[Floor]) -> list[str]:
     """The model's steps: floor, tokens per second at the floor, and the engine's."""
-    weights, kv = held
     lines = [
-        f"{spec.architecture}, weights {weights.dtype}, KV cache {kv.dtype}",
+        f"{spec.architecture}, weights {held.weights}, embedding and output {held.lm_head}, KV cache {held.kv.dtype}",
         f"{'step':28} {'floor':>10} {'at most':>14} {'engine':>10} {'of the floor':>13}",
     ]
     for f in floors:
@@ -151,15 +149,16 @@ def model_lines(spec: DecoderSpec, held: Formats, floors: list[Floor]) -> list[s
     return lines
 
 
-def _as_json(measured: Measured, spec: DecoderSpec, held: Formats, floors: list[Floor]) -> dict[str, Any]:
+def _as_json(measured: Measured, spec: DecoderSpec, held: Held, floors: list[Floor]) -> dict[str, Any]:
     weights = [WeightFormat(dtype) for dtype in ARITHMETIC]
     return {
         "machine": asdict(measured),
         "critical_batch": {w.dtype: critical_batch(w, measured.machine) for w in weights},
         "token_budget": {w.dtype: token_budget(w, measured.machine) for w in weights},
         "model": spec.architecture,
-        "dtype": held[0].dtype,
-        "kv_dtype": held[1].dtype,
+        "dtype": str(held.weights),
+        "lm_head_dtype": str(held.lm_head),
+        "kv_dtype": held.kv.dtype,
         "steps": [asdict(floor) | {"share": floor.share} for floor in floors],
     }
 
