@@ -8,6 +8,7 @@ from maitred.cli.main import main
 from maitred.engine import executors
 from maitred.errors import KernelError
 from maitred.executor.native_plan import NativePlan
+from maitred.kernels import _native
 from tests.model.checkpoints import make_checkpoint
 
 
@@ -29,6 +30,19 @@ def test_fusions_kernels_formats_buffers_and_bytes_are_told(capsys, monkeypatch,
     assert "logits [64 x 272]" in text
     assert "bytes of keys and values for each token of context of each request" in text
     assert text.endswith("fell back nothing\n")
+
+
+@pytest.mark.skipif("amx" not in _native.available_isas(), reason="needs a processor with AMX")
+def test_where_few_rows_are_multiplied_by_another_kernel_both_are_told(capsys, monkeypatch, tmp_path: Path):
+    monkeypatch.setenv("MAITRED_ISA", "amx")
+    folder = make_checkpoint("llama", tmp_path)
+    text = explained(capsys, str(folder), "--dtype", "int8")
+    assert "int8      vpdpbusd zmm, tiles of 12 x 32; from 9 rows on tdpbsud, tiles of 32 x 32; " in text
+    text = explained(capsys, str(folder), "--dtype", "int4")
+    assert "int4/32   vpdpbusd zmm, tiles of 8 x 32; from 49 rows on tdpbssd, tiles of 16 x 32; " in text
+    text = explained(capsys, str(folder), "--dtype", "bfloat16")
+    assert "bfloat16  tdpbf16ps, tiles of 32 x 32; " in text
+    assert "rows on" not in text
 
 
 def test_another_executor_and_why_it_was_taken_is_told(capsys, monkeypatch, tmp_path: Path):

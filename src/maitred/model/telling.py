@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from maitred.kernels import _native
-from maitred.model.packed import packed_bytes
+from maitred.model.packed import packed_bytes, shape_of
 from maitred.model.program import Linear, Program, Weight
 
 NAME_WIDTH = 44
+MOST_ROWS = 64  # from which on no kernel gives way to another
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +58,23 @@ def tell_linears(program: Program, isa: str) -> list[str]:
     lines = ["linears"]
     for group in linear_groups(program):
         weight = group.weight
-        product, rows, channels = _native.linear_kernel(isa, weight.format.dtype)
         lines.append(
             f"  {group.name:28} {group.count:>4} x [{weight.rows:,} x {weight.width:,}] {weight.format!s:9} "
-            f"{product}, tiles of {rows} x {channels}"
+            f"{_tell_kernels(weight, isa)}"
             f"{', gate beside up' if weight.gated else ''}; {group.num_bytes / 1e6:,.1f} MB"
         )
     return lines
+
+
+def _tell_kernels(weight: Weight, isa: str) -> str:
+    """What multiplies one row, and from how many rows on something else does."""
+    told = ""
+    for num_rows in range(1, MOST_ROWS + 1):
+        product, rows, channels = _native.linear_kernel(isa, shape_of(weight), num_rows)
+        kernel = f"{product}, tiles of {rows} x {channels}"
+        if not told.endswith(kernel):
+            told = f"{told}; from {num_rows} rows on {kernel}" if told else kernel
+    return told
 
 
 def tell_buffers(buffers: Sequence[tuple[str, int]]) -> list[str]:

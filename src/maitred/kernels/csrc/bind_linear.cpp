@@ -209,10 +209,9 @@ double measure_peak(const std::string& isa, ThreadPool& pool, const std::string&
   return peak(roofline_kernels(isa_named(isa)), pool, type, repeats);
 }
 
-nb::tuple kernel_of(const std::string& isa, const std::string& dtype) {
-  const LinearKernels& kernels = linear_kernels(isa_named(isa));
-  const DType type = dtype_named(dtype);
-  return nb::make_tuple(kernels.product(type), kernels.rows_at_once(type), kTile);
+nb::tuple kernel_of(const std::string& isa, const LinearShape& shape, int m) {
+  const LinearProduct product = linear_kernels(isa_named(isa)).product(shape, m);
+  return nb::make_tuple(product.name, product.rows_at_once, kTile);
 }
 
 }  // namespace
@@ -240,8 +239,8 @@ void bind_linear(nb::module_& m) {
   m.def("linear", &run_linear, nb::arg("isa"), nb::arg("pool"), nb::arg("shape"), nb::arg("packed"), nb::arg("x"),
         nb::arg("index").none(), nb::arg("norm_weight").none(), nb::arg("eps"), nb::arg("out"), nb::arg("ending"),
         nb::arg("act"), nb::arg("alpha"), nb::arg("softcap"));
-  m.def("linear_kernel", &kernel_of, nb::arg("isa"), nb::arg("dtype"),
-        "For weights of a dtype: the instruction that multiplies, and the rows and channels that it takes at once.");
+  m.def("linear_kernel", &kernel_of, nb::arg("isa"), nb::arg("shape"), nb::arg("m"),
+        "For m rows: the instruction that multiplies, and the rows and channels that it takes at once.");
   m.def("time_linear", &time_linear, nb::arg("isa"), nb::arg("pool"), nb::arg("shape"), nb::arg("copies"),
         nb::arg("num_copies"), nb::arg("m"), nb::arg("rounds"),
         "Seconds of a product of m rows; copies: packed weights, each at a multiple of 4096 bytes.");

@@ -11,9 +11,10 @@
 namespace maitred {
 namespace {
 
+#if defined(__x86_64__)
 // Tiles are 8 KB of state a thread: Linux gives them to a process that asks (Documentation/arch/x86/xstate.rst).
 bool may_use_tiles() {
-#if defined(__x86_64__) && defined(__linux__)
+#if defined(__linux__)
   constexpr int kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
   static const bool granted = __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-int8") &&
                               __builtin_cpu_supports("amx-bf16") &&
@@ -23,6 +24,7 @@ bool may_use_tiles() {
   return false;
 #endif
 }
+#endif
 
 }  // namespace
 

@@ -104,6 +104,12 @@ struct LinearOut {
   GateAct act = GateAct::silu;
 };
 
+// What multiplies: an instruction by its name, and the rows that its inner loop takes.
+struct LinearProduct {
+  const char* name;
+  int rows_at_once;
+};
+
 struct LinearKernels {
   // Rows first .. last - 1 on this thread alone. A row's bits depend on nothing but the row, so each worker may just as
   // well prepare a copy of its own, where a barrier would cost more than the work (a row or two).
@@ -111,9 +117,8 @@ struct LinearKernels {
   // rows m x packed weights, called by all workers with one fresh counter. out may not overlap the operand.
   void (*linear)(const PackedLinear& weights, const Operand& rows, int m, const LinearOut& out, WorkCounter& counter,
                  const Worker& worker);
-  // What multiplies weights of this dtype, by its name in the instruction set, and the rows that its inner loop takes.
-  const char* (*product)(DType weights);
-  int (*rows_at_once)(DType weights);
+  // For m rows.
+  LinearProduct (*product)(const LinearShape& weights, int m);
 };
 
 const LinearKernels& linear_kernels(Isa isa);

@@ -373,17 +373,14 @@ void linear(const PackedLinear& weights, const Operand& operand, int m, const Li
   });
 }
 
-const char* product(DType dtype) {
-  const char* names[] = {"vfmadd zmm", "tdpbf16ps", "tdpbsud", "tdpbssd"};
-  return names[static_cast<int>(dtype)];
-}
-
-int rows_at_once(DType dtype) {
-  return dtype == DType::f32 ? kLinearAvx512.rows_at_once(dtype) : dtype == DType::int4 ? kHalf : kRows;
+LinearProduct product(const LinearShape& shape, int m) {
+  if (!takes_tiles(shape, m)) return kLinearAvx512.product(shape, m);
+  if (shape.dtype == DType::int4) return {"tdpbssd", kHalf};
+  return {shape.dtype == DType::bf16 ? "tdpbf16ps" : "tdpbsud", kRows};
 }
 
 }  // namespace
 
-const LinearKernels kLinearAmx{&prepare<Amx>, &linear, &product, &rows_at_once};
+const LinearKernels kLinearAmx{&prepare<Amx>, &linear, &product};
 
 }  // namespace maitred

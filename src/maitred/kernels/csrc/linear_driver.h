@@ -422,8 +422,13 @@ void prepare(const PrepareSource& source, const LinearShape& shape, int first, i
 }
 
 template <class K>
+LinearProduct product(const LinearShape& shape, int) {
+  return {K::product(shape.dtype), K::rows_at_once(shape.dtype)};
+}
+
+template <class K>
 constexpr LinearKernels table() {
-  return LinearKernels{&prepare<K>, &linear<K>, &K::product, &K::rows_at_once};
+  return LinearKernels{&prepare<K>, &linear<K>, &product<K>};
 }
 
 }  // namespace linear_driver
