@@ -27,7 +27,7 @@ check: $(VENV)/.installed-dev ## formatting, lint, types and import layers
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	@files=$$(git ls-files '*.cpp' '*.h'); if [ -n "$$files" ]; then $(BIN)/clang-format --dry-run --Werror $$files; fi
+	@files=$$(git ls-files '*.cpp' '*.h' '*.inc'); if [ -n "$$files" ]; then $(BIN)/clang-format --dry-run --Werror $$files; fi
 
 format: $(VENV)/.installed-dev ## format everything
 	$(BIN)/ruff format .

@@ -5,10 +5,6 @@
 // 16 slots after the other. Both follow from a slot's position alone, so a query's sums are the same bits in a chunk
 // and by itself: a row of a product takes nothing from its neighbours, and weights of 0 add nothing to finite values.
 // Tiles of V that some row does not see in full are cleaned of everything else first.
-#if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic ignored "-Wuninitialized"  // GCC 12 warns of its own intrinsics (bug 105593)
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#endif
 #include <immintrin.h>
 #include <stdint.h>
 

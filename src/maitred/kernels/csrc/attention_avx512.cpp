@@ -2,10 +2,6 @@
 //
 // Rows are taken in blocks of a few and 16 slots are a vector, so that a word of K or V that was loaded meets every row
 // of its block. While K is read, V of the same tile is fetched into the cache, and while V is read, what comes next.
-#if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic ignored "-Wuninitialized"  // GCC 12 warns of its own intrinsics (bug 105593)
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#endif
 #include <immintrin.h>
 #include <stdint.h>
 

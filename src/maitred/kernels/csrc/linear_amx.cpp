@@ -6,10 +6,6 @@
 // cache beside the rows that pass it. The processor sums even and odd values of a product of bf16 apart, 32 of K at a
 // time, so bf16 is multiplied here for any number of rows, while few rows of int8 and int4, whose int32 sums are exact,
 // go to the kernels of AVX-512, as does f32.
-#if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic ignored "-Wuninitialized"  // GCC 12 warns of its own header's undefined vectors
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#endif
 #include <immintrin.h>
 
 #include "linear_driver.h"

@@ -2,10 +2,6 @@
 //
 // A tile of 32 channels is two registers; up to 12 rows x 2 make 24 independent sums. Each step of K takes two loads of
 // weights and one broadcast load a row for two products, well under the two loads a cycle that there are.
-#if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic ignored "-Wuninitialized"  // GCC 12 warns of its own header's undefined vectors
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#endif
 #include <immintrin.h>
 
 #include "linear_driver.h"

@@ -1,8 +1,4 @@
 // Peaks of AVX-512: 16 independent chains in registers, and 64-byte loads.
-#if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic ignored "-Wuninitialized"  // GCC 12 warns of its own header's undefined vectors
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#endif
 #include <immintrin.h>
 
 #include "roofline.h"
