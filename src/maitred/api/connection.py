@@ -221,6 +221,7 @@ class GuardedConnection(HttpToolsProtocol):
         super().on_response_complete()
         self._await_readers_end()
         if self._phase is Phase.BODY and self.cycle.response_complete and not self.transport.is_closing():
+            self.cycle.body.clear()  # nobody asks for it any more
             self._start_reading_timer(LINGER_S, self.transport.close)
 
     def pause_writing(self) -> None:

@@ -76,10 +76,12 @@ class Exchange:
         declared = self.headers.get(b"content-length", b"")
         if declared.isdigit() and int(declared[:20]) > self.max_body_bytes:
             raise self._too_large()
+        chunks: list[bytes] = []
         try:
             async with asyncio.timeout(None) as sending:
-                chunks = await self._chunks(sending, max_items)
+                await self._read_into(chunks, sending, max_items)
         except TimeoutError:
+            chunks.clear()  # an error keeps its frames until they are collected
             text = "bodies of requests fill the memory there is for them, and this one has been coming for longest"
             raise Overloaded(f"{text}; send it again", retry_after_s=1.0) from None
         finally:
@@ -87,9 +89,8 @@ class Exchange:
         await self.turn()
         return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
-    async def _chunks(self, sending: asyncio.Timeout, max_items: int) -> list[bytes]:
-        """The body as it came. `sending` is over when it must make room for others."""
-        chunks: list[bytes] = []
+    async def _read_into(self, chunks: list[bytes], sending: asyncio.Timeout, max_items: int) -> None:
+        """The body as it comes. `sending` is over when it must make room for others."""
         size = 0
         while True:
             await self.turn()  # the connection reads on when it is asked to
@@ -109,7 +110,7 @@ class Exchange:
             if size > UNCOUNTED_BYTES:
                 await self._count(chunks if self.outline is None else (chunk,), max_items)
             if not message.get("more_body", False):
-                return chunks
+                return
 
     async def turn(self) -> None:
         """Before each piece of work on the body; a small one waits for nothing."""
