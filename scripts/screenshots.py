@@ -25,7 +25,7 @@ from playwright.async_api import Browser, Page, async_playwright
 
 from maitred.api.server import Server, create_app
 from maitred.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, ServerConfig
-from maitred.engine.build import build_engine
+from maitred.engine.in_process import build_engine
 from maitred.engine.key_files import TenantFile, make_key
 
 FLAGS = ["--headless", "--no-sandbox", "--disable-gpu"]
@@ -82,7 +82,7 @@ async def serving(folder: Path) -> AsyncIterator[str]:
     settings = ServerConfig(port=0)
     listening: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     app = create_app(engine.replica, engine.model, settings, tenants=tenants, admission=engine.admission)
-    server = Server(app, settings, on_listening=lambda host, port: listening.set_result(port))
+    server = Server(app, settings, on_open=lambda host, port: listening.set_result(port))
     task = asyncio.create_task(server.serve())
     try:
         yield f"http://127.0.0.1:{await listening}"
@@ -140,6 +140,7 @@ async def opened(browser: Browser, url: str, width: int, height: int, scheme: st
 
 
 async def take(out: Path, rate: float, seconds: float) -> None:
+    out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         async with serving(Path(folder)) as url, async_playwright() as playwright:
             browser = await playwright.chromium.launch(executable_path=shutil.which("chromium"), args=FLAGS)
