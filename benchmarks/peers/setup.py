@@ -39,6 +39,7 @@ LLAMACPP_FLAGS = (
     "-DLLAMA_BUILD_EXAMPLES=OFF",
     "-DLLAMA_OPENSSL=OFF",
     "-DLLAMA_USE_PREBUILT_UI=OFF",
+    f"-DCMAKE_CXX_FLAGS=-include {Path(__file__).with_name('tile_config.h')}",
 )
 INT4_OPTIONS = ("--sym", "--group-size", "128", "--ratio", "1.0")
 GGUF_TYPES = ("bf16", "q8_0", "q4_0")
