@@ -43,7 +43,11 @@ async def complete(
     """
     usage, continuous = wanted_usage(body)
     limits = time_limits(body, exchange.headers, edge.admission_config)
-    with stay(edge, exchange, body, num_samples) as guest, edge.admit(num_samples, guest.priority, limits):
+    with (
+        stay(edge, exchange, body, num_samples) as guest,
+        edge.admit(num_samples, guest.priority, limits),
+        edge.keeping.answer() as keep,
+    ):
         options = RequestOptions(priority=guest.priority, cache_salt=guest.cache_salt, limits=limits)
         events = EventStream(exchange, silence_s=edge.config.sse_keep_alive_s) if body.stream else None
         async with edge.watch(exchange, events):
@@ -55,7 +59,7 @@ async def complete(
             if events is not None:
                 await answer.stream(generation, events, usage=usage, continuous=continuous)
             else:
-                await generation.gather()
+                await generation.gather(keep)
         note_usage(exchange, generation)
         guest.end()
         if events is None:

@@ -17,6 +17,7 @@ from maitred.api.body_room import MAX_HELD_BYTES, BodyRoom
 from maitred.api.decode_probe import DecodeProbe
 from maitred.api.errors import shortened
 from maitred.api.exchange import Exchange
+from maitred.api.keeping import Keeping
 from maitred.api.limits import NO_LIMITS, TimeLimits
 from maitred.api.live_feed import LiveFeed
 from maitred.api.live_times import Latencies
@@ -91,6 +92,7 @@ class Edge:
         self.latencies = Latencies()
         self._is_ready = is_ready
         self.turns = Turns()
+        self.keeping = Keeping()
         self.body_room = BodyRoom(max(MAX_HELD_BYTES, 2 * config.max_body_bytes))
         self._text_lanes = TextLanes()
         self._ids = itertools.count()

@@ -12,6 +12,7 @@ from typing import cast
 from msgspec import UNSET
 
 from maitred.api.edge import Edge
+from maitred.api.keeping import Keep
 from maitred.api.schemas import CompletionTokensDetails, PromptTokensDetails, TimingMs, Usage
 from maitred.engine.output import MAX_MERGED, TextDelta, stream_text
 from maitred.errors import GenerationFailed, Overloaded, QueueTimeout, RequestTimeout, ServerError
@@ -126,15 +127,18 @@ class Generation:
             return RequestTimeout(f"the request was not done after {waited_s:.3g} s, all the time it had")
         return GenerationFailed(delta.error or "the server ended this request")
 
-    async def gather(self) -> None:
-        """Run to the end; the samples then hold everything."""
+    async def gather(self, keep: Keep) -> None:
+        """Run to the end; the samples then hold everything. `keep` is told what that costs, and may end it."""
         async with aclosing(self.deltas()) as deltas:
             async for sample, delta in deltas:
                 if delta.text:
                     sample.texts.append(delta.text)
                 sample.token_ids.extend(delta.token_ids)
                 if delta.logprobs is not None:
+                    keep(delta.logprobs)
                     sample.logprobs.extend(delta.logprobs)
+                if delta.prompt_logprobs is not None:
+                    keep(delta.prompt_logprobs)
                 if delta.finish_reason is not None:
                     sample.finish_reason, sample.stop_reason = delta.finish_reason, delta.stop_reason
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import msgspec
 
 from maitred.api.schemas import ChatLogprobs, ChatTokenLogprob, CompletionLogprobs, NamedLogprob, TopLogprob
 from maitred.step import TokenLogprobs
 from maitred.text import Detokenizer, Tokenizer
 
+PACKED = 256  # positions
 LOWEST = -9999.0  # OpenAI's "very unlikely"; JSON has no -Infinity
 
 
@@ -55,6 +59,23 @@ def chat_logprobs(positions: Iterable[TokenLogprobs], names: TokenNames, num_top
     return ChatLogprobs(content)
 
 
+def packed_chat_logprobs(positions: Sequence[TokenLogprobs], names: TokenNames, num_top: int) -> ChatLogprobs:
+    """The same, as JSON already, piece by piece: a million objects at once would keep the collector of garbage, and
+    with it everybody, busy for a quarter of a second.
+    """
+    pieces = (chat_logprobs(some, names, num_top).content for some in _pieces(positions))
+    return ChatLogprobs([_packed(piece) for piece in pieces])
+
+
+def _pieces(positions: Sequence[TokenLogprobs]) -> Iterator[Sequence[TokenLogprobs]]:
+    return (positions[start : start + PACKED] for start in range(0, len(positions), PACKED))
+
+
+def _packed(items: Sequence[Any]) -> Any:
+    """What stands in a list of JSON for all of `items`, of which there is one at least."""
+    return msgspec.Raw(msgspec.json.encode(items)[1:-1])
+
+
 class CompletionLogprobsWriter:
     """The older route's four parallel lists for one choice, chunk by chunk; offsets count characters of its text."""
 
@@ -82,6 +103,15 @@ class CompletionLogprobsWriter:
     def output(self, positions: Iterable[TokenLogprobs]) -> CompletionLogprobs:
         written = CompletionLogprobs([], [], [], [])
         self._write(written, positions)
+        return written
+
+    def packed_output(self, positions: Sequence[TokenLogprobs]) -> CompletionLogprobs:
+        """The same, as JSON already, piece by piece."""
+        written = CompletionLogprobs([], [], [], [])
+        for some in _pieces(positions):
+            piece = self.output(some)
+            for name in CompletionLogprobs.__struct_fields__:
+                getattr(written, name).append(_packed(getattr(piece, name)))
         return written
 
     def _write(self, written: CompletionLogprobs, positions: Iterable[TokenLogprobs]) -> None:

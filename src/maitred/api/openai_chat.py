@@ -14,7 +14,7 @@ from maitred.api.completing import complete
 from maitred.api.edge import Edge, RequestOptions
 from maitred.api.exchange import MAX_ITEMS, Exchange
 from maitred.api.generation import Generation, Sample
-from maitred.api.logprobs import TokenNames, chat_logprobs, named_prompt_logprobs
+from maitred.api.logprobs import TokenNames, chat_logprobs, named_prompt_logprobs, packed_chat_logprobs
 from maitred.api.messages import render_chat, text_of
 from maitred.api.refusals import CHAT_REFUSED, ChatAsSent, refuse_unbuilt
 from maitred.api.requests import cap_max_tokens, completion_id
@@ -108,7 +108,7 @@ class ChatAnswer:
         return answer
 
     def _choice(self, sample: Sample) -> ChatChoice:
-        logprobs = None if self._num_top is None else chat_logprobs(sample.logprobs, self._names, self._num_top)
+        logprobs = None if self._num_top is None else packed_chat_logprobs(sample.logprobs, self._names, self._num_top)
         return ChatChoice(
             index=sample.index,
             message=AssistantMessage(self._echoed + sample.text),

@@ -92,7 +92,7 @@ class CompletionAnswer:
             choice.text = self.echoed(generation, sample) + choice.text
             choice.logprobs = prompt_logprobs(generation, sample, writer)
         if writer is not None and choice.logprobs is not None:
-            choice.logprobs = joined(choice.logprobs, writer.output(sample.logprobs))
+            choice.logprobs = joined(choice.logprobs, writer.packed_output(sample.logprobs))
         if self.returns_token_ids:
             choice.token_ids = sample.token_ids
             choice.prompt_token_ids = list(sample.request.prompt_token_ids)

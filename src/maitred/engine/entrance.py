@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Container
+from collections.abc import AsyncIterator, Callable, Container, Iterable
 from typing import Protocol
 from weakref import WeakSet
 
@@ -13,7 +13,7 @@ from maitred.config import EngineConfig, SchedulerConfig
 from maitred.errors import EngineDead, Overloaded, ReadTooSlowly
 from maitred.request import Request
 from maitred.scheduler.admission import PRIORITY_FIRST, AdmissionController
-from maitred.step import RequestProgress
+from maitred.step import RequestProgress, TokenLogprobs
 
 MAX_UNREAD_BYTES = 4 * 2**20  # kept for a consumer that does not take them: 14,000 tokens, or 2,000 with 20 logprobs
 MAX_UNREAD_BYTES_IN_ALL = 256 * 2**20  # of one engine; from there on, who falls behind by UNREAD_MARK more is ended
@@ -119,10 +119,12 @@ class ProgressStream:
 def num_bytes(progress: RequestProgress) -> int:
     """Roughly what it takes in memory."""
     size = PROGRESS_BYTES + TOKEN_BYTES * len(progress.new_token_ids)
-    for positions in (progress.logprobs, progress.prompt_logprobs):
-        if positions:
-            size += sum(POSITION_BYTES + LOGPROB_BYTES * len(position.token_ids) for position in positions)
-    return size
+    return size + logprob_bytes(progress.logprobs or ()) + logprob_bytes(progress.prompt_logprobs or ())
+
+
+def logprob_bytes(positions: Iterable[TokenLogprobs]) -> int:
+    """Roughly what they take in memory."""
+    return sum(POSITION_BYTES + LOGPROB_BYTES * len(position.token_ids) for position in positions)
 
 
 def door_of(config: EngineConfig) -> AdmissionController:
