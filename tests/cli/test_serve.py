@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import struct
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+import httpx
 import pytest
 
 from maitred.cli.main import main
@@ -124,6 +126,15 @@ def test_the_memory_plan_is_printed_before_the_server_is_ready(server: ServerPro
     text = "".join(server.lines)
     assert -1 < text.index("weights") < text.index("KV cache") < text.index("longest that memory holds")
     assert text.index("longest that memory holds") < text.index("maitred serves")
+
+
+def test_the_log_tells_where_the_start_went_and_the_metric_has_the_same_phases(server: ServerProcess):
+    (line,) = [line for line in server.lines if line.startswith("started in ")]
+    page = httpx.get(f"{server.url}/metrics").text
+    phases = {name: float(s) for name, s in re.findall(r'^maitred_start_seconds\{phase="(\w+)"\} (\S+)$', page, re.M)}
+    assert {"command", "engine_process", "plan", "kv_pool", "weights", "program", "scheduler", "server"} <= set(phases)
+    assert line.startswith(f"started in {sum(phases.values()):.2f} s: ")
+    assert all(f" {name} {seconds:.2f}" in line for name, seconds in phases.items() if seconds >= 0.01)
 
 
 def test_chat_and_bench_against_the_served_model(server: ServerProcess):

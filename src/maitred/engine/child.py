@@ -54,6 +54,7 @@ from maitred.engine.frames import (
 from maitred.engine.memory import MemoryPlan
 from maitred.engine.sockets import Receiver, Sender
 from maitred.engine.spawn import COMMANDS, HIGH_WATER_MARK, REPORTS, LogLine
+from maitred.engine.timeline import process_age_s
 from maitred.errors import MaitredError
 from maitred.kvcache.prefix_cache import TokenHasher
 from maitred.request import FinishReason, Request
@@ -258,11 +259,13 @@ def main(arguments: Sequence[str], build: Builder, prepare: Callable[[], None] =
     begin = next(command for command in link.commands(wait=True) if isinstance(command, Begin))
     _log_to_parent(begin.log_level)
     link.beat()
+    age_s = process_age_s()
     loaded = _load(begin, link, build)
     if loaded is None:
         link.close()
         return 1
-    link.send(Ready(loaded.facts, loaded.memory_plan, loaded.deterministic, dict(loaded.start_phases)))
+    phases = {"engine_process": age_s, **loaded.start_phases}
+    link.send(Ready(loaded.facts, loaded.memory_plan, loaded.deterministic, phases))
     try:
         EngineServer(loaded, link, WallClock()).run()
     except Exception as error:
