@@ -14,7 +14,8 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.skipif(
-    shutil.which("aarch64-linux-gnu-g++") is None or shutil.which("qemu-aarch64") is None,
+    shutil.which("aarch64-linux-gnu-g++") is None
+    or (shutil.which("qemu-aarch64") or shutil.which("qemu-aarch64-static")) is None,
     reason="needs g++-aarch64-linux-gnu and qemu-user",
 )
 def test_arm_kernels_agree_with_the_plain_ones() -> None:
