@@ -236,6 +236,7 @@ def test_shorter_numbers_give_almost_the_same_logits(isa: str, formats: dict[str
     ("asked", "checkpoint_dtype", "isa", "linears", "head"),
     [
         ({}, "bfloat16", "avx512", "bfloat16", "bfloat16"),
+        ({}, "bfloat16", "amx", "bfloat16", "bfloat16"),
         ({}, "bfloat16", "avx2", "float32", "float32"),
         ({}, "float32", "avx512", "float32", "float32"),
         ({"dtype": "bf16"}, "float32", "plain", "bfloat16", "bfloat16"),
