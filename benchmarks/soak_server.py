@@ -4,8 +4,8 @@
 
 Whole answers and streams, one sample and three, short and long prompts, a quarter of the clients gone before the end,
 and the engine's process killed now and then. Every answer that was waited for must be whole. At the end, when nobody
-asks any more: no block in use, no request in flight, as many files and threads as before, and memory that did not grow
-after the first third.
+asks any more: no block in use, no request in flight, as many files and tasks of the event loop as before, and memory
+that did not grow after the first third.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ class Sample(NamedTuple):
     engine_mib: float
     num_files: int
     num_threads: int
+    num_tasks: int  # of the event loop, the one that was asked included
 
 
 @dataclass
@@ -136,6 +137,7 @@ def sample(server: ServerProcess, began: float) -> Sample:
         engine.memory_info().rss / MIB,
         process.num_fds(),
         process.num_threads(),
+        round(gauges(server)["event_loop_tasks"]),
     )
 
 
@@ -148,6 +150,12 @@ def gauges(server: ServerProcess) -> dict[str, float]:
 def is_idle(server: ServerProcess) -> bool:
     told = gauges(server)
     return told["http_requests_in_flight"] == 1 and not any(told[name] for name in EDGE_IS_CLEAN)
+
+
+def holds_no_more_than(server: ServerProcess, before: Sample) -> bool:
+    """Files and tasks; connections that were closed take their moment."""
+    now = sample(server, 0.0)
+    return now.num_files <= before.num_files + 2 and now.num_tasks <= before.num_tasks
 
 
 def slope_mib_per_h(samples: list[Sample]) -> float:
@@ -207,7 +215,8 @@ def tell(tally: Tally) -> None:
     last = tally.samples[-1]
     sys.stdout.write(
         f"{last.at_s:6.0f} s  {tally.answered} answered, {tally.left} left, {sum(tally.wrong.values())} wrong, "
-        f"{tally.kills} kills; server {last.server_mib:.0f} MiB, {last.num_files} files, {last.num_threads} threads; "
+        f"{tally.kills} kills; server {last.server_mib:.0f} MiB, {last.num_files} files, {last.num_threads} threads, "
+        f"{last.num_tasks} tasks; "
         f"engine {last.engine_mib:.0f} MiB\n"
     )
     sys.stdout.flush()
@@ -223,11 +232,12 @@ def main() -> int:
     server = start_server()
     try:
         asyncio.run(load(server, tally, num_clients=chosen.clients, requests_each=5))  # warm
+        until(lambda: is_idle(server))
         before, tally = sample(server, 0.0), Tally()
         seconds = chosen.minutes * 60
         asyncio.run(load(server, tally, num_clients=chosen.clients, seconds=seconds, kill_every_s=chosen.kill_every_s))
         until(lambda: is_idle(server))
-        until(lambda: sample(server, 0.0).num_files <= before.num_files + 2)
+        until(lambda: holds_no_more_than(server, before))
         after, slope = sample(server, time.monotonic() - seconds), slope_mib_per_h(tally.samples)
         tally.samples.append(after)
         tell(tally)

@@ -22,7 +22,7 @@ class Metric:
 
     name: str
     kind: MetricKind
-    unit: str  # seconds, tokens, requests, blocks, steps, restarts, frames, ratio or bool
+    unit: str  # seconds, tokens, requests, tasks, blocks, steps, restarts, frames, ratio or bool
     help: str
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()  # upper bounds of a histogram, without +Inf
@@ -107,6 +107,7 @@ START_SECONDS = _gauge(
     "start_seconds", "seconds", "What the start of the server took, by phase; they add up to the whole.", ("phase",)
 )
 HTTP_IN_FLIGHT = _gauge("http_requests_in_flight", "requests", "HTTP requests being answered.")
+LOOP_TASKS = _gauge("event_loop_tasks", "tasks", "Tasks of the server's event loop; as few as before when nobody asks.")
 HTTP_REQUESTS = _counter(
     "http_requests", "requests", "HTTP requests answered; 499 is a client that went away.", ("route", "status")
 )
@@ -181,6 +182,7 @@ EDGE_METRICS: tuple[Metric, ...] = (
     INFO,
     START_SECONDS,
     HTTP_IN_FLIGHT,
+    LOOP_TASKS,
     HTTP_REQUESTS,
     REQUESTS_CANCELLED,
     TTFT,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 
@@ -159,7 +160,7 @@ class EdgeMetrics(Collector):
             self.histograms[m.DECODE].observe(timing.decode_s)
 
     def page(self, accept: str) -> tuple[bytes, str]:
-        """The page and its content type, in the format `accept` asks for."""
+        """The page and its content type, in the format `accept` asks for. Called in the event loop."""
         encode, content_type = choose_encoder(accept)
         return encode(self._registry), content_type
 
@@ -195,6 +196,7 @@ class EdgeMetrics(Collector):
             m.INFO: {(self._version, self._model): 1.0} if self._model is not None else {},
             m.START_SECONDS: {(phase,): seconds for phase, seconds in self._start_phases.items()},
             m.HTTP_IN_FLIGHT: {(): float(self.num_in_flight)},
+            m.LOOP_TASKS: {(): float(len(asyncio.all_tasks()))},
             m.REQUESTS_CANCELLED: {(): float(self.num_cancelled)},
         }
         return own[metric]
