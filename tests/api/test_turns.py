@@ -15,7 +15,7 @@ from maitred.api.body_room import BodyRoom
 from maitred.api.decoding import Pieces
 from maitred.api.exchange import MAX_KEYS, SMALL_BYTES, UNCOUNTED_BYTES, Exchange
 from maitred.api.turns import Turns
-from maitred.errors import InvalidRequest
+from maitred.errors import InvalidRequest, Overloaded
 
 NUM_BODIES = 8
 
@@ -105,6 +105,18 @@ def test_a_small_body_waits_for_no_turn():
             body.send(None)  # it ended without handing control back to the loop
 
     asyncio.run(read())
+
+
+@pytest.mark.parametrize("piece", [SMALL_BYTES + 1, SMALL_BYTES // 2])
+def test_a_body_for_which_there_is_no_room_is_sent_away_even_if_it_is_all_there(piece):
+    async def read() -> int:
+        exchange = exchange_of(in_pieces(b" " * (SMALL_BYTES + 1), piece), Turns())
+        exchange.room.max_bytes = SMALL_BYTES
+        with pytest.raises(Overloaded):
+            await exchange.body()
+        return exchange.room.num_bytes
+
+    assert asyncio.run(read()) == 0
 
 
 def test_turns_are_had_in_order_and_those_who_left_have_none():

@@ -77,40 +77,43 @@ class Exchange:
         if declared.isdigit() and int(declared[:20]) > self.max_body_bytes:
             raise self._too_large()
         chunks: list[bytes] = []
-        try:
-            async with asyncio.timeout(None) as sending:
-                await self._read_into(chunks, sending, max_items)
-        except TimeoutError:
-            chunks.clear()  # an error keeps its frames until they are collected
-            text = "bodies of requests fill the memory there is for them, and this one has been coming for longest"
-            raise Overloaded(f"{text}; send it again", retry_after_s=1.0) from None
-        finally:
-            self.room.sent(self)
-        await self.turn()
+        more = True
+        while more and self.num_body_bytes <= SMALL_BYTES:
+            more = await self._read_into(chunks, max_items)
+        if self.num_body_bytes > SMALL_BYTES:
+            try:
+                async with asyncio.timeout(None) as sending:
+                    self.room.hold(self, self.num_body_bytes, sending)
+                    while more:
+                        more = await self._read_into(chunks, max_items)
+                        self.room.hold(self, self.num_body_bytes, sending)
+                    if sending.when() is not None:  # over, and it need not wait for anything to hear of it
+                        raise TimeoutError
+            except TimeoutError:
+                chunks.clear()  # an error keeps its frames until they are collected
+                text = "bodies of requests fill the memory there is for them, and this one has been coming for longest"
+                raise Overloaded(f"{text}; send it again", retry_after_s=1.0) from None
+            finally:
+                self.room.sent(self)
+            await self.turn()
         return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
-    async def _read_into(self, chunks: list[bytes], sending: asyncio.Timeout, max_items: int) -> None:
-        """The body as it comes. `sending` is over when it must make room for others."""
-        size = 0
-        while True:
-            await self.turn()  # the connection reads on when it is asked to
-            message = await self.receive()
-            if message["type"] == "http.disconnect":
-                if TOO_SLOW in self.scope:
-                    raise RequestTooSlow("the body did not come in time")  # the client has been told
-                raise ClientGone
-            chunk = message.get("body", b"")
-            size += len(chunk)
-            self.num_body_bytes = size
-            if size > self.max_body_bytes:
-                raise self._too_large()
-            chunks.append(chunk)
-            if size > SMALL_BYTES:
-                self.room.hold(self, size, sending)
-            if size > UNCOUNTED_BYTES:
-                await self._count(chunks if self.outline is None else (chunk,), max_items)
-            if not message.get("more_body", False):
-                return
+    async def _read_into(self, chunks: list[bytes], max_items: int) -> bool:
+        """The next piece of the body; whether there is more."""
+        await self.turn()  # the connection reads on when it is asked to
+        message = await self.receive()
+        if message["type"] == "http.disconnect":
+            if TOO_SLOW in self.scope:
+                raise RequestTooSlow("the body did not come in time")  # the client has been told
+            raise ClientGone
+        chunk = message.get("body", b"")
+        self.num_body_bytes += len(chunk)
+        if self.num_body_bytes > self.max_body_bytes:
+            raise self._too_large()
+        chunks.append(chunk)
+        if self.num_body_bytes > UNCOUNTED_BYTES:
+            await self._count(chunks if self.outline is None else (chunk,), max_items)
+        return bool(message.get("more_body", False))
 
     async def turn(self) -> None:
         """Before each piece of work on the body; a small one waits for nothing."""
