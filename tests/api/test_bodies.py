@@ -82,6 +82,13 @@ def test_a_body_made_to_be_slow_is_refused(http, name):
     assert response.status_code == 400, response.text[:300]
 
 
+@pytest.mark.parametrize("path", PATHS)
+def test_a_body_that_is_no_object_is_told_what_it_is(http, path):
+    error = http.post(path, json=[1]).json()["error"]
+    assert error["message"] == "Expected `object`, got `array` as the whole body"
+    assert error["param"] is None
+
+
 @pytest.mark.parametrize("item", [b"1,", b'"",', b"[],", b"1, "])
 def test_a_prompt_of_over_a_million_items_is_refused_before_it_is_decoded(http, item):
     body = b'{"model":"tiny","prompt":[' + item * MAX_LISTED + item.rstrip(b", ") + b"]}"

@@ -38,7 +38,7 @@ def decode_json(sent: bytes | memoryview, decoder: msgspec.json.Decoder[T], *, a
     except msgspec.ValidationError as error:
         message = str(error)
         param = _param(message, at, first)
-        where = f" at {param}" if param and "missing required" not in message else ""
+        where = "" if "missing required" in message else f" at {param}" if param else " as the whole body"
         raise InvalidRequest(_PATH.sub("", message) + where, param=param) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"the body is not valid JSON: {error}", code="invalid_json") from None
