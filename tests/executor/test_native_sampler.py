@@ -100,10 +100,10 @@ def test_a_few_tokens_above_a_flat_rest_give_the_numpy_samplers_tokens(params: d
 
 @pytest.mark.parametrize("params", DRAWS, ids=str)
 def test_heavy_tokens_that_the_sample_misses_give_the_numpy_samplers_tokens(params: dict[str, Any]):
-    """One heavy token in each group of every 16th of 1,024, and never the one that speaks for its group."""
+    """16 heavy tokens in each block of 1,024 (64 vectors), and never in a vector that speaks for its block."""
     ids = np.arange(40_000)
-    group, turn = ids // 1024 * 16 + ids % 16, ids % 1024 // 16
-    heavy = (turn == 40) & (group * 29 % 64 != 40)
+    block, vector = ids // 1024, ids % 1024 // 16
+    heavy = (vector == 40) & (block * 29 % 32 != 40 % 32)
     logits_RV = rows_of(8, 40_000, 0.01)
     logits_RV[:, heavy] += np.linspace(0.1, 11, 8, dtype=np.float32)[:, None]
     logits_RV[:, heavy] += np.linspace(0, 0.5, heavy.sum(), dtype=np.float32)

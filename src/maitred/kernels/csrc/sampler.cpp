@@ -71,7 +71,7 @@ int64_t Sampler::Task::find_best(SampleRow& row) {
   const int64_t num_blocks = (vocab_size + kScanBlock - 1) / kScanBlock;
   scratch.groups.resize(num_blocks * kLanes);
   scratch.tops.resize(num_blocks);
-  if (kernels.scan(logits, vocab_size, scratch.groups.data(), scratch.tops.data())) {
+  if (kernels.scan(logits, vocab_size, next, scratch.groups.data(), scratch.tops.data())) {
     row.fault = SampleFault::nan;
     return 0;
   }

@@ -22,22 +22,24 @@ constexpr int kLanes = 16;       // a block's values i, i + 16, i + 32 ... are a
 
 struct SamplerKernels {
   // Writes the largest of each group of x[0..n) (kLanes for each kScanBlock begun, -inf for empty ones) and of each
-  // kScanBlock; true if any is NaN.
-  bool (*scan)(const float* x, int64_t n, float* group_max, float* block_max);
+  // kScanBlock; true if any is NaN. Fetches the row at `next` into the second cache by and by.
+  bool (*scan)(const float* x, int64_t n, const float* next, float* group_max, float* block_max);
   // Writes for each block begun the sum of exp((x - largest) * sharpness) over its values that are at least lows[0],
   // which itself has a weight above 0 (see Task::lowest_weighing).
   void (*weigh)(const float* x, int64_t n, const float* lows, double largest, double sharpness, double* block_sums);
   // The same for each of two ascending lows, all sums of the first low before those of the next.
   void (*weigh_two)(const float* x, int64_t n, const float* lows, double largest, double sharpness, double* block_sums);
   // weigh and weigh_two in single precision, for kRoughRange: a sum errs by kRoughError of itself at most, in whatever
-  // order it was added up, and e^-kRoughDepth for each value. Fetches the row at `next` into the second cache by and
-  // by. Null where there are none.
+  // order it was added up, and e^-kRoughDepth for each value. Fetches `next` as scan does, for
+  // what was asked for then may not have come, or be gone. Null where there are none.
   void (*weigh_roughly)(const float* x, int64_t n, const float* lows, double largest, double sharpness,
                         const float* next, double* block_sums);
   void (*weigh_two_roughly)(const float* x, int64_t n, const float* lows, double largest, double sharpness,
                             const float* next, double* block_sums);
   // Writes first + i to ids for each i with low <= x[i] < high, ascending; gives how many, of room for kLanes more.
   int64_t (*collect)(const float* x, int64_t n, float low, float high, int32_t first, int32_t* ids);
+  // The same, but writes the values.
+  int64_t (*collect_values)(const float* x, int64_t n, float low, float high, float* values);
   // weights[i] = exp((x[i] - largest) * sharpness)
   void (*weights)(const float* x, int64_t n, double largest, double sharpness, double* weights);
   // sums[c] is the sum of the weights whose x is at least lows[c], for two or four lows.
@@ -111,7 +113,7 @@ class Sampler {
     std::vector<float> groups, tops, folded, values, raw;
     std::vector<LogitBefore> undo;
     std::vector<int32_t> ids;
-    std::vector<size_t> starts;  // of each block in the list, and the list's end
+    std::vector<int64_t> starts;  // of each block in the list, and the list's end
     std::vector<double> weights, block_sums, cut_sums;
     std::vector<Item> items;
   };
@@ -120,12 +122,8 @@ class Sampler {
     float logit;
     int64_t last_id;
   };
-  // Where an edge is looked for: it is likely to be between the logits low and high, and near the middle.
-  struct Place {
-    float low, middle, high;
-    bool is_listed;  // it is above them all
-  };
-  struct Task;  // one row in one thread's hands; in sampler_task.h
+  struct Buckets;  // in sampler_nucleus.cpp
+  struct Task;     // one row in one thread's hands; in sampler_task.h
 
   ThreadPool& pool_;
   const SamplerKernels& kernels_;

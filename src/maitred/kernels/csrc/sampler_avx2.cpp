@@ -34,7 +34,7 @@ inline __m256 load_some(const float* x, int64_t count, float absent) {
   return _mm256_load_ps(values);
 }
 
-bool scan(const float* x, int64_t n, float* group_max, float* block_max) {
+bool scan(const float* x, int64_t n, const float* next, float* group_max, float* block_max) {
   const __m256 nothing = _mm256_set1_ps(-__builtin_inff());
   __m256 nans = _mm256_setzero_ps();
   for (int64_t begin = 0; begin < n; begin += kScanBlock, group_max += kLanes) {
@@ -42,6 +42,7 @@ bool scan(const float* x, int64_t n, float* group_max, float* block_max) {
     __m256 low = nothing, high = nothing;
     for (int64_t i = begin; i < end; i += 16) {
       const bool whole = end - i >= 16;
+      _mm_prefetch(reinterpret_cast<const char*>(next + i), _MM_HINT_T1);
       const __m256 a = whole ? _mm256_loadu_ps(x + i) : load_some(x + i, end - i, -__builtin_inff());
       const __m256 b = whole ? _mm256_loadu_ps(x + i + 8) : load_some(x + i + 8, end - i - 8, -__builtin_inff());
       nans = _mm256_or_ps(nans, _mm256_cmp_ps(a, b, _CMP_UNORD_Q));
@@ -147,7 +148,9 @@ void weigh_roughly(const float* x, int64_t n, const float* lows, double largest,
   }
 }
 
-int64_t collect(const float* x, int64_t n, float low, float high, int32_t first, int32_t* ids) {
+// Hands put(count, i) each i with low <= x[i] < high, ascending; gives how many.
+template <typename Put>
+inline int64_t find(const float* x, int64_t n, float low, float high, Put put) {
   const __m256 low_8 = _mm256_set1_ps(low), high_8 = _mm256_set1_ps(high);
   int64_t count = 0;
   for (int64_t i = 0; i < n; i += 8) {
@@ -155,9 +158,17 @@ int64_t collect(const float* x, int64_t n, float low, float high, int32_t first,
     const __m256 inside =
         _mm256_and_ps(_mm256_cmp_ps(value, low_8, _CMP_GE_OQ), _mm256_cmp_ps(value, high_8, _CMP_LT_OQ));
     for (int mask = _mm256_movemask_ps(inside); mask != 0; mask &= mask - 1)
-      ids[count++] = first + static_cast<int32_t>(i) + __builtin_ctz(static_cast<unsigned>(mask));
+      put(count++, i + __builtin_ctz(static_cast<unsigned>(mask)));
   }
   return count;
+}
+
+int64_t collect(const float* x, int64_t n, float low, float high, int32_t first, int32_t* ids) {
+  return find(x, n, low, high, [&](int64_t at, int64_t i) { ids[at] = first + static_cast<int32_t>(i); });
+}
+
+int64_t collect_values(const float* x, int64_t n, float low, float high, float* values) {
+  return find(x, n, low, high, [&](int64_t at, int64_t i) { values[at] = x[i]; });
 }
 
 inline __m256d weight_or_zero(__m256d y) {
@@ -207,8 +218,9 @@ int64_t count_above(const float* x, int64_t n, float value) {
 }  // namespace
 
 const SamplerKernels& sampler_avx2() {
-  static const SamplerKernels kernels{scan,    weigh<1>, weigh<2>,    weigh_roughly<1>, weigh_roughly<2>,
-                                      collect, weights,  add_from<2>, add_from<4>,      count_above};
+  static const SamplerKernels kernels{scan,       weigh<1>,       weigh<2>, weigh_roughly<1>, weigh_roughly<2>,
+                                      collect,    collect_values, weights,  add_from<2>,      add_from<4>,
+                                      count_above};
   return kernels;
 }
 

@@ -37,7 +37,7 @@ inline void weights_of(const __m512d* y, __m512d* weights) {
 
 inline __mmask16 first_lanes(int64_t count) { return static_cast<__mmask16>((1U << count) - 1); }
 
-bool scan(const float* x, int64_t n, float* group_max, float* block_max) {
+bool scan(const float* x, int64_t n, const float* next, float* group_max, float* block_max) {
   const __m512 nothing = _mm512_set1_ps(-__builtin_inff());
   __mmask16 nans = 0;
   for (int64_t begin = 0; begin < n; begin += kScanBlock, group_max += kLanes) {
@@ -46,6 +46,7 @@ bool scan(const float* x, int64_t n, float* group_max, float* block_max) {
     int64_t i = begin;
     for (; i + 32 <= end; i += 32) {
       const __m512 a = _mm512_loadu_ps(x + i), b = _mm512_loadu_ps(x + i + 16);
+      for (int u = 0; u < 2; ++u) _mm_prefetch(reinterpret_cast<const char*>(next + i + 16 * u), _MM_HINT_T1);
       nans |= _mm512_cmp_ps_mask(a, b, _CMP_UNORD_Q);
       even = _mm512_max_ps(even, a);
       odd = _mm512_max_ps(odd, b);
@@ -171,16 +172,11 @@ void weigh_roughly(const float* x, int64_t n, const float* lows, double largest,
   }
 }
 
-// Stores the lanes of `inside` as ids, and what is then overwritten where there are fewer than 16; gives how many.
-inline int64_t store_found(__m512i lane_ids, __mmask16 inside, int32_t* ids) {
-  // Compressed in a register: compressing straight to memory takes a hundred cycles on some processors.
-  _mm512_storeu_si512(ids, _mm512_maskz_compress_epi32(inside, lane_ids));
-  return __builtin_popcount(inside);
-}
-
-int64_t collect(const float* x, int64_t n, float low, float high, int32_t first, int32_t* ids) {
+// Hands store(inside, values, i, count) each vector x[i..i + 16) of which some may be inside, low <= x < high, and
+// where so many were before; gives how many there are in all.
+template <typename Store>
+inline int64_t find(const float* x, int64_t n, float low, float high, Store store) {
   const __m512 low_16 = _mm512_set1_ps(low), high_16 = _mm512_set1_ps(high);
-  const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   int64_t count = 0, i = 0;
   for (; i + 64 <= n; i += 64) {
     const __m512 a = _mm512_loadu_ps(x + i), b = _mm512_loadu_ps(x + i + 16);
@@ -190,19 +186,37 @@ int64_t collect(const float* x, int64_t n, float low, float high, int32_t first,
     // From here on without branches, for none could be foretold.
     const __m512 values[4] = {a, b, c, d};
     for (int u = 0; u < 4; ++u) {
-      const __m512i lane_ids = _mm512_add_epi32(lanes, _mm512_set1_epi32(first + static_cast<int32_t>(i) + 16 * u));
       const __mmask16 reaches = _mm512_cmp_ps_mask(values[u], low_16, _CMP_GE_OQ);
-      count += store_found(lane_ids, _mm512_mask_cmp_ps_mask(reaches, values[u], high_16, _CMP_LT_OQ), ids + count);
+      const __mmask16 inside = _mm512_mask_cmp_ps_mask(reaches, values[u], high_16, _CMP_LT_OQ);
+      store(inside, values[u], i + 16 * u, count);
+      count += __builtin_popcount(inside);
     }
   }
   for (; i < n; i += 16) {
     const __mmask16 there = n - i >= 16 ? 0xFFFF : first_lanes(n - i);
     const __m512 value = _mm512_maskz_loadu_ps(there, x + i);
     const __mmask16 reaches = _mm512_mask_cmp_ps_mask(there, value, low_16, _CMP_GE_OQ);
-    const __m512i lane_ids = _mm512_add_epi32(lanes, _mm512_set1_epi32(first + static_cast<int32_t>(i)));
-    count += store_found(lane_ids, _mm512_mask_cmp_ps_mask(reaches, value, high_16, _CMP_LT_OQ), ids + count);
+    const __mmask16 inside = _mm512_mask_cmp_ps_mask(reaches, value, high_16, _CMP_LT_OQ);
+    store(inside, value, i, count);
+    count += __builtin_popcount(inside);
   }
   return count;
+}
+
+// Stores are of 16 lanes, overwritten where fewer are inside: compressing straight to memory takes a hundred cycles on
+// some processors.
+int64_t collect(const float* x, int64_t n, float low, float high, int32_t first, int32_t* ids) {
+  const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  return find(x, n, low, high, [&](__mmask16 inside, __m512, int64_t i, int64_t count) {
+    const __m512i lane_ids = _mm512_add_epi32(lanes, _mm512_set1_epi32(first + static_cast<int32_t>(i)));
+    _mm512_storeu_si512(ids + count, _mm512_maskz_compress_epi32(inside, lane_ids));
+  });
+}
+
+int64_t collect_values(const float* x, int64_t n, float low, float high, float* values) {
+  return find(x, n, low, high, [&](__mmask16 inside, __m512 value, int64_t, int64_t count) {
+    _mm512_storeu_ps(values + count, _mm512_maskz_compress_ps(inside, value));
+  });
 }
 
 void weights(const float* x, int64_t n, double largest, double sharpness, double* weights) {
@@ -247,8 +261,9 @@ int64_t count_above(const float* x, int64_t n, float value) {
 }  // namespace
 
 const SamplerKernels& sampler_avx512() {
-  static const SamplerKernels kernels{scan,    weigh<1>, weigh<2>,    weigh_roughly<1>, weigh_roughly<2>,
-                                      collect, weights,  add_from<2>, add_from<4>,      count_above};
+  static const SamplerKernels kernels{scan,       weigh<1>,       weigh<2>, weigh_roughly<1>, weigh_roughly<2>,
+                                      collect,    collect_values, weights,  add_from<2>,      add_from<4>,
+                                      count_above};
   return kernels;
 }
 

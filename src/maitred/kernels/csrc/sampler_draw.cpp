@@ -64,7 +64,7 @@ int64_t Sampler::Task::draw_from_list(const SampleRow& row, double needed, doubl
   if (needed < kInfinity) {
     const auto ends = std::minmax_element(scratch.values.begin(), scratch.values.end());
     const Item last = edge_item(needed, margin, *ends.first, *ends.second);
-    keep_if([&](int64_t i) { return !before(last, Item{scratch.weights[i], scratch.ids[i]}); });
+    keep_if([&](int64_t i) { return !before(last, Item{scratch.weights[i], i}); });
   }
   const int64_t count = static_cast<int64_t>(scratch.weights.size());
   auto& sums = scratch.block_sums;
@@ -118,9 +118,8 @@ float Sampler::Task::lowest_weighing() const { return lowest_of_weight(kLowestWe
 
 // Whether so many logits reach `low` that they fill nearly all groups.
 bool Sampler::Task::most_groups_reach(float low) const {
-  const auto& groups = scratch.groups;
-  const auto reaching = std::count_if(groups.begin(), groups.end(), [&](float value) { return value >= low; });
-  return static_cast<size_t>(reaching) > groups.size() / 50 * 49;
+  const int64_t count = static_cast<int64_t>(scratch.groups.size());
+  return kernels.count_above(scratch.groups.data(), count, std::nextafter(low, -kInfinity)) > count / 50 * 49;
 }
 
 void Sampler::Task::weigh_all(float low) {
@@ -172,25 +171,11 @@ float Sampler::Task::lowest_of_weight(double weight) const {
   return logit;
 }
 
-// ids of low <= logit < high; blocks whose largest is lower are not looked at.
+// ids of low <= logit < high
 void Sampler::Task::collect(float low, float high) {
-  int32_t found[kBlock + kLanes];
-  scratch.ids.clear();
-  scratch.starts.clear();
-  for (int64_t begin = 0; begin < vocab_size; begin += kBlock) {
-    scratch.starts.push_back(scratch.ids.size());
-    const int64_t block_end = std::min(begin + kBlock, vocab_size);
-    for (int64_t first = begin; first < block_end;) {
-      int64_t end = first;
-      while (end < block_end && scratch.tops[end / kScanBlock] >= low) end += kScanBlock;
-      const int64_t count = end == first ? 0
-                                         : kernels.collect(logits + first, std::min(end, block_end) - first, low, high,
-                                                           static_cast<int32_t>(first), found);
-      scratch.ids.insert(scratch.ids.end(), found, found + count);
-      first = end + kScanBlock;  // the one at the end does not reach
-    }
-  }
-  scratch.starts.push_back(scratch.ids.size());
+  list_blocks(low, scratch.ids, [&](int64_t begin, int64_t count, int32_t* found) {
+    return kernels.collect(logits + begin, count, low, high, static_cast<int32_t>(begin), found);
+  });
 }
 
 // The list of the k largest logits.
@@ -208,9 +193,13 @@ void Sampler::Task::collect_top(int64_t k) {
 
 void Sampler::Task::weigh_list() {
   scratch.values.resize(scratch.ids.size());
-  scratch.weights.resize(scratch.ids.size());
   for (size_t i = 0; i < scratch.ids.size(); ++i) scratch.values[i] = logits[scratch.ids[i]];
-  kernels.weights(scratch.values.data(), static_cast<int64_t>(scratch.ids.size()), largest, sharpness,
+  weigh_values();
+}
+
+void Sampler::Task::weigh_values() {
+  scratch.weights.resize(scratch.values.size());
+  kernels.weights(scratch.values.data(), static_cast<int64_t>(scratch.values.size()), largest, sharpness,
                   scratch.weights.data());
 }
 

@@ -1,7 +1,9 @@
 // Top-p: the smallest set of likeliest tokens that has the wanted mass, without sorting and in one pass over the row.
-// A sample says between which logits the edge lies; the pass adds up all weights and those from the middle on, so that
-// only what lies to one side of the middle must be listed and put in order. Where the sample misled, more is listed.
+// A sample says near which logit the edge is; the pass adds up all weights and those from there on, so that only the
+// few tokens which that mass lacks, or has too many, must be listed and put in order. Where the sample misled, more are
+// listed.
 #include <cmath>
+#include <cstring>
 
 #include "sampler_task.h"
 
@@ -10,133 +12,157 @@ namespace {
 
 // A nucleus is first sought among about this many of the largest logits.
 constexpr int64_t kFewCandidates = 128;
-// The edge of a larger one is looked for this many standard deviations to either side of where a sample has it.
-constexpr double kDeviations = 2.5;
+// By how many standard deviations a sample is trusted.
+constexpr double kDeviations = 3.0;
 // Below this a sort is cheaper than another partition.
 constexpr int64_t kSortAtMost = 48;
 // A list is searched by quarters.
 constexpr int kNumCuts = 4;
-constexpr int kNumBuckets = 256;
-// The sample has one logit of so many: of a block's every 16th.
-constexpr int kGroupSize = kBlock / kLanes;
+// The sample has two vectors of kLanes logits of each block, so each of its logits speaks for so many.
+constexpr int64_t kVectors = 2;
+constexpr double kSpokenFor = static_cast<double>(kBlock) / (kVectors * kLanes);
 // What lies this much below the largest, in natural logarithms, has no mass to speak of.
 constexpr double kDeepest = 50.0;
 
-// Even buckets of logits downwards from `top`.
-struct Buckets {
-  float top, per_logit;
+// What a sample says of a part of the row's mass.
+struct Guess {
+  double mass = 0.0, variance = 0.0;
 
-  Buckets(float top, float bottom, double sharpness) : top(top) {
-    const double span = std::min(static_cast<double>(top) - bottom, kDeepest / sharpness);
-    per_logit = span > 0.0 ? static_cast<float>((kNumBuckets - 1) / span) : 0.0F;
+  void add(int count, double weight) {
+    mass += kSpokenFor * count * weight;
+    variance += kSpokenFor * kSpokenFor * count * weight * weight;
   }
-  int of(float logit) const {
-    const float bucket = (top - logit) * per_logit;
-    return static_cast<int>(bucket < kNumBuckets - 1 ? bucket : kNumBuckets - 1);
-  }
-  float end_of(int bucket) const { return top - static_cast<float>(bucket + 1) / per_logit; }
+  double doubt() const { return kDeviations * std::sqrt(variance); }
 };
 
 }  // namespace
 
+// Even buckets of a sample's logits downwards from `top`; the last is without end.
+struct Sampler::Buckets {
+  static constexpr int kCount = 512;
+  float top, per_logit;
+  int counts[kCount] = {};
+  double weights[kCount];  // of a logit in each one's middle
+  Guess all;
+
+  Buckets(float top, float bottom, double sharpness) : top(top) {
+    const double span = std::min(static_cast<double>(top) - bottom, kDeepest / sharpness);
+    per_logit = span > 0.0 ? static_cast<float>(kCount / span) : 0.0F;
+  }
+  int of(float logit) const {
+    const float bucket = (top - logit) * per_logit;
+    return static_cast<int>(bucket < kCount - 1 ? bucket : kCount - 1);
+  }
+  float at(float bucket) const { return top - bucket / per_logit; }
+  float end_of(int bucket) const { return bucket < kCount - 1 ? at(static_cast<float>(bucket + 1)) : -kInfinity; }
+  // The last bucket to be looked at for `mass` below the end of one.
+  int last_below(int bucket, double mass) const {
+    Guess found;
+    for (++bucket; bucket < kCount - 1; ++bucket) {
+      found.add(counts[bucket], weights[bucket]);
+      if (is_enough(found, bucket, mass)) break;
+    }
+    return bucket;
+  }
+  // How far up to look for `mass` above a bucket's end.
+  float first_above(int bucket, double mass) const {
+    Guess found;
+    for (; bucket >= 0; --bucket) {
+      found.add(counts[bucket], weights[bucket]);
+      if (is_enough(found, bucket, mass)) return end_of(bucket - 1);
+    }
+    return kInfinity;
+  }
+  bool is_enough(Guess found, int bucket, double mass) const {
+    const double guessed = found.mass;
+    found.add(1, weights[bucket]);  // nothing found is no certainty
+    return guessed - found.doubt() >= mass;
+  }
+};
+
 int64_t Sampler::Task::draw_nucleus(const SampleRow& row) {
-  const float listed = std::max(floor, about_largest(kFewCandidates));
+  const float listed = std::max(floor, about_few());
   collect(listed, kInfinity);
   weigh_list();
   if (listed == floor) return draw_from_list(row);
   const double listed_mass = list_mass();
-  const Place place = likely_place(row.top_p, listed, listed_mass);
-  if (place.is_listed) {
+  const Buckets below = buckets_below(listed);
+  if (listed_mass > row.top_p * (listed_mass + below.all.mass + below.all.doubt())) {
     weigh_all(floor);
     const double total = sum_of(scratch.block_sums), needed = row.top_p * total;
     if (listed_mass >= needed) return draw_from_list(row, needed, margin_of(row.top_p, 0.0, total));
   }
-  return draw_from_blocks(row.share, edge_near(place, row.top_p));
+  return draw_from_blocks(row.share, edge_near(below, likely_bucket(below, row.top_p, listed_mass), row.top_p));
 }
 
-// A logit that about `count` reach; -inf where there are few more.
-float Sampler::Task::about_largest(int64_t count) {
+// A logit that about kFewCandidates reach; -inf where there are few more.
+float Sampler::Task::about_few() const {
   constexpr int64_t kEach = 16;  // of so many groups one is asked
-  auto& folded = scratch.folded;
-  folded.clear();
-  for (size_t i = 0; i < scratch.groups.size(); i += kEach) folded.push_back(scratch.groups[i]);
-  if (count / kEach >= static_cast<int64_t>(folded.size())) return -kInfinity;
-  const auto nth = folded.begin() + count / kEach;
-  std::nth_element(folded.begin(), nth, folded.end(), std::greater<float>());
-  return *nth;
+  constexpr int64_t kLast = kFewCandidates / kEach;
+  float best[kLast + 1];
+  std::fill(best, best + kLast + 1, -kInfinity);
+  for (size_t i = 0; i < scratch.groups.size(); i += kEach) {
+    const float value = scratch.groups[i];
+    if (value <= best[kLast]) continue;
+    int64_t place = kLast;
+    for (; place > 0 && best[place - 1] < value; --place) best[place] = best[place - 1];
+    best[place] = value;
+  }
+  return best[kLast];
 }
 
-// Where the edge is likely to be.
-//
-// Logits from `listed` on are known to weigh listed_mass; of each group of all others one, taken by turns, speaks for
-// the rest. For any cut, the mass from it on less top_p of all mass is then a sum with a variance, and 0 at the edge.
-Sampler::Place Sampler::Task::likely_place(double top_p, float listed, double listed_mass) {
-  sample_below(listed);
-  const auto& values = scratch.folded;
-  const auto& weights = scratch.cut_sums;
-  float lowest = listed;
-  for (float value : values) lowest = value < lowest && value > -kInfinity ? value : lowest;
-  const Buckets buckets(listed, lowest, sharpness);
-  double mass[kNumBuckets] = {}, squares[kNumBuckets] = {};
-  for (size_t i = 0; i < values.size(); ++i) {
-    const int bucket = buckets.of(values[i]);
-    mass[bucket] += weights[i];
-    squares[bucket] += weights[i] * weights[i];
-  }
-  const double spoken_for = kGroupSize, rest_p = 1.0 - top_p;
-  double above = 0.0, squares_above = 0.0;
-  double below = sum_of(mass, kNumBuckets), squares_below = sum_of(squares, kNumBuckets);
-  // By how many standard deviations the cut is below the edge.
-  const auto deviations = [&] {
-    const double excess = rest_p * listed_mass + spoken_for * (rest_p * above - top_p * below);
-    const double variance = rest_p * rest_p * squares_above + top_p * top_p * std::max(squares_below, 0.0);
-    return excess / (spoken_for * std::sqrt(variance) + std::numeric_limits<double>::min());
-  };
-  double reached = deviations();
-  Place place{floor, reached > 0.0 ? listed : floor, listed, reached > kDeviations};
-  for (int bucket = 0; bucket < kNumBuckets - 1 && reached < kDeviations; ++bucket) {
-    above += mass[bucket];
-    below -= mass[bucket];
-    squares_above += squares[bucket];
-    squares_below -= squares[bucket];
-    const double before = reached;
-    reached = deviations();
-    const float end = std::max(floor, buckets.end_of(bucket));
-    if (reached <= -kDeviations) place.high = end;
-    if (before <= 0.0 && reached > 0.0) place.middle = end;
-    if (reached >= kDeviations) place.low = end;
-  }
-  return place;
-}
-
-// Fills scratch.folded with a logit of each kGroupSize and cut_sums with its weight: of -inf where the logit is
-// `listed` or more, or below the floor. One more is as if `listed` had been found: a sample may miss the heaviest.
-void Sampler::Task::sample_below(float listed) {
-  constexpr uint32_t kStride = 29;  // any odd number: groups take turns
-  const int64_t num_groups = (vocab_size + kBlock - 1) / kBlock * kLanes;
+// A sample of the logits from the floor on that are below `listed`.
+Sampler::Buckets Sampler::Task::buckets_below(float listed) {
+  constexpr int64_t kStride = 29;  // any odd number: a block's vectors take turns
+  constexpr int64_t kTurns = kBlock / kLanes / kVectors;
   auto& values = scratch.folded;
-  values.resize(num_groups + 1);
-  for (int64_t group = 0; group < num_groups; ++group) {
-    const int64_t turn = static_cast<uint32_t>(group) * kStride % kGroupSize;
-    const int64_t id = group / kLanes * kBlock + group % kLanes + turn * kLanes;
-    const float value = logits[std::min(id, vocab_size - 1)];
-    values[group] = (value >= floor) & (value < listed) ? value : -kInfinity;
+  values.resize((vocab_size + kBlock - 1) / kBlock * kVectors * kLanes);
+  float* value = values.data();
+  for (int64_t block = 0; block * kBlock < vocab_size; ++block) {
+    for (int64_t vector = block * kStride % kTurns; vector < kTurns * kVectors; vector += kTurns, value += kLanes)
+      std::memcpy(value, logits + std::min(block * kBlock + vector * kLanes, vocab_size - kLanes), kLanes * 4);
   }
-  values[num_groups] = listed;
-  scratch.cut_sums.resize(num_groups + 1);
-  kernels.weights(values.data(), num_groups + 1, largest, sharpness, scratch.cut_sums.data());
+  float lowest = listed;
+  for (size_t i = 0; i < values.size(); i += 4)
+    if (values[i] < lowest && values[i] >= floor) lowest = values[i];
+  Buckets buckets(listed, lowest, sharpness);
+  for (float logit : values)
+    if (logit >= floor && logit < listed) ++buckets.counts[buckets.of(logit)];
+  ++buckets.counts[0];  // as if `listed` had been found once more: a sample may miss the heaviest
+  float middles[Buckets::kCount];
+  for (int bucket = 0; bucket < Buckets::kCount; ++bucket)
+    middles[bucket] = buckets.at(static_cast<float>(bucket) + 0.5F);
+  kernels.weights(middles, Buckets::kCount, largest, sharpness, buckets.weights);
+  for (int bucket = 0; bucket < Buckets::kCount; ++bucket)
+    buckets.all.add(buckets.counts[bucket], buckets.weights[bucket]);
+  return buckets;
 }
 
-// The edge of the nucleus; block_sums become those of the nucleus.
-Sampler::Edge Sampler::Task::edge_near(const Place& place, double top_p) {
+// The bucket at whose end the edge is likely to be; -1 is before the first.
+int Sampler::Task::likely_bucket(const Buckets& below, double top_p, double listed_mass) const {
+  const double needed = top_p * (listed_mass + below.all.mass);
+  Guess above;
+  int bucket = -1;
+  while (bucket < Buckets::kCount - 2 && listed_mass + above.mass < needed) {
+    ++bucket;
+    above.add(below.counts[bucket], below.weights[bucket]);
+  }
+  return bucket;
+}
+
+// The edge of the nucleus, near a bucket's end; block_sums become those of the nucleus.
+Sampler::Edge Sampler::Task::edge_near(const Buckets& buckets, int bucket, double top_p) {
   const size_t num_blocks = (vocab_size + kBlock - 1) / kBlock;
+  const float middle = std::max(floor, buckets.end_of(bucket));
   auto& sums = scratch.cut_sums;
-  weigh_two({floor, place.middle});
+  weigh_two({floor, middle});
   const double total = sum_of(sums.data(), num_blocks), needed = top_p * total;
-  const double from_middle = sum_of(&sums[num_blocks], num_blocks);
+  const double from_middle = sum_of(&sums[num_blocks], num_blocks), lacking = needed - from_middle;
   scratch.block_sums.assign(&sums[num_blocks], &sums[num_blocks] + num_blocks);
-  const bool is_below = from_middle < needed;
-  float low = is_below ? place.low : place.middle, high = is_below ? place.middle : place.high;
+  // From below the middle the nucleus has what is up to the edge, from above it lacks what is beyond.
+  const bool is_below = lacking > 0.0;
+  float low = is_below ? std::max(floor, buckets.end_of(buckets.last_below(bucket, lacking))) : middle;
+  float high = is_below ? middle : buckets.first_above(bucket, -lacking);
   list_between(low, high);
   double listed = list_mass();
   if (is_below ? from_middle + listed < needed : from_middle - listed >= needed) {  // the sample misled us
@@ -147,14 +173,14 @@ Sampler::Edge Sampler::Task::edge_near(const Place& place, double top_p) {
     list_between(low, high);
     listed = list_mass();
   }
-  // From below the middle the nucleus has what is up to the edge, from above it lacks what is beyond.
   if (!is_below) removed = listed;
   const bool has_largest = high == kInfinity;  // then nothing is above the list
   const double above = has_largest ? 0.0 : is_below ? from_middle : from_middle - listed;
   const double margin = has_largest ? margin_of(top_p, 0.0, total) : margin_of(top_p, from_middle, total - from_middle);
   const Item last = edge_item(needed - above, margin, low, std::min(high, largest));
+  const Edge edge{scratch.values[last.id], id_of_listed(last.id, low, high)};
   add_to_blocks(last, is_below);
-  return Edge{logits[last.id], last.id};
+  return edge;
 }
 
 // cut_sums of all blocks from each of two lows on.
@@ -167,15 +193,29 @@ void Sampler::Task::weigh_two(std::array<float, 2> lows) {
     kernels.weigh_two(logits, vocab_size, lows.data(), largest, sharpness, sums.data());
 }
 
+// A list without ids.
 void Sampler::Task::list_between(float low, float high) {
-  collect(low, high);
-  weigh_list();
+  list_blocks(low, scratch.values, [&](int64_t begin, int64_t count, float* found) {
+    return kernels.collect_values(logits + begin, count, low, high, found);
+  });
+  weigh_values();
+}
+
+// The id of the list's value at `index`, for a list_between(low, high).
+int64_t Sampler::Task::id_of_listed(int64_t index, float low, float high) const {
+  const auto& starts = scratch.starts;
+  const int64_t block = std::upper_bound(starts.begin(), starts.end(), index) - starts.begin() - 1;
+  const int64_t begin = block * kBlock;
+  int32_t ids[kBlock + kLanes];
+  kernels.collect(logits + begin, std::min<int64_t>(kBlock, vocab_size - begin), low, high, static_cast<int32_t>(begin),
+                  ids);
+  return ids[index - starts[block]];
 }
 
 double Sampler::Task::list_mass() const {
   const float lows[2] = {-kInfinity, kInfinity};
   double sums[2];
-  kernels.add_from_two(scratch.values.data(), scratch.weights.data(), static_cast<int64_t>(scratch.ids.size()), lows,
+  kernels.add_from_two(scratch.values.data(), scratch.weights.data(), static_cast<int64_t>(scratch.values.size()), lows,
                        sums);
   return sums[0];
 }
@@ -183,21 +223,21 @@ double Sampler::Task::list_mass() const {
 // Adds to block_sums what the list has up to `last`, or takes from it what the list has beyond.
 void Sampler::Task::add_to_blocks(const Item& last, bool adds) {
   auto& values = scratch.values;
-  const float edge = logits[last.id], lows[2] = {-kInfinity, edge};
-  for (size_t i = 0; i < values.size(); ++i)
-    if (values[i] == edge && scratch.ids[i] > last.id) values[i] = -kInfinity;
+  const float edge = values[last.id], lows[2] = {-kInfinity, edge};
+  for (size_t i = last.id + 1; i < values.size(); ++i)
+    if (values[i] == edge) values[i] = -kInfinity;
   for (size_t block = 0; block < scratch.block_sums.size(); ++block) {
-    const size_t begin = scratch.starts[block], end = scratch.starts[block + 1];
+    const int64_t begin = scratch.starts[block], end = scratch.starts[block + 1];
     if (begin == end) continue;
     double sums[2];
-    kernels.add_from_two(&values[begin], &scratch.weights[begin], static_cast<int64_t>(end - begin), lows, sums);
+    kernels.add_from_two(&values[begin], &scratch.weights[begin], end - begin, lows, sums);
     double& sum = scratch.block_sums[block];
     sum = std::max(0.0, sum + (adds ? sums[1] : sums[1] - sums[0]));
   }
 }
 
-// The item at which the list's weights, largest first, reach `needed`, which may be wrong by `margin`; all of its
-// logits are from `low` to `high`.
+// The item, its id a place in the list, at which the list's weights, largest first, reach `needed`, which may be wrong
+// by `margin`; all of its logits are from `low` to `high`.
 Sampler::Item Sampler::Task::edge_item(double needed, double margin, float low, float high) {
   const auto& values = scratch.values;
   const int64_t count = static_cast<int64_t>(values.size());
@@ -222,8 +262,7 @@ Sampler::Item Sampler::Task::edge_item(double needed, double margin, float low, 
     int32_t places[kBlock + kLanes];
     const int64_t found = kernels.collect(&values[begin], std::min<int64_t>(kBlock, count - begin), low, beyond,
                                           static_cast<int32_t>(begin), places);
-    for (int64_t i = 0; i < found; ++i)
-      scratch.items.push_back(Item{scratch.weights[places[i]], scratch.ids[places[i]]});
+    for (int64_t i = 0; i < found; ++i) scratch.items.push_back(Item{scratch.weights[places[i]], places[i]});
   }
   return edge_of_items(needed - above, margin);
 }

@@ -23,7 +23,7 @@ double weight_of(double y) {
   return std::fma(s, f * q, s);
 }
 
-bool scan(const float* x, int64_t n, float* group_max, float* block_max) {
+bool scan(const float* x, int64_t n, const float*, float* group_max, float* block_max) {
   bool has_nan = false;
   for (int64_t begin = 0; begin < n; begin += kScanBlock, group_max += kLanes) {
     for (int lane = 0; lane < kLanes; ++lane) group_max[lane] = -std::numeric_limits<float>::infinity();
@@ -66,6 +66,13 @@ int64_t collect(const float* x, int64_t n, float low, float high, int32_t first,
   return count;
 }
 
+int64_t collect_values(const float* x, int64_t n, float low, float high, float* values) {
+  int64_t count = 0;
+  for (int64_t i = 0; i < n; ++i)
+    if (x[i] >= low && x[i] < high) values[count++] = x[i];
+  return count;
+}
+
 void weights(const float* x, int64_t n, double largest, double sharpness, double* weights) {
   for (int64_t i = 0; i < n; ++i) {
     const double y = (static_cast<double>(x[i]) - largest) * (sharpness * k16Log2e);
@@ -92,8 +99,8 @@ int64_t count_above(const float* x, int64_t n, float value) {
 }  // namespace
 
 const SamplerKernels& sampler_plain() {
-  static const SamplerKernels kernels{scan,    weigh<1>, weigh<2>,    nullptr,     nullptr,
-                                      collect, weights,  add_from<2>, add_from<4>, count_above};
+  static const SamplerKernels kernels{scan,           weigh<1>, weigh<2>,    nullptr,     nullptr,    collect,
+                                      collect_values, weights,  add_from<2>, add_from<4>, count_above};
   return kernels;
 }
 

@@ -56,16 +56,18 @@ struct Sampler::Task {
   void collect(float low, float high);
   void collect_top(int64_t k);
   void weigh_list();
+  void weigh_values();
   void items_of_logits();
 
   // --- sampler_nucleus.cpp ---
   int64_t draw_nucleus(const SampleRow& row);
-  float about_largest(int64_t count);
-  Place likely_place(double top_p, float listed, double listed_mass);
-  void sample_below(float listed);
-  Edge edge_near(const Place& place, double top_p);
+  float about_few() const;
+  Buckets buckets_below(float listed);
+  int likely_bucket(const Buckets& below, double top_p, double listed_mass) const;
+  Edge edge_near(const Buckets& buckets, int bucket, double top_p);
   void weigh_two(std::array<float, 2> lows);
   void list_between(float low, float high);
+  int64_t id_of_listed(int64_t index, float low, float high) const;
   void add_to_blocks(const Item& last, bool adds);
   Item edge_item(double needed, double margin, float low, float high);
   double list_mass() const;
@@ -74,6 +76,27 @@ struct Sampler::Task {
 
   static bool before(const Item& a, const Item& b) {
     return (a.weight > b.weight) | ((a.weight == b.weight) & (a.id < b.id));
+  }
+
+  // Lists what find(begin, count, found) writes to `found` and counts, of each block in turn; parts of blocks whose
+  // largest is below `low` are not looked at.
+  template <typename T, typename Find>
+  void list_blocks(float low, std::vector<T>& list, Find find) {
+    T found[kBlock + kLanes];
+    list.clear();
+    scratch.starts.clear();
+    for (int64_t begin = 0; begin < vocab_size; begin += kBlock) {
+      scratch.starts.push_back(static_cast<int64_t>(list.size()));
+      const int64_t block_end = std::min(begin + kBlock, vocab_size);
+      for (int64_t first = begin; first < block_end;) {
+        int64_t end = first;
+        while (end < block_end && scratch.tops[end / kScanBlock] >= low) end += kScanBlock;
+        const int64_t count = end == first ? 0 : find(first, std::min(end, block_end) - first, found);
+        list.insert(list.end(), found, found + count);
+        first = end + kScanBlock;  // the one at the end does not reach
+      }
+    }
+    scratch.starts.push_back(static_cast<int64_t>(list.size()));
   }
 
   template <typename Test>
