@@ -36,9 +36,10 @@ format: $(VENV)/.installed-dev ## format everything
 bench: $(VENV)/.installed-dev ## the benchmarks that need no peer
 	for script in benchmarks/bench_*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
 
-soak: $(VENV)/.installed-dev ## a million simulated requests in flat memory, attacks on the HTTP edge, requests made from OpenAPI, then 20 minutes of load with kills (forty in all)
+soak: $(VENV)/.installed-dev ## a million simulated requests in flat memory, attacks on the HTTP edge, what times tell tenants of each other, requests made from OpenAPI, then 20 minutes of load with kills (forty in all)
 	$(BIN)/python benchmarks/soak_simulator.py
 	$(BIN)/python benchmarks/soak_edge.py
+	$(BIN)/python benchmarks/soak_tenants.py
 	$(BIN)/python benchmarks/soak_openapi.py
 	$(BIN)/python benchmarks/soak_server.py
 
