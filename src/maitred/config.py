@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -277,6 +278,8 @@ class ServerConfig:
         _require_at_least("max_connections", self.max_connections, 1)
         for name in ("header_timeout_s", "body_timeout_s", "send_timeout_s"):
             _require_between(name, getattr(self, name), 0.1, 600.0)
+        if self.otlp_endpoint is not None and not re.match(r"https?://[^/]", self.otlp_endpoint):
+            raise ConfigError(f"otlp_endpoint is {self.otlp_endpoint!r}; it must look like http://127.0.0.1:4318")
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
             raise ConfigError("ssl_keyfile is given without ssl_certfile; give both, or a certificate that has its key")
         _require_at_least("sse_keep_alive_s", self.sse_keep_alive_s, 0)

@@ -17,6 +17,8 @@ pytest.importorskip("opentelemetry.sdk", reason="needs the extra otel")
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
+from maitred.config import ServerConfig
+from maitred.errors import ConfigError
 from tests.fakes_api import FakeReplica, running_server
 from tests.page.worlds import serving
 
@@ -117,6 +119,12 @@ def test_no_receiver_hinders_nobody(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "0.1")  # s; after that a stopping server gives its spans up
     with running_server(otlp_endpoint="http://127.0.0.1:9") as server:
         assert httpx.post(f"{server.url}/v1/chat/completions", json=ASK).status_code == 200
+
+
+@pytest.mark.parametrize("endpoint", ["", "collector:4318", "http://", "ftp://collector"])
+def test_a_receiver_that_is_no_address_is_refused_at_the_start(endpoint: str):
+    with pytest.raises(ConfigError, match=r"must look like http://127\.0\.0\.1:4318"):
+        ServerConfig(otlp_endpoint=endpoint)
 
 
 def test_without_traces_nothing_is_said_of_them():
