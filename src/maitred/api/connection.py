@@ -30,7 +30,7 @@ MAX_HEADERS = 100
 MAX_PIPELINED = 16  # requests that wait for the answers before theirs
 MIN_BODY_BYTES_PER_S = 16 * 1024  # each so many bytes of a body give it a second more
 LINGER_S = 5.0  # to read on after an answer that did not wait for the body; closing at once could lose the answer
-SEND_BUFFER_BYTES = 256 * 1024  # in the kernel, for each connection; it would take megabytes for a client that stalls
+SEND_BUFFER_BYTES = 256 * 1024  # in the kernel, where Linux makes it twice as many; it would take megabytes otherwise
 HOST = re.compile(rb"[A-Za-z0-9._:\[\]%~-]*")
 
 
