@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -114,3 +116,13 @@ def test_refusals_of_the_hub_are_explained(error: str, part: str, monkeypatch: p
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
     assert part in refusal("owner/name", "v9")
+
+
+def test_a_disk_that_is_full_is_no_fault_of_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    def snapshot_download(**arguments: Any) -> str:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    message = refusal("owner/name")
+    assert "could not be written: No space left on device; make room" in message
+    assert "network" not in message

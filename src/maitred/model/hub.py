@@ -5,11 +5,14 @@ Its cache, its progress bars and its environment (HF_HOME, HF_TOKEN, HF_ENDPOINT
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 from maitred.errors import CheckpointError
 
 ALLOW = ("*.json", "*.safetensors", "*.jinja", "tokenizer*")
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # Second copies of the weights in other layouts, in subfolders or (Mistral) beside the first.
 IGNORE = ("consolidated*", "original/*", "*/*.safetensors", "onnx/*", "*.bin", "*.pt", "*.pth")
 
@@ -51,6 +54,9 @@ def _explain(error: Exception, model: str, revision: str | None) -> str:
         return f"hub model {model} has no revision {revision!r}; name a branch, tag or commit of it"
     if isinstance(error, errors.HFValidationError):
         return f"{model!r} is neither a folder nor a hub id (owner/name)"
+    if isinstance(error, OSError) and error.errno in NO_ROOM:
+        cause = os.strerror(error.errno or 0)
+        return f"hub model {model} could not be written: {cause}; make room, or name another disk's folder in HF_HOME"
     reason = str(error).strip().splitlines()
     return (
         f"there is no folder {model}, and the hub model could not be fetched ({type(error).__name__}: "
