@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -298,6 +299,31 @@ def test_steps_have_more_tokens_for_more_threads_and_for_tiles(
 
 
 # ---- the process
+
+
+def test_other_threads_run_while_a_step_does():
+    """The interpreter takes nothing from a thread by itself here: another one runs only where a call lets go of it."""
+    hand, step, wanted = make_hand(), a_step(), np.array([2], dtype=np.int32)
+    native = hand.executor._runner._native
+    go, ran, interval = threading.Lock(), threading.Event(), sys.getswitchinterval()
+
+    def other() -> None:
+        with go:
+            ran.set()
+
+    thread = threading.Thread(target=other)
+    sys.setswitchinterval(1000)
+    try:
+        with go:
+            thread.start()
+        for _ in range(10_000):
+            native.run(step.token_ids, step.positions, step.first_tokens, step.block_tables, step.first_blocks, wanted)
+            if ran.is_set():
+                break
+        assert ran.is_set()
+    finally:
+        sys.setswitchinterval(interval)
+        thread.join()
 
 
 def threads() -> set[str]:
