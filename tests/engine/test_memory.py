@@ -12,6 +12,7 @@ from maitred.engine.memory import (
     MemoryPlan,
     available_memory_bytes,
     format_bytes,
+    physical_cores,
     plan_memory,
     usable_cores,
 )
@@ -104,6 +105,15 @@ def test_a_control_groups_limit_counts_when_it_is_the_smaller(tmp_path: Path):
     assert available_memory_bytes(proc, cgroup) == 4096000 - 2048000 + 48000
     (cgroup / "memory.max").write_text("max\n")
     assert available_memory_bytes(proc, cgroup) == 8000 * 1024
+
+
+def test_processors_of_one_core_count_once(tmp_path: Path):
+    siblings = {0: "0,2\n", 1: "1,3\n", 2: "0,2\n", 3: "1,3\n"}
+    write_files(tmp_path, {f"cpu{cpu}/topology/thread_siblings_list": text for cpu, text in siblings.items()})
+    assert physical_cores({0, 1, 2, 3}, tmp_path) == 2
+    assert physical_cores({0, 2}, tmp_path) == 1
+    assert physical_cores({0, 1, 7}, tmp_path) == 3, "nothing is known of 7"
+    assert physical_cores(range(6), tmp_path / "no such folder") == 6
 
 
 def test_a_cpu_quota_counts_when_it_is_below_the_affinity(tmp_path: Path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -184,8 +185,9 @@ def _cgroup_free(cgroup: Path) -> int | None:
 
 
 def usable_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Cores this process may use: its CPU affinity, or its cgroup's quota if that is less; at least 1."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Physical cores this process may use: its CPU affinity's, or its cgroup's quota if that is less; at least 1."""
+    has_affinity = hasattr(os, "sched_getaffinity")
+    cores = physical_cores(os.sched_getaffinity(0) if has_affinity else range(os.cpu_count() or 1))
     try:
         quota, period = (cgroup / "cpu.max").read_text().split()
         if quota != "max":
@@ -193,3 +195,17 @@ def usable_cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
     except (OSError, ValueError):
         pass
     return cores
+
+
+def physical_cores(cpus: Iterable[int], system: Path = Path("/sys/devices/system/cpu")) -> int:
+    """Of these processors, those that are one core's count once: they share its arithmetic and its way to memory, and
+    threads that spin on both take from each other.
+    """
+
+    def core_of(cpu: int) -> str:
+        try:
+            return (system / f"cpu{cpu}" / "topology" / "thread_siblings_list").read_text()
+        except OSError:
+            return str(cpu)
+
+    return len({core_of(cpu) for cpu in cpus})
