@@ -119,6 +119,23 @@ def test_a_body_for_which_there_is_no_room_is_sent_away_even_if_it_is_all_there(
     assert asyncio.run(read()) == 0
 
 
+def test_who_made_room_holds_nothing_any_more_before_it_hears_of_it():
+    async def run() -> list[int]:
+        room, seen = BodyRoom(max_bytes=100), []
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(None) as first, asyncio.timeout(None) as second:
+                room.hold("first", 60, first)
+                room.hold("second", 50, second)
+                seen.append(room.num_bytes)
+                room.hold("first", 70, first)
+                seen.append(room.num_bytes)
+                await asyncio.Event().wait()
+        room.release("second")
+        return [*seen, room.num_bytes]
+
+    assert asyncio.run(run()) == [50, 50, 0]
+
+
 def test_turns_are_had_in_order_and_those_who_left_have_none():
     async def run() -> list[tuple[int, int]]:
         counted, turns = Counted(), Turns()

@@ -18,6 +18,8 @@ class BodyRoom:
 
     def hold(self, owner: object, num_bytes: int, sending: asyncio.Timeout) -> None:
         """`owner` holds so many now, and sends on. Those that must make room find their `sending` expired."""
+        if sending.when() is not None:  # it has made room, and does not know it yet
+            return
         self.num_bytes += num_bytes - self._held.get(owner, 0)
         self._held[owner] = num_bytes
         self._sending[owner] = sending
