@@ -3,9 +3,9 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
 
-#include <algorithm>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "sampler.h"
@@ -24,17 +24,6 @@ using Longs = nb::ndarray<int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Table = nb::ndarray<int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Logprobs = nb::ndarray<double, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
-Ids ids_of(nb::handle value, int64_t vocab_size) {
-  Ids ids = nb::cast<Ids>(value);
-  const int64_t* begin = ids.data();
-  const int64_t* end = begin + ids.shape(0);
-  int64_t signs = 0;  // below 0 once an id or its distance to the last one is
-  for (const int64_t* id = begin; id != end; ++id) signs |= *id | (vocab_size - 1 - *id);
-  if (signs >= 0) return ids;
-  const int64_t* wrong = std::find_if(begin, end, [&](int64_t id) { return id < 0 || id >= vocab_size; });
-  throw std::invalid_argument("token " + std::to_string(*wrong) + " of a vocabulary of " + std::to_string(vocab_size));
-}
-
 Floats floats_of(nb::handle value, size_t count) {
   Floats floats = nb::cast<Floats>(value);
   if (floats.shape(0) != count) throw std::invalid_argument("values and ids of unequal number");
@@ -43,17 +32,17 @@ Floats floats_of(nb::handle value, size_t count) {
 
 // (allowed or None, banned, bias ids, bias, repetition, known, frequency, presence, output, counts). The arrays belong
 // to the tuple, which lives through the call.
-LogitChanges changes_of(const nb::tuple& fields, int64_t vocab_size) {
+LogitChanges changes_of(const nb::tuple& fields) {
   if (fields.size() != 10) throw std::invalid_argument("changes of a row are a tuple of 10");
   LogitChanges c;
   if (!fields[0].is_none()) {
-    const Ids allowed = ids_of(fields[0], vocab_size);
+    const Ids allowed = nb::cast<Ids>(fields[0]);
     c.only_allowed = true;
     c.allowed_ids = allowed.data();
     c.num_allowed = static_cast<int64_t>(allowed.shape(0));
   }
-  const Ids banned = ids_of(fields[1], vocab_size), biased = ids_of(fields[2], vocab_size);
-  const Ids known = ids_of(fields[5], vocab_size), output = ids_of(fields[8], vocab_size);
+  const Ids banned = nb::cast<Ids>(fields[1]), biased = nb::cast<Ids>(fields[2]);
+  const Ids known = nb::cast<Ids>(fields[5]), output = nb::cast<Ids>(fields[8]);
   c.banned_ids = banned.data();
   c.num_banned = static_cast<int64_t>(banned.shape(0));
   c.bias_ids = biased.data();
@@ -68,6 +57,20 @@ LogitChanges changes_of(const nb::tuple& fields, int64_t vocab_size) {
   c.output_counts = floats_of(fields[9], output.shape(0)).data();
   c.num_output = static_cast<int64_t>(output.shape(0));
   return c;
+}
+
+// For changes of which an id is not in the vocabulary.
+void throw_outside(const LogitChanges& c, int64_t vocab_size) {
+  const std::pair<const int64_t*, int64_t> lists[] = {{c.allowed_ids, c.num_allowed},
+                                                      {c.banned_ids, c.num_banned},
+                                                      {c.bias_ids, c.num_bias},
+                                                      {c.known_ids, c.num_known},
+                                                      {c.output_ids, c.num_output}};
+  for (const auto& [ids, count] : lists)
+    for (int64_t i = 0; i < count; ++i)
+      if (ids[i] < 0 || ids[i] >= vocab_size)
+        throw std::invalid_argument("token " + std::to_string(ids[i]) + " of a vocabulary of " +
+                                    std::to_string(vocab_size));
 }
 
 void check(bool holds, const char* what) {
@@ -90,7 +93,7 @@ void sample(Sampler& sampler, const Logits& logits, const Settings& settings, co
   for (size_t r = 0; r < num_rows; ++r) {
     check(num_top(r) <= static_cast<int64_t>(top_ids.shape(1)), "num_top is above the columns of top_ids");
     const bool has_changes = !changes[r].is_none();
-    if (has_changes) all_changes[r] = changes_of(nb::cast<nb::tuple>(changes[r]), vocab_size);
+    if (has_changes) all_changes[r] = changes_of(nb::cast<nb::tuple>(changes[r]));
     rows[r] = SampleRow{logits.data() + static_cast<int64_t>(r) * logits.stride(0),
                         has_changes ? &all_changes[r] : nullptr,
                         settings(r, 0),
@@ -110,6 +113,7 @@ void sample(Sampler& sampler, const Logits& logits, const Settings& settings, co
     sampler.sample(rows.data(), static_cast<int>(num_rows), vocab_size);
   }
   for (size_t r = 0; r < num_rows; ++r) {
+    if (rows[r].fault == SampleFault::outside) throw_outside(all_changes[r], vocab_size);
     tokens(r) = rows[r].token;
     faults(r) = static_cast<int32_t>(rows[r].fault);
   }

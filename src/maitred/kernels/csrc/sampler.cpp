@@ -41,6 +41,10 @@ void Sampler::Task::run(SampleRow& row) {
   logits = row.logits;
   row.token = 0;
   row.fault = SampleFault::none;
+  if (row.changes != nullptr && !is_inside(*row.changes)) {
+    row.fault = SampleFault::outside;
+    return;
+  }
   const bool wants_logprobs = row.num_top >= 0, has_changes = row.changes != nullptr;
   // A row is scanned once, as changed, unless its raw logits are wanted or lost.
   const bool scans_raw = !has_changes || wants_logprobs || row.changes->only_allowed;
@@ -82,6 +86,20 @@ int64_t Sampler::Task::find_best(SampleRow& row) {
   }
   const int64_t block = std::find(scratch.tops.begin(), scratch.tops.end(), largest) - scratch.tops.begin();
   return std::find(logits + block * kScanBlock, logits + vocab_size, largest) - logits;
+}
+
+// Whether all ids are in the vocabulary. Asked here, for here the ids are about to be needed.
+bool Sampler::Task::is_inside(const LogitChanges& c) const {
+  int64_t signs = 0;  // below 0 once an id or its distance to the last one is
+  const auto look_at = [&](const int64_t* ids, int64_t count) {
+    for (int64_t i = 0; i < count; ++i) signs |= ids[i] | (vocab_size - 1 - ids[i]);
+  };
+  look_at(c.allowed_ids, c.num_allowed);
+  look_at(c.banned_ids, c.num_banned);
+  look_at(c.bias_ids, c.num_bias);
+  look_at(c.known_ids, c.num_known);
+  look_at(c.output_ids, c.num_output);
+  return signs >= 0;
 }
 
 // With `undoes`, what restore() needs is kept.

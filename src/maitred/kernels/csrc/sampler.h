@@ -50,7 +50,7 @@ struct SamplerKernels {
 };
 const SamplerKernels& sampler_kernels(Isa isa);
 
-// What changes logits before a token is chosen, in the order of the fields; ids lie inside the vocabulary.
+// What changes logits before a token is chosen, in the order of the fields.
 struct LogitChanges {
   bool only_allowed = false;  // everything but allowed_ids gets -inf
   const int64_t* allowed_ids = nullptr;
@@ -70,7 +70,8 @@ struct LogitChanges {
   int64_t num_output = 0;
 };
 
-enum class SampleFault : int32_t { none = 0, nan = 1, infinite = 2, nothing = 3, nothing_allowed = 4 };
+// `outside`: an id of the changes is not in the vocabulary, and the row is as it was.
+enum class SampleFault : int32_t { none = 0, nan = 1, infinite = 2, nothing = 3, nothing_allowed = 4, outside = 5 };
 
 // One row's wishes and, below them, what became of it.
 struct SampleRow {

@@ -32,6 +32,7 @@ struct Sampler::Task {
   // --- sampler.cpp ---
   void run(SampleRow& row);  // the ten steps of executor/sampler.py
   int64_t find_best(SampleRow& row);
+  bool is_inside(const LogitChanges& changes) const;
   Before apply(const LogitChanges& changes, bool undoes);
   void restore(const LogitChanges& changes);
   double list_likeliest(SampleRow& row);
