@@ -140,7 +140,6 @@ async def opened(browser: Browser, url: str, width: int, height: int, scheme: st
 
 
 async def take(out: Path, rate: float, seconds: float) -> None:
-    out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         async with serving(Path(folder)) as url, async_playwright() as playwright:
             browser = await playwright.chromium.launch(executable_path=shutil.which("chromium"), args=FLAGS)
@@ -164,6 +163,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=3.0)
     parser.add_argument("--seconds", type=float, default=45.0)
     options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
     asyncio.run(take(options.out, options.rate, options.seconds))
 
 
