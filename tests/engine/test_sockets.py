@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import pickle
+import subprocess
+import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import zmq
 
 from maitred.engine import sockets, spawn, supervisor
-from maitred.engine.frames import encode
+from maitred.engine.frames import Told, decode_report, encode
 from maitred.engine.process import ProcessEngine
+from maitred.engine.spawn import REPORTS
 from maitred.errors import EngineDead, RequestTooLarge
 from tests.engine.fake_child import Gate, expected
 from tests.engine.test_process import POISON, PROMPT, ask, engine_process, follow, tokens
@@ -93,3 +98,33 @@ async def test_a_request_that_cannot_cross_is_refused_alone(monkeypatch):
                 await follow(engine, ask("large"))
         assert tokens(await follow(engine, ask())) == expected(PROMPT, 60)
         assert engine.state().num_wrong_frames == 0
+
+
+LAST_WORDS = f"""
+from pathlib import Path
+import sys
+from maitred.engine import child
+from maitred.engine.frames import Told
+child.LAST_WORDS_MS = {int(HANGS_S * 1000)}
+link = child.Link(Path(sys.argv[1]))
+link.beat()
+for number in range(20):
+    link.send(Told(str(number).zfill({LIMIT})))
+link.close()
+"""
+
+
+def test_an_engine_that_ends_waits_until_all_it_said_has_left(tmp_path: Path):
+    with zmq.Context() as context, context.socket(zmq.PULL) as reports:
+        reports.setsockopt(zmq.RCVHWM, 1)  # the rest waits in the engine's process
+        reports.bind(f"ipc://{tmp_path / REPORTS}")
+        process = subprocess.Popen([sys.executable, "-c", LAST_WORDS, str(tmp_path)])
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(1)  # one that does not wait is gone by then, with what it said
+        told = []
+        while len(told) < 20 and reports.poll(HANGS_S * 1000):
+            report = decode_report(reports.recv())
+            if isinstance(report, Told):
+                told.append(int(report.line[-2:]))
+        assert told == list(range(20))
+        assert process.wait(HANGS_S) == 0

@@ -184,19 +184,21 @@ class Link:
     """The child's end of the two sockets."""
 
     def __init__(self, folder: Path) -> None:
-        self._context = zmq.Context(io_threads=1)
+        self._reporting = zmq.Context(io_threads=1)
         self._folder = folder
         self._commands = Receiver(
-            self._context,
+            zmq.Context(io_threads=1),
             f"ipc://{folder / COMMANDS}",
             decode_command,
             sender="the server",
             num_connections=1,
             high_water_mark=0,
         )
-        self._reports = self._reporting()
+        self._reports = self._sender()
         self.round_number = 0
         self._busy = False  # read by the beating thread
+        self._beating: threading.Thread | None = None
+        self._closing = threading.Event()
 
     def commands(self, *, wait: bool) -> Iterator[Command]:
         """What has come; with `wait`, at least one."""
@@ -212,7 +214,8 @@ class Link:
 
     def beat(self) -> None:
         """From now on a thread says four times a second that the process is there."""
-        threading.Thread(target=self._beat, name="maitred-beat", daemon=True).start()
+        self._beating = threading.Thread(target=self._beat, name="maitred-beat", daemon=True)
+        self._beating.start()
 
     def rest(self) -> None:
         """No step is under way."""
@@ -222,22 +225,28 @@ class Link:
         """Returns when what was sent has left, or after LAST_WORDS_MS. What is received ends with the process: closed
         before, it would look to the parent as if we had cut it off.
         """
+        self._closing.set()
+        if self._beating is not None:
+            self._beating.join(LAST_WORDS_MS / 1000)
+            if self._beating.is_alive():  # it waits for a parent that does not read
+                return
         self._reports.close()
+        self._reporting.term()
 
-    def _reporting(self) -> Sender:
-        sender = Sender(self._context, linger_ms=LAST_WORDS_MS, high_water_mark=HIGH_WATER_MARK)
+    def _sender(self) -> Sender:
+        sender = Sender(self._reporting, linger_ms=LAST_WORDS_MS, high_water_mark=HIGH_WATER_MARK)
         sender.connect(f"ipc://{self._folder / REPORTS}")
         return sender
 
     def _beat(self) -> None:
-        sender = self._reporting()  # sockets are for one thread each
-        pause = threading.Event()
-        while True:
+        sender = self._sender()  # sockets are for one thread each
+        while not self._closing.is_set():
             self._commands.look()
             sender.send(Beat(self.round_number, self._busy, self._commands.num_wrong))
             if sender.was_cut_off() or self._reports.was_cut_off():
                 _end_unheard()
-            pause.wait(BEAT_S)
+            self._closing.wait(BEAT_S)
+        sender.close()
 
 
 def _end_unheard() -> None:

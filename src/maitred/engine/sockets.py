@@ -43,7 +43,8 @@ class Sender:
         return bool(self._closings.poll(0))
 
     def close(self) -> None:
-        """What was sent leaves, as long as it may linger."""
+        """What was sent leaves, as long as it may linger; the context's end waits for it."""
+        self._closings.close(0)
         self._socket.close()
 
 
