@@ -13,7 +13,7 @@ import httpx
 import msgspec
 import pytest
 
-from maitred.api.live_feed import COST_FACTOR, FRAME_S, IDLE_S, MAX_WATCHERS, LiveFeed, pause_s
+from maitred.api.live_feed import COST_FACTOR, FRAME_S, IDLE_S, MAX_PAUSE_S, MAX_WATCHERS, LiveFeed, pause_s
 from maitred.api.live_times import Latencies
 from maitred.engine.intake import Footprint
 from maitred.engine.live_view import LiveView, live_view
@@ -197,7 +197,8 @@ def view_with(cost_s: float, *, busy: bool) -> LiveView:
 def test_the_engine_is_asked_so_seldom_that_it_costs_half_a_percent_at_most():
     assert pause_s(view_with(0.0, busy=True)) == FRAME_S
     assert pause_s(view_with(0.0, busy=False)) == IDLE_S
-    assert pause_s(view_with(0.01, busy=True)) == 0.01 * COST_FACTOR == 2.0
+    assert pause_s(view_with(0.005, busy=True)) == 0.005 * COST_FACTOR == 1.0
+    assert pause_s(view_with(0.125, busy=True)) == MAX_PAUSE_S
 
 
 async def test_all_who_watch_share_one_look(monkeypatch):
