@@ -207,6 +207,35 @@ def test_every_number_of_rows_gives_the_same_bits(
 
 
 @pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("k", [37, 515])
+def test_sums_at_the_edge_of_denormal_numbers_have_the_same_bits_beside_any_rows(pool: Any, isa: str, k: int) -> None:
+    """Whether such numbers count as zeros, as in tiles, must not depend on how many rows there are."""
+    rng = np.random.default_rng(k)
+    matrix, x = (
+        (rng.standard_normal((n, k)) * 10.0 ** rng.uniform(-23, -16, (n, k))).astype(np.float32) for n in (70, 64)
+    )
+    x[2] *= np.float32(1e-19)  # most of it denormal itself
+    x[3, k // 2], x[4, 0] = math.inf, math.nan
+    weights = linear.pack(pool, [SourceMatrix(matrix)], "bfloat16")
+    whole = linear.linear(pool, weights, x, isa=isa)
+    for m in range(1, 65):
+        for some in (slice(0, m), slice(64 - m, 64)):
+            part = linear.linear(pool, weights, x[some], isa=isa)
+            assert (part.view(np.uint32) == whole[some].view(np.uint32)).all(), m
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_denormal_numbers_are_numbers_again_behind_a_product_of_bfloat16(isa: str) -> None:
+    alone, one = _native.ThreadPool(1), np.ones((1, 1), np.float32)
+    tiny = linear.pack(alone, [SourceMatrix(np.full((3, 1), 1e-40, np.float32))], "float32")
+    before = linear.linear(alone, tiny, one, isa=isa).view(np.uint32)
+    assert before.all()
+    for m in (1, 4, 5):
+        linear.linear(alone, make_world(alone, "bfloat16", 0, 32, 64).weights, rows(m, 64), isa=isa)
+        assert (linear.linear(alone, tiny, one, isa=isa).view(np.uint32) == before).all()
+
+
+@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize(("dtype", "group"), FORMATS)
 def test_rows_beyond_one_block_are_each_added_once(pool: Any, isa: str, dtype: str, group: int) -> None:
     """Long rows, so that a block has few of them; blocks and chunks end in the middle of others."""

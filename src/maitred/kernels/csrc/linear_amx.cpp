@@ -3,9 +3,9 @@
 // Prepared rows are the left tiles as they lie, 16 steps of a packed tile the right ones: 128 bytes from one step to
 // the next, channels 0 - 15 in the first half of each and 16 - 31 in the second. 32 rows x 32 channels are four sums;
 // each 64 bytes of K take four loads for four products. A run of a tile is as much of K as stays in the first-level
-// cache beside the rows that pass it. The processor sums even and odd values of a product of bf16 apart, 32 of K at a
-// time, so bf16 is multiplied here for any number of rows, while few rows of int8 and int4, whose int32 sums are exact,
-// go to the kernels of AVX-512, as does f32.
+// cache beside the rows that pass it. Few rows of int8 and int4, whose int32 sums are exact, go to the kernels of
+// AVX-512, as does f32. The processor sums even and odd values of a product of bf16 apart, 32 of K at a time, which
+// AVX-512's kernel does not, so few rows of bf16 have vectors of their own here.
 #include <immintrin.h>
 
 #include "linear_driver.h"
@@ -23,6 +23,7 @@ constexpr int kDepth = 16;             // steps of K in a tile register, 64 byte
 constexpr int kDepthBytes = kDepth * 128;
 constexpr Limits kLimits{512, kRows, 786432, 8 * kDepthBytes, kDepth};
 constexpr int kFewRows = 8, kFewRowsInt4 = 24;  // of int8 and int4, that AVX-512 multiplies
+constexpr int kFewRowsBf16 = 4;                 // that vectors multiply
 
 struct Amx : Rows512 {
   static constexpr bool kEndsFromSums = true;
@@ -145,11 +146,15 @@ inline void multiply(const Run& run, bool tall, bool one_pass, const uint8_t* ro
   multiply_run<Op, false, false>(run, rows, stride, acc);
 }
 
+#include "linear_amx_few.inc"
+
 // Steps of the run that begins at `step`: whole depths, but for the end of K.
 inline int depths_length(const Plan& plan, int step, bool jumps) {
   const int steps = run_length(plan, step, jumps), left = plan.steps - step;
   return steps == left || steps < kDepth ? left : steps / kDepth * kDepth;
 }
+
+bool is_few_bf16(const LinearShape& shape, int m) { return shape.dtype == DType::bf16 && m <= kFewRowsBf16; }
 
 // All of a linear's rows, and the part of them that one block has.
 struct Rows {
@@ -201,7 +206,9 @@ void multiply_tile(const PackedLinear& weights, const Plan& plan, int tile, cons
       run.next = following + int64_t{64} * run.lines * run.depths * index;
       run.out_rows = ends ? chunk.count : 0;
       run.out = out.rows + chunk.first * out.row_stride + tile * run.out_width;
-      if (shape.dtype == DType::bf16)
+      if (is_few_bf16(shape, rows.all))
+        multiply_few(run, chunk.count, at, operand.row_stride, reinterpret_cast<float*>(sums));
+      else if (shape.dtype == DType::bf16)
         multiply<Bf16>(run, chunk.tall, plan.one_pass, at, operand.row_stride, sums);
       else
         multiply<Int8>(run, chunk.tall, plan.one_pass, at, operand.row_stride, sums);
@@ -350,26 +357,30 @@ void multiply_tile_int4(const PackedLinear& weights, const Plan& plan, int tile,
 bool takes_tiles(const LinearShape& shape, int m) {
   if (shape.dtype == DType::int8) return m > kFewRows;
   if (shape.dtype == DType::int4) return m > (shape.group == 32 ? 2 * kFewRowsInt4 : kFewRowsInt4);
-  return shape.dtype == DType::bf16;
+  return shape.dtype == DType::bf16 && m > kFewRowsBf16;
 }
 
 void linear(const PackedLinear& weights, const Operand& operand, int m, const LinearOut& out, WorkCounter& counter,
             const Worker& worker) {
   const LinearShape& shape = weights.shape;
-  if (!takes_tiles(shape, m)) return kLinearAvx512.linear(weights, operand, m, out, counter, worker);
+  const bool few_bf16 = is_few_bf16(shape, m);
+  if (!few_bf16 && !takes_tiles(shape, m)) return kLinearAvx512.linear(weights, operand, m, out, counter, worker);
   const bool int4 = shape.dtype == DType::int4;
   Plan plan = plan_of(shape, m, kRows, kLimits);
   if (int4) {
     plan.one_pass = false;
     plan.run_steps = kRunValues / shape.group;
   }
-  const Tiles tiles(int4 && m > kHalf ? kHalf : m, shape.group == 32 ? kDepth / 2 : kDepth);
-  for_each_tile(weights, plan, m, counter, worker, [&](int tile, const uint8_t* after, int row0, int num_rows) {
+  const auto multiply = [&](int tile, const uint8_t* after, int row0, int num_rows) {
     (int4 ? multiply_tile_int4 : multiply_tile)(weights, plan, tile, after, Rows{operand, m, row0, num_rows}, out);
-  });
+  };
+  if (few_bf16) return for_each_tile(weights, plan, m, counter, worker, multiply);
+  const Tiles tiles(int4 && m > kHalf ? kHalf : m, shape.group == 32 ? kDepth / 2 : kDepth);
+  for_each_tile(weights, plan, m, counter, worker, multiply);
 }
 
 LinearProduct product(const LinearShape& shape, int m) {
+  if (is_few_bf16(shape, m)) return {"vfmadd zmm", kFewRowsBf16};
   if (!takes_tiles(shape, m)) return kLinearAvx512.product(shape, m);
   if (shape.dtype == DType::int4) return {"tdpbssd", kHalf};
   return {shape.dtype == DType::bf16 ? "tdpbf16ps" : "tdpbsud", kRows};
