@@ -38,6 +38,7 @@ BROKEN = {
     "nul": b'{"model":"ti\x00ny"}',
     "utf16": '{"model":"tiny"}'.encode("utf-16"),
     "bom": b"\xef\xbb\xbf{}",
+    "blank_of_another_kind": b"\x0b" + HEAD[:-1] + b"}",
     "endless_int": b'{"model":' + b"9" * 100_000 + b"}",
 }
 

@@ -28,6 +28,7 @@ SMALL_BYTES = 64 * 1024  # of a body: reading and decoding so much takes a tenth
 UNCOUNTED_BYTES = 1024 * 1024  # a body up to this is decoded in a few milliseconds, whatever is in it
 MAX_ITEMS = 200_000
 MAX_KEYS = 200_000
+JSON_BLANKS = b" \t\r\n"
 JSON_HEADERS = ((b"content-type", b"application/json"),)
 
 
@@ -161,7 +162,7 @@ class Exchange:
         if media_type != b"application/json":
             raise UnsupportedMediaType("send the body as JSON, with the header Content-Type: application/json")
         body = await self.body(max_items=max_items + max_apart)
-        decoded: T = await self.in_turns(decode(body.lstrip(), decoder.type))
+        decoded: T = await self.in_turns(decode(body.lstrip(JSON_BLANKS), decoder.type))
         if apart is not None and self.outline is not None and self.outline.num_items > max_items:
             within = await self.in_turns(outline_of(getattr(decoded, apart)))
             _check_number(self.outline.num_items - within.num_items, "items", max_items)
