@@ -1,6 +1,6 @@
 """Takes the pictures of docs/page.md: a server with three tenants under load, and Chromium looking at it.
 
-    .venv/bin/python scripts/screenshots.py [--out docs/images] [--rate 3] [--seconds 45]
+    .venv/bin/python scripts/screenshots.py [--out docs/images] [--rate 8] [--seconds 40]
 
 Needs Debian's chromium (scripts/debian-packages), and Pillow, which the extra `plot` brings.
 """
@@ -160,8 +160,8 @@ async def take(out: Path, rate: float, seconds: float) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, default=Path("docs/images"))
-    parser.add_argument("--rate", type=float, default=3.0)
-    parser.add_argument("--seconds", type=float, default=45.0)
+    parser.add_argument("--rate", type=float, default=8.0)
+    parser.add_argument("--seconds", type=float, default=40.0)
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     asyncio.run(take(options.out, options.rate, options.seconds))
