@@ -17,9 +17,7 @@ from maitred.replica import ReplicaState
 FRAME_S = 0.2  # between frames while there is work
 IDLE_S = 0.5
 COST_FACTOR = 200  # a pause is at least so many times the last snapshot's cost, so it takes at most 0.5% of the engine
-MAX_PAUSE_S = (
-    2.0  # a snapshot whose thread stood in line for a processor says little of its cost; the page calls 4 s ill
-)
+MAX_PAUSE_S = 2.0  # one that stood in line for a processor says little of its cost; the page calls 4 s ill
 SUMMARY_S = 1.0  # percentiles are computed this often
 MAX_WATCHERS = 32
 

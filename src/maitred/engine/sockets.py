@@ -113,6 +113,3 @@ class Receiver(Generic[F]):
             self._num_accepted += 1
             if self._num_accepted > self._num_connections:
                 logger.warning("somebody else connected to %s's socket", self._sender)
-
-    def close(self) -> None:
-        self._socket.close()
