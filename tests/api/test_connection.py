@@ -17,6 +17,7 @@ from maitred.api.connection import (
     MAX_HEAD_BYTES,
     MAX_HEADERS,
     MAX_PIPELINED,
+    MAX_PIPELINED_BYTES,
     MIN_BODY_BYTES_PER_S,
     GuardedConnection,
 )
@@ -352,6 +353,45 @@ def test_requests_sent_ahead_of_their_answers_are_bounded():
     world.send((GET + b"\r\n") * 10_000)
     assert world.transport.closed
     assert len(world.connection.pipeline) == MAX_PIPELINED
+
+
+def test_bodies_sent_ahead_of_their_answers_are_read_within_bounds():
+    """Only who reads on sees that the client went away."""
+    world = World()
+    world.send(GET + b"\r\n" + POST + b"content-length: 99999999\r\n\r\n")
+    while len(world.connection.cycle.body) < MAX_PIPELINED_BYTES:
+        assert not world.connection.flow.read_paused
+        assert not world.transport.closed
+        world.send(b"x" * 60_000)
+    assert (world.status, world.code, world.transport.closed) == (400, "too_many_pipelined", True)
+
+
+def test_a_body_sent_ahead_may_be_late_while_the_answer_before_it_is_made():
+    world = World()
+    world.send(GET + b"\r\n" + POST + b"content-length: 100\r\n\r\n")
+    world.loop.advance(100.0)
+    assert not world.transport.closed
+    world.connection._in_work.response_complete = True
+    world.connection.on_response_complete()
+    assert world.loop.num_requests == 2
+    world.loop.advance(20.0)
+    assert world.status == 408
+
+
+def test_a_refused_request_sent_ahead_adds_nothing_to_the_answer_before_it():
+    world = World()
+    world.send(GET + b"\r\n")
+    world.connection.cycle.response_started = True
+    world.send(GET + b"\r\n" + b"GET /version HTTP/1.1\r\nhost: a/b\r\n\r\n")
+    assert (world.transport.written, world.transport.closed) == (b"", True)
+
+
+@pytest.mark.parametrize("line", [b"GET /health", b"GET /health HTTP/0.9", b"GET /health HTTP/2.0"])
+def test_other_versions_of_http_are_refused(line):
+    world = World()
+    world.send(line + b"\r\nhost: x\r\n\r\n")
+    assert (world.status, world.code, world.transport.closed) == (400, "invalid_http", True)
+    assert world.loop.num_requests == 0
 
 
 @pytest.mark.parametrize(

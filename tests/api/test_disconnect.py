@@ -68,6 +68,26 @@ def test_leaving_ends_every_sample_at_once(stuck, leave, stream, n):
     connection.close()
 
 
+HEALTH = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
+LARGE = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 200000\r\n\r\n" + b"x" * 200_000
+
+
+@pytest.mark.parametrize("ahead", [HEALTH, HEALTH * 16, HEALTH[:9], LARGE[:100_000], LARGE + HEALTH])
+@pytest.mark.parametrize("stream", [False, True])
+def test_requests_sent_ahead_do_not_hide_that_the_client_left(stuck, ahead, stream, caplog):
+    replica, metrics = stuck.replica, stuck.server._edge.metrics
+    num_cancelled = metrics.num_cancelled
+    connection = send(stuck, "/v1/chat/completions", {"messages": MESSAGES, "stream": stream, "n": 4})
+    until(lambda: len(replica.live) == 4)
+    connection.sendall(ahead)
+    half_close(connection)  # what was sent still comes; closing could make it a reset, which overtakes it
+    until(lambda: not replica.live)
+    until(lambda: not stuck.server.server_state.tasks)
+    connection.close()
+    assert metrics.num_cancelled == num_cancelled + 1
+    assert not [record for record in caplog.records if record.exc_info]
+
+
 def test_leaving_ends_all_prompts_of_a_list(stuck):
     replica = stuck.replica
     connection = send(stuck, "/v1/completions", {"prompt": ["a", "b", "c"], "n": 2, "max_tokens": 400})

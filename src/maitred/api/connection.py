@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 import httptools
 from uvicorn.config import Config
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
 from maitred.api.edge import Edge
@@ -28,6 +28,7 @@ MAX_HEAD_BYTES = 64 * 1024  # request line and headers; besides, what comes of a
 MAX_FRAMING_BYTES = 1024 * 1024  # sizes and extensions of chunks, and an eighth of the body more: 200,000 of one byte
 MAX_HEADERS = 100
 MAX_PIPELINED = 16  # requests that wait for the answers before theirs
+MAX_PIPELINED_BYTES = 256 * 1024  # of their bodies: reading goes on, to see the connection end, so somebody must stop
 MIN_BODY_BYTES_PER_S = 16 * 1024  # each so many bytes of a body give it a second more
 LINGER_S = 5.0  # to read on after an answer that did not wait for the body; closing at once could lose the answer
 SEND_BUFFER_BYTES = 256 * 1024  # in the kernel, where Linux makes it twice as many; it would take megabytes otherwise
@@ -60,6 +61,7 @@ class GuardedConnection(HttpToolsProtocol):
         super().__init__(config, server_state, app_state, _loop)
         self._edge, self._limits = edge, edge.config
         self._phase = Phase.NOTHING
+        self._in_work: RequestResponseCycle | None = None  # uvicorn's `cycle` is the last that came, perhaps pipelined
         self._num_messages = 0  # begun
         self._num_head_bytes = self._num_body_bytes = self._num_framing_bytes = 0
         self._body_began_at = 0.0
@@ -84,6 +86,9 @@ class GuardedConnection(HttpToolsProtocol):
         self._stop_reading_timer()
         self._stop_writing_timer()
         self._unset_keepalive_if_required()
+        self.pipeline.clear()
+        if self._in_work is not None:
+            self.cycle = self._in_work  # it is the one to hear of it
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -101,6 +106,10 @@ class GuardedConnection(HttpToolsProtocol):
             return
         if self._is_refused():
             return
+        if self.pipeline:
+            self._wait_beside()
+        if self._is_refused():
+            return
         if self._phase is Phase.BODY:
             if phase is Phase.BODY and num_messages == self._num_messages:
                 self._check_framing(len(data), self._num_body_bytes - num_body_bytes)
@@ -111,6 +120,16 @@ class GuardedConnection(HttpToolsProtocol):
                 self._refuse(HeadTooLarge(f"the request's head is over the limit of {MAX_HEAD_BYTES} bytes"))
             elif self._reading_timer is None:
                 self._await_head()
+
+    def _wait_beside(self) -> None:
+        """uvicorn stops reading while requests wait for the one in work, and would not see the client go away."""
+        if sum(len(cycle.body) for cycle, _ in self.pipeline) > MAX_PIPELINED_BYTES:
+            text = (
+                f"over {MAX_PIPELINED_BYTES} bytes came of requests that wait on one connection; wait for the answers"
+            )
+            self._refuse(InvalidRequest(text, code="too_many_pipelined"))
+        else:
+            self.flow.resume_reading()
 
     def _is_refused(self) -> bool:
         return self._refusal is not None
@@ -168,6 +187,7 @@ class GuardedConnection(HttpToolsProtocol):
             if self.parser.get_method() == b"CONNECT":
                 self._stop(InvalidRequest("this server is no proxy", code="invalid_http"))
             return  # it comes again without, see `_parse`
+        self._check_version()
         self._check_host()
         self._check_coding()
         if len(self.pipeline) >= MAX_PIPELINED:
@@ -195,6 +215,12 @@ class GuardedConnection(HttpToolsProtocol):
         if self._size > MAX_HEAD_BYTES:
             self._stop(HeadTooLarge(f"the request's head is over the limit of {MAX_HEAD_BYTES} bytes"))
 
+    def _check_version(self) -> None:
+        """The parser takes 0.9, whose answers have no status, and 2.0, which has no lines."""
+        version = self.parser.get_http_version()
+        if version not in ("1.0", "1.1"):
+            self._stop(InvalidRequest(f"this server speaks HTTP/1.1, not HTTP/{version}", code="invalid_http"))
+
     def _check_host(self) -> None:
         """One host, of characters that hosts have (RFC 9112, 3.2). Nothing here is decided by it."""
         hosts = [value for name, value in self.headers if name == b"host"]
@@ -216,6 +242,10 @@ class GuardedConnection(HttpToolsProtocol):
         raise _Refused
 
     # the answers
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._in_work = cycle
+        super()._start_asgi_task(cycle, app)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -279,7 +309,7 @@ class GuardedConnection(HttpToolsProtocol):
     def _body_is_late(self) -> None:
         self._reading_timer = None
         allowed_s = self._limits.body_timeout_s + self._num_body_bytes / MIN_BODY_BYTES_PER_S
-        if self.flow.read_paused:  # for us
+        if self.flow.read_paused or self.pipeline:  # for us
             self._start_reading_timer(self._limits.body_timeout_s, self._body_is_late)
         elif self.loop.time() < self._body_began_at + allowed_s:  # more came since
             self._await_body()
@@ -313,7 +343,7 @@ class GuardedConnection(HttpToolsProtocol):
         self._refusal = error
         self._stop_reading_timer()
         answer = http_error(error)
-        answering = self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete
+        answering = self._in_work is not None and self._in_work.response_started and not self._in_work.response_complete
         if not answering and not self.transport.is_closing():
             body = answer.encoded()
             headers = (
