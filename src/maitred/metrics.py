@@ -22,7 +22,7 @@ class Metric:
 
     name: str
     kind: MetricKind
-    unit: str  # seconds, tokens, requests, tasks, blocks, steps, restarts, frames, ratio or bool
+    unit: str  # seconds, tokens, requests, tasks, blocks, steps, restarts, frames, lines, ratio or bool
     help: str
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()  # upper bounds of a histogram, without +Inf
@@ -112,6 +112,9 @@ HTTP_REQUESTS = _counter(
     "http_requests", "requests", "HTTP requests answered; 499 is a client that went away.", ("route", "status")
 )
 REQUESTS_CANCELLED = _counter("requests_cancelled", "requests", "HTTP requests whose client went away before the end.")
+LOG_LINES_DROPPED = _counter(
+    "log_lines_dropped", "lines", "Lines of the log that nobody read in time, or that could not be written."
+)
 TTFT = _histogram("request_ttft_seconds", "seconds", "Arrival to first token, per sample.", LATENCY_BUCKETS_S)
 INTER_TOKEN_LATENCY = _histogram(
     "request_inter_token_latency_seconds", "seconds", "Time between tokens as the edge sees them.", TOKEN_GAP_BUCKETS_S
@@ -185,6 +188,7 @@ EDGE_METRICS: tuple[Metric, ...] = (
     LOOP_TASKS,
     HTTP_REQUESTS,
     REQUESTS_CANCELLED,
+    LOG_LINES_DROPPED,
     TTFT,
     INTER_TOKEN_LATENCY,
     E2E,

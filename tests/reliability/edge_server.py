@@ -71,9 +71,11 @@ def main() -> None:
         sys.stdout.write(f"{port}\n")
         sys.stdout.flush()
 
-    configure_logging(config)
+    num_log_lines_dropped = configure_logging(config)
     hand_over_quickly()
-    server.Server(server.create_app(replica, model, config), config, on_open=say).run()
+    app = server.create_app(replica, model, config)
+    app.state.edge.metrics.num_log_lines_dropped = num_log_lines_dropped
+    server.Server(app, config, on_open=say).run()
 
 
 @dataclass

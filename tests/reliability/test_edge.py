@@ -457,6 +457,19 @@ def test_a_log_that_cannot_be_written_stops_nothing():
         os.close(full)
 
 
+def test_a_log_that_nobody_reads_stops_nothing():
+    """Its pipe is full, and what is kept for it too; `attacked` sees that SIGTERM still ends the server."""
+    with attacked(subprocess.PIPE, log_level="info") as server, httpx.Client(base_url=server.url) as client:
+        path = "/" + "x" * 16_000  # as long as its line
+        num_dropped = 0.0
+        while not num_dropped:
+            assert client.get(path, timeout=HANGS_S).status_code == 404
+            page = client.get("/metrics", timeout=HANGS_S).text
+            num_dropped = float(page.split("\nmaitred_log_lines_dropped_total ")[1].split("\n")[0])
+        assert client.get("/health", timeout=HANGS_S).status_code == 200
+        assert server.is_well()
+
+
 def small_files_only() -> None:
     """A write beyond is an error, as on a full disk."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
 
+from maitred.api.log_stream import unblock_stderr
 from maitred.config import ServerConfig
 
 ACCESS = logging.getLogger("maitred.access")
@@ -16,12 +18,17 @@ ERRORS = logging.getLogger("maitred.api")
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
 
-def configure_logging(config: ServerConfig) -> None:
-    """Send every record of this process to stderr in the format asked for; called by the command, not by the app."""
+def configure_logging(config: ServerConfig) -> Callable[[], int]:
+    """Send every record of this process to stderr in the format asked for; called by the command, not by the app.
+
+    From now on nobody who writes there waits for its reader. Gives how many lines were dropped for that.
+    """
+    stream = unblock_stderr()
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if config.log_format == "json" else TextFormatter())
     logging.basicConfig(level=_LEVELS[config.log_level], handlers=[handler], force=True)
     logging.getLogger("uvicorn.error").setLevel(max(logging.WARNING, _LEVELS[config.log_level]))
+    return lambda: stream.num_dropped if stream is not None else 0
 
 
 def log_fields(logger: logging.Logger, level: int, event: str, fields: dict[str, Any]) -> None:

@@ -133,6 +133,7 @@ class EdgeMetrics(Collector):
         self._inter_token = self.histograms[m.INTER_TOKEN_LATENCY]
         self.num_in_flight = 0
         self.num_cancelled = 0
+        self.num_log_lines_dropped: Callable[[], int] = lambda: 0
         self._answered: dict[tuple[str, str], int] = {}
         self.tenants = TenantCounts()
 
@@ -198,6 +199,7 @@ class EdgeMetrics(Collector):
             m.HTTP_IN_FLIGHT: {(): float(self.num_in_flight)},
             m.LOOP_TASKS: {(): float(len(asyncio.all_tasks()))},
             m.REQUESTS_CANCELLED: {(): float(self.num_cancelled)},
+            m.LOG_LINES_DROPPED: {(): float(self.num_log_lines_dropped())},
         }
         return own[metric]
 

@@ -179,7 +179,7 @@ def serve(
     `listener` is a bound socket; without one, `config` says where. `on_open` is told the engine, host and port when
     requests are welcome. Raises what keeps the engine from loading.
     """
-    configure_logging(config)
+    num_log_lines_dropped = configure_logging(config)
     hand_over_quickly()
     edge = Edge(
         config,
@@ -190,6 +190,7 @@ def serve(
         ledger=ledger,
         start_phases=start_phases,
     )
+    edge.metrics.num_log_lines_dropped = num_log_lines_dropped
 
     def opened(host: str, port: int) -> None:
         if on_open is not None and server.engine is not None:
