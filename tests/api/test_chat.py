@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os.path
 from typing import Any
 
 import httpx
@@ -291,6 +292,22 @@ def test_a_model_without_a_template_says_what_to_do():
         answer = httpx.post(f"{server.url}/v1/chat/completions", json={"model": "tiny", "messages": MESSAGES})
     assert answer.status_code == 400
     assert "--chat-template" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_without_a_model_the_one_that_is_served_answers(http, path, stream):
+    body = {"prompt": "a"} if path == "/v1/completions" else {"messages": MESSAGES}
+    for named in ({}, {"model": None}):
+        answer = http.post(path, json={**body, **named, "stream": stream})
+        assert answer.status_code == 200
+        assert '"model":"tiny"' in answer.text
+
+
+@pytest.mark.parametrize("path", ["models/tiny", "./models/tiny/", os.path.abspath("models/tiny")])
+def test_a_model_is_found_under_its_path(client, path):
+    assert client.chat.completions.create(model=path, messages=MESSAGES).model == path
+    assert client.models.retrieve(path).root == "models/tiny"
 
 
 def test_aliases_are_the_same_model(client, served: RunningServer):

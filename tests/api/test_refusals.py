@@ -83,6 +83,18 @@ def test_what_clients_send_by_default_is_accepted(http, name):
         assert response.status_code == 200, response.text
 
 
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [("max_new_tokens", "max_tokens"), ("repeat_penalty", "repetition_penalty"), ("n_predict", "max")],
+)
+def test_a_field_that_has_another_name_here_is_told_it(http, path, theirs, ours):
+    """Left alone, it would change nothing, and nobody would hear of it."""
+    error = refused(http, path, {theirs: 3})
+    assert (error["code"], error["param"]) == ("unsupported_parameter", theirs)
+    assert f"send {ours}" in error["message"]
+
+
 def test_removed_fields_are_told_their_successor(http):
     assert "structured_outputs" in refused(http, CHAT, {"guided_json": {}})["message"]
 
@@ -268,8 +280,8 @@ def test_best_of_more_than_n_is_not_built(http):
 
 
 def test_missing_fields_are_named(http):
-    for body, param in (({}, "model"), ({"model": "tiny"}, "messages")):
-        response = http.post(CHAT, json=body)
+    for path, param in ((CHAT, "messages"), (TEXT, "prompt")):
+        response = http.post(path, json={})
         assert response.status_code == 400
         assert response.json()["error"]["param"] == param
 

@@ -95,6 +95,19 @@ def test_sampling_parameters_must_name_tokens_of_the_vocabulary():
         make_requests(model, [5], SamplingParams(logit_bias={100: 1.0}), request_id="x", now=0)
 
 
+def test_parameters_that_leave_no_token_are_refused_before_anything_is_computed():
+    model = served_model()
+    for allowed, fields in (
+        (model.eos_token_ids, {"min_tokens": 2}),
+        ((7, 8), {"stop_token_ids": [8, 7], "min_tokens": 1}),
+        (tuple(model.tokenizer.encode("s", add_special_tokens=False)), {"bad_words": ["s"]}),
+    ):
+        with pytest.raises(InvalidRequest, match=f"each of the {len(allowed)} tokens") as refused:
+            make_requests(model, "hi", SamplingParams(allowed_token_ids=allowed, **fields), request_id="x", now=0)
+        assert refused.value.param == "allowed_token_ids"
+        make_requests(model, "hi", SamplingParams(allowed_token_ids=(*allowed, 9), **fields), request_id="x", now=0)
+
+
 def test_bad_words_are_tokenised_at_the_start_and_after_a_space():
     model = served_model()
     request = make_requests(model, "hi", SamplingParams(bad_words=["soup"]), request_id="x", now=0)[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os.path
 import secrets
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -76,6 +77,7 @@ class Edge:
         self.config = config
         self.replica: Replica = LoadingReplica()
         self._model: ServedModel | None = None
+        self._paths: set[str] = set()  # where it lies, which is a name too
         self.admission: AdmissionController | None = None
         self.admission_config = AdmissionConfig()
         self.priorities = priorities
@@ -106,6 +108,7 @@ class Edge:
         self.replica, self._model, self.admission = replica, model, admission
         if admission is not None:
             self.admission_config = admission.config
+        self._paths = {os.path.normpath(model.root), os.path.abspath(model.root)} if model.root else set()
         name = model.names[0]
         self.metrics.engine_came(replica, name, model.block_size, admission)
         self.live = LiveFeed(replica, self.latencies, name, is_over=lambda: self.draining)
@@ -128,10 +131,10 @@ class Edge:
         return not self.draining and self._is_ready() and self.replica.state().alive
 
     def check_model(self, name: str | None) -> str:
-        """`name`, or the canonical one when none was given; raises ModelNotFound."""
+        """`name`, which may be the model's path, or the canonical one when none was given; raises ModelNotFound."""
         if name is None:
             return self.model.names[0]
-        if name not in self.model.names:
+        if name not in self.model.names and os.path.normpath(name) not in self._paths:
             raise ModelNotFound(
                 f"the model {shortened(repr(name))} is not served here; choose one of {', '.join(self.model.names)}",
                 param="model",

@@ -41,13 +41,14 @@ _DECODER = msgspec.json.Decoder(ChatAsSent)
 async def create_chat_completion(edge: Edge, exchange: Exchange) -> None:
     """Check, render, tokenise, generate; answer whole or as a stream."""
     body = await exchange.json(_DECODER, max_items=max(MAX_ITEMS, 2 * edge.model.max_model_len))
-    edge.check_model(body.model)
+    model = edge.check_model(body.model)
     refuse_unbuilt(body, CHAT_REFUSED)
     check_common(body, priorities=edge.priorities)
     any_object(body.prompt_cache_options, "prompt_cache_options")
     sampling = chat_sampling(body, edge.model, edge.config.default_max_n)
-    answer = ChatAnswer(edge, body, completion_id("chatcmpl", body, exchange), granted_tier(exchange.caller, body))
-    exchange.log |= {"model": body.model, "stream": bool(body.stream), "n": sampling.n}
+    tier = granted_tier(exchange.caller, body)
+    answer = ChatAnswer(edge, body, model, completion_id("chatcmpl", body, exchange), tier)
+    exchange.log |= {"model": model, "stream": bool(body.stream), "n": sampling.n}
     make_batches = partial(_make_batches, edge, body, sampling, answer.id)
     await complete(edge, exchange, body, answer, make_batches, num_samples=sampling.n)
 
@@ -79,8 +80,11 @@ def _make_batches(
 class ChatAnswer:
     """Writes one chat completion, whole or in chunks."""
 
-    def __init__(self, edge: Edge, body: ChatCompletionRequest, completion_id: str, service_tier: str) -> None:
-        self.id = completion_id
+    def __init__(
+        self, edge: Edge, body: ChatCompletionRequest, model: str, completion_id: str, service_tier: str
+    ) -> None:
+        """`model` is the name that the answer gives."""
+        self.id, self._model = completion_id, model
         self._edge, self._body, self._service_tier = edge, body, service_tier
         self._created = int(time.time())
         self._names = TokenNames(edge.model.tokenizer, as_ids=bool(body.return_tokens_as_token_ids))
@@ -93,7 +97,7 @@ class ChatAnswer:
         answer = ChatCompletion(
             id=self.id,
             created=self._created,
-            model=body.model,
+            model=self._model,
             choices=[self._choice(sample) for sample in generation.samples],
             usage=generation.usage(),
             system_fingerprint=self._edge.fingerprint,
@@ -123,7 +127,7 @@ class ChatAnswer:
             "id": self.id,
             "object": "chat.completion.chunk",
             "created": self._created,
-            "model": self._body.model,
+            "model": self._model,
             "system_fingerprint": self._edge.fingerprint,
         }
         if self._body.service_tier is not None:

@@ -30,14 +30,14 @@ async def create_completion(edge: Edge, exchange: Exchange) -> None:
     """Check, tokenise, generate; answer whole or as a stream."""
     max_listed = max(MAX_LISTED, 2 * edge.model.max_model_len)
     body = await exchange.json(_DECODER, apart="prompt", max_apart=max_listed)
-    edge.check_model(body.model)
+    model = edge.check_model(body.model)
     refuse_unbuilt(body, COMPLETION_REFUSED)
     check_common(body, priorities=edge.priorities)
     sampling = completion_sampling(body, edge.model, edge.config.default_max_n)
     prompts = await exchange.in_turns(prompts_of(body.prompt, max_listed=max_listed))
     body.prompt = msgspec.Raw()  # which was the whole body
-    answer = CompletionAnswer(edge, body, prompts, completion_id("cmpl", body, exchange))
-    exchange.log |= {"model": body.model, "stream": bool(body.stream), "n": sampling.n, "prompts": len(prompts)}
+    answer = CompletionAnswer(edge, body, model, prompts, completion_id("cmpl", body, exchange))
+    exchange.log |= {"model": model, "stream": bool(body.stream), "n": sampling.n, "prompts": len(prompts)}
     special = body.add_special_tokens is not False
 
     def make_batches(options: RequestOptions) -> list[list[Request]]:
@@ -60,8 +60,11 @@ async def create_completion(edge: Edge, exchange: Exchange) -> None:
 class CompletionAnswer:
     """Writes one text completion, whole or in chunks."""
 
-    def __init__(self, edge: Edge, body: CompletionRequest, prompts: Sequence[Prompt], completion_id: str) -> None:
-        self.id = completion_id
+    def __init__(
+        self, edge: Edge, body: CompletionRequest, model: str, prompts: Sequence[Prompt], completion_id: str
+    ) -> None:
+        """`model` is the name that the answer gives."""
+        self.id, self._model = completion_id, model
         self._edge, self._body, self._prompts = edge, body, prompts
         self._created = int(time.time())
         self._names = TokenNames(edge.model.tokenizer, as_ids=bool(body.return_tokens_as_token_ids))
@@ -73,7 +76,7 @@ class CompletionAnswer:
         return Completion(
             id=self.id,
             created=self._created,
-            model=self._body.model,
+            model=self._model,
             system_fingerprint=self._edge.fingerprint,
             choices=[self._choice(generation, sample) for sample in generation.samples],
             usage=generation.usage(),
@@ -106,7 +109,7 @@ class CompletionAnswer:
             "id": self.id,
             "object": "text_completion",
             "created": self._created,
-            "model": self._body.model,
+            "model": self._model,
             "system_fingerprint": self._edge.fingerprint,
         }
         chunks = ChunkWriter(envelope, generation, usage=usage, continuous=continuous)

@@ -65,17 +65,28 @@ _REMOVED = (
     "guided_decoding_backend",
     "guided_whitespace_pattern",
 )
+# what is known here by another name -> that name: transformers, llama.cpp, Ollama, OpenAI's Responses
+_RENAMED: Mapping[str, str] = {
+    "max_new_tokens": "max_tokens",
+    "max_output_tokens": "max_tokens",
+    "n_predict": "max_tokens",
+    "num_predict": "max_tokens",
+    "num_return_sequences": "n",
+    "repeat_penalty": "repetition_penalty",
+    "stop_strings": "stop",
+}
 _WHY: Mapping[str, str] = {
     "chat_template": "a template may not come with a request; start the server with --chat-template FILE",
     "truncate_prompt_tokens": "prompts are never cut; shorten it yourself",
     "truncation_side": "prompts are never cut; shorten it yourself",
     **dict.fromkeys(_REMOVED, "guided_* fields were removed in favour of structured_outputs, which is not built yet"),
+    **{name: f"send {ours}, which is its name here" for name, ours in _RENAMED.items()},
 }
 
 
 def with_refused(body: type[R], refused: Mapping[str, tuple[Any, ...]]) -> type[R]:
     """`body` with the refused fields beside its own, undecoded."""
-    fields: list[tuple[str, Any, Any]] = [(name, Raw | UnsetType, UNSET) for name in (*refused, *_REMOVED)]
+    fields: list[tuple[str, Any, Any]] = [(name, Raw | UnsetType, UNSET) for name in (*refused, *_REMOVED, *_RENAMED)]
     return msgspec.defstruct(f"{body.__name__}AsSent", fields, bases=(body,), kw_only=True)  # type: ignore[return-value]
 
 
@@ -85,7 +96,7 @@ CompletionAsSent = with_refused(CompletionRequest, COMPLETION_REFUSED)
 
 def refuse_unbuilt(body: msgspec.Struct, refused: Mapping[str, tuple[Any, ...]]) -> None:
     """Raise UnsupportedParameter for the first refused field whose value would change the answer."""
-    for name in (*refused, *_REMOVED):
+    for name in (*refused, *_REMOVED, *_RENAMED):
         sent = getattr(body, name)
         if sent is not UNSET and _changes_something(bytes(sent), refused.get(name, ())):
             raise unsupported(name, _WHY.get(name))

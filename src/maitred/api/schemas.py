@@ -52,7 +52,7 @@ class StreamOptions(msgspec.Struct, kw_only=True):
 class GenerationFields(msgspec.Struct, kw_only=True):
     """What chat and text completions have in common."""
 
-    model: str
+    model: str | None = None  # None is the one that is served
     n: Positive = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None

@@ -76,6 +76,7 @@ def make_requests(
     features = prompt_features(prompt)
     hashes = hash_blocks(token_ids, model.block_size, root_hash(model.revision, cache_salt))
     bad_words = _bad_word_tokens(model, sampling.bad_words)
+    _check_can_sample(model, sampling, bad_words)
     many = sampling.n > 1
     return [
         Request(
@@ -159,6 +160,20 @@ def _resolve_max_tokens(model: ServedModel, num_prompt_tokens: int, sampling: Sa
             param="max_tokens",
         )
     return sampling.max_tokens
+
+
+def _check_can_sample(model: ServedModel, sampling: SamplingParams, bad_words: Sequence[Sequence[int]]) -> None:
+    """Raise InvalidRequest where the first step would have no token left, whatever the model computes."""
+    banned = {word[0] for word in bad_words if len(word) == 1}
+    if sampling.min_tokens > 0:
+        banned.update(model.eos_token_ids, sampling.stop_token_ids)
+    allowed = sampling.allowed_token_ids or range(model.vocab_size)
+    if all(token in banned for token in allowed):
+        ends = f", or ends the text, which min_tokens ({sampling.min_tokens}) forbids" if sampling.min_tokens else ""
+        raise InvalidRequest(
+            f"each of the {len(allowed)} tokens that may be sampled is a bad word{ends}; allow another one",
+            param="allowed_token_ids",
+        )
 
 
 def _bad_word_tokens(model: ServedModel, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
