@@ -31,6 +31,9 @@ class RunOptions:
     served_model_names: tuple[str, ...] = option((), metavar="NAME")
     """Names that lines may give as their model, without --url; None uses the model's own name."""
 
+    allow_failures: bool = False
+    """Exit with 0 though lines have no good answer, in this run or an earlier one; else it is 1."""
+
     def __post_init__(self) -> None:
         if self.concurrency < 1:
             raise ConfigError(f"concurrency is {self.concurrency}; it must be at least 1")

@@ -9,8 +9,9 @@ from maitred.cli.batch.output import OutputFile
 from maitred.errors import ConfigError
 
 
-def answer(number: int, custom_id: str | None) -> bytes:
-    line = {"id": f"batch_req_line_{number}", "custom_id": custom_id, "response": {"body": "x" * 50}, "error": None}
+def answer(number: int, custom_id: str | None, status_code: int = 200) -> bytes:
+    response = {"status_code": status_code, "body": "x" * 50}
+    line = {"id": f"batch_req_line_{number}", "custom_id": custom_id, "response": response, "error": None}
     return json.dumps(line, separators=(",", ":")).encode() + b"\n"
 
 
@@ -21,6 +22,14 @@ def test_what_is_there_is_done(tmp_path: Path):
         assert output.done == {"custom_id a", "batch_req_line_2"}
         output.append(answer(3, "c"))
     assert path.read_bytes() == answer(1, "a") + answer(2, None) + answer(3, "c")
+
+
+def test_what_is_done_and_failed_is_known(tmp_path: Path):
+    path = tmp_path / "out.jsonl"
+    error = b'{"id":"batch_req_line_3","custom_id":"c","response":null,"error":{"code":"timeout","message":""}}\n'
+    path.write_bytes(answer(1, "a") + answer(2, "b", status_code=404) + error)
+    with OutputFile(path) as output:
+        assert output.failed == {"custom_id b", "custom_id c"}
 
 
 @pytest.mark.parametrize("cut", range(1, len(answer(2, "b"))))

@@ -76,13 +76,15 @@ async def test_a_second_run_asks_only_what_is_missing(tmp_path, capsys):
     assert "9 of 10 lines have their answer already" in capsys.readouterr().err
 
 
-async def test_bad_lines_become_error_lines_once(tmp_path):
+async def test_bad_lines_become_error_lines_once_and_fail_the_run(tmp_path, capsys):
     source = batch_file(tmp_path, 2)
     with source.open("a") as file:
         file.write('{oops\n{"custom_id": "bad", "url": "/v1/nothing", "body": {}}\n')
     async with serving(FakeServer()) as fake:
-        assert await run(fake.url, source) == 0
-        assert await run(fake.url, source) == 0
+        assert await run(fake.url, source) == 1
+        assert await run(fake.url, source) == 1, "they still have no answer"
+        assert await run(fake.url, source, "--allow-failures") == 0
+    assert "4 done before (2 failed)" in capsys.readouterr().err
     found = {answer["id"]: answer for answer in answers(tmp_path / "out.jsonl")}
     assert len(answers(tmp_path / "out.jsonl")) == 4
     assert found["batch_req_line_3"]["custom_id"] is None
@@ -93,11 +95,13 @@ async def test_bad_lines_become_error_lines_once(tmp_path):
 
 async def test_a_refused_line_keeps_the_servers_words(tmp_path, capsys):
     async with serving(FakeServer()) as fake:
-        assert await run(fake.url, batch_file(tmp_path, 1, model="other")) == 0
+        assert await run(fake.url, batch_file(tmp_path, 1, model="other")) == 1
     response = answers(tmp_path / "out.jsonl")[0]["response"]
     assert response["status_code"] == 404
     assert response["body"]["error"]["message"] == "no model other"
-    assert "1 failed (1 HTTP 404)" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "1 failed (1 HTTP 404)" in err
+    assert "their answers say why" in err
 
 
 async def test_a_busy_server_is_asked_again(tmp_path):
@@ -115,7 +119,7 @@ async def test_a_server_that_is_gone_ends_the_run_and_answers_nothing(tmp_path, 
 
 async def test_a_line_that_takes_too_long_fails_alone(tmp_path):
     async with serving(FakeServer(first_token_s=60)) as fake:
-        assert await run(fake.url, batch_file(tmp_path, 1), "--timeout", "0.2") == 0
+        assert await run(fake.url, batch_file(tmp_path, 1), "--timeout", "0.2") == 1
     assert answers(tmp_path / "out.jsonl")[0]["error"]["code"] == "timeout"
 
 
@@ -189,7 +193,9 @@ def test_in_process_a_line_is_answered_as_the_server_would(tmp_path):
     ]
     source.write_text("".join(json.dumps(line) + "\n" for line in lines))
     out = tmp_path / "out.jsonl"
-    result = maitred_process("run", "-i", str(source), "-o", str(out), "--served-model-name", "mini")
+    result = maitred_process(
+        "run", "-i", str(source), "-o", str(out), "--served-model-name", "mini", "--allow-failures"
+    )
     assert result.code == 0, result.err
     found = {answer["custom_id"]: answer["response"] for answer in answers(out)}
     assert found["good"]["status_code"] == 200

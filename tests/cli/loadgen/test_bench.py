@@ -165,6 +165,27 @@ async def test_two_runs_without_a_seed_send_different_prompts(tmp_path):
     assert fake.bodies[0]["prompt"] != fake.bodies[1]["prompt"]
 
 
+@pytest.mark.parametrize(
+    ("words", "workload"),
+    [
+        ("--num-requests 3 --seed 7", "completions: 3 requests, 8 in flight, 128 tokens in, 64 out"),
+        (
+            "--endpoint chat --num-requests 2 --rate inf --shared-prefix-len 9 --output-len choice:3,4 --seed 7",
+            "chat: 2 requests, inf per second (burstiness 1), 128 tokens in after 1 x 9, choice:3,4 out",
+        ),
+        ("--duration 0.1 --output-len 2 --seed 7", "all requests of 0.1 s, 8 in flight"),
+        ("--trace trace.jsonl --rate-scale 9 --seed 7", "all requests, trace.jsonl, 9 times as fast, lengths times 1"),
+    ],
+)
+async def test_the_table_says_what_was_sent_and_with_which_seed(tmp_path, capsys, monkeypatch, words, workload):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "trace.jsonl").write_text('{"timestamp": 0, "input_length": 6, "output_length": 3, "hash_ids": [7]}\n')
+    await bench(FakeServer(), tmp_path, *words.split())
+    out = capsys.readouterr().out
+    assert workload in out.splitlines()[0]
+    assert "--seed 7 sends the same again" in out.splitlines()[0]
+
+
 async def test_some_failures_are_in_the_table(tmp_path, capsys):
     result = await bench(FakeServer(refuse=lambda number: 500 if number % 2 else None), tmp_path, "--num-requests", "8")
     assert (result["result"]["num_completed"], result["result"]["num_failed"]) == (4, 4)

@@ -14,9 +14,22 @@ from maitred.cli.batch.lines import LINE_START
 from maitred.errors import ConfigError
 
 
+class _Response(msgspec.Struct):
+    status_code: int
+
+
 class _Answered(msgspec.Struct):
     id: str
     custom_id: str | None
+    response: _Response | None = None
+
+    @property
+    def key(self) -> str:
+        return self.id if self.custom_id is None else f"custom_id {self.custom_id}"
+
+    @property
+    def failed(self) -> bool:
+        return self.response is None or self.response.status_code != 200
 
 
 _DECODER = msgspec.json.Decoder(_Answered)
@@ -36,6 +49,7 @@ class OutputFile:
             raise ConfigError(f"--output {path}: {error.strerror}; choose another file") from None
         try:
             self._lock()
+            self.failed: set[str] = set()  # of those that are done
             self.done = set(self._keys())
         except BaseException:
             os.close(self._fd)
@@ -55,7 +69,10 @@ class OutputFile:
                 if not line.endswith(b"\n"):
                     self._check_torn(number, line)
                     break
-                yield self._key(number, line)
+                answered = self._answered(number, line)
+                if answered.failed:
+                    self.failed.add(answered.key)
+                yield answered.key
                 whole += len(line)
         os.ftruncate(self._fd, whole)
 
@@ -67,12 +84,11 @@ class OutputFile:
     def _not_ours(self, number: int) -> str:
         return f"{self._path}:{number}: is not a line of a batch's output; move the file, or choose another --output"
 
-    def _key(self, number: int, line: bytes) -> str:
+    def _answered(self, number: int, line: bytes) -> _Answered:
         try:
-            answered = _DECODER.decode(line)
+            return _DECODER.decode(line)
         except msgspec.DecodeError:
             raise ConfigError(self._not_ours(number)) from None
-        return answered.id if answered.custom_id is None else f"custom_id {answered.custom_id}"
 
     def append(self, line: bytes) -> None:
         """One system call for a line, so that a kill leaves at most the last one torn."""

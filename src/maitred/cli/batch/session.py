@@ -15,11 +15,13 @@ from maitred.cli.command import Options
 from maitred.cli.console import note
 from maitred.cli.endpoint import Endpoint, HttpEndpoint, first_model
 from maitred.cli.local import engine_config, local_endpoint, refuse_engine_flags, start_engine
+from maitred.cli.main import EXIT_FAILURE
 from maitred.cli.run import RunOptions
 from maitred.errors import ConfigError
 
 
 def run_batch(options: Options, batch: RunOptions) -> int:
+    """Exit code 0 when every line has a good answer, or failures are allowed; 1 when one has not."""
     source, target = Path(batch.input), Path(batch.output)
     lines = scan(source)
     if target.exists() and target.samefile(source):
@@ -27,6 +29,7 @@ def run_batch(options: Options, batch: RunOptions) -> int:
     with OutputFile(target) as output, source.open("rb") as file:
         left = [line for line in lines if line.key not in output.done]
         num_before = len(lines) - len(left)
+        failed_before = sum(line.key in output.failed for line in lines)
         if num_before:
             note(f"{num_before} of {len(lines)} lines have their answer already")
         try:
@@ -34,8 +37,11 @@ def run_batch(options: Options, batch: RunOptions) -> int:
         except KeyboardInterrupt:
             note("interrupted; the same command goes on from here")
             raise
-    note(f"{target}: {_summed_up(tally, num_before)}")
-    return 0
+    note(f"{target}: {_summed_up(tally, num_before, failed_before)}")
+    if not tally.num_failed + failed_before or batch.allow_failures:
+        return 0
+    note("lines failed, and their answers say why; without these in the output they are asked again")
+    return EXIT_FAILURE
 
 
 async def _answer(
@@ -74,11 +80,11 @@ def _progress_bar(total: int) -> Iterator[Callable[[], None]]:
         yield lambda: progress.advance(task)
 
 
-def _summed_up(tally: Tally, num_before: int) -> str:
+def _summed_up(tally: Tally, num_before: int, failed_before: int) -> str:
     parts = [f"{tally.num_answered} answered", f"{tally.num_output_tokens:,} output tokens"]
     if tally.num_failed:
         kinds = ", ".join(f"{count} {kind}" for kind, count in tally.failures.most_common())
         parts.insert(1, f"{tally.num_failed} failed ({kinds})")
     if num_before:
-        parts.append(f"{num_before} done before")
+        parts.append(f"{num_before} done before" + (f" ({failed_before} failed)" if failed_before else ""))
     return ", ".join(parts)

@@ -47,8 +47,9 @@ def live_table(progress: Progress, slos: dict[str, float], elapsed_s: float) -> 
     return table
 
 
-def final_table(summary: Summary, *, file: IO[str]) -> None:
+def final_table(summary: Summary, workload: str, *, file: IO[str]) -> None:
     console = Console(file=file, highlight=False)
+    console.print(inert(workload), markup=False, soft_wrap=True)
     console.print(_table(summary, "load test"))
     for kind, error in summary.errors.items():
         console.print(f"{error.count} x {inert(kind)}: {inert(error.example)}", markup=False, soft_wrap=True)

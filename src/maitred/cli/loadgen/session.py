@@ -56,11 +56,34 @@ class Bench:
             return self.load.concurrency or DEFAULT_CONCURRENCY
         return self.load.concurrency
 
+    @property
+    def num_requests(self) -> int | None:
+        """None is all that come within the duration, or the whole trace."""
+        if self.load.num_requests is None and self.load.duration_s is None and self.prompts.trace is None:
+            return DEFAULT_NUM_REQUESTS
+        return self.load.num_requests
+
     def plan(self) -> Iterator[PlannedRequest]:
-        limit = self.load.num_requests
-        if limit is None and self.load.duration_s is None and self.prompts.trace is None:
-            limit = DEFAULT_NUM_REQUESTS
-        return itertools.islice(self.workload.requests(), limit)
+        return itertools.islice(self.workload.requests(), self.num_requests)
+
+    def describe(self) -> str:
+        """The workload in one line, and what repeats it."""
+        load, prompts = self.load, self.prompts
+        parts = [f"{self.num_requests or 'all'} requests"]
+        if load.duration_s is not None:
+            parts[0] += f" of {load.duration_s:g} s"
+        if self.concurrency is not None:
+            parts.append(f"{self.concurrency} in flight")
+        elif load.rate is not None:
+            parts.append(f"{load.rate:g} per second (burstiness {load.burstiness:g})")
+        if prompts.trace is not None:
+            parts.append(
+                f"{prompts.trace}, {prompts.rate_scale:g} times as fast, lengths times {prompts.length_scale:g}"
+            )
+        else:
+            shared = f" after {prompts.num_prefixes} x {prompts.shared_prefix_len}" if prompts.shared_prefix_len else ""
+            parts.append(f"{prompts.input_len} tokens in{shared}, {prompts.output_len} out")
+        return f"{self.target.endpoint}: {', '.join(parts)}; --seed {self.seed} sends the same again"
 
 
 def run_bench(target: TargetOptions, load: LoadOptions, prompts: PromptOptions, report: ReportOptions) -> int:
@@ -215,7 +238,7 @@ def _write_report(bench: Bench, run: LoadRun, summary: Summary, form: RequestFor
     report = bench.report
     result = {"run": _described(bench, form), "result": summary.to_json()}
     text = msgspec.json.format(msgspec.json.encode(result), indent=2).decode()
-    final_table(summary, file=sys.stderr if report.json == "-" else sys.stdout)
+    final_table(summary, bench.describe(), file=sys.stderr if report.json == "-" else sys.stdout)
     if report.json == "-":
         print(text)
     elif report.json is not None:
