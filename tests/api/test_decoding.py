@@ -105,7 +105,7 @@ WRONG = {
     ),
     "messages[2].role": (ChatAsSent, b'{"model":"a","messages":[%b{}]}' % (b'{"role":"user","content":"hello"},' * 2)),
     "messages": (ChatAsSent, b'{"model":"a","messages":{"role":"user"}}'),
-    "model": (ChatAsSent, b'{"messages":[{"role":"user","content":"hello"}]}'),
+    "prompt": (CompletionAsSent, b'{"model":"a","stop_token_ids":[1,2,3]}'),
     "stop_token_ids[9]": (
         ChatAsSent,
         b'{"model":"a","messages":[],"stop_token_ids":[%b"a,b"]}' % (b"1000, " * 9),
