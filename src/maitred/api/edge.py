@@ -7,7 +7,7 @@ import itertools
 import os.path
 import secrets
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
@@ -108,7 +108,10 @@ class Edge:
         self.replica, self._model, self.admission = replica, model, admission
         if admission is not None:
             self.admission_config = admission.config
-        self._paths = {os.path.normpath(model.root), os.path.abspath(model.root)} if model.root else set()
+        if model.root:
+            self._paths.add(os.path.normpath(model.root))
+            with suppress(FileNotFoundError):  # of a folder that is gone
+                self._paths.add(os.path.abspath(model.root))
         name = model.names[0]
         self.metrics.engine_came(replica, name, model.block_size, admission)
         self.live = LiveFeed(replica, self.latencies, name, is_over=lambda: self.draining)

@@ -33,18 +33,11 @@ class LogStream(io.TextIOBase):
 
     # the stream
 
-    @property
-    def encoding(self) -> str:  # type: ignore[override]
-        return "utf-8"
-
     def fileno(self) -> int:
         return self._fd
 
     def isatty(self) -> bool:
         return self._is_terminal
-
-    def writable(self) -> bool:
-        return True
 
     def write(self, text: str) -> int:
         with self._changed:
@@ -114,7 +107,7 @@ def unblock_stderr() -> LogStream | None:
         return sys.stderr
     try:
         fd = sys.stderr.fileno()
-    except (AttributeError, OSError):  # there is none, or a test's
+    except (AttributeError, OSError, ValueError):  # there is none, or it is closed, or a test's
         return None
     before = sys.stderr
     before.flush()
