@@ -178,6 +178,17 @@ def test_stop_frees_the_slot_and_the_blocks(talker, open_page, expect):
     expect(page.locator(".facts", has_text="stopped by you")).to_have_count(2)
 
 
+def test_a_new_conversation_has_nothing_of_the_answer_it_stopped(talker, open_page, expect):
+    page = open_page(talker.url)
+    ask(page)
+    expect(page.locator(".turn.assistant .text")).to_contain_text("and so on")
+    page.get_by_role("button", name="New conversation").click()
+    expect(page.get_by_role("button", name="Send")).to_be_visible()
+    page.reload()
+    expect(page.locator("#state")).to_have_text("live")
+    expect(page.locator(".turn")).to_have_count(0)
+
+
 def test_leaving_the_page_frees_the_blocks_too(talker, open_page, expect):
     page = open_page(talker.url)
     ask(page)

@@ -131,7 +131,8 @@ export class Chat {
     this.running = null;
     view.node.classList.remove("streaming");
     $("log").removeAttribute("aria-busy");
-    if (told.text || !told.error) this.conversation.add("assistant", told.text, told.facts);
+    const isWanted = view.node.isConnected; // not so once a new conversation began
+    if (isWanted && (told.text || !told.error)) this.conversation.add("assistant", told.text, told.facts);
     this.tell(view, told);
     this.arrange();
     if (follows) this.scroll();
@@ -227,7 +228,7 @@ function isAtEnd() {
 function factsOf(facts, text) {
   const parts = [];
   const add = (value, words) => parts.push(h("span", {}, h("b", {}, value), ` ${words}`));
-  const isTimed = facts.ttft !== undefined;
+  const isTimed = facts.queue !== undefined;
   if (isTimed) add(seconds(facts.ttft), "to the first token");
   else if (facts.firstText) add(seconds(facts.firstText), "to the first text");
   if (facts.perSecond) add(facts.perSecond < 10 ? facts.perSecond.toFixed(1) : count(facts.perSecond), "tokens/s");
