@@ -139,6 +139,7 @@ def test_the_split_of_the_time_is_in_usage_and_in_a_header():
     with running_server() as server:
         answer = httpx.post(f"{server.url}/v1/chat/completions", json=ASK)
     split = answer.json()["usage"]["timing_ms"]
+    assert 0 <= split.pop("ttft") <= sum(split.values())
     assert set(split) == {"queue", "schedule", "prefill", "decode", "stall"}
     told = dict(part.split(";dur=") for part in answer.headers["server-timing"].split(", "))
     assert {name: float(ms) for name, ms in told.items()} == pytest.approx(split, rel=1e-3)
@@ -150,4 +151,5 @@ def test_a_stream_tells_the_split_with_its_usage():
         chunks = list(
             client.chat.completions.create(**ASK, stream=True, stream_options={"include_usage": True})  # type: ignore[call-overload]
         )
-    assert set(chunks[-1].usage.model_extra["timing_ms"]) == {"queue", "schedule", "prefill", "decode", "stall"}
+    split = chunks[-1].usage.model_extra["timing_ms"]
+    assert set(split) == {"queue", "schedule", "prefill", "decode", "stall", "ttft"}

@@ -26,6 +26,7 @@ class FakeServer:
     token_s: float = 0.0
     tokens_per_chunk: int = 1
     sends_usage: bool = True
+    timing_ms: dict[str, float] | None = None  # in the usage of streams
     strict: bool = False  # refuses fields that OpenAI does not have
     text_of: Callable[[int], str] = lambda position: f"word{position} "
     refuse: Callable[[int], int | None] = lambda number: None  # request number -> status to refuse it with
@@ -101,7 +102,8 @@ class FakeServer:
                 request.transport.close()
                 return response
         if body.get("stream_options", {}).get("include_usage") and self.sends_usage:
-            await _event(response, {"choices": [], "usage": _usage(body, num_tokens)})
+            timing = {} if self.timing_ms is None else {"timing_ms": self.timing_ms}
+            await _event(response, {"choices": [], "usage": _usage(body, num_tokens) | timing})
         await response.write(b": keep-alive\n\ndata: [DONE]\n\n")
         return response
 

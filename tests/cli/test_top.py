@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import termios
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -232,14 +233,23 @@ class Terminal:
             new += os.read(self._ours, 65536)
         self.shown += new
 
-    def leave(self) -> int:
-        """Ctrl-C, and the exit status."""
-        self.process.send_signal(signal.SIGINT)
+    def echoes(self) -> bool:
+        """What is typed is shown, and lines are read whole: how a shell wants its terminal back."""
+        flags = termios.tcgetattr(self._ours)[3]
+        return bool(flags & termios.ECHO and flags & termios.ICANON)
+
+    def leave(self, key: bytes = b"\x03") -> int:
+        """Ctrl-C or another key, and the exit status."""
+        if key == b"\x03":
+            self.process.send_signal(signal.SIGINT)
+        else:
+            os.write(self._ours, key)
         try:
             while piece := os.read(self._ours, 65536):
                 self.shown += piece
         except OSError:  # the other side is closed
             pass
+        self.echoed = self.echoes()
         os.close(self._ours)
         return self.process.wait(HANGS_S)
 
@@ -251,6 +261,17 @@ def test_on_a_terminal_it_takes_the_screen_and_gives_it_back(kitchen: RunningSer
         assert top.leave() == 130
     assert b"\x1b[?1049h" in top.shown
     assert top.shown.rindex(b"\x1b[?1049l") > top.shown.rindex(b"\x1b[?1049h")
+
+
+def test_q_leaves_and_the_terminal_is_as_before(kitchen: RunningServer):
+    top = Terminal(kitchen.url)
+    top.read_until(b"slots", b"q or Ctrl-C leaves")
+    assert not top.echoes()
+    os.write(top._ours, b"x")
+    top.read_until(b"slots")  # other keys change nothing
+    assert top.leave(b"q") == 0
+    assert top.echoed
+    assert b"\x1b[?1049l" in top.shown
 
 
 def test_it_waits_for_an_engine_that_is_not_there_and_goes_on_when_it_is():

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
 
+from maitred.model.checkpoint import BUILTIN_NAME
 from tests.api.test_tenants import table_of
-from tests.fakes_api import FakeReplica, RunningServer, running_server, says
-from tests.page.worlds import FOREVER, serving
+from tests.fakes_api import FakeReplica, RunningServer, make_model, running_server, says
+from tests.page.worlds import FOREVER, page_model, serving
 from tests.waiting import until
 
 ANSWER = (
@@ -44,13 +47,106 @@ def test_an_answer_is_shown_as_markdown_with_its_times(waiter, open_page, expect
     expect(answer.locator(".facts")).to_contain_text("to the first token")
     expect(answer.locator(".facts")).to_contain_text("tokens/s")
     expect(answer.locator(".facts")).to_contain_text(f"{len(ANSWER.encode()) + 1} tokens")
+    expect(answer.locator(".facts")).to_contain_text("in the queue")
     expect(answer.locator("h3")).to_have_text("Tonight")
     expect(answer.locator("strong")).to_have_text("soup")
     expect(answer.locator("em")).to_have_text("fish")
     expect(answer.locator("code")).to_have_text("card.txt")
     expect(answer.locator("ol > li")).to_have_text(["one", "two"])
     expect(answer.locator("tbody td")).to_have_text(["soup", "4"])
+    expect(answer.locator("tbody td").first).to_have_css("text-align", "left")
+    expect(answer.locator("tbody td").last).to_have_css("text-align", "right")
     expect(page.locator(".turn.user")).to_have_text("What is there?")
+
+
+TIMING_MS = {"queue": 2.0, "schedule": 1.0, "prefill": 30.0, "decode": 380.0, "stall": 20.0, "ttft": 33.0}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "timing_ms", "told"),
+    [
+        (21, TIMING_MS, r"33 ms to the first token 50 tokens/s 21 tokens 2\.0 ms in the queue"),
+        (8, TIMING_MS, r"33 ms to the first token 18 tokens/s 8 tokens 2\.0 ms in the queue"),
+        (7, TIMING_MS, r"33 ms to the first token 7 tokens 2\.0 ms in the queue"),
+        (21, None, r"[\d.]+ m?s to the first text 21 tokens in [\d.]+ m?s"),
+    ],
+)
+def test_figures_are_the_engines_however_the_chunks_come(waiter, open_page, expect, tokens, timing_ms, told):
+    """The whole answer in one piece, as it may come through a proxy; no rate of few tokens, or of what nobody timed."""
+    usage = {"completion_tokens": tokens} | ({"timing_ms": timing_ms} if timing_ms else {})
+    chunks = (
+        {"choices": [{"delta": {"content": "all at once"}, "finish_reason": "stop"}]},
+        {"choices": [], "usage": usage},
+    )
+    body = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
+    page = open_page(waiter.url)
+    page.route("**/v1/chat/completions", lambda route: route.fulfill(body=body, content_type="text/event-stream"))
+    ask(page)
+    facts = page.locator(".turn.assistant .facts")
+    expect(facts.locator("span").last).to_contain_text(" in ")
+    assert re.fullmatch(told, " ".join(facts.locator("span").all_inner_texts()))
+
+
+def test_who_reads_further_up_stays_there_when_the_answer_ends(open_page, expect):
+    replica = FakeReplica(says("a line\n\n" * 60), tokens_per_item=60)
+    with running_server(replica, page_model()) as server:
+        page = open_page(server.url, expected=NO_ENGINE)
+        ask(page)
+        facts = page.locator(".turn.assistant .facts")
+        expect(facts).to_contain_text("481 tokens")
+        where = "document.getElementById('log').scrollTop"
+        assert page.evaluate(where) > 0
+        replica.held = True
+        ask(page, "More?")
+        expect(page.locator(".streaming")).to_have_count(1)
+        page.evaluate(f"{where} = 0")
+        replica.held = False
+        expect(facts.last).to_contain_text("481 tokens")
+        assert page.evaluate(where) == 0
+
+
+@pytest.mark.parametrize("text", ["and so on", ""])
+def test_an_answer_that_a_reload_cut_says_so(talker, open_page, expect, text):
+    page = open_page(talker.url)
+    if not text:  # nothing of the answer comes before the reload
+        page.route("**/v1/chat/completions", lambda route: None)
+    ask(page)
+    expect(page.locator(".streaming .text")).to_contain_text(text)
+    for _ in range(2):
+        page.reload()
+        expect(page.locator(".turn.user")).to_have_text("What is there?")
+        expect(page.locator(".turn.assistant .text")).to_contain_text(text)
+        expect(page.locator(".turn.assistant .facts")).to_have_text("cut off: the page was left or reloaded")
+    until(lambda: talker.replica.state().num_running == 0)
+
+
+def test_that_the_server_cannot_be_reached_is_told_until_it_is_back(open_page, expect):
+    with running_server(FakeReplica(says("Yes."))) as server:
+        page = open_page(server.url, expected=(*NO_ENGINE, "ERR_INTERNET_DISCONNECTED"))
+        expect(page.locator("#state")).to_have_text("ready")
+        page.clock.install()
+        page.context.set_offline(True)
+        ask(page)
+        expect(page.locator("#trouble")).to_have_text("The server cannot be reached.")
+        expect(page.locator("#state")).to_have_text("not reachable")
+        page.clock.fast_forward(3000)
+        expect(page.locator("#trouble")).to_be_visible()
+        page.context.set_offline(False)
+        until(lambda: page.clock.fast_forward(3000) or page.locator("#trouble").is_hidden())
+        expect(page.locator("#state")).to_have_text("ready")
+        page.get_by_role("button", name="Send").click()  # the message went back into its field
+        expect(page.locator(".turn.assistant .text")).to_have_text("Yes.")
+
+
+def test_suggestions_are_made_for_the_built_in_model_alone(waiter, open_page, expect):
+    page = open_page(waiter.url)
+    expect(page.locator("#state")).to_have_text("live")
+    expect(page.locator("#suggestions")).to_be_hidden()
+    model = make_model(names=("another-name",), root=BUILTIN_NAME)
+    with running_server(FakeReplica(says("An LLM serving system.")), model) as server:
+        page = open_page(server.url, expected=NO_ENGINE)
+        page.get_by_role("button", name="What is maitred?").click()
+        expect(page.locator(".turn.assistant .text")).to_have_text("An LLM serving system.")
 
 
 def test_the_conversation_outlives_a_reload_and_ends_when_told(waiter, open_page, expect):
@@ -80,6 +176,17 @@ def test_stop_frees_the_slot_and_the_blocks(talker, open_page, expect):
     page.keyboard.press("Escape")
     until(lambda: state().num_blocks_used == 0)
     expect(page.locator(".facts", has_text="stopped by you")).to_have_count(2)
+
+
+def test_a_new_conversation_has_nothing_of_the_answer_it_stopped(talker, open_page, expect):
+    page = open_page(talker.url)
+    ask(page)
+    expect(page.locator(".turn.assistant .text")).to_contain_text("and so on")
+    page.get_by_role("button", name="New conversation").click()
+    expect(page.get_by_role("button", name="Send")).to_be_visible()
+    page.reload()
+    expect(page.locator("#state")).to_have_text("live")
+    expect(page.locator(".turn")).to_have_count(0)
 
 
 def test_leaving_the_page_frees_the_blocks_too(talker, open_page, expect):
@@ -139,6 +246,7 @@ def test_an_answer_that_breaks_off_keeps_what_came_and_says_why(open_page, expec
         ask(page)
         expect(page.locator("#trouble")).to_contain_text("The engine stopped: out of memory.")
         expect(page.locator(".turn.assistant .text")).to_have_text("Half")
+        expect(page.locator(".turn.assistant .facts")).to_contain_text("broke off")
 
 
 def test_a_key_is_asked_for_kept_in_the_tab_and_forgotten(open_page, expect):

@@ -68,6 +68,40 @@ def test_the_view_follows_the_load(kitchen, open_page, expect):
     expect(page.locator("#p50-first_token")).not_to_have_text("–")
 
 
+def test_lines_of_the_grid_stay_thin_while_guests_wait(kitchen, open_page, expect):
+    page = open_page(kitchen.url)
+    with guests(kitchen, 6):
+        expect(page.locator("#stat-waiting")).to_have_text("2")
+        page.evaluate(
+            """() => {
+                window.widths = { waits: new Set(), others: new Set() };
+                const drawn = CanvasRenderingContext2D.prototype.stroke;
+                CanvasRenderingContext2D.prototype.stroke = function () {
+                    if (this.canvas.id === "timeline") {
+                        widths[this.getLineDash().length ? "waits" : "others"].add(this.lineWidth);
+                    }
+                    return drawn.call(this);
+                };
+            }"""
+        )
+        expect_widths = "window.widths.waits.size && [...window.widths.others].join()"
+        until(lambda: page.evaluate(expect_widths))
+        assert page.evaluate(expect_widths) == "1"
+
+
+def test_drawings_fit_the_page_after_a_resize_though_no_frame_comes(open_page, expect):
+    with serving("Hello.") as server:
+        page = open_page(server.url, expected=("503", "ERR_"), viewport={"width": 1300, "height": 900})
+        expect(page.locator("#stat-batch")).to_have_text("0")
+        server.replica.stop()
+        expect(page.locator("#state")).to_have_text("not live")
+        page.set_viewport_size({"width": 1100, "height": 700})
+        stretched = """() => [...document.querySelectorAll("#engine canvas")].filter((c) => c.width !== c.clientWidth)
+            .map((c) => c.id || c.getAttribute("aria-label"))"""
+        until(lambda: page.evaluate(stretched) == [])
+        assert page.locator("#engine canvas").count() >= 5
+
+
 def test_blocks_and_tickets_tell_whose_they_are(kitchen, open_page, expect):
     page = open_page(kitchen.url)
     with guests(kitchen, 1, prompt="x" * 4000):

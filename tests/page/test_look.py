@@ -68,6 +68,28 @@ def test_a_desk_shows_both(house, open_page, expect):
     expect(page.get_by_role("button", name="Engine")).to_be_hidden()
 
 
+def test_on_the_narrowest_phone_everything_fits_beside_the_key(open_page, expect):
+    with serving("Good evening.", api_keys=("secret",)) as server:
+        page = open_page(server.url, key="secret", viewport={"width": 320, "height": 568})
+        expect(page.get_by_role("button", name="Key")).to_be_visible()
+        page.get_by_role("button", name="Engine").click()
+        expect(page.locator("#stat-batch")).to_have_text("0")
+        assert page.evaluate("document.documentElement.scrollWidth") == 320
+        page.get_by_role("button", name=re.compile("^Colours")).click()
+
+
+def test_fields_of_numbers_end_where_the_servers_ranges_do(house, open_page):
+    document = httpx.get(f"{house.url}/openapi.json").json()
+    ranges = document["components"]["schemas"]["ChatCompletionRequest"]["properties"]
+    page = open_page(house.url)
+    fields = page.locator(".fields input[type=number]").evaluate_all("all => all.map((f) => [f.id, f.min, f.max])")
+    assert {name for name, _, _ in fields} > {"temperature", "top_p", "repetition_penalty"}
+    for name, low, high in fields:
+        if name != "seed":  # its range is more than a number of the browser holds
+            assert float(high or "inf") == ranges[name].get("maximum", float("inf")), name
+            assert float(low) >= ranges[name].get("minimum", 0), name
+
+
 @pytest.mark.parametrize("width", [320, 390, 761, 1080, 1300])
 def test_figures_and_their_labels_fit_their_tiles(house, open_page, expect, width):
     page = open_page(house.url, viewport={"width": width, "height": 800})

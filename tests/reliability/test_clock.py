@@ -173,9 +173,11 @@ def test_a_clock_that_is_set_ends_nothing_and_is_in_no_duration(changes: list[Ch
         took_ms = (time.monotonic() - began) * 1000
         for usage in (stream.events[-1]["usage"], waiting[0].json()["usage"]):
             assert usage["completion_tokens"] == 60
+            ttft_ms = usage["timing_ms"].pop("ttft")
             parts_ms = usage["timing_ms"].values()
             assert all(part >= 0 for part in parts_ms), usage
             assert held_ms <= sum(parts_ms) <= took_ms, "not a second more or less"
+            assert 0 <= ttft_ms <= took_ms
         check_limits(waiting[0], began)
         check_sums(at, took_s=time.monotonic() - began)
     check_ledger(tmp_path / LEDGER)

@@ -94,7 +94,7 @@ class Generation:
             total_tokens=prompt + completion,
             prompt_tokens_details=PromptTokensDetails(sum(self._num_cached)),
             completion_tokens_details=CompletionTokensDetails(),
-            timing_ms=TimingMs(**timing_parts_ms(timing)) if timing is not None else UNSET,
+            timing_ms=_timing_ms(timing) if timing is not None else UNSET,
         )
 
     async def deltas(self) -> AsyncGenerator[tuple[Sample, TextDelta], None]:
@@ -197,6 +197,10 @@ def timing_parts_ms(timing: RequestTiming) -> dict[str, float]:
     """The five parts, in ms, to the microsecond; they add up to the stay in the engine."""
     parts = ("queue", "schedule", "prefill", "decode", "stall")
     return {part: round(getattr(timing, f"{part}_s") * 1000, 3) for part in parts}
+
+
+def _timing_ms(timing: RequestTiming) -> TimingMs:
+    return TimingMs(**timing_parts_ms(timing), ttft=round(timing.ttft_s * 1000, 3))
 
 
 def _stream(edge: Edge, batch: Sequence[Request]) -> AsyncGenerator[TextDelta, None]:

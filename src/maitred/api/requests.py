@@ -29,7 +29,7 @@ def cap_max_tokens(requests: Iterable[Request], limit: float | None) -> None:
 
 
 def server_timing(generation: Generation) -> tuple[tuple[bytes, bytes], ...]:
-    """The header `Server-Timing` (W3C), which browsers and proxies show: the same split as usage.timing_ms."""
+    """The header `Server-Timing` (W3C), which browsers and proxies show: the same five parts as usage.timing_ms."""
     timing = generation.timing()
     if timing is None:
         return ()

@@ -182,13 +182,14 @@ class CompletionTokensDetails(msgspec.Struct):
 
 
 class TimingMs(msgspec.Struct, kw_only=True):
-    """Where the time in the engine went (ms), of the choice that took longest; the parts add up to all of it."""
+    """Where the time in the engine went (ms), of the choice that took longest; all but `ttft` add up to all of it."""
 
     queue: float
     schedule: float
     prefill: float
     decode: float
     stall: float
+    ttft: float
 
 
 class Usage(msgspec.Struct, kw_only=True):

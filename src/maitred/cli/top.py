@@ -5,8 +5,8 @@ from __future__ import annotations
 import shutil
 import sys
 import time
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -76,7 +76,51 @@ async def _plain(asked: TopOptions) -> int:
 
 
 async def _screen(asked: TopOptions) -> int:
-    """The whole terminal, until Ctrl-C. A server that goes away is waited for."""
+    """The whole terminal, until q or Ctrl-C."""
+    import asyncio
+
+    watching = asyncio.create_task(_watch(asked))
+    with _on_key("q", watching.cancel):
+        try:
+            await watching
+        except asyncio.CancelledError:
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                raise  # Ctrl-C
+    return 0
+
+
+@contextmanager
+def _on_key(key: str, act: Callable[[], object]) -> Iterator[None]:
+    """Calls `act` when `key` is pressed, without Enter; nothing where keys cannot be read."""
+    import asyncio
+    import os
+    import termios
+    import tty
+
+    if not sys.stdin.isatty():
+        yield
+        return
+    loop, descriptor = asyncio.get_running_loop(), sys.stdin.fileno()
+
+    def read() -> None:
+        pressed = os.read(descriptor, 1024)
+        if not pressed:
+            loop.remove_reader(descriptor)  # the terminal is gone
+        elif key.encode() in pressed.lower():
+            act()
+
+    before = termios.tcgetattr(descriptor)
+    tty.setcbreak(descriptor, termios.TCSANOW)
+    loop.add_reader(descriptor, read)
+    try:
+        yield
+    finally:
+        loop.remove_reader(descriptor)
+        termios.tcsetattr(descriptor, termios.TCSANOW, before)
+
+
+async def _watch(asked: TopOptions) -> None:
+    """Until it is cancelled. A server that goes away is waited for."""
     import asyncio
 
     from rich.console import Console
@@ -85,6 +129,7 @@ async def _screen(asked: TopOptions) -> int:
     from maitred.cli.endpoint import HttpEndpoint, Refused, Unreachable
     from maitred.cli.top_screen import Rates, as_text, view
 
+    keys = "q or Ctrl-C leaves" if sys.stdin.isatty() else "Ctrl-C leaves"
     console, failures = Console(), 0
     with Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
@@ -98,7 +143,8 @@ async def _screen(asked: TopOptions) -> int:
                         failures = 0
                         rates.take(frame.engine)
                         size = shutil.get_terminal_size()
-                        live.update(as_text(view(frame, rates, width=size.columns, height=size.lines)), refresh=True)
+                        lines = view(frame, rates, width=size.columns, height=size.lines - 2)
+                        live.update(as_text([*lines, "", keys]), refresh=True)
                 cause = "the server is going"
             except (Unreachable, Ended) as error:
                 cause = str(error)
@@ -108,7 +154,7 @@ async def _screen(asked: TopOptions) -> int:
                 cause = str(error)  # an engine that died is loaded again
             pause_s = RETRY_S[min(failures, len(RETRY_S) - 1)]
             failures += 1
-            live.update(as_text([f"{cause}; trying again in {pause_s:g} s. Ctrl-C leaves."]), refresh=True)
+            live.update(as_text([f"{cause}; trying again in {pause_s:g} s. {keys}."]), refresh=True)
             await asyncio.sleep(pause_s)
 
 
@@ -142,7 +188,7 @@ async def frames(endpoint: Endpoint) -> AsyncGenerator[LiveFrame, None]:
 
 COMMAND = Command(
     path="top",
-    summary="Watch a server's slots, queue, KV cache, latencies and tenants in the terminal; Ctrl-C leaves.",
+    summary="Watch a server's slots, queue, KV cache, latencies and tenants in the terminal; q or Ctrl-C leaves.",
     run=_run,
     parts=(TopOptions,),
     positional="url",

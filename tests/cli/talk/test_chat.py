@@ -3,16 +3,19 @@ from __future__ import annotations
 import asyncio
 import io
 import os
+import re
 import signal
 import stat
 import sys
 from asyncio.subprocess import PIPE
 
+import pytest
 from prompt_toolkit.application import create_app_session
 from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
 from maitred.cli.endpoint import HttpEndpoint
+from maitred.cli.talk.answer import Answer
 from maitred.cli.talk.conversation import Conversation
 from maitred.cli.talk.screen import ScreenTerminal, history_file
 from maitred.cli.talk.session import talk
@@ -89,6 +92,36 @@ async def test_ctrl_c_stops_the_answer_not_the_chat(capsys):
     assert conversation.messages[1]["content"].startswith("word0 ")
 
 
+TIMING_MS = {"queue": 2.0, "schedule": 1.0, "prefill": 30.0, "decode": 380.0, "stall": 20.0, "ttft": 33.0}
+
+
+async def described(fake: FakeServer, max_tokens: int) -> str:
+    """What is said of an answer whose tokens all arrive in one chunk."""
+    async with serving(fake), HttpEndpoint(fake.url) as endpoint:
+        answer = Answer()
+        conversation = Conversation(settings={"max_tokens": max_tokens}, messages=[{"role": "user", "content": "one"}])
+        async for _ in answer.stream(endpoint, conversation.request(fake.model)):
+            pass
+    return answer.describe().removesuffix(", cut at the length limit")
+
+
+async def test_the_figures_are_the_engines_however_the_chunks_come():
+    def server() -> FakeServer:
+        return FakeServer(tokens_per_chunk=100, timing_ms=TIMING_MS)
+
+    assert await described(server(), 21) == "first token 33 ms, 21 tokens, 50.0 tokens/s, 2 ms in the queue"
+    assert await described(server(), 8) == "first token 33 ms, 8 tokens, 17.5 tokens/s, 2 ms in the queue"
+    assert await described(server(), 7) == "first token 33 ms, 7 tokens, 2 ms in the queue"
+
+
+@pytest.mark.parametrize("timing_ms", [None, {"prompt": 3}, {**TIMING_MS, "ttft": None}])
+async def test_of_a_server_that_tells_no_times_there_is_no_rate(timing_ms: dict[str, float] | None):
+    said = await described(FakeServer(timing_ms=timing_ms, token_s=0.001), 21)
+    assert re.fullmatch(r"first text \d+ ms, 21 tokens in \d+\.\d\d s", said)
+    said = await described(FakeServer(sends_usage=False), 21)
+    assert re.fullmatch(r"first text \d+ ms, in \d+\.\d\d s", said)
+
+
 async def test_the_process_answers_a_pipe_without_colours(tmp_path):
     async with serving(FakeServer()) as fake:
         result = await asyncio.to_thread(
@@ -127,6 +160,22 @@ async def test_enter_sends_alt_enter_and_backslash_begin_a_line(tmp_path, monkey
     assert await typed("\x1b[A\r") == "a\nb\nc"  # history of the session before
     assert await typed("\x04") is None
     assert await typed("half\x03") == ""
+
+
+@pytest.mark.parametrize("state", ["a file", "a read-only folder", "no home"])
+async def test_without_a_place_for_its_history_the_chat_goes_on(tmp_path, monkeypatch, capsys, state):
+    """A file where the folder should be, /proc for a file system that takes no files, and a user without a home."""
+    (tmp_path / "taken").touch()
+    homes = {"a file": str(tmp_path / "taken"), "a read-only folder": "/proc", "no home": "~"}
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+    monkeypatch.setenv("HOME", homes[state])
+    if state == "no home":
+        monkeypatch.delenv("HOME")
+        monkeypatch.setattr(os, "getuid", lambda: 2**31 - 7)
+    assert await typed("hello\r") == "hello"
+    told = capsys.readouterr().out
+    assert "no history is kept" in told
+    assert "XDG_STATE_HOME" in told
 
 
 def test_the_history_is_its_owners_alone(tmp_path):

@@ -83,6 +83,14 @@ def test_unset_show_and_reset():
     assert conversation == Conversation()
 
 
+def test_the_words_of_other_chats_work_too():
+    conversation = answered("one")
+    conversation.take("/set seed 3")
+    assert conversation.take("/clear").next is Next.READ
+    assert (conversation.messages, conversation.settings) == ([], {"seed": 3})
+    assert conversation.take("/bye").next is Next.LEAVE
+
+
 def test_retry_asks_the_last_question_anew():
     conversation = answered("one", "two")
     assert conversation.take("/retry").next is Next.ASK

@@ -3,51 +3,54 @@
 import { eventsOf } from "./events.js";
 import { sentence, ServerError } from "./client.js";
 
-/** Streams a chat completion. `onText` is told the whole text so far. Gives {text, facts, id}; raises as Client.ask. */
+const MIN_RATE_TOKENS = 8; // of fewer, a rate says next to nothing
+
+/** Streams a chat completion. `onText` is told the whole text so far. Gives {text, facts, error}.
+ *
+ * When chunks arrive says little of when tokens were made, so rates come from the engine's clock alone (`timing_ms`). Times
+ * in seconds; `firstText` and `total` are this page's clock, for answers of which the engine told nothing. */
 export async function streamAnswer(client, body, { signal, onText, onId }) {
   const asked = performance.now();
-  const answer = { text: "", facts: { ttft: null, perSecond: null, tokens: null, cached: 0, finish: null, total: null } };
-  let first = null;
-  let last = null;
-  let pieces = 0;
+  const facts = { tokens: null, cached: 0, finish: null, firstText: null, total: null };
+  const answer = { text: "", facts };
   try {
     const response = await client.ask("v1/chat/completions", {
       body: { ...body, stream: true, stream_options: { include_usage: true } },
       signal,
     });
+    let isFirst = true;
     for await (const data of eventsOf(response)) {
       const chunk = JSON.parse(data);
       if (chunk.error) throw new ServerError(0, sentence(chunk.error.message ?? "the answer broke off"));
-      if (pieces === 0 && chunk.id) onId?.(chunk.id);
+      if (isFirst && chunk.id) onId?.(chunk.id);
+      isFirst = false;
       const choice = chunk.choices?.[0];
       const piece = (choice?.delta?.reasoning ?? "") + (choice?.delta?.content ?? "");
       if (piece) {
-        last = performance.now();
-        first ??= last;
-        pieces += 1;
+        facts.total = (performance.now() - asked) / 1000;
+        facts.firstText ??= facts.total;
         answer.text += piece;
         onText(answer.text);
       }
-      if (choice?.finish_reason) answer.facts.finish = choice.finish_reason;
-      if (chunk.usage) {
-        answer.facts.tokens = chunk.usage.completion_tokens;
-        answer.facts.cached = chunk.usage.prompt_tokens_details?.cached_tokens ?? 0;
-      }
+      if (choice?.finish_reason) facts.finish = choice.finish_reason;
+      if (chunk.usage) Object.assign(facts, factsOf(chunk.usage));
     }
-    if (answer.facts.finish === null) throw new ServerError(0, "The answer broke off before its end.");
+    if (facts.finish === null) throw new ServerError(0, "The answer broke off before its end.");
   } catch (error) {
-    if (error.name !== "AbortError") {
+    facts.finish = error.name === "AbortError" ? "stopped" : "broken";
+    if (facts.finish === "broken") {
       answer.error = error instanceof ServerError ? error : new ServerError(0, "The connection broke before the end.");
-    } else {
-      answer.facts.finish = "stopped";
     }
-  }
-  if (first !== null) {
-    const tokens = answer.facts.tokens ?? pieces; // without usage a piece is about a token
-    answer.facts.tokens = tokens;
-    answer.facts.ttft = (first - asked) / 1000;
-    answer.facts.total = (last - asked) / 1000;
-    if (tokens > 1 && last > first) answer.facts.perSecond = ((tokens - 1) * 1000) / (last - first);
   }
   return answer;
+}
+
+/** What the server counted, and what its engine's clock says: first token, wait in the queue, rate from the first token on. */
+function factsOf({ completion_tokens: tokens, prompt_tokens_details: prompt, timing_ms: timing }) {
+  const facts = { tokens, cached: prompt?.cached_tokens ?? 0 };
+  if (timing?.ttft === undefined) return facts;
+  const { queue, schedule, prefill, decode, stall, ttft } = timing;
+  const afterFirst = queue + schedule + prefill + decode + stall - ttft;
+  if (tokens >= MIN_RATE_TOKENS && afterFirst > 0) facts.perSecond = ((tokens - 1) * 1000) / afterFirst;
+  return { ...facts, ttft: ttft / 1000, queue: queue / 1000 };
 }

@@ -32,6 +32,7 @@ export function begin(canvas) {
   const context = canvas.getContext("2d");
   context.setTransform(ratio, 0, 0, ratio, 0, 0);
   context.clearRect(0, 0, width, height);
+  context.lineWidth = 1; // as the last drawing did not leave it
   return { context, width, height };
 }
 

@@ -34,12 +34,15 @@ export class Charts {
       while (chart.points[0].at < now - SPAN_S) chart.points.shift();
       say(chart.now, seconds(times.p50));
       say(chart.rest, times.count ? `${seconds(times.p90)} · ${seconds(times.p99)}` : "no answers yet");
-      this.draw(chart, now);
     }
+    this.draw();
   }
 
-  draw(chart, now) {
-    if (!chart.canvas.clientWidth) return;
+  draw() {
+    for (const chart of this.charts) if (chart.points.length && chart.canvas.clientWidth) this.lines(chart, this.addedAt);
+  }
+
+  lines(chart, now) {
     const { context, width, height } = begin(chart.canvas);
     const most = Math.max(1e-4, ...chart.points.map((point) => point.p99 ?? 0)) * 1.1;
     const span = Math.max(MIN_SPAN_S, now - chart.points[0].at); // grows until it is full
@@ -85,6 +88,5 @@ export class Charts {
     }
     context.stroke();
     context.globalAlpha = 1;
-    context.lineWidth = 1;
   }
 }

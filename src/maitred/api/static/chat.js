@@ -1,23 +1,28 @@
 // The conversation on the screen: sending, streaming, stopping.
 
 import { streamAnswer } from "./answer.js";
-import { Conversation } from "./conversation.js";
+import { Conversation, CUT } from "./conversation.js";
 import { $, fill, h } from "./dom.js";
 import { inert } from "./inert.js";
 import { markdown } from "./markdown.js";
 import { Settings } from "./settings.js";
 import { count, seconds } from "./words.js";
 
-const SUGGESTIONS = ["I would like two soups and a tea, please.", "What is maitred?", "How does prefix caching work?"];
+const SUGGESTIONS = ["I would like two soups and a tea, please.", "What is maitred?", "What is the prefix cache?"];
 const REDRAW_MS = 60;
-const FINISHES = { stop: "ended by itself", length: "reached its most tokens", stopped: "stopped by you" };
+const LEAVING_MS = 100; // a page that is left may first lose its connections; then nothing that waits for this is run
+const FINISHES = {
+  length: "reached its most tokens", stopped: "stopped by you", broken: "broke off", cut: "cut off: the page was left or reloaded",
+};
+const BAD_FINISHES = ["stopped", "broken", "cut"];
 
 export class Chat {
   /** `onId` is told the id of each answer of ours, so that the live view can point at it. */
-  constructor(client, { onId = () => {}, onNeedsKey = () => {} } = {}) {
+  constructor(client, { onId = () => {}, onNeedsKey = () => {}, onUnreachable = () => {} } = {}) {
     this.client = client;
     this.onId = onId;
     this.onNeedsKey = onNeedsKey;
+    this.onUnreachable = onUnreachable;
     this.model = null;
     this.modelKnown = new Promise((resolve) => (this.resolveModel = resolve));
     this.running = null; // AbortController of the answer on its way
@@ -28,9 +33,10 @@ export class Chat {
     this.arrange();
   }
 
-  /** What is sent before this waits for it. */
-  useModel(name) {
+  /** What is sent before this waits for it. Only the built-in model is sure to know what the suggestions are about. */
+  useModel(name, { isBuiltIn = false } = {}) {
     this.model = name;
+    $("suggestions").hidden = !isBuiltIn;
     this.resolveModel();
   }
 
@@ -105,19 +111,31 @@ export class Chat {
     $("log").setAttribute("aria-busy", "true");
     this.arrange();
     const painter = new Painter(view.text);
+    let isLeft = false;
+    const leave = () => {
+      isLeft = true;
+      this.conversation.cut(painter.latest); // now, for what follows may not run any more
+      this.running.abort();
+    };
+    window.addEventListener("pagehide", leave);
     const told = await streamAnswer(this.client, body, {
       signal: this.running.signal,
       onText: (text) => painter.paint(text),
       onId: this.onId,
     });
+    if (told.error) await new Promise((done) => setTimeout(done, LEAVING_MS));
+    window.removeEventListener("pagehide", leave);
+    if (isLeft) told.facts = CUT;
+    const follows = isAtEnd();
     painter.finish(told.text);
     this.running = null;
     view.node.classList.remove("streaming");
     $("log").removeAttribute("aria-busy");
-    if (told.text || !told.error) this.conversation.add("assistant", told.text, told.facts);
+    const isWanted = view.node.isConnected; // not so once a new conversation began
+    if (isWanted && (told.text || !told.error)) this.conversation.add("assistant", told.text, told.facts);
     this.tell(view, told);
     this.arrange();
-    this.scroll();
+    if (follows) this.scroll();
     return told;
   }
 
@@ -130,6 +148,7 @@ export class Chat {
     const again = told.error.retryAfter ? ` Try again in ${seconds(told.error.retryAfter)}.` : "";
     this.complain(told.error.message + again);
     if (told.error.status === 401) this.onNeedsKey(told.error.message);
+    if (told.error.status === null) this.onUnreachable();
   }
 
   show(turn) {
@@ -192,23 +211,32 @@ class Painter {
 
   draw() {
     const began = performance.now();
-    const log = $("log");
-    const atEnd = log.scrollHeight - log.scrollTop - log.clientHeight < 80; // who reads further up is left there
+    const follows = isAtEnd();
     fill(this.node, markdown(this.latest));
-    if (atEnd) log.scrollTop = log.scrollHeight;
+    if (follows) $("log").scrollTop = $("log").scrollHeight;
     this.waitMs = Math.max(REDRAW_MS, 4 * (performance.now() - began));
   }
 }
 
+/** Who reads further up is left there. */
+function isAtEnd() {
+  const log = $("log");
+  return log.scrollHeight - log.scrollTop - log.clientHeight < 80;
+}
+
+/** The engine's figures where it told them; else what this page saw: no rate, for it cannot know one. */
 function factsOf(facts, text) {
   const parts = [];
   const add = (value, words) => parts.push(h("span", {}, h("b", {}, value), ` ${words}`));
-  if (facts.ttft !== null) add(seconds(facts.ttft), "to the first token");
-  if (facts.perSecond !== null) add(facts.perSecond.toFixed(facts.perSecond < 10 ? 1 : 0), "tokens/s");
-  if (facts.tokens !== null && text) add(count(facts.tokens), facts.tokens === 1 ? "token" : "tokens");
+  const isTimed = facts.queue !== undefined;
+  if (isTimed) add(seconds(facts.ttft), "to the first token");
+  else if (facts.firstText) add(seconds(facts.firstText), "to the first text");
+  if (facts.perSecond) add(facts.perSecond < 10 ? facts.perSecond.toFixed(1) : count(facts.perSecond), "tokens/s");
+  if (facts.tokens && text) add(count(facts.tokens), `${facts.tokens === 1 ? "token" : "tokens"}${isTimed ? "" : ` in ${seconds(facts.total)}`}`);
+  if (isTimed) add(seconds(facts.queue), "in the queue");
   if (facts.cached) add(count(facts.cached), "prompt tokens cached");
   if (facts.finish && facts.finish !== "stop") {
-    parts.push(h("span", { class: facts.finish === "stopped" ? "bad" : "" }, FINISHES[facts.finish] ?? inert(facts.finish)));
+    parts.push(h("span", { class: BAD_FINISHES.includes(facts.finish) ? "bad" : "" }, FINISHES[facts.finish] ?? inert(facts.finish)));
   }
   return parts;
 }

@@ -7,7 +7,7 @@ const KEPT = "maitred.key";
 export class ServerError extends Error {
   constructor(status, message, retryAfter = null) {
     super(message);
-    this.status = status;
+    this.status = status; // null: no answer at all
     this.retryAfter = retryAfter; // s
   }
 }
@@ -45,7 +45,7 @@ export class Client {
       });
     } catch (error) {
       if (error.name === "AbortError") throw error;
-      throw new ServerError(0, "The server cannot be reached.");
+      throw new ServerError(null, "The server cannot be reached.");
     }
     if (!response.ok) throw await asError(response);
     return response;

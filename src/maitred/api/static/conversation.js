@@ -2,6 +2,7 @@
 
 const KEPT = "maitred.conversation";
 const MAX_KEPT = 2_000_000; // characters
+export const CUT = { finish: "cut" }; // facts of an answer that a reload, or leaving the page, ended
 
 export class Conversation {
   constructor() {
@@ -10,6 +11,12 @@ export class Conversation {
       const kept = JSON.parse(sessionStorage.getItem(KEPT) ?? "[]");
       if (Array.isArray(kept)) this.turns = kept.filter((t) => typeof t?.content === "string" && typeof t?.role === "string");
     } catch { /* nothing kept, or not ours */ }
+    if (this.turns.at(-1)?.role === "user") this.turns.push({ role: "assistant", content: "", facts: CUT });
+  }
+
+  /** The page is left, perhaps for good, with so much of an answer. */
+  cut(text) {
+    this.keep([...this.turns, { role: "assistant", content: text, facts: CUT }]);
   }
 
   add(role, content, facts = null) {
@@ -30,8 +37,7 @@ export class Conversation {
     return system ? [{ role: "system", content: system }, ...said] : said;
   }
 
-  keep() {
-    let turns = this.turns;
+  keep(turns = this.turns) {
     let text = JSON.stringify(turns);
     while (text.length > MAX_KEPT && turns.length > 1) {
       turns = turns.slice(1);

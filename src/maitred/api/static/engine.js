@@ -27,9 +27,9 @@ export class Engine {
     this.frame = null;
     this.describedAt = -Infinity;
     window.addEventListener("themechange", () => this.draw());
-    window.addEventListener("resize", () => this.draw());
+    new ResizeObserver(() => this.draw()).observe($("engine")); // of the window, or shown after it was hidden
     const turn = () => {
-      if (!calm.matches) this.draw();
+      if (!calm.matches && this.canDraw()) this.timeline.draw();
       requestAnimationFrame(turn);
     };
     requestAnimationFrame(turn);
@@ -59,9 +59,13 @@ export class Engine {
     if (document.querySelector(".as-table").open) this.table(frame);
   }
 
+  canDraw() {
+    return !document.hidden && this.frame !== null;
+  }
+
+  /** Everything, whether a frame came or not. */
   draw() {
-    if (document.hidden || !this.frame) return;
-    this.timeline.draw();
+    if (this.canDraw()) for (const panel of this.panels) panel.draw?.();
   }
 
   /** What the pointer is on stands out, here and there, and says what it is. */

@@ -9,9 +9,16 @@ import { inertLine } from "./inert.js";
 import { Policy } from "./policy.js";
 import { Rush } from "./rush.js";
 
+const BUILT_IN = "maitred-mini"; // model.checkpoint.BUILTIN_NAME
+const RETRY_MS = 3000;
+
 const client = new Client();
 const engine = new Engine();
-const chat = new Chat(client, { onId: (id) => engine.addMine(id), onNeedsKey: (words) => askForKey(words) });
+const chat = new Chat(client, {
+  onId: (id) => engine.addMine(id),
+  onNeedsKey: (words) => askForKey(words),
+  onUnreachable: () => connect(), // again and again, until it is back
+});
 const policy = new Policy(client);
 const feed = new Feed(client, {
   onFrame: (frame) => {
@@ -45,12 +52,15 @@ function reveal(watches) {
   document.querySelector(".tabs").hidden = !watches;
 }
 
+let retry = null;
+
 async function connect() {
+  clearTimeout(retry);
   feed.end();
   try {
     const { data } = await client.json("v1/models");
     chat.complain(null);
-    chat.useModel(data[0].id);
+    chat.useModel(data[0].id, { isBuiltIn: data[0].root === BUILT_IN });
     say($("model"), inertLine(data[0].id, 60));
     document.title = `${inertLine(data[0].id, 40)} · maitred`;
     state("wait", "connecting");
@@ -64,7 +74,8 @@ async function connect() {
     if (error.status === 503) state("wait", "loading");
     else state("bad", "not reachable");
     chat.complain(error.message);
-    setTimeout(connect, 3000);
+    clearTimeout(retry);
+    retry = setTimeout(connect, RETRY_MS);
   }
 }
 
@@ -98,7 +109,6 @@ for (const tab of document.querySelectorAll("[data-show]")) {
     for (const other of document.querySelectorAll("[data-show]")) {
       other.setAttribute("aria-pressed", String(other === tab));
     }
-    engine.draw();
   });
 }
 connect();

@@ -126,15 +126,22 @@ function table(lines, at, nodes) {
   const divider = lines[at + 1] ?? "";
   if (!lines[at].includes("|") || !DIVIDER.test(divider) || !divider.includes("|") || !divider.includes("-")) return 0;
   const head = cells(lines[at]);
+  const sides = cells(divider).map(sideOf);
   let end = at + 2;
   const most = at + 2 + budget.left / head.length;
   while (end < lines.length && end < most && lines[end].includes("|")) end += 1;
   const rows = lines.slice(at + 2, end).map((line) => cells(line).slice(0, head.length));
-  const row = (names, tag) => h("tr", {}, names.map((text) => h(tag, { dir: "auto" }, inlines(text))));
+  const row = (names, tag) => h("tr", {}, names.map((text, column) => h(tag, { dir: "auto", ...sides[column] }, inlines(text))));
   budget.left -= rows.length * head.length;
   const body = h("tbody", {}, rows.map((names) => row(names, "td")));
   nodes.push(h("div", { class: "table" }, h("table", {}, h("thead", {}, row(head, "th")), body)));
   return end - at;
+}
+
+/** `:-:` and `--:` of the divider, as a class. */
+function sideOf(mark) {
+  if (!mark.endsWith(":")) return {};
+  return { class: mark.startsWith(":") ? "centre" : "end" };
 }
 
 function cells(line) {

@@ -29,10 +29,10 @@ HELP = """\
 /set NAME VALUE   change a setting, or `system`; /set alone lists them
 /unset NAME       back to the model's default
 /show             settings and length of the conversation
-/reset            forget the conversation, keep the settings
+/reset, /clear    forget the conversation, keep the settings
 /retry            answer the last question anew
 /save FILE        write the conversation; .json holds the messages, other names a transcript
-/exit             leave, as Ctrl-D does
+/exit, /bye       leave, as Ctrl-D does
 Alt+Enter or a backslash at the end of the line starts a new line; Ctrl-C stops an answer."""
 
 
@@ -190,8 +190,10 @@ COMMANDS: dict[str, Callable[[Conversation, str], Outcome]] = {
     "/unset": _unset,
     "/show": _show,
     "/reset": _reset,
+    "/clear": _reset,
     "/retry": _retry,
     "/save": _save,
     "/exit": _exit,
     "/quit": _exit,
+    "/bye": _exit,
 }

@@ -10,7 +10,7 @@ from pathlib import Path
 from prompt_toolkit import PromptSession
 from prompt_toolkit.completion import WordCompleter
 from prompt_toolkit.formatted_text import ANSI
-from prompt_toolkit.history import FileHistory
+from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
 from maitred.cli.console import dim, inert
@@ -25,13 +25,21 @@ class ScreenTerminal:
     def __init__(self) -> None:
         self._session: PromptSession[str] = PromptSession(
             ANSI("\x1b[1;36m>\x1b[0m "),
-            history=FileHistory(str(history_file(os.environ))),
+            history=self._history(),
             multiline=True,
             prompt_continuation=lambda width, line_number, is_soft_wrap: "  ",
             key_bindings=_key_bindings(),
             completer=WordCompleter(list(COMMANDS), sentence=True),
             complete_while_typing=False,
         )
+
+    def _history(self) -> History:
+        """In a file; where that cannot be written, of this chat alone."""
+        try:
+            return FileHistory(str(history_file(os.environ)))
+        except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home at all
+            self.remark(f"no history is kept ({error}); XDG_STATE_HOME names a folder for it")
+            return InMemoryHistory()
 
     async def read(self) -> str | None:
         try:
@@ -73,10 +81,11 @@ def _key_bindings() -> KeyBindings:
 
 
 def history_file(environ: Mapping[str, str]) -> Path:
-    """Under XDG_STATE_HOME; readable by its owner alone."""
+    """Under XDG_STATE_HOME; readable by its owner alone. Raises OSError where it cannot be written."""
     state = Path(environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
     folder = state / "maitred"
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     path = folder / "chat_history"
     path.touch(mode=0o600)
+    path.open("a+b").close()
     return path
