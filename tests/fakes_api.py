@@ -23,6 +23,7 @@ from maitred.replica import ReplicaState
 from maitred.request import FinishReason, Request, timing_of
 from maitred.scheduler.admission import AdmissionController
 from maitred.step import RequestProgress, TokenLogprobs
+from maitred.tenancy.tenant import TenantTable
 from maitred.text import ChatTemplate, TextParts, Tokenizer
 from maitred.text.bounds import byte_alphabet
 from tests.waiting import HANGS_S, joined
@@ -177,6 +178,14 @@ class RunningServer:
     port: int
     replica: FakeReplica
     server: Server
+
+
+@dataclass
+class FakeTenants:
+    """A TenantSource whose table is whatever a test puts there."""
+
+    table: TenantTable
+    num_failures: int = 0
 
 
 @contextmanager
