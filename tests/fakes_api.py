@@ -45,10 +45,12 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def make_model(*, tokenizer: Tokenizer | None = None, chat_template: Any = TEMPLATE, **fields: Any) -> ServedModel:
-    template = ChatTemplate(chat_template) if isinstance(chat_template, str) else chat_template
+    tokenizer = tokenizer or byte_tokenizer()
+    if isinstance(chat_template, str):
+        chat_template = ChatTemplate(chat_template, added_tokens=tokenizer.added_tokens)
     model = ServedModel(
         names=("tiny", "tiny-alias"),
-        text=TextParts(tokenizer or byte_tokenizer(), template),
+        text=TextParts(tokenizer, chat_template),
         max_model_len=512,
         vocab_size=257,
         eos_token_ids=(EOS,),
