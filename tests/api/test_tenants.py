@@ -393,6 +393,20 @@ def test_only_administrators_read_usage_and_metrics(kept, http):
     assert "--ledger" in without.json()["error"]["message"]
 
 
+def test_usage_of_a_lost_ledger_is_unavailable_and_comes_back(kept):
+    path = kept.replica.ledger.path
+    lost = path.with_name("lost")
+    path.rename(lost)
+    path.mkdir()  # so that no new one can begin
+    asked = f"/v1/organization/usage/completions?start_time={int(time.time()) - 600}"
+    refused = get(kept, "boss", asked)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "server_unavailable")
+    assert ask(kept, "free"), "requests are answered all the same"
+    path.rmdir()
+    kept.replica.ledger.flush()
+    assert sum(r["num_model_requests"] for b in get(kept, "boss", asked).json()["data"] for r in b["results"]) == 1
+
+
 def test_clients_cannot_make_labels(house):
     for name in ("nobody", "free", "x" * 50):
         post(house, name, user=name)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import tokenizers
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken
 
@@ -122,6 +122,7 @@ def test_contents_without_marks_are_the_same_text_and_the_same_tokens(family):
 
 
 @pytest.mark.parametrize("kind", kinds.KINDS)
+@settings(max_examples=30)
 @given(
     text=st.lists(
         st.sampled_from([*kinds.WORDS, "<s>", "</s>", "<pad>", "<tool>", "🔧🔧", " ", "  ", "\n", "é", "s>"])
@@ -132,6 +133,7 @@ def test_reading_with_other_names_for_the_marks_changes_no_token(kind, text):
     assert tokenizer.encode(MarkedText(text, (), NAMED_MARKS)) == tokenizer.encode(text)
 
 
+@settings(max_examples=30)
 @given(
     before=st.sampled_from(["", "hi", "<s>", "the "]),
     parts=st.lists(st.sampled_from(["<s>", "</s>", "hi", " the", "a"]), min_size=1),

@@ -212,10 +212,11 @@ class _MarkReader:
             for piece, is_clients in text.parts()
         )
         (encoding,) = self._inner.encode_batch_fast([named], add_special_tokens=add_special_tokens)
-        mask = encoding.special_tokens_mask
-        if self._leaks and any(i in self._leaks and not is_ours for i, is_ours in zip(encoding.ids, mask, strict=True)):
+        # what the post-processor adds has its own number, and is no leak
+        masked = list(zip(encoding.ids, encoding.special_tokens_mask, strict=True))
+        if self._leaks and any(token in self._leaks and not is_added for token, is_added in masked):
             raise InvalidRequest("the messages hold a special token, which this tokenizer cannot read as letters")
-        return [self._ids.get(token, token) for token in encoding.ids]
+        return [token if is_added else self._ids.get(token, token) for token, is_added in masked]
 
 
 def _flags(token: AddedToken) -> dict[str, bool]:
