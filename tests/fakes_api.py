@@ -23,6 +23,7 @@ from maitred.replica import ReplicaState
 from maitred.request import FinishReason, Request, timing_of
 from maitred.scheduler.admission import AdmissionController
 from maitred.step import RequestProgress, TokenLogprobs
+from maitred.tenancy.tenant import TenantTable
 from maitred.text import ChatTemplate, TextParts, Tokenizer
 from maitred.text.bounds import byte_alphabet
 from tests.waiting import HANGS_S, joined
@@ -44,10 +45,12 @@ def byte_tokenizer() -> Tokenizer:
 
 
 def make_model(*, tokenizer: Tokenizer | None = None, chat_template: Any = TEMPLATE, **fields: Any) -> ServedModel:
-    template = ChatTemplate(chat_template) if isinstance(chat_template, str) else chat_template
+    tokenizer = tokenizer or byte_tokenizer()
+    if isinstance(chat_template, str):
+        chat_template = ChatTemplate(chat_template, added_tokens=tokenizer.added_tokens)
     model = ServedModel(
         names=("tiny", "tiny-alias"),
-        text=TextParts(tokenizer or byte_tokenizer(), template),
+        text=TextParts(tokenizer, chat_template),
         max_model_len=512,
         vocab_size=257,
         eos_token_ids=(EOS,),
@@ -177,6 +180,14 @@ class RunningServer:
     port: int
     replica: FakeReplica
     server: Server
+
+
+@dataclass
+class FakeTenants:
+    """A TenantSource whose table is whatever a test puts there."""
+
+    table: TenantTable
+    num_failures: int = 0
 
 
 @contextmanager

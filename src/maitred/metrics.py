@@ -22,7 +22,7 @@ class Metric:
 
     name: str
     kind: MetricKind
-    unit: str  # seconds, tokens, requests, tasks, blocks, steps, restarts, frames, lines, ratio or bool
+    unit: str  # seconds, tokens, requests, tasks, blocks, steps, restarts, frames, lines, looks, ratio or bool
     help: str
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()  # upper bounds of a histogram, without +Inf
@@ -153,6 +153,11 @@ TENANT_TOKENS = _counter(
 )
 TENANT_IN_FLIGHT = _gauge("tenant_samples_in_flight", "requests", "Samples in flight, waiting ones too.", ("tenant",))
 TENANT_WAITING = _gauge("tenant_samples_waiting", "requests", "Samples without a first token.", ("tenant",))
+TENANTS_FILE_FAILURES = _counter(
+    "tenants_file_failures",
+    "looks",
+    "Looks at the changed tenants file, one a second, that could not take it; the keys of before are in force.",
+)
 
 ENGINE_METRICS: tuple[Metric, ...] = (
     ENGINE_UP,
@@ -210,6 +215,7 @@ TENANT_METRICS: tuple[Metric, ...] = (
     TENANT_TOKENS,
     TENANT_IN_FLIGHT,
     TENANT_WAITING,
+    TENANTS_FILE_FAILURES,
 )
 METRICS: tuple[Metric, ...] = ENGINE_METRICS + EDGE_METRICS + ADMISSION_METRICS + TENANT_METRICS
 

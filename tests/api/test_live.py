@@ -6,7 +6,6 @@ import asyncio
 import json
 import threading
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -21,7 +20,7 @@ from maitred.errors import EngineDead, Overloaded
 from maitred.replica import ReplicaState
 from tests.api.test_tenants import table_of
 from tests.fakes import make_request, make_scheduler
-from tests.fakes_api import FakeReplica, RunningServer, make_model, running_server
+from tests.fakes_api import FakeReplica, FakeTenants, RunningServer, make_model, running_server
 from tests.page.worlds import FOREVER, serving
 from tests.waiting import HANGS_S, joined, until, until_async
 
@@ -81,7 +80,7 @@ def test_who_stops_watching_has_cancelled_nothing(kitchen):
 
 
 def test_only_administrators_watch():
-    tenants = SimpleNamespace(table=table_of({"guest": {}, "boss": {}}))
+    tenants = FakeTenants(table_of({"guest": {}, "boss": {}}))
     with serving("Hello.", tenants=tenants) as server:
         for path in ("/admin/live", "/admin/models"):
             assert httpx.get(server.url + path).status_code == 401
@@ -93,7 +92,7 @@ def test_only_administrators_watch():
 
 def test_who_lost_the_right_to_watch_sees_no_more(monkeypatch):
     monkeypatch.setattr("maitred.api.live.RECHECK_S", -1.0)  # after each frame
-    tenants = SimpleNamespace(table=table_of({"boss": {}}))
+    tenants = FakeTenants(table_of({"boss": {}}))
     with serving("Hello.", tenants=tenants) as server, watch(server, "boss") as response:
         stream = frames(response)
         assert next(stream)["sequence"] == 1

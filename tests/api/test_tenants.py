@@ -21,7 +21,7 @@ from maitred.engine.ledger import Ledger
 from maitred.tenancy.tenant import TenantTable, read_tenants
 from tests.api.conftest import MESSAGES
 from tests.conftest import ROOT
-from tests.fakes_api import FakeReplica, RunningServer, make_model, running_server, says
+from tests.fakes_api import FakeReplica, FakeTenants, RunningServer, make_model, running_server, says
 from tests.waiting import HANGS_S, joined, until
 
 TENANTS: dict[str, dict[str, Any]] = {
@@ -52,7 +52,7 @@ def table_of(tenants: dict[str, dict[str, Any]]) -> TenantTable:
 @pytest.fixture
 def house() -> Iterator[RunningServer]:
     """No time passes there, so that limits by the minute tell what they should."""
-    with running_server(tenants=SimpleNamespace(table=table_of(TENANTS)), clock=ManualClock(1000.0)) as server:
+    with running_server(tenants=FakeTenants(table_of(TENANTS)), clock=ManualClock(1000.0)) as server:
         yield server
 
 
@@ -104,13 +104,13 @@ def test_every_route_but_the_open_ones_needs_a_key_of_a_tenant(http_of_house, me
 
 @pytest.fixture(scope="module")
 def http_of_house() -> Iterator[httpx.Client]:
-    source = SimpleNamespace(table=table_of(TENANTS))
+    source = FakeTenants(table_of(TENANTS))
     with running_server(tenants=source) as server, httpx.Client(base_url=server.url) as client:
         yield client
 
 
 def test_another_table_is_in_force_at_the_next_request():
-    source = SimpleNamespace(table=table_of({"a": {"requests_per_minute": 9}}))
+    source = FakeTenants(table_of({"a": {"requests_per_minute": 9}}))
     with running_server(tenants=source) as server:
         assert limits_of(post(server, "a"))["remaining-requests"] == "8"
         assert post(server, "b").status_code == 401
@@ -211,7 +211,7 @@ def test_openais_client_comes_again_when_it_is_told_to():
         statuses.append(answer.status_code)
         clock.advance(float(answer.headers.get("retry-after-ms", 0)) / 1000)
 
-    table = SimpleNamespace(table=table_of({"rpm": {"requests_per_minute": 1}}))
+    table = FakeTenants(table_of({"rpm": {"requests_per_minute": 1}}))
     with (
         running_server(tenants=table, clock=clock) as server,
         httpx.Client(event_hooks={"response": [wait_as_told]}, timeout=HANGS_S) as web,
@@ -239,7 +239,7 @@ def test_tokens_are_taken_before_and_given_back_after(house):
 
 
 def test_concurrency_and_queue_are_the_tenants_own():
-    table = SimpleNamespace(table=table_of(TENANTS))
+    table = FakeTenants(table_of(TENANTS))
     with running_server(FakeReplica(queued=True), tenants=table) as server:
         waiting = threading.Thread(target=post, args=(server, "narrow"), daemon=True)
         waiting.start()
@@ -259,7 +259,7 @@ def test_concurrency_and_queue_are_the_tenants_own():
 
 def test_slots_come_back_whatever_happened():
     replica = FakeReplica(says("x" * 100), fail_after=3)
-    with running_server(replica, tenants=SimpleNamespace(table=table_of(TENANTS))) as server:
+    with running_server(replica, tenants=FakeTenants(table_of(TENANTS))) as server:
         for _ in range(3):
             assert post(server, "narrow", max_tokens=60).status_code == 500
             assert '"code":"generation_failed"' in post(server, "narrow", max_tokens=60, stream=True).text
@@ -288,7 +288,7 @@ def test_a_budget_ends_with_openais_own_code(house):
 
 def test_a_check_costs_microseconds_however_many_keys_there_are():
     table = table_of({f"t{i}": {"requests_per_minute": 10**9, "tokens_per_minute": 10**12} for i in range(200)})
-    with running_server(tenants=SimpleNamespace(table=table)) as server:
+    with running_server(tenants=FakeTenants(table)) as server:
         door = server.server._edge.door
         least = math.inf
         for _ in range(20):
@@ -310,7 +310,7 @@ def test_a_check_costs_microseconds_however_many_keys_there_are():
 def kept(tmp_path) -> Iterator[RunningServer]:
     ledger = Ledger(tmp_path / "ledger.sqlite", model="tiny")
     replica = LedgerReplica(ledger)
-    with running_server(replica, tenants=SimpleNamespace(table=table_of(TENANTS)), ledger=ledger) as server:
+    with running_server(replica, tenants=FakeTenants(table_of(TENANTS)), ledger=ledger) as server:
         yield server
     ledger.close()
 
@@ -393,6 +393,20 @@ def test_only_administrators_read_usage_and_metrics(kept, http):
     assert "--ledger" in without.json()["error"]["message"]
 
 
+def test_usage_of_a_lost_ledger_is_unavailable_and_comes_back(kept):
+    path = kept.replica.ledger.path
+    lost = path.with_name("lost")
+    path.rename(lost)
+    path.mkdir()  # so that no new one can begin
+    asked = f"/v1/organization/usage/completions?start_time={int(time.time()) - 600}"
+    refused = get(kept, "boss", asked)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "server_unavailable")
+    assert ask(kept, "free"), "requests are answered all the same"
+    path.rmdir()
+    kept.replica.ledger.flush()
+    assert sum(r["num_model_requests"] for b in get(kept, "boss", asked).json()["data"] for r in b["results"]) == 1
+
+
 def test_clients_cannot_make_labels(house):
     for name in ("nobody", "free", "x" * 50):
         post(house, name, user=name)
@@ -400,6 +414,11 @@ def test_clients_cannot_make_labels(house):
     assert set(TENANTS) >= {line.split('tenant="')[1].split('"')[0] for line in page.splitlines() if 'tenant="' in line}
     assert 'maitred_tenant_requests_total{tenant="free"} 1.0' in page
     assert 'maitred_tenant_tokens_total{kind="generated",tenant="free"} 14.0' in page
+
+
+def test_a_file_that_cannot_be_taken_is_counted():
+    with running_server(tenants=FakeTenants(table_of({"boss": {}}), num_failures=2)) as server:
+        assert "maitred_tenants_file_failures_total 2.0" in get(server, "boss", "/metrics").text
 
 
 # ---- the example
@@ -410,7 +429,7 @@ def test_the_example_is_a_table_that_serves():
     assert set(table.tenants) == {"shop", "team", "nightly", "operations"}
     assert table.tenants["shop"].limits.max_queue == 32
     keys = table_of({name: {} for name in table.tenants}).keys
-    whole = SimpleNamespace(table=TenantTable(table.tenants, keys))
+    whole = FakeTenants(TenantTable(table.tenants, keys))
     with running_server(tenants=whole, model=make_model()) as server:
         for name in table.tenants:
             assert post(server, name).status_code == 200

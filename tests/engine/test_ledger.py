@@ -17,7 +17,7 @@ import pytest
 from maitred.clock import ManualClock
 from maitred.engine.core import EngineCore
 from maitred.engine.ledger import Ledger
-from maitred.errors import ConfigError
+from maitred.errors import ConfigError, Unavailable
 from maitred.request import FinishReason
 from maitred.tenancy.usage import UsageKey, UsageQuery, UsageSum, fill_buckets
 from tests.fakes import FakeExecutor, make_request, make_samples, make_scheduler
@@ -181,7 +181,7 @@ def test_a_full_disk_delays_rows_but_loses_none(path, caplog):
     ledger = Ledger(path, model="m", checkpoint_s=60)
     with sqlite3.connect(path) as db:
         (pages,) = db.execute("PRAGMA page_count").fetchone()
-    ledger._db.execute(f"PRAGMA max_page_count = {pages}")  # SQLite says "database or disk is full"
+    ledger._file.db.execute(f"PRAGMA max_page_count = {pages}")  # SQLite says "database or disk is full"
     for index in range(200):
         request = make_request(f"r{index}")
         request.output_token_ids += [1] * index
@@ -189,11 +189,111 @@ def test_a_full_disk_delays_rows_but_loses_none(path, caplog):
     ledger.flush()
     assert sums(path)[2] == 0
     assert "cannot write the ledger" in caplog.text
-    ledger._db.execute("PRAGMA max_page_count = 100000")
+    ledger._file.db.execute("PRAGMA max_page_count = 100000")
     ledger.flush()
     assert sums(path)[2] == sum(range(200))
     ledger.close()
     assert caplog.text.count("cannot write the ledger") == 1
+
+
+def deleted(path: Path) -> None:
+    path.unlink()
+
+
+def moved(path: Path) -> None:
+    path.rename(path.with_name("elsewhere"))
+
+
+def replaced(path: Path) -> None:
+    path.with_name("draft").touch(0o600)
+    path.with_name("draft").rename(path)
+
+
+def overwritten(path: Path) -> None:
+    path.write_bytes(b"no database" * 999)
+
+
+def emptied(path: Path) -> None:
+    os.truncate(path, 0)
+
+
+@pytest.mark.parametrize("lose", [deleted, moved, replaced, overwritten, emptied])
+def test_a_lost_file_is_told_and_begun_anew_with_all_of_what_runs(path, caplog, lose):
+    ledger = Ledger(path, model="m", checkpoint_s=60)
+    ended, running = make_request("ended"), make_request("running")
+    for request in (ended, running):
+        ledger.opened(request)
+        request.output_token_ids += [1] * 3
+    ended.finish_reason, ended.finished_at = FinishReason.STOP, 1.0
+    ledger.flush()
+    lose(path)
+    running.output_token_ids += [1] * 4
+    ledger.flush()
+    assert [(row["request_id"], row["generated_tokens"]) for row in rows(path)] == [("running", 7)]
+    assert "usage goes on in another file, without that of before" in caplog.text
+    assert path.stat().st_mode & 0o777 == 0o600
+    aside = list(path.parent.glob("ledger.sqlite.lost-*"))
+    assert len(aside) == (lose in (overwritten, emptied))
+    running.output_token_ids += [1]
+    ledger.flush()
+    ledger.close()
+    assert sums(path)[2] == 8
+    assert caplog.text.count("in another file") == 1
+    assert rows(path, "SELECT COUNT(*) FROM run WHERE closed_at IS NOT NULL")[0][0] == 1
+    Ledger(path).close()
+
+
+def test_a_file_that_is_damaged_within_is_kept_aside_and_begun_anew(path, caplog):
+    ledger = Ledger(path, checkpoint_s=60)
+    ledger.opened(make_request("a"))
+    ledger.flush()
+    ledger._file.db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    with path.open("r+b") as file:
+        file.seek(4096)
+        file.write(b"x" * (path.stat().st_size - 4096))
+    ledger._file.db.execute("PRAGMA shrink_memory")  # which forgets the pages as they were
+    ledger.opened(make_request("b"))
+    ledger.flush()
+    assert "malformed" in caplog.text
+    ledger.flush()
+    assert [row["request_id"] for row in rows(path)] == ["a", "b"]
+    assert len(list(path.parent.glob("ledger.sqlite.lost-*"))) == 1
+    ledger.close()
+
+
+def test_no_usage_is_read_where_there_is_no_ledger_and_none_is_made(path):
+    ledger = Ledger(path, checkpoint_s=60)
+    path.unlink()
+    with pytest.raises(Unavailable, match="the ledger cannot be read: unable to open"):
+        ledger.usage(UsageQuery(start=0, end=1))
+    assert not path.exists()
+    ledger.close()
+
+
+def test_a_place_where_no_file_can_be_is_tried_again_and_no_descriptor_is_closed_twice(path, caplog):
+    ledger = Ledger(path, checkpoint_s=60)
+    request = make_request("r")
+    ledger.opened(request)
+    ledger.flush()
+    path.unlink()
+    path.mkdir()
+    ledger.flush()
+    with path.with_name("others").open("wb") as others:  # takes the number of the descriptor that was closed
+        for _ in range(3):
+            ledger.flush()
+        others.write(b"whole")
+    assert caplog.text.count("was replaced") == caplog.text.count("trying again") == 1
+    path.rmdir()
+    ledger.flush()
+    assert [row["request_id"] for row in rows(path)] == ["r"]
+    assert "is written again" in caplog.text
+    ledger.close()
+
+
+def test_a_pipe_is_refused_and_not_waited_for(path):
+    os.mkfifo(path)
+    with pytest.raises(ConfigError, match="is a pipe or a device"):
+        Ledger(path)
 
 
 @pytest.mark.parametrize("content", [b"this is no database at all, but a text that is long enough" * 20, None])

@@ -93,17 +93,32 @@ def test_closing_leaves_tensors_in_use_alone(folder: Path) -> None:
     assert bytes(raw.data) == TENSORS["a.weight"].tobytes()
 
 
-def test_the_identity_is_that_of_the_weights(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_the_identity_is_that_of_the_weights(tmp_path_factory: pytest.TempPathFactory) -> None:
     def identity_of(tensors: dict[str, Any]) -> str:
         other = tmp_path_factory.mktemp("other")
         (other / "config.json").write_text("{}")
         write_tensors(other / "model.safetensors", tensors)
+        os.utime(other / "model.safetensors", ns=(0, 0))
         return open_checkpoint(str(other)).identity
 
-    identity = open_checkpoint(str(folder)).identity
+    identity = identity_of(TENSORS)
     assert identity == identity_of(TENSORS)
     assert identity != identity_of({**TENSORS, "a.weight": TENSORS["a.weight"] + 1})
     assert identity != identity_of({**TENSORS, "a.weight": TENSORS["a.weight"].reshape(4, 3)})
+
+
+def test_a_file_that_was_written_again_has_another_identity_whatever_its_samples_say(folder: Path) -> None:
+    before = open_checkpoint(str(folder)).identity
+    assert open_checkpoint(str(folder)).identity == before
+    file = folder / "model.safetensors"
+    os.utime(file, ns=(file.stat().st_atime_ns, file.stat().st_mtime_ns + 1))
+    assert open_checkpoint(str(folder)).identity != before
+
+
+def test_a_pipe_is_refused_and_not_waited_for(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "a.safetensors")
+    os.mkfifo(folder / "b.safetensors")
+    assert "b.safetensors is a pipe or a device" in refusal(folder)
 
 
 def test_the_identity_of_a_file_on_disk_reads_its_samples_and_not_what_lies_around_them(tmp_path: Path) -> None:

@@ -65,6 +65,7 @@ def assert_equal(found: PackedWeights, wanted: PackedWeights) -> None:
 def change_byte(path: Path, place: int) -> None:
     data = bytearray(path.read_bytes())
     data[place] ^= 1
+    path.chmod(0o600)
     path.write_bytes(data)
 
 
@@ -111,11 +112,33 @@ def test_a_corrupt_byte_is_found_and_the_file_made_anew(world: World, place: Cal
 def test_a_file_cut_short_is_found_and_made_anew(world: World, kept: int):
     world.load()
     (path,) = world.files
+    path.chmod(0o600)
     os.truncate(path, kept if kept >= 0 else path.stat().st_size + kept)
     assert world.load().origin == "kept"
     mapped = world.load()
     assert mapped.origin == "mapped"
     assert_equal(mapped.weights, world.packed_anew())
+
+
+def test_the_file_is_read_only_and_one_that_others_could_write_is_not_believed(world: World):
+    world.load()
+    (path,) = world.files
+    assert path.stat().st_mode & 0o777 == 0o400
+    path.chmod(0o620)
+    repaired = world.load()
+    assert repaired.origin == "kept"
+    assert "open to changes by others" in repaired.story
+    path.chmod(0o644)  # others may have read it, and no more
+    assert world.load().origin == "mapped"
+    assert path.stat().st_mode & 0o777 == 0o400
+
+
+def test_a_pipe_in_place_of_the_file_is_not_waited_for(world: World):
+    world.load()
+    (path,) = world.files
+    path.unlink()
+    os.mkfifo(path)
+    assert world.load().origin == "kept"
 
 
 def test_changed_weights_are_packed_again(world: World):

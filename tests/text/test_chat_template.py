@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from pathlib import Path
@@ -200,6 +201,12 @@ def test_the_sources_go_before_one_another(tmp_path: Path):
     (tmp_path / "chat_template.jinja").write_text("jinja", encoding="utf-8")
     assert rendered() == "jinja"
     assert rendered("override") == "override"
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path):
+    os.mkfifo(tmp_path / "tokenizer_config.json")
+    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json is no file"):
+        ChatTemplate.from_folder(tmp_path)
 
 
 def test_a_template_with_a_mistake_names_the_line():

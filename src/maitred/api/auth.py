@@ -25,6 +25,10 @@ class TenantSource(Protocol):
     def table(self) -> TenantTable:
         """As of now; it may be another one at the next request."""
 
+    @property
+    def num_failures(self) -> int:
+        """Times a change could not be taken."""
+
 
 @dataclass(frozen=True, slots=True)
 class Caller:
@@ -59,6 +63,10 @@ class Door:
         self._quotas = QuotaBook(spent_tokens or {})
         self._anybody = Caller(ANYBODY, self._quotas.of(ANYBODY), is_admin=True)
         self._is_open = tenants is None and not api_keys
+
+    def num_file_failures(self) -> int:
+        """Times a change of the tenants could not be taken."""
+        return self._tenants.num_failures if self._tenants is not None else 0
 
     def check(self, path: str, authorization: bytes | None) -> Caller:
         """Raise InvalidApiKey unless `path` is open or the header brings a known key.

@@ -81,14 +81,18 @@ class Edge:
         self.admission: AdmissionController | None = None
         self.admission_config = AdmissionConfig()
         self.priorities = priorities
+        self.door = door if door is not None else Door(config.api_keys)
         self.metrics = EdgeMetrics(
-            self.replica, version=maitred.__version__, compat=config.metrics_compat, start_phases=start_phases
+            self.replica,
+            version=maitred.__version__,
+            compat=config.metrics_compat,
+            start_phases=start_phases,
+            num_tenants_file_failures=self.door.num_file_failures,
         )
         self.fingerprint = f"maitred-{maitred.__version__}"
         self.draining = False
         self.tracing = _tracing(config.otlp_endpoint) if config.otlp_endpoint else None
         self.clock = clock
-        self.door = door if door is not None else Door(config.api_keys)
         self.ledger = ledger
         self.salt_secret = secrets.token_bytes(32)  # the cache it protects does not outlive this process either
         self.latencies = Latencies()

@@ -81,7 +81,8 @@ class Histogram:
 class TenantCounts:
     """What tenants did and were refused; by names of the table alone, so clients cannot make labels."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_file_failures: Callable[[], int]) -> None:
+        self._num_file_failures = num_file_failures
         self._counts: dict[Metric, dict[tuple[str, ...], float]] = {metric: {} for metric in m.TENANT_METRICS}
         self._quotas: dict[str, TenantQuota] = {}
 
@@ -107,6 +108,8 @@ class TenantCounts:
             return {(name,): float(quota.num_in_flight) for name, quota in self._quotas.items()}
         if metric is m.TENANT_WAITING:
             return {(name,): float(quota.num_waiting) for name, quota in self._quotas.items()}
+        if metric is m.TENANTS_FILE_FAILURES:
+            return {(): float(self._num_file_failures())}
         return self._counts[metric]
 
 
@@ -120,6 +123,7 @@ class EdgeMetrics(Collector):
         version: str,
         compat: str = "none",
         start_phases: Mapping[str, float] | None = None,
+        num_tenants_file_failures: Callable[[], int] = int,
     ) -> None:
         self._replica = replica
         self._admission: AdmissionController | None = None
@@ -135,7 +139,7 @@ class EdgeMetrics(Collector):
         self.num_cancelled = 0
         self.num_log_lines_dropped: Callable[[], int] = lambda: 0
         self._answered: dict[tuple[str, str], int] = {}
-        self.tenants = TenantCounts()
+        self.tenants = TenantCounts(num_tenants_file_failures)
 
     def engine_came(self, replica: Replica, model: str, block_size: int, admission: AdmissionController | None) -> None:
         """From now on the page tells of it."""

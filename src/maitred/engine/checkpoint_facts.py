@@ -65,6 +65,7 @@ def facts_of(
         revision=checkpoint.identity,
         block_size=config.cache.block_size,
         footprint=_footprint(spec, executor_plan, plan),
+        allow_special_tokens_in_content=config.model.allow_special_tokens_in_content,
     )
 
 

@@ -36,3 +36,4 @@ class ModelFacts(msgspec.Struct, frozen=True):
     revision: str
     block_size: int
     footprint: Footprint | None
+    allow_special_tokens_in_content: bool = False

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import secrets
+import stat
 import tempfile
 import threading
 from collections.abc import Callable
@@ -21,13 +22,15 @@ from maitred.tenancy.tenant import TenantTable, read_tenants
 
 logger = logging.getLogger(__name__)
 POLL_S = 1.0
+_MOST_MERGED = 10_000  # fields that `<<` brings into a mapping; they may double with each line of a file
 
 
 class TenantFile:
     """The table of a file that may change while we serve. Raises ConfigError when it is wrong at the start.
 
-    A thread looks once a second whether the file changed (`reload` has it look at once). What is wrong later is told
-    in one log line and not taken: the table that was good stays. `accept` may refuse a table with a ConfigError.
+    A thread looks once a second whether the file changed (`reload` has it look at once). What is wrong later, whatever
+    it is, is told in one log line and not taken: the table that was good stays, and each look tries again, because a
+    revoked key must not live on for a disk that failed once. `accept` may refuse a table with a ConfigError.
     """
 
     def __init__(
@@ -37,6 +40,9 @@ class TenantFile:
         self._accept = accept
         self._seen: tuple[int, ...] | None = _look(path)
         self.table = self._read()  # replaced as a whole, so any thread may take it at any time
+        self.num_failures = 0
+        """Looks, since the start, at which the file could not be taken."""
+        self._told = ""
         self._poll_s = poll_s
         self._wanted, self._stopping = threading.Event(), False
         self._thread = threading.Thread(target=self._run, name="maitred-tenants", daemon=True)
@@ -67,12 +73,21 @@ class TenantFile:
             seen = _look(self.path)
             if seen == self._seen:
                 continue
-            self._seen = seen
+            self._seen = seen  # before it is read: what changes meanwhile, or is asked for by `reload`, is seen again
             try:
                 self.table = self._read()
+                self._told = ""
                 logger.info("%s: %d tenants with %d keys", self.path, len(self.table.tenants), len(self.table.keys))
-            except ConfigError as error:
-                logger.error("%s; the tenants and keys of before stay in force", error)
+            except Exception as error:  # whatever it is: while this thread lives, a key can still be revoked
+                self._seen = None
+                self.num_failures += 1
+                self._tell(str(error) if isinstance(error, ConfigError) else f"{self.path}: {error!r}")
+
+    def _tell(self, failure: str) -> None:
+        """Once, and not at each look."""
+        if failure != self._told:
+            self._told = failure
+            logger.error("%s; the tenants and keys of before stay in force", failure)
 
 
 def _look(path: Path) -> tuple[int, ...]:
@@ -85,13 +100,16 @@ def _look(path: Path) -> tuple[int, ...]:
 
 
 def read_tenant_file(path: Path) -> TenantTable:
-    """Raises ConfigError: file, line or tenant and field, and what to write instead."""
+    """Raises ConfigError and nothing else: file, line or tenant and field, and what to write instead."""
     return read_tenants(_parse(_text_of(path), path), str(path))
 
 
 def _text_of(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        with open(path, encoding="utf-8", opener=_at_once) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise ConfigError(f"{path} is a pipe or a device, which cannot be read twice; give a file")
+            return file.read()
     except OSError as error:
         raise ConfigError(
             f"cannot read the tenants in {path}: {error.strerror}; give the path of a YAML file"
@@ -100,16 +118,39 @@ def _text_of(path: Path) -> str:
         raise ConfigError(f"{path} is not UTF-8 text; give a YAML file") from None
 
 
+def _at_once(path: str, flags: int) -> int:
+    """A pipe that nobody writes must not keep us waiting."""
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
 class _Loader(yaml.SafeLoader):
     """YAML's safe types only, and a key that stands twice is an error: the second would silently win."""
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (yaml.YAMLError, RecursionError):
+            raise
+        except Exception:  # `!!bool x` is a KeyError, `!!int ""` an IndexError, `!!timestamp x` an AttributeError
+            kind = node.tag.rpartition(":")[2]
+            raise yaml.constructor.ConstructorError(None, None, f"this is no {kind}", node.start_mark) from None
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        num_own = len(node.value)
+        super().flatten_mapping(node)
+        if len(node.value) > num_own + _MOST_MERGED:
+            problem = f"over {_MOST_MERGED} fields are merged into a mapping"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
         for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                problem = f"a {key.id} is no name; is this a template that nobody has filled in?"
+                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
             if key.value in seen:
                 raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} stands twice", key.start_mark)
-            if isinstance(key.value, str):
-                seen.add(key.value)
+            seen.add(key.value)
         return super().construct_mapping(node, deep)
 
 
@@ -119,7 +160,7 @@ def _parse(text: str, path: Path) -> object:
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise ConfigError(f"{path}:{line}: {error.problem}; write valid YAML") from None
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
+    except Exception as error:
         raise ConfigError(f"{path}: is not valid YAML: {' '.join(str(error).split())}") from None
 
 
@@ -164,7 +205,7 @@ def entry_of(key: Key) -> str:
 def add_key(path: Path, key: Key) -> None:
     """Write `key` below its tenant; a file that is not there is made, with that tenant. Raises ConfigError."""
     if not path.exists():
-        name = key.tenant if yaml.safe_load(key.tenant) == key.tenant else json.dumps(key.tenant)
+        name = key.tenant if _parse(key.tenant, path) == key.tenant else json.dumps(key.tenant)
         text = f"tenants:\n  {name}:\n    keys:\n      - {entry_of(key)}\n"
         read_tenants(_parse(text, path), str(path))
         _write(path, text)
@@ -248,11 +289,12 @@ def _without_key(text: str, key: Key) -> str | None:
     return None
 
 
-def _tenant_node(text: str, tenant: str) -> tuple[yaml.Node, yaml.Node]:
+def _tenant_node(text: str, tenant: str) -> tuple[yaml.Node, yaml.Node | None]:
+    """Its name and fields where they are written; no fields where `<<` brought them in."""
     root = yaml.compose(text, Loader=yaml.SafeLoader)
     tenants = _value(root, "tenants")
     assert isinstance(tenants, yaml.MappingNode), "it was read as such"
-    return next((key, value) for key, value in tenants.value if key.value == tenant)
+    return next(((key, value) for key, value in tenants.value if key.value == tenant), (tenants, None))
 
 
 def _value(node: yaml.Node | None, name: str) -> yaml.Node | None:

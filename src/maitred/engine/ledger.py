@@ -4,7 +4,8 @@ A thread of its own reads the live requests twice a second and writes what chang
 engine nor the event loop ever waits for a disk. A request's row is opened with the first transaction that sees it,
 brought up to date by the following ones, and closed once with the final counts; a trigger refuses any change after
 that. A process that was killed leaves open rows that are at most one checkpoint old; the next one closes them as they
-stand, so nothing is counted twice and at most a checkpoint's worth of tokens is missing.
+stand, so nothing is counted twice and at most a checkpoint's worth of tokens is missing. A file that is deleted, moved
+or overwritten while the server runs is told of and begun anew.
 """
 
 from __future__ import annotations
@@ -12,15 +13,16 @@ from __future__ import annotations
 import logging
 import os
 import sqlite3
+import stat
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from maitred.errors import ConfigError
+from maitred.errors import ConfigError, Unavailable
 from maitred.request import Request
 from maitred.tenancy.tenant import tier_of_priority
 from maitred.tenancy.usage import UsageKey, UsageQuery, UsageSum
@@ -29,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 VERSION = 1
 CHECKPOINT_S = 0.5
+_MAGIC = b"SQLite format 3\0"  # how every such file begins
+_DAMAGE = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 INTERRUPTED = "interrupted"  # the process ended before the request did
 _SCHEMA = """
 CREATE TABLE run (
@@ -102,6 +106,20 @@ class _OpenRow:
         return _Counts(charged, cached, len(self.request.output_token_ids))
 
 
+class _File(NamedTuple):
+    """An open ledger. `fd` is the file itself, whatever its name leads to by now; it is closed after `db`, because to
+    close any descriptor of a file gives up the locks that SQLite holds on it."""
+
+    db: sqlite3.Connection
+    run: int
+    fd: int
+
+    def close(self) -> None:
+        with suppress(sqlite3.Error):  # damaged, and told
+            self.db.close()
+        os.close(self.fd)
+
+
 class Ledger:
     """Writes one file; `opened` never waits. Raises ConfigError when the file cannot be used.
 
@@ -123,7 +141,8 @@ class Ledger:
         self._arrived: deque[_OpenRow] = deque()
         self._open: list[_OpenRow] = []
         self._failing = False
-        self._db, self._run_id = _open_ledger(path, wall_time())
+        self._is_damaged = False
+        self._file: _File | None = _open_ledger(path, wall_time())  # None is lost, and not to be had again so far
         self._wakeup = threading.Condition()
         self._num_flushes = self._num_flushed = 0
         self._stopping = False
@@ -158,7 +177,7 @@ class Ledger:
     def usage(self, query: UsageQuery) -> list[tuple[int, UsageKey, UsageSum]]:
         """(start of bucket, whose, how much) for every bucket that is not empty. Reads the disk: call it in a thread.
 
-        What ran within the last checkpoint is not in it yet.
+        What ran within the last checkpoint is not in it yet. Raises Unavailable while the file cannot be read.
         """
         columns = ", ".join(name if name in query.group_by else "NULL" for name in UsageKey._fields)
         where, values = ["opened_at >= ?", "opened_at < ?"], [query.start, query.end]
@@ -172,23 +191,26 @@ class Ledger:
             "SUM(num_requests), SUM(prompt_tokens), SUM(cached_tokens), SUM(generated_tokens) "
             f"FROM request WHERE {' AND '.join(where)} GROUP BY 1, 2, 3, 4, 5"
         )
-        with closing(_connect(self.path, reading=True)) as db:
-            return [(row[0], UsageKey(*row[1:5]), UsageSum(*row[5:])) for row in db.execute(sql, values)]
+        try:
+            with closing(_connect(self.path, reading=True)) as db:
+                return [(row[0], UsageKey(*row[1:5]), UsageSum(*row[5:])) for row in db.execute(sql, values)]
+        except sqlite3.Error as error:
+            raise Unavailable(f"the ledger cannot be read: {error}; try again, or look at the server's log") from None
 
     # the ledger's thread
 
     def _run(self) -> None:
-        with closing(self._db):
-            while True:
-                with self._wakeup:
-                    self._wakeup.wait_for(self._is_wanted, timeout=self._checkpoint_s)
-                    stopping, flushes = self._stopping, self._num_flushes
-                self._checkpoint(last=stopping)
-                with self._wakeup:
-                    self._num_flushed = flushes
-                    self._wakeup.notify_all()
-                if stopping:
-                    return
+        stopping = False
+        while not stopping:
+            with self._wakeup:
+                self._wakeup.wait_for(self._is_wanted, timeout=self._checkpoint_s)
+                stopping, flushes = self._stopping, self._num_flushes
+            self._checkpoint(last=stopping)
+            with self._wakeup:
+                self._num_flushed = flushes
+                self._wakeup.notify_all()
+        if self._file is not None:
+            self._file.close()
 
     def _is_wanted(self) -> bool:
         return self._stopping or self._num_flushed < self._num_flushes
@@ -198,14 +220,16 @@ class Ledger:
         now = self._wall_time()  # first: what rows of this time do not have came later
         while self._arrived:
             self._open.append(self._arrived.popleft())
-        if not self._open and not last:
-            return
         try:
-            with _transaction(self._db):
-                written = self._write(now, last=last)
+            file = self._file_in_place(now)
+            if not self._open and not last and not self._failing:
+                return
+            with _transaction(file.db):
+                written = self._write(file, now, last=last)
                 if last:
-                    self._db.execute("UPDATE run SET closed_at = ? WHERE run = ?", (self._wall_time(), self._run_id))
+                    file.db.execute("UPDATE run SET closed_at = ? WHERE run = ?", (self._wall_time(), file.run))
         except Exception as error:  # whatever it is, what comes later must still be written
+            self._is_damaged = getattr(error, "sqlite_errorcode", 0) & 0xFF in _DAMAGE
             if last or not self._failing:
                 lost = f"; {len(self._open)} requests are not in it" if last else "; trying again"
                 logger.error("cannot write the ledger %s: %s%s", self.path, error, lost)
@@ -218,7 +242,27 @@ class Ledger:
             entry.written, entry.closed = counts, closed
         self._open = [entry for entry in self._open if not entry.closed]
 
-    def _write(self, now: float, *, last: bool) -> list[tuple[_OpenRow, _Counts, bool]]:
+    def _file_in_place(self, now: float) -> _File:
+        """The file, or a new one where the old one is gone; one that holds something else now is kept under another
+        name. What runs goes to the new one with all its tokens. Raises ConfigError while there can be none.
+        """
+        if self._file is not None:
+            loss = "was found damaged" if self._is_damaged else _loss_of(self.path, self._file.fd)
+            if loss is None:
+                return self._file
+            logger.error("the ledger %s %s; usage goes on in another file, without that of before", self.path, loss)
+            with suppress(FileNotFoundError):
+                if self._is_damaged or self.path.stat().st_ino == os.fstat(self._file.fd).st_ino:
+                    self.path.rename(f"{self.path}.lost-{now:.0f}")
+            # now, because with it goes what SQLite keeps beside the file, by name: the next one's, if that was there
+            file, self._file, self._is_damaged = self._file, None, False
+            file.close()
+            for entry in self._open:
+                entry.row_id = entry.written = None
+        self._file = _open_ledger(self.path, now)
+        return self._file
+
+    def _write(self, file: _File, now: float, *, last: bool) -> list[tuple[_OpenRow, _Counts, bool]]:
         """What was written, and whether that closed the row."""
         written = []
         for entry in self._open:
@@ -229,10 +273,10 @@ class Ledger:
             counts = entry.counts()
             status = request.finish_reason.value if ended and request.finish_reason else INTERRUPTED if last else "open"
             row = (
-                *(self._run_id, self._row_id(entry), *self._owner(entry, now)),
+                *(file.run, self._row_id(file, entry), *self._owner(entry, now)),
                 *(now if ended or last else None, status, int(request.sample_index == 0), *counts),
             )
-            self._db.execute(_UPSERT, row)
+            file.db.execute(_UPSERT, row)
             written.append((entry, counts, ended or last))
         return written
 
@@ -240,23 +284,46 @@ class Ledger:
         request = entry.request
         return request.tenant, request.key_id, self.model, tier_of_priority(request.priority), entry.opened_at, now
 
-    def _row_id(self, entry: _OpenRow) -> str:
+    def _row_id(self, file: _File, entry: _OpenRow) -> str:
         """Its request id, if no other request of this run had it."""
         if entry.row_id is None:
             name, count = entry.request.request_id, 1
             taken = "SELECT 1 FROM request WHERE run = ? AND request_id = ?"
-            while self._db.execute(taken, (self._run_id, name)).fetchone():
+            while file.db.execute(taken, (file.run, name)).fetchone():
                 count += 1
                 name = f"{entry.request.request_id}#{count}"
             entry.row_id = name
         return entry.row_id
 
 
-def _open_ledger(path: Path, now: float) -> tuple[sqlite3.Connection, int]:
-    """The file made ready, rows of dead processes closed, and the number of this run."""
+def _loss_of(path: Path, fd: int) -> str | None:
+    """What happened to the file of this descriptor, for people; None if it is a ledger still, at its place."""
+    opened = os.fstat(fd)
     try:
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))  # before SQLite makes it readable for everybody
-        db = _connect(path)
+        found = path.stat()
+    except FileNotFoundError:
+        return "was deleted or moved"
+    if (found.st_dev, found.st_ino) != (opened.st_dev, opened.st_ino):
+        return "was replaced"
+    return None if os.pread(fd, len(_MAGIC), 0) == _MAGIC else "was overwritten"
+
+
+def _open_ledger(path: Path, now: float) -> _File:
+    """The file made ready, rows of dead processes closed, and this run begun. Raises ConfigError."""
+    with ExitStack() as stack:
+        file = _opened(path, now, stack)
+        stack.pop_all()
+        return file
+
+
+def _opened(path: Path, now: float, stack: ExitStack) -> _File:
+    try:
+        # before SQLite makes it readable for everybody; a pipe must not keep us waiting
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o600)
+        stack.callback(os.close, fd)
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise ConfigError(f"the ledger {path} is a pipe or a device; choose a file")
+        db = stack.enter_context(closing(_connect(path)))
         with _transaction(db):
             _prepare(db, path)
             num_closed = _close_rows_of_the_dead(db, now)
@@ -272,11 +339,12 @@ def _open_ledger(path: Path, now: float) -> tuple[sqlite3.Connection, int]:
     if num_closed:
         logger.warning("the ledger has %d requests of a server that was killed; closed as they stood", num_closed)
     assert cursor.lastrowid is not None
-    return db, cursor.lastrowid
+    return _File(db, cursor.lastrowid, fd)
 
 
 def _connect(path: Path, *, reading: bool = False) -> sqlite3.Connection:
-    db = sqlite3.connect(path, timeout=10.0, isolation_level=None, check_same_thread=False)
+    place = f"{path.absolute().as_uri()}?mode=rw"  # which makes no file where there is none
+    db = sqlite3.connect(place, uri=True, timeout=10.0, isolation_level=None, check_same_thread=False)
     if reading:
         db.execute("PRAGMA query_only = 1")
     else:

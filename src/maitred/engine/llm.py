@@ -52,6 +52,7 @@ class LLM:
         num_threads: int | None = None,
         weight_cache: str = "auto",
         chat_template: str | None = None,
+        allow_special_tokens_in_content: bool = False,
         generation_config: Mapping[str, float | int | None] | None = None,
         decision_log: str | None = None,
     ) -> None:
@@ -69,6 +70,7 @@ class LLM:
                 num_threads=num_threads,
                 weight_cache=weight_cache,
                 chat_template=chat_template,
+                allow_special_tokens_in_content=allow_special_tokens_in_content,
                 generation_config=generation_config or {},
             ),
             cache=CacheConfig(

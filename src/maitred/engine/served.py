@@ -40,7 +40,12 @@ def served_model(facts: ModelFacts, read_tokenizer: Callable[[Path], Tokenizer] 
     """Its text is read when it is first asked for; the weights stay where they are."""
     return ServedModel(
         names=facts.names,
-        text=FolderText(Path(facts.tokenizer_folder), facts.chat_template, read_tokenizer),
+        text=FolderText(
+            Path(facts.tokenizer_folder),
+            facts.chat_template,
+            read_tokenizer,
+            allow_special_tokens_in_content=facts.allow_special_tokens_in_content,
+        ),
         max_model_len=facts.max_model_len,
         vocab_size=facts.vocab_size,
         eos_token_ids=facts.eos_token_ids,

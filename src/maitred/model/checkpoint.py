@@ -100,9 +100,9 @@ class Checkpoint:
 
     @cached_property
     def identity(self) -> str:
-        """A stable id of the weights: sha256 over the files' headers and samples of their bytes. The same on any
-        machine; two fine-tunings of one model differ."""
-        digest = hashlib.sha256()
+        """An id of the weights as they lie here: sha256 over the files' names, sizes and times of change, their headers
+        and samples of their bytes. Two fine-tunings of one model differ, and so does a file that was written again."""
+        digest = hashlib.sha256(repr([tuple(stamp) for stamp in self.stamps]).encode())
         for file in self._files:
             digest.update(file.header_bytes)
             digest.update(file.sample(num_samples=64, sample_bytes=4096))

@@ -8,8 +8,9 @@ bytes, sizes and times, the program's weights and number formats, instruction se
   the pages. A file that fails is deleted and packed again, and that is told.
 - Whoever packs writes a file of their own and renames it when it is whole, so readers never see half of one, and of two
   that pack at once the last one stays, with equal bytes.
-- The mapping is private and read-only; processes that serve the same model share its pages. A file that is removed
-  while it is mapped lives on for those who have it.
+- The mapping is private and read-only; processes that serve the same model share its pages. Still a change of the file
+  would be one of the weights, so the file is read-only too, and its user's alone: one that others own or may write is
+  packed anew. A file that is removed while it is mapped lives on for those who have it.
 - The folder is bounded: the files used longest ago go first. What cannot be kept is served from memory, with a reason.
 """
 
@@ -22,6 +23,7 @@ import json
 import mmap
 import os
 import shutil
+import stat
 import struct
 import tempfile
 import threading
@@ -123,7 +125,6 @@ def cache_key(program: Program, checkpoint: Checkpoint, isa: str) -> str:
         PACK_VERSION,
         isa,
         checkpoint.identity,
-        [list(stamp) for stamp in checkpoint.stamps],
         [repr(weight) for weight in program.weights],
     ]
     return hashlib.blake2b(json.dumps(parts).encode(), digest_size=20).hexdigest()
@@ -147,9 +148,10 @@ def _packed_story(weights: PackedWeights, why: str) -> str:
 
 
 def _mapped(path: Path, program: Program, threads: Any) -> LoadedWeights:
-    """Raises FileNotFoundError, and _Unusable for one that is not whole, which is then deleted."""
-    with path.open("rb") as file:
+    """Raises FileNotFoundError, and _Unusable for one that is not whole, or not ours, which is then deleted."""
+    with open(path, "rb", opener=_at_once) as file:
         try:
+            _make_private(file.fileno())
             weights = _map(file.fileno(), program, threads)
         except _Unusable:
             path.unlink(missing_ok=True)
@@ -157,6 +159,21 @@ def _mapped(path: Path, program: Program, threads: Any) -> LoadedWeights:
     with contextlib.suppress(OSError):
         os.utime(path)  # used now
     return LoadedWeights(weights, "mapped", f"mapped {_size(weights.num_bytes)} from {path.parent}")
+
+
+def _at_once(path: str, flags: int) -> int:
+    """A pipe that nobody writes must not keep us waiting."""
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
+def _make_private(fd: int) -> None:
+    """Read-only, for its owner alone. Raises _Unusable where that is somebody else, or others could write until now."""
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode):
+        raise _Unusable("no file")
+    if status.st_uid != os.geteuid() or status.st_mode & 0o022:
+        raise _Unusable("open to changes by others")
+    os.fchmod(fd, 0o400)
 
 
 def _map(fd: int, program: Program, threads: Any) -> PackedWeights:
@@ -243,6 +260,7 @@ def _keep(cache: WeightCache, path: Path, memory: Buffer, program: Program, thre
         _allocate(fd, begin + memory.nbytes)
         _write(fd, begin, memory.data)
         _write(fd, 0, memoryview(_PREFIX.pack(_MAGIC, len(header), _checksum_of(header, threads)) + header))
+        os.fchmod(fd, 0o400)
         draft.rename(path)
 
 

@@ -10,6 +10,7 @@ import contextlib
 import json
 import math
 import mmap
+import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,6 +53,8 @@ class SafetensorsFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise CheckpointError(f"{path} is a pipe or a device, not a file of weights; download it again")
         self.size_bytes = status.st_size
         self.modified_ns = status.st_mtime_ns
         with path.open("rb") as file:

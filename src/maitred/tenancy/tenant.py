@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import difflib
 import hmac
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
+from reprlib import Repr
 from typing import Any
 
 from maitred.errors import ConfigError
@@ -101,7 +103,7 @@ def read_tenants(parsed: object, file: str) -> TenantTable:
     keys: list[Key] = []
     for name, fields in listed.items():
         if not isinstance(name, str) or not 1 <= len(name) <= 64 or not _is_plain(name):
-            raise ConfigError(f"{file}: tenant {name!r}: a name has 1 to 64 characters of A-Z a-z 0-9 . _ -")
+            raise ConfigError(f"{file}: tenant {_shown(name)}: a name has 1 to 64 characters of A-Z a-z 0-9 . _ -")
         tenants[name] = _tenant(name, {} if fields is None else fields, f"{file}: tenant {name!r}")
         keys += _keys(name, fields, f"{file}: tenant {name!r}")
     _refuse_twins(keys, file)
@@ -115,17 +117,32 @@ def _is_plain(text: str) -> bool:
 # ---- one tenant
 
 Reader = Callable[[Any, str], Any]
+_SHORT = Repr()
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 80
+
+
+def _shown(value: Any) -> str:
+    """For messages; short, whatever is nested in it and however often."""
+    try:
+        return _SHORT.repr(value)
+    except ValueError:  # a number of over 4300 digits
+        return f"a huge {type(value).__name__}"
 
 
 def _text(value: Any, where: str) -> str:
-    if not isinstance(value, str) or not value:
-        raise ConfigError(f"{where} is {value!r}; it must be a text")
+    if not isinstance(value, str) or not value or not _is_unicode(value):
+        raise ConfigError(f"{where} is {_shown(value)}; it must be a text")
     return value
+
+
+def _is_unicode(text: str) -> bool:
+    """YAML's escapes can write half of a surrogate pair, which no file or database takes later."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _switch(value: Any, where: str) -> bool:
     if not isinstance(value, bool):
-        raise ConfigError(f"{where} is {value!r}; it must be true or false")
+        raise ConfigError(f"{where} is {_shown(value)}; it must be true or false")
     return value
 
 
@@ -133,31 +150,33 @@ def _integer(low: int, high: int = 2**63 - 1) -> Reader:
     def read(value: Any, where: str) -> int:
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
             bounds = f"from {low} to {high}" if high <= LEAST_URGENT else f"of at least {low}"
-            raise ConfigError(f"{where} is {value!r}; it must be an integer {bounds}")
+            raise ConfigError(f"{where} is {_shown(value)}; it must be an integer {bounds}")
         return value
 
     return read
 
 
 def _positive(value: Any, where: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-        raise ConfigError(f"{where} is {value!r}; it must be a number over 0")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
+        raise ConfigError(
+            f"{where} is {_shown(value)}; it must be a number over 0, and at most {sys.float_info.max:.1e}"
+        )
     return float(value)
 
 
 def _tier(value: Any, where: str) -> str:
     if not isinstance(value, str) or value not in TIERS:
-        raise ConfigError(f"{where} is {value!r}; choose one of {', '.join(TIERS)}")
+        raise ConfigError(f"{where} is {_shown(value)}; choose one of {', '.join(TIERS)}")
     return value
 
 
 def _range(value: Any, where: str) -> tuple[int, int]:
     read = _integer(0, LEAST_URGENT)
     if not isinstance(value, list) or len(value) != 2:
-        raise ConfigError(f"{where} is {value!r}; write [most urgent, least urgent], such as [1, {LEAST_URGENT}]")
+        raise ConfigError(f"{where} is {_shown(value)}; write [most urgent, least urgent], such as [1, {LEAST_URGENT}]")
     low, high = read(value[0], f"{where}[0]"), read(value[1], f"{where}[1]")
     if low > high:
-        raise ConfigError(f"{where} is {value!r}; the first must not be over the second, 0 is most urgent")
+        raise ConfigError(f"{where} is {_shown(value)}; the first must not be over the second, 0 is most urgent")
     return low, high
 
 
@@ -242,7 +261,7 @@ def _mapping(value: object, where: str, known: Mapping[str, Any] | set[str]) -> 
         raise ConfigError(f"{where} must hold fields, such as {next(iter(known))}: ...")
     for name in value:
         if name not in known:
-            near = difflib.get_close_matches(str(name), known, n=1)
+            near = difflib.get_close_matches(name, known, n=1) if isinstance(name, str) else []
             hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(sorted(known))}"
-            raise ConfigError(f"{where}: {str(name)!r} is no field here; {hint}")
+            raise ConfigError(f"{where}: {_shown(name)} is no field here; {hint}")
     return value

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +14,12 @@ import jinja2.exceptions
 
 from maitred.errors import CheckpointError, InvalidRequest, UnsupportedParameter
 from maitred.text.folder import read_chat_template, read_named_tokens
+from maitred.text.marks import HiddenMarks, Marks
 from maitred.text.sandbox import LimitReached, TemplateSandbox
 
 # Appended to the last message to find its end in the rendered text; transformers uses the same words.
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
+_UNSET: Mapping[str, Any] = {"tools": None, "documents": None}
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
 
@@ -32,11 +36,15 @@ class ChatTemplate:
         source: str,
         named_tokens: Mapping[str, str] | None = None,
         *,
+        added_tokens: Mapping[str, bool] | None = None,
         time_limit_s: float = 2.0,
         max_chars: int = 64 * 1024 * 1024,
         clock: Callable[[], float] = time.thread_time,
     ) -> None:
+        """`added_tokens` are the tokenizer's, each with whether it is special; those that make a turn are no tokens in
+        what is rendered, only letters. Without, a message may hold any."""
         self.source = source
+        self._added_tokens = dict(added_tokens or {})
         self._named_tokens = dict(named_tokens or {})
         self._sandbox = TemplateSandbox(time_limit_s=time_limit_s, max_chars=max_chars, clock=clock)
         try:
@@ -66,22 +74,44 @@ class ChatTemplate:
         """The prompt for `messages` (role, content, ...); `kwargs` are further variables of the template.
 
         Contents given as parts are joined by newlines. With `continue_final_message` the prompt ends where the last
-        message ends, and no generation prompt follows. Raises InvalidRequest when the template refuses the messages,
+        message ends, and no generation prompt follows. Where a value holds a token's letters, the prompt is a
+        MarkedText, which `Tokenizer.encode` reads. Raises InvalidRequest when the template refuses the messages,
         UnsupportedParameter for parts that are not text, CheckpointError when the template reaches a limit.
         """
         chat = [_plain_message(message, index) for index, message in enumerate(messages)]
+        hidden = HiddenMarks(self._marks, self.source, chat, kwargs)
+        try:
+            chat, kwargs = hidden.hide(chat), hidden.hide(kwargs)
+        except RecursionError:
+            raise InvalidRequest("chat_template_kwargs is nested too deeply", param="chat_template_kwargs") from None
         final_text = _tag_final_message(chat) if continue_final_message else ""
         text = self._render(
             {
                 **self._named_tokens,
-                "tools": None,
-                "documents": None,
+                **_UNSET,
                 **kwargs,
                 "messages": chat,
                 "add_generation_prompt": add_generation_prompt and not continue_final_message,
             }
         )
-        return _cut_at_tag(text, final_text) if continue_final_message else text
+        return hidden.restore(_cut_at_tag(text, final_text) if continue_final_message else text)
+
+    @cached_property
+    def _marks(self) -> Marks:
+        """Special tokens, and those that this template puts around turns: some models have them as common ones."""
+        common = [text for text, special in self._added_tokens.items() if not special and _is_bracketed(text)]
+        shown = self._sample() if common else ""
+        return Marks(
+            {text for text, special in self._added_tokens.items() if special or (text in common and text in shown)}
+        )
+
+    def _sample(self) -> str:
+        """A short chat as a prompt; empty where the template takes neither of two."""
+        question, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+        for chat in ([question, answer, question], [question]):
+            with suppress(InvalidRequest):
+                return self._render({**self._named_tokens, **_UNSET, "messages": chat, "add_generation_prompt": False})
+        return ""
 
     def _render(self, variables: dict[str, Any]) -> str:
         try:
@@ -96,6 +126,11 @@ class ChatTemplate:
             raise InvalidRequest(
                 f"the chat template cannot render these messages: {type(error).__name__}: {error}", param="messages"
             ) from None
+
+
+def _is_bracketed(text: str) -> bool:
+    """As `<x>` and `[x]`, and not as a word or a line's end, which may be added tokens too."""
+    return len(text) > 2 and not (text[0].isalnum() or text[0].isspace() or text[-1].isalnum() or text[-1].isspace())
 
 
 def _plain_message(message: Mapping[str, Any], index: int) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token",
 def read_json(path: Path) -> dict[str, Any]:
     """The object in `path`, or an empty one when there is no such file. Raises CheckpointError when it is broken."""
     try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise CheckpointError(f"{path} is no file; copy it again from where the model came from")
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}

@@ -45,9 +45,15 @@ class FolderText:
     """
 
     def __init__(
-        self, folder: Path, chat_template: str | None, read_tokenizer: Callable[[Path], Tokenizer] | None = None
+        self,
+        folder: Path,
+        chat_template: str | None,
+        read_tokenizer: Callable[[Path], Tokenizer] | None = None,
+        *,
+        allow_special_tokens_in_content: bool = False,
     ) -> None:
         """`chat_template` is a template's text; `read_tokenizer` None is `Tokenizer.from_folder`."""
+        self._allow_special_tokens = allow_special_tokens_in_content
         self._folder, self._template, self._read_tokenizer = folder, chat_template, read_tokenizer
         self._parts: TextParts | None = None
         self._lock = threading.Lock()
@@ -76,4 +82,5 @@ class FolderText:
             return TextParts(tokenizer, None)
         from maitred.text.chat_template import ChatTemplate  # noqa: PLC0415
 
-        return TextParts(tokenizer, ChatTemplate(self._template, read_named_tokens(self._folder)))
+        added = None if self._allow_special_tokens else tokenizer.added_tokens
+        return TextParts(tokenizer, ChatTemplate(self._template, read_named_tokens(self._folder), added_tokens=added))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,13 @@ from tokenizers import AddedToken
 from maitred.errors import CheckpointError, InvalidRequest, TooManyTokens
 from maitred.text.bounds import byte_alphabet, longest_text_of_a_token
 from maitred.text.folder import read_json, read_named_tokens
+from maitred.text.marks import MarkedText, Marks
 
 _BYTE_OF = {character: byte for byte, character in enumerate(byte_alphabet())}
 
 
 class Tokenizer:
-    """A Hugging Face `tokenizers` tokenizer. Nothing is changed after it is made, so threads may share it."""
+    """A Hugging Face `tokenizers` tokenizer. Threads may share it: what is added later is a cache."""
 
     def __init__(self, inner: tokenizers.Tokenizer, named_tokens: Mapping[str, str] | None = None) -> None:
         inner.no_truncation()
@@ -45,6 +47,7 @@ class Tokenizer:
         self._bytes: dict[int, bytes] = {}  # cache of token_bytes
         self._decoder_bytes: dict[int, bytes] = {}  # cache of decoder_bytes
         self._context_id = self._find_context_id()
+        self._reader: _MarkReader | None = None  # for the marks of the text that was read last
 
     @classmethod
     def from_folder(cls, folder: Path) -> Tokenizer:
@@ -63,13 +66,31 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
         """Raises InvalidRequest for text that is not Unicode (lone surrogates), TooManyTokens when there are over
-        `most`, which is told before there is a list of them: making one takes the GIL for as long.
+        `most`, which is told before there is a list of them: making one takes the GIL for as long. Spans of a
+        MarkedText are read as plain text.
         """
+        ids: list[int]
+        if isinstance(text, MarkedText):
+            ids = self._reader_of(text.marks).encode(text, add_special_tokens)
+            if most is not None and len(ids) > most:
+                raise TooManyTokens(len(ids), most)
+            return ids
         (encoding,) = self._encodings((text,), add_special_tokens)
         if most is not None and len(encoding) > most:
             raise TooManyTokens(len(encoding), most)
-        ids: list[int] = encoding.ids
+        ids = encoding.ids
         return ids
+
+    @property
+    def added_tokens(self) -> dict[str, bool]:
+        """The texts of the tokens beside the vocabulary, each with whether it is special."""
+        return {token.content: token.special for token in self._added.values()}
+
+    def _reader_of(self, marks: Marks) -> _MarkReader:
+        reader = self._reader
+        if reader is None or reader.marks is not marks:
+            reader = self._reader = _MarkReader(self._inner, self._added, marks)
+        return reader
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
         """`encode` of each text, on all cores."""
@@ -158,6 +179,48 @@ class Tokenizer:
     def _find_context_id(self) -> int | None:
         plain = (t for text, t in self._ids.items() if text.isalnum() and t not in self._added)
         return next((t for t in plain if self.decode([t], skip_special_tokens=False)), None)
+
+
+class _MarkReader:
+    """A tokenizer in which marks have other names, unknown to anybody: the template's are written so, and a client's
+    stay letters. One text is read as a whole, so that what is around a mark is split as ever.
+
+    `encode_special_tokens` would take all marks for letters, the template's too, and only those that are special.
+    """
+
+    def __init__(self, inner: tokenizers.Tokenizer, added: Mapping[int, AddedToken], marks: Marks) -> None:
+        self.marks = marks
+        self._inner = tokenizers.Tokenizer(inner.model)  # which is shared, not copied
+        for part in ("normalizer", "pre_tokenizer", "post_processor"):
+            if getattr(inner, part) is not None:
+                setattr(self._inner, part, getattr(inner, part))
+        secret = "".join(chr(0xE000 + secrets.randbelow(6400)) for _ in range(16))  # 202 bits, of private use
+        self._names = {mark: f"{secret}{chr(0xF0000 + number)}" for number, mark in enumerate(marks.texts)}
+        tokens = [token for _, token in sorted(added.items())]
+        names = [self._names.get(token.content, token.content) for token in tokens]
+        self._inner.add_tokens([AddedToken(name, **_flags(token)) for name, token in zip(names, tokens, strict=True)])
+        self._ids: dict[int | None, int] = {  # where this one's differ
+            self._inner.token_to_id(name): token_id for name, token_id in zip(names, sorted(added), strict=True)
+        }
+        self._leaks = {self._inner.model.token_to_id(mark) for mark in marks.texts} - {None}
+
+    def encode(self, text: MarkedText, add_special_tokens: bool) -> list[int]:
+        """Raises InvalidRequest where the model itself makes a token of a mark's letters."""
+        _check_unicode(text)
+        named = "".join(
+            piece if is_clients else self.marks.pattern.sub(lambda found: self._names[found[0]], piece)
+            for piece, is_clients in text.parts()
+        )
+        (encoding,) = self._inner.encode_batch_fast([named], add_special_tokens=add_special_tokens)
+        # what the post-processor adds has its own number, and is no leak
+        masked = list(zip(encoding.ids, encoding.special_tokens_mask, strict=True))
+        if self._leaks and any(token in self._leaks and not is_added for token, is_added in masked):
+            raise InvalidRequest("the messages hold a special token, which this tokenizer cannot read as letters")
+        return [token if is_added else self._ids.get(token, token) for token, is_added in masked]
+
+
+def _flags(token: AddedToken) -> dict[str, bool]:
+    return {field: getattr(token, field) for field in _ADDED_TOKEN_FIELDS if field != "content"}
 
 
 def _no_tokenizer(folder: Path) -> str:
