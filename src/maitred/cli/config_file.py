@@ -8,8 +8,9 @@ from typing import Any
 
 import yaml
 
-from maitred.cli.command import UsageError, did_you_mean
+from maitred.cli.command import UsageError
 from maitred.cli.flags import Flag, from_yaml
+from maitred.errors import did_you_mean
 
 
 def read_config_file(path: str, flags: Sequence[Flag]) -> dict[str, object]:
