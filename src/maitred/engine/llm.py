@@ -231,13 +231,14 @@ class _Count:
         if output.request_id in self._done:  # a stop string had ended it
             return
         self._done.add(output.request_id)
-        ended = len(self._done) == self._total
-        print(f"\r{len(self._done)}/{self._total} prompts", end="\n" if ended else "", file=sys.stderr, flush=True)
+        end = "\n" if len(self._done) == self._total else ""
+        sys.stderr.write(f"\r{len(self._done)}/{self._total} prompts{end}")
+        sys.stderr.flush()
 
 
 def _unknown_argument(name: str) -> str:
     """What another library's argument is called here, or which of ours was meant."""
-    from maitred.engine.foreign import flag_alike, flag_named
+    from maitred.engine.foreign import flag_alike, flag_named  # noqa: PLC0415  only a slip of the pen pays for it
 
     own = inspect.signature(LLM).parameters
     near = did_you_mean(name, own, cutoff=0.8)
