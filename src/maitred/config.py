@@ -89,6 +89,8 @@ class ModelConfig:
     def __post_init__(self) -> None:
         for name in ("dtype", "lm_head_dtype", "kv_dtype"):
             object.__setattr__(self, name, DTYPE_ALIASES.get(getattr(self, name), getattr(self, name)))
+        if self.model is not None and not self.model.strip():
+            raise ConfigError(f"model is {self.model!r}; name a folder or a hub id, or none for the built-in model")
         _require_choice("executor", self.executor, EXECUTORS)
         _require_choice("device", self.device, DEVICES)
         _require_dtype("dtype", self.dtype, DTYPES)

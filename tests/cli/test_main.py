@@ -45,6 +45,14 @@ def test_the_help_of_a_long_command_begins_with_what_is_wanted_most_often(comman
     assert all(f"{flag} " in first and f"  {flag} " not in rest for flag in flags)
 
 
+def test_an_old_python_is_told_what_it_is_and_what_is_needed():
+    code = "import runpy, sys; sys.version_info = (3, 10, 13); runpy.run_module('maitred', run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment(), check=False)
+    assert done.returncode == 1
+    needs = "error: maitred needs Python 3.11 or later, this is 3.10; run it with one, as python3.12 -m maitred"
+    assert done.stderr == f"{needs}\n"
+
+
 def test_version_and_python_m():
     assert maitred_process("--version") == (0, f"maitred {maitred.__version__}\n", "")
 
@@ -69,6 +77,8 @@ def test_help_before_a_command_is_its_help(capsys: pytest.CaptureFixture[str]):
         (["--versoin"], "did you mean --version?"),
         (["serve", "--prot", "1"], "did you mean --port?"),
         (["run", "--concurency=3"], "did you mean --concurrency?"),
+        (["serve", ""], "--model is ''; name a folder or a hub id, or none for the built-in model"),
+        (["chat", "--model", " "], "or none for the built-in model"),
         (["serve", "a", "b"], "unexpected argument 'b'"),
         (["serve", "--port"], "--port"),
         (["serve", "--port", "x"], "--port is 'x'; it must be an integer"),

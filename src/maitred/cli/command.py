@@ -188,7 +188,7 @@ def _parse_words(command: Command, words: Sequence[str]) -> dict[str, object]:
     given: dict[str, object] = vars(namespace)
     values = {flag.field: _value(flag, given[flag.field]) for flag in command.flags() if flag.field in given}
     bare = given.get(f"{command.positional}_")
-    if bare and command.positional is not None:
+    if bare not in (None, []) and command.positional is not None:
         if command.positional in values:
             raise UsageError(f"both {bare!r} and --{command.positional} {values[command.positional]!r} given; drop one")
         values[command.positional] = tuple(bare) if isinstance(bare, list) else bare
