@@ -10,7 +10,8 @@ import pytest
 
 from maitred.cli.command import make_parser, what_was_meant
 from maitred.cli.main import load, main
-from maitred.engine.foreign import EQUAL, FLAGS, NOT_NEEDED, NOT_YET
+from maitred.engine.foreign import EQUAL, FLAGS, NOT_NEEDED, NOT_YET, flag_named
+from tests.conftest import ROOT
 
 OWN = list(make_parser(load("serve"))._option_string_actions)
 # Named alike and meant alike; a value of another form, as a folder for --generation-config, is refused.
@@ -86,3 +87,14 @@ def test_a_flag_of_ours_with_a_letter_missing_is_still_recognised():
         if len(flag) > len("--port"):
             typed = flag[:-2] + flag[-1]
             assert flag in what_was_meant(typed, OWN), typed
+
+
+def test_the_table_in_the_readme_says_what_the_command_line_answers():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (.+?) \| (.+) \|$", text.partition("## Coming from")[2].partition("**Not yet**")[0], re.M)
+    for there, here in rows:
+        for flag in re.findall(r"`(--?[a-z-]+)", there):
+            assert flag in SAME or (flag_named(flag) or "").startswith(EQUAL), flag
+        for flag in re.findall(r"(?<=[ `])--[a-z-]+", here):
+            assert flag in OWN or flag == "--set", flag
+    assert len(rows) > 10
