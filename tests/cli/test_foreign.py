@@ -82,6 +82,12 @@ def test_a_habit_of_others_is_answered_and_not_accepted(words: str, answer: str,
     assert error.count("\n") == 1
 
 
+def test_a_key_of_a_config_file_is_answered_as_the_flag_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "serve.yaml").write_text("tp_size: 2\n")
+    assert main(["serve", "--config", str(tmp_path / "serve.yaml")]) == 2
+    assert "serve.yaml:1: no option 'tp_size'; not yet: one engine computes on one device" in capsys.readouterr().err
+
+
 def test_a_flag_of_ours_with_a_letter_missing_is_still_recognised():
     for flag in OWN:
         if len(flag) > len("--port"):
