@@ -178,9 +178,8 @@ def _add(group: argparse._ArgumentGroup, flag: Flag) -> None:
 
 def _parse_words(command: Command, words: Sequence[str]) -> dict[str, object]:
     parser = make_parser(command)
-    if glued := [
-        word for word in words if re.match("-h[a-z]", word)
-    ]:  # argparse would read -hf as -h, and show the help
+    glued = [word for word in words if re.match("-h[a-z]", word)]  # argparse would read -hf as -h, and show the help
+    if glued:
         raise UsageError(_unknown_word(command, parser, glued))
     namespace, unknown = parser.parse_known_args(list(words))
     if unknown:
@@ -222,9 +221,9 @@ def what_was_meant(flag: str, own: Sequence[str]) -> str:
     """What another server's flag is called here, or which of `own` was mistyped; nothing if nobody knows."""
     from maitred.engine.foreign import EQUAL, flag_alike, flag_named
 
-    ours = "--max-num-seqs" not in own  # no command of an engine: their flags mean nothing there
-    told = None if ours else flag_named(flag)
-    if told is None and ((near := did_you_mean(flag, own, cutoff=0.8)) or ours):
+    has_engine = "--max-num-seqs" in own  # elsewhere flags of servers mean nothing
+    told = flag_named(flag) if has_engine else None
+    if told is None and ((near := did_you_mean(flag, own, cutoff=0.8)) or not has_engine):
         return near
     told = told or flag_alike(flag)
     if told is None:
