@@ -1,5 +1,5 @@
 # The verbs that matter. `make serve` and `make test` start from a bare checkout and are quick the second time.
-PYTHON ?= python3
+PYTHON ?=
 VENV ?= .venv
 BIN := $(VENV)/bin
 HOST ?= 127.0.0.1
@@ -54,7 +54,15 @@ clean: ## remove what the verbs above made
 # A stamp is as new as the files that decide what is installed, so a second run costs nothing.
 # PyTorch comes first and pinned: a package that wants "any torch" would otherwise choose another build.
 $(VENV)/bin/python:
-	$(PYTHON) -m venv $(VENV) || { echo "cannot make $(VENV): Python 3.11+ with venv is needed (Debian: apt-get install python3-venv)" >&2; rm -rf $(VENV); exit 1; }
+	$(BASE_PYTHON) -m venv $(VENV) || { echo "cannot make $(VENV): Python 3.11+ with venv is needed (Debian: apt-get install python3-venv)" >&2; rm -rf $(VENV); exit 1; }
+
+# Before anything is looked at: with an old Python, or a .venv of another, pip fails late and tells nothing of either.
+ifneq ($(filter-out help clean,$(MAKECMDGOALS)),)
+BASE_PYTHON := $(shell scripts/python '$(VENV)' '$(PYTHON)')
+ifeq ($(BASE_PYTHON),)
+$(error no Python to make $(VENV) with)
+endif
+endif
 
 # What the native library is made of. Its build needs no torch; cmake and ninja come from PyPI where there are none.
 # The build stays in build/, so after a change only what changed is compiled.

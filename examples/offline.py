@@ -7,10 +7,10 @@ def main() -> None:
     with LLM() as llm:  # the built-in model; LLM("path/to/model") for your own
         questions = ["What is maitred?", "What is a prefix cache?"]
         conversations = [[{"role": "user", "content": question}] for question in questions]
-        for question, answer in zip(questions, llm.chat(conversations, SamplingParams(temperature=0, max_tokens=64))):
+        for question, answer in zip(questions, llm.chat(conversations, SamplingParams(temperature=0, max_tokens=256))):
             print(f"{question}\n  {answer.outputs[0].text}")
 
-        three = SamplingParams(n=3, temperature=0.8, seed=7, max_tokens=24)
+        three = SamplingParams(n=3, temperature=0.8, seed=7, max_tokens=256)
         for sample in llm.chat([{"role": "user", "content": "What do you recommend?"}], three)[0].outputs:
             print(f"sample {sample.index} ({sample.finish_reason}): {sample.text}")
 

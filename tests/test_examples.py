@@ -29,7 +29,8 @@ def test_every_example_is_run_here():
 def test_the_offline_example_answers_and_samples():
     printed = run_example("offline.py")
     assert "What is maitred?" in printed
-    assert printed.count("sample ") == 3
+    assert printed.count("sample ") == printed.count(" (stop): ") == 3
+    assert all(line.endswith((".", "?", "!")) for line in printed.splitlines())  # none ends in mid-sentence
 
 
 def test_the_openai_client_example_streams_from_a_real_server(server: ServerProcess):

@@ -80,6 +80,12 @@ def test_an_unknown_name_is_an_attribute_error():
         _ = maitred.Engine
 
 
+def test_the_names_of_the_package_are_listed_before_they_are_loaded():
+    import maitred
+
+    assert dir(maitred) == sorted(maitred.__all__)
+
+
 def test_the_servers_process_loads_no_arrays():
     """Its engine is another process; numpy would take a tenth of a second of the start."""
     loaded = modules_after("import maitred.cli.serve, maitred.engine.process, maitred.api.server")

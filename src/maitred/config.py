@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
-from maitred.errors import ConfigError
+from maitred.errors import ConfigError, did_you_mean
 
 EXECUTORS = ("auto", "torch", "native")
 DEVICES = ("auto", "cpu", "cuda")
@@ -15,15 +16,26 @@ KV_DTYPES = ("auto", "float32", "bfloat16", "int8")
 LM_HEAD_DTYPES = DTYPES
 INT4_GROUP_SIZES = (32, 64, 128)
 DTYPE_ALIASES = {"bf16": "bfloat16", "fp32": "float32"}
+HALF = ("half", "float16", "fp16", "f16")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
 METRICS_COMPAT = ("none", "vllm")
 BIND_THREADS = ("auto", "on", "off")
+POLICY_NAMES = ("fcfs", "priority", "interactive", "sjf", "srpt", "rr", "mlfq", "edf", "least_slack", "vtc", "lpm")
+"""Ours; packages may bring more."""
+PREDICTOR_NAMES = ("max_tokens", "quantile", "ranker")
+SIMULATED_PREDICTOR_NAMES = ("oracle", *PREDICTOR_NAMES, "adversarial")
 
 
 def _require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
-        raise ConfigError(f"{name} is {value!r}; choose one of {', '.join(choices)}")
+        raise ConfigError(f"{name} is {value!r}{did_you_mean(value, choices)}; choose one of {', '.join(choices)}")
+
+
+def _require_dtype(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value in HALF:
+        raise ConfigError(f"{name} is {value!r}; float16 is not computed here, bfloat16 takes as many bytes")
+    _require_choice(name, value, choices)
 
 
 def _require_at_least(name: str, value: float | None, low: float) -> None:
@@ -80,11 +92,13 @@ class ModelConfig:
     def __post_init__(self) -> None:
         for name in ("dtype", "lm_head_dtype", "kv_dtype"):
             object.__setattr__(self, name, DTYPE_ALIASES.get(getattr(self, name), getattr(self, name)))
+        if self.model is not None and not self.model.strip():
+            raise ConfigError(f"model is {self.model!r}; name a folder or a hub id, or none for the built-in model")
         _require_choice("executor", self.executor, EXECUTORS)
         _require_choice("device", self.device, DEVICES)
-        _require_choice("dtype", self.dtype, DTYPES)
-        _require_choice("lm_head_dtype", self.lm_head_dtype, LM_HEAD_DTYPES)
-        _require_choice("kv_dtype", self.kv_dtype, KV_DTYPES)
+        _require_dtype("dtype", self.dtype, DTYPES)
+        _require_dtype("lm_head_dtype", self.lm_head_dtype, LM_HEAD_DTYPES)
+        _require_dtype("kv_dtype", self.kv_dtype, KV_DTYPES)
         _require_choice("bind_threads", self.bind_threads, BIND_THREADS)
         if self.int4_group_size not in INT4_GROUP_SIZES:
             raise ConfigError(f"int4_group_size is {self.int4_group_size}; choose one of 32, 64, 128")
@@ -169,8 +183,11 @@ class SchedulerConfig:
     predictor: str = "ranker"
     """How output lengths are guessed: max_tokens, quantile (history) or ranker (learns from words of the prompt)."""
 
+    predictor_names: ClassVar[tuple[str, ...]] = PREDICTOR_NAMES
+
     def __post_init__(self) -> None:
         _require_at_least("max_num_seqs", self.max_num_seqs, 1)
+        _require_choice("predictor", self.predictor, self.predictor_names)
         for name, low, high in _SCHEDULER_RANGES:
             _require_between(name, getattr(self, name), low, high)
         if self.token_budget < self.max_num_seqs:

@@ -30,6 +30,16 @@ Only `api/` knows HTTP; an error carries the OpenAI `code` and `param` that name
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+
+def did_you_mean(word: str, choices: Iterable[str], *, cutoff: float = 0.6) -> str:
+    """` (did you mean x?)`, or nothing when no choice is near; `cutoff` is difflib's ratio, from 0 to 1."""
+    from difflib import get_close_matches  # noqa: PLC0415  only a slip of the pen pays for it
+
+    near = get_close_matches(word, list(choices), n=1, cutoff=cutoff)
+    return f" (did you mean {near[0]}?)" if near else ""
+
 
 class MaitredError(Exception):
     """Root of all errors raised on purpose."""

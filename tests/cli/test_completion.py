@@ -30,6 +30,12 @@ def complete(*words: str) -> list[str]:
         (["serve", "--no-en"], ["--no-enable-prefix-caching"]),
         (["serve", "--port", "1", "--log-f"], ["--log-format"]),
         (["serve", "--log-format", ""], ["text", "json"]),
+        (["serve", "--policy", "l"], ["least_slack", "lpm"]),
+        (["serve", "--predictor", ""], ["max_tokens", "quantile", "ranker"]),
+        (["chat", "--device", "c"], ["cpu", "cuda"]),
+        (["simulate", "--device", "h"], ["h100", "h200"]),
+        (["simulate", "--predictor", "o"], ["oracle"]),
+        (["policies", "--check", "v"], ["vtc"]),
         (["bench", "serve", "--endpoint", "c"], ["completions", "chat"]),
         (["bench", "serve", "--burst"], ["--burstiness"]),
     ],
@@ -37,6 +43,19 @@ def complete(*words: str) -> list[str]:
 )
 def test_bash_offers(words, offered):
     assert complete(*words) == offered
+
+
+def test_the_names_offered_are_those_that_there_are():
+    """They stand apart from what they name, so that help imports none of it."""
+    from maitred.cli.simulate import DEVICES as SHOWN
+    from maitred.config import POLICY_NAMES, SIMULATED_PREDICTOR_NAMES
+    from maitred.scheduler.policies import POLICIES
+    from maitred.scheduler.predictor import PREDICTORS
+    from maitred.sim.devices import DEVICES
+
+    assert tuple(POLICIES) == POLICY_NAMES
+    assert set(SIMULATED_PREDICTOR_NAMES) == set(PREDICTORS)
+    assert set(SHOWN) == set(DEVICES)
 
 
 @pytest.mark.skipif(shutil.which("fish") is None, reason="needs fish")

@@ -13,6 +13,7 @@ from maitred.errors import OutOfMemory
 from tests.cli.running import environment, maitred_process
 
 HEAVY = ("torch", "numpy", "rich", "starlette", "uvicorn", "aiohttp", "tokenizers", "prompt_toolkit", "yaml", "asyncio")
+FOREIGN = "maitred.engine.foreign"  # read when a word is unknown
 HELP_WORDS = [["--help"], *([*path.split(), "--help"] for path in cli.COMMANDS)]
 
 
@@ -26,13 +27,30 @@ def test_help_imports_nothing_heavy(words: list[str]):
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment(), check=True)
     code, modules = json.loads(done.stdout.splitlines()[-1])
     assert code == 0
-    assert not set(HEAVY) & set(modules)
+    assert not {*HEAVY, FOREIGN} & set(modules)
 
 
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]):
     assert cli.main(["--help"]) == 0
     text = capsys.readouterr().out
     assert all(path in text for path in cli.COMMANDS)
+
+
+@pytest.mark.parametrize(
+    ("command", "flags"), [("chat", ["--url", "--system", "--set"]), ("serve", ["--port", "--dtype"])]
+)
+def test_the_help_of_a_long_command_begins_with_what_is_wanted_most_often(command, flags, capsys):
+    assert cli.main([command, "--help"]) == 0
+    first, _, rest = capsys.readouterr().out.partition("Wanted most often:")[2].partition("\n\n")
+    assert all(f"{flag} " in first and f"  {flag} " not in rest for flag in flags)
+
+
+def test_an_old_python_is_told_what_it_is_and_what_is_needed():
+    code = "import runpy, sys; sys.version_info = (3, 10, 13); runpy.run_module('maitred', run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment(), check=False)
+    assert done.returncode == 1
+    needs = "error: maitred needs Python 3.11 or later, this is 3.10; run it with one, as python3.12 -m maitred"
+    assert done.stderr == f"{needs}\n"
 
 
 def test_version_and_python_m():
@@ -59,6 +77,8 @@ def test_help_before_a_command_is_its_help(capsys: pytest.CaptureFixture[str]):
         (["--versoin"], "did you mean --version?"),
         (["serve", "--prot", "1"], "did you mean --port?"),
         (["run", "--concurency=3"], "did you mean --concurrency?"),
+        (["serve", ""], "--model is ''; name a folder or a hub id, or none for the built-in model"),
+        (["chat", "--model", " "], "or none for the built-in model"),
         (["serve", "a", "b"], "unexpected argument 'b'"),
         (["serve", "--port"], "--port"),
         (["serve", "--port", "x"], "--port is 'x'; it must be an integer"),
@@ -67,6 +87,16 @@ def test_help_before_a_command_is_its_help(capsys: pytest.CaptureFixture[str]):
         (["serve", "m", "--model", "n"], "drop one"),
         (["bench", "serve", "--slo", "ttft:fast"], "ttft:200ms"),
         (["chat", "--set", "temprature=1"], "did you mean temperature?"),
+        (["serve", "--policy", "fcsf", "--port", "0"], "--policy is 'fcsf' (did you mean fcfs?)"),
+        (["chat", "--policy", "fcsf"], "--policy is 'fcsf' (did you mean fcfs?)"),
+        (["explain", "--policy", "fcsf"], "--policy is 'fcsf' (did you mean fcfs?)"),
+        (["profile", "--policy", "fcsf"], "--policy is 'fcsf' (did you mean fcfs?)"),
+        (["roofline", "--policy", "fcsf"], "--policy is 'fcsf' (did you mean fcfs?)"),
+        (["policies", "--check", "fcsf"], "--check is 'fcsf' (did you mean fcfs?)"),
+        (["simulate", "-w", "x", "--policy", "fcsf"], "--policy is 'fcsf' (did you mean fcfs?)"),
+        (["serve", "--predictor", "rankr"], "--predictor is 'rankr' (did you mean ranker?)"),
+        (["serve", "--dtype", "half"], "float16 is not computed here, bfloat16 takes as many bytes"),
+        (["serve", "--kv-dtype", "fp16"], "bfloat16 takes as many bytes"),
     ],
 )
 def test_a_slip_of_the_pen_is_one_line_with_a_remedy_and_exit_code_2(words, hint, capsys):

@@ -154,6 +154,34 @@ def test_wrong_settings_name_the_choices():
         LLM(max_model_len=1024, kv_cache_memory_bytes=1024 * 1024)
 
 
+@pytest.mark.parametrize(
+    ("argument", "answer"),
+    [
+        ("tensor_parallel_size", "not yet: one engine computes on one device"),
+        ("gpu_memory_utilization", "here it is kv_cache_memory_bytes= BYTES"),
+        ("quantization", "here it is dtype= int8"),
+        ("n_ctx", "here it is max_model_len= TOKENS"),
+        ("max_num_seq", "did you mean max_num_seqs?"),
+        ("nonsense", "help(LLM) lists them"),
+    ],
+)
+def test_an_argument_of_another_library_is_answered_before_anything_is_loaded(argument: str, answer: str):
+    with pytest.raises(TypeError) as caught:
+        LLM(**{argument: 1})
+    assert f"no argument '{argument}'" in str(caught.value)
+    assert answer in str(caught.value)
+
+
+def test_the_tokenizer_and_the_count_of_prompts_are_where_users_of_vllm_look(llm: LLM, capsys):
+    tokenizer = llm.get_tokenizer()
+    ids = tokenizer.encode("A table for two")
+    assert tokenizer.decode(ids) == "A table for two"
+    llm.generate([ids, ids, ids], replace(GREEDY, max_tokens=2, n=2, temperature=1.0, seed=1), use_tqdm=True)
+    assert capsys.readouterr().err == "\r1/3 prompts\r2/3 prompts\r3/3 prompts\n"
+    llm.generate(ids, GREEDY)
+    assert capsys.readouterr().err == ""
+
+
 def test_many_live_in_one_process_and_closing_one_frees_it():
     threads = set(threading.enumerate())
     one, two = LLM(max_num_seqs=2), LLM(max_num_seqs=2)

@@ -80,6 +80,17 @@ def test_the_second_start_maps_what_the_first_packed(world: World):
     assert [path.suffix for path in world.files] == [".packed"]
 
 
+def test_packing_tells_after_each_tensor_how_far_it_is_and_mapping_tells_nothing(world: World):
+    told: list[tuple[int, int]] = []
+    for _ in range(2):
+        checkpoint = open_checkpoint(str(world.model))
+        on_packed = lambda done, total: told.append((done, total))  # noqa: E731
+        load_weights(world.program(), checkpoint, POOL, isa=ISA, cache=world.cache, on_packed=on_packed)
+    assert len(told) == len(world.program().weights)
+    assert [done for done, _ in told] == sorted(done for done, _ in told)
+    assert {total for _, total in told} == {told[-1][0]}
+
+
 def test_mapped_weights_cannot_be_written(world: World):
     world.load()
     for tensor in world.load().weights.tensors.values():

@@ -323,7 +323,7 @@ class Server(uvicorn.Server):
         hangup = self._certificate.hearing_hangup(loop) if self._certificate is not None else nullcontext()
         try:
             for number in signals:
-                loop.add_signal_handler(number, self._signalled)
+                loop.add_signal_handler(number, self._signalled, number)
         except (ValueError, RuntimeError):  # not in the main thread: whoever started us stops us
             yield
             return
@@ -334,12 +334,13 @@ class Server(uvicorn.Server):
             for number in signals:
                 loop.remove_signal_handler(number)
 
-    def _signalled(self) -> None:
+    def _signalled(self, number: signal.Signals) -> None:
         if self._draining is not None:
             self._cut("a second signal came")
             self.should_exit = True
         else:
             in_flight = self._edge.metrics.num_in_flight
-            words = "the server ends; %d requests in flight have %g s, or until the next signal, to finish"
-            ERRORS.info(words, in_flight, self._drain_timeout_s)
+            words = "the server ends; %d requests in flight have %g s to finish, and a second %s stops at once"
+            again = "Ctrl-C" if number == signal.SIGINT else "signal"
+            ERRORS.info(words, in_flight, self._drain_timeout_s, again)
             self._draining = asyncio.get_running_loop().create_task(self._drain())

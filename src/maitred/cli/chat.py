@@ -36,6 +36,7 @@ COMMAND = Command(
     run=_run,
     parts=(ChatOptions, *ENGINE_PARTS),
     positional="model",
+    first=("url", "api_key", "system", "set", "model", "dtype", "max_model_len", "num_threads"),
     examples=(
         "maitred chat",
         "maitred chat ./Llama-3.2-1B --system 'Answer in one sentence.' --set temperature=0.2",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import os
 import re
 import shutil
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
 from maitred.cli.flags import Flag, Kind, flags_of, from_word, help_text, option
-from maitred.errors import ConfigError
+from maitred.errors import ConfigError, did_you_mean
 
 T = TypeVar("T")
 
@@ -56,6 +55,7 @@ class Command:
     run: Callable[[Options], int]  # gives the exit code
     parts: tuple[type, ...]  # dataclasses whose fields are the flags, in the order of --help
     positional: str | None = None  # the field that may also stand without its flag
+    first: tuple[str, ...] = ()  # fields whose flags are wanted most often, shown before all parts
     examples: tuple[str, ...] = ()
 
     def flags(self) -> Iterator[Flag]:
@@ -68,7 +68,10 @@ class Command:
         values = _from_file(self, given) | _from_environment(self, environ) | given
         missing = [flag.name for flag in self.flags() if flag.required and flag.field not in values]
         if missing:
-            raise UsageError(f"{missing[0]} is required; see maitred {self.path} --help")
+            from maitred.engine.foreign import COMMANDS
+
+            hint = f"; {COMMANDS[self.path]}" if self.path in COMMANDS else ""
+            raise UsageError(f"{missing[0]} is required{hint}; see maitred {self.path} --help")
         return Options({part: _build(part, values) for part in (*self.parts, CommonOptions)}, values)
 
 
@@ -131,11 +134,12 @@ def make_parser(command: Command) -> argparse.ArgumentParser:
         add_help=False,
         usage=_usage(command),
     )
+    first = parser.add_argument_group("Wanted most often") if command.first else None
     for part in (*command.parts, CommonOptions):
         lines = (part.__doc__ or part.__name__).strip().splitlines()
         group = parser.add_argument_group(lines[0].rstrip("."))
         for flag in flags_of(part):
-            _add(group, flag)
+            _add(first if first is not None and flag.field in command.first else group, flag)
             if flag.field == command.positional:
                 number = "*" if flag.kind is Kind.LIST else "?"
                 parser.add_argument(f"{flag.field}_", nargs=number, metavar=flag.metavar, help=argparse.SUPPRESS)
@@ -174,13 +178,16 @@ def _add(group: argparse._ArgumentGroup, flag: Flag) -> None:
 
 def _parse_words(command: Command, words: Sequence[str]) -> dict[str, object]:
     parser = make_parser(command)
+    glued = [word for word in words if re.match("-h[a-z]", word)]  # argparse would read -hf as -h, and show the help
+    if glued:
+        raise UsageError(_unknown_word(command, parser, glued))
     namespace, unknown = parser.parse_known_args(list(words))
     if unknown:
         raise UsageError(_unknown_word(command, parser, unknown))
     given: dict[str, object] = vars(namespace)
     values = {flag.field: _value(flag, given[flag.field]) for flag in command.flags() if flag.field in given}
     bare = given.get(f"{command.positional}_")
-    if bare and command.positional is not None:
+    if bare not in (None, []) and command.positional is not None:
         if command.positional in values:
             raise UsageError(f"both {bare!r} and --{command.positional} {values[command.positional]!r} given; drop one")
         values[command.positional] = tuple(bare) if isinstance(bare, list) else bare
@@ -207,10 +214,20 @@ def _unknown_word(command: Command, parser: argparse.ArgumentParser, unknown: Se
     where = f"see {parser.prog} --help"
     if not word.startswith("-"):
         return f"unexpected argument {word!r}; {where}"
-    return f"no option {word}{did_you_mean(word, list(parser._option_string_actions))}; {where}"
+    return f"no option {word}{what_was_meant(word, list(parser._option_string_actions))}; {where}"
 
 
-def did_you_mean(word: str, choices: Sequence[str]) -> str:
-    """`, did you mean x?`, or nothing when no choice is near."""
-    near = difflib.get_close_matches(word, choices, n=1, cutoff=0.6)
-    return f" (did you mean {near[0]}?)" if near else ""
+def what_was_meant(flag: str, own: Sequence[str]) -> str:
+    """What another server's flag is called here, or which of `own` was mistyped; nothing if nobody knows."""
+    from maitred.engine.foreign import EQUAL, flag_alike, flag_named
+
+    has_engine = "--max-num-seqs" in own  # elsewhere flags of servers mean nothing
+    told = flag_named(flag) if has_engine else None
+    if told is None and ((near := did_you_mean(flag, own, cutoff=0.8)) or not has_engine):
+        return near
+    told = told or flag_alike(flag)
+    if told is None:
+        return ""
+    names = set(re.findall(r"--[a-z0-9-]+", told))
+    elsewhere = ", of maitred serve" if told.startswith(EQUAL) and names and not names & set(own) else ""
+    return f"; {told}{elsewhere}"

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from maitred.cli.command import UsageError, did_you_mean
+from maitred.cli.command import UsageError, what_was_meant
 from maitred.cli.flags import Flag, from_yaml
 
 
@@ -26,7 +26,9 @@ def read_config_file(path: str, flags: Sequence[Flag]) -> dict[str, object]:
         key = str(key_node.value).replace("_", "-")
         flag = by_key.get(key) or _by_field(key, flags)
         if flag is None:
-            raise UsageError(f"{where}: no option {key_node.value!r}{did_you_mean(key, list(by_key))}")
+            meant = what_was_meant(f"--{key}", [flag.name for flag in by_key.values()])
+            meant = meant.replace("did you mean --", "did you mean ")  # here a key
+            raise UsageError(f"{where}: no option {key_node.value!r}{meant}")
         if flag.field in values:
             raise UsageError(f"{where}: {key_node.value!r} stands twice; keep one")
         values[flag.field] = _value(where, flag, value_node)

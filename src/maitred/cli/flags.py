@@ -86,6 +86,9 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "bind_threads": config.BIND_THREADS,
     "log_level": config.LOG_LEVELS,
     "log_format": config.LOG_FORMATS,
+    "metrics_compat": config.METRICS_COMPAT,
+    "policy": config.POLICY_NAMES,
+    "predictor": config.PREDICTOR_NAMES,
     "resume": config.RESUME_RULES,
 }
 METAVARS = {
@@ -169,10 +172,10 @@ def _kind(name: str, hint: object) -> Kind:
 
 
 def _metavar(name: str, kind: Kind, choices: Sequence[str]) -> str:
-    if choices:
-        return "|".join(choices)
     if name in METAVARS:
         return METAVARS[name]
+    if choices:
+        return "|".join(choices)
     for ending, metavar in _METAVAR_ENDINGS:
         if name.endswith(ending):
             return metavar

@@ -6,9 +6,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from maitred.cli.command import Command, Options, UsageError, did_you_mean
+from maitred.cli.command import Command, Options, UsageError
 from maitred.cli.flags import option
-from maitred.errors import ConfigError
+from maitred.errors import ConfigError, did_you_mean
 
 ACTIONS = ("create", "list", "hash", "revoke")
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from maitred.cli.command import Options, UsageError
 from maitred.cli.flags import flags_of
-from maitred.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, ServerConfig
+from maitred.config import POLICY_NAMES, CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, ServerConfig
+from maitred.errors import did_you_mean
 
 if TYPE_CHECKING:
     from maitred.cli.endpoint import AppEndpoint
@@ -22,12 +23,25 @@ ENGINE_PARTS: tuple[type, ...] = (ModelConfig, CacheConfig, SchedulerConfig, Eng
 
 
 def engine_config(options: Options) -> EngineConfig:
+    """Raises UsageError for a policy that nobody has."""
+    _check_policy(options[SchedulerConfig])
     return replace(
         options[EngineConfig],
         model=options[ModelConfig],
         cache=options[CacheConfig],
         scheduler=options[SchedulerConfig],
     )
+
+
+def _check_policy(config: SchedulerConfig) -> None:
+    if config.policy in POLICY_NAMES:
+        return
+    from maitred.engine.installed import installed_policies
+
+    policies = installed_policies()
+    if config.policy not in policies:
+        hint = did_you_mean(config.policy, policies)
+        raise UsageError(f"--policy is {config.policy!r}{hint}; choose one of {', '.join(policies)}")
 
 
 def start_engine(

@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 import maitred
-from maitred.errors import ConfigError, MaitredError
+from maitred.errors import ConfigError, MaitredError, did_you_mean
 
 if TYPE_CHECKING:
     from maitred.cli.command import Command
@@ -99,11 +99,15 @@ def _find(words: list[str]) -> tuple[str | None, list[str]]:
 
 
 def _unknown_command(words: list[str], inside: list[str]) -> ConfigError:
-    from maitred.cli.command import UsageError, did_you_mean
+    from maitred.cli.command import UsageError
 
     if words[0].startswith("-"):
         hint = did_you_mean(words[0], ["--help", "--version"])
         return UsageError(f"no option {words[0]}{hint}; a command comes first, see maitred --help")
+    from maitred.engine.foreign import COMMANDS as FOREIGN
+
+    if words[0] in FOREIGN:
+        return UsageError(f"no command {words[0]!r}; {FOREIGN[words[0]]}")
     typed = " ".join(words[:2]) if inside else words[0]
     choices = inside or [*COMMANDS, *{path.split()[0] for path in COMMANDS}]
     return UsageError(f"no command {typed!r}{did_you_mean(typed, choices)}; maitred --help lists them")

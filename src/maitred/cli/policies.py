@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from textwrap import fill
 from typing import TYPE_CHECKING
 
-from maitred.cli.command import Command, Options, UsageError, did_you_mean
+from maitred.cli.command import Command, Options, UsageError
 from maitred.cli.console import note
 from maitred.cli.flags import option
+from maitred.config import POLICY_NAMES
+from maitred.errors import did_you_mean
 
 if TYPE_CHECKING:
     from maitred.scheduler.policy import PolicyFactory
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
 class PoliciesOptions:
     """What to do with them."""
 
-    check: str | None = option(None, metavar="NAME")
+    check: str | None = option(None, metavar="NAME", choices=("all", *POLICY_NAMES))
     """Run the conformance kit on this policy, ours or an installed one; all runs it on each."""
     worlds: int = 200
     """Random worlds that the kit runs a policy in."""

@@ -174,6 +174,7 @@ COMMAND = Command(
     run=_run,
     parts=(ServerConfig, AdmissionConfig, TenancyConfig, ProcessConfig, *ENGINE_PARTS),
     positional="model",
+    first=("model", "host", "port", "api_keys", "tenants", "dtype", "max_model_len", "max_num_seqs", "policy"),
     examples=(
         "maitred serve",
         "maitred serve ./Llama-3.2-1B --port 9000 --max-model-len 8192",

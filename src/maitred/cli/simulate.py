@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from maitred.cli.command import Command, Options
 from maitred.cli.flags import option
-from maitred.config import AdmissionConfig, CacheConfig, SchedulerConfig
+from maitred.config import SIMULATED_PREDICTOR_NAMES, AdmissionConfig, CacheConfig, SchedulerConfig
 from maitred.errors import ConfigError
+
+DEVICES = ("a100", "h100", "h200", "mi300x", "tpu-v5e", "cpu")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,7 +19,7 @@ class SimulateOptions:
 
     workload: str = option(metavar="FILE", short="-w")
     """Trace of JSON lines, or a workload described in YAML or JSON; docs/simulator.md has both formats."""
-    device: str | None = option(None, metavar="NAME|FILE")
+    device: str | None = option(None, metavar="NAME|FILE", choices=DEVICES)
     """Device: a file of `maitred profile`, or a100, h100, h200, mi300x, tpu-v5e or cpu; None is this machine's own
     profile if there is one, else cpu for the built-in model and h100 for others."""
     model: str | None = option(None, metavar="MODEL")
@@ -51,8 +54,10 @@ class SimulatedSchedulerConfig(SchedulerConfig):
 
     policy: str = option("fcfs", metavar="NAME[,NAME...]")
     """Policies to compare, each on the same workload."""
-    predictor: str = option("oracle", metavar="NAME")
+    predictor: str = option("oracle", metavar="NAME", choices=SIMULATED_PREDICTOR_NAMES)
     """Where predicted output lengths come from: oracle (the truth), max_tokens, quantile, ranker or adversarial."""
+
+    predictor_names: ClassVar[tuple[str, ...]] = SIMULATED_PREDICTOR_NAMES
 
 
 def _run(options: Options) -> int:

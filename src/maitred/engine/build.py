@@ -88,7 +88,9 @@ def build_parts(
         layout = _plan(config, checkpoint, tell)
         facts = facts_of(config, checkpoint, layout.spec, layout.executor, layout.memory, served_model_names)
         timeline.end("plan")
-        executor = _build_executor(layout, timeline, tell)
+        if facts.chat_template is None:
+            tell("chat    the model has no chat template, so /v1/chat/completions is refused; --chat-template FILE")
+        executor = _build_executor(layout, timeline, tell, told_now_and_then(tell, clock))
     log = _decision_log(config, layout) if config.decision_log is not None else None
     core = EngineCore(
         _scheduler(config, layout, facts.revision, policies),
@@ -152,7 +154,27 @@ def _num_host_blocks(config: EngineConfig, executor: ExecutorPlan, memory: Memor
     return num_bytes // memory.bytes_per_block
 
 
-def _build_executor(layout: _Layout, timeline: Timeline, tell: OnEvent) -> BuiltExecutor:
+def told_now_and_then(tell: OnEvent, clock: Clock, every_s: float = 2.0) -> Callable[[int, int], None]:
+    """What says how far the packing of weights is, every `every_s`: of a large model it takes minutes."""
+    began_at = told_at = clock.now()
+
+    def on_packed(num_bytes: int, total: int) -> None:
+        nonlocal told_at
+        now = clock.now()
+        if now - told_at < every_s or num_bytes >= total:
+            return
+        told_at, rate = now, num_bytes / (now - began_at)
+        tell(
+            f"weights packing, {format_bytes(num_bytes)} of {format_bytes(total)} at {rate / 1e9:.2f} GB/s, "
+            f"{(total - num_bytes) / rate:.0f} s left"
+        )
+
+    return on_packed
+
+
+def _build_executor(
+    layout: _Layout, timeline: Timeline, tell: OnEvent, on_packed: Callable[[int, int], None]
+) -> BuiltExecutor:
     """Loads the weights and allocates the cache; each phase ends on the timeline."""
 
     def on_phase(phase: str, story: str) -> None:
@@ -165,6 +187,7 @@ def _build_executor(layout: _Layout, timeline: Timeline, tell: OnEvent) -> Built
         max_model_len=layout.memory.max_model_len,
         num_host_blocks=layout.num_host_blocks,
         on_phase=on_phase,
+        on_packed=on_packed,
     )
     timeline.end("executor")
     return executor

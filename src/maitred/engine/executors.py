@@ -74,7 +74,13 @@ class ExecutorPlan(Protocol):
     def describe(self) -> str: ...
 
     def build(
-        self, *, num_blocks: int, max_model_len: int, num_host_blocks: int = 0, on_phase: OnPhase = ...
+        self,
+        *,
+        num_blocks: int,
+        max_model_len: int,
+        num_host_blocks: int = 0,
+        on_phase: OnPhase = ...,
+        on_packed: Callable[[int, int], None] | None = ...,
     ) -> BuiltExecutor: ...
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
+import re
+import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, Never, TypeVar, cast
 
 from maitred.clock import WallClock
 from maitred.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
@@ -12,8 +15,9 @@ from maitred.engine.build import EngineParts, build_parts
 from maitred.engine.intake import ServedModel, make_requests
 from maitred.engine.memory import MemoryPlan
 from maitred.engine.output import OutputBuilder, RequestOutput
-from maitred.errors import EngineDead, InvalidRequest
+from maitred.errors import EngineDead, InvalidRequest, did_you_mean
 from maitred.request import FinishReason, SamplingParams
+from maitred.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
@@ -55,7 +59,10 @@ class LLM:
         allow_special_tokens_in_content: bool = False,
         generation_config: Mapping[str, float | int | None] | None = None,
         decision_log: str | None = None,
+        **unknown: Never,
     ) -> None:
+        if unknown:
+            raise TypeError(_unknown_argument(next(iter(unknown))))
         config = EngineConfig(
             model=ModelConfig(
                 model=model,
@@ -100,6 +107,10 @@ class LLM:
     def memory_plan(self) -> MemoryPlan:
         return self._open().memory_plan
 
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer: `encode`, `decode`."""
+        return self.model.tokenizer
+
     def default_sampling_params(self) -> SamplingParams:
         """What the model's generation_config.json recommends."""
         return SamplingParams(**cast(dict[str, Any], dict(self.model.generation_defaults)))
@@ -111,8 +122,9 @@ class LLM:
         *,
         priority: Sequence[int] | int = 0,
         add_special_tokens: bool = True,
+        use_tqdm: bool = False,
     ) -> list[RequestOutput]:
-        """Complete every prompt; outputs come in the order of the prompts.
+        """Complete every prompt; outputs come in the order of the prompts. `use_tqdm` counts them on stderr.
 
         A prompt is text or token ids. `sampling_params` is one for all, or one each; None takes the model's own
         defaults. Raises RequestError before anything runs when a prompt or a parameter cannot work.
@@ -145,7 +157,7 @@ class LLM:
         try:
             for request in itertools.chain.from_iterable(batches):
                 parts.core.add(request)
-            self._run(parts, builders)
+            self._run(parts, builders, _Count(len(listed)) if use_tqdm else None)
         finally:
             for request_id in builders:  # nothing stays behind when interrupted
                 parts.core.finish(request_id, FinishReason.ABORT)
@@ -159,6 +171,7 @@ class LLM:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        use_tqdm: bool = False,
     ) -> list[RequestOutput]:
         """Answer one conversation, or each of several; needs a model with a chat template."""
         template = self.model.chat_template
@@ -174,7 +187,7 @@ class LLM:
             )
             for conversation in conversations
         ]
-        return self.generate(prompts, sampling_params, add_special_tokens=False)
+        return self.generate(prompts, sampling_params, add_special_tokens=False, use_tqdm=use_tqdm)
 
     def close(self) -> None:
         """Give back memory and threads; the object is not used again."""
@@ -197,7 +210,7 @@ class LLM:
             raise EngineDead("this LLM was closed; make a new one")
         return self._parts
 
-    def _run(self, parts: EngineParts, builders: Mapping[str, OutputBuilder]) -> None:
+    def _run(self, parts: EngineParts, builders: Mapping[str, OutputBuilder], count: _Count | None) -> None:
         while parts.core.has_work:
             for progress in parts.core.step():
                 builder = builders[progress.request_id]
@@ -205,6 +218,41 @@ class LLM:
                     ended = parts.core.finish(progress.request_id, FinishReason.STOP)
                     if ended is not None:
                         builder.complete(ended)
+                if count is not None and all(sample.finish_reason for sample in builder.output.outputs):
+                    count.add(builder.output)
+
+
+class _Count:
+    """How many prompts are done, on one line of stderr."""
+
+    def __init__(self, total: int) -> None:
+        self._total = total
+        self._done: set[str] = set()
+
+    def add(self, output: RequestOutput) -> None:
+        if output.request_id in self._done:  # a stop string had ended it
+            return
+        self._done.add(output.request_id)
+        end = "\n" if len(self._done) == self._total else ""
+        sys.stderr.write(f"\r{len(self._done)}/{self._total} prompts{end}")
+        sys.stderr.flush()
+
+
+def _unknown_argument(name: str) -> str:
+    """What another library's argument is called here, or which of ours was meant."""
+    from maitred.engine.foreign import flag_alike, flag_named  # noqa: PLC0415  only a slip of the pen pays for it
+
+    own = inspect.signature(LLM).parameters
+    near = did_you_mean(name, own, cutoff=0.8)
+    told = flag_named(name) or (None if near else flag_alike(name))
+    if told is None:
+        return f"LLM has no argument {name!r}{near}; help(LLM) lists them"
+
+    def as_argument(flag: re.Match[str]) -> str:
+        field = flag[1].replace("-", "_")
+        return f"{field}=" if field in own else flag[0]
+
+    return f"LLM has no argument {name!r}; {re.sub('--([a-z0-9-]+)', as_argument, told)}"
 
 
 def _as_prompts(prompts: Any) -> list[Prompt]:

@@ -17,7 +17,7 @@ from maitred.kernels import _native
 from maitred.kernels.attention import LARGEST_HEAD, make_kv_pool
 from maitred.model.checkpoint import Checkpoint
 from maitred.model.fusions import compile_program
-from maitred.model.packed import plan_weights
+from maitred.model.packed import OnPacked, plan_weights
 from maitred.model.packed_cache import WeightCache, default_folder, load_weights
 from maitred.model.program import Format, Formats, Program
 from maitred.model.spec import DecoderSpec, NormPlacement
@@ -118,10 +118,12 @@ class NativePlan:
         max_model_len: int,
         num_host_blocks: int = 0,
         on_phase: Callable[[str, str], None] = lambda phase, story: None,
+        on_packed: OnPacked | None = None,
     ) -> NativeExecutor:
         """Load the weights and allocate the pool. Raises CheckpointError or OutOfMemory.
 
-        `on_phase` is told of each phase as it ends, and what happened in it.
+        `on_phase` is told of each phase as it ends, and what happened in it; `on_packed` how many bytes of weights are
+        packed, and of how many, while that lasts.
         """
         spec = self.spec
         threads = _native.ThreadPool(self.num_threads)
@@ -134,7 +136,9 @@ class NativePlan:
             head_dim=spec.head_dim,
         )
         on_phase("kv_pool", "")
-        loaded = load_weights(self.program, self.checkpoint, threads, isa=self.isa, cache=self.weight_cache)
+        loaded = load_weights(
+            self.program, self.checkpoint, threads, isa=self.isa, cache=self.weight_cache, on_packed=on_packed
+        )
         on_phase("weights", loaded.story)
         runner = NativeProgram(
             self.program,

@@ -266,6 +266,7 @@ class TorchPlan:
         max_model_len: int,
         num_host_blocks: int = 0,
         on_phase: Callable[[str, str], None] = lambda phase, story: None,
+        on_packed: Callable[[int, int], None] | None = None,  # nothing is packed
     ) -> TorchExecutor:
         """Load the weights and allocate the pool. Raises CheckpointError or OutOfMemory."""
         decoder = load_torch_decoder(

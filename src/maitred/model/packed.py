@@ -21,6 +21,7 @@ from maitred.model.weight_map import WeightSource, weight_map
 
 ALIGNMENT = 4096  # of a tensor in a flat file: a page
 Buffer = NDArray[np.uint8]
+OnPacked = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +106,12 @@ def pack_weights(
     checkpoint: Checkpoint,
     threads: Any,
     buffer_for: Callable[[WeightPlan], Buffer] | None = None,
+    on_packed: OnPacked | None = None,
 ) -> PackedWeights:
     """Read, convert and pack all of them, on `threads` (`_native.ThreadPool`).
 
     `buffer_for` gives each tensor its memory: `num_bytes`, 64-byte aligned, zeroed. None takes new memory for all.
+    `on_packed` is told after each tensor how many bytes are packed, and of how many.
     Raises CheckpointError naming tensor, shapes and file when something is missing, surplus or of the wrong shape.
     """
     sources = _Sources(program, checkpoint)
@@ -123,6 +126,8 @@ def pack_weights(
             buffer = buffer_for(plan)
         _fill(plan.weight, buffer, sources, threads)
         tensors[plan.weight.name] = PackedTensor(plan.weight, buffer)
+        if on_packed is not None:
+            on_packed(plan.offset + plan.num_bytes, plans[-1].offset + plans[-1].num_bytes)
     return PackedWeights(tensors)
 
 

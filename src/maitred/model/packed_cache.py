@@ -39,6 +39,7 @@ from maitred.kernels.linear import PACK_VERSION, allocate
 from maitred.model.checkpoint import Checkpoint
 from maitred.model.packed import (
     Buffer,
+    OnPacked,
     PackedTensor,
     PackedWeights,
     WeightPlan,
@@ -90,17 +91,23 @@ def default_folder() -> Path:
 
 
 def load_weights(
-    program: Program, checkpoint: Checkpoint, threads: Any, *, isa: str, cache: WeightCache | None
+    program: Program,
+    checkpoint: Checkpoint,
+    threads: Any,
+    *,
+    isa: str,
+    cache: WeightCache | None,
+    on_packed: OnPacked | None = None,
 ) -> LoadedWeights:
     """The program's weights, out of the cache where it has them.
 
-    `threads` is a `_native.ThreadPool`. No fault of the cache is an error: the weights are then packed into memory.
-    Raises CheckpointError as `packed.pack_weights` does.
+    `threads` is a `_native.ThreadPool`, `on_packed` as for `packed.pack_weights`. No fault of the cache is an error:
+    the weights are then packed into memory. Raises CheckpointError as `packed.pack_weights` does.
     """
     size = total_bytes(plan_weights(program))
     if cache is None or size < cache.min_bytes:
         why = "no cache was wanted" if cache is None else "too small to keep"
-        weights, _ = _pack(program, checkpoint, threads)
+        weights, _ = _pack(program, checkpoint, threads, on_packed)
         return LoadedWeights(weights, "packed", _packed_story(weights, why))
     path = cache.folder / (cache_key(program, checkpoint, isa) + _SUFFIX)
     damage = ""
@@ -110,7 +117,7 @@ def load_weights(
         pass
     except (OSError, _Unusable) as error:
         damage = f"; {path.name[:12]} was {_reason(error)} and is replaced"
-    weights, memory = _pack(program, checkpoint, threads)
+    weights, memory = _pack(program, checkpoint, threads, on_packed)
     try:
         _keep(cache, path, memory, program, threads)
     except (OSError, _Unusable) as error:
@@ -130,14 +137,16 @@ def cache_key(program: Program, checkpoint: Checkpoint, isa: str) -> str:
     return hashlib.blake2b(json.dumps(parts).encode(), digest_size=20).hexdigest()
 
 
-def _pack(program: Program, checkpoint: Checkpoint, threads: Any) -> tuple[PackedWeights, Buffer]:
+def _pack(
+    program: Program, checkpoint: Checkpoint, threads: Any, on_packed: OnPacked | None
+) -> tuple[PackedWeights, Buffer]:
     """The weights, and the flat memory that they all lie in."""
     memory = allocate(total_bytes(plan_weights(program)))
 
     def buffer_for(plan: WeightPlan) -> Buffer:
         return memory[plan.offset : plan.offset + plan.num_bytes]
 
-    return pack_weights(program, checkpoint, threads, buffer_for), memory
+    return pack_weights(program, checkpoint, threads, buffer_for, on_packed), memory
 
 
 def _packed_story(weights: PackedWeights, why: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from maitred.config import SchedulerConfig
-from maitred.errors import ConfigError
+from maitred.errors import ConfigError, did_you_mean
 from maitred.scheduler.policy import Policy, PolicyFactory
 from maitred.scheduler.rules.arrival import fcfs, priority
 from maitred.scheduler.rules.deadline import edf, least_slack
@@ -42,6 +42,7 @@ def policy_for(config: SchedulerConfig, policies: Mapping[str, PolicyFactory] = 
         make = policies[config.policy]
     except KeyError:
         raise ConfigError(
-            f"scheduler.policy is {config.policy!r}; choose one of {', '.join(sorted(policies))}"
+            f"scheduler.policy is {config.policy!r}{did_you_mean(config.policy, policies)}; choose one of "
+            f"{', '.join(sorted(policies))}"
         ) from None
     return make(config)

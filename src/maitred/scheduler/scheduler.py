@@ -260,4 +260,4 @@ class Scheduler:
 
 def _rules_of(config: SchedulerConfig) -> SchedulerConfig:
     """What a policy is made of: all but the limits and the predictor."""
-    return replace(config, max_num_seqs=1, max_num_batched_tokens=1, predictor="")
+    return replace(config, max_num_seqs=1, max_num_batched_tokens=1, predictor="max_tokens")

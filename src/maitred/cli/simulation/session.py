@@ -9,7 +9,7 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING
 
-from maitred.cli.command import UsageError, did_you_mean
+from maitred.cli.command import UsageError
 from maitred.cli.console import note
 from maitred.cli.loadgen.stats import parse_slo
 from maitred.cli.simulation.sources import Target, find_target, read_workload
@@ -17,6 +17,7 @@ from maitred.cli.simulation.table import table
 from maitred.config import AdmissionConfig, CacheConfig, SchedulerConfig
 from maitred.engine.installed import installed_policies
 from maitred.engine.key_files import read_tenant_file
+from maitred.errors import did_you_mean
 from maitred.scheduler.admission import PRIORITY_FIRST, AdmissionController
 from maitred.scheduler.predictor import PREDICTORS
 from maitred.sim.cost_model import Jitter

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
-from maitred.cli.command import did_you_mean
-from maitred.errors import ConfigError
+from maitred.errors import ConfigError, did_you_mean
 
 # setting -> (how its word is read, what it does); ranges are the server's business
 SETTINGS: dict[str, tuple[Callable[[str], object], str]] = {

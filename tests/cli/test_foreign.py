@@ -1,0 +1,106 @@
+"""Flags and commands of other servers: each is answered with what does it here, none by a flag of another meaning."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from maitred.cli.command import make_parser, what_was_meant
+from maitred.cli.main import load, main
+from maitred.engine.foreign import EQUAL, FLAGS, NOT_NEEDED, NOT_YET, flag_named
+from tests.conftest import ROOT
+
+OWN = list(make_parser(load("serve"))._option_string_actions)
+# Named alike and meant alike; a value of another form, as a folder for --generation-config, is refused.
+SAME = """-h --help --api-key --block-size --chat-template --config --cors-origins --device --dtype
+--enable-prefix-caching --generation-config --host --kv-cache-memory-bytes --log-format --log-level --max-model-len
+--max-num-batched-tokens --max-num-seqs --max-queued-requests --model --port --revision --served-model-name
+--ssl-certfile --ssl-keyfile""".split()  # noqa: SIM905
+
+
+def foreign_flags() -> Iterator[tuple[str, str]]:
+    """(server, flag) of every flag in the list."""
+    server = ""
+    for line in (Path(__file__).parent / "foreign_flags.txt").read_text(encoding="utf-8").splitlines():
+        if line.startswith("  "):
+            yield from ((server, word if word.startswith("-") else f"--{word}") for word in line.split())
+        elif not line.startswith("#"):
+            server = line.removesuffix(":")
+
+
+def test_every_flag_of_five_servers_is_answered_and_never_by_one_of_another_meaning():
+    flags = list(foreign_flags())
+    assert len({server for server, _ in flags}) == 5
+    assert len(flags) > 1400
+    answers = {(server, flag): what_was_meant(flag, OWN) for server, flag in flags if flag not in SAME}
+    kinds = tuple(f"; {kind}" for kind in (EQUAL, NOT_YET, NOT_NEEDED, "in vLLM it is "))
+    assert [key for key, answer in answers.items() if not answer.startswith(kinds)] == []
+    assert not {flag for _, flag in flags if flag in OWN} - set(SAME)  # a new flag of ours: is theirs the same?
+
+
+def test_what_is_called_equal_is_there_and_was_named_letter_by_letter():
+    lines = FLAGS.strip().splitlines()
+    answer = ""
+    for line in lines:
+        if not line.startswith(" "):
+            answer = line
+        elif answer.startswith(EQUAL):
+            assert "*" not in line
+        if line.startswith(EQUAL):
+            assert set(re.findall(r"--[a-z-]+", line)) - {"--version"} <= set(OWN)
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        ("serve --tp-size 2", "no option --tp-size; not yet: one engine computes on one device"),
+        ("serve --dp-size=2", "no option --dp-size; not yet: one engine computes on one device"),
+        ("serve --quantization awq", "here it is --dtype int8 (or int4)"),
+        ("serve --gpu-memory-utilization 0.9", "here it is --kv-cache-memory-bytes BYTES"),
+        ("serve --model_base_path /models", "here it is MODEL (or --model MODEL)"),
+        ("serve --no-enable-chunked-prefill", "not needed: a step is one batch"),
+        ("serve -m model", "here it is MODEL"),
+        ("serve -hf owner/name", "here it is MODEL"),
+        ("serve -c 4096", "here it is --max-model-len TOKENS"),
+        ("chat -t 4", "here it is --num-threads THREADS"),
+        ("chat --alias name", "here it is --served-model-name NAME, of maitred serve"),
+        ("list", "maitred ps lists"),
+        ("pull owner/name", "maitred serve OWNER/NAME downloads"),
+        ("show name", "maitred explain MODEL"),
+        ("rm name", "hf cache rm"),
+        ("stop name", "Ctrl-C or SIGTERM"),
+        ("run ./model", "maitred chat MODEL talks to a model"),
+    ],
+)
+def test_a_habit_of_others_is_answered_and_not_accepted(words: str, answer: str, capsys: pytest.CaptureFixture[str]):
+    assert main(words.split()) == 2
+    error = capsys.readouterr().err
+    assert answer in error
+    assert error.count("\n") == 1
+
+
+def test_a_key_of_a_config_file_is_answered_as_the_flag_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "serve.yaml").write_text("tp_size: 2\n")
+    assert main(["serve", "--config", str(tmp_path / "serve.yaml")]) == 2
+    assert "serve.yaml:1: no option 'tp_size'; not yet: one engine computes on one device" in capsys.readouterr().err
+
+
+def test_a_flag_of_ours_with_a_letter_missing_is_still_recognised():
+    for flag in OWN:
+        if len(flag) > len("--port"):
+            typed = flag[:-2] + flag[-1]
+            assert flag in what_was_meant(typed, OWN), typed
+
+
+def test_the_table_in_the_readme_says_what_the_command_line_answers():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (.+?) \| (.+) \|$", text.partition("## Coming from")[2].partition("**Not yet**")[0], re.M)
+    for there, here in rows:
+        for flag in re.findall(r"`(--?[a-z-]+)", there):
+            assert flag in SAME or (flag_named(flag) or "").startswith(EQUAL), flag
+        for flag in re.findall(r"(?<=[ `])--[a-z-]+", here):
+            assert flag in OWN or flag == "--set", flag
+    assert len(rows) > 10

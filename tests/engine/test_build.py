@@ -1,0 +1,40 @@
+"""What the wiring of an engine tells while it loads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from maitred.clock import ManualClock
+from maitred.config import EngineConfig, ModelConfig
+from maitred.engine.build import build_parts, told_now_and_then
+from tests.conftest import copied_model
+
+
+def told_of_chat(folder: Path) -> list[str]:
+    lines: list[str] = []
+    build_parts(EngineConfig(model=ModelConfig(model=str(folder))), on_event=lines.append).close()
+    return [line for line in lines if line.startswith("chat ")]
+
+
+def test_a_model_without_a_chat_template_is_told_at_the_start(tmp_path: Path):
+    config = copied_model(tmp_path) / "tokenizer_config.json"
+    assert told_of_chat(tmp_path) == []
+    without = {name: value for name, value in json.loads(config.read_text()).items() if name != "chat_template"}
+    config.write_text(json.dumps(without))
+    (line,) = told_of_chat(tmp_path)
+    assert "no chat template" in line
+    assert "--chat-template FILE" in line
+
+
+def test_the_packing_of_large_weights_is_told_every_two_seconds_with_its_speed_and_what_is_left():
+    clock, lines = ManualClock(), list[str]()
+    on_packed = told_now_and_then(lines.append, clock)
+    for second in range(1, 9):
+        clock.advance(1.0)
+        on_packed(second * 10**9, 8 * 10**9)
+    assert lines == [
+        "weights packing, 1.86 GiB of 7.45 GiB at 1.00 GB/s, 6 s left",
+        "weights packing, 3.73 GiB of 7.45 GiB at 1.00 GB/s, 4 s left",
+        "weights packing, 5.59 GiB of 7.45 GiB at 1.00 GB/s, 2 s left",
+    ]
