@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+
+if sys.argv[:1] == ["-m"] and not sys.flags.safe_path and "maitred" in sys.orig_argv:
+    del sys.path[0]  # `python -m maitred` in a model's folder: what lies there is not to be imported, as with -P
+
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 

@@ -22,7 +22,8 @@ from maitred.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 COMMANDS, REPORTS = "commands", "reports"  # the sockets' names in the folder
-CHILD = (sys.executable, "-m", "maitred.engine.child")
+# -P: the current folder, which may be a model's with Python code in it, is no place for modules
+CHILD = (sys.executable, "-P", "-m", "maitred.engine.child")
 HIGH_WATER_MARK = 1000  # reports that nobody has read; then the engine waits
 MAX_SOCKET_PATH = 100  # bytes; the system's own limit is 107
 LAST_LINE_S = 0.5  # its last line is waited for so long, because a grandchild could hold stderr open for ever
