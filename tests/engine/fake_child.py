@@ -25,7 +25,7 @@ from maitred.engine import sockets
 from maitred.engine.child import LoadedEngine, main
 from maitred.engine.core import EngineCore
 from maitred.engine.memory import MemoryPlan
-from maitred.engine.spawn import REPORTS
+from maitred.engine.sockets import REPORTS
 from maitred.errors import CheckpointError
 from maitred.model.checkpoint import BUILTIN_FOLDER
 from maitred.step import ModelOutput, NewRequest, SampledRow, SchedulerOutput

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import resource
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -359,6 +361,58 @@ def test_an_engine_can_be_stopped_without_ever_having_a_loop():
     engine.replica.stop()
     engine.replica.stop()
     assert not engine.replica.state().alive
+
+
+@contextmanager
+def few_descriptors(num_left: int) -> Iterator[None]:
+    """No more than so many can be opened meanwhile."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    held: list[int] = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 40, before[1]))
+    try:
+        with suppress(OSError):
+            while True:
+                held.append(os.dup(2))
+        for _ in range(num_left):
+            os.close(held.pop())
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        for descriptor in held:
+            os.close(descriptor)
+
+
+@pytest.mark.parametrize("num_left", [0, 1, 12])
+async def test_an_engine_that_dies_while_descriptors_have_run_out_comes_back(num_left: int, gate: Gate, caplog):
+    """With 12 ZeroMQ finds some, and would end this process for want of the others."""
+    async with engine_process(gate.habit, max_restarts=10) as engine:
+        request = ask()
+
+        async def starve() -> None:
+            with few_descriptors(num_left):
+                os.kill(pid_of(engine), signal.SIGKILL)
+                await until_async(lambda: engine.state().num_restarts >= 3)
+            gate.open()
+
+        assert tokens(await follow(engine, request, {10: starve})) == expected(PROMPT, 60)
+    assert "cannot be started: [Errno 24] Too many open files" in caplog.text
+
+
+async def test_whatever_hinders_a_restart_is_another_try(gate: Gate, monkeypatch):
+    """A thread that the system does not give is a RuntimeError, which comes when the process is there already."""
+    async with engine_process(gate.habit) as engine:
+        start, refused = threading.Thread.start, []
+
+        def without_a_thread(thread: threading.Thread) -> None:
+            if thread.name == "maitred-engine-exit" and len(refused) < 2:
+                refused.append(thread)
+                raise RuntimeError("can't start new thread")
+            start(thread)
+
+        monkeypatch.setattr(threading.Thread, "start", without_a_thread)
+        assert tokens(await follow(engine, ask(), {10: killing(engine, gate)})) == expected(PROMPT, 60)
+        assert len(refused) == 2
+        assert len(psutil.Process().children()) == 1
 
 
 PARENT = """

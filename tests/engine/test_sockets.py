@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import zmq
 
+from maitred.clock import WallClock
 from maitred.engine import sockets, spawn, supervisor
 from maitred.engine.frames import Told, decode_report, encode
-from maitred.engine.process import ProcessEngine
-from maitred.engine.spawn import REPORTS
+from maitred.engine.process import ProcessEngine, start_engine_process
+from maitred.engine.sockets import REPORTS, SocketFolder
 from maitred.errors import EngineDead, RequestTooLarge
 from tests.engine.fake_child import Gate, expected
-from tests.engine.test_process import POISON, PROMPT, ask, engine_process, follow, tokens
+from tests.engine.test_process import POISON, PROMPT, ask, engine_process, follow, start_of, tokens
 from tests.waiting import HANGS_S, until_async
 
 LIMIT = 2**20
@@ -128,3 +132,40 @@ def test_an_engine_that_ends_waits_until_all_it_said_has_left(tmp_path: Path):
                 told.append(int(report.line[-2:]))
         assert told == list(range(20))
         assert process.wait(HANGS_S) == 0
+
+
+MAKER = """
+import os, time
+from maitred.engine.sockets import SocketFolder
+folder = SocketFolder()
+(folder.path / "reports").touch()
+os.write(1, os.fsencode(folder.path) + b"\n")
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where sockets have their names; a test's own folder has too long a name for that. It ends empty."""
+    with tempfile.TemporaryDirectory(prefix=os.fsdecode(b"caf\xe9")) as folder:  # and is no UTF-8
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        yield Path(folder)
+        assert not os.listdir(folder)
+
+
+def test_what_a_killed_start_left_is_removed_by_the_next_and_nothing_of_one_that_lives(temporary: Path):
+    first = SocketFolder()
+    environment = {**os.environ, "TMPDIR": str(temporary)}
+    with subprocess.Popen([sys.executable, "-c", MAKER], stdout=subprocess.PIPE, env=environment) as maker:
+        assert maker.stdout is not None
+        second = Path(os.fsdecode(maker.stdout.readline().strip()))
+        maker.kill()
+    assert second.exists()
+    third = SocketFolder()
+    assert sorted(temporary.iterdir()) == sorted([first.path, third.path])
+    for folder in (first, third, third):
+        folder.remove()
+
+
+def test_a_temporary_folder_whose_name_is_no_utf_8_is_as_good(temporary: Path):
+    start_engine_process(start_of(), clock=WallClock()).replica.stop()

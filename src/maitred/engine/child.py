@@ -52,8 +52,8 @@ from maitred.engine.frames import (
     request_of,
 )
 from maitred.engine.memory import MemoryPlan
-from maitred.engine.sockets import Receiver, Sender
-from maitred.engine.spawn import COMMANDS, HIGH_WATER_MARK, REPORTS, LogLine
+from maitred.engine.sockets import COMMANDS, REPORTS, Receiver, Sender, address_of
+from maitred.engine.spawn import HIGH_WATER_MARK, LogLine
 from maitred.engine.timeline import process_age_s
 from maitred.errors import MaitredError
 from maitred.kvcache.prefix_cache import TokenHasher
@@ -188,7 +188,7 @@ class Link:
         self._folder = folder
         self._commands = Receiver(
             zmq.Context(io_threads=1),
-            f"ipc://{folder / COMMANDS}",
+            address_of(folder, COMMANDS),
             decode_command,
             sender="the server",
             num_connections=1,
@@ -235,7 +235,7 @@ class Link:
 
     def _sender(self) -> Sender:
         sender = Sender(self._reporting, linger_ms=LAST_WORDS_MS, high_water_mark=HIGH_WATER_MARK)
-        sender.connect(f"ipc://{self._folder / REPORTS}")
+        sender.connect(address_of(self._folder, REPORTS))
         return sender
 
     def _beat(self) -> None:

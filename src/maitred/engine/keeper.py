@@ -203,7 +203,12 @@ class Keeper:
             return
         try:
             self._spawn()
-        except (OSError, MaitredError) as error:  # no memory for a process, no room for a socket
+        except Exception as error:  # no memory, descriptor or thread for it: another try may find some
+            self._deafen()
+            child, self._child = self._child, None
+            if child is not None:
+                child.kill()
+                child.close()
             self._lost(f"the engine's process cannot be started: {error}", own_fault=True)
 
     def _listen(self) -> None:
@@ -233,8 +238,8 @@ class Keeper:
         out_of_memory = num_oom_kills() > self._oom_kills
         if out_of_memory:
             cause += "; the system had run out of memory"
-        child.close()
         self._lost(cause, own_fault=is_own_fault(child.returncode, stuck=self._stuck, out_of_memory=out_of_memory))
+        child.close()  # the next one is on its way, whatever becomes of this
 
     def _lost(self, cause: str, *, own_fault: bool) -> None:
         """Tell whom it concerns, and start the next one when it is time."""
@@ -305,6 +310,7 @@ class Keeper:
 
     def _tick(self) -> None:
         """Ends a child that is stuck or silent; its death is then as any other."""
+        self._later(TICK_S, self._tick)  # first, so that nothing can end the row
         self._read()
         watchdog, limit_s = self._watchdog, self._start.process.step_timeout_s
         watchdog.tick(self._clock.now())
@@ -314,7 +320,6 @@ class Keeper:
             self._child.last_words = f"it was {what} for {limit_s:g} s"
             self._child.kill()
             self._watchdog = Watchdog(TICK_S)
-        self._later(TICK_S, self._tick)
 
     def _later(self, delay_s: float, action: Callable[[], None]) -> None:
         assert self._loop is not None

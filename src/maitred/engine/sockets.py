@@ -1,19 +1,81 @@
-"""The two ends of a socket between the processes, one thread's each: what comes out is a frame, and not too large."""
+"""The two ends of a socket between the processes, one thread's each: what comes out is a frame, and not too large.
+And the folder in which the sockets have their names.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import logging
+import os
+import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
 from typing import Generic, TypeVar
 
 import zmq
 
 from maitred.engine.frames import WRONG_FRAME, encode
-from maitred.errors import RequestTooLarge
+from maitred.errors import ConfigError, RequestTooLarge
 
 logger = logging.getLogger(__name__)
 MAX_FRAME_BYTES = 128 * 2**20  # a prompt of a million tokens and its hashes take 7 MB
+COMMANDS, REPORTS = "commands", "reports"  # the sockets' names in the folder
+MAX_SOCKET_PATH = 100  # bytes; the system's own limit is 107
+_PREFIX = "maitred-s-"
 F = TypeVar("F")
+
+
+class SocketFolder:
+    """Nobody else may open it, and it is locked as long as its maker lives: what `kill -9` left, the next one removes.
+
+    Raises OSError, and ConfigError for a TMPDIR that is too long.
+    """
+
+    def __init__(self) -> None:
+        for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+            _remove_if_abandoned(left)
+        while True:  # another one's start may take it for abandoned before it is locked
+            self.path = Path(tempfile.mkdtemp(prefix=_PREFIX))
+            self._lock: int | None = os.open(self.path, os.O_RDONLY)
+            with suppress(OSError):  # a file system without locks: nobody else gets one either
+                fcntl.flock(self._lock, fcntl.LOCK_EX)
+            if self.path.exists():
+                break
+            os.close(self._lock)
+        if len(os.fsencode(self.path / COMMANDS)) > MAX_SOCKET_PATH:
+            self.remove()
+            raise ConfigError(f"{self.path} is too long for a socket's name; set TMPDIR to a shorter folder")
+
+    def remove(self) -> None:
+        """Takes no descriptor, for there may be none left; idempotent."""
+        if self._lock is not None:
+            _remove(self.path)
+            os.close(self._lock)
+            self._lock = None
+
+
+def address_of(folder: Path, name: str) -> bytes:
+    """As bytes: a path need not be UTF-8."""
+    return b"ipc://" + os.fsencode(folder / name)
+
+
+def _remove_if_abandoned(folder: Path) -> None:
+    with suppress(OSError):  # it is somebody's, or somebody was faster
+        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            if os.fstat(lock).st_uid == os.geteuid():
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _remove(folder)
+        finally:
+            os.close(lock)
+
+
+def _remove(folder: Path) -> None:
+    for name in (COMMANDS, REPORTS):
+        (folder / name).unlink(missing_ok=True)
+    with suppress(OSError):
+        folder.rmdir()
 
 
 class Sender:
@@ -25,8 +87,8 @@ class Sender:
         self._socket.setsockopt(zmq.SNDHWM, high_water_mark)
         self._closings = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
 
-    def connect(self, address: str) -> None:
-        self._socket.connect(address)
+    def connect(self, address: bytes) -> None:
+        self._socket.connect(address)  # type: ignore[arg-type]  # bytes are taken as they are
 
     def send(self, frame: object, flags: int = 0) -> None:
         """Raises RequestTooLarge for what the other side would drop, and zmq.Again as ZeroMQ does."""
@@ -59,7 +121,7 @@ class Receiver(Generic[F]):
     def __init__(
         self,
         context: zmq.Context[zmq.Socket[bytes]],
-        address: str,
+        address: bytes,
         decode: Callable[[bytes], F],
         *,
         sender: str,  # in words
@@ -73,7 +135,7 @@ class Receiver(Generic[F]):
         self._socket.setsockopt(zmq.RCVHWM, high_water_mark)
         self._socket.setsockopt(zmq.MAXMSGSIZE, 2 * MAX_FRAME_BYTES)
         self._arrivals = self._socket.get_monitor_socket(zmq.EVENT_ACCEPTED)
-        self._socket.bind(address)
+        self._socket.bind(address)  # type: ignore[arg-type]
 
     @property
     def fd(self) -> int:

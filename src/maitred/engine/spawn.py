@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import logging
-import shutil
+import os
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from pathlib import Path
 
 import msgspec
 import zmq
 
 from maitred.engine.frames import Begin, Command, Hello, Report, Stop, decode_report
-from maitred.engine.sockets import Receiver, Sender
+from maitred.engine.sockets import COMMANDS, REPORTS, Receiver, Sender, SocketFolder, address_of
 from maitred.engine.supervisor import cause_of_death
-from maitred.errors import ConfigError
 
-logger = logging.getLogger(__name__)
-COMMANDS, REPORTS = "commands", "reports"  # the sockets' names in the folder
 # -P: the current folder, which may be a model's with Python code in it, is no place for modules
 CHILD = (sys.executable, "-P", "-m", "maitred.engine.child")
 HIGH_WATER_MARK = 1000  # reports that nobody has read; then the engine waits
-MAX_SOCKET_PATH = 100  # bytes; the system's own limit is 107
+NUM_DESCRIPTORS = 32  # what a child takes of them here, and some more
 LAST_LINE_S = 0.5  # its last line is waited for so long, because a grandchild could hold stderr open for ever
 STOP_S = 3.0  # a child that was asked to stop and has not ended by then is killed
 LOG_LINE = b'{"maitred_log":'
@@ -47,35 +42,41 @@ class EngineChild:
     """
 
     def __init__(self, begin: Begin, *, on_exit: Callable[[EngineChild], None], command: Sequence[str] = CHILD) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="maitred-"))
+        """Raises OSError, zmq.ZMQError or RuntimeError when there is no process, descriptor or thread for it."""
+        _probe_descriptors()
         self._context = zmq.Context(io_threads=1)
+        self._folder = SocketFolder()
         self._begin = begin
         self.num_wrong_commands = 0  # as its heartbeats say
         self.last_words: str | None = None  # of Python's own, or the last line of stderr
+        process = None
         try:
             self._reports = Receiver(
                 self._context,
-                self._address(REPORTS),
+                address_of(self._folder.path, REPORTS),
                 decode_report,
                 sender="the engine",
                 num_connections=2,  # its own thread's and the beating one's
                 high_water_mark=HIGH_WATER_MARK,
             )
             self._commands = Sender(self._context, linger_ms=0, high_water_mark=0)  # the door bounds what there is
-            self._process = subprocess.Popen(
-                [*command, str(self._folder)],
+            process = self._process = subprocess.Popen(
+                [*command, str(self._folder.path)],
                 stdin=subprocess.PIPE,  # its end tells the child that we are gone
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 start_new_session=True,  # Ctrl-C is for us: we drain, and the child works on
             )
+            self._said = threading.Thread(target=self._listen, name="maitred-engine-stderr", daemon=True)
+            self._said.start()
+            self._waiter = threading.Thread(target=self._wait, args=(on_exit,), name="maitred-engine-exit", daemon=True)
+            self._waiter.start()
         except BaseException:
+            if process is not None:
+                process.kill()
+                process.wait()
             self._close_sockets()
             raise
-        self._said = threading.Thread(target=self._listen, name="maitred-engine-stderr", daemon=True)
-        self._said.start()
-        self._waiter = threading.Thread(target=self._wait, args=(on_exit,), name="maitred-engine-exit", daemon=True)
-        self._waiter.start()
 
     @property
     def pid(self) -> int:
@@ -117,7 +118,7 @@ class EngineChild:
         """What has come; what is no frame is dropped and counted."""
         for report in self._reports.receive():
             if isinstance(report, Hello):  # it has bound its socket; one that connects queues what it cannot send yet
-                self._commands.connect(self._address(COMMANDS))
+                self._commands.connect(address_of(self._folder.path, COMMANDS))
                 self.send(self._begin)
                 continue
             yield report
@@ -134,7 +135,7 @@ class EngineChild:
 
     def connected(self) -> None:
         """The child has both sockets: from now on nobody else can find them."""
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.remove()
 
     def kill(self) -> None:
         self._process.kill()
@@ -157,15 +158,9 @@ class EngineChild:
             self._process.stdin.close()
         self._close_sockets()
 
-    def _address(self, name: str) -> str:
-        path = self._folder / name
-        if len(str(path).encode()) > MAX_SOCKET_PATH:
-            raise ConfigError(f"{path} is too long for a socket's name; set TMPDIR to a shorter folder")
-        return f"ipc://{path}"
-
     def _close_sockets(self) -> None:
         self._context.destroy(linger=0)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.remove()
 
     # threads
 
@@ -193,3 +188,14 @@ class EngineChild:
             return False
         logging.getLogger(name).log(level, "%s", message)
         return True
+
+
+def _probe_descriptors() -> None:
+    """Raises OSError where there are too few: ZeroMQ would end this process when it gets none for its threads."""
+    taken = [os.open(os.devnull, os.O_RDONLY)]
+    try:
+        while len(taken) < NUM_DESCRIPTORS:
+            taken.append(os.dup(taken[0]))
+    finally:
+        for descriptor in taken:
+            os.close(descriptor)
