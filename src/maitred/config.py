@@ -260,7 +260,8 @@ class ServerConfig:
     max_concurrent_requests: int = 10_000
     """Requests held at once, queued ones included; more are answered 503."""
     max_connections: int = 16_384
-    """Connections held at once, idle ones included; more are answered 503."""
+    """Connections held at once, idle ones included; more are answered 503, and so are those that would take one of the
+    last 64 descriptors (ulimit -n, raised to its hard limit at the start)."""
     header_timeout_s: float = 10.0
     """A client that connects must send a request's head within this (s); 0.1 to 600."""
     body_timeout_s: float = 10.0

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import errno
 import json
 import subprocess
 import sys
 
 import pytest
+import zmq
 
 import maitred
 from maitred.cli import main as cli
@@ -122,6 +124,9 @@ def a_command_that(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> Non
         (FileNotFoundError(2, "No such file or directory", "/x"), "error: /x: No such file or directory; run"),
         (ZeroDivisionError("by\x1b[31m zero"), "error: unexpected ZeroDivisionError: by [31m zero; this is a fault"),
         (MemoryError(), "error: out of memory; give less"),
+        (zmq.ZMQError(errno.EMFILE), "error: too many open files, this process may have "),
+        (RuntimeError("can't start new thread"), "error: the system gives no more memory or threads; raise ulimit"),
+        (RuntimeError("Could not determine home directory."), "error: this user has no home directory; set HOME"),
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -153,6 +158,31 @@ def test_a_reader_that_leaves_is_no_error():
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=environment(), check=False)
     assert done.returncode in (0, cli.EXIT_BROKEN_PIPE)  # 0 when the pipe took it all before head left
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize("words", ["policies", "chat <<< hi", "--help"])
+def test_a_standard_output_that_is_closed_is_told_with_a_remedy(words: str):
+    done = shell(f"{words} >&-")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "error: standard output is closed; send it to a file, a program or /dev/null\n"
+    assert shell(f"{words} >&- 2>&-").returncode == 1
+
+
+@pytest.mark.parametrize(
+    ("limit", "remedy"),
+    [("ulimit -n 20", "as in: ulimit -n 4096"), ("ulimit -v 300000", "and bound memory by a control group")],
+)
+def test_what_the_system_does_not_give_ends_the_server_with_a_remedy(limit: str, remedy: str):
+    done = shell("serve --port 0", before=limit)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.endswith(f"{remedy}\n")
+    assert done.stderr.count("\n") == 1
+
+
+def shell(words: str, before: str = "true") -> subprocess.CompletedProcess[str]:
+    script = f"{before}; exec {sys.executable} -m maitred {words}"
+    return subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=environment(), check=False)
 
 
 def test_every_command_of_the_table_is_there():

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import re
+import resource
 import socket
 import struct
 import time
@@ -13,6 +14,7 @@ import pytest
 
 from maitred.cli.main import main
 from maitred.cli.serve import _welcome, bind
+from maitred.engine.limits import claim_descriptors
 from maitred.errors import ConfigError
 from tests.cli.running import maitred_process
 from tests.conftest import ServerProcess, copied_model
@@ -48,6 +50,15 @@ def test_a_missing_model_is_one_line(capsys):
     assert err.startswith("error: ")
     assert "/no/such/model" in err
     assert err.count("\n") == 1
+
+
+def test_all_descriptors_that_the_system_allows_are_claimed():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard - 1, hard))
+    try:
+        assert claim_descriptors() == hard == resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def cut_short(folder: Path) -> None:

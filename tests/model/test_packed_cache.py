@@ -314,6 +314,14 @@ def test_the_folder_is_where_caches_belong(monkeypatch: pytest.MonkeyPatch, tmp_
     assert default_folder() == tmp_path / "home" / ".cache" / "maitred" / "weights"
 
 
+def test_who_has_no_home_has_no_cache(monkeypatch: pytest.MonkeyPatch):
+    """Neither HOME nor an entry in the system's list of users."""
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(os, "getuid", lambda: 2**31 - 7)
+    assert default_folder() is None
+
+
 @pytest.mark.parametrize("size", [0, 1, 7, 8, 63, 64, 65, 4096, 2**20 - 1, 2**20, 2**20 + 1, 3 * 2**20 + 17])
 def test_a_checksum_changes_with_every_byte_and_with_no_number_of_threads(size: int):
     data = np.random.default_rng(size).integers(0, 256, size, dtype=np.uint8)

@@ -26,6 +26,7 @@ from maitred.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConf
 from maitred.engine.async_engine import AsyncEngine
 from maitred.engine.core import EngineCore
 from maitred.engine.in_process import build_engine
+from maitred.engine.limits import SPARE_DESCRIPTORS
 from maitred.request import FinishReason
 from maitred.text import Tokenizer
 from tests.api.test_disconnect import close, half_close, reset, send
@@ -92,6 +93,25 @@ def test_connections_over_the_limit_are_told_and_the_others_live_on():
     with attacked(max_connections=20, header_timeout_s=600) as server:
         with opened([connect(server) for _ in range(20)]), connect(server) as late:
             assert answer_of(late).startswith(b"HTTP/1.1 503")
+        until(lambda: _is_let_in(server))
+
+
+def test_the_last_descriptors_are_no_connections_and_who_comes_then_is_told():
+    with attacked(header_timeout_s=600) as server:
+        limit = server.num_files() + SPARE_DESCRIPTORS + 10
+        resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, (limit, limit))
+        with opened([]) as connections:
+            while len(connections) < 20:
+                connections.append(connect(server))
+                connections[-1].sendall(GET + b"\r\n")
+                if not connections[-1].recv(65536).startswith(b"HTTP/1.1 200"):
+                    break
+            assert 8 <= len(connections) <= 12
+            assert server.num_files() <= limit - SPARE_DESCRIPTORS + 1
+            with connect(server) as late:
+                assert answer_of(late).startswith(b"HTTP/1.1 503")
+            connections[0].sendall(GET + b"\r\n")
+            assert connections[0].recv(65536).startswith(b"HTTP/1.1 200"), "the others live on"
         until(lambda: _is_let_in(server))
 
 

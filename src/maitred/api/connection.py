@@ -22,6 +22,7 @@ from maitred.api.edge import Edge
 from maitred.api.errors import HeadTooLarge, RequestTooSlow, http_error
 from maitred.api.exchange import TOO_SLOW
 from maitred.api.logs import ACCESS, log_fields
+from maitred.engine.limits import is_spare
 from maitred.errors import InvalidRequest, RequestError, Unavailable
 
 MAX_HEAD_BYTES = 64 * 1024  # request line and headers; besides, what comes of a body without a byte of it: trailers
@@ -76,6 +77,9 @@ class GuardedConnection(HttpToolsProtocol):
         plain = transport.get_extra_info("socket")
         if plain is not None and plain.family != socket.AF_UNIX:
             plain.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+        if plain is not None and is_spare(plain.fileno()):
+            self._refuse(Unavailable("the server's descriptors (ulimit -n) are taken; try again", retry_after_s=1.0))
+            return
         limit = self._limits.max_connections
         if len(self.connections) > limit:
             self._refuse(Unavailable(f"the server holds {limit} connections, its limit; try again", retry_after_s=1.0))

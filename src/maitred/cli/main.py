@@ -5,6 +5,7 @@ The table below is all that `maitred --help` needs, so it appears without import
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -41,6 +42,7 @@ EXIT_FAILURE, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 1, 2, 130, 141
 def main(argv: Sequence[str] | None = None) -> int:
     """The exit code: 0, 1 for a failure, 2 for a slip in the words, 130 for Ctrl-C."""
     words = list(sys.argv[1:] if argv is None else argv)
+    _fill_closed_streams()
     try:
         code = _dispatch(words)
         sys.stdout.flush()  # here, where a reader that has left is handled
@@ -57,6 +59,26 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"error: {one_line(error)}", file=sys.stderr)
         return EXIT_USAGE if _is_usage(error) else EXIT_FAILURE
+
+
+class _ClosedOutput(io.TextIOBase):
+    """Of a standard output that was closed: who writes there ends with a remedy; `serve` does not, and runs."""
+
+    def write(self, text: str) -> int:
+        raise ConfigError("standard output is closed; send it to a file, a program or /dev/null")
+
+
+def _fill_closed_streams() -> None:
+    """Else the next file or socket gets the number of a standard stream, and what others write there."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the smallest number that is free: this one
+    if sys.stdout is None:
+        sys.stdout = _ClosedOutput()
+    if sys.stderr is None:
+        sys.stderr = os.fdopen(2, "w", encoding="utf-8", closefd=False)
 
 
 def _dispatch(words: list[str]) -> int:
@@ -137,11 +159,17 @@ def one_line(error: BaseException) -> str:
 def _words_of(error: BaseException) -> str:
     if isinstance(error, MaitredError):
         return str(error)
+    from maitred.engine.limits import remedy_for
+
+    if remedy := remedy_for(error):
+        return remedy
     if isinstance(error, OSError) and error.strerror:
         name = f"{error.filename}: " if error.filename else ""
         return f"{name}{error.strerror}; run again with --debug for the traceback"
     if isinstance(error, MemoryError):
         return "out of memory; give less with --kv-cache-memory-bytes, --max-num-seqs or --max-model-len"
+    if isinstance(error, RuntimeError) and "home directory" in str(error):  # of Path.expanduser and Path.home
+        return "this user has no home directory; set HOME to a folder"
     name = type(error).__name__
     return f"unexpected {name}: {error}; this is a fault of maitred, run again with --debug for the traceback"
 

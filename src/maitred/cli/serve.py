@@ -25,12 +25,17 @@ if TYPE_CHECKING:
 
 def _run(options: Options) -> int:
     from maitred.clock import WallClock
+    from maitred.engine.limits import SPARE_DESCRIPTORS, check_addresses, claim_descriptors
     from maitred.engine.timeline import Timeline, process_age_s
 
     timeline = Timeline(WallClock(), age_s=process_age_s())
     server = options[ServerConfig]
+    num_descriptors = claim_descriptors()
+    check_addresses()
     listener = bind(server.host, server.port)  # first, so that a busy port costs no loading time
     tell = _teller(server)
+    if 0 <= num_descriptors - SPARE_DESCRIPTORS < server.max_connections:
+        tell(f"connections  fewer than {num_descriptors - SPARE_DESCRIPTORS:,}, for want of descriptors (ulimit -n)")
     with listener, open_tenancy(options[TenancyConfig], server) as (tenants, ledger):
         config = _engine_config(options)
         timeline.end("command")

@@ -209,6 +209,8 @@ def weight_cache(config: ModelConfig) -> WeightCache | None:
     if config.weight_cache == "off":
         return None
     folder = default_folder() if config.weight_cache == "auto" else Path(config.weight_cache).expanduser()
+    if folder is None:
+        return None
     return WeightCache(folder=folder, max_bytes=config.weight_cache_max_bytes)
 
 

@@ -84,10 +84,15 @@ class _Unusable(Exception):
     """Why a file cannot be used, or not be written."""
 
 
-def default_folder() -> Path:
-    """maitred/weights in XDG_CACHE_HOME, or in ~/.cache."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if Path(base).is_absolute() else Path.home() / ".cache") / "maitred" / "weights"
+def default_folder() -> Path | None:
+    """maitred/weights in XDG_CACHE_HOME, or in ~/.cache; None for a user without a home."""
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if not base.is_absolute():
+        try:
+            base = Path.home() / ".cache"
+        except RuntimeError:
+            return None
+    return base / "maitred" / "weights"
 
 
 def load_weights(
@@ -106,7 +111,7 @@ def load_weights(
     """
     size = total_bytes(plan_weights(program))
     if cache is None or size < cache.min_bytes:
-        why = "no cache was wanted" if cache is None else "too small to keep"
+        why = "there is no cache" if cache is None else "too small to keep"
         weights, _ = _pack(program, checkpoint, threads, on_packed)
         return LoadedWeights(weights, "packed", _packed_story(weights, why))
     path = cache.folder / (cache_key(program, checkpoint, isa) + _SUFFIX)
