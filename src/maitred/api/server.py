@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from socket import socket
+from types import FrameType
 from typing import Protocol, runtime_checkable
 
 import uvicorn
@@ -172,12 +173,14 @@ def serve(
     tenants: TenantSource | None = None,
     ledger: Ledger | None = None,
     start_phases: Mapping[str, float] | None = None,
+    is_ending: Callable[[], bool] = lambda: False,
     on_open: Callable[[Opened, str, int], None] | None = None,
 ) -> None:
     """Listen while the engine loads, and serve until SIGTERM or SIGINT; then finish what is in flight and return.
 
     `listener` is a bound socket; without one, `config` says where. `on_open` is told the engine, host and port when
-    requests are welcome. Raises what keeps the engine from loading.
+    requests are welcome. `is_ending` tells whether a signal came before they are heard here. Raises what keeps the
+    engine from loading.
     """
     num_log_lines_dropped = configure_logging(config)
     hand_over_quickly()
@@ -196,7 +199,7 @@ def serve(
         if on_open is not None and server.engine is not None:
             on_open(server.engine, host, port)
 
-    server = Server(app_of(edge), config, starting=starting, on_open=opened)
+    server = Server(app_of(edge), config, starting=starting, is_ending=is_ending, on_open=opened)
     server.run([listener] if listener is not None else None)
     if server.failure is not None:
         raise server.failure
@@ -223,6 +226,7 @@ class Server(uvicorn.Server):
         config: ServerConfig,
         *,
         starting: Starting | None = None,
+        is_ending: Callable[[], bool] = lambda: False,
         on_open: Callable[[str, int], None] | None = None,
     ) -> None:
         """`starting` is what the app waits for to open; without, it is open already."""
@@ -250,7 +254,7 @@ class Server(uvicorn.Server):
         self._edge: Edge = app.state.edge
         self._drain_timeout_s = config.drain_timeout_s
         self._draining: asyncio.Task[None] | None = None
-        self._starting, self._on_open = starting, on_open
+        self._starting, self._is_ending, self._on_open = starting, is_ending, on_open
         self._opening: asyncio.Task[None] | None = None
         self.engine: Opened | None = None
         """What `starting` gave, once it has."""
@@ -319,22 +323,27 @@ class Server(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         loop = asyncio.get_running_loop()
-        signals = (signal.SIGTERM, signal.SIGINT)
         hangup = self._certificate.hearing_hangup(loop) if self._certificate is not None else nullcontext()
+
+        def heard(number: int, frame: FrameType | None) -> None:
+            loop.call_soon_threadsafe(self._signalled, number)
+
         try:
-            for number in signals:
-                loop.add_signal_handler(number, self._signalled, number)
-        except (ValueError, RuntimeError):  # not in the main thread: whoever started us stops us
+            # not the loop's own handlers: between those and the ones before, the system's would end the process
+            before = {number: signal.signal(number, heard) for number in (signal.SIGTERM, signal.SIGINT)}
+        except ValueError:  # not in the main thread: whoever started us stops us
             yield
             return
+        if self._is_ending():
+            self._signalled(signal.SIGTERM)
         try:
             with hangup:
                 yield
         finally:
-            for number in signals:
-                loop.remove_signal_handler(number)
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
-    def _signalled(self, number: signal.Signals) -> None:
+    def _signalled(self, number: int) -> None:
         if self._draining is not None:
             self._cut("a second signal came")
             self.should_exit = True

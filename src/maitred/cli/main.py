@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 import maitred
+from maitred.cli.ending import ignore_signals, note_signals
 from maitred.errors import ConfigError, MaitredError, did_you_mean
 
 if TYPE_CHECKING:
@@ -40,9 +41,23 @@ EXIT_FAILURE, EXIT_USAGE, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 1, 2, 130, 141
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code: 0, 1 for a failure, 2 for a slip in the words, 130 for Ctrl-C."""
+    """The exit code: 0, 1 for a failure, 2 for a slip in the words, 130 for Ctrl-C.
+
+    Without `argv` the words are those of the process, and so are its signals.
+    """
     words = list(sys.argv[1:] if argv is None else argv)
+    serves = argv is None and [word for word in words if word != "--debug"][:1] == ["serve"]
+    if serves:
+        note_signals()  # before anything else, for there are things to put away from now on
     _fill_closed_streams()
+    try:
+        return _exit_code(words)
+    finally:
+        if serves:
+            ignore_signals()
+
+
+def _exit_code(words: list[str]) -> int:
     try:
         code = _dispatch(words)
         sys.stdout.flush()  # here, where a reader that has left is handled

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from maitred.cli.command import Command, Options
 from maitred.cli.console import note
+from maitred.cli.ending import noted
 from maitred.cli.local import ENGINE_PARTS, engine_config, start_engine
 from maitred.cli.tenancy import open_tenancy
 from maitred.config import AdmissionConfig, EngineConfig, ProcessConfig, ServerConfig, TenancyConfig
@@ -38,6 +39,9 @@ def _run(options: Options) -> int:
         tell(f"connections  fewer than {num_descriptors - SPARE_DESCRIPTORS:,}, for want of descriptors (ulimit -n)")
     with listener, open_tenancy(options[TenancyConfig], server) as (tenants, ledger):
         config = _engine_config(options)
+        ending = noted()
+        if ending.came:
+            return 0
         timeline.end("command")
         starting = _start(options, config, tell, ledger.opened if ledger is not None else None)
         try:
@@ -63,6 +67,7 @@ def _run(options: Options) -> int:
                 tenants=tenants,
                 ledger=ledger,
                 start_phases=timeline.phases,
+                is_ending=lambda: ending.came,
                 on_open=on_open,
             )
         finally:

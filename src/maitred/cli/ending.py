@@ -1,0 +1,38 @@
+"""Signals that end a server, before it hears them itself and after: noted, so that what was begun is ended in order."""
+
+from __future__ import annotations
+
+import signal
+from types import FrameType
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class Ending:
+    """Whether one came. It is the handler itself."""
+
+    def __init__(self) -> None:
+        self.came = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.came = True
+
+
+def note_signals() -> None:
+    """From now on; and SIGHUP, for which there may be nothing to read again, does nothing. For the main thread."""
+    ending = Ending()
+    for number in SIGNALS:
+        signal.signal(number, ending)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+
+def noted() -> Ending:
+    """What was noted so far, and will be; nothing where nobody began."""
+    handler = signal.getsignal(signal.SIGTERM)
+    return handler if isinstance(handler, Ending) else Ending()
+
+
+def ignore_signals() -> None:
+    """For the last lines of a process: Python's own end would put the system's handlers back."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
