@@ -29,11 +29,16 @@ F = TypeVar("F")
 class SocketFolder:
     """Nobody else may open it, and it is locked as long as its maker lives: what `kill -9` left, the next one removes.
 
-    Raises OSError, and ConfigError for a TMPDIR that is too long.
+    Raises OSError, and ConfigError where there is no place for it.
     """
 
     def __init__(self) -> None:
-        for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        try:
+            temporary = Path(tempfile.gettempdir())
+        except FileNotFoundError as error:
+            text = "set TMPDIR to a folder that can be written, or give a container one: --tmpfs /tmp"
+            raise ConfigError(f"{error.strerror or error}; {text}") from None
+        for left in temporary.glob(f"{_PREFIX}*"):
             _remove_if_abandoned(left)
         while True:  # another one's start may take it for abandoned before it is locked
             self.path = Path(tempfile.mkdtemp(prefix=_PREFIX))
