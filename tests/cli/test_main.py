@@ -11,7 +11,7 @@ import zmq
 import maitred
 from maitred.cli import main as cli
 from maitred.cli.command import Command, CommonOptions
-from maitred.errors import OutOfMemory
+from maitred.errors import EngineDead, OutOfMemory
 from tests.cli.running import environment, maitred_process
 
 HEAVY = ("torch", "numpy", "rich", "starlette", "uvicorn", "aiohttp", "tokenizers", "prompt_toolkit", "yaml", "asyncio")
@@ -126,6 +126,7 @@ def a_command_that(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> Non
         (MemoryError(), "error: out of memory; give less"),
         (zmq.ZMQError(errno.EMFILE), "error: too many open files, this process may have "),
         (RuntimeError("can't start new thread"), "error: the system gives no more memory or threads; raise ulimit"),
+        (EngineDead("Memory allocation failed"), "error: Memory allocation failed; the system gives no more memory"),
         (RuntimeError("Could not determine home directory."), "error: this user has no home directory; set HOME"),
     ],
     ids=lambda value: type(value).__name__,

@@ -172,11 +172,12 @@ def one_line(error: BaseException) -> str:
 
 
 def _words_of(error: BaseException) -> str:
-    if isinstance(error, MaitredError):
-        return str(error)
     from maitred.engine.limits import remedy_for
 
-    if remedy := remedy_for(error):
+    remedy = remedy_for(error)
+    if isinstance(error, MaitredError):
+        return f"{error}; {remedy}" if remedy else str(error)
+    if remedy:
         return remedy
     if isinstance(error, OSError) and error.strerror:
         name = f"{error.filename}: " if error.filename else ""

@@ -10,6 +10,7 @@ from maitred.errors import ConfigError
 
 SPARE_DESCRIPTORS = 64  # for the engine's next start, files and logs: no connection takes them
 MIN_DESCRIPTORS = 128
+_WANT_OF_MEMORY = ("can't start new thread", "emory allocation", "Cannot allocate memory")  # Python's, libraries'
 MIN_ADDRESS_BYTES = 2**30  # both processes' code and threads, before any weights; below, libraries end the process
 
 
@@ -49,6 +50,6 @@ def remedy_for(error: BaseException) -> str | None:
     if number in (errno.EMFILE, errno.ENFILE) or "Too many open files" in str(error):
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         return f"too many open files, this process may have {soft}; give it more, as in: ulimit -n 4096"
-    if number == errno.ENOMEM or "can't start new thread" in str(error):
+    if number == errno.ENOMEM or any(words in str(error) for words in _WANT_OF_MEMORY):
         return "the system gives no more memory or threads; raise ulimit -v and ulimit -u, or the container's limits"
     return None
