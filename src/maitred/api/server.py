@@ -270,6 +270,8 @@ class Server(uvicorn.Server):
             self._opening = asyncio.create_task(self._open_when_loaded(self._starting, host, port))
         else:
             self._opened(host, port)
+        if self._is_ending():
+            self._signalled(signal.SIGTERM)
 
     async def _open_when_loaded(self, starting: Starting, host: str, port: int) -> None:
         try:
@@ -334,8 +336,6 @@ class Server(uvicorn.Server):
         except ValueError:  # not in the main thread: whoever started us stops us
             yield
             return
-        if self._is_ending():
-            self._signalled(signal.SIGTERM)
         try:
             with hangup:
                 yield

@@ -77,9 +77,9 @@ def _remove_if_abandoned(folder: Path) -> None:
 
 
 def _remove(folder: Path) -> None:
-    for name in (COMMANDS, REPORTS):
-        (folder / name).unlink(missing_ok=True)
     with suppress(OSError):
+        for name in (COMMANDS, REPORTS):
+            (folder / name).unlink(missing_ok=True)
         folder.rmdir()
 
 
