@@ -21,7 +21,7 @@ import tempfile
 import time
 import urllib.request
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -122,14 +122,14 @@ def children_cpu_s() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-def make_checkpoint(folder: Path) -> Path:
-    """Random bfloat16 weights of Qwen3-0.6B's shape, with the built-in model's tokenizer."""
+def make_checkpoint(folder: Path, config: dict[str, Any] = QWEN3_06B) -> Path:
+    """Random bfloat16 weights of that shape, with the built-in model's tokenizer."""
     folder.mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(BUILTIN_FOLDER / name, folder)
-    (folder / "config.json").write_text(json.dumps(QWEN3_06B))
+    (folder / "config.json").write_text(json.dumps(config))
     header, offset = {}, 0
-    shapes = {source.tensor: source.shape for source in weight_map(spec_from_config(QWEN3_06B), AnyName())}
+    shapes = {source.tensor: source.shape for source in weight_map(spec_from_config(config), AnyName())}
     for name, shape in shapes.items():
         size = 2 * int(np.prod(shape))
         header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [offset, offset + size]}

@@ -77,7 +77,8 @@ class ModelConfig:
     weight_cache_max_bytes: int = 32 * 2**30
     """Most bytes in that folder; what was used longest ago goes first."""
     num_threads: int | None = None
-    """CPU threads of the executor; None is the physical cores this process may use, or one below 30 M parameters."""
+    """CPU threads of the executor, at most the physical cores this process may use; None is these cores, or one below
+    30 M parameters, and the native executor uses fewer of them as long as measured steps are faster so."""
     bind_threads: str = "auto"
     """Whether the native executor's threads keep to a processor each, where they are as many as this process may use:
     on, off, or auto, which is on in an engine's own process, as under maitred serve."""

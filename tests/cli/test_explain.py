@@ -19,6 +19,7 @@ def explained(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 def test_fusions_kernels_formats_buffers_and_bytes_are_told(capsys, monkeypatch, tmp_path: Path):
     monkeypatch.setenv("MAITRED_ISA", "plain")
+    monkeypatch.setattr(executors, "usable_cores", lambda: 2)
     folder = make_checkpoint("gemma2", tmp_path)
     text = explained(capsys, str(folder), "--dtype", "int4", "--num-threads", "2")
     assert "executor  native plain, 2 threads, weights int4/32, embedding and output int8, KV cache bfloat16" in text

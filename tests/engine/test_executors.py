@@ -70,6 +70,29 @@ def test_nobody_waits_for_pytorch_where_there_is_no_gpu_driver(monkeypatch: pyte
     assert planned(device="auto")[0].name == "native"
 
 
-def test_a_small_model_gets_one_thread_unless_told_otherwise():
+def test_a_small_model_gets_one_thread_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(executors, "usable_cores", lambda: 2)
     assert planned(device="cpu")[0].num_threads == 1
     assert planned(device="cpu", num_threads=2)[0].num_threads == 2
+
+
+@pytest.mark.parametrize("executor", ["native", "torch"])
+def test_more_threads_than_cores_are_refused_with_both_numbers(executor: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(executors, "usable_cores", lambda: 2)
+    with pytest.raises(ConfigError, match="is 1000, and this process may use 2 physical cores; ask for 2 or"):
+        planned(executor=executor, device="cpu", num_threads=1000)
+
+
+def test_threads_that_nobody_counted_out_follow_measured_steps(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(executors, "usable_cores", lambda: 2)
+    monkeypatch.setattr(executors, "SMALL_MODEL_PARAMETERS", 0)
+    plan, kept = planned(device="cpu")[0], planned(device="cpu", num_threads=2)[0]
+    assert ", up to 2 threads, " in plan.describe()
+    assert ", 2 threads, " in kept.describe()
+    choices = []
+    for each in (plan, kept):
+        executor = each.build(num_blocks=2, max_model_len=16)
+        choices.append(executor.choice)
+        executor.close()
+    assert choices[0].num_threads == 2
+    assert choices[1] is None

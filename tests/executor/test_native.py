@@ -282,7 +282,9 @@ def plan_of_the_builtin_model(**model: Any) -> Any:
 def test_a_plan_says_what_will_be_taken():
     plan = plan_of_the_builtin_model(dtype="int4", int4_group_size=64)
     assert plan.program.formats.linears == Format(dtype="int4", group=64)
-    assert plan.describe().startswith(f"native  {_native.default_isa()}, 2 threads, weights int4/64, embedding and out")
+    assert plan.describe().startswith(
+        f"native  {_native.default_isa()}, up to 2 threads, weights int4/64, embedding and out"
+    )
     assert plan.weights_bytes < plan_of_the_builtin_model(dtype="int8").weights_bytes
     assert plan.available_bytes(2**40) == 2**40 - plan.buffer_bytes
     assert plan.available_bytes(1) == 0
@@ -324,6 +326,32 @@ def test_other_threads_run_while_a_step_does():
     finally:
         sys.setswitchinterval(interval)
         thread.join()
+
+
+class Proven:
+    """A choice of threads that has proven itself after the first step."""
+
+    def __init__(self, num_threads: int) -> None:
+        self.num_threads, self.told = num_threads, list[tuple[int, int]]()
+
+    def took(self, num_tokens: int, num_rows: int, began_at: float, ended_at: float) -> int | None:
+        assert began_at <= ended_at
+        self.told.append((num_tokens, num_rows))
+        return self.num_threads if len(self.told) == 1 else None
+
+
+def test_threads_that_steps_choose_are_used_and_told_once(caplog: pytest.LogCaptureFixture):
+    hand = make_hand(num_threads=3)
+    hand.add("r", [1, 2, 3])
+    told = ["2 of 3 threads are used: steps are faster so", "all 3 threads are used again: steps are faster so"]
+    for number, line in zip((2, 3), told, strict=True):
+        caplog.clear()
+        hand.executor.choice = choice = Proven(number)
+        hand.step()
+        hand.step()
+        assert hand.executor.threads.num_used == number
+        assert [record.message[: len(line)] for record in caplog.records] == [line]
+        assert choice.told[-1] == (1, 1)
 
 
 def threads() -> set[str]:

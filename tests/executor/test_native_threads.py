@@ -1,4 +1,4 @@
-"""Threads that are bound keep to one processor each, and only where there is one for each."""
+"""Threads that are bound keep to one processor each, only where there is one for each, and as long as all are used."""
 
 from __future__ import annotations
 
@@ -44,6 +44,34 @@ def test_fewer_threads_than_processors_stay_free():
 def test_one_thread_stays_free():
     cpus = {min(os.sched_getaffinity(0))}
     assert bound(1, cpus) == (False, cpus)
+
+
+def test_fewer_threads_than_were_bound_may_run_anywhere_until_all_are_used_again():
+    cpus = set(sorted(os.sched_getaffinity(0))[:2])
+    if len(cpus) < 2:
+        pytest.skip("one processor")
+    places: list[set[int]] = []
+
+    def call() -> None:
+        os.sched_setaffinity(0, cpus)
+        threads = _native.ThreadPool(2)
+        bind_threads(threads)
+        for number in (1, 2):
+            threads.use(number)
+            places.append(os.sched_getaffinity(0))
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+    assert places == [cpus, {min(cpus)}]
+
+
+@pytest.mark.parametrize("number", [0, 4])
+def test_no_more_threads_are_used_than_there_are(number: int):
+    threads = _native.ThreadPool(3)
+    with pytest.raises(ValueError, match=f"{number} threads; it takes 1 to 3"):
+        threads.use(number)
+    assert threads.num_used == 3
 
 
 def test_a_processor_that_is_not_there_is_not_taken():

@@ -91,6 +91,7 @@ def plan_executor(
 
     Raises ConfigError when the executor that was asked for cannot serve this model, or none can.
     """
+    check_threads(config.model.num_threads)
     wanted = config.model.executor
     if wanted == "torch" or (wanted == "auto" and _wants_gpu(config.model.device)):
         return _plan_torch(config, checkpoint, spec)
@@ -149,6 +150,16 @@ def _wants_gpu(device: str) -> bool:
     from maitred.executor.torch import resolve_device  # noqa: PLC0415
 
     return resolve_device("auto").type == "cuda"
+
+
+def check_threads(asked: int | None) -> None:
+    """Raises ConfigError for more than there are cores: threads that share one wait for each other's time slices."""
+    cores = usable_cores()
+    if asked is not None and asked > cores:
+        raise ConfigError(
+            f"num_threads is {asked}, and this process may use {cores} physical core{'s' if cores > 1 else ''}; "
+            f"ask for {cores} or less, or leave it out"
+        )
 
 
 def _useful_threads(spec: DecoderSpec) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -17,6 +19,7 @@ from maitred.executor.sampler_state import RequestSampler
 from maitred.executor.state import RequestState
 from maitred.step import ModelOutput, SampledRow, SchedulerOutput, TokenLogprobs
 
+logger = logging.getLogger(__name__)
 Logits = NDArray[np.float32]
 
 # (request id, first position, logits [n, V] of positions first ..)
@@ -48,6 +51,16 @@ class Runner(Protocol):
     def close(self) -> None: ...
 
 
+class Choice(Protocol):
+    """How many threads take part in a step; `thread_choice.ThreadChoice` is one."""
+
+    @property
+    def num_threads(self) -> int: ...
+
+    def took(self, num_tokens: int, num_rows: int, began_at: float, ended_at: float) -> int | None:
+        """Told of a step (times in s); a number of threads when people should know of it."""
+
+
 class NativeExecutor:
     """Carries out plans (`step.Executor`). Not thread-safe: one thread calls `execute`.
 
@@ -66,8 +79,12 @@ class NativeExecutor:
         block_size: int,
         host: NativeHostPool | None = None,
         on_logits: OnLogits | None = None,
+        threads: Any = None,
+        choice: Choice | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`pool` is the `_native.KVPool` that the runner writes."""
+        """`pool` is the `_native.KVPool` that the runner writes, `threads` the `_native.ThreadPool` of which `choice`
+        decides how many take part; without it all do. `clock` tells seconds."""
         self.on_logits = on_logits
         self.vocab_size = runner.vocab_size
         self.pool = pool
@@ -76,6 +93,7 @@ class NativeExecutor:
         self._block_size = block_size
         self._states: dict[str, RequestState] = {}
         self._host = host
+        self.threads, self.choice, self._clock = threads, choice, clock
 
     def execute(self, plan: SchedulerOutput) -> ModelOutput:
         works = self._take_plan(plan)
@@ -83,8 +101,11 @@ class NativeExecutor:
             return ModelOutput(())
         tokens: dict[int, SampledToken] = {}
         prompts: dict[int, list[TokenLogprobs]] = {}
+        began_at = self._clock()
         for slices in cut(works, self._runner.max_tokens):
             self._run(slices, tokens, prompts)
+        if self.choice is not None:
+            self._choose_threads(self.choice, plan.num_tokens, len(works), began_at)
         return ModelOutput(tuple(self._reports(works, tokens, prompts)))
 
     def measure_swap(self) -> Bandwidth | None:
@@ -96,7 +117,22 @@ class NativeExecutor:
         self._states.clear()
         self._host = None
         self._runner.close()
-        del self._runner, self.pool, self._sample_rows
+        del self._runner, self.pool, self._sample_rows, self.threads
+
+    def _choose_threads(self, choice: Choice, num_tokens: int, num_rows: int, began_at: float) -> None:
+        """For the next step, by what this one took."""
+        news, most = choice.took(num_tokens, num_rows, began_at, self._clock()), self.threads.num_threads
+        self.threads.use(choice.num_threads)
+        if news == most:
+            logger.warning("all %d threads are used again: steps are faster so", most)
+        elif news is not None:
+            logger.warning(
+                "%d of %d threads are used: steps are faster so, since other work has processors; more again when they "
+                "are free (--num-threads %d keeps them all)",
+                news,
+                most,
+                most,
+            )
 
     def _take_plan(self, plan: SchedulerOutput) -> list[RowWork]:
         """All of the plan but the computing: what to forget, learn and copy, and each row's block table."""

@@ -13,6 +13,7 @@ from maitred.executor.native import NativeExecutor
 from maitred.executor.native_program import NativeProgram, most_logits
 from maitred.executor.native_sampler import NativeSampler
 from maitred.executor.native_swap import NativeHostPool
+from maitred.executor.thread_choice import ThreadChoice
 from maitred.kernels import _native
 from maitred.kernels.attention import LARGEST_HEAD, make_kv_pool
 from maitred.model.checkpoint import Checkpoint
@@ -36,6 +37,7 @@ class NativePlan:
     max_tokens: int
     max_logits: int
     bind_threads: bool = False
+    choose_threads: bool = False  # fewer of them where measured steps are faster so
     weight_cache: WeightCache | None = None
 
     name = "native"
@@ -105,9 +107,10 @@ class NativePlan:
     def describe(self) -> str:
         """A line for the terminal."""
         formats = self.program.formats
+        up_to = "up to " if self.choose_threads and self.num_threads > 1 else ""
         head = "" if formats.head == formats.linears else f", embedding and output {formats.head}"
         return (
-            f"native  {self.isa}, {self.num_threads} thread{'s' if self.num_threads > 1 else ''}, "
+            f"native  {self.isa}, {up_to}{self.num_threads} thread{'s' if self.num_threads > 1 else ''}, "
             f"weights {formats.linears}{head}, KV cache {self.kv_dtype}, {len(self.program.ops)} operations a step"
         )
 
@@ -155,7 +158,15 @@ class NativePlan:
         if self.bind_threads:
             bind_threads(threads)
         on_phase("program", "")
-        return NativeExecutor(runner, pool, sample_rows, block_size=self.block_size, host=host)
+        return NativeExecutor(
+            runner,
+            pool,
+            sample_rows,
+            block_size=self.block_size,
+            host=host,
+            threads=threads,
+            choice=ThreadChoice(self.num_threads) if self.choose_threads else None,
+        )
 
 
 def plan_native_executor(
@@ -189,6 +200,7 @@ def plan_native_executor(
         max_tokens=scheduler.settled(budget).token_budget,
         max_logits=most_logits(spec.vocab_size, scheduler.max_num_seqs),
         bind_threads=config.bind_threads == "on",
+        choose_threads=config.num_threads is None,
         weight_cache=weight_cache(config),
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -12,7 +13,7 @@ from maitred.cli.main import main
 from maitred.config import CacheConfig, EngineConfig, SchedulerConfig
 from maitred.engine.build import build_parts
 from maitred.errors import ConfigError
-from maitred.model.machine import Measured, measure
+from maitred.model.machine import Measured
 from maitred.model.roofline import Machine
 
 PEAKS = {"float32": 0.4e12, "bfloat16": 0.9e12, "int8": 1.8e12}
@@ -21,15 +22,7 @@ HOST = Measured(Machine(80e9, PEAKS), {name: 1.1 * ops for name, ops in PEAKS.it
 
 @pytest.fixture
 def known_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report, "measure", lambda num_threads: HOST)
-
-
-def test_the_machine_is_measured_for_what_it_is():
-    measured = measure(1)
-    assert measured.machine.stream_bytes_per_s > 1e8
-    for name, ops in measured.machine.peak_ops_per_s.items():
-        assert ops > 1e6
-        assert measured.registers_ops_per_s[name] > 1e6
+    monkeypatch.setattr(report, "measure", lambda num_threads, model_bytes: HOST)
 
 
 @pytest.mark.usefixtures("known_host")
@@ -43,6 +36,25 @@ def test_tables_name_machine_model_floors_and_the_engines_share(capsys: pytest.C
     for step in ("decode, 1 x context 64", "decode, 2 x context 64", "prefill of 32"):
         (line,) = [line for line in out.splitlines() if line.startswith(step)]
         assert line.rstrip().endswith("%"), "the engine ran"
+
+
+def test_what_lies_in_the_cache_is_held_against_the_caches_stream_and_a_busy_machine_is_told(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    near, asked = replace(HOST, cache_bytes_per_s=800e9, unsteady=("memory", "int8 product")), []
+    monkeypatch.setattr(report, "measure", lambda num_threads, model_bytes: asked.append(model_bytes) or near)
+    words = ("--dtype", "int8")
+    assert main(["roofline", "--no-engine", *words]) == 0
+    out = capsys.readouterr().out
+    assert "the last-level cache holds this model's 3.7 MiB, which are read at 800.0 GB/s" in out
+    assert "this machine is busy: repeats of memory, int8 product did not agree in 3 s" in out
+    assert 3.6 * 2**20 < asked[0] < 3.8 * 2**20
+    far = replace(near, cache_bytes_per_s=None)
+    floors = []
+    for host in (near, far):
+        monkeypatch.setattr(report, "measure", lambda num_threads, model_bytes, host=host: host)
+        floors.append(floors_of(capsys, *words)["decode, 1 x context 512"])
+    assert floors[0] < 0.5 * floors[1]
 
 
 @pytest.mark.usefixtures("known_host")

@@ -11,12 +11,12 @@ from maitred.cli.floors.timed import TimedEngine
 from maitred.config import EngineConfig
 from maitred.engine.build import build_parts
 from maitred.engine.executors import plan_executor
-from maitred.engine.memory import usable_cores
+from maitred.engine.memory import format_bytes, usable_cores
 from maitred.errors import ConfigError
 from maitred.executor.native_plan import NativePlan
 from maitred.model.checkpoint import Checkpoint, open_checkpoint
 from maitred.model.families import spec_from_config
-from maitred.model.machine import Measured, measure
+from maitred.model.machine import LIMIT_S, Measured, measure
 from maitred.model.roofline import (
     ARITHMETIC,
     KVFormat,
@@ -53,27 +53,28 @@ class Floor:
 
 def run_roofline(options: RooflineOptions, config: EngineConfig) -> int:
     batches = [_batch(word) for word in options.batch]
-    note("measuring this machine; other load on it spoils the figures")
-    measured = measure(config.model.num_threads or usable_cores())
     with open_checkpoint(config.model.model, config.model.revision) as checkpoint:
         spec = spec_from_config(checkpoint.config)
         held = _held(config, checkpoint, spec)
+    note("measuring this machine; other load on it spoils the figures")
+    measured = measure(config.model.num_threads or usable_cores(), model_bytes=held.num_bytes)
     floors = _floors(options, spec, measured, held, batches)
     if options.engine:
         floors = _with_engine(options, config, floors, batches)
     if options.json:
         print(json.dumps(_as_json(measured, spec, held, floors)))
     else:
-        print("\n".join([*machine_lines(measured), "", *model_lines(spec, held, floors)]))
+        print("\n".join([*machine_lines(measured, held), "", *model_lines(spec, held, floors)]))
     return 0
 
 
 class Held(NamedTuple):
-    """The formats that the engine holds the model in."""
+    """How the engine holds the model."""
 
     weights: WeightFormat
     lm_head: WeightFormat
     kv: KVFormat
+    num_bytes: int  # of weights
 
 
 def _held(config: EngineConfig, checkpoint: Checkpoint, spec: DecoderSpec) -> Held:
@@ -81,14 +82,14 @@ def _held(config: EngineConfig, checkpoint: Checkpoint, spec: DecoderSpec) -> He
     plan = plan_executor(config, checkpoint, spec, lambda line: None)
     weights = weight_format(plan.dtype_name)
     head = weight_format(str(plan.program.formats.head)) if isinstance(plan, NativePlan) else weights
-    return Held(weights, head, KVFormat(plan.kv_dtype_name))
+    return Held(weights, head, KVFormat(plan.kv_dtype_name), plan.weights_bytes)
 
 
 def _floors(
     options: RooflineOptions, spec: DecoderSpec, measured: Measured, held: Held, batches: list[int]
 ) -> list[Floor]:
     def least_s(rows: list[Row]) -> float:
-        return floor_s(step_work(spec, rows, held.weights, held.kv, held.lm_head), measured.machine)
+        return floor_s(step_work(spec, rows, held.weights, held.kv, held.lm_head), measured.machine_of_model)
 
     floors = []
     for batch in batches:
@@ -111,19 +112,29 @@ def _with_engine(
     return [replace(floor, took_s=took_s) for floor, took_s in zip(floors, took, strict=True)]
 
 
-def machine_lines(measured: Measured) -> list[str]:
+def machine_lines(measured: Measured, held: Held) -> list[str]:
     """The machine: a line for streaming, then one for each format of weights."""
-    machine = measured.machine
-    lines = [
-        f"{measured.num_threads} threads, {measured.isa}: reads {machine.stream_bytes_per_s / 1e9:.1f} GB/s",
+    machine, cache = measured.machine, measured.cache_bytes_per_s
+    lines = [f"{measured.num_threads} threads, {measured.isa}: reads {machine.stream_bytes_per_s / 1e9:.1f} GB/s"]
+    if cache is not None:
+        lines.append(
+            f"the last-level cache holds this model's {format_bytes(held.num_bytes)}, which are read at "
+            f"{cache / 1e9:.1f} GB/s"
+        )
+    if measured.unsteady:
+        lines.append(
+            f"this machine is busy: repeats of {', '.join(measured.unsteady)} did not agree in {LIMIT_S:g} s; "
+            "the best seen stand here, and measuring again when it is quiet may give more"
+        )
+    lines += [
         "",
         f"{'weights':10} {'best product':>14} {'registers alone':>16} {'critical batch':>15} {'token budget':>13}",
     ]
     for dtype, arithmetic in ARITHMETIC.items():
         weights = WeightFormat(dtype)
         lines.append(
-            f"{dtype:10} {machine.peak_ops_per_s[arithmetic] / 1e12:>10.2f} T/s "
-            f"{measured.registers_ops_per_s[arithmetic] / 1e12:>12.2f} T/s {critical_batch(weights, machine):>15.1f} "
+            f"{dtype:10} {machine.peak_ops_per_s[arithmetic] / 1e12:>#10.3g} T/s "
+            f"{measured.registers_ops_per_s[arithmetic] / 1e12:>#12.3g} T/s {critical_batch(weights, machine):>15.1f} "
             f"{token_budget(weights, machine):>13}"
         )
     return [

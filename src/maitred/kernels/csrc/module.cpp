@@ -35,6 +35,9 @@ NB_MODULE(_native, m) {
   nb::class_<maitred::ThreadPool>(m, "ThreadPool")
       .def(nb::init<int>(), nb::arg("num_threads"))
       .def_prop_ro("num_threads", &maitred::ThreadPool::num_threads)
+      .def_prop_ro("num_used", &maitred::ThreadPool::num_used)
+      .def("use", &maitred::ThreadPool::use, nb::arg("num_threads"), nb::call_guard<nb::gil_scoped_release>(),
+           "Only so many of them take part from now on; the others sleep.")
       .def("bind", &maitred::ThreadPool::bind, nb::arg("cpus"),
            "Binds thread i (0 is the caller) to processor cpus[i]; false where that cannot be.");
   maitred::bind_linear(m);

@@ -1,28 +1,46 @@
 // Threads that carry out one step together: each runs the whole list of operations and meets the others at barriers.
 //
-// Waiting spins for a while and then sleeps, so a step's hundreds of barriers cost about a microsecond each and an idle
-// engine costs nothing. Work inside an operation is handed out by a WorkCounter, so that a thread that loses its core
-// to another process holds up nobody for longer than one share; which thread computes a share never changes its result.
+// Who waits spins for some microseconds, longer than most meetings take, and then sleeps, so that a step's hundreds of
+// barriers cost about a microsecond each and neither an idle engine nor a thread whose partner lost its core costs
+// anything. Work inside an operation is handed out by a WorkCounter, so that a thread that loses its core to another
+// process holds up nobody for longer than one share; which thread computes a share, and how many there are, never
+// changes its result.
 #pragma once
 
 #include <atomic>
 #include <condition_variable>
+#include <cstdint>
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <thread>
 #include <vector>
 
 namespace maitred {
 
+// Where threads wait until `done()`, which other threads make true.
+class Gate {
+ public:
+  template <class Done>
+  void wait(const Done& done);
+  void open();  // after the store that made it true
+
+ private:
+  alignas(64) std::atomic<int> num_sleeping_{0};
+  std::mutex mutex_;
+  std::condition_variable wake_;
+};
+
 class Barrier {
  public:
-  explicit Barrier(int count) : count_(count) {}
+  void expect(int count) { count_ = count; }  // while nobody waits
   void wait();
 
  private:
-  const int count_;
+  int count_ = 1;
   alignas(64) std::atomic<int> arrived_{0};
   alignas(64) std::atomic<int> generation_{0};
+  Gate gate_;
 };
 
 // Hands out the shares 0, 1, 2 ... of one operation. Reset while nobody takes.
@@ -43,33 +61,42 @@ struct Worker {
 
 class ThreadPool {
  public:
-  explicit ThreadPool(int num_threads);  // throws std::invalid_argument below 1; the caller of run() is one of them
+  // Throws std::invalid_argument for less than 1 or more than 32,767; the caller of run() is one of them.
+  explicit ThreadPool(int num_threads);
   ~ThreadPool();
   ThreadPool(const ThreadPool&) = delete;
   ThreadPool& operator=(const ThreadPool&) = delete;
 
   int num_threads() const { return num_threads_; }
 
+  // From the next run on only the first `num_threads` take part; the others sleep. Between runs, by their caller.
+  // Throws std::invalid_argument for less than 1 or more than there are.
+  void use(int num_threads);
+  int num_used() const { return num_used_; }
+
   // Binds each thread, the caller among them, to one of these processors, thread i to cpus[i]; false where the system
-  // cannot or a processor is not this process's. For a process that does nothing else, since what the caller starts
-  // from then on is bound as it is.
+  // cannot or a processor is not this process's. Fewer threads than that, by use(), may run on any of them. For a
+  // process that does nothing else, since what the caller starts from then on is bound as it is.
   bool bind(const std::vector<int>& cpus);
 
-  // Calls body once on every thread and returns when all have; one caller at a time. body must not throw.
+  // Calls body once on every thread in use and returns when all have; one caller at a time. body must not throw.
   void run(const std::function<void(const Worker&)>& body);
 
  private:
   void work(int index);
 
   const int num_threads_;
+  int num_used_;
   Barrier barrier_;
+  std::vector<int> cpus_;  // to which the threads are bound
   std::vector<std::thread> threads_;
+  std::unique_ptr<Gate[]> begins_;  // one a thread, so that those that are not used sleep on
+  Gate ends_;
   const std::function<void(const Worker&)>* body_ = nullptr;
-  alignas(64) std::atomic<int> round_{0};
+  // The number of the run, and in the lowest bits how many threads take part: read at once, so that one which slept
+  // through a run cannot take the number of one and the threads of another. -1: no more runs.
+  alignas(64) std::atomic<int64_t> round_{0};
   alignas(64) std::atomic<int> running_{0};
-  std::mutex mutex_;
-  std::condition_variable wake_;
-  std::atomic<bool> stop_{false};
 };
 
 }  // namespace maitred
