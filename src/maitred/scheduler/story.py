@@ -146,7 +146,7 @@ class _Teller:
         self._note_preemptions(step)
         self._note_start(step)
         self._last_at, self._blocked = at, step.scheduler.blocked
-        self._waits_for_leader = story.request.status is RequestStatus.WAITING_FOR_LEADER
+        self._waits_for_leader = step.scheduler.awaits_leader(story.request)
         if self._wait is not None:
             late = [new for new in step.replayed.new_requests if self._came_later(step.scheduler, new.request_id)]
             self._wait.num_overtaking += len(late)

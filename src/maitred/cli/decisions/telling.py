@@ -55,6 +55,7 @@ def _waiting(story: Story, wait: Wait, *, is_first: bool) -> Iterator[str]:
     lacking = {
         Lack.SLOTS: f"all {story.max_num_seqs} slots were taken",
         Lack.BLOCKS: f"KV blocks were lacking for the first in line (at most {wait.most_blocks_short})",
+        Lack.LEADER: "the first in line waited for another sample to compute its prompt",
         Lack.BUDGET: "the tokens of each step went to others",
         Lack.RUNNING_LACK_BLOCKS: "running requests lacked KV blocks, so nobody was admitted",
     }
