@@ -29,6 +29,7 @@ POLICIES: dict[str, PolicyFactory] = {
 }
 
 IGNORE_PRIORITY = frozenset({"fcfs", "sjf", "srpt", "rr", "mlfq", "vtc", "lpm"})
+HEED_PRIORITY = tuple(sorted(POLICIES.keys() - IGNORE_PRIORITY))
 
 
 def heeds_priority(name: str) -> bool:

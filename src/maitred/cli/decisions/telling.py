@@ -50,7 +50,7 @@ def _waiting(story: Story, wait: Wait, *, is_first: bool) -> Iterator[str]:
     behind = (
         f" behind {_crowd(story.ahead)} and {_count(story.num_running_then, 'request')} running" if is_first else ""
     )
-    overtaken = f"; {wait.num_overtaking} that came later started before it" if wait.num_overtaking else ""
+    overtaken = f"; {len(wait.overtaking)} that came later started before it" if wait.overtaking else ""
     yield _line("waited", f"{wait.total_s:.3f} s{behind}{overtaken}")
     lacking = {
         Lack.SLOTS: f"all {story.max_num_seqs} slots were taken",
