@@ -297,7 +297,8 @@ def check_fair_share(make: PolicyFactory, scenario: Scenario, execute: Execute =
     scenario = replace(scenario, num_blocks=max(scenario.num_blocks, 8 * scenario.longest_prompt))
     world = World(make, scenario, execute)
     shapes = [_tenant_shape(world, number) for number in range(2 + scenario.seed % 3)]
-    bound = gap(scenario.longest_prompt, scenario.longest_output, scenario.max_num_seqs)
+    num_kv_tokens = scenario.num_blocks * scenario.block_size
+    bound = gap(scenario.longest_prompt, scenario.longest_output, scenario.max_num_seqs, num_kv_tokens)
     bound /= min(weight for _, _, weight in shapes)
     meter = _ServiceMeter(len(shapes), scenario.config.output_token_weight)
     for _ in range(max(150, int(2 * bound))):
