@@ -200,6 +200,7 @@ def running_server(
     tenants: TenantSource | None = None,
     ledger: Ledger | None = None,
     clock: Clock | None = None,
+    policy: str | None = None,
     **config: Any,
 ) -> Iterator[RunningServer]:
     """uvicorn on a free loopback port, in a thread; the block ends with a graceful stop."""
@@ -214,6 +215,7 @@ def running_server(
         tenants=tenants,
         ledger=ledger,
         clock=clock,
+        policy=policy,
     )
     listening = threading.Event()
     where: list[int] = []

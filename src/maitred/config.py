@@ -129,6 +129,7 @@ class CacheConfig:
 
 
 DEFAULT_TOKEN_BUDGET = 512
+UNMEASURED_AGEING = 200.0  # tokens/s
 LEAST_TOKEN_BUDGET, TOKENS_PER_THREAD = 128, 64
 
 
@@ -168,8 +169,9 @@ class SchedulerConfig:
     ageing_s: float = 30.0
     """Waiting this long (s) outweighs one level of priority (priority, interactive, edf, least_slack) or of mlfq, and
     any cached prefix (lpm), so nobody starves."""
-    ageing_tokens_per_s: float = 200.0
-    """sjf, srpt, interactive, lpm: waiting a second outweighs this many tokens of predicted work or cached prefix."""
+    ageing_tokens_per_s: float | None = None
+    """sjf, srpt, interactive, lpm: waiting a second outweighs this many tokens of predicted work or cached prefix. None
+    is 1/128 of the prompt tokens that this device computes in a second, as its steps show; 200 until they do."""
     output_token_weight: float = 2.0
     """sjf, srpt, interactive, vtc: an output token costs as much as this many input tokens."""
     quantum_tokens: int = 128
@@ -190,7 +192,8 @@ class SchedulerConfig:
         _require_at_least("max_num_seqs", self.max_num_seqs, 1)
         _require_choice("predictor", self.predictor, self.predictor_names)
         for name, low, high in _SCHEDULER_RANGES:
-            _require_between(name, getattr(self, name), low, high)
+            if getattr(self, name) is not None:
+                _require_between(name, getattr(self, name), low, high)
         if self.token_budget < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) is below max_num_seqs "
@@ -203,6 +206,11 @@ class SchedulerConfig:
         if self.max_num_batched_tokens is not None:
             return self.max_num_batched_tokens
         return max(DEFAULT_TOKEN_BUDGET, self.max_num_seqs)
+
+    @property
+    def ageing_rate(self) -> float:
+        """`ageing_tokens_per_s`, in whose place stands a guess until the device was measured."""
+        return UNMEASURED_AGEING if self.ageing_tokens_per_s is None else self.ageing_tokens_per_s
 
     def settled(self, token_budget: int) -> SchedulerConfig:
         """With the executor's budget where none was given."""

@@ -17,7 +17,6 @@ MAX_SEED = 2**63 - 1
 
 class RequestStatus(Enum):
     WAITING = "waiting"
-    WAITING_FOR_LEADER = "waiting_for_leader"  # sample 1.. of n, until sample 0 has computed the shared prompt
     RUNNING = "running"
     FINISHED = "finished"
 

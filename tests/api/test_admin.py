@@ -94,7 +94,7 @@ def test_a_policy_changes_under_load_and_nobody_is_lost(server: httpx.Client):
     answers: list[httpx.Response] = []
     with one_in_the_slot(server):
         threads = [complete(server, i % 3, 10, answers) for i in range(12)]
-        queue_of(server, 12)  # all are in: with fcfs a newcomer's priority would be refused
+        queue_of(server, 12)
         for name, ageing_s in (("fcfs", 1.0), ("priority", 7.5), ("fcfs", 3.0)):
             changed = server.post("/admin/policy", json={"policy": name, "ageing_s": ageing_s})
             assert changed.status_code == 200
@@ -103,6 +103,31 @@ def test_a_policy_changes_under_load_and_nobody_is_lost(server: httpx.Client):
     joined(*threads)
     assert [answer.status_code for answer in answers] == [200] * 12, answers[0].text
     assert [answer.json()["choices"][0]["text"] for answer in answers] == ["a" * 10] * 12
+
+
+def test_a_priority_that_was_heeded_is_no_error_after_a_change_of_policy(server: httpx.Client):
+    assert server.post("/admin/policy", json={"policy": "fcfs"}).status_code == 200
+    answers: list[httpx.Response] = []
+    joined(complete(server, 2, 1, answers))
+    assert answers[0].status_code == 200, answers[0].text
+
+
+def test_where_no_priority_was_ever_heeded_one_is_refused_with_the_policy_and_those_that_heed_it():
+    engine = make_engine("sjf")
+    with (
+        running_server(engine, make_model(block_size=4), policy="sjf") as running,
+        httpx.Client(base_url=running.url, timeout=HANGS_S) as http,
+    ):
+        answers: list[httpx.Response] = []
+        joined(complete(http, 2, 1, answers))
+        http.post("/admin/policy", json={"policy": "edf"})
+        joined(complete(http, 2, 1, answers))
+        engine.stop()
+    assert [answer.status_code for answer in answers] == [400, 200]
+    error = answers[0].json()["error"]
+    assert error["param"] == "priority"
+    assert "the policy in force, sjf, heeds none" in error["message"]
+    assert error["message"].endswith(" --policy edf, interactive, least_slack, priority")
 
 
 @pytest.mark.parametrize(

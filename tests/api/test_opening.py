@@ -81,7 +81,7 @@ def opening(starting: HeldStart | None = None, **config: Any) -> Iterator[Openin
     """A server that listens; its engine is on its way."""
     starting = starting if starting is not None else HeldStart()
     settings = ServerConfig(port=0, **config)
-    edge = Edge(settings, clock=WallClock(), is_ready=lambda: True, priorities=True)
+    edge = Edge(settings, clock=WallClock(), is_ready=lambda: True)
     opened = threading.Event()
     server = Server(app_of(edge), settings, starting=starting, on_open=lambda host, port: opened.set())
     with socket.socket() as listener:

@@ -1,13 +1,19 @@
 from __future__ import annotations
 
 import ast
+from dataclasses import replace
 from pathlib import Path
+
+import pytest
 
 import maitred
 from maitred.clock import ManualClock
 from maitred.config import SchedulerConfig
 from maitred.engine.core import EngineCore
 from maitred.request import FinishReason, Request
+from maitred.scheduler.decision_log import Recorder
+from maitred.scheduler.log_codec import Header, LogEncoder
+from maitred.scheduler.replay import first_difference
 from maitred.scheduler.swap import SwapCosts
 from maitred.step import ModelOutput, RequestProgress, SchedulerOutput
 from tests.fakes import FakeExecutor, make_request, make_samples, make_scheduler, token_at
@@ -133,3 +139,61 @@ def test_deciding_code_is_pure():
         modules = [a.name for n in nodes if isinstance(n, ast.Import) for a in n.names]
         modules += [n.module or "" for n in nodes if isinstance(n, ast.ImportFrom)]
         assert {m.split(".")[0] for m in modules} <= allowed, path
+
+
+class PromptsTakeTime(FakeExecutor):
+    """A hundredth of a second, and a millisecond a token of a prompt (`s_per_token`)."""
+
+    def __init__(self, clock: ManualClock, s_per_token: float = 0.001) -> None:
+        super().__init__()
+        self._clock, self.s_per_token = clock, s_per_token
+
+    def execute(self, plan: SchedulerOutput) -> ModelOutput:
+        prompts = sum(row.num_tokens for row in plan.rows if row.num_tokens > 1)
+        self._clock.advance(0.01 + self.s_per_token * prompts)
+        return super().execute(plan)
+
+
+def serve_prompts(core: EngineCore, count: int, *, named: str) -> None:
+    for number in range(count):
+        core.add(make_request(f"{named}{number}", prompt=64, max_tokens=2))
+        while core.has_work:
+            core.step()
+
+
+def test_ageing_follows_the_rate_of_the_device_and_the_log_replays_it():
+    clock = ManualClock()
+    scheduler = make_scheduler(policy="sjf")
+    header = Header(scheduler.config, num_blocks=64, block_size=4, enable_prefix_caching=True)
+    encoder = LogEncoder(header)
+    frames = [encoder.start()]
+    executor = PromptsTakeTime(clock)
+    core = EngineCore(scheduler, executor, clock, Recorder(lambda record: frames.append(encoder.encode(record))))
+    assert scheduler.config.ageing_rate == 200.0  # a guess
+    serve_prompts(core, 2, named="a")
+    assert scheduler.config.ageing_tokens_per_s is None
+    serve_prompts(core, 3, named="b")
+    assert scheduler.config.ageing_rate == pytest.approx(1000 / 128, rel=0.2)
+    executor.s_per_token = 0.1
+    serve_prompts(core, 30, named="c")
+    assert scheduler.config.ageing_rate == pytest.approx(10 / 128, rel=0.5)
+    assert first_difference(frames) is None
+
+
+@pytest.mark.parametrize(("policy", "ageing"), [("sjf", 50.0), ("fcfs", None), ("vtc", None)])
+def test_ageing_stays_where_it_was_given_or_is_of_no_use(policy: str, ageing: float | None):
+    clock = ManualClock()
+    scheduler = make_scheduler(policy=policy, ageing_tokens_per_s=ageing)
+    serve_prompts(EngineCore(scheduler, PromptsTakeTime(clock), clock), 5, named="a")
+    assert scheduler.config.ageing_tokens_per_s == ageing
+
+
+def test_ageing_that_is_given_while_requests_run_is_not_measured_over():
+    clock = ManualClock()
+    core = EngineCore(make_scheduler(policy="srpt"), PromptsTakeTime(clock), clock)
+    serve_prompts(core, 5, named="a")
+    measured = core.scheduler.config
+    core.configure(replace(measured, policy="sjf"))  # its own rate comes along
+    core.configure(replace(measured, ageing_tokens_per_s=3.0))
+    serve_prompts(core, 5, named="b")
+    assert core.scheduler.config.ageing_tokens_per_s == 3.0

@@ -60,20 +60,25 @@ def test_those_who_wait_come_with_their_state_and_reason():
     scheduler, executor = make_scheduler(max_num_seqs=1, policy="priority", num_blocks=64), FakeExecutor()
     scheduler.add(make_request("low", priority=5, max_tokens=50), 0.0)
     stepped(scheduler, 2, executor)
-    for sample in make_samples("many", 2, priority=5, arrived_at=2.0):
-        scheduler.add(sample, 2.0)
+    scheduler.add(make_request("late", priority=5, arrived_at=2.0), 2.0)
     scheduler.add(make_request("urgent", priority=0, max_tokens=50, arrived_at=2.0), 2.0)
     stepped(scheduler, 1, executor, now=2.0)
     view = live_view(scheduler, 3.0)
     assert [r.id for r in view.running] == ["urgent"]
-    assert [(w.id, w.state) for w in view.waiting] == [
-        ("low", "preempted"),
-        ("many-0", "waiting"),
-        ("many-1", "sibling"),
-    ]
+    assert [(w.id, w.state) for w in view.waiting] == [("low", "preempted"), ("late", "waiting")]
     assert view.waiting[0].reason == "first in line: all 1 slots are taken"
     assert view.waiting[0].num_output_tokens == 2
-    assert (view.num_running, view.num_waiting, view.counters.num_preemptions) == (1, 3, 1)
+    assert (view.num_running, view.num_waiting, view.counters.num_preemptions) == (1, 2, 1)
+
+
+def test_a_sample_whose_leader_computes_the_prompt_is_told_apart():
+    scheduler = make_scheduler(max_num_batched_tokens=16)
+    for sample in make_samples("many", 3, prompt=20):
+        scheduler.add(sample, 0.0)
+    stepped(scheduler, 1, FakeExecutor())
+    waiting = live_view(scheduler, 1.0).waiting
+    assert [(w.id, w.state) for w in waiting] == [("many-1", "sibling"), ("many-2", "sibling")]
+    assert waiting[0].reason == "another sample of the same prompt computes the prompt first"
 
 
 def test_the_block_map_is_the_pool_block_by_block():

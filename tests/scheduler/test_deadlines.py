@@ -56,7 +56,7 @@ def test_samples_whose_leader_has_begun_are_not_late():
     samples = make_samples("p", 3, start_by=1.0, prompt=100, max_tokens=2)
     run = Run(make_scheduler(max_num_batched_tokens=16), *samples)
     run.steps(3)
-    assert samples[1].status is RequestStatus.WAITING_FOR_LEADER
+    assert run.scheduler.awaits_leader(samples[1])
     assert run.scheduler.expire(run.now) == []
 
 

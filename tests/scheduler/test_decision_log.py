@@ -325,6 +325,22 @@ def test_a_file_that_is_no_log_and_a_log_of_another_version_are_refused():
         read_log([msgspec.msgpack.encode(header)])
 
 
+def of_version_2(frames: list[bytes]) -> list[bytes]:
+    header = msgspec.msgpack.decode(frames[0], type=Header)
+    return [msgspec.msgpack.encode(msgspec.structs.replace(header, version=2)), *frames[1:]]
+
+
+def test_a_log_of_the_version_before_is_replayed_and_a_difference_says_what_is_decided_otherwise_since():
+    frames, _ = record_run(0)
+    assert first_difference(of_version_2(frames)) is None
+    step = list(read_log(frames)[1])[5]
+    plan = replace(step.plan, rows=step.plan.rows[:-1])
+    difference = first_difference(of_version_2(changed(0, 5, plan=plan)))
+    assert difference is not None
+    assert difference.startswith("step 5: plan.rows was ")
+    assert "(the log is of version 2: since version 3 the samples of a prompt (n > 1) keep their place" in difference
+
+
 def test_parts_of_other_runs_and_parts_out_of_order_are_refused():
     frames, _ = record_run(1)
     header = msgspec.msgpack.decode(frames[0], type=Header)

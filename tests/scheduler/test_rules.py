@@ -266,3 +266,55 @@ def test_terms_are_told_of_those_that_are_here(policy: str):
 def test_parameters_that_no_order_can_be_made_of_are_refused(field: str, value: float):
     with pytest.raises(ConfigError, match=f"{field} is"):
         SchedulerConfig(**{field: value})
+
+
+def wait_under_rr(num_before: int, num_slots: int, prompt: int, budget: int, quantum: int) -> float:
+    """Steps from arrival to the first token of one that finds `num_before` before it, none of which has begun."""
+    scheduler = make_scheduler(
+        policy="rr",
+        num_blocks=10_000,
+        max_num_seqs=num_slots,
+        max_num_batched_tokens=budget,
+        quantum_tokens=quantum,
+        enable_prefix_caching=False,
+    )
+    run = Run(scheduler, *(make_request(f"{i:02}", prompt=prompt, max_tokens=100) for i in range(num_before)))
+    run.add(last := make_request("last", prompt=prompt, max_tokens=1, arrived_at=0.5))
+    while last.first_token_at is None:
+        run.step()
+    return run.now
+
+
+@pytest.mark.parametrize("num_slots", [1, 2, 5])
+@pytest.mark.parametrize("num_before", [1, 4, 11])
+@pytest.mark.parametrize("prompt", [1, 8, 40])
+def test_round_robins_wait_is_quanta_side_by_side_and_prompts_one_after_another(
+    num_before: int, num_slots: int, prompt: int
+):
+    quantum, budget = 6, 8
+    prompt_steps = -(-prompt // (budget - num_slots + 1))  # a budget that decoding requests have their part of
+    waited = wait_under_rr(num_before, num_slots, prompt, budget, quantum)
+    assert waited <= (num_before / num_slots + 1) * quantum + (num_before + 1) * prompt_steps
+
+
+def test_prompts_are_not_computed_side_by_side_under_round_robin():
+    """As if each slot had a budget of its own, the wait would be shorter than it is."""
+    num_before, num_slots, prompt, budget, quantum = 10, 5, 40, 8, 6
+    waited = wait_under_rr(num_before, num_slots, prompt, budget, quantum)
+    assert waited > (num_before / num_slots + 1) * (quantum + prompt / budget)
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "expected"),
+    [
+        (10_000, 2 * (2 * 2000 + 2 * 64 * 10)),  # outputs are short: each of the 64 yields all of its 10 tokens
+        (2, 2 * (2 * 2000 + 2 * (32 + 16 + 10 + 8 + 6 + 5 + 4 + 4 + 3 + 3))),  # the pool holds 32 tokens
+    ],
+)
+def test_vtcs_bound_is_less_where_the_longest_output_or_the_kv_pool_bounds_what_is_to_come(
+    num_blocks: int, expected: float
+):
+    gap = policy_for(SchedulerConfig(policy="vtc", output_token_weight=2.0)).max_service_gap
+    assert gap is not None
+    assert gap(2000, 10, 64, num_blocks * 16) == expected
+    assert gap(8, 2, 1, 10_000) == 2 * max(8, 2 * (8 + 2))  # the paper's, where that is less

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from maitred.request import FinishReason, RequestStatus, SamplingParams
-from tests.fakes import make_samples, make_scheduler, token_at
+from maitred.scheduler.policies import POLICIES
+from tests.fakes import make_request, make_samples, make_scheduler, token_at
 from tests.scheduler.running import Run, tokens_by_request
 
 
@@ -13,7 +16,7 @@ def test_followers_wait_for_the_prompt_and_then_compute_only_its_last_token():
     samples = make_samples("p", 3, prompt=20, max_tokens=4)
     run = Run(make_scheduler(max_num_batched_tokens=16), *samples)
     assert tokens_by_request(run.step()) == {"p-0": 16}
-    assert samples[1].status is RequestStatus.WAITING_FOR_LEADER
+    assert [run.scheduler.awaits_leader(sample) for sample in samples] == [False, True, True]
     assert run.scheduler.stats.num_waiting == 2
     assert tokens_by_request(run.step()) == {"p-0": 4}
     assert tokens_by_request(run.step()) == {"p-0": 1, "p-1": 1, "p-2": 1}
@@ -47,8 +50,9 @@ def test_when_the_leader_is_aborted_before_its_prompt_the_next_sample_leads():
     run = Run(make_scheduler(max_num_batched_tokens=8), *samples)
     run.step()
     run.scheduler.abort("p-0", run.now)
-    assert samples[1].status is RequestStatus.WAITING
-    assert samples[2].status is RequestStatus.WAITING_FOR_LEADER
+    assert not run.scheduler.awaits_leader(samples[2])
+    run.step()
+    assert [run.scheduler.awaits_leader(sample) for sample in samples[1:]] == [False, True]
     run.to_end()
     assert [s.finish_reason for s in samples[1:]] == [FinishReason.LENGTH] * 2
 
@@ -124,9 +128,37 @@ def test_a_preempted_sample_prefers_its_own_cached_output_to_a_fork():
     run.to_end()
 
 
-def test_followers_keep_their_place_before_those_who_came_later():
-    samples = make_samples("p", 2, prompt=20, arrived_at=0.0)
-    later = make_samples("q", 1, prompt=20, arrived_at=1.0)
-    run = Run(make_scheduler(max_num_seqs=1), *samples, *later)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_follower_starts_before_one_that_came_later_though_its_leader_leaves_room(policy: str):
+    leader, follower = make_samples("p", 2, prompt=20, max_tokens=3)
+    run = Run(make_scheduler(max_num_seqs=2, max_num_batched_tokens=16, policy=policy, ageing_s=0.5), leader, follower)
+    run.step()
+    later = make_request("later", prompt=20, max_tokens=100, arrived_at=run.now)
+    run.add(later)
+    assert tokens_by_request(run.step()) == {"p-0": 4}  # the other 12 tokens are nobody's
+    assert tokens_by_request(run.step()) == {"p-0": 1, "p-1": 1}
+    while later.first_scheduled_at is None:
+        run.step()
+    assert run.scheduler.blocked is None
+
+
+def test_the_first_of_a_family_in_the_policys_order_leads_whichever_sample_it_is():
+    first, second = make_samples("p", 2, prompt=20)
+    second.ttft_slo_s = 0.1
+    run = Run(make_scheduler(policy="edf", max_num_batched_tokens=16), first, second)
+    assert tokens_by_request(run.step()) == {"p-1": 16}
+    assert run.scheduler.awaits_leader(first)
+    assert run.scheduler.num_queued == 0
     run.to_end()
-    assert (samples[1].first_scheduled_at or 0.0) <= (later[0].first_scheduled_at or 0.0)
+
+
+def test_a_preempted_leader_gives_the_lead_to_whoever_comes_first():
+    samples = make_samples("p", 2, prompt=40, priority=2)
+    run = Run(make_scheduler(policy="priority", max_num_seqs=1, max_num_batched_tokens=16), *samples)
+    run.step()
+    run.add(make_request("urgent", arrived_at=1.0, max_tokens=1))
+    run.step()
+    assert samples[0].num_preemptions == 1
+    assert not run.scheduler.awaits_leader(samples[1])
+    run.to_end()
+    assert [s.finish_reason for s in samples] == [FinishReason.LENGTH] * 2

@@ -132,8 +132,20 @@ def test_overtaking_a_change_of_policy_and_an_abort_are_told():
     kitchen.add("d", max_tokens=1)
     story = kitchen.story("b")
     assert story.policy_changes == [(1.0, "priority")]
-    assert (story.waits[0].num_overtaking, story.waits[0].total_s) == (1, 4.0)
+    assert (story.waits[0].overtaking, story.waits[0].total_s) == ({"c"}, 4.0)
     assert (story.finish_reason, story.starts) == (FinishReason.ABORT, [])
+
+
+def test_one_that_overtakes_and_starts_again_after_a_preemption_has_overtaken_once():
+    kitchen = Kitchen(max_num_seqs=1, policy="priority")
+    kitchen.add("first", max_tokens=2)
+    kitchen.add("patient", priority=3)
+    kitchen.steps(1)
+    kitchen.add("later", priority=2, max_tokens=4)
+    kitchen.steps(2)
+    kitchen.add("urgent", max_tokens=1)
+    assert kitchen.story("later").starts[1:]
+    assert kitchen.story("patient").waits[0].overtaking == {"later", "urgent"}
 
 
 def test_a_log_that_ends_early_says_so():

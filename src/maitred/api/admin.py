@@ -13,7 +13,6 @@ from maitred.api.errors import shortened
 from maitred.api.exchange import Exchange
 from maitred.config import SchedulerConfig
 from maitred.errors import ConfigError, InvalidRequest, RouteNotFound
-from maitred.scheduler.policies import heeds_priority
 from maitred.scheduler.view import MAX_PAGE, QueueView
 
 LIMITS = frozenset({"max_num_seqs", "max_num_batched_tokens"})  # memory was planned for them
@@ -77,7 +76,7 @@ async def change_policy(edge: Edge, exchange: Exchange) -> None:
         await engine.configure(config)
     except ConfigError as error:
         raise InvalidRequest(str(error), param="policy") from None
-    edge.priorities = heeds_priority(config.policy)
+    edge.policy_changed(config.policy)
     await exchange.answer_json(policy_view(config, await engine.policy_names()))
 
 

@@ -36,6 +36,7 @@ from maitred.errors import ConfigError, InvalidRequest, ModelNotFound, Overloade
 from maitred.replica import Replica
 from maitred.request import Request, SamplingParams
 from maitred.scheduler.admission import AdmissionController
+from maitred.scheduler.policies import heeds_priority
 
 if TYPE_CHECKING:
     from maitred.api.tracing import Tracing
@@ -69,7 +70,7 @@ class Edge:
         *,
         clock: Clock,
         is_ready: Callable[[], bool],
-        priorities: bool,
+        policy: str | None = None,  # the scheduler's; None heeds priorities
         door: Door | None = None,
         ledger: Ledger | None = None,
         start_phases: Mapping[str, float] | None = None,
@@ -80,7 +81,7 @@ class Edge:
         self._paths: set[str] = set()  # where it lies, which is a name too
         self.admission: AdmissionController | None = None
         self.admission_config = AdmissionConfig()
-        self.priorities = priorities
+        self.policy_without_priorities = None if policy is None or heeds_priority(policy) else policy
         self.door = door if door is not None else Door(config.api_keys)
         self.metrics = EdgeMetrics(
             self.replica,
@@ -127,6 +128,11 @@ class Edge:
         if self._model is None:
             raise Unavailable(LOADING)
         return self._model
+
+    def policy_changed(self, policy: str) -> None:
+        """Once priorities were heeded they stay welcome: no client's request becomes an error while the server runs."""
+        if self.policy_without_priorities is not None:
+            self.policy_without_priorities = None if heeds_priority(policy) else policy
 
     def check_open(self, path: str) -> None:
         """Raises Unavailable for what cannot be answered before the engine is there."""

@@ -43,7 +43,7 @@ async def create_chat_completion(edge: Edge, exchange: Exchange) -> None:
     body = await exchange.json(_DECODER, max_items=max(MAX_ITEMS, 2 * edge.model.max_model_len))
     model = edge.check_model(body.model)
     refuse_unbuilt(body, CHAT_REFUSED)
-    check_common(body, priorities=edge.priorities)
+    check_common(body, policy_without_priorities=edge.policy_without_priorities)
     any_object(body.prompt_cache_options, "prompt_cache_options")
     sampling = chat_sampling(body, edge.model, edge.config.default_max_n)
     tier = granted_tier(exchange.caller, body)

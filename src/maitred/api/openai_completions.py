@@ -32,7 +32,7 @@ async def create_completion(edge: Edge, exchange: Exchange) -> None:
     body = await exchange.json(_DECODER, apart="prompt", max_apart=max_listed)
     model = edge.check_model(body.model)
     refuse_unbuilt(body, COMPLETION_REFUSED)
-    check_common(body, priorities=edge.priorities)
+    check_common(body, policy_without_priorities=edge.policy_without_priorities)
     sampling = completion_sampling(body, edge.model, edge.config.default_max_n)
     prompts = await exchange.in_turns(prompts_of(body.prompt, max_listed=max_listed))
     body.prompt = msgspec.Raw()  # which was the whole body

@@ -12,6 +12,7 @@ from maitred.api.schemas import ChatCompletionRequest, CompletionRequest, Genera
 from maitred.engine.intake import ServedModel
 from maitred.errors import InvalidRequest
 from maitred.request import SamplingParams
+from maitred.scheduler.policies import HEED_PRIORITY
 
 MAX_STOP = 4  # OpenAI's bound
 MAX_STOP_CHARS = 1024
@@ -103,7 +104,7 @@ def wanted_usage(body: GenerationFields) -> tuple[bool, bool]:
     return bool(options.include_usage), bool(options.continuous_usage_stats)
 
 
-def check_common(body: GenerationFields, *, priorities: bool) -> None:
+def check_common(body: GenerationFields, *, policy_without_priorities: str | None) -> None:
     """Bounds of the fields that are not about sampling."""
     string_map(body.metadata, "metadata")
     if body.cache_salt is not None and not 1 <= len(body.cache_salt) <= MAX_CACHE_SALT_CHARS:
@@ -115,8 +116,13 @@ def check_common(body: GenerationFields, *, priorities: bool) -> None:
         raise InvalidRequest(
             f"priority is {_number(body.priority)}; it must be from 0 (most urgent) to {MAX_PRIORITY}", param="priority"
         )
-    if body.priority and not priorities:
-        raise unsupported("priority", "the scheduler serves first come, first served; serve with --policy priority")
+    if body.priority and policy_without_priorities is not None:
+        heeding = ", ".join(HEED_PRIORITY)
+        raise unsupported(
+            "priority",
+            f"the policy in force, {policy_without_priorities}, heeds none; leave it out, or serve with one that does: "
+            f"--policy {heeding}",
+        )
     if body.prompt_logprobs is not None and body.stream:
         raise InvalidRequest("prompt_logprobs does not come with stream: true; leave one out", param="prompt_logprobs")
 

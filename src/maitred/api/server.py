@@ -81,7 +81,7 @@ def create_app(
     *,
     clock: Clock | None = None,
     is_ready: Callable[[], bool] = lambda: True,
-    priorities: bool = True,
+    policy: str | None = None,
     tenants: TenantSource | None = None,
     ledger: Ledger | None = None,
     admission: AdmissionController | None = None,
@@ -89,16 +89,16 @@ def create_app(
 ) -> Starlette:
     """The ASGI application that serves `model` on `replica`; needs no lifespan.
 
-    `is_ready` tells whether requests are welcome (besides the replica being alive). `priorities` says whether the
-    scheduler heeds them; where not, a request with one is refused. `clock` must be the engine's. With `tenants`, only
-    their keys open the door; `ledger` is read for administrators. `admission` is the engine's, which turns away more
-    than it can serve in time; `None` turns nobody away. `start_phases` go to the metrics page.
+    `is_ready` tells whether requests are welcome (besides the replica being alive). `policy` is the scheduler's: where
+    it heeds no priority, a request with one is refused; None heeds them. `clock` must be the engine's. With `tenants`,
+    only their keys open the door; `ledger` is read for administrators. `admission` is the engine's, which turns away
+    more than it can serve in time; `None` turns nobody away. `start_phases` go to the metrics page.
     """
     edge = Edge(
         config,
         clock=clock or WallClock(),
         is_ready=is_ready,
-        priorities=priorities,
+        policy=policy,
         door=Door(config.api_keys, tenants, ledger.spent_tokens() if ledger is not None else None),
         ledger=ledger,
         start_phases=start_phases,
@@ -169,7 +169,7 @@ def serve(
     config: ServerConfig,
     listener: socket | None = None,
     *,
-    priorities: bool = True,
+    policy: str | None = None,
     tenants: TenantSource | None = None,
     ledger: Ledger | None = None,
     start_phases: Mapping[str, float] | None = None,
@@ -188,7 +188,7 @@ def serve(
         config,
         clock=WallClock(),
         is_ready=lambda: True,
-        priorities=priorities,
+        policy=policy,
         door=Door(config.api_keys, tenants, ledger.spent_tokens() if ledger is not None else None),
         ledger=ledger,
         start_phases=start_phases,

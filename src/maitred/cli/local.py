@@ -85,10 +85,8 @@ async def local_endpoint(engine: Engine, options: Options) -> AsyncIterator[AppE
     """The application without its port, open to this process alone; closes the engine."""
     from maitred.api.server import create_app
     from maitred.cli.endpoint import AppEndpoint
-    from maitred.scheduler.policies import heeds_priority
 
-    heeded = heeds_priority(options[SchedulerConfig].policy)
-    app = create_app(engine.replica, engine.model, ServerConfig(), priorities=heeded)
+    app = create_app(engine.replica, engine.model, ServerConfig(), policy=options[SchedulerConfig].policy)
     try:
         yield AppEndpoint(app)
     finally:

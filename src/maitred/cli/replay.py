@@ -13,7 +13,8 @@ class ReplayOptions:
     """The logs"""
 
     log: tuple[str, ...] = option((), metavar="LOG", env="MAITRED_DECISION_LOG")
-    """Folders or files of decision logs; of a folder the newest run. None looks in ./decisions and here."""
+    """Folders or files of decision logs; of a folder the newest run, and the others are named. None looks in
+    ./decisions and here."""
 
 
 def _run(options: Options) -> int:

@@ -46,7 +46,6 @@ def _run(options: Options) -> int:
         starting = _start(options, config, tell, ledger.opened if ledger is not None else None)
         try:
             from maitred.api.server import serve  # while the engine's process loads
-            from maitred.scheduler.policies import heeds_priority
 
             def on_open(engine: Opened, host: str, port: int) -> None:
                 if ledger is not None:
@@ -63,7 +62,7 @@ def _run(options: Options) -> int:
                 starting,
                 server,
                 listener,
-                priorities=heeds_priority(config.scheduler.policy),
+                policy=config.scheduler.policy,
                 tenants=tenants,
                 ledger=ledger,
                 start_phases=timeline.phases,

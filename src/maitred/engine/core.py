@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol
 
 from maitred.clock import Clock
 from maitred.config import SchedulerConfig
 from maitred.engine.host_shares import HostShares
+from maitred.engine.prefill_meter import PrefillMeter
 from maitred.request import FinishReason, Request
+from maitred.scheduler.policies import AGE_BY_TOKENS
 from maitred.scheduler.scheduler import Scheduler
 from maitred.scheduler.stats import SchedulerStats
 from maitred.scheduler.swap import SwapCosts
 from maitred.step import Executor, RequestProgress, SchedulerOutput
+
+AGEING_SHARE = (
+    1 / 128
+)  # of the device's rate: so short ones pass long ones, and a request's bound is 128 times its work
+MIN_STEPS, NEWS = 3, 1.5  # steps with prompts until the rate is believed; told again when so many times more or less
 
 
 class StepObserver(Protocol):
@@ -46,6 +54,8 @@ class EngineCore:
         """`measure` is told each plan and how long it took (s), and gives the costs of swapping when they are news."""
         self._scheduler, self._executor, self._clock, self._observer = scheduler, executor, clock, observer
         self._measure = measure
+        self._prefill = PrefillMeter()
+        self._ages_by_device = scheduler.config.ageing_tokens_per_s is None
         self.execute_s = 0.0  # total time in the executor
         self.host_s = 0.0  # total time of steps outside it
         self._host_shares = HostShares()
@@ -96,6 +106,11 @@ class EngineCore:
 
     def configure(self, config: SchedulerConfig) -> None:
         """Changes policy and limits, losing nothing. Raises ConfigError and changes nothing."""
+        ageing, before = config.ageing_tokens_per_s, self._scheduler.config.ageing_tokens_per_s
+        self._configure(config)
+        self._ages_by_device = ageing is None or (self._ages_by_device and ageing == before)
+
+    def _configure(self, config: SchedulerConfig) -> None:
         self._scheduler.configure(config)
         if self._observer is not None:
             self._observer.configured(config, self._clock.now())
@@ -121,10 +136,25 @@ class EngineCore:
         costs = self._measure(plan, updated_at - execute_at) if self._measure is not None else None
         if costs is not None:
             self.set_swap_costs(costs)  # after the step was noted: it counts from the next one on
+        if self._ages_by_device and self._scheduler.config.policy in AGE_BY_TOKENS:
+            self._age_by_device(plan, updated_at - execute_at)
         self.last_step_at = self._clock.now()
         self.execute_s += updated_at - execute_at
         self.host_s += (execute_at - scheduled_at) + (self.last_step_at - updated_at)
         return self._host_shares.told(expired + progress, self.host_s)
+
+    def _age_by_device(self, plan: SchedulerOutput, execute_s: float) -> None:
+        """How fast waiting outweighs work, from how fast this device works; told anew when it is quite another.
+
+        Everybody's key is made anew then, of what the request carries, so nobody loses the time it has waited.
+        """
+        meter, config = self._prefill, self._scheduler.config
+        if not meter.observe(plan, execute_s) or meter.num_steps < MIN_STEPS or meter.s_per_token is None:
+            return
+        rate = min(max(AGEING_SHARE / meter.s_per_token, 0.001), 1e9)
+        told = config.ageing_tokens_per_s
+        if told is None or not told / NEWS < rate < told * NEWS:
+            self._configure(replace(config, ageing_tokens_per_s=rate))
 
     def _expire(self, now: float) -> list[RequestProgress]:
         expired = self._scheduler.expire(now)

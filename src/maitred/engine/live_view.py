@@ -14,7 +14,7 @@ import msgspec
 
 from maitred.clock import Clock
 from maitred.engine.core import EngineCore
-from maitred.request import FinishReason, Request, RequestStatus
+from maitred.request import FinishReason, Request
 from maitred.scheduler.scheduler import Scheduler
 from maitred.scheduler.view import reason_of
 
@@ -199,10 +199,12 @@ def _running(request: Request) -> RunningRequest:
 
 
 def _waiting(scheduler: Scheduler, request: Request, place: int) -> QueuedRequest:
-    if request.status is RequestStatus.WAITING_FOR_LEADER:
+    if scheduler.awaits_leader(request):
         state = "sibling"
+    elif request.num_preemptions:
+        state = "preempted"
     else:
-        state = "preempted" if request.num_preemptions else "waiting"
+        state = "waiting"
     return QueuedRequest(
         id=_short(request.request_id),
         tenant=request.tenant,

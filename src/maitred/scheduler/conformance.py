@@ -47,8 +47,9 @@ def conservation(moment: Moment) -> str | None:
 
 
 def work_conservation(moment: Moment) -> str | None:
-    """No slot is idle while a request waits, with budget and blocks for the first of those that wait; with groups,
-    whose order moves on with the service of the very step, for each of them.
+    """No slot is idle while a request waits, with budget and blocks for the first of those that wait, unless that waits
+    for another sample to compute its prompt; with groups, whose order moves on with the service of the very step, for
+    each of them.
     """
     world, scheduler = moment.world, moment.world.scheduler
     config, head = scheduler.config, scheduler.order.head()
@@ -57,6 +58,8 @@ def work_conservation(moment: Moment) -> str | None:
     if moment.plan.num_tokens >= config.token_budget:
         return None
     first = (head,) if world.policy.groups is None else scheduler.waiting
+    if any(scheduler.awaits_leader(request) for request in first):
+        return None
     if world.kv_cache.num_blocks_for(max(r.num_tokens for r in first)) > world.kv_cache.num_free:
         return None
     return f"{head.request_id} waits beside {config.max_num_seqs - scheduler.num_running} idle slots"
@@ -94,7 +97,7 @@ def no_inversion(moment: Moment) -> str | None:
     lacks_budget = moment.plan.num_tokens >= scheduler.config.token_budget
     if lacks_budget or world.kv_cache.num_blocks_for(head.num_tokens) > world.kv_cache.num_free:
         return None
-    if scheduler.num_running < scheduler.config.max_num_seqs:
+    if scheduler.num_running < scheduler.config.max_num_seqs or scheduler.awaits_leader(head):
         return None
     held = [r for r in scheduler.running if r not in moment.started and rule(head, r)]
     return f"{head.request_id} waits while {held[0].request_id}, which it outranks, has a slot" if held else None
@@ -294,7 +297,8 @@ def check_fair_share(make: PolicyFactory, scenario: Scenario, execute: Execute =
     scenario = replace(scenario, num_blocks=max(scenario.num_blocks, 8 * scenario.longest_prompt))
     world = World(make, scenario, execute)
     shapes = [_tenant_shape(world, number) for number in range(2 + scenario.seed % 3)]
-    bound = gap(scenario.longest_prompt, scenario.longest_output, scenario.max_num_seqs)
+    num_kv_tokens = scenario.num_blocks * scenario.block_size
+    bound = gap(scenario.longest_prompt, scenario.longest_output, scenario.max_num_seqs, num_kv_tokens)
     bound /= min(weight for _, _, weight in shapes)
     meter = _ServiceMeter(len(shapes), scenario.config.output_token_weight)
     for _ in range(max(150, int(2 * bound))):

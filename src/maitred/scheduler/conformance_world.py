@@ -63,6 +63,7 @@ class Scenario:
     longest_prompt: int = 16
     longest_output: int = 8
     arrivals_percent: int = 60  # chance of another arrival before a step, asked again after each
+    samples_percent: int = 20  # chance that one comes as several samples
     aborts_percent: int = 2  # chance of an abort before a step
     enable_prefix_caching: bool = True
 
@@ -152,11 +153,20 @@ class World:
         """As many as the scenario wants before this step, and perhaps an abort."""
         scenario, dice = self.scenario, self.dice
         while len(self.requests) < scenario.num_requests and dice.chance(scenario.arrivals_percent):
-            self.add(self.draw_request())
+            for request in self.draw_samples():
+                self.add(request)
         living = [*self.scheduler.waiting, *self.scheduler.running]
         if living and dice.chance(scenario.aborts_percent):
             self.scheduler.abort(dice.choose(living).request_id, self.now)
             self.num_finished += 1
+
+    def draw_samples(self) -> list[Request]:
+        """A request, or several samples of its prompt."""
+        first = self.draw_request()
+        if not self.dice.chance(self.scenario.samples_percent):
+            return [first]
+        first.parent_id = first.request_id
+        return [first, *(self._sample_of(first, index) for index in range(1, self.dice.between(2, 4)))]
 
     def draw_request(self) -> Request:
         scenario, dice = self.scenario, self.dice
@@ -170,8 +180,23 @@ class World:
             tenant=f"t{tenant}",
             weight=1.0 + tenant % 2,
             ttft_slo_s=dice.choose([None, None, 0.0, 2.0, 9.0]),
-            # whatever a predictor may say, right and wrong
-            predicted_output_tokens=dice.choose([float(max_tokens), 1.0, 1e9, -3.0, float("nan")]),
+            predicted_output_tokens=self._draw_prediction(max_tokens),
+        )
+
+    def _draw_prediction(self, max_tokens: int) -> float:
+        """Whatever a predictor may say, right and wrong."""
+        return self.dice.choose([float(max_tokens), 1.0, 1e9, -3.0, float("nan")])
+
+    def _sample_of(self, first: Request, index: int) -> Request:
+        return replace(
+            first,
+            request_id=f"{first.request_id}.{index}",
+            sample_index=index,
+            predicted_output_tokens=self._draw_prediction(first.max_tokens),
+            block_hashes=list(first.block_hashes),
+            block_table=[],
+            host_block_table=[],
+            output_token_ids=[],
         )
 
     def make_request(self, *, prompt: int, max_tokens: int, family: int | None = None, **fields: Any) -> Request:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
-from maitred.request import FinishReason, Request, RequestStatus
+from maitred.request import FinishReason, Request
 
 MIN_DEAD_ENTRIES = 64  # below this a heap with ended requests in it is not worth compacting
 
@@ -21,7 +21,8 @@ class _Entry(NamedTuple):
 class Deadlines:
     """`start_by` and `finish_by` of all requests that have them and have not ended."""
 
-    def __init__(self) -> None:
+    def __init__(self, awaits_leader: Callable[[Request], bool] = lambda request: False) -> None:
+        self._awaits_leader = awaits_leader
         self._heap: list[_Entry] = []
         self._sequence = 0
         self._num_dead = 0  # entries of ended requests, as far as known
@@ -52,14 +53,12 @@ class Deadlines:
             _, _, request, reason = heappop(self._heap)
             if request.finished:
                 self._num_dead = max(0, self._num_dead - 1)
-            elif reason is FinishReason.TIMEOUT or _waits_to_start(request):
+            elif reason is FinishReason.TIMEOUT or self._waits_to_start(request):
                 yield request, reason
 
     def _push(self, due_at: float, request: Request, reason: FinishReason) -> None:
         self._sequence += 1
         heappush(self._heap, _Entry(due_at, self._sequence, request, reason))
 
-
-def _waits_to_start(request: Request) -> bool:
-    """When a leader is late, ending it makes its next sample the leader, so that each is found late in its turn."""
-    return request.first_scheduled_at is None and request.status is not RequestStatus.WAITING_FOR_LEADER
+    def _waits_to_start(self, request: Request) -> bool:
+        return request.first_scheduled_at is None and not self._awaits_leader(request)

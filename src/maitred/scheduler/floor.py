@@ -62,6 +62,7 @@ class Floor:
         request.status = RequestStatus.RUNNING
         self.prefilling[request.request_id] = request
         self.order.started(request)
+        self.families.started(request)
 
     def leave_running(self, request: Request) -> None:
         """Out of its slot; its blocks are free."""

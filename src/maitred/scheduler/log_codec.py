@@ -30,7 +30,10 @@ from maitred.scheduler.decision_log import (
 )
 from maitred.step import BlockCopy, NewRequest, RequestProgress, ScheduledRow, SchedulerOutput
 
-VERSION = 2
+VERSION = 3
+DECIDED_OTHERWISE = {  # older versions that are read -> what has been decided otherwise since
+    2: "since version 3 the samples of a prompt (n > 1) keep their place in the queue, and nobody overtakes them",
+}
 
 
 class Header(msgspec.Struct, frozen=True):
@@ -373,6 +376,7 @@ def _header_of(frame: bytes) -> Header:
         header = _decode_header(frame)
     except msgspec.MsgspecError as error:
         raise ConfigError(f"decision log: the first record is no header ({error}); is this a decision log?") from None
-    if header.version != VERSION:
-        raise ConfigError(f"decision log: version {header.version}, this maitred reads version {VERSION}")
+    if header.version != VERSION and header.version not in DECIDED_OTHERWISE:
+        readable = ", ".join(str(version) for version in (*DECIDED_OTHERWISE, VERSION))
+        raise ConfigError(f"decision log: version {header.version}, this maitred reads {readable}")
     return header

@@ -14,6 +14,7 @@ class Lack(Enum):
 
     SLOTS = "slots"  # max_num_seqs requests run, and it may put out none of them
     BLOCKS = "blocks"  # KV blocks for its known tokens
+    LEADER = "leader"  # it waits for another sample that computes the prompt of both
     BUDGET = "budget"  # max_num_batched_tokens went to those before it
     RUNNING_LACK_BLOCKS = "running_lack_blocks"  # a running request was preempted for its blocks: admit nobody
 

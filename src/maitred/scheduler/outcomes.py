@@ -58,9 +58,7 @@ def end(floor: Floor, request: Request, reason: FinishReason, now: float) -> Non
     floor.kv.drop_swapped(request)
     floor.prompt_logprobs_until.pop(request_id, None)
     floor.counters.num_finished[reason] += 1
-    heir = floor.families.left(request)
-    if heir is not None:
-        floor.enqueue(heir)
+    floor.families.left(request)
 
 
 def last_progress(progress: RequestProgress, request: Request, now: float) -> RequestProgress:
@@ -104,8 +102,7 @@ def _append(floor: Floor, request: Request, token_ids: tuple[int, ...], now: flo
     """Appends tokens until one ends the request; how many, and why it ended."""
     if request.request_id in floor.prefilling:
         floor.decoding[request.request_id] = floor.prefilling.pop(request.request_id)
-        for follower in floor.families.prompt_computed(request):
-            floor.enqueue(follower)
+        floor.families.prompt_computed(request)
     if request.first_token_at is None:
         request.first_token_at = now
     request.last_token_at = now

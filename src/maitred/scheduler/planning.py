@@ -31,6 +31,8 @@ def why_blocked(floor: Floor, draft: Draft) -> Blocked | None:
         return None
     if draft.out_of_blocks:
         return Blocked(Lack.RUNNING_LACK_BLOCKS, head.request_id)
+    if floor.families.awaits_leader(head):
+        return Blocked(Lack.LEADER, head.request_id)
     if floor.num_running >= floor.config.max_num_seqs:
         return Blocked(Lack.SLOTS, head.request_id)
     if draft.budget <= 0:
@@ -54,7 +56,7 @@ def _num_replaceable(floor: Floor) -> int:
     as many as the budget has tokens to replace, so that not all leave at once and their slots stay idle.
     """
     head = floor.order.head()
-    if head is None:
+    if head is None or floor.families.awaits_leader(head):
         return 0
     hit = floor.reusable(head)
     if floor.num_running < floor.config.max_num_seqs and not floor.kv.num_blocks_short(head, hit):
@@ -106,7 +108,8 @@ def _plan_chunk(request: Request, draft: Draft, block_ids: tuple[int, ...] = ())
 
 
 def _plan_admissions(floor: Floor, draft: Draft, now: float, ahead_of: Request | None = None) -> None:
-    """Strictly in order: if the first has no room, nobody behind it is admitted, so large ones do not starve.
+    """Strictly in order: if the first has no room, nobody behind it is admitted, so large ones do not starve. Nor while
+    another sample computes its prompt: that takes up the budget but for what is left of the last step.
 
     With `ahead_of`, only those that outrank a running request, so that its long prompt does not keep them waiting.
     """
@@ -114,6 +117,8 @@ def _plan_admissions(floor: Floor, draft: Draft, now: float, ahead_of: Request |
     while draft.budget > 0 and not draft.out_of_blocks:
         head = order.head()
         if head is None or (ahead_of is not None and not order.outranked(head, [ahead_of])):
+            return
+        if floor.families.awaits_leader(head):
             return
         if floor.num_running >= floor.config.max_num_seqs and not make_room(floor, head, draft):
             return

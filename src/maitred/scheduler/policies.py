@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from maitred.config import SchedulerConfig
 from maitred.errors import ConfigError, did_you_mean
@@ -29,6 +30,8 @@ POLICIES: dict[str, PolicyFactory] = {
 }
 
 IGNORE_PRIORITY = frozenset({"fcfs", "sjf", "srpt", "rr", "mlfq", "vtc", "lpm"})
+AGE_BY_TOKENS = frozenset({"sjf", "srpt", "interactive", "lpm"})  # have a use for `ageing_tokens_per_s`
+HEED_PRIORITY = tuple(sorted(POLICIES.keys() - IGNORE_PRIORITY))
 
 
 def heeds_priority(name: str) -> bool:
@@ -45,4 +48,4 @@ def policy_for(config: SchedulerConfig, policies: Mapping[str, PolicyFactory] = 
             f"scheduler.policy is {config.policy!r}{did_you_mean(config.policy, policies)}; choose one of "
             f"{', '.join(sorted(policies))}"
         ) from None
-    return make(config)
+    return make(replace(config, ageing_tokens_per_s=config.ageing_rate))

@@ -72,9 +72,9 @@ class Policy:
     """Key of a preempted request, not after the one it had; None keeps that."""
     groups: GroupRule | None = None
     """None is one group for all, and costs nothing for each row."""
-    max_service_gap: Callable[[int, int, int], float] | None = None
-    """(longest prompt, longest output, max_num_seqs) -> by how much the weighted service of two groups that always
-    wait can drift apart, in input tokens for a weight of 1. Of a policy with `groups`."""
+    max_service_gap: Callable[[int, int, int, int], float] | None = None
+    """(longest prompt, longest output, max_num_seqs, tokens of the KV pool) -> by how much the weighted service of two
+    groups that always wait can drift apart, in input tokens for a weight of 1. Of a policy with `groups`."""
     quantum_end: Callable[[Request], int] | None = None
     """Position at which a quantum that begins now ends: there it makes room for those that wait, and is given a new
     key. None runs on."""

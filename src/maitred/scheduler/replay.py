@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from maitred.kvcache.manager import KVCacheManager
 from maitred.request import FinishReason, Request
 from maitred.scheduler.decision_log import Arrived, Configured, Event, Measured, Outcome, Step, request_of
-from maitred.scheduler.log_codec import Header, read_log
+from maitred.scheduler.log_codec import DECIDED_OTHERWISE, VERSION, Header, read_log
 from maitred.scheduler.policies import POLICIES
 from maitred.scheduler.policy import PolicyFactory
 from maitred.scheduler.scheduler import Scheduler
@@ -22,6 +22,7 @@ class ReplayedStep(NamedTuple):
     step: Step
     replayed: SchedulerOutput
     scheduler: Scheduler
+    version: int = VERSION  # of the log
 
     @property
     def equal(self) -> bool:
@@ -29,9 +30,13 @@ class ReplayedStep(NamedTuple):
 
     @property
     def difference(self) -> str | None:
-        """The first one, in words."""
+        """The first one, in words; and what an older log leaves to expect."""
         words = _difference("plan", self.step.plan, self.replayed)
-        return None if words is None else f"step {self.step.plan.step}: {words}"
+        if words is None:
+            return None
+        since = DECIDED_OTHERWISE.get(self.version)
+        explained = "" if since is None else f" (the log is of version {self.version}: {since})"
+        return f"step {self.step.plan.step}: {words}{explained}"
 
 
 class LoggedOutcomes:
@@ -92,7 +97,7 @@ def replay(frames: Iterable[bytes], policies: Mapping[str, PolicyFactory] = POLI
     for step in steps:
         for event in step.events:
             _apply(event, scheduler)
-        replayed = ReplayedStep(step, scheduler.schedule(step.scheduled_at), scheduler)
+        replayed = ReplayedStep(step, scheduler.schedule(step.scheduled_at), scheduler, header.version)
         yield replayed
         if not replayed.equal:
             return

@@ -56,7 +56,7 @@ class Scheduler:
             stop_rule=stop_rule,
         )
         self._watch_cache()
-        self._deadlines = Deadlines()
+        self._deadlines = Deadlines(self.awaits_leader)
         self._step = 0
         self._in_flight: list[Request] = []  # of the last plan, row by row
         self.blocked: Blocked | None = None  # in the last step
@@ -84,7 +84,11 @@ class Scheduler:
     @property
     def num_queued(self) -> int:
         """Those that could run if there were room: neither running, nor waiting for the prompt of another sample."""
-        return len(self._floor.order.queue)
+        return len(self._floor.order.queue) - self._floor.families.num_awaiting
+
+    def awaits_leader(self, request: Request) -> bool:
+        """Whether it waits for another sample that is computing the prompt of both."""
+        return self._floor.families.awaits_leader(request)
 
     def waits_to_start(self, request_id: str) -> bool:
         """Whether it is here and was in no step yet."""
@@ -97,13 +101,12 @@ class Scheduler:
 
     @property
     def waiting(self) -> tuple[Request, ...]:
-        """In order, then the samples that wait for their leader; for people to look at."""
-        return (*self._floor.order.queue.in_order(), *self._floor.families.waiting())
+        """In order; for people to look at."""
+        return tuple(self._floor.order.queue.in_order())
 
     def next_in_line(self, count: int) -> list[Request]:
         """The first `count` of `waiting`, without sorting all of it."""
-        found = self._floor.order.queue.first(count)
-        return found + self._floor.families.waiting()[: count - len(found)]
+        return self._floor.order.queue.first(count)
 
     @property
     def kv_cache(self) -> KVCacheManager:
@@ -120,11 +123,11 @@ class Scheduler:
         return self._floor.requests.get(request_id)
 
     def terms(self, request_id: str) -> dict[str, float]:
-        """The parts of a request's place in the policy's order, by name; empty for one that is not here or waits for
-        its leader. For people to look at.
+        """The parts of a request's place in the policy's order, by name; empty for one that is not here. For people
+        to look at.
         """
         request = self._floor.requests.get(request_id)
-        if request is None or request_id not in self._floor.order.keys:
+        if request is None:
             return {}
         return dict(self._floor.order.policy.terms(request))
 
@@ -132,7 +135,7 @@ class Scheduler:
     def stats(self) -> SchedulerStats:
         return SchedulerStats(
             num_running=self.num_running,
-            num_waiting=len(self._floor.order.queue) + self._floor.families.num_waiting,
+            num_waiting=len(self._floor.order.queue),
             num_blocks=self._kv.num_blocks,
             num_blocks_used=self._kv.num_used,
             num_blocks_cached=self._kv.num_cached,
@@ -141,17 +144,14 @@ class Scheduler:
 
     def check_invariants(self) -> None:
         """Asserts what must hold between any two calls; slow."""
-        queued, followers, running = (
-            list(self._floor.order.queue),
-            self._floor.families.waiting(),
-            list(self._floor.running()),
-        )
-        everyone = sorted(r.request_id for r in [*queued, *followers, *running])
+        queued, running = list(self._floor.order.queue), list(self._floor.running())
+        everyone = sorted(r.request_id for r in [*queued, *running])
         assert everyone == sorted(self._floor.requests)
         self._floor.order.check_invariants(running)
         assert all(r.status is RequestStatus.WAITING for r in queued)
         assert all(r.status is RequestStatus.RUNNING for r in running)
-        assert not any(r.block_table or r.num_computed_tokens for r in [*queued, *followers])
+        assert not any(r.block_table or r.num_computed_tokens for r in queued)
+        assert self._floor.families.num_awaiting == sum(self._floor.families.awaits_leader(r) for r in queued)
         self._kv.check_invariants(running)
         self._kv.check_host(queued)
 
@@ -169,10 +169,8 @@ class Scheduler:
         self._deadlines.add(request)
         if request.predicted_output_tokens is None:  # else it was recorded, or a simulator knows better
             request.predicted_output_tokens = bounded_prediction(self._floor.predictor, request)
-        if self._floor.families.join(request):
-            request.status = RequestStatus.WAITING_FOR_LEADER
-        else:
-            self._floor.enqueue(request)
+        self._floor.families.joined(request)
+        self._floor.enqueue(request)
 
     def abort(self, request_id: str, now: float) -> RequestProgress | None:
         """Ends a request and frees its blocks at once; None when it is not here (any more)."""

@@ -36,7 +36,7 @@ class SchedulerStats:
     """A moment's gauges, and a copy of the counters, named as in `ReplicaState`."""
 
     num_running: int
-    num_waiting: int  # samples that wait for their leader's prompt included
+    num_waiting: int
     num_blocks: int
     num_blocks_used: int
     num_blocks_cached: int

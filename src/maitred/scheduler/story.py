@@ -29,7 +29,7 @@ class Wait:
     for_leader_s: float = 0.0  # until another sample had computed the prompt
     until_step_s: float = 0.0  # until the step under way had ended
     most_blocks_short: int = 0  # of the first in the queue
-    num_overtaking: int = 0  # arrived later, started earlier
+    overtaking: set[str] = field(default_factory=set)  # ids of those that arrived later and started earlier
 
     @property
     def total_s(self) -> float:
@@ -146,10 +146,10 @@ class _Teller:
         self._note_preemptions(step)
         self._note_start(step)
         self._last_at, self._blocked = at, step.scheduler.blocked
-        self._waits_for_leader = story.request.status is RequestStatus.WAITING_FOR_LEADER
+        self._waits_for_leader = step.scheduler.awaits_leader(story.request)
         if self._wait is not None:
-            late = [new for new in step.replayed.new_requests if self._came_later(step.scheduler, new.request_id)]
-            self._wait.num_overtaking += len(late)
+            started = {new.request_id for new in step.replayed.new_requests}
+            self._wait.overtaking |= {name for name in started if self._came_later(step.scheduler, name)}
         return self._note_outcome(step)
 
     def _look_around(self, step: ReplayedStep) -> None:

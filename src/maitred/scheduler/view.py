@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from maitred.config import SchedulerConfig
-from maitred.request import Request, RequestStatus
+from maitred.request import Request
 from maitred.scheduler.notes import Blocked, Lack
 from maitred.scheduler.scheduler import Scheduler
 
@@ -75,7 +75,7 @@ def _waiting(scheduler: Scheduler, request: Request, position: int, now: float) 
 
 def reason_of(scheduler: Scheduler, request: Request, position: int) -> str:
     """Why it waits, as of the last step."""
-    if request.status is RequestStatus.WAITING_FOR_LEADER:
+    if scheduler.awaits_leader(request):
         return "another sample of the same prompt computes the prompt first"
     if position > 0:
         return f"behind {position} {'other' if position == 1 else 'others'} by policy {scheduler.config.policy}"
@@ -92,5 +92,7 @@ def lack_in_words(blocked: Blocked, config: SchedulerConfig) -> str:
             return f"it lacks {blocked.num_blocks_short} free KV blocks"
         case Lack.BUDGET:
             return f"the step's {config.token_budget} tokens went to others"
+        case Lack.LEADER:
+            return "another sample of the same prompt computes the prompt first"
         case Lack.RUNNING_LACK_BLOCKS:
             return "running requests lack KV blocks, so nobody is admitted"

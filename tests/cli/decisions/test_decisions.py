@@ -107,6 +107,17 @@ def begin_a_run(folder: Path, request_id: str) -> Path:
     return log.path
 
 
+def test_replay_of_a_folder_names_the_runs_that_it_did_not_replay(folder: Path, capsys: pytest.CaptureFixture[str]):
+    (first,) = log_parts(folder)
+    second = begin_a_run(folder, "1.chatcmpl-again")
+    assert main(["replay", str(folder)]) == 0
+    equal, others = capsys.readouterr().out.splitlines()
+    assert equal.startswith(f"{second.name}: every decision is the same (1 steps, 1 requests")
+    assert others == f"not replayed: 1 older run in {folder}, give the file: {first.name}"
+    assert main(["replay", str(first)]) == 0
+    assert "not replayed" not in capsys.readouterr().out
+
+
 def test_why_looks_into_older_runs_too_and_says_into_which(folder: Path, capsys: pytest.CaptureFixture[str]):
     (first,) = log_parts(folder)
     second = begin_a_run(folder, "1.chatcmpl-again")

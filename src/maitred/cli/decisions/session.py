@@ -14,14 +14,14 @@ from maitred.engine.installed import installed_policies
 from maitred.engine.store import SUFFIX, log_parts, log_runs, read_frames
 from maitred.errors import ConfigError
 from maitred.scheduler.replay import replay
-from maitred.scheduler.story import ids_like, story_of, the_one
+from maitred.scheduler.story import MAX_LISTED, ids_like, story_of, the_one
 
 WHERE_LOGS_ARE = ("decisions", ".")
 
 
 def replay_logs(logs: Sequence[str]) -> int:
     """Replays each log; 1 when any decision differs."""
-    found = [_replay_run(log_parts(Path(log))) for log in logs or [_nearest_log()]]
+    found = [_replay_newest(Path(log)) for log in logs or [_nearest_log()]]
     return 0 if all(found) else EXIT_FAILURE
 
 
@@ -60,6 +60,20 @@ def _nearest_log() -> str:
         if any(Path(folder).glob(f"*{SUFFIX}")):
             return folder
     raise ConfigError("no decision log here; say where it is with --log, the folder given to serve --decision-log")
+
+
+def _replay_newest(log: Path) -> bool:
+    """A file's run, or a folder's newest; tells of the others."""
+    if not log.is_dir():
+        return _replay_run(log_parts(log))
+    newest, *older = log_runs(log)
+    equal = _replay_run(newest)
+    if older:
+        names = ", ".join(parts[0].name for parts in older[:MAX_LISTED]) + (", ..." if len(older) > MAX_LISTED else "")
+        print(
+            f"not replayed: {len(older)} older {'run' if len(older) == 1 else 'runs'} in {log}, give the file: {names}"
+        )
+    return equal
 
 
 def _replay_run(parts: Sequence[Path]) -> bool:

@@ -50,11 +50,12 @@ def _waiting(story: Story, wait: Wait, *, is_first: bool) -> Iterator[str]:
     behind = (
         f" behind {_crowd(story.ahead)} and {_count(story.num_running_then, 'request')} running" if is_first else ""
     )
-    overtaken = f"; {wait.num_overtaking} that came later started before it" if wait.num_overtaking else ""
+    overtaken = f"; {len(wait.overtaking)} that came later started before it" if wait.overtaking else ""
     yield _line("waited", f"{wait.total_s:.3f} s{behind}{overtaken}")
     lacking = {
         Lack.SLOTS: f"all {story.max_num_seqs} slots were taken",
         Lack.BLOCKS: f"KV blocks were lacking for the first in line (at most {wait.most_blocks_short})",
+        Lack.LEADER: "the first in line waited for another sample to compute its prompt",
         Lack.BUDGET: "the tokens of each step went to others",
         Lack.RUNNING_LACK_BLOCKS: "running requests lacked KV blocks, so nobody was admitted",
     }

@@ -22,18 +22,26 @@ def vtc(config: SchedulerConfig) -> Policy:
     differs by at most 2 * max(w_p * L_input, w_q * M), over the smaller weight. M is the most tokens of a running
     batch: here max_num_seqs requests of the longest prompt and output. So others get at most that much more than a
     tenant that waits, whatever they send.
+    A small KV pool makes it less. When a tenant is served it has had least; until it is served again only its running
+    requests add to that. A request that has yielded t tokens since holds t of the pool, so at most pool / t do, and all
+    of them yield at most O, the sum of min(max_num_seqs, pool / t) over t = 1 .. L_output. So a counter is ahead by at
+    most L_input + w_q * O; of what it counts, one prompt at most is still to be computed; and the gap is twice the sum.
     Preempts nobody for a slot; when blocks run out, the last request of the tenant that has had most.
     """
     weight = config.output_token_weight
     counters = VirtualTokenCounters(weight)
 
-    def max_service_gap(longest_prompt: int, longest_output: int, max_num_seqs: int) -> float:
+    def max_service_gap(longest_prompt: int, longest_output: int, max_num_seqs: int, num_kv_tokens: int) -> float:
         batch = max_num_seqs * (longest_prompt + longest_output)
-        return 2.0 * max(longest_prompt, weight * batch)
+        to_come = sum(min(max_num_seqs, num_kv_tokens // t) for t in range(1, longest_output + 1))
+        return 2.0 * min(max(longest_prompt, weight * batch), 2 * longest_prompt + weight * to_come)
 
     return Policy(
         source="Sheng et al., OSDI 2024, arXiv:2401.00588",
-        bound="of two waiting tenants, service differs by at most 2 * max(L_input, output_token_weight * M) / weight",
+        bound="of two waiting tenants, service differs by at most 2 * max(L_input, output_token_weight * M) / weight, "
+        "where M is max_num_seqs * (L_input + L_output) and L is the longest there is; or, where that is less, by "
+        "2 * (2 * L_input + output_token_weight * O) / weight, where O is the sum of min(max_num_seqs, KV tokens / t) "
+        "for t = 1 .. L_output",
         order=by_arrival,
         overtaken_until=lambda request: request.arrived_at,
         terms=lambda request: {"counter_tokens": counters.rank(request.tenant)[0], "arrived_at_s": request.arrived_at},

@@ -18,7 +18,7 @@ def lpm(config: SchedulerConfig) -> Policy:
     scores again, a bounded number a step, when a block of a waiting prompt enters the cache, and at the head of the
     queue when one has left. Preempts nobody for a slot; when blocks run out, the last in order.
     """
-    rate, ageing_s = config.ageing_tokens_per_s, config.ageing_s
+    rate, ageing_s = config.ageing_rate, config.ageing_s
 
     def prefix_s(request: Request) -> float:
         return min(request.cached_prefix_tokens / rate, ageing_s)

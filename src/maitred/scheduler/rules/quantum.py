@@ -22,8 +22,10 @@ def rr(config: SchedulerConfig) -> Policy:
     """Round robin: after `quantum_tokens` output tokens a request goes to the end of the queue, if anybody waits.
 
     Source: Kleinrock, Analysis of a time-shared processor, 1964; Silberschatz, 5.3.3.
-    Bound: a request is overtaken by nobody that came to the queue after it; with n ahead of it in the queue and s slots
-    it runs after at most (n / s + 1) quanta and prompts. Preempts at the end of a quantum only.
+    Bound: a request is overtaken by nobody that came to the queue after it. With n before it, waiting or running, and s
+    slots, its first token comes after at most (n / s + 1) quanta and n + 1 prompts: quanta run side by side, prompts
+    share one budget. What a preempted request computes again, with or without the prefix cache, counts as its prompt.
+    Preempts at the end of a quantum only.
     """
     quantum = config.quantum_tokens
 
@@ -32,7 +34,8 @@ def rr(config: SchedulerConfig) -> Policy:
 
     return Policy(
         source="Kleinrock, Naval Research Logistics, 1964",
-        bound="overtaken by nobody that arrives after it; waits one quantum of each request before it",
+        bound="overtaken by nobody that arrives after it; with n before it, waiting or running, and s slots, its first "
+        "token comes after at most (n / s + 1) quanta and n + 1 prompts, which share one budget",
         order=order,
         overtaken_until=_joined_at,
         terms=lambda request: {

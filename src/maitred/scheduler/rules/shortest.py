@@ -27,7 +27,7 @@ def sjf(config: SchedulerConfig) -> Policy:
     Bound: overtaken only by requests that arrive less than (prompt + output_token_weight * max_tokens) /
     ageing_tokens_per_s seconds after it. Preempts nobody for a slot; when blocks run out, the last in order.
     """
-    weight, rate = config.output_token_weight, config.ageing_tokens_per_s
+    weight, rate = config.output_token_weight, config.ageing_rate
 
     def order(request: Request) -> tuple[Any, ...]:
         return (
@@ -55,7 +55,7 @@ def srpt(config: SchedulerConfig) -> Policy:
     near its end, or one that would cost more to resume than is saved, runs on. A preempted request gets the key of what
     remains, never a later one than it had. When blocks run out, the one with the most to do (aged) gives its own.
     """
-    weight, rate = config.output_token_weight, config.ageing_tokens_per_s
+    weight, rate = config.output_token_weight, config.ageing_rate
 
     def order(request: Request) -> tuple[Any, ...]:
         return (
@@ -95,7 +95,7 @@ def interactive(config: SchedulerConfig) -> Policy:
     overtaken only by requests that arrive less than p * ageing_s + (prompt + output_token_weight * max_tokens) /
     ageing_tokens_per_s seconds after it. Preemption: only by a more urgent tier, and only when also before it in order.
     """
-    weight, rate, ageing_s = config.output_token_weight, config.ageing_tokens_per_s, config.ageing_s
+    weight, rate, ageing_s = config.output_token_weight, config.ageing_rate, config.ageing_s
 
     def aged_at(request: Request) -> float:
         return request.arrived_at + request.priority * ageing_s + predicted_cost(request, weight) / rate
