@@ -16,9 +16,9 @@ import zlib
 
 from bench_scheduler import BLOCK_SIZE, CHURN, PROMPT_TOKENS, answer, fill, new_request
 
+from maitred.decisions.codec import Header, LogEncoder
+from maitred.decisions.log import Recorder, StepRecord
 from maitred.request import FinishReason
-from maitred.scheduler.decision_log import Recorder, StepRecord
-from maitred.scheduler.log_codec import Header, LogEncoder
 
 
 def measure(running: int, churn: bool, steps: int) -> str:

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import aiohttp
 import psutil
 
-from maitred.api.server import Server, create_app
+from maitred.api.http.server import Server, create_app
 from maitred.config import ServerConfig
 from maitred.engine.intake import ServedModel
 from maitred.replica import ReplicaState

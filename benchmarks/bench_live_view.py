@@ -23,8 +23,8 @@ from itertools import count
 
 import msgspec
 
-from maitred.api.live_feed import COST_FACTOR, FRAME_S, LiveFeed
-from maitred.api.live_times import Latencies
+from maitred.api.ops.latencies import Latencies
+from maitred.api.ops.live_feed import COST_FACTOR, FRAME_S, LiveFeed
 from maitred.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from maitred.engine.async_engine import AsyncEngine
 from maitred.engine.in_process import build_engine

@@ -21,9 +21,9 @@ from maitred.clock import ManualClock
 from maitred.config import SchedulerConfig
 from maitred.engine.core import EngineCore
 from maitred.kvcache.manager import KVCacheManager
+from maitred.policy.features import prompt_features
+from maitred.policy.predictor import PREDICTORS, Predictor, bounded_prediction, predictor_named
 from maitred.request import FinishReason, Request, SamplingParams
-from maitred.scheduler.features import prompt_features
-from maitred.scheduler.predictor import PREDICTORS, Predictor, bounded_prediction, predictor_named
 from maitred.scheduler.scheduler import Scheduler
 from maitred.step import ModelOutput, SampledRow, SchedulerOutput
 

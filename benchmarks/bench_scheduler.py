@@ -30,8 +30,8 @@ from itertools import count
 from maitred.config import SchedulerConfig
 from maitred.kvcache.manager import KVCacheManager
 from maitred.kvcache.prefix_cache import TokenHasher, hash_blocks, root_hash
+from maitred.policy.policies import POLICIES
 from maitred.request import FinishReason, Request, SamplingParams
-from maitred.scheduler.policies import POLICIES
 from maitred.scheduler.scheduler import Scheduler
 from maitred.step import ModelOutput, SampledRow, SchedulerOutput
 

@@ -12,8 +12,8 @@ import argparse
 import time
 
 from maitred.config import SchedulerConfig
-from maitred.scheduler.policies import POLICIES
-from maitred.sim.cost_model import CostModel
+from maitred.cost_model import CostModel
+from maitred.policy.policies import POLICIES
 from maitred.sim.results import Results
 from maitred.sim.simulator import EngineSetup, Simulation
 from maitred.sim.synthetic import ClassSpec, SyntheticWorkload, WorkloadSpec

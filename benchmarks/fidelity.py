@@ -52,9 +52,9 @@ from fidelity_telling import (
 )
 from machine_speed import Probe, Quiet, Times, Trace, Watch, median_of, probe_engine
 
-from maitred.cli.simulation.live import CLOCKS, live_engine, record
+from maitred.cli.profile.live import CLOCKS, live_engine, record
 from maitred.config import EngineConfig, ModelConfig, SchedulerConfig
-from maitred.sim.cost_model import CostModel, Jitter, Slowness
+from maitred.cost_model import CostModel, Jitter, Slowness
 from maitred.sim.recorded import measured_steps, read_run
 from maitred.sim.results import Results
 from maitred.sim.simulator import EngineSetup, Simulation, SlownessAt

@@ -10,7 +10,7 @@ from random import Random
 
 from machine_speed import Times, Trace
 
-from maitred.sim.cost_model import CostModel, Slowness
+from maitred.cost_model import CostModel, Slowness
 from maitred.sim.fit import fit_steps
 from maitred.sim.recorded import MeasuredStep, RecordedRun
 from maitred.sim.simulator import SlownessAt

@@ -20,10 +20,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from maitred.cli.simulation.live import LiveClock, LiveEngine
+from maitred.cli.profile.live import LiveClock, LiveEngine
 from maitred.config import EngineConfig
+from maitred.cost_model import Slowness
 from maitred.engine.build import build_parts
-from maitred.sim.cost_model import Slowness
 from maitred.sim.workload import Arrival
 
 PROMPT = [Arrival(at=0.0, request_id="probe", prompt_tokens=256, output_tokens=1, max_tokens=1)]

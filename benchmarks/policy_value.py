@@ -28,12 +28,12 @@ from document import write_section
 from fidelity import Capacity, engine_config, fitted, measure_capacity, never_idle
 from machine_speed import Probe, Quiet, SteadyClock, probe_engine
 
-from maitred.cli.simulation.live import CpuClock, record
-from maitred.cli.simulation.sources import find_target
-from maitred.cli.simulation.table import seconds_text
+from maitred.cli.profile.live import CpuClock, record
+from maitred.cli.simulate.sources import find_target
+from maitred.cli.simulate.table import seconds_text
 from maitred.config import SchedulerConfig
-from maitred.scheduler.policies import POLICIES
-from maitred.sim.cost_model import CostModel
+from maitred.cost_model import CostModel
+from maitred.policy.policies import POLICIES
 from maitred.sim.recorded import MeasuredStep, measured_steps, read_run
 from maitred.sim.report import thinned
 from maitred.sim.results import Results

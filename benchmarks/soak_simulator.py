@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from maitred.config import SchedulerConfig
-from maitred.sim.cost_model import CostModel
+from maitred.cost_model import CostModel
 from maitred.sim.results import Results
 from maitred.sim.simulator import EngineSetup, Simulation
 from maitred.sim.synthetic import ClassSpec, SyntheticWorkload, TenantSpec, WorkloadSpec

@@ -23,10 +23,10 @@ import aiohttp
 from PIL import Image
 from playwright.async_api import Browser, Page, async_playwright
 
-from maitred.api.server import Server, create_app
+from maitred.api.http.server import Server, create_app
 from maitred.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, ServerConfig
 from maitred.engine.in_process import build_engine
-from maitred.engine.key_files import TenantFile, make_key
+from maitred.storage.key_files import TenantFile, make_key
 
 FLAGS = ["--headless", "--no-sandbox", "--disable-gpu"]
 QUESTIONS = ("I would like two soups and a tea, please.", "What is maitred?")

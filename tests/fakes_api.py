@@ -12,17 +12,17 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
-from maitred.api.auth import TenantSource
-from maitred.api.server import Server, create_app
+from maitred.api.http.auth import TenantSource
+from maitred.api.http.server import Server, create_app
 from maitred.clock import Clock
 from maitred.config import ServerConfig
 from maitred.engine.intake import ServedModel
-from maitred.engine.ledger import Ledger
 from maitred.errors import EngineDead
+from maitred.gate.admission import AdmissionController
 from maitred.replica import ReplicaState
 from maitred.request import FinishReason, Request, timing_of
-from maitred.scheduler.admission import AdmissionController
 from maitred.step import RequestProgress, TokenLogprobs
+from maitred.storage.ledger import Ledger
 from maitred.tenancy.tenant import TenantTable
 from maitred.text import ChatTemplate, TextParts, Tokenizer
 from maitred.text.bounds import byte_alphabet

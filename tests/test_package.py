@@ -66,9 +66,7 @@ def test_the_offline_class_can_be_imported_without_torch():
     assert not {"torch", "transformers", "starlette"} & modules_after("from maitred import LLM")
 
 
-@pytest.mark.parametrize(
-    "module", ["maitred.scheduler.scheduler", "maitred.engine.core", "maitred.scheduler.decision_log"]
-)
+@pytest.mark.parametrize("module", ["maitred.scheduler.scheduler", "maitred.engine.core", "maitred.decisions.log"])
 def test_deciding_code_needs_no_tensors(module: str):
     assert not {"torch", "numpy", "starlette", "asyncio"} & modules_after(f"import {module}")
 
@@ -88,7 +86,7 @@ def test_the_names_of_the_package_are_listed_before_they_are_loaded():
 
 def test_the_servers_process_loads_no_arrays():
     """Its engine is another process; numpy would take a tenth of a second of the start."""
-    loaded = modules_after("import maitred.cli.serve, maitred.engine.process, maitred.api.server")
+    loaded = modules_after("import maitred.cli.serve, maitred.engine.process, maitred.api.http.server")
     assert not {"torch", "numpy", "transformers"} & loaded
 
 

@@ -1,4 +1,4 @@
-"""Every metric, declared once: name, kind, unit, labels, meaning. `api/metrics_page.py` renders them.
+"""Every metric, declared once: name, kind, unit, labels, meaning. `api/ops/metrics_page.py` renders them.
 
 Names follow the Prometheus rules (base units, counters end in _total), so `promtool check metrics` has nothing to say.
 """

@@ -8,8 +8,8 @@ import httpx
 import openai
 import pytest
 
-from maitred.api.auth import OPEN_PATHS, Door
-from maitred.api.server import ROUTES
+from maitred.api.http.auth import OPEN_PATHS, Door
+from maitred.api.http.server import ROUTES
 from maitred.errors import InvalidApiKey
 from tests.api.conftest import MESSAGES, strict_client
 from tests.fakes_api import running_server

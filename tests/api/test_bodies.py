@@ -10,7 +10,7 @@ import httpx
 import msgspec
 import pytest
 
-from maitred.api.bounded import MAX_LISTED, prompts_of
+from maitred.api.dialects.openai.bounded import MAX_LISTED, prompts_of
 from maitred.config import ServerConfig
 from tests.api.conftest import MESSAGES
 from tests.api.test_decoding import at_once
@@ -280,7 +280,7 @@ def test_a_long_field_without_effect_is_taken(http):
 @pytest.fixture
 def crowded(monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningServer]:
     """A server with room for two bodies of 300,000 bytes."""
-    monkeypatch.setattr("maitred.api.edge.MAX_HELD_BYTES", 0)
+    monkeypatch.setattr("maitred.api.http.edge.MAX_HELD_BYTES", 0)
     with running_server(max_body_bytes=300_000) as server:
         yield server
 

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from maitred.api.logprobs import named_prompt_logprobs
+from maitred.api.dialects.openai.logprobs import named_prompt_logprobs
 from tests.api.conftest import MESSAGES
 from tests.api.test_chat import events_of
 from tests.fakes_api import EOS, FakeReplica, running_server, says
@@ -147,7 +147,7 @@ def test_an_answer_with_many_log_probabilities_is_written_beside_the_event_loop(
     route = "openai_completions" if path == "/v1/completions" else "openai_chat"
     monkeypatch.setattr(f"maitred.api.{route}.named_prompt_logprobs", noted)
     few = http.post(path, json=fields).json()
-    monkeypatch.setattr("maitred.api.edge.MANY_LOGPROBS", 1)
+    monkeypatch.setattr("maitred.api.http.edge.MANY_LOGPROBS", 1)
     many = http.post(path, json=fields).json()
     assert many["choices"] == few["choices"]
     assert many.get("prompt_logprobs") == few.get("prompt_logprobs")

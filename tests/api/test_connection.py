@@ -12,7 +12,7 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
-from maitred.api.connection import (
+from maitred.api.http.connection import (
     MAX_FRAMING_BYTES,
     MAX_HEAD_BYTES,
     MAX_HEADERS,
@@ -21,7 +21,7 @@ from maitred.api.connection import (
     MIN_BODY_BYTES_PER_S,
     GuardedConnection,
 )
-from maitred.api.server import create_app
+from maitred.api.http.server import create_app
 from maitred.config import ServerConfig
 from tests.fakes_api import FakeReplica, make_model
 

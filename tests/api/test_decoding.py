@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maitred.api import decoding
-from maitred.api.decoding import PIECE_BYTES, Pieces, decode, decode_json
-from maitred.api.outline import Outline
-from maitred.api.refusals import ChatAsSent, CompletionAsSent
+from maitred.api.dialects.openai.refusals import ChatAsSent, CompletionAsSent
+from maitred.api.http import decoding
+from maitred.api.http.decoding import PIECE_BYTES, Pieces, decode, decode_json
+from maitred.api.http.outline import Outline
 from maitred.errors import InvalidRequest
 
 SMALL_PIECE = 16  # bytes; every text of these tests then is long

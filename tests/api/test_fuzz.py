@@ -13,8 +13,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from maitred.api.refusals import ChatAsSent, CompletionAsSent
-from maitred.api.schemas import DetokenizeRequest, TokenizeRequest
+from maitred.api.dialects.openai.refusals import ChatAsSent, CompletionAsSent
+from maitred.api.dialects.openai.schemas import DetokenizeRequest, TokenizeRequest
 from tests.api.conftest import MESSAGES
 from tests.waiting import HANGS_S
 

@@ -12,14 +12,14 @@ import httpx
 import openai
 import pytest
 
-from maitred.api.limits import TimeLimits, time_limits
-from maitred.api.schemas import CompletionRequest
+from maitred.api.dialects.openai.schemas import CompletionRequest
+from maitred.api.generate.time_limits import TimeLimits, time_limits
 from maitred.clock import ManualClock
 from maitred.config import AdmissionConfig
 from maitred.engine.async_engine import AsyncEngine
 from maitred.engine.core import EngineCore
 from maitred.errors import InvalidRequest
-from maitred.scheduler.admission import AdmissionController
+from maitred.gate.admission import AdmissionController
 from tests.fakes import MODEL, GatedExecutor, make_scheduler
 from tests.fakes_api import FakeReplica, make_model, running_server
 from tests.waiting import HANGS_S, until

@@ -12,8 +12,8 @@ import httpx
 import msgspec
 import pytest
 
-from maitred.api.live_feed import COST_FACTOR, FRAME_S, IDLE_S, MAX_PAUSE_S, MAX_WATCHERS, LiveFeed, pause_s
-from maitred.api.live_times import Latencies
+from maitred.api.ops.latencies import Latencies
+from maitred.api.ops.live_feed import COST_FACTOR, FRAME_S, IDLE_S, MAX_PAUSE_S, MAX_WATCHERS, LiveFeed, pause_s
 from maitred.engine.intake import Footprint
 from maitred.engine.live_view import LiveView, live_view
 from maitred.errors import EngineDead, Overloaded
@@ -91,7 +91,7 @@ def test_only_administrators_watch():
 
 
 def test_who_lost_the_right_to_watch_sees_no_more(monkeypatch):
-    monkeypatch.setattr("maitred.api.live.RECHECK_S", -1.0)  # after each frame
+    monkeypatch.setattr("maitred.api.ops.live.RECHECK_S", -1.0)  # after each frame
     tenants = FakeTenants(table_of({"boss": {}}))
     with serving("Hello.", tenants=tenants) as server, watch(server, "boss") as response:
         stream = frames(response)
@@ -201,7 +201,7 @@ def test_the_engine_is_asked_so_seldom_that_it_costs_half_a_percent_at_most():
 
 
 async def test_all_who_watch_share_one_look(monkeypatch):
-    monkeypatch.setattr("maitred.api.live_feed.IDLE_S", 1e6)
+    monkeypatch.setattr("maitred.api.ops.live_feed.IDLE_S", 1e6)
     replica = Looked()
     feed = make_feed(replica)
     watching = [feed.frames() for _ in range(5)]
@@ -214,7 +214,7 @@ async def test_all_who_watch_share_one_look(monkeypatch):
 
 
 async def test_a_slow_watcher_misses_frames_and_gets_the_newest(monkeypatch):
-    monkeypatch.setattr("maitred.api.live_feed.IDLE_S", 0.001)
+    monkeypatch.setattr("maitred.api.ops.live_feed.IDLE_S", 0.001)
     replica = Looked()
     feed = make_feed(replica)
     slow = feed.frames()
@@ -226,7 +226,7 @@ async def test_a_slow_watcher_misses_frames_and_gets_the_newest(monkeypatch):
 
 
 async def test_nobody_looks_when_nobody_watches_and_looking_begins_anew(monkeypatch):
-    monkeypatch.setattr("maitred.api.live_feed.IDLE_S", 0.001)
+    monkeypatch.setattr("maitred.api.ops.live_feed.IDLE_S", 0.001)
     replica = Looked()
     feed = make_feed(replica)
     for _ in range(3):
@@ -267,7 +267,7 @@ async def test_every_watcher_hears_of_the_engines_death():
 
 
 async def test_a_silent_engine_ends_the_watch_once_it_counts_as_ill(monkeypatch):
-    monkeypatch.setattr("maitred.api.live_feed.IDLE_S", 0.001)
+    monkeypatch.setattr("maitred.api.ops.live_feed.IDLE_S", 0.001)
     replica = Looked()
     watching = make_feed(replica).frames()
     await anext(watching)
@@ -278,7 +278,7 @@ async def test_a_silent_engine_ends_the_watch_once_it_counts_as_ill(monkeypatch)
 
 
 async def test_frames_end_when_the_server_goes(monkeypatch):
-    monkeypatch.setattr("maitred.api.live_feed.IDLE_S", 0.001)
+    monkeypatch.setattr("maitred.api.ops.live_feed.IDLE_S", 0.001)
     going: list[bool] = []
     feed = make_feed(Looked(), lambda: bool(going))
     seen = 0

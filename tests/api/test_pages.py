@@ -14,9 +14,9 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families
 
 import maitred
-from maitred.api.logs import JsonFormatter, TextFormatter
-from maitred.api.openapi import OPERATIONS, openapi_document
-from maitred.api.server import ROUTES
+from maitred.api.http.logs import JsonFormatter, TextFormatter
+from maitred.api.http.openapi import OPERATIONS, openapi_document
+from maitred.api.http.server import ROUTES
 from maitred.metrics import METRICS, MetricKind, metrics_document
 from tests.api.conftest import MESSAGES
 from tests.fakes_api import FakeReplica, running_server, says

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from maitred.api.refusals import CHAT_REFUSED, COMPLETION_REFUSED
+from maitred.api.dialects.openai.refusals import CHAT_REFUSED, COMPLETION_REFUSED
 from tests.api.conftest import MESSAGES
 
 CHAT = "/v1/chat/completions"
@@ -199,7 +199,9 @@ def test_more_log_probabilities_of_prompts_than_an_answer_may_hold_are_refused_b
 ):
     num_submitted = len(served.replica.submitted)
     if fields.get("n"):
-        monkeypatch.setattr("maitred.api.edge.MAX_PROMPT_LOGPROBS", 100_000)  # one prompt of 512 tokens has not more
+        monkeypatch.setattr(
+            "maitred.api.http.edge.MAX_PROMPT_LOGPROBS", 100_000
+        )  # one prompt of 512 tokens has not more
     error = refused(http, path, {"prompt_logprobs": 20, **fields} if path == CHAT else {"max_tokens": 1, **fields})
     assert error["param"] == param
     assert ("at most 100000" if fields.get("n") else "at most 262144") in error["message"]
@@ -208,10 +210,10 @@ def test_more_log_probabilities_of_prompts_than_an_answer_may_hold_are_refused_b
 
 
 def test_as_many_log_probabilities_of_prompts_as_an_answer_may_hold_are_given(http, monkeypatch):
-    monkeypatch.setattr("maitred.api.edge.MAX_PROMPT_LOGPROBS", 2 * 3 * 4 * 21)
+    monkeypatch.setattr("maitred.api.http.edge.MAX_PROMPT_LOGPROBS", 2 * 3 * 4 * 21)
     fields = {"model": "tiny", "prompt": [[97] * 4] * 3, "n": 2, "prompt_logprobs": 20, "max_tokens": 1}
     assert http.post(TEXT, json=fields).status_code == 200
-    monkeypatch.setattr("maitred.api.edge.MAX_PROMPT_LOGPROBS", 2 * 3 * 4 * 21 - 1)
+    monkeypatch.setattr("maitred.api.http.edge.MAX_PROMPT_LOGPROBS", 2 * 3 * 4 * 21 - 1)
     assert "504" in refused(http, TEXT, fields)["message"]
 
 

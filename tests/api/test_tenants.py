@@ -13,11 +13,11 @@ import httpx
 import openai
 import pytest
 
-from maitred.api.auth import OPEN_PATHS
-from maitred.api.server import ROUTES
+from maitred.api.http.auth import OPEN_PATHS
+from maitred.api.http.server import ROUTES
 from maitred.clock import ManualClock
-from maitred.engine.key_files import make_key, read_tenant_file
-from maitred.engine.ledger import Ledger
+from maitred.storage.key_files import make_key, read_tenant_file
+from maitred.storage.ledger import Ledger
 from maitred.tenancy.tenant import TenantTable, read_tenants
 from tests.api.conftest import MESSAGES
 from tests.conftest import ROOT

@@ -18,8 +18,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from maitred.api.tls import Certificate
-from maitred.api.validity import validity_of_chain
+from maitred.api.http.certificate_dates import validity_of_chain
+from maitred.api.http.tls import Certificate
 from maitred.config import ServerConfig
 from maitred.errors import ConfigError
 from tests.api.conftest import MESSAGES
@@ -208,8 +208,8 @@ def test_a_key_alone_is_refused():
 
 HANG_UP = """
 import sys
-from maitred.api import server
-from maitred.api import tls
+from maitred.api.http import server
+from maitred.api.http import tls
 from maitred.config import ServerConfig
 from tests.fakes_api import FakeReplica, make_model
 

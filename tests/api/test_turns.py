@@ -11,10 +11,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from maitred.api.body_room import BodyRoom
-from maitred.api.decoding import Pieces
-from maitred.api.exchange import MAX_KEYS, SMALL_BYTES, UNCOUNTED_BYTES, Exchange
-from maitred.api.turns import Turns
+from maitred.api.http.body_room import BodyRoom
+from maitred.api.http.decoding import Pieces
+from maitred.api.http.exchange import MAX_KEYS, SMALL_BYTES, UNCOUNTED_BYTES, Exchange
+from maitred.api.http.turns import Turns
 from maitred.errors import InvalidRequest, Overloaded
 
 NUM_BODIES = 8

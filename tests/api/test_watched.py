@@ -11,7 +11,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families as parse
 
-from maitred.api.metrics_compat import VLLM_NAMES
+from maitred.api.ops.metrics_compat import VLLM_NAMES
 from maitred.config import ServerConfig
 from maitred.errors import ConfigError
 from maitred.metrics import METRICS

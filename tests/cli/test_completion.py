@@ -47,10 +47,10 @@ def test_bash_offers(words, offered):
 
 def test_the_names_offered_are_those_that_there_are():
     """They stand apart from what they name, so that help imports none of it."""
-    from maitred.cli.simulate import DEVICES as SHOWN
+    from maitred.cli.simulate.command import DEVICES as SHOWN
     from maitred.config import POLICY_NAMES, SIMULATED_PREDICTOR_NAMES
-    from maitred.scheduler.policies import POLICIES
-    from maitred.scheduler.predictor import PREDICTORS
+    from maitred.policy.policies import POLICIES
+    from maitred.policy.predictor import PREDICTORS
     from maitred.sim.devices import DEVICES
 
     assert tuple(POLICIES) == POLICY_NAMES

@@ -13,7 +13,7 @@ from tests.cli.running import Result, maitred_process
 from tests.conftest import start_server
 
 MODULE = '''
-from maitred.scheduler.policy import Policy
+from maitred.policy.policy import Policy
 
 
 def tips_first(config):

@@ -12,8 +12,8 @@ from maitred.cli import serve
 from maitred.cli.main import main
 from maitred.cli.tenancy import open_tenancy
 from maitred.config import ServerConfig, TenancyConfig
-from maitred.engine.key_files import read_tenant_file
 from maitred.errors import ConfigError
+from maitred.storage.key_files import read_tenant_file
 
 
 @pytest.fixture

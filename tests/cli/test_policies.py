@@ -9,8 +9,8 @@ from maitred.config import SchedulerConfig
 from maitred.engine import installed
 from maitred.engine.installed import GROUP, installed_policies
 from maitred.errors import ConfigError
-from maitred.scheduler.policies import POLICIES, policy_for
-from maitred.scheduler.policy import Policy, arrival_term, by_arrival
+from maitred.policy.policies import POLICIES, policy_for
+from maitred.policy.policy import Policy, arrival_term, by_arrival
 
 HERE = "tests.cli.test_policies"
 

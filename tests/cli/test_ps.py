@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from maitred.api.live import LoadedModel
+from maitred.api.ops.live import LoadedModel
 from maitred.cli.ps import HEADINGS, ago, row, table
 from maitred.engine.intake import Footprint
 from tests.cli.running import maitred_process

@@ -16,8 +16,8 @@ from contextlib import contextmanager
 import msgspec
 import pytest
 
-from maitred.api.live_feed import LiveFrame
-from maitred.api.live_times import Percentiles
+from maitred.api.ops.latencies import Percentiles
+from maitred.api.ops.live_feed import LiveFrame
 from maitred.cli.top_screen import Rates, as_text, fit, in_ascii, seconds, view
 from maitred.engine.live_view import LiveView, live_view
 from maitred.errors import EngineDead

@@ -18,8 +18,8 @@ import pytest
 import yaml
 
 from maitred.config import ServerConfig
-from maitred.engine.key_files import make_key
 from maitred.metrics import METRICS
+from maitred.storage.key_files import make_key
 from tests.conftest import free_port, start_server
 from tests.fakes_api import running_server
 from tests.waiting import HANGS_S, until

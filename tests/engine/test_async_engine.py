@@ -15,8 +15,8 @@ import pytest
 from maitred.clock import WallClock
 from maitred.engine.async_engine import AsyncEngine
 from maitred.engine.core import EngineCore
-from maitred.engine.entrance import MAX_UNREAD_BYTES, UNREAD_MARK, ProgressStream, num_bytes
 from maitred.engine.output import TextDelta, stream_text
+from maitred.engine.progress_streams import MAX_UNREAD_BYTES, UNREAD_MARK, ProgressStream, num_bytes
 from maitred.errors import EngineDead, ReadTooSlowly
 from maitred.request import FinishReason, SamplingParams
 from maitred.step import ModelOutput, RequestProgress, SchedulerOutput, TokenLogprobs
@@ -135,7 +135,7 @@ KIB = 1024
 
 
 async def test_who_does_not_take_what_comes_is_ended_before_it_fills_the_memory(monkeypatch):
-    monkeypatch.setattr("maitred.engine.entrance.MAX_UNREAD_BYTES", 100 * KIB)
+    monkeypatch.setattr("maitred.engine.progress_streams.MAX_UNREAD_BYTES", 100 * KIB)
     core = EngineCore(make_scheduler(num_blocks=50_000), FakeExecutor(), WallClock())
     engine = AsyncEngine(core, WallClock())
     stream = engine.submit(make_request(max_tokens=190_000))
@@ -196,7 +196,7 @@ async def test_a_step_may_give_more_than_is_kept_to_who_takes_it():
 
 
 async def test_when_all_together_keep_too_much_those_who_fall_further_behind_end(monkeypatch):
-    monkeypatch.setattr("maitred.engine.entrance.MAX_UNREAD_BYTES_IN_ALL", 12 * UNREAD_MARK)
+    monkeypatch.setattr("maitred.engine.progress_streams.MAX_UNREAD_BYTES_IN_ALL", 12 * UNREAD_MARK)
     open_stream = opener()
     behind = [open_stream() for _ in range(5)]
     for stream in behind:

@@ -9,11 +9,11 @@ import pytest
 import maitred
 from maitred.clock import ManualClock
 from maitred.config import SchedulerConfig
+from maitred.decisions.codec import Header, LogEncoder
+from maitred.decisions.log import Recorder
+from maitred.decisions.replay import first_difference
 from maitred.engine.core import EngineCore
 from maitred.request import FinishReason, Request
-from maitred.scheduler.decision_log import Recorder
-from maitred.scheduler.log_codec import Header, LogEncoder
-from maitred.scheduler.replay import first_difference
 from maitred.scheduler.swap import SwapCosts
 from maitred.step import ModelOutput, RequestProgress, SchedulerOutput
 from tests.fakes import FakeExecutor, make_request, make_samples, make_scheduler, token_at

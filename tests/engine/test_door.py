@@ -12,8 +12,8 @@ from maitred.config import AdmissionConfig, SchedulerConfig
 from maitred.engine.async_engine import AsyncEngine
 from maitred.engine.core import EngineCore
 from maitred.errors import Overloaded
+from maitred.gate.admission import AdmissionController
 from maitred.request import FinishReason, Request
-from maitred.scheduler.admission import AdmissionController
 from maitred.step import ModelOutput, RequestProgress, SchedulerOutput
 from tests.fakes import FakeExecutor, make_request, make_scheduler
 from tests.waiting import HANGS_S, until_async

@@ -21,9 +21,11 @@ import pytest
 
 from maitred.clock import WallClock
 from maitred.config import EngineConfig, ProcessConfig, SchedulerConfig
-from maitred.engine import keeper, spawn, supervisor
-from maitred.engine.keeper import Start
+from maitred.engine import restarts as supervisor
+from maitred.engine import spawn
+from maitred.engine import supervisor as keeper
 from maitred.engine.process import ProcessEngine, start_engine_process
+from maitred.engine.supervisor import Start
 from maitred.errors import CheckpointError, ConfigError, EngineDead, OutOfMemory
 from maitred.request import FinishReason, Request, SamplingParams
 from maitred.step import RequestProgress

@@ -15,7 +15,8 @@ import pytest
 import zmq
 
 from maitred.clock import WallClock
-from maitred.engine import sockets, spawn, supervisor
+from maitred.engine import restarts as supervisor
+from maitred.engine import sockets, spawn
 from maitred.engine.frames import Told, decode_report, encode
 from maitred.engine.process import ProcessEngine, start_engine_process
 from maitred.engine.sockets import REPORTS, SocketFolder

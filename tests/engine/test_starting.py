@@ -10,8 +10,8 @@ import pytest
 
 from maitred.clock import WallClock
 from maitred.engine.in_process import StartingHere
+from maitred.engine.local_replica import Engine
 from maitred.engine.process import StartingProcess
-from maitred.engine.running import Engine
 from maitred.errors import CheckpointError, EngineDead
 from tests.engine.fake_child import Gate
 from tests.engine.test_process import start_of

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from maitred.clock import WallClock
-from maitred.engine import served
+from maitred.engine import served_model as served
 from maitred.engine.async_engine import AsyncEngine
 from maitred.engine.core import EngineCore
-from maitred.engine.facts import ModelFacts
 from maitred.engine.intake import ServedModel, make_requests
+from maitred.engine.model_facts import ModelFacts
 from maitred.model.checkpoint import BUILTIN_FOLDER
 from maitred.request import Request, SamplingParams
 from maitred.text import Tokenizer

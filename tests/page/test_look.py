@@ -7,8 +7,8 @@ import re
 import httpx
 import pytest
 
-from maitred.api.page import FOLDER
-from maitred.api.page_files import FILES, INDEX
+from maitred.api.ops.page import FOLDER
+from maitred.api.ops.page_files import FILES, INDEX
 from tests.page.test_chat import ask
 from tests.page.worlds import serving
 

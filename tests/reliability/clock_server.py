@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
-from maitred.api import server
+from maitred.api.http import server
 from maitred.clock import WallClock
 from maitred.config import EngineConfig, ProcessConfig, SchedulerConfig, ServerConfig
-from maitred.engine.keeper import Start
-from maitred.engine.ledger import Ledger
 from maitred.engine.process import start_engine_process
+from maitred.engine.supervisor import Start
+from maitred.storage.ledger import Ledger
 from tests.api.test_tenants import table_of
 from tests.conftest import ROOT
 from tests.engine.fake_child import Gate, command

@@ -19,9 +19,9 @@ from typing import Any
 
 import httpx
 
-from maitred.api import server
-from maitred.api.logs import configure_logging
-from maitred.api.text_lanes import hand_over_quickly
+from maitred.api.generate.text_threads import hand_over_quickly
+from maitred.api.http import server
+from maitred.api.http.logs import configure_logging
 from maitred.config import ServerConfig
 from maitred.request import Request
 from maitred.step import RequestProgress

@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 
-from maitred.api import server
+from maitred.api.http import server
 from maitred.config import ServerConfig
 from tests.conftest import ROOT
 from tests.fakes_api import FakeReplica, make_model, says

@@ -416,7 +416,7 @@ def first_steps_of(executor: GatedExecutor) -> list[int]:
 
 @pytest.mark.parametrize("fields", [{}, {"n": 3}, {"prompt": ["a", "b"]}, {"prompt": ["a", "b"], "n": 2}])
 def test_what_is_kept_for_who_reads_nothing_is_bounded_whatever_was_asked(gated, monkeypatch, fields):
-    monkeypatch.setattr("maitred.engine.entrance.MAX_UNREAD_BYTES", 200 * 1024)
+    monkeypatch.setattr("maitred.engine.progress_streams.MAX_UNREAD_BYTES", 200 * 1024)
     server, engine, steps = gated
     with unread(server, json.dumps({**LONG, **fields}).encode()) as reader:
         until(lambda: len(server.server._edge._watches) == 1)
@@ -525,15 +525,15 @@ def test_answers_that_cannot_be_written_are_told_in_one_line(tmp_path: Path):
 
 
 WALL_CLOCK_USERS = {
-    "engine/ledger.py": "rows tell when",
+    "storage/ledger.py": "rows tell when",
     "engine/checkpoint_facts.py": "when the model was made",
-    "api/usage.py": "asks for days",
-    "api/tls.py": "certificates expire on a date; it is told, and nothing else",
-    "api/tracing.py": "spans have dates",
-    "api/openai_completions.py": "`created`",
-    "api/openai_chat.py": "`created`",
+    "api/dialects/openai/usage.py": "asks for days",
+    "api/http/tls.py": "certificates expire on a date; it is told, and nothing else",
+    "api/ops/tracing.py": "spans have dates",
+    "api/dialects/openai/completions.py": "`created`",
+    "api/dialects/openai/chat.py": "`created`",
     "text/sandbox.py": "strftime_now of templates",
-    "cli/loadgen/session.py": "the report's date",
+    "cli/bench/session.py": "the report's date",
     "cli/ps.py": "since when",
 }
 

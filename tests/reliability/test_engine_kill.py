@@ -19,10 +19,11 @@ import pytest
 
 from maitred.clock import WallClock
 from maitred.config import EngineConfig, ProcessConfig, SchedulerConfig
-from maitred.engine import spawn, supervisor
-from maitred.engine.keeper import Start
-from maitred.engine.ledger import Ledger
+from maitred.engine import restarts as supervisor
+from maitred.engine import spawn
 from maitred.engine.process import ProcessEngine, start_engine_process
+from maitred.engine.supervisor import Start
+from maitred.storage.ledger import Ledger
 from tests.engine.fake_child import Gate, command
 from tests.fakes_api import RunningServer, running_server
 from tests.waiting import HANGS_S, joined, until

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from maitred.api.server import ROUTES
+from maitred.api.http.server import ROUTES
 from tests.reliability.edge_server import Attacked, attacked
 from tests.reliability.test_edge import MIB, POST, answer_of, connect
 from tests.waiting import HANGS_S, until

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from maitred.engine.ledger import Ledger
+from maitred.storage.ledger import Ledger
 from tests.cli.running import environment
 from tests.waiting import HANGS_S
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from maitred.policy.policies import POLICIES
 from maitred.request import FinishReason, RequestStatus, SamplingParams
-from maitred.scheduler.policies import POLICIES
 from tests.fakes import make_request, make_samples, make_scheduler, token_at
 from tests.scheduler.running import Run, tokens_by_request
 

@@ -8,8 +8,8 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from maitred.policy.policies import POLICIES
 from maitred.request import FinishReason, Request, SamplingParams
-from maitred.scheduler.policies import POLICIES
 from maitred.scheduler.scheduler import Scheduler
 from maitred.scheduler.swap import SwapCosts
 from maitred.step import RequestProgress, SchedulerOutput

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from maitred.cost_model import CostModel, Jitter, StepShape, shape_of
 from maitred.errors import ConfigError
-from maitred.sim.cost_model import CostModel, Jitter, StepShape, shape_of
 from maitred.sim.devices import DEVICES, MODELS, device_named, model_named, num_kv_blocks, roofline
 from maitred.sim.fit import TERMS, fit_steps, nonnegative_least_squares
 from maitred.sim.profile import Profile, decode_profile, encode_profile

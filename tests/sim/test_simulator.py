@@ -7,13 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from maitred.clock import ManualClock
+from maitred.cost_model import Band, CostModel, Jitter, Slowness, shape_of
+from maitred.decisions.codec import Header, LogEncoder, read_log
+from maitred.decisions.log import Recorder
+from maitred.decisions.replay import first_difference
 from maitred.engine.core import EngineCore
+from maitred.policy.policies import POLICIES
 from maitred.request import Request
-from maitred.scheduler.decision_log import Recorder
-from maitred.scheduler.log_codec import Header, LogEncoder, read_log
-from maitred.scheduler.policies import POLICIES
-from maitred.scheduler.replay import first_difference
-from maitred.sim.cost_model import Band, CostModel, Jitter, Slowness, shape_of
 from maitred.sim.recorded import measured_steps, read_run
 from maitred.sim.results import Objectives, Results
 from maitred.sim.simulator import Simulation

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 import pytest
 
 from maitred.config import AdmissionConfig
+from maitred.cost_model import CostModel
 from maitred.errors import ConfigError
-from maitred.scheduler.admission import AdmissionController
-from maitred.sim.cost_model import CostModel
+from maitred.gate.admission import AdmissionController
 from maitred.sim.results import Results
 from maitred.sim.simulator import Simulation
 from maitred.sim.terms import WorkloadUnderTerms

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from maitred.config import SchedulerConfig
-from maitred.sim.cost_model import CostModel
+from maitred.cost_model import CostModel
 from maitred.sim.results import Objectives, Results
 from maitred.sim.simulator import EngineSetup, Simulation
 from maitred.sim.synthetic import SyntheticWorkload, parse_spec

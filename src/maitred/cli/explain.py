@@ -11,7 +11,7 @@ def _run(options: Options) -> int:
     from maitred.executor.native_plan import NativePlan
     from maitred.model.checkpoint import open_checkpoint
     from maitred.model.families import spec_from_config
-    from maitred.model.telling import step_bytes, tell_buffers, tell_fusions, tell_linears
+    from maitred.model.program_report import step_bytes, tell_buffers, tell_fusions, tell_linears
 
     config = engine_config(options)
     fallbacks: list[str] = []

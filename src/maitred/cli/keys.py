@@ -60,7 +60,7 @@ def _hash(asked: KeyOptions) -> None:
 
 
 def _add(asked: KeyOptions, secret: str | None) -> str:
-    from maitred.engine.key_files import add_key, make_key
+    from maitred.storage.key_files import add_key, make_key
 
     made = make_key(asked.tenant or "", secret=secret, name=asked.name or "", admin=asked.admin)
     add_key(Path(asked.tenants), made.key)
@@ -70,7 +70,7 @@ def _add(asked: KeyOptions, secret: str | None) -> str:
 
 
 def _list(asked: KeyOptions) -> None:
-    from maitred.engine.key_files import read_tenant_file
+    from maitred.storage.key_files import read_tenant_file
 
     table = read_tenant_file(Path(asked.tenants))
     if asked.tenant is not None and asked.tenant not in table.tenants:
@@ -88,7 +88,7 @@ def _list(asked: KeyOptions) -> None:
 
 
 def _revoke(asked: KeyOptions) -> None:
-    from maitred.engine.key_files import remove_key
+    from maitred.storage.key_files import remove_key
 
     key = remove_key(Path(asked.tenants), asked.key or "")
     _note(f"key {key.id} of tenant {key.tenant} opens nothing any more, once running servers have read the file")

@@ -15,7 +15,7 @@ from maitred.errors import did_you_mean
 
 if TYPE_CHECKING:
     from maitred.cli.endpoint import AppEndpoint
-    from maitred.engine.running import Engine
+    from maitred.engine.local_replica import Engine
     from maitred.request import Request
 
 # EngineConfig gives only its own scalar fields: its parts stand before it
@@ -83,7 +83,7 @@ def refuse_engine_flags(options: Options, *, allowed: tuple[str, ...] = ()) -> N
 @asynccontextmanager
 async def local_endpoint(engine: Engine, options: Options) -> AsyncIterator[AppEndpoint]:
     """The application without its port, open to this process alone; closes the engine."""
-    from maitred.api.server import create_app
+    from maitred.api.http.server import create_app
     from maitred.cli.endpoint import AppEndpoint
 
     app = create_app(engine.replica, engine.model, ServerConfig(), policy=options[SchedulerConfig].policy)

@@ -14,7 +14,7 @@ from maitred.config import POLICY_NAMES
 from maitred.errors import did_you_mean
 
 if TYPE_CHECKING:
-    from maitred.scheduler.policy import PolicyFactory
+    from maitred.policy.policy import PolicyFactory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,8 +57,8 @@ def _table(policies: Mapping[str, PolicyFactory]) -> str:
 
 def _check(name: str, make: PolicyFactory, num_worlds: int) -> None:
     """Raises PolicyFault, which names the property and the seed."""
-    from maitred.scheduler.conformance import CHECKS, PolicyFault
-    from maitred.scheduler.conformance_world import answer, scenario_of
+    from maitred.testing.conformance import CHECKS, PolicyFault
+    from maitred.testing.conformance_world import answer, scenario_of
 
     for check, run in CHECKS.items():
         for seed in range(num_worlds):

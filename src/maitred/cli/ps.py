@@ -11,7 +11,7 @@ from maitred.cli.flags import option
 from maitred.errors import ServerError
 
 if TYPE_CHECKING:
-    from maitred.api.live import LoadedModel
+    from maitred.api.ops.live import LoadedModel
     from maitred.cli.endpoint import Endpoint
 
 HEADINGS = ("MODEL", "PARAMETERS", "DTYPE", "WEIGHTS", "KV CACHE", "CONTEXT", "ON", "SINCE")
@@ -45,7 +45,7 @@ async def _ps(asked: PsOptions) -> int:
         return 0
     import msgspec
 
-    from maitred.api.live import LoadedModels
+    from maitred.api.ops.live import LoadedModels
 
     try:
         models = msgspec.json.decode(body, type=LoadedModels).models

@@ -18,7 +18,7 @@ class ReplayOptions:
 
 
 def _run(options: Options) -> int:
-    from maitred.cli.decisions.session import replay_logs
+    from maitred.cli.why.session import replay_logs
 
     return replay_logs(options[ReplayOptions].log)
 

@@ -18,7 +18,7 @@ from maitred.errors import ConfigError
 if TYPE_CHECKING:
     from socket import socket
 
-    from maitred.api.opening import Opened
+    from maitred.api.http.loading import Opened
     from maitred.engine.in_process import StartingHere
     from maitred.engine.process import StartingProcess
     from maitred.request import Request
@@ -45,7 +45,7 @@ def _run(options: Options) -> int:
         timeline.end("command")
         starting = _start(options, config, tell, ledger.opened if ledger is not None else None)
         try:
-            from maitred.api.server import serve  # while the engine's process loads
+            from maitred.api.http.server import serve  # while the engine's process loads
 
             def on_open(engine: Opened, host: str, port: int) -> None:
                 if ledger is not None:
@@ -98,8 +98,8 @@ def _start(
     import logging
 
     from maitred.clock import WallClock
-    from maitred.engine.keeper import Start
     from maitred.engine.process import StartingProcess
+    from maitred.engine.supervisor import Start
 
     start = Start(config=config, process=process, served_model_names=names, log_level=logging.getLogger().level)
     return StartingProcess(start, clock=WallClock(), on_event=tell, on_admitted=on_admitted)
@@ -124,7 +124,7 @@ def _teller(server: ServerConfig) -> Callable[[str], None]:
     """Start-up lines: plain for a person, log entries where the log is JSON."""
     import logging
 
-    from maitred.api.logs import configure_logging
+    from maitred.api.http.logs import configure_logging
 
     configure_logging(server)
     if server.log_format == "json":

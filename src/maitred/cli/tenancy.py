@@ -12,8 +12,8 @@ from maitred.config import ServerConfig, TenancyConfig
 from maitred.errors import ConfigError
 
 if TYPE_CHECKING:
-    from maitred.engine.key_files import TenantFile
-    from maitred.engine.ledger import Ledger
+    from maitred.storage.key_files import TenantFile
+    from maitred.storage.ledger import Ledger
     from maitred.tenancy.tenant import TenantTable
 
 
@@ -28,12 +28,12 @@ def open_tenancy(config: TenancyConfig, server: ServerConfig) -> Iterator[tuple[
     with ExitStack() as stack:
         ledger, tenants = None, None
         if config.ledger is not None:
-            from maitred.engine.ledger import Ledger
+            from maitred.storage.ledger import Ledger
 
             ledger = Ledger(Path(config.ledger))
             stack.callback(ledger.close)
         if config.tenants is not None:
-            from maitred.engine.key_files import TenantFile
+            from maitred.storage.key_files import TenantFile
 
             accept = _refuse_budgets if ledger is None else lambda table: None
             tenants = TenantFile(Path(config.tenants), accept=accept)

@@ -15,7 +15,7 @@ from maitred.cli.flags import option
 from maitred.errors import ServerError
 
 if TYPE_CHECKING:
-    from maitred.api.live_feed import LiveFrame
+    from maitred.api.ops.live_feed import LiveFrame
     from maitred.cli.endpoint import Endpoint
 
 PLAIN_WIDTH = 120
@@ -162,7 +162,7 @@ async def frames(endpoint: Endpoint) -> AsyncGenerator[LiveFrame, None]:
     """Frames until the server ends them. Raises Refused, Unreachable or Ended."""
     import msgspec
 
-    from maitred.api.live_feed import LiveFrame
+    from maitred.api.ops.live_feed import LiveFrame
     from maitred.cli.endpoint import Refused, error_text
     from maitred.cli.sse import DONE, SSEParser
 

@@ -13,8 +13,8 @@ from maitred.engine.live_view import CACHED, FREE, SHARED, LiveView, QueuedReque
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from maitred.api.live_feed import LiveFrame
-    from maitred.api.live_times import Percentiles
+    from maitred.api.ops.latencies import Percentiles
+    from maitred.api.ops.live_feed import LiveFrame
 
 RATE_S = 2.0  # that a rate is taken over
 MIN_WIDTH = 60

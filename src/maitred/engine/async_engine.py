@@ -14,14 +14,14 @@ from typing import Any, TypeVar
 from maitred.clock import Clock
 from maitred.config import SchedulerConfig
 from maitred.engine.core import EngineCore
-from maitred.engine.entrance import Entrance, ProgressStream
 from maitred.engine.live_view import LiveView, look_at
-from maitred.engine.supervisor import Watchdog
+from maitred.engine.progress_streams import Entrance, ProgressStream
+from maitred.engine.restarts import Watchdog
 from maitred.errors import EngineDead, MaitredError
+from maitred.gate.admission import AdmissionController
 from maitred.replica import ReplicaState
 from maitred.request import FinishReason, Request
-from maitred.scheduler.admission import AdmissionController
-from maitred.scheduler.view import QueueView, queue_view
+from maitred.scheduler.queue_view import QueueView, queue_view
 from maitred.step import RequestProgress
 
 logger = logging.getLogger(__name__)

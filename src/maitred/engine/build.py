@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from maitred.clock import Clock, WallClock
 from maitred.config import EngineConfig, SchedulerConfig
+from maitred.decisions.codec import Header
+from maitred.decisions.log import Recorder
 from maitred.engine.checkpoint_facts import check_overrides, facts_of
 from maitred.engine.core import EngineCore
 from maitred.engine.executors import BuiltExecutor, ExecutorPlan, plan_executor
-from maitred.engine.facts import ModelFacts
 from maitred.engine.memory import (
     MemoryPlan,
     available_memory_bytes,
@@ -21,7 +22,7 @@ from maitred.engine.memory import (
     plan_memory,
     swap_bytes,
 )
-from maitred.engine.store import DecisionLogFile
+from maitred.engine.model_facts import ModelFacts
 from maitred.engine.swap_meter import SwapMeter
 from maitred.engine.timeline import Timeline
 from maitred.kvcache.manager import KVCacheManager
@@ -29,13 +30,12 @@ from maitred.kvcache.prefix_cache import TokenHasher
 from maitred.model.checkpoint import Checkpoint, open_checkpoint
 from maitred.model.families import spec_from_config
 from maitred.model.spec import DecoderSpec
-from maitred.scheduler.decision_log import Recorder
-from maitred.scheduler.log_codec import Header
-from maitred.scheduler.policies import POLICIES, policy_for
-from maitred.scheduler.policy import PolicyFactory
+from maitred.policy.policies import POLICIES, policy_for
+from maitred.policy.policy import PolicyFactory
 from maitred.scheduler.scheduler import Scheduler
 from maitred.scheduler.swap import SwapCosts
 from maitred.step import SchedulerOutput
+from maitred.storage.decision_files import DecisionLogFile
 
 if TYPE_CHECKING:
     from maitred.engine.intake import ServedModel
@@ -59,7 +59,7 @@ class EngineParts:
     @cached_property
     def model(self) -> ServedModel:
         """For who makes requests; its text is read when it is first asked for."""
-        from maitred.engine.served import served_model
+        from maitred.engine.served_model import served_model
 
         return served_model(self.facts)
 

@@ -9,8 +9,8 @@ from typing import Any, cast
 
 from maitred.config import EngineConfig
 from maitred.engine.executors import ExecutorPlan
-from maitred.engine.facts import Footprint, ModelFacts
 from maitred.engine.memory import MemoryPlan
+from maitred.engine.model_facts import Footprint, ModelFacts
 from maitred.errors import CheckpointError, ConfigError, InvalidRequest
 from maitred.model.checkpoint import Checkpoint
 from maitred.model.spec import DecoderSpec

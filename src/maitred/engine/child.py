@@ -23,9 +23,7 @@ import zmq
 
 from maitred.clock import Clock, WallClock
 from maitred.config import EngineConfig
-from maitred.engine.calls import CALLS
 from maitred.engine.core import EngineCore
-from maitred.engine.facts import ModelFacts
 from maitred.engine.frames import (
     Abort,
     Answer,
@@ -52,6 +50,8 @@ from maitred.engine.frames import (
     request_of,
 )
 from maitred.engine.memory import MemoryPlan
+from maitred.engine.model_facts import ModelFacts
+from maitred.engine.queries import CALLS
 from maitred.engine.sockets import COMMANDS, REPORTS, Receiver, Sender, address_of
 from maitred.engine.spawn import HIGH_WATER_MARK, LogLine
 from maitred.engine.timeline import process_age_s

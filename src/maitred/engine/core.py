@@ -10,8 +10,8 @@ from maitred.clock import Clock
 from maitred.config import SchedulerConfig
 from maitred.engine.host_shares import HostShares
 from maitred.engine.prefill_meter import PrefillMeter
+from maitred.policy.policies import AGE_BY_TOKENS
 from maitred.request import FinishReason, Request
-from maitred.scheduler.policies import AGE_BY_TOKENS
 from maitred.scheduler.scheduler import Scheduler
 from maitred.scheduler.stats import SchedulerStats
 from maitred.scheduler.swap import SwapCosts

@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 
 from maitred.config import EngineConfig
-from maitred.engine.facts import ModelFacts
 from maitred.engine.memory import MemoryPlan
+from maitred.engine.model_facts import ModelFacts
 from maitred.errors import (
     CheckpointError,
     ConfigError,

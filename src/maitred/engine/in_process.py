@@ -9,12 +9,12 @@ from maitred.clock import WallClock
 from maitred.config import EngineConfig
 from maitred.engine.async_engine import AsyncEngine
 from maitred.engine.build import OnEvent, build_parts
-from maitred.engine.entrance import door_of
-from maitred.engine.running import Engine
+from maitred.engine.local_replica import Engine
+from maitred.engine.progress_streams import door_of
 from maitred.errors import CheckpointError
+from maitred.policy.policies import POLICIES
+from maitred.policy.policy import PolicyFactory
 from maitred.request import Request
-from maitred.scheduler.policies import POLICIES
-from maitred.scheduler.policy import PolicyFactory
 
 
 def build_engine(

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping
 from importlib.metadata import EntryPoint, entry_points
 
 from maitred.errors import ConfigError
-from maitred.scheduler.policies import POLICIES
-from maitred.scheduler.policy import PolicyFactory
+from maitred.policy.policies import POLICIES
+from maitred.policy.policy import PolicyFactory
 
 GROUP = "maitred.policies"
 

@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from maitred.engine.facts import Footprint
+from maitred.engine.model_facts import Footprint
 from maitred.errors import InvalidRequest, PromptTooLong, TooManyTokens
 from maitred.executor.sampling_checks import check_sampling_tokens
 from maitred.kvcache.prefix_cache import hash_blocks, root_hash
+from maitred.policy.features import prompt_features
 from maitred.request import MAX_SEED, Request, SamplingParams
-from maitred.scheduler.features import prompt_features
 
 if TYPE_CHECKING:
     from maitred.text import ChatTemplate, Text, Tokenizer

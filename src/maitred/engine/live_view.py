@@ -15,8 +15,8 @@ import msgspec
 from maitred.clock import Clock
 from maitred.engine.core import EngineCore
 from maitred.request import FinishReason, Request
+from maitred.scheduler.queue_view import reason_of
 from maitred.scheduler.scheduler import Scheduler
-from maitred.scheduler.view import reason_of
 
 MAX_RUNNING = 64  # requests of the batch that are named
 MAX_WAITING = 24  # of the queue

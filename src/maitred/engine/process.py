@@ -11,17 +11,6 @@ import msgspec
 
 from maitred.clock import Clock
 from maitred.config import SchedulerConfig
-from maitred.engine.calls import (
-    CONFIGURE,
-    LIVE_VIEW,
-    POLICY_NAMES,
-    QUEUE_VIEW,
-    SCHEDULER_CONFIG,
-    Call,
-    Nothing,
-    QueuePage,
-)
-from maitred.engine.entrance import Entrance, ProgressStream, door_of
 from maitred.engine.frames import (
     Abort,
     Answer,
@@ -36,16 +25,27 @@ from maitred.engine.frames import (
     error_of,
     submit_of,
 )
-from maitred.engine.keeper import Keeper, Loss, Start
 from maitred.engine.live_view import LiveView
+from maitred.engine.local_replica import Engine
+from maitred.engine.progress_streams import Entrance, ProgressStream, door_of
+from maitred.engine.queries import (
+    CONFIGURE,
+    LIVE_VIEW,
+    POLICY_NAMES,
+    QUEUE_VIEW,
+    SCHEDULER_CONFIG,
+    Call,
+    Nothing,
+    QueuePage,
+)
 from maitred.engine.resume import LiveRequest, Totals, Trials, refusal
-from maitred.engine.running import Engine
-from maitred.engine.served import TextAhead, served_model
+from maitred.engine.served_model import TextAhead, served_model
+from maitred.engine.supervisor import Keeper, Loss, Start
 from maitred.errors import EngineDead, MaitredError, RequestTooLarge
+from maitred.gate.admission import AdmissionController
 from maitred.replica import ReplicaState
 from maitred.request import FinishReason, Request, resumed
-from maitred.scheduler.admission import AdmissionController
-from maitred.scheduler.view import QueueView
+from maitred.scheduler.queue_view import QueueView
 from maitred.step import RequestProgress
 
 A = TypeVar("A")

@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from maitred.engine.entrance import ProgressStream
 from maitred.engine.frames import Mark
+from maitred.engine.progress_streams import ProgressStream
 from maitred.request import FinishReason, Request, RequestStatus, timing_of
 from maitred.step import RequestProgress
 

@@ -14,8 +14,8 @@ import msgspec
 import zmq
 
 from maitred.engine.frames import Begin, Command, Hello, Report, Stop, decode_report
+from maitred.engine.restarts import cause_of_death
 from maitred.engine.sockets import COMMANDS, REPORTS, Receiver, Sender, SocketFolder, address_of
-from maitred.engine.supervisor import cause_of_death
 
 # -P: the current folder, which may be a model's with Python code in it, is no place for modules
 CHILD = (sys.executable, "-P", "-m", "maitred.engine.child")

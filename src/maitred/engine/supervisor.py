@@ -1,105 +1,332 @@
-"""When a dead engine is started again, when a silent one counts as stuck, and why one died, in words. Pure."""
+"""Keeps an engine's process alive: starts it, hears it, sees it die or hang, and starts the next one."""
 
 from __future__ import annotations
 
-import signal
-from dataclasses import dataclass
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
 
-STEADY_S = 10.0  # an engine that lived so long ends the row of failures
-FIRST_DELAY_S, MAX_DELAY_S = 0.5, 30.0
-FAILURE = 10  # the weight of an engine's own failure; of a death that came from outside it is 1
-FAULTS = frozenset({signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT, signal.SIGTRAP})
+from maitred.clock import Clock
+from maitred.config import EngineConfig, ProcessConfig, SchedulerConfig
+from maitred.engine.frames import Beat, Begin, Command, Died, Failed, Ready, Report, Stepped, Told, error_of
+from maitred.engine.model_facts import ModelFacts
+from maitred.engine.oom import num_oom_kills
+from maitred.engine.restarts import BackOff, Watchdog, is_own_fault
+from maitred.engine.spawn import CHILD, EngineChild
+from maitred.errors import EngineDead, MaitredError
+
+logger = logging.getLogger(__name__)
+TICK_S = 0.25
+SILENT_S = 2.25  # without a heartbeat for so long, the engine is not healthy; told within three seconds of the last one
+START_POLL_S = 0.05
 
 
-class BackOff:
-    """Delays between restarts: none before the first, then doubling; ends after `max_restarts` failures in a row.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """How an engine's process is started, the first time and again."""
 
-    A death that the engine did not cause (`is_own_fault`) weighs a tenth of a failure: whoever keeps killing
-    engines from outside is given up on too, but much later.
+    config: EngineConfig
+    process: ProcessConfig
+    served_model_names: tuple[str, ...] = ()
+    log_level: int = logging.INFO
+    command: Sequence[str] = CHILD
+
+
+class Loss(NamedTuple):
+    """What came of the requests of an engine that died."""
+
+    num_kept: int  # wait for the next one
+    num_ended: int
+    found_cause: bool = False  # one of those that ended had killed the engines; the others may hope
+
+
+class Owner(Protocol):
+    """Whom the engine works for; told everything on the event loop, once there is one."""
+
+    def heard(self, report: Report) -> None:
+        """What is not about the process itself."""
+
+    def lost(self, cause: str, *, deterministic: bool, own_fault: bool) -> Loss:
+        """The engine died, by its own fault or not; if there will be none any more, `bereft` comes next."""
+
+    def regained(self) -> int:
+        """There is an engine again: how many requests go on."""
+
+    def bereft(self, cause: str) -> None:
+        """The engine died, and none will come."""
+
+
+class Keeper:
+    """One engine's process after the other.
+
+    After `wait` everything runs on one event loop. Two threads for each child do nothing but wait for its end and read
+    its stderr.
     """
 
-    def __init__(self, max_restarts: int) -> None:
-        self._max_restarts = max_restarts
-        self._weight = 0  # of the row, in tenths of a failure
-        self.num_restarts = 0  # in all
+    def __init__(
+        self, start: Start, clock: Clock, owner: Owner, *, on_event: Callable[[str], None] = lambda line: None
+    ) -> None:
+        self._start, self._clock, self._owner, self._on_event = start, clock, owner, on_event
+        self.scheduler: SchedulerConfig = start.config.scheduler  # what the next engine begins with
+        self.error: str | None = None  # why there is no engine now
+        self.over = False  # and will be none any more
+        self.stopping = False
+        self._num_wrong_frames = 0  # of the children before this one
+        self._backoff = BackOff(start.process.max_restarts)
+        self._watchdog = Watchdog(TICK_S)
+        self._stuck = False  # the present child was, and we ended it
+        self._oom_kills = 0  # on this system, before the present child
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._child: EngineChild | None = None
+        self._ready: Ready | None = None  # of the present child, once it is
+        self._ready_at = 0.0
+        self._facts: ModelFacts | None = None  # of the first one
+        self._failed: MaitredError | None = None  # why it could not load
+        self._given_up = False
+        self._timers: set[asyncio.TimerHandle] = set()
 
-    def died(self, lived_s: float, *, own_fault: bool = True) -> float | None:
-        """An engine died that had been ready for `lived_s`, 0 if it never was. When to start the next one, in seconds
-        from now; None for never.
-        """
-        if lived_s >= STEADY_S:
-            self._weight = 0
-        num_in_row = self._weight // FAILURE
-        if num_in_row >= self._max_restarts:
-            return None
-        self._weight += FAILURE if own_fault else 1
-        self.num_restarts += 1
-        return 0.0 if num_in_row == 0 else min(MAX_DELAY_S, FIRST_DELAY_S * 2.0 ** (num_in_row - 1))
+    # -- what the owner asks
 
-    def found_cause(self) -> None:
-        """Who killed the engines will not come back: the row ends."""
-        self._weight = 0
+    @property
+    def ready(self) -> bool:
+        return self._ready is not None and not self.stopping
 
+    @property
+    def num_restarts(self) -> int:
+        return self._backoff.num_restarts
 
-@dataclass(slots=True)
-class Watchdog:
-    """How long the engine's process has been silent, and how long it has been in one step.
+    @property
+    def num_wrong_frames(self) -> int:
+        """Messages on the engine's sockets that were none of ours, and were dropped; connections that were not, too."""
+        return self._num_wrong_frames + (self._child.num_wrong_frames if self._child is not None else 0)
 
-    Asked every `tick_s`, and counts that time alone: what passes while the asker does not run (a suspended machine, a
-    stopped process, more load than there are cores) is nobody's fault, and on a machine on which the asker comes late
-    the engine may be late too. Silence counts from the first heartbeat on: loading may take its time.
-    """
+    @property
+    def silent_s(self) -> float:
+        """Since the last heartbeat."""
+        return self._watchdog.silent_s
 
-    tick_s: float
-    silent_s: float = 0.0
-    stuck_s: float = 0.0
-    _asked_at: float | None = None
-    _heard: bool = False
-    _round: int = -1
-    _busy: bool = False
-    _moved: bool = True
+    @property
+    def why_not_alive(self) -> str | None:
+        """In words; None while the engine is there and heard of."""
+        if self.stopping or self.over:
+            return str(self.death())
+        if self.error is not None:
+            return f"{self.error}; it is being started again"
+        if self._ready is None:
+            return "the engine is loading"
+        if self.silent_s >= min(SILENT_S, self._start.process.step_timeout_s):
+            return f"the engine's process has been silent for {self.silent_s:.0f} s"
+        return None
 
-    def beat(self, round_number: int, busy: bool) -> None:
-        """A heartbeat came."""
-        self.silent_s = 0.0
-        self._heard = True
-        self._moved = self._moved or round_number != self._round or not busy
-        self._round, self._busy = round_number, busy
+    def death(self) -> EngineDead:
+        if self.error is not None:
+            return EngineDead(f"the engine stopped: {self.error}")
+        return EngineDead("the engine was shut down")
 
-    def stepped(self) -> None:
-        """A step's outcome came, which is as good."""
-        self.silent_s = 0.0
-        self._moved = True
+    def send(self, command: Command) -> bool:
+        """False when there is no engine now. Raises RequestTooLarge."""
+        if self._child is None or not self.ready:
+            return False
+        self._child.send(command)
+        return True
 
-    def tick(self, now: float) -> None:
-        passed_s = 0.0 if self._asked_at is None else min(now - self._asked_at, self.tick_s)
-        self._asked_at = now
-        self.silent_s += passed_s if self._heard else 0.0
-        self.stuck_s = 0.0 if self._moved or not self._busy else self.stuck_s + passed_s
-        self._moved = False
+    # -- beginning and end
 
+    def begin(self) -> None:
+        """Start the first child. In the main thread, for the system ends a child with the thread that began it."""
+        self._spawn()
 
-def is_own_fault(returncode: int, *, stuck: bool, out_of_memory: bool) -> bool:
-    """Whether an engine's death is evidence against it and its requests: it crashed, ended by itself, was stuck in a
-    step (and killed by us), or took memory that was not there. Any other signal was sent by somebody, and says nothing.
-    """
-    return stuck or out_of_memory or returncode >= 0 or -returncode in FAULTS
+    def give_up(self) -> None:
+        """From another thread: `wait` raises soon."""
+        self._given_up = True
 
+    def wait(self) -> Ready:
+        """Until the first child has loaded; before `attach`, in any one thread. Raises what hinders it."""
+        assert self._child is not None
+        try:
+            while self._ready is None:
+                if self._given_up:
+                    raise EngineDead("the engine was given up while it loaded")
+                readable = self._child.wait_readable(START_POLL_S)
+                self._read()
+                if self._failed is not None:
+                    raise self._failed
+                if not readable and self._child.over:
+                    raise EngineDead(f"the engine's process {self._child.cause()}, before it was ready")
+        except BaseException:
+            self._child.kill()
+            self.stop()
+            raise
+        return self._ready
 
-def cause_of_death(returncode: int, last_words: str | None) -> str:
-    """`killed by SIGKILL`, `ended with exit code 1: RuntimeError: ...`: one line."""
-    if returncode < 0:
-        how = f"was killed by {_signal_name(-returncode)}"
-        if -returncode == signal.SIGKILL:
-            how += " (by hand, or for want of memory)"
-    else:
-        how = f"ended with exit code {returncode}"
-    words = " ".join((last_words or "").split())
-    return f"{how}: {words}" if words else how
+    def attach(self, loop: asyncio.AbstractEventLoop) -> None:
+        """From now on live on `loop`: hear the child, and see it die. Idempotent."""
+        if self._loop is loop or self.stopping:
+            return
+        assert self._loop is None, "an engine's process is kept by one event loop"
+        self._loop = loop
+        self._listen()
+        if self._child is not None and self._child.ended:
+            self._exited(self._child)
+        self._later(TICK_S, self._tick)
 
+    def detach(self) -> None:
+        """The loop hears nothing more; `stop` comes next."""
+        self.stopping = True
+        for timer in self._timers:
+            timer.cancel()
+        self._timers.clear()
+        self._deafen()
 
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
+    def stop(self) -> None:
+        """Stop the child and give everything back; idempotent, from any thread once the loop does nothing more here."""
+        self.stopping = True
+        if self._child is not None:
+            self._child.stop()
+
+    # -- a child's life
+
+    def _spawn(self) -> None:
+        config = replace(self._start.config, scheduler=self.scheduler)
+        if self._facts is not None:  # what the edge promises of the context must hold for this one too
+            config = replace(config, model=replace(config.model, max_model_len=self._facts.max_model_len))
+        begin = Begin(config, tuple(self._start.served_model_names), self._start.log_level)
+        self._watchdog, self._stuck, self._oom_kills = Watchdog(TICK_S), False, num_oom_kills()
+        self._child = EngineChild(begin, on_exit=self._on_exit, command=self._start.command)
+        self._listen()
+
+    def _respawn(self) -> None:
+        if self.stopping:
+            return
+        try:
+            self._spawn()
+        except Exception as error:  # no memory, descriptor or thread for it: another try may find some
+            self._deafen()
+            child, self._child = self._child, None
+            if child is not None:
+                child.kill()
+                child.close()
+            self._lost(f"the engine's process cannot be started: {error}", own_fault=True)
+
+    def _listen(self) -> None:
+        if self._loop is not None and self._child is not None:
+            self._loop.add_reader(self._child.fd, self._read)
+            self._loop.call_soon(self._read)  # what came before is not signalled again
+
+    def _deafen(self) -> None:
+        if self._loop is not None and self._child is not None and not self._loop.is_closed():
+            self._loop.remove_reader(self._child.fd)
+
+    def _on_exit(self, child: EngineChild) -> None:
+        """In the thread that waited."""
+        loop = self._loop
+        if loop is not None and not self.stopping:
+            with contextlib.suppress(RuntimeError):  # the loop was closed under us
+                loop.call_soon_threadsafe(self._exited, child)
+
+    def _exited(self, child: EngineChild) -> None:
+        if child is not self._child or self.stopping:
+            return
+        self._read()  # what it said before counts
+        self._deafen()
+        self._child = None
+        self._num_wrong_frames += child.num_wrong_frames
+        cause = f"the engine's process {child.pid} {child.cause()}"
+        out_of_memory = num_oom_kills() > self._oom_kills
+        if out_of_memory:
+            cause += "; the system had run out of memory"
+        self._lost(cause, own_fault=is_own_fault(child.returncode, stuck=self._stuck, out_of_memory=out_of_memory))
+        child.close()  # the next one is on its way, whatever becomes of this
+
+    def _lost(self, cause: str, *, own_fault: bool) -> None:
+        """Tell whom it concerns, and start the next one when it is time."""
+        ready, self._ready, self.error = self._ready, None, cause
+        lived_s = self._clock.now() - self._ready_at if ready is not None else 0.0
+        loss: Loss | None = None
+        if ready is not None:
+            loss = self._owner.lost(cause, deterministic=ready.deterministic, own_fault=own_fault)
+            if loss.found_cause:
+                self._backoff.found_cause()
+        delay_s = None if self.over else self._backoff.died(lived_s, own_fault=own_fault)
+        if delay_s is None:
+            self.over = True
+            logger.error("%s; it is given up after %d restarts", cause, self.num_restarts)
+            self._owner.bereft(cause)
+        elif loss is None:
+            logger.error("%s; trying again in %.1f s", cause, delay_s)
+        else:
+            kept, ended = loss.num_kept, loss.num_ended
+            logger.error("%s; %d requests wait for the next one, %d end with an error", cause, kept, ended)
+        if delay_s is not None:
+            self._later(delay_s, self._respawn)
+
+    # -- what it says
+
+    def _read(self) -> None:
+        child = self._child
+        if child is None:
+            return
+        for report in child.receive():
+            self._hear(report, child)
+
+    def _hear(self, report: Report, child: EngineChild) -> None:
+        match report:
+            case Beat(round_number, busy, num_wrong_frames):
+                self._watchdog.beat(round_number, busy)
+                child.num_wrong_commands = num_wrong_frames
+                child.connected()
+                child.look()
+            case Ready():
+                self._became_ready(report, child)
+            case Told(line):
+                self._on_event(line)
+            case Failed(kind, message):
+                self._failed, child.last_words = error_of(kind, message), message
+            case Died(message):
+                child.last_words = message
+            case _:
+                if isinstance(report, Stepped):
+                    self._watchdog.stepped()
+                self._owner.heard(report)
+
+    def _became_ready(self, ready: Ready, child: EngineChild) -> None:
+        if self._facts is None:
+            self._facts = ready.facts
+        elif ready.facts.revision != self._facts.revision:
+            child.last_words = "the model's files changed while the server ran; restart the server to serve them"
+            self.over = True
+            child.kill()
+            return
+        again = self._loop is not None and self.num_restarts > 0
+        self._ready, self._ready_at, self.error = ready, self._clock.now(), None
+        self._on_event = logger.debug  # the start-up lines are for the first time
+        if again:
+            logger.warning("the engine is back, process %d; %d requests go on", child.pid, self._owner.regained())
+
+    # -- time
+
+    def _tick(self) -> None:
+        """Ends a child that is stuck or silent; its death is then as any other."""
+        self._later(TICK_S, self._tick)  # first, so that nothing can end the row
+        self._read()
+        watchdog, limit_s = self._watchdog, self._start.process.step_timeout_s
+        watchdog.tick(self._clock.now())
+        if self._child is not None and max(watchdog.stuck_s, watchdog.silent_s) >= limit_s:
+            self._stuck = watchdog.stuck_s >= limit_s
+            what = "in one step" if self._stuck else "silent"
+            self._child.last_words = f"it was {what} for {limit_s:g} s"
+            self._child.kill()
+            self._watchdog = Watchdog(TICK_S)
+
+    def _later(self, delay_s: float, action: Callable[[], None]) -> None:
+        assert self._loop is not None
+
+        def run() -> None:
+            self._timers.discard(timer)
+            action()
+
+        timer = self._loop.call_later(delay_s, run)
+        self._timers.add(timer)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from maitred.request import Request, RequestStatus, resumed
-from maitred.scheduler.draft import Draft, describe
-from maitred.scheduler.floor import Floor
 from maitred.scheduler.notes import Blocked, Lack, PreemptionCause
-from maitred.scheduler.room import grow, make_room, preempt
+from maitred.scheduler.plan_builder import Draft, describe
+from maitred.scheduler.preemption import grow, make_room, preempt
+from maitred.scheduler.state import Floor
 from maitred.step import ScheduledRow
 
 RUNNING = RequestStatus.RUNNING

@@ -12,21 +12,21 @@ from dataclasses import asdict, replace
 
 from maitred.config import SchedulerConfig
 from maitred.errors import InvalidRequest
+from maitred.gate.admission import refuse_impossible
 from maitred.kvcache.manager import KVCacheManager
+from maitred.policy.order import ServiceOrder
+from maitred.policy.policies import POLICIES, policy_for
+from maitred.policy.policy import PolicyFactory
+from maitred.policy.predictor import Predictor, bounded_prediction, predictor_named
 from maitred.request import FinishReason, Request, RequestStatus
-from maitred.scheduler.admission import refuse_impossible
 from maitred.scheduler.deadlines import Deadlines
-from maitred.scheduler.floor import Floor
 from maitred.scheduler.notes import Blocked, Preemption
-from maitred.scheduler.order import ServiceOrder
-from maitred.scheduler.outcomes import end, last_progress, take_in
 from maitred.scheduler.planning import draft_step, why_blocked
-from maitred.scheduler.policies import POLICIES, policy_for
-from maitred.scheduler.policy import PolicyFactory
-from maitred.scheduler.predictor import Predictor, bounded_prediction, predictor_named
+from maitred.scheduler.state import Floor
 from maitred.scheduler.stats import SchedulerStats
 from maitred.scheduler.stop import StopRule, stop_at_token
 from maitred.scheduler.swap import SwapCosts
+from maitred.scheduler.update import end, last_progress, take_in
 from maitred.step import ModelOutput, RequestProgress, SchedulerOutput
 
 

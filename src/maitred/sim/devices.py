@@ -13,9 +13,9 @@ from difflib import get_close_matches
 from typing import TypeVar
 
 from maitred.config import DEFAULT_TOKEN_BUDGET, native_token_budget
+from maitred.cost_model import CostModel
 from maitred.errors import ConfigError
 from maitred.model.spec import DecoderSpec
-from maitred.sim.cost_model import CostModel
 
 T = TypeVar("T")
 GB, TFLOPS = 1e9, 1e12

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from maitred.sim.cost_model import Band, CostModel, StepShape
+from maitred.cost_model import Band, CostModel, StepShape
 from maitred.sim.profile import TermError
 from maitred.sim.recorded import MeasuredStep
 

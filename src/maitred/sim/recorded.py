@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
+from maitred.cost_model import StepShape, shape_of
+from maitred.decisions.log import Arrived, Ended, Step, request_of
 from maitred.request import FinishReason, Request
-from maitred.scheduler.decision_log import Arrived, Ended, Step, request_of
-from maitred.sim.cost_model import StepShape, shape_of
 from maitred.sim.results import GroupResults, Objectives, Results
 from maitred.sim.workload import Arrival
 

@@ -12,16 +12,16 @@ from heapq import heappop, heappush
 
 from maitred.clock import ManualClock
 from maitred.config import SchedulerConfig
+from maitred.cost_model import CostModel, Jitter, Slowness, StepShape, shape_of
 from maitred.engine.core import EngineCore, StepObserver
 from maitred.errors import MaitredError, Overloaded, RateLimited
+from maitred.gate.admission import AdmissionController
 from maitred.kvcache.manager import KVCacheManager
+from maitred.policy.policies import POLICIES
+from maitred.policy.policy import PolicyFactory
+from maitred.policy.predictor import predictor_named
 from maitred.request import FinishReason, Request
-from maitred.scheduler.admission import AdmissionController
-from maitred.scheduler.policies import POLICIES
-from maitred.scheduler.policy import PolicyFactory
-from maitred.scheduler.predictor import predictor_named
 from maitred.scheduler.scheduler import Scheduler
-from maitred.sim.cost_model import CostModel, Jitter, Slowness, StepShape, shape_of
 from maitred.sim.results import GroupResults, Results
 from maitred.sim.workload import Arrival, block_hashes, next_turn, request_of
 from maitred.step import ModelOutput, RequestProgress, SampledRow, SchedulerOutput

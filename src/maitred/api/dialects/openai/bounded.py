@@ -1,0 +1,89 @@
+"""Fields whose decoding a client could make expensive: kept raw, measured, then decoded."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, TypeVar
+
+import msgspec
+from msgspec import Raw, UnsetType
+
+from maitred.api.http.decoding import PIECE_BYTES, Pieces, decode, decode_json
+from maitred.errors import InvalidRequest
+
+T = TypeVar("T")
+Prompt = str | list[int]
+MAX_OBJECT_BYTES = 64 * 1024
+MAX_PROMPTS = 1024
+MAX_LISTED = 1_000_000  # items of a prompt that is a list; so many token ids take 25 ms to decode
+
+_ANY = msgspec.json.Decoder(dict[str, Any])
+_STRINGS = msgspec.json.Decoder(dict[str, str])
+_BIASES = msgspec.json.Decoder(dict[int, float])
+_FIRST_ITEM = re.compile(rb"\[\s*(.)")
+
+
+def any_object(raw: Raw | UnsetType, name: str) -> dict[str, Any] | None:
+    """An object of whatever; None when absent or null."""
+    return _object(raw, name, _ANY)
+
+
+def string_map(raw: Raw | UnsetType, name: str) -> dict[str, str] | None:
+    return _object(raw, name, _STRINGS)
+
+
+def token_biases(raw: Raw | UnsetType, name: str) -> dict[int, float] | None:
+    return _object(raw, name, _BIASES)
+
+
+def _object(raw: Raw | UnsetType, name: str, decoder: msgspec.json.Decoder[T]) -> T | None:
+    if isinstance(raw, UnsetType):
+        return None
+    sent = bytes(raw)
+    if sent == b"null":
+        return None
+    if len(sent) > MAX_OBJECT_BYTES:
+        raise InvalidRequest(f"{name} has {len(sent)} bytes; at most {MAX_OBJECT_BYTES}", param=name)
+    return decode_json(sent, decoder, at=name)
+
+
+def prompts_of(raw: Raw, *, max_listed: int = MAX_LISTED) -> Pieces[list[Prompt]]:
+    """One text, one list of token ids, or a list of either; the first item says which.
+
+    `max_listed` bounds the tokens of all lists together; it counts commas, which texts have too.
+    """
+    sent = memoryview(raw)
+    if bytes(sent[:1]) == b'"':
+        return [(yield from decode(sent, str, at="prompt"))]
+    found = _FIRST_ITEM.match(sent)
+    if found is None:
+        raise InvalidRequest("prompt must be a text, a list of token ids, or a list of either", param="prompt")
+    num_listed = (yield from _count(sent, b",")) + 1
+    if num_listed > max_listed:
+        text = f"prompt has about {num_listed} items; at most {max_listed}"
+        raise InvalidRequest(text, param="prompt", code="too_many_items")
+    prompts: list[Prompt]
+    if found[1] == b"[":
+        _check_count((yield from _count(sent, b"[")) - 1)  # all of them structure: there are only numbers inside
+        prompts = yield from decode(sent, list[list[int]], at="prompt")
+    elif found[1] == b'"':
+        prompts = yield from decode(sent, list[str], at="prompt")
+    else:
+        tokens = yield from decode(sent, list[int], at="prompt")
+        prompts = [tokens] if tokens else []
+    _check_count(len(prompts))
+    return prompts
+
+
+def _count(sent: memoryview, mark: bytes) -> Pieces[int]:
+    num = 0
+    for start in range(0, len(sent), PIECE_BYTES):
+        if start:
+            yield
+        num += bytes(sent[start : start + PIECE_BYTES]).count(mark)
+    return num
+
+
+def _check_count(num_prompts: int) -> None:
+    if not 1 <= num_prompts <= MAX_PROMPTS:
+        raise InvalidRequest(f"prompt has {num_prompts} prompts; it must have 1 to {MAX_PROMPTS}", param="prompt")

@@ -1,0 +1,116 @@
+"""Chat messages and template variables, checked and made ready for the chat template."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from maitred.api.dialects.openai.refusals import refuse_raw, unsupported
+from maitred.api.dialects.openai.schemas import ChatMessage
+from maitred.api.http.errors import shortened
+from maitred.engine.intake import ServedModel
+from maitred.errors import InvalidRequest, PromptTooLong
+from maitred.text.folder import NAMED_TOKENS
+
+MIN_MAX_MESSAGES = 1024  # else as many as the context has tokens: each is one at least
+ROLES = ("system", "developer", "user", "assistant", "tool")
+# Names that mean something to the renderer, or would let a request replace what the server decides
+# (`tokenize` blocked vLLM's loop, CVE-2025-62426; `chat_template` is CVE-2025-61620).
+_RESERVED = frozenset(
+    (
+        *("self", "messages", "conversation", "conversations", "chat_template", "tokenize", "tools", "documents"),
+        *("add_generation_prompt", "continue_final_message", "return_dict", "return_tensors"),
+        *("return_assistant_tokens_mask", "padding", "truncation", "max_length", "tokenizer_kwargs"),
+        *("raise_exception", "strftime_now", *NAMED_TOKENS),
+    )
+)
+
+
+def render_chat(
+    model: ServedModel,
+    messages: Sequence[ChatMessage],
+    *,
+    add_generation_prompt: bool | None,
+    continue_final_message: bool | None,
+    chat_template_kwargs: Mapping[str, Any] | None,
+) -> str:
+    """The prompt for `messages`; call it in a thread."""
+    if model.chat_template is None:
+        raise InvalidRequest(
+            "this model has no chat template; use /v1/completions, or start the server with --chat-template FILE",
+            param="messages",
+        )
+    if not messages:
+        raise InvalidRequest("messages is empty; send at least one", param="messages")
+    most = max(MIN_MAX_MESSAGES, model.max_model_len)
+    if len(messages) > most:
+        raise PromptTooLong(
+            f"messages has {len(messages)}; this model reads {model.max_model_len} tokens, so send at most {most}",
+            param="messages",
+        )
+    if continue_final_message and add_generation_prompt:
+        raise InvalidRequest(
+            "continue_final_message and add_generation_prompt exclude each other; send one",
+            param="continue_final_message",
+        )
+    source = model.chat_template.source
+    knows_developer = "developer" in source
+    plain = [_plain(message, f"messages[{index}]", knows_developer) for index, message in enumerate(messages)]
+    return model.chat_template.render(
+        plain,
+        add_generation_prompt=not continue_final_message if add_generation_prompt is None else add_generation_prompt,
+        continue_final_message=bool(continue_final_message),
+        **_variables(chat_template_kwargs or {}, source),
+    )
+
+
+def text_of(message: ChatMessage) -> str:
+    """The content as one text; parts are joined by newlines, as vLLM does."""
+    if isinstance(message.content, list):
+        return "\n".join(part.text or "" for part in message.content)
+    return message.content or ""
+
+
+def _plain(message: ChatMessage, at: str, knows_developer: bool) -> dict[str, Any]:
+    if message.role not in ROLES:
+        role = shortened(repr(message.role))
+        raise InvalidRequest(f"{at}.role is {role}; choose one of {', '.join(ROLES)}", param=f"{at}.role")
+    if message.role == "tool":
+        raise unsupported(f"{at}.role", "tool messages are not built yet")
+    for name in ("tool_calls", "tool_call_id", "function_call", "audio"):
+        refuse_raw(getattr(message, name), f"{at}.{name}")
+    if message.refusal is not None:
+        raise unsupported(f"{at}.refusal")
+    if message.content is None:
+        raise InvalidRequest(f"{at}.content is missing; send a string or a list of text parts", param=f"{at}.content")
+    if isinstance(message.content, list):
+        _check_parts(message, at)
+    # Templates that know only the older name take a developer's message as a system message, which it replaced.
+    role = "system" if message.role == "developer" and not knows_developer else message.role
+    plain: dict[str, Any] = {"role": role, "content": text_of(message)}
+    for name in ("name", "reasoning", "reasoning_content"):
+        if getattr(message, name) is not None:
+            plain[name] = getattr(message, name)
+    return plain
+
+
+def _check_parts(message: ChatMessage, at: str) -> None:
+    assert isinstance(message.content, list)
+    for index, part in enumerate(message.content):
+        where = f"{at}.content[{index}]"
+        if part.type != "text":
+            raise unsupported(f"{where}.type", f"{shortened(repr(part.type))} is not text; this model reads only text")
+        if part.text is None:
+            raise InvalidRequest(f"{where}.text is missing", param=f"{where}.text")
+
+
+def _variables(sent: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """The variables this template reads; those it never names have no effect and are left out."""
+    for name in sent:
+        if name in _RESERVED:
+            raise InvalidRequest(
+                f"chat_template_kwargs.{name} may not be set by a request", param=f"chat_template_kwargs.{name}"
+            )
+    words = set(re.findall(r"[A-Za-z_]\w*", source)) if sent else set()
+    return {name: value for name, value in sent.items() if name in words}

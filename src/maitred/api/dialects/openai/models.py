@@ -1,0 +1,99 @@
+"""GET /v1/models, and the text routes /tokenize and /detokenize, which touch no engine."""
+
+from __future__ import annotations
+
+import msgspec
+
+from maitred.api.dialects.openai.bounded import any_object
+from maitred.api.dialects.openai.messages import render_chat
+from maitred.api.dialects.openai.schemas import (
+    DetokenizeRequest,
+    DetokenizeResponse,
+    ModelCard,
+    ModelList,
+    TokenizeRequest,
+    TokenizeResponse,
+)
+from maitred.api.http.edge import Edge
+from maitred.api.http.exchange import MAX_ITEMS, Exchange
+from maitred.errors import InvalidRequest, PromptTooLong
+
+_TOKENIZE = msgspec.json.Decoder(TokenizeRequest)
+_DETOKENIZE = msgspec.json.Decoder(DetokenizeRequest)
+# /tokenize takes texts of so many tokens, or so many contexts where that is more
+MOST_TOKENS = 32 * 1024
+MOST_CONTEXTS = 2
+
+
+async def list_models(edge: Edge, exchange: Exchange) -> None:
+    """Every name under which the model answers."""
+    await exchange.answer_json(ModelList([_card(edge, name) for name in edge.model.names]))
+
+
+async def get_model(edge: Edge, exchange: Exchange) -> None:
+    """One of them; raises ModelNotFound."""
+    name = edge.check_model(exchange.scope["path_params"]["model"])
+    await exchange.answer_json(_card(edge, name))
+
+
+def _card(edge: Edge, name: str) -> ModelCard:
+    canonical = edge.model.names[0]
+    return ModelCard(
+        id=name,
+        created=edge.model.created,
+        root=edge.model.root or canonical,
+        max_model_len=edge.model.max_model_len,
+    )
+
+
+async def tokenize(edge: Edge, exchange: Exchange) -> None:
+    """Tokens of a prompt, or of messages as the chat route would render them."""
+    body = await exchange.json(_TOKENIZE, max_items=max(MAX_ITEMS, 2 * edge.model.max_model_len))
+    edge.check_model(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidRequest("send either prompt or messages", param="prompt")
+    async with edge.watch(exchange):
+        answer = await edge.in_thread(exchange, _tokenize, edge, body)
+    await exchange.answer_json(answer)
+
+
+def _tokenize(edge: Edge, body: TokenizeRequest) -> TokenizeResponse:
+    model = edge.model
+    if body.messages is not None:
+        text = render_chat(
+            model,
+            body.messages,
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
+            chat_template_kwargs=any_object(body.chat_template_kwargs, "chat_template_kwargs"),
+        )
+    else:
+        text = body.prompt or ""
+    least, most = model.tokenizer.min_tokens(text), max(MOST_TOKENS, MOST_CONTEXTS * model.max_model_len)
+    if least > most:
+        raise PromptTooLong(f"the text has at least {least} tokens; /tokenize takes at most {most}", param="prompt")
+    special = body.messages is None if body.add_special_tokens is None else body.add_special_tokens
+    tokens = model.tokenizer.encode(text, add_special_tokens=special, most=most)
+    return TokenizeResponse(
+        count=len(tokens),
+        max_model_len=model.max_model_len,
+        tokens=tokens,
+        token_strs=[model.tokenizer.token_text(token) for token in tokens] if body.return_token_strs else None,
+    )
+
+
+async def detokenize(edge: Edge, exchange: Exchange) -> None:
+    """Text of tokens, special ones included."""
+    body = await exchange.json(_DETOKENIZE, max_items=max(MAX_ITEMS, 2 * edge.model.max_model_len))
+    edge.check_model(body.model)
+    await exchange.answer_json(await edge.in_thread(exchange, _detokenize, edge, body))
+
+
+def _detokenize(edge: Edge, body: DetokenizeRequest) -> DetokenizeResponse:
+    for position, token in enumerate(body.tokens):
+        if not 0 <= token < edge.model.vocab_size:
+            raise InvalidRequest(
+                f"token {position} is outside the vocabulary, which has ids 0 to {edge.model.vocab_size - 1}",
+                param=f"tokens[{position}]",
+            )
+    return DetokenizeResponse(prompt=edge.model.tokenizer.decode(body.tokens, skip_special_tokens=False))

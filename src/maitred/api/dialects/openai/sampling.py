@@ -1,0 +1,203 @@
+"""From a request's fields to SamplingParams: the model's defaults where the client was silent, bounds with numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Sized
+from typing import Any
+
+from maitred.api.dialects.openai.bounded import string_map, token_biases
+from maitred.api.dialects.openai.refusals import unsupported
+from maitred.api.dialects.openai.schemas import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    GenerationFields,
+    StreamOptions,
+)
+from maitred.api.http.errors import shortened
+from maitred.engine.intake import ServedModel
+from maitred.errors import InvalidRequest
+from maitred.policy.policies import HEED_PRIORITY
+from maitred.request import SamplingParams
+
+MAX_STOP = 4  # OpenAI's bound
+MAX_STOP_CHARS = 1024
+MAX_PRIORITY = 1000
+MAX_TEMPERATURE = 2.0
+MAX_CACHE_SALT_CHARS = 1024
+MAX_LOGIT_BIAS = 1024
+MAX_STOP_TOKEN_IDS = 1024
+COMPLETION_MAX_TOKENS = 16  # OpenAI's default of the older route
+
+# fields that are named alike in the body and in SamplingParams; None leaves the default
+_SAME_NAME = (
+    "temperature",
+    "top_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "stop_token_ids",
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "min_tokens",
+    "skip_special_tokens",
+    "allowed_token_ids",
+    "bad_words",
+    "prompt_logprobs",
+)
+_DEFAULTED_BY_MODEL = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+def chat_sampling(body: ChatCompletionRequest, model: ServedModel, max_n: int) -> SamplingParams:
+    """Raises InvalidRequest naming the field, its value and the bound."""
+    if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
+        raise InvalidRequest(
+            f"max_tokens ({body.max_tokens}) and max_completion_tokens ({body.max_completion_tokens}) differ; "
+            "send only the second",
+            param="max_tokens",
+        )
+    name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    max_tokens = getattr(body, name)
+    if max_tokens is not None and max_tokens < 1:
+        raise InvalidRequest(f"{name} is {max_tokens}; it must be at least 1", param=name)
+    return _sampling(body, model, max_n, max_tokens=max_tokens, logprobs=_chat_logprobs(body))
+
+
+def completion_sampling(body: CompletionRequest, model: ServedModel, max_n: int) -> SamplingParams:
+    """Raises InvalidRequest naming the field, its value and the bound.
+
+    `max_tokens` 0 (with echo: score the prompt) samples one token, which the answer leaves out. Unset, it stays None
+    here: the default is no wish of the client, so it must not make a long prompt fail.
+    """
+    if body.max_tokens == 0 and not body.echo:
+        raise InvalidRequest("max_tokens is 0; without echo it must be at least 1", param="max_tokens")
+    if body.max_tokens is None and (body.min_tokens or 0) > COMPLETION_MAX_TOKENS:
+        raise InvalidRequest(
+            f"min_tokens is {_number(body.min_tokens or 0)}, but max_tokens, unless set, is {COMPLETION_MAX_TOKENS}",
+            param="min_tokens",
+        )
+    n = 1 if body.n is None else body.n
+    if body.best_of is not None and body.best_of < n:
+        raise InvalidRequest(f"best_of ({body.best_of}) is below n ({n})", param="best_of")
+    if body.best_of is not None and body.best_of > n:
+        raise unsupported("best_of", f"this version returns every sample it draws, so best_of must equal n ({n})")
+    prompt_logprobs = body.logprobs if body.echo else None
+    asked = body.prompt_logprobs
+    if asked is not None:
+        prompt_logprobs = max(asked, prompt_logprobs or 0) if asked >= 0 else asked  # a wrong number is not covered up
+    extra = {} if prompt_logprobs is None else {"prompt_logprobs": prompt_logprobs}
+    return _sampling(
+        body, model, max_n, max_tokens=1 if body.max_tokens == 0 else body.max_tokens, logprobs=body.logprobs, **extra
+    )
+
+
+def wanted_usage(body: GenerationFields) -> tuple[bool, bool]:
+    """Whether the stream ends with usage, and whether every chunk carries it."""
+    if body.stream_options is None:
+        return False, False
+    options: StreamOptions = body.stream_options
+    if not body.stream:
+        raise InvalidRequest("stream_options is only for stream: true", param="stream_options")
+    if options.include_obfuscation:
+        raise unsupported("stream_options.include_obfuscation")
+    if options.continuous_usage_stats and not options.include_usage:
+        raise InvalidRequest(
+            "continuous_usage_stats needs include_usage: true", param="stream_options.continuous_usage_stats"
+        )
+    return bool(options.include_usage), bool(options.continuous_usage_stats)
+
+
+def check_common(body: GenerationFields, *, policy_without_priorities: str | None) -> None:
+    """Bounds of the fields that are not about sampling."""
+    string_map(body.metadata, "metadata")
+    if body.cache_salt is not None and not 1 <= len(body.cache_salt) <= MAX_CACHE_SALT_CHARS:
+        raise InvalidRequest(
+            f"cache_salt has {len(body.cache_salt)} characters; it must have 1 to {MAX_CACHE_SALT_CHARS}",
+            param="cache_salt",
+        )
+    if body.priority is not None and not 0 <= body.priority <= MAX_PRIORITY:
+        raise InvalidRequest(
+            f"priority is {_number(body.priority)}; it must be from 0 (most urgent) to {MAX_PRIORITY}", param="priority"
+        )
+    if body.priority and policy_without_priorities is not None:
+        heeding = ", ".join(HEED_PRIORITY)
+        raise unsupported(
+            "priority",
+            f"the policy in force, {policy_without_priorities}, heeds none; leave it out, or serve with one that does: "
+            f"--policy {heeding}",
+        )
+    if body.prompt_logprobs is not None and body.stream:
+        raise InvalidRequest("prompt_logprobs does not come with stream: true; leave one out", param="prompt_logprobs")
+
+
+def _sampling(
+    body: GenerationFields, model: ServedModel, max_n: int, *, max_tokens: int | None, **extra: Any
+) -> SamplingParams:
+    values: dict[str, Any] = {
+        name: model.generation_defaults[name] for name in _DEFAULTED_BY_MODEL if name in model.generation_defaults
+    }
+    for name in _SAME_NAME:
+        value = getattr(body, name)
+        if value is not None:
+            values[name] = value
+    biases = token_biases(body.logit_bias, "logit_bias")
+    if biases is not None:
+        values["logit_bias"] = biases
+    n = 1 if body.n is None else body.n
+    _check_bounds(body, n, max_n)
+    _check_count("logit_bias", biases, MAX_LOGIT_BIAS)
+    _check_count("stop_token_ids", body.stop_token_ids, MAX_STOP_TOKEN_IDS)
+    _check_stop_tokens(body.stop_token_ids or (), model.vocab_size)
+    values |= {name: value for name, value in extra.items() if value is not None}
+    return SamplingParams(n=n, max_tokens=max_tokens, stop=_stop(body.stop), **values)
+
+
+def _check_bounds(body: GenerationFields, n: int, max_n: int) -> None:
+    if not 1 <= n <= max_n:
+        raise InvalidRequest(f"n is {_number(n)}; it must be from 1 to {max_n}", param="n")
+    if body.temperature is not None and not 0 <= body.temperature <= MAX_TEMPERATURE:
+        raise InvalidRequest(
+            f"temperature is {body.temperature}; it must be from 0 to {MAX_TEMPERATURE:g}", param="temperature"
+        )
+
+
+def _check_count(name: str, entries: Sized | None, limit: int) -> None:
+    if entries is not None and len(entries) > limit:
+        raise InvalidRequest(f"{name} has {len(entries)} entries; at most {limit}", param=name)
+
+
+def _check_stop_tokens(token_ids: Sequence[int], vocab_size: int) -> None:
+    for token in token_ids:
+        if not 0 <= token < vocab_size:
+            raise InvalidRequest(
+                f"stop_token_ids has {_number(token)}; the vocabulary has ids 0 to {vocab_size - 1}",
+                param="stop_token_ids",
+            )
+
+
+def _stop(stop: str | list[str] | None) -> tuple[str, ...]:
+    strings = () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
+    if len(strings) > MAX_STOP:
+        raise InvalidRequest(f"stop has {len(strings)} strings; at most {MAX_STOP}", param="stop")
+    for string in strings:
+        if len(string) > MAX_STOP_CHARS:
+            raise InvalidRequest(f"a stop string has {len(string)} characters; at most {MAX_STOP_CHARS}", param="stop")
+    return strings
+
+
+def _chat_logprobs(body: ChatCompletionRequest) -> int | None:
+    if not body.logprobs:
+        if body.top_logprobs is not None and body.top_logprobs != 0:
+            raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
+        return None
+    top = body.top_logprobs or 0
+    if not 0 <= top <= 20:
+        raise InvalidRequest(f"top_logprobs is {_number(top)}; it must be from 0 to 20", param="top_logprobs")
+    return top
+
+
+def _number(value: int) -> str:
+    """A number as a message may quote it (a client may send hundreds of digits)."""
+    return shortened(str(value), 40)

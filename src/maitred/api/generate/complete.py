@@ -1,0 +1,67 @@
+"""The way that both completion routes go once their bodies are understood: tenant's door, engine, last byte."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol
+
+import msgspec
+
+from maitred.api.dialects.openai.requests import note_usage, server_timing
+from maitred.api.dialects.openai.sampling import wanted_usage
+from maitred.api.dialects.openai.schemas import GenerationFields
+from maitred.api.generate.generation import Generation
+from maitred.api.generate.lease import stay
+from maitred.api.generate.time_limits import time_limits
+from maitred.api.http.edge import Edge, RequestOptions
+from maitred.api.http.exchange import Exchange
+from maitred.api.http.sse import EventStream
+from maitred.request import Request
+
+
+class Answer(Protocol):
+    """Writes what came out, as the route's clients read it."""
+
+    def whole(self, generation: Generation) -> msgspec.Struct: ...
+
+    async def stream(self, generation: Generation, events: EventStream, *, usage: bool, continuous: bool) -> None: ...
+
+
+async def complete(
+    edge: Edge,
+    exchange: Exchange,
+    body: GenerationFields,
+    answer: Answer,
+    make_batches: Callable[[RequestOptions], list[list[Request]]],
+    *,
+    num_samples: int,
+    score_only: bool = False,
+) -> None:
+    """Generate, and answer whole or as a stream. `make_batches` renders and tokenises, in a thread: the samples of each
+    prompt, `num_samples` in all. It keeps no text but what is echoed.
+    """
+    usage, continuous = wanted_usage(body)
+    limits = time_limits(body, exchange.headers, edge.admission_config)
+    with (
+        stay(edge, exchange, body, num_samples) as guest,
+        edge.admit(num_samples, guest.priority, limits),
+        edge.keeping.answer() as keep,
+    ):
+        options = RequestOptions(priority=guest.priority, cache_salt=guest.cache_salt, limits=limits)
+        events = EventStream(exchange, silence_s=edge.config.sse_keep_alive_s) if body.stream else None
+        async with edge.watch(exchange, events):
+            batches = await edge.in_thread(exchange, make_batches, options)
+            if not body.echo:
+                exchange.room.release(exchange)
+            guest.take(batches)
+            generation = exchange.generation = guest.follow(Generation(edge, batches, score_only=score_only))
+            if events is not None:
+                await answer.stream(generation, events, usage=usage, continuous=continuous)
+            else:
+                await generation.gather(keep)
+        note_usage(exchange, generation)
+        guest.end()
+        if events is None:
+            whole = await edge.written(generation.num_logprobs, partial(answer.whole, generation))
+            await exchange.answer_json(whole, headers=server_timing(generation))

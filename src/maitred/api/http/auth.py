@@ -1,0 +1,94 @@
+"""Who sends a request: an API key leads to a tenant, in a time that tells nothing about the key."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from maitred.api.ops.page_files import PAGE_PATHS
+from maitred.errors import InvalidApiKey, PermissionDenied
+from maitred.tenancy.keys import Key, KeyRing, digest_of
+from maitred.tenancy.quota import QuotaBook, TenantQuota
+from maitred.tenancy.tenant import LEAST_URGENT, Tenant, TenantTable
+
+# Everything else needs a key, unknown paths too, so that a new route cannot be forgotten.
+OPEN_PATHS = frozenset({"/health", "/ready", "/readyz"}) | PAGE_PATHS
+ANYBODY = Tenant(name="", tier="priority", priorities=(0, LEAST_URGENT), default_priority=0)
+"""The one tenant of a server that knows none; without limits, and with all rights."""
+
+
+class TenantSource(Protocol):
+    """Where tenants and keys come from; `engine.key_files.TenantFile` is one."""
+
+    @property
+    def table(self) -> TenantTable:
+        """As of now; it may be another one at the next request."""
+
+    @property
+    def num_failures(self) -> int:
+        """Times a change could not be taken."""
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """The sender of one HTTP request."""
+
+    tenant: Tenant
+    quota: TenantQuota
+    key_id: str = ""
+    is_admin: bool = False
+
+    @property
+    def is_anybody(self) -> bool:
+        return self.tenant is ANYBODY
+
+    def require_admin(self, what: str) -> None:
+        """Raises PermissionDenied for a key that is not an administrator's."""
+        if not self.is_admin:
+            raise PermissionDenied(f"this key may not {what}; it takes one with `admin: true`")
+
+
+class Door:
+    """Finds who is asking. Without tenants and keys the server is open, and everybody may do everything."""
+
+    def __init__(
+        self,
+        api_keys: Sequence[str] = (),
+        tenants: TenantSource | None = None,
+        spent_tokens: Mapping[str, int] | None = None,  # by tenant, before this process
+    ) -> None:
+        self._own = KeyRing([Key(id="", tenant="", digest=digest_of(key.encode()), admin=True) for key in api_keys])
+        self._tenants = tenants
+        self._quotas = QuotaBook(spent_tokens or {})
+        self._anybody = Caller(ANYBODY, self._quotas.of(ANYBODY), is_admin=True)
+        self._is_open = tenants is None and not api_keys
+
+    def num_file_failures(self) -> int:
+        """Times a change of the tenants could not be taken."""
+        return self._tenants.num_failures if self._tenants is not None else 0
+
+    def check(self, path: str, authorization: bytes | None) -> Caller:
+        """Raise InvalidApiKey unless `path` is open or the header brings a known key.
+
+        `path` is the decoded path of the request line, never anything made from the Host header (CVE-2026-48746).
+        """
+        if self._is_open or path in OPEN_PATHS:
+            return self._anybody
+        scheme, _, secret = (authorization or b"").partition(b" ")
+        if scheme.lower() != b"bearer" or not secret.strip():
+            raise InvalidApiKey("no API key; send the header Authorization: Bearer KEY")
+        caller = self._find(secret.strip())
+        if caller is None:
+            raise InvalidApiKey("the API key is not valid here")
+        return caller
+
+    def _find(self, secret: bytes) -> Caller | None:
+        if self._tenants is None:
+            return self._anybody if self._own.find(secret) is not None else None
+        table = self._tenants.table
+        key = table.keys.find(secret)
+        if key is None:
+            return None
+        tenant = table.tenants[key.tenant]
+        return Caller(tenant, self._quotas.of(tenant), key.id, key.admin)

@@ -1,0 +1,283 @@
+"""What all routes of one app share: model, replica, limits, counts; who is admitted, and work off the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os.path
+import secrets
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
+
+import maitred
+from maitred.api.generate.kept_logprobs import Keeping
+from maitred.api.generate.text_threads import TextLanes
+from maitred.api.generate.time_limits import NO_LIMITS, TimeLimits
+from maitred.api.http.auth import Door
+from maitred.api.http.body_room import MAX_HELD_BYTES, BodyRoom
+from maitred.api.http.errors import shortened
+from maitred.api.http.exchange import Exchange
+from maitred.api.http.loading import BEFORE_THE_ENGINE, LOADING, LoadingReplica
+from maitred.api.http.sse import EventStream
+from maitred.api.http.turns import Turns
+from maitred.api.http.watch import Watch
+from maitred.api.ops.decode_probe import DecodeProbe
+from maitred.api.ops.latencies import Latencies
+from maitred.api.ops.live_feed import LiveFeed
+from maitred.api.ops.metrics_page import EdgeMetrics
+from maitred.clock import Clock
+from maitred.config import AdmissionConfig, ServerConfig
+from maitred.engine.intake import ServedModel, make_requests
+from maitred.errors import ConfigError, InvalidRequest, ModelNotFound, Overloaded, RequestError, Unavailable
+from maitred.gate.admission import AdmissionController
+from maitred.policy.policies import heeds_priority
+from maitred.replica import Replica
+from maitred.request import Request, SamplingParams
+from maitred.storage.ledger import Ledger
+
+if TYPE_CHECKING:
+    from maitred.api.ops.tracing import Tracing
+
+P = ParamSpec("P")
+T = TypeVar("T")
+# in one answer; all are kept until it ends, some 300 bytes each, and writing so many takes 0.2 s
+MAX_PROMPT_LOGPROBS = 256 * 1024
+MANY_LOGPROBS = 4096  # 3 ms to write
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOptions:
+    """What every sample of one HTTP request has in common besides its sampling."""
+
+    priority: int = 0
+    cache_salt: str = ""
+    limits: TimeLimits = NO_LIMITS
+
+
+class Edge:
+    """One server's view of one replica."""
+
+    # from `open` on; no route that needs them is asked before
+    live: LiveFeed
+    decode_probe: DecodeProbe
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        *,
+        clock: Clock,
+        is_ready: Callable[[], bool],
+        policy: str | None = None,  # the scheduler's; None heeds priorities
+        door: Door | None = None,
+        ledger: Ledger | None = None,
+        start_phases: Mapping[str, float] | None = None,
+    ) -> None:
+        self.config = config
+        self.replica: Replica = LoadingReplica()
+        self._model: ServedModel | None = None
+        self._paths: set[str] = set()  # where it lies, which is a name too
+        self.admission: AdmissionController | None = None
+        self.admission_config = AdmissionConfig()
+        self.policy_without_priorities = None if policy is None or heeds_priority(policy) else policy
+        self.door = door if door is not None else Door(config.api_keys)
+        self.metrics = EdgeMetrics(
+            self.replica,
+            version=maitred.__version__,
+            compat=config.metrics_compat,
+            start_phases=start_phases,
+            num_tenants_file_failures=self.door.num_file_failures,
+        )
+        self.fingerprint = f"maitred-{maitred.__version__}"
+        self.draining = False
+        self.tracing = _tracing(config.otlp_endpoint) if config.otlp_endpoint else None
+        self.clock = clock
+        self.ledger = ledger
+        self.salt_secret = secrets.token_bytes(32)  # the cache it protects does not outlive this process either
+        self.latencies = Latencies()
+        self._is_ready = is_ready
+        self.turns = Turns()
+        self.keeping = Keeping()
+        self.body_room = BodyRoom(max(MAX_HELD_BYTES, 2 * config.max_body_bytes))
+        self._text_lanes = TextLanes()
+        self._ids = itertools.count()
+        self._num_admitted = 0
+        self._empty = asyncio.Event()  # nobody is admitted
+        self._empty.set()
+        self._watches: set[Watch] = set()
+
+    def open(self, replica: Replica, model: ServedModel, admission: AdmissionController | None = None) -> None:
+        """The engine is there. `admission` is its own, which turns away more than it can serve in time."""
+        self.replica, self._model, self.admission = replica, model, admission
+        if admission is not None:
+            self.admission_config = admission.config
+        if model.root:
+            self._paths.add(os.path.normpath(model.root))
+            with suppress(FileNotFoundError):  # of a folder that is gone
+                self._paths.add(os.path.abspath(model.root))
+        name = model.names[0]
+        self.metrics.engine_came(replica, name, model.block_size, admission)
+        self.live = LiveFeed(replica, self.latencies, name, is_over=lambda: self.draining)
+        self.decode_probe = DecodeProbe(replica, model, self.clock, timeout_s=self.config.decode_timeout_s)
+
+    @property
+    def model(self) -> ServedModel:
+        """Raises Unavailable before there is one."""
+        if self._model is None:
+            raise Unavailable(LOADING)
+        return self._model
+
+    def policy_changed(self, policy: str) -> None:
+        """Once priorities were heeded they stay welcome: no client's request becomes an error while the server runs."""
+        if self.policy_without_priorities is not None:
+            self.policy_without_priorities = None if heeds_priority(policy) else policy
+
+    def check_open(self, path: str) -> None:
+        """Raises Unavailable for what cannot be answered before the engine is there."""
+        if self._model is None and path not in BEFORE_THE_ENGINE:
+            raise Unavailable(LOADING)
+
+    @property
+    def ready(self) -> bool:
+        return not self.draining and self._is_ready() and self.replica.state().alive
+
+    def check_model(self, name: str | None) -> str:
+        """`name`, which may be the model's path, or the canonical one when none was given; raises ModelNotFound."""
+        if name is None:
+            return self.model.names[0]
+        if name not in self.model.names and os.path.normpath(name) not in self._paths:
+            raise ModelNotFound(
+                f"the model {shortened(repr(name))} is not served here; choose one of {', '.join(self.model.names)}",
+                param="model",
+            )
+        return name
+
+    @contextmanager
+    def admit(self, num_samples: int, priority: int = 0, limits: TimeLimits = NO_LIMITS) -> Iterator[None]:
+        """Hold room for `num_samples`; raises Unavailable or Overloaded, before any work was done.
+
+        What the engine's own door would refuse whatever the prompt is refused here, before it is tokenised.
+        """
+        limit = self.config.max_concurrent_requests
+        if num_samples > limit:
+            raise InvalidRequest(f"prompts times n is {num_samples}; this server holds at most {limit} at once")
+        if self.draining or not self._is_ready():
+            state = "shutting down" if self.draining else "not ready yet"
+            raise Unavailable(f"the server is {state}; try again", retry_after_s=1.0)
+        if self._num_admitted + num_samples > limit:
+            raise Overloaded(
+                f"{self._num_admitted} requests are in flight, the limit is {limit}; try again later",
+                retry_after_s=self.retry_after_s(),
+            )
+        if self.admission is not None:
+            self.admission.knock(priority, limits.ttft_slo_s, self.clock.now())
+        self._num_admitted += num_samples
+        self._empty.clear()
+        try:
+            yield
+        finally:
+            self._num_admitted -= num_samples
+            if not self._num_admitted:
+                self._empty.set()
+
+    def retry_after_s(self) -> float:
+        """When there may be room again, by the rate at which work leaves."""
+        return self.admission.retry_after_s(self.clock.now()) if self.admission is not None else 1.0
+
+    @asynccontextmanager
+    async def watch(self, exchange: Exchange, events: EventStream | None = None) -> AsyncIterator[None]:
+        """End what runs inside when the client goes away or drain() says so."""
+        silence_s = self.config.sse_keep_alive_s
+        watch = Watch(exchange, silence_s=silence_s, on_silence=events.keep_alive if events is not None else None)
+        self._watches.add(watch)
+        try:
+            async with watch:
+                yield
+        finally:
+            self._watches.discard(watch)
+
+    async def emptied(self) -> None:
+        """Returns when every request that was admitted has ended."""
+        await self._empty.wait()
+
+    def cut_all(self) -> None:
+        """End every request in flight with an error; for the end of a graceful shutdown."""
+        for watch in list(self._watches):
+            watch.cut(Unavailable("the server is shutting down; send the request again", retry_after_s=1.0))
+
+    async def in_thread(self, exchange: Exchange, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run a request's text work (templates, tokenising) beside the event loop."""
+        return await self._text_lanes.run(exchange.num_body_bytes, partial(function, *args, **kwargs))
+
+    async def written(self, num_logprobs: int, write: Callable[[], T]) -> T:
+        """What `write` makes of an answer, beside the event loop where it would hold that up: 0.8 us for each
+        log-probability.
+        """
+        return await self._text_lanes.run_long(write) if num_logprobs > MANY_LOGPROBS else write()
+
+    def make_batches(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        sampling: SamplingParams,
+        options: RequestOptions,
+        completion_id: str,
+        *,
+        add_special_tokens: bool = True,
+    ) -> list[list[Request]]:
+        """The samples of each prompt; call it in a thread. Ids are unique even when clients repeat theirs."""
+        now = self.clock.now()
+        batches, num_tokens = [], 0
+        for position, prompt in enumerate(prompts):
+            try:
+                batch = make_requests(
+                    self.model,
+                    prompt,
+                    sampling,
+                    request_id=f"{next(self._ids):x}.{completion_id}",
+                    now=now,
+                    priority=options.priority,
+                    cache_salt=options.cache_salt,
+                    ttft_slo_s=options.limits.ttft_slo_s,
+                    start_by=_after(now, options.limits.queue_timeout_s),
+                    finish_by=_after(now, options.limits.timeout_s),
+                    add_special_tokens=add_special_tokens,
+                )
+            except RequestError as error:
+                if error.param == "prompt" and len(prompts) > 1:
+                    error.param = f"prompt[{position}]"
+                raise
+            batches.append(batch)
+            num_tokens += batch[0].num_prompt_tokens * len(batch)
+            _check_prompt_logprobs(num_tokens, sampling.prompt_logprobs)
+        return batches
+
+    def close(self) -> None:
+        """Give back the threads, send the last traces; the app answers no more."""
+        if self.tracing is not None:
+            self.tracing.close()
+        self._text_lanes.close()
+
+
+def _check_prompt_logprobs(num_tokens: int, num_top: int | None) -> None:
+    """Raise InvalidRequest once `num_tokens` of prompts have more log-probabilities than one answer may hold."""
+    if num_top is not None and num_tokens * (num_top + 1) > MAX_PROMPT_LOGPROBS:
+        raise InvalidRequest(
+            f"{num_tokens} tokens of prompts (for every sample anew) with {num_top + 1} log-probabilities each are "
+            f"{num_tokens * (num_top + 1)}; at most {MAX_PROMPT_LOGPROBS} in one answer: ask for fewer of each token, "
+            "or send fewer tokens at a time",
+            param="prompt_logprobs",
+        )
+
+
+def _tracing(endpoint: str) -> Tracing:
+    try:
+        from maitred.api.ops.tracing import make_tracing  # noqa: PLC0415 (an extra, and slow to import)
+    except ImportError:
+        raise ConfigError("traces need OpenTelemetry; install it with: pip install 'maitred[otel]'") from None
+    return make_tracing(endpoint, version=maitred.__version__)
+
+
+def _after(now: float, seconds: float | None) -> float | None:
+    return now + seconds if seconds is not None else None

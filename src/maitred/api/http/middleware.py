@@ -1,0 +1,169 @@
+"""Around every route: request id, API key, errors as OpenAI writes them, one access line, counts."""
+
+from __future__ import annotations
+
+import logging
+import random
+import re
+import time
+from functools import partial
+from typing import Any
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from maitred.api.http.edge import Edge
+from maitred.api.http.errors import CLIENT_GONE_STATUS, ClientGone, HttpError, http_error
+from maitred.api.http.exchange import Exchange, Header
+from maitred.api.http.logs import ACCESS, ERRORS, log_fields
+from maitred.api.http.sse import DONE
+from maitred.api.ops.health import POLLED
+from maitred.api.ops.orca import ASKED_BY, TOLD_BY, load_report
+from maitred.api.ops.page_files import PREFIX
+from maitred.clock import Clock
+from maitred.errors import EngineDead, Overloaded, Unavailable
+
+REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
+EXCHANGE = "maitred.exchange"  # where the scope keeps it
+TRACED = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}  # -> gen_ai.operation.name
+TOLD_AGAIN_S = 60.0
+ASSETS = PREFIX + "{name}"  # a page asks for thirty of them at once
+
+
+class EdgeMiddleware:
+    """Makes the Exchange that routes answer through, and is the one place where exceptions become answers."""
+
+    def __init__(self, app: ASGIApp, edge: Edge) -> None:
+        self._app, self._edge = app, edge
+        self._outage = Outage(edge.clock)
+        self._random = random.Random()  # ids are no secrets, and the system's own source costs a system call each
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers: dict[bytes, bytes] = dict(reversed(scope["headers"]))
+        exchange = Exchange(
+            scope=scope,
+            receive=receive,
+            raw_send=send,
+            request_id=self._request_id(headers.get(b"x-request-id")),
+            max_body_bytes=self._edge.config.max_body_bytes,
+            turns=self._edge.turns,
+            room=self._edge.body_room,
+            headers=headers,
+        )
+        exchange.standing_headers = partial(self._standing, exchange)
+        scope[EXCHANGE] = exchange
+        tracing = self._edge.tracing
+        operation = TRACED.get(scope["path"])
+        span = tracing.begin(exchange) if tracing is not None and operation is not None else None
+        if tracing is not None and span is not None:
+            exchange.trace_header = tracing.header_of(span)
+        started_at = time.monotonic()
+        metrics = self._edge.metrics
+        metrics.num_in_flight += 1
+        try:
+            exchange.caller = self._edge.door.check(scope["path"], headers.get(b"authorization"))
+            self._edge.check_open(scope["path"])
+            await self._app(scope, receive, exchange.send)
+        except ClientGone:
+            exchange.status = CLIENT_GONE_STATUS
+            metrics.num_cancelled += 1
+        except Exception as error:
+            await _answer(exchange, error, self._outage)
+        finally:
+            exchange.room.release(exchange)
+            metrics.num_in_flight -= 1
+            metrics.http_answered(exchange.route, exchange.status or CLIENT_GONE_STATUS)
+            _log_access(exchange, time.monotonic() - started_at)
+            if tracing is not None and span is not None and operation is not None:
+                tracing.end(span, operation, exchange, self._edge.clock.now())
+
+    def _standing(self, exchange: Exchange) -> list[Header]:
+        """Of every answer, as they are when it begins: the caller's limits, the load for balancers that ask, and that a
+        server that drains hangs up.
+        """
+        headers: list[Header] = []
+        if hasattr(exchange, "caller") and exchange.caller.tenant.limits.any:
+            told = exchange.caller.quota.headers(self._edge.clock.now())
+            headers += [(name.encode(), value.encode()) for name, value in told]
+        asked = exchange.headers.get(ASKED_BY)
+        if exchange.trace_header is not None:
+            headers.append(exchange.trace_header)
+        report = load_report(asked, self._edge.replica.state()) if asked is not None else None
+        if report is not None:
+            headers.append((TOLD_BY, report))
+        return [*headers, (b"connection", b"close")] if self._edge.draining else headers
+
+    def _request_id(self, sent: bytes | None) -> str:
+        """The client's own, if it is one that cannot forge a log line or a header, else a new one."""
+        if sent is not None and REQUEST_ID.fullmatch(sent):
+            return sent.decode()
+        return f"{self._random.getrandbits(128):032x}"
+
+
+class Outage:
+    """Why requests are sent away, as the log has it: when it changes and once a minute, however many clients try."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._why: str | None = None
+        self._told_at = 0.0
+        self._num_untold = 0
+
+    def tell(self, request_id: str, why: str) -> None:
+        """One more request was sent away."""
+        now = self._clock.now()
+        if why == self._why and now < self._told_at + TOLD_AGAIN_S:
+            level, others = logging.DEBUG, None
+            self._num_untold += 1
+        else:
+            level, others = logging.WARNING, self._num_untold or None
+            self._why, self._told_at, self._num_untold = why, now, 0
+        fields = {"request_id": request_id, "error": why, "others_before": others}
+        log_fields(ERRORS, level, "requests are sent away", fields)
+
+
+async def _answer(exchange: Exchange, error: Exception, outage: Outage) -> None:
+    answer = http_error(error)
+    if type(error) in (Unavailable, EngineDead) and not exchange.started:
+        if exchange.route not in POLLED:  # whoever asks hears it, and the server's own log tells of the cause
+            outage.tell(exchange.request_id, str(error))
+    elif answer.status >= 500 and not isinstance(error, Overloaded):  # those are many, and the access line has them
+        _log_error(exchange, error, answer)
+    exchange.log["error"] = answer.body.error.code
+    if not exchange.started:
+        await exchange.answer_error(answer)
+    elif exchange.streaming and not exchange.complete:
+        # A stream that began can't change its status: an error object, which clients raise, then the usual end.
+        event = b"data: " + answer.encoded() + b"\n\n" + DONE
+        await exchange.send({"type": "http.response.body", "body": event})
+
+
+def _log_error(exchange: Exchange, error: Exception, answer: HttpError) -> None:
+    expected = answer.status in (503, 504) or answer.body.error.code == "generation_failed"
+    fields = {"request_id": exchange.request_id, "error": str(error)}
+    if expected:
+        log_fields(ERRORS, logging.WARNING, "request failed", fields)
+    else:
+        ERRORS.error("request failed", exc_info=error, extra={"fields": fields})
+
+
+def _log_access(exchange: Exchange, duration_s: float) -> None:
+    served_asset = exchange.route == ASSETS and (exchange.status or CLIENT_GONE_STATUS) < 400
+    level = logging.DEBUG if served_asset else logging.INFO
+    if not ACCESS.isEnabledFor(level):
+        return
+    client = exchange.scope.get("client")
+    tenant = exchange.caller.tenant.name if hasattr(exchange, "caller") else None
+    fields: dict[str, Any] = {
+        "method": exchange.scope["method"],
+        "path": exchange.scope["path"],
+        "status": exchange.status or CLIENT_GONE_STATUS,
+        "ms": round(duration_s * 1000, 1),
+        "request_id": exchange.request_id,
+        "client": client[0] if client else None,
+        "tenant": tenant or None,
+        **exchange.log,
+    }
+    log_fields(ACCESS, level, "access", fields)

@@ -1,0 +1,356 @@
+"""The application and the server around it: routes, middleware, listening, a graceful end."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from socket import socket
+from types import FrameType
+from typing import Protocol, runtime_checkable
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.routing import Match, Route
+from starlette.types import Receive, Scope, Send
+
+from maitred.api.dialects.openai import models as openai_models
+from maitred.api.dialects.openai.chat import create_chat_completion
+from maitred.api.dialects.openai.completions import create_completion
+from maitred.api.dialects.openai.usage import completions_usage
+from maitred.api.generate.text_threads import hand_over_quickly
+from maitred.api.http.auth import Door, TenantSource
+from maitred.api.http.connection import GuardedConnection
+from maitred.api.http.edge import Edge
+from maitred.api.http.errors import MethodNotAllowed, http_error, shortened
+from maitred.api.http.exchange import Exchange
+from maitred.api.http.loading import Opened, Starting
+from maitred.api.http.logs import ERRORS, configure_logging
+from maitred.api.http.middleware import EXCHANGE, EdgeMiddleware
+from maitred.api.http.tls import Certificate
+from maitred.api.ops import admin, health, live, page, status
+from maitred.clock import Clock, WallClock
+from maitred.config import ServerConfig
+from maitred.engine.intake import ServedModel
+from maitred.errors import InvalidRequest, RouteNotFound
+from maitred.gate.admission import AdmissionController
+from maitred.replica import Replica
+from maitred.storage.ledger import Ledger
+
+Handler = Callable[[Edge, Exchange], Awaitable[None]]
+RATE_LIMIT_HEADERS = tuple(
+    f"x-ratelimit-{what}-{of}" for of in ("requests", "tokens") for what in ("limit", "remaining", "reset")
+)
+CUT_S = 2.0  # requests that may not finish have this long to tell their clients
+
+ROUTES: tuple[tuple[str, str, Handler], ...] = (
+    ("POST", "/v1/chat/completions", create_chat_completion),
+    ("POST", "/v1/completions", create_completion),
+    ("GET", "/v1/models", openai_models.list_models),
+    ("GET", "/v1/models/{model:path}", openai_models.get_model),
+    ("GET", "/v1/organization/usage/completions", completions_usage),
+    ("POST", "/tokenize", openai_models.tokenize),
+    ("POST", "/detokenize", openai_models.detokenize),
+    ("GET", "/health", health.health),
+    ("GET", "/health/decode", health.decode),
+    ("GET", "/ready", health.ready),
+    ("GET", "/readyz", health.ready),
+    ("GET", "/version", status.version),
+    ("GET", "/metrics", status.metrics),
+    ("GET", "/openapi.json", status.openapi),
+    ("GET", "/admin/queue", admin.show_queue),
+    ("GET", "/admin/policy", admin.show_policy),
+    ("POST", "/admin/policy", admin.change_policy),
+    ("GET", "/admin/live", live.watch_live),
+    ("GET", "/admin/models", live.loaded_models),
+    ("GET", "/", page.index),
+    ("GET", "/static/{name}", page.asset),
+)
+
+
+def create_app(
+    replica: Replica,
+    model: ServedModel,
+    config: ServerConfig,
+    *,
+    clock: Clock | None = None,
+    is_ready: Callable[[], bool] = lambda: True,
+    policy: str | None = None,
+    tenants: TenantSource | None = None,
+    ledger: Ledger | None = None,
+    admission: AdmissionController | None = None,
+    start_phases: Mapping[str, float] | None = None,
+) -> Starlette:
+    """The ASGI application that serves `model` on `replica`; needs no lifespan.
+
+    `is_ready` tells whether requests are welcome (besides the replica being alive). `policy` is the scheduler's: where
+    it heeds no priority, a request with one is refused; None heeds them. `clock` must be the engine's. With `tenants`,
+    only their keys open the door; `ledger` is read for administrators. `admission` is the engine's, which turns away
+    more than it can serve in time; `None` turns nobody away. `start_phases` go to the metrics page.
+    """
+    edge = Edge(
+        config,
+        clock=clock or WallClock(),
+        is_ready=is_ready,
+        policy=policy,
+        door=Door(config.api_keys, tenants, ledger.spent_tokens() if ledger is not None else None),
+        ledger=ledger,
+        start_phases=start_phases,
+    )
+    edge.open(replica, model, admission)
+    return app_of(edge)
+
+
+def app_of(edge: Edge) -> Starlette:
+    """The routes and what is around them."""
+    config = edge.config
+    middleware = [Middleware(EdgeMiddleware, edge)]
+    if config.cors_origins:
+        cors = Middleware(
+            CORSMiddleware,
+            allow_origins=config.cors_origins,
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),
+            expose_headers=("x-request-id", "retry-after", "retry-after-ms", "x-should-retry", *RATE_LIMIT_HEADERS),
+        )
+        middleware.insert(0, cors)  # outermost: preflights bring no key, and errors need its headers too
+    app = Starlette(
+        routes=[Route(path, _Endpoint(edge, path, handler), methods=[method]) for method, path, handler in ROUTES],
+        middleware=middleware,
+        exception_handlers={HTTPException: _http_exception},
+    )
+    app.router.redirect_slashes = False  # a redirect would be made from the Host header
+    app.state.edge = edge
+    return app
+
+
+class _Endpoint:
+    """A route as an ASGI application of its own, so that nothing is wrapped around the answer."""
+
+    def __init__(self, edge: Edge, path: str, handler: Handler) -> None:
+        self._edge, self._path, self._handler = edge, path.replace(":path", ""), handler
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange: Exchange = scope[EXCHANGE]
+        exchange.route = self._path
+        await self._handler(self._edge, exchange)
+
+
+async def _http_exception(request: HttpRequest, error: Exception) -> Response:
+    """Starlette's own errors, in our shape: no such path, or not with that method."""
+    method, path = request.scope["method"], shortened(request.scope["path"])
+    code = error.status_code if isinstance(error, HTTPException) else 500
+    if code == 404:
+        answer = http_error(RouteNotFound(f"there is nothing at {path}; GET /openapi.json lists what there is"))
+    elif code == 405:
+        allow = ", ".join(_methods_of(request))
+        answer = http_error(MethodNotAllowed(f"{path} does not take {method}; use {allow}", allow=allow))
+    else:
+        answer = http_error(InvalidRequest(str(error)))
+    headers = {name.decode(): value.decode() for name, value in answer.headers}
+    return Response(answer.encoded(), answer.status, headers, "application/json")
+
+
+def _methods_of(request: HttpRequest) -> list[str]:
+    """What the path takes: of all its routes, where Starlette's own answer tells of the first."""
+    routes = [route for route in request.app.routes if isinstance(route, Route)]
+    matching = [route for route in routes if route.matches(request.scope)[0] is not Match.NONE]
+    return sorted({method for route in matching for method in route.methods or ()})
+
+
+def serve(
+    starting: Starting,
+    config: ServerConfig,
+    listener: socket | None = None,
+    *,
+    policy: str | None = None,
+    tenants: TenantSource | None = None,
+    ledger: Ledger | None = None,
+    start_phases: Mapping[str, float] | None = None,
+    is_ending: Callable[[], bool] = lambda: False,
+    on_open: Callable[[Opened, str, int], None] | None = None,
+) -> None:
+    """Listen while the engine loads, and serve until SIGTERM or SIGINT; then finish what is in flight and return.
+
+    `listener` is a bound socket; without one, `config` says where. `on_open` is told the engine, host and port when
+    requests are welcome. `is_ending` tells whether a signal came before they are heard here. Raises what keeps the
+    engine from loading.
+    """
+    num_log_lines_dropped = configure_logging(config)
+    hand_over_quickly()
+    edge = Edge(
+        config,
+        clock=WallClock(),
+        is_ready=lambda: True,
+        policy=policy,
+        door=Door(config.api_keys, tenants, ledger.spent_tokens() if ledger is not None else None),
+        ledger=ledger,
+        start_phases=start_phases,
+    )
+    edge.metrics.num_log_lines_dropped = num_log_lines_dropped
+
+    def opened(host: str, port: int) -> None:
+        if on_open is not None and server.engine is not None:
+            on_open(server.engine, host, port)
+
+    server = Server(app_of(edge), config, starting=starting, is_ending=is_ending, on_open=opened)
+    server.run([listener] if listener is not None else None)
+    if server.failure is not None:
+        raise server.failure
+
+
+@runtime_checkable
+class Attachable(Protocol):
+    """A replica that must know the event loop before the first request, to see its engine die."""
+
+    def attach(self, loop: asyncio.AbstractEventLoop) -> None: ...
+
+
+class Server(uvicorn.Server):
+    """uvicorn, except for its end: the first signal drains, the second or the drain's time-out cuts, and the exit code
+    is ours.
+
+    While it drains it goes on listening, to send newcomers away with a 503 rather than with a closed door. uvicorn
+    raises the signal again when it is done, which would end the process with the signal's status.
+    """
+
+    def __init__(
+        self,
+        app: Starlette,
+        config: ServerConfig,
+        *,
+        starting: Starting | None = None,
+        is_ending: Callable[[], bool] = lambda: False,
+        on_open: Callable[[str, int], None] | None = None,
+    ) -> None:
+        """`starting` is what the app waits for to open; without, it is open already."""
+        super().__init__(
+            uvicorn.Config(
+                app,
+                host=config.host,
+                port=config.port,
+                loop="uvloop",
+                http=partial(GuardedConnection, app.state.edge),  # type: ignore[arg-type]
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,  # nobody may choose the address that the log shows
+                timeout_keep_alive=75,
+            )
+        )
+        self._certificate: Certificate | None = None
+        if config.ssl_certfile is not None:
+            self._certificate = Certificate(config.ssl_certfile, config.ssl_keyfile)
+            self.config.load()
+            self.config.ssl = self._certificate.context
+        self._edge: Edge = app.state.edge
+        self._drain_timeout_s = config.drain_timeout_s
+        self._draining: asyncio.Task[None] | None = None
+        self._starting, self._is_ending, self._on_open = starting, is_ending, on_open
+        self._opening: asyncio.Task[None] | None = None
+        self.engine: Opened | None = None
+        """What `starting` gave, once it has."""
+        self.failure: Exception | None = None
+        """Why it never opened, if it did not."""
+
+    async def startup(self, sockets: list[socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self._certificate is not None:
+            self._freshening = asyncio.create_task(self._certificate.keep_fresh())
+        host, port = (sockets or [s for server in self.servers for s in server.sockets])[0].getsockname()[:2]
+        if self._starting is not None:
+            self._opening = asyncio.create_task(self._open_when_loaded(self._starting, host, port))
+        else:
+            self._opened(host, port)
+        if self._is_ending():
+            self._signalled(signal.SIGTERM)
+
+    async def _open_when_loaded(self, starting: Starting, host: str, port: int) -> None:
+        try:
+            came = self.engine = await asyncio.to_thread(starting.wait)
+            self._edge.open(came.replica, came.model, came.admission)
+            self._opened(host, port)
+        except Exception as error:
+            self.failure, self.should_exit = error, True
+
+    def _opened(self, host: str, port: int) -> None:
+        if isinstance(self._edge.replica, Attachable):
+            self._edge.replica.attach(asyncio.get_running_loop())
+        if self._on_open is not None:
+            self._on_open(host, port)
+
+    async def shutdown(self, sockets: list[socket] | None = None) -> None:
+        if self._draining is None:  # no signal: somebody set should_exit
+            await self._drain()
+        if self._starting is not None and self._opening is not None:
+            await self._stop_opening(self._starting, self._opening)
+        if self._certificate is not None:
+            self._freshening.cancel()
+        self.config.timeout_graceful_shutdown = int(CUT_S)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            self._edge.close()
+
+    async def _stop_opening(self, starting: Starting, opening: asyncio.Task[None]) -> None:
+        """Whoever ends the server while it loads has not asked why the engine is not there."""
+        if not opening.done():
+            starting.give_up()
+            await opening
+            self.failure = None
+
+    async def _drain(self) -> None:
+        """Wait for what is in flight; what takes longer ends with an error object rather than a silent break."""
+        self._edge.draining = True
+        try:
+            async with asyncio.timeout(self._drain_timeout_s):
+                await self._edge.emptied()
+        except TimeoutError:
+            self._cut(f"{self._drain_timeout_s:g} s have passed")
+        self.should_exit = True
+
+    def _cut(self, why: str) -> None:
+        """End what is in flight, and tell whoever reads the log that it was not let finish."""
+        ERRORS.warning("%s: what is in flight ends with an error (%d requests)", why, self._edge.metrics.num_in_flight)
+        self._edge.cut_all()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        hangup = self._certificate.hearing_hangup(loop) if self._certificate is not None else nullcontext()
+
+        def heard(number: int, frame: FrameType | None) -> None:
+            loop.call_soon_threadsafe(self._signalled, number)
+
+        try:
+            # not the loop's own handlers: between those and the ones before, the system's would end the process
+            before = {number: signal.signal(number, heard) for number in (signal.SIGTERM, signal.SIGINT)}
+        except ValueError:  # not in the main thread: whoever started us stops us
+            yield
+            return
+        try:
+            with hangup:
+                yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _signalled(self, number: int) -> None:
+        if self._draining is not None:
+            self._cut("a second signal came")
+            self.should_exit = True
+        else:
+            in_flight = self._edge.metrics.num_in_flight
+            words = "the server ends; %d requests in flight have %g s to finish, and a second %s stops at once"
+            again = "Ctrl-C" if number == signal.SIGINT else "signal"
+            ERRORS.info(words, in_flight, self._drain_timeout_s, again)
+            self._draining = asyncio.get_running_loop().create_task(self._drain())

@@ -1,0 +1,114 @@
+"""Routes for whoever runs the server: the queue, and the policy, which can be changed while requests run."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any, Protocol, runtime_checkable
+from urllib.parse import parse_qs
+
+import msgspec
+
+from maitred.api.http.edge import Edge
+from maitred.api.http.errors import shortened
+from maitred.api.http.exchange import Exchange
+from maitred.config import SchedulerConfig
+from maitred.errors import ConfigError, InvalidRequest, RouteNotFound
+from maitred.scheduler.queue_view import MAX_PAGE, QueueView
+
+LIMITS = frozenset({"max_num_seqs", "max_num_batched_tokens"})  # memory was planned for them
+
+
+@runtime_checkable
+class Administrable(Protocol):
+    """What these routes need of a replica besides `Replica`; `AsyncEngine` has it."""
+
+    async def queue_view(self, *, offset: int, limit: int) -> QueueView: ...
+
+    async def scheduler_config(self) -> SchedulerConfig: ...
+
+    async def policy_names(self) -> tuple[str, ...]: ...
+
+    async def configure(self, config: SchedulerConfig) -> None:
+        """Returns when it took effect. Raises ConfigError and changes nothing."""
+
+
+class PolicyView(msgspec.Struct, frozen=True):
+    """The policy and its parameters, and the names of those that could be chosen."""
+
+    policy: str
+    parameters: dict[str, Any]
+    choices: tuple[str, ...]
+
+
+class PolicyChange(msgspec.Struct, frozen=True):
+    """`policy`, and any of the parameters that GET /admin/policy shows; what is left out stays as it is."""
+
+    policy: str | msgspec.UnsetType = msgspec.UNSET
+
+
+_CHANGES = msgspec.json.Decoder(dict[str, Any])
+
+
+async def show_queue(edge: Edge, exchange: Exchange) -> None:
+    """A page of the queue: `offset` and `limit` of the query say which."""
+    exchange.caller.require_admin("see the queue")
+    query = parse_qs(exchange.scope["query_string"].decode("latin-1"), keep_blank_values=True)
+    offset, limit = _count(query, "offset", 0), _count(query, "limit", 100)
+    if limit > MAX_PAGE:
+        raise InvalidRequest(f"limit is {limit}; it must be at most {MAX_PAGE}", param="limit")
+    await exchange.answer_json(await _administrable(edge).queue_view(offset=offset, limit=limit))
+
+
+async def show_policy(edge: Edge, exchange: Exchange) -> None:
+    """The policy in force."""
+    exchange.caller.require_admin("see the policy")
+    engine = _administrable(edge)
+    await exchange.answer_json(policy_view(await engine.scheduler_config(), await engine.policy_names()))
+
+
+async def change_policy(edge: Edge, exchange: Exchange) -> None:
+    """Orders everything by another policy, or by the same one with other parameters; answers when it is in force."""
+    exchange.caller.require_admin("change the policy")
+    engine = _administrable(edge)
+    changes = await exchange.json(_CHANGES)
+    config = changed(await engine.scheduler_config(), changes)
+    try:
+        await engine.configure(config)
+    except ConfigError as error:
+        raise InvalidRequest(str(error), param="policy") from None
+    edge.policy_changed(config.policy)
+    await exchange.answer_json(policy_view(config, await engine.policy_names()))
+
+
+def policy_view(config: SchedulerConfig, choices: tuple[str, ...]) -> PolicyView:
+    parameters = {name: value for name, value in asdict(config).items() if name not in LIMITS and name != "policy"}
+    return PolicyView(config.policy, parameters, choices)
+
+
+def changed(config: SchedulerConfig, changes: dict[str, Any]) -> SchedulerConfig:
+    """`config` with those changes. Raises InvalidRequest, naming the field."""
+    values = asdict(config)
+    choices = sorted(values.keys() - LIMITS)
+    for name in changes:
+        if name not in choices:
+            raise InvalidRequest(
+                f"{shortened(name)!r} is no setting of a policy; choose from {', '.join(choices)}",
+                param=shortened(name),
+            )
+    try:
+        return msgspec.convert({**values, **changes}, SchedulerConfig)
+    except (msgspec.ValidationError, ConfigError) as error:
+        raise InvalidRequest(str(error), param=next(iter(changes), None)) from None
+
+
+def _administrable(edge: Edge) -> Administrable:
+    if not isinstance(edge.replica, Administrable):
+        raise RouteNotFound("this server has no engine of its own to look into; ask the servers behind it")
+    return edge.replica
+
+
+def _count(query: dict[str, list[str]], name: str, default: int) -> int:
+    words = query.get(name, [str(default)])
+    if not (words[-1].isascii() and words[-1].isdigit() and len(words[-1]) < 10):
+        raise InvalidRequest(f"{name} is {shortened(words[-1])!r}; it must be a whole number", param=name)
+    return int(words[-1])

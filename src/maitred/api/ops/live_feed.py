@@ -1,0 +1,176 @@
+"""One feed of frames for everybody who watches: asked of the engine seldom enough, encoded once, never queued."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Iterator
+from typing import Protocol, runtime_checkable
+
+import msgspec
+
+from maitred.api.ops.latencies import Latencies, Percentiles
+from maitred.api.ops.live_slots import SeatPlan
+from maitred.engine.live_view import LiveView
+from maitred.errors import EngineDead, Overloaded, RouteNotFound
+from maitred.replica import ReplicaState
+
+FRAME_S = 0.2  # between frames while there is work
+IDLE_S = 0.5
+COST_FACTOR = 200  # a pause is at least so many times the last snapshot's cost, so it takes at most 0.5% of the engine
+MAX_PAUSE_S = 2.0  # one that stood in line for a processor says little of its cost; the page calls 4 s ill
+SUMMARY_S = 1.0  # percentiles are computed this often
+MAX_WATCHERS = 32
+
+
+@runtime_checkable
+class Watchable(Protocol):
+    """What the feed needs of a replica; `AsyncEngine` has it."""
+
+    async def live_view(self) -> LiveView:
+        """Raises EngineDead."""
+
+    def state(self) -> ReplicaState: ...
+
+
+class LiveFrame(msgspec.Struct, frozen=True):
+    """The engine, and what only the edge knows."""
+
+    sequence: int  # 1, 2, 3 ... since somebody watches
+    model: str
+    seats: tuple[int, ...]  # row of each of `engine.running`; a request keeps its own
+    first_token: Percentiles
+    between_tokens: Percentiles
+    queue: Percentiles
+    tokens_by_tenant: dict[str, int]  # generated since the start
+    engine: LiveView
+
+
+def pause_s(view: LiveView) -> float:
+    """How long to wait before the engine is asked again."""
+    busy = view.num_running or view.num_waiting
+    return max(FRAME_S if busy else IDLE_S, min(MAX_PAUSE_S, COST_FACTOR * view.cost_s))
+
+
+class LiveFeed:
+    """Runs while somebody watches. Belongs to the event loop alone."""
+
+    def __init__(
+        self, replica: object, latencies: Latencies, model: str, *, is_over: Callable[[], bool] = lambda: False
+    ) -> None:
+        """`is_over` says that the server is going; then every watcher's frames end."""
+        self._replica, self._latencies, self._model, self._is_over = replica, latencies, model, is_over
+        self._showing: _Showing | None = None
+
+    @property
+    def num_watchers(self) -> int:
+        return self._showing.num_watchers if self._showing is not None else 0
+
+    async def frames(self) -> AsyncGenerator[bytes, None]:
+        """Events with the newest frame; who is slow misses frames. Raises EngineDead, Overloaded or RouteNotFound."""
+        if not isinstance(self._replica, Watchable):
+            raise RouteNotFound("this server has no engine of its own to look into; ask the servers behind it")
+        if self.num_watchers >= MAX_WATCHERS:
+            raise Overloaded(f"{MAX_WATCHERS} are watching already; close one of them", retry_after_s=5.0)
+        if self._showing is None or self._showing.ended:
+            self._showing = _Showing(self._replica, self._latencies, self._model, self._is_over)
+        showing = self._showing
+        showing.num_watchers += 1
+        try:
+            async for frame in showing.frames():
+                yield frame
+        finally:
+            showing.num_watchers -= 1
+            if not showing.num_watchers:
+                showing.stop()
+
+
+class _Showing:
+    """From the first watcher to the last: one task that looks, and its newest frame."""
+
+    def __init__(self, replica: Watchable, latencies: Latencies, model: str, is_over: Callable[[], bool]) -> None:
+        self._replica, self._latencies, self._model, self._is_over = replica, latencies, model, is_over
+        self._encode = msgspec.json.Encoder().encode
+        self._seats = SeatPlan()
+        self._sequence, self._event = 0, b""
+        self._changed = asyncio.Event()
+        self._error: Exception | None = None
+        self.ended = False
+        self.num_watchers = 0
+        self._task = asyncio.create_task(self._run())
+
+    def stop(self) -> None:
+        self.ended = True
+        self._task.cancel()
+
+    async def frames(self) -> AsyncGenerator[bytes, None]:
+        seen = 0
+        while True:
+            while self._sequence == seen and not self.ended:
+                await self._changed.wait()
+            if self._sequence == seen:
+                break
+            seen = self._sequence
+            yield self._event
+        if self._error is not None:
+            raise self._error
+
+    async def _run(self) -> None:
+        try:
+            await self._show()
+        except Exception as error:  # raised again by every watcher
+            self._error = error
+        finally:
+            self.ended = True
+            self._changed.set()
+
+    async def _show(self) -> None:
+        loop, summary_at = asyncio.get_running_loop(), float("-inf")
+        times = [Percentiles(0)] * 3
+        while not self._is_over():
+            view = await self._look()
+            if loop.time() - summary_at >= SUMMARY_S:
+                summary_at, times = loop.time(), self._times()
+            self._publish(view, times)
+            for part in _parts(pause_s(view)):
+                await asyncio.sleep(part)
+                if self._is_over():
+                    return
+
+    async def _look(self) -> LiveView:
+        """Raises EngineDead also for an engine that is silent and counts as ill: a picture that stands still lies."""
+        looking = asyncio.ensure_future(self._replica.live_view())
+        try:
+            while not (await asyncio.wait([looking], timeout=IDLE_S))[0]:
+                state = self._replica.state()
+                if not state.alive:
+                    raise EngineDead(state.error or "the engine stopped")
+            return looking.result()
+        finally:
+            looking.cancel()
+
+    def _times(self) -> list[Percentiles]:
+        latencies = self._latencies
+        return [each.percentiles() for each in (latencies.first_token, latencies.between_tokens, latencies.queue)]
+
+    def _publish(self, view: LiveView, times: list[Percentiles]) -> None:
+        self._sequence += 1
+        frame = LiveFrame(
+            sequence=self._sequence,
+            model=self._model,
+            seats=tuple(self._seats.seat(request.id for request in view.running)),
+            first_token=times[0],
+            between_tokens=times[1],
+            queue=times[2],
+            tokens_by_tenant=self._latencies.tokens_by_tenant,
+            engine=view,
+        )
+        self._event = b"data: " + self._encode(frame) + b"\n\n"
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+
+def _parts(seconds: float) -> Iterator[float]:
+    """A pause in pieces, so that a server that goes is not kept waiting."""
+    while seconds > 0:
+        yield min(seconds, IDLE_S)
+        seconds -= IDLE_S

@@ -1,0 +1,216 @@
+"""The metrics of one app: counts what the edge sees, reads the engine's state, renders both for Prometheus."""
+
+from __future__ import annotations
+
+import asyncio
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.core import Metric as Family
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+
+from maitred import metrics as m
+from maitred.api.ops.metrics_compat import vllm_families
+from maitred.errors import RateLimited
+from maitred.gate.admission import AdmissionController
+from maitred.metrics import Metric, MetricKind
+from maitred.replica import Replica, ReplicaState
+from maitred.request import FinishReason, RequestTiming
+from maitred.tenancy.quota import TenantQuota
+
+_STATE: Mapping[Metric, Callable[[ReplicaState], float]] = {
+    m.ENGINE_UP: lambda s: float(s.alive),
+    m.REQUESTS_RUNNING: lambda s: s.num_running,
+    m.REQUESTS_WAITING: lambda s: s.num_waiting,
+    m.KV_BLOCKS_CAPACITY: lambda s: s.num_blocks,
+    m.KV_BLOCKS_USED: lambda s: s.num_blocks_used,
+    m.KV_BLOCKS_CACHED: lambda s: s.num_blocks_cached,
+    m.KV_USAGE: lambda s: s.num_blocks_used / s.num_blocks if s.num_blocks else 0.0,
+    m.LAST_STEP_AGE: lambda s: s.last_step_age_s,
+    m.HEARTBEAT_AGE: lambda s: s.heartbeat_age_s,
+    m.RESTARTS: lambda s: s.num_restarts,
+    m.RESUMED: lambda s: s.num_resumed,
+    m.WRONG_FRAMES: lambda s: s.num_wrong_frames,
+    m.STEPS: lambda s: s.num_steps,
+    m.EXECUTE_SECONDS: lambda s: s.execute_s,
+    m.HOST_SECONDS: lambda s: s.host_s,
+    m.SCHEDULED_TOKENS: lambda s: s.num_scheduled_tokens,
+    m.PROMPT_TOKENS: lambda s: s.num_prompt_tokens,
+    m.GENERATION_TOKENS: lambda s: s.num_generated_tokens,
+    m.PREEMPTIONS: lambda s: s.num_preemptions,
+    m.SWAPPED_OUT_BLOCKS: lambda s: s.num_swapped_out_blocks,
+    m.SWAPPED_IN_BLOCKS: lambda s: s.num_swapped_in_blocks,
+    m.PREFIX_QUERIED: lambda s: s.num_prefix_queried_tokens,
+    m.PREFIX_HIT: lambda s: s.num_prefix_hit_tokens,
+}
+
+
+_ADMISSION: Mapping[Metric, Callable[[AdmissionController], dict[tuple[str, ...], float]]] = {
+    m.ADMISSION_REFUSED: lambda a: {(reason,): float(count) for reason, count in a.num_refused.items()},
+    m.ADMISSION_WAITING: lambda a: {(): float(a.num_waiting)},
+    m.ADMISSION_DRAIN_RATE: lambda a: {(): a.drain_per_s},
+    m.ADMISSION_WAIT: lambda a: {(): a.foretold_wait_s()},
+}
+
+
+class Histogram:
+    """Counts per bucket. Touched by the event loop alone, hence without a lock."""
+
+    def __init__(self, metric: Metric) -> None:
+        self._bounds = metric.buckets
+        self._counts = [0] * (len(self._bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        self._counts[bisect_left(self._bounds, value)] += times
+        self._sum += value * times
+
+    def cumulative(self) -> tuple[list[tuple[str, float]], float]:
+        """(upper bound, how many at most that large), and the sum of all values."""
+        total, buckets = 0, []
+        for bound, count in zip((*self._bounds, float("inf")), self._counts, strict=True):
+            total += count
+            buckets.append((str(floatToGoString(bound)), float(total)))  # type: ignore[no-untyped-call]
+        return buckets, self._sum
+
+
+class TenantCounts:
+    """What tenants did and were refused; by names of the table alone, so clients cannot make labels."""
+
+    def __init__(self, num_file_failures: Callable[[], int]) -> None:
+        self._num_file_failures = num_file_failures
+        self._counts: dict[Metric, dict[tuple[str, ...], float]] = {metric: {} for metric in m.TENANT_METRICS}
+        self._quotas: dict[str, TenantQuota] = {}
+
+    def _add(self, metric: Metric, labels: tuple[str, ...], amount: float) -> None:
+        counts = self._counts[metric]
+        counts[labels] = counts.get(labels, 0.0) + amount
+
+    def entered(self, quota: TenantQuota) -> None:
+        """An HTTP request of this tenant was let in."""
+        self._quotas[quota.name] = quota
+        self._add(m.TENANT_REQUESTS, (quota.name,), 1)
+
+    def left(self, quota: TenantQuota, num_prompt_tokens: int, num_generated_tokens: int) -> None:
+        """It is done, and used so much."""
+        self._add(m.TENANT_TOKENS, (quota.name, "prompt"), num_prompt_tokens)
+        self._add(m.TENANT_TOKENS, (quota.name, "generated"), num_generated_tokens)
+
+    def refused(self, tenant: str, error: RateLimited) -> None:
+        self._add(m.TENANT_REFUSALS, (tenant, error.limit), 1)
+
+    def samples(self, metric: Metric) -> dict[tuple[str, ...], float]:
+        if metric is m.TENANT_IN_FLIGHT:
+            return {(name,): float(quota.num_in_flight) for name, quota in self._quotas.items()}
+        if metric is m.TENANT_WAITING:
+            return {(name,): float(quota.num_waiting) for name, quota in self._quotas.items()}
+        if metric is m.TENANTS_FILE_FAILURES:
+            return {(): float(self._num_file_failures())}
+        return self._counts[metric]
+
+
+class EdgeMetrics(Collector):
+    """One app's counts, and the page. Nothing is global, so two apps may live in one process."""
+
+    def __init__(
+        self,
+        replica: Replica,
+        *,
+        version: str,
+        compat: str = "none",
+        start_phases: Mapping[str, float] | None = None,
+        num_tenants_file_failures: Callable[[], int] = int,
+    ) -> None:
+        self._replica = replica
+        self._admission: AdmissionController | None = None
+        self._start_phases = start_phases if start_phases is not None else {}
+        self._version, self._compat = version, compat
+        self._model: str | None = None
+        self._block_size = 0
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(self)
+        self.histograms = {metric: Histogram(metric) for metric in m.EDGE_METRICS if metric.buckets}
+        self._inter_token = self.histograms[m.INTER_TOKEN_LATENCY]
+        self.num_in_flight = 0
+        self.num_cancelled = 0
+        self.num_log_lines_dropped: Callable[[], int] = lambda: 0
+        self._answered: dict[tuple[str, str], int] = {}
+        self.tenants = TenantCounts(num_tenants_file_failures)
+
+    def engine_came(self, replica: Replica, model: str, block_size: int, admission: AdmissionController | None) -> None:
+        """From now on the page tells of it."""
+        self._replica, self._model, self._block_size, self._admission = replica, model, block_size, admission
+
+    def http_answered(self, route: str, status: int) -> None:
+        key = (route, str(status))
+        self._answered[key] = self._answered.get(key, 0) + 1
+
+    def tokens_came(self, gap_s: float, num_tokens: int) -> None:
+        """`num_tokens` tokens of one sample, each `gap_s` after the one before."""
+        self._inter_token.observe(gap_s, num_tokens)
+
+    def sample_finished(self, timing: RequestTiming | None, *, num_prompt_tokens: int, num_tokens: int) -> None:
+        """A sample reached its end, whatever that was."""
+        self.histograms[m.REQUEST_PROMPT_TOKENS].observe(num_prompt_tokens)
+        self.histograms[m.REQUEST_GENERATION_TOKENS].observe(num_tokens)
+        if timing is not None:
+            self.histograms[m.TTFT].observe(timing.ttft_s)
+            self.histograms[m.E2E].observe(timing.total_s)
+            self.histograms[m.QUEUE].observe(timing.queue_s)
+            self.histograms[m.PREFILL].observe(timing.prefill_s)
+            self.histograms[m.DECODE].observe(timing.decode_s)
+
+    def page(self, accept: str) -> tuple[bytes, str]:
+        """The page and its content type, in the format `accept` asks for. Called in the event loop."""
+        encode, content_type = choose_encoder(accept)
+        return encode(self._registry), content_type
+
+    def collect(self) -> Iterator[Family]:
+        """Called by the registry for each page."""
+        families = list(self._families())
+        yield from families
+        if self._compat == "vllm":
+            yield from vllm_families(families, self._model or "")
+
+    def _families(self) -> Iterator[Family]:
+        state = self._replica.state()
+        for metric in m.METRICS:
+            if metric in self.histograms:
+                buckets, total = self.histograms[metric].cumulative()
+                yield HistogramMetricFamily(metric.name, metric.help, buckets=buckets, sum_value=total)
+            else:
+                yield _family(metric, self._samples(metric, state))
+
+    def _samples(self, metric: Metric, state: ReplicaState) -> dict[tuple[str, ...], float]:
+        if metric in _STATE:
+            return {(): float(_STATE[metric](state))}
+        if metric is m.REQUESTS_FINISHED:
+            return {(reason.value,): float(state.num_finished.get(reason, 0)) for reason in FinishReason}
+        if metric is m.HTTP_REQUESTS:
+            return {labels: float(count) for labels, count in self._answered.items()}
+        if metric in _ADMISSION:
+            return _ADMISSION[metric](self._admission) if self._admission is not None else {}
+        if metric in m.TENANT_METRICS:
+            return self.tenants.samples(metric)
+        own: dict[Metric, dict[tuple[str, ...], float]] = {
+            m.CACHE_INFO: {(str(self._block_size), str(state.num_blocks)): 1.0},
+            m.INFO: {(self._version, self._model): 1.0} if self._model is not None else {},
+            m.START_SECONDS: {(phase,): seconds for phase, seconds in self._start_phases.items()},
+            m.HTTP_IN_FLIGHT: {(): float(self.num_in_flight)},
+            m.LOOP_TASKS: {(): float(len(asyncio.all_tasks()))},
+            m.REQUESTS_CANCELLED: {(): float(self.num_cancelled)},
+            m.LOG_LINES_DROPPED: {(): float(self.num_log_lines_dropped())},
+        }
+        return own[metric]
+
+
+def _family(metric: Metric, samples: Mapping[tuple[str, ...], float]) -> Family:
+    kind = CounterMetricFamily if metric.kind is MetricKind.COUNTER else GaugeMetricFamily
+    family = kind(metric.name, metric.help, labels=metric.labels)
+    for labels, value in samples.items():
+        family.add_metric(labels, value)
+    return family

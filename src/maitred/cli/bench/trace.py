@@ -1,0 +1,95 @@
+"""Replay of a trace: JSON lines with timestamp (ms), input_length, output_length and hash_ids of 512-token blocks.
+
+The format is Mooncake's (Qin et al. 2024, arXiv:2407.00079): equal hash ids mean equal blocks after equal blocks, so a
+prompt made from them hits a prefix cache exactly where the original would have.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+
+import msgspec
+
+from maitred.cli.bench.prompts import PlannedRequest, Vocabulary
+from maitred.errors import ConfigError
+
+BLOCK_TOKENS = 512
+
+
+class TraceLine(msgspec.Struct, frozen=True):
+    timestamp: float  # ms
+    input_length: int  # tokens
+    output_length: int  # tokens
+    hash_ids: list[int | str] = []
+
+
+def read_trace(path: str) -> list[TraceLine]:
+    """Sorted by time. Raises ConfigError with the line at fault."""
+    decoder = msgspec.json.Decoder(TraceLine)
+    lines: list[TraceLine] = []
+    try:
+        with Path(path).open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    lines.append(_checked(decoder.decode(line), path, number))
+    except OSError as error:
+        raise ConfigError(f"--trace {path}: {error.strerror}; give a file of JSON lines") from None
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{path}:{number}: {error}; a line needs timestamp, input_length, output_length") from None
+    if not lines:
+        raise ConfigError(f"--trace {path}: holds no requests; give a file of JSON lines")
+    return sorted(lines, key=lambda line: line.timestamp)
+
+
+def _checked(line: TraceLine, path: str, number: int) -> TraceLine:
+    if line.input_length < 1 or line.output_length < 0:
+        raise ConfigError(
+            f"{path}:{number}: lengths are {line.input_length} and {line.output_length}; both must be over 0"
+        )
+    return line
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceReplay:
+    """Requests as the trace has them, `rate_scale` times as fast and with all lengths times `length_scale`."""
+
+    lines: list[TraceLine]
+    vocabulary: Vocabulary
+    seed: int | str
+    rate_scale: float = 1.0
+    length_scale: float = 1.0
+    paced: bool = True  # False leaves the timing to a closed loop
+    _texts: random.Random = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_texts", random.Random(f"{self.seed}/texts"))
+
+    def requests(self) -> Iterator[PlannedRequest]:
+        began = self.lines[0].timestamp
+        for index, line in enumerate(self.lines):
+            due_s = (line.timestamp - began) / 1000 / self.rate_scale if self.paced else 0.0
+            yield PlannedRequest(index, due_s, self._prompt(line), self._scaled(line.output_length))
+
+    def _prompt(self, line: TraceLine) -> list[int]:
+        """Blocks as their ids say, cut to length; what no id covers is unique."""
+        length = self._scaled(line.input_length)
+        block_len = self._scaled(BLOCK_TOKENS)
+        token_ids: list[int] = []
+        for hash_id in line.hash_ids:
+            if len(token_ids) >= length:
+                break
+            token_ids += _block(self.vocabulary, self.seed, hash_id, block_len)
+        del token_ids[length:]
+        return token_ids + self.vocabulary.sentence(length - len(token_ids), self._texts)
+
+    def _scaled(self, tokens: int) -> int:
+        return max(1, round(tokens * self.length_scale))
+
+
+@lru_cache(maxsize=4096)
+def _block(vocabulary: Vocabulary, seed: int | str, hash_id: int | str, length: int) -> tuple[int, ...]:
+    return tuple(vocabulary.sentence(length, random.Random(f"{seed}/block/{hash_id}")))

@@ -1,0 +1,105 @@
+"""The loop of `maitred chat`: read, ask, show, until the person leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+
+from maitred.cli.chat.answer import Answer
+from maitred.cli.chat.command import ChatOptions
+from maitred.cli.chat.conversation import Conversation, Next
+from maitred.cli.chat.terminal import Terminal, open_terminal
+from maitred.cli.command import Options, UsageError
+from maitred.cli.endpoint import Endpoint, HttpEndpoint, first_model
+from maitred.cli.local import engine_config, local_endpoint, refuse_engine_flags, start_engine
+from maitred.config import ModelConfig
+from maitred.errors import ConfigError, MaitredError
+
+
+def run_chat(options: Options, chat: ChatOptions) -> int:
+    conversation = Conversation(system=chat.system)
+    try:
+        conversation.set_all(chat.set)
+    except ConfigError as error:
+        raise UsageError(f"--set: {error}") from None
+    terminal = open_terminal()
+    num_failed = asyncio.run(_chat(options, chat, conversation, terminal))
+    return 1 if num_failed and not terminal.interactive else 0
+
+
+async def _chat(options: Options, chat: ChatOptions, conversation: Conversation, terminal: Terminal) -> int:
+    async with _open(options, chat, terminal) as (endpoint, model):
+        terminal.remark(f"{model}; /help lists the commands, Ctrl-D leaves")
+        return await talk(endpoint, model, conversation, terminal)
+
+
+@asynccontextmanager
+async def _open(options: Options, chat: ChatOptions, terminal: Terminal) -> AsyncIterator[tuple[Endpoint, str]]:
+    """The server at the URL, or the model in this process; and the model's name."""
+    if chat.url is not None:
+        refuse_engine_flags(options, allowed=("--model",))
+        async with HttpEndpoint(chat.url, api_key=chat.api_key) as remote:
+            yield remote, options[ModelConfig].model or await first_model(remote)
+        return
+    engine = start_engine(engine_config(options), on_event=terminal.remark)
+    async with local_endpoint(engine, options) as local:
+        yield local, engine.model.names[0]
+
+
+async def talk(endpoint: Endpoint, model: str, conversation: Conversation, terminal: Terminal) -> int:
+    """Until the person leaves; gives the number of questions that got no whole answer."""
+    num_failed = 0
+    while (line := await terminal.read()) is not None:
+        outcome = conversation.take(line)
+        if outcome.text:
+            terminal.tell(outcome.text)
+        if outcome.next is Next.LEAVE:
+            break
+        if outcome.next is Next.ASK:
+            num_failed += not await _ask(endpoint, model, conversation, terminal)
+    return num_failed
+
+
+async def _ask(endpoint: Endpoint, model: str, conversation: Conversation, terminal: Terminal) -> bool:
+    answer = Answer()
+
+    async def show() -> None:
+        async for text in answer.stream(endpoint, conversation.request(model)):
+            terminal.show(text)
+
+    task = asyncio.create_task(show())
+    try:
+        await _until_done_or_interrupted(task)
+    except MaitredError as error:
+        terminal.show("\n" if answer.text else "")
+        terminal.tell(f"error: {error}")
+    finally:
+        if answer.text:
+            conversation.answered(answer.text)
+        else:
+            conversation.failed()
+    if task.cancelled():
+        terminal.tell("\n(stopped)")
+        return False
+    if task.exception() is not None:
+        return False
+    terminal.show("\n")
+    terminal.remark(answer.describe())
+    return True
+
+
+async def _until_done_or_interrupted(task: asyncio.Task[None]) -> None:
+    """Ctrl-C stops the answer, not the chat."""
+    loop = asyncio.get_running_loop()
+    with suppress(NotImplementedError, ValueError, RuntimeError):  # Windows, or not the main thread
+        loop.add_signal_handler(signal.SIGINT, task.cancel)
+    try:
+        await asyncio.wait([task])
+    finally:
+        task.cancel()
+        with suppress(NotImplementedError, ValueError, RuntimeError):
+            loop.remove_signal_handler(signal.SIGINT)
+    if not task.cancelled():
+        task.result()

@@ -1,0 +1,89 @@
+"""Records, fits, tests and writes one device profile."""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from maitred.cli.console import note
+from maitred.cli.profile.live import CLOCKS, live_engine
+from maitred.cli.profile.profiling import profile_load, split
+from maitred.cli.simulate.sources import profile_path
+from maitred.cli.simulate.table import seconds_text
+from maitred.config import EngineConfig
+from maitred.engine.build import EngineParts
+from maitred.errors import ConfigError
+from maitred.sim.fit import Fit, fit_steps
+from maitred.sim.profile import Profile, encode_profile
+from maitred.sim.recorded import measured_steps
+
+if TYPE_CHECKING:
+    from maitred.cli.profile.command import ProfileOptions
+
+MIN_STEPS = 200
+
+
+def run_profile(options: ProfileOptions, config: EngineConfig) -> int:
+    with live_engine(config, CLOCKS[options.clock](), note) as live:
+        profile_load(live, config.scheduler.max_num_seqs, options.seconds, note)
+        steps = list(measured_steps(live.close()))
+    fitted, held_out = split(steps)
+    if len(steps) < MIN_STEPS:
+        raise ConfigError(f"{len(steps)} steps in {options.seconds:g} s; {MIN_STEPS} are needed, give more --seconds")
+    fit = fit_steps(fitted, held_out)
+    profile = _profile(fit, live.parts, config, options.clock)
+    path = Path(options.output) if options.output is not None else profile_path(profile.model)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(encode_profile(profile))
+    print(describe(profile))
+    note(f"profile: {path}")
+    return 0
+
+
+def _profile(fit: Fit, parts: EngineParts, config: EngineConfig, clock: str) -> Profile:
+    plan = parts.memory_plan
+    return Profile(
+        model=parts.model.names[0],
+        machine=f"{platform.system()} {platform.machine()}, {_held(parts)}, {clock} time",
+        executor=parts.model.footprint.executor if parts.model.footprint is not None else config.model.executor,
+        cost_model=fit.cost_model,
+        max_model_len=plan.max_model_len,
+        kv_bytes_per_token=plan.bytes_per_block // plan.block_size,
+        kv_memory_bytes=plan.longest_context * plan.bytes_per_block // plan.block_size,
+        block_size=plan.block_size,
+        token_budget=parts.core.scheduler.config.token_budget,
+        num_steps=fit.num_steps,
+        num_held_out_steps=fit.num_held_out_steps,
+        mape=fit.mape,
+        p90_error=fit.p90_error,
+        bias=fit.bias,
+        terms=fit.terms,
+    )
+
+
+def _held(parts: EngineParts) -> str:
+    held = parts.model.footprint
+    return "an unknown executor" if held is None else f"{held.executor} executor on {held.device}, {held.dtype} weights"
+
+
+def describe(profile: Profile) -> str:
+    """A line for each term, then the whole."""
+    lines = [f"{'term':20} {'each':>9} {'std error':>10} {'of the time':>12} {'error where largest':>20}"]
+    for name, term in profile.terms.items():
+        error = "-" if term.held_out_error is None else f"{term.held_out_error:.1%}"
+        lines.append(
+            f"{name.removesuffix('_s'):20} {_each(term.seconds):>9} {_each(term.standard_error_s):>10} "
+            f"{term.share:>12.1%} {error:>20}"
+        )
+    lines.append(
+        f"fitted on {profile.num_steps} steps; on {profile.num_held_out_steps} others the error of a step is "
+        f"{profile.mape:.1%} on average, {profile.p90_error:.1%} at p90, of their sum {profile.bias:+.1%}"
+    )
+    return "\n".join(lines)
+
+
+def _each(seconds: float) -> str:
+    if 0 < seconds < 1e-6:
+        return f"{seconds * 1e9:.1f}ns"
+    return f"{seconds * 1e6:.2f}us" if seconds < 1e-3 else seconds_text(seconds)

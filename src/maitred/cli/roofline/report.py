@@ -1,0 +1,180 @@
+"""Measures the machine, works out a model's floors, runs its engine beside them, and prints the three."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from maitred.cli.console import note
+from maitred.cli.roofline.timed import TimedEngine
+from maitred.config import EngineConfig
+from maitred.engine.build import build_parts
+from maitred.engine.executors import plan_executor
+from maitred.engine.memory import format_bytes, usable_cores
+from maitred.errors import ConfigError
+from maitred.executor.native_plan import NativePlan
+from maitred.model.checkpoint import Checkpoint, open_checkpoint
+from maitred.model.families import spec_from_config
+from maitred.model.machine import LIMIT_S, Measured, measure
+from maitred.model.roofline import (
+    ARITHMETIC,
+    KVFormat,
+    Row,
+    WeightFormat,
+    critical_batch,
+    floor_s,
+    step_work,
+    token_budget,
+    weight_format,
+)
+from maitred.model.spec import DecoderSpec
+
+if TYPE_CHECKING:
+    from maitred.cli.roofline.command import RooflineOptions
+
+DECODE_STEPS = 24
+
+
+@dataclass(frozen=True, slots=True)
+class Floor:
+    """One step's least time and, where the engine ran, what it took."""
+
+    name: str
+    tokens: int
+    floor_s: float
+    took_s: float | None = None
+
+    @property
+    def share(self) -> float | None:
+        """Of the possible speed."""
+        return self.floor_s / self.took_s if self.took_s else None
+
+
+def run_roofline(options: RooflineOptions, config: EngineConfig) -> int:
+    batches = [_batch(word) for word in options.batch]
+    with open_checkpoint(config.model.model, config.model.revision) as checkpoint:
+        spec = spec_from_config(checkpoint.config)
+        held = _held(config, checkpoint, spec)
+    note("measuring this machine; other load on it spoils the figures")
+    measured = measure(config.model.num_threads or usable_cores(), model_bytes=held.num_bytes)
+    floors = _floors(options, spec, measured, held, batches)
+    if options.engine:
+        floors = _with_engine(options, config, floors, batches)
+    if options.json:
+        print(json.dumps(_as_json(measured, spec, held, floors)))
+    else:
+        print("\n".join([*machine_lines(measured, held), "", *model_lines(spec, held, floors)]))
+    return 0
+
+
+class Held(NamedTuple):
+    """How the engine holds the model."""
+
+    weights: WeightFormat
+    lm_head: WeightFormat
+    kv: KVFormat
+    num_bytes: int  # of weights
+
+
+def _held(config: EngineConfig, checkpoint: Checkpoint, spec: DecoderSpec) -> Held:
+    """As the engine would settle them; no weight is read for it."""
+    plan = plan_executor(config, checkpoint, spec, lambda line: None)
+    weights = weight_format(plan.dtype_name)
+    head = weight_format(str(plan.program.formats.head)) if isinstance(plan, NativePlan) else weights
+    return Held(weights, head, KVFormat(plan.kv_dtype_name), plan.weights_bytes)
+
+
+def _floors(
+    options: RooflineOptions, spec: DecoderSpec, measured: Measured, held: Held, batches: list[int]
+) -> list[Floor]:
+    def least_s(rows: list[Row]) -> float:
+        return floor_s(step_work(spec, rows, held.weights, held.kv, held.lm_head), measured.machine_of_model)
+
+    floors = []
+    for batch in batches:
+        name = f"decode, {batch} x context {options.context}"
+        floors.append(Floor(name, batch, least_s([Row(options.context - 1, 1)] * batch)))
+    return [*floors, Floor(f"prefill of {options.prompt}", options.prompt, least_s([Row(0, options.prompt)]))]
+
+
+def _with_engine(
+    options: RooflineOptions, config: EngineConfig, floors: list[Floor], batches: list[int]
+) -> list[Floor]:
+    """Each floor with the median of the engine's own steps beside it."""
+    parts = build_parts(config, on_event=note)
+    try:
+        engine = TimedEngine(parts, parts.core.scheduler.config.token_budget)
+        took = [engine.decode_s(batch, options.context, DECODE_STEPS) for batch in batches]
+        took.append(engine.prefill_s(options.prompt))
+    finally:
+        parts.close()
+    return [replace(floor, took_s=took_s) for floor, took_s in zip(floors, took, strict=True)]
+
+
+def machine_lines(measured: Measured, held: Held) -> list[str]:
+    """The machine: a line for streaming, then one for each format of weights."""
+    machine, cache = measured.machine, measured.cache_bytes_per_s
+    lines = [f"{measured.num_threads} threads, {measured.isa}: reads {machine.stream_bytes_per_s / 1e9:.1f} GB/s"]
+    if cache is not None:
+        lines.append(
+            f"the last-level cache holds this model's {format_bytes(held.num_bytes)}, which are read at "
+            f"{cache / 1e9:.1f} GB/s"
+        )
+    if measured.unsteady:
+        lines.append(
+            f"this machine is busy: repeats of {', '.join(measured.unsteady)} did not agree in {LIMIT_S:g} s; "
+            "the best seen stand here, and measuring again when it is quiet may give more"
+        )
+    lines += [
+        "",
+        f"{'weights':10} {'best product':>14} {'registers alone':>16} {'critical batch':>15} {'token budget':>13}",
+    ]
+    for dtype, arithmetic in ARITHMETIC.items():
+        weights = WeightFormat(dtype)
+        lines.append(
+            f"{dtype:10} {machine.peak_ops_per_s[arithmetic] / 1e12:>#10.3g} T/s "
+            f"{measured.registers_ops_per_s[arithmetic] / 1e12:>#12.3g} T/s {critical_batch(weights, machine):>15.1f} "
+            f"{token_budget(weights, machine):>13}"
+        )
+    return [
+        *lines,
+        "",
+        "critical batch: tokens in a step from which arithmetic, not reading the weights, sets the time;",
+        "token budget: tokens a step need hold at most (--max-num-batched-tokens): four times that in 64s.",
+    ]
+
+
+def model_lines(spec: DecoderSpec, held: Held, floors: list[Floor]) -> list[str]:
+    """The model's steps: floor, tokens per second at the floor, and the engine's."""
+    lines = [
+        f"{spec.architecture}, weights {held.weights}, embedding and output {held.lm_head}, KV cache {held.kv.dtype}",
+        f"{'step':28} {'floor':>10} {'at most':>14} {'engine':>10} {'of the floor':>13}",
+    ]
+    for f in floors:
+        took = f"{f.took_s * 1e3:>7.2f} ms" if f.took_s is not None else "-"
+        share = f"{f.share:.0%}" if f.share is not None else "-"
+        lines.append(
+            f"{f.name:28} {f.floor_s * 1e3:>7.2f} ms {f.tokens / f.floor_s:>8,.0f} tok/s {took:>10} {share:>13}"
+        )
+    return lines
+
+
+def _as_json(measured: Measured, spec: DecoderSpec, held: Held, floors: list[Floor]) -> dict[str, Any]:
+    weights = [WeightFormat(dtype) for dtype in ARITHMETIC]
+    return {
+        "machine": asdict(measured),
+        "critical_batch": {w.dtype: critical_batch(w, measured.machine) for w in weights},
+        "token_budget": {w.dtype: token_budget(w, measured.machine) for w in weights},
+        "model": spec.architecture,
+        "dtype": str(held.weights),
+        "lm_head_dtype": str(held.lm_head),
+        "kv_dtype": held.kv.dtype,
+        "steps": [asdict(floor) | {"share": floor.share} for floor in floors],
+    }
+
+
+def _batch(word: str) -> int:
+    if not word.isdigit() or int(word) < 1:
+        raise ConfigError(f"batch is {word!r}; it must be a number of requests, at least 1")
+    return int(word)

@@ -1,0 +1,145 @@
+"""One simulation for each policy, and what is told of them."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import fields
+from pathlib import Path
+from random import Random
+from typing import TYPE_CHECKING
+
+from maitred.cli.bench.stats import parse_slo
+from maitred.cli.command import UsageError
+from maitred.cli.console import note
+from maitred.cli.simulate.sources import Target, find_target, read_workload
+from maitred.cli.simulate.table import table
+from maitred.config import AdmissionConfig, CacheConfig, SchedulerConfig
+from maitred.cost_model import Jitter
+from maitred.engine.installed import installed_policies
+from maitred.errors import did_you_mean
+from maitred.gate.admission import PRIORITY_FIRST, AdmissionController
+from maitred.policy.predictor import PREDICTORS
+from maitred.sim.report import html_report, svg_report
+from maitred.sim.results import Objectives, Results
+from maitred.sim.simulator import EngineSetup, Simulation
+from maitred.sim.terms import WorkloadUnderTerms
+from maitred.sim.workload import Workload
+from maitred.storage.key_files import read_tenant_file
+
+if TYPE_CHECKING:
+    from maitred.cli.simulate.command import SimulatedSchedulerConfig, SimulateOptions
+
+
+def run_simulations(
+    options: SimulateOptions, scheduler: SimulatedSchedulerConfig, admission: AdmissionConfig, cache: CacheConfig
+) -> int:
+    door = _door(options, admission)
+    policies = _policies(scheduler.policy, list(installed_policies()))
+    _known("--predictor", scheduler.predictor, list(PREDICTORS))
+    objectives = Objectives(**{f"{name}_s": bound for name, bound in map(parse_slo, options.slo)})
+    target = find_target(options.device, options.model)
+    workload = _under_terms(read_workload(options.workload, options.rate_scale), options.tenants, door)
+    note(f"{target.label}; {options.workload}, policies {', '.join(policies)}")
+    outcomes: dict[str, Results] = {}
+    for policy in policies:
+        began = time.perf_counter()
+        setup = engine_setup(scheduler, cache, target, policy)
+        seed = options.seed if options.jitter else None
+        outcomes[policy] = simulate(setup, target, workload, objectives, seed=seed, door=door)
+        _note_speed(policy, outcomes[policy], time.perf_counter() - began)
+    _tell(options, outcomes, target)
+    return 0
+
+
+def engine_setup(scheduler: SimulatedSchedulerConfig, cache: CacheConfig, target: Target, policy: str) -> EngineSetup:
+    """The configuration a server would have; the predictor is the simulation's own."""
+    plain = {f.name: getattr(scheduler, f.name) for f in fields(SchedulerConfig) if f.name != "predictor"}
+    return EngineSetup(
+        scheduler=SchedulerConfig(**{**plain, "policy": policy}).settled(target.token_budget),
+        num_blocks=target.num_blocks(cache, scheduler.max_num_seqs),
+        block_size=cache.block_size,
+        enable_prefix_caching=cache.enable_prefix_caching,
+        predictor=scheduler.predictor,
+        policies=installed_policies(),
+    )
+
+
+def simulate(
+    setup: EngineSetup,
+    target: Target,
+    workload: Workload,
+    objectives: Objectives,
+    *,
+    seed: int | None,
+    door: AdmissionConfig | None = None,
+) -> Results:
+    """`seed` of the jitter; None has none. Without `door` everybody gets in whom no limit keeps out."""
+    simulation = Simulation(
+        setup,
+        target.cost_model,
+        Results(objectives),
+        jitter=None if seed is None else Jitter(target.cost_model, Random(seed)),
+        tenants=workload.tenants,
+        admission=None if door is None else _controller(door, setup.scheduler),
+    )
+    return simulation.run(workload.arrivals())
+
+
+def _controller(door: AdmissionConfig, scheduler: SchedulerConfig) -> AdmissionController:
+    return AdmissionController(
+        door, max_num_seqs=scheduler.max_num_seqs, priority_first=scheduler.policy in PRIORITY_FIRST
+    )
+
+
+def _door(options: SimulateOptions, admission: AdmissionConfig) -> AdmissionConfig | None:
+    if options.admission:
+        return admission
+    for field in fields(admission):
+        if getattr(admission, field.name) != getattr(AdmissionConfig(), field.name):
+            raise UsageError(f"--{field.name.replace('_', '-')} is for the door, which is not there; add --admission")
+    return None
+
+
+def _under_terms(workload: Workload, tenants: str | None, door: AdmissionConfig | None) -> Workload:
+    if tenants is None and door is None:
+        return workload
+    given = None if tenants is None else read_tenant_file(Path(tenants)).tenants
+    return WorkloadUnderTerms(workload, given, door or AdmissionConfig())
+
+
+def _policies(names: str, known: list[str]) -> list[str]:
+    policies = [name.strip() for name in names.split(",") if name.strip()]
+    for name in policies:
+        _known("--policy", name, known)
+    if not policies:
+        raise UsageError("--policy names none; give one or more of " + ", ".join(known))
+    return list(dict.fromkeys(policies))
+
+
+def _known(flag: str, name: str, choices: list[str]) -> None:
+    if name not in choices:
+        hint = did_you_mean(name, choices)
+        raise UsageError(f"{flag} is {name!r}{hint}; choose from {', '.join(sorted(choices))}")
+
+
+def _note_speed(policy: str, results: Results, wall_s: float) -> None:
+    total = results.total
+    note(
+        f"{policy}: {total.num_finished + total.num_failed:,} requests, {results.num_row_steps:,} request-steps, "
+        f"{results.duration_s:,.1f} s simulated in {wall_s:.1f} s"
+    )
+
+
+def _tell(options: SimulateOptions, outcomes: dict[str, Results], target: Target) -> None:
+    if options.report is not None:
+        draw = html_report if options.report.endswith(".html") else svg_report
+        Path(options.report).write_text(draw(outcomes, f"{options.workload}, {target.label}"), encoding="utf-8")
+        note(f"report: {options.report}")
+    figures = {policy: results.to_json() for policy, results in outcomes.items()}
+    if options.json == "-":
+        print(json.dumps(figures, indent=1))
+        return
+    if options.json is not None:
+        Path(options.json).write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    print(table(figures))

@@ -1,0 +1,162 @@
+"""Where a simulation's inputs come from: workload files, device profiles, models."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from maitred.config import CacheConfig
+from maitred.cost_model import CostModel
+from maitred.errors import ConfigError
+from maitred.sim.devices import (
+    MODELS,
+    Device,
+    ModelShape,
+    device_named,
+    model_named,
+    num_kv_blocks,
+    roofline,
+    shape_of_decoder,
+)
+from maitred.sim.profile import Profile, decode_profile
+from maitred.sim.synthetic import SyntheticWorkload, parse_spec
+from maitred.sim.traces import TraceWorkload, parse_trace
+from maitred.sim.workload import Workload
+
+BUILTIN_DEVICE, OTHER_DEVICE = "cpu", "h100"
+
+
+# ---- workloads
+
+
+def read_workload(path: str, rate_scale: float = 1.0) -> Workload:
+    """A trace if its name or its first line says so, else a description. Raises ConfigError."""
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"--workload {path}: {error.strerror}; give a trace or a workload's description") from None
+    if _is_trace(path, data):
+        return TraceWorkload(parse_trace(data.splitlines(), path), rate_scale)
+    return SyntheticWorkload(parse_spec(_description(data, path), path), rate_scale)
+
+
+def _is_trace(path: str, data: bytes) -> bool:
+    first = data.lstrip()[:4096].split(b"\n", 1)[0]
+    return path.endswith(".jsonl") or (first.startswith(b"{") and b'"timestamp"' in first)
+
+
+def _description(data: bytes, path: str) -> Mapping[str, Any]:
+    import yaml
+
+    try:
+        described = yaml.safe_load(data)  # JSON is YAML
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--workload {path}: {error}") from None
+    except ValueError as error:  # not UTF-8
+        raise ConfigError(f"--workload {path}: {error}; give a text file") from None
+    if not isinstance(described, Mapping):
+        raise ConfigError(f"--workload {path}: holds no mapping; see docs/simulator.md for the format")
+    return described
+
+
+# ---- devices and models
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What is simulated: a model on a device."""
+
+    label: str
+    cost_model: CostModel
+    num_blocks: Callable[[CacheConfig, int], int]
+    """(cache, max_num_seqs) -> KV blocks."""
+    token_budget: int
+    """Tokens of a step where nobody asks for another number."""
+
+
+def find_target(device: str | None, model: str | None, environ: Mapping[str, str] = os.environ) -> Target:
+    """Raises ConfigError."""
+    if device is not None and (device.endswith(".json") or Path(device).is_file()):
+        return _of_profile(read_profile(Path(device)), model)
+    shape = _model_shape(model)
+    if device is not None:
+        return _of_datasheet(device_named(device), shape)
+    own = profile_path(shape.name, environ)
+    if own.is_file():
+        return _of_profile(read_profile(own), shape.name)
+    return _of_datasheet(device_named(BUILTIN_DEVICE if model is None else OTHER_DEVICE), shape)
+
+
+def profile_path(model_name: str, environ: Mapping[str, str] = os.environ) -> Path:
+    """Where `maitred profile` puts this machine's profile of a model; under XDG_CACHE_HOME."""
+    cache = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "maitred" / "profiles" / f"{model_name.replace('/', '--')}.json"
+
+
+def read_profile(path: Path) -> Profile:
+    try:
+        return decode_profile(path.read_bytes(), str(path))
+    except OSError as error:
+        raise ConfigError(f"--device {path}: {error.strerror}; make one with maitred profile -o FILE") from None
+
+
+def _of_profile(profile: Profile, model: str | None) -> Target:
+    if model is not None and model != profile.model:
+        raise ConfigError(
+            f"--model is {model!r}, the profile is of {profile.model}; drop --model, or run maitred profile {model}"
+        )
+
+    def num_blocks(cache: CacheConfig, max_num_seqs: int) -> int:
+        return _enough_blocks(cache, max_num_seqs, profile.max_model_len, profile.kv_bytes_per_token, profile_bytes)
+
+    profile_bytes = float(profile.kv_memory_bytes)
+    return Target(
+        f"{profile.model} on {profile.machine} (measured)", profile.cost_model, num_blocks, profile.token_budget
+    )
+
+
+def _of_datasheet(device: Device, shape: ModelShape) -> Target:
+    num_kv_blocks(device, shape, 1)  # refuses what does not fit
+
+    def num_blocks(cache: CacheConfig, max_num_seqs: int) -> int:
+        free = num_kv_blocks(device, shape, cache.block_size) * cache.block_size * shape.kv_bytes_per_token
+        return _enough_blocks(cache, max_num_seqs, shape.context, shape.kv_bytes_per_token, free)
+
+    return Target(
+        f"{shape.name} on {device.name} (datasheet)", roofline(device, shape), num_blocks, device.token_budget
+    )
+
+
+def _enough_blocks(
+    cache: CacheConfig, max_num_seqs: int, context: int, kv_bytes_per_token: float, free_bytes: float
+) -> int:
+    """As the engine's memory plan: what max_num_seqs full contexts need, bounded by what is free."""
+    per_block = kv_bytes_per_token * cache.block_size
+    if cache.kv_cache_memory_bytes is not None:
+        return max(1, int(cache.kv_cache_memory_bytes / per_block))
+    return max(1, min(int(free_bytes / per_block), max_num_seqs * -(-context // cache.block_size)))
+
+
+def _model_shape(model: str | None) -> ModelShape:
+    if model in MODELS:
+        return MODELS[model]
+    from maitred.model.checkpoint import BUILTIN_FOLDER, BUILTIN_NAME
+
+    if model is None or model == BUILTIN_NAME:
+        return _shape_in(BUILTIN_FOLDER, BUILTIN_NAME)
+    folder = Path(model).expanduser()
+    return _shape_in(folder, folder.resolve().name) if folder.is_dir() else model_named(model)
+
+
+def _shape_in(folder: Path, name: str) -> ModelShape:
+    from maitred.model.families import spec_from_config
+
+    try:
+        config = json.loads((folder / "config.json").read_bytes())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--model {folder}: no readable config.json ({error}); give a model folder") from None
+    return shape_of_decoder(name, spec_from_config(config), bytes_per_value=4.0)

@@ -1,0 +1,142 @@
+"""A request's story in plain words, for `maitred why`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+from maitred.cli.console import inert
+from maitred.decisions.history import PutOut, Start, Story, Wait
+from maitred.request import FinishReason, Request
+from maitred.scheduler.notes import Lack, PreemptionCause
+
+_ENDS = {
+    FinishReason.STOP: "it said what it had to say",
+    FinishReason.LENGTH: "it reached max_tokens",
+    FinishReason.ABORT: "the client went away",
+    FinishReason.ERROR: "the model gave no usable logits",
+    FinishReason.QUEUE_TIMEOUT: "it was in no step by its queue timeout",
+    FinishReason.TIMEOUT: "it was not done by its timeout",
+    FinishReason.SHED: "it made room in the queue for a more urgent one",
+}
+
+
+def tell(story: Story) -> str:
+    """Some ten lines; times are seconds from arrival."""
+    lines = [f"request {story.request.request_id}", *_arrival(story)]
+    for index, wait in enumerate(story.waits):
+        lines += _waiting(story, wait, is_first=index == 0)
+        if index < len(story.starts):
+            lines += _start(story, story.starts[index], is_first=index == 0)
+        if index < len(story.put_out):
+            lines.append(_put_out(story, story.put_out[index]))
+    lines += [_line("changed", f"{_at(story, at)}: policy {name}") for at, name in story.policy_changes]
+    lines += [_line("put out", f"{_at(story, by.at)}: {_named(by.other)}") for by in story.has_put_out]
+    return inert("\n".join([*lines, *_end(story)]))
+
+
+def _arrival(story: Story) -> Iterator[str]:
+    request = story.request
+    predicted = request.predicted_output_tokens
+    guess = f", predicted {predicted:g}" if predicted is not None else ""
+    yield _line(
+        "arrived",
+        f"{story.arrived_at:.3f} s on the log's clock: {request.num_prompt_tokens:,} prompt tokens, at most "
+        f"{request.max_tokens:,} output tokens{guess}; {_kind(request)}; policy {story.policy}",
+    )
+
+
+def _waiting(story: Story, wait: Wait, *, is_first: bool) -> Iterator[str]:
+    behind = (
+        f" behind {_crowd(story.ahead)} and {_count(story.num_running_then, 'request')} running" if is_first else ""
+    )
+    overtaken = f"; {len(wait.overtaking)} that came later started before it" if wait.overtaking else ""
+    yield _line("waited", f"{wait.total_s:.3f} s{behind}{overtaken}")
+    lacking = {
+        Lack.SLOTS: f"all {story.max_num_seqs} slots were taken",
+        Lack.BLOCKS: f"KV blocks were lacking for the first in line (at most {wait.most_blocks_short})",
+        Lack.LEADER: "the first in line waited for another sample to compute its prompt",
+        Lack.BUDGET: "the tokens of each step went to others",
+        Lack.RUNNING_LACK_BLOCKS: "running requests lacked KV blocks, so nobody was admitted",
+    }
+    reasons = [(seconds, f"because {lacking[lack]}") for lack, seconds in wait.for_lack.items()]
+    reasons.append((wait.for_leader_s, "because another sample computed the prompt they share"))
+    reasons.append((wait.until_step_s, "until the step under way had ended"))
+    for seconds, reason in sorted(reasons, reverse=True):
+        if seconds > 0:
+            yield _line("", f"{seconds:.3f} s {reason}")
+    if wait.as_first_s > 0:
+        yield _line("", f"({wait.as_first_s:.3f} s of it as the first in line)")
+
+
+def _start(story: Story, start: Start, *, is_first: bool) -> Iterator[str]:
+    total = story.request.num_prompt_tokens
+    reused = (
+        f"{start.num_reused_tokens:,} tokens" if not is_first else f"{start.num_reused_tokens:,} of {total:,} tokens"
+    )
+    found = f"KV of {reused} was there already" if start.num_reused_tokens else "no KV was there to reuse"
+    yield _line("started", f"{_at(story, start.at)}, by policy {start.policy}: {found}")
+    if is_first and story.terms and story.terms != start.terms:
+        yield _line("score", f"{_score(story.terms)} when it came")
+    if start.terms:
+        when = "" if is_first and story.terms == start.terms else " when it started"
+        yield _line("score", f"{_score(start.terms)}{when}")
+
+
+def _put_out(story: Story, put_out: PutOut) -> str:
+    causes = {
+        PreemptionCause.BLOCKS: "a running request needed its KV blocks",
+        PreemptionCause.OUTRANKED: "a request that outranks it took its place",
+        PreemptionCause.QUANTUM: "its turn was over, and others waited",
+        PreemptionCause.LIMITS: "fewer requests may run at once",
+    }
+    by = put_out.preemption.by
+    if by == put_out.preemption.request_id:
+        who = ": itself, as the last in order"
+    else:
+        who = f": {_named(put_out.other)}" if put_out.other is not None else ""
+    return _line("preempted", f"{_at(story, put_out.at)}, because {causes[put_out.preemption.cause]}{who}")
+
+
+def _end(story: Story) -> Iterator[str]:
+    if story.first_token_at is not None:
+        yield _line("1st token", _at(story, story.first_token_at))
+    if story.finish_reason is None or story.ended_at is None:
+        yield _line("", f"the log ends here; {_count(story.num_tokens, 'token')} so far")
+        return
+    reason = story.finish_reason
+    tokens = _count(story.num_tokens, "token")
+    yield _line("finished", f"{_at(story, story.ended_at)}, {tokens}: {reason.value}, {_ENDS.get(reason, 'it ended')}")
+
+
+def _line(label: str, text: str) -> str:
+    return f"  {label:<9}  {text}"
+
+
+def _at(story: Story, at: float) -> str:
+    return f"{at - story.arrived_at:+.3f} s"
+
+
+def _score(terms: dict[str, float]) -> str:
+    return " + ".join(f"{name} {value:,.6g}" for name, value in terms.items())
+
+
+def _crowd(requests: Iterable[Request]) -> str:
+    """`4 waiting requests (3 of priority 0, 1 of priority 2 of acme)`."""
+    kinds = Counter(_kind(request) for request in requests)
+    if not kinds:
+        return "nobody"
+    listed = ", ".join(f"{count} of {kind}" for kind, count in sorted(kinds.items()))
+    return f"{_count(sum(kinds.values()), 'waiting request')} ({listed})"
+
+
+def _kind(request: Request) -> str:
+    return f"priority {request.priority}" + (f" of {request.tenant}" if request.tenant else "")
+
+
+def _named(request: Request | None) -> str:
+    return f"{request.request_id} ({_kind(request)})" if request is not None else "a request that has ended"
+
+
+def _count(count: int, noun: str) -> str:
+    return f"{count:,} {noun}" + ("" if count == 1 else "s")

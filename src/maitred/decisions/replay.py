@@ -1,0 +1,142 @@
+"""Makes the plans of a recorded run again, with a fresh scheduler, and says where they first differ."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any, NamedTuple
+
+from maitred.decisions.codec import DECIDED_OTHERWISE, VERSION, Header, read_log
+from maitred.decisions.log import Arrived, Configured, Event, Measured, Outcome, Step, request_of
+from maitred.kvcache.manager import KVCacheManager
+from maitred.policy.policies import POLICIES
+from maitred.policy.policy import PolicyFactory
+from maitred.request import FinishReason, Request
+from maitred.scheduler.scheduler import Scheduler
+from maitred.step import ModelOutput, SampledRow, SchedulerOutput
+
+
+class ReplayedStep(NamedTuple):
+    """One step, just scheduled again and not yet updated: `scheduler` can be looked at."""
+
+    step: Step
+    replayed: SchedulerOutput
+    scheduler: Scheduler
+    version: int = VERSION  # of the log
+
+    @property
+    def equal(self) -> bool:
+        return self.step.plan == self.replayed
+
+    @property
+    def difference(self) -> str | None:
+        """The first one, in words; and what an older log leaves to expect."""
+        words = _difference("plan", self.step.plan, self.replayed)
+        if words is None:
+            return None
+        since = DECIDED_OTHERWISE.get(self.version)
+        explained = "" if since is None else f" (the log is of version {self.version}: {since})"
+        return f"step {self.step.plan.step}: {words}{explained}"
+
+
+class LoggedOutcomes:
+    """What the model gave, as far as scheduling can tell: the stop rule and the block hasher of a replay.
+
+    Holds the outcomes of one step at a time. Tokens are all 0: nothing in the scheduler looks at them.
+    """
+
+    def __init__(self) -> None:
+        self._outcomes: dict[str, Outcome] = {}
+        self._num_left: dict[str, int] = {}
+
+    def set_step(self, outcomes: Iterable[Outcome]) -> ModelOutput:
+        """Makes these the current outcomes; returns them as the executor would have."""
+        self._outcomes = {outcome.request_id: outcome for outcome in outcomes}
+        self._num_left = {outcome.request_id: outcome.num_tokens for outcome in self._outcomes.values()}
+        rows = (_sampled_row(outcome) for outcome in self._outcomes.values())
+        return ModelOutput(tuple(row for row in rows if row is not None))
+
+    def stop_rule(self, request: Request) -> FinishReason | None:
+        """The recorded reason, with the last token of the step."""
+        self._num_left[request.request_id] -= 1
+        if self._num_left[request.request_id] > 0:
+            return None
+        return self._outcomes[request.request_id].finish_reason
+
+    def hasher(self, request: Request, num_blocks: int) -> tuple[bytes, ...]:
+        return self._outcomes[request.request_id].new_hashes
+
+
+def _sampled_row(outcome: Outcome) -> SampledRow | None:
+    if outcome.finish_reason is FinishReason.ERROR:
+        return SampledRow(outcome.request_id, (), error="as recorded")
+    return SampledRow(outcome.request_id, (0,) * outcome.num_tokens) if outcome.num_tokens else None
+
+
+def fresh_scheduler(
+    header: Header, outcomes: LoggedOutcomes, policies: Mapping[str, PolicyFactory] = POLICIES
+) -> Scheduler:
+    """As the recorded one was when it began; `policies` must hold those that the log names."""
+    kv_cache = KVCacheManager(
+        num_blocks=header.num_blocks,
+        block_size=header.block_size,
+        hasher=outcomes.hasher,
+        enable_prefix_caching=header.enable_prefix_caching,
+        num_host_blocks=header.num_host_blocks,
+    )
+    return Scheduler(header.config, kv_cache, outcomes.stop_rule, policies=policies)
+
+
+def replay(frames: Iterable[bytes], policies: Mapping[str, PolicyFactory] = POLICIES) -> Iterator[ReplayedStep]:
+    """Each recorded step along with the plan made for it now. Ends after the first that differs: from there on the
+    recorded outcomes belong to another run. Raises ConfigError for a damaged log.
+    """
+    header, steps = read_log(frames)
+    outcomes = LoggedOutcomes()
+    scheduler = fresh_scheduler(header, outcomes, policies)
+    for step in steps:
+        for event in step.events:
+            _apply(event, scheduler)
+        replayed = ReplayedStep(step, scheduler.schedule(step.scheduled_at), scheduler, header.version)
+        yield replayed
+        if not replayed.equal:
+            return
+        scheduler.update(replayed.replayed, outcomes.set_step(step.outcomes), step.updated_at)
+
+
+def first_difference(frames: Iterable[bytes]) -> str | None:
+    """Where the replay of a log leaves the record, in words; None when every plan is equal."""
+    return next((step.difference for step in replay(frames) if not step.equal), None)
+
+
+def _apply(event: Event, scheduler: Scheduler) -> None:
+    if isinstance(event, Arrived):
+        scheduler.add(request_of(event), event.now)
+    elif isinstance(event, Configured):
+        scheduler.configure(event.config)
+    elif isinstance(event, Measured):
+        scheduler.set_swap_costs(event.costs)
+    else:
+        scheduler.finish(event.request_id, event.reason, event.now)
+
+
+def _difference(name: str, recorded: Any, replayed: Any) -> str | None:
+    if recorded == replayed:
+        return None
+    for part, was, is_now in _parts(recorded, replayed):
+        difference = _difference(name + part, was, is_now)
+        if difference is not None:
+            return difference
+    return f"{name} was {recorded!r}, is {replayed!r}"
+
+
+def _parts(recorded: Any, replayed: Any) -> list[tuple[str, Any, Any]]:
+    """Pairs to compare one by one, each with the end of its name; none when the two are best shown whole."""
+    if is_dataclass(recorded):
+        names = [field.name for field in fields(recorded) if field.compare]
+        return [(f".{name}", getattr(recorded, name), getattr(replayed, name)) for name in names]
+    if isinstance(recorded, tuple) and isinstance(replayed, tuple):
+        named: tuple[str, ...] | None = getattr(recorded, "_fields", None)
+        pairs = enumerate(zip(recorded, replayed, strict=False))
+        return [(f".{named[i]}" if named else f"[{i}]", was, is_now) for i, (was, is_now) in pairs]
+    return []

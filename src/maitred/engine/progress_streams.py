@@ -1,0 +1,186 @@
+"""The way into an engine, in this process or in one of its own: the door, and the stream of who was let in."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Container, Iterable
+from typing import Protocol
+from weakref import WeakSet
+
+from maitred.clock import Clock
+from maitred.config import EngineConfig, SchedulerConfig
+from maitred.errors import EngineDead, Overloaded, ReadTooSlowly
+from maitred.gate.admission import PRIORITY_FIRST, AdmissionController
+from maitred.request import Request
+from maitred.step import RequestProgress, TokenLogprobs
+
+MAX_UNREAD_BYTES = 4 * 2**20  # kept for a consumer that does not take them: 14,000 tokens, or 2,000 with 20 logprobs
+MAX_UNREAD_BYTES_IN_ALL = 256 * 2**20  # of one engine; from there on, who falls behind by UNREAD_MARK more is ended
+UNREAD_MARK = 64 * 1024  # who keeps up is never so far behind
+# What progress takes in memory, within a tenth: a token, a position's log-probabilities, and each of them.
+PROGRESS_BYTES, TOKEN_BYTES, POSITION_BYTES, LOGPROB_BYTES = 256, 40, 256, 72
+
+
+class Aborting(Protocol):
+    """What a stream needs of whoever feeds it."""
+
+    def abort(self, request_id: str) -> None: ...
+
+
+class ProgressStream:
+    """The progress of one request, for one asyncio consumer; also an asynchronous iterator.
+
+    The engine waits for no consumer: what is not taken is kept, up to a bound, and then the request ends.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_engine",
+        "_error",
+        "_everybody",
+        "_items",
+        "_loop",
+        "_request_id",
+        "_waiter",
+        "closed",
+        "num_unread_bytes",
+    )
+
+    def __init__(
+        self,
+        engine: Aborting,
+        request_id: str,
+        loop: asyncio.AbstractEventLoop,
+        everybody: WeakSet[ProgressStream],  # all streams of the engine; this one joins
+    ) -> None:
+        self._engine = engine
+        self._request_id = request_id
+        self._loop = loop
+        self._items: deque[tuple[RequestProgress, int]] = deque()  # and its bytes
+        self._waiter: asyncio.Future[None] | None = None
+        self._error: BaseException | None = None
+        self._everybody = everybody
+        self.closed = False  # its last progress was put, or its consumer went away
+        self.num_unread_bytes = 0
+        everybody.add(self)
+
+    def put(self, progress: RequestProgress) -> None:
+        if self._error is not None:
+            return
+        behind, size = self.num_unread_bytes, num_bytes(progress)
+        self._items.append((progress, size))
+        self.num_unread_bytes += size
+        self.closed = self.closed or progress.finish_reason is not None
+        passed_a_mark = self.num_unread_bytes // UNREAD_MARK > behind // UNREAD_MARK
+        if passed_a_mark and behind >= UNREAD_MARK and not self.closed and self._is_too_much(behind):
+            self._items.clear()
+            self.num_unread_bytes = 0
+            self._engine.abort(self._request_id)
+            self.fail(ReadTooSlowly(f"the client is {behind // 1024} KiB of tokens behind; the request was ended"))
+        self._wake()
+
+    def _is_too_much(self, behind: int) -> bool:
+        if behind > MAX_UNREAD_BYTES:
+            return True
+        return sum(stream.num_unread_bytes for stream in self._everybody) > MAX_UNREAD_BYTES_IN_ALL
+
+    def fail(self, error: BaseException) -> None:
+        self._error = error
+        self.closed = True
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def __aiter__(self) -> AsyncIterator[RequestProgress]:
+        return self
+
+    async def __anext__(self) -> RequestProgress:
+        while not self._items:
+            if self._error is not None:
+                raise self._error
+            if self.closed:
+                raise StopAsyncIteration
+            self._waiter = self._loop.create_future()
+            await self._waiter
+        progress, size = self._items.popleft()
+        self.num_unread_bytes -= size
+        return progress
+
+    async def aclose(self) -> None:
+        """Give up listening; an unfinished request is aborted."""
+        if not self.closed:
+            self.closed = True
+            self._engine.abort(self._request_id)
+
+
+def num_bytes(progress: RequestProgress) -> int:
+    """Roughly what it takes in memory."""
+    size = PROGRESS_BYTES + TOKEN_BYTES * len(progress.new_token_ids)
+    return size + logprob_bytes(progress.logprobs or ()) + logprob_bytes(progress.prompt_logprobs or ())
+
+
+def logprob_bytes(positions: Iterable[TokenLogprobs]) -> int:
+    """Roughly what they take in memory."""
+    return sum(POSITION_BYTES + LOGPROB_BYTES * len(position.token_ids) for position in positions)
+
+
+def door_of(config: EngineConfig) -> AdmissionController:
+    """The door of an engine that is configured so."""
+    scheduler = config.scheduler
+    return AdmissionController(
+        config.admission,
+        max_num_seqs=scheduler.max_num_seqs,
+        priority_first=scheduler.policy in PRIORITY_FIRST,
+    )
+
+
+class Entrance:
+    """Lets requests in, or tells them why not. On the event loop: who is turned away hears it at once."""
+
+    def __init__(
+        self,
+        engine: Aborting,
+        clock: Clock,
+        admission: AdmissionController | None,  # touched by the event loop alone; None lets everybody in
+        shed: Callable[[str], None],  # gives up one that waits, to make room
+    ) -> None:
+        self._engine, self._clock, self._admission, self._shed = engine, clock, admission, shed
+        self._streams: WeakSet[ProgressStream] = WeakSet()
+
+    def stream_for(
+        self, request: Request, loop: asyncio.AbstractEventLoop, *, live: Container[str], death: EngineDead | None
+    ) -> ProgressStream:
+        """Where its progress will come out; closed already when it was not let in, and then the first item raises why:
+        `death`, if there is no engine any more, or Overloaded. Raises ValueError for an id that is in `live`.
+        """
+        stream = ProgressStream(self._engine, request.request_id, loop, self._streams)
+        if death is not None:
+            stream.fail(death)
+            return stream
+        if request.request_id in live:
+            raise ValueError(f"request id {request.request_id!r} is already running")
+        try:
+            if self._admission is not None:
+                for request_id in self._admission.admit(request, self._clock.now()):
+                    self._shed(request_id)
+        except Overloaded as refused:
+            stream.fail(refused)
+        return stream
+
+    def stepped(self, progress: list[RequestProgress], num_queued: int) -> None:
+        """What a step gave, and how many found no place in it."""
+        if self._admission is not None:
+            self._admission.stepped(progress, num_queued, self._clock.now())
+
+    def reconfigured(self, config: SchedulerConfig) -> None:
+        if self._admission is not None:
+            first = config.policy in PRIORITY_FIRST
+            self._admission.reconfigure(max_num_seqs=config.max_num_seqs, priority_first=first)
+
+    def closed(self) -> None:
+        """The engine is gone, and everybody with it."""
+        if self._admission is not None:
+            self._admission.closed()

@@ -1,0 +1,64 @@
+"""Questions to the engine's thread, answered between two steps: a name, two types, and a function of the core.
+
+To add one: an entry here, and a method of one line beside those that ask the others, in `async_engine` and `process`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import msgspec
+
+from maitred.clock import Clock
+from maitred.config import SchedulerConfig
+from maitred.engine.core import EngineCore
+from maitred.engine.live_view import LiveView, look_at
+from maitred.scheduler.queue_view import QueueView, queue_view
+
+A = TypeVar("A")
+R = TypeVar("R")
+
+
+class Call(NamedTuple, Generic[A, R]):
+    """One question. Argument and result are of types that msgspec encodes."""
+
+    name: str
+    argument: type[A]
+    result: Any  # the type R; not always one that `type[R]` can write
+    answer: Callable[[EngineCore, Clock, A], R]
+
+
+class Nothing(msgspec.Struct, frozen=True):
+    """No argument, or no result."""
+
+
+class QueuePage(msgspec.Struct, frozen=True):
+    offset: int
+    limit: int
+
+
+def _queue_view(core: EngineCore, clock: Clock, page: QueuePage) -> QueueView:
+    return queue_view(core.scheduler, clock.now(), offset=page.offset, limit=page.limit)
+
+
+def _configure(core: EngineCore, clock: Clock, config: SchedulerConfig) -> Nothing:
+    core.configure(config)
+    return Nothing()
+
+
+QUEUE_VIEW: Call[QueuePage, QueueView] = Call("queue_view", QueuePage, QueueView, _queue_view)
+LIVE_VIEW: Call[Nothing, LiveView] = Call(
+    "live_view", Nothing, LiveView, lambda core, clock, nothing: look_at(core, clock)
+)
+SCHEDULER_CONFIG: Call[Nothing, SchedulerConfig] = Call(
+    "scheduler_config", Nothing, SchedulerConfig, lambda core, clock, nothing: core.scheduler.config
+)
+POLICY_NAMES: Call[Nothing, tuple[str, ...]] = Call(
+    "policy_names", Nothing, tuple[str, ...], lambda core, clock, nothing: core.scheduler.policy_names
+)
+CONFIGURE: Call[SchedulerConfig, Nothing] = Call("configure", SchedulerConfig, Nothing, _configure)
+
+CALLS: Mapping[str, Call[Any, Any]] = {
+    call.name: call for call in (QUEUE_VIEW, LIVE_VIEW, SCHEDULER_CONFIG, POLICY_NAMES, CONFIGURE)
+}

@@ -1,0 +1,58 @@
+"""What is served, as the engine tells it: facts, and the folder from which the text parts are read."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from maitred.engine.intake import ServedModel
+from maitred.engine.model_facts import ModelFacts
+from maitred.errors import MaitredError
+from maitred.model.checkpoint import BUILTIN_FOLDER
+from maitred.text import FolderText, Tokenizer
+
+
+class TextAhead:
+    """Reads the tokenizer in a thread of its own while the engine's process loads the weights."""
+
+    def __init__(self, model: str | None) -> None:
+        """`model` as in ModelConfig; only folders are read ahead, for a hub id may have to be downloaded first."""
+        self._folder = BUILTIN_FOLDER if model is None else Path(model).expanduser()
+        self._tokenizer: Tokenizer | None = None
+        self._thread = threading.Thread(target=self._read, name="maitred-text", daemon=True)
+        self._thread.start()
+
+    def tokenizer(self, folder: Path) -> Tokenizer:
+        """Of this folder, read ahead or now."""
+        self._thread.join()
+        if self._tokenizer is None or folder != self._folder:
+            return Tokenizer.from_folder(folder)
+        return self._tokenizer
+
+    def _read(self) -> None:
+        with suppress(MaitredError, OSError):  # told by whoever asks for it
+            self._tokenizer = Tokenizer.from_folder(self._folder)
+
+
+def served_model(facts: ModelFacts, read_tokenizer: Callable[[Path], Tokenizer] | None = None) -> ServedModel:
+    """Its text is read when it is first asked for; the weights stay where they are."""
+    return ServedModel(
+        names=facts.names,
+        text=FolderText(
+            Path(facts.tokenizer_folder),
+            facts.chat_template,
+            read_tokenizer,
+            allow_special_tokens_in_content=facts.allow_special_tokens_in_content,
+        ),
+        max_model_len=facts.max_model_len,
+        vocab_size=facts.vocab_size,
+        eos_token_ids=facts.eos_token_ids,
+        generation_defaults=facts.generation_defaults,
+        created=facts.created,
+        root=facts.root,
+        revision=facts.revision,
+        block_size=facts.block_size,
+        footprint=facts.footprint,
+    )

@@ -1,0 +1,321 @@
+"""Whom to turn away at the door: requests that no schedule could serve, and those that would come too late.
+
+An overloaded server that lets everybody in makes everybody late (Beyer et al., "Site Reliability Engineering", chapters
+21 and 22), so the door decides at once, from how fast work leaves, and says when to come again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from maitred.config import AdmissionConfig
+from maitred.errors import Overloaded, PromptTooLong
+from maitred.gate.drain_rate import PROMPT_WEIGHT, DrainRate, LateBy, MeanOutput
+from maitred.kvcache.manager import KVCacheManager
+from maitred.request import FinishReason, Request
+from maitred.step import RequestProgress
+
+MIN_RETRY_S, MAX_RETRY_S = 1.0, 120.0  # OpenAI's clients do not come again at all after more
+REASONS = ("requests", "tokens", "class", "objective")
+UNKNOWN_SLACK = 0.6  # of the objective, until it is known how wrong forecasts are
+UNKNOWN_SHARE = 8  # of a batch may wait, one in so many, until it is known how fast work leaves
+AIM = 0.8  # of the objective: what is foretold changes, and a shorter queue keeps the slots as full
+MAX_SLACK = 0.7  # of the objective: however wrong they were, somebody must get in to show that it got better
+PRIORITY_FIRST = ("priority", "interactive")  # policies under which the less urgent stand behind the more urgent
+NUM_CLASSES = 16  # priorities from this on share what is learned
+
+
+def refuse_impossible(request: Request, kv_cache: KVCacheManager) -> None:
+    """Raises PromptTooLong when the request would not fit into the KV cache even alone."""
+    num_slots = request.num_prompt_tokens + request.max_tokens - 1  # the last token is never computed
+    needed, there = kv_cache.num_blocks_for(num_slots), kv_cache.num_blocks
+    if needed > there:
+        raise PromptTooLong(
+            f"request {request.request_id}: a prompt of {request.num_prompt_tokens} tokens with max_tokens "
+            f"{request.max_tokens} needs {needed} KV blocks of {kv_cache.block_size} tokens, the cache has {there}; "
+            "shorten it, or serve with a larger --kv-cache-memory-bytes"
+        )
+
+
+@dataclass(slots=True, eq=False)
+class _Guest:
+    """A request let in, until its end."""
+
+    priority: int
+    num_prompt_tokens: int
+    work: float  # see drain.py
+    admitted_at: float
+    foretold_s: float | None  # from then to the first token, if there was a queue
+    parent_id: str | None
+    num_output: int = 0
+    started: bool = False  # its first token came
+
+
+class _Caller(NamedTuple):
+    """What is known of somebody at the door; of one who only knocks, not the size."""
+
+    priority: int
+    ttft_slo_s: float | None
+    num_prompt_tokens: int = 0
+    arrived_at: float = 0.0
+
+
+class _Verdict(NamedTuple):
+    reason: str | None = None  # None lets it in
+    shed: tuple[str, ...] = ()  # if these leave
+    foretold_s: float | None = None
+
+
+class AdmissionController:
+    """Decides at the door of one engine. Holds no lock and reads no clock: the one who submits and listens calls it.
+
+    A request waits until its first token; what runs is not touched. With `priority_first`, which says that the queue's
+    order heeds priorities, only those as urgent count as ahead of a newcomer.
+    """
+
+    def __init__(self, config: AdmissionConfig, *, max_num_seqs: int, priority_first: bool = False) -> None:
+        self.config = config
+        self.num_refused = dict.fromkeys(REASONS, 0)
+        self.last_refusal = ""  # why the last one was turned away; one of REASONS
+        self._max_num_seqs = max_num_seqs
+        self._priority_first = priority_first
+        self._caps = {int(priority): cap for priority, cap in config.max_queued_by_priority.items()}
+        self._guests: dict[str, _Guest] = {}
+        self._waiting: dict[int, dict[str, _Guest]] = {}  # by priority, in order of arrival
+        self._waiting_work: dict[int, float] = {}
+        self._num_waiting = 0
+        self._waiting_tokens = 0
+        self._families: dict[str, int] = {}  # living samples by parent_id
+        self._rate, self._mean_output = DrainRate(), MeanOutput()
+        self._late_by: dict[int, LateBy] = {}
+        self._queued_before = False  # was there a queue after the last step told
+        self._told_at: float | None = None
+        self._owed_work, self._owed_at = 0.0, 0.0  # of those turned away, who will be back
+
+    def reconfigure(self, *, max_num_seqs: int, priority_first: bool) -> None:
+        """The engine has another number of slots, or another policy."""
+        self._max_num_seqs, self._priority_first = max_num_seqs, priority_first
+
+    # -- at the door
+
+    def knock(self, priority: int, ttft_slo_s: float | None, now: float) -> None:
+        """Before any work is done for a request: raises Overloaded if even the smallest of its kind cannot get in."""
+        caller = _Caller(priority, ttft_slo_s, 0, now)
+        verdict = self._judge(caller, now)
+        if verdict.reason is not None:
+            raise self._turned_away(verdict.reason, self._mean_output.mean, now)
+
+    def admit(self, request: Request, now: float) -> tuple[str, ...]:
+        """Lets it in, and names those that must leave the queue for it (see `FinishReason.SHED`).
+
+        Raises Overloaded. Further samples of a prompt go with the first.
+        """
+        work = PROMPT_WEIGHT * request.num_prompt_tokens + self._mean_output.expected(request)
+        caller = _Caller(request.priority, request.ttft_slo_s, request.num_prompt_tokens, request.arrived_at)
+        follows = request.sample_index > 0 and request.parent_id in self._families
+        verdict = _Verdict() if follows else self._judge(caller, now)
+        if verdict.reason is not None:
+            raise self._turned_away(verdict.reason, work, now)
+        for request_id in verdict.shed:
+            self._stop_waiting(request_id)
+        self._enter(
+            request.request_id,
+            _Guest(
+                priority=request.priority,
+                num_prompt_tokens=request.num_prompt_tokens,
+                work=work,
+                admitted_at=now,
+                foretold_s=verdict.foretold_s,
+                parent_id=request.parent_id,
+            ),
+        )
+        return verdict.shed
+
+    def retry_after_s(self, now: float) -> float:
+        """When somebody turned away now would find room: after the queue, and after those turned away before."""
+        rate = self._rate.per_s
+        if rate is None:
+            return MIN_RETRY_S
+        self._forgive(rate, now)
+        return max(MIN_RETRY_S, min(MAX_RETRY_S, (self._owed_work + sum(self._waiting_work.values())) / rate))
+
+    # -- what the engine did
+
+    def stepped(self, progress: Iterable[RequestProgress], num_queued: int, now: float) -> None:
+        """Some progress came out, and `num_queued` requests found no place in the step that made it."""
+        work = sum(self._take_in(item, now) for item in progress)
+        if self._told_at is not None and self._queued_before and num_queued > 0 and now > self._told_at:
+            self._rate.served(work, now - self._told_at)
+        self._queued_before, self._told_at = num_queued > 0, now
+
+    def closed(self) -> None:
+        """The engine died: nobody is inside."""
+        self._guests.clear()
+        self._waiting.clear()
+        self._waiting_work.clear()
+        self._families.clear()
+        self._num_waiting = self._waiting_tokens = 0
+
+    # -- to look at
+
+    @property
+    def num_inside(self) -> int:
+        return len(self._guests)
+
+    @property
+    def num_waiting(self) -> int:
+        """Those without a first token."""
+        return self._num_waiting
+
+    @property
+    def drain_per_s(self) -> float:
+        """Work per second, 0 while unknown; see drain.py."""
+        return self._rate.per_s or 0.0
+
+    def foretold_wait_s(self, priority: int = 0) -> float:
+        """Until the first token of a small request that came now; 0 while unknown."""
+        return self._foretold_s(_Caller(priority, None)) or 0.0
+
+    # -- judging
+
+    def _judge(self, caller: _Caller, now: float) -> _Verdict:
+        sheddable = self._less_urgent(caller.priority)
+        config = self.config
+        shed: list[str] = []
+        freed_tokens, freed_work = 0, 0.0
+
+        def over() -> str | None:
+            num_waiting = self._num_waiting - len(shed)
+            if num_waiting >= config.max_queued_requests:
+                return "requests"
+            tokens = self._waiting_tokens - freed_tokens + caller.num_prompt_tokens
+            if config.max_queued_tokens is not None and num_waiting and tokens > config.max_queued_tokens:
+                return "tokens"
+            return None if self._in_time(caller, freed_work, now) else "objective"
+
+        if (full := self._over_class_cap(caller.priority)) is not None:
+            return _Verdict(full)
+        while (reason := over()) is not None:
+            in_vain = reason == "objective" and self._priority_first  # the less urgent are behind it anyway
+            victim = None if in_vain else next(sheddable, None)
+            if victim is None:
+                return _Verdict(reason)
+            request_id, guest = victim
+            shed.append(request_id)
+            freed_tokens += guest.num_prompt_tokens
+            if not self._priority_first:
+                freed_work += guest.work
+        foretold_s = None if self._free_places() else self._foretold_s(caller, freed_work)
+        return _Verdict(None, tuple(shed), foretold_s)
+
+    def _over_class_cap(self, priority: int) -> str | None:
+        """A cap of class p counts p and all that are less urgent, so it keeps room for those above."""
+        for least, cap in self._caps.items():
+            if priority >= least and sum(len(w) for p, w in self._waiting.items() if p >= least) >= cap:
+                return "class"
+        return None
+
+    def _less_urgent(self, priority: int) -> Iterator[tuple[str, _Guest]]:
+        """Those that may be shed for one of this priority, the least urgent and latest first."""
+        for each in sorted((p for p in self._waiting if p > priority), reverse=True):
+            yield from reversed(self._waiting[each].items())
+
+    def _in_time(self, caller: _Caller, freed_work: float, now: float) -> bool:
+        slo_s = caller.ttft_slo_s if caller.ttft_slo_s is not None else self.config.ttft_objective_s
+        if slo_s is None or self._free_places():
+            return True
+        foretold_s = self._foretold_s(caller, freed_work)
+        if foretold_s is None:
+            return self._num_waiting < max(1, self._max_num_seqs // UNKNOWN_SHARE)
+        slack_s = self._late(caller.priority).slack_s
+        slack_s = UNKNOWN_SLACK * slo_s if slack_s is None else min(max(0.0, slack_s), MAX_SLACK * slo_s)
+        return (now - caller.arrived_at) + foretold_s + slack_s <= AIM * slo_s
+
+    def _free_places(self) -> bool:
+        """Nobody waits, or nobody was left over in the last step and there are slots."""
+        return not self._num_waiting or (not self._queued_before and len(self._guests) < self._max_num_seqs)
+
+    def _foretold_s(self, caller: _Caller, freed_work: float = 0.0) -> float | None:
+        """From now to the first token: the work ahead, and its own prompt. None while the rate is unknown."""
+        rate = self._rate.per_s
+        if rate is None:
+            return None
+        ahead = sum(w for p, w in self._waiting_work.items() if p <= caller.priority or not self._priority_first)
+        return max(0.0, ahead - freed_work + PROMPT_WEIGHT * caller.num_prompt_tokens) / rate
+
+    def _late(self, priority: int) -> LateBy:
+        return self._late_by.setdefault(min(priority, NUM_CLASSES - 1), LateBy())
+
+    # -- book-keeping
+
+    def _turned_away(self, reason: str, work: float, now: float) -> Overloaded:
+        self.num_refused[reason] += 1
+        self.last_refusal = reason
+        retry_after_s = self.retry_after_s(now)
+        self._owed_work += work
+        return Overloaded(f"{self._explain(reason)}; come again in {retry_after_s:.0f} s", retry_after_s=retry_after_s)
+
+    def _explain(self, reason: str) -> str:
+        if reason == "objective":
+            return f"{self._num_waiting} requests wait, too many for a first token within the objective"
+        if reason == "tokens":
+            limit = self.config.max_queued_tokens
+            return f"the prompts that wait have {self._waiting_tokens} tokens, the limit is {limit}"
+        if reason == "class":
+            return f"{self._num_waiting} requests wait, as many as may of this priority"
+        return f"{self._num_waiting} requests wait, the limit is {self.config.max_queued_requests}"
+
+    def _forgive(self, rate: float, now: float) -> None:
+        """Those turned away are taken to come back at the rate at which there is room for them."""
+        self._owed_work = max(0.0, self._owed_work - rate * max(0.0, now - self._owed_at))
+        self._owed_at = now
+
+    def _enter(self, request_id: str, guest: _Guest) -> None:
+        self._guests[request_id] = guest
+        if guest.parent_id is not None:
+            self._families[guest.parent_id] = self._families.get(guest.parent_id, 0) + 1
+        self._waiting.setdefault(guest.priority, {})[request_id] = guest
+        self._waiting_work[guest.priority] = self._waiting_work.get(guest.priority, 0.0) + guest.work
+        self._num_waiting += 1
+        self._waiting_tokens += guest.num_prompt_tokens
+
+    def _stop_waiting(self, request_id: str) -> bool:
+        guest = self._guests[request_id]
+        waiting = self._waiting.get(guest.priority, {})
+        if waiting.pop(request_id, None) is None:
+            return False
+        self._waiting_work[guest.priority] -= guest.work
+        if not waiting:
+            del self._waiting[guest.priority], self._waiting_work[guest.priority]
+        self._num_waiting -= 1
+        self._waiting_tokens -= guest.num_prompt_tokens
+        return True
+
+    def _take_in(self, item: RequestProgress, now: float) -> float:
+        """The work that one progress stands for."""
+        guest = self._guests.get(item.request_id)
+        if guest is None:
+            return 0.0
+        work = float(len(item.new_token_ids))
+        guest.num_output += len(item.new_token_ids)
+        if item.new_token_ids and not guest.started:
+            guest.started = True
+            work += PROMPT_WEIGHT * guest.num_prompt_tokens
+            self._stop_waiting(item.request_id)
+            if guest.foretold_s is not None:
+                self._late(guest.priority).add(now - guest.admitted_at - guest.foretold_s)
+        if item.finish_reason is not None:
+            self._leave(item.request_id, guest, item.finish_reason)
+        return work
+
+    def _leave(self, request_id: str, guest: _Guest, reason: FinishReason) -> None:
+        self._stop_waiting(request_id)
+        del self._guests[request_id]
+        if reason in (FinishReason.STOP, FinishReason.LENGTH):
+            self._mean_output.saw(guest.num_output)
+        if guest.parent_id is not None:
+            self._families[guest.parent_id] -= 1
+            if not self._families[guest.parent_id]:
+                del self._families[guest.parent_id]

@@ -1,0 +1,216 @@
+"""How many tokens a request will generate: asked once for each request, before the queue, told the truth at its end.
+
+A prediction orders a queue; it never decides whether or how long a request is served, so a wrong one costs mean latency
+and breaks no bound. Whatever a predictor says is brought into [1, max_tokens]. All state is bounded.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from math import expm1, isfinite, log1p, sqrt
+from operator import mul
+from typing import Protocol
+from zlib import crc32
+
+from maitred.errors import ConfigError
+from maitred.policy.features import NUM_FEATURES
+from maitred.request import Request
+
+TrueLength = Callable[[Request], float]
+"""The number of tokens a request is going to generate; only a simulator knows."""
+
+
+class Predictor(Protocol):
+    """Not asked again for the same request, so a prediction may be drawn from what was learned so far."""
+
+    def predict(self, request: Request) -> float:
+        """Expected output tokens; any number, the caller bounds it."""
+
+    def observe(self, request: Request) -> None:
+        """The request ended by itself; its output is what the prediction should have been."""
+
+
+class MaxTokens:
+    """What the client allows. Right for clients that ask for what they want, blind for those that leave it out."""
+
+    def predict(self, request: Request) -> float:
+        return float(request.max_tokens)
+
+    def observe(self, request: Request) -> None:
+        """Nothing to learn."""
+
+
+class _History:
+    """The last lengths, in order of size for the quantile and in order of time for forgetting."""
+
+    __slots__ = ("_by_size", "_by_time")
+
+    def __init__(self) -> None:
+        self._by_time: deque[int] = deque()
+        self._by_size: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._by_size)
+
+    def add(self, length: int, capacity: int) -> None:
+        if len(self._by_time) == capacity:
+            del self._by_size[bisect_left(self._by_size, self._by_time.popleft())]
+        self._by_time.append(length)
+        insort(self._by_size, length)
+
+    def quantile(self, share: float) -> float:
+        return float(self._by_size[min(int(share * len(self._by_size)), len(self._by_size) - 1)])
+
+
+class Quantile:
+    """A quantile of the last outputs of the same tenant at the same prompt length (a bucket for each doubling).
+
+    With fewer than `MIN_SEEN` of those it asks the tenant's whole history, then everybody's, then max_tokens.
+    """
+
+    CAPACITY = 64  # lengths in one history
+    MAX_HISTORIES = 4096
+    MIN_SEEN = 8
+
+    def __init__(self, share: float = 0.5) -> None:
+        self._share = share
+        self._histories: OrderedDict[tuple[str, ...], _History] = OrderedDict()  # the least recently told first
+
+    def predict(self, request: Request) -> float:
+        for key in self._keys(request):
+            history = self._histories.get(key)
+            if history is not None and len(history) >= self.MIN_SEEN:
+                return min(history.quantile(self._share), float(request.max_tokens))
+        return float(request.max_tokens)
+
+    def observe(self, request: Request) -> None:
+        for key in self._keys(request):
+            history = self._histories.get(key)
+            if history is None:
+                history = self._histories[key] = _History()
+                if len(self._histories) > self.MAX_HISTORIES:
+                    self._histories.popitem(last=False)
+            self._histories.move_to_end(key)
+            history.add(request.num_output_tokens, self.CAPACITY)
+
+    def _keys(self, request: Request) -> tuple[tuple[str, ...], ...]:
+        """The most telling first."""
+        bucket = str(request.num_prompt_tokens.bit_length())
+        return ((request.tenant, bucket), (request.tenant,), ())
+
+
+class Ranker:
+    """Learns online to put requests in order of their length: a linear model of log length on lexical features.
+
+    AdaGrad (Duchi et al. 2011) on errors clipped as Huber's loss does, so that no single answer throws it off. That
+    order is what matters, and that a cheap one is enough, is Fu et al., "Efficient LLM Scheduling by Learning to Rank"
+    (arXiv:2408.15792). Until it has seen `MIN_SEEN` ends it says what `Quantile` says.
+    """
+
+    MIN_SEEN = 32
+    RATE = 0.1
+    CLIP = 1.5  # largest error in one lesson, in units of log length
+    NUM_TENANTS = 32  # slots of hashed tenant names
+
+    def __init__(self) -> None:
+        self._size = 3 + self.NUM_TENANTS + NUM_FEATURES
+        self._weights = [0.0] * self._size
+        self._squares = [1e-2] * self._size  # of all gradients so far
+        self._mean = 0.0  # of log length; the model explains the rest
+        self._num_seen = 0
+        self._fallback = Quantile()
+
+    def predict(self, request: Request) -> float:
+        if self._num_seen < self.MIN_SEEN:
+            return self._fallback.predict(request)
+        return expm1(min(self._mean + sum(map(mul, self._weights, self._inputs(request))), 30.0))
+
+    def observe(self, request: Request) -> None:
+        if self._num_seen < self.MIN_SEEN:
+            self._fallback.observe(request)
+        inputs, target = self._inputs(request), log1p(request.num_output_tokens)
+        error = self._mean + sum(map(mul, self._weights, inputs)) - target
+        # An answer cut at max_tokens might have been as long as predicted, so that is no news.
+        if self._num_seen and error > 0 and request.num_output_tokens >= request.max_tokens:
+            return
+        self._num_seen += 1
+        self._mean += (target - self._mean) / min(self._num_seen, 256)
+        error = max(-self.CLIP, min(self.CLIP, error))
+        weights, squares, rate = self._weights, self._squares, self.RATE
+        for i, x in enumerate(inputs):
+            if x:
+                gradient = error * x
+                squares[i] += gradient * gradient
+                weights[i] -= rate * gradient / sqrt(squares[i])
+
+    def _inputs(self, request: Request) -> list[float]:
+        tenant = [0.0] * self.NUM_TENANTS
+        tenant[crc32(request.tenant.encode("utf-8", "surrogatepass")) % self.NUM_TENANTS] = 1.0
+        lengths = [1.0, log1p(request.num_prompt_tokens) / 8.0, log1p(request.max_tokens) / 8.0]
+        features = request.features if len(request.features) == NUM_FEATURES else (0.0,) * NUM_FEATURES
+        return [*lengths, *tenant, *features]
+
+
+class Oracle:
+    """Knows the truth: what the best predictor would be worth."""
+
+    def __init__(self, true_length: TrueLength) -> None:
+        self._true_length = true_length
+
+    def predict(self, request: Request) -> float:
+        return self._true_length(request)
+
+    def observe(self, request: Request) -> None:
+        """Nothing to learn."""
+
+
+class Adversarial:
+    """As wrong as can be: calls long what is short, and now and then says what is no length at all. For tests."""
+
+    NONSENSE = (float("nan"), float("inf"), float("-inf"), -1.0, 0.0, 1e300)
+
+    def __init__(self, true_length: TrueLength | None = None) -> None:
+        self._true_length = true_length if true_length is not None else lambda request: float(request.max_tokens)
+
+    def predict(self, request: Request) -> float:
+        draw = crc32(request.request_id.encode("utf-8", "surrogatepass"))
+        if draw % 8 == 0:
+            return self.NONSENSE[draw // 8 % len(self.NONSENSE)]
+        return 1.0 + request.max_tokens / (1.0 + max(0.0, self._true_length(request)))
+
+    def observe(self, request: Request) -> None:
+        """Incorrigible."""
+
+
+def _oracle(true_length: TrueLength | None) -> Predictor:
+    if true_length is None:
+        raise ConfigError("scheduler.predictor is 'oracle', which knows the future; only a simulation has it")
+    return Oracle(true_length)
+
+
+PREDICTORS: dict[str, Callable[[TrueLength | None], Predictor]] = {
+    "max_tokens": lambda _: MaxTokens(),
+    "quantile": lambda _: Quantile(),
+    "ranker": lambda _: Ranker(),
+    "oracle": _oracle,
+    "adversarial": Adversarial,
+}
+
+
+def predictor_named(name: str, true_length: TrueLength | None = None) -> Predictor:
+    """A predictor that has learned nothing yet. Raises ConfigError, listing the choices."""
+    try:
+        make = PREDICTORS[name]
+    except KeyError:
+        raise ConfigError(f"scheduler.predictor is {name!r}; choose one of {', '.join(sorted(PREDICTORS))}") from None
+    return make(true_length)
+
+
+def bounded_prediction(predictor: Predictor, request: Request) -> float:
+    """The prediction, in [1, max_tokens] whatever the predictor says."""
+    predicted = predictor.predict(request)
+    if not isfinite(predicted):
+        return float(request.max_tokens)
+    return max(1.0, min(predicted, float(request.max_tokens)))

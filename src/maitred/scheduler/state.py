@@ -1,0 +1,72 @@
+"""Who is where: the state that planning, making room and taking in outcomes share, and the moves between its places."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import chain
+
+from maitred.config import SchedulerConfig
+from maitred.kvcache.manager import KVCacheManager, PrefixHit
+from maitred.policy.order import ServiceOrder
+from maitred.policy.predictor import Predictor
+from maitred.request import Request, RequestStatus
+from maitred.scheduler.samples import SampleFamilies
+from maitred.scheduler.stats import SchedulerCounters
+from maitred.scheduler.stop import StopRule
+from maitred.scheduler.swap import SwapCosts
+
+
+@dataclass(slots=True, eq=False)
+class Floor:
+    """One scheduler's requests from `add` to their end; `config` and `order` change when it is configured."""
+
+    config: SchedulerConfig
+    kv: KVCacheManager
+    order: ServiceOrder  # holds the queue
+    predictor: Predictor
+    stop_rule: StopRule
+    swap_costs: SwapCosts | None = None
+    requests: dict[str, Request] = field(default_factory=dict)  # all that have not finished
+    prefilling: dict[str, Request] = field(default_factory=dict)  # running, more than one token behind
+    decoding: dict[str, Request] = field(default_factory=dict)  # running, one token behind
+    families: SampleFamilies = field(default_factory=SampleFamilies)
+    forgotten: list[str] = field(default_factory=list)  # left their slots since the last plan
+    prompt_logprobs_until: dict[str, int] = field(default_factory=dict)  # last position whose logprobs were handed out
+    counters: SchedulerCounters = field(default_factory=SchedulerCounters)
+
+    @property
+    def num_running(self) -> int:
+        return len(self.prefilling) + len(self.decoding)
+
+    def running(self) -> Iterator[Request]:
+        return chain(self.prefilling.values(), self.decoding.values())
+
+    def worst_running(self) -> Request:
+        return max(self.running(), key=self.order.victim_key)
+
+    def reusable(self, request: Request) -> PrefixHit:
+        """What of its KV a waiting request finds: in the prefix cache, with another sample, or on the host."""
+        hit = self.kv.find_prefix(request)
+        source = self.families.source_for(request)
+        if source is not None and request.num_prompt_tokens - 1 >= max(hit.num_tokens, request.num_swapped_tokens):
+            return self.kv.fork(source, request)
+        return self.kv.swapped(request, hit)
+
+    def enqueue(self, request: Request) -> None:
+        request.status = RequestStatus.WAITING
+        self.order.enqueue(request)
+
+    def start(self, request: Request) -> None:
+        """Out of the queue, into a slot; its blocks are allocated."""
+        request.status = RequestStatus.RUNNING
+        self.prefilling[request.request_id] = request
+        self.order.started(request)
+        self.families.started(request)
+
+    def leave_running(self, request: Request) -> None:
+        """Out of its slot; its blocks are free."""
+        if self.decoding.pop(request.request_id, None) is None:
+            del self.prefilling[request.request_id]
+        self.kv.free(request)
+        self.forgotten.append(request.request_id)

@@ -1,0 +1,115 @@
+"""Takes in what became of a plan's rows: tokens, blocks that can be found from now on, and ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from maitred.request import FinishReason, Request, RequestStatus, timing_of
+from maitred.scheduler.state import Floor
+from maitred.step import ModelOutput, RequestProgress, SampledRow, ScheduledRow, SchedulerOutput
+
+ENDED_BY_ITSELF = (FinishReason.STOP, FinishReason.LENGTH)
+
+
+class Outcome(NamedTuple):
+    """Of a plan, in its order."""
+
+    progress: list[RequestProgress]  # of each request that got something
+    ended: list[tuple[int, Request, FinishReason]]  # index in `progress`, who ends, and why; nobody has ended yet
+
+
+def take_in(
+    floor: Floor, plan: SchedulerOutput, in_flight: Sequence[Request], output: ModelOutput, now: float
+) -> Outcome:
+    """What the executor gave; `in_flight` are the requests of the plan's rows."""
+    running = RequestStatus.RUNNING
+    results = {row.request_id: row for row in output.rows}
+    progress: list[RequestProgress] = []
+    ended: list[tuple[int, Request, FinishReason]] = []
+    for row, request in zip(plan.rows, in_flight, strict=True):
+        if request.status is not running:
+            continue  # aborted meanwhile
+        result = results.get(row.request_id)
+        if result is None:
+            if not row.samples:
+                floor.kv.commit(request, row.start, row.start + row.num_tokens)
+                continue
+            result = SampledRow(row.request_id, (), error="the executor gave no token")
+        told, reason = _take_in_row(floor, request, row, result, now)
+        if reason is not None:
+            ended.append((len(progress), request, reason))
+        elif not told.new_token_ids and not told.prompt_logprobs:
+            continue
+        progress.append(told)
+    return Outcome(progress, ended)
+
+
+def end(floor: Floor, request: Request, reason: FinishReason, now: float) -> None:
+    """Wherever it stands."""
+    request_id = request.request_id
+    if request.status is RequestStatus.RUNNING:
+        floor.leave_running(request)
+    request.status, request.finish_reason, request.finished_at = RequestStatus.FINISHED, reason, now
+    del floor.requests[request_id]
+    floor.order.ended(request)
+    if reason in ENDED_BY_ITSELF:
+        floor.predictor.observe(request)
+    floor.kv.drop_swapped(request)
+    floor.prompt_logprobs_until.pop(request_id, None)
+    floor.counters.num_finished[reason] += 1
+    floor.families.left(request)
+
+
+def last_progress(progress: RequestProgress, request: Request, now: float) -> RequestProgress:
+    """With all that is told of a request that has ended."""
+    return progress._replace(
+        finish_reason=request.finish_reason,
+        stop_reason=request.stop_reason,
+        error=request.error,
+        num_cached_tokens=request.num_cached_tokens,
+        timing=timing_of(request, now),
+    )
+
+
+def _take_in_row(
+    floor: Floor, request: Request, row: ScheduledRow, result: SampledRow, now: float
+) -> tuple[RequestProgress, FinishReason | None]:
+    """One row's outcome; its KV becomes findable unless the row failed."""
+    request_id, token_ids, logprobs, prompt_logprobs, error = result
+    if error is None and row.samples and not token_ids:
+        error = "the executor gave no token"
+    if error is not None:
+        request.error = error
+        return RequestProgress(request_id), FinishReason.ERROR
+    row_end = row.start + row.num_tokens
+    floor.kv.commit(request, row.start, row_end)
+    reason = None
+    if token_ids:
+        num_taken, reason = _append(floor, request, token_ids, now)
+        if num_taken < len(token_ids):
+            token_ids, logprobs = token_ids[:num_taken], logprobs and logprobs[:num_taken]
+    if prompt_logprobs is not None:
+        # A prompt computed again after a preemption is not reported again: entry i is of position start + 1 + i.
+        told_until = floor.prompt_logprobs_until.get(request_id, 0)
+        prompt_logprobs = prompt_logprobs[max(0, told_until - row.start) :]
+        floor.prompt_logprobs_until[request_id] = max(told_until, min(row_end, request.num_prompt_tokens - 1))
+    cached = request.num_cached_tokens
+    return RequestProgress(request_id, token_ids, logprobs, prompt_logprobs, None, None, None, cached), reason
+
+
+def _append(floor: Floor, request: Request, token_ids: tuple[int, ...], now: float) -> tuple[int, FinishReason | None]:
+    """Appends tokens until one ends the request; how many, and why it ended."""
+    if request.request_id in floor.prefilling:
+        floor.decoding[request.request_id] = floor.prefilling.pop(request.request_id)
+        floor.families.prompt_computed(request)
+    if request.first_token_at is None:
+        request.first_token_at = now
+    request.last_token_at = now
+    for count, token in enumerate(token_ids, 1):
+        request.output_token_ids.append(token)
+        floor.counters.num_generated_tokens += 1
+        reason = floor.stop_rule(request)
+        if reason is not None:
+            return count, reason
+    return len(token_ids), None

@@ -1,0 +1,401 @@
+"""What every policy must keep, ours and anybody's: call `check_policy`, or a property alone. Pure and seeded.
+
+    from maitred.testing.conformance import check_policy
+    check_policy(my_policy)          # my_policy: PolicyFactory; raises PolicyFault, naming the property and the seed
+
+`maitred policies --check NAME` does that for an installed policy. Each property is watched over small random worlds
+(`conformance_world`): a real scheduler and KV cache, an executor that answers at once, and a load that is a function of
+the seed, so a fault can be seen again by its number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from math import isfinite
+
+from maitred.errors import ConfigError
+from maitred.policy.policy import PolicyFactory
+from maitred.policy.queue import MIN_DEAD_ENTRIES
+from maitred.request import Request
+from maitred.testing.conformance_world import Execute, Moment, Scenario, World, answer, scenario_of
+
+Property = Callable[[Moment], str | None]
+"""What is wrong at this moment, in words, or None."""
+
+
+class PolicyFault(ConfigError):
+    """A policy breaks a property."""
+
+    def __init__(self, name: str, scenario: Scenario, step: int, fault: str) -> None:
+        super().__init__(f"{name}: seed {scenario.seed}, step {step}: {fault}")
+        self.property, self.scenario, self.step = name, scenario, step
+
+
+# -- properties of a step
+
+
+def conservation(moment: Moment) -> str | None:
+    """Every request is in one place: it waits, runs or has ended; none is lost, none is there twice."""
+    scheduler = moment.world.scheduler
+    here = [r.request_id for r in (*scheduler.waiting, *scheduler.running)]
+    if len(set(here)) != len(here):
+        return "a request is there twice"
+    if len(here) + moment.world.num_finished != len(moment.world.requests):
+        return f"{len(here)} here, {moment.world.num_finished} ended, of {len(moment.world.requests)}"
+    return None
+
+
+def work_conservation(moment: Moment) -> str | None:
+    """No slot is idle while a request waits, with budget and blocks for the first of those that wait, unless that waits
+    for another sample to compute its prompt; with groups, whose order moves on with the service of the very step, for
+    each of them.
+    """
+    world, scheduler = moment.world, moment.world.scheduler
+    config, head = scheduler.config, scheduler.order.head()
+    if head is None or moment.preempted or scheduler.num_running >= config.max_num_seqs:
+        return None
+    if moment.plan.num_tokens >= config.token_budget:
+        return None
+    first = (head,) if world.policy.groups is None else scheduler.waiting
+    if any(scheduler.awaits_leader(request) for request in first):
+        return None
+    if world.kv_cache.num_blocks_for(max(r.num_tokens for r in first)) > world.kv_cache.num_free:
+        return None
+    return f"{head.request_id} waits beside {config.max_num_seqs - scheduler.num_running} idle slots"
+
+
+def starvation_bound(moment: Moment) -> str | None:
+    """Nobody starts before a request of its group whose `overtaken_until` was over when it arrived."""
+    world = moment.world
+    started = [(world.group_of(r), r) for r in moment.started]
+    for waiting in world.scheduler.waiting:
+        until = world.policy.overtaken_until(waiting)
+        if not isfinite(until):
+            return f"overtaken_until({waiting.request_id}) is {until}; state a finite time"
+        for group, ahead in started:
+            if ahead.arrived_at > until and group == world.group_of(waiting):
+                return (
+                    f"{ahead.request_id}, arrived at {ahead.arrived_at}, starts before {waiting.request_id}, "
+                    f"which is overtaken until {until}"
+                )
+    return None
+
+
+def no_inversion(moment: Moment) -> str | None:
+    """Who starts is before all that wait on in its group; and no full slot is held by one that the first outranks."""
+    world, scheduler = moment.world, moment.world.scheduler
+    places = [(world.place(r), r) for r in moment.started]
+    for waiting in scheduler.waiting:
+        group, key = world.place(waiting)
+        for (started_group, started_key), started in places:
+            if started_group == group and key < started_key:
+                return f"{started.request_id} starts before {waiting.request_id}, whose key is smaller"
+    head, rule = scheduler.order.head(), world.policy.outranks
+    if head is None or rule is None or moment.preempted or world.policy.groups is not None:
+        return None
+    lacks_budget = moment.plan.num_tokens >= scheduler.config.token_budget
+    if lacks_budget or world.kv_cache.num_blocks_for(head.num_tokens) > world.kv_cache.num_free:
+        return None
+    if scheduler.num_running < scheduler.config.max_num_seqs or scheduler.awaits_leader(head):
+        return None
+    held = [r for r in scheduler.running if r not in moment.started and rule(head, r)]
+    return f"{head.request_id} waits while {held[0].request_id}, which it outranks, has a slot" if held else None
+
+
+def keeps_place(moment: Moment) -> str | None:
+    """A preempted request is where it was or further in front, in its group and among the groups; unless its quantum
+    has ended.
+    """
+    for request in moment.preempted:
+        group, key = moment.places_before[request.request_id]
+        if request.num_quanta != moment.quanta_before[request.request_id]:
+            continue
+        group_now, key_now = moment.world.place(request)
+        if group_now != group:
+            return f"{request.request_id} was in group {group!r}, and in {group_now!r} after a preemption"
+        if key < key_now:
+            return f"{request.request_id} had the key {key}, and {key_now} after a preemption"
+    return None
+
+
+def bounded_queue(moment: Moment) -> str | None:
+    """Nothing is kept of requests that have gone, but for removed entries up to as many as the living."""
+    order = moment.world.scheduler.order
+    held, living = order.queue.num_entries, len(order.queue)
+    if held > 2 * living + MIN_DEAD_ENTRIES + 1:
+        return f"the queue holds {held} entries for {living} requests"
+    try:
+        order.check_invariants(moment.world.scheduler.running)
+    except AssertionError as fault:
+        return f"the order remembers requests that have gone {fault}"
+    return None
+
+
+def no_block_leak(moment: Moment) -> str | None:
+    """Blocks are held by running requests alone, as often as their tables say."""
+    try:
+        moment.world.scheduler.check_invariants()
+    except AssertionError as fault:
+        return f"blocks: {fault}"
+    return None
+
+
+STEP_PROPERTIES: dict[str, Property] = {
+    "conservation": conservation,
+    "work conservation": work_conservation,
+    "starvation bound": starvation_bound,
+    "no inversion": no_inversion,
+    "a preempted request keeps its place": keeps_place,
+    "bounded queue": bounded_queue,
+    "no block leak": no_block_leak,
+}
+
+
+# -- checks of a policy: each raises PolicyFault
+
+
+def check_steps(
+    make: PolicyFactory,
+    scenario: Scenario,
+    execute: Execute = answer,
+    properties: Iterable[str] = STEP_PROPERTIES,
+) -> World:
+    """Runs the scenario to its end and watches properties in every step; everybody must come to the end."""
+    world, names = World(make, scenario, execute), list(properties)
+    while world.scheduler.has_work or len(world.requests) < scenario.num_requests:
+        world.arrive()
+        moment = world.step()
+        for name in names:
+            fault = STEP_PROPERTIES[name](moment)
+            if fault is not None:
+                raise PolicyFault(name, scenario, moment.plan.step, fault)
+        world.carry_out(moment)
+        if len(world.plans) > world.max_steps:
+            left = sorted(r.request_id for r in world.requests.values() if not r.finished)
+            raise PolicyFault("conservation", scenario, moment.plan.step, f"no end in sight for {', '.join(left)}")
+    _check_ended(world)
+    return world
+
+
+def _check_ended(world: World) -> None:
+    step = len(world.plans)
+    if world.kv_cache.num_used:
+        fault = f"{world.kv_cache.num_used} blocks are held by nobody"
+        raise PolicyFault("no block leak", world.scenario, step, fault)
+    for request in world.requests.values():
+        short = request.max_tokens - len(request.output_token_ids)
+        if short and request.finish_reason is not None and request.finish_reason.value == "length":
+            raise PolicyFault("conservation", world.scenario, step, f"{request.request_id} lacks {short} tokens")
+
+
+def check_determinism(make: PolicyFactory, scenario: Scenario, execute: Execute = answer) -> None:
+    """Two fresh policies make the same plans of the same load."""
+    first, second = (check_steps(make, scenario, execute, ()).plans for _ in range(2))
+    if first != second:
+        step = next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), len(first))
+        raise PolicyFault("determinism", scenario, step, "a second run makes another plan")
+
+
+def check_swap(make: PolicyFactory, scenario: Scenario, execute: Execute = answer) -> None:
+    """To another policy and back, again and again: nobody is lost, and nobody's place or bound is worse for it."""
+    world = World(make, scenario, execute)
+    while world.scheduler.has_work or len(world.requests) < scenario.num_requests:
+        world.arrive()
+        if world.dice.chance(30):
+            fault = _fault_of_swap(world)
+            if fault is not None:
+                raise PolicyFault("swap", scenario, len(world.plans), fault)
+        moment = world.step()
+        fault = conservation(moment)
+        if fault is not None:
+            raise PolicyFault("swap", scenario, len(world.plans), fault)
+        world.carry_out(moment)
+        if len(world.plans) > 4 * world.max_steps:  # each swap begins quanta anew
+            raise PolicyFault("swap", scenario, len(world.plans), "no end in sight")
+    _check_ended(world)
+
+
+def _fault_of_swap(world: World) -> str | None:
+    if world.policy.scores_prefix:
+        world.swap()  # every score is up to date after it, as it will be after the next
+    before, bounds = _orders(world), _bounds(world)
+    world.swap()
+    after = _orders(world)
+    if before != after:
+        group = next(group for group in before if before[group] != after.get(group))
+        return f"those that wait were in order {before[group]}, after a swap and back {after.get(group)}"
+    worse = [request_id for request_id, until in _bounds(world).items() if until > bounds[request_id]]
+    return f"{worse[0]} may be overtaken longer after a swap" if worse else None
+
+
+def _orders(world: World) -> dict[str, list[str]]:
+    """Ids in order, by group: counters of service begin anew with a swap, so groups may change places."""
+    orders: dict[str, list[str]] = {}
+    for request in world.scheduler.waiting:
+        orders.setdefault(world.group_of(request), []).append(request.request_id)
+    return orders
+
+
+def _bounds(world: World) -> dict[str, float]:
+    return {r.request_id: world.policy.overtaken_until(r) for r in world.scheduler.waiting}
+
+
+# -- endless load
+
+RIVALS: dict[str, dict[str, object]] = {
+    "as urgent as can be": {"priority": 0, "ttft_slo_s": 0.0},
+    "of the same tenant": {"priority": 0, "tenant": "victim", "ttft_slo_s": 0.0},
+    "each of a new tenant": {"priority": 0, "ttft_slo_s": 0.0},
+    "with a cached prefix": {"priority": 0, "family": 1},
+    "of great weight": {"priority": 0, "weight": 8.0, "tenant": "great"},
+}
+
+
+def check_endless_load(make: PolicyFactory, scenario: Scenario, execute: Execute = answer) -> None:
+    """The least favoured request there can be finishes, whatever comes in for ever, at twice what can be served."""
+    for kind in RIVALS:
+        roomy = replace(scenario, num_blocks=200, block_size=2, max_num_seqs=1 + scenario.seed % 2)
+        roomy = replace(roomy, max_num_batched_tokens=16, enable_prefix_caching=True)
+        world = World(make, roomy, execute)
+        for _ in range(2 * roomy.max_num_seqs):
+            world.add(_rival(world, kind))
+        victim = world.make_request(prompt=8, max_tokens=3, priority=2, tenant="victim")
+        world.add(victim)
+        until = world.policy.overtaken_until(victim)
+        if not isfinite(until):
+            raise PolicyFault("starvation bound", roomy, 0, f"overtaken_until is {until}; state a finite time")
+        max_steps = 300 + 8 * int(until)
+        while not victim.finished:
+            if len(world.plans) > max_steps:
+                fault = f"after {max_steps} steps one is not done that was overtaken until {until}; rivals: {kind}"
+                raise PolicyFault("starvation bound", roomy, max_steps, fault)
+            for _ in range(roomy.max_num_seqs):
+                world.add(_rival(world, kind))
+            world.carry_out(world.step())
+
+
+def _rival(world: World, kind: str) -> Request:
+    number = len(world.requests)
+    fields = {"family": None, "tenant": f"a{number:05d}" if "new" in kind else "rivals", **RIVALS[kind]}
+    prompt = 5 if fields["family"] is not None else 1 + number % 2
+    return world.make_request(prompt=prompt, max_tokens=2, predicted_output_tokens=1.0, **fields)  # type: ignore[arg-type]
+
+
+# -- fair shares
+
+
+def check_fair_share(make: PolicyFactory, scenario: Scenario, execute: Execute = answer) -> float:
+    """Of groups that always wait, the weighted service drifts apart by no more than `max_service_gap`; that of any two,
+    over every stretch of time. Returns the largest drift as a share of the bound. A policy without groups passes.
+    """
+    gap = make(scenario.config).max_service_gap
+    if make(scenario.config).groups is None:
+        return 0.0
+    if gap is None:
+        raise PolicyFault("fair share", scenario, 0, "it has groups and states no max_service_gap")
+    scenario = replace(scenario, num_blocks=max(scenario.num_blocks, 8 * scenario.longest_prompt))
+    world = World(make, scenario, execute)
+    shapes = [_tenant_shape(world, number) for number in range(2 + scenario.seed % 3)]
+    num_kv_tokens = scenario.num_blocks * scenario.block_size
+    bound = gap(scenario.longest_prompt, scenario.longest_output, scenario.max_num_seqs, num_kv_tokens)
+    bound /= min(weight for _, _, weight in shapes)
+    meter = _ServiceMeter(len(shapes), scenario.config.output_token_weight)
+    for _ in range(max(150, int(2 * bound))):
+        for number, (prompt, output, weight) in enumerate(shapes):
+            while sum(r.tenant == f"t{number}" for r in world.scheduler.waiting) <= scenario.max_num_seqs:
+                tenant, priority = f"t{number}", number % 3
+                world.add(
+                    world.make_request(
+                        prompt=prompt, max_tokens=output, tenant=tenant, weight=weight, priority=priority
+                    )
+                )
+        moment = world.step()
+        meter.read(moment)
+        if meter.widest > bound:
+            fault = f"the service of two tenants that always wait differs by {meter.widest:g} tokens, over {bound:g}"
+            raise PolicyFault("fair share", scenario, moment.plan.step, fault)
+        world.carry_out(moment)
+    return meter.widest / bound
+
+
+def _tenant_shape(world: World, number: int) -> tuple[int, int, float]:
+    """(prompt, output, weight): tenants are as unlike as can be."""
+    scenario = world.scenario
+    if number == 0:
+        return scenario.longest_prompt, 1, 1.0
+    if number == 1:
+        return 1, scenario.longest_output, 1.0
+    dice = world.dice
+    prompt, output = dice.between(1, scenario.longest_prompt), dice.between(1, scenario.longest_output)
+    return prompt, output, float(dice.between(1, 3))
+
+
+class _ServiceMeter:
+    """What each tenant was given, counted from the plans and not by the policy."""
+
+    def __init__(self, num_tenants: int, output_weight: float) -> None:
+        self._output_weight = output_weight
+        self._given = {f"t{number}": 0.0 for number in range(num_tenants)}
+        self._lowest = dict.fromkeys(_pairs(self._given), 0.0)  # difference, of each pair, so far
+        self._highest = dict(self._lowest)
+        self._known: dict[str, int] = {}  # tokens computed of each request: what is computed again is no new service
+
+    @property
+    def widest(self) -> float:
+        """Over every stretch of time and any two tenants."""
+        return max(self._highest[pair] - self._lowest[pair] for pair in self._lowest)
+
+    def read(self, moment: Moment) -> None:
+        for row in moment.plan.rows:
+            request = moment.world.requests[row.request_id]
+            start = max(row.start, self._known.get(row.request_id, 0))
+            end = max(start, row.start + row.num_tokens)
+            self._known[row.request_id] = end
+            num_input = max(0, min(end, request.num_prompt_tokens) - start)
+            tokens = num_input + self._output_weight * row.samples
+            self._given[request.tenant] += tokens / request.weight
+        for pair in self._lowest:
+            difference = self._given[pair[0]] - self._given[pair[1]]
+            self._lowest[pair] = min(self._lowest[pair], difference)
+            self._highest[pair] = max(self._highest[pair], difference)
+
+
+def _pairs(names: Iterable[str]) -> list[tuple[str, str]]:
+    listed = list(names)
+    return [(a, b) for i, a in enumerate(listed) for b in listed[i + 1 :]]
+
+
+# -- all of it
+
+
+def check_statement(make: PolicyFactory, scenario: Scenario, execute: Execute = answer) -> None:
+    """It says where it comes from and what it promises, and its terms sum up to its key."""
+    world = World(make, scenario, execute)
+    policy = world.policy
+    if not policy.source or not policy.bound:
+        raise PolicyFault("statement", scenario, 0, "source and bound must say something")
+    for _ in range(5):
+        request = world.draw_request()
+        world.add(request)
+        terms, key = policy.terms(request), policy.order(request)
+        total = sum(terms.values())
+        if not terms or (policy.groups is None and abs(total - key[0]) > 1e-6 * max(1.0, abs(total))):
+            raise PolicyFault("statement", scenario, 0, f"terms {dict(terms)} do not sum up to {key[0]}")
+
+
+CHECKS: dict[str, Callable[[PolicyFactory, Scenario, Execute], object]] = {
+    "statement": check_statement,
+    "steps": check_steps,
+    "determinism": check_determinism,
+    "swap": check_swap,
+    "endless load": check_endless_load,
+    "fair share": check_fair_share,
+}
+
+
+def check_policy(make: PolicyFactory, seeds: Iterable[int] = range(20), execute: Execute = answer) -> None:
+    """Every check, in a world for each seed. Raises PolicyFault at the first that fails."""
+    for seed in seeds:
+        for check in CHECKS.values():
+            check(make, scenario_of(seed), execute)

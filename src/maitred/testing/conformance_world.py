@@ -1,0 +1,254 @@
+"""The small worlds in which `conformance` watches a policy: load drawn from a seed, a step at a time. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from maitred.config import SchedulerConfig
+from maitred.kvcache.manager import KVCacheManager
+from maitred.kvcache.prefix_cache import TokenHasher
+from maitred.policy.policy import Policy, PolicyFactory
+from maitred.policy.rules.arrival import fcfs
+from maitred.request import Request, SamplingParams
+from maitred.scheduler.scheduler import Scheduler
+from maitred.step import ModelOutput, SampledRow, SchedulerOutput
+
+T = TypeVar("T")
+
+Execute = Callable[[SchedulerOutput], ModelOutput]
+
+CHECKED, OTHER = "checked", "other"  # names under which a world's scheduler knows the policy, and fcfs
+
+
+def answer(plan: SchedulerOutput) -> ModelOutput:
+    """An executor in a line: every row that samples gets a token."""
+    return ModelOutput(tuple(SampledRow(row.request_id, (7,)) for row in plan.rows if row.samples))
+
+
+class Dice:
+    """Random numbers that are a function of their seed (splitmix64; Steele, Lea, Flood, OOPSLA 2014)."""
+
+    def __init__(self, seed: int) -> None:
+        self._state = seed
+
+    def between(self, low: int, high: int) -> int:
+        """`low` and `high` included."""
+        self._state = (self._state + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
+        z = self._state
+        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF
+        return low + (z ^ (z >> 31)) % (high - low + 1)
+
+    def chance(self, percent: int) -> bool:
+        return self.between(1, 100) <= percent
+
+    def choose(self, choices: Sequence[T]) -> T:
+        return choices[self.between(0, len(choices) - 1)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """A load and the room for it. A step takes a second."""
+
+    seed: int = 0
+    num_requests: int = 20
+    max_num_seqs: int = 3
+    max_num_batched_tokens: int = 16
+    num_blocks: int = 24
+    block_size: int = 2
+    num_tenants: int = 3
+    num_priorities: int = 3
+    longest_prompt: int = 16
+    longest_output: int = 8
+    arrivals_percent: int = 60  # chance of another arrival before a step, asked again after each
+    samples_percent: int = 20  # chance that one comes as several samples
+    aborts_percent: int = 2  # chance of an abort before a step
+    enable_prefix_caching: bool = True
+
+    @property
+    def config(self) -> SchedulerConfig:
+        """Parameters as small as the world, so that everything comes into play within a few steps."""
+        return SchedulerConfig(
+            policy=CHECKED,
+            predictor="max_tokens",
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=max(self.max_num_batched_tokens, self.max_num_seqs),
+            ageing_s=5.0,
+            ageing_tokens_per_s=4.0,
+            quantum_tokens=3,
+            mlfq_levels=4,
+            default_ttft_slo_s=3.0,
+            prefill_tokens_per_s=8.0,
+        )
+
+
+def scenario_of(seed: int) -> Scenario:
+    """Any world, by number: tight and roomy, calm and overloaded, with and without prefix cache."""
+    dice = Dice(seed)
+    block_size = dice.between(1, 4)
+    longest = dice.between(4, 24)
+    return Scenario(
+        seed=seed,
+        num_requests=dice.between(4, 30),
+        max_num_seqs=dice.between(1, 6),
+        max_num_batched_tokens=dice.between(2, 24),
+        num_blocks=-(-2 * longest // block_size) + dice.between(0, 40),
+        block_size=block_size,
+        num_tenants=dice.between(1, 4),
+        num_priorities=dice.between(1, 4),
+        longest_prompt=longest,
+        longest_output=dice.between(1, longest),
+        arrivals_percent=dice.between(15, 85),
+        aborts_percent=dice.choose([0, 0, 5]),
+        enable_prefix_caching=dice.chance(75),
+    )
+
+
+@dataclass(slots=True, eq=False)
+class Moment:
+    """A step of a world, just planned."""
+
+    world: World
+    plan: SchedulerOutput
+    waiting_before: tuple[Request, ...]
+    places_before: dict[str, tuple[str, tuple[Any, ...]]]  # id -> (group, key) of those that waited or ran
+    quanta_before: dict[str, int]
+    started: list[Request] = field(default_factory=list)
+    preempted: list[Request] = field(default_factory=list)
+
+
+class World:
+    """A scheduler under the checked policy, and the load of a scenario."""
+
+    def __init__(self, make: PolicyFactory, scenario: Scenario, execute: Execute = answer) -> None:
+        self.scenario, self.dice, self.now = scenario, Dice(scenario.seed ^ 0x5EED), 0.0
+        self._execute = execute
+        self._hasher = TokenHasher(scenario.block_size, "conformance")
+        self.kv_cache = KVCacheManager(
+            num_blocks=scenario.num_blocks,
+            block_size=scenario.block_size,
+            hasher=self._hasher,
+            enable_prefix_caching=scenario.enable_prefix_caching,
+        )
+        policies: dict[str, PolicyFactory] = {CHECKED: make, OTHER: fcfs}
+        self.scheduler = Scheduler(scenario.config, self.kv_cache, policies=policies)
+        self.requests: dict[str, Request] = {}  # all there ever were
+        self.num_finished = 0
+        self.plans: list[SchedulerOutput] = []
+
+    @property
+    def policy(self) -> Policy:
+        return self.scheduler.order.policy
+
+    def group_of(self, request: Request) -> str:
+        rule = self.policy.groups
+        return rule.group_of(request) if rule is not None else ""
+
+    def place(self, request: Request) -> tuple[str, tuple[Any, ...]]:
+        return self.group_of(request), self.scheduler.order.keys[request.request_id]
+
+    def arrive(self) -> None:
+        """As many as the scenario wants before this step, and perhaps an abort."""
+        scenario, dice = self.scenario, self.dice
+        while len(self.requests) < scenario.num_requests and dice.chance(scenario.arrivals_percent):
+            for request in self.draw_samples():
+                self.add(request)
+        living = [*self.scheduler.waiting, *self.scheduler.running]
+        if living and dice.chance(scenario.aborts_percent):
+            self.scheduler.abort(dice.choose(living).request_id, self.now)
+            self.num_finished += 1
+
+    def draw_samples(self) -> list[Request]:
+        """A request, or several samples of its prompt."""
+        first = self.draw_request()
+        if not self.dice.chance(self.scenario.samples_percent):
+            return [first]
+        first.parent_id = first.request_id
+        return [first, *(self._sample_of(first, index) for index in range(1, self.dice.between(2, 4)))]
+
+    def draw_request(self) -> Request:
+        scenario, dice = self.scenario, self.dice
+        tenant = dice.between(0, scenario.num_tenants - 1)
+        max_tokens = dice.between(1, scenario.longest_output)
+        return self.make_request(
+            prompt=dice.between(1, scenario.longest_prompt),
+            max_tokens=max_tokens,
+            family=dice.between(0, 2) if dice.chance(60) else None,
+            priority=dice.between(0, scenario.num_priorities - 1),
+            tenant=f"t{tenant}",
+            weight=1.0 + tenant % 2,
+            ttft_slo_s=dice.choose([None, None, 0.0, 2.0, 9.0]),
+            predicted_output_tokens=self._draw_prediction(max_tokens),
+        )
+
+    def _draw_prediction(self, max_tokens: int) -> float:
+        """Whatever a predictor may say, right and wrong."""
+        return self.dice.choose([float(max_tokens), 1.0, 1e9, -3.0, float("nan")])
+
+    def _sample_of(self, first: Request, index: int) -> Request:
+        return replace(
+            first,
+            request_id=f"{first.request_id}.{index}",
+            sample_index=index,
+            predicted_output_tokens=self._draw_prediction(first.max_tokens),
+            block_hashes=list(first.block_hashes),
+            block_table=[],
+            host_block_table=[],
+            output_token_ids=[],
+        )
+
+    def make_request(self, *, prompt: int, max_tokens: int, family: int | None = None, **fields: Any) -> Request:
+        """Prompts of one family begin alike; the others are like no other."""
+        number = len(self.requests)
+        tokens = [family if family is not None else 1000 + number] * prompt
+        return Request(
+            request_id=f"r{number:05d}",
+            prompt_token_ids=tokens,
+            sampling=SamplingParams(max_tokens=max_tokens),
+            arrived_at=self.now,
+            num_prompt_tokens=prompt,
+            max_tokens=max_tokens,
+            block_hashes=self._hasher.hash_prompt(tokens),
+            **fields,
+        )
+
+    def add(self, request: Request) -> None:
+        self.requests[request.request_id] = request
+        self.scheduler.add(request, self.now)
+
+    def step(self) -> Moment:
+        """Plans; `carry_out` does the rest of the step."""
+        scheduler = self.scheduler
+        before = [*scheduler.waiting, *scheduler.running]
+        moment = Moment(
+            world=self,
+            waiting_before=scheduler.waiting,
+            places_before={r.request_id: self.place(r) for r in before},
+            quanta_before={r.request_id: r.num_quanta for r in before},
+            plan=scheduler.schedule(self.now),
+        )
+        self.plans.append(moment.plan)
+        forgotten = dict.fromkeys(moment.plan.forgotten_request_ids)
+        waiting = scheduler.waiting
+        moment.started = [self.requests[new.request_id] for new in moment.plan.new_requests]
+        moment.preempted = [r for r in waiting if r.request_id in forgotten]
+        return moment
+
+    def carry_out(self, moment: Moment) -> None:
+        output = self._execute(moment.plan)
+        self.now += 1.0
+        progress = self.scheduler.update(moment.plan, output, self.now)
+        self.num_finished += sum(1 for told in progress if told.finish_reason is not None)
+
+    def swap(self) -> None:
+        """To another policy and back, between two steps."""
+        self.scheduler.configure(replace(self.scheduler.config, policy=OTHER))
+        self.scheduler.configure(replace(self.scheduler.config, policy=CHECKED))
+
+    @property
+    def max_steps(self) -> int:
+        """More than enough for all requests one after another, each quantum computed anew without a prefix cache."""
+        work = sum(r.num_prompt_tokens + (1 + r.max_tokens) * 4 for r in self.requests.values())
+        return 100 + 10 * work

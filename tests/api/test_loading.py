@@ -1,0 +1,217 @@
+"""While the engine loads the server says so, and turns from one to the other without a closed door in between."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import pytest
+
+from maitred.api.http.edge import Edge
+from maitred.api.http.middleware import TOLD_AGAIN_S, Outage
+from maitred.api.http.server import Server, app_of
+from maitred.clock import ManualClock, WallClock
+from maitred.config import ServerConfig
+from maitred.errors import CheckpointError, EngineDead
+from maitred.gate.admission import AdmissionController
+from maitred.replica import Replica
+from tests.fakes_api import FakeReplica, make_model
+from tests.waiting import HANGS_S, joined
+
+ASK = {"model": "tiny", "prompt": "Hi", "max_tokens": 4}
+
+
+@dataclass
+class Came:
+    replica: Replica
+    model: Any = field(default_factory=make_model)
+    admission: AdmissionController | None = None
+    start_phases: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class HeldStart:
+    """An engine that comes, or fails, when the test says so."""
+
+    outcome: Came | Exception = field(default_factory=lambda: Came(FakeReplica()))
+    may_end: threading.Event = field(default_factory=threading.Event)
+    given_up: bool = False
+
+    def wait(self) -> Came:
+        assert self.may_end.wait(HANGS_S)
+        if self.given_up:
+            raise EngineDead("the engine was given up while it loaded")
+        if isinstance(self.outcome, Exception):
+            raise self.outcome
+        return self.outcome
+
+    def give_up(self) -> None:
+        self.given_up = True
+        self.may_end.set()
+
+
+@dataclass
+class Opening:
+    url: str
+    starting: HeldStart
+    server: Server
+    edge: Edge
+    thread: threading.Thread
+    opened: threading.Event
+
+    def get(self, path: str, **fields: Any) -> httpx.Response:
+        return httpx.get(self.url + path, timeout=HANGS_S, **fields)
+
+    def post(self, path: str, body: dict[str, Any], **fields: Any) -> httpx.Response:
+        return httpx.post(self.url + path, json=body, timeout=HANGS_S, **fields)
+
+    def load(self) -> None:
+        self.starting.may_end.set()
+        assert self.opened.wait(HANGS_S)
+
+
+@contextmanager
+def opening(starting: HeldStart | None = None, **config: Any) -> Iterator[Opening]:
+    """A server that listens; its engine is on its way."""
+    starting = starting if starting is not None else HeldStart()
+    settings = ServerConfig(port=0, **config)
+    edge = Edge(settings, clock=WallClock(), is_ready=lambda: True)
+    opened = threading.Event()
+    server = Server(app_of(edge), settings, starting=starting, on_open=lambda host, port: opened.set())
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()  # so that nobody who comes before the loop runs is refused
+        port = listener.getsockname()[1]
+        thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
+        thread.start()
+        try:
+            yield Opening(f"http://127.0.0.1:{port}", starting, server, edge, thread, opened)
+        finally:
+            server.should_exit = True
+            joined(thread)
+
+
+def test_a_server_whose_engine_loads_lives_but_is_not_ready():
+    with opening() as server:
+        assert server.get("/health").status_code == 200
+        for path in ("/ready", "/readyz"):
+            answer = server.get(path)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "server_unavailable")
+            assert "loading" in answer.json()["error"]["message"]
+        assert not server.opened.is_set()
+        server.load()
+        assert [server.get(path).status_code for path in ("/health", "/ready", "/readyz")] == [200, 200, 200]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", ASK),
+        ("/v1/chat/completions", {"model": "any", "messages": [{"role": "user", "content": "Hi"}]}),
+        ("/tokenize", {"prompt": "Hi"}),
+        ("/v1/models", None),
+        ("/health/decode", None),
+        ("/admin/live", None),
+        ("/nowhere", None),
+    ],
+)
+def test_what_needs_the_model_is_told_when_to_come_again(path: str, body: dict[str, Any] | None):
+    with opening() as server:
+        answer = server.get(path) if body is None else server.post(path, body)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["type"], error["code"]) == (503, "server_error", "server_unavailable")
+        assert error["message"] == "the engine is loading; try again"
+        assert int(answer.headers["retry-after"]) >= 1
+
+
+def test_a_connection_that_saw_it_load_is_served_on():
+    with opening() as server, httpx.Client(base_url=server.url, timeout=HANGS_S) as client:
+        assert client.post("/v1/completions", json=ASK).status_code == 503
+        server.load()
+        assert client.post("/v1/completions", json=ASK).json()["choices"][0]["text"] == "Hell"
+
+
+def test_the_metrics_tell_that_there_is_no_engine_yet_and_count_on():
+    with opening() as server:
+        assert server.post("/v1/completions", ASK).status_code == 503
+        before = server.get("/metrics").text
+        assert "maitred_engine_up 0.0" in before
+        assert "maitred_info{" not in before
+        server.load()
+        after = server.get("/metrics").text
+        assert "maitred_engine_up 1.0" in after
+        assert 'model="tiny"' in after
+        assert 'maitred_http_requests_total{route="other",status="503"} 1.0' in after
+
+
+def test_keys_count_before_the_engine_is_there():
+    with opening(api_keys=("secret",)) as server:
+        assert server.post("/v1/completions", ASK).status_code == 401
+        assert server.get("/metrics").status_code == 401
+        told = server.post("/v1/completions", ASK, headers={"authorization": "Bearer secret"})
+        assert told.status_code == 503
+        assert server.get("/ready").status_code == 503
+
+
+def test_what_keeps_the_engine_from_loading_ends_the_server():
+    starting = HeldStart(CheckpointError("config.json is no valid JSON; download it again"))
+    with opening(starting) as server:
+        assert server.get("/health").status_code == 200
+        starting.may_end.set()
+        joined(server.thread)
+        assert server.server.failure is starting.outcome
+        assert not server.opened.is_set()
+
+
+def test_who_ends_the_server_while_it_loads_does_not_wait_for_the_engine():
+    with opening() as server:
+        assert server.get("/ready").status_code == 503
+        server.server.servers[0].get_loop().call_soon_threadsafe(server.server._signalled)  # as SIGTERM does
+        joined(server.thread)
+        assert server.starting.given_up
+        assert server.server.failure is None
+        assert not server.opened.is_set()
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    told = [record for record in caplog.records if record.name == "maitred.api" and record.levelno > logging.DEBUG]
+    return [getattr(record, "fields", {})["error"] for record in told]
+
+
+def test_who_polls_while_it_loads_leaves_nothing_in_the_log(caplog: pytest.LogCaptureFixture):
+    with opening() as server:
+        for path in ("/ready", "/readyz") * 3:
+            assert server.get(path).status_code == 503
+    assert warnings_of(caplog) == []
+
+
+def test_the_log_says_once_why_requests_are_sent_away(caplog: pytest.LogCaptureFixture):
+    """And again when it is for another reason."""
+    with opening() as server:
+        for _ in range(5):
+            assert server.post("/v1/completions", ASK).status_code == 503
+        assert warnings_of(caplog) == ["the engine is loading; try again"]
+        server.load()
+        assert server.post("/v1/completions", ASK).status_code == 200
+        server.edge.draining = True
+        for _ in range(5):
+            assert server.post("/v1/completions", ASK).status_code == 503
+        server.edge.draining = False
+    assert warnings_of(caplog) == ["the engine is loading; try again", "the server is shutting down; try again"]
+
+
+def test_the_log_says_again_after_a_while_how_many_were_sent_away(caplog: pytest.LogCaptureFixture):
+    clock = ManualClock()
+    outage = Outage(clock)
+    for _ in range(4):
+        outage.tell("a", "the engine is loading")
+    clock.advance(TOLD_AGAIN_S)
+    outage.tell("b", "the engine is loading")
+    told = [getattr(record, "fields", {}) for record in caplog.records if record.levelno == logging.WARNING]
+    assert [(line["request_id"], line["others_before"]) for line in told] == [("a", None), ("b", 3)]

@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from maitred.cli.main import main
+from maitred.cli.profile.live import CpuClock, SleepingClock, record
+from maitred.config import EngineConfig, ModelConfig, SchedulerConfig
+from maitred.sim.profile import decode_profile
+from maitred.sim.recorded import measured_steps, read_run
+from tests.sim.worlds import arrival
+
+ONE_THREAD = ModelConfig(num_threads=1, dtype="float32")
+
+
+def test_profile_then_simulate(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path, workload = tmp_path / "p.json", tmp_path / "w.yaml"
+    words = ["profile", "-o", str(path), "--seconds", "4", "--clock", "cpu", "--num-threads", "1"]
+    assert main([*words, "--max-num-seqs", "12"]) == 0
+    assert "error of a step" in capsys.readouterr().out
+    profile = decode_profile(path.read_bytes(), "p")
+    assert profile.model == "maitred-mini"
+    assert profile.num_held_out_steps > 0
+    assert profile.mape < 1.0
+    assert profile.cost_model.fixed_s > 0
+    assert sum(term.share for term in profile.terms.values()) == pytest.approx(1.0)
+
+    workload.write_text("rate: 4\nnum_requests: 20\n")
+    assert main(["simulate", "--workload", str(workload), "--device", str(path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["fcfs"]["ttft_s"]["p50"] > 0
+
+
+def test_a_live_run_serves_what_arrives_and_its_log_tells_all_of_it():
+    config = EngineConfig(model=ONE_THREAD, scheduler=SchedulerConfig(max_num_seqs=2))
+    asked = [arrival(f"r{i}", at=0.02 * i, prompt=20 + i, output=3 + i % 2) for i in range(6)]
+    steps = record(config, CpuClock(), asked)
+    results, arrivals = read_run(steps)
+    assert results.total.num_finished == 6
+    assert [(a.prompt_tokens, a.output_tokens) for a in arrivals] == [(a.prompt_tokens, a.output_tokens) for a in asked]
+    assert [a.at for a in arrivals] == pytest.approx([a.at for a in asked], abs=1e-6)
+    assert all(step.step_s > 0 for step in measured_steps(steps))
+
+
+def test_clocks_wait_until_a_time():
+    for clock in (CpuClock(), SleepingClock()):
+        at = clock.now() + 0.01
+        clock.wait_until(at)
+        assert clock.now() >= at
+
+
+def test_a_clock_takes_time_back():
+    for clock in (CpuClock(), SleepingClock()):
+        before = clock.now()
+        clock.take_back(100.0)
+        assert clock.now() < before - 50
+        clock.wait_until(before - 99.9)
+        assert clock.now() >= before - 99.9
+
+
+class HandClock:
+    """Only a test moves it."""
+
+    def __init__(self) -> None:
+        self.at = 0.0
+
+    def now(self) -> float:
+        return self.at
+
+    def wait_until(self, at: float) -> None:
+        self.at = max(self.at, at)
+
+    def take_back(self, seconds: float) -> None:
+        self.at -= seconds
+
+
+def test_what_happens_aside_of_a_live_run_takes_none_of_its_time():
+    clock, calls = HandClock(), []
+
+    def aside(now: float) -> bool:
+        calls.append(now)
+        clock.at += 7.0
+        return True
+
+    config = EngineConfig(model=ONE_THREAD, scheduler=SchedulerConfig(max_num_seqs=2))
+    asked = [arrival("a", at=0.0, output=3), arrival("b", at=1.0, output=2)]
+    results, _ = read_run(record(config, clock, asked, aside))
+    assert results.total.num_finished == 2
+    assert results.total.e2e_s.largest == 0.0
+    assert len(calls) >= 5
+    assert set(calls) == {0.0, 1.0}
+
+
+def test_too_short_a_profile_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["profile", "-o", str(tmp_path / "p"), "--seconds", "0.5"]) == 2
+    assert "at least 1" in capsys.readouterr().err

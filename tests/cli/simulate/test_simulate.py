@@ -1,0 +1,192 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from maitred.cli.main import main
+from maitred.cli.simulate.sources import find_target, profile_path, read_workload
+from maitred.config import CacheConfig
+from maitred.cost_model import CostModel
+from maitred.sim.profile import Profile, encode_profile
+
+WORKLOADS = Path(__file__).parents[3] / "examples" / "workloads"
+TRACE = "\n".join(
+    json.dumps(
+        {"timestamp": 40 * i, "input_length": 600, "output_length": 6, "hash_ids": [1, i % 3], "tenant": "ab"[i % 2]}
+    )
+    for i in range(30)
+)
+
+
+@pytest.fixture(autouse=True)
+def no_profile_of_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> str:
+    path = tmp_path / "trace.jsonl"
+    path.write_text(TRACE + "\n")
+    return str(path)
+
+
+def a_profile(**fields: object) -> Profile:
+    known = {
+        "model": "maitred-mini",
+        "machine": "test",
+        "executor": "torch",
+        "cost_model": CostModel(fixed_s=0.25),
+        "max_model_len": 128,
+        "kv_bytes_per_token": 64,
+        "kv_memory_bytes": 1 << 20,
+    }
+    return Profile(**known | fields)
+
+
+def figures(capsys: pytest.CaptureFixture[str], *words: str) -> dict:
+    assert main(["simulate", *words]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_policies_are_compared_as_json(trace: str, capsys):
+    words = ("--workload", trace, "--policy", "fcfs,srpt", "--device", "h100", "--model", "llama-3.1-8b", "--json")
+    compared = figures(capsys, *words)
+    assert set(compared) == {"fcfs", "srpt"}
+    for whole in compared.values():
+        assert set(whole) == {
+            "ttft_s", "itl_s", "e2e_s", "queue_s", "goodput_rps", "slo_attainment", "jain", "tenants", "num_finished",
+            "failed",
+        }  # fmt: skip
+        assert set(whole["tenants"]) == {"a", "b"}
+        assert set(whole["tenants"]["a"]) == set(whole) - {"tenants"}
+        assert set(whole["ttft_s"]) == {"mean", "p50", "p90", "p99", "max"}
+    assert figures(capsys, *words) == compared
+
+
+def test_json_to_a_file_leaves_the_table_on_the_terminal(trace: str, tmp_path: Path, capsys):
+    result = tmp_path / "result.json"
+    assert main(["simulate", "--workload", trace, "--json", str(result)]) == 0
+    assert set(json.loads(result.read_text())) == {"fcfs"}
+    out = capsys.readouterr().out
+    assert out.splitlines()[0].startswith("policy")
+    assert [line.split()[0] for line in out.splitlines()[1:]] == ["fcfs", "a", "b"]
+
+
+@pytest.mark.parametrize("suffix", ["html", "svg"])
+def test_a_report_is_drawn(trace: str, tmp_path: Path, suffix: str, capsys):
+    report = tmp_path / f"report.{suffix}"
+    assert main(["simulate", "--workload", trace, "--report", str(report)]) == 0
+    assert "<svg" in report.read_text()
+    capsys.readouterr()
+
+
+def test_a_faster_load_waits_longer_and_objectives_are_counted(trace: str, capsys):
+    words = ("--workload", trace, "--device", "cpu", "--max-num-seqs", "2", "--slo", "ttft:30ms", "--json")
+    slow, fast = figures(capsys, *words), figures(capsys, *words, "--rate-scale", "50")
+    assert fast["fcfs"]["queue_s"]["mean"] > slow["fcfs"]["queue_s"]["mean"]
+    assert fast["fcfs"]["slo_attainment"] < slow["fcfs"]["slo_attainment"]
+
+
+def test_a_file_of_tenants_gives_a_trace_its_terms(trace: str, tmp_path: Path, capsys):
+    tenants = tmp_path / "tenants.yaml"
+    tenants.write_text("tenants:\n  a: {tier: priority, weight: 3}\n  b: {tier: flex, requests_per_minute: 5}\n")
+    (whole,) = figures(capsys, "-w", trace, "--tenants", str(tenants), "--policy", "interactive", "--json").values()
+    assert whole["failed"] == whole["tenants"]["b"]["failed"] == {"requests_per_minute": 10}
+    assert whole["tenants"]["a"]["failed"] == {}
+    assert main(["simulate", "-w", trace, "--tenants", str(tenants)]) == 0
+    assert "10 (10 requests_per_minute)" in capsys.readouterr().out
+    tenants.write_text("tenants:\n  a: {}\n")
+    assert main(["simulate", "-w", trace, "--tenants", str(tenants)]) == 1
+    assert "tenant 'b'" in capsys.readouterr().err
+
+
+def test_the_door_is_there_when_asked_for(trace: str, capsys):
+    words = ("-w", trace, "--device", "cpu", "--max-num-seqs", "1", "--rate-scale", "50", "--json")
+    door = ("--admission", "--max-queued-requests", "3")
+    assert figures(capsys, *words)["fcfs"]["failed"] == {}
+    turned_away = figures(capsys, *words, *door)["fcfs"]
+    assert turned_away["failed"]["requests"] + turned_away["num_finished"] == 30
+    assert main(["simulate", "-w", trace, *door[1:]]) == 2
+    assert "--max-queued-requests is for the door, which is not there; add --admission" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("path", sorted(WORKLOADS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_the_examples_run(path: Path, capsys):
+    compared = figures(capsys, "--workload", str(path), "--policy", "fcfs,interactive", "--json", "--slo", "e2e:60s")
+    assert all(whole["slo_attainment"] > 0.9 for whole in compared.values())
+
+
+@pytest.mark.parametrize("predictor", ["oracle", "max_tokens", "quantile", "ranker", "adversarial"])
+def test_every_predictor_can_be_tried(trace: str, predictor: str, capsys):
+    assert figures(capsys, "--workload", trace, "--policy", "srpt", "--predictor", predictor, "--json")
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "told"),
+    [
+        ((), 2, "--workload is required"),
+        (("--policy", "fcsf"), 2, "did you mean fcfs?"),
+        (("--predictor", "orcale"), 2, "did you mean oracle?"),
+        (("--rate-scale", "0"), 2, "--rate-scale is 0"),
+        (("--report", "x.pdf"), 2, "must end in .html or .svg"),
+        (("--slo", "ttft:soon"), 1, "ttft:200ms"),
+        (("--device", "h10"), 1, "did you mean h100?"),
+        (("--device", "none.json"), 1, "maitred profile"),
+        (("--model", "llama"), 1, "choose one of"),
+        (("--device", "h100", "--model", "llama-3.1-70b"), 1, "141 GB of weights"),
+    ],
+)
+def test_a_slip_is_one_line_with_a_remedy(trace: str, words: tuple[str, ...], code: int, told: str, capsys):
+    given = ("--workload", trace, *words) if words else ()
+    assert main(["simulate", *given]) == code
+    err = capsys.readouterr().err
+    assert err.splitlines()[-1].startswith("error: ")
+    assert told in err
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "told"),
+    [
+        ("none.yaml", None, "No such file"),
+        ("x.yaml", "[1, 2]", "holds no mapping"),
+        ("x.yaml", "rate: [", "x.yaml"),
+        ("x.yaml", "raet: 4", "did you mean rate?"),
+        ("x.jsonl", "{}", "x.jsonl:1:"),
+    ],
+)
+def test_a_workload_that_cannot_be_read_is_named(tmp_path: Path, name: str, text: str | None, told: str, capsys):
+    path = tmp_path / name
+    if text is not None:
+        path.write_text(text)
+    assert main(["simulate", "--workload", str(path)]) == 1
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert told in err
+
+
+def test_a_trace_is_known_by_its_first_line_too(tmp_path: Path):
+    path = tmp_path / "trace"
+    path.write_text(TRACE)
+    assert len(list(read_workload(str(path)).arrivals())) == 30
+
+
+def test_this_machines_own_profile_comes_first(tmp_path: Path):
+    environ = {"XDG_CACHE_HOME": str(tmp_path)}
+    assert "datasheet" in find_target(None, None, environ).label
+    path = profile_path("maitred-mini", environ)
+    path.parent.mkdir(parents=True)
+    path.write_bytes(encode_profile(a_profile()))
+    target = find_target(None, None, environ)
+    assert target.cost_model.fixed_s == 0.25
+    assert target.num_blocks(CacheConfig(), 4) == 4 * 128 // 16
+    assert target.num_blocks(CacheConfig(kv_cache_memory_bytes=64 * 16 * 5), 4) == 5
+    assert "llama-3.1-8b on h100" in find_target(None, "llama-3.1-8b", environ).label
+
+
+def test_a_profile_of_another_model_is_refused(trace: str, tmp_path: Path, capsys):
+    path = tmp_path / "p.json"
+    path.write_bytes(encode_profile(a_profile()))
+    assert main(["simulate", "--workload", trace, "--device", str(path), "--model", "llama-3.1-8b"]) == 1
+    assert "the profile is of maitred-mini" in capsys.readouterr().err

@@ -1,0 +1,357 @@
+"""A recorded run, fed to a fresh scheduler, gives the same plans; and so does a simulator on the same log."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from random import Random
+
+import msgspec
+import pytest
+
+from maitred.clock import ManualClock
+from maitred.decisions.codec import Header, LogEncoder, Ticks, read_log
+from maitred.decisions.log import Arrival, Arrived, Outcome, Recorder, Step, StepRecord, request_of
+from maitred.decisions.replay import LoggedOutcomes, first_difference, fresh_scheduler, replay
+from maitred.engine.core import EngineCore
+from maitred.errors import ConfigError
+from maitred.kvcache.prefix_cache import TokenHasher
+from maitred.policy.policies import POLICIES
+from maitred.request import FinishReason, Request, SamplingParams
+from maitred.scheduler.scheduler import Scheduler
+from maitred.scheduler.swap import SwapCosts
+from maitred.step import ModelOutput, RequestProgress, SchedulerOutput
+from tests.fakes import MODEL, FakeExecutor, make_request, make_samples, make_scheduler, token_at
+
+BLOCK_SIZE, NUM_BLOCKS, NUM_HOST_BLOCKS = 4, 24, 12
+Run = tuple[list[bytes], Scheduler]
+FIRST_TOKEN = 987_650_000  # token ids that no other number in a log can look like
+
+
+def loud_token(request_id: str, position: int) -> int:
+    return FIRST_TOKEN + token_at(request_id, position)
+
+
+def step_time(plan: SchedulerOutput) -> float:
+    """A cost model, in seconds."""
+    return 0.01 + 0.001 * plan.num_tokens
+
+
+class TimedExecutor(FakeExecutor):
+    """Executing a plan takes the time that the cost model says."""
+
+    def __init__(self, clock: ManualClock) -> None:
+        super().__init__(loud_token)
+        self._clock = clock
+
+    def execute(self, plan: SchedulerOutput) -> ModelOutput:
+        self._clock.advance(step_time(plan))
+        return super().execute(plan)
+
+
+def random_workload(chooser: Random) -> list[Request]:
+    """Arrivals over a second or two; many prompts begin alike, some are sampled twice."""
+    requests: list[Request] = []
+    arrived_at = 0.0
+    for number in range(30):
+        arrived_at += chooser.random() * 0.08
+        name = f"r{number}"
+        common = [loud_token("common", i) for i in range(chooser.randint(0, 20))]
+        max_tokens = chooser.randint(1, 20)
+        fields = {
+            "prompt": [*common, *(loud_token(name, i) for i in range(chooser.randint(1, 20)))],
+            "max_tokens": max_tokens,
+            "arrived_at": arrived_at,
+            "block_size": BLOCK_SIZE,
+            "priority": chooser.randint(0, 2),
+            "tenant": f"t{number % 3}",
+            "weight": 1.0 + number % 2,
+            "ttft_slo_s": (None, 0.05, 1.0)[number % 3],
+            "start_by": arrived_at + 0.1 if chooser.random() < 0.1 else None,
+            "finish_by": arrived_at + 0.3 if chooser.random() < 0.1 else None,
+            "sampling": SamplingParams(
+                max_tokens=max_tokens, prompt_logprobs=0 if chooser.random() < 0.1 else None, seed=number
+            ),
+        }
+        samples = chooser.choice([1, 1, 1, 3])
+        requests += make_samples(name, samples, **fields) if samples > 1 else [make_request(name, **fields)]
+    return requests
+
+
+def record_run(seed: int, meddle: bool = True, policies: Sequence[str] = ("priority", "fcfs")) -> Run:
+    """A live loop under random load; `meddle` aborts, finishes, fails and swaps the policy on the way."""
+    chooser, clock = Random(seed), ManualClock()
+    scheduler = make_scheduler(
+        num_blocks=NUM_BLOCKS,
+        block_size=BLOCK_SIZE,
+        max_num_seqs=4,
+        max_num_batched_tokens=24,
+        policy=policies[0],
+        quantum_tokens=5,
+        ageing_tokens_per_s=50.0,
+        num_host_blocks=NUM_HOST_BLOCKS,
+    )
+    header = Header(
+        scheduler.config, NUM_BLOCKS, BLOCK_SIZE, enable_prefix_caching=True, num_host_blocks=NUM_HOST_BLOCKS
+    )
+    executor = TimedExecutor(clock)
+    records: list[StepRecord] = []
+    core = EngineCore(scheduler, executor, clock, Recorder(records.append))
+    arrivals = random_workload(chooser)
+    while arrivals or core.has_work:
+        if not core.has_work:
+            clock.advance(max(0.0, arrivals[0].arrived_at - clock.now()))
+        while arrivals and arrivals[0].arrived_at <= clock.now():
+            core.add(arrivals.pop(0))
+        if meddle:
+            meddle_with(core, executor, chooser, policies)
+        core.step()
+    encoder = LogEncoder(header)  # after the run: encoding may lag behind
+    return [encoder.start(), *map(encoder.encode, records)], scheduler
+
+
+def meddle_with(core: EngineCore, executor: FakeExecutor, chooser: Random, policies: Sequence[str]) -> None:
+    chance = chooser.random()
+    living = [*core.scheduler.running, *core.scheduler.waiting]
+    if chance < 0.04 and living:
+        core.abort(chooser.choice(living).request_id)
+    elif chance < 0.08 and living:
+        core.finish(chooser.choice(living).request_id, FinishReason.STOP, stop_reason="secret stop string")
+    elif chance < 0.10 and living:
+        executor.errors[chooser.choice(living).request_id] = "logits are NaN"
+    elif chance < 0.11 and core.scheduler.waiting:
+        core.finish(core.scheduler.waiting[-1].request_id, FinishReason.SHED)
+    elif chance < 0.14:
+        bandwidth = chooser.choice([1.0, 1e6])
+        core.set_swap_costs(SwapCosts(16, bandwidth, bandwidth, 0.01))
+    elif chance < 0.17:
+        seqs = chooser.randint(1, 5)
+        core.configure(replace(core.scheduler.config, policy=chooser.choice(sorted(policies)), max_num_seqs=seqs))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_fresh_scheduler_makes_the_recorded_plans_again(seed: int):
+    frames, scheduler = record_run(seed)
+    steps = list(replay(frames))
+    assert len(steps) == len(frames) - 1
+    assert all(step.equal for step in steps)
+    assert first_difference(frames) is None
+    assert scheduler.stats.num_blocks_used == 0
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("meddle", [False, True])
+def test_every_policy_decides_again_as_it_did(policy: str, meddle: bool):
+    """Alone, and swapped for any other and back while requests wait and run."""
+    for seed in range(4):
+        frames, scheduler = record_run(seed, meddle, [policy, *POLICIES] if meddle else [policy])
+        assert first_difference(frames) is None
+        assert len(list(replay(frames))) == len(frames) - 1
+        assert scheduler.stats.num_blocks_used == 0
+
+
+def test_the_recorded_load_reaches_every_corner():
+    stats = [record_run(seed)[1].stats for seed in range(12)]
+    assert sum(s.num_preemptions for s in stats) > 20
+    assert sum(s.num_prefix_hit_tokens for s in stats) > 100
+    assert all(sum(s.num_finished[reason] for s in stats) > 0 for reason in FinishReason)
+    steps = [step for seed in range(12) for step in read_log(record_run(seed)[0])[1]]
+    assert any(step.plan.block_copies for step in steps)
+    assert any(step.plan.swap_outs for step in steps)
+    assert any(step.plan.swap_ins for step in steps)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_requests_that_another_engine_began_are_replayed_with_the_output_they_brought(seed: int):
+    """As a restarted engine gets them: some tokens known, nothing computed, hashes of all full blocks."""
+    chooser, clock = Random(seed), ManualClock()
+    scheduler = make_scheduler(num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, max_num_seqs=4, max_num_batched_tokens=24)
+    records: list[StepRecord] = []
+    core = EngineCore(scheduler, TimedExecutor(clock), clock, Recorder(records.append))
+    for request in random_workload(chooser)[:12]:
+        if request.max_tokens > 1 and request.sample_index != 1:
+            request.output_token_ids = [loud_token(request.request_id, i) for i in range(1, request.max_tokens)]
+            known = [*request.prompt_token_ids, *request.output_token_ids]
+            request.block_hashes = TokenHasher(BLOCK_SIZE, MODEL).hash_prompt(known)
+        request.start_by = request.finish_by = None
+        core.add(request)
+    while core.has_work:
+        core.step()
+    encoder = LogEncoder(Header(scheduler.config, NUM_BLOCKS, BLOCK_SIZE, enable_prefix_caching=True))
+    frames = [encoder.start(), *map(encoder.encode, records)]
+    assert first_difference(frames) is None
+    assert any(new.num_output_tokens for step in read_log(frames)[1] for new in step.plan.new_requests)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_simulator_makes_the_plans_of_the_live_loop(seed: int):
+    """Step 6 of the way of a request: `execute` is an event at now + step_time(plan), and nothing else differs."""
+    frames, _ = record_run(seed, meddle=False)
+    header, logged_steps = read_log(frames)
+    steps = list(logged_steps)
+    arrivals = [request_of(event) for step in steps for event in step.events if isinstance(event, Arrived)]
+    outcomes = LoggedOutcomes()
+    scheduler = fresh_scheduler(header, outcomes)
+    now, plans = 0.0, []
+    while arrivals or scheduler.has_work:
+        if not scheduler.has_work:
+            now = max(now, arrivals[0].arrived_at)
+        while arrivals and arrivals[0].arrived_at <= now:
+            scheduler.add(arrivals.pop(0), now)
+        scheduler.expire(now)
+        plan = scheduler.schedule(now)
+        plans.append(plan)
+        now += step_time(plan)
+        scheduler.update(plan, outcomes.set_step(steps[plan.step].outcomes), now)
+    assert plans == [step.plan for step in steps]
+    assert now == steps[-1].updated_at
+
+
+def test_a_recorded_reason_comes_with_the_last_of_several_tokens():
+    outcomes, request = LoggedOutcomes(), make_request("a")
+    outcomes.set_step([Outcome("a", 3, FinishReason.STOP)])
+    assert [outcomes.stop_rule(request) for _ in range(3)] == [None, None, FinishReason.STOP]
+
+
+def test_no_token_and_no_text_is_in_the_log():
+    frames, _ = record_run(3)
+    log = b"".join(frames)
+    assert not re.search(rb"9876[5-9]\d{4}|98770\d{4}", log)
+    assert b"secret" not in log
+
+
+def test_a_frame_of_decoding_takes_a_few_bytes():
+    scheduler = make_scheduler(num_blocks=512, block_size=16, max_num_seqs=64, max_num_batched_tokens=512)
+    records: list[StepRecord] = []
+    core = EngineCore(scheduler, FakeExecutor(), ManualClock(), Recorder(records.append))
+    for number in range(64):
+        core.add(make_request(f"a-long-request-id-{number:040}", prompt=8, max_tokens=40, block_size=16))
+    while core.has_work:
+        core.step()
+    encoder = LogEncoder(Header(scheduler.config, 512, 16, enable_prefix_caching=True))
+    sizes = [len(encoder.encode(record)) for record in records]
+    assert sorted(sizes)[len(sizes) // 2] < 20
+    assert sum(sizes[1:-1]) / (64 * len(sizes[1:-1])) < 2  # bytes a row, before compression
+
+
+def changed(seed: int, number: int, **change: object) -> list[bytes]:
+    """The log of a run in which step `number` was another: its plan or outcomes are as given."""
+    frames, _ = record_run(seed)
+    steps = list(read_log(frames)[1])
+    steps[number] = msgspec.structs.replace(steps[number], **change)
+    return [frames[0], *reencoded(frames[0], steps)]
+
+
+def reencoded(header: bytes, steps: list[Step]) -> list[bytes]:
+    """Frames of decoded steps: they can be changed, and they are what they were."""
+    encoder = LogEncoder(msgspec.msgpack.decode(header, type=Header))
+    requests: dict[str, Request] = {}
+    return [encoder.encode(record_of(step, requests)) for step in steps]
+
+
+def record_of(step: Step, requests: dict[str, Request]) -> StepRecord:
+    """As the engine handed it over."""
+    events = []
+    for event in step.events:
+        if isinstance(event, Arrived):
+            requests[event.request_id] = request_of(event)
+            events.append(Arrival(event.now, requests[event.request_id], len(requests[event.request_id].block_hashes)))
+        else:
+            events.append(event)
+    progress = []
+    for outcome in step.outcomes:
+        requests[outcome.request_id].block_hashes += outcome.new_hashes
+        progress.append(
+            RequestProgress(outcome.request_id, (0,) * outcome.num_tokens, finish_reason=outcome.finish_reason)
+        )
+    return StepRecord(step.scheduled_at, step.updated_at, step.plan, tuple(progress), tuple(events))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_is_decoded_encodes_to_the_same_bytes(seed: int):
+    frames, _ = record_run(seed)
+    assert reencoded(frames[0], list(read_log(frames)[1])) == frames[1:]
+
+
+def test_times_that_are_no_whole_nanoseconds_come_back_bit_for_bit():
+    ticks = [0.1 + 0.2, 1e-12, 3.0000000010000001, 2.5, 1e9 / 3]
+    there, back = Ticks(), Ticks()
+    assert [back.restore(there.shorten(at)) for at in ticks] == ticks
+
+
+def test_a_changed_plan_is_found_and_named():
+    frames, _ = record_run(0)
+    step = list(read_log(frames)[1])[5]
+    row = step.plan.rows[0]._replace(start=99)
+    plan = replace(step.plan, rows=(row, *step.plan.rows[1:]))
+    assert (
+        first_difference(changed(0, 5, plan=plan)) == f"step 5: plan.rows[0].start was 99, is {step.plan.rows[0].start}"
+    )
+
+
+def test_a_changed_outcome_shows_in_a_later_plan():
+    frames, _ = record_run(0)
+    steps = list(read_log(frames)[1])
+    number = next(
+        i for i in range(10, len(steps)) if any(o.finish_reason is FinishReason.LENGTH for o in steps[i].outcomes)
+    )
+    outcomes = tuple(msgspec.structs.replace(o, finish_reason=None) for o in steps[number].outcomes)
+    difference = first_difference(changed(0, number, outcomes=outcomes))
+    assert difference is not None
+    assert difference.startswith(f"step {number + 1}: plan.")
+
+
+def test_a_missing_row_is_named_by_the_whole_of_its_list():
+    frames, _ = record_run(0)
+    step = list(read_log(frames)[1])[5]
+    plan = replace(step.plan, rows=step.plan.rows[:-1])
+    assert "plan.rows was (" in (first_difference(changed(0, 5, plan=plan)) or "")
+
+
+def test_a_damaged_frame_is_an_error_that_names_it():
+    frames, _ = record_run(1)
+    with pytest.raises(ConfigError, match="record 4 is damaged"):
+        list(replay([*frames[:3], b"\x90", *frames[4:]]))
+
+
+def test_a_file_that_is_no_log_and_a_log_of_another_version_are_refused():
+    with pytest.raises(ConfigError, match="is this a decision log"):
+        read_log([b"hello\n"])
+    with pytest.raises(ConfigError, match="is this a decision log"):
+        read_log([])
+    header = Header(make_scheduler().config, 4, 4, enable_prefix_caching=True, version=99)
+    with pytest.raises(ConfigError, match="version 99"):
+        read_log([msgspec.msgpack.encode(header)])
+
+
+def of_version_2(frames: list[bytes]) -> list[bytes]:
+    header = msgspec.msgpack.decode(frames[0], type=Header)
+    return [msgspec.msgpack.encode(msgspec.structs.replace(header, version=2)), *frames[1:]]
+
+
+def test_a_log_of_the_version_before_is_replayed_and_a_difference_says_what_is_decided_otherwise_since():
+    frames, _ = record_run(0)
+    assert first_difference(of_version_2(frames)) is None
+    step = list(read_log(frames)[1])[5]
+    plan = replace(step.plan, rows=step.plan.rows[:-1])
+    difference = first_difference(of_version_2(changed(0, 5, plan=plan)))
+    assert difference is not None
+    assert difference.startswith("step 5: plan.rows was ")
+    assert "(the log is of version 2: since version 3 the samples of a prompt (n > 1) keep their place" in difference
+
+
+def test_parts_of_other_runs_and_parts_out_of_order_are_refused():
+    frames, _ = record_run(1)
+    header = msgspec.msgpack.decode(frames[0], type=Header)
+
+    def part(number: int, run: str = "") -> bytes:
+        return msgspec.msgpack.encode(msgspec.structs.replace(header, part=number, run=run))
+
+    assert first_difference([*frames[:9], part(1), *frames[9:]]) is None
+    with pytest.raises(ConfigError, match="part 2 follows part 0"):
+        first_difference([*frames[:9], part(2), *frames[9:]])
+    with pytest.raises(ConfigError, match="one run at a time"):
+        first_difference([*frames[:9], part(1, "other"), *frames[9:]])
+    with pytest.raises(ConfigError, match="this is part 3 of its run"):
+        first_difference([part(3), *frames[1:]])

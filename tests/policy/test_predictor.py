@@ -1,0 +1,245 @@
+"""Predictors: what each knows, how little it may cost, and that a wrong one cannot do harm."""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from maitred.clock import ManualClock
+from maitred.config import SchedulerConfig
+from maitred.decisions.codec import Header, LogEncoder
+from maitred.decisions.log import Recorder, StepRecord
+from maitred.decisions.replay import first_difference
+from maitred.engine.core import EngineCore
+from maitred.errors import ConfigError
+from maitred.kvcache.manager import KVCacheManager
+from maitred.kvcache.prefix_cache import TokenHasher
+from maitred.policy.features import NUM_FEATURES, prompt_features
+from maitred.policy.predictor import (
+    PREDICTORS,
+    Adversarial,
+    MaxTokens,
+    Oracle,
+    Predictor,
+    Quantile,
+    Ranker,
+    bounded_prediction,
+    predictor_named,
+)
+from maitred.request import FinishReason, Request
+from maitred.scheduler.scheduler import Scheduler
+from tests.fakes import MODEL, FakeExecutor, make_request, make_scheduler
+from tests.scheduler.running import Run
+
+SHORT = "What is the time in {}?"
+LONG = "Write a long story about {}, please."
+PLACES = ("Rome", "Paris", "a small town", "the sea", "winter")
+
+
+def ended(length: int, *, text: str = "", **fields: object) -> Request:
+    """A request that generated `length` tokens."""
+    request = make_request(**{"prompt": 20, "max_tokens": 1000, **fields})  # type: ignore[arg-type]
+    request.features = prompt_features(text)
+    request.output_token_ids = [7] * length
+    return request
+
+
+def chats(count: int, seed: int = 1) -> list[Request]:
+    """Half short questions, half stories; the lengths within a kind are drawn at random."""
+    rng = random.Random(seed)
+    made = []
+    for _ in range(count):
+        is_long = rng.random() < 0.5
+        text = (LONG if is_long else SHORT).format(rng.choice(PLACES))
+        made.append(ended(1 + min(999, int(rng.lognormvariate(5.5 if is_long else 2.5, 0.4))), text=text))
+    return made
+
+
+def pairwise_accuracy(predictor: Predictor, requests: list[Request], skip: int) -> float:
+    """Of pairs of unequal length, the share put in order; each is predicted before it is observed. Ties count half."""
+    told = []
+    for request in requests:
+        told.append((bounded_prediction(predictor, request), request.num_output_tokens))
+        predictor.observe(request)
+    pairs = [(a, b) for i, a in enumerate(told[skip:]) for b in told[skip:][:i] if a[1] != b[1]]
+    return sum(0.5 if a[0] == b[0] else (a[0] < b[0]) == (a[1] < b[1]) for a, b in pairs) / len(pairs)
+
+
+def test_the_ranker_learns_from_words_what_lengths_alone_do_not_tell():
+    requests = chats(400)
+    assert pairwise_accuracy(MaxTokens(), requests, 200) == 0.5
+    assert pairwise_accuracy(Quantile(), requests, 200) < 0.6
+    assert pairwise_accuracy(Ranker(), requests, 200) > 0.7  # 0.5 within a kind, 1 between: 0.75 is all there is
+
+
+def test_the_oracle_is_never_wrong_and_the_adversary_nearly_always():
+    requests = chats(200)
+    assert pairwise_accuracy(Oracle(lambda r: r.num_output_tokens), requests, 0) == 1.0
+    assert pairwise_accuracy(Adversarial(lambda r: r.num_output_tokens), requests, 0) < 0.25
+
+
+def test_the_ranker_forgets_what_is_no_longer_true():
+    ranker = Ranker()
+    for request in chats(300):
+        ranker.observe(request)
+    for _ in range(300):
+        ranker.observe(ended(400, text=SHORT.format("Rome")))
+        ranker.observe(ended(10, text=LONG.format("Rome")))
+    assert ranker.predict(ended(0, text=SHORT.format("Rome"))) > ranker.predict(ended(0, text=LONG.format("Rome")))
+
+
+def test_quantile_knows_tenant_and_prompt_length_and_falls_back_step_by_step():
+    predictor = Quantile()
+    assert predictor.predict(ended(0, max_tokens=77)) == 77
+    for _ in range(Quantile.MIN_SEEN):
+        predictor.observe(ended(10, tenant="a", prompt=20))
+        predictor.observe(ended(300, tenant="a", prompt=400, max_tokens=1000))
+    assert predictor.predict(ended(0, tenant="a", prompt=25)) == 10
+    assert predictor.predict(ended(0, tenant="a", prompt=300)) == 300
+    assert predictor.predict(ended(0, tenant="a", prompt=90)) in (10, 300), "the tenant's whole history"
+    assert predictor.predict(ended(0, tenant="stranger")) in (10, 300), "everybody's history"
+    assert predictor.predict(ended(0, tenant="a", prompt=300, max_tokens=5)) == 5
+
+
+def test_quantile_keeps_a_bounded_history_and_forgets_the_oldest():
+    predictor = Quantile()
+    for tenant in range(3 * Quantile.MAX_HISTORIES):
+        predictor.observe(ended(3, tenant=str(tenant)))
+    assert len(predictor._histories) <= Quantile.MAX_HISTORIES
+    for _ in range(Quantile.CAPACITY):
+        predictor.observe(ended(50, tenant="t"))
+    assert predictor.predict(ended(0, tenant="t")) == 50
+
+
+def test_answers_cut_at_max_tokens_do_not_pull_a_prediction_down():
+    ranker = Ranker()
+    for _ in range(100):
+        ranker.observe(ended(500, text=LONG.format("Rome")))
+    weights = list(ranker._weights)
+    ranker.observe(ended(5, text=LONG.format("Rome"), max_tokens=5))
+    assert ranker._weights == weights
+
+
+@pytest.mark.parametrize("name", sorted(PREDICTORS))
+@given(st.integers(1, 10**6), st.text(max_size=60), st.text(max_size=8))
+def test_every_prediction_is_a_length_the_request_may_have(name: str, max_tokens: int, text: str, tenant: str):
+    predictor = predictor_named(name, lambda request: 3.0)
+    request = ended(1, text=text, max_tokens=max_tokens, tenant=tenant)
+    for _ in range(40):
+        assert 1.0 <= bounded_prediction(predictor, request) <= max_tokens
+        predictor.observe(request)
+
+
+@given(st.one_of(st.text(max_size=3000), st.lists(st.integers(0, 2**31), max_size=300)))
+def test_features_are_always_as_many_and_small(prompt: str | list[int]):
+    features = prompt_features(prompt)
+    assert len(features) == NUM_FEATURES
+    assert all(0.0 <= x <= 1.5 for x in features)
+
+
+def test_features_tell_what_was_asked_for():
+    assert prompt_features("Is it?")[0] == 1.0
+    assert prompt_features("It is.")[0] == 0.0
+    assert prompt_features("In 500 words")[1] > prompt_features("in 20 words")[1] > prompt_features("in words")[1] == 0
+    assert prompt_features("x " * 1000 + "tell me") == prompt_features("x " * 100_000 + "tell me"), (
+        "only the end counts"
+    )
+
+
+def test_a_prediction_and_its_lesson_cost_little_however_long_the_text():
+    text = "You are a helpful assistant. " * 2000 + "Please write a story about a cat in 300 words, and say why."
+    requests, ranker = chats(300), Ranker()
+    costs = []
+    for request in requests:
+        started = time.thread_time()
+        request.features = prompt_features(text)
+        ranker.predict(request)
+        ranker.observe(request)
+        costs.append(time.thread_time() - started)
+    assert sorted(costs)[len(costs) // 4] < 2e-3  # forty times what it takes
+
+
+def test_two_that_saw_the_same_say_the_same():
+    one, other = Ranker(), Ranker()
+    for request in chats(100):
+        one.observe(request)
+        other.observe(request)
+    assert [one.predict(r) for r in chats(50, 2)] == [other.predict(r) for r in chats(50, 2)]
+
+
+def test_an_unknown_name_lists_the_choices_and_the_oracle_needs_a_simulation():
+    with pytest.raises(ConfigError, match="adversarial, max_tokens, oracle, quantile, ranker"):
+        predictor_named("crystal-ball")
+    with pytest.raises(ConfigError, match="simulation"):
+        predictor_named("oracle")
+
+
+class Spy:
+    """Says 3, and notes what it is told."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, int]] = []
+
+    def predict(self, request: Request) -> float:
+        return 3.0
+
+    def observe(self, request: Request) -> None:
+        self.seen.append((request.request_id, request.num_output_tokens))
+
+
+def test_the_scheduler_asks_once_and_tells_only_of_ends_that_were_the_models():
+    spy, plain = Spy(), make_scheduler()
+    scheduler = Scheduler(plain.config, plain.kv_cache, predictor=spy)
+    whole, gone, known = make_request("whole"), make_request("gone"), make_request("known", predicted_output_tokens=9.0)
+    run = Run(scheduler, whole, gone, known)
+    assert (whole.predicted_output_tokens, known.predicted_output_tokens) == (3.0, 9.0)
+    run.step()
+    scheduler.finish("gone", FinishReason.ABORT, run.now)
+    scheduler.finish("known", FinishReason.STOP, run.now)  # a stop string
+    run.to_end()
+    assert spy.seen == [("known", 1), ("whole", 4)]
+
+
+def test_the_predictor_can_be_changed_while_it_runs():
+    scheduler = make_scheduler()
+    run = Run(scheduler, make_request("a", max_tokens=20))
+    scheduler.configure(replace(scheduler.config, predictor="max_tokens"))
+    run.add(make_request("b", max_tokens=21))
+    assert [r.predicted_output_tokens for r in scheduler.waiting] == [20, 21]
+    with pytest.raises(ConfigError):
+        scheduler.configure(replace(scheduler.config, predictor="oracle"))
+    assert scheduler.config.predictor == "max_tokens"
+
+
+def test_a_replay_uses_the_recorded_predictions():
+    """The log has no features, so a fresh predictor would say something else."""
+
+    def ends_at_seed(request: Request) -> FinishReason | None:
+        return FinishReason.STOP if request.num_output_tokens >= request.seed else None
+
+    clock = ManualClock()
+    config = SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=64, policy="sjf", predictor="ranker")
+    kv_cache = KVCacheManager(num_blocks=64, block_size=4, hasher=TokenHasher(4, MODEL), enable_prefix_caching=True)
+    records: list[StepRecord] = []
+    core = EngineCore(Scheduler(config, kv_cache, ends_at_seed), FakeExecutor(), clock, Recorder(records.append))
+    predicted = set()
+    for number, chat in enumerate(chats(80)):
+        request = make_request(
+            f"q{number}", max_tokens=40, seed=1 + chat.num_output_tokens % 15, arrived_at=clock.now()
+        )
+        request.features = chat.features
+        core.add(request)
+        predicted.add(request.predicted_output_tokens)
+        clock.advance(0.01)
+        for _ in range(4):
+            core.step()
+    while core.has_work:
+        core.step()
+    encoder = LogEncoder(Header(config, 64, 4, enable_prefix_caching=True))
+    assert len(predicted) > 10, "it learned"
+    assert first_difference([encoder.start(), *map(encoder.encode, records)]) is None

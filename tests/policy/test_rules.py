@@ -1,0 +1,320 @@
+"""What is particular to each policy; what all have in common is in test_conformance."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from maitred.config import SchedulerConfig
+from maitred.errors import ConfigError
+from maitred.policy.policies import POLICIES, policy_for
+from maitred.policy.rules.fair import MIN_COUNTERS_TO_PRUNE, VirtualTokenCounters
+from maitred.request import Request
+from tests.fakes import make_request, make_scheduler
+from tests.scheduler.running import Run, tokens_by_request
+
+
+def in_order(policy: str, *requests: Request, **settings: object) -> list[str]:
+    """As the policy seats them, all waiting."""
+    scheduler = make_scheduler(policy=policy, num_blocks=10_000, **settings)
+    for request in requests:
+        scheduler.add(request, 0.0)
+    return [request.request_id for request in scheduler.waiting]
+
+
+def test_sjf_puts_the_short_first_until_the_long_one_has_aged():
+    long = make_request("long", prompt=100, max_tokens=100, predicted_output_tokens=100.0)
+    soon = make_request("soon", prompt=100, max_tokens=100, predicted_output_tokens=10.0, arrived_at=1.0)
+    late = make_request("late", prompt=100, max_tokens=100, predicted_output_tokens=10.0, arrived_at=2.0)
+    # 180 tokens of difference are 1.8 s of age
+    assert in_order("sjf", late, long, soon, ageing_tokens_per_s=100.0) == ["soon", "long", "late"]
+
+
+@pytest.mark.parametrize("policy", ["sjf", "srpt", "interactive"])
+@pytest.mark.parametrize("said", [float("nan"), float("inf"), -1e9, 1e300])
+def test_a_mad_prediction_stays_between_one_token_and_max_tokens(policy: str, said: float):
+    made = policy_for(SchedulerConfig(policy=policy))
+    request = make_request(prompt=10, max_tokens=50, predicted_output_tokens=said)
+    low = make_request(prompt=10, max_tokens=50, predicted_output_tokens=1.0)
+    assert made.order(low)[0] <= made.order(request)[0] <= made.overtaken_until(request)
+
+
+def test_srpt_takes_the_slot_of_one_with_more_to_do_and_not_near_its_end():
+    long = make_request("long", max_tokens=60)
+    run = Run(make_scheduler(policy="srpt", max_num_seqs=1, predictor="max_tokens", ageing_tokens_per_s=1.0), long)
+    run.steps(3)
+    run.add(make_request("short", max_tokens=2, arrived_at=3.0))
+    assert [row.request_id for row in run.step().rows] == ["short"]
+    run.steps(56)
+    assert long.num_preemptions == 1
+    run.add(make_request("other", max_tokens=2, arrived_at=run.now))
+    run.to_end()
+    assert long.num_preemptions == 1  # few tokens were left: to compute its past again would have cost more
+
+
+def test_srpt_gives_a_preempted_request_the_place_of_what_remains():
+    request = make_request(prompt=10, max_tokens=50, predicted_output_tokens=50.0)
+    policy = policy_for(SchedulerConfig(policy="srpt"))
+    assert policy.resumed is not None
+    before = policy.order(request)
+    request.output_token_ids = list(range(30))
+    assert policy.resumed(request) < before
+
+
+def test_interactive_seats_by_tier_then_by_length():
+    requests = [
+        make_request("batch", priority=1, max_tokens=1),
+        make_request("essay", priority=0, max_tokens=500),
+        make_request("chat", priority=0, max_tokens=5, arrived_at=1.0),
+    ]
+    assert in_order("interactive", *requests) == ["chat", "essay", "batch"]
+
+
+def test_round_robin_goes_round():
+    requests = [make_request(name, max_tokens=9, arrived_at=i / 10) for i, name in enumerate("abc")]
+    run = Run(make_scheduler(policy="rr", max_num_seqs=1, quantum_tokens=4), *requests)
+    seats = [next(iter(tokens_by_request(plan))) for plan in run.to_end()]
+    turns = "".join(seat for i, seat in enumerate(seats) if i == 0 or seats[i - 1] != seat)
+    assert turns == "abcabc"
+    assert [r.num_quanta for r in requests] == [1, 1, 1]
+
+
+def test_a_quantum_smaller_than_what_is_computed_again_still_gets_on():
+    requests = [make_request(prompt=30, max_tokens=12, arrived_at=i / 10) for i in range(2)]
+    scheduler = make_scheduler(policy="rr", max_num_seqs=1, quantum_tokens=1, enable_prefix_caching=False)
+    run = Run(scheduler, *requests)
+    run.to_end(limit=200)
+    assert all(r.num_preemptions > 5 for r in requests)
+
+
+def test_a_quantum_ends_nothing_while_there_is_room():
+    requests = [make_request(max_tokens=20, arrived_at=i / 10) for i in range(3)]
+    run = Run(make_scheduler(policy="rr", max_num_seqs=3, quantum_tokens=2), *requests)
+    run.to_end()
+    assert [r.num_quanta for r in requests] == [0, 0, 0]
+
+
+def test_mlfq_joins_by_prompt_sinks_by_quanta_and_rises_with_age():
+    policy = policy_for(SchedulerConfig(policy="mlfq", quantum_tokens=10, mlfq_levels=4, ageing_s=5.0))
+
+    def level(request: Request) -> float:
+        return policy.terms(request)["level_s"] / 5.0
+
+    assert [level(make_request(prompt=n)) for n in (1, 10, 11, 20, 21, 40, 41, 1000)] == [0, 0, 1, 1, 2, 2, 3, 3]
+    request = make_request(prompt=5, max_tokens=100)
+    assert policy.quantum_end is not None
+    assert policy.quantum_end(request) == 10
+    request.num_quanta, request.num_computed_tokens, request.quantum_ended_at = 1, 10, 7.0
+    assert (level(request), policy.quantum_end(request)) == (1, 30)
+    newcomers = [make_request(prompt=5, arrived_at=at) for at in (11.9, 12.1)]
+    assert sorted([*newcomers, request], key=policy.order) == [newcomers[0], request, newcomers[1]]
+
+
+def test_mlfq_lets_a_newcomer_of_a_higher_level_in():
+    long = make_request("long", max_tokens=60)
+    run = Run(make_scheduler(policy="mlfq", max_num_seqs=1, quantum_tokens=8), long)
+    run.steps(3)
+    run.add(make_request("first", arrived_at=3.0, max_tokens=1))
+    assert [row.request_id for row in run.step().rows] == ["first"]  # long has used up its quantum
+    run.to_end()
+    assert long.num_preemptions == 1
+
+
+def test_edf_goes_by_objective_and_least_slack_takes_the_prefill_off():
+    long = make_request("long", prompt=100, ttft_slo_s=1.1)
+    short = make_request("short", prompt=10, ttft_slo_s=1.0)
+    assert in_order("edf", long, short) == ["short", "long"]
+    assert in_order("least_slack", long, short, prefill_tokens_per_s=100.0) == ["long", "short"]
+
+
+def test_an_earlier_deadline_takes_the_slot_of_a_prefill_but_not_of_one_who_has_its_first_token():
+    relaxed = make_request("relaxed", prompt=40, ttft_slo_s=60.0, max_tokens=9)
+    scheduler = make_scheduler(policy="edf", max_num_seqs=1, max_num_batched_tokens=8)
+    run = Run(scheduler, relaxed)
+    run.steps(2)
+    run.add(make_request("pressing", arrived_at=2.0, ttft_slo_s=0.5))
+    assert run.step().rows[0].request_id == "pressing"
+    while relaxed.first_token_at is None:
+        run.step()
+    run.add(make_request("again", arrived_at=run.now, ttft_slo_s=0.5))
+    run.to_end()
+    assert relaxed.num_preemptions == 1
+
+
+@pytest.mark.parametrize("policy", ["edf", "least_slack"])
+def test_no_deadline_is_before_arrival_or_more_than_an_hour_after(policy: str):
+    made = policy_for(SchedulerConfig(policy=policy))
+    for slo in (-5.0, 0.0, 1e12, float("inf")):
+        request = make_request(prompt=10, arrived_at=100.0, ttft_slo_s=slo)
+        assert 100.0 <= made.overtaken_until(request) <= 3700.0
+    assert made.overtaken_until(make_request(arrived_at=100.0, start_by=101.0, priority=9)) <= 101.0
+
+
+def test_lpm_moves_those_up_whose_prompt_has_entered_the_cache_and_down_when_it_has_left():
+    prefix = list(range(40))
+    scheduler = make_scheduler(policy="lpm", max_num_seqs=1, num_blocks=16, ageing_tokens_per_s=1.0)
+    run = Run(scheduler, make_request("first", prompt=[*prefix, 1], max_tokens=1))
+    run.add(make_request("other", prompt=20, max_tokens=1, arrived_at=1.0))
+    run.add(make_request("alike", prompt=[*prefix, 2], max_tokens=1, arrived_at=2.0))
+    assert [r.request_id for r in scheduler.waiting] == ["first", "other", "alike"]
+    run.step()
+    run.scheduler.order.begin_step()
+    assert [r.request_id for r in scheduler.waiting] == ["alike", "other"]
+    assert scheduler.terms("alike") == {"arrived_at_s": 2.0, "cached_prefix_s": -30.0}  # 40 tokens, at most ageing_s
+    for block in list(run.scheduler.kv_cache._cache.hashes):
+        run.scheduler.kv_cache._cache.forget(block)
+    assert scheduler.order.head() is not None
+    assert [r.request_id for r in scheduler.waiting] == ["other", "alike"]
+    run.to_end()
+
+
+def test_lpm_scores_a_bounded_number_in_a_step():
+    prefix = list(range(40))
+    scheduler = make_scheduler(policy="lpm", max_num_seqs=1, num_blocks=400, max_num_batched_tokens=64)
+    run = Run(scheduler, make_request("first", prompt=[*prefix, 1], max_tokens=1))
+    for i in range(200):
+        scheduler.add(make_request(f"w{i:03}", prompt=[*prefix, i], max_tokens=1, arrived_at=1.0 + i), 1.0)
+    run.step()
+    for expected in (32, 64, 96):
+        run.scheduler.order.begin_step()
+        assert sum(r.cached_prefix_tokens > 0 for r in scheduler.waiting) == expected
+
+
+def test_vtc_serves_in_proportion_to_weight():
+    scheduler = make_scheduler(policy="vtc", max_num_seqs=2, num_blocks=200)
+    run = Run(scheduler)
+    for i in range(40):
+        for tenant, weight in (("light", 1.0), ("heavy", 3.0)):
+            scheduler.add(make_request(f"{tenant}{i:02}", tenant=tenant, weight=weight), 0.0)
+    run.steps(80)
+    ended = [told.request_id for told in run.progress if told.finish_reason is not None]
+    light, heavy = (sum(name.startswith(tenant) for name in ended) for tenant in ("light", "heavy"))
+    assert 2.4 < heavy / light < 3.6
+
+
+def test_vtc_lifts_a_tenant_that_comes_back_so_that_nobody_saves_up():
+    counters = VirtualTokenCounters(2.0)
+    busy, idle = make_request("b", prompt=100, tenant="busy"), make_request("i", prompt=1, tenant="idle")
+    counters.on_queued(busy)
+    counters.on_started(busy)
+    busy.first_scheduled_at = 0.0
+    assert counters.rank("busy")[0] == 100.0
+    counters.on_queued(make_request("b2", tenant="busy"))
+    counters.on_queued(idle)
+    assert counters.rank("idle")[0] == 100.0
+    assert counters.rank("busy") < counters.rank("idle")  # of equals, who joined first
+
+
+def test_vtc_charges_a_prompt_once_and_each_output_token_with_its_weight():
+    scheduler = make_scheduler(policy="vtc", max_num_seqs=1)
+    run = Run(scheduler, make_request("a", prompt=8, max_tokens=3, tenant="t", weight=2.0))
+    assert scheduler.terms("a")["counter_tokens"] == 0.0
+    run.step()
+    assert scheduler.terms("a")["counter_tokens"] == (8 + 2) / 2
+    run.to_end()
+    assert scheduler.order.policy.groups is not None
+    assert scheduler.order.policy.groups.rank("t")[0] == (8 + 3 * 2) / 2
+
+
+def test_vtc_forgets_tenants_that_would_be_lifted_anyway():
+    counters, chooser = VirtualTokenCounters(2.0), Random(0)
+    for i in range(5000):
+        request = make_request(f"r{i}", prompt=chooser.randint(1, 9), tenant=f"t{i}")
+        counters.on_queued(request)
+        counters.on_started(request)
+    assert len(counters._counters) <= 2 * MIN_COUNTERS_TO_PRUNE
+    assert len(counters._lowest) <= MIN_COUNTERS_TO_PRUNE
+
+
+def test_a_tenant_that_is_forgotten_while_it_runs_may_be_forgotten_again():
+    counters = VirtualTokenCounters(2.0)
+    runs_on = make_request("runs on", tenant="a")
+    counters.on_queued(runs_on)
+    counters.on_started(runs_on)
+    counters._floor = 1e6
+    counters._prune()
+    assert "a" not in counters._counters
+    runs_on.num_computed_tokens = runs_on.num_tokens
+    counters.on_scheduled(runs_on, 1)
+    assert counters.rank("a")[0] == 1e6 + 2.0  # as if it had been lifted
+    counters._floor = 2e6
+    counters._prune()
+    assert "a" not in counters._counters
+
+
+def test_changing_only_limits_keeps_what_a_policy_knows_of_service_given():
+    scheduler = make_scheduler(policy="vtc")
+    Run(scheduler, make_request(tenant="t")).to_end()
+    rule = scheduler.order.policy.groups
+    scheduler.configure(SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=9, policy="vtc"))
+    assert scheduler.order.policy.groups is rule
+    assert rule is not None
+    assert rule.rank("t")[0] > 0
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_terms_are_told_of_those_that_are_here(policy: str):
+    scheduler = make_scheduler(policy=policy)
+    scheduler.add(make_request("a", arrived_at=3.0, priority=1), 3.0)
+    assert scheduler.terms("a")["arrived_at_s"] == 3.0
+    assert scheduler.terms("gone") == {}
+
+
+@pytest.mark.parametrize("field", ["ageing_s", "ageing_tokens_per_s", "output_token_weight", "prefill_tokens_per_s"])
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
+def test_parameters_that_no_order_can_be_made_of_are_refused(field: str, value: float):
+    with pytest.raises(ConfigError, match=f"{field} is"):
+        SchedulerConfig(**{field: value})
+
+
+def wait_under_rr(num_before: int, num_slots: int, prompt: int, budget: int, quantum: int) -> float:
+    """Steps from arrival to the first token of one that finds `num_before` before it, none of which has begun."""
+    scheduler = make_scheduler(
+        policy="rr",
+        num_blocks=10_000,
+        max_num_seqs=num_slots,
+        max_num_batched_tokens=budget,
+        quantum_tokens=quantum,
+        enable_prefix_caching=False,
+    )
+    run = Run(scheduler, *(make_request(f"{i:02}", prompt=prompt, max_tokens=100) for i in range(num_before)))
+    run.add(last := make_request("last", prompt=prompt, max_tokens=1, arrived_at=0.5))
+    while last.first_token_at is None:
+        run.step()
+    return run.now
+
+
+@pytest.mark.parametrize("num_slots", [1, 2, 5])
+@pytest.mark.parametrize("num_before", [1, 4, 11])
+@pytest.mark.parametrize("prompt", [1, 8, 40])
+def test_round_robins_wait_is_quanta_side_by_side_and_prompts_one_after_another(
+    num_before: int, num_slots: int, prompt: int
+):
+    quantum, budget = 6, 8
+    prompt_steps = -(-prompt // (budget - num_slots + 1))  # a budget that decoding requests have their part of
+    waited = wait_under_rr(num_before, num_slots, prompt, budget, quantum)
+    assert waited <= (num_before / num_slots + 1) * quantum + (num_before + 1) * prompt_steps
+
+
+def test_prompts_are_not_computed_side_by_side_under_round_robin():
+    """As if each slot had a budget of its own, the wait would be shorter than it is."""
+    num_before, num_slots, prompt, budget, quantum = 10, 5, 40, 8, 6
+    waited = wait_under_rr(num_before, num_slots, prompt, budget, quantum)
+    assert waited > (num_before / num_slots + 1) * (quantum + prompt / budget)
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "expected"),
+    [
+        (10_000, 2 * (2 * 2000 + 2 * 64 * 10)),  # outputs are short: each of the 64 yields all of its 10 tokens
+        (2, 2 * (2 * 2000 + 2 * (32 + 16 + 10 + 8 + 6 + 5 + 4 + 4 + 3 + 3))),  # the pool holds 32 tokens
+    ],
+)
+def test_vtcs_bound_is_less_where_the_longest_output_or_the_kv_pool_bounds_what_is_to_come(
+    num_blocks: int, expected: float
+):
+    gap = policy_for(SchedulerConfig(policy="vtc", output_token_weight=2.0)).max_service_gap
+    assert gap is not None
+    assert gap(2000, 10, 64, num_blocks * 16) == expected
+    assert gap(8, 2, 1, 10_000) == 2 * max(8, 2 * (8 + 2))  # the paper's, where that is less
