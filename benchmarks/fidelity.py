@@ -54,7 +54,8 @@ from machine_speed import Probe, Quiet, Times, Trace, Watch, median_of, probe_en
 
 from maitred.cli.profile.live import CLOCKS, live_engine, record
 from maitred.config import EngineConfig, ModelConfig, SchedulerConfig
-from maitred.cost_model import CostModel, Jitter, Slowness
+from maitred.cost_model import CostModel, Slowness
+from maitred.sim.jitter import Jitter
 from maitred.sim.recorded import measured_steps, read_run
 from maitred.sim.results import Results
 from maitred.sim.simulator import EngineSetup, Simulation, SlownessAt

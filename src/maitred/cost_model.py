@@ -1,15 +1,14 @@
 """How long a step takes: a few linear terms of what is in the plan, and a floor for reading the weights.
 
-A fitted model (`maitred profile`) and a datasheet's (`devices.py`) are the same thing with other numbers.
+A fitted model (`maitred profile`) and a datasheet's (`sim/devices.py`) are the same thing with other numbers.
 The floor is the roofline's (Williams et al. 2009): a step takes as long as reading the weights once, or as long as the
 arithmetic of its tokens, whichever is more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from random import Random
 from typing import NamedTuple
 
 from maitred.step import ScheduledRow
@@ -117,27 +116,3 @@ class CostModel:
     def gap_s(self, rows: int) -> float:
         """Between a step of so many rows and the next."""
         return self.between_s + rows * self.between_row_s
-
-
-class Jitter:
-    """Draws by which modelled times become as unsteady as measured ones; a pure function of the seed and the calls."""
-
-    def __init__(self, model: CostModel, rng: Random) -> None:
-        self._bands = [(band.below_s, band.quantiles) for band in model.jitter]
-        self._gaps = model.gap_jitter
-        self._draw = rng.random
-
-    def step_s(self, modelled_s: float) -> float:
-        for below_s, quantiles in self._bands:
-            if modelled_s < below_s:
-                return modelled_s * _drawn(quantiles, self._draw())
-        return modelled_s
-
-    def gap_s(self, modelled_s: float) -> float:
-        return modelled_s * _drawn(self._gaps, self._draw()) if self._gaps else modelled_s
-
-
-def _drawn(quantiles: Sequence[float], share: float) -> float:
-    at = share * (len(quantiles) - 1)
-    low = int(at)
-    return quantiles[low] + (quantiles[min(low + 1, len(quantiles) - 1)] - quantiles[low]) * (at - low)

@@ -8,7 +8,7 @@ import httpx
 import openai
 import pytest
 
-from maitred.api.http.auth import OPEN_PATHS, Door
+from maitred.api.http.auth import OPEN_PATHS, Authenticator
 from maitred.api.http.server import ROUTES
 from maitred.errors import InvalidApiKey
 from tests.api.conftest import MESSAGES, strict_client
@@ -64,12 +64,12 @@ def test_a_wrong_key_does_not_open(locked, header):
 
 @pytest.mark.parametrize("scheme", ["Bearer", "bearer", "BEARER"])
 def test_the_scheme_has_no_case(scheme):
-    Door(KEYS).check("/v1/models", f"{scheme} first-key".encode())
+    Authenticator(KEYS).check("/v1/models", f"{scheme} first-key".encode())
 
 
 def test_a_bytes_key_that_is_no_text_is_only_wrong():
     with pytest.raises(InvalidApiKey):
-        Door(KEYS).check("/v1/models", b"Bearer \xff\xfe")
+        Authenticator(KEYS).check("/v1/models", b"Bearer \xff\xfe")
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from maitred.api.dialects.openai.logprobs import (
     chat_logprobs,
     packed_chat_logprobs,
 )
-from maitred.api.generate.kept_logprobs import Keeping
+from maitred.api.generate.kept_logprobs import KeptLogprobs
 from maitred.errors import InvalidRequest, Overloaded
 from maitred.step import TokenLogprobs
 from tests.api.conftest import MESSAGES
@@ -81,7 +81,7 @@ def test_an_answer_with_more_log_probabilities_than_are_kept_ends_unless_it_is_s
 def test_all_answers_together_keep_only_so_much_and_who_keeps_little_goes_on(monkeypatch):
     monkeypatch.setattr("maitred.api.generate.kept_logprobs.MAX_KEPT_BYTES_IN_ALL", 100_000)
     monkeypatch.setattr("maitred.api.generate.kept_logprobs.MAX_UNREAD_BYTES", 30_000)
-    keeping = Keeping()
+    keeping = KeptLogprobs()
     with keeping.answer() as first:
         first(positions(200))
         held = keeping.num_bytes
@@ -97,7 +97,7 @@ def test_all_answers_together_keep_only_so_much_and_who_keeps_little_goes_on(mon
 
 def test_one_answer_keeps_only_so_much(monkeypatch):
     monkeypatch.setattr("maitred.api.generate.kept_logprobs.MAX_KEPT_BYTES", 3 * (256 + 3 * 72))
-    with Keeping().answer() as keep:
+    with KeptLogprobs().answer() as keep:
         keep(positions(3))
         with pytest.raises(InvalidRequest, match="over 1416 bytes"):
             keep(positions(1))

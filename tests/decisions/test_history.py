@@ -8,7 +8,7 @@ import pytest
 
 from maitred.clock import ManualClock
 from maitred.decisions.codec import Header, LogEncoder
-from maitred.decisions.history import Story, ids_like, story_of, the_one
+from maitred.decisions.history import RequestHistory, history_of, ids_like, the_one
 from maitred.decisions.log import Recorder
 from maitred.engine.core import EngineCore
 from maitred.errors import ConfigError
@@ -49,19 +49,19 @@ class Kitchen:
         for _ in range(count):
             self.core.step()
 
-    def story(self, request_id: str) -> Story:
+    def history(self, request_id: str) -> RequestHistory:
         while self.core.has_work:
             self.core.step()
-        return story_of(self.frames, request_id)
+        return history_of(self.frames, request_id)
 
 
 def test_a_request_that_finds_room_waits_for_nothing():
     kitchen = Kitchen()
     kitchen.add("a", max_tokens=3)
-    story = kitchen.story("a")
-    assert [wait.total_s for wait in story.waits] == [0.0]
-    assert (story.first_token_at, story.ended_at, story.num_tokens) == (1.0, 3.0, 3)
-    assert story.finish_reason is FinishReason.LENGTH
+    history = kitchen.history("a")
+    assert [wait.total_s for wait in history.waits] == [0.0]
+    assert (history.first_token_at, history.ended_at, history.num_tokens) == (1.0, 3.0, 3)
+    assert history.finish_reason is FinishReason.LENGTH
 
 
 def test_a_wait_for_slots_is_timed_and_those_before_it_are_named():
@@ -70,21 +70,21 @@ def test_a_wait_for_slots_is_timed_and_those_before_it_are_named():
     kitchen.steps(1)
     kitchen.add("b", max_tokens=2)
     kitchen.add("c", max_tokens=1, priority=2)
-    story = kitchen.story("c")
-    assert [request.request_id for request in story.ahead] == ["b"]
-    assert story.num_running_then == 1
-    (wait,) = story.waits
+    history = kitchen.history("c")
+    assert [request.request_id for request in history.ahead] == ["b"]
+    assert history.num_running_then == 1
+    (wait,) = history.waits
     assert wait.total_s == 5.0
     assert wait.for_lack == {Lack.SLOTS: 5.0}
     assert wait.as_first_s == 2.0  # once b had started
-    assert story.terms == story.starts[0].terms == {"arrived_at_s": 1.0}
+    assert history.terms == history.starts[0].terms == {"arrived_at_s": 1.0}
 
 
 def test_a_wait_for_blocks_says_how_many():
     kitchen = Kitchen(num_blocks=4)
     kitchen.add("a", prompt=10, max_tokens=3)
     kitchen.add("b", prompt=9, max_tokens=1)
-    (wait,) = kitchen.story("b").waits
+    (wait,) = kitchen.history("b").waits
     assert (wait.for_lack, wait.most_blocks_short, wait.as_first_s) == ({Lack.BLOCKS: 3.0}, 2, 3.0)
 
 
@@ -93,7 +93,7 @@ def test_a_wait_for_the_budget_and_for_the_step_under_way():
     kitchen.add("a", prompt=24, max_tokens=1)
     kitchen.steps(1)
     kitchen.core.add(make_request("b", arrived_at=0.25, max_tokens=1))
-    (wait,) = kitchen.story("b").waits
+    (wait,) = kitchen.history("b").waits
     assert (wait.until_step_s, wait.for_lack) == (0.75, {Lack.BUDGET: 2.0})
 
 
@@ -102,21 +102,21 @@ def test_a_preemption_names_whom_it_was_for():
     kitchen.add("slow", priority=2, max_tokens=6)
     kitchen.steps(2)
     kitchen.add("urgent", max_tokens=2)
-    story = kitchen.story("slow")
-    (put_out,) = story.put_out
+    history = kitchen.history("slow")
+    (put_out,) = history.put_out
     assert (put_out.at, put_out.preemption.cause) == (2.0, PreemptionCause.OUTRANKED)
     assert put_out.other is not None
     assert put_out.other.request_id == "urgent"
-    assert [wait.total_s for wait in story.waits] == [0.0, 2.0]
-    assert [start.at for start in story.starts] == [0.0, 4.0]
-    assert kitchen.story("urgent").has_put_out[0].preemption.request_id == "slow"
+    assert [wait.total_s for wait in history.waits] == [0.0, 2.0]
+    assert [start.at for start in history.starts] == [0.0, 4.0]
+    assert kitchen.history("urgent").has_put_out[0].preemption.request_id == "slow"
 
 
 def test_samples_wait_for_the_prompt_they_share():
     kitchen = Kitchen(max_num_batched_tokens=8)
     for sample in make_samples("p", 2, prompt=24, max_tokens=2):
         kitchen.core.add(sample)
-    (wait,) = kitchen.story("p-1").waits
+    (wait,) = kitchen.history("p-1").waits
     assert wait.for_leader_s == 3.0
 
 
@@ -130,10 +130,10 @@ def test_overtaking_a_change_of_policy_and_an_abort_are_told():
     kitchen.steps(3)
     kitchen.core.abort("b")
     kitchen.add("d", max_tokens=1)
-    story = kitchen.story("b")
-    assert story.policy_changes == [(1.0, "priority")]
-    assert (story.waits[0].overtaking, story.waits[0].total_s) == ({"c"}, 4.0)
-    assert (story.finish_reason, story.starts) == (FinishReason.ABORT, [])
+    history = kitchen.history("b")
+    assert history.policy_changes == [(1.0, "priority")]
+    assert (history.waits[0].overtaking, history.waits[0].total_s) == ({"c"}, 4.0)
+    assert (history.finish_reason, history.starts) == (FinishReason.ABORT, [])
 
 
 def test_one_that_overtakes_and_starts_again_after_a_preemption_has_overtaken_once():
@@ -144,8 +144,8 @@ def test_one_that_overtakes_and_starts_again_after_a_preemption_has_overtaken_on
     kitchen.add("later", priority=2, max_tokens=4)
     kitchen.steps(2)
     kitchen.add("urgent", max_tokens=1)
-    assert kitchen.story("later").starts[1:]
-    assert kitchen.story("patient").waits[0].overtaking == {"later", "urgent"}
+    assert kitchen.history("later").starts[1:]
+    assert kitchen.history("patient").waits[0].overtaking == {"later", "urgent"}
 
 
 def test_a_log_that_ends_early_says_so():
@@ -153,9 +153,9 @@ def test_a_log_that_ends_early_says_so():
     kitchen.add("a", max_tokens=9)
     kitchen.add("b", max_tokens=9)
     kitchen.steps(4)
-    story = story_of(kitchen.frames, "b")
-    assert (story.finish_reason, story.ended_at) == (None, None)
-    assert story.waits[0].total_s == 3.0
+    history = history_of(kitchen.frames, "b")
+    assert (history.finish_reason, history.ended_at) == (None, None)
+    assert history.waits[0].total_s == 3.0
 
 
 def test_an_id_is_found_by_any_part_that_is_its_own():
@@ -181,16 +181,16 @@ def test_every_story_of_a_wild_run_adds_up(seed: int):
     for number in range(0, 30, 3):
         for name in (f"r{number}", f"r{number}-0"):
             try:
-                story = story_of(frames, name)
+                history = history_of(frames, name)
             except ConfigError:
                 continue
-            assert story.finish_reason is not None
-            assert story.ended_at is not None
-            assert len(story.starts) in (len(story.waits), len(story.waits) - 1)
-            assert len(story.put_out) == story.request.num_preemptions
-            for index, wait in enumerate(story.waits):
+            assert history.finish_reason is not None
+            assert history.ended_at is not None
+            assert len(history.starts) in (len(history.waits), len(history.waits) - 1)
+            assert len(history.put_out) == history.request.num_preemptions
+            for index, wait in enumerate(history.waits):
                 told = sum(wait.for_lack.values()) + wait.for_leader_s + wait.until_step_s
                 assert told <= wait.total_s + 1e-9
-                if index < len(story.starts):
-                    assert story.starts[index].at == pytest.approx(wait.ended_at)
+                if index < len(history.starts):
+                    assert history.starts[index].at == pytest.approx(wait.ended_at)
                     assert told == pytest.approx(wait.total_s)

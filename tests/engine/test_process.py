@@ -21,9 +21,7 @@ import pytest
 
 from maitred.clock import WallClock
 from maitred.config import EngineConfig, ProcessConfig, SchedulerConfig
-from maitred.engine import restarts as supervisor
-from maitred.engine import spawn
-from maitred.engine import supervisor as keeper
+from maitred.engine import restarts, spawn, supervisor
 from maitred.engine.process import ProcessEngine, start_engine_process
 from maitred.engine.supervisor import Start
 from maitred.errors import CheckpointError, ConfigError, EngineDead, OutOfMemory
@@ -40,7 +38,7 @@ PROMPT, POISON = [1, 2, 3, 4, 5, 6], [1, 13]
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Restarts come at once; that the pauses grow is BackOff's own test. Last words are waited for."""
-    monkeypatch.setattr(supervisor, "FIRST_DELAY_S", 0.01)
+    monkeypatch.setattr(restarts, "FIRST_DELAY_S", 0.01)
     monkeypatch.setattr(spawn, "LAST_LINE_S", HANGS_S)
     monkeypatch.setattr(spawn, "STOP_S", 0.3)  # one that stands at its gate will not end by itself
 
@@ -72,7 +70,7 @@ def ask(request_id: str = "r", prompt: list[int] = PROMPT, max_tokens: int = 60,
 
 
 def pid_of(engine: ProcessEngine) -> int:
-    child = engine.keeper._child
+    child = engine.supervisor._child
     assert child is not None
     return child.pid
 
@@ -100,10 +98,10 @@ def killing(
     """Ends the engine, which waits at the gate, and opens that for the next one."""
 
     async def kill() -> None:
-        await until_async(lambda: engine.keeper.ready)
+        await until_async(lambda: engine.supervisor.ready)
         before = engine.state().num_restarts
         os.kill(pid_of(engine), number)
-        await until_async(lambda: engine.state().num_restarts > before or engine.keeper.over)
+        await until_async(lambda: engine.state().num_restarts > before or engine.supervisor.over)
         gate.open_to(then)
 
     return kill
@@ -150,7 +148,7 @@ async def test_an_engine_that_kills_itself_with_whatever_it_is_given_is_given_up
     async with engine_process("die_at=0", max_restarts=5) as engine:
         ends = await asyncio.gather(*(follow(engine, ask(f"r{i}", POISON)) for i in range(4)), return_exceptions=True)
         assert all(isinstance(end, EngineDead) for end in ends)
-        assert engine.keeper.over
+        assert engine.supervisor.over
         assert engine.state().num_restarts == 5
 
 
@@ -186,7 +184,7 @@ async def test_a_request_that_comes_while_there_is_no_engine_is_held(gate: Gate)
         engine.attach(asyncio.get_running_loop())
         gate.shut()
         os.kill(pid_of(engine), signal.SIGKILL)
-        await until_async(lambda: not engine.keeper.ready)
+        await until_async(lambda: not engine.supervisor.ready)
         state = engine.state()
         assert (state.alive, state.loading) == (False, True)
         assert "killed by SIGKILL" in (state.error or "")
@@ -251,7 +249,7 @@ async def test_an_engine_that_is_stuck_in_a_step_is_killed_and_replaced():
     async with engine_process("hang_at=3", resume="never", step_timeout_s=3.0) as engine:
         with pytest.raises(EngineDead, match="it was in one step for 3 s"):
             await follow(engine, ask(prompt=POISON))
-        await until_async(lambda: engine.keeper.ready)
+        await until_async(lambda: engine.supervisor.ready)
 
 
 async def test_weights_that_changed_meanwhile_are_not_gone_on_with(gate: Gate):
@@ -263,7 +261,7 @@ async def test_weights_that_changed_meanwhile_are_not_gone_on_with(gate: Gate):
 
 
 async def test_an_engine_that_is_silent_is_not_healthy_and_one_that_speaks_again_is(monkeypatch):
-    monkeypatch.setattr(keeper, "SILENT_S", 1.0)
+    monkeypatch.setattr(supervisor, "SILENT_S", 1.0)
     async with engine_process() as engine:
         await follow(engine, ask())
         os.kill(pid_of(engine), signal.SIGSTOP)
@@ -305,12 +303,12 @@ async def test_an_abort_while_there_is_no_engine_takes_effect_at_once(reason: Fi
         await anext(stream)
         gate.shut()
         os.kill(pid_of(engine), signal.SIGKILL)
-        await until_async(lambda: not engine.keeper.ready)
+        await until_async(lambda: not engine.supervisor.ready)
         engine.abort("r", reason)
         told = [progress async for progress in stream]
         assert told[-1].finish_reason is reason is request.finish_reason
         gate.open()
-        await until_async(lambda: engine.keeper.ready)
+        await until_async(lambda: engine.supervisor.ready)
         assert engine.state().num_resumed == 0
 
 
@@ -325,11 +323,11 @@ async def test_questions_are_answered_and_a_policy_outlives_its_engine(gate: Gat
         await engine.configure(replace(config, policy="vtc"))
         gate.shut()
         os.kill(pid_of(engine), signal.SIGKILL)
-        await until_async(lambda: not engine.keeper.ready)
+        await until_async(lambda: not engine.supervisor.ready)
         with pytest.raises(EngineDead):
             await engine.scheduler_config()
         gate.open()
-        await until_async(lambda: engine.keeper.ready)
+        await until_async(lambda: engine.supervisor.ready)
         assert (await engine.scheduler_config()).policy == "vtc"
 
 

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import pytest
 
-from maitred.engine.resume import SUSPECT_AFTER, TRIAL_TOKENS, LiveRequest, Trials
+from maitred.engine.resume import SUSPECT_AFTER, TRIAL_TOKENS, CrashIsolation, LiveRequest
 from maitred.request import FinishReason
 from tests.fakes import make_request
 
@@ -16,7 +16,7 @@ class Engines:
 
     def __init__(self, names: str, poison: str = "") -> None:
         self.sent: list[str] = []  # to the present engine
-        self.trials = Trials(self._send)
+        self.trials = CrashIsolation(self._send)
         self.live = {name: LiveRequest(make_request(name, prompt=[1]), cast(Any, None)) for name in names}
         self.poison = set(poison)
         self.num_deaths = 0

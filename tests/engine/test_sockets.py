@@ -38,7 +38,7 @@ def _sooner(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def send_raw(engine: ProcessEngine, data: bytes) -> None:
-    child = engine.keeper._child
+    child = engine.supervisor._child
     assert child is not None
     child._commands._socket.send(data)
 

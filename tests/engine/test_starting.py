@@ -21,7 +21,7 @@ from tests.waiting import is_gone, joined, until
 def test_an_engines_process_is_on_its_way_before_anybody_waits(tmp_path: Path):
     gate = Gate(tmp_path, 10)
     starting = StartingProcess(start_of(gate.habit), clock=WallClock())
-    child = starting._replica.keeper._child
+    child = starting._replica.supervisor._child
     assert child is not None
     assert psutil.pid_exists(child.pid)
     engine = starting.wait()
@@ -35,7 +35,7 @@ def test_giving_up_ends_the_waiting_and_the_process(tmp_path: Path):
     gate = Gate(tmp_path, 10)
     gate.shut()  # it never loads
     starting = StartingProcess(start_of(gate.habit), clock=WallClock())
-    child = starting._replica.keeper._child
+    child = starting._replica.supervisor._child
     assert child is not None
     process = psutil.Process(child.pid)
     raised: list[BaseException] = []

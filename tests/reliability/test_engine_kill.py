@@ -42,14 +42,14 @@ class House:
 
     def kill(self, number: int = signal.SIGKILL, *, then: int = 10**9) -> None:
         """And wait until that was noticed; the next engine's gate is open further."""
-        until(lambda: self.engine.keeper.ready)
+        until(lambda: self.engine.supervisor.ready)
         before = self.engine.state().num_restarts
         os.kill(self.pid(), number)
-        until(lambda: self.engine.state().num_restarts > before or self.engine.keeper.over)
+        until(lambda: self.engine.state().num_restarts > before or self.engine.supervisor.over)
         self.gate.open_to(then)
 
     def pid(self) -> int:
-        child = self.engine.keeper._child
+        child = self.engine.supervisor._child
         assert child is not None
         return child.pid
 

@@ -6,10 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maitred.cost_model import CostModel, Jitter, StepShape, shape_of
+from maitred.cost_model import CostModel, StepShape, shape_of
 from maitred.errors import ConfigError
 from maitred.sim.devices import DEVICES, MODELS, device_named, model_named, num_kv_blocks, roofline
 from maitred.sim.fit import TERMS, fit_steps, nonnegative_least_squares
+from maitred.sim.jitter import Jitter
 from maitred.sim.profile import Profile, decode_profile, encode_profile
 from maitred.sim.recorded import MeasuredStep
 from maitred.step import ScheduledRow

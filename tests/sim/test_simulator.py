@@ -7,13 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from maitred.clock import ManualClock
-from maitred.cost_model import Band, CostModel, Jitter, Slowness, shape_of
+from maitred.cost_model import Band, CostModel, Slowness, shape_of
 from maitred.decisions.codec import Header, LogEncoder, read_log
 from maitred.decisions.log import Recorder
 from maitred.decisions.replay import first_difference
 from maitred.engine.core import EngineCore
 from maitred.policy.policies import POLICIES
 from maitred.request import Request
+from maitred.sim.jitter import Jitter
 from maitred.sim.recorded import measured_steps, read_run
 from maitred.sim.results import Objectives, Results
 from maitred.sim.simulator import Simulation

@@ -56,7 +56,7 @@ class PutOut:
 
 
 @dataclass(slots=True)
-class Story:
+class RequestHistory:
     request: Request
     arrived_at: float
     policy: str
@@ -97,7 +97,9 @@ def the_one(ids: Sequence[str], words: str) -> str:
     return ids[0]
 
 
-def story_of(frames: Iterable[bytes], request_id: str, policies: Mapping[str, PolicyFactory] = POLICIES) -> Story:
+def history_of(
+    frames: Iterable[bytes], request_id: str, policies: Mapping[str, PolicyFactory] = POLICIES
+) -> RequestHistory:
     """Replays up to its end. Raises ConfigError when the log is damaged, or its decisions are not made again."""
     teller: _Teller | None = None
     for step in replay(frames, policies):
@@ -113,7 +115,7 @@ def story_of(frames: Iterable[bytes], request_id: str, policies: Mapping[str, Po
     if teller is None:
         raise ConfigError(f"no request {request_id!r} arrived in this log")
     teller.close()
-    return teller.story
+    return teller.history
 
 
 class _Teller:
@@ -128,32 +130,32 @@ class _Teller:
         config = step.scheduler.config
         if request is None:  # it ended before the step
             request = request_of(arrived)
-        self.story = Story(request, arrived.arrived_at, config.policy, config.max_num_seqs)
-        self.story.terms = step.scheduler.terms(arrived.request_id)
+        self.history = RequestHistory(request, arrived.arrived_at, config.policy, config.max_num_seqs)
+        self.history.terms = step.scheduler.terms(arrived.request_id)
         self._look_around(step)
         until_step_s = max(0.0, step.step.scheduled_at - arrived.arrived_at)
         self._wait: Wait | None = Wait(arrived.arrived_at, arrived.arrived_at, until_step_s=until_step_s)
 
     def listen(self, step: ReplayedStep) -> bool:
         """Takes in one step; True when the request has ended."""
-        at, story = step.step.scheduled_at, self.story
+        at, history = step.step.scheduled_at, self.history
         self._wait_until(at)
         for event in step.step.events:
             if isinstance(event, Ended) and event.request_id == self._request_id:
                 return self._end(event.reason, event.now)
             if isinstance(event, Configured):
-                story.policy_changes.append((event.now, event.config.policy))
+                history.policy_changes.append((event.now, event.config.policy))
         self._note_preemptions(step)
         self._note_start(step)
         self._last_at, self._blocked = at, step.scheduler.blocked
-        self._waits_for_leader = step.scheduler.awaits_leader(story.request)
+        self._waits_for_leader = step.scheduler.awaits_leader(history.request)
         if self._wait is not None:
             started = {new.request_id for new in step.replayed.new_requests}
             self._wait.overtaking |= {name for name in started if self._came_later(step.scheduler, name)}
         return self._note_outcome(step)
 
     def _look_around(self, step: ReplayedStep) -> None:
-        scheduler, me = step.scheduler, self.story.request
+        scheduler, me = step.scheduler, self.history.request
         admitted = [scheduler.request(new.request_id) for new in step.replayed.new_requests]
         before = [r for r in admitted if r is not None and r is not me]
         waiting = list(scheduler.waiting)
@@ -161,8 +163,8 @@ class _Teller:
             before += waiting[: waiting.index(me)]
         elif me.status is RequestStatus.RUNNING:
             before = before[: [r is me for r in admitted].index(True)]
-        self.story.ahead = tuple(before)
-        self.story.num_running_then = scheduler.num_running - sum(r is not None for r in admitted)
+        self.history.ahead = tuple(before)
+        self.history.num_running_then = scheduler.num_running - sum(r is not None for r in admitted)
 
     def _wait_until(self, at: float) -> None:
         """The time since the last step went by with what that step said."""
@@ -184,17 +186,17 @@ class _Teller:
         for preemption in step.scheduler.preemptions:
             if preemption.request_id == self._request_id:
                 by = step.scheduler.request(preemption.by) if preemption.by is not None else None
-                self.story.put_out.append(PutOut(step.step.scheduled_at, preemption, by))
+                self.history.put_out.append(PutOut(step.step.scheduled_at, preemption, by))
                 self._wait = Wait(step.step.scheduled_at, step.step.scheduled_at)
             elif preemption.by == self._request_id:
                 victim = step.scheduler.request(preemption.request_id)
-                self.story.has_put_out.append(PutOut(step.step.scheduled_at, preemption, victim))
+                self.history.has_put_out.append(PutOut(step.step.scheduled_at, preemption, victim))
 
     def _note_start(self, step: ReplayedStep) -> None:
         if not any(new.request_id == self._request_id for new in step.replayed.new_requests):
             return
         row = next(row for row in step.replayed.rows if row.request_id == self._request_id)
-        self.story.starts.append(
+        self.history.starts.append(
             Start(
                 step.step.scheduled_at,
                 step.scheduler.config.policy,
@@ -210,19 +212,19 @@ class _Teller:
 
     def _close_wait(self) -> None:
         if self._wait is not None:
-            self.story.waits.append(self._wait)
+            self.history.waits.append(self._wait)
             self._wait = None
 
     def _came_later(self, scheduler: Scheduler, request_id: str) -> bool:
         other = scheduler.request(request_id)
-        return other is not None and other.arrived_at > self.story.arrived_at
+        return other is not None and other.arrived_at > self.history.arrived_at
 
     def _note_outcome(self, step: ReplayedStep) -> bool:
         for outcome in step.step.outcomes:
             if outcome.request_id == self._request_id:
-                if outcome.num_tokens and self.story.first_token_at is None:
-                    self.story.first_token_at = step.step.updated_at
-                self.story.num_tokens += outcome.num_tokens
+                if outcome.num_tokens and self.history.first_token_at is None:
+                    self.history.first_token_at = step.step.updated_at
+                self.history.num_tokens += outcome.num_tokens
                 if outcome.finish_reason is not None:
                     return self._end(outcome.finish_reason, step.step.updated_at)
         return False
@@ -231,5 +233,5 @@ class _Teller:
         if self._wait is not None:
             self._wait.ended_at = at
         self._close_wait()
-        self.story.finish_reason, self.story.ended_at = reason, at
+        self.history.finish_reason, self.history.ended_at = reason, at
         return True

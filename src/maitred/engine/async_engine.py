@@ -15,7 +15,7 @@ from maitred.clock import Clock
 from maitred.config import SchedulerConfig
 from maitred.engine.core import EngineCore
 from maitred.engine.live_view import LiveView, look_at
-from maitred.engine.progress_streams import Entrance, ProgressStream
+from maitred.engine.progress_streams import ProgressStream, ProgressStreams
 from maitred.engine.restarts import Watchdog
 from maitred.errors import EngineDead, MaitredError
 from maitred.gate.admission import AdmissionController
@@ -51,7 +51,9 @@ class AsyncEngine:
         self._on_close = on_close
         self._on_admitted = on_admitted
         self._step_timeout_s = step_timeout_s
-        self._entrance = Entrance(self, clock, admission, lambda request_id: self._post(lambda: self._shed(request_id)))
+        self._streams_in = ProgressStreams(
+            self, clock, admission, lambda request_id: self._post(lambda: self._shed(request_id))
+        )
         self._watchdog: Watchdog | None = None  # since `attach`
         self._round, self._busy = 0, False  # written by the engine's thread
         self._inbox: deque[Callable[[], list[RequestProgress]]] = deque()
@@ -74,7 +76,7 @@ class AsyncEngine:
         loop = asyncio.get_running_loop()
         self._loop = loop
         death = self._death() if self._error is not None or self._stopping else None
-        stream = self._entrance.stream_for(request, loop, live=self._streams, death=death)
+        stream = self._streams_in.stream_for(request, loop, live=self._streams, death=death)
         if not stream.closed:
             self._streams[request.request_id] = stream
             self._post(lambda: self._add(request))
@@ -117,7 +119,7 @@ class AsyncEngine:
     async def configure(self, config: SchedulerConfig) -> None:
         """Changes policy and limits, losing no request; returns when it is done. Raises ConfigError, or EngineDead."""
         await self._ask(lambda core: core.configure(config))
-        self._entrance.reconfigured(config)
+        self._streams_in.reconfigured(config)
 
     async def close(self) -> None:
         """Stop the thread after its current step; unfinished requests end with EngineDead."""
@@ -166,7 +168,7 @@ class AsyncEngine:
     def _deliver(self, told: tuple[list[RequestProgress], int]) -> None:
         """Progress for everybody, and how many found no place in the step."""
         progress, num_queued = told
-        self._entrance.stepped(progress, num_queued)
+        self._streams_in.stepped(progress, num_queued)
         for item in progress:
             stream = self._streams.get(item.request_id)
             if stream is None:
@@ -176,7 +178,7 @@ class AsyncEngine:
                 del self._streams[item.request_id]
 
     def _fail_all(self, error: BaseException) -> None:
-        self._entrance.closed()
+        self._streams_in.closed()
         streams, self._streams = self._streams, {}
         for stream in streams.values():
             stream.fail(error)

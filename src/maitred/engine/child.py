@@ -51,7 +51,7 @@ from maitred.engine.frames import (
 )
 from maitred.engine.memory import MemoryPlan
 from maitred.engine.model_facts import ModelFacts
-from maitred.engine.queries import CALLS
+from maitred.engine.queries import QUERIES
 from maitred.engine.sockets import COMMANDS, REPORTS, Receiver, Sender, address_of
 from maitred.engine.spawn import HIGH_WATER_MARK, LogLine
 from maitred.engine.timeline import process_age_s
@@ -144,7 +144,7 @@ class EngineServer:
 
     def _answer(self, ask: Ask) -> None:
         try:
-            call = CALLS[ask.call]
+            call = QUERIES[ask.call]
             result = call.answer(self._core, self._clock, msgspec.msgpack.decode(ask.argument, type=call.argument))
             self._link.send(Answer(ask.number, msgspec.Raw(encode(result))))
         except (MaitredError, KeyError, msgspec.DecodeError) as error:

@@ -10,7 +10,7 @@ from maitred.config import EngineConfig
 from maitred.engine.async_engine import AsyncEngine
 from maitred.engine.build import OnEvent, build_parts
 from maitred.engine.local_replica import Engine
-from maitred.engine.progress_streams import door_of
+from maitred.engine.progress_streams import admission_of
 from maitred.errors import CheckpointError
 from maitred.policy.policies import POLICIES
 from maitred.policy.policy import PolicyFactory
@@ -41,7 +41,7 @@ def build_engine(
     except CheckpointError:
         parts.close()
         raise
-    admission = door_of(config)
+    admission = admission_of(config)
     replica = AsyncEngine(
         parts.core,
         clock,

@@ -27,20 +27,20 @@ from maitred.engine.frames import (
 )
 from maitred.engine.live_view import LiveView
 from maitred.engine.local_replica import Engine
-from maitred.engine.progress_streams import Entrance, ProgressStream, door_of
+from maitred.engine.progress_streams import ProgressStream, ProgressStreams, admission_of
 from maitred.engine.queries import (
     CONFIGURE,
     LIVE_VIEW,
     POLICY_NAMES,
     QUEUE_VIEW,
     SCHEDULER_CONFIG,
-    Call,
     Nothing,
+    Query,
     QueuePage,
 )
-from maitred.engine.resume import LiveRequest, Totals, Trials, refusal
+from maitred.engine.resume import CrashIsolation, LiveRequest, Totals, refusal
 from maitred.engine.served_model import TextAhead, served_model
-from maitred.engine.supervisor import Keeper, Loss, Start
+from maitred.engine.supervisor import Loss, Start, Supervisor
 from maitred.errors import EngineDead, MaitredError, RequestTooLarge
 from maitred.gate.admission import AdmissionController
 from maitred.replica import ReplicaState
@@ -81,16 +81,16 @@ class StartingProcess:
         on_event: Callable[[str], None] = lambda line: None,
         on_admitted: Callable[[Request], None] | None = None,
     ) -> None:
-        self._admission = door_of(start.config)
+        self._admission = admission_of(start.config)
         self._replica = ProcessEngine(
             start, clock, admission=self._admission, on_admitted=on_admitted, on_event=on_event
         )
-        self._replica.keeper.begin()
+        self._replica.supervisor.begin()
         self._text = TextAhead(start.config.model.model)
 
     def wait(self) -> Engine:
         """Raises as `start_engine_process`."""
-        ready = self._replica.keeper.wait()
+        ready = self._replica.supervisor.wait()
         model = served_model(ready.facts, self._text.tokenizer)
         try:
             model.text.read()
@@ -101,7 +101,7 @@ class StartingProcess:
 
     def give_up(self) -> None:
         """From any thread: `wait` raises soon, and the child ends."""
-        self._replica.keeper.give_up()
+        self._replica.supervisor.give_up()
 
     def stop(self) -> None:
         """End the engine, once nobody waits; idempotent."""
@@ -109,7 +109,7 @@ class StartingProcess:
 
 
 class ProcessEngine:
-    """Requests, questions and counters of an engine in another process; `keeper` sees to the process.
+    """Requests, questions and counters of an engine in another process; `supervisor` sees to the process.
 
     Everything runs on one event loop, but for `start` before there is one, and `stop` after.
     """
@@ -123,27 +123,27 @@ class ProcessEngine:
         on_admitted: Callable[[Request], None] | None = None,  # told on the event loop, so it must not wait
         on_event: Callable[[str], None] = lambda line: None,
     ) -> None:
-        self.keeper = Keeper(start, clock, self, on_event=on_event)
+        self.supervisor = Supervisor(start, clock, self, on_event=on_event)
         self._rule = start.process.resume
         self._clock = clock
         self._on_admitted = on_admitted
-        self._entrance = Entrance(self, clock, admission, self._shed)
+        self._streams_in = ProgressStreams(self, clock, admission, self._shed)
         self._live: dict[str, LiveRequest] = {}  # in order of arrival
-        self._questions: dict[int, tuple[Call[Any, Any], asyncio.Future[Any]]] = {}
+        self._questions: dict[int, tuple[Query[Any, Any], asyncio.Future[Any]]] = {}
         self._numbers = itertools.count()
         self._totals = Totals()
-        self._trials = Trials(self._send)
+        self._isolation = CrashIsolation(self._send)
         self._figures, self._past = Figures(), Figures()  # of this engine, and the counters of those before it
         self._news_at = clock.now()
 
     def start(self) -> Ready:
         """Load, and wait for it. Raises what keeps the engine from loading."""
-        self.keeper.begin()
-        return self.keeper.wait()
+        self.supervisor.begin()
+        return self.supervisor.wait()
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
         """Live on `loop` from now on, with or without requests; `submit` sees to it too."""
-        self.keeper.attach(loop)
+        self.supervisor.attach(loop)
 
     # -- Replica
 
@@ -154,14 +154,14 @@ class ProcessEngine:
         """
         loop = asyncio.get_running_loop()
         self.attach(loop)
-        death = self.keeper.death() if self.keeper.over or self.keeper.stopping else None
-        stream = self._entrance.stream_for(request, loop, live=self._live, death=death)
+        death = self.supervisor.death() if self.supervisor.over or self.supervisor.stopping else None
+        stream = self._streams_in.stream_for(request, loop, live=self._live, death=death)
         if stream.closed:
             return stream
         live = self._live[request.request_id] = LiveRequest(request, stream)
         if self._on_admitted is not None:
             self._on_admitted(request)
-        self._trials.enter(live)  # if there is no engine now, the next one gets it
+        self._isolation.enter(live)  # if there is no engine now, the next one gets it
         return stream
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
@@ -169,20 +169,20 @@ class ProcessEngine:
         if live is None or live.ending is not None:
             return
         live.ending = reason
-        if not (live.sent and self.keeper.send(Abort(request_id, reason))):
+        if not (live.sent and self.supervisor.send(Abort(request_id, reason))):
             self._deliver([live.ended(reason, self._clock.now())])
 
     def state(self) -> ReplicaState:
         """Counters of all engines so far; gauges of the present one."""
-        keeper, figures, past, totals = self.keeper, self._figures, self._past, self._totals
+        supervisor, figures, past, totals = self.supervisor, self._figures, self._past, self._totals
         counters = {name: getattr(figures, name) + getattr(past, name) for name in _COUNTERS}
-        error = keeper.why_not_alive
+        error = supervisor.why_not_alive
         return ReplicaState(
             alive=error is None,
             error=error,
-            loading=not keeper.ready and not keeper.over and not keeper.stopping,
+            loading=not supervisor.ready and not supervisor.over and not supervisor.stopping,
             num_running=figures.num_running,
-            num_waiting=figures.num_waiting if keeper.ready else len(self._live),
+            num_waiting=figures.num_waiting if supervisor.ready else len(self._live),
             num_blocks=figures.num_blocks,
             num_blocks_used=figures.num_blocks_used,
             num_blocks_cached=figures.num_blocks_cached,
@@ -192,10 +192,10 @@ class ProcessEngine:
             num_generated_tokens=totals.num_generated_tokens,
             num_finished=dict(totals.num_finished),
             last_step_age_s=max(0.0, self._clock.now() - self._news_at) if self._live else 0.0,
-            heartbeat_age_s=keeper.silent_s,
-            num_restarts=keeper.num_restarts,
+            heartbeat_age_s=supervisor.silent_s,
+            num_restarts=supervisor.num_restarts,
             num_resumed=totals.num_resumed,
-            num_wrong_frames=keeper.num_wrong_frames,
+            num_wrong_frames=supervisor.num_wrong_frames,
             **counters,
         )
 
@@ -218,16 +218,16 @@ class ProcessEngine:
     async def configure(self, config: SchedulerConfig) -> None:
         """Changes policy and limits, losing no request; returns when it is done. Raises ConfigError, or EngineDead."""
         await self._ask(CONFIGURE, config)
-        self.keeper.scheduler = config
-        self._entrance.reconfigured(config)
+        self.supervisor.scheduler = config
+        self._streams_in.reconfigured(config)
 
-    async def _ask(self, call: Call[A, R], argument: A) -> R:
+    async def _ask(self, call: Query[A, R], argument: A) -> R:
         loop = asyncio.get_running_loop()
         self.attach(loop)
         number = next(self._numbers)
         answer: asyncio.Future[R] = loop.create_future()
-        if not self.keeper.send(Ask(number, call.name, msgspec.Raw(encode(argument)))):
-            raise self.keeper.death()
+        if not self.supervisor.send(Ask(number, call.name, msgspec.Raw(encode(argument)))):
+            raise self.supervisor.death()
         self._questions[number] = (call, answer)
         try:
             return await answer
@@ -238,15 +238,15 @@ class ProcessEngine:
 
     async def close(self) -> None:
         """Stop the engine after its current step; unfinished requests end with EngineDead."""
-        self.keeper.detach()
-        await asyncio.to_thread(self.keeper.stop)
-        self._end_all(self.keeper.death())
+        self.supervisor.detach()
+        await asyncio.to_thread(self.supervisor.stop)
+        self._end_all(self.supervisor.death())
 
     def stop(self) -> None:
         """The same from any thread once the loop has ended; idempotent."""
-        self.keeper.stop()
+        self.supervisor.stop()
 
-    # -- what the keeper tells
+    # -- what the supervisor tells
 
     def heard(self, report: Report) -> None:
         match report:
@@ -262,8 +262,8 @@ class ProcessEngine:
         now, before = self._clock.now(), len(self._live)
         self._keep_counters()
         for number in list(self._questions):
-            self._settle(number, self.keeper.death())
-        culprit = self._trials.died(self._live.values(), own_fault=own_fault)
+            self._settle(number, self.supervisor.death())
+        culprit = self._isolation.died(self._live.values(), own_fault=own_fault)
         for live in list(self._live.values()):
             if live.ending is not None:
                 self._deliver([live.ended(live.ending, now)])
@@ -273,17 +273,17 @@ class ProcessEngine:
                 live.left(now)
             else:
                 self._end_with_error(live, EngineDead(f"{cause}, and {why}"), now)
-        found_cause = culprit is not None and self._trials.others_live()
+        found_cause = culprit is not None and self._isolation.others_live()
         return Loss(len(self._live), before - len(self._live), found_cause)
 
     def regained(self) -> int:
         self._news_at = self._clock.now()
-        self._trials.begin(list(self._live.values()))
+        self._isolation.begin(list(self._live.values()))
         return len(self._live)
 
     def bereft(self, cause: str) -> None:
         self._keep_counters()
-        self._end_all(self.keeper.death())
+        self._end_all(self.supervisor.death())
 
     def _keep_counters(self) -> None:
         """The next engine counts from nothing; the gauges are of nobody meanwhile."""
@@ -319,7 +319,7 @@ class ProcessEngine:
                 if live is not None:
                     news.append(live.take(item, now))
             self._deliver(news, report.num_queued)
-            self._trials.stepped(item.request_id for item in report.progress)
+            self._isolation.stepped(item.request_id for item in report.progress)
 
     def _deliver(self, progress: list[RequestProgress], num_queued: int | None = None) -> None:
         """To those who listen; `num_queued` is None for what no step gave."""
@@ -332,7 +332,7 @@ class ProcessEngine:
     def _account(self, progress: list[RequestProgress], num_queued: int) -> None:
         """To the counters and the door."""
         self._totals.count(progress)
-        self._entrance.stepped(progress, num_queued)
+        self._streams_in.stepped(progress, num_queued)
 
     def _answered(self, number: int, result: msgspec.Raw) -> None:
         if number not in self._questions:
@@ -356,7 +356,7 @@ class ProcessEngine:
         now = self._clock.now()
         resumed(live.request, now)
         try:
-            live.sent = self.keeper.send(submit_of(live.request))
+            live.sent = self.supervisor.send(submit_of(live.request))
         except RequestTooLarge as error:  # limits were set so high that what they let in cannot cross
             self._end_with_error(live, error, now)
             return
@@ -364,7 +364,7 @@ class ProcessEngine:
 
     def _shed(self, request_id: str) -> None:
         live = self._live.get(request_id)
-        if live is not None and not (live.sent and self.keeper.send(Shed(request_id))):
+        if live is not None and not (live.sent and self.supervisor.send(Shed(request_id))):
             self._deliver([live.ended(FinishReason.SHED, self._clock.now())])
 
 

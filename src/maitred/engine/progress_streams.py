@@ -127,7 +127,7 @@ def logprob_bytes(positions: Iterable[TokenLogprobs]) -> int:
     return sum(POSITION_BYTES + LOGPROB_BYTES * len(position.token_ids) for position in positions)
 
 
-def door_of(config: EngineConfig) -> AdmissionController:
+def admission_of(config: EngineConfig) -> AdmissionController:
     """The door of an engine that is configured so."""
     scheduler = config.scheduler
     return AdmissionController(
@@ -137,7 +137,7 @@ def door_of(config: EngineConfig) -> AdmissionController:
     )
 
 
-class Entrance:
+class ProgressStreams:
     """Lets requests in, or tells them why not. On the event loop: who is turned away hears it at once."""
 
     def __init__(

@@ -20,7 +20,7 @@ A = TypeVar("A")
 R = TypeVar("R")
 
 
-class Call(NamedTuple, Generic[A, R]):
+class Query(NamedTuple, Generic[A, R]):
     """One question. Argument and result are of types that msgspec encodes."""
 
     name: str
@@ -47,18 +47,18 @@ def _configure(core: EngineCore, clock: Clock, config: SchedulerConfig) -> Nothi
     return Nothing()
 
 
-QUEUE_VIEW: Call[QueuePage, QueueView] = Call("queue_view", QueuePage, QueueView, _queue_view)
-LIVE_VIEW: Call[Nothing, LiveView] = Call(
+QUEUE_VIEW: Query[QueuePage, QueueView] = Query("queue_view", QueuePage, QueueView, _queue_view)
+LIVE_VIEW: Query[Nothing, LiveView] = Query(
     "live_view", Nothing, LiveView, lambda core, clock, nothing: look_at(core, clock)
 )
-SCHEDULER_CONFIG: Call[Nothing, SchedulerConfig] = Call(
+SCHEDULER_CONFIG: Query[Nothing, SchedulerConfig] = Query(
     "scheduler_config", Nothing, SchedulerConfig, lambda core, clock, nothing: core.scheduler.config
 )
-POLICY_NAMES: Call[Nothing, tuple[str, ...]] = Call(
+POLICY_NAMES: Query[Nothing, tuple[str, ...]] = Query(
     "policy_names", Nothing, tuple[str, ...], lambda core, clock, nothing: core.scheduler.policy_names
 )
-CONFIGURE: Call[SchedulerConfig, Nothing] = Call("configure", SchedulerConfig, Nothing, _configure)
+CONFIGURE: Query[SchedulerConfig, Nothing] = Query("configure", SchedulerConfig, Nothing, _configure)
 
-CALLS: Mapping[str, Call[Any, Any]] = {
+QUERIES: Mapping[str, Query[Any, Any]] = {
     call.name: call for call in (QUEUE_VIEW, LIVE_VIEW, SCHEDULER_CONFIG, POLICY_NAMES, CONFIGURE)
 }

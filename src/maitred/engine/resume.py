@@ -94,7 +94,7 @@ def refusal(live: LiveRequest, rule: str, *, deterministic: bool, is_cause: bool
     return None
 
 
-class Trials:
+class CrashIsolation:
     """Finds the request that kills engines, and no other.
 
     Only a death by the engine's own fault is evidence (`supervisor.is_own_fault`): who sends SIGKILL blames nobody, and

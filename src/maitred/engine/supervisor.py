@@ -59,7 +59,7 @@ class Owner(Protocol):
         """The engine died, and none will come."""
 
 
-class Keeper:
+class Supervisor:
     """One engine's process after the other.
 
     After `wait` everything runs on one event loop. Two threads for each child do nothing but wait for its end and read

@@ -1,7 +1,7 @@
-"""Whom to turn away at the door: requests that no schedule could serve, and those that would come too late.
+"""Admission control: refuses at once those whose first token would come too late, and those over a limit.
 
 An overloaded server that lets everybody in makes everybody late (Beyer et al., "Site Reliability Engineering", chapters
-21 and 22), so the door decides at once, from how fast work leaves, and says when to come again.
+21 and 22), so it is decided on arrival, from the measured drain rate, and the refusal says when to come again.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from maitred.config import AdmissionConfig
-from maitred.errors import Overloaded, PromptTooLong
+from maitred.errors import Overloaded
 from maitred.gate.drain_rate import PROMPT_WEIGHT, DrainRate, LateBy, MeanOutput
-from maitred.kvcache.manager import KVCacheManager
 from maitred.request import FinishReason, Request
 from maitred.step import RequestProgress
 
@@ -27,20 +26,8 @@ PRIORITY_FIRST = ("priority", "interactive")  # policies under which the less ur
 NUM_CLASSES = 16  # priorities from this on share what is learned
 
 
-def refuse_impossible(request: Request, kv_cache: KVCacheManager) -> None:
-    """Raises PromptTooLong when the request would not fit into the KV cache even alone."""
-    num_slots = request.num_prompt_tokens + request.max_tokens - 1  # the last token is never computed
-    needed, there = kv_cache.num_blocks_for(num_slots), kv_cache.num_blocks
-    if needed > there:
-        raise PromptTooLong(
-            f"request {request.request_id}: a prompt of {request.num_prompt_tokens} tokens with max_tokens "
-            f"{request.max_tokens} needs {needed} KV blocks of {kv_cache.block_size} tokens, the cache has {there}; "
-            "shorten it, or serve with a larger --kv-cache-memory-bytes"
-        )
-
-
 @dataclass(slots=True, eq=False)
-class _Guest:
+class _Admitted:
     """A request let in, until its end."""
 
     priority: int
@@ -82,12 +69,12 @@ class AdmissionController:
         self._max_num_seqs = max_num_seqs
         self._priority_first = priority_first
         self._caps = {int(priority): cap for priority, cap in config.max_queued_by_priority.items()}
-        self._guests: dict[str, _Guest] = {}
-        self._waiting: dict[int, dict[str, _Guest]] = {}  # by priority, in order of arrival
+        self._admitted: dict[str, _Admitted] = {}
+        self._waiting: dict[int, dict[str, _Admitted]] = {}  # by priority, in order of arrival
         self._waiting_work: dict[int, float] = {}
         self._num_waiting = 0
         self._waiting_tokens = 0
-        self._families: dict[str, int] = {}  # living samples by parent_id
+        self._living_samples: dict[str, int] = {}  # living samples by parent_id
         self._rate, self._mean_output = DrainRate(), MeanOutput()
         self._late_by: dict[int, LateBy] = {}
         self._queued_before = False  # was there a queue after the last step told
@@ -114,7 +101,7 @@ class AdmissionController:
         """
         work = PROMPT_WEIGHT * request.num_prompt_tokens + self._mean_output.expected(request)
         caller = _Caller(request.priority, request.ttft_slo_s, request.num_prompt_tokens, request.arrived_at)
-        follows = request.sample_index > 0 and request.parent_id in self._families
+        follows = request.sample_index > 0 and request.parent_id in self._living_samples
         verdict = _Verdict() if follows else self._judge(caller, now)
         if verdict.reason is not None:
             raise self._turned_away(verdict.reason, work, now)
@@ -122,7 +109,7 @@ class AdmissionController:
             self._stop_waiting(request_id)
         self._enter(
             request.request_id,
-            _Guest(
+            _Admitted(
                 priority=request.priority,
                 num_prompt_tokens=request.num_prompt_tokens,
                 work=work,
@@ -152,17 +139,17 @@ class AdmissionController:
 
     def closed(self) -> None:
         """The engine died: nobody is inside."""
-        self._guests.clear()
+        self._admitted.clear()
         self._waiting.clear()
         self._waiting_work.clear()
-        self._families.clear()
+        self._living_samples.clear()
         self._num_waiting = self._waiting_tokens = 0
 
     # -- to look at
 
     @property
     def num_inside(self) -> int:
-        return len(self._guests)
+        return len(self._admitted)
 
     @property
     def num_waiting(self) -> int:
@@ -202,11 +189,11 @@ class AdmissionController:
             victim = None if in_vain else next(sheddable, None)
             if victim is None:
                 return _Verdict(reason)
-            request_id, guest = victim
+            request_id, entry = victim
             shed.append(request_id)
-            freed_tokens += guest.num_prompt_tokens
+            freed_tokens += entry.num_prompt_tokens
             if not self._priority_first:
-                freed_work += guest.work
+                freed_work += entry.work
         foretold_s = None if self._free_places() else self._foretold_s(caller, freed_work)
         return _Verdict(None, tuple(shed), foretold_s)
 
@@ -217,7 +204,7 @@ class AdmissionController:
                 return "class"
         return None
 
-    def _less_urgent(self, priority: int) -> Iterator[tuple[str, _Guest]]:
+    def _less_urgent(self, priority: int) -> Iterator[tuple[str, _Admitted]]:
         """Those that may be shed for one of this priority, the least urgent and latest first."""
         for each in sorted((p for p in self._waiting if p > priority), reverse=True):
             yield from reversed(self._waiting[each].items())
@@ -235,7 +222,7 @@ class AdmissionController:
 
     def _free_places(self) -> bool:
         """Nobody waits, or nobody was left over in the last step and there are slots."""
-        return not self._num_waiting or (not self._queued_before and len(self._guests) < self._max_num_seqs)
+        return not self._num_waiting or (not self._queued_before and len(self._admitted) < self._max_num_seqs)
 
     def _foretold_s(self, caller: _Caller, freed_work: float = 0.0) -> float | None:
         """From now to the first token: the work ahead, and its own prompt. None while the rate is unknown."""
@@ -272,50 +259,50 @@ class AdmissionController:
         self._owed_work = max(0.0, self._owed_work - rate * max(0.0, now - self._owed_at))
         self._owed_at = now
 
-    def _enter(self, request_id: str, guest: _Guest) -> None:
-        self._guests[request_id] = guest
-        if guest.parent_id is not None:
-            self._families[guest.parent_id] = self._families.get(guest.parent_id, 0) + 1
-        self._waiting.setdefault(guest.priority, {})[request_id] = guest
-        self._waiting_work[guest.priority] = self._waiting_work.get(guest.priority, 0.0) + guest.work
+    def _enter(self, request_id: str, entry: _Admitted) -> None:
+        self._admitted[request_id] = entry
+        if entry.parent_id is not None:
+            self._living_samples[entry.parent_id] = self._living_samples.get(entry.parent_id, 0) + 1
+        self._waiting.setdefault(entry.priority, {})[request_id] = entry
+        self._waiting_work[entry.priority] = self._waiting_work.get(entry.priority, 0.0) + entry.work
         self._num_waiting += 1
-        self._waiting_tokens += guest.num_prompt_tokens
+        self._waiting_tokens += entry.num_prompt_tokens
 
     def _stop_waiting(self, request_id: str) -> bool:
-        guest = self._guests[request_id]
-        waiting = self._waiting.get(guest.priority, {})
+        entry = self._admitted[request_id]
+        waiting = self._waiting.get(entry.priority, {})
         if waiting.pop(request_id, None) is None:
             return False
-        self._waiting_work[guest.priority] -= guest.work
+        self._waiting_work[entry.priority] -= entry.work
         if not waiting:
-            del self._waiting[guest.priority], self._waiting_work[guest.priority]
+            del self._waiting[entry.priority], self._waiting_work[entry.priority]
         self._num_waiting -= 1
-        self._waiting_tokens -= guest.num_prompt_tokens
+        self._waiting_tokens -= entry.num_prompt_tokens
         return True
 
     def _take_in(self, item: RequestProgress, now: float) -> float:
         """The work that one progress stands for."""
-        guest = self._guests.get(item.request_id)
-        if guest is None:
+        entry = self._admitted.get(item.request_id)
+        if entry is None:
             return 0.0
         work = float(len(item.new_token_ids))
-        guest.num_output += len(item.new_token_ids)
-        if item.new_token_ids and not guest.started:
-            guest.started = True
-            work += PROMPT_WEIGHT * guest.num_prompt_tokens
+        entry.num_output += len(item.new_token_ids)
+        if item.new_token_ids and not entry.started:
+            entry.started = True
+            work += PROMPT_WEIGHT * entry.num_prompt_tokens
             self._stop_waiting(item.request_id)
-            if guest.foretold_s is not None:
-                self._late(guest.priority).add(now - guest.admitted_at - guest.foretold_s)
+            if entry.foretold_s is not None:
+                self._late(entry.priority).add(now - entry.admitted_at - entry.foretold_s)
         if item.finish_reason is not None:
-            self._leave(item.request_id, guest, item.finish_reason)
+            self._leave(item.request_id, entry, item.finish_reason)
         return work
 
-    def _leave(self, request_id: str, guest: _Guest, reason: FinishReason) -> None:
+    def _leave(self, request_id: str, entry: _Admitted, reason: FinishReason) -> None:
         self._stop_waiting(request_id)
-        del self._guests[request_id]
+        del self._admitted[request_id]
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
-            self._mean_output.saw(guest.num_output)
-        if guest.parent_id is not None:
-            self._families[guest.parent_id] -= 1
-            if not self._families[guest.parent_id]:
-                del self._families[guest.parent_id]
+            self._mean_output.saw(entry.num_output)
+        if entry.parent_id is not None:
+            self._living_samples[entry.parent_id] -= 1
+            if not self._living_samples[entry.parent_id]:
+                del self._living_samples[entry.parent_id]

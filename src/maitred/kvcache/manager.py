@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping
 from typing import NamedTuple
 
+from maitred.errors import PromptTooLong
 from maitred.kvcache.block_pool import BlockPool
 from maitred.kvcache.host_pool import HostPool
 from maitred.kvcache.prefix_cache import BlockHasher, PrefixCache
@@ -85,6 +86,16 @@ class KVCacheManager:
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
+
+    def check_fits(self, request: Request) -> None:
+        """Raises PromptTooLong when the request would not fit even alone."""
+        needed = self.num_blocks_for(request.num_prompt_tokens + request.max_tokens - 1)  # the last is never computed
+        if needed > self.num_blocks:
+            raise PromptTooLong(
+                f"request {request.request_id}: a prompt of {request.num_prompt_tokens} tokens with max_tokens "
+                f"{request.max_tokens} needs {needed} KV blocks of {self.block_size} tokens, the cache has "
+                f"{self.num_blocks}; shorten it, or serve with a larger --kv-cache-memory-bytes"
+            )
 
     def find_prefix(self, request: Request) -> PrefixHit:
         """The longest cached prefix of the request's known tokens; takes about 0.1 us a block and holds nothing."""

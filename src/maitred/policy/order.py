@@ -9,7 +9,7 @@ from maitred.policy.policy import Policy
 from maitred.policy.prefix_watch import PrefixWatch
 from maitred.policy.queue import RequestQueue
 from maitred.request import Request
-from maitred.scheduler.plan_builder import Draft
+from maitred.step import ScheduledRow
 
 RESCORE_WINDOW = 64  # most requests that one step scores again because the prefix cache changed
 
@@ -105,11 +105,11 @@ class ServiceOrder:
             rule.on_finished(request)
             self.queue.note_rank(rule.group_of(request))
 
-    def issued(self, draft: Draft) -> None:
+    def issued(self, rows: Iterable[ScheduledRow], requests: Iterable[Request]) -> None:
         """A plan was made: tells the groups what service they get. Ranks only rise by that; `queue.peek` notices."""
         rule = self.policy.groups
         if rule is not None:
-            for row, request in zip(draft.rows, draft.requests, strict=True):
+            for row, request in zip(rows, requests, strict=True):
                 rule.on_scheduled(request, row.num_tokens)
 
     def take_expired(self, running: Iterable[Request], now: float, limit: int) -> list[Request]:

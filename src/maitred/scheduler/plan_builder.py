@@ -22,7 +22,7 @@ NOT_PLANNED = Removed(0, {})
 
 
 @dataclass(slots=True, eq=False)
-class Draft:
+class PlanBuilder:
     """One step's rows, with the request of each, and what is left of the token budget."""
 
     budget: int

@@ -5,27 +5,27 @@ from __future__ import annotations
 from maitred.kvcache.manager import Allocation
 from maitred.request import Request
 from maitred.scheduler.notes import Preemption, PreemptionCause
-from maitred.scheduler.plan_builder import Draft, Removed
-from maitred.scheduler.state import Floor
+from maitred.scheduler.plan_builder import PlanBuilder, Removed
+from maitred.scheduler.state import SchedulerState
 from maitred.scheduler.swap import worth_swapping
 
 
-def grow(floor: Floor, request: Request, draft: Draft) -> Allocation | None:
+def grow(state: SchedulerState, request: Request, builder: PlanBuilder) -> Allocation | None:
     """Room for one more token, taken from the worst running requests if need be; None if it is itself the worst."""
-    while (allocation := floor.kv.allocate(request, 1)) is None:
-        victim = floor.worst_running()
-        draft.out_of_blocks = True
-        preempt(floor, victim, draft, PreemptionCause.BLOCKS, by=request)
+    while (allocation := state.kv.allocate(request, 1)) is None:
+        victim = state.worst_running()
+        builder.out_of_blocks = True
+        preempt(state, victim, builder, PreemptionCause.BLOCKS, by=request)
         if victim is request:
             return None
     return allocation
 
 
-def make_room(floor: Floor, head: Request, draft: Draft) -> bool:
+def preempt_for(state: SchedulerState, head: Request, builder: PlanBuilder) -> bool:
     """Preempts requests that `head` outranks, the worst first, for a slot and blocks; nobody if in vain."""
-    kv = floor.kv
-    outranked = [r for r in floor.order.outranked(head, floor.running()) if r.request_id not in draft.settled]
-    hit = floor.reusable(head)
+    kv = state.kv
+    outranked = [r for r in state.order.outranked(head, state.running()) if r.request_id not in builder.settled]
+    hit = state.reusable(head)
     short = kv.num_blocks_short(head, hit)
     if not outranked or short > sum(len(r.block_table) for r in outranked):
         return False
@@ -38,32 +38,36 @@ def make_room(floor: Floor, head: Request, draft: Draft) -> bool:
     if short > 0:
         return False
     for victim in victims:
-        preempt(floor, victim, draft, PreemptionCause.OUTRANKED, by=head)
-    return not kv.num_blocks_short(head, floor.reusable(head))
+        preempt(state, victim, builder, PreemptionCause.OUTRANKED, by=head)
+    return not kv.num_blocks_short(head, state.reusable(head))
 
 
-def preempt(floor: Floor, request: Request, draft: Draft, cause: PreemptionCause, *, by: Request | None = None) -> None:
+def preempt(
+    state: SchedulerState, request: Request, builder: PlanBuilder, cause: PreemptionCause, *, by: Request | None = None
+) -> None:
     """Back to the queue, to its old place; what it computed is lost, but for what prefix cache or host keep."""
-    draft.preemptions.append(Preemption(request.request_id, cause, by.request_id if by is not None else None))
-    _swap_out(floor, request, draft, draft.remove(request), cause)
-    floor.leave_running(request)
-    floor.families.preempted(request)
+    builder.preemptions.append(Preemption(request.request_id, cause, by.request_id if by is not None else None))
+    _swap_out(state, request, builder, builder.remove(request), cause)
+    state.leave_running(request)
+    state.sample_groups.preempted(request)
     request.num_preemptions += 1
-    request.stalled_at = draft.now
-    floor.counters.num_preemptions += 1
-    floor.enqueue(request)
+    request.stalled_at = builder.now
+    state.counters.num_preemptions += 1
+    state.enqueue(request)
 
 
-def _swap_out(floor: Floor, request: Request, draft: Draft, removed: Removed, cause: PreemptionCause) -> None:
+def _swap_out(
+    state: SchedulerState, request: Request, builder: PlanBuilder, removed: Removed, cause: PreemptionCause
+) -> None:
     """To the host, what was computed before this plan, if that takes less time than computing it again will."""
-    kv, costs = floor.kv, floor.swap_costs
+    kv, costs = state.kv, state.swap_costs
     num_tokens = request.num_computed_tokens - removed.num_tokens
-    lacking = cause is PreemptionCause.BLOCKS or (cause is PreemptionCause.OUTRANKED and draft.num_blocks_short)
+    lacking = cause is PreemptionCause.BLOCKS or (cause is PreemptionCause.OUTRANKED and builder.num_blocks_short)
     if not lacking and kv.finds_again(request):
         return  # while no blocks lack, the prefix cache keeps what was computed
     if costs is None or not kv.can_swap_out(num_tokens):
         return
     if worth_swapping(costs, kv.num_blocks_for(num_tokens), num_tokens):
         copies = kv.swap_out(request, num_tokens, removed.copied_from)
-        draft.swap_outs += copies
-        floor.counters.num_swapped_out_blocks += len(copies)
+        builder.swap_outs += copies
+        state.counters.num_swapped_out_blocks += len(copies)

@@ -12,7 +12,6 @@ from dataclasses import asdict, replace
 
 from maitred.config import SchedulerConfig
 from maitred.errors import InvalidRequest
-from maitred.gate.admission import refuse_impossible
 from maitred.kvcache.manager import KVCacheManager
 from maitred.policy.order import ServiceOrder
 from maitred.policy.policies import POLICIES, policy_for
@@ -21,12 +20,12 @@ from maitred.policy.predictor import Predictor, bounded_prediction, predictor_na
 from maitred.request import FinishReason, Request, RequestStatus
 from maitred.scheduler.deadlines import Deadlines
 from maitred.scheduler.notes import Blocked, Preemption
-from maitred.scheduler.planning import draft_step, why_blocked
-from maitred.scheduler.state import Floor
+from maitred.scheduler.planning import build_plan, why_blocked
+from maitred.scheduler.state import SchedulerState
 from maitred.scheduler.stats import SchedulerStats
 from maitred.scheduler.stop import StopRule, stop_at_token
 from maitred.scheduler.swap import SwapCosts
-from maitred.scheduler.update import end, last_progress, take_in
+from maitred.scheduler.update import apply_output, end, last_progress
 from maitred.step import ModelOutput, RequestProgress, SchedulerOutput
 
 
@@ -48,7 +47,7 @@ class Scheduler:
     ) -> None:
         self._policies = policies
         self._kv = kv_cache
-        self._floor = Floor(
+        self._state = SchedulerState(
             config=config,
             kv=kv_cache,
             order=ServiceOrder(policy_for(config, policies), self._find_prefix),
@@ -66,7 +65,7 @@ class Scheduler:
 
     @property
     def config(self) -> SchedulerConfig:
-        return self._floor.config
+        return self._state.config
 
     @property
     def policy_names(self) -> tuple[str, ...]:
@@ -75,38 +74,38 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._floor.requests)
+        return bool(self._state.requests)
 
     @property
     def num_running(self) -> int:
-        return self._floor.num_running
+        return self._state.num_running
 
     @property
     def num_queued(self) -> int:
         """Those that could run if there were room: neither running, nor waiting for the prompt of another sample."""
-        return len(self._floor.order.queue) - self._floor.families.num_awaiting
+        return len(self._state.order.queue) - self._state.sample_groups.num_awaiting
 
     def awaits_leader(self, request: Request) -> bool:
         """Whether it waits for another sample that is computing the prompt of both."""
-        return self._floor.families.awaits_leader(request)
+        return self._state.sample_groups.awaits_leader(request)
 
     def waits_to_start(self, request_id: str) -> bool:
         """Whether it is here and was in no step yet."""
-        request = self._floor.requests.get(request_id)
+        request = self._state.requests.get(request_id)
         return request is not None and request.first_scheduled_at is None
 
     @property
     def running(self) -> tuple[Request, ...]:
-        return tuple(self._floor.running())
+        return tuple(self._state.running())
 
     @property
     def waiting(self) -> tuple[Request, ...]:
         """In order; for people to look at."""
-        return tuple(self._floor.order.queue.in_order())
+        return tuple(self._state.order.queue.in_order())
 
     def next_in_line(self, count: int) -> list[Request]:
         """The first `count` of `waiting`, without sorting all of it."""
-        return self._floor.order.queue.first(count)
+        return self._state.order.queue.first(count)
 
     @property
     def kv_cache(self) -> KVCacheManager:
@@ -116,42 +115,42 @@ class Scheduler:
     @property
     def order(self) -> ServiceOrder:
         """To look at: the policy at work, the queue, and everybody's key."""
-        return self._floor.order
+        return self._state.order
 
     def request(self, request_id: str) -> Request | None:
         """One that has not finished."""
-        return self._floor.requests.get(request_id)
+        return self._state.requests.get(request_id)
 
     def terms(self, request_id: str) -> dict[str, float]:
         """The parts of a request's place in the policy's order, by name; empty for one that is not here. For people
         to look at.
         """
-        request = self._floor.requests.get(request_id)
+        request = self._state.requests.get(request_id)
         if request is None:
             return {}
-        return dict(self._floor.order.policy.terms(request))
+        return dict(self._state.order.policy.terms(request))
 
     @property
     def stats(self) -> SchedulerStats:
         return SchedulerStats(
             num_running=self.num_running,
-            num_waiting=len(self._floor.order.queue),
+            num_waiting=len(self._state.order.queue),
             num_blocks=self._kv.num_blocks,
             num_blocks_used=self._kv.num_used,
             num_blocks_cached=self._kv.num_cached,
-            **asdict(self._floor.counters),
+            **asdict(self._state.counters),
         )
 
     def check_invariants(self) -> None:
         """Asserts what must hold between any two calls; slow."""
-        queued, running = list(self._floor.order.queue), list(self._floor.running())
+        queued, running = list(self._state.order.queue), list(self._state.running())
         everyone = sorted(r.request_id for r in [*queued, *running])
-        assert everyone == sorted(self._floor.requests)
-        self._floor.order.check_invariants(running)
+        assert everyone == sorted(self._state.requests)
+        self._state.order.check_invariants(running)
         assert all(r.status is RequestStatus.WAITING for r in queued)
         assert all(r.status is RequestStatus.RUNNING for r in running)
         assert not any(r.block_table or r.num_computed_tokens for r in queued)
-        assert self._floor.families.num_awaiting == sum(self._floor.families.awaits_leader(r) for r in queued)
+        assert self._state.sample_groups.num_awaiting == sum(self._state.sample_groups.awaits_leader(r) for r in queued)
         self._kv.check_invariants(running)
         self._kv.check_host(queued)
 
@@ -162,15 +161,15 @@ class Scheduler:
 
         Raises PromptTooLong when it could not run even alone, InvalidRequest when its id is in use.
         """
-        if request.request_id in self._floor.requests:
+        if request.request_id in self._state.requests:
             raise InvalidRequest(f"request id {request.request_id!r} is in use", param="request_id")
-        refuse_impossible(request, self._kv)
-        self._floor.requests[request.request_id] = request
+        self._kv.check_fits(request)
+        self._state.requests[request.request_id] = request
         self._deadlines.add(request)
         if request.predicted_output_tokens is None:  # else it was recorded, or a simulator knows better
-            request.predicted_output_tokens = bounded_prediction(self._floor.predictor, request)
-        self._floor.families.joined(request)
-        self._floor.enqueue(request)
+            request.predicted_output_tokens = bounded_prediction(self._state.predictor, request)
+        self._state.sample_groups.joined(request)
+        self._state.enqueue(request)
 
     def abort(self, request_id: str, now: float) -> RequestProgress | None:
         """Ends a request and frees its blocks at once; None when it is not here (any more)."""
@@ -180,7 +179,7 @@ class Scheduler:
         self, request_id: str, reason: FinishReason, now: float, *, stop_reason: int | str | None = None
     ) -> RequestProgress | None:
         """Ends a request for a reason found outside, such as a stop string; its last progress, or None if unknown."""
-        request = self._floor.requests.get(request_id)
+        request = self._state.requests.get(request_id)
         if request is None:
             return None
         request.stop_reason = stop_reason
@@ -197,43 +196,43 @@ class Scheduler:
 
     def set_policy(self, name: str) -> None:
         """Orders everything by another policy from now on. Raises ConfigError when there is none of that name."""
-        self.configure(replace(self._floor.config, policy=name))
+        self.configure(replace(self._state.config, policy=name))
 
     def set_swap_costs(self, costs: SwapCosts | None) -> None:
         """What copying and computing take on this machine; None never copies."""
-        self._floor.swap_costs = costs
+        self._state.swap_costs = costs
 
     def configure(self, config: SchedulerConfig) -> None:
         """Changes policy and limits between steps; no request is lost. Raises ConfigError and changes nothing."""
-        floor = self._floor
-        order = floor.order
-        if _rules_of(config) != _rules_of(floor.config):  # else keep it, and what it knows of service given
-            order = order.successor(policy_for(config, self._policies), floor.running())
-        if config.predictor != floor.config.predictor:
-            floor.predictor = predictor_named(config.predictor)
-        floor.order, floor.config = order, config
+        state = self._state
+        order = state.order
+        if _rules_of(config) != _rules_of(state.config):  # else keep it, and what it knows of service given
+            order = order.successor(policy_for(config, self._policies), state.running())
+        if config.predictor != state.config.predictor:
+            state.predictor = predictor_named(config.predictor)
+        state.order, state.config = order, config
         self._watch_cache()
 
     # -- a step
 
     def schedule(self, now: float) -> SchedulerOutput:
         """The next plan. What is planned counts as computed from here on, so `update` must follow."""
-        floor = self._floor
-        draft = draft_step(floor, now)
-        self.blocked, self.preemptions = why_blocked(floor, draft), tuple(draft.preemptions)
-        plan = draft.plan(self._step, floor.forgotten)
+        state = self._state
+        builder = build_plan(state, now)
+        self.blocked, self.preemptions = why_blocked(state, builder), tuple(builder.preemptions)
+        plan = builder.plan(self._step, state.forgotten)
         self._step += 1
-        self._in_flight = draft.requests
-        floor.forgotten = []
-        floor.counters.num_steps += bool(draft.rows)
-        floor.counters.num_scheduled_tokens += floor.config.token_budget - draft.budget
-        floor.order.issued(draft)
+        self._in_flight = builder.requests
+        state.forgotten = []
+        state.counters.num_steps += bool(builder.rows)
+        state.counters.num_scheduled_tokens += state.config.token_budget - builder.budget
+        state.order.issued(builder.rows, builder.requests)
         return plan
 
     def update(self, plan: SchedulerOutput, output: ModelOutput, now: float) -> list[RequestProgress]:
         """Takes in the outcome of the last plan; progress of each request that got something, in the plan's order."""
         assert plan.step == self._step - 1, f"update of step {plan.step} after schedule of step {self._step - 1}"
-        progress, ended = take_in(self._floor, plan, self._in_flight, output, now)
+        progress, ended = apply_output(self._state, plan, self._in_flight, output, now)
         self._in_flight = []
         # A second pass, so that blocks are freed in the plan's order whoever decided that the request ends.
         for index, request, reason in ended:
@@ -244,7 +243,7 @@ class Scheduler:
     # -- small things
 
     def _watch_cache(self) -> None:
-        order = self._floor.order
+        order = self._state.order
         self._kv.on_cached = order.block_cached if order.policy.scores_prefix else None
 
     def _find_prefix(self, request: Request) -> tuple[int, int]:
@@ -252,7 +251,7 @@ class Scheduler:
         return len(hit.blocks), hit.num_tokens
 
     def _end(self, request: Request, reason: FinishReason, now: float) -> None:
-        end(self._floor, request, reason, now)
+        end(self._state, request, reason, now)
         self._deadlines.ended(request)
 
 

@@ -11,14 +11,14 @@ from maitred.kvcache.manager import KVCacheManager, PrefixHit
 from maitred.policy.order import ServiceOrder
 from maitred.policy.predictor import Predictor
 from maitred.request import Request, RequestStatus
-from maitred.scheduler.samples import SampleFamilies
+from maitred.scheduler.samples import SampleGroups
 from maitred.scheduler.stats import SchedulerCounters
 from maitred.scheduler.stop import StopRule
 from maitred.scheduler.swap import SwapCosts
 
 
 @dataclass(slots=True, eq=False)
-class Floor:
+class SchedulerState:
     """One scheduler's requests from `add` to their end; `config` and `order` change when it is configured."""
 
     config: SchedulerConfig
@@ -30,7 +30,7 @@ class Floor:
     requests: dict[str, Request] = field(default_factory=dict)  # all that have not finished
     prefilling: dict[str, Request] = field(default_factory=dict)  # running, more than one token behind
     decoding: dict[str, Request] = field(default_factory=dict)  # running, one token behind
-    families: SampleFamilies = field(default_factory=SampleFamilies)
+    sample_groups: SampleGroups = field(default_factory=SampleGroups)
     forgotten: list[str] = field(default_factory=list)  # left their slots since the last plan
     prompt_logprobs_until: dict[str, int] = field(default_factory=dict)  # last position whose logprobs were handed out
     counters: SchedulerCounters = field(default_factory=SchedulerCounters)
@@ -48,7 +48,7 @@ class Floor:
     def reusable(self, request: Request) -> PrefixHit:
         """What of its KV a waiting request finds: in the prefix cache, with another sample, or on the host."""
         hit = self.kv.find_prefix(request)
-        source = self.families.source_for(request)
+        source = self.sample_groups.source_for(request)
         if source is not None and request.num_prompt_tokens - 1 >= max(hit.num_tokens, request.num_swapped_tokens):
             return self.kv.fork(source, request)
         return self.kv.swapped(request, hit)
@@ -62,7 +62,7 @@ class Floor:
         request.status = RequestStatus.RUNNING
         self.prefilling[request.request_id] = request
         self.order.started(request)
-        self.families.started(request)
+        self.sample_groups.started(request)
 
     def leave_running(self, request: Request) -> None:
         """Out of its slot; its blocks are free."""

@@ -6,22 +6,22 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from maitred.request import FinishReason, Request, RequestStatus, timing_of
-from maitred.scheduler.state import Floor
+from maitred.scheduler.state import SchedulerState
 from maitred.step import ModelOutput, RequestProgress, SampledRow, ScheduledRow, SchedulerOutput
 
 ENDED_BY_ITSELF = (FinishReason.STOP, FinishReason.LENGTH)
 
 
-class Outcome(NamedTuple):
+class Update(NamedTuple):
     """Of a plan, in its order."""
 
     progress: list[RequestProgress]  # of each request that got something
     ended: list[tuple[int, Request, FinishReason]]  # index in `progress`, who ends, and why; nobody has ended yet
 
 
-def take_in(
-    floor: Floor, plan: SchedulerOutput, in_flight: Sequence[Request], output: ModelOutput, now: float
-) -> Outcome:
+def apply_output(
+    state: SchedulerState, plan: SchedulerOutput, in_flight: Sequence[Request], output: ModelOutput, now: float
+) -> Update:
     """What the executor gave; `in_flight` are the requests of the plan's rows."""
     running = RequestStatus.RUNNING
     results = {row.request_id: row for row in output.rows}
@@ -33,32 +33,32 @@ def take_in(
         result = results.get(row.request_id)
         if result is None:
             if not row.samples:
-                floor.kv.commit(request, row.start, row.start + row.num_tokens)
+                state.kv.commit(request, row.start, row.start + row.num_tokens)
                 continue
             result = SampledRow(row.request_id, (), error="the executor gave no token")
-        told, reason = _take_in_row(floor, request, row, result, now)
+        told, reason = _apply_row(state, request, row, result, now)
         if reason is not None:
             ended.append((len(progress), request, reason))
         elif not told.new_token_ids and not told.prompt_logprobs:
             continue
         progress.append(told)
-    return Outcome(progress, ended)
+    return Update(progress, ended)
 
 
-def end(floor: Floor, request: Request, reason: FinishReason, now: float) -> None:
+def end(state: SchedulerState, request: Request, reason: FinishReason, now: float) -> None:
     """Wherever it stands."""
     request_id = request.request_id
     if request.status is RequestStatus.RUNNING:
-        floor.leave_running(request)
+        state.leave_running(request)
     request.status, request.finish_reason, request.finished_at = RequestStatus.FINISHED, reason, now
-    del floor.requests[request_id]
-    floor.order.ended(request)
+    del state.requests[request_id]
+    state.order.ended(request)
     if reason in ENDED_BY_ITSELF:
-        floor.predictor.observe(request)
-    floor.kv.drop_swapped(request)
-    floor.prompt_logprobs_until.pop(request_id, None)
-    floor.counters.num_finished[reason] += 1
-    floor.families.left(request)
+        state.predictor.observe(request)
+    state.kv.drop_swapped(request)
+    state.prompt_logprobs_until.pop(request_id, None)
+    state.counters.num_finished[reason] += 1
+    state.sample_groups.left(request)
 
 
 def last_progress(progress: RequestProgress, request: Request, now: float) -> RequestProgress:
@@ -72,8 +72,8 @@ def last_progress(progress: RequestProgress, request: Request, now: float) -> Re
     )
 
 
-def _take_in_row(
-    floor: Floor, request: Request, row: ScheduledRow, result: SampledRow, now: float
+def _apply_row(
+    state: SchedulerState, request: Request, row: ScheduledRow, result: SampledRow, now: float
 ) -> tuple[RequestProgress, FinishReason | None]:
     """One row's outcome; its KV becomes findable unless the row failed."""
     request_id, token_ids, logprobs, prompt_logprobs, error = result
@@ -83,33 +83,35 @@ def _take_in_row(
         request.error = error
         return RequestProgress(request_id), FinishReason.ERROR
     row_end = row.start + row.num_tokens
-    floor.kv.commit(request, row.start, row_end)
+    state.kv.commit(request, row.start, row_end)
     reason = None
     if token_ids:
-        num_taken, reason = _append(floor, request, token_ids, now)
+        num_taken, reason = _append(state, request, token_ids, now)
         if num_taken < len(token_ids):
             token_ids, logprobs = token_ids[:num_taken], logprobs and logprobs[:num_taken]
     if prompt_logprobs is not None:
         # A prompt computed again after a preemption is not reported again: entry i is of position start + 1 + i.
-        told_until = floor.prompt_logprobs_until.get(request_id, 0)
+        told_until = state.prompt_logprobs_until.get(request_id, 0)
         prompt_logprobs = prompt_logprobs[max(0, told_until - row.start) :]
-        floor.prompt_logprobs_until[request_id] = max(told_until, min(row_end, request.num_prompt_tokens - 1))
+        state.prompt_logprobs_until[request_id] = max(told_until, min(row_end, request.num_prompt_tokens - 1))
     cached = request.num_cached_tokens
     return RequestProgress(request_id, token_ids, logprobs, prompt_logprobs, None, None, None, cached), reason
 
 
-def _append(floor: Floor, request: Request, token_ids: tuple[int, ...], now: float) -> tuple[int, FinishReason | None]:
+def _append(
+    state: SchedulerState, request: Request, token_ids: tuple[int, ...], now: float
+) -> tuple[int, FinishReason | None]:
     """Appends tokens until one ends the request; how many, and why it ended."""
-    if request.request_id in floor.prefilling:
-        floor.decoding[request.request_id] = floor.prefilling.pop(request.request_id)
-        floor.families.prompt_computed(request)
+    if request.request_id in state.prefilling:
+        state.decoding[request.request_id] = state.prefilling.pop(request.request_id)
+        state.sample_groups.prompt_computed(request)
     if request.first_token_at is None:
         request.first_token_at = now
     request.last_token_at = now
     for count, token in enumerate(token_ids, 1):
         request.output_token_ids.append(token)
-        floor.counters.num_generated_tokens += 1
-        reason = floor.stop_rule(request)
+        state.counters.num_generated_tokens += 1
+        reason = state.stop_rule(request)
         if reason is not None:
             return count, reason
     return len(token_ids), None

@@ -12,7 +12,7 @@ from heapq import heappop, heappush
 
 from maitred.clock import ManualClock
 from maitred.config import SchedulerConfig
-from maitred.cost_model import CostModel, Jitter, Slowness, StepShape, shape_of
+from maitred.cost_model import CostModel, Slowness, StepShape, shape_of
 from maitred.engine.core import EngineCore, StepObserver
 from maitred.errors import MaitredError, Overloaded, RateLimited
 from maitred.gate.admission import AdmissionController
@@ -22,6 +22,7 @@ from maitred.policy.policy import PolicyFactory
 from maitred.policy.predictor import predictor_named
 from maitred.request import FinishReason, Request
 from maitred.scheduler.scheduler import Scheduler
+from maitred.sim.jitter import Jitter
 from maitred.sim.results import GroupResults, Results
 from maitred.sim.workload import Arrival, block_hashes, next_turn, request_of
 from maitred.step import ModelOutput, RequestProgress, SampledRow, SchedulerOutput
@@ -49,7 +50,7 @@ class EngineSetup:
 
 
 @dataclass(slots=True, eq=False)
-class Stay:
+class SimulatedRequest:
     """A request while it is here."""
 
     arrival: Arrival
@@ -66,7 +67,7 @@ class Simulation:
     """One engine and one workload. Without `jitter` every step takes what the cost model says, and without `slowness`
     the machine's speed is always that of the cost model.
 
-    Whom the limits of `tenants` or the door (`admission`) turn away counts as failed, as at the edge of a server.
+    Whom the limits of `tenants` or the admission (`admission`) turn away counts as failed, as at the edge of a server.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class Simulation:
         self._shed: list[RequestProgress] = []  # since the last step; told along with the next one's progress
         self._clock = ManualClock()
         self._executor = _SimulatedExecutor(self._clock, cost_model, results, jitter, slowness)
-        self._stays = self._executor.stays
+        self._live = self._executor.live_requests
         kv_cache = KVCacheManager(
             num_blocks=setup.num_blocks,
             block_size=setup.block_size,
@@ -139,40 +140,40 @@ class Simulation:
         request = request_of(arrival, self._setup.block_size)
         group = self.results.tenant(arrival.tenant, arrival.weight)
         self.results.arrived(group, at)
-        stay = Stay(arrival, request, group, SampledRow(arrival.request_id, (0,)))
-        self._stays[arrival.request_id] = stay
+        live = SimulatedRequest(arrival, request, group, SampledRow(arrival.request_id, (0,)))
+        self._live[arrival.request_id] = live
         try:
-            self._pass_edge(stay, at)
+            self._pass_edge(live, at)
             self._core.add(request)
         except MaitredError as error:
-            self._refused(stay, error)
-        self.results.queue_length.add(at, len(self._stays) - self.scheduler.num_running)
+            self._refused(live, error)
+        self.results.queue_length.add(at, len(self._live) - self.scheduler.num_running)
 
-    def _pass_edge(self, stay: Stay, now: float) -> None:
-        """Door, limits, door, as the server's edge. Raises RateLimited, InsufficientQuota or Overloaded."""
-        door, request = self._admission, stay.request
-        if door is not None:
-            door.knock(request.priority, request.ttft_slo_s, now)
-        tenant = self._tenants.get(stay.arrival.tenant)
+    def _pass_edge(self, live: SimulatedRequest, now: float) -> None:
+        """Admission, limits, admission again, as a server does. Raises RateLimited, InsufficientQuota or Overloaded."""
+        admission, request = self._admission, live.request
+        if admission is not None:
+            admission.knock(request.priority, request.ttft_slo_s, now)
+        tenant = self._tenants.get(live.arrival.tenant)
         if tenant is not None and tenant.limits.any:
-            stay.lease = self._quotas.of(tenant).enter(1, now)
-            stay.lease.reserve(stay.arrival.prompt_tokens + stay.arrival.max_tokens, now)
-        if door is not None:
-            for request_id in door.admit(request, now):
+            live.lease = self._quotas.of(tenant).enter(1, now)
+            live.lease.reserve(live.arrival.prompt_tokens + live.arrival.max_tokens, now)
+        if admission is not None:
+            for request_id in admission.admit(request, now):
                 shed = self._core.shed(request_id)
                 self._shed += [shed] if shed is not None else []
 
-    def _refused(self, stay: Stay, error: MaitredError) -> None:
-        request_id = stay.request.request_id
-        del self._stays[request_id]
-        if stay.lease is not None:
-            stay.lease.end(0)
+    def _refused(self, live: SimulatedRequest, error: MaitredError) -> None:
+        request_id = live.request.request_id
+        del self._live[request_id]
+        if live.lease is not None:
+            live.lease.end(0)
         if isinstance(error, Overloaded) and self._admission is not None:
             reason = self._admission.last_refusal
         else:
             reason = _reason_of(error)
             self._tell_door([RequestProgress(request_id, finish_reason=FinishReason.ERROR)])
-        self.results.failed(stay.group, self._clock.now(), reason)
+        self.results.failed(live.group, self._clock.now(), reason)
 
     # -- what comes of it
 
@@ -185,32 +186,32 @@ class Simulation:
             self._tell_door(progress)
         for told in progress:
             if told.finish_reason is not None:
-                self._ended(self._stays.pop(told.request_id), told.finish_reason)
+                self._ended(self._live.pop(told.request_id), told.finish_reason)
 
-    def _ended(self, stay: Stay, reason: FinishReason) -> None:
-        if stay.lease is not None:
-            stay.lease.end(stay.request.num_tokens)
+    def _ended(self, live: SimulatedRequest, reason: FinishReason) -> None:
+        if live.lease is not None:
+            live.lease.end(live.request.num_tokens)
         if reason in ENDED_BY_ITSELF:
-            stay.slots[-1].append(self._clock.now())
-            self.results.finished(stay.group, stay.request, num_slow_gaps=stay.num_slow_gaps, slots=stay.slots)
-            follower = next_turn(stay.arrival, self._clock.now())
+            live.slots[-1].append(self._clock.now())
+            self.results.finished(live.group, live.request, num_slow_gaps=live.num_slow_gaps, slots=live.slots)
+            follower = next_turn(live.arrival, self._clock.now())
             if follower is not None:
                 self._expect(follower)
         else:
-            self.results.failed(stay.group, self._clock.now(), reason.value)
+            self.results.failed(live.group, self._clock.now(), reason.value)
 
     def _stop_rule(self, request: Request) -> FinishReason | None:
-        arrival = self._stays[request.request_id].arrival
+        arrival = self._live[request.request_id].arrival
         num_output = len(request.output_token_ids)
         if num_output < arrival.output_tokens:
             return None
         return FinishReason.STOP if num_output < arrival.max_tokens else FinishReason.LENGTH
 
     def _true_length(self, request: Request) -> float:
-        return float(self._stays[request.request_id].arrival.output_tokens)
+        return float(self._live[request.request_id].arrival.output_tokens)
 
     def _hash_output(self, request: Request, num_blocks: int) -> list[bytes]:
-        arrival = self._stays[request.request_id].arrival
+        arrival = self._live[request.request_id].arrival
         return block_hashes(arrival, len(request.block_hashes), num_blocks, self._setup.block_size)
 
 
@@ -230,7 +231,7 @@ class _SimulatedExecutor:
         jitter: Jitter | None,
         slowness: SlownessAt | None,
     ) -> None:
-        self.stays: dict[str, Stay] = {}
+        self.live_requests: dict[str, SimulatedRequest] = {}
         self.gap_s = 0.0  # after the last step
         self._clock, self._cost_model, self._results, self._jitter = clock, cost_model, results, jitter
         self._slowness = slowness
@@ -267,35 +268,35 @@ class _SimulatedExecutor:
     def _note_slots(self, plan: SchedulerOutput) -> None:
         now = self._clock.now()
         for request_id in plan.forgotten_request_ids:
-            stay = self.stays.get(request_id)
-            if stay is not None:  # put out, not ended
-                stay.slots[-1].append(now)
+            live = self.live_requests.get(request_id)
+            if live is not None:  # put out, not ended
+                live.slots[-1].append(now)
         for new in plan.new_requests:
-            self.stays[new.request_id].slots.append([now])
+            self.live_requests[new.request_id].slots.append([now])
 
     def _sample(self, plan: SchedulerOutput, now: float) -> list[SampledRow]:
         """The rows' answers; gaps between tokens are counted here, equal ones of a tenant at once."""
-        stays, sampled = self.stays, []
+        live_requests, sampled = self.live_requests, []
         gaps: dict[tuple[int, float], int] = {}
         groups: dict[int, GroupResults] = {}
         for row in plan.rows:
             if not row.samples:
                 continue
-            stay = stays[row.request_id]
-            sampled.append(stay.sampled)
-            last_at = stay.last_token_at
+            live = live_requests[row.request_id]
+            sampled.append(live.sampled)
+            last_at = live.last_token_at
             if last_at >= 0.0:
-                key = (id(stay.group), last_at)
+                key = (id(live.group), last_at)
                 if key in gaps:
                     gaps[key] += 1
                 else:
                     gaps[key] = 1
-                    groups[key[0]] = stay.group
+                    groups[key[0]] = live.group
                 if self._slow_gap_s is not None and now - last_at > self._slow_gap_s:
-                    stay.num_slow_gaps += 1
-            elif stay.lease is not None:
-                stay.lease.first_token()
-            stay.last_token_at = now
+                    live.num_slow_gaps += 1
+            elif live.lease is not None:
+                live.lease.first_token()
+            live.last_token_at = now
         for (group_id, last_at), times in gaps.items():
             groups[group_id].itl_s.add(now - last_at, times)
         return sampled

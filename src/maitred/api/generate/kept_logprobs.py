@@ -14,7 +14,7 @@ MAX_KEPT_BYTES_IN_ALL = 512 * 2**20  # from there on, an answer ends that keeps 
 Keep = Callable[[Sequence[TokenLogprobs]], None]
 
 
-class Keeping:
+class KeptLogprobs:
     """Counts what is kept, in bytes of memory."""
 
     def __init__(self) -> None:

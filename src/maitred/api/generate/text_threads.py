@@ -22,7 +22,7 @@ def hand_over_quickly() -> None:
     sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL_S))
 
 
-class TextLanes:
+class TextThreads:
     """Threads for templates, tokenising, and long answers. Who is long waits for those that are, for nobody else."""
 
     def __init__(self) -> None:

@@ -49,7 +49,7 @@ class Caller:
             raise PermissionDenied(f"this key may not {what}; it takes one with `admin: true`")
 
 
-class Door:
+class Authenticator:
     """Finds who is asking. Without tenants and keys the server is open, and everybody may do everything."""
 
     def __init__(

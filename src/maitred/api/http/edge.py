@@ -13,10 +13,10 @@ from functools import partial
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import maitred
-from maitred.api.generate.kept_logprobs import Keeping
-from maitred.api.generate.text_threads import TextLanes
+from maitred.api.generate.kept_logprobs import KeptLogprobs
+from maitred.api.generate.text_threads import TextThreads
 from maitred.api.generate.time_limits import NO_LIMITS, TimeLimits
-from maitred.api.http.auth import Door
+from maitred.api.http.auth import Authenticator
 from maitred.api.http.body_room import MAX_HELD_BYTES, BodyRoom
 from maitred.api.http.errors import shortened
 from maitred.api.http.exchange import Exchange
@@ -71,7 +71,7 @@ class Edge:
         clock: Clock,
         is_ready: Callable[[], bool],
         policy: str | None = None,  # the scheduler's; None heeds priorities
-        door: Door | None = None,
+        door: Authenticator | None = None,
         ledger: Ledger | None = None,
         start_phases: Mapping[str, float] | None = None,
     ) -> None:
@@ -82,7 +82,7 @@ class Edge:
         self.admission: AdmissionController | None = None
         self.admission_config = AdmissionConfig()
         self.policy_without_priorities = None if policy is None or heeds_priority(policy) else policy
-        self.door = door if door is not None else Door(config.api_keys)
+        self.door = door if door is not None else Authenticator(config.api_keys)
         self.metrics = EdgeMetrics(
             self.replica,
             version=maitred.__version__,
@@ -99,9 +99,9 @@ class Edge:
         self.latencies = Latencies()
         self._is_ready = is_ready
         self.turns = Turns()
-        self.keeping = Keeping()
+        self.keeping = KeptLogprobs()
         self.body_room = BodyRoom(max(MAX_HELD_BYTES, 2 * config.max_body_bytes))
-        self._text_lanes = TextLanes()
+        self._text_threads = TextThreads()
         self._ids = itertools.count()
         self._num_admitted = 0
         self._empty = asyncio.Event()  # nobody is admitted
@@ -209,13 +209,13 @@ class Edge:
 
     async def in_thread(self, exchange: Exchange, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run a request's text work (templates, tokenising) beside the event loop."""
-        return await self._text_lanes.run(exchange.num_body_bytes, partial(function, *args, **kwargs))
+        return await self._text_threads.run(exchange.num_body_bytes, partial(function, *args, **kwargs))
 
     async def written(self, num_logprobs: int, write: Callable[[], T]) -> T:
         """What `write` makes of an answer, beside the event loop where it would hold that up: 0.8 us for each
         log-probability.
         """
-        return await self._text_lanes.run_long(write) if num_logprobs > MANY_LOGPROBS else write()
+        return await self._text_threads.run_long(write) if num_logprobs > MANY_LOGPROBS else write()
 
     def make_batches(
         self,
@@ -257,7 +257,7 @@ class Edge:
         """Give back the threads, send the last traces; the app answers no more."""
         if self.tracing is not None:
             self.tracing.close()
-        self._text_lanes.close()
+        self._text_threads.close()
 
 
 def _check_prompt_logprobs(num_tokens: int, num_top: int | None) -> None:

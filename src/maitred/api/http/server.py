@@ -26,7 +26,7 @@ from maitred.api.dialects.openai.chat import create_chat_completion
 from maitred.api.dialects.openai.completions import create_completion
 from maitred.api.dialects.openai.usage import completions_usage
 from maitred.api.generate.text_threads import hand_over_quickly
-from maitred.api.http.auth import Door, TenantSource
+from maitred.api.http.auth import Authenticator, TenantSource
 from maitred.api.http.connection import GuardedConnection
 from maitred.api.http.edge import Edge
 from maitred.api.http.errors import MethodNotAllowed, http_error, shortened
@@ -100,7 +100,7 @@ def create_app(
         clock=clock or WallClock(),
         is_ready=is_ready,
         policy=policy,
-        door=Door(config.api_keys, tenants, ledger.spent_tokens() if ledger is not None else None),
+        door=Authenticator(config.api_keys, tenants, ledger.spent_tokens() if ledger is not None else None),
         ledger=ledger,
         start_phases=start_phases,
     )
@@ -190,7 +190,7 @@ def serve(
         clock=WallClock(),
         is_ready=lambda: True,
         policy=policy,
-        door=Door(config.api_keys, tenants, ledger.spent_tokens() if ledger is not None else None),
+        door=Authenticator(config.api_keys, tenants, ledger.spent_tokens() if ledger is not None else None),
         ledger=ledger,
         start_phases=start_phases,
     )

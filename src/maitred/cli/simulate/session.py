@@ -15,11 +15,11 @@ from maitred.cli.console import note
 from maitred.cli.simulate.sources import Target, find_target, read_workload
 from maitred.cli.simulate.table import table
 from maitred.config import AdmissionConfig, CacheConfig, SchedulerConfig
-from maitred.cost_model import Jitter
 from maitred.engine.installed import installed_policies
 from maitred.errors import did_you_mean
 from maitred.gate.admission import PRIORITY_FIRST, AdmissionController
 from maitred.policy.predictor import PREDICTORS
+from maitred.sim.jitter import Jitter
 from maitred.sim.report import html_report, svg_report
 from maitred.sim.results import Objectives, Results
 from maitred.sim.simulator import EngineSetup, Simulation
@@ -34,19 +34,19 @@ if TYPE_CHECKING:
 def run_simulations(
     options: SimulateOptions, scheduler: SimulatedSchedulerConfig, admission: AdmissionConfig, cache: CacheConfig
 ) -> int:
-    door = _door(options, admission)
+    applied = _admission(options, admission)
     policies = _policies(scheduler.policy, list(installed_policies()))
     _known("--predictor", scheduler.predictor, list(PREDICTORS))
     objectives = Objectives(**{f"{name}_s": bound for name, bound in map(parse_slo, options.slo)})
     target = find_target(options.device, options.model)
-    workload = _under_terms(read_workload(options.workload, options.rate_scale), options.tenants, door)
+    workload = _under_terms(read_workload(options.workload, options.rate_scale), options.tenants, applied)
     note(f"{target.label}; {options.workload}, policies {', '.join(policies)}")
     outcomes: dict[str, Results] = {}
     for policy in policies:
         began = time.perf_counter()
         setup = engine_setup(scheduler, cache, target, policy)
         seed = options.seed if options.jitter else None
-        outcomes[policy] = simulate(setup, target, workload, objectives, seed=seed, door=door)
+        outcomes[policy] = simulate(setup, target, workload, objectives, seed=seed, admission=applied)
         _note_speed(policy, outcomes[policy], time.perf_counter() - began)
     _tell(options, outcomes, target)
     return 0
@@ -72,40 +72,40 @@ def simulate(
     objectives: Objectives,
     *,
     seed: int | None,
-    door: AdmissionConfig | None = None,
+    admission: AdmissionConfig | None = None,
 ) -> Results:
-    """`seed` of the jitter; None has none. Without `door` everybody gets in whom no limit keeps out."""
+    """`seed` of the jitter; None has none. Without `admission` everybody gets in whom no limit keeps out."""
     simulation = Simulation(
         setup,
         target.cost_model,
         Results(objectives),
         jitter=None if seed is None else Jitter(target.cost_model, Random(seed)),
         tenants=workload.tenants,
-        admission=None if door is None else _controller(door, setup.scheduler),
+        admission=None if admission is None else _controller(admission, setup.scheduler),
     )
     return simulation.run(workload.arrivals())
 
 
-def _controller(door: AdmissionConfig, scheduler: SchedulerConfig) -> AdmissionController:
+def _controller(admission: AdmissionConfig, scheduler: SchedulerConfig) -> AdmissionController:
     return AdmissionController(
-        door, max_num_seqs=scheduler.max_num_seqs, priority_first=scheduler.policy in PRIORITY_FIRST
+        admission, max_num_seqs=scheduler.max_num_seqs, priority_first=scheduler.policy in PRIORITY_FIRST
     )
 
 
-def _door(options: SimulateOptions, admission: AdmissionConfig) -> AdmissionConfig | None:
+def _admission(options: SimulateOptions, admission: AdmissionConfig) -> AdmissionConfig | None:
     if options.admission:
         return admission
     for field in fields(admission):
         if getattr(admission, field.name) != getattr(AdmissionConfig(), field.name):
-            raise UsageError(f"--{field.name.replace('_', '-')} is for the door, which is not there; add --admission")
+            raise UsageError(f"--{field.name.replace('_', '-')} is for --admission, which was not given; add it")
     return None
 
 
-def _under_terms(workload: Workload, tenants: str | None, door: AdmissionConfig | None) -> Workload:
-    if tenants is None and door is None:
+def _under_terms(workload: Workload, tenants: str | None, admission: AdmissionConfig | None) -> Workload:
+    if tenants is None and admission is None:
         return workload
     given = None if tenants is None else read_tenant_file(Path(tenants)).tenants
-    return WorkloadUnderTerms(workload, given, door or AdmissionConfig())
+    return WorkloadUnderTerms(workload, given, admission or AdmissionConfig())
 
 
 def _policies(names: str, known: list[str]) -> list[str]:

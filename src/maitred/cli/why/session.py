@@ -10,7 +10,7 @@ from pathlib import Path
 
 from maitred.cli.main import EXIT_FAILURE
 from maitred.cli.why.words import tell
-from maitred.decisions.history import MAX_LISTED, ids_like, story_of, the_one
+from maitred.decisions.history import MAX_LISTED, history_of, ids_like, the_one
 from maitred.decisions.replay import replay
 from maitred.engine.installed import installed_policies
 from maitred.errors import ConfigError
@@ -31,7 +31,7 @@ def explain(words: str, log: str | None) -> int:
     parts, request_id = _find(runs, words)
     if len(runs) > 1:
         print(f"in {parts[0].name}, run {runs.index(parts) + 1} of {len(runs)} from the newest")
-    print(tell(story_of(read_frames(parts), request_id, installed_policies())))
+    print(tell(history_of(read_frames(parts), request_id, installed_policies())))
     return 0
 
 

@@ -1,4 +1,4 @@
-"""A request's story in plain words, for `maitred why`."""
+"""A request's history in plain words, for `maitred why`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from maitred.cli.console import inert
-from maitred.decisions.history import PutOut, Start, Story, Wait
+from maitred.decisions.history import PutOut, RequestHistory, Start, Wait
 from maitred.request import FinishReason, Request
 from maitred.scheduler.notes import Lack, PreemptionCause
 
@@ -21,39 +21,39 @@ _ENDS = {
 }
 
 
-def tell(story: Story) -> str:
+def tell(history: RequestHistory) -> str:
     """Some ten lines; times are seconds from arrival."""
-    lines = [f"request {story.request.request_id}", *_arrival(story)]
-    for index, wait in enumerate(story.waits):
-        lines += _waiting(story, wait, is_first=index == 0)
-        if index < len(story.starts):
-            lines += _start(story, story.starts[index], is_first=index == 0)
-        if index < len(story.put_out):
-            lines.append(_put_out(story, story.put_out[index]))
-    lines += [_line("changed", f"{_at(story, at)}: policy {name}") for at, name in story.policy_changes]
-    lines += [_line("put out", f"{_at(story, by.at)}: {_named(by.other)}") for by in story.has_put_out]
-    return inert("\n".join([*lines, *_end(story)]))
+    lines = [f"request {history.request.request_id}", *_arrival(history)]
+    for index, wait in enumerate(history.waits):
+        lines += _waiting(history, wait, is_first=index == 0)
+        if index < len(history.starts):
+            lines += _start(history, history.starts[index], is_first=index == 0)
+        if index < len(history.put_out):
+            lines.append(_put_out(history, history.put_out[index]))
+    lines += [_line("changed", f"{_at(history, at)}: policy {name}") for at, name in history.policy_changes]
+    lines += [_line("put out", f"{_at(history, by.at)}: {_named(by.other)}") for by in history.has_put_out]
+    return inert("\n".join([*lines, *_end(history)]))
 
 
-def _arrival(story: Story) -> Iterator[str]:
-    request = story.request
+def _arrival(history: RequestHistory) -> Iterator[str]:
+    request = history.request
     predicted = request.predicted_output_tokens
     guess = f", predicted {predicted:g}" if predicted is not None else ""
     yield _line(
         "arrived",
-        f"{story.arrived_at:.3f} s on the log's clock: {request.num_prompt_tokens:,} prompt tokens, at most "
-        f"{request.max_tokens:,} output tokens{guess}; {_kind(request)}; policy {story.policy}",
+        f"{history.arrived_at:.3f} s on the log's clock: {request.num_prompt_tokens:,} prompt tokens, at most "
+        f"{request.max_tokens:,} output tokens{guess}; {_kind(request)}; policy {history.policy}",
     )
 
 
-def _waiting(story: Story, wait: Wait, *, is_first: bool) -> Iterator[str]:
+def _waiting(history: RequestHistory, wait: Wait, *, is_first: bool) -> Iterator[str]:
     behind = (
-        f" behind {_crowd(story.ahead)} and {_count(story.num_running_then, 'request')} running" if is_first else ""
+        f" behind {_crowd(history.ahead)} and {_count(history.num_running_then, 'request')} running" if is_first else ""
     )
     overtaken = f"; {len(wait.overtaking)} that came later started before it" if wait.overtaking else ""
     yield _line("waited", f"{wait.total_s:.3f} s{behind}{overtaken}")
     lacking = {
-        Lack.SLOTS: f"all {story.max_num_seqs} slots were taken",
+        Lack.SLOTS: f"all {history.max_num_seqs} slots were taken",
         Lack.BLOCKS: f"KV blocks were lacking for the first in line (at most {wait.most_blocks_short})",
         Lack.LEADER: "the first in line waited for another sample to compute its prompt",
         Lack.BUDGET: "the tokens of each step went to others",
@@ -69,21 +69,21 @@ def _waiting(story: Story, wait: Wait, *, is_first: bool) -> Iterator[str]:
         yield _line("", f"({wait.as_first_s:.3f} s of it as the first in line)")
 
 
-def _start(story: Story, start: Start, *, is_first: bool) -> Iterator[str]:
-    total = story.request.num_prompt_tokens
+def _start(history: RequestHistory, start: Start, *, is_first: bool) -> Iterator[str]:
+    total = history.request.num_prompt_tokens
     reused = (
         f"{start.num_reused_tokens:,} tokens" if not is_first else f"{start.num_reused_tokens:,} of {total:,} tokens"
     )
     found = f"KV of {reused} was there already" if start.num_reused_tokens else "no KV was there to reuse"
-    yield _line("started", f"{_at(story, start.at)}, by policy {start.policy}: {found}")
-    if is_first and story.terms and story.terms != start.terms:
-        yield _line("score", f"{_score(story.terms)} when it came")
+    yield _line("started", f"{_at(history, start.at)}, by policy {start.policy}: {found}")
+    if is_first and history.terms and history.terms != start.terms:
+        yield _line("score", f"{_score(history.terms)} when it came")
     if start.terms:
-        when = "" if is_first and story.terms == start.terms else " when it started"
+        when = "" if is_first and history.terms == start.terms else " when it started"
         yield _line("score", f"{_score(start.terms)}{when}")
 
 
-def _put_out(story: Story, put_out: PutOut) -> str:
+def _put_out(history: RequestHistory, put_out: PutOut) -> str:
     causes = {
         PreemptionCause.BLOCKS: "a running request needed its KV blocks",
         PreemptionCause.OUTRANKED: "a request that outranks it took its place",
@@ -95,26 +95,28 @@ def _put_out(story: Story, put_out: PutOut) -> str:
         who = ": itself, as the last in order"
     else:
         who = f": {_named(put_out.other)}" if put_out.other is not None else ""
-    return _line("preempted", f"{_at(story, put_out.at)}, because {causes[put_out.preemption.cause]}{who}")
+    return _line("preempted", f"{_at(history, put_out.at)}, because {causes[put_out.preemption.cause]}{who}")
 
 
-def _end(story: Story) -> Iterator[str]:
-    if story.first_token_at is not None:
-        yield _line("1st token", _at(story, story.first_token_at))
-    if story.finish_reason is None or story.ended_at is None:
-        yield _line("", f"the log ends here; {_count(story.num_tokens, 'token')} so far")
+def _end(history: RequestHistory) -> Iterator[str]:
+    if history.first_token_at is not None:
+        yield _line("1st token", _at(history, history.first_token_at))
+    if history.finish_reason is None or history.ended_at is None:
+        yield _line("", f"the log ends here; {_count(history.num_tokens, 'token')} so far")
         return
-    reason = story.finish_reason
-    tokens = _count(story.num_tokens, "token")
-    yield _line("finished", f"{_at(story, story.ended_at)}, {tokens}: {reason.value}, {_ENDS.get(reason, 'it ended')}")
+    reason = history.finish_reason
+    tokens = _count(history.num_tokens, "token")
+    yield _line(
+        "finished", f"{_at(history, history.ended_at)}, {tokens}: {reason.value}, {_ENDS.get(reason, 'it ended')}"
+    )
 
 
 def _line(label: str, text: str) -> str:
     return f"  {label:<9}  {text}"
 
 
-def _at(story: Story, at: float) -> str:
-    return f"{at - story.arrived_at:+.3f} s"
+def _at(history: RequestHistory, at: float) -> str:
+    return f"{at - history.arrived_at:+.3f} s"
 
 
 def _score(terms: dict[str, float]) -> str:
