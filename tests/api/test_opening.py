@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-import socket
 import signal
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
