@@ -116,7 +116,7 @@ def test_the_door_is_there_when_asked_for(trace: str, capsys):
     turned_away = figures(capsys, *words, *door)["fcfs"]
     assert turned_away["failed"]["requests"] + turned_away["num_finished"] == 30
     assert main(["simulate", "-w", trace, *door[1:]]) == 2
-    assert "--max-queued-requests is for the door, which is not there; add --admission" in capsys.readouterr().err
+    assert "--max-queued-requests is for --admission, which was not given; add it" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("path", sorted(WORKLOADS.glob("*.yaml")), ids=lambda path: path.stem)
