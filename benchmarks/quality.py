@@ -161,7 +161,7 @@ def small_checkpoint(folder: Path) -> Path:
 
 
 def plant(folder: Path, where: str) -> None:
-    """Large channels into a checkpoint of `small_checkpoint`, exactly: powers of two that the next matrix divides by."""
+    """Large channels into a `small_checkpoint`, exactly: powers of two that the next matrix divides by."""
     from safetensors.numpy import load_file, save_file
 
     tensors, random = load_file(folder / "model.safetensors"), Random(0)

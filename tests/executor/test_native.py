@@ -235,7 +235,7 @@ def test_shorter_numbers_give_almost_the_same_logits(isa: str, formats: dict[str
 
 
 def with_huge_channels(decoder: Any) -> Any:
-    """The same function: four channels of each norm and a rotary pair of the keys are large, and their readers small."""
+    """The same function: four channels of each norm and a rotary pair of the keys are huge, and their readers small."""
     parameters = dict(decoder.named_parameters())
     readers = {"attention_norm": "qkv", "mlp_norm": "gate_up", "norm": "output"}
     channels, pair = [3, 70, 131, 250], [5, 5 + decoder.spec.head_dim // 2]

@@ -19,8 +19,8 @@ ISAS: list[str] = _native.available_isas()
 # Largest error allowed, for values of about 1: what the format of P (bf16: 8 bits; int8: 16 of the largest) leaves.
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2, "int8": 2e-3}
 
-# int8 besides: a value that lies between two steps of K or V may be rounded the other way in float64, and turned back it
-# is a part of a step in each value of its block.
+# int8 besides: a value that lies between two steps of K or V may be rounded the other way in float64, and turned back
+# it is a part of a step in each value of its block.
 ONE_STEP, SHARE_OF_STEPS = 0.02, 1e-2
 
 # A step: how many tokens of which requests, in the order of the batch.

@@ -212,7 +212,7 @@ void finish(const Job& job, const AttentionItem& item, const Partial& total, int
                                                  : job.op.sinks[item.first_head + i] * kLog2E;
       job.kernels.finish(head_dim, total.maximum[row], total.sum[row],
                          total.out + int64_t{row} * job.tile_layout.padded_head, sink, out);
-      if (job.tile_layout.dtype == DType::int8) job.rotate(out, head_dim);
+      if (job.tile_layout.dtype == DType::int8 && !job.op.rotated) job.rotate(out, head_dim);
     }
   }
 }

@@ -93,6 +93,7 @@ struct PrepareSource {
   const int32_t* index;      // null: rows as they stand
   const float* norm_weight;  // [k], null: no norm
   float eps;
+  bool rotated = false;  // for int8 weights: rows come as H x / block already
 };
 
 // --- the product ---

@@ -290,8 +290,7 @@ inline void multiply_group(const GroupRows& from, int g, int32_t* to) {
 }
 #undef MAITRED_GROUP
 
-inline void scale_group(const int32_t* sums, const GroupRows& from, int g, const float* scales,
-                        __m512 (&y)[kHalf]) {
+inline void scale_group(const int32_t* sums, const GroupRows& from, int g, const float* scales, __m512 (&y)[kHalf]) {
   const __m512 scale = _mm512_load_ps(scales);
   const int32_t* bases = from.bases + 2 * g;
 #pragma GCC unroll 16
@@ -349,8 +348,7 @@ void multiply_tile_int4(const PackedLinear& weights, const Plan& plan, int tile,
       float* sums = acc + index * kHalf * kTile;
       if (ends) fetch_outputs<Amx>(shape, out, tile, chunk.first, chunk.count);
       for (int half = 0; half < 2; ++half) {
-        const GroupRows source{at,          operand.row_stride, unpacked.weights + half * 64,
-                               shape.group, bases,              per_row};
+        const GroupRows source{at, operand.row_stride, unpacked.weights + half * 64, shape.group, bases, per_row};
         (shape.group == 128 ? multiply_int4<true> : multiply_int4<false>)(source, unpacked.scales + half * kHalf, steps,
                                                                           step == 0, sums + half * kHalf);
       }

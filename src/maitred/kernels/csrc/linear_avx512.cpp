@@ -154,8 +154,8 @@ void multiply_int4(const Block& b) {
   const int64_t bytes = 64 + b.group * 16;
   const int64_t advance = (b.next_bytes + b.group / 4) / (b.group / 4 + 1);  // of each of a group's prefetches
   for (int g = 0; g < b.steps; ++g)
-    multiply_group<R>(b.weights + g * bytes, b.rows + g * b.group, b.row_stride, b.group / 4, b.sums + 2 * g, b.sums_stride,
-                      b.next + static_cast<int64_t>(g) * b.next_bytes, advance, acc);
+    multiply_group<R>(b.weights + g * bytes, b.rows + g * b.group, b.row_stride, b.group / 4, b.sums + 2 * g,
+                      b.sums_stride, b.next + static_cast<int64_t>(g) * b.next_bytes, advance, acc);
 #pragma GCC unroll 32
   for (int i = 0; i < 2 * R; ++i) _mm512_store_ps(sums + 16 * i, acc[i / 2][i % 2]);
 }

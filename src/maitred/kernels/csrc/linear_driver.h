@@ -435,9 +435,9 @@ inline void prepare_f32(const NormedRow<typename K::V>& row, float* to) {
 template <class K>
 void prepare(const PrepareSource& source, const LinearShape& shape, int first, int last, const Operand& out) {
   using V = typename K::V;
-  const bool rotates = shape.dtype == DType::int8 && rotation_block(shape.k) > 1;
-  float* const rotated = static_cast<float*>(
-      __builtin_alloca_with_align(rotates ? operand_row_bytes(DType::f32, shape.k) : 64, 8 * 64));
+  const bool rotates = shape.dtype == DType::int8 && !source.rotated && rotation_block(shape.k) > 1;
+  float* const rotated =
+      static_cast<float*>(__builtin_alloca_with_align(rotates ? operand_row_bytes(DType::f32, shape.k) : 64, 8 * 64));
   for (int i = first; i < last; ++i) {
     const float* x = source.rows + (source.index != nullptr ? source.index[i] : i) * source.row_stride;
     NormedRow<V> row{x, source.norm_weight, 1.0f, shape.k};
@@ -455,6 +455,7 @@ void prepare(const PrepareSource& source, const LinearShape& shape, int first, i
       row = NormedRow<V>{rotated, nullptr, 1.0f, shape.k};
     }
     if (shape.dtype == DType::int8) prepare_int8<K>(row, reinterpret_cast<int8_t*>(to), out.scales[i], sums);
+    if (source.rotated) out.scales[i] *= static_cast<float>(rotation_block(shape.k));
   }
 }
 
