@@ -22,17 +22,17 @@ from dataclasses import dataclass
 from itertools import count
 
 import msgspec
+from maitred.engine.async_engine import AsyncEngine
+from maitred.engine.in_process import build_engine
 
 from maitred.api.ops.latencies import Latencies
 from maitred.api.ops.live_feed import COST_FACTOR, FRAME_S, LiveFeed
 from maitred.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
-from maitred.engine.async_engine import AsyncEngine
-from maitred.engine.in_process import build_engine
 from maitred.engine.intake import ServedModel, make_requests
 from maitred.engine.live_view import LiveView, live_view
 from maitred.kvcache.manager import KVCacheManager
 from maitred.kvcache.prefix_cache import TokenHasher, hash_blocks, root_hash
-from maitred.request import Request, SamplingParams
+from maitred.request import RequestState, SamplingParams
 from maitred.scheduler.scheduler import Scheduler
 from maitred.step import ModelOutput, SampledRow
 
@@ -57,10 +57,10 @@ def filled(num_running: int, num_waiting: int, num_blocks: int, prompt: int) -> 
     return scheduler
 
 
-def made(prompt: int) -> Request:
+def made(prompt: int) -> RequestState:
     number = next(_ids)
     tokens = [number * 31 % 30_000 + i for i in range(prompt)]
-    request = Request(
+    request = RequestState(
         request_id=f"{number:x}.cmpl-{number:032x}",
         prompt_token_ids=tokens,
         sampling=ENDLESS,

@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+from maitred.engine.in_process import build_engine
 from PIL import Image
 from playwright.async_api import Browser, Page, async_playwright
 
 from maitred.api.http.server import Server, create_app
 from maitred.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, ServerConfig
-from maitred.engine.in_process import build_engine
 from maitred.storage.key_files import TenantFile, make_key
 
 FLAGS = ["--headless", "--no-sandbox", "--disable-gpu"]

@@ -20,7 +20,7 @@ from maitred.engine.intake import ServedModel
 from maitred.errors import EngineDead
 from maitred.gate.admission import AdmissionController
 from maitred.replica import ReplicaState
-from maitred.request import FinishReason, Request, timing_of
+from maitred.request import FinishReason, RequestState, timing_of
 from maitred.step import RequestProgress, TokenLogprobs
 from maitred.storage.ledger import Ledger
 from maitred.tenancy.tenant import TenantTable
@@ -60,7 +60,7 @@ def make_model(*, tokenizer: Tokenizer | None = None, chat_template: Any = TEMPL
     return replace(model, **fields)
 
 
-def says(text: str) -> Callable[[Request], Sequence[int]]:
+def says(text: str) -> Callable[[RequestState], Sequence[int]]:
     """An answer that ends by itself."""
     return lambda request: [*text.encode(), EOS]
 
@@ -69,7 +69,7 @@ def says(text: str) -> Callable[[Request], Sequence[int]]:
 class FakeReplica:
     """Gives each request the tokens of `answer`, one per turn of the loop (or per `token_s`), and notes aborts."""
 
-    answer: Callable[[Request], Sequence[int]] = field(default_factory=lambda: says("Hello, world!"))
+    answer: Callable[[RequestState], Sequence[int]] = field(default_factory=lambda: says("Hello, world!"))
     token_s: float = 0.0
     tokens_per_item: int = 1
     fail_after: int | None = None  # tokens, then the logits are NaN
@@ -78,11 +78,11 @@ class FakeReplica:
     held: bool = False  # nothing more comes until it is not
     num_cached_tokens: int = 0
     dead: str | None = None
-    submitted: list[Request] = field(default_factory=list)
+    submitted: list[RequestState] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     live: dict[str, asyncio.Event] = field(default_factory=dict)
 
-    def submit(self, request: Request) -> AsyncIterator[RequestProgress]:
+    def submit(self, request: RequestState) -> AsyncIterator[RequestProgress]:
         self.submitted.append(request)
         self.live[request.request_id] = asyncio.Event()
         return self._progress(request)
@@ -106,7 +106,7 @@ class FakeReplica:
             num_finished={FinishReason.STOP: 3},
         )
 
-    async def _progress(self, request: Request) -> AsyncIterator[RequestProgress]:
+    async def _progress(self, request: RequestState) -> AsyncIterator[RequestProgress]:
         if self.dead is not None:
             raise EngineDead(self.dead)
         ended = self.live[request.request_id]
@@ -160,7 +160,7 @@ def _logprobs(tokens: Sequence[int], num_top: int | None) -> tuple[TokenLogprobs
     return tuple(_at(token, num_top) for token in tokens)
 
 
-def _prompt_logprobs(request: Request) -> tuple[TokenLogprobs, ...] | None:
+def _prompt_logprobs(request: RequestState) -> tuple[TokenLogprobs, ...] | None:
     num_top = request.sampling.prompt_logprobs
     if num_top is None or request.sample_index > 0:
         return None

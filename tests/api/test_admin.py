@@ -9,9 +9,9 @@ from contextlib import contextmanager
 
 import httpx
 import pytest
+from maitred.engine.async_engine import AsyncEngine
 
 from maitred.clock import WallClock
-from maitred.engine.async_engine import AsyncEngine
 from maitred.engine.core import EngineCore
 from maitred.request import FinishReason
 from maitred.step import ModelOutput, SchedulerOutput

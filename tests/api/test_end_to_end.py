@@ -9,10 +9,10 @@ from typing import Any
 
 import httpx
 import pytest
-
-from maitred.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from maitred.engine.in_process import build_engine
 from maitred.engine.local_replica import Engine
+
+from maitred.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from maitred.step import ModelOutput, SchedulerOutput
 from tests.api.conftest import strict_client
 from tests.api.test_completions import complete, streamed

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import httpx
 import openai
 import pytest
+from maitred.engine.async_engine import AsyncEngine
 
 from maitred.api.dialects.openai.schemas import CompletionRequest
 from maitred.api.generate.time_limits import TimeLimits, time_limits
 from maitred.clock import ManualClock
 from maitred.config import AdmissionConfig
-from maitred.engine.async_engine import AsyncEngine
 from maitred.engine.core import EngineCore
 from maitred.errors import InvalidRequest
 from maitred.gate.admission import AdmissionController

@@ -12,17 +12,17 @@ import pytest
 
 from maitred.clock import ManualClock
 from maitred.decisions.codec import Header, LogEncoder, Ticks, read_log
-from maitred.decisions.log import Arrival, Arrived, Outcome, Recorder, Step, StepRecord, request_of
+from maitred.decisions.log import Arrival, Arrived, Outcome, Recorder, Step, StepRecord
 from maitred.decisions.replay import LoggedOutcomes, first_difference, fresh_scheduler, replay
 from maitred.engine.core import EngineCore
 from maitred.errors import ConfigError
 from maitred.kvcache.prefix_cache import TokenHasher
 from maitred.policy.policies import POLICIES
-from maitred.request import FinishReason, Request, SamplingParams
+from maitred.request import FinishReason, RequestState, SamplingParams
 from maitred.scheduler.scheduler import Scheduler
 from maitred.scheduler.swap import SwapCosts
 from maitred.step import ModelOutput, RequestProgress, SchedulerOutput
-from tests.fakes import MODEL, FakeExecutor, make_request, make_samples, make_scheduler, token_at
+from tests.fakes import MODEL, FakeExecutor, make_request, make_samples, make_scheduler, make_spec, token_at
 
 BLOCK_SIZE, NUM_BLOCKS, NUM_HOST_BLOCKS = 4, 24, 12
 Run = tuple[list[bytes], Scheduler]
@@ -50,9 +50,9 @@ class TimedExecutor(FakeExecutor):
         return super().execute(plan)
 
 
-def random_workload(chooser: Random) -> list[Request]:
+def random_workload(chooser: Random) -> list[RequestState]:
     """Arrivals over a second or two; many prompts begin alike, some are sampled twice."""
-    requests: list[Request] = []
+    requests: list[RequestState] = []
     arrived_at = 0.0
     for number in range(30):
         arrived_at += chooser.random() * 0.08
@@ -103,7 +103,7 @@ def record_run(seed: int, meddle: bool = True, policies: Sequence[str] = ("prior
         if not core.has_work:
             clock.advance(max(0.0, arrivals[0].arrived_at - clock.now()))
         while arrivals and arrivals[0].arrived_at <= clock.now():
-            core.add(arrivals.pop(0))
+            core.add(arrivals.pop(0).spec)
         if meddle:
             meddle_with(core, executor, chooser, policies)
         core.step()
@@ -175,7 +175,7 @@ def test_requests_that_another_engine_began_are_replayed_with_the_output_they_br
             known = [*request.prompt_token_ids, *request.output_token_ids]
             request.block_hashes = TokenHasher(BLOCK_SIZE, MODEL).hash_prompt(known)
         request.start_by = request.finish_by = None
-        core.add(request)
+        core.add(request.spec)
     while core.has_work:
         core.step()
     encoder = LogEncoder(Header(scheduler.config, NUM_BLOCKS, BLOCK_SIZE, enable_prefix_caching=True))
@@ -190,7 +190,7 @@ def test_a_simulator_makes_the_plans_of_the_live_loop(seed: int):
     frames, _ = record_run(seed, meddle=False)
     header, logged_steps = read_log(frames)
     steps = list(logged_steps)
-    arrivals = [request_of(event) for step in steps for event in step.events if isinstance(event, Arrived)]
+    arrivals = [RequestState(event.spec) for step in steps for event in step.events if isinstance(event, Arrived)]
     outcomes = LoggedOutcomes()
     scheduler = fresh_scheduler(header, outcomes)
     now, plans = 0.0, []
@@ -226,7 +226,7 @@ def test_a_frame_of_decoding_takes_a_few_bytes():
     records: list[StepRecord] = []
     core = EngineCore(scheduler, FakeExecutor(), ManualClock(), Recorder(records.append))
     for number in range(64):
-        core.add(make_request(f"a-long-request-id-{number:040}", prompt=8, max_tokens=40, block_size=16))
+        core.add(make_spec(f"a-long-request-id-{number:040}", prompt=8, max_tokens=40, block_size=16))
     while core.has_work:
         core.step()
     encoder = LogEncoder(Header(scheduler.config, 512, 16, enable_prefix_caching=True))
@@ -246,17 +246,19 @@ def changed(seed: int, number: int, **change: object) -> list[bytes]:
 def reencoded(header: bytes, steps: list[Step]) -> list[bytes]:
     """Frames of decoded steps: they can be changed, and they are what they were."""
     encoder = LogEncoder(msgspec.msgpack.decode(header, type=Header))
-    requests: dict[str, Request] = {}
+    requests: dict[str, RequestState] = {}
     return [encoder.encode(record_of(step, requests)) for step in steps]
 
 
-def record_of(step: Step, requests: dict[str, Request]) -> StepRecord:
+def record_of(step: Step, requests: dict[str, RequestState]) -> StepRecord:
     """As the engine handed it over."""
     events = []
     for event in step.events:
         if isinstance(event, Arrived):
-            requests[event.request_id] = request_of(event)
-            events.append(Arrival(event.now, requests[event.request_id], len(requests[event.request_id].block_hashes)))
+            requests[event.spec.request_id] = RequestState(event.spec)
+            events.append(
+                Arrival(event.now, requests[event.spec.request_id], len(requests[event.spec.request_id].block_hashes))
+            )
         else:
             events.append(event)
     progress = []

@@ -11,9 +11,9 @@ from weakref import WeakSet
 
 import msgspec
 import pytest
+from maitred.engine.async_engine import AsyncEngine
 
 from maitred.clock import WallClock
-from maitred.engine.async_engine import AsyncEngine
 from maitred.engine.core import EngineCore
 from maitred.engine.output import TextDelta, stream_text
 from maitred.engine.progress_streams import MAX_UNREAD_BYTES, UNREAD_MARK, ProgressStream, num_bytes

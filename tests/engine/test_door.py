@@ -6,14 +6,14 @@ import asyncio
 import threading
 
 import pytest
+from maitred.engine.async_engine import AsyncEngine
 
 from maitred.clock import WallClock
 from maitred.config import AdmissionConfig, SchedulerConfig
-from maitred.engine.async_engine import AsyncEngine
 from maitred.engine.core import EngineCore
 from maitred.errors import Overloaded
 from maitred.gate.admission import AdmissionController
-from maitred.request import FinishReason, Request
+from maitred.request import FinishReason, RequestState
 from maitred.step import ModelOutput, RequestProgress, SchedulerOutput
 from tests.fakes import FakeExecutor, make_request, make_scheduler
 from tests.waiting import HANGS_S, until_async
@@ -40,11 +40,11 @@ def held_engine(**config: object) -> tuple[AsyncEngine, HeldExecutor, AdmissionC
     return AsyncEngine(core, WallClock(), admission=admission), executor, admission
 
 
-async def all_of(engine: AsyncEngine, request: Request) -> list[RequestProgress]:
+async def all_of(engine: AsyncEngine, request: RequestState) -> list[RequestProgress]:
     return [progress async for progress in engine.submit(request)]
 
 
-async def begin(engine: AsyncEngine, *requests: Request) -> list[asyncio.Task[list[RequestProgress]]]:
+async def begin(engine: AsyncEngine, *requests: RequestState) -> list[asyncio.Task[list[RequestProgress]]]:
     """The requests, submitted in this order."""
     tasks = [asyncio.create_task(all_of(engine, request)) for request in requests]
     await asyncio.sleep(0)

@@ -24,7 +24,7 @@ from maitred.engine.frames import (
     submit_of,
 )
 from maitred.errors import CheckpointError, EngineDead
-from maitred.request import FinishReason, Request, RequestTiming, SamplingParams
+from maitred.request import FinishReason, RequestState, RequestTiming, SamplingParams
 from maitred.step import RequestProgress, TokenLogprobs
 
 KEPT_HERE = {"key_id", "predicted_output_tokens"}  # the ledger's, and the other side's own
@@ -51,7 +51,7 @@ samplings = st.builds(
     max_tokens=st.integers(1, 100),
 )
 requests = st.builds(
-    Request,
+    RequestState,
     request_id=st.text(max_size=20),
     prompt_token_ids=token_ids,
     sampling=samplings,
@@ -72,12 +72,12 @@ requests = st.builds(
 
 
 @given(requests)
-def test_a_request_arrives_as_it_left(request: Request):
+def test_a_request_arrives_as_it_left(request: RequestState):
     request.num_prompt_tokens = len(request.prompt_token_ids)
     frame = decode_command(encode(submit_of(request)))
     assert isinstance(frame, Submit)
     arrived = request_of(frame)
-    for field in fields(Request):
+    for field in fields(RequestState):
         if field.name in KEPT_HERE:
             continue
         sent, got = getattr(request, field.name), getattr(arrived, field.name)
@@ -94,7 +94,7 @@ def _plain(value: object) -> object:
 
 def test_every_field_of_a_request_crosses_or_is_known_not_to():
     told = set(Submit.__struct_fields__) | {"num_prompt_tokens"}
-    assert {field.name for field in fields(Request)} == told | KEPT_HERE | OF_A_STEP
+    assert {field.name for field in fields(RequestState)} == told | KEPT_HERE | OF_A_STEP
 
 
 def test_progress_arrives_as_it_left():

@@ -18,14 +18,14 @@ from typing import Any
 
 import psutil
 import pytest
+from maitred.engine.process import ProcessEngine, start_engine_process
 
 from maitred.clock import WallClock
 from maitred.config import EngineConfig, ProcessConfig, SchedulerConfig
 from maitred.engine import restarts, spawn, supervisor
-from maitred.engine.process import ProcessEngine, start_engine_process
 from maitred.engine.supervisor import Start
 from maitred.errors import CheckpointError, ConfigError, EngineDead, OutOfMemory
-from maitred.request import FinishReason, Request, SamplingParams
+from maitred.request import FinishReason, RequestState, SamplingParams
 from maitred.step import RequestProgress
 from tests.conftest import ROOT
 from tests.engine.fake_child import Gate, command, expected
@@ -64,7 +64,7 @@ async def engine_process(habits: str = "", **process: Any) -> AsyncIterator[Proc
         await engine.close()
 
 
-def ask(request_id: str = "r", prompt: list[int] = PROMPT, max_tokens: int = 60, **fields: Any) -> Request:
+def ask(request_id: str = "r", prompt: list[int] = PROMPT, max_tokens: int = 60, **fields: Any) -> RequestState:
     sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **fields.pop("sampling", {}))
     return make_request(request_id, prompt=prompt, max_tokens=max_tokens, sampling=sampling, **fields)
 
@@ -76,7 +76,7 @@ def pid_of(engine: ProcessEngine) -> int:
 
 
 async def follow(
-    engine: ProcessEngine, request: Request, at: dict[int, Callable[[], Awaitable[object]]] | None = None
+    engine: ProcessEngine, request: RequestState, at: dict[int, Callable[[], Awaitable[object]]] | None = None
 ) -> list[RequestProgress]:
     """All progress; after so many tokens, something happens."""
     told, num_tokens, left = [], 0, dict(at or {})

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, cast
 
 import pytest
-
 from maitred.engine.resume import SUSPECT_AFTER, TRIAL_TOKENS, CrashIsolation, LiveRequest
+
 from maitred.request import FinishReason
 from tests.fakes import make_request
 

@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 import zmq
+from maitred.engine.process import ProcessEngine, start_engine_process
 
 from maitred.clock import WallClock
 from maitred.engine import restarts as supervisor
 from maitred.engine import sockets, spawn
 from maitred.engine.frames import Told, decode_report, encode
-from maitred.engine.process import ProcessEngine, start_engine_process
 from maitred.engine.sockets import REPORTS, SocketFolder
 from maitred.errors import EngineDead, RequestTooLarge
 from tests.engine.fake_child import Gate, expected

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import psutil
 import pytest
-
-from maitred.clock import WallClock
 from maitred.engine.in_process import StartingHere
 from maitred.engine.local_replica import Engine
 from maitred.engine.process import StartingProcess
+
+from maitred.clock import WallClock
 from maitred.errors import CheckpointError, EngineDead
 from tests.engine.fake_child import Gate
 from tests.engine.test_process import start_of

@@ -10,7 +10,7 @@ from maitred.config import AdmissionConfig
 from maitred.engine.core import EngineCore
 from maitred.errors import Overloaded
 from maitred.gate.admission import AdmissionController
-from maitred.request import FinishReason, Request
+from maitred.request import FinishReason, RequestState
 from maitred.step import ModelOutput, RequestProgress, SchedulerOutput
 from tests.fakes import FakeExecutor, make_request, make_scheduler
 
@@ -62,7 +62,7 @@ class OverloadedServer:
         self.door = AdmissionController(config, max_num_seqs=NUM_SEQS, priority_first=policy == "priority")
         self._random = Random(seed)
         self._num = 0
-        self._requests: dict[str, tuple[Request, Outcome]] = {}
+        self._requests: dict[str, tuple[RequestState, Outcome]] = {}
 
     def capacity(self) -> float:
         """Requests per second when all is full: a step has a token for each slot, and the prompts' share."""
@@ -104,7 +104,7 @@ class OverloadedServer:
             outcome.num_refused += 1
             outcome.retry_after_s.append(error.retry_after_s)
             return
-        self.core.add(request)
+        self.core.add(request.spec)
         self._requests[request.request_id] = (request, outcome)
         ended = [
             self.core.finish(request_id, FinishReason.SHED) for request_id in shed if not self._started(request_id)

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from maitred.clock import WallClock
 from maitred.engine.async_engine import AsyncEngine
+
+from maitred.clock import WallClock
 from maitred.engine.core import EngineCore
 from maitred.engine.intake import ServedModel
 from maitred.step import ModelOutput, SchedulerOutput

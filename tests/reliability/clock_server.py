@@ -18,10 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
+from maitred.engine.process import start_engine_process
+
 from maitred.api.http import server
 from maitred.clock import WallClock
 from maitred.config import EngineConfig, ProcessConfig, SchedulerConfig, ServerConfig
-from maitred.engine.process import start_engine_process
 from maitred.engine.supervisor import Start
 from maitred.storage.ledger import Ledger
 from tests.api.test_tenants import table_of

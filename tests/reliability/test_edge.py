@@ -20,12 +20,12 @@ from pathlib import Path
 
 import httpx
 import pytest
+from maitred.engine.async_engine import AsyncEngine
+from maitred.engine.in_process import build_engine
 
 from maitred.clock import WallClock
 from maitred.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
-from maitred.engine.async_engine import AsyncEngine
 from maitred.engine.core import EngineCore
-from maitred.engine.in_process import build_engine
 from maitred.engine.limits import SPARE_DESCRIPTORS
 from maitred.request import FinishReason
 from maitred.text import Tokenizer

@@ -16,12 +16,12 @@ from typing import Any
 
 import httpx
 import pytest
+from maitred.engine.process import ProcessEngine, start_engine_process
 
 from maitred.clock import WallClock
 from maitred.config import EngineConfig, ProcessConfig, SchedulerConfig
 from maitred.engine import restarts as supervisor
 from maitred.engine import spawn
-from maitred.engine.process import ProcessEngine, start_engine_process
 from maitred.engine.supervisor import Start
 from maitred.storage.ledger import Ledger
 from tests.engine.fake_child import Gate, command

@@ -176,7 +176,7 @@ def test_a_second_turn_reuses_the_first_with_its_answer():
     first = make_request(prompt=8, max_tokens=9)
     run = Run(make_scheduler(), first)
     run.to_end()
-    second = make_request(prompt=[*first.prompt_token_ids, *first.output_token_ids, 1, 2])
+    second = make_request(prompt=[*first.spec.prompt_token_ids, *first.output_token_ids, 1, 2])
     run.add(second)
     run.to_end()
     assert second.num_cached_tokens == 16

@@ -13,7 +13,7 @@ from maitred.decisions.log import Recorder
 from maitred.decisions.replay import first_difference
 from maitred.engine.core import EngineCore
 from maitred.policy.policies import POLICIES
-from maitred.request import Request
+from maitred.request import RequestState
 from maitred.sim.jitter import Jitter
 from maitred.sim.recorded import measured_steps, read_run
 from maitred.sim.results import Objectives, Results
@@ -153,7 +153,7 @@ class TimedExecutor:
     def close(self) -> None: ...
 
 
-def live_request(asked: Arrival) -> Request:
+def live_request(asked: Arrival) -> RequestState:
     return make_request(
         asked.request_id,
         prompt=asked.prompt_tokens,
@@ -179,7 +179,7 @@ def test_plans_equal_those_of_a_live_loop_and_of_the_replay_of_its_log(policy: s
         if not core.has_work:
             clock.advance(max(0.0, pending[0].at - clock.now()))
         while pending and pending[0].at <= clock.now():
-            core.add(live_request(pending.pop(0)))
+            core.add(live_request(pending.pop(0)).spec)
         core.step()
 
     encoder = LogEncoder(Header(live.config, 64, 4, True))

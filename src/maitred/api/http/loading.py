@@ -10,7 +10,7 @@ from maitred.engine.intake import ServedModel
 from maitred.errors import EngineDead
 from maitred.gate.admission import AdmissionController
 from maitred.replica import Replica, ReplicaState
-from maitred.request import FinishReason, Request
+from maitred.request import FinishReason, RequestSpec
 from maitred.step import RequestProgress
 
 BEFORE_THE_ENGINE = OPEN_PATHS | {"/metrics", "/version", "/openapi.json"}
@@ -51,7 +51,7 @@ class LoadingReplica:
     def state(self) -> ReplicaState:
         return ReplicaState(alive=False, loading=True)
 
-    def submit(self, request: Request) -> AsyncIterator[RequestProgress]:
+    def submit(self, request: RequestSpec) -> AsyncIterator[RequestProgress]:
         raise EngineDead(LOADING)
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
