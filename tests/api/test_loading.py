@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 import socket
 import threading
 from collections.abc import Iterator
@@ -172,7 +173,7 @@ def test_what_keeps_the_engine_from_loading_ends_the_server():
 def test_who_ends_the_server_while_it_loads_does_not_wait_for_the_engine():
     with opening() as server:
         assert server.get("/ready").status_code == 503
-        server.server.servers[0].get_loop().call_soon_threadsafe(server.server._signalled)  # as SIGTERM does
+        server.server.servers[0].get_loop().call_soon_threadsafe(server.server._signalled, signal.SIGTERM)
         joined(server.thread)
         assert server.starting.given_up
         assert server.server.failure is None
