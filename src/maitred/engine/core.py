@@ -17,9 +17,8 @@ from maitred.scheduler.stats import SchedulerStats
 from maitred.scheduler.swap import SwapCosts
 from maitred.step import Executor, RequestProgress, SchedulerOutput
 
-AGEING_SHARE = (
-    1 / 128
-)  # of the device's rate: so short ones pass long ones, and a request's bound is 128 times its work
+# Of the device's rate: so short ones pass long ones, and a request waits for others' 128 times its own work at most.
+AGEING_SHARE = 1 / 128
 MIN_STEPS, NEWS = 3, 1.5  # steps with prompts until the rate is believed; told again when so many times more or less
 
 
