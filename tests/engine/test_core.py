@@ -156,7 +156,7 @@ class PromptsTakeTime(FakeExecutor):
 
 def serve_prompts(core: EngineCore, count: int, *, named: str) -> None:
     for number in range(count):
-        core.add(make_request(f"{named}{number}", prompt=64, max_tokens=2))
+        core.add(make_spec(f"{named}{number}", prompt=64, max_tokens=2))
         while core.has_work:
             core.step()
 

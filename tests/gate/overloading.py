@@ -12,7 +12,7 @@ from maitred.errors import Overloaded
 from maitred.gate.admission import AdmissionController
 from maitred.request import FinishReason, RequestState
 from maitred.step import ModelOutput, RequestProgress, SchedulerOutput
-from tests.fakes import FakeExecutor, make_request, make_scheduler
+from tests.fakes import FakeExecutor, make_scheduler, make_spec
 
 NUM_SEQS = 16
 BLOCK_SIZE = 16
@@ -88,7 +88,7 @@ class OverloadedServer:
     def _arrive(self, at: float, outcome: Outcome, fields: dict[str, object]) -> None:
         self._num += 1
         outcome.num_offered += 1
-        request = make_request(
+        spec = make_spec(
             f"r{self._num}",
             **{  # type: ignore[arg-type]
                 "prompt": self._random.randint(8, 120),
@@ -99,13 +99,12 @@ class OverloadedServer:
             },
         )
         try:
-            shed = self.door.admit(request, at)
+            shed = self.door.admit(spec, at)
         except Overloaded as error:
             outcome.num_refused += 1
             outcome.retry_after_s.append(error.retry_after_s)
             return
-        self.core.add(request.spec)
-        self._requests[request.request_id] = (request, outcome)
+        self._requests[spec.request_id] = (self.core.add(spec), outcome)
         ended = [
             self.core.finish(request_id, FinishReason.SHED) for request_id in shed if not self._started(request_id)
         ]

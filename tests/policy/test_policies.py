@@ -81,7 +81,7 @@ def test_nobody_is_put_out_when_that_would_not_make_enough_room():
 
 def test_blocks_that_a_victim_shares_with_others_do_not_count_as_room():
     peer = make_request("peer", prompt=16, max_tokens=12, priority=0, arrived_at=0.0)
-    low = make_request("low", prompt=[*peer.prompt_token_ids, 1], max_tokens=12, priority=1, arrived_at=0.0)
+    low = make_request("low", prompt=[*peer.spec.prompt_token_ids, 1], max_tokens=12, priority=1, arrived_at=0.0)
     run = Run(make_scheduler(num_blocks=8, policy="priority"), peer)
     run.step()
     run.add(low)
@@ -97,7 +97,7 @@ def test_blocks_that_the_urgent_one_would_reuse_do_not_count_as_room():
     low = make_request("low", prompt=17, max_tokens=3, priority=1, arrived_at=0.0)
     run = Run(make_scheduler(num_blocks=8, policy="priority"), peer, low)
     run.steps(2)
-    run.add(make_request("high", prompt=[*low.prompt_token_ids[:8], *range(20)], max_tokens=1, arrived_at=1.0))
+    run.add(make_request("high", prompt=[*low.spec.prompt_token_ids[:8], *range(20)], max_tokens=1, arrived_at=1.0))
     run.step()
     assert low.num_preemptions == 0
     run.to_end()
@@ -133,7 +133,7 @@ def test_blocks_that_the_urgent_one_shares_with_its_victim_count_once():
     low = make_request("low", prompt=17, max_tokens=3, priority=1, arrived_at=0.0)
     run = Run(make_scheduler(num_blocks=6, policy="priority"), low)
     run.steps(2)
-    high = make_request("high", prompt=[*low.prompt_token_ids[:8], *range(16)], max_tokens=1, arrived_at=1.0)
+    high = make_request("high", prompt=[*low.spec.prompt_token_ids[:8], *range(16)], max_tokens=1, arrived_at=1.0)
     run.add(high)
     assert [row.request_id for row in run.step().rows] == ["high"]
     assert high.num_cached_tokens == 8

@@ -33,7 +33,7 @@ from maitred.policy.predictor import (
 )
 from maitred.request import FinishReason, RequestState
 from maitred.scheduler.scheduler import Scheduler
-from tests.fakes import MODEL, FakeExecutor, make_request, make_scheduler
+from tests.fakes import MODEL, FakeExecutor, make_request, make_scheduler, make_spec
 from tests.scheduler.running import Run
 
 SHORT = "What is the time in {}?"
@@ -43,8 +43,8 @@ PLACES = ("Rome", "Paris", "a small town", "the sea", "winter")
 
 def ended(length: int, *, text: str = "", **fields: object) -> RequestState:
     """A request that generated `length` tokens."""
-    request = make_request(**{"prompt": 20, "max_tokens": 1000, **fields})  # type: ignore[arg-type]
-    request.spec.features = prompt_features(text)
+    given = {"prompt": 20, "max_tokens": 1000, "features": prompt_features(text), **fields}
+    request = make_request(**given)  # type: ignore[arg-type]
     request.output_token_ids = [7] * length
     return request
 
@@ -157,9 +157,9 @@ def test_a_prediction_and_its_lesson_cost_little_however_long_the_text():
     costs = []
     for request in requests:
         started = time.thread_time()
-        request.spec.features = prompt_features(text)
-        ranker.predict(request)
-        ranker.observe(request)
+        told = ended(request.num_output_tokens, text=text)
+        ranker.predict(told)
+        ranker.observe(told)
         costs.append(time.thread_time() - started)
     assert sorted(costs)[len(costs) // 4] < 2e-3  # forty times what it takes
 
@@ -229,11 +229,14 @@ def test_a_replay_uses_the_recorded_predictions():
     core = EngineCore(Scheduler(config, kv_cache, ends_at_seed), FakeExecutor(), clock, Recorder(records.append))
     predicted = set()
     for number, chat in enumerate(chats(80)):
-        request = make_request(
-            f"q{number}", max_tokens=40, seed=1 + chat.num_output_tokens % 15, arrived_at=clock.now()
+        spec = make_spec(
+            f"q{number}",
+            max_tokens=40,
+            seed=1 + chat.num_output_tokens % 15,
+            arrived_at=clock.now(),
+            features=chat.spec.features,
         )
-        request.spec.features = chat.features
-        core.add(request.spec)
+        request = core.add(spec)
         predicted.add(request.predicted_output_tokens)
         clock.advance(0.01)
         for _ in range(4):

@@ -143,7 +143,7 @@ class World:
             self.step()
         if self.requests and chance < 0.1:  # a next turn of a conversation
             said = self.chooser.choice(self.requests)
-            self.texts.append([*said.prompt_token_ids, *said.output_token_ids][: self.largest])
+            self.texts.append([*said.spec.prompt_token_ids, *said.output_token_ids][: self.largest])
 
     def drain(self) -> None:
         self.draining = True  # nobody is helped out by an abort

@@ -82,7 +82,7 @@ def test_the_next_turn_comes_after_a_pause_and_finds_the_conversation_in_the_cac
     results = simulation(observer=keeper).run(iter([arrival("chat", prompt=8, output=4, turns=(turn,))]))
     assert results.total.num_finished == 2
     (second,) = [new for plan in keeper.plans for new in plan.new_requests if new.request_id == "chat#2"]
-    assert second.num_prompt_tokens == 8 + 4 + 4
+    assert second.spec.num_prompt_tokens == 8 + 4 + 4
     # positions 0..10 were computed, the last token of the answer was not: two full blocks
     assert results.num_cached_tokens == 8
     (answered_at,) = [ended for (_, ended), plan in zip(keeper.times, keeper.plans, strict=True) if plan.step == 3]

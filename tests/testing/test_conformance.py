@@ -111,7 +111,9 @@ def test_the_worlds_reach_what_they_are_to_watch():
         worlds = [check_steps(make, scenario_of(seed), answer, ()) for seed in range(60)]
         stats = [world.scheduler.stats for world in worlds]
         assert sum(s.num_preemptions for s in stats) >= 5, name
-        assert sum(r.sample_index > 0 and r.num_output_tokens > 0 for w in worlds for r in w.requests.values()) > 50
+        assert (
+            sum(r.spec.sample_index > 0 and r.num_output_tokens > 0 for w in worlds for r in w.requests.values()) > 50
+        )
         assert sum(s.num_prefix_hit_tokens for s in stats) > 100
         quanta = sum(r.num_quanta for world in worlds for r in world.requests.values())
         assert (quanta > 50) == (make(SchedulerConfig()).quantum_end is not None)

@@ -87,6 +87,10 @@ class ChildProcess:
         return self._process.pid
 
     @property
+    def name(self) -> str:
+        return f"the engine's process {self.pid}"
+
+    @property
     def num_wrong_frames(self) -> int:
         """What was no frame, and was dropped, here and by the child."""
         return self._reports.num_wrong + self._num_wrong_commands

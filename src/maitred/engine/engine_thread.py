@@ -28,15 +28,20 @@ class EngineThread:
     def __init__(self, begin: Begin, on_exit: OnExit, *, build: Builder) -> None:
         self.last_words: str | None = None
         self._link = _ThreadLink()
-        self._returncode = 0
+        self._returncode = 1  # unless it is told to stop
         self._over = False  # it sends nothing any more
         self._thread = threading.Thread(
             target=self._run, args=(begin, build, on_exit), name="maitred-engine", daemon=True
         )
         self._thread.start()
 
-    pid = property(lambda self: os.getpid())
-    num_wrong_frames = property(lambda self: 0)
+    @property
+    def name(self) -> str:
+        return "the engine's thread"
+
+    @property
+    def num_wrong_frames(self) -> int:
+        return 0
 
     @property
     def fd(self) -> int:
@@ -65,7 +70,9 @@ class EngineThread:
         yield self._link.beat()
 
     def wait_readable(self, seconds: float) -> bool:
-        return bool(select.select([self.fd], [], [], seconds)[0])
+        poll = select.poll()  # `select` takes no descriptor above 1023
+        poll.register(self.fd, select.POLLIN)
+        return bool(poll.poll(seconds * 1000))
 
     def heard_beat(self, num_wrong_commands: int) -> None:
         """Nobody else can reach it."""

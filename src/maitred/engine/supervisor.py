@@ -114,6 +114,10 @@ class Supervisor:
             return f"{self.error}; it is being started again"
         if self._ready is None:
             return "the engine is loading"
+        if self._stuck:  # and a thread cannot be ended before its step does
+            return (
+                f"the engine has been in one step for {self._start.process.step_timeout_s:g} s; it ends with that step"
+            )
         if self.silent_s >= min(SILENT_S, self._start.process.step_timeout_s):
             return f"the engine's process has been silent for {self.silent_s:.0f} s"
         return None
@@ -147,12 +151,13 @@ class Supervisor:
             while self._ready is None:
                 if self._given_up:
                     raise EngineDead("the engine was given up while it loaded")
+                over = self._child.over  # asked first: what it said last can be read then
                 readable = self._child.wait_readable(START_POLL_S)
                 self._read()
                 if self._failed is not None:
                     raise self._failed
-                if not readable and self._child.over:
-                    raise EngineDead(f"the engine's process {self._child.cause()}, before it was ready")
+                if over and not readable:
+                    raise EngineDead(f"{self._child.name} {self._child.cause()}, before it was ready")
         except BaseException:
             self._child.kill()
             self.stop()
@@ -163,7 +168,7 @@ class Supervisor:
         """From now on live on `loop`: hear the child, and see it die. Idempotent."""
         if self._loop is loop or self.stopping:
             return
-        assert self._loop is None, "an engine's process is kept by one event loop"
+        assert self._loop is None, "an engine is kept by one event loop"
         self._loop = loop
         self._listen()
         if self._child is not None and self._child.ended:
@@ -206,7 +211,7 @@ class Supervisor:
             if child is not None:
                 child.kill()
                 child.close()
-            self._lost(f"the engine's process cannot be started: {error}", own_fault=True)
+            self._lost(f"the engine cannot be started: {error}", own_fault=True)
 
     def _listen(self) -> None:
         if self._loop is not None and self._child is not None:
@@ -231,7 +236,7 @@ class Supervisor:
         self._deafen()
         self._child = None
         self._num_wrong_frames += child.num_wrong_frames
-        cause = f"the engine's process {child.pid} {child.cause()}"
+        cause = f"{child.name} {child.cause()}"
         out_of_memory = num_oom_kills() > self._oom_kills
         if out_of_memory:
             cause += "; the system had run out of memory"
@@ -299,7 +304,7 @@ class Supervisor:
         self._ready, self._ready_at, self.error = ready, self._clock.now(), None
         self._on_event = logger.debug  # the start-up lines are for the first time
         if again:
-            logger.warning("the engine is back, process %d; %d requests go on", child.pid, self._owner.regained())
+            logger.warning("the engine is back, in %s; %d requests go on", child.name, self._owner.regained())
 
     # -- time
 

@@ -19,7 +19,8 @@ class Transport(Protocol):
     """Why it ended or will, if that is known."""
 
     @property
-    def pid(self) -> int: ...
+    def name(self) -> str:
+        """Such as `the engine's thread`."""
 
     @property
     def num_wrong_frames(self) -> int:
@@ -41,7 +42,7 @@ class Transport(Protocol):
         """Of one that has ended; minus the signal that killed it."""
 
     def cause(self) -> str:
-        """Why it ended, in words that go on after 'the engine's process'."""
+        """Why it ended, in words that go on after its name."""
 
     def send(self, command: Command) -> None:
         """Never waits. For after its first report. Raises RequestTooLarge."""
