@@ -120,9 +120,7 @@ def test_closing_closes_the_executor():
 
 def test_a_family_of_samples_goes_through():
     core, _ = make_core()
-    samples = make_samples("p", 3, prompt=6, max_tokens=3)
-    for sample in samples:
-        core.add(sample.spec)
+    samples = [core.add(sample.spec) for sample in make_samples("p", 3, prompt=6, max_tokens=3)]
     while core.has_work:
         core.step()
     assert all(len(s.output_token_ids) == 3 for s in samples)

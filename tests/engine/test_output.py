@@ -21,7 +21,7 @@ def run(answer: str | Sequence[int], sampling: SamplingParams, model: ServedMode
     core = scripted_core(model, answer, requests[0].num_prompt_tokens)
     builder = OutputBuilder(model.tokenizer, requests, "Hello there")
     for request in requests:
-        core.add(request.spec)
+        core.add(request)
     while core.has_work:
         for progress in core.step():
             if builder.push(progress):

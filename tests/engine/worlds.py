@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from maitred.clock import WallClock
+from maitred.clock import Clock, WallClock
 from maitred.config import EngineConfig, ProcessConfig
 from maitred.engine import served_model as served
 from maitred.engine.client import EngineClient
@@ -69,13 +69,14 @@ def scripted_engine(
     *,
     wrap: Callable[[FakeExecutor], FakeExecutor] = lambda executor: executor,
     prompt: str = "Hello there",
+    **process: Any,
 ) -> tuple[EngineClient, ServedModel, list[RequestSpec]]:
     """A running engine, and the requests of one prompt that it has not been given yet."""
     model = served_model()
     requests = make_requests(model, prompt, sampling, request_id="r", now=WallClock().now())
     executor = wrap(scripted_executor(model, answer, requests[0].num_prompt_tokens))
     core = EngineCore(make_scheduler(num_blocks=256, block_size=BLOCK_SIZE), executor, WallClock())
-    return client_of(core), model, requests
+    return client_of(core, **process), model, requests
 
 
 def client_of(
@@ -83,6 +84,7 @@ def client_of(
     *,
     admission: AdmissionController | None = None,
     facts: ModelFacts | None = None,
+    clock: Clock | None = None,
     **process: Any,
 ) -> EngineClient:
     """A client of `core`, which runs in a thread; ready."""
@@ -100,6 +102,6 @@ def client_of(
     start = Start(
         config=EngineConfig(), process=ProcessConfig(**process), open=in_thread(lambda config, names, tell: loaded)
     )
-    client = EngineClient(start, WallClock(), admission=admission)
+    client = EngineClient(start, clock or WallClock(), admission=admission)
     client.start()
     return client

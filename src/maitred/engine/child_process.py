@@ -88,7 +88,7 @@ class ChildProcess:
 
     @property
     def name(self) -> str:
-        return f"the engine's process {self.pid}"
+        return f"process {self.pid}"
 
     @property
     def num_wrong_frames(self) -> int:

@@ -37,7 +37,7 @@ class EngineThread:
 
     @property
     def name(self) -> str:
-        return "the engine's thread"
+        return "thread"
 
     @property
     def num_wrong_frames(self) -> int:

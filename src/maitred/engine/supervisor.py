@@ -157,7 +157,7 @@ class Supervisor:
                 if self._failed is not None:
                     raise self._failed
                 if over and not readable:
-                    raise EngineDead(f"{self._child.name} {self._child.cause()}, before it was ready")
+                    raise EngineDead(f"the engine's {self._child.name} {self._child.cause()}, before it was ready")
         except BaseException:
             self._child.kill()
             self.stop()
@@ -236,7 +236,7 @@ class Supervisor:
         self._deafen()
         self._child = None
         self._num_wrong_frames += child.num_wrong_frames
-        cause = f"{child.name} {child.cause()}"
+        cause = f"the engine's {child.name} {child.cause()}"
         out_of_memory = num_oom_kills() > self._oom_kills
         if out_of_memory:
             cause += "; the system had run out of memory"
@@ -304,7 +304,7 @@ class Supervisor:
         self._ready, self._ready_at, self.error = ready, self._clock.now(), None
         self._on_event = logger.debug  # the start-up lines are for the first time
         if again:
-            logger.warning("the engine is back, in %s; %d requests go on", child.name, self._owner.regained())
+            logger.warning("the engine is back, %s; %d requests go on", child.name, self._owner.regained())
 
     # -- time
 

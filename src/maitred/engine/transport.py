@@ -20,7 +20,7 @@ class Transport(Protocol):
 
     @property
     def name(self) -> str:
-        """Such as `the engine's thread`."""
+        """`process 14021` or `thread`."""
 
     @property
     def num_wrong_frames(self) -> int:
