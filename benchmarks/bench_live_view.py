@@ -25,14 +25,14 @@ import msgspec
 
 from maitred.api.ops.latencies import Latencies
 from maitred.api.ops.live_feed import COST_FACTOR, FRAME_S, LiveFeed
+from maitred.cli.local import start_engine
 from maitred.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
-from maitred.engine.async_engine import AsyncEngine
-from maitred.engine.in_process import build_engine
+from maitred.engine.client import EngineClient
 from maitred.engine.intake import ServedModel, make_requests
 from maitred.engine.live_view import LiveView, live_view
 from maitred.kvcache.manager import KVCacheManager
 from maitred.kvcache.prefix_cache import TokenHasher, hash_blocks, root_hash
-from maitred.request import Request, SamplingParams
+from maitred.request import RequestState, SamplingParams
 from maitred.scheduler.scheduler import Scheduler
 from maitred.step import ModelOutput, SampledRow
 
@@ -57,10 +57,10 @@ def filled(num_running: int, num_waiting: int, num_blocks: int, prompt: int) -> 
     return scheduler
 
 
-def made(prompt: int) -> Request:
+def made(prompt: int) -> RequestState:
     number = next(_ids)
     tokens = [number * 31 % 30_000 + i for i in range(prompt)]
-    request = Request(
+    request = RequestState(
         request_id=f"{number:x}.cmpl-{number:032x}",
         prompt_token_ids=tokens,
         sampling=ENDLESS,
@@ -118,7 +118,7 @@ class Stretch:
 class Counted:
     """The engine with the cost of every look added up."""
 
-    def __init__(self, engine: AsyncEngine) -> None:
+    def __init__(self, engine: EngineClient) -> None:
         self._engine = engine
         self.looking_s = 0.0
         self.num_frames = 0
@@ -130,7 +130,7 @@ class Counted:
         return view
 
 
-async def stretch(engine: AsyncEngine, *, watched: bool, seconds: float) -> Stretch:
+async def stretch(engine: EngineClient, *, watched: bool, seconds: float) -> Stretch:
     counted = Counted(engine)
     watcher = asyncio.create_task(watch(counted)) if watched else None
     before, cpu, began = engine.state(), engine_cpu_s(), time.perf_counter()
@@ -161,7 +161,7 @@ def engine_cpu_s() -> float:
     return time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
 
 
-async def seated(engine: AsyncEngine, model: ServedModel, stopping: asyncio.Event) -> None:
+async def seated(engine: EngineClient, model: ServedModel, stopping: asyncio.Event) -> None:
     """One slot that is never empty."""
     while not stopping.is_set():
         prompt = "What is maitred, and who is served next?"
@@ -179,9 +179,8 @@ async def alternate(num_seqs: int, pairs: int, seconds: float) -> list[tuple[Str
         cache=CacheConfig(),
         scheduler=SchedulerConfig(max_num_seqs=num_seqs),
     )
-    engine = build_engine(config)
+    engine = start_engine(config)
     replica, stopping = engine.replica, asyncio.Event()
-    assert isinstance(replica, AsyncEngine)
     guests = [asyncio.create_task(seated(replica, engine.model, stopping)) for _ in range(num_seqs)]
     await asyncio.sleep(2.0)  # until all sit
     found = []

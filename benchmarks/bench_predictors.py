@@ -23,7 +23,7 @@ from maitred.engine.core import EngineCore
 from maitred.kvcache.manager import KVCacheManager
 from maitred.policy.features import prompt_features
 from maitred.policy.predictor import PREDICTORS, Predictor, bounded_prediction, predictor_named
-from maitred.request import FinishReason, Request, SamplingParams
+from maitred.request import FinishReason, RequestState, SamplingParams
 from maitred.scheduler.scheduler import Scheduler
 from maitred.step import ModelOutput, SampledRow, SchedulerOutput
 
@@ -90,8 +90,8 @@ def chats(rng: Random, count: int) -> list[Job]:
     ]
 
 
-def request_of(job: Job, number: int, arrived_at: float = 0.0) -> Request:
-    return Request(
+def request_of(job: Job, number: int, arrived_at: float = 0.0) -> RequestState:
+    return RequestState(
         request_id=f"r{number}",
         prompt_token_ids=range(number * 1000, number * 1000 + job.num_prompt_tokens),
         sampling=SamplingParams(max_tokens=job.max_tokens),
@@ -154,7 +154,7 @@ def serve(
     )
     lengths = {f"r{number}": job.length for number, job in enumerate(jobs)}
 
-    def ends(request: Request) -> FinishReason | None:
+    def ends(request: RequestState) -> FinishReason | None:
         return FinishReason.STOP if request.num_output_tokens >= lengths[request.request_id] else None
 
     core = EngineCore(Scheduler(config, kv_cache, ends, make() if make else None), Machine(clock), clock)

@@ -31,7 +31,7 @@ from maitred.config import SchedulerConfig
 from maitred.kvcache.manager import KVCacheManager
 from maitred.kvcache.prefix_cache import TokenHasher, hash_blocks, root_hash
 from maitred.policy.policies import POLICIES
-from maitred.request import FinishReason, Request, SamplingParams
+from maitred.request import FinishReason, RequestState, SamplingParams
 from maitred.scheduler.scheduler import Scheduler
 from maitred.step import ModelOutput, SampledRow, SchedulerOutput
 
@@ -43,12 +43,12 @@ HASHER = TokenHasher(BLOCK_SIZE, "bench")
 _ids = count()
 
 
-def new_request(num_shared_tokens: int = 64, favoured: bool = False) -> Request:
+def new_request(num_shared_tokens: int = 64, favoured: bool = False) -> RequestState:
     """A prompt that begins like all others, or like a few of them, and then is its own."""
     number = next(_ids)
     shared = 100_000 + number % 200 if number % 2 else 7
     tokens = [shared] * num_shared_tokens + [number % 30_000 + i for i in range(PROMPT_TOKENS - num_shared_tokens)]
-    return Request(
+    return RequestState(
         request_id=f"cmpl-{number:032x}",
         prompt_token_ids=tokens,
         sampling=SAMPLING,

@@ -24,8 +24,8 @@ from PIL import Image
 from playwright.async_api import Browser, Page, async_playwright
 
 from maitred.api.http.server import Server, create_app
+from maitred.cli.local import start_engine
 from maitred.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, ServerConfig
-from maitred.engine.in_process import build_engine
 from maitred.storage.key_files import TenantFile, make_key
 
 FLAGS = ["--headless", "--no-sandbox", "--disable-gpu"]
@@ -77,7 +77,7 @@ async def serving(folder: Path) -> AsyncIterator[str]:
         cache=CacheConfig(kv_cache_memory_bytes=21_000_000),
         scheduler=SchedulerConfig(max_num_seqs=12, policy="mlfq", quantum_tokens=40),
     )
-    engine = build_engine(config)
+    engine = start_engine(config)
     tenants = TenantFile(tenants_file(folder))
     settings = ServerConfig(port=0)
     listening: asyncio.Future[int] = asyncio.get_running_loop().create_future()

@@ -8,13 +8,15 @@ from itertools import count
 from typing import Any
 from zlib import crc32
 
+from msgspec.structs import replace
+
 from maitred.config import SchedulerConfig
 from maitred.kvcache.manager import KVCacheManager
 from maitred.kvcache.prefix_cache import BlockHasher, TokenHasher
-from maitred.request import Request, SamplingParams
+from maitred.request import RequestSpec, RequestState, SamplingParams
 from maitred.scheduler.scheduler import Scheduler
 from maitred.scheduler.stop import StopRule, stop_at_token
-from maitred.step import ModelOutput, NewRequest, SampledRow, ScheduledRow, SchedulerOutput, TokenLogprobs
+from maitred.step import ModelOutput, SampledRow, ScheduledRow, SchedulerOutput, TokenLogprobs
 
 MODEL = "fake-model"
 _ids = count()
@@ -37,7 +39,7 @@ def make_request(
     block_size: int = 4,
     sampling: SamplingParams | None = None,
     **fields: Any,
-) -> Request:
+) -> RequestState:
     """A request with a prompt of given tokens, or of so many that no other request has.
 
     `block_size` must be the scheduler's: the block hashes are computed here, as at intake.
@@ -45,7 +47,7 @@ def make_request(
     if request_id is None:
         request_id = f"r{next(_ids)}"
     tokens = list(prompt) if not isinstance(prompt, int) else [token_at(request_id, i) for i in range(prompt)]
-    request = Request(
+    spec = RequestSpec(
         request_id=request_id,
         prompt_token_ids=tokens,
         sampling=sampling or SamplingParams(max_tokens=max_tokens, temperature=0.0),
@@ -54,11 +56,16 @@ def make_request(
         max_tokens=max_tokens,
         **fields,
     )
-    request.block_hashes = TokenHasher(block_size, MODEL).hash_prompt(tokens, request.cache_salt)
-    return request
+    hashes = TokenHasher(block_size, MODEL).hash_prompt(tokens, spec.cache_salt)
+    return RequestState(replace(spec, block_hashes=hashes))
 
 
-def make_samples(parent_id: str, n: int, **fields: Any) -> list[Request]:
+def make_spec(request_id: str | None = None, **fields: Any) -> RequestSpec:
+    """What `make_request` makes, as it is submitted."""
+    return make_request(request_id, **fields).spec
+
+
+def make_samples(parent_id: str, n: int, **fields: Any) -> list[RequestState]:
     """The n requests of one prompt, in the order in which they are to be added; ids are parent_id-0, parent_id-1 ..."""
     if isinstance(fields.get("prompt", 8), int):
         fields["prompt"] = [token_at(parent_id, i) for i in range(fields.get("prompt", 8))]
@@ -105,7 +112,7 @@ class FakeExecutor:
 
     def __init__(self, token_at: TokenAt = token_at) -> None:
         self._token_at = token_at
-        self._requests: dict[str, NewRequest] = {}
+        self._requests: dict[str, RequestSpec] = {}
         self.plans: list[SchedulerOutput] = []
         self.errors: dict[str, str] = {}
         self.closed = False
@@ -116,7 +123,7 @@ class FakeExecutor:
             del self._requests[request_id]
         for new in plan.new_requests:
             assert new.request_id not in self._requests, f"{new.request_id} is new twice"
-            self._requests[new.request_id] = new
+            self._requests[new.request_id] = new.spec
         answers = [self._answer(row) for row in plan.rows]
         return ModelOutput(tuple(answer for answer in answers if answer is not None))
 

@@ -20,7 +20,7 @@ from maitred.engine.intake import ServedModel
 from maitred.errors import EngineDead
 from maitred.gate.admission import AdmissionController
 from maitred.replica import ReplicaState
-from maitred.request import FinishReason, Request, timing_of
+from maitred.request import Charges, FinishReason, RequestSpec, RequestTiming
 from maitred.step import RequestProgress, TokenLogprobs
 from maitred.storage.ledger import Ledger
 from maitred.tenancy.tenant import TenantTable
@@ -29,6 +29,7 @@ from maitred.text.bounds import byte_alphabet
 from tests.waiting import HANGS_S, joined
 
 EOS = 256
+NO_TIME = RequestTiming(queue_s=0.0, prefill_s=0.0, decode_s=0.0)  # its steps take none
 TEMPLATE = (
     "{%- for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor -%}"
     "{%- if add_generation_prompt %}<assistant>{% if loud %}!{% endif %}{% endif -%}"
@@ -60,7 +61,7 @@ def make_model(*, tokenizer: Tokenizer | None = None, chat_template: Any = TEMPL
     return replace(model, **fields)
 
 
-def says(text: str) -> Callable[[Request], Sequence[int]]:
+def says(text: str) -> Callable[[RequestSpec], Sequence[int]]:
     """An answer that ends by itself."""
     return lambda request: [*text.encode(), EOS]
 
@@ -69,7 +70,7 @@ def says(text: str) -> Callable[[Request], Sequence[int]]:
 class FakeReplica:
     """Gives each request the tokens of `answer`, one per turn of the loop (or per `token_s`), and notes aborts."""
 
-    answer: Callable[[Request], Sequence[int]] = field(default_factory=lambda: says("Hello, world!"))
+    answer: Callable[[RequestSpec], Sequence[int]] = field(default_factory=lambda: says("Hello, world!"))
     token_s: float = 0.0
     tokens_per_item: int = 1
     fail_after: int | None = None  # tokens, then the logits are NaN
@@ -78,11 +79,11 @@ class FakeReplica:
     held: bool = False  # nothing more comes until it is not
     num_cached_tokens: int = 0
     dead: str | None = None
-    submitted: list[Request] = field(default_factory=list)
+    submitted: list[RequestSpec] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     live: dict[str, asyncio.Event] = field(default_factory=dict)
 
-    def submit(self, request: Request) -> AsyncIterator[RequestProgress]:
+    def submit(self, request: RequestSpec) -> AsyncIterator[RequestProgress]:
         self.submitted.append(request)
         self.live[request.request_id] = asyncio.Event()
         return self._progress(request)
@@ -106,19 +107,25 @@ class FakeReplica:
             num_finished={FinishReason.STOP: 3},
         )
 
-    async def _progress(self, request: Request) -> AsyncIterator[RequestProgress]:
+    async def _progress(self, request: RequestSpec) -> AsyncIterator[RequestProgress]:
         if self.dead is not None:
             raise EngineDead(self.dead)
         ended = self.live[request.request_id]
         tokens = list(self.answer(request))
         finish = FinishReason.STOP if len(tokens) <= request.max_tokens else FinishReason.LENGTH
         tokens = tokens[: request.max_tokens]
-        request.first_scheduled_at = request.first_token_at = request.arrived_at
+        charges = Charges(
+            num_prompt_tokens=request.num_prompt_tokens if request.sample_index == 0 else 0,
+            num_cached_tokens=self.num_cached_tokens,
+            first_scheduled_at=request.arrived_at,
+            first_token_at=request.arrived_at,
+        )
         for start in range(0, len(tokens), self.tokens_per_item):
             await self._turn(ended)
             if ended.is_set():
+                charges = charges._replace(num_generated_tokens=start)
                 yield RequestProgress(
-                    request.request_id, finish_reason=FinishReason.ABORT, timing=timing_of(request, request.arrived_at)
+                    request.request_id, finish_reason=FinishReason.ABORT, charges=charges, timing=NO_TIME
                 )
                 return
             if self.fail_after is not None and start >= self.fail_after:
@@ -137,8 +144,8 @@ class FakeReplica:
                 logprobs=_logprobs(tokens[start:end], request.sampling.logprobs),
                 prompt_logprobs=_prompt_logprobs(request) if start == 0 else None,
                 finish_reason=finish if last else None,
-                num_cached_tokens=self.num_cached_tokens,
-                timing=timing_of(request, request.arrived_at) if last else None,
+                charges=charges._replace(num_generated_tokens=min(end, len(tokens))) if start == 0 or last else None,
+                timing=NO_TIME if last else None,
             )
 
     async def _turn(self, ended: asyncio.Event) -> None:
@@ -160,7 +167,7 @@ def _logprobs(tokens: Sequence[int], num_top: int | None) -> tuple[TokenLogprobs
     return tuple(_at(token, num_top) for token in tokens)
 
 
-def _prompt_logprobs(request: Request) -> tuple[TokenLogprobs, ...] | None:
+def _prompt_logprobs(request: RequestSpec) -> tuple[TokenLogprobs, ...] | None:
     num_top = request.sampling.prompt_logprobs
     if num_top is None or request.sample_index > 0:
         return None

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from maitred.request import FinishReason, Request
+from maitred.request import FinishReason, RequestSpec
 from maitred.step import RequestProgress
 
 
@@ -46,7 +46,7 @@ class ReplicaState:
 class Replica(Protocol):
     """Takes requests and streams their progress."""
 
-    def submit(self, request: Request) -> AsyncIterator[RequestProgress]:
+    def submit(self, request: RequestSpec) -> AsyncIterator[RequestProgress]:
         """Progress until the item with a finish_reason. Closing the iterator early aborts the request.
 
         Submit the samples of one prompt in order of sample_index, without awaiting in between.

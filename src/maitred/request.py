@@ -1,10 +1,13 @@
-"""What one generation is: the parameters asked for, the state the scheduler keeps, how it ended."""
+"""One generation: what was asked (`RequestSpec`), what its scheduler knows (`RequestState`), how it ended."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from typing import NamedTuple
+
+import msgspec
 
 from maitred.errors import InvalidRequest
 
@@ -153,21 +156,25 @@ def _check_lists(p: SamplingParams) -> None:
             )
 
 
-@dataclass(slots=True, eq=False)
-class Request:
-    """One sample of one prompt, from admission to its last token.
+DEFAULT_SAMPLING = SamplingParams()
 
-    Samples of one prompt (n > 1) are separate requests with one `parent_id`; sample 0 computes the prompt, the others
-    share its blocks. A request can be made from block hashes in place of tokens (traces, replay): then
-    `prompt_token_ids` is empty and `num_prompt_tokens` says how many there were.
+
+class RequestSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What was asked of an engine: one sample of one prompt. It never changes; `msgspec.structs.replace` makes another.
+
+    This is what crosses processes, is logged, simulated and resumed, encoded as it stands: a field with a default costs
+    nothing on the wire, and adding one takes one line here. Samples of one prompt (n > 1) are specs of their own with
+    one `parent_id`; sample 0 computes the prompt, the others share its blocks. A spec can be made from block hashes in
+    place of tokens (traces, replay): then `prompt_token_ids` is empty and `num_prompt_tokens` says how many there were.
     """
 
     request_id: str
-    prompt_token_ids: Sequence[int]
-    sampling: SamplingParams
     arrived_at: float  # s, Clock.now() at admission
     num_prompt_tokens: int
     max_tokens: int  # most output tokens; resolved, prompt + max_tokens <= max_model_len
+    prompt_token_ids: Sequence[int] = ()
+    sampling: SamplingParams = DEFAULT_SAMPLING
+    block_hashes: Sequence[bytes] = ()  # of full blocks of the prompt
     seed: int = 0  # resolved: always set, in [0, 2**63)
     sample_index: int = 0  # 0..n-1
     parent_id: str | None = None  # None when n == 1
@@ -178,25 +185,63 @@ class Request:
     start_by: float | None = None  # s, Clock.now(): given up if it is in no step by then; None waits for ever
     finish_by: float | None = None  # s, Clock.now(): given up if it is not done by then; None takes its time
     features: tuple[float, ...] = ()  # of the prompt's text, for a predictor; made at intake
+    predicted_output_tokens: float | None = None  # None asks the scheduler's predictor
     cache_salt: str = ""  # requests of unlike salt never share cached blocks
     key_id: str = ""  # of the API key that asked; for the ledger alone
     eos_token_ids: tuple[int, ...] = ()  # the model's, before ignore_eos
     bad_word_token_ids: tuple[tuple[int, ...], ...] = ()  # sampling.bad_words, tokenised
-    # hashes of full blocks of known tokens, prompt first; computed before the queue, extended by KVCacheManager
-    block_hashes: list[bytes] = field(default_factory=list)
-    predicted_output_tokens: float | None = None  # by the predictor, once, before the queue; None is not predicted
-    # written by Scheduler
+    resumed: ResumePoint | None = None  # where another engine left off
+
+
+class Charges(NamedTuple):
+    """What a request has cost and when it got on, as its engine noted it: for ledger, quotas, traces and a resume."""
+
+    num_prompt_tokens: int = 0  # its part of the prompt counter: all once scheduled, 0 if a sibling's counts
+    num_cached_tokens: int = 0  # of its prompt, taken from the prefix cache when first scheduled
+    num_generated_tokens: int = 0  # so far
+    num_preemptions: int = 0
+    first_scheduled_at: float | None = None  # s
+    first_token_at: float | None = None  # s
+
+
+NO_CHARGES = Charges()
+
+
+class ResumePoint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How far a request had come with an engine that ended; the next one computes prompt and output again."""
+
+    output_token_ids: Sequence[int] = ()
+    charges: Charges = NO_CHARGES
+    last_token_at: float | None = None  # s
+    stalled_at: float | None = None  # s, since when no engine has it; None when it was in no step
+    stalled_prefill_s: float = 0.0
+    stalled_decode_s: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class RequestState:
+    """A request in its scheduler, which alone writes here; `spec` is what was asked.
+
+    The properties are what a policy may ask of whoever waits in its queue.
+    """
+
+    spec: RequestSpec
+    request_id: str = field(init=False)
+    # hashes of full blocks of known tokens, prompt first; extended by KVCacheManager
+    block_hashes: list[bytes] = field(init=False)
+    output_token_ids: list[int] = field(default_factory=list)
+    predicted_output_tokens: float | None = field(init=False)  # by the predictor, once, before the queue
     status: RequestStatus = RequestStatus.WAITING
     num_computed_tokens: int = 0  # tokens whose KV is in the cache, or will be after the steps already planned
     block_table: list[int] = field(default_factory=list)
     host_block_table: list[int] = field(default_factory=list)  # while preempted: where its KV was copied to
     num_swapped_tokens: int = 0  # whose KV is there
-    output_token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop token or stop string; None for end-of-sequence
     error: str | None = None
     num_cached_tokens: int = 0  # prompt tokens taken from the prefix cache when first scheduled
     num_charged_prompt_tokens: int = 0  # its part of the prompt counter: all once scheduled, 0 if a sibling's counts
+    charges_told: bool = False  # its owner has heard of them
     num_preemptions: int = 0
     num_quanta: int = 0  # used up, under a policy that has them
     quantum_ended_at: float | None = None  # s, when the last of them was
@@ -209,10 +254,62 @@ class Request:
     stalled_prefill_s: float = 0.0  # preempted before its first token, in all
     stalled_decode_s: float = 0.0  # and after it
 
+    def __post_init__(self) -> None:
+        spec, point = self.spec, self.spec.resumed
+        self.request_id = spec.request_id
+        self.block_hashes = list(spec.block_hashes)
+        self.predicted_output_tokens = spec.predicted_output_tokens
+        if point is None:
+            return
+        self.output_token_ids = list(point.output_token_ids)
+        charges = point.charges
+        self.num_charged_prompt_tokens, self.num_cached_tokens = charges.num_prompt_tokens, charges.num_cached_tokens
+        self.num_preemptions = charges.num_preemptions
+        self.first_scheduled_at, self.first_token_at = charges.first_scheduled_at, charges.first_token_at
+        self.last_token_at = point.last_token_at
+        self.stalled_at = point.stalled_at
+        self.stalled_prefill_s, self.stalled_decode_s = point.stalled_prefill_s, point.stalled_decode_s
+
+    @property
+    def arrived_at(self) -> float:
+        return self.spec.arrived_at
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self.spec.num_prompt_tokens
+
+    @property
+    def max_tokens(self) -> int:
+        return self.spec.max_tokens
+
+    @property
+    def priority(self) -> int:
+        return self.spec.priority
+
+    @property
+    def tenant(self) -> str:
+        return self.spec.tenant
+
+    @property
+    def weight(self) -> float:
+        return self.spec.weight
+
+    @property
+    def ttft_slo_s(self) -> float | None:
+        return self.spec.ttft_slo_s
+
+    @property
+    def start_by(self) -> float | None:
+        return self.spec.start_by
+
+    @property
+    def finish_by(self) -> float | None:
+        return self.spec.finish_by
+
     @property
     def num_tokens(self) -> int:
         """Known tokens: prompt and output."""
-        return self.num_prompt_tokens + len(self.output_token_ids)
+        return self.spec.num_prompt_tokens + len(self.output_token_ids)
 
     @property
     def num_output_tokens(self) -> int:
@@ -221,6 +318,17 @@ class Request:
     @property
     def finished(self) -> bool:
         return self.status is RequestStatus.FINISHED
+
+    @property
+    def charges(self) -> Charges:
+        return Charges(
+            self.num_charged_prompt_tokens,
+            self.num_cached_tokens,
+            len(self.output_token_ids),
+            self.num_preemptions,
+            self.first_scheduled_at,
+            self.first_token_at,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,7 +358,7 @@ class RequestTiming:
         )
 
 
-def timing_of(request: Request, now: float) -> RequestTiming:
+def timing_of(request: RequestState, now: float) -> RequestTiming:
     """The split of `request`'s time so far; phases not reached yet count to `now` in the phase it is in."""
     ended = request.finished_at if request.finished_at is not None else now
     scheduled = request.first_scheduled_at if request.first_scheduled_at is not None else ended
@@ -268,7 +376,7 @@ def timing_of(request: Request, now: float) -> RequestTiming:
     )
 
 
-def resumed(request: Request, now: float) -> None:
+def resumed(request: RequestState, now: float) -> None:
     """A preempted request is in a step again: what it waited is a stall of the phase it was in."""
     if request.stalled_at is None:
         return

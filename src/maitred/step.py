@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from maitred.request import FinishReason, RequestTiming, SamplingParams
+from maitred.request import Charges, FinishReason, RequestSpec, RequestTiming
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewRequest:
     """A request the executor does not know yet (or was told to forget when it was preempted).
 
-    `output_token_ids` is not empty after a preemption. Tokens and sampling take no part in equality, so that a replay
-    from hashes gives equal plans.
+    `output_token_ids` is not empty after a preemption. Plans are equal that name the same requests with as many tokens,
+    so that a replay from hashes gives equal plans.
     """
 
     request_id: str
-    num_prompt_tokens: int
-    num_output_tokens: int
-    prompt_token_ids: Sequence[int] = field(compare=False, repr=False)
-    output_token_ids: tuple[int, ...] = field(compare=False, repr=False)
-    sampling: SamplingParams = field(compare=False, repr=False)
-    seed: int = field(compare=False)
-    sample_index: int
-    eos_token_ids: tuple[int, ...] = field(compare=False, default=())
-    bad_word_token_ids: tuple[tuple[int, ...], ...] = field(compare=False, default=())
+    num_output_tokens: int = 0
+    output_token_ids: tuple[int, ...] = field(compare=False, repr=False, default=())
+    spec: RequestSpec = field(compare=False, repr=False)
 
 
 class ScheduledRow(NamedTuple):
@@ -111,7 +104,11 @@ class Executor(Protocol):
 
 
 class RequestProgress(NamedTuple):
-    """What a request's owner is told after a step that touched it; the last one carries finish_reason and timing."""
+    """What a request's owner is told after a step that touched it.
+
+    The first and the last one have `charges`; the last one has finish_reason and timing too. Who adds up
+    `charges.num_prompt_tokens` of the last ones and the new tokens of all has the engine's own counters.
+    """
 
     request_id: str
     new_token_ids: tuple[int, ...] = ()
@@ -120,5 +117,5 @@ class RequestProgress(NamedTuple):
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None
-    num_cached_tokens: int = 0
+    charges: Charges | None = None
     timing: RequestTiming | None = None

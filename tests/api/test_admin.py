@@ -11,10 +11,11 @@ import httpx
 import pytest
 
 from maitred.clock import WallClock
-from maitred.engine.async_engine import AsyncEngine
+from maitred.engine.client import EngineClient
 from maitred.engine.core import EngineCore
 from maitred.request import FinishReason
 from maitred.step import ModelOutput, SchedulerOutput
+from tests.engine.worlds import client_of
 from tests.fakes import FakeExecutor, make_scheduler
 from tests.fakes_api import FakeReplica, make_model, running_server
 from tests.waiting import HANGS_S, joined, until
@@ -29,9 +30,9 @@ class SlowExecutor(FakeExecutor):
         return super().execute(plan)
 
 
-def make_engine(policy: str = "priority") -> AsyncEngine:
+def make_engine(policy: str = "priority") -> EngineClient:
     scheduler = make_scheduler(max_num_seqs=1, num_blocks=10_000, policy=policy, ageing_s=AGEING_S)
-    return AsyncEngine(EngineCore(scheduler, SlowExecutor(lambda *_: ord("a")), WallClock()), WallClock())
+    return client_of(EngineCore(scheduler, SlowExecutor(lambda *_: ord("a")), WallClock()))
 
 
 @pytest.fixture
@@ -169,4 +170,4 @@ def test_a_stopped_engine_answers_503():
     with running_server(engine, make_model(block_size=4)) as running:
         engine.stop()
         assert httpx.get(f"{running.url}/admin/queue").status_code == 503
-    assert engine._core.stats.num_finished[FinishReason.ERROR] == 0
+    assert engine.state().num_finished[FinishReason.ERROR] == 0

@@ -10,9 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
+from maitred.cli.local import start_engine
 from maitred.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
-from maitred.engine.in_process import build_engine
-from maitred.engine.local_replica import Engine
+from maitred.engine.starting import Engine
 from maitred.step import ModelOutput, SchedulerOutput
 from tests.api.conftest import strict_client
 from tests.api.test_completions import complete, streamed
@@ -32,7 +32,7 @@ def engine() -> Iterator[Engine]:
         cache=CacheConfig(kv_cache_memory_bytes=64 * 2**20),
         scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64),
     )
-    built = build_engine(config, served_model_names=("mini",))
+    built = start_engine(config, served_model_names=("mini",))
     yield built
     built.replica.stop()
 

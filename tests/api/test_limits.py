@@ -16,10 +16,10 @@ from maitred.api.dialects.openai.schemas import CompletionRequest
 from maitred.api.generate.time_limits import TimeLimits, time_limits
 from maitred.clock import ManualClock
 from maitred.config import AdmissionConfig
-from maitred.engine.async_engine import AsyncEngine
 from maitred.engine.core import EngineCore
 from maitred.errors import InvalidRequest
 from maitred.gate.admission import AdmissionController
+from tests.engine.worlds import client_of
 from tests.fakes import MODEL, GatedExecutor, make_scheduler
 from tests.fakes_api import FakeReplica, make_model, running_server
 from tests.waiting import HANGS_S, until
@@ -69,7 +69,7 @@ def one_slot(**config: Any) -> Iterator[Place]:
     clock, executor = ManualClock(1000.0), GatedExecutor(lambda request_id, position: ord("a"))
     admission = AdmissionController(AdmissionConfig(**config), max_num_seqs=1)
     scheduler = make_scheduler(max_num_seqs=1, num_blocks=4096, max_num_batched_tokens=512)
-    engine = AsyncEngine(EngineCore(scheduler, executor, clock), clock, admission=admission)
+    engine = client_of(EngineCore(scheduler, executor, clock), clock=clock, admission=admission)
     model = make_model(revision=MODEL, block_size=4, max_model_len=16_000)
     try:
         with running_server(engine, model, admission=admission, clock=clock) as server:

@@ -16,7 +16,7 @@ from maitred.request import FinishReason
 from maitred.scheduler.notes import Lack, PreemptionCause
 from maitred.step import ModelOutput, SchedulerOutput
 from tests.decisions.test_log import record_run
-from tests.fakes import FakeExecutor, make_request, make_samples, make_scheduler
+from tests.fakes import FakeExecutor, make_samples, make_scheduler, make_spec
 
 
 class SecondsExecutor(FakeExecutor):
@@ -43,7 +43,7 @@ class Kitchen:
         self.core = EngineCore(scheduler, SecondsExecutor(self.clock), self.clock, recorder)
 
     def add(self, request_id: str, **fields: object) -> None:
-        self.core.add(make_request(request_id, arrived_at=self.clock.now(), **fields))  # type: ignore[arg-type]
+        self.core.add(make_spec(request_id, arrived_at=self.clock.now(), **fields))  # type: ignore[arg-type]
 
     def steps(self, count: int) -> None:
         for _ in range(count):
@@ -92,7 +92,7 @@ def test_a_wait_for_the_budget_and_for_the_step_under_way():
     kitchen = Kitchen(max_num_batched_tokens=8)
     kitchen.add("a", prompt=24, max_tokens=1)
     kitchen.steps(1)
-    kitchen.core.add(make_request("b", arrived_at=0.25, max_tokens=1))
+    kitchen.core.add(make_spec("b", arrived_at=0.25, max_tokens=1))
     (wait,) = kitchen.history("b").waits
     assert (wait.until_step_s, wait.for_lack) == (0.75, {Lack.BUDGET: 2.0})
 
@@ -115,7 +115,7 @@ def test_a_preemption_names_whom_it_was_for():
 def test_samples_wait_for_the_prompt_they_share():
     kitchen = Kitchen(max_num_batched_tokens=8)
     for sample in make_samples("p", 2, prompt=24, max_tokens=2):
-        kitchen.core.add(sample)
+        kitchen.core.add(sample.spec)
     (wait,) = kitchen.history("p-1").waits
     assert wait.for_leader_s == 3.0
 

@@ -9,20 +9,22 @@ from random import Random
 
 import msgspec
 import pytest
+from msgspec import structs
 
 from maitred.clock import ManualClock
 from maitred.decisions.codec import Header, LogEncoder, Ticks, read_log
-from maitred.decisions.log import Arrival, Arrived, Outcome, Recorder, Step, StepRecord, request_of
+from maitred.decisions.log import Arrival, Arrived, Outcome, Recorder, Step, StepRecord
 from maitred.decisions.replay import LoggedOutcomes, first_difference, fresh_scheduler, replay
 from maitred.engine.core import EngineCore
 from maitred.errors import ConfigError
 from maitred.kvcache.prefix_cache import TokenHasher
 from maitred.policy.policies import POLICIES
-from maitred.request import FinishReason, Request, SamplingParams
+from maitred.request import FinishReason, RequestState, ResumePoint, SamplingParams
 from maitred.scheduler.scheduler import Scheduler
 from maitred.scheduler.swap import SwapCosts
 from maitred.step import ModelOutput, RequestProgress, SchedulerOutput
-from tests.fakes import MODEL, FakeExecutor, make_request, make_samples, make_scheduler, token_at
+from tests.decisions.version_3 import converted, recorded_by_version_3
+from tests.fakes import MODEL, FakeExecutor, make_request, make_samples, make_scheduler, make_spec, token_at
 
 BLOCK_SIZE, NUM_BLOCKS, NUM_HOST_BLOCKS = 4, 24, 12
 Run = tuple[list[bytes], Scheduler]
@@ -50,9 +52,9 @@ class TimedExecutor(FakeExecutor):
         return super().execute(plan)
 
 
-def random_workload(chooser: Random) -> list[Request]:
+def random_workload(chooser: Random) -> list[RequestState]:
     """Arrivals over a second or two; many prompts begin alike, some are sampled twice."""
-    requests: list[Request] = []
+    requests: list[RequestState] = []
     arrived_at = 0.0
     for number in range(30):
         arrived_at += chooser.random() * 0.08
@@ -103,7 +105,7 @@ def record_run(seed: int, meddle: bool = True, policies: Sequence[str] = ("prior
         if not core.has_work:
             clock.advance(max(0.0, arrivals[0].arrived_at - clock.now()))
         while arrivals and arrivals[0].arrived_at <= clock.now():
-            core.add(arrivals.pop(0))
+            core.add(arrivals.pop(0).spec)
         if meddle:
             meddle_with(core, executor, chooser, policies)
         core.step()
@@ -170,12 +172,14 @@ def test_requests_that_another_engine_began_are_replayed_with_the_output_they_br
     records: list[StepRecord] = []
     core = EngineCore(scheduler, TimedExecutor(clock), clock, Recorder(records.append))
     for request in random_workload(chooser)[:12]:
-        if request.max_tokens > 1 and request.sample_index != 1:
-            request.output_token_ids = [loud_token(request.request_id, i) for i in range(1, request.max_tokens)]
-            known = [*request.prompt_token_ids, *request.output_token_ids]
-            request.block_hashes = TokenHasher(BLOCK_SIZE, MODEL).hash_prompt(known)
-        request.start_by = request.finish_by = None
-        core.add(request)
+        spec = structs.replace(request.spec, start_by=None, finish_by=None)
+        known = list(spec.prompt_token_ids)
+        if spec.max_tokens > 1 and spec.sample_index != 1:
+            output = [loud_token(spec.request_id, i) for i in range(1, spec.max_tokens)]
+            spec = structs.replace(spec, resumed=ResumePoint(output_token_ids=output))
+            known = [*spec.prompt_token_ids, *output]
+        added = core.add(spec)
+        assert added.block_hashes == TokenHasher(BLOCK_SIZE, MODEL).hash_prompt(known)
     while core.has_work:
         core.step()
     encoder = LogEncoder(Header(scheduler.config, NUM_BLOCKS, BLOCK_SIZE, enable_prefix_caching=True))
@@ -190,7 +194,7 @@ def test_a_simulator_makes_the_plans_of_the_live_loop(seed: int):
     frames, _ = record_run(seed, meddle=False)
     header, logged_steps = read_log(frames)
     steps = list(logged_steps)
-    arrivals = [request_of(event) for step in steps for event in step.events if isinstance(event, Arrived)]
+    arrivals = [RequestState(event.spec) for step in steps for event in step.events if isinstance(event, Arrived)]
     outcomes = LoggedOutcomes()
     scheduler = fresh_scheduler(header, outcomes)
     now, plans = 0.0, []
@@ -226,7 +230,7 @@ def test_a_frame_of_decoding_takes_a_few_bytes():
     records: list[StepRecord] = []
     core = EngineCore(scheduler, FakeExecutor(), ManualClock(), Recorder(records.append))
     for number in range(64):
-        core.add(make_request(f"a-long-request-id-{number:040}", prompt=8, max_tokens=40, block_size=16))
+        core.add(make_spec(f"a-long-request-id-{number:040}", prompt=8, max_tokens=40, block_size=16))
     while core.has_work:
         core.step()
     encoder = LogEncoder(Header(scheduler.config, 512, 16, enable_prefix_caching=True))
@@ -239,24 +243,26 @@ def changed(seed: int, number: int, **change: object) -> list[bytes]:
     """The log of a run in which step `number` was another: its plan or outcomes are as given."""
     frames, _ = record_run(seed)
     steps = list(read_log(frames)[1])
-    steps[number] = msgspec.structs.replace(steps[number], **change)
+    steps[number] = structs.replace(steps[number], **change)
     return [frames[0], *reencoded(frames[0], steps)]
 
 
 def reencoded(header: bytes, steps: list[Step]) -> list[bytes]:
     """Frames of decoded steps: they can be changed, and they are what they were."""
     encoder = LogEncoder(msgspec.msgpack.decode(header, type=Header))
-    requests: dict[str, Request] = {}
+    requests: dict[str, RequestState] = {}
     return [encoder.encode(record_of(step, requests)) for step in steps]
 
 
-def record_of(step: Step, requests: dict[str, Request]) -> StepRecord:
+def record_of(step: Step, requests: dict[str, RequestState]) -> StepRecord:
     """As the engine handed it over."""
     events = []
     for event in step.events:
         if isinstance(event, Arrived):
-            requests[event.request_id] = request_of(event)
-            events.append(Arrival(event.now, requests[event.request_id], len(requests[event.request_id].block_hashes)))
+            requests[event.spec.request_id] = RequestState(event.spec)
+            events.append(
+                Arrival(event.now, requests[event.spec.request_id], len(requests[event.spec.request_id].block_hashes))
+            )
         else:
             events.append(event)
     progress = []
@@ -296,7 +302,7 @@ def test_a_changed_outcome_shows_in_a_later_plan():
     number = next(
         i for i in range(10, len(steps)) if any(o.finish_reason is FinishReason.LENGTH for o in steps[i].outcomes)
     )
-    outcomes = tuple(msgspec.structs.replace(o, finish_reason=None) for o in steps[number].outcomes)
+    outcomes = tuple(structs.replace(o, finish_reason=None) for o in steps[number].outcomes)
     difference = first_difference(changed(0, number, outcomes=outcomes))
     assert difference is not None
     assert difference.startswith(f"step {number + 1}: plan.")
@@ -321,24 +327,25 @@ def test_a_file_that_is_no_log_and_a_log_of_another_version_are_refused():
     with pytest.raises(ConfigError, match="is this a decision log"):
         read_log([])
     header = Header(make_scheduler().config, 4, 4, enable_prefix_caching=True, version=99)
-    with pytest.raises(ConfigError, match="version 99"):
+    with pytest.raises(ConfigError, match="version 99, this maitred reads version 4"):
         read_log([msgspec.msgpack.encode(header)])
 
 
-def of_version_2(frames: list[bytes]) -> list[bytes]:
-    header = msgspec.msgpack.decode(frames[0], type=Header)
-    return [msgspec.msgpack.encode(msgspec.structs.replace(header, version=2)), *frames[1:]]
-
-
-def test_a_log_of_the_version_before_is_replayed_and_a_difference_says_what_is_decided_otherwise_since():
-    frames, _ = record_run(0)
-    assert first_difference(of_version_2(frames)) is None
-    step = list(read_log(frames)[1])[5]
-    plan = replace(step.plan, rows=step.plan.rows[:-1])
-    difference = first_difference(of_version_2(changed(0, 5, plan=plan)))
-    assert difference is not None
-    assert difference.startswith("step 5: plan.rows was ")
-    assert "(the log is of version 2: since version 3 the samples of a prompt (n > 1) keep their place" in difference
+@pytest.mark.parametrize("run", ["fcfs", "vtc"])
+def test_a_run_recorded_by_version_3_is_replayed_bit_for_bit(run: str):
+    frames = [converted(frame) for frame in recorded_by_version_3(run)]
+    num_steps = len(frames) - 1
+    steps = list(replay(frames))
+    assert [step.difference for step in steps] == [None] * num_steps
+    last = steps[-1].scheduler.stats
+    assert last.num_preemptions > 0
+    assert last.num_finished[FinishReason.ABORT] > 0
+    arrivals = [event.spec for step in steps for event in step.step.events if isinstance(event, Arrived)]
+    assert any(spec.sample_index > 0 for spec in arrivals)
+    assert any(spec.sampling.prompt_logprobs is not None for spec in arrivals)
+    assert any(spec.resumed is not None for spec in arrivals)
+    with pytest.raises(ConfigError, match="version 3, this maitred reads version 4"):
+        first_difference(recorded_by_version_3(run))
 
 
 def test_parts_of_other_runs_and_parts_out_of_order_are_refused():
@@ -346,7 +353,7 @@ def test_parts_of_other_runs_and_parts_out_of_order_are_refused():
     header = msgspec.msgpack.decode(frames[0], type=Header)
 
     def part(number: int, run: str = "") -> bytes:
-        return msgspec.msgpack.encode(msgspec.structs.replace(header, part=number, run=run))
+        return msgspec.msgpack.encode(structs.replace(header, part=number, run=run))
 
     assert first_difference([*frames[:9], part(1), *frames[9:]]) is None
     with pytest.raises(ConfigError, match="part 2 follows part 0"):

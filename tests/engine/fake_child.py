@@ -22,13 +22,15 @@ import zmq
 from maitred.clock import WallClock
 from maitred.config import EngineConfig
 from maitred.engine import sockets
-from maitred.engine.child import LoadedEngine, main
+from maitred.engine.child import main
 from maitred.engine.core import EngineCore
+from maitred.engine.loop import LoadedEngine
 from maitred.engine.memory import MemoryPlan
 from maitred.engine.sockets import REPORTS
 from maitred.errors import CheckpointError
 from maitred.model.checkpoint import BUILTIN_FOLDER
-from maitred.step import ModelOutput, NewRequest, SampledRow, SchedulerOutput
+from maitred.request import RequestSpec
+from maitred.step import ModelOutput, SampledRow, SchedulerOutput
 from maitred.text import Tokenizer
 from tests.engine.worlds import model_facts
 from tests.fakes import FakeExecutor, make_scheduler
@@ -100,7 +102,7 @@ class ChainedExecutor(FakeExecutor):
     def execute(self, plan: SchedulerOutput) -> ModelOutput:
         time.sleep(self._habits.step_s)
         for new in plan.new_requests:
-            self._known[new.request_id] = [*new.prompt_token_ids, *new.output_token_ids]
+            self._known[new.request_id] = [*new.spec.prompt_token_ids, *new.output_token_ids]
         output = super().execute(plan)
         return ModelOutput(tuple(self._remember(row) for row in output.rows))
 
@@ -109,19 +111,19 @@ class ChainedExecutor(FakeExecutor):
         return row
 
     def _next(self, request_id: str, position: int) -> int:
-        known, new = self._known[request_id], self._requests[request_id]
+        known, spec = self._known[request_id], self._requests[request_id]
         assert len(known) == position, f"{request_id} has {len(known)} tokens, and position {position} is sampled"
-        self._wait_at_the_gate(position - new.num_prompt_tokens)
-        self._misbehave(new, position - new.num_prompt_tokens)
-        return next_token(known, new.seed, new.sample_index)
+        self._wait_at_the_gate(position - spec.num_prompt_tokens)
+        self._misbehave(spec, position - spec.num_prompt_tokens)
+        return next_token(known, spec.seed, spec.sample_index)
 
     def _wait_at_the_gate(self, num_output: int) -> None:
         while self._habits.gate and num_output >= int(Path(self._habits.gate).read_text()):
             time.sleep(0.002)
 
-    def _misbehave(self, new: NewRequest, num_output: int) -> None:
+    def _misbehave(self, spec: RequestSpec, num_output: int) -> None:
         habits = self._habits
-        if 13 not in new.prompt_token_ids:
+        if 13 not in spec.prompt_token_ids:
             return
         if num_output == habits.die_at:
             os.kill(os.getpid(), signal.SIGSEGV)

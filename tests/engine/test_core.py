@@ -13,10 +13,10 @@ from maitred.decisions.codec import Header, LogEncoder
 from maitred.decisions.log import Recorder
 from maitred.decisions.replay import first_difference
 from maitred.engine.core import EngineCore
-from maitred.request import FinishReason, Request
+from maitred.request import FinishReason, RequestState
 from maitred.scheduler.swap import SwapCosts
 from maitred.step import ModelOutput, RequestProgress, SchedulerOutput
-from tests.fakes import FakeExecutor, make_request, make_samples, make_scheduler, token_at
+from tests.fakes import FakeExecutor, make_samples, make_scheduler, make_spec, token_at
 
 
 class SlowExecutor(FakeExecutor):
@@ -37,7 +37,7 @@ class Notes:
     def __init__(self) -> None:
         self.told: list[tuple[object, ...]] = []
 
-    def added(self, request: Request, now: float) -> None:
+    def added(self, request: RequestState, now: float) -> None:
         self.told.append(("added", request.request_id, now))
 
     def ended(self, request_id: str, reason: FinishReason, now: float) -> None:
@@ -63,7 +63,7 @@ def make_core(observer: Notes | None = None) -> tuple[EngineCore, SlowExecutor]:
 
 def test_a_step_schedules_executes_and_updates():
     core, _ = make_core()
-    core.add(make_request("a", prompt=8, max_tokens=2))
+    core.add(make_spec("a", prompt=8, max_tokens=2))
     (progress,) = core.step()
     assert progress.new_token_ids == (token_at("a", 8),)
     (progress,) = core.step()
@@ -75,7 +75,7 @@ def test_a_step_schedules_executes_and_updates():
 
 def test_time_in_the_executor_is_told_from_time_outside():
     core, _ = make_core()
-    core.add(make_request(max_tokens=4))
+    core.add(make_spec(max_tokens=4))
     while core.has_work:
         core.step()
     assert (core.execute_s, core.host_s, core.last_step_at) == (1.0, 0.0, 1.0)
@@ -83,8 +83,8 @@ def test_time_in_the_executor_is_told_from_time_outside():
 
 def test_abort_and_finish_give_the_last_progress_and_none_for_strangers():
     core, _ = make_core()
-    core.add(make_request("a"))
-    core.add(make_request("b"))
+    core.add(make_spec("a"))
+    core.add(make_spec("b"))
     core.step()
     aborted = core.abort("a")
     finished = core.finish("b", FinishReason.STOP, stop_reason="END")
@@ -99,7 +99,7 @@ def test_abort_and_finish_give_the_last_progress_and_none_for_strangers():
 def test_the_observer_is_told_everything_in_order():
     notes = Notes()
     core, _ = make_core(notes)
-    core.add(make_request("a"))
+    core.add(make_spec("a"))
     core.step()
     core.configure(SchedulerConfig(policy="priority"))
     core.abort("stranger")
@@ -120,9 +120,7 @@ def test_closing_closes_the_executor():
 
 def test_a_family_of_samples_goes_through():
     core, _ = make_core()
-    samples = make_samples("p", 3, prompt=6, max_tokens=3)
-    for sample in samples:
-        core.add(sample)
+    samples = [core.add(sample.spec) for sample in make_samples("p", 3, prompt=6, max_tokens=3)]
     while core.has_work:
         core.step()
     assert all(len(s.output_token_ids) == 3 for s in samples)
@@ -156,7 +154,7 @@ class PromptsTakeTime(FakeExecutor):
 
 def serve_prompts(core: EngineCore, count: int, *, named: str) -> None:
     for number in range(count):
-        core.add(make_request(f"{named}{number}", prompt=64, max_tokens=2))
+        core.add(make_spec(f"{named}{number}", prompt=64, max_tokens=2))
         while core.has_work:
             core.step()
 

@@ -23,7 +23,7 @@ from maitred.engine.live_view import (
     run_lengths,
 )
 from maitred.scheduler.scheduler import Scheduler
-from tests.engine.test_process import ask, engine_process, follow
+from tests.engine.clients import ask, follow, running_client
 from tests.fakes import FakeExecutor, make_request, make_samples, make_scheduler
 
 
@@ -199,7 +199,7 @@ def test_the_first_in_line_are_those_of_the_whole_order():
 
 
 async def test_an_engine_in_its_own_process_gives_the_same_view():
-    async with engine_process() as engine:
+    async with running_client() as engine:
         await follow(engine, ask(max_tokens=7))
         view = await engine.live_view()
     assert (view.num_running, view.num_waiting) == (0, 0)

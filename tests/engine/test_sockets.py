@@ -14,15 +14,15 @@ from pathlib import Path
 import pytest
 import zmq
 
-from maitred.clock import WallClock
+from maitred.engine import child_process, sockets
 from maitred.engine import restarts as supervisor
-from maitred.engine import sockets, spawn
+from maitred.engine.client import EngineClient
 from maitred.engine.frames import Told, decode_report, encode
-from maitred.engine.process import ProcessEngine, start_engine_process
 from maitred.engine.sockets import REPORTS, SocketFolder
+from maitred.engine.starting import StartingEngine
 from maitred.errors import EngineDead, RequestTooLarge
+from tests.engine.clients import POISON, PROMPT, ask, follow, running_client, start_of, tokens
 from tests.engine.fake_child import Gate, expected
-from tests.engine.test_process import POISON, PROMPT, ask, engine_process, follow, start_of, tokens
 from tests.waiting import HANGS_S, until_async
 
 LIMIT = 2**20
@@ -34,10 +34,10 @@ def _sooner(monkeypatch: pytest.MonkeyPatch) -> None:
     """A small limit here (the engine's process has its own); restarts come at once, and last words are waited for."""
     monkeypatch.setattr(sockets, "MAX_FRAME_BYTES", LIMIT)
     monkeypatch.setattr(supervisor, "FIRST_DELAY_S", 0.01)
-    monkeypatch.setattr(spawn, "LAST_LINE_S", HANGS_S)
+    monkeypatch.setattr(child_process, "LAST_LINE_S", HANGS_S)
 
 
-def send_raw(engine: ProcessEngine, data: bytes) -> None:
+def send_raw(engine: EngineClient, data: bytes) -> None:
     child = engine.supervisor._child
     assert child is not None
     child._commands._socket.send(data)
@@ -45,7 +45,7 @@ def send_raw(engine: ProcessEngine, data: bytes) -> None:
 
 async def test_what_is_no_frame_is_dropped_and_counted(caplog):
     garbage = (b"", pickle.dumps({"a": 1}), b"\xc1" * LIMIT, encode(["Abort", 1, "no such reason"]))
-    async with engine_process(f"garbage=1,max_frame_bytes={LIMIT}") as engine:
+    async with running_client(f"garbage=1,max_frame_bytes={LIMIT}") as engine:
         for data in garbage:
             send_raw(engine, data)
         assert tokens(await follow(engine, ask())) == expected(PROMPT, 60)
@@ -55,12 +55,12 @@ async def test_what_is_no_frame_is_dropped_and_counted(caplog):
 
 
 async def test_frames_above_the_limit_are_dropped_and_counted_and_everybody_goes_on(caplog):
-    async with engine_process(f"max_frame_bytes={LIMIT}") as engine:
+    async with running_client(f"max_frame_bytes={LIMIT}") as engine:
         send_raw(engine, bytes(UNDER_THE_CUT))
         assert tokens(await follow(engine, ask())) == expected(PROMPT, 60)
         await until_async(lambda: engine.state().num_wrong_frames == 1)
         await until_async(lambda: f"of {UNDER_THE_CUT} bytes from the server's socket: the limit is" in caplog.text)
-    async with engine_process(f"shout_at=3,shout_bytes={UNDER_THE_CUT}") as engine:
+    async with running_client(f"shout_at=3,shout_bytes={UNDER_THE_CUT}") as engine:
         assert tokens(await follow(engine, ask(prompt=POISON))) == expected(POISON, 60)
         assert engine.state().num_wrong_frames == 1
         assert engine.state().num_restarts == 0
@@ -68,7 +68,7 @@ async def test_frames_above_the_limit_are_dropped_and_counted_and_everybody_goes
 
 async def test_an_engine_that_was_sent_so_much_that_it_closed_the_connection_is_replaced(tmp_path: Path, caplog):
     gate = Gate(tmp_path, 10)
-    async with engine_process(f"{gate.habit},max_frame_bytes={LIMIT}") as engine:
+    async with running_client(f"{gate.habit},max_frame_bytes={LIMIT}") as engine:
 
         async def cut_off() -> None:
             send_raw(engine, bytes(OVER_IT))
@@ -82,7 +82,7 @@ async def test_an_engine_that_was_sent_so_much_that_it_closed_the_connection_is_
 
 
 async def test_an_engine_that_sent_so_much_that_it_was_cut_off_ends_and_is_replaced():
-    async with engine_process(f"shout_at=3,shout_bytes={OVER_IT}", resume="never") as engine:
+    async with running_client(f"shout_at=3,shout_bytes={OVER_IT}", resume="never") as engine:
         with pytest.raises(EngineDead, match="exit code 1: the server had closed its connection"):
             await follow(engine, ask(prompt=POISON))
         assert tokens(await follow(engine, ask("next"))) == expected(PROMPT, 60)
@@ -90,13 +90,13 @@ async def test_an_engine_that_sent_so_much_that_it_was_cut_off_ends_and_is_repla
 
 async def test_an_engine_that_has_too_much_to_say_says_so_and_ends():
     habits = f"shout_at=3,shout_bytes={UNDER_THE_CUT},max_frame_bytes={LIMIT}"
-    async with engine_process(habits, resume="never") as engine:
+    async with running_client(habits, resume="never") as engine:
         with pytest.raises(EngineDead, match=f"Told takes {UNDER_THE_CUT + 11} bytes .*the limit is {LIMIT}"):
             await follow(engine, ask(prompt=POISON))
 
 
 async def test_a_request_that_cannot_cross_is_refused_alone(monkeypatch):
-    async with engine_process() as engine:
+    async with running_client() as engine:
         with monkeypatch.context() as patched:
             patched.setattr(sockets, "MAX_FRAME_BYTES", 100)
             with pytest.raises(RequestTooLarge, match=r"Submit takes .* the limit is 100"):
@@ -111,7 +111,7 @@ import sys
 from maitred.engine import child
 from maitred.engine.frames import Told
 child.LAST_WORDS_MS = {int(HANGS_S * 1000)}
-link = child.Link(Path(sys.argv[1]))
+link = child.SocketLink(Path(sys.argv[1]))
 link.beat()
 for number in range(20):
     link.send(Told(str(number).zfill({LIMIT})))
@@ -169,4 +169,4 @@ def test_what_a_killed_start_left_is_removed_by_the_next_and_nothing_of_one_that
 
 
 def test_a_temporary_folder_whose_name_is_no_utf_8_is_as_good(temporary: Path):
-    start_engine_process(start_of(), clock=WallClock()).replica.stop()
+    StartingEngine(start_of()).wait().replica.stop()

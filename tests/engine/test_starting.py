@@ -8,21 +8,21 @@ from pathlib import Path
 import psutil
 import pytest
 
-from maitred.clock import WallClock
-from maitred.engine.in_process import StartingHere
-from maitred.engine.local_replica import Engine
-from maitred.engine.process import StartingProcess
+from maitred.engine import engine_thread
+from maitred.engine.child_process import ChildProcess
+from maitred.engine.engine_thread import EngineThread
+from maitred.engine.starting import StartingEngine
 from maitred.errors import CheckpointError, EngineDead
+from tests.engine.clients import start_of
 from tests.engine.fake_child import Gate
-from tests.engine.test_process import start_of
 from tests.waiting import is_gone, joined, until
 
 
 def test_an_engines_process_is_on_its_way_before_anybody_waits(tmp_path: Path):
     gate = Gate(tmp_path, 10)
-    starting = StartingProcess(start_of(gate.habit), clock=WallClock())
+    starting = StartingEngine(start_of(gate.habit))
     child = starting._replica.supervisor._child
-    assert child is not None
+    assert isinstance(child, ChildProcess)
     assert psutil.pid_exists(child.pid)
     engine = starting.wait()
     assert engine.model.tokenizer.decode(engine.model.tokenizer.encode("soup")) == "soup"
@@ -34,9 +34,9 @@ def test_an_engines_process_is_on_its_way_before_anybody_waits(tmp_path: Path):
 def test_giving_up_ends_the_waiting_and_the_process(tmp_path: Path):
     gate = Gate(tmp_path, 10)
     gate.shut()  # it never loads
-    starting = StartingProcess(start_of(gate.habit), clock=WallClock())
+    starting = StartingEngine(start_of(gate.habit))
     child = starting._replica.supervisor._child
-    assert child is not None
+    assert isinstance(child, ChildProcess)
     process = psutil.Process(child.pid)
     raised: list[BaseException] = []
 
@@ -54,11 +54,26 @@ def test_giving_up_ends_the_waiting_and_the_process(tmp_path: Path):
     starting.stop()
 
 
-def test_what_keeps_an_engine_in_this_process_from_loading_is_raised_by_waiting():
-    def build() -> Engine:
-        raise CheckpointError("there is no such model; choose another")
+def test_giving_up_ends_the_waiting_for_an_engine_in_a_thread_and_it_ends_once_it_has_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(engine_thread, "STOP_S", 0.1)  # it stands at its gate, and nobody can end a thread
+    gate = Gate(tmp_path, 10)
+    gate.shut()
+    starting = StartingEngine(start_of(gate.habit, transport="thread"))
+    child = starting._replica.supervisor._child
+    assert isinstance(child, EngineThread)
+    starting.give_up()
+    with pytest.raises(EngineDead, match="given up while it loaded"):
+        starting.wait()
+    assert not child.ended
+    gate.open()
+    until(lambda: child.ended)
+    starting.stop()
 
-    starting = StartingHere(build)
+
+def test_what_keeps_an_engine_in_a_thread_from_loading_is_raised_by_waiting():
+    starting = StartingEngine(start_of("refuse=1", transport="thread"))
     with pytest.raises(CheckpointError, match="no such model"):
         starting.wait()
     starting.stop()

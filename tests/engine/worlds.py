@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
-from maitred.clock import WallClock
+from maitred.clock import Clock, WallClock
+from maitred.config import EngineConfig, ProcessConfig
 from maitred.engine import served_model as served
-from maitred.engine.async_engine import AsyncEngine
+from maitred.engine.client import EngineClient
 from maitred.engine.core import EngineCore
+from maitred.engine.engine_thread import in_thread
 from maitred.engine.intake import ServedModel, make_requests
+from maitred.engine.loop import LoadedEngine
+from maitred.engine.memory import MemoryPlan
 from maitred.engine.model_facts import ModelFacts
+from maitred.engine.supervisor import Start
+from maitred.gate.admission import AdmissionController
 from maitred.model.checkpoint import BUILTIN_FOLDER
-from maitred.request import Request, SamplingParams
+from maitred.request import RequestSpec, SamplingParams
 from maitred.text import Tokenizer
 from maitred.text.folder import read_chat_template
 from tests.fakes import MODEL, FakeExecutor, make_scheduler
@@ -62,10 +69,39 @@ def scripted_engine(
     *,
     wrap: Callable[[FakeExecutor], FakeExecutor] = lambda executor: executor,
     prompt: str = "Hello there",
-) -> tuple[AsyncEngine, ServedModel, list[Request]]:
+    **process: Any,
+) -> tuple[EngineClient, ServedModel, list[RequestSpec]]:
     """A running engine, and the requests of one prompt that it has not been given yet."""
     model = served_model()
     requests = make_requests(model, prompt, sampling, request_id="r", now=WallClock().now())
     executor = wrap(scripted_executor(model, answer, requests[0].num_prompt_tokens))
     core = EngineCore(make_scheduler(num_blocks=256, block_size=BLOCK_SIZE), executor, WallClock())
-    return AsyncEngine(core, WallClock()), model, requests
+    return client_of(core, **process), model, requests
+
+
+def client_of(
+    core: EngineCore,
+    *,
+    admission: AdmissionController | None = None,
+    facts: ModelFacts | None = None,
+    clock: Clock | None = None,
+    **process: Any,
+) -> EngineClient:
+    """A client of `core`, which runs in a thread; ready."""
+    plan = MemoryPlan(
+        available_bytes=1,
+        weights_bytes=0,
+        bytes_per_block=1,
+        block_size=BLOCK_SIZE,
+        num_blocks=core.scheduler.kv_cache.num_blocks,
+        max_model_len=256,
+        model_context=256,
+        longest_context=256,
+    )
+    loaded = LoadedEngine(core, facts or model_facts(), plan, deterministic=True, close=core.close)
+    start = Start(
+        config=EngineConfig(), process=ProcessConfig(**process), open=in_thread(lambda config, names, tell: loaded)
+    )
+    client = EngineClient(start, clock or WallClock(), admission=admission)
+    client.start()
+    return client

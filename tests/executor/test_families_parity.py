@@ -17,7 +17,7 @@ from maitred.config import ModelConfig
 from maitred.executor.torch import TorchExecutor, plan_torch_executor
 from maitred.model.checkpoint import open_checkpoint
 from maitred.model.families import spec_from_config
-from maitred.request import Request, SamplingParams
+from maitred.request import RequestState, SamplingParams
 from tests.executor.torch_worlds import assert_close
 from tests.fakes import make_request, make_scheduler
 from tests.model.checkpoints import FAMILIES, VOCAB_SIZE, load_reference, make_checkpoint
@@ -35,13 +35,13 @@ NUM_BLOCKS = 90  # all six at their longest need 138
 class Served:
     """What came of serving: the requests, and every run of logits that the executor computed."""
 
-    requests: list[Request] = field(default_factory=list)
+    requests: list[RequestState] = field(default_factory=list)
     chunks: list[tuple[str, int, torch.Tensor]] = field(default_factory=list)
 
     def see(self, request_id: str, start: int, logits: Any) -> None:
         self.chunks.append((request_id, start, torch.as_tensor(logits).cpu().clone()))
 
-    def num_chunks_in_prompt(self, request: Request) -> int:
+    def num_chunks_in_prompt(self, request: RequestState) -> int:
         return len(
             {start for r, start, _ in self.chunks if r == request.request_id and start < request.num_prompt_tokens}
         )
@@ -59,7 +59,7 @@ def random_tokens(count: int, seed: int) -> list[int]:
     return torch.randint(0, VOCAB_SIZE, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def greedy_request(request_id: str, prompt: list[int], arrived_at: float, block_size: int = BLOCK_SIZE) -> Request:
+def greedy_request(request_id: str, prompt: list[int], arrived_at: float, block_size: int = BLOCK_SIZE) -> RequestState:
     sampling = SamplingParams(temperature=0.0, max_tokens=NUM_GREEDY, ignore_eos=True)
     return make_request(
         request_id,
@@ -108,7 +108,7 @@ def check_against_reference(served: Served, reference: Any) -> None:
         check_greedy(request, wanted_TV)
 
 
-def check_greedy(request: Request, wanted_TV: torch.Tensor) -> None:
+def check_greedy(request: RequestState, wanted_TV: torch.Tensor) -> None:
     """Equal up to the first near tie: from there on either text is right."""
     assert len(request.output_token_ids) == NUM_GREEDY
     for position, token in enumerate(request.output_token_ids, start=request.num_prompt_tokens):

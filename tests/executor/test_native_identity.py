@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from maitred.executor.native import Logits
 from maitred.kernels import _native
 from maitred.model.spec import Activation, NormPlacement, QKNorm
-from maitred.request import Request, SamplingParams
+from maitred.request import RequestState, SamplingParams
 from tests.executor.native_worlds import make_native
 from tests.executor.torch_worlds import VOCAB, make_decoder, make_spec
 from tests.fakes import FakeExecutor, make_request, make_scheduler
@@ -92,7 +92,7 @@ class World:
     num_blocks: int
     scheduler: dict[str, int]
 
-    def requests(self) -> list[Request]:
+    def requests(self) -> list[RequestState]:
         return [
             make_request(
                 f"r{i}",
@@ -104,7 +104,7 @@ class World:
             for i, (prompt, length) in enumerate(zip(self.prompts, self.output_lengths, strict=True))
         ]
 
-    def serve(self, executor: Any) -> list[Request]:
+    def serve(self, executor: Any) -> list[RequestState]:
         """The requests, served to the end."""
         scheduler = make_scheduler(num_blocks=self.num_blocks, block_size=self.block_size, **self.scheduler)
         chooser, requests, now = Random(self.arrivals), self.requests(), 0.0
@@ -131,7 +131,7 @@ class EachInTurn:
         return None
 
 
-def tries_everything(requests: list[Request]) -> bool:
+def tries_everything(requests: list[RequestState]) -> bool:
     """One was preempted, and one that was not had others' blocks."""
     return any(r.num_preemptions for r in requests) and any(
         r.num_cached_tokens and not r.num_preemptions for r in requests
@@ -172,12 +172,12 @@ def any_world(chooser: Random) -> World:
     )
 
 
-def alone(decoder: Any, request: Request, **formats: Any) -> dict[int, bytes]:
+def alone(decoder: Any, request: RequestState, **formats: Any) -> dict[int, bytes]:
     """A request's logits by itself: one step for the prompt, then one a token."""
     bits = Bits()
     executor = make_native(decoder, num_blocks=40, block_size=16, max_tokens=600, on_logits=bits, **formats)
     length = request.max_tokens
-    world = World((tuple(request.prompt_token_ids),), (length,), 0, 16, 40, {"max_num_batched_tokens": 600})
+    world = World((tuple(request.spec.prompt_token_ids),), (length,), 0, 16, 40, {"max_num_batched_tokens": 600})
     world.serve(executor)
     found = {position: logits for position, [logits] in bits.seen["r0"].items()}
     assert len(found) == request.num_prompt_tokens + length - 1

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from maitred.executor.torch import TorchExecutor
-from maitred.request import Request, SamplingParams
+from maitred.request import RequestState, SamplingParams
 from tests.executor.torch_worlds import make_decoder, make_executor, make_spec, random_prompt
 from tests.fakes import make_request, make_samples, make_scheduler
 
@@ -19,7 +19,7 @@ def tiny_executor(num_blocks: int) -> TorchExecutor:
     return make_executor(make_decoder(make_spec(windows=(None, 9))), num_blocks=num_blocks, block_size=BLOCK_SIZE)
 
 
-def outputs_of(requests: Sequence[Request], *, num_blocks: int = 64, budget: int = 64) -> dict[str, list[int]]:
+def outputs_of(requests: Sequence[RequestState], *, num_blocks: int = 64, budget: int = 64) -> dict[str, list[int]]:
     """Serve them all and give each one's tokens."""
     executor = tiny_executor(num_blocks)
     scheduler = make_scheduler(num_blocks=num_blocks, block_size=BLOCK_SIZE, max_num_batched_tokens=budget)
@@ -32,7 +32,7 @@ def outputs_of(requests: Sequence[Request], *, num_blocks: int = 64, budget: int
     return {request.request_id: request.output_token_ids for request in requests}
 
 
-def three_samples(prompt_length: int) -> list[Request]:
+def three_samples(prompt_length: int) -> list[RequestState]:
     prompt = random_prompt(prompt_length, seed=1)
     return make_samples("p", 3, prompt=prompt, max_tokens=20, sampling=SEEDED, seed=5, block_size=BLOCK_SIZE)
 
@@ -57,7 +57,7 @@ def test_samples_that_share_a_prompt_equal_those_computed_alone(prompt_length: i
     assert len({tuple(tokens) for tokens in together.values()}) == 3
 
 
-def many_requests() -> list[Request]:
+def many_requests() -> list[RequestState]:
     return [
         make_request(
             f"r{i}",

@@ -10,9 +10,9 @@ from maitred.config import AdmissionConfig
 from maitred.engine.core import EngineCore
 from maitred.errors import Overloaded
 from maitred.gate.admission import AdmissionController
-from maitred.request import FinishReason, Request
+from maitred.request import FinishReason, RequestState
 from maitred.step import ModelOutput, RequestProgress, SchedulerOutput
-from tests.fakes import FakeExecutor, make_request, make_scheduler
+from tests.fakes import FakeExecutor, make_scheduler, make_spec
 
 NUM_SEQS = 16
 BLOCK_SIZE = 16
@@ -62,7 +62,7 @@ class OverloadedServer:
         self.door = AdmissionController(config, max_num_seqs=NUM_SEQS, priority_first=policy == "priority")
         self._random = Random(seed)
         self._num = 0
-        self._requests: dict[str, tuple[Request, Outcome]] = {}
+        self._requests: dict[str, tuple[RequestState, Outcome]] = {}
 
     def capacity(self) -> float:
         """Requests per second when all is full: a step has a token for each slot, and the prompts' share."""
@@ -88,7 +88,7 @@ class OverloadedServer:
     def _arrive(self, at: float, outcome: Outcome, fields: dict[str, object]) -> None:
         self._num += 1
         outcome.num_offered += 1
-        request = make_request(
+        spec = make_spec(
             f"r{self._num}",
             **{  # type: ignore[arg-type]
                 "prompt": self._random.randint(8, 120),
@@ -99,13 +99,12 @@ class OverloadedServer:
             },
         )
         try:
-            shed = self.door.admit(request, at)
+            shed = self.door.admit(spec, at)
         except Overloaded as error:
             outcome.num_refused += 1
             outcome.retry_after_s.append(error.retry_after_s)
             return
-        self.core.add(request)
-        self._requests[request.request_id] = (request, outcome)
+        self._requests[spec.request_id] = (self.core.add(spec), outcome)
         ended = [
             self.core.finish(request_id, FinishReason.SHED) for request_id in shed if not self._started(request_id)
         ]

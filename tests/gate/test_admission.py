@@ -14,7 +14,7 @@ from maitred.gate.admission import MAX_RETRY_S, AdmissionController
 from maitred.gate.drain_rate import DrainRate, LateBy
 from maitred.request import FinishReason
 from maitred.step import RequestProgress
-from tests.fakes import make_request, make_samples
+from tests.fakes import make_samples, make_spec
 
 
 def make_door(*, max_num_seqs: int = 4, priority_first: bool = False, **config: Any) -> AdmissionController:
@@ -25,7 +25,7 @@ def admit(door: AdmissionController, *names: str, now: float = 0.0, **fields: An
     """Lets them in; who was shed."""
     shed: list[str] = []
     for name in names:
-        shed += door.admit(make_request(name, arrived_at=now, **fields), now)
+        shed += door.admit(make_spec(name, arrived_at=now, **fields), now)
     return shed
 
 
@@ -105,13 +105,13 @@ def test_nobody_is_shed_in_vain():
 def test_the_samples_of_a_prompt_go_in_together_or_not_at_all():
     door = make_door(max_queued_requests=2)
     for sample in make_samples("p", 3):
-        door.admit(sample, 0.0)
+        door.admit(sample.spec, 0.0)
     assert door.num_waiting == 3
     with pytest.raises(Overloaded):
-        door.admit(make_samples("q", 3)[0], 0.0)
+        door.admit(make_samples("q", 3)[0].spec, 0.0)
     door.stepped([end(f"p-{i}") for i in range(3)], 0, 1.0)
     assert door.num_inside == 0
-    assert not door._families
+    assert not door._living_samples
 
 
 def test_who_would_wait_longer_than_the_objective_is_turned_away():

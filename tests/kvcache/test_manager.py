@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from maitred.kvcache.manager import KVCacheManager, PrefixHit
 from maitred.kvcache.prefix_cache import TokenHasher
-from maitred.request import Request, SamplingParams
+from maitred.request import RequestState, SamplingParams
 from maitred.step import BlockCopy
 from tests.fakes import MODEL, make_request, make_samples
 
@@ -17,7 +17,7 @@ def make_manager(num_blocks: int = 8, block_size: int = 4, **fields: bool) -> KV
     return KVCacheManager(num_blocks=num_blocks, block_size=block_size, hasher=hasher, **fields)
 
 
-def compute(kv: KVCacheManager, request: Request) -> None:
+def compute(kv: KVCacheManager, request: RequestState) -> None:
     """Admits a request and computes all it knows."""
     start = request.num_computed_tokens
     if not request.block_table:
@@ -173,7 +173,7 @@ def test_hits_are_those_of_a_brute_force_search(chooser: Random, num_acts: int):
     size, num_blocks = chooser.randint(1, 3), chooser.randint(2, 12)
     kv = make_manager(num_blocks, size)
     holds: dict[int, tuple[int, ...]] = {}  # registered contents, for as long as nobody rewrote the block
-    running: list[Request] = []
+    running: list[RequestState] = []
     for _ in range(num_acts):
         if running and chooser.random() < 0.5:
             kv.free(running.pop(chooser.randrange(len(running))))
@@ -181,7 +181,7 @@ def test_hits_are_those_of_a_brute_force_search(chooser: Random, num_acts: int):
             length = chooser.randint(1, num_blocks * size)
             request = make_request(prompt=[chooser.randint(0, 1) for _ in range(length)], block_size=size)
             hit = kv.find_prefix(request)
-            prompt, expected = tuple(request.prompt_token_ids), 0
+            prompt, expected = tuple(request.spec.prompt_token_ids), 0
             while expected + size < length and prompt[: expected + size] in holds.values():
                 expected += size
             assert hit.num_tokens == expected

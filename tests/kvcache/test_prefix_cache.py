@@ -40,7 +40,7 @@ def test_hashes_are_equal_exactly_as_far_as_prefixes_are(a: list[int], b: list[i
 def test_hashes_extended_step_by_step_are_those_of_the_whole(num_prompt: int, num_output: int, size: int, known: int):
     request = make_request(prompt=num_prompt, block_size=size, cache_salt="salt")
     request.output_token_ids = list(range(num_output))
-    whole = hash_blocks([*request.prompt_token_ids, *range(num_output)], size, root_hash("m", "salt"))
+    whole = hash_blocks([*request.spec.prompt_token_ids, *range(num_output)], size, root_hash("m", "salt"))
     request.block_hashes = whole[:known]
     request.block_hashes.extend(TokenHasher(size, "m")(request, len(whole)))
     assert request.block_hashes[: len(whole)] == whole

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from maitred.clock import WallClock
-from maitred.engine.async_engine import AsyncEngine
 from maitred.engine.core import EngineCore
 from maitred.engine.intake import ServedModel
 from maitred.step import ModelOutput, SchedulerOutput
+from tests.engine.worlds import client_of
 from tests.fakes import FakeExecutor, make_scheduler
 from tests.fakes_api import EOS, RunningServer, make_model, running_server
 
@@ -50,7 +50,7 @@ def serving(
         max_num_seqs=num_slots, num_blocks=num_blocks, block_size=BLOCK_SIZE, max_num_batched_tokens=512
     )
     clock = WallClock()
-    engine = AsyncEngine(EngineCore(scheduler, Saying(text, repeats=repeats, step_s=0.004), clock), clock)
+    engine = client_of(EngineCore(scheduler, Saying(text, repeats=repeats, step_s=0.004), clock))
     with running_server(engine, page_model(), **server) as running:
         try:
             yield running

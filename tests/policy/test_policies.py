@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from maitred.config import SchedulerConfig
 from maitred.policy.policies import POLICIES, policy_for
 from maitred.policy.policy import Policy, arrival_term, by_arrival
-from maitred.request import Request, RequestStatus
+from maitred.request import RequestState, RequestStatus
 from tests.fakes import make_request, make_scheduler, token_at
 from tests.scheduler.running import Run, tokens_by_request
 
@@ -81,7 +81,7 @@ def test_nobody_is_put_out_when_that_would_not_make_enough_room():
 
 def test_blocks_that_a_victim_shares_with_others_do_not_count_as_room():
     peer = make_request("peer", prompt=16, max_tokens=12, priority=0, arrived_at=0.0)
-    low = make_request("low", prompt=[*peer.prompt_token_ids, 1], max_tokens=12, priority=1, arrived_at=0.0)
+    low = make_request("low", prompt=[*peer.spec.prompt_token_ids, 1], max_tokens=12, priority=1, arrived_at=0.0)
     run = Run(make_scheduler(num_blocks=8, policy="priority"), peer)
     run.step()
     run.add(low)
@@ -97,7 +97,7 @@ def test_blocks_that_the_urgent_one_would_reuse_do_not_count_as_room():
     low = make_request("low", prompt=17, max_tokens=3, priority=1, arrived_at=0.0)
     run = Run(make_scheduler(num_blocks=8, policy="priority"), peer, low)
     run.steps(2)
-    run.add(make_request("high", prompt=[*low.prompt_token_ids[:8], *range(20)], max_tokens=1, arrived_at=1.0))
+    run.add(make_request("high", prompt=[*low.spec.prompt_token_ids[:8], *range(20)], max_tokens=1, arrived_at=1.0))
     run.step()
     assert low.num_preemptions == 0
     run.to_end()
@@ -133,7 +133,7 @@ def test_blocks_that_the_urgent_one_shares_with_its_victim_count_once():
     low = make_request("low", prompt=17, max_tokens=3, priority=1, arrived_at=0.0)
     run = Run(make_scheduler(num_blocks=6, policy="priority"), low)
     run.steps(2)
-    high = make_request("high", prompt=[*low.prompt_token_ids[:8], *range(16)], max_tokens=1, arrived_at=1.0)
+    high = make_request("high", prompt=[*low.spec.prompt_token_ids[:8], *range(16)], max_tokens=1, arrived_at=1.0)
     run.add(high)
     assert [row.request_id for row in run.step().rows] == ["high"]
     assert high.num_cached_tokens == 8
@@ -165,8 +165,8 @@ def test_nobody_is_overtaken_by_a_request_that_came_later_than_the_bound(seed: i
     """The stated bound, under a stream of urgent requests that alone fills every slot."""
     chooser = Random(seed)
     run = Run(make_scheduler(max_num_seqs=2, policy="priority", ageing_s=ageing_s))
-    started: list[Request] = []
-    requests: list[Request] = []
+    started: list[RequestState] = []
+    requests: list[RequestState] = []
     for step in range(60):
         for _ in range(chooser.randint(0, 2)):
             urgency = chooser.choice([0, 0, 0, 1, 2])
@@ -205,20 +205,20 @@ class LeastServed:
     service: dict[str, float] = field(default_factory=dict)
     num_finished: int = 0
 
-    def group_of(self, request: Request) -> str:
+    def group_of(self, request: RequestState) -> str:
         return request.tenant
 
     def rank(self, group: str) -> tuple[float, ...]:
         return (self.service.get(group, 0.0),)
 
-    def on_queued(self, request: Request) -> None: ...
+    def on_queued(self, request: RequestState) -> None: ...
 
-    def on_started(self, request: Request) -> None: ...
+    def on_started(self, request: RequestState) -> None: ...
 
-    def on_scheduled(self, request: Request, num_tokens: int) -> None:
+    def on_scheduled(self, request: RequestState, num_tokens: int) -> None:
         self.service[request.tenant] = self.service.get(request.tenant, 0.0) + num_tokens
 
-    def on_finished(self, request: Request) -> None:
+    def on_finished(self, request: RequestState) -> None:
         self.num_finished += 1
 
 
@@ -226,19 +226,19 @@ class LeastServed:
 class Levels:
     """MLFQ: a request sinks a level with each quantum it uses up."""
 
-    def group_of(self, request: Request) -> str:
+    def group_of(self, request: RequestState) -> str:
         return str(min(request.num_preemptions, 3))
 
     def rank(self, group: str) -> tuple[float, ...]:
         return (float(group),)
 
-    def on_queued(self, request: Request) -> None: ...
+    def on_queued(self, request: RequestState) -> None: ...
 
-    def on_started(self, request: Request) -> None: ...
+    def on_started(self, request: RequestState) -> None: ...
 
-    def on_scheduled(self, request: Request, num_tokens: int) -> None: ...
+    def on_scheduled(self, request: RequestState, num_tokens: int) -> None: ...
 
-    def on_finished(self, request: Request) -> None: ...
+    def on_finished(self, request: RequestState) -> None: ...
 
 
 def _of_another(**parts: Any) -> Policy:

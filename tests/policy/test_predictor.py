@@ -31,9 +31,9 @@ from maitred.policy.predictor import (
     bounded_prediction,
     predictor_named,
 )
-from maitred.request import FinishReason, Request
+from maitred.request import FinishReason, RequestState
 from maitred.scheduler.scheduler import Scheduler
-from tests.fakes import MODEL, FakeExecutor, make_request, make_scheduler
+from tests.fakes import MODEL, FakeExecutor, make_request, make_scheduler, make_spec
 from tests.scheduler.running import Run
 
 SHORT = "What is the time in {}?"
@@ -41,15 +41,15 @@ LONG = "Write a long story about {}, please."
 PLACES = ("Rome", "Paris", "a small town", "the sea", "winter")
 
 
-def ended(length: int, *, text: str = "", **fields: object) -> Request:
+def ended(length: int, *, text: str = "", **fields: object) -> RequestState:
     """A request that generated `length` tokens."""
-    request = make_request(**{"prompt": 20, "max_tokens": 1000, **fields})  # type: ignore[arg-type]
-    request.features = prompt_features(text)
+    given = {"prompt": 20, "max_tokens": 1000, "features": prompt_features(text), **fields}
+    request = make_request(**given)  # type: ignore[arg-type]
     request.output_token_ids = [7] * length
     return request
 
 
-def chats(count: int, seed: int = 1) -> list[Request]:
+def chats(count: int, seed: int = 1) -> list[RequestState]:
     """Half short questions, half stories; the lengths within a kind are drawn at random."""
     rng = random.Random(seed)
     made = []
@@ -60,7 +60,7 @@ def chats(count: int, seed: int = 1) -> list[Request]:
     return made
 
 
-def pairwise_accuracy(predictor: Predictor, requests: list[Request], skip: int) -> float:
+def pairwise_accuracy(predictor: Predictor, requests: list[RequestState], skip: int) -> float:
     """Of pairs of unequal length, the share put in order; each is predicted before it is observed. Ties count half."""
     told = []
     for request in requests:
@@ -157,9 +157,9 @@ def test_a_prediction_and_its_lesson_cost_little_however_long_the_text():
     costs = []
     for request in requests:
         started = time.thread_time()
-        request.features = prompt_features(text)
-        ranker.predict(request)
-        ranker.observe(request)
+        told = ended(request.num_output_tokens, text=text)
+        ranker.predict(told)
+        ranker.observe(told)
         costs.append(time.thread_time() - started)
     assert sorted(costs)[len(costs) // 4] < 2e-3  # forty times what it takes
 
@@ -185,10 +185,10 @@ class Spy:
     def __init__(self) -> None:
         self.seen: list[tuple[str, int]] = []
 
-    def predict(self, request: Request) -> float:
+    def predict(self, request: RequestState) -> float:
         return 3.0
 
-    def observe(self, request: Request) -> None:
+    def observe(self, request: RequestState) -> None:
         self.seen.append((request.request_id, request.num_output_tokens))
 
 
@@ -219,8 +219,8 @@ def test_the_predictor_can_be_changed_while_it_runs():
 def test_a_replay_uses_the_recorded_predictions():
     """The log has no features, so a fresh predictor would say something else."""
 
-    def ends_at_seed(request: Request) -> FinishReason | None:
-        return FinishReason.STOP if request.num_output_tokens >= request.seed else None
+    def ends_at_seed(request: RequestState) -> FinishReason | None:
+        return FinishReason.STOP if request.num_output_tokens >= request.spec.seed else None
 
     clock = ManualClock()
     config = SchedulerConfig(max_num_seqs=2, max_num_batched_tokens=64, policy="sjf", predictor="ranker")
@@ -229,11 +229,14 @@ def test_a_replay_uses_the_recorded_predictions():
     core = EngineCore(Scheduler(config, kv_cache, ends_at_seed), FakeExecutor(), clock, Recorder(records.append))
     predicted = set()
     for number, chat in enumerate(chats(80)):
-        request = make_request(
-            f"q{number}", max_tokens=40, seed=1 + chat.num_output_tokens % 15, arrived_at=clock.now()
+        spec = make_spec(
+            f"q{number}",
+            max_tokens=40,
+            seed=1 + chat.num_output_tokens % 15,
+            arrived_at=clock.now(),
+            features=chat.spec.features,
         )
-        request.features = chat.features
-        core.add(request)
+        request = core.add(spec)
         predicted.add(request.predicted_output_tokens)
         clock.advance(0.01)
         for _ in range(4):

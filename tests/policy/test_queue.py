@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from maitred.policy.policy import by_arrival
 from maitred.policy.queue import MIN_DEAD_ENTRIES, RequestQueue
-from maitred.request import Request
+from maitred.request import RequestState
 from tests.fakes import make_request
 
 
@@ -18,22 +18,22 @@ class Served:
     def __init__(self) -> None:
         self.service: dict[str, float] = {}
 
-    def group_of(self, request: Request) -> str:
+    def group_of(self, request: RequestState) -> str:
         return request.tenant
 
     def rank(self, group: str) -> tuple[float, ...]:
         return (self.service.get(group, 0.0),)
 
-    def on_queued(self, request: Request) -> None: ...
+    def on_queued(self, request: RequestState) -> None: ...
 
-    def on_started(self, request: Request) -> None: ...
+    def on_started(self, request: RequestState) -> None: ...
 
-    def on_scheduled(self, request: Request, num_tokens: int) -> None: ...
+    def on_scheduled(self, request: RequestState, num_tokens: int) -> None: ...
 
-    def on_finished(self, request: Request) -> None: ...
+    def on_finished(self, request: RequestState) -> None: ...
 
 
-def push(queue: RequestQueue, **fields: object) -> Request:
+def push(queue: RequestQueue, **fields: object) -> RequestState:
     request = make_request(**fields)
     queue.push(request, by_arrival(request))
     return request
@@ -88,9 +88,9 @@ def test_a_group_that_was_served_steps_back_and_one_whose_rank_fell_steps_forwar
 @given(chooser=st.randoms(use_true_random=False), num_acts=st.integers(1, 150))
 def test_the_queue_agrees_with_sorting_all_of_it_each_time(chooser: Random, num_acts: int):
     rule = Served()
-    queue, waiting = RequestQueue(rule), list[Request]()
+    queue, waiting = RequestQueue(rule), list[RequestState]()
 
-    def place(request: Request) -> tuple[object, ...]:
+    def place(request: RequestState) -> tuple[object, ...]:
         return (rule.rank(request.tenant), request.tenant, by_arrival(request))
 
     for _ in range(num_acts):

@@ -10,12 +10,12 @@ from maitred.config import SchedulerConfig
 from maitred.errors import ConfigError
 from maitred.policy.policies import POLICIES, policy_for
 from maitred.policy.rules.fair import MIN_COUNTERS_TO_PRUNE, VirtualTokenCounters
-from maitred.request import Request
+from maitred.request import RequestState
 from tests.fakes import make_request, make_scheduler
 from tests.scheduler.running import Run, tokens_by_request
 
 
-def in_order(policy: str, *requests: Request, **settings: object) -> list[str]:
+def in_order(policy: str, *requests: RequestState, **settings: object) -> list[str]:
     """As the policy seats them, all waiting."""
     scheduler = make_scheduler(policy=policy, num_blocks=10_000, **settings)
     for request in requests:
@@ -98,7 +98,7 @@ def test_a_quantum_ends_nothing_while_there_is_room():
 def test_mlfq_joins_by_prompt_sinks_by_quanta_and_rises_with_age():
     policy = policy_for(SchedulerConfig(policy="mlfq", quantum_tokens=10, mlfq_levels=4, ageing_s=5.0))
 
-    def level(request: Request) -> float:
+    def level(request: RequestState) -> float:
         return policy.terms(request)["level_s"] / 5.0
 
     assert [level(make_request(prompt=n)) for n in (1, 10, 11, 20, 21, 40, 41, 1000)] == [0, 0, 1, 1, 2, 2, 3, 3]

@@ -7,7 +7,7 @@ import pytest
 from maitred.policy.policies import POLICIES
 from maitred.policy.policy import PolicyFactory
 from maitred.policy.predictor import Predictor, bounded_prediction, predictor_named
-from maitred.request import Request
+from maitred.request import RequestState
 from maitred.testing.conformance import STEP_PROPERTIES
 from maitred.testing.conformance_world import Scenario, World, scenario_of
 
@@ -20,11 +20,11 @@ class Liar:
     def __init__(self) -> None:
         self._num_asked = 0
 
-    def predict(self, request: Request) -> float:
+    def predict(self, request: RequestState) -> float:
         self._num_asked += 1
         return request.max_tokens / self._num_asked
 
-    def observe(self, request: Request) -> None:
+    def observe(self, request: RequestState) -> None:
         """Incorrigible."""
 
 
@@ -43,7 +43,7 @@ class PredictedWorld(World):
         super().__init__(make, scenario)
         self.scheduler._predictor = predictor
 
-    def add(self, request: Request) -> None:
+    def add(self, request: RequestState) -> None:
         request.predicted_output_tokens = None
         super().add(request)
         assert request.predicted_output_tokens is not None

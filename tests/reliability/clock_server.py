@@ -19,9 +19,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from maitred.api.http import server
-from maitred.clock import WallClock
 from maitred.config import EngineConfig, ProcessConfig, SchedulerConfig, ServerConfig
-from maitred.engine.process import start_engine_process
+from maitred.engine.child_process import in_child_process
+from maitred.engine.starting import StartingEngine
 from maitred.engine.supervisor import Start
 from maitred.storage.ledger import Ledger
 from tests.api.test_tenants import table_of
@@ -38,10 +38,10 @@ def main(folder: Path) -> None:
     start = Start(
         config=EngineConfig(scheduler=SchedulerConfig(max_num_seqs=1)),
         process=ProcessConfig(),
-        command=command(f"gate={folder / 'gate'}"),
+        open=in_child_process(command(f"gate={folder / 'gate'}")),
     )
     ledger = Ledger(folder / LEDGER, model="demo")
-    running = start_engine_process(start, clock=WallClock(), on_admitted=ledger.opened)
+    running = StartingEngine(start, on_admitted=ledger.opened).wait()
     try:
         config = ServerConfig(port=0, log_level="error")
         app = server.create_app(

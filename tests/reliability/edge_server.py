@@ -23,7 +23,7 @@ from maitred.api.generate.text_threads import hand_over_quickly
 from maitred.api.http import server
 from maitred.api.http.logs import configure_logging
 from maitred.config import ServerConfig
-from maitred.request import Request
+from maitred.request import RequestSpec
 from maitred.step import RequestProgress
 from tests.conftest import ROOT
 from tests.fakes_api import EOS, FakeReplica, make_model
@@ -33,7 +33,7 @@ NUM_FLOOD_TOKENS = 20_000  # four megabytes as a stream
 NUM_HELD_TOKENS = 3
 
 
-def answer(request: Request) -> list[int]:
+def answer(request: RequestSpec) -> list[int]:
     prompt = bytes(request.prompt_token_ids)
     num_tokens = {b"hold": 2 * NUM_HELD_TOKENS, b"flood": NUM_FLOOD_TOKENS}.get(prompt)
     return [*b"ok", EOS] if num_tokens is None else [ord("x")] * num_tokens
@@ -46,7 +46,7 @@ class AttackedReplica(FakeReplica):
         super().__init__(**fields)
         self.num_turns: dict[asyncio.Event, int] = {}
 
-    def submit(self, request: Request) -> AsyncIterator[RequestProgress]:
+    def submit(self, request: RequestSpec) -> AsyncIterator[RequestProgress]:
         progress = super().submit(request)
         if bytes(request.prompt_token_ids) == b"hold":
             self.num_turns[self.live[request.request_id]] = 0

@@ -21,16 +21,17 @@ from pathlib import Path
 import httpx
 import pytest
 
+from maitred.cli.local import start_engine
 from maitred.clock import WallClock
 from maitred.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
-from maitred.engine.async_engine import AsyncEngine
+from maitred.engine.client import EngineClient
 from maitred.engine.core import EngineCore
-from maitred.engine.in_process import build_engine
 from maitred.engine.limits import SPARE_DESCRIPTORS
 from maitred.request import FinishReason
 from maitred.text import Tokenizer
 from tests.api.test_disconnect import close, half_close, reset, send
 from tests.conftest import ROOT, copied_model
+from tests.engine.worlds import client_of
 from tests.fakes import MODEL, GatedExecutor, make_scheduler
 from tests.fakes_api import FakeReplica, RunningServer, byte_tokenizer, make_model, running_server
 from tests.reliability.edge_server import Attacked, attacked
@@ -234,10 +235,10 @@ def test_no_answer_is_kept_for_ever_for_who_does_not_read_its_end():
 
 
 @pytest.fixture
-def gated() -> Iterator[tuple[RunningServer, AsyncEngine, GatedExecutor]]:
+def gated() -> Iterator[tuple[RunningServer, EngineClient, GatedExecutor]]:
     executor = GatedExecutor(lambda request_id, position: ord("a"))
     scheduler = make_scheduler(max_num_seqs=4, num_blocks=4096, max_num_batched_tokens=64)
-    engine = AsyncEngine(EngineCore(scheduler, executor, WallClock()), WallClock())
+    engine = client_of(EngineCore(scheduler, executor, WallClock()))
     try:
         with running_server(engine, make_model(revision=MODEL, block_size=4, max_model_len=16_000)) as server:
             yield server, engine, executor
@@ -295,7 +296,7 @@ def long_context(tmp_path: Path) -> Iterator[RunningServer]:
         cache=CacheConfig(kv_cache_memory_bytes=128 * MIB),
         scheduler=SchedulerConfig(max_num_seqs=64),
     )
-    engine = build_engine(config, served_model_names=("tiny",))
+    engine = start_engine(config, served_model_names=("tiny",))
     try:
         with running_server(engine.replica, engine.model) as server:
             yield server

@@ -17,11 +17,12 @@ from typing import Any
 import httpx
 import pytest
 
-from maitred.clock import WallClock
 from maitred.config import EngineConfig, ProcessConfig, SchedulerConfig
+from maitred.engine import child_process
 from maitred.engine import restarts as supervisor
-from maitred.engine import spawn
-from maitred.engine.process import ProcessEngine, start_engine_process
+from maitred.engine.child_process import in_child_process
+from maitred.engine.client import EngineClient
+from maitred.engine.starting import StartingEngine
 from maitred.engine.supervisor import Start
 from maitred.storage.ledger import Ledger
 from tests.engine.fake_child import Gate, command
@@ -36,7 +37,7 @@ class House:
     """A server, and the engine's process behind it."""
 
     server: RunningServer
-    engine: ProcessEngine
+    engine: EngineClient
 
     gate: Gate
 
@@ -58,7 +59,7 @@ class House:
 
     def begun(self) -> list[str]:
         """Ids of those that have tokens, and have not ended."""
-        return [id_ for id_, live in list(self.engine._live.items()) if live.request.output_token_ids]
+        return [id_ for id_, live in list(self.engine._live.items()) if live.output_token_ids]
 
     def all_begin(self, count: int) -> None:
         """Return when so many requests are at work. The gate was shut before they came, and opens token by token."""
@@ -81,10 +82,9 @@ def house(gate: Gate, habits: str = "", *, ledger: Ledger | None = None, **proce
     start = Start(
         config=EngineConfig(scheduler=SchedulerConfig(max_num_seqs=32)),
         process=ProcessConfig(**process),
-        command=command(f"{gate.habit},{habits}"),
+        open=in_child_process(command(f"{gate.habit},{habits}")),
     )
-    running = start_engine_process(start, clock=WallClock(), on_admitted=ledger.opened if ledger is not None else None)
-    assert isinstance(running.replica, ProcessEngine)
+    running = StartingEngine(start, on_admitted=ledger.opened if ledger is not None else None).wait()
     try:
         with running_server(running.replica, running.model, admission=running.admission, ledger=ledger) as server:
             yield House(server, running.replica, gate)
@@ -95,8 +95,8 @@ def house(gate: Gate, habits: str = "", *, ledger: Ledger | None = None, **proce
 @pytest.fixture(autouse=True)
 def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "FIRST_DELAY_S", 0.01)
-    monkeypatch.setattr(spawn, "LAST_LINE_S", HANGS_S)
-    monkeypatch.setattr(spawn, "STOP_S", 0.3)
+    monkeypatch.setattr(child_process, "LAST_LINE_S", HANGS_S)
+    monkeypatch.setattr(child_process, "STOP_S", 0.3)
 
 
 class Stream:
@@ -168,7 +168,7 @@ def test_a_stop_string_that_spans_a_death_is_found(gate: Gate):
         assert whole.find(stop) == cut
         gate.open_to(10)
         stream = Stream(at.server.url, stop=[stop])
-        until(lambda: [len(live.request.output_token_ids) for live in list(at.engine._live.values())] == [10])
+        until(lambda: [len(live.output_token_ids) for live in list(at.engine._live.values())] == [10])
         at.kill()
         stream.join()
         assert (stream.texts[0], stream.finishes[0], stream.errors) == (whole[:cut], "stop", [])

@@ -31,7 +31,7 @@ class CheckingExecutor(FakeExecutor):
         for new in plan.new_requests:
             self._tables[new.request_id] = []
             self._histories[new.request_id] = []
-            self._learn(new.request_id, (*new.prompt_token_ids, *new.output_token_ids))
+            self._learn(new.request_id, (*new.spec.prompt_token_ids, *new.output_token_ids))
         for copy in plan.swap_outs:
             self._host[copy.target] = list(self._block(copy.source))
         assert len({copy.target for copy in plan.swap_outs}) == len(plan.swap_outs), "two copies to one host block"

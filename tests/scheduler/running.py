@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from maitred.request import Request
+from maitred.request import RequestState
 from maitred.scheduler.scheduler import Scheduler
 from maitred.step import RequestProgress, SchedulerOutput
 from tests.fakes import FakeExecutor
@@ -12,14 +12,14 @@ from tests.scheduler.checking import CheckingExecutor
 class Run:
     """A scheduler with an executor; time stands at the number of steps so far, in seconds."""
 
-    def __init__(self, scheduler: Scheduler, *requests: Request, executor: FakeExecutor | None = None) -> None:
+    def __init__(self, scheduler: Scheduler, *requests: RequestState, executor: FakeExecutor | None = None) -> None:
         self.scheduler = scheduler
         self.executor = executor or CheckingExecutor(scheduler._kv.block_size)
         self.progress: list[RequestProgress] = []
         self.now = 0.0
         self.add(*requests)
 
-    def add(self, *requests: Request) -> None:
+    def add(self, *requests: RequestState) -> None:
         for request in requests:
             self.scheduler.add(request, self.now)
             self.scheduler.check_invariants()

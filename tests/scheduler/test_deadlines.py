@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 
 from maitred.clock import ManualClock
 from maitred.engine.core import EngineCore
-from maitred.request import FinishReason, Request, RequestStatus
+from maitred.request import FinishReason, RequestState, RequestStatus
 from maitred.scheduler.deadlines import MIN_DEAD_ENTRIES, Deadlines
 from maitred.step import ModelOutput, SchedulerOutput
-from tests.fakes import FakeExecutor, make_request, make_samples, make_scheduler
+from tests.fakes import FakeExecutor, make_request, make_samples, make_scheduler, make_spec
 from tests.scheduler.running import Run
 
 
@@ -86,13 +86,12 @@ class SlowExecutor(FakeExecutor):
 def test_a_request_ends_late_only_if_its_time_was_up_and_within_a_step(drawn: list[tuple[int, int, int]]):
     clock = ManualClock()
     core = EngineCore(make_scheduler(max_num_seqs=2, num_blocks=32), SlowExecutor(clock), clock)
-    requests: list[Request] = []
+    requests: list[RequestState] = []
     for start_s, finish_s, max_tokens in drawn:
-        request = make_request(
+        spec = make_spec(
             max_tokens=max_tokens, arrived_at=clock.now(), start_by=clock.now() + start_s, finish_by=finish_s + 1.0
         )
-        requests.append(request)
-        core.add(request)
+        requests.append(core.add(spec))
         core.step()
     while core.has_work:
         core.step()

@@ -147,7 +147,7 @@ def test_a_row_that_failed_ends_only_its_request_and_its_blocks_are_not_shared()
     assert (bad.finish_reason, bad.error) == (FinishReason.ERROR, "logits are NaN")
     assert run.progress[0].error == "logits are NaN"
     assert good.finish_reason is FinishReason.LENGTH
-    assert run.scheduler._kv.find_prefix(make_request(prompt=[*bad.prompt_token_ids, 1])).num_tokens == 0
+    assert run.scheduler._kv.find_prefix(make_request(prompt=[*bad.spec.prompt_token_ids, 1])).num_tokens == 0
 
 
 def test_a_sampling_row_without_an_answer_is_an_error_of_that_request():
@@ -176,7 +176,7 @@ def test_a_second_turn_reuses_the_first_with_its_answer():
     first = make_request(prompt=8, max_tokens=9)
     run = Run(make_scheduler(), first)
     run.to_end()
-    second = make_request(prompt=[*first.prompt_token_ids, *first.output_token_ids, 1, 2])
+    second = make_request(prompt=[*first.spec.prompt_token_ids, *first.output_token_ids, 1, 2])
     run.add(second)
     run.to_end()
     assert second.num_cached_tokens == 16
@@ -241,7 +241,7 @@ def test_prompt_logprobs_come_chunk_by_chunk_and_only_once_even_after_preemption
     run.to_end()
     assert asks.num_preemptions > 0
     given = [entry.token_ids[0] for p in run.progress for entry in p.prompt_logprobs or ()]
-    assert given == list(asks.prompt_token_ids[1:])
+    assert given == list(asks.spec.prompt_token_ids[1:])
     chosen = [entry.token_ids[0] for p in run.progress for entry in p.logprobs or ()]
     assert chosen == asks.output_token_ids
 

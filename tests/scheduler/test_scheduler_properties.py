@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maitred.policy.policies import POLICIES
-from maitred.request import FinishReason, Request, SamplingParams
+from maitred.request import FinishReason, RequestState, SamplingParams
 from maitred.scheduler.scheduler import Scheduler
 from maitred.scheduler.swap import SwapCosts
 from maitred.step import RequestProgress, SchedulerOutput
@@ -25,10 +25,10 @@ def token_or_end(request_id: str, position: int) -> int:
     return {0: EOS, 1: STOP_TOKEN}.get(token % 23, token)
 
 
-def expected_output(request: Request) -> tuple[list[int], FinishReason]:
+def expected_output(request: RequestState) -> tuple[list[int], FinishReason]:
     """The slow obvious way: ask for one token after another."""
     tokens: list[int] = []
-    sampling = request.sampling
+    sampling = request.spec.sampling
     while len(tokens) < request.max_tokens:
         tokens.append(token_or_end(request.request_id, request.num_prompt_tokens + len(tokens)))
         ends = (tokens[-1] == EOS and not sampling.ignore_eos) or tokens[-1] in sampling.stop_token_ids
@@ -50,7 +50,7 @@ class World:
     draining: bool = False
 
     def __post_init__(self) -> None:
-        self.requests: list[Request] = []
+        self.requests: list[RequestState] = []
         self.told: dict[str, list[RequestProgress]] = {}
         self.texts: list[list[int]] = [[token_at("shared", i) for i in range(self.largest)]]
 
@@ -143,7 +143,7 @@ class World:
             self.step()
         if self.requests and chance < 0.1:  # a next turn of a conversation
             said = self.chooser.choice(self.requests)
-            self.texts.append([*said.prompt_token_ids, *said.output_token_ids][: self.largest])
+            self.texts.append([*said.spec.prompt_token_ids, *said.output_token_ids][: self.largest])
 
     def drain(self) -> None:
         self.draining = True  # nobody is helped out by an abort
@@ -172,9 +172,9 @@ class World:
                 assert request.stop_reason == (STOP_TOKEN if tokens[-1] == STOP_TOKEN and reason == "stop" else None)
                 self.check_prompt_logprobs(request, told)
 
-    def check_prompt_logprobs(self, request: Request, told: list[RequestProgress]) -> None:
+    def check_prompt_logprobs(self, request: RequestState, told: list[RequestProgress]) -> None:
         given = [entry.token_ids[0] for progress in told for entry in progress.prompt_logprobs or ()]
-        wanted = request.prompt_token_ids[1:] if request.sampling.prompt_logprobs is not None else []
+        wanted = request.spec.prompt_token_ids[1:] if request.spec.sampling.prompt_logprobs is not None else []
         assert given == list(wanted)
 
 

@@ -13,7 +13,7 @@ from maitred.decisions.log import Recorder
 from maitred.decisions.replay import first_difference
 from maitred.engine.core import EngineCore
 from maitred.policy.policies import POLICIES
-from maitred.request import Request
+from maitred.request import RequestState
 from maitred.sim.jitter import Jitter
 from maitred.sim.recorded import measured_steps, read_run
 from maitred.sim.results import Objectives, Results
@@ -82,7 +82,7 @@ def test_the_next_turn_comes_after_a_pause_and_finds_the_conversation_in_the_cac
     results = simulation(observer=keeper).run(iter([arrival("chat", prompt=8, output=4, turns=(turn,))]))
     assert results.total.num_finished == 2
     (second,) = [new for plan in keeper.plans for new in plan.new_requests if new.request_id == "chat#2"]
-    assert second.num_prompt_tokens == 8 + 4 + 4
+    assert second.spec.num_prompt_tokens == 8 + 4 + 4
     # positions 0..10 were computed, the last token of the answer was not: two full blocks
     assert results.num_cached_tokens == 8
     (answered_at,) = [ended for (_, ended), plan in zip(keeper.times, keeper.plans, strict=True) if plan.step == 3]
@@ -153,7 +153,7 @@ class TimedExecutor:
     def close(self) -> None: ...
 
 
-def live_request(asked: Arrival) -> Request:
+def live_request(asked: Arrival) -> RequestState:
     return make_request(
         asked.request_id,
         prompt=asked.prompt_tokens,
@@ -179,7 +179,7 @@ def test_plans_equal_those_of_a_live_loop_and_of_the_replay_of_its_log(policy: s
         if not core.has_work:
             clock.advance(max(0.0, pending[0].at - clock.now()))
         while pending and pending[0].at <= clock.now():
-            core.add(live_request(pending.pop(0)))
+            core.add(live_request(pending.pop(0)).spec)
         core.step()
 
     encoder = LogEncoder(Header(live.config, 64, 4, True))

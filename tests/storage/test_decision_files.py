@@ -22,7 +22,7 @@ from maitred.decisions.replay import first_difference, replay
 from maitred.engine.core import EngineCore
 from maitred.errors import ConfigError
 from maitred.storage.decision_files import DecisionLogFile, log_parts, read_frames
-from tests.fakes import FakeExecutor, make_request, make_scheduler
+from tests.fakes import FakeExecutor, make_scheduler, make_spec
 from tests.waiting import until
 
 HEADER = Header(SchedulerConfig(), num_blocks=8, block_size=4, enable_prefix_caching=True)
@@ -35,7 +35,7 @@ def run_with_log(folder: Path, num_requests: int, **limits: int) -> DecisionLogF
     log = DecisionLogFile(folder, header, **limits)
     core = EngineCore(scheduler, FakeExecutor(), ManualClock(), Recorder(log.write))
     for number in range(num_requests):
-        core.add(make_request(f"r{number}", prompt=30, max_tokens=3))
+        core.add(make_spec(f"r{number}", prompt=30, max_tokens=3))
         while core.has_work:
             core.step()
     log.close()
@@ -171,7 +171,7 @@ log = DecisionLogFile(pathlib.Path(sys.argv[1]), header)
 core = EngineCore(scheduler, FakeExecutor(), ManualClock(), Recorder(log.write))
 print("begun", flush=True)
 for number in range(10**9):
-    core.add(make_request(f"r{number}", prompt=30, max_tokens=9))
+    core.add(make_spec(f"r{number}", prompt=30, max_tokens=9))
     while core.has_work:
         core.step()
         time.sleep(0.001)

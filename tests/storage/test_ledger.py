@@ -57,8 +57,7 @@ def test_the_sums_are_the_engines_counters_at_every_moment(path, seed):
             n = rng.randint(2, 4)
             arriving = make_samples(f"p{turn}", n, prompt=[*shared, turn], max_tokens=9, arrived_at=clock.now())
         for request in arriving:
-            core.add(request)
-            ledger.opened(request)
+            ledger.opened(core.add(request.spec))
             live.append(request.request_id)
         if rng.random() < 0.3:
             core.finish(rng.choice(live), rng.choice([FinishReason.ABORT, FinishReason.STOP]))

@@ -17,7 +17,7 @@ from maitred.config import SchedulerConfig
 from maitred.policy.policies import POLICIES
 from maitred.policy.policy import Policy, PolicyFactory, Rank, arrival_term, by_arrival
 from maitred.policy.rules.fair import VirtualTokenCounters, vtc
-from maitred.request import Request
+from maitred.request import RequestState
 from maitred.step import SchedulerOutput
 from maitred.testing.conformance import (
     CHECKS,
@@ -111,7 +111,9 @@ def test_the_worlds_reach_what_they_are_to_watch():
         worlds = [check_steps(make, scenario_of(seed), answer, ()) for seed in range(60)]
         stats = [world.scheduler.stats for world in worlds]
         assert sum(s.num_preemptions for s in stats) >= 5, name
-        assert sum(r.sample_index > 0 and r.num_output_tokens > 0 for w in worlds for r in w.requests.values()) > 50
+        assert (
+            sum(r.spec.sample_index > 0 and r.num_output_tokens > 0 for w in worlds for r in w.requests.values()) > 50
+        )
         assert sum(s.num_prefix_hit_tokens for s in stats) > 100
         quanta = sum(r.num_quanta for world in worlds for r in world.requests.values())
         assert (quanta > 50) == (make(SchedulerConfig()).quantum_end is not None)
@@ -125,7 +127,7 @@ def stated(**parts: Any) -> Policy:
     return Policy(**{**ours, "overtaken_until": lambda r: r.arrived_at, **parts})
 
 
-def signed(order: Callable[[Request], float]) -> dict[str, Any]:
+def signed(order: Callable[[RequestState], float]) -> dict[str, Any]:
     return {"order": lambda r: (order(r), *by_arrival(r)), "terms": lambda r: {"it": order(r)}}
 
 
@@ -160,7 +162,7 @@ def with_levels_of_its_own(config: SchedulerConfig) -> Policy:
     """Remembers in itself, not in the request, what a request has used: a swap forgets it."""
     asked: Counter[str] = Counter()
 
-    def order(request: Request) -> tuple[Any, ...]:
+    def order(request: RequestState) -> tuple[Any, ...]:
         asked[request.request_id] += 1
         return (request.arrived_at + 50.0 * asked[request.request_id], request.request_id)
 
@@ -191,19 +193,19 @@ def nothing_is_ever_done(config: SchedulerConfig) -> Policy:
 class SinkingLevels:
     """A preempted request sinks, though its quantum has not ended."""
 
-    def group_of(self, request: Request) -> str:
+    def group_of(self, request: RequestState) -> str:
         return str(min(request.num_preemptions, 3))
 
     def rank(self, group: str) -> Rank:
         return (float(group),)
 
-    def on_queued(self, request: Request) -> None: ...
+    def on_queued(self, request: RequestState) -> None: ...
 
-    def on_started(self, request: Request) -> None: ...
+    def on_started(self, request: RequestState) -> None: ...
 
-    def on_scheduled(self, request: Request, num_tokens: int) -> None: ...
+    def on_scheduled(self, request: RequestState, num_tokens: int) -> None: ...
 
-    def on_finished(self, request: Request) -> None: ...
+    def on_finished(self, request: RequestState) -> None: ...
 
 
 def punishing(config: SchedulerConfig) -> Policy:
@@ -211,7 +213,7 @@ def punishing(config: SchedulerConfig) -> Policy:
 
 
 class ForOutputsOnly(VirtualTokenCounters):
-    def on_started(self, request: Request) -> None:
+    def on_started(self, request: RequestState) -> None:
         self._leave(request)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -10,13 +9,20 @@ from typing import TYPE_CHECKING
 
 from maitred.cli.command import Options, UsageError
 from maitred.cli.flags import flags_of
-from maitred.config import POLICY_NAMES, CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, ServerConfig
+from maitred.config import (
+    POLICY_NAMES,
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    ProcessConfig,
+    SchedulerConfig,
+    ServerConfig,
+)
 from maitred.errors import did_you_mean
 
 if TYPE_CHECKING:
     from maitred.cli.endpoint import AppEndpoint
-    from maitred.engine.local_replica import Engine
-    from maitred.request import Request
+    from maitred.engine.starting import Engine
 
 # EngineConfig gives only its own scalar fields: its parts stand before it
 ENGINE_PARTS: tuple[type, ...] = (ModelConfig, CacheConfig, SchedulerConfig, EngineConfig)
@@ -48,22 +54,18 @@ def start_engine(
     config: EngineConfig,
     *,
     served_model_names: tuple[str, ...] = (),
-    on_event: Callable[[str], None] | None = None,
-    on_admitted: Callable[[Request], None] | None = None,
-    step_timeout_s: float = math.inf,
+    on_event: Callable[[str], None] = lambda line: None,
 ) -> Engine:
     """Imports the engine only now, so that help and slips of the pen cost nothing."""
-    from maitred.engine.in_process import build_engine
-    from maitred.engine.installed import installed_policies
+    from maitred.engine.build import load_engine
+    from maitred.engine.engine_thread import in_thread
+    from maitred.engine.starting import StartingEngine
+    from maitred.engine.supervisor import Start
 
-    return build_engine(
-        config,
-        served_model_names=served_model_names,
-        on_event=on_event,
-        on_admitted=on_admitted,
-        policies=installed_policies(),
-        step_timeout_s=step_timeout_s,
+    start = Start(
+        config=config, process=ProcessConfig(), served_model_names=served_model_names, open=in_thread(load_engine)
     )
+    return StartingEngine(start, on_event=on_event).wait()
 
 
 def refuse_engine_flags(options: Options, *, allowed: tuple[str, ...] = ()) -> None:

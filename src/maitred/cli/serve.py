@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from maitred.cli.command import Command, Options
 from maitred.cli.console import note
 from maitred.cli.ending import noted
-from maitred.cli.local import ENGINE_PARTS, engine_config, start_engine
+from maitred.cli.local import ENGINE_PARTS, engine_config
 from maitred.cli.tenancy import open_tenancy
 from maitred.config import AdmissionConfig, EngineConfig, ProcessConfig, ServerConfig, TenancyConfig
 from maitred.errors import ConfigError
@@ -19,9 +19,8 @@ if TYPE_CHECKING:
     from socket import socket
 
     from maitred.api.http.loading import Opened
-    from maitred.engine.in_process import StartingHere
-    from maitred.engine.process import StartingProcess
-    from maitred.request import Request
+    from maitred.engine.live_requests import LiveRequest
+    from maitred.engine.starting import StartingEngine
 
 
 def _run(options: Options) -> int:
@@ -78,31 +77,27 @@ def _start(
     options: Options,
     config: EngineConfig,
     tell: Callable[[str], None],
-    on_admitted: Callable[[Request], None] | None,
-) -> StartingProcess | StartingHere:
+    on_admitted: Callable[[LiveRequest], None] | None,
+) -> StartingEngine:
     """The engine on its way, in a process of its own unless the user wants one process."""
-    names = options[ServerConfig].served_model_names
-    process = options[ProcessConfig]
-    if process.in_process:
-        from maitred.engine.in_process import StartingHere
-
-        return StartingHere(
-            lambda: start_engine(
-                config,
-                served_model_names=names,
-                on_event=tell,
-                on_admitted=on_admitted,
-                step_timeout_s=process.step_timeout_s,
-            )
-        )
     import logging
 
-    from maitred.clock import WallClock
-    from maitred.engine.process import StartingProcess
+    from maitred.engine.starting import StartingEngine
     from maitred.engine.supervisor import Start
 
-    start = Start(config=config, process=process, served_model_names=names, log_level=logging.getLogger().level)
-    return StartingProcess(start, clock=WallClock(), on_event=tell, on_admitted=on_admitted)
+    process = options[ProcessConfig]
+    start = Start(
+        config=config,
+        process=process,
+        served_model_names=options[ServerConfig].served_model_names,
+        log_level=logging.getLogger().level,
+    )
+    if process.in_process:
+        from maitred.engine.build import load_engine
+        from maitred.engine.engine_thread import in_thread
+
+        start = replace(start, open=in_thread(load_engine))
+    return StartingEngine(start, on_event=tell, on_admitted=on_admitted)
 
 
 def _engine_config(options: Options) -> EngineConfig:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
+from msgspec.structs import replace
 
 from maitred.config import SchedulerConfig
 from maitred.decisions.log import (
@@ -27,13 +28,10 @@ from maitred.decisions.log import (
     split_digests,
 )
 from maitred.errors import ConfigError
-from maitred.request import FinishReason, Request, SamplingParams
+from maitred.request import FinishReason, RequestSpec, RequestState
 from maitred.step import BlockCopy, NewRequest, RequestProgress, ScheduledRow, SchedulerOutput
 
-VERSION = 3
-DECIDED_OTHERWISE = {  # older versions that are read -> what has been decided otherwise since
-    2: "since version 3 the samples of a prompt (n > 1) keep their place in the queue, and nobody overtakes them",
-}
+VERSION = 4
 
 
 class Header(msgspec.Struct, frozen=True):
@@ -70,9 +68,7 @@ class _Row(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
 
 class _New(msgspec.Struct, frozen=True, array_like=True):
     request: int
-    num_prompt_tokens: int
     num_output_tokens: int
-    sample_index: int
 
 
 class _Surprise(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
@@ -130,7 +126,7 @@ class _Logged:
 
     __slots__ = ("num_hashes", "number", "request")
 
-    def __init__(self, number: int, request: Request, num_hashes: int) -> None:
+    def __init__(self, number: int, request: RequestState, num_hashes: int) -> None:
         self.number, self.request = number, request
         self.num_hashes = num_hashes  # that the log knows of
 
@@ -149,7 +145,7 @@ class LogEncoder:
 
     def start(self, part: int = 0) -> bytes:
         """The first frame of a file."""
-        return _encode(msgspec.structs.replace(self.header, part=part))
+        return _encode(replace(self.header, part=part))
 
     def encode(self, record: StepRecord) -> bytes:
         """The frame of the next step."""
@@ -168,12 +164,7 @@ class LogEncoder:
             forgotten=tuple([number(request_id) for request_id in plan.forgotten_request_ids]),
             num_missing=num_missing,
             rows=tuple([_Row(number(row.request_id), *row[1:]) for row in plan.rows[num_foretold:]]),
-            new=tuple(
-                [
-                    _New(number(new.request_id), new.num_prompt_tokens, new.num_output_tokens, new.sample_index)
-                    for new in plan.new_requests
-                ]
-            ),
+            new=tuple([_New(number(new.request_id), new.num_output_tokens) for new in plan.new_requests]),
             copies=plan.block_copies,
             events=events,
             swap_outs=plan.swap_outs,
@@ -252,21 +243,21 @@ class LogDecoder:
 
     def __init__(self) -> None:
         self._ticks = Ticks()
-        self._names: list[str] = []  # by number
+        self._specs: list[RequestSpec] = []  # by number, without their hashes
         self._last: SchedulerOutput | None = None
         self._step = 0
 
     def decode(self, data: bytes) -> Step:
         """Raises msgspec.MsgspecError, or LookupError when it names what was never there."""
         frame = _decode_frame(data)
-        names = self._names
-        names += [event.request_id for event in frame.events if isinstance(event, Arrived)]
-        forgotten = tuple([names[number] for number in frame.forgotten])
-        rows = (*self._foretold_rows(frame, forgotten), *(_row(row, names) for row in frame.rows))
+        specs = self._specs
+        specs += [replace(event.spec, block_hashes=()) for event in frame.events if isinstance(event, Arrived)]
+        forgotten = tuple([specs[number].request_id for number in frame.forgotten])
+        rows = (*self._foretold_rows(frame, forgotten), *(_row(row, specs) for row in frame.rows))
         plan = SchedulerOutput(
             step=self._step,
             rows=rows,
-            new_requests=tuple([_new_request(new, names) for new in frame.new]),
+            new_requests=tuple([_new_request(new, specs) for new in frame.new]),
             forgotten_request_ids=forgotten,
             block_copies=frame.copies,
             swap_outs=frame.swap_outs,
@@ -293,26 +284,16 @@ class LogDecoder:
         return rows
 
 
-def _row(row: _Row, names: Sequence[str]) -> ScheduledRow:
+def _row(row: _Row, specs: Sequence[RequestSpec]) -> ScheduledRow:
     return ScheduledRow(
-        names[row.request], row.start, row.num_tokens, row.samples, row.new_block_ids, row.replaced_blocks
+        specs[row.request].request_id, row.start, row.num_tokens, row.samples, row.new_block_ids, row.replaced_blocks
     )
 
 
-def _new_request(new: _New, names: Sequence[str]) -> NewRequest:
+def _new_request(new: _New, specs: Sequence[RequestSpec]) -> NewRequest:
     return NewRequest(
-        request_id=names[new.request],
-        num_prompt_tokens=new.num_prompt_tokens,
-        num_output_tokens=new.num_output_tokens,
-        prompt_token_ids=(),
-        output_token_ids=(),
-        sampling=_SAMPLING,
-        seed=0,
-        sample_index=new.sample_index,
+        request_id=specs[new.request].request_id, num_output_tokens=new.num_output_tokens, spec=specs[new.request]
     )
-
-
-_SAMPLING = SamplingParams()
 
 
 def _outcomes(rows: Sequence[ScheduledRow], frame: _Frame) -> tuple[Outcome, ...]:
@@ -376,7 +357,6 @@ def _header_of(frame: bytes) -> Header:
         header = _decode_header(frame)
     except msgspec.MsgspecError as error:
         raise ConfigError(f"decision log: the first record is no header ({error}); is this a decision log?") from None
-    if header.version != VERSION and header.version not in DECIDED_OTHERWISE:
-        readable = ", ".join(str(version) for version in (*DECIDED_OTHERWISE, VERSION))
-        raise ConfigError(f"decision log: version {header.version}, this maitred reads {readable}")
+    if header.version != VERSION:
+        raise ConfigError(f"decision log: version {header.version}, this maitred reads version {VERSION}")
     return header

@@ -6,12 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from maitred.decisions.codec import read_log
-from maitred.decisions.log import Arrived, Configured, Ended, request_of
+from maitred.decisions.log import Arrived, Configured, Ended
 from maitred.decisions.replay import ReplayedStep, replay
 from maitred.errors import ConfigError
 from maitred.policy.policies import POLICIES
 from maitred.policy.policy import PolicyFactory
-from maitred.request import FinishReason, Request, RequestStatus
+from maitred.request import FinishReason, RequestState, RequestStatus
 from maitred.scheduler.notes import Blocked, Lack, Preemption
 from maitred.scheduler.scheduler import Scheduler
 
@@ -52,17 +52,17 @@ class PutOut:
 
     at: float  # s
     preemption: Preemption
-    other: Request | None
+    other: RequestState | None
 
 
 @dataclass(slots=True)
 class RequestHistory:
-    request: Request
+    request: RequestState
     arrived_at: float
     policy: str
     max_num_seqs: int
     num_running_then: int = 0
-    ahead: tuple[Request, ...] = ()  # waited, when it came, and were served before it or still wait before it
+    ahead: tuple[RequestState, ...] = ()  # waited, when it came, and were served before it or still wait before it
     terms: dict[str, float] = field(default_factory=dict)  # of its score, when it came
     waits: list[Wait] = field(default_factory=list)
     starts: list[Start] = field(default_factory=list)
@@ -80,10 +80,10 @@ def ids_like(frames: Iterable[bytes], words: str) -> list[str]:
     found: dict[str, None] = {}
     for step in read_log(frames)[1]:
         for event in step.events:
-            if isinstance(event, Arrived) and words in event.request_id:
-                if event.request_id == words:
+            if isinstance(event, Arrived) and words in event.spec.request_id:
+                if event.spec.request_id == words:
                     return [words]
-                found[event.request_id] = None
+                found[event.spec.request_id] = None
     return list(found)
 
 
@@ -106,7 +106,9 @@ def history_of(
         if not step.equal:
             raise ConfigError(f"the log cannot be told: replay differs at {step.difference}")
         if teller is None:
-            arrived = next((e for e in step.step.events if isinstance(e, Arrived) and e.request_id == request_id), None)
+            arrived = next(
+                (e for e in step.step.events if isinstance(e, Arrived) and e.spec.request_id == request_id), None
+            )
             if arrived is None:
                 continue
             teller = _Teller(step, arrived)
@@ -122,19 +124,19 @@ class _Teller:
     """Follows one request from the step in which it arrived."""
 
     def __init__(self, step: ReplayedStep, arrived: Arrived) -> None:
-        self._request_id = arrived.request_id
+        self._request_id = arrived.spec.request_id
         self._last_at: float | None = None  # when the last step was scheduled, and what it left behind:
         self._blocked: Blocked | None = None
         self._waits_for_leader = False
-        request = step.scheduler.request(arrived.request_id)
+        request = step.scheduler.request(arrived.spec.request_id)
         config = step.scheduler.config
         if request is None:  # it ended before the step
-            request = request_of(arrived)
-        self.history = RequestHistory(request, arrived.arrived_at, config.policy, config.max_num_seqs)
-        self.history.terms = step.scheduler.terms(arrived.request_id)
+            request = RequestState(arrived.spec)
+        self.history = RequestHistory(request, arrived.spec.arrived_at, config.policy, config.max_num_seqs)
+        self.history.terms = step.scheduler.terms(arrived.spec.request_id)
         self._look_around(step)
-        until_step_s = max(0.0, step.step.scheduled_at - arrived.arrived_at)
-        self._wait: Wait | None = Wait(arrived.arrived_at, arrived.arrived_at, until_step_s=until_step_s)
+        until_step_s = max(0.0, step.step.scheduled_at - arrived.spec.arrived_at)
+        self._wait: Wait | None = Wait(arrived.spec.arrived_at, arrived.spec.arrived_at, until_step_s=until_step_s)
 
     def listen(self, step: ReplayedStep) -> bool:
         """Takes in one step; True when the request has ended."""

@@ -12,37 +12,24 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 
 from maitred.config import SchedulerConfig
-from maitred.request import FinishReason, Request, SamplingParams
+from maitred.request import DEFAULT_SAMPLING, FinishReason, RequestSpec, RequestState, SamplingParams
 from maitred.scheduler.swap import SwapCosts
 from maitred.step import RequestProgress, SchedulerOutput
 
+WITH_PROMPT_LOGPROBS = SamplingParams(prompt_logprobs=0)  # such a request uses no prefix cache
 DIGEST_BYTES = (
     8  # of a block hash; scheduling only asks whether two are equal, and among 2^20 blocks none meet by chance
 )
 
 
-class Arrived(msgspec.Struct, frozen=True, tag="arrived", omit_defaults=True):
-    """All of a request that scheduling depends on."""
+class Arrived(msgspec.Struct, frozen=True, tag="arrived"):
+    """A request was added; of its spec there is all that scheduling depends on."""
 
     now: float
-    request_id: str
-    arrived_at: float
-    num_prompt_tokens: int
-    max_tokens: int
-    sample_index: int = 0
-    parent_id: str | None = None
-    priority: int = 0
-    tenant: str = ""
-    weight: float = 1.0
-    ttft_slo_s: float | None = None
-    start_by: float | None = None
-    finish_by: float | None = None
-    predicted_output_tokens: float | None = None
-    wants_prompt_logprobs: bool = False
-    block_digests: bytes = b""  # DIGEST_BYTES each
-    num_output_tokens: int = 0  # over 0 for one that another engine began
+    spec: RequestSpec
 
 
 class Ended(msgspec.Struct, frozen=True, tag="ended"):
@@ -91,9 +78,8 @@ class Arrival(NamedTuple):
     """An `Arrived` that nobody has written out yet. The request's first hashes stay what they are."""
 
     now: float
-    request: Request
+    request: RequestState
     num_hashes: int
-    num_output_tokens: int = 0
 
 
 class StepRecord(NamedTuple):
@@ -113,8 +99,8 @@ class Recorder:
         self._write = write
         self._events: list[Arrival | Ended | Configured | Measured] = []
 
-    def added(self, request: Request, now: float) -> None:
-        self._events.append(Arrival(now, request, len(request.block_hashes), request.num_output_tokens))
+    def added(self, request: RequestState, now: float) -> None:
+        self._events.append(Arrival(now, request, len(request.block_hashes)))
 
     def ended(self, request_id: str, reason: FinishReason, now: float) -> None:
         self._events.append(Ended(now, request_id, reason))
@@ -134,47 +120,23 @@ class Recorder:
 
 def arrived_of(arrival: Arrival) -> Arrived:
     request = arrival.request
+    spec, point = request.spec, request.spec.resumed
     return Arrived(
-        now=arrival.now,
-        request_id=request.request_id,
-        arrived_at=request.arrived_at,
-        num_prompt_tokens=request.num_prompt_tokens,
-        max_tokens=request.max_tokens,
-        sample_index=request.sample_index,
-        parent_id=request.parent_id,
-        priority=request.priority,
-        tenant=request.tenant,
-        weight=request.weight,
-        ttft_slo_s=request.ttft_slo_s,
-        start_by=request.start_by,
-        finish_by=request.finish_by,
-        predicted_output_tokens=request.predicted_output_tokens,
-        wants_prompt_logprobs=request.sampling.prompt_logprobs is not None,
-        block_digests=b"".join([digest[:DIGEST_BYTES] for digest in request.block_hashes[: arrival.num_hashes]]),
-        num_output_tokens=arrival.num_output_tokens,
-    )
-
-
-def request_of(arrived: Arrived) -> Request:
-    """A request made from digests in place of tokens; it is scheduled as the recorded one was."""
-    return Request(
-        request_id=arrived.request_id,
-        prompt_token_ids=(),
-        sampling=SamplingParams(prompt_logprobs=0 if arrived.wants_prompt_logprobs else None),
-        arrived_at=arrived.arrived_at,
-        num_prompt_tokens=arrived.num_prompt_tokens,
-        max_tokens=arrived.max_tokens,
-        sample_index=arrived.sample_index,
-        parent_id=arrived.parent_id,
-        priority=arrived.priority,
-        tenant=arrived.tenant,
-        weight=arrived.weight,
-        ttft_slo_s=arrived.ttft_slo_s,
-        start_by=arrived.start_by,
-        finish_by=arrived.finish_by,
-        predicted_output_tokens=arrived.predicted_output_tokens,
-        block_hashes=list(split_digests(arrived.block_digests)),
-        output_token_ids=[0] * arrived.num_output_tokens,
+        arrival.now,
+        replace(
+            spec,
+            prompt_token_ids=(),
+            sampling=DEFAULT_SAMPLING if spec.sampling.prompt_logprobs is None else WITH_PROMPT_LOGPROBS,
+            block_hashes=[digest[:DIGEST_BYTES] for digest in request.block_hashes[: arrival.num_hashes]],
+            seed=0,
+            features=(),
+            predicted_output_tokens=request.predicted_output_tokens,
+            cache_salt="",
+            key_id="",
+            eos_token_ids=(),
+            bad_word_token_ids=(),
+            resumed=None if point is None else replace(point, output_token_ids=[0] * len(point.output_token_ids)),
+        ),
     )
 
 

@@ -6,12 +6,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple
 
-from maitred.decisions.codec import DECIDED_OTHERWISE, VERSION, Header, read_log
-from maitred.decisions.log import Arrived, Configured, Event, Measured, Outcome, Step, request_of
+from maitred.decisions.codec import Header, read_log
+from maitred.decisions.log import Arrived, Configured, Event, Measured, Outcome, Step
 from maitred.kvcache.manager import KVCacheManager
 from maitred.policy.policies import POLICIES
 from maitred.policy.policy import PolicyFactory
-from maitred.request import FinishReason, Request
+from maitred.request import FinishReason, RequestState
 from maitred.scheduler.scheduler import Scheduler
 from maitred.step import ModelOutput, SampledRow, SchedulerOutput
 
@@ -22,7 +22,6 @@ class ReplayedStep(NamedTuple):
     step: Step
     replayed: SchedulerOutput
     scheduler: Scheduler
-    version: int = VERSION  # of the log
 
     @property
     def equal(self) -> bool:
@@ -30,13 +29,9 @@ class ReplayedStep(NamedTuple):
 
     @property
     def difference(self) -> str | None:
-        """The first one, in words; and what an older log leaves to expect."""
+        """The first one, in words."""
         words = _difference("plan", self.step.plan, self.replayed)
-        if words is None:
-            return None
-        since = DECIDED_OTHERWISE.get(self.version)
-        explained = "" if since is None else f" (the log is of version {self.version}: {since})"
-        return f"step {self.step.plan.step}: {words}{explained}"
+        return None if words is None else f"step {self.step.plan.step}: {words}"
 
 
 class LoggedOutcomes:
@@ -56,14 +51,14 @@ class LoggedOutcomes:
         rows = (_sampled_row(outcome) for outcome in self._outcomes.values())
         return ModelOutput(tuple(row for row in rows if row is not None))
 
-    def stop_rule(self, request: Request) -> FinishReason | None:
+    def stop_rule(self, request: RequestState) -> FinishReason | None:
         """The recorded reason, with the last token of the step."""
         self._num_left[request.request_id] -= 1
         if self._num_left[request.request_id] > 0:
             return None
         return self._outcomes[request.request_id].finish_reason
 
-    def hasher(self, request: Request, num_blocks: int) -> tuple[bytes, ...]:
+    def hasher(self, request: RequestState, num_blocks: int) -> tuple[bytes, ...]:
         return self._outcomes[request.request_id].new_hashes
 
 
@@ -97,7 +92,7 @@ def replay(frames: Iterable[bytes], policies: Mapping[str, PolicyFactory] = POLI
     for step in steps:
         for event in step.events:
             _apply(event, scheduler)
-        replayed = ReplayedStep(step, scheduler.schedule(step.scheduled_at), scheduler, header.version)
+        replayed = ReplayedStep(step, scheduler.schedule(step.scheduled_at), scheduler)
         yield replayed
         if not replayed.equal:
             return
@@ -111,7 +106,7 @@ def first_difference(frames: Iterable[bytes]) -> str | None:
 
 def _apply(event: Event, scheduler: Scheduler) -> None:
     if isinstance(event, Arrived):
-        scheduler.add(request_of(event), event.now)
+        scheduler.add(RequestState(event.spec), event.now)
     elif isinstance(event, Configured):
         scheduler.configure(event.config)
     elif isinstance(event, Measured):

@@ -15,6 +15,8 @@ from maitred.decisions.log import Recorder
 from maitred.engine.checkpoint_facts import check_overrides, facts_of
 from maitred.engine.core import EngineCore
 from maitred.engine.executors import BuiltExecutor, ExecutorPlan, plan_executor
+from maitred.engine.installed import installed_policies
+from maitred.engine.loop import LoadedEngine
 from maitred.engine.memory import (
     MemoryPlan,
     available_memory_bytes,
@@ -109,6 +111,19 @@ def build_parts(
         start_phases=timeline.phases,
         deterministic=bool(getattr(executor, "deterministic", False)),
         decision_log=log,
+    )
+
+
+def load_engine(config: EngineConfig, served_model_names: tuple[str, ...], tell: OnEvent) -> LoadedEngine:
+    """The engine that `config` describes, for a loop; installed policies are among those that it may name."""
+    parts = build_parts(config, served_model_names=served_model_names, on_event=tell, policies=installed_policies())
+    return LoadedEngine(
+        core=parts.core,
+        facts=parts.facts,
+        memory_plan=parts.memory_plan,
+        deterministic=parts.deterministic,
+        close=parts.close,
+        start_phases=parts.start_phases,
     )
 
 

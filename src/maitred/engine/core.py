@@ -11,22 +11,21 @@ from maitred.config import SchedulerConfig
 from maitred.engine.host_shares import HostShares
 from maitred.engine.prefill_meter import PrefillMeter
 from maitred.policy.policies import AGE_BY_TOKENS
-from maitred.request import FinishReason, Request
+from maitred.request import FinishReason, RequestSpec, RequestState
 from maitred.scheduler.scheduler import Scheduler
 from maitred.scheduler.stats import SchedulerStats
 from maitred.scheduler.swap import SwapCosts
 from maitred.step import Executor, RequestProgress, SchedulerOutput
 
-AGEING_SHARE = (
-    1 / 128
-)  # of the device's rate: so short ones pass long ones, and a request's bound is 128 times its work
+# Of the device's rate: so short ones pass long ones, and a request waits for others' 128 times its own work at most.
+AGEING_SHARE = 1 / 128
 MIN_STEPS, NEWS = 3, 1.5  # steps with prompts until the rate is believed; told again when so many times more or less
 
 
 class StepObserver(Protocol):
     """Told of everything that a scheduler was told, in order; `scheduler.decision_log.Recorder` is one."""
 
-    def added(self, request: Request, now: float) -> None: ...
+    def added(self, request: RequestState, now: float) -> None: ...
 
     def ended(self, request_id: str, reason: FinishReason, now: float) -> None:
         """From outside: aborted, or finished by a stop string."""
@@ -78,12 +77,13 @@ class EngineCore:
         """For views of queue and running requests; change it only through this class, so that the log is complete."""
         return self._scheduler
 
-    def add(self, request: Request) -> None:
-        """Raises RequestError when it can never be served."""
-        now = self._clock.now()
+    def add(self, spec: RequestSpec) -> RequestState:
+        """What its scheduler keeps of it, to be read only. Raises RequestError when it can never be served."""
+        now, request = self._clock.now(), RequestState(spec)
         self._scheduler.add(request, now)
         if self._observer is not None:
             self._observer.added(request, now)
+        return request
 
     def abort(self, request_id: str) -> RequestProgress | None:
         """Frees its blocks at once; its last progress, or None when it is not here (any more)."""

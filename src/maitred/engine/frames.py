@@ -1,9 +1,8 @@
-"""What crosses between the HTTP process and the engine's: msgspec structs as msgpack, decoded by type, never pickle."""
+"""Commands to an engine and its reports: msgspec structs, msgpack between processes; decoded by type, never pickle."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import msgspec
 
@@ -20,7 +19,7 @@ from maitred.errors import (
     OutOfMemory,
     PromptTooLong,
 )
-from maitred.request import FinishReason, Request, SamplingParams
+from maitred.request import FinishReason, RequestSpec
 from maitred.step import RequestProgress
 
 
@@ -28,7 +27,7 @@ class Frame(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """One message; on the wire an array that begins with the name of its class."""
 
 
-# -- to the engine's process
+# -- commands
 
 
 class Begin(Frame, frozen=True, tag=True):
@@ -40,37 +39,9 @@ class Begin(Frame, frozen=True, tag=True):
 
 
 class Submit(Frame, frozen=True, tag=True):
-    """A request, new or resumed; fields as in `Request`, where they are explained."""
+    """A request, new or resumed."""
 
-    request_id: str
-    prompt_token_ids: list[int]
-    sampling: SamplingParams
-    arrived_at: float
-    max_tokens: int
-    seed: int
-    sample_index: int
-    parent_id: str | None
-    priority: int
-    tenant: str
-    weight: float
-    ttft_slo_s: float | None
-    start_by: float | None
-    finish_by: float | None
-    features: tuple[float, ...]
-    cache_salt: str
-    eos_token_ids: tuple[int, ...]
-    bad_word_token_ids: tuple[tuple[int, ...], ...]
-    block_hashes: list[bytes]
-    # over nothing only for a resumed one
-    output_token_ids: list[int]
-    num_cached_tokens: int
-    num_charged_prompt_tokens: int
-    num_preemptions: int
-    first_scheduled_at: float | None
-    first_token_at: float | None
-    last_token_at: float | None
-    stalled_prefill_s: float
-    stalled_decode_s: float
+    spec: RequestSpec
 
 
 class Abort(Frame, frozen=True, tag=True):
@@ -85,10 +56,10 @@ class Shed(Frame, frozen=True, tag=True):
 
 
 class Ask(Frame, frozen=True, tag=True):
-    """One of `engine.calls`, to be answered between two steps."""
+    """One of `engine.queries`, to be answered between two steps."""
 
     number: int
-    call: str
+    query: str
     argument: msgspec.Raw
 
 
@@ -98,7 +69,7 @@ class Stop(Frame, frozen=True, tag=True):
 
 Command = Begin | Submit | Abort | Shed | Ask | Stop
 
-# -- from the engine's process
+# -- reports
 
 
 class Figures(msgspec.Struct, frozen=True, array_like=True):
@@ -116,17 +87,6 @@ class Figures(msgspec.Struct, frozen=True, array_like=True):
     num_swapped_in_blocks: int = 0
     execute_s: float = 0.0
     host_s: float = 0.0
-
-
-class Mark(msgspec.Struct, frozen=True, array_like=True):
-    """What the mirror of a request must know besides its progress; told with its first progress and with its last."""
-
-    request_id: str
-    num_charged_prompt_tokens: int
-    num_cached_tokens: int
-    num_preemptions: int
-    first_scheduled_at: float | None
-    first_token_at: float | None
 
 
 class Hello(Frame, frozen=True, tag=True):
@@ -160,7 +120,6 @@ class Stepped(Frame, frozen=True, tag=True):
 
     progress: list[RequestProgress]
     num_queued: int
-    marks: list[Mark]
     figures: Figures | None
 
 
@@ -199,28 +158,6 @@ decode_command: Callable[[bytes], Command] = msgspec.msgpack.Decoder(Command).de
 decode_report: Callable[[bytes], Report] = msgspec.msgpack.Decoder(Report).decode
 WRONG_FRAME = (msgspec.DecodeError, MaitredError, ValueError, RecursionError)
 """What the decoders raise for bytes that are no frame; config and sampling check their own values."""
-
-# -- to and from our own types
-
-_SUBMITTED = tuple(name for name in Submit.__struct_fields__ if name not in ("prompt_token_ids", "block_hashes"))
-
-
-def submit_of(request: Request) -> Submit:
-    """`request` as it is now, whether new or half done."""
-    values: dict[str, Any] = {name: getattr(request, name) for name in _SUBMITTED}
-    return Submit(prompt_token_ids=list(request.prompt_token_ids), block_hashes=list(request.block_hashes), **values)
-
-
-def request_of(frame: Submit) -> Request:
-    return Request(
-        num_prompt_tokens=len(frame.prompt_token_ids),
-        **{name: getattr(frame, name) for name in Submit.__struct_fields__},
-    )
-
-
-def mark_of(request: Request) -> Mark:
-    return Mark(*(getattr(request, name) for name in Mark.__struct_fields__))
-
 
 # -- errors by name
 

@@ -12,7 +12,7 @@ from maitred.errors import InvalidRequest, PromptTooLong, TooManyTokens
 from maitred.executor.sampling_checks import check_sampling_tokens
 from maitred.kvcache.prefix_cache import hash_blocks, root_hash
 from maitred.policy.features import prompt_features
-from maitred.request import MAX_SEED, Request, SamplingParams
+from maitred.request import MAX_SEED, RequestSpec, SamplingParams
 
 if TYPE_CHECKING:
     from maitred.text import ChatTemplate, Text, Tokenizer
@@ -63,8 +63,8 @@ def make_requests(
     finish_by: float | None = None,
     add_special_tokens: bool = True,
     new_seed: Callable[[], int] = random_seed,
-) -> list[Request]:
-    """One Request for each of `sampling.n` samples, sample 0 first, checked and ready for the queue.
+) -> list[RequestSpec]:
+    """One RequestSpec for each of `sampling.n` samples, sample 0 first, checked and ready for the queue.
 
     Tokenises and hashes, so call it off the event loop. Raises PromptTooLong with both numbers (before tokenising
     when the text's length alone proves it) and InvalidRequest for tokens that the vocabulary does not have.
@@ -79,7 +79,7 @@ def make_requests(
     _check_can_sample(model, sampling, bad_words)
     many = sampling.n > 1
     return [
-        Request(
+        RequestSpec(
             request_id=f"{request_id}-{index}" if many else request_id,
             parent_id=request_id if many else None,
             sample_index=index,

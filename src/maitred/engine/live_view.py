@@ -14,7 +14,7 @@ import msgspec
 
 from maitred.clock import Clock
 from maitred.engine.core import EngineCore
-from maitred.request import FinishReason, Request
+from maitred.request import FinishReason, RequestState
 from maitred.scheduler.queue_view import reason_of
 from maitred.scheduler.scheduler import Scheduler
 
@@ -173,11 +173,11 @@ def run_lengths(codes: Sequence[int]) -> tuple[int, ...]:
     return tuple(flat)
 
 
-def _seated_at(request: Request) -> tuple[float, str]:
+def _seated_at(request: RequestState) -> tuple[float, str]:
     return (request.first_scheduled_at or 0.0, request.request_id)
 
 
-def _running(request: Request) -> RunningRequest:
+def _running(request: RequestState) -> RunningRequest:
     behind = request.num_tokens - request.num_computed_tokens
     return RunningRequest(
         id=_short(request.request_id),
@@ -198,7 +198,7 @@ def _running(request: Request) -> RunningRequest:
     )
 
 
-def _waiting(scheduler: Scheduler, request: Request, place: int) -> QueuedRequest:
+def _waiting(scheduler: Scheduler, request: RequestState, place: int) -> QueuedRequest:
     if scheduler.awaits_leader(request):
         state = "sibling"
     elif request.num_preemptions:
@@ -229,7 +229,7 @@ def _rounded(at: float | None) -> float | None:
     return round(at, 4) if at is not None else None
 
 
-def _shares(running: Sequence[Request]) -> tuple[TenantShare, ...]:
+def _shares(running: Sequence[RequestState]) -> tuple[TenantShare, ...]:
     sums: dict[str, tuple[float, int, int]] = {}
     for request in running:
         _, seats, blocks = sums.get(request.tenant, (0.0, 0, 0))
@@ -238,7 +238,7 @@ def _shares(running: Sequence[Request]) -> tuple[TenantShare, ...]:
     return tuple([TenantShare(name, weight, seats, blocks) for name, (weight, seats, blocks) in largest])
 
 
-def _cells(scheduler: Scheduler, shown: Sequence[Request], blocks_per_cell: int) -> list[int]:
+def _cells(scheduler: Scheduler, shown: Sequence[RequestState], blocks_per_cell: int) -> list[int]:
     """A code for each cell. Of long tables only some entries are read, evenly spread."""
     kv = scheduler.kv_cache
     ref_counts, findable, stride = kv.ref_counts, kv.findable, max(1, blocks_per_cell)

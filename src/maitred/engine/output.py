@@ -10,7 +10,7 @@ import msgspec
 
 from maitred.engine.intake import ServedModel
 from maitred.replica import Replica
-from maitred.request import FinishReason, Request, RequestTiming
+from maitred.request import Charges, FinishReason, RequestSpec, RequestTiming
 from maitred.step import RequestProgress, TokenLogprobs
 from maitred.text import Detokenizer, StopStringMatcher, Tokenizer
 
@@ -28,14 +28,14 @@ class TextDelta(msgspec.Struct, frozen=True):
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None  # the stop token or string; None for end-of-sequence
     error: str | None = None
-    num_cached_tokens: int = 0
+    charges: Charges | None = None  # with the first and the last
     timing: RequestTiming | None = None
 
 
 class SampleText:
     """Turns one request's progress into text: the state between two deltas."""
 
-    def __init__(self, tokenizer: Tokenizer, request: Request) -> None:
+    def __init__(self, tokenizer: Tokenizer, request: RequestSpec) -> None:
         sampling = request.sampling
         self.index = request.sample_index
         self._detokenizer = Detokenizer(
@@ -73,7 +73,7 @@ class SampleText:
             finish_reason=finish,
             stop_reason=stop_reason,
             error=progress.error,
-            num_cached_tokens=progress.num_cached_tokens,
+            charges=progress.charges,
             timing=progress.timing,
         )
 
@@ -104,7 +104,9 @@ class SampleText:
         return result.stopped
 
 
-async def stream_text(replica: Replica, model: ServedModel, requests: Sequence[Request]) -> AsyncIterator[TextDelta]:
+async def stream_text(
+    replica: Replica, model: ServedModel, requests: Sequence[RequestSpec]
+) -> AsyncIterator[TextDelta]:
     """Deltas of all samples of one prompt as they come; closing the iterator ends every unfinished sample.
 
     Raises EngineDead when the replica dies.
@@ -123,7 +125,7 @@ async def stream_text(replica: Replica, model: ServedModel, requests: Sequence[R
 
 
 async def _one(
-    replica: Replica, model: ServedModel, request: Request, stream: AsyncIterator[RequestProgress]
+    replica: Replica, model: ServedModel, request: RequestSpec, stream: AsyncIterator[RequestProgress]
 ) -> AsyncIterator[tuple[str, TextDelta]]:
     sample = SampleText(model.tokenizer, request)
     async for progress in stream:
@@ -140,16 +142,16 @@ async def _completed(delta: TextDelta, stream: AsyncIterator[RequestProgress]) -
     """`delta`, which a stop string made the last, with what only the request's last progress says."""
     async for progress in stream:
         if progress.finish_reason is not None:
-            return msgspec.structs.replace(delta, timing=progress.timing, num_cached_tokens=progress.num_cached_tokens)
+            return msgspec.structs.replace(delta, timing=progress.timing, charges=progress.charges)
     return delta
 
 
 async def _merge(
-    replica: Replica, model: ServedModel, streams: Sequence[tuple[Request, AsyncIterator[RequestProgress]]]
+    replica: Replica, model: ServedModel, streams: Sequence[tuple[RequestSpec, AsyncIterator[RequestProgress]]]
 ) -> AsyncIterator[tuple[str, TextDelta]]:
     queue: asyncio.Queue[tuple[str, TextDelta] | BaseException] = asyncio.Queue(MAX_MERGED)
 
-    async def pump(request: Request, stream: AsyncIterator[RequestProgress]) -> None:
+    async def pump(request: RequestSpec, stream: AsyncIterator[RequestProgress]) -> None:
         try:
             async for item in _one(replica, model, request, stream):
                 await queue.put(item)
@@ -219,7 +221,7 @@ class RequestOutput:
 class OutputBuilder:
     """Gathers the deltas of one prompt into a RequestOutput."""
 
-    def __init__(self, tokenizer: Tokenizer, requests: Sequence[Request], prompt: str | None) -> None:
+    def __init__(self, tokenizer: Tokenizer, requests: Sequence[RequestSpec], prompt: str | None) -> None:
         first = requests[0]
         self._tokenizer = tokenizer
         self._texts = {request.request_id: SampleText(tokenizer, request) for request in requests}
@@ -246,8 +248,8 @@ class OutputBuilder:
         """Keep what only the last progress says, of a request that a stop string had ended."""
         index = self._texts[progress.request_id].index
         self.output.outputs[index].timing = progress.timing
-        if index == 0:
-            self.output.num_cached_tokens = progress.num_cached_tokens
+        if index == 0 and progress.charges is not None:
+            self.output.num_cached_tokens = progress.charges.num_cached_tokens
 
     def _add(self, delta: TextDelta) -> None:
         completion = self.output.outputs[delta.index]
@@ -257,8 +259,8 @@ class OutputBuilder:
             completion.logprobs.extend(named_logprobs(self._tokenizer, at) for at in delta.logprobs)
         if self.output.prompt_logprobs is not None and delta.prompt_logprobs is not None and delta.index == 0:
             self.output.prompt_logprobs.extend(named_logprobs(self._tokenizer, at) for at in delta.prompt_logprobs)
-        if delta.index == 0:
-            self.output.num_cached_tokens = max(self.output.num_cached_tokens, delta.num_cached_tokens)
+        if delta.index == 0 and delta.charges is not None:
+            self.output.num_cached_tokens = delta.charges.num_cached_tokens
         if delta.finish_reason is not None:
             completion.finish_reason = delta.finish_reason.value
             completion.stop_reason, completion.error, completion.timing = delta.stop_reason, delta.error, delta.timing

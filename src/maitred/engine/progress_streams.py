@@ -12,7 +12,7 @@ from maitred.clock import Clock
 from maitred.config import EngineConfig, SchedulerConfig
 from maitred.errors import EngineDead, Overloaded, ReadTooSlowly
 from maitred.gate.admission import PRIORITY_FIRST, AdmissionController
-from maitred.request import Request
+from maitred.request import RequestSpec
 from maitred.step import RequestProgress, TokenLogprobs
 
 MAX_UNREAD_BYTES = 4 * 2**20  # kept for a consumer that does not take them: 14,000 tokens, or 2,000 with 20 logprobs
@@ -151,7 +151,7 @@ class ProgressStreams:
         self._streams: WeakSet[ProgressStream] = WeakSet()
 
     def stream_for(
-        self, request: Request, loop: asyncio.AbstractEventLoop, *, live: Container[str], death: EngineDead | None
+        self, request: RequestSpec, loop: asyncio.AbstractEventLoop, *, live: Container[str], death: EngineDead | None
     ) -> ProgressStream:
         """Where its progress will come out; closed already when it was not let in, and then the first item raises why:
         `death`, if there is no engine any more, or Overloaded. Raises ValueError for an id that is in `live`.

@@ -1,21 +1,22 @@
-"""Keeps an engine's process alive: starts it, hears it, sees it die or hang, and starts the next one."""
+"""Supervises an engine: starts it, hears it, sees it die or hang, and starts the next one."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 from maitred.clock import Clock
 from maitred.config import EngineConfig, ProcessConfig, SchedulerConfig
+from maitred.engine.child_process import in_child_process
 from maitred.engine.frames import Beat, Begin, Command, Died, Failed, Ready, Report, Stepped, Told, error_of
 from maitred.engine.model_facts import ModelFacts
 from maitred.engine.oom import num_oom_kills
 from maitred.engine.restarts import BackOff, Watchdog, is_own_fault
-from maitred.engine.spawn import CHILD, EngineChild
+from maitred.engine.transport import OpenTransport, Transport
 from maitred.errors import EngineDead, MaitredError
 
 logger = logging.getLogger(__name__)
@@ -26,13 +27,13 @@ START_POLL_S = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """How an engine's process is started, the first time and again."""
+    """How an engine is started, the first time and again."""
 
     config: EngineConfig
     process: ProcessConfig
     served_model_names: tuple[str, ...] = ()
     log_level: int = logging.INFO
-    command: Sequence[str] = CHILD
+    open: OpenTransport = field(default_factory=in_child_process)
 
 
 class Loss(NamedTuple):
@@ -60,11 +61,7 @@ class Owner(Protocol):
 
 
 class Supervisor:
-    """One engine's process after the other.
-
-    After `wait` everything runs on one event loop. Two threads for each child do nothing but wait for its end and read
-    its stderr.
-    """
+    """One engine after the other, over whatever transport. After `wait` everything runs on one event loop."""
 
     def __init__(
         self, start: Start, clock: Clock, owner: Owner, *, on_event: Callable[[str], None] = lambda line: None
@@ -80,7 +77,7 @@ class Supervisor:
         self._stuck = False  # the present child was, and we ended it
         self._oom_kills = 0  # on this system, before the present child
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._child: EngineChild | None = None
+        self._child: Transport | None = None
         self._ready: Ready | None = None  # of the present child, once it is
         self._ready_at = 0.0
         self._facts: ModelFacts | None = None  # of the first one
@@ -117,6 +114,10 @@ class Supervisor:
             return f"{self.error}; it is being started again"
         if self._ready is None:
             return "the engine is loading"
+        if self._stuck:  # and a thread cannot be ended before its step does
+            return (
+                f"the engine has been in one step for {self._start.process.step_timeout_s:g} s; it ends with that step"
+            )
         if self.silent_s >= min(SILENT_S, self._start.process.step_timeout_s):
             return f"the engine's process has been silent for {self.silent_s:.0f} s"
         return None
@@ -150,12 +151,13 @@ class Supervisor:
             while self._ready is None:
                 if self._given_up:
                     raise EngineDead("the engine was given up while it loaded")
+                over = self._child.over  # asked first: what it said last can be read then
                 readable = self._child.wait_readable(START_POLL_S)
                 self._read()
                 if self._failed is not None:
                     raise self._failed
-                if not readable and self._child.over:
-                    raise EngineDead(f"the engine's process {self._child.cause()}, before it was ready")
+                if over and not readable:
+                    raise EngineDead(f"the engine's {self._child.name} {self._child.cause()}, before it was ready")
         except BaseException:
             self._child.kill()
             self.stop()
@@ -166,7 +168,7 @@ class Supervisor:
         """From now on live on `loop`: hear the child, and see it die. Idempotent."""
         if self._loop is loop or self.stopping:
             return
-        assert self._loop is None, "an engine's process is kept by one event loop"
+        assert self._loop is None, "an engine is kept by one event loop"
         self._loop = loop
         self._listen()
         if self._child is not None and self._child.ended:
@@ -195,7 +197,7 @@ class Supervisor:
             config = replace(config, model=replace(config.model, max_model_len=self._facts.max_model_len))
         begin = Begin(config, tuple(self._start.served_model_names), self._start.log_level)
         self._watchdog, self._stuck, self._oom_kills = Watchdog(TICK_S), False, num_oom_kills()
-        self._child = EngineChild(begin, on_exit=self._on_exit, command=self._start.command)
+        self._child = self._start.open(begin, self._on_exit)
         self._listen()
 
     def _respawn(self) -> None:
@@ -209,7 +211,7 @@ class Supervisor:
             if child is not None:
                 child.kill()
                 child.close()
-            self._lost(f"the engine's process cannot be started: {error}", own_fault=True)
+            self._lost(f"the engine cannot be started: {error}", own_fault=True)
 
     def _listen(self) -> None:
         if self._loop is not None and self._child is not None:
@@ -220,21 +222,21 @@ class Supervisor:
         if self._loop is not None and self._child is not None and not self._loop.is_closed():
             self._loop.remove_reader(self._child.fd)
 
-    def _on_exit(self, child: EngineChild) -> None:
+    def _on_exit(self, child: Transport) -> None:
         """In the thread that waited."""
         loop = self._loop
         if loop is not None and not self.stopping:
             with contextlib.suppress(RuntimeError):  # the loop was closed under us
                 loop.call_soon_threadsafe(self._exited, child)
 
-    def _exited(self, child: EngineChild) -> None:
+    def _exited(self, child: Transport) -> None:
         if child is not self._child or self.stopping:
             return
         self._read()  # what it said before counts
         self._deafen()
         self._child = None
         self._num_wrong_frames += child.num_wrong_frames
-        cause = f"the engine's process {child.pid} {child.cause()}"
+        cause = f"the engine's {child.name} {child.cause()}"
         out_of_memory = num_oom_kills() > self._oom_kills
         if out_of_memory:
             cause += "; the system had run out of memory"
@@ -272,13 +274,11 @@ class Supervisor:
         for report in child.receive():
             self._hear(report, child)
 
-    def _hear(self, report: Report, child: EngineChild) -> None:
+    def _hear(self, report: Report, child: Transport) -> None:
         match report:
             case Beat(round_number, busy, num_wrong_frames):
                 self._watchdog.beat(round_number, busy)
-                child.num_wrong_commands = num_wrong_frames
-                child.connected()
-                child.look()
+                child.heard_beat(num_wrong_frames)
             case Ready():
                 self._became_ready(report, child)
             case Told(line):
@@ -292,7 +292,7 @@ class Supervisor:
                     self._watchdog.stepped()
                 self._owner.heard(report)
 
-    def _became_ready(self, ready: Ready, child: EngineChild) -> None:
+    def _became_ready(self, ready: Ready, child: Transport) -> None:
         if self._facts is None:
             self._facts = ready.facts
         elif ready.facts.revision != self._facts.revision:
@@ -304,7 +304,7 @@ class Supervisor:
         self._ready, self._ready_at, self.error = ready, self._clock.now(), None
         self._on_event = logger.debug  # the start-up lines are for the first time
         if again:
-            logger.warning("the engine is back, process %d; %d requests go on", child.pid, self._owner.regained())
+            logger.warning("the engine is back, %s; %d requests go on", child.name, self._owner.regained())
 
     # -- time
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from maitred.executor.state import Ints, RequestState
+from maitred.executor.state import HeldRequest, Ints
 from maitred.step import ScheduledRow
 
 # Rows with more tokens than this attend alone; shorter ones share a padded call with rows of like length.
@@ -26,7 +26,7 @@ class RowWork(NamedTuple):
     """A row of the plan and the request it belongs to; the request's block table is already up to date."""
 
     row: ScheduledRow
-    state: RequestState
+    state: HeldRequest
 
 
 class RowGroup(NamedTuple):

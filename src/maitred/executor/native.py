@@ -16,7 +16,7 @@ from maitred.executor.outcome import PROMPT_LOGPROBS_CHUNK, prompt_tokens_due, r
 from maitred.executor.ragged import RaggedStep, Slice, cut, ragged_step
 from maitred.executor.sampler import SampledToken, token_logprobs
 from maitred.executor.sampler_state import RequestSampler
-from maitred.executor.state import RequestState
+from maitred.executor.state import HeldRequest
 from maitred.step import ModelOutput, SampledRow, SchedulerOutput, TokenLogprobs
 
 logger = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ class NativeExecutor:
         self._runner = runner
         self._sample_rows = sample_rows
         self._block_size = block_size
-        self._states: dict[str, RequestState] = {}
+        self._states: dict[str, HeldRequest] = {}
         self._host = host
         self.threads, self.choice, self._clock = threads, choice, clock
 
@@ -139,7 +139,7 @@ class NativeExecutor:
         for request_id in plan.forgotten_request_ids:
             self._states.pop(request_id, None)  # one that was aborted before its first row is not known
         for new in plan.new_requests:
-            self._states[new.request_id] = RequestState(new, self.vocab_size)
+            self._states[new.request_id] = HeldRequest(new, self.vocab_size)
         if self._host is not None:
             self._host.copy_out(plan.swap_outs)
         if plan.block_copies:

@@ -49,27 +49,27 @@ class GrowingInts:
         self.array[index] = value
 
 
-class RequestState:
+class HeldRequest:
     """One request as the executor knows it. Everything in it can be rebuilt from a `NewRequest` and the blocks."""
 
     __slots__ = ("blocks", "num_prompt_tokens", "prompt_logprobs", "request_id", "sampler", "tokens")
 
     def __init__(self, new: NewRequest, vocab_size: int) -> None:
         self.request_id = new.request_id
-        self.num_prompt_tokens = new.num_prompt_tokens
-        self.prompt_logprobs = new.sampling.prompt_logprobs
-        self.tokens = GrowingInts((*new.prompt_token_ids, *new.output_token_ids))
-        assert self.tokens.size == new.num_prompt_tokens + new.num_output_tokens, new
+        self.num_prompt_tokens = new.spec.num_prompt_tokens
+        self.prompt_logprobs = new.spec.sampling.prompt_logprobs
+        self.tokens = GrowingInts((*new.spec.prompt_token_ids, *new.output_token_ids))
+        assert self.tokens.size == new.spec.num_prompt_tokens + new.num_output_tokens, new
         self.blocks = GrowingInts()
         self.sampler = RequestSampler(
-            new.sampling,
+            new.spec.sampling,
             vocab_size=vocab_size,
-            seed=new.seed,
-            sample_index=new.sample_index,
-            prompt_token_ids=new.prompt_token_ids,
+            seed=new.spec.seed,
+            sample_index=new.spec.sample_index,
+            prompt_token_ids=new.spec.prompt_token_ids,
             output_token_ids=new.output_token_ids,
-            eos_token_ids=new.eos_token_ids,
-            bad_word_token_ids=new.bad_word_token_ids,
+            eos_token_ids=new.spec.eos_token_ids,
+            bad_word_token_ids=new.spec.bad_word_token_ids,
         )
 
     def take_blocks(self, row: ScheduledRow) -> bool:

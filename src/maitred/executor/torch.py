@@ -17,7 +17,7 @@ from maitred.executor.batch import Batch, RowWork, build_batch, unwritten_slots
 from maitred.executor.kv_pool import kv_bytes_per_block, pool_shape
 from maitred.executor.outcome import PROMPT_LOGPROBS_CHUNK, prompt_tokens_due, report
 from maitred.executor.sampler import SampledToken, sample_rows, token_logprobs
-from maitred.executor.state import RequestState
+from maitred.executor.state import HeldRequest
 from maitred.executor.torch_attention import GatherAttention
 from maitred.executor.torch_flash import FlashAttention, flash_refusal, reads_block_tables
 from maitred.executor.torch_kv import TorchKVPool
@@ -77,7 +77,7 @@ class TorchExecutor:
         self._decoder = decoder
         self._block_size = block_size
         self._num_threads = num_threads
-        self._states: dict[str, RequestState] = {}
+        self._states: dict[str, HeldRequest] = {}
         self.pool = TorchKVPool(
             pool_shape(spec, num_blocks=num_blocks, block_size=block_size), device=device, dtype=kv_dtype
         )
@@ -119,7 +119,7 @@ class TorchExecutor:
         for request_id in plan.forgotten_request_ids:
             self._states.pop(request_id, None)  # one that was aborted before its first row is not known
         for new in plan.new_requests:
-            self._states[new.request_id] = RequestState(new, self.vocab_size)
+            self._states[new.request_id] = HeldRequest(new, self.vocab_size)
         if self._host is not None:
             self._host.copy_out(plan.swap_outs)
         for copy in plan.block_copies:

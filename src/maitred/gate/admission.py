@@ -13,7 +13,7 @@ from typing import NamedTuple
 from maitred.config import AdmissionConfig
 from maitred.errors import Overloaded
 from maitred.gate.drain_rate import PROMPT_WEIGHT, DrainRate, LateBy, MeanOutput
-from maitred.request import FinishReason, Request
+from maitred.request import FinishReason, RequestSpec
 from maitred.step import RequestProgress
 
 MIN_RETRY_S, MAX_RETRY_S = 1.0, 120.0  # OpenAI's clients do not come again at all after more
@@ -94,7 +94,7 @@ class AdmissionController:
         if verdict.reason is not None:
             raise self._turned_away(verdict.reason, self._mean_output.mean, now)
 
-    def admit(self, request: Request, now: float) -> tuple[str, ...]:
+    def admit(self, request: RequestSpec, now: float) -> tuple[str, ...]:
         """Lets it in, and names those that must leave the queue for it (see `FinishReason.SHED`).
 
         Raises Overloaded. Further samples of a prompt go with the first.

@@ -13,7 +13,7 @@ from maitred.errors import PromptTooLong
 from maitred.kvcache.block_pool import BlockPool
 from maitred.kvcache.host_pool import HostPool
 from maitred.kvcache.prefix_cache import BlockHasher, PrefixCache
-from maitred.request import Request
+from maitred.request import RequestState
 from maitred.step import BlockCopy
 
 
@@ -41,7 +41,7 @@ NO_HIT = PrefixHit((), 0)
 class KVCacheManager:
     """The bookkeeping of one KV cache of `num_blocks` blocks with `block_size` tokens each.
 
-    `hasher` extends `Request.block_hashes` when output fills a block.
+    `hasher` extends `RequestState.block_hashes` when output fills a block.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class KVCacheManager:
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def check_fits(self, request: Request) -> None:
+    def check_fits(self, request: RequestState) -> None:
         """Raises PromptTooLong when the request would not fit even alone."""
         needed = self.num_blocks_for(request.num_prompt_tokens + request.max_tokens - 1)  # the last is never computed
         if needed > self.num_blocks:
@@ -97,16 +97,16 @@ class KVCacheManager:
                 f"{self.num_blocks}; shorten it, or serve with a larger --kv-cache-memory-bytes"
             )
 
-    def find_prefix(self, request: Request) -> PrefixHit:
+    def find_prefix(self, request: RequestState) -> PrefixHit:
         """The longest cached prefix of the request's known tokens; takes about 0.1 us a block and holds nothing."""
-        if not self.enable_prefix_caching or request.sampling.prompt_logprobs is not None:
+        if not self.enable_prefix_caching or request.spec.sampling.prompt_logprobs is not None:
             return NO_HIT  # prompt_logprobs needs the logits of every prompt token
         # Match at most num_tokens - 1: the last token is always computed, because sampling needs its logits.
         usable = (request.num_tokens - 1) // self.block_size
         blocks = self._cache.find(request.block_hashes[:usable])
         return PrefixHit(tuple(blocks), len(blocks) * self.block_size)
 
-    def fork(self, source: Request, target: Request) -> PrefixHit:
+    def fork(self, source: RequestState, target: RequestState) -> PrefixHit:
         """What `target`, a sample of the same prompt, can share of `source`, whose prompt is computed.
 
         The last prompt token is left out: `target` computes it for its logits. A partly used last block is shared too,
@@ -115,7 +115,7 @@ class KVCacheManager:
         num_tokens = target.num_prompt_tokens - 1
         return PrefixHit(tuple(source.block_table[: self.num_blocks_for(num_tokens)]), num_tokens, forked=True)
 
-    def swapped(self, request: Request, hit: PrefixHit) -> PrefixHit:
+    def swapped(self, request: RequestState, hit: PrefixHit) -> PrefixHit:
         """`hit` and, from the host, what a preempted request has beyond it."""
         if request.num_swapped_tokens <= hit.num_tokens:
             return hit
@@ -123,7 +123,7 @@ class KVCacheManager:
             hit.blocks, request.num_swapped_tokens, host_blocks=tuple(request.host_block_table[len(hit.blocks) :])
         )
 
-    def num_blocks_short(self, request: Request, hit: PrefixHit) -> int:
+    def num_blocks_short(self, request: RequestState, hit: PrefixHit) -> int:
         """How many more free blocks `admit` would need; 0 when it would succeed."""
         ref_counts = self.ref_counts
         copied_tail = hit.forked and hit.num_tokens % self.block_size != 0
@@ -131,7 +131,7 @@ class KVCacheManager:
         needed += sum(1 for block in hit.blocks if ref_counts[block] == 0)  # a free block that is hit is free no more
         return max(0, needed - self._pool.num_free)
 
-    def admit(self, request: Request, hit: PrefixHit) -> Allocation | None:
+    def admit(self, request: RequestState, hit: PrefixHit) -> Allocation | None:
         """Gives a request that has no blocks the hit, and fresh blocks for the rest of its known tokens.
 
         All or nothing: None, with nothing changed, when blocks are lacking. `new_block_ids` is the whole table. Sets
@@ -149,7 +149,7 @@ class KVCacheManager:
         assert allocation is not None, "num_blocks_short and allocate disagree"
         return Allocation(tuple(request.block_table), (), allocation.copies, swap_ins)
 
-    def allocate(self, request: Request, num_tokens: int) -> Allocation | None:
+    def allocate(self, request: RequestState, num_tokens: int) -> Allocation | None:
         """Makes the next `num_tokens` positions writable: new blocks, and copies of shared ones.
 
         None, with nothing changed, when blocks are lacking.
@@ -166,32 +166,39 @@ class KVCacheManager:
         table.extend(new)
         return Allocation(tuple(new), replaced, copies)
 
-    def commit(self, request: Request, start: int, end: int) -> None:
+    def commit(self, request: RequestState, start: int, end: int) -> None:
         """Positions [start, end) have been computed: the blocks they filled can be found from now on."""
         first, last = start // self.block_size, end // self.block_size
         if first == last or not self.enable_prefix_caching:
             return
-        hashes = request.block_hashes
-        if len(hashes) < last:
-            hashes.extend(self._hasher(request, last))
+        self._hash(request, last)
         for i in range(first, last):
-            self._register(hashes[i], request.block_table[i])
+            self._register(request.block_hashes[i], request.block_table[i])
 
-    def free(self, request: Request) -> None:
+    def hash_known(self, request: RequestState) -> None:
+        """Names the blocks that a resumed request's output fills, so that they are found if they are cached."""
+        if self.enable_prefix_caching:
+            self._hash(request, request.num_tokens // self.block_size)
+
+    def _hash(self, request: RequestState, num_blocks: int) -> None:
+        if len(request.block_hashes) < num_blocks:
+            request.block_hashes.extend(self._hasher(request, num_blocks))
+
+    def free(self, request: RequestState) -> None:
         """Gives back all blocks, the last first, so that a chain is evicted from its end."""
         for block in reversed(request.block_table):
             self._pool.release(block)
         request.block_table = []
         request.num_computed_tokens = 0
 
-    def finds_again(self, request: Request) -> bool:
+    def finds_again(self, request: RequestState) -> bool:
         """Whether the prefix cache serves this request at all."""
-        return self.enable_prefix_caching and request.sampling.prompt_logprobs is None
+        return self.enable_prefix_caching and request.spec.sampling.prompt_logprobs is None
 
     def can_swap_out(self, num_tokens: int) -> bool:
         return 0 < self.num_blocks_for(num_tokens) <= self._host.num_free
 
-    def swap_out(self, request: Request, num_tokens: int, copied_from: Mapping[int, int]) -> tuple[BlockCopy, ...]:
+    def swap_out(self, request: RequestState, num_tokens: int, copied_from: Mapping[int, int]) -> tuple[BlockCopy, ...]:
         """Copies of the blocks of its first `num_tokens` tokens to the host; `free` comes next.
 
         `copied_from` names, for blocks that a copy of this very plan was to fill, where the contents still are.
@@ -202,7 +209,7 @@ class KVCacheManager:
         pairs = zip(sources, request.host_block_table, strict=True)
         return tuple([BlockCopy(copied_from.get(source, source), target) for source, target in pairs])
 
-    def drop_swapped(self, request: Request) -> None:
+    def drop_swapped(self, request: RequestState) -> None:
         """Its copy on the host, if it has one, is not needed any more."""
         self._host.give_back(request.host_block_table)
         request.host_block_table = []
@@ -212,12 +219,12 @@ class KVCacheManager:
         """Before each plan."""
         self._host.begin_step()
 
-    def num_freed_by(self, victim: Request, hit: PrefixHit) -> int:
+    def num_freed_by(self, victim: RequestState, hit: PrefixHit) -> int:
         """Blocks that would become free if `victim` alone gave its own back, besides those of a hit."""
         ref_counts, kept = self.ref_counts, set(hit.blocks)
         return sum(1 for block in victim.block_table if ref_counts[block] == 1 and block not in kept)
 
-    def check_invariants(self, requests: Iterable[Request]) -> None:
+    def check_invariants(self, requests: Iterable[RequestState]) -> None:
         """Asserts that the reference counts are what the block tables of `requests`, all that hold blocks, say."""
         requests = list(requests)
         held = Counter(block for request in requests for block in request.block_table)
@@ -226,7 +233,7 @@ class KVCacheManager:
         self._pool.check_invariants()
         self._cache.check_invariants()
 
-    def check_host(self, requests: Iterable[Request]) -> None:
+    def check_host(self, requests: Iterable[RequestState]) -> None:
         """Asserts that host blocks are held as `requests`, all that there are, say."""
         self._host.check_invariants([block for request in requests for block in request.host_block_table])
 
@@ -235,7 +242,7 @@ class KVCacheManager:
         if self.on_cached is not None:
             self.on_cached(digest)
 
-    def _swap_in(self, request: Request, hit: PrefixHit) -> tuple[BlockCopy, ...]:
+    def _swap_in(self, request: RequestState, hit: PrefixHit) -> tuple[BlockCopy, ...]:
         """Blocks for what is on the host, findable from now on: the copies come before all that this plan computes."""
         taken = self._take(len(hit.host_blocks))
         request.block_table += taken

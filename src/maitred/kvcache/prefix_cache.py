@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Sequence
 from hashlib import sha256
 from struct import Struct
 
-from maitred.request import Request
+from maitred.request import RequestState
 
-BlockHasher = Callable[[Request, int], Iterable[bytes]]
+BlockHasher = Callable[[RequestState, int], Iterable[bytes]]
 """(request, num_blocks) -> hashes of its full blocks from len(request.block_hashes) up to num_blocks, in order."""
 
 
@@ -46,19 +46,19 @@ class TokenHasher:
         self._model_identity = model_identity
 
     def hash_prompt(self, token_ids: Sequence[int], cache_salt: str = "") -> list[bytes]:
-        """For `Request.block_hashes`, at intake."""
+        """For `RequestState.block_hashes`, at intake."""
         return hash_blocks(token_ids, self._block_size, root_hash(self._model_identity, cache_salt))
 
-    def __call__(self, request: Request, num_blocks: int) -> list[bytes]:
+    def __call__(self, request: RequestState, num_blocks: int) -> list[bytes]:
         known = request.block_hashes
-        parent = known[-1] if known else root_hash(self._model_identity, request.cache_salt)
+        parent = known[-1] if known else root_hash(self._model_identity, request.spec.cache_salt)
         start, end = len(known) * self._block_size, num_blocks * self._block_size
         return hash_blocks(_known_tokens(request, start, end), self._block_size, parent)
 
 
-def _known_tokens(request: Request, start: int, end: int) -> list[int]:
+def _known_tokens(request: RequestState, start: int, end: int) -> list[int]:
     num_prompt = request.num_prompt_tokens
-    tokens = list(request.prompt_token_ids[start:end])
+    tokens = list(request.spec.prompt_token_ids[start:end])
     tokens += request.output_token_ids[max(0, start - num_prompt) : max(0, end - num_prompt)]
     return tokens
 

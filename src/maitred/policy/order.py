@@ -8,16 +8,16 @@ from typing import Any
 from maitred.policy.policy import Policy
 from maitred.policy.prefix_watch import PrefixWatch
 from maitred.policy.queue import RequestQueue
-from maitred.request import Request
+from maitred.request import RequestState
 from maitred.step import ScheduledRow
 
 RESCORE_WINDOW = 64  # most requests that one step scores again because the prefix cache changed
 
-FindPrefix = Callable[[Request], tuple[int, int]]
+FindPrefix = Callable[[RequestState], tuple[int, int]]
 """A request's cached prefix: (blocks, tokens)."""
 
 
-def _no_prefix(request: Request) -> tuple[int, int]:
+def _no_prefix(request: RequestState) -> tuple[int, int]:
     return (0, 0)
 
 
@@ -33,7 +33,7 @@ class ServiceOrder:
         self._watch = PrefixWatch() if policy.scores_prefix else None
         self._num_rescores_left = RESCORE_WINDOW
 
-    def successor(self, policy: Policy, running: Iterable[Request]) -> ServiceOrder:
+    def successor(self, policy: Policy, running: Iterable[RequestState]) -> ServiceOrder:
         """The same requests, waiting and running, ordered by another policy. Keys are made of what a request carries
         (arrival, quanta), never of the moment, so nobody loses the time it has waited.
         """
@@ -57,7 +57,7 @@ class ServiceOrder:
         if self._watch is not None:
             self._watch.cached(digest)
 
-    def head(self) -> Request | None:
+    def head(self) -> RequestState | None:
         """The next request, which stays in the queue. It is scored anew: what the cache lost is noticed here."""
         request = self.queue.peek()
         while self._watch is not None and request is not None and self._num_rescores_left > 0:
@@ -66,7 +66,7 @@ class ServiceOrder:
             request = self.queue.peek()
         return request
 
-    def enqueue(self, request: Request) -> None:
+    def enqueue(self, request: RequestState) -> None:
         """To the queue; a request that has a key keeps it, or a better one, and so its place."""
         if self.policy.groups is not None:
             self.policy.groups.on_queued(request)
@@ -81,7 +81,7 @@ class ServiceOrder:
         self.keys[request.request_id] = key
         self.queue.push(request, key)
 
-    def started(self, request: Request) -> None:
+    def started(self, request: RequestState) -> None:
         """Out of the queue and running, with the tokens of its prefix hit computed."""
         self.queue.remove(request.request_id)
         if self._watch is not None:
@@ -91,7 +91,7 @@ class ServiceOrder:
         if self.policy.groups is not None:
             self.policy.groups.on_started(request)
 
-    def ended(self, request: Request) -> None:
+    def ended(self, request: RequestState) -> None:
         """It finished, wherever it stood."""
         request_id = request.request_id
         self.keys.pop(request_id, None)
@@ -105,14 +105,14 @@ class ServiceOrder:
             rule.on_finished(request)
             self.queue.note_rank(rule.group_of(request))
 
-    def issued(self, rows: Iterable[ScheduledRow], requests: Iterable[Request]) -> None:
+    def issued(self, rows: Iterable[ScheduledRow], requests: Iterable[RequestState]) -> None:
         """A plan was made: tells the groups what service they get. Ranks only rise by that; `queue.peek` notices."""
         rule = self.policy.groups
         if rule is not None:
             for row, request in zip(rows, requests, strict=True):
                 rule.on_scheduled(request, row.num_tokens)
 
-    def take_expired(self, running: Iterable[Request], now: float, limit: int) -> list[Request]:
+    def take_expired(self, running: Iterable[RequestState], now: float, limit: int) -> list[RequestState]:
         """Those whose quantum is used up while somebody waits that comes before them now, the longest-standing first;
         at most `limit`, and at most as many as wait.
 
@@ -135,14 +135,14 @@ class ServiceOrder:
                 leaving.append(request)
         return leaving
 
-    def outranked(self, waiting: Request, running: Iterable[Request]) -> list[Request]:
+    def outranked(self, waiting: RequestState, running: Iterable[RequestState]) -> list[RequestState]:
         """Those whose slots and blocks a waiting request may take, the first to be preempted first."""
         rule = self.policy.outranks
         if rule is None:
             return []
         return sorted((r for r in running if rule(waiting, r)), key=self.victim_key, reverse=True)
 
-    def place(self, request: Request) -> tuple[Any, ...]:
+    def place(self, request: RequestState) -> tuple[Any, ...]:
         """Smaller is served first, in and across groups."""
         key, rule = self.keys[request.request_id], self.policy.groups
         if rule is None:
@@ -150,22 +150,22 @@ class ServiceOrder:
         group = rule.group_of(request)
         return (rule.rank(group), group, key)
 
-    def victim_key(self, request: Request) -> tuple[Any, ...]:
+    def victim_key(self, request: RequestState) -> tuple[Any, ...]:
         """The largest is preempted first."""
         return self.place(request) if self.policy.victim is None else self.policy.victim(request)
 
-    def check_invariants(self, running: Iterable[Request]) -> None:
+    def check_invariants(self, running: Iterable[RequestState]) -> None:
         """Asserts that nothing is kept of requests that have gone; slow."""
         living = {r.request_id for r in [*self.queue, *running]}
         assert self.keys.keys() == living
         assert self._quantum_ends.keys() <= living
         assert self._watch is None or len(self._watch) <= len(self.queue)
 
-    def _begin_quantum(self, request: Request) -> None:
+    def _begin_quantum(self, request: RequestState) -> None:
         if self.policy.quantum_end is not None:
             self._quantum_ends[request.request_id] = self.policy.quantum_end(request)
 
-    def _rescore(self, request: Request) -> bool:
+    def _rescore(self, request: RequestState) -> bool:
         """True if the request's cached prefix is another than when it was scored last."""
         assert self._watch is not None
         num_blocks, num_tokens = self._find_prefix(request)

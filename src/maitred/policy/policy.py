@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from maitred.config import SchedulerConfig
-from maitred.request import Request
+from maitred.request import RequestState
 
-OrderKey = Callable[[Request], tuple[Any, ...]]
+OrderKey = Callable[[RequestState], tuple[Any, ...]]
 """Smaller runs first. Static: asked when a request is added (and when its quantum ends), never while it waits."""
 
-PreemptionRule = Callable[[Request, Request], bool]
+PreemptionRule = Callable[[RequestState, RequestState], bool]
 """(waiting, running) -> may the first take the slot and blocks of the second? Must be free of cycles."""
 
 Rank = tuple[float, ...]
@@ -30,22 +30,22 @@ class GroupRule(Protocol):
     `on_finished`, there only that of the request's own group.
     """
 
-    def group_of(self, request: Request) -> str:
+    def group_of(self, request: RequestState) -> str:
         """May change only while the request is not waiting."""
 
     def rank(self, group: str) -> Rank:
         """The group of smallest rank is served next; ties go by name."""
 
-    def on_queued(self, request: Request) -> None:
+    def on_queued(self, request: RequestState) -> None:
         """It is about to wait: it is new, or was preempted."""
 
-    def on_started(self, request: Request) -> None:
+    def on_started(self, request: RequestState) -> None:
         """Out of the queue and into a slot, with the tokens of its prefix hit computed."""
 
-    def on_scheduled(self, request: Request, num_tokens: int) -> None:
+    def on_scheduled(self, request: RequestState, num_tokens: int) -> None:
         """A plan computes so many of its tokens; `num_computed_tokens` counts them already."""
 
-    def on_finished(self, request: Request) -> None:
+    def on_finished(self, request: RequestState) -> None:
         """It ended, wherever it stood."""
 
 
@@ -59,9 +59,9 @@ class Policy:
     """Its starvation bound, in words; `overtaken_until` and `max_service_gap` are the same in numbers."""
     order: OrderKey
     """Order inside a group. A preempted request keeps its key, and so its place."""
-    overtaken_until: Callable[[Request], float]
+    overtaken_until: Callable[[RequestState], float]
     """Of two that wait in a group, the one that arrived later than this time (s) of the other starts after it."""
-    terms: Callable[[Request], Mapping[str, float]]
+    terms: Callable[[RequestState], Mapping[str, float]]
     """The parts of its place in the queue, by name, for people to read: `arrived_at_s`, `ageing_s`, `counter_tokens`.
     Asked for one request at a time, never by the scheduler. Without groups they sum up to the first part of `order`."""
     outranks: PreemptionRule | None = None
@@ -75,7 +75,7 @@ class Policy:
     max_service_gap: Callable[[int, int, int, int], float] | None = None
     """(longest prompt, longest output, max_num_seqs, tokens of the KV pool) -> by how much the weighted service of two
     groups that always wait can drift apart, in input tokens for a weight of 1. Of a policy with `groups`."""
-    quantum_end: Callable[[Request], int] | None = None
+    quantum_end: Callable[[RequestState], int] | None = None
     """Position at which a quantum that begins now ends: there it makes room for those that wait, and is given a new
     key. None runs on."""
     scores_prefix: bool = False
@@ -85,9 +85,9 @@ class Policy:
 PolicyFactory = Callable[[SchedulerConfig], Policy]
 
 
-def by_arrival(request: Request) -> tuple[Any, ...]:
+def by_arrival(request: RequestState) -> tuple[Any, ...]:
     return (request.arrived_at, request.request_id)  # request_id last: ties never depend on dict order
 
 
-def arrival_term(request: Request) -> dict[str, float]:
+def arrival_term(request: RequestState) -> dict[str, float]:
     return {"arrived_at_s": request.arrived_at}

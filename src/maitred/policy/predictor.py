@@ -16,29 +16,29 @@ from zlib import crc32
 
 from maitred.errors import ConfigError
 from maitred.policy.features import NUM_FEATURES
-from maitred.request import Request
+from maitred.request import RequestState
 
-TrueLength = Callable[[Request], float]
+TrueLength = Callable[[RequestState], float]
 """The number of tokens a request is going to generate; only a simulator knows."""
 
 
 class Predictor(Protocol):
     """Not asked again for the same request, so a prediction may be drawn from what was learned so far."""
 
-    def predict(self, request: Request) -> float:
+    def predict(self, request: RequestState) -> float:
         """Expected output tokens; any number, the caller bounds it."""
 
-    def observe(self, request: Request) -> None:
+    def observe(self, request: RequestState) -> None:
         """The request ended by itself; its output is what the prediction should have been."""
 
 
 class MaxTokens:
     """What the client allows. Right for clients that ask for what they want, blind for those that leave it out."""
 
-    def predict(self, request: Request) -> float:
+    def predict(self, request: RequestState) -> float:
         return float(request.max_tokens)
 
-    def observe(self, request: Request) -> None:
+    def observe(self, request: RequestState) -> None:
         """Nothing to learn."""
 
 
@@ -78,14 +78,14 @@ class Quantile:
         self._share = share
         self._histories: OrderedDict[tuple[str, ...], _History] = OrderedDict()  # the least recently told first
 
-    def predict(self, request: Request) -> float:
+    def predict(self, request: RequestState) -> float:
         for key in self._keys(request):
             history = self._histories.get(key)
             if history is not None and len(history) >= self.MIN_SEEN:
                 return min(history.quantile(self._share), float(request.max_tokens))
         return float(request.max_tokens)
 
-    def observe(self, request: Request) -> None:
+    def observe(self, request: RequestState) -> None:
         for key in self._keys(request):
             history = self._histories.get(key)
             if history is None:
@@ -95,7 +95,7 @@ class Quantile:
             self._histories.move_to_end(key)
             history.add(request.num_output_tokens, self.CAPACITY)
 
-    def _keys(self, request: Request) -> tuple[tuple[str, ...], ...]:
+    def _keys(self, request: RequestState) -> tuple[tuple[str, ...], ...]:
         """The most telling first."""
         bucket = str(request.num_prompt_tokens.bit_length())
         return ((request.tenant, bucket), (request.tenant,), ())
@@ -122,12 +122,12 @@ class Ranker:
         self._num_seen = 0
         self._fallback = Quantile()
 
-    def predict(self, request: Request) -> float:
+    def predict(self, request: RequestState) -> float:
         if self._num_seen < self.MIN_SEEN:
             return self._fallback.predict(request)
         return expm1(min(self._mean + sum(map(mul, self._weights, self._inputs(request))), 30.0))
 
-    def observe(self, request: Request) -> None:
+    def observe(self, request: RequestState) -> None:
         if self._num_seen < self.MIN_SEEN:
             self._fallback.observe(request)
         inputs, target = self._inputs(request), log1p(request.num_output_tokens)
@@ -145,11 +145,11 @@ class Ranker:
                 squares[i] += gradient * gradient
                 weights[i] -= rate * gradient / sqrt(squares[i])
 
-    def _inputs(self, request: Request) -> list[float]:
+    def _inputs(self, request: RequestState) -> list[float]:
         tenant = [0.0] * self.NUM_TENANTS
         tenant[crc32(request.tenant.encode("utf-8", "surrogatepass")) % self.NUM_TENANTS] = 1.0
         lengths = [1.0, log1p(request.num_prompt_tokens) / 8.0, log1p(request.max_tokens) / 8.0]
-        features = request.features if len(request.features) == NUM_FEATURES else (0.0,) * NUM_FEATURES
+        features = request.spec.features if len(request.spec.features) == NUM_FEATURES else (0.0,) * NUM_FEATURES
         return [*lengths, *tenant, *features]
 
 
@@ -159,10 +159,10 @@ class Oracle:
     def __init__(self, true_length: TrueLength) -> None:
         self._true_length = true_length
 
-    def predict(self, request: Request) -> float:
+    def predict(self, request: RequestState) -> float:
         return self._true_length(request)
 
-    def observe(self, request: Request) -> None:
+    def observe(self, request: RequestState) -> None:
         """Nothing to learn."""
 
 
@@ -174,13 +174,13 @@ class Adversarial:
     def __init__(self, true_length: TrueLength | None = None) -> None:
         self._true_length = true_length if true_length is not None else lambda request: float(request.max_tokens)
 
-    def predict(self, request: Request) -> float:
+    def predict(self, request: RequestState) -> float:
         draw = crc32(request.request_id.encode("utf-8", "surrogatepass"))
         if draw % 8 == 0:
             return self.NONSENSE[draw // 8 % len(self.NONSENSE)]
         return 1.0 + request.max_tokens / (1.0 + max(0.0, self._true_length(request)))
 
-    def observe(self, request: Request) -> None:
+    def observe(self, request: RequestState) -> None:
         """Incorrigible."""
 
 
@@ -208,7 +208,7 @@ def predictor_named(name: str, true_length: TrueLength | None = None) -> Predict
     return make(true_length)
 
 
-def bounded_prediction(predictor: Predictor, request: Request) -> float:
+def bounded_prediction(predictor: Predictor, request: RequestState) -> float:
     """The prediction, in [1, max_tokens] whatever the predictor says."""
     predicted = predictor.predict(request)
     if not isfinite(predicted):

@@ -7,7 +7,7 @@ from heapq import heapify, heappop, heappush, heapreplace
 from typing import Any, NamedTuple
 
 from maitred.policy.policy import GroupRule, Rank
-from maitred.request import Request
+from maitred.request import RequestState
 
 MIN_DEAD_ENTRIES = 64  # below this a heap with removed requests in it is not worth compacting
 
@@ -15,13 +15,13 @@ MIN_DEAD_ENTRIES = 64  # below this a heap with removed requests in it is not wo
 class _Entry(NamedTuple):
     key: tuple[Any, ...]
     sequence: int  # unique, so that comparing entries never compares requests
-    request: Request
+    request: RequestState
 
 
 class _OneGroup:
     """The rule of a policy that has no groups."""
 
-    def group_of(self, request: Request) -> str:
+    def group_of(self, request: RequestState) -> str:
         return ""
 
     def rank(self, group: str) -> Rank:
@@ -45,7 +45,7 @@ class RequestQueue:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def __iter__(self) -> Iterator[Request]:
+    def __iter__(self) -> Iterator[RequestState]:
         """In no order."""
         return (entry.request for entry in self._entries.values())
 
@@ -57,11 +57,11 @@ class RequestQueue:
         """In its heaps, removed ones too; at most MIN_DEAD_ENTRIES + 1 over twice the living."""
         return self._num_entries
 
-    def get(self, request_id: str) -> Request:
+    def get(self, request_id: str) -> RequestState:
         """Raises KeyError when it is not here."""
         return self._entries[request_id].request
 
-    def in_order(self) -> list[Request]:
+    def in_order(self) -> list[RequestState]:
         """The next first; sorts, so it is for people to look at and not for scheduling."""
         rule = self._rule
 
@@ -71,18 +71,18 @@ class RequestQueue:
 
         return [entry.request for entry in sorted(self._entries.values(), key=place)]
 
-    def first(self, count: int) -> list[Request]:
+    def first(self, count: int) -> list[RequestState]:
         """The next `count`, in order, without sorting the rest: about count * log(count) steps in each group's heap."""
-        found: list[Request] = []
+        found: list[RequestState] = []
         for _, group in sorted((self._rule.rank(group), group) for group in self._heaps):
             found += self._first_of(self._heaps[group], count - len(found))
             if len(found) >= count:
                 break
         return found
 
-    def _first_of(self, heap: list[_Entry], count: int) -> list[Request]:
+    def _first_of(self, heap: list[_Entry], count: int) -> list[RequestState]:
         """Walks down a heap from its root, the smallest known entry first; removed entries are passed over."""
-        found: list[Request] = []
+        found: list[RequestState] = []
         frontier = [(heap[0], 0)] if heap else []
         while frontier and len(found) < count:
             entry, index = heappop(frontier)
@@ -93,7 +93,7 @@ class RequestQueue:
                     heappush(frontier, (heap[child], child))
         return found
 
-    def push(self, request: Request, key: tuple[Any, ...]) -> None:
+    def push(self, request: RequestState, key: tuple[Any, ...]) -> None:
         self._sequence += 1
         entry = _Entry(key, self._sequence, request)
         self._entries[request.request_id] = entry
@@ -102,12 +102,12 @@ class RequestQueue:
         heappush(self._heaps.setdefault(group, []), entry)
         self.note_rank(group)
 
-    def peek(self) -> Request | None:
+    def peek(self) -> RequestState | None:
         """The next request, which stays in the queue."""
         heap = self._first_heap()
         return heap[0].request if heap else None
 
-    def pop(self) -> Request:
+    def pop(self) -> RequestState:
         """Takes out the next request. Raises IndexError when there is none."""
         heap = self._first_heap()
         if heap is None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from heapq import heapify, heappop, heappush
 from typing import NamedTuple
 
-from maitred.request import FinishReason, Request
+from maitred.request import FinishReason, RequestState
 
 MIN_DEAD_ENTRIES = 64  # below this a heap with ended requests in it is not worth compacting
 
@@ -14,14 +14,14 @@ MIN_DEAD_ENTRIES = 64  # below this a heap with ended requests in it is not wort
 class _Entry(NamedTuple):
     due_at: float
     sequence: int  # unique, so that ties go by arrival and requests are never compared
-    request: Request
+    request: RequestState
     reason: FinishReason
 
 
 class Deadlines:
     """`start_by` and `finish_by` of all requests that have them and have not ended."""
 
-    def __init__(self, awaits_leader: Callable[[Request], bool] = lambda request: False) -> None:
+    def __init__(self, awaits_leader: Callable[[RequestState], bool] = lambda request: False) -> None:
         self._awaits_leader = awaits_leader
         self._heap: list[_Entry] = []
         self._sequence = 0
@@ -30,13 +30,13 @@ class Deadlines:
     def __len__(self) -> int:
         return len(self._heap)
 
-    def add(self, request: Request) -> None:
+    def add(self, request: RequestState) -> None:
         if request.start_by is not None:
             self._push(request.start_by, request, FinishReason.QUEUE_TIMEOUT)
         if request.finish_by is not None:
             self._push(request.finish_by, request, FinishReason.TIMEOUT)
 
-    def ended(self, request: Request) -> None:
+    def ended(self, request: RequestState) -> None:
         """Its entries are dropped when they surface, or when the dead outnumber the living."""
         self._num_dead += (request.start_by is not None) + (request.finish_by is not None)
         if self._num_dead > len(self._heap) // 2 + MIN_DEAD_ENTRIES:
@@ -44,7 +44,7 @@ class Deadlines:
             heapify(self._heap)
             self._num_dead = 0
 
-    def missed(self, now: float) -> Iterator[tuple[Request, FinishReason]]:
+    def missed(self, now: float) -> Iterator[tuple[RequestState, FinishReason]]:
         """Those whose time is up, the most overdue first; end each before asking for the next.
 
         A request in its first step is not late to start, nor is a sample whose leader computes the prompt already.
@@ -56,9 +56,9 @@ class Deadlines:
             elif reason is FinishReason.TIMEOUT or self._waits_to_start(request):
                 yield request, reason
 
-    def _push(self, due_at: float, request: Request, reason: FinishReason) -> None:
+    def _push(self, due_at: float, request: RequestState, reason: FinishReason) -> None:
         self._sequence += 1
         heappush(self._heap, _Entry(due_at, self._sequence, request, reason))
 
-    def _waits_to_start(self, request: Request) -> bool:
+    def _waits_to_start(self, request: RequestState) -> bool:
         return request.first_scheduled_at is None and not self._awaits_leader(request)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from maitred.request import Request
+from maitred.request import RequestState
 from maitred.scheduler.notes import Preemption
 from maitred.step import BlockCopy, NewRequest, ScheduledRow, SchedulerOutput
 
@@ -28,7 +28,7 @@ class PlanBuilder:
     budget: int
     now: float  # s, of the step
     rows: list[ScheduledRow] = field(default_factory=list)
-    requests: list[Request] = field(default_factory=list)
+    requests: list[RequestState] = field(default_factory=list)
     copies: list[BlockCopy] = field(default_factory=list)
     swap_outs: list[BlockCopy] = field(default_factory=list)
     swap_ins: list[BlockCopy] = field(default_factory=list)
@@ -38,7 +38,7 @@ class PlanBuilder:
     num_blocks_short: int = 0  # for the first in the queue, when that is why it was not admitted
     preemptions: list[Preemption] = field(default_factory=list)
 
-    def remove(self, request: Request) -> Removed:
+    def remove(self, request: RequestState) -> Removed:
         """Takes back the request's row, if it has one, before its blocks are freed."""
         if request not in self.requests:
             return NOT_PLANNED
@@ -66,17 +66,11 @@ class PlanBuilder:
         )
 
 
-def describe(request: Request) -> NewRequest:
+def describe(request: RequestState) -> NewRequest:
     """What the executor must know of a request that it does not hold."""
     return NewRequest(
         request_id=request.request_id,
-        num_prompt_tokens=request.num_prompt_tokens,
         num_output_tokens=len(request.output_token_ids),
-        prompt_token_ids=request.prompt_token_ids,
         output_token_ids=tuple(request.output_token_ids),
-        sampling=request.sampling,
-        seed=request.seed,
-        sample_index=request.sample_index,
-        eos_token_ids=request.eos_token_ids,
-        bad_word_token_ids=request.bad_word_token_ids,
+        spec=request.spec,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from maitred.request import Request, RequestStatus, resumed
+from maitred.request import RequestState, RequestStatus, resumed
 from maitred.scheduler.notes import Blocked, Lack, PreemptionCause
 from maitred.scheduler.plan_builder import PlanBuilder, describe
 from maitred.scheduler.preemption import grow, preempt, preempt_for
@@ -94,7 +94,7 @@ def _plan_prefills(state: SchedulerState, builder: PlanBuilder, now: float) -> N
             _plan_chunk(request, builder)
 
 
-def _plan_chunk(request: Request, builder: PlanBuilder, block_ids: tuple[int, ...] = ()) -> None:
+def _plan_chunk(request: RequestState, builder: PlanBuilder, block_ids: tuple[int, ...] = ()) -> None:
     start = request.num_computed_tokens
     num_tokens = min(builder.budget, request.num_tokens - start)
     samples = start + num_tokens == request.num_tokens
@@ -107,7 +107,9 @@ def _plan_chunk(request: Request, builder: PlanBuilder, block_ids: tuple[int, ..
 # ---- those that wait
 
 
-def _plan_admissions(state: SchedulerState, builder: PlanBuilder, now: float, ahead_of: Request | None = None) -> None:
+def _plan_admissions(
+    state: SchedulerState, builder: PlanBuilder, now: float, ahead_of: RequestState | None = None
+) -> None:
     """Strictly in order: if the first has no room, nobody behind it is admitted, so large ones do not starve. Nor while
     another sample computes its prompt: that takes up the budget but for what is left of the last step.
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from maitred.kvcache.manager import Allocation
-from maitred.request import Request
+from maitred.request import RequestState
 from maitred.scheduler.notes import Preemption, PreemptionCause
 from maitred.scheduler.plan_builder import PlanBuilder, Removed
 from maitred.scheduler.state import SchedulerState
 from maitred.scheduler.swap import worth_swapping
 
 
-def grow(state: SchedulerState, request: Request, builder: PlanBuilder) -> Allocation | None:
+def grow(state: SchedulerState, request: RequestState, builder: PlanBuilder) -> Allocation | None:
     """Room for one more token, taken from the worst running requests if need be; None if it is itself the worst."""
     while (allocation := state.kv.allocate(request, 1)) is None:
         victim = state.worst_running()
@@ -21,7 +21,7 @@ def grow(state: SchedulerState, request: Request, builder: PlanBuilder) -> Alloc
     return allocation
 
 
-def preempt_for(state: SchedulerState, head: Request, builder: PlanBuilder) -> bool:
+def preempt_for(state: SchedulerState, head: RequestState, builder: PlanBuilder) -> bool:
     """Preempts requests that `head` outranks, the worst first, for a slot and blocks; nobody if in vain."""
     kv = state.kv
     outranked = [r for r in state.order.outranked(head, state.running()) if r.request_id not in builder.settled]
@@ -43,7 +43,12 @@ def preempt_for(state: SchedulerState, head: Request, builder: PlanBuilder) -> b
 
 
 def preempt(
-    state: SchedulerState, request: Request, builder: PlanBuilder, cause: PreemptionCause, *, by: Request | None = None
+    state: SchedulerState,
+    request: RequestState,
+    builder: PlanBuilder,
+    cause: PreemptionCause,
+    *,
+    by: RequestState | None = None,
 ) -> None:
     """Back to the queue, to its old place; what it computed is lost, but for what prefix cache or host keep."""
     builder.preemptions.append(Preemption(request.request_id, cause, by.request_id if by is not None else None))
@@ -57,7 +62,7 @@ def preempt(
 
 
 def _swap_out(
-    state: SchedulerState, request: Request, builder: PlanBuilder, removed: Removed, cause: PreemptionCause
+    state: SchedulerState, request: RequestState, builder: PlanBuilder, removed: Removed, cause: PreemptionCause
 ) -> None:
     """To the host, what was computed before this plan, if that takes less time than computing it again will."""
     kv, costs = state.kv, state.swap_costs

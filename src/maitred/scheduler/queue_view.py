@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from maitred.config import SchedulerConfig
-from maitred.request import Request
+from maitred.request import RequestState
 from maitred.scheduler.notes import Blocked, Lack
 from maitred.scheduler.scheduler import Scheduler
 
@@ -54,7 +54,7 @@ def queue_view(scheduler: Scheduler, now: float, *, offset: int = 0, limit: int 
     )
 
 
-def _waiting(scheduler: Scheduler, request: Request, position: int, now: float) -> WaitingRequest:
+def _waiting(scheduler: Scheduler, request: RequestState, position: int, now: float) -> WaitingRequest:
     predicted = request.predicted_output_tokens
     to_come = max(1.0, (predicted if predicted is not None else request.max_tokens) - request.num_output_tokens)
     return WaitingRequest(
@@ -73,7 +73,7 @@ def _waiting(scheduler: Scheduler, request: Request, position: int, now: float) 
     )
 
 
-def reason_of(scheduler: Scheduler, request: Request, position: int) -> str:
+def reason_of(scheduler: Scheduler, request: RequestState, position: int) -> str:
     """Why it waits, as of the last step."""
     if scheduler.awaits_leader(request):
         return "another sample of the same prompt computes the prompt first"

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from maitred.request import Request
+from maitred.request import RequestState
 
 
 @dataclass(slots=True, eq=False)
 class _SampleGroup:
     living: int = 0
-    leader: Request | None = None  # computes the prompt, for the first time
+    leader: RequestState | None = None  # computes the prompt, for the first time
     prompt_computed: bool = False
-    sources: dict[str, Request] = field(default_factory=dict)  # running, prompt computed: may be forked
+    sources: dict[str, RequestState] = field(default_factory=dict)  # running, prompt computed: may be forked
 
 
 class SampleGroups:
@@ -31,24 +31,24 @@ class SampleGroups:
         """Those that wait for their leader: before its prompt is computed no other member runs."""
         return sum(group.living - 1 for group in self._led.values())
 
-    def awaits_leader(self, request: Request) -> bool:
+    def awaits_leader(self, request: RequestState) -> bool:
         """Whether another sample is computing the prompt of this one, which waits."""
-        if request.parent_id is None or not self._led or not _shares(request):
+        if request.spec.parent_id is None or not self._led or not _shares(request):
             return False
-        group = self._led.get(request.parent_id)
+        group = self._led.get(request.spec.parent_id)
         return group is not None and group.leader is not request
 
-    def joined(self, request: Request) -> None:
-        if request.parent_id is not None and _shares(request):
-            self._groups.setdefault(request.parent_id, _SampleGroup()).living += 1
+    def joined(self, request: RequestState) -> None:
+        if request.spec.parent_id is not None and _shares(request):
+            self._groups.setdefault(request.spec.parent_id, _SampleGroup()).living += 1
 
-    def started(self, request: Request) -> None:
+    def started(self, request: RequestState) -> None:
         group = self._group_of(request)
         if group is not None and not group.prompt_computed:
-            assert request.parent_id is not None
-            group.leader, self._led[request.parent_id] = request, group
+            assert request.spec.parent_id is not None
+            group.leader, self._led[request.spec.parent_id] = request, group
 
-    def prompt_computed(self, request: Request) -> None:
+    def prompt_computed(self, request: RequestState) -> None:
         """The request's prompt is in the cache."""
         group = self._group_of(request)
         if group is not None:
@@ -56,14 +56,14 @@ class SampleGroups:
             group.sources[request.request_id] = request
             group.prompt_computed = True
 
-    def preempted(self, request: Request) -> None:
+    def preempted(self, request: RequestState) -> None:
         """Its blocks are gone, so nobody can fork it."""
         group = self._group_of(request)
         if group is not None:
             self._stop_leading(request, group)
             group.sources.pop(request.request_id, None)
 
-    def left(self, request: Request) -> None:
+    def left(self, request: RequestState) -> None:
         """The request ended."""
         group = self._group_of(request)
         if group is None:
@@ -71,27 +71,27 @@ class SampleGroups:
         self.preempted(request)
         group.living -= 1
         if group.living == 0:
-            assert request.parent_id is not None
-            del self._groups[request.parent_id]
+            assert request.spec.parent_id is not None
+            del self._groups[request.spec.parent_id]
 
-    def source_for(self, request: Request) -> Request | None:
+    def source_for(self, request: RequestState) -> RequestState | None:
         """A running sample of the same prompt whose blocks can be shared, the longest-standing one."""
         group = self._group_of(request)
         if group is None:
             return None
         return next(iter(group.sources.values()), None)
 
-    def _group_of(self, request: Request) -> _SampleGroup | None:
-        if request.parent_id is None or not _shares(request):
+    def _group_of(self, request: RequestState) -> _SampleGroup | None:
+        if request.spec.parent_id is None or not _shares(request):
             return None
-        return self._groups.get(request.parent_id)
+        return self._groups.get(request.spec.parent_id)
 
-    def _stop_leading(self, request: Request, group: _SampleGroup) -> None:
+    def _stop_leading(self, request: RequestState, group: _SampleGroup) -> None:
         if group.leader is request:
-            assert request.parent_id is not None
+            assert request.spec.parent_id is not None
             group.leader = None
-            del self._led[request.parent_id]
+            del self._led[request.spec.parent_id]
 
 
-def _shares(request: Request) -> bool:
-    return request.sampling.prompt_logprobs is None
+def _shares(request: RequestState) -> bool:
+    return request.spec.sampling.prompt_logprobs is None

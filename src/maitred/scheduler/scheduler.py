@@ -17,7 +17,7 @@ from maitred.policy.order import ServiceOrder
 from maitred.policy.policies import POLICIES, policy_for
 from maitred.policy.policy import PolicyFactory
 from maitred.policy.predictor import Predictor, bounded_prediction, predictor_named
-from maitred.request import FinishReason, Request, RequestStatus
+from maitred.request import FinishReason, RequestState, RequestStatus
 from maitred.scheduler.deadlines import Deadlines
 from maitred.scheduler.notes import Blocked, Preemption
 from maitred.scheduler.planning import build_plan, why_blocked
@@ -57,7 +57,7 @@ class Scheduler:
         self._watch_cache()
         self._deadlines = Deadlines(self.awaits_leader)
         self._step = 0
-        self._in_flight: list[Request] = []  # of the last plan, row by row
+        self._in_flight: list[RequestState] = []  # of the last plan, row by row
         self.blocked: Blocked | None = None  # in the last step
         self.preemptions: tuple[Preemption, ...] = ()  # in the last step
 
@@ -85,7 +85,7 @@ class Scheduler:
         """Those that could run if there were room: neither running, nor waiting for the prompt of another sample."""
         return len(self._state.order.queue) - self._state.sample_groups.num_awaiting
 
-    def awaits_leader(self, request: Request) -> bool:
+    def awaits_leader(self, request: RequestState) -> bool:
         """Whether it waits for another sample that is computing the prompt of both."""
         return self._state.sample_groups.awaits_leader(request)
 
@@ -95,15 +95,15 @@ class Scheduler:
         return request is not None and request.first_scheduled_at is None
 
     @property
-    def running(self) -> tuple[Request, ...]:
+    def running(self) -> tuple[RequestState, ...]:
         return tuple(self._state.running())
 
     @property
-    def waiting(self) -> tuple[Request, ...]:
+    def waiting(self) -> tuple[RequestState, ...]:
         """In order; for people to look at."""
         return tuple(self._state.order.queue.in_order())
 
-    def next_in_line(self, count: int) -> list[Request]:
+    def next_in_line(self, count: int) -> list[RequestState]:
         """The first `count` of `waiting`, without sorting all of it."""
         return self._state.order.queue.first(count)
 
@@ -117,7 +117,7 @@ class Scheduler:
         """To look at: the policy at work, the queue, and everybody's key."""
         return self._state.order
 
-    def request(self, request_id: str) -> Request | None:
+    def request(self, request_id: str) -> RequestState | None:
         """One that has not finished."""
         return self._state.requests.get(request_id)
 
@@ -156,7 +156,7 @@ class Scheduler:
 
     # -- what happens to requests
 
-    def add(self, request: Request, now: float) -> None:
+    def add(self, request: RequestState, now: float) -> None:
         """Takes a request in; its `block_hashes` are computed already.
 
         Raises PromptTooLong when it could not run even alone, InvalidRequest when its id is in use.
@@ -164,6 +164,8 @@ class Scheduler:
         if request.request_id in self._state.requests:
             raise InvalidRequest(f"request id {request.request_id!r} is in use", param="request_id")
         self._kv.check_fits(request)
+        if request.output_token_ids:
+            self._kv.hash_known(request)
         self._state.requests[request.request_id] = request
         self._deadlines.add(request)
         if request.predicted_output_tokens is None:  # else it was recorded, or a simulator knows better
@@ -246,11 +248,11 @@ class Scheduler:
         order = self._state.order
         self._kv.on_cached = order.block_cached if order.policy.scores_prefix else None
 
-    def _find_prefix(self, request: Request) -> tuple[int, int]:
+    def _find_prefix(self, request: RequestState) -> tuple[int, int]:
         hit = self._kv.find_prefix(request)
         return len(hit.blocks), hit.num_tokens
 
-    def _end(self, request: Request, reason: FinishReason, now: float) -> None:
+    def _end(self, request: RequestState, reason: FinishReason, now: float) -> None:
         end(self._state, request, reason, now)
         self._deadlines.ended(request)
 

@@ -10,7 +10,7 @@ from maitred.config import SchedulerConfig
 from maitred.kvcache.manager import KVCacheManager, PrefixHit
 from maitred.policy.order import ServiceOrder
 from maitred.policy.predictor import Predictor
-from maitred.request import Request, RequestStatus
+from maitred.request import RequestState, RequestStatus
 from maitred.scheduler.samples import SampleGroups
 from maitred.scheduler.stats import SchedulerCounters
 from maitred.scheduler.stop import StopRule
@@ -27,9 +27,9 @@ class SchedulerState:
     predictor: Predictor
     stop_rule: StopRule
     swap_costs: SwapCosts | None = None
-    requests: dict[str, Request] = field(default_factory=dict)  # all that have not finished
-    prefilling: dict[str, Request] = field(default_factory=dict)  # running, more than one token behind
-    decoding: dict[str, Request] = field(default_factory=dict)  # running, one token behind
+    requests: dict[str, RequestState] = field(default_factory=dict)  # all that have not finished
+    prefilling: dict[str, RequestState] = field(default_factory=dict)  # running, more than one token behind
+    decoding: dict[str, RequestState] = field(default_factory=dict)  # running, one token behind
     sample_groups: SampleGroups = field(default_factory=SampleGroups)
     forgotten: list[str] = field(default_factory=list)  # left their slots since the last plan
     prompt_logprobs_until: dict[str, int] = field(default_factory=dict)  # last position whose logprobs were handed out
@@ -39,13 +39,13 @@ class SchedulerState:
     def num_running(self) -> int:
         return len(self.prefilling) + len(self.decoding)
 
-    def running(self) -> Iterator[Request]:
+    def running(self) -> Iterator[RequestState]:
         return chain(self.prefilling.values(), self.decoding.values())
 
-    def worst_running(self) -> Request:
+    def worst_running(self) -> RequestState:
         return max(self.running(), key=self.order.victim_key)
 
-    def reusable(self, request: Request) -> PrefixHit:
+    def reusable(self, request: RequestState) -> PrefixHit:
         """What of its KV a waiting request finds: in the prefix cache, with another sample, or on the host."""
         hit = self.kv.find_prefix(request)
         source = self.sample_groups.source_for(request)
@@ -53,18 +53,18 @@ class SchedulerState:
             return self.kv.fork(source, request)
         return self.kv.swapped(request, hit)
 
-    def enqueue(self, request: Request) -> None:
+    def enqueue(self, request: RequestState) -> None:
         request.status = RequestStatus.WAITING
         self.order.enqueue(request)
 
-    def start(self, request: Request) -> None:
+    def start(self, request: RequestState) -> None:
         """Out of the queue, into a slot; its blocks are allocated."""
         request.status = RequestStatus.RUNNING
         self.prefilling[request.request_id] = request
         self.order.started(request)
         self.sample_groups.started(request)
 
-    def leave_running(self, request: Request) -> None:
+    def leave_running(self, request: RequestState) -> None:
         """Out of its slot; its blocks are free."""
         if self.decoding.pop(request.request_id, None) is None:
             del self.prefilling[request.request_id]

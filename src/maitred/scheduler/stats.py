@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from maitred.request import FinishReason, Request
+from maitred.request import FinishReason, RequestState
 
 
 @dataclass(slots=True, kw_only=True)
@@ -23,7 +23,7 @@ class SchedulerCounters:
     num_prefix_hit_tokens: int = 0
     num_finished: dict[FinishReason, int] = field(default_factory=lambda: dict.fromkeys(FinishReason, 0))
 
-    def count_prompt(self, request: Request) -> None:
+    def count_prompt(self, request: RequestState) -> None:
         """Its prompt is admitted to a first step; `num_cached_tokens` is set."""
         request.num_charged_prompt_tokens = request.num_prompt_tokens
         self.num_prompt_tokens += request.num_prompt_tokens

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from maitred.request import FinishReason, Request, RequestStatus, timing_of
+from maitred.request import FinishReason, RequestState, RequestStatus, timing_of
 from maitred.scheduler.state import SchedulerState
 from maitred.step import ModelOutput, RequestProgress, SampledRow, ScheduledRow, SchedulerOutput
 
@@ -16,17 +16,17 @@ class Update(NamedTuple):
     """Of a plan, in its order."""
 
     progress: list[RequestProgress]  # of each request that got something
-    ended: list[tuple[int, Request, FinishReason]]  # index in `progress`, who ends, and why; nobody has ended yet
+    ended: list[tuple[int, RequestState, FinishReason]]  # index in `progress`, who ends, and why; nobody has ended yet
 
 
 def apply_output(
-    state: SchedulerState, plan: SchedulerOutput, in_flight: Sequence[Request], output: ModelOutput, now: float
+    state: SchedulerState, plan: SchedulerOutput, in_flight: Sequence[RequestState], output: ModelOutput, now: float
 ) -> Update:
     """What the executor gave; `in_flight` are the requests of the plan's rows."""
     running = RequestStatus.RUNNING
     results = {row.request_id: row for row in output.rows}
     progress: list[RequestProgress] = []
-    ended: list[tuple[int, Request, FinishReason]] = []
+    ended: list[tuple[int, RequestState, FinishReason]] = []
     for row, request in zip(plan.rows, in_flight, strict=True):
         if request.status is not running:
             continue  # aborted meanwhile
@@ -45,7 +45,7 @@ def apply_output(
     return Update(progress, ended)
 
 
-def end(state: SchedulerState, request: Request, reason: FinishReason, now: float) -> None:
+def end(state: SchedulerState, request: RequestState, reason: FinishReason, now: float) -> None:
     """Wherever it stands."""
     request_id = request.request_id
     if request.status is RequestStatus.RUNNING:
@@ -61,19 +61,19 @@ def end(state: SchedulerState, request: Request, reason: FinishReason, now: floa
     state.sample_groups.left(request)
 
 
-def last_progress(progress: RequestProgress, request: Request, now: float) -> RequestProgress:
+def last_progress(progress: RequestProgress, request: RequestState, now: float) -> RequestProgress:
     """With all that is told of a request that has ended."""
     return progress._replace(
         finish_reason=request.finish_reason,
         stop_reason=request.stop_reason,
         error=request.error,
-        num_cached_tokens=request.num_cached_tokens,
+        charges=request.charges,
         timing=timing_of(request, now),
     )
 
 
 def _apply_row(
-    state: SchedulerState, request: Request, row: ScheduledRow, result: SampledRow, now: float
+    state: SchedulerState, request: RequestState, row: ScheduledRow, result: SampledRow, now: float
 ) -> tuple[RequestProgress, FinishReason | None]:
     """One row's outcome; its KV becomes findable unless the row failed."""
     request_id, token_ids, logprobs, prompt_logprobs, error = result
@@ -94,12 +94,14 @@ def _apply_row(
         told_until = state.prompt_logprobs_until.get(request_id, 0)
         prompt_logprobs = prompt_logprobs[max(0, told_until - row.start) :]
         state.prompt_logprobs_until[request_id] = max(told_until, min(row_end, request.num_prompt_tokens - 1))
-    cached = request.num_cached_tokens
-    return RequestProgress(request_id, token_ids, logprobs, prompt_logprobs, None, None, None, cached), reason
+    charges = None
+    if not request.charges_told:
+        request.charges_told, charges = True, request.charges
+    return RequestProgress(request_id, token_ids, logprobs, prompt_logprobs, None, None, None, charges), reason
 
 
 def _append(
-    state: SchedulerState, request: Request, token_ids: tuple[int, ...], now: float
+    state: SchedulerState, request: RequestState, token_ids: tuple[int, ...], now: float
 ) -> tuple[int, FinishReason | None]:
     """Appends tokens until one ends the request; how many, and why it ended."""
     if request.request_id in state.prefilling:

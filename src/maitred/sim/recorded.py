@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from maitred.cost_model import StepShape, shape_of
-from maitred.decisions.log import Arrived, Ended, Step, request_of
-from maitred.request import FinishReason, Request
+from maitred.decisions.log import Arrived, Ended, Step
+from maitred.request import FinishReason, RequestState
 from maitred.sim.results import GroupResults, Objectives, Results
 from maitred.sim.workload import Arrival
 
@@ -66,7 +66,7 @@ class _Reading:
         self.results = Results(objectives)
         self.arrivals: list[Arrival] = []
         self._began_at: float | None = None
-        self._here: dict[str, tuple[Request, GroupResults]] = {}
+        self._here: dict[str, tuple[RequestState, GroupResults]] = {}
 
     def take_in(self, step: Step) -> None:
         for event in step.events:
@@ -89,7 +89,7 @@ class _Reading:
             self.results.busy_s += step.updated_at - step.scheduled_at
 
     def _arrived(self, event: Arrived) -> None:
-        request = request_of(event)
+        request = RequestState(event.spec)
         if self._began_at is None:
             self._began_at = request.arrived_at
         group = self.results.tenant(request.tenant, request.weight)
@@ -119,7 +119,7 @@ class _Reading:
         else:
             self.results.failed(group, now, reason.value)
 
-    def _arrival(self, request: Request) -> Arrival:
+    def _arrival(self, request: RequestState) -> Arrival:
         assert self._began_at is not None
         return Arrival(
             at=request.arrived_at - self._began_at,

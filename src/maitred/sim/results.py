@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from maitred.request import Request
+from maitred.request import RequestState
 from maitred.sim.edge import EdgeModel
 
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
@@ -129,7 +129,7 @@ class GroupResults:
         if self.num_here == 0:
             self.busy_s += now - self.busy_since
 
-    def finished(self, request: Request, good: bool, edge: EdgeModel) -> None:
+    def finished(self, request: RequestState, good: bool, edge: EdgeModel) -> None:
         """`request` has its times."""
         arrived, ended = request.arrived_at, request.finished_at
         assert request.first_scheduled_at is not None
@@ -192,7 +192,7 @@ class GroupResults:
         }
 
 
-def times_of(request: Request, edge: EdgeModel) -> tuple[float, float]:
+def times_of(request: RequestState, edge: EdgeModel) -> tuple[float, float]:
     """TTFT and E2E of a finished request as its client has them."""
     assert request.first_token_at is not None
     assert request.finished_at is not None
@@ -238,7 +238,12 @@ class Results:
         group.entered(now)
 
     def finished(
-        self, group: GroupResults, request: Request, *, num_slow_gaps: int = 0, slots: Sequence[Sequence[float]] = ()
+        self,
+        group: GroupResults,
+        request: RequestState,
+        *,
+        num_slow_gaps: int = 0,
+        slots: Sequence[Sequence[float]] = (),
     ) -> None:
         """`slots` are the times (from, to) in which it had one; empty is from its first step to its end."""
         group.finished(request, self._is_good(request, num_slow_gaps), self.edge)
@@ -255,7 +260,7 @@ class Results:
         group.left(now)
         self.ended_at = max(self.ended_at, now)
 
-    def _is_good(self, request: Request, num_slow_gaps: int) -> bool:
+    def _is_good(self, request: RequestState, num_slow_gaps: int) -> bool:
         assert request.finished_at is not None
         ttft_s, e2e_s = times_of(request, self.edge)
         num_gaps = request.num_output_tokens - 1
@@ -333,7 +338,7 @@ class Tickets:
     def __init__(self) -> None:
         self.kept: list[Ticket] = []
 
-    def add(self, request: Request, slots: Sequence[Sequence[float]] = ()) -> None:
+    def add(self, request: RequestState, slots: Sequence[Sequence[float]] = ()) -> None:
         if len(self.kept) >= self.LIMIT:
             return
         times = (request.arrived_at, request.first_scheduled_at, request.first_token_at, request.finished_at)

@@ -20,7 +20,7 @@ from maitred.kvcache.manager import KVCacheManager
 from maitred.policy.policies import POLICIES
 from maitred.policy.policy import PolicyFactory
 from maitred.policy.predictor import predictor_named
-from maitred.request import FinishReason, Request
+from maitred.request import FinishReason, RequestSpec, RequestState
 from maitred.scheduler.scheduler import Scheduler
 from maitred.sim.jitter import Jitter
 from maitred.sim.results import GroupResults, Results
@@ -54,9 +54,10 @@ class SimulatedRequest:
     """A request while it is here."""
 
     arrival: Arrival
-    request: Request
+    spec: RequestSpec
     group: GroupResults
     sampled: SampledRow  # the same after every step: tokens are all 0, nothing in the scheduler looks at them
+    state: RequestState | None = None  # once the scheduler has it
     last_token_at: float = -1.0  # s; before the first token, negative
     num_slow_gaps: int = 0
     lease: Lease | None = None  # of its tenant's limits
@@ -138,34 +139,34 @@ class Simulation:
         at, order, arrival = event
         if order % 2:
             self._expect_next_of_source()
-        request = request_of(arrival, self._setup.block_size)
+        spec = request_of(arrival, self._setup.block_size)
         group = self.results.tenant(arrival.tenant, arrival.weight)
         self.results.arrived(group, at)
-        live = SimulatedRequest(arrival, request, group, SampledRow(arrival.request_id, (0,)))
+        live = SimulatedRequest(arrival, spec, group, SampledRow(arrival.request_id, (0,)))
         self._live[arrival.request_id] = live
         try:
             self._pass_edge(live, at)
-            self._core.add(request)
+            live.state = self._core.add(spec)
         except MaitredError as error:
             self._refused(live, error)
         self.results.queue_length.add(at, len(self._live) - self.scheduler.num_running)
 
     def _pass_edge(self, live: SimulatedRequest, now: float) -> None:
         """Admission, limits, admission again, as a server does. Raises RateLimited, InsufficientQuota or Overloaded."""
-        admission, request = self._admission, live.request
+        admission, spec = self._admission, live.spec
         if admission is not None:
-            admission.knock(request.priority, request.ttft_slo_s, now)
+            admission.knock(spec.priority, spec.ttft_slo_s, now)
         tenant = self._tenants.get(live.arrival.tenant)
         if tenant is not None and tenant.limits.any:
             live.lease = self._quotas.of(tenant).enter(1, now)
             live.lease.reserve(live.arrival.prompt_tokens + live.arrival.max_tokens, now)
         if admission is not None:
-            for request_id in admission.admit(request, now):
+            for request_id in admission.admit(spec, now):
                 shed = self._core.shed(request_id)
                 self._shed += [shed] if shed is not None else []
 
     def _refused(self, live: SimulatedRequest, error: MaitredError) -> None:
-        request_id = live.request.request_id
+        request_id = live.spec.request_id
         del self._live[request_id]
         if live.lease is not None:
             live.lease.end(0)
@@ -173,28 +174,29 @@ class Simulation:
             reason = self._admission.last_refusal
         else:
             reason = _reason_of(error)
-            self._tell_door([RequestProgress(request_id, finish_reason=FinishReason.ERROR)])
+            self._tell_admission([RequestProgress(request_id, finish_reason=FinishReason.ERROR)])
         self.results.failed(live.group, self._clock.now(), reason)
 
     # -- what comes of it
 
-    def _tell_door(self, progress: list[RequestProgress]) -> None:
+    def _tell_admission(self, progress: list[RequestProgress]) -> None:
         if self._admission is not None:
             self._admission.stepped(progress, self._core.num_queued, self._clock.now())
 
     def _settle(self, progress: list[RequestProgress]) -> None:
         if progress:
-            self._tell_door(progress)
+            self._tell_admission(progress)
         for told in progress:
             if told.finish_reason is not None:
                 self._ended(self._live.pop(told.request_id), told.finish_reason)
 
     def _ended(self, live: SimulatedRequest, reason: FinishReason) -> None:
+        assert live.state is not None
         if live.lease is not None:
-            live.lease.end(live.request.num_tokens)
+            live.lease.end(live.state.num_tokens)
         if reason in ENDED_BY_ITSELF:
             live.slots[-1].append(self._clock.now())
-            self.results.finished(live.group, live.request, num_slow_gaps=live.num_slow_gaps, slots=live.slots)
+            self.results.finished(live.group, live.state, num_slow_gaps=live.num_slow_gaps, slots=live.slots)
             after_s = self.results.edge.whole_s(live.arrival.prompt_tokens, live.arrival.output_tokens)
             follower = next_turn(live.arrival, self._clock.now() + after_s)
             if follower is not None:
@@ -202,17 +204,17 @@ class Simulation:
         else:
             self.results.failed(live.group, self._clock.now(), reason.value)
 
-    def _stop_rule(self, request: Request) -> FinishReason | None:
+    def _stop_rule(self, request: RequestState) -> FinishReason | None:
         arrival = self._live[request.request_id].arrival
         num_output = len(request.output_token_ids)
         if num_output < arrival.output_tokens:
             return None
         return FinishReason.STOP if num_output < arrival.max_tokens else FinishReason.LENGTH
 
-    def _true_length(self, request: Request) -> float:
+    def _true_length(self, request: RequestState) -> float:
         return float(self._live[request.request_id].arrival.output_tokens)
 
-    def _hash_output(self, request: Request, num_blocks: int) -> list[bytes]:
+    def _hash_output(self, request: RequestState, num_blocks: int) -> list[bytes]:
         arrival = self._live[request.request_id].arrival
         return block_hashes(arrival, len(request.block_hashes), num_blocks, self._setup.block_size)
 

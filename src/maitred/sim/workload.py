@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from typing import NamedTuple, Protocol
 
-from maitred.request import Request, SamplingParams
+from maitred.request import RequestSpec, SamplingParams
 from maitred.tenancy.tenant import Tenant
 
 SAMPLING = SamplingParams(max_tokens=None, temperature=0.0)
@@ -70,10 +70,10 @@ class Workload(Protocol):
         """In order of `at`."""
 
 
-def request_of(arrival: Arrival, block_size: int) -> Request:
+def request_of(arrival: Arrival, block_size: int) -> RequestSpec:
     """A request made from hashes in place of tokens."""
     at = arrival.at
-    return Request(
+    return RequestSpec(
         request_id=arrival.request_id,
         prompt_token_ids=(),
         sampling=SAMPLING,

@@ -20,10 +20,10 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from maitred.errors import ConfigError, Unavailable
-from maitred.request import Request
+from maitred.request import Charges, FinishReason, RequestSpec
 from maitred.tenancy.tenant import tier_of_priority
 from maitred.tenancy.usage import UsageKey, UsageQuery, UsageSum
 
@@ -80,12 +80,29 @@ class _Counts(NamedTuple):
     generated: int
 
 
+class Metered(Protocol):
+    """A request that is followed to its end, as whoever listens to its engine notes it."""
+
+    @property
+    def spec(self) -> RequestSpec: ...
+
+    @property
+    def charges(self) -> Charges: ...
+
+    @property
+    def num_output_tokens(self) -> int: ...
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Once it is there the others stand still."""
+
+
 class _OpenRow:
     """A request that has no closed row yet."""
 
     __slots__ = ("closed", "opened_at", "request", "row_id", "written")
 
-    def __init__(self, request: Request, opened_at: float) -> None:
+    def __init__(self, request: Metered, opened_at: float) -> None:
         self.request, self.opened_at = request, opened_at
         self.row_id: str | None = None  # once it has a row
         self.written: _Counts | None = None
@@ -96,14 +113,13 @@ class _OpenRow:
         request, written = self.request, self.written
         return (
             written is not None
-            and len(request.output_token_ids) == written.generated
-            and request.num_charged_prompt_tokens == written.prompt
+            and request.num_output_tokens == written.generated
+            and request.charges.num_prompt_tokens == written.prompt
         )
 
     def counts(self) -> _Counts:
-        charged = self.request.num_charged_prompt_tokens
-        cached = self.request.num_cached_tokens if charged else 0
-        return _Counts(charged, cached, len(self.request.output_token_ids))
+        charged, cached = self.request.charges[:2]
+        return _Counts(charged, cached if charged else 0, self.request.num_output_tokens)
 
 
 class _File(NamedTuple):
@@ -149,7 +165,7 @@ class Ledger:
         self._thread = threading.Thread(target=self._run, name="maitred-ledger", daemon=True)
         self._thread.start()
 
-    def opened(self, request: Request) -> None:
+    def opened(self, request: Metered) -> None:
         """`request` was taken in by the engine; from now on it is followed to its end. From any thread."""
         self._arrived.append(_OpenRow(request, self._wall_time()))
 
@@ -267,31 +283,32 @@ class Ledger:
         written = []
         for entry in self._open:
             request = entry.request
-            ended = request.finished_at is not None  # asked first: after that the counts stand still
+            reason = request.finish_reason  # asked first: after that the counts stand still
+            ended = reason is not None
             if not ended and not last and entry.stands_still():
                 continue
             counts = entry.counts()
-            status = request.finish_reason.value if ended and request.finish_reason else INTERRUPTED if last else "open"
+            status = reason.value if reason is not None else INTERRUPTED if last else "open"
             row = (
                 *(file.run, self._row_id(file, entry), *self._owner(entry, now)),
-                *(now if ended or last else None, status, int(request.sample_index == 0), *counts),
+                *(now if ended or last else None, status, int(request.spec.sample_index == 0), *counts),
             )
             file.db.execute(_UPSERT, row)
             written.append((entry, counts, ended or last))
         return written
 
     def _owner(self, entry: _OpenRow, now: float) -> tuple[str, str, str, str, float, float]:
-        request = entry.request
+        request = entry.request.spec
         return request.tenant, request.key_id, self.model, tier_of_priority(request.priority), entry.opened_at, now
 
     def _row_id(self, file: _File, entry: _OpenRow) -> str:
         """Its request id, if no other request of this run had it."""
         if entry.row_id is None:
-            name, count = entry.request.request_id, 1
+            name, count = entry.request.spec.request_id, 1
             taken = "SELECT 1 FROM request WHERE run = ? AND request_id = ?"
             while file.db.execute(taken, (file.run, name)).fetchone():
                 count += 1
-                name = f"{entry.request.request_id}#{count}"
+                name = f"{entry.request.spec.request_id}#{count}"
             entry.row_id = name
         return entry.row_id
 

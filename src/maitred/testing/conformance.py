@@ -17,7 +17,7 @@ from math import isfinite
 from maitred.errors import ConfigError
 from maitred.policy.policy import PolicyFactory
 from maitred.policy.queue import MIN_DEAD_ENTRIES
-from maitred.request import Request
+from maitred.request import RequestState
 from maitred.testing.conformance_world import Execute, Moment, Scenario, World, answer, scenario_of
 
 Property = Callable[[Moment], str | None]
@@ -275,7 +275,7 @@ def check_endless_load(make: PolicyFactory, scenario: Scenario, execute: Execute
             world.carry_out(world.step())
 
 
-def _rival(world: World, kind: str) -> Request:
+def _rival(world: World, kind: str) -> RequestState:
     number = len(world.requests)
     fields = {"family": None, "tenant": f"a{number:05d}" if "new" in kind else "rivals", **RIVALS[kind]}
     prompt = 5 if fields["family"] is not None else 1 + number % 2

@@ -6,12 +6,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+from msgspec import structs
+
 from maitred.config import SchedulerConfig
 from maitred.kvcache.manager import KVCacheManager
 from maitred.kvcache.prefix_cache import TokenHasher
 from maitred.policy.policy import Policy, PolicyFactory
 from maitred.policy.rules.arrival import fcfs
-from maitred.request import Request, SamplingParams
+from maitred.request import RequestSpec, RequestState, SamplingParams
 from maitred.scheduler.scheduler import Scheduler
 from maitred.step import ModelOutput, SampledRow, SchedulerOutput
 
@@ -112,11 +114,11 @@ class Moment:
 
     world: World
     plan: SchedulerOutput
-    waiting_before: tuple[Request, ...]
+    waiting_before: tuple[RequestState, ...]
     places_before: dict[str, tuple[str, tuple[Any, ...]]]  # id -> (group, key) of those that waited or ran
     quanta_before: dict[str, int]
-    started: list[Request] = field(default_factory=list)
-    preempted: list[Request] = field(default_factory=list)
+    started: list[RequestState] = field(default_factory=list)
+    preempted: list[RequestState] = field(default_factory=list)
 
 
 class World:
@@ -134,7 +136,7 @@ class World:
         )
         policies: dict[str, PolicyFactory] = {CHECKED: make, OTHER: fcfs}
         self.scheduler = Scheduler(scenario.config, self.kv_cache, policies=policies)
-        self.requests: dict[str, Request] = {}  # all there ever were
+        self.requests: dict[str, RequestState] = {}  # all there ever were
         self.num_finished = 0
         self.plans: list[SchedulerOutput] = []
 
@@ -142,11 +144,11 @@ class World:
     def policy(self) -> Policy:
         return self.scheduler.order.policy
 
-    def group_of(self, request: Request) -> str:
+    def group_of(self, request: RequestState) -> str:
         rule = self.policy.groups
         return rule.group_of(request) if rule is not None else ""
 
-    def place(self, request: Request) -> tuple[str, tuple[Any, ...]]:
+    def place(self, request: RequestState) -> tuple[str, tuple[Any, ...]]:
         return self.group_of(request), self.scheduler.order.keys[request.request_id]
 
     def arrive(self) -> None:
@@ -160,15 +162,16 @@ class World:
             self.scheduler.abort(dice.choose(living).request_id, self.now)
             self.num_finished += 1
 
-    def draw_samples(self) -> list[Request]:
+    def draw_samples(self) -> list[RequestState]:
         """A request, or several samples of its prompt."""
-        first = self.draw_request()
+        spec = self.draw_request().spec
         if not self.dice.chance(self.scenario.samples_percent):
-            return [first]
-        first.parent_id = first.request_id
-        return [first, *(self._sample_of(first, index) for index in range(1, self.dice.between(2, 4)))]
+            return [RequestState(spec)]
+        first = structs.replace(spec, parent_id=spec.request_id)
+        others = [self._sample_of(first, index) for index in range(1, self.dice.between(2, 4))]
+        return [RequestState(sample) for sample in (first, *others)]
 
-    def draw_request(self) -> Request:
+    def draw_request(self) -> RequestState:
         scenario, dice = self.scenario, self.dice
         tenant = dice.between(0, scenario.num_tenants - 1)
         max_tokens = dice.between(1, scenario.longest_output)
@@ -187,23 +190,19 @@ class World:
         """Whatever a predictor may say, right and wrong."""
         return self.dice.choose([float(max_tokens), 1.0, 1e9, -3.0, float("nan")])
 
-    def _sample_of(self, first: Request, index: int) -> Request:
-        return replace(
+    def _sample_of(self, first: RequestSpec, index: int) -> RequestSpec:
+        return structs.replace(
             first,
             request_id=f"{first.request_id}.{index}",
             sample_index=index,
             predicted_output_tokens=self._draw_prediction(first.max_tokens),
-            block_hashes=list(first.block_hashes),
-            block_table=[],
-            host_block_table=[],
-            output_token_ids=[],
         )
 
-    def make_request(self, *, prompt: int, max_tokens: int, family: int | None = None, **fields: Any) -> Request:
+    def make_request(self, *, prompt: int, max_tokens: int, family: int | None = None, **fields: Any) -> RequestState:
         """Prompts of one family begin alike; the others are like no other."""
         number = len(self.requests)
         tokens = [family if family is not None else 1000 + number] * prompt
-        return Request(
+        spec = RequestSpec(
             request_id=f"r{number:05d}",
             prompt_token_ids=tokens,
             sampling=SamplingParams(max_tokens=max_tokens),
@@ -213,8 +212,9 @@ class World:
             block_hashes=self._hasher.hash_prompt(tokens),
             **fields,
         )
+        return RequestState(spec)
 
-    def add(self, request: Request) -> None:
+    def add(self, request: RequestState) -> None:
         self.requests[request.request_id] = request
         self.scheduler.add(request, self.now)
 

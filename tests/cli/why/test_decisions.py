@@ -17,7 +17,7 @@ from maitred.engine.core import EngineCore
 from maitred.step import ModelOutput, SchedulerOutput
 from maitred.storage.decision_files import DecisionLogFile, log_parts, read_frames
 from tests.cli.running import maitred_process
-from tests.fakes import FakeExecutor, make_request, make_scheduler
+from tests.fakes import FakeExecutor, make_scheduler, make_spec
 
 
 class SecondsExecutor(FakeExecutor):
@@ -38,11 +38,11 @@ def folder(tmp_path: Path) -> Path:
     header = Header(scheduler.config, num_blocks=64, block_size=4, enable_prefix_caching=True)
     log = DecisionLogFile(tmp_path / "logs", header)
     core = EngineCore(scheduler, SecondsExecutor(clock), clock, Recorder(log.write))
-    core.add(make_request("1.chatcmpl-slow", priority=2, max_tokens=6, tenant="acme"))
+    core.add(make_spec("1.chatcmpl-slow", priority=2, max_tokens=6, tenant="acme"))
     core.step()
     core.step()
-    core.add(make_request("2.chatcmpl-urgent", arrived_at=2.0, max_tokens=2))
-    core.add(make_request("3.chatcmpl-late", arrived_at=2.0, priority=3, max_tokens=1))
+    core.add(make_spec("2.chatcmpl-urgent", arrived_at=2.0, max_tokens=2))
+    core.add(make_spec("3.chatcmpl-late", arrived_at=2.0, priority=3, max_tokens=1))
     while core.has_work:
         core.step()
     log.close()
@@ -101,7 +101,7 @@ def begin_a_run(folder: Path, request_id: str) -> Path:
     header = Header(scheduler.config, num_blocks=64, block_size=4, enable_prefix_caching=True)
     log = DecisionLogFile(folder, header)
     core = EngineCore(scheduler, FakeExecutor(), ManualClock(), Recorder(log.write))
-    core.add(make_request(request_id, max_tokens=1))
+    core.add(make_spec(request_id, max_tokens=1))
     core.step()
     log.close()
     return log.path

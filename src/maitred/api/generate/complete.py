@@ -17,7 +17,7 @@ from maitred.api.generate.time_limits import time_limits
 from maitred.api.http.edge import Edge, RequestOptions
 from maitred.api.http.exchange import Exchange
 from maitred.api.http.sse import EventStream
-from maitred.request import Request
+from maitred.request import RequestSpec
 
 
 class Answer(Protocol):
@@ -33,7 +33,7 @@ async def complete(
     exchange: Exchange,
     body: GenerationFields,
     answer: Answer,
-    make_batches: Callable[[RequestOptions], list[list[Request]]],
+    make_batches: Callable[[RequestOptions], list[list[RequestSpec]]],
     *,
     num_samples: int,
     score_only: bool = False,
@@ -54,8 +54,8 @@ async def complete(
             batches = await edge.in_thread(exchange, make_batches, options)
             if not body.echo:
                 exchange.room.release(exchange)
-            guest.take(batches)
-            generation = exchange.generation = guest.follow(Generation(edge, batches, score_only=score_only))
+            requests = guest.take(batches)
+            generation = exchange.generation = guest.follow(Generation(edge, requests, score_only=score_only))
             if events is not None:
                 await answer.stream(generation, events, usage=usage, continuous=continuous)
             else:

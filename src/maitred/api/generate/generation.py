@@ -16,7 +16,7 @@ from maitred.api.generate.kept_logprobs import Keep
 from maitred.api.http.edge import Edge
 from maitred.engine.output import MAX_MERGED, TextDelta, stream_text
 from maitred.errors import GenerationFailed, Overloaded, QueueTimeout, RequestTimeout, ServerError
-from maitred.request import FinishReason, Request, RequestTiming
+from maitred.request import NO_CHARGES, FinishReason, RequestSpec, RequestTiming
 from maitred.step import TokenLogprobs
 
 _GOOD_ENDS = (None, FinishReason.STOP, FinishReason.LENGTH)
@@ -28,7 +28,7 @@ class Sample:
     """One choice of the answer, as far as it has come."""
 
     index: int  # of the choice: prompts in order, the n samples of each together
-    request: Request
+    request: RequestSpec
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -49,13 +49,13 @@ class Generation:
     `score_only` hides the one token that was sampled because every request must (max_tokens 0).
     """
 
-    def __init__(self, edge: Edge, batches: Sequence[Sequence[Request]], *, score_only: bool = False) -> None:
+    def __init__(self, edge: Edge, batches: Sequence[Sequence[RequestSpec]], *, score_only: bool = False) -> None:
         self._edge, self._batches, self._score_only = edge, batches, score_only
         self.num_samples_per_prompt = len(batches[0])
         requests = [request for batch in batches for request in batch]
         self.samples = [Sample(index, request) for index, request in enumerate(requests)]
         self.prompt_logprobs: list[list[TokenLogprobs]] = [[] for _ in batches]  # by prompt, positions 1..
-        self._num_cached = [0] * len(batches)  # tokens, by prompt
+        self._charges = [NO_CHARGES] * len(requests)  # by sample, as told last
         self.num_tokens_seen = [0] * len(requests)  # by sample, hidden ones too
         self.on_first_token: Callable[[], None] | None = None  # told once for each sample
 
@@ -92,10 +92,24 @@ class Generation:
             prompt_tokens=prompt,
             completion_tokens=completion,
             total_tokens=prompt + completion,
-            prompt_tokens_details=PromptTokensDetails(sum(self._num_cached)),
+            prompt_tokens_details=PromptTokensDetails(self._num_cached()),
             completion_tokens_details=CompletionTokensDetails(),
             timing_ms=_timing_ms(timing) if timing is not None else UNSET,
         )
+
+    def num_tokens_used(self) -> tuple[int, int]:
+        """Prompt and output tokens that the engine has said it computed, hidden ones too; a prompt counts once."""
+        num_samples, charges = self.num_samples_per_prompt, self._charges
+        prompt = sum(
+            batch[0].num_prompt_tokens
+            for i, batch in enumerate(self._batches)
+            if any(c.first_scheduled_at is not None for c in charges[i * num_samples : (i + 1) * num_samples])
+        )
+        seen = zip(charges, self.num_tokens_seen, strict=True)
+        return prompt, sum(max(charge.num_generated_tokens, num_seen) for charge, num_seen in seen)
+
+    def _num_cached(self) -> int:
+        return sum(charges.num_cached_tokens for charges in self._charges[:: self.num_samples_per_prompt])
 
     async def deltas(self) -> AsyncGenerator[tuple[Sample, TextDelta], None]:
         """What each sample gained, as it comes; closing it ends all. Raises a ServerError when one cannot go on."""
@@ -157,10 +171,10 @@ class Generation:
             self.num_tokens_seen[sample.index] += new
             if not self._score_only:
                 sample.num_tokens += new
-        if delta.index == 0:
-            if delta.prompt_logprobs is not None:
-                self.prompt_logprobs[prompt_index].extend(delta.prompt_logprobs)
-            self._num_cached[prompt_index] = max(self._num_cached[prompt_index], delta.num_cached_tokens)
+        if delta.charges is not None:
+            self._charges[sample.index] = delta.charges
+        if delta.index == 0 and delta.prompt_logprobs is not None:
+            self.prompt_logprobs[prompt_index].extend(delta.prompt_logprobs)
         if delta.finish_reason is not None:
             sample.timing = delta.timing
             self._edge.metrics.sample_finished(
@@ -203,11 +217,11 @@ def _timing_ms(timing: RequestTiming) -> TimingMs:
     return TimingMs(**timing_parts_ms(timing), ttft=round(timing.ttft_s * 1000, 3))
 
 
-def _stream(edge: Edge, batch: Sequence[Request]) -> AsyncGenerator[TextDelta, None]:
+def _stream(edge: Edge, batch: Sequence[RequestSpec]) -> AsyncGenerator[TextDelta, None]:
     return cast(AsyncGenerator[TextDelta, None], stream_text(edge.replica, edge.model, batch))
 
 
-async def _pump(edge: Edge, prompt_index: int, batch: Sequence[Request], queue: _Queue) -> None:
+async def _pump(edge: Edge, prompt_index: int, batch: Sequence[RequestSpec], queue: _Queue) -> None:
     """Carry one prompt's deltas into the common queue; None marks its end."""
     try:
         async with aclosing(_stream(edge, batch)) as deltas:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from msgspec.structs import replace
+
 from maitred.api.dialects.openai.refusals import unsupported
 from maitred.api.dialects.openai.requests import cap_max_tokens
 from maitred.api.dialects.openai.schemas import GenerationFields
@@ -13,7 +15,7 @@ from maitred.api.http.auth import Caller
 from maitred.api.http.edge import Edge
 from maitred.api.http.exchange import Exchange
 from maitred.errors import PermissionDenied, RateLimited
-from maitred.request import Request
+from maitred.request import RequestSpec
 from maitred.tenancy.quota import Lease
 from maitred.tenancy.tenant import TIERS, Tenant, tier_of_priority
 
@@ -23,31 +25,41 @@ class Stay:
 
     def __init__(self, edge: Edge, caller: Caller, body: GenerationFields, lease: Lease | None) -> None:
         self._edge, self._caller, self._lease = edge, caller, lease
-        self._batches: Sequence[Sequence[Request]] = ()
+        self._batches: Sequence[Sequence[RequestSpec]] = ()
         self._generation: Generation | None = None
         self.priority = _priority(caller, body)
         self.cache_salt = body.cache_salt or ""
         if not caller.is_anybody:
             self.cache_salt = caller.tenant.cache_salt(edge.salt_secret, self.cache_salt)
 
-    def take(self, batches: Sequence[Sequence[Request]]) -> None:
-        """Give requests their tenant's terms, and take their tokens. Raises RateLimited or InsufficientQuota."""
+    def take(self, batches: Sequence[Sequence[RequestSpec]]) -> Sequence[Sequence[RequestSpec]]:
+        """The requests under their tenant's terms; takes their tokens. Raises RateLimited or InsufficientQuota."""
         if self._lease is None:
-            return
-        tenant, requests = self._caller.tenant, [request for batch in batches for request in batch]
-        num_prompt = sum(batch[0].num_prompt_tokens for batch in batches)
-        cap_max_tokens(requests, tenant.default_max_tokens)
-        now = self._edge.clock.now()
-        cap_max_tokens(requests, self._caller.quota.silent_max_tokens(num_prompt, len(requests), now))
-        for request in requests:
-            request.tenant, request.weight, request.key_id = tenant.name, tenant.weight, self._caller.key_id
-            request.ttft_slo_s = _sooner(request.ttft_slo_s, tenant.ttft_slo_s)
-            request.start_by = _sooner(request.start_by, tenant.queue_timeout_s, request.arrived_at)
-            request.finish_by = _sooner(request.finish_by, tenant.timeout_s, request.arrived_at)
-        num_output = sum(request.max_tokens for request in requests)
-        with _counting_refusals(self._edge, tenant):
+            return batches
+        num_prompt, now = sum(batch[0].num_prompt_tokens for batch in batches), self._edge.clock.now()
+        num_samples = sum(map(len, batches))
+        silent = self._caller.quota.silent_max_tokens(num_prompt, num_samples, now)
+        batches = [self._under_terms(batch, silent) for batch in batches]
+        num_output = sum(request.max_tokens for batch in batches for request in batch)
+        with _counting_refusals(self._edge, self._caller.tenant):
             self._lease.reserve(num_prompt + num_output, now)
         self._batches = batches
+        return batches
+
+    def _under_terms(self, batch: Sequence[RequestSpec], silent_max_tokens: float | None) -> list[RequestSpec]:
+        tenant, key_id = self._caller.tenant, self._caller.key_id
+        return [
+            replace(
+                request,
+                tenant=tenant.name,
+                weight=tenant.weight,
+                key_id=key_id,
+                ttft_slo_s=_sooner(request.ttft_slo_s, tenant.ttft_slo_s),
+                start_by=_sooner(request.start_by, tenant.queue_timeout_s, request.arrived_at),
+                finish_by=_sooner(request.finish_by, tenant.timeout_s, request.arrived_at),
+            )
+            for request in cap_max_tokens(cap_max_tokens(batch, tenant.default_max_tokens), silent_max_tokens)
+        ]
 
     def follow(self, generation: Generation) -> Generation:
         """Note the first token of each sample, and what all of them use."""
@@ -66,16 +78,7 @@ class Stay:
 
     def _used(self) -> tuple[int, int]:
         """Prompt and output tokens. What the engine does before it hears of an abort only the ledger knows."""
-        if self._generation is None:
-            return 0, 0
-        seen = self._generation.num_tokens_seen
-        output = [max(seen[i], sample.request.num_output_tokens) for i, sample in enumerate(self._generation.samples)]
-        prompt = sum(
-            batch[0].num_prompt_tokens
-            for batch in self._batches
-            if any(request.first_scheduled_at is not None for request in batch)
-        )
-        return prompt, sum(output)
+        return self._generation.num_tokens_used() if self._generation is not None else (0, 0)
 
 
 def granted_tier(caller: Caller, body: GenerationFields) -> str:

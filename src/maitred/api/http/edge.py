@@ -35,7 +35,7 @@ from maitred.errors import ConfigError, InvalidRequest, ModelNotFound, Overloade
 from maitred.gate.admission import AdmissionController
 from maitred.policy.policies import heeds_priority
 from maitred.replica import Replica
-from maitred.request import Request, SamplingParams
+from maitred.request import RequestSpec, SamplingParams
 from maitred.storage.ledger import Ledger
 
 if TYPE_CHECKING:
@@ -225,7 +225,7 @@ class Edge:
         completion_id: str,
         *,
         add_special_tokens: bool = True,
-    ) -> list[list[Request]]:
+    ) -> list[list[RequestSpec]]:
         """The samples of each prompt; call it in a thread. Ids are unique even when clients repeat theirs."""
         now = self.clock.now()
         batches, num_tokens = [], 0

@@ -9,7 +9,7 @@ from maitred.engine.intake import ServedModel
 from maitred.errors import EngineDead
 from maitred.gate.admission import AdmissionController
 from maitred.replica import Replica, ReplicaState
-from maitred.request import FinishReason, Request
+from maitred.request import FinishReason, RequestSpec
 from maitred.step import RequestProgress
 
 LOADING = "the engine is loading; try again"
@@ -48,7 +48,7 @@ class LoadingReplica:
     def state(self) -> ReplicaState:
         return ReplicaState(alive=False, loading=True)
 
-    def submit(self, request: Request) -> AsyncIterator[RequestProgress]:
+    def submit(self, request: RequestSpec) -> AsyncIterator[RequestProgress]:
         raise EngineDead(LOADING)
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:

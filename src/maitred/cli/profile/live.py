@@ -21,7 +21,7 @@ from maitred.decisions.codec import read_log
 from maitred.decisions.log import Step
 from maitred.engine.build import EngineParts, build_parts
 from maitred.kvcache.prefix_cache import TokenHasher
-from maitred.request import Request, SamplingParams
+from maitred.request import RequestSpec, SamplingParams
 from maitred.sim.workload import Arrival
 from maitred.storage.decision_files import log_parts, read_frames
 
@@ -80,7 +80,7 @@ class LiveEngine:
         self._hasher = TokenHasher(parts.model.block_size, parts.model.revision)
         self._num_requests = 0
 
-    def request(self, arrival: Arrival) -> Request:
+    def request(self, arrival: Arrival) -> RequestSpec:
         """As the arrival says, of random tokens that no other prompt begins with.
 
         It asks for just the tokens it is to get, so that a prediction from max_tokens is the oracle's.
@@ -88,7 +88,7 @@ class LiveEngine:
         self._num_requests += 1
         rng, vocabulary = Random(self._num_requests), self.parts.model.vocab_size
         tokens = rng.choices(range(vocabulary // 4, vocabulary), k=arrival.prompt_tokens)
-        return Request(
+        return RequestSpec(
             request_id=f"{arrival.request_id}/{self._num_requests}",
             prompt_token_ids=tokens,
             sampling=SamplingParams(temperature=0.0, max_tokens=arrival.output_tokens, ignore_eos=True),

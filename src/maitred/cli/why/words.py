@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 
 from maitred.cli.console import inert
 from maitred.decisions.history import PutOut, RequestHistory, Start, Wait
-from maitred.request import FinishReason, Request
+from maitred.request import FinishReason, RequestState
 from maitred.scheduler.notes import Lack, PreemptionCause
 
 _ENDS = {
@@ -123,7 +123,7 @@ def _score(terms: dict[str, float]) -> str:
     return " + ".join(f"{name} {value:,.6g}" for name, value in terms.items())
 
 
-def _crowd(requests: Iterable[Request]) -> str:
+def _crowd(requests: Iterable[RequestState]) -> str:
     """`4 waiting requests (3 of priority 0, 1 of priority 2 of acme)`."""
     kinds = Counter(_kind(request) for request in requests)
     if not kinds:
@@ -132,11 +132,11 @@ def _crowd(requests: Iterable[Request]) -> str:
     return f"{_count(sum(kinds.values()), 'waiting request')} ({listed})"
 
 
-def _kind(request: Request) -> str:
+def _kind(request: RequestState) -> str:
     return f"priority {request.priority}" + (f" of {request.tenant}" if request.tenant else "")
 
 
-def _named(request: Request | None) -> str:
+def _named(request: RequestState | None) -> str:
     return f"{request.request_id} ({_kind(request)})" if request is not None else "a request that has ended"
 
 

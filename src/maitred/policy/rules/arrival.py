@@ -6,7 +6,7 @@ from typing import Any
 
 from maitred.config import SchedulerConfig
 from maitred.policy.policy import Policy, arrival_term, by_arrival
-from maitred.request import Request
+from maitred.request import RequestState
 
 
 def fcfs(config: SchedulerConfig) -> Policy:
@@ -35,13 +35,13 @@ def priority(config: SchedulerConfig) -> Policy:
     """
     ageing_s = config.ageing_s
 
-    def aged_at(request: Request) -> float:
+    def aged_at(request: RequestState) -> float:
         return request.arrived_at + request.priority * ageing_s
 
-    def order(request: Request) -> tuple[Any, ...]:
+    def order(request: RequestState) -> tuple[Any, ...]:
         return (aged_at(request), request.arrived_at, request.request_id)
 
-    def outranks(waiting: Request, running: Request) -> bool:
+    def outranks(waiting: RequestState, running: RequestState) -> bool:
         return waiting.priority < running.priority and aged_at(waiting) < aged_at(running)
 
     return Policy(

@@ -7,18 +7,18 @@ from typing import Any
 
 from maitred.config import SchedulerConfig
 from maitred.policy.policy import Policy, arrival_term
-from maitred.request import Request
+from maitred.request import RequestState
 
 MAX_SLACK_S = 3600.0  # an objective looser than this counts as this, so that the bound is finite
 
 
-def _deadline_of(config: SchedulerConfig) -> Callable[[Request], float]:
+def _deadline_of(config: SchedulerConfig) -> Callable[[RequestState], float]:
     """(s) arrived_at + the request's own objective, or that of its priority; at most what it was given for start and
     end; never before it arrived.
     """
     default_s, ageing_s = config.default_ttft_slo_s, config.ageing_s
 
-    def deadline(request: Request) -> float:
+    def deadline(request: RequestState) -> float:
         slack = request.ttft_slo_s
         if slack is None:
             slack = default_s + request.priority * ageing_s
@@ -33,14 +33,14 @@ def _deadline_of(config: SchedulerConfig) -> Callable[[Request], float]:
 
 
 def _by(
-    at: Callable[[Request], float],
-) -> tuple[Callable[[Request], tuple[Any, ...]], Callable[[Request, Request], bool]]:
+    at: Callable[[RequestState], float],
+) -> tuple[Callable[[RequestState], tuple[Any, ...]], Callable[[RequestState, RequestState], bool]]:
     """Order and preemption rule for a time that is smallest for the most pressing request."""
 
-    def order(request: Request) -> tuple[Any, ...]:
+    def order(request: RequestState) -> tuple[Any, ...]:
         return (at(request), request.arrived_at, request.request_id)
 
-    def outranks(waiting: Request, running: Request) -> bool:
+    def outranks(waiting: RequestState, running: RequestState) -> bool:
         # Once it has its first token a request has met its deadline or missed it: to put it out would gain nothing.
         return running.first_token_at is None and at(waiting) < at(running)
 
@@ -76,7 +76,7 @@ def least_slack(config: SchedulerConfig) -> Policy:
     """
     deadline, rate = _deadline_of(config), config.prefill_tokens_per_s
 
-    def latest_start(request: Request) -> float:
+    def latest_start(request: RequestState) -> float:
         return max(request.arrived_at, deadline(request) - request.num_prompt_tokens / rate)
 
     order, outranks = _by(latest_start)

@@ -6,7 +6,7 @@ from heapq import heappop, heappush, heapreplace
 
 from maitred.config import SchedulerConfig
 from maitred.policy.policy import Policy, Rank, by_arrival
-from maitred.request import Request
+from maitred.request import RequestState
 
 MIN_WEIGHT = 1e-3
 MIN_COUNTERS_TO_PRUNE = 256
@@ -68,28 +68,28 @@ class VirtualTokenCounters:
         self._num_joins = 0
         self._prune_over = MIN_COUNTERS_TO_PRUNE  # counters; doubles when few can be forgotten
 
-    def group_of(self, request: Request) -> str:
+    def group_of(self, request: RequestState) -> str:
         return request.tenant
 
     def rank(self, group: str) -> Rank:
         return (self._counters.get(group, self._floor), self._joined.get(group, 0))
 
-    def on_queued(self, request: Request) -> None:
+    def on_queued(self, request: RequestState) -> None:
         tenant = request.tenant
         if tenant not in self._waiting:
             self._join(tenant)
         self._waiting[tenant].add(request.request_id)
 
-    def on_started(self, request: Request) -> None:
+    def on_started(self, request: RequestState) -> None:
         self._leave(request)
         if request.first_scheduled_at is None:
             self._charge(request, request.num_prompt_tokens - request.num_computed_tokens)
 
-    def on_scheduled(self, request: Request, num_tokens: int) -> None:
+    def on_scheduled(self, request: RequestState, num_tokens: int) -> None:
         if request.num_computed_tokens == request.num_tokens:  # this row samples
             self._charge(request, self._output_weight)
 
-    def on_finished(self, request: Request) -> None:
+    def on_finished(self, request: RequestState) -> None:
         self._leave(request)
 
     def _join(self, tenant: str) -> None:
@@ -105,7 +105,7 @@ class VirtualTokenCounters:
         if len(self._counters) > self._prune_over:
             self._prune()
 
-    def _leave(self, request: Request) -> None:
+    def _leave(self, request: RequestState) -> None:
         ids = self._waiting.get(request.tenant)
         if ids is not None:
             ids.discard(request.request_id)
@@ -113,7 +113,7 @@ class VirtualTokenCounters:
                 del self._waiting[request.tenant]
                 self._last_to_leave = request.tenant
 
-    def _charge(self, request: Request, tokens: float) -> None:
+    def _charge(self, request: RequestState, tokens: float) -> None:
         tenant = request.tenant
         self._counters[tenant] = self._counters.get(tenant, self._floor) + tokens / max(request.weight, MIN_WEIGHT)
 

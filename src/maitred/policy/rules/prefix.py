@@ -6,7 +6,7 @@ from typing import Any
 
 from maitred.config import SchedulerConfig
 from maitred.policy.policy import Policy, arrival_term
-from maitred.request import Request
+from maitred.request import RequestState
 
 
 def lpm(config: SchedulerConfig) -> Policy:
@@ -20,10 +20,10 @@ def lpm(config: SchedulerConfig) -> Policy:
     """
     rate, ageing_s = config.ageing_rate, config.ageing_s
 
-    def prefix_s(request: Request) -> float:
+    def prefix_s(request: RequestState) -> float:
         return min(request.cached_prefix_tokens / rate, ageing_s)
 
-    def order(request: Request) -> tuple[Any, ...]:
+    def order(request: RequestState) -> tuple[Any, ...]:
         return (request.arrived_at - prefix_s(request), request.arrived_at, request.request_id)
 
     return Policy(

@@ -10,10 +10,10 @@ from typing import Any
 
 from maitred.config import SchedulerConfig
 from maitred.policy.policy import Policy, arrival_term
-from maitred.request import Request
+from maitred.request import RequestState
 
 
-def _joined_at(request: Request) -> float:
+def _joined_at(request: RequestState) -> float:
     """When it went to the end of its queue."""
     return request.arrived_at if request.quantum_ended_at is None else request.quantum_ended_at
 
@@ -29,7 +29,7 @@ def rr(config: SchedulerConfig) -> Policy:
     """
     quantum = config.quantum_tokens
 
-    def order(request: Request) -> tuple[Any, ...]:
+    def order(request: RequestState) -> tuple[Any, ...]:
         return (_joined_at(request), request.arrived_at, request.request_id)
 
     return Policy(
@@ -59,21 +59,21 @@ def mlfq(config: SchedulerConfig) -> Policy:
     """
     ageing_s, quantum, last = config.ageing_s, config.quantum_tokens, config.mlfq_levels - 1
 
-    def level(request: Request) -> int:
+    def level(request: RequestState) -> int:
         # the first l with quantum * 2**l >= prompt
         entry = max(0, (-(-request.num_prompt_tokens // quantum) - 1).bit_length())
         return min(last, entry + request.num_quanta)
 
-    def aged_at(request: Request) -> float:
+    def aged_at(request: RequestState) -> float:
         return _joined_at(request) + level(request) * ageing_s
 
-    def order(request: Request) -> tuple[Any, ...]:
+    def order(request: RequestState) -> tuple[Any, ...]:
         return (aged_at(request), request.arrived_at, request.request_id)
 
-    def outranks(waiting: Request, running: Request) -> bool:
+    def outranks(waiting: RequestState, running: RequestState) -> bool:
         return level(waiting) < level(running) and aged_at(waiting) < aged_at(running)
 
-    def quantum_end(request: Request) -> int:
+    def quantum_end(request: RequestState) -> int:
         return max(request.num_prompt_tokens, request.num_computed_tokens + (quantum << level(request)))
 
     return Policy(

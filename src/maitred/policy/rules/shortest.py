@@ -16,7 +16,7 @@ from maitred.policy.rules.cost import (
     remaining_cost,
     remaining_output,
 )
-from maitred.request import Request
+from maitred.request import RequestState
 
 
 def sjf(config: SchedulerConfig) -> Policy:
@@ -29,7 +29,7 @@ def sjf(config: SchedulerConfig) -> Policy:
     """
     weight, rate = config.output_token_weight, config.ageing_rate
 
-    def order(request: Request) -> tuple[Any, ...]:
+    def order(request: RequestState) -> tuple[Any, ...]:
         return (
             request.arrived_at + predicted_cost(request, weight) / rate,
             request.arrived_at,
@@ -57,14 +57,14 @@ def srpt(config: SchedulerConfig) -> Policy:
     """
     weight, rate = config.output_token_weight, config.ageing_rate
 
-    def order(request: Request) -> tuple[Any, ...]:
+    def order(request: RequestState) -> tuple[Any, ...]:
         return (
             request.arrived_at + remaining_cost(request, weight) / rate,
             request.arrived_at,
             request.request_id,
         )
 
-    def outranks(waiting: Request, running: Request) -> bool:
+    def outranks(waiting: RequestState, running: RequestState) -> bool:
         # Asked of every running request while slots are full, so the commonest answer comes first.
         remaining = weight * remaining_output(running)
         if running.num_computed_tokens + waiting.num_prompt_tokens >= remaining:
@@ -97,19 +97,19 @@ def interactive(config: SchedulerConfig) -> Policy:
     """
     weight, rate, ageing_s = config.output_token_weight, config.ageing_rate, config.ageing_s
 
-    def aged_at(request: Request) -> float:
+    def aged_at(request: RequestState) -> float:
         return request.arrived_at + request.priority * ageing_s + predicted_cost(request, weight) / rate
 
-    def order(request: Request) -> tuple[Any, ...]:
+    def order(request: RequestState) -> tuple[Any, ...]:
         return (aged_at(request), request.arrived_at, request.request_id)
 
-    def outranks(waiting: Request, running: Request) -> bool:
+    def outranks(waiting: RequestState, running: RequestState) -> bool:
         return waiting.priority < running.priority and aged_at(waiting) < aged_at(running)
 
-    def overtaken_until(request: Request) -> float:
+    def overtaken_until(request: RequestState) -> float:
         return request.arrived_at + request.priority * ageing_s + largest_cost(request, weight) / rate
 
-    def terms(request: Request) -> dict[str, float]:
+    def terms(request: RequestState) -> dict[str, float]:
         return {
             **arrival_term(request),
             "priority_s": request.priority * ageing_s,

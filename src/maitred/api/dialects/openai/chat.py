@@ -33,7 +33,7 @@ from maitred.api.http.exchange import MAX_ITEMS, Exchange
 from maitred.api.http.sse import EventStream
 from maitred.engine.output import TextDelta
 from maitred.errors import RequestError
-from maitred.request import Request, SamplingParams
+from maitred.request import RequestSpec, SamplingParams
 
 _DECODER = msgspec.json.Decoder(ChatAsSent)
 
@@ -55,7 +55,7 @@ async def create_chat_completion(edge: Edge, exchange: Exchange) -> None:
 
 def _make_batches(
     edge: Edge, body: ChatCompletionRequest, sampling: SamplingParams, completion_id: str, options: RequestOptions
-) -> list[list[Request]]:
+) -> list[list[RequestSpec]]:
     prompt = render_chat(
         edge.model,
         body.messages,
@@ -73,8 +73,7 @@ def _make_batches(
         elif error.param == "max_tokens" and body.max_tokens is None:
             error.param = "max_completion_tokens"
         raise
-    cap_max_tokens(batches[0], edge.model.generation_defaults.get("max_tokens"))
-    return batches
+    return [cap_max_tokens(batches[0], edge.model.generation_defaults.get("max_tokens"))]
 
 
 class ChatAnswer:

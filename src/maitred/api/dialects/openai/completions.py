@@ -21,7 +21,7 @@ from maitred.api.http.exchange import Exchange
 from maitred.api.http.sse import EventStream
 from maitred.engine.output import TextDelta
 from maitred.errors import RequestError
-from maitred.request import Request
+from maitred.request import RequestSpec
 
 _DECODER = msgspec.json.Decoder(CompletionAsSent)
 
@@ -40,15 +40,14 @@ async def create_completion(edge: Edge, exchange: Exchange) -> None:
     exchange.log |= {"model": model, "stream": bool(body.stream), "n": sampling.n, "prompts": len(prompts)}
     special = body.add_special_tokens is not False
 
-    def make_batches(options: RequestOptions) -> list[list[Request]]:
+    def make_batches(options: RequestOptions) -> list[list[RequestSpec]]:
         try:
             batches = edge.make_batches(prompts, sampling, options, answer.id, add_special_tokens=special)
         except RequestError as error:
             if error.param == "prompt_logprobs" and body.prompt_logprobs is None:
                 error.param = "logprobs"  # those of an echo
             raise
-        for batch in batches:
-            cap_max_tokens(batch, COMPLETION_MAX_TOKENS)
+        batches = [cap_max_tokens(batch, COMPLETION_MAX_TOKENS) for batch in batches]
         if not body.echo:
             prompts.clear()
         return batches

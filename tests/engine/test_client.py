@@ -1,4 +1,4 @@
-"""The engine in a process of its own: what crosses, what happens when it dies, and who goes on with the next one."""
+"""An engine in a process of its own: what happens when it is killed from outside, and who goes on with the next one."""
 
 from __future__ import annotations
 
@@ -10,37 +10,36 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
+from msgspec import structs
 
 from maitred.clock import WallClock
-from maitred.config import EngineConfig, ProcessConfig, SchedulerConfig
-from maitred.engine import restarts, spawn, supervisor
-from maitred.engine.process import ProcessEngine, start_engine_process
-from maitred.engine.supervisor import Start
+from maitred.config import SchedulerConfig
+from maitred.engine import child_process, restarts, supervisor
+from maitred.engine.client import EngineClient
+from maitred.engine.live_requests import LiveRequest
+from maitred.engine.starting import StartingEngine
 from maitred.errors import CheckpointError, ConfigError, EngineDead, OutOfMemory
-from maitred.request import FinishReason, Request, SamplingParams
-from maitred.step import RequestProgress
+from maitred.request import FinishReason, SamplingParams
 from tests.conftest import ROOT
-from tests.engine.fake_child import Gate, command, expected
-from tests.fakes import make_request, make_samples
+from tests.engine.clients import POISON, PROMPT, ask, follow, running_client, start_of, tokens
+from tests.engine.fake_child import Gate, expected
+from tests.fakes import make_samples
 from tests.waiting import HANGS_S, is_gone, until, until_async
-
-PROMPT, POISON = [1, 2, 3, 4, 5, 6], [1, 13]
 
 
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Restarts come at once; that the pauses grow is BackOff's own test. Last words are waited for."""
     monkeypatch.setattr(restarts, "FIRST_DELAY_S", 0.01)
-    monkeypatch.setattr(spawn, "LAST_LINE_S", HANGS_S)
-    monkeypatch.setattr(spawn, "STOP_S", 0.3)  # one that stands at its gate will not end by itself
+    monkeypatch.setattr(child_process, "LAST_LINE_S", HANGS_S)
+    monkeypatch.setattr(child_process, "STOP_S", 0.3)  # one that stands at its gate will not end by itself
 
 
 @pytest.fixture
@@ -49,51 +48,14 @@ def gate(tmp_path: Path) -> Gate:
     return Gate(tmp_path, 10)
 
 
-def start_of(habits: str = "", scheduler: SchedulerConfig | None = None, **process: Any) -> Start:
-    config = EngineConfig(scheduler=scheduler or SchedulerConfig())
-    return Start(config=config, process=ProcessConfig(**process), command=command(habits))
-
-
-@asynccontextmanager
-async def engine_process(habits: str = "", **process: Any) -> AsyncIterator[ProcessEngine]:
-    engine = ProcessEngine(start_of(habits, **process), WallClock())
-    engine.start()
-    try:
-        yield engine
-    finally:
-        await engine.close()
-
-
-def ask(request_id: str = "r", prompt: list[int] = PROMPT, max_tokens: int = 60, **fields: Any) -> Request:
-    sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **fields.pop("sampling", {}))
-    return make_request(request_id, prompt=prompt, max_tokens=max_tokens, sampling=sampling, **fields)
-
-
-def pid_of(engine: ProcessEngine) -> int:
+def pid_of(engine: EngineClient) -> int:
     child = engine.supervisor._child
     assert child is not None
     return child.pid
 
 
-async def follow(
-    engine: ProcessEngine, request: Request, at: dict[int, Callable[[], Awaitable[object]]] | None = None
-) -> list[RequestProgress]:
-    """All progress; after so many tokens, something happens."""
-    told, num_tokens, left = [], 0, dict(at or {})
-    async for progress in engine.submit(request):
-        told.append(progress)
-        num_tokens += len(progress.new_token_ids)
-        for count in [count for count in left if num_tokens >= count]:
-            await left.pop(count)()
-    return told
-
-
-def tokens(told: list[RequestProgress]) -> list[int]:
-    return [token for progress in told for token in progress.new_token_ids]
-
-
 def killing(
-    engine: ProcessEngine, gate: Gate, number: int = signal.SIGKILL, *, then: int = 10**9
+    engine: EngineClient, gate: Gate, number: int = signal.SIGKILL, *, then: int = 10**9
 ) -> Callable[[], Awaitable[object]]:
     """Ends the engine, which waits at the gate, and opens that for the next one."""
 
@@ -107,28 +69,13 @@ def killing(
     return kill
 
 
-async def test_tokens_timing_and_the_mirror_are_those_of_an_engine_in_this_process():
-    async with engine_process() as engine:
-        request = ask(seed=7, arrived_at=WallClock().now())
-        told = await follow(engine, request)
-        assert tokens(told) == expected(PROMPT, 60, seed=7) == request.output_token_ids
-        assert told[-1].finish_reason is FinishReason.LENGTH
-        assert told[-1].timing is not None
-        assert told[-1].timing.queue_s >= 0
-        assert (request.num_charged_prompt_tokens, request.finished) == (6, True)
-        await until_async(lambda: engine.state().num_blocks_used == 0)
-        state = engine.state()
-        assert (state.num_prompt_tokens, state.num_generated_tokens) == (6, 60)
-        assert state.num_steps == 60
-        assert state.num_finished[FinishReason.LENGTH] == 1
-
-
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
 async def test_a_request_goes_on_token_for_token_when_its_engine_is_killed(number: int, gate: Gate, caplog):
-    async with engine_process(gate.habit) as engine:
-        request = ask(seed=3)
-        told = await follow(engine, request, {10: killing(engine, gate, number)})
-        assert tokens(told) == expected(PROMPT, 60, seed=3) == request.output_token_ids
+    admitted: list[LiveRequest] = []
+    async with running_client(gate.habit, on_admitted=admitted.append) as engine:
+        told = await follow(engine, ask(seed=3), {10: killing(engine, gate, number)})
+        assert tokens(told) == expected(PROMPT, 60, seed=3) == admitted[0].output_token_ids
+        assert admitted[0].charges == told[-1].charges
         assert told[-1].timing is not None
         assert told[-1].timing.stall_s > 0, "the pause is told apart from decoding"
         state = engine.state()
@@ -138,32 +85,25 @@ async def test_a_request_goes_on_token_for_token_when_its_engine_is_killed(numbe
 
 
 async def test_a_request_survives_more_kills_from_outside_than_an_engine_may_have_failures(gate: Gate):
-    async with engine_process(gate.habit, max_restarts=2) as engine:
+    async with running_client(gate.habit, max_restarts=2) as engine:
         at = {count: killing(engine, gate, then=count + 5) for count in range(10, 40, 5)}
         assert tokens(await follow(engine, ask(), {**at, 40: killing(engine, gate)})) == expected(PROMPT, 60)
         assert engine.state().num_restarts == engine.state().num_resumed == 7
 
 
-async def test_an_engine_that_kills_itself_with_whatever_it_is_given_is_given_up():
-    async with engine_process("die_at=0", max_restarts=5) as engine:
-        ends = await asyncio.gather(*(follow(engine, ask(f"r{i}", POISON)) for i in range(4)), return_exceptions=True)
-        assert all(isinstance(end, EngineDead) for end in ends)
-        assert engine.supervisor.over
-        assert engine.state().num_restarts == 5
-
-
 async def test_samples_of_one_prompt_go_on_each_where_it_was(gate: Gate):
-    async with engine_process(gate.habit) as engine:
+    async with running_client(gate.habit) as engine:
         sampling = SamplingParams(max_tokens=400, ignore_eos=True)
         samples = make_samples("r", 3, prompt=PROMPT, max_tokens=400, sampling=sampling, seed=11)
-        samples[1].max_tokens = 5  # has ended before the first death
-        work = [asyncio.create_task(follow(engine, sample)) for sample in samples]
+        specs = [sample.spec for sample in samples]
+        specs[1] = structs.replace(specs[1], max_tokens=5)  # has ended before the first death
+        work = [asyncio.create_task(follow(engine, spec)) for spec in specs]
         limits = itertools.chain(range(10, 399), itertools.repeat(399))  # nobody else ends before it
         await until_async(lambda: gate.open_to(next(limits)) or work[1].done())
         await killing(engine, gate)()
         told = await asyncio.gather(*work)
-        for index, sample in enumerate(samples):
-            assert tokens(told[index]) == expected(PROMPT, sample.max_tokens, seed=11, sample_index=index)
+        for index, spec in enumerate(specs):
+            assert tokens(told[index]) == expected(PROMPT, spec.max_tokens, seed=11, sample_index=index)
         state = engine.state()
         assert (state.num_restarts, state.num_resumed) == (1, 2)
         assert state.num_generated_tokens == 400 + 5 + 400
@@ -171,7 +111,7 @@ async def test_samples_of_one_prompt_go_on_each_where_it_was(gate: Gate):
 
 async def test_a_request_that_waits_in_the_queue_is_kept_too(gate: Gate):
     scheduler = SchedulerConfig(max_num_seqs=1)
-    engine = ProcessEngine(start_of(gate.habit, scheduler), WallClock())
+    engine = EngineClient(start_of(gate.habit, scheduler), WallClock())
     engine.start()
     first, second = ask("a"), ask("b", prompt=[9, 9, 9])
     both = await asyncio.gather(follow(engine, first, {10: killing(engine, gate)}), follow(engine, second))
@@ -180,7 +120,7 @@ async def test_a_request_that_waits_in_the_queue_is_kept_too(gate: Gate):
 
 
 async def test_a_request_that_comes_while_there_is_no_engine_is_held(gate: Gate):
-    async with engine_process(gate.habit) as engine:
+    async with running_client(gate.habit) as engine:
         engine.attach(asyncio.get_running_loop())
         gate.shut()
         os.kill(pid_of(engine), signal.SIGKILL)
@@ -195,7 +135,7 @@ async def test_a_request_that_comes_while_there_is_no_engine_is_held(gate: Gate)
 
 
 async def test_prompt_logprobs_are_told_once_and_logprobs_of_every_token(gate: Gate):
-    async with engine_process(gate.habit) as engine:
+    async with running_client(gate.habit) as engine:
         told = await follow(engine, ask(sampling={"prompt_logprobs": 0, "logprobs": 0}), {10: killing(engine, gate)})
         assert sum(len(progress.prompt_logprobs or ()) for progress in told) == len(PROMPT) - 1
         assert sum(len(progress.logprobs or ()) for progress in told) == 60
@@ -203,20 +143,22 @@ async def test_prompt_logprobs_are_told_once_and_logprobs_of_every_token(gate: G
 
 async def test_only_what_has_no_token_yet_is_started_anew_on_an_executor_that_is_not_exact(gate: Gate):
     scheduler = SchedulerConfig(max_num_seqs=1)
-    engine = ProcessEngine(start_of(f"{gate.habit},deterministic=0", scheduler), WallClock())
+    admitted: list[LiveRequest] = []
+    start = start_of(f"{gate.habit},deterministic=0", scheduler)
+    engine = EngineClient(start, WallClock(), on_admitted=admitted.append)
     engine.start()
     waiting = asyncio.create_task(follow(engine, ask("waiting", prompt=[9, 9, 9])))
     started = ask("started", arrived_at=-1.0)
     with pytest.raises(EngineDead, match="not go on with exactly the same tokens"):
         await follow(engine, started, {10: killing(engine, gate)})
-    assert started.finish_reason is FinishReason.ERROR
+    assert [live.finish_reason for live in admitted if live.spec is started] == [FinishReason.ERROR]
     assert tokens(await waiting) == expected([9, 9, 9], 60)
     await engine.close()
 
 
 @pytest.mark.parametrize(("rule", "ends"), [("always", False), ("never", True)])
 async def test_the_user_may_rule_otherwise(rule: str, ends: bool, gate: Gate):
-    async with engine_process(f"{gate.habit},deterministic={int(ends)}", resume=rule) as engine:
+    async with running_client(f"{gate.habit},deterministic={int(ends)}", resume=rule) as engine:
         work = follow(engine, ask(), {10: killing(engine, gate)})
         if ends:
             with pytest.raises(EngineDead, match="--resume never"):
@@ -227,7 +169,7 @@ async def test_the_user_may_rule_otherwise(rule: str, ends: bool, gate: Gate):
 
 async def test_a_request_that_kills_engines_ends_alone():
     """All four see two engines die; then they come back one by one, and only the culprit goes on killing."""
-    async with engine_process("die_at=3") as engine:
+    async with running_client("die_at=3") as engine:
         good = [[2 + i] * 9 for i in range(3)]
         work = [follow(engine, ask(f"good{i}", prompt)) for i, prompt in enumerate(good)]
         *told, poisoned = await asyncio.gather(
@@ -240,20 +182,20 @@ async def test_a_request_that_kills_engines_ends_alone():
 
 
 async def test_an_engine_that_raises_says_why(caplog):
-    async with engine_process("raise_at=3", resume="never") as engine:
+    async with running_client("raise_at=3", resume="never") as engine:
         with pytest.raises(EngineDead, match="exit code 1: RuntimeError: the model fell over"):
             await follow(engine, ask(prompt=POISON))
 
 
 async def test_an_engine_that_is_stuck_in_a_step_is_killed_and_replaced():
-    async with engine_process("hang_at=3", resume="never", step_timeout_s=3.0) as engine:
+    async with running_client("hang_at=3", resume="never", step_timeout_s=3.0) as engine:
         with pytest.raises(EngineDead, match="it was in one step for 3 s"):
             await follow(engine, ask(prompt=POISON))
         await until_async(lambda: engine.supervisor.ready)
 
 
 async def test_weights_that_changed_meanwhile_are_not_gone_on_with(gate: Gate):
-    async with engine_process(f"{gate.habit},other_model=1") as engine:
+    async with running_client(f"{gate.habit},other_model=1") as engine:
         with pytest.raises(EngineDead, match="the model's files changed while the server ran"):
             await follow(engine, ask(), {10: killing(engine, gate)})
         assert not engine.state().alive
@@ -262,7 +204,7 @@ async def test_weights_that_changed_meanwhile_are_not_gone_on_with(gate: Gate):
 
 async def test_an_engine_that_is_silent_is_not_healthy_and_one_that_speaks_again_is(monkeypatch):
     monkeypatch.setattr(supervisor, "SILENT_S", 1.0)
-    async with engine_process() as engine:
+    async with running_client() as engine:
         await follow(engine, ask())
         os.kill(pid_of(engine), signal.SIGSTOP)
         await until_async(lambda: not engine.state().alive)
@@ -273,7 +215,7 @@ async def test_an_engine_that_is_silent_is_not_healthy_and_one_that_speaks_again
 
 
 async def test_it_is_given_up_after_as_many_restarts_as_allowed(gate: Gate):
-    async with engine_process(gate.habit, max_restarts=0) as engine:
+    async with running_client(gate.habit, max_restarts=0) as engine:
         with pytest.raises(EngineDead, match="killed by SIGKILL"):
             await follow(engine, ask(), {10: killing(engine, gate)})
         state = engine.state()
@@ -284,36 +226,25 @@ async def test_it_is_given_up_after_as_many_restarts_as_allowed(gate: Gate):
             await engine.queue_view(offset=0, limit=10)
 
 
-async def test_an_abort_frees_every_block(gate: Gate):
-    async with engine_process(f"{gate.habit},max_model_len=8000") as engine:
-        stream = engine.submit(ask(max_tokens=7000))
-        await anext(stream)
-        await stream.aclose()
-        limits = itertools.count(10)  # so slowly that the abort is there before the end
-        aborted = lambda: engine.state().num_finished[FinishReason.ABORT] == 1  # noqa: E731
-        await until_async(lambda: gate.open_to(next(limits)) or aborted())
-        await until_async(lambda: engine.state().num_blocks_used == 0)
-
-
 @pytest.mark.parametrize("reason", [FinishReason.ABORT, FinishReason.STOP])
 async def test_an_abort_while_there_is_no_engine_takes_effect_at_once(reason: FinishReason, gate: Gate):
-    async with engine_process(gate.habit) as engine:
-        request = ask(max_tokens=400)
-        stream = engine.submit(request)
+    admitted: list[LiveRequest] = []
+    async with running_client(gate.habit, on_admitted=admitted.append) as engine:
+        stream = engine.submit(ask(max_tokens=400))
         await anext(stream)
         gate.shut()
         os.kill(pid_of(engine), signal.SIGKILL)
         await until_async(lambda: not engine.supervisor.ready)
         engine.abort("r", reason)
         told = [progress async for progress in stream]
-        assert told[-1].finish_reason is reason is request.finish_reason
+        assert told[-1].finish_reason is reason is admitted[0].finish_reason
         gate.open()
         await until_async(lambda: engine.supervisor.ready)
         assert engine.state().num_resumed == 0
 
 
 async def test_questions_are_answered_and_a_policy_outlives_its_engine(gate: Gate):
-    async with engine_process(gate.habit) as engine:
+    async with running_client(gate.habit) as engine:
         assert (await engine.queue_view(offset=0, limit=10)).num_waiting == 0
         assert (await engine.live_view()).num_running == 0
         assert "vtc" in await engine.policy_names()
@@ -331,14 +262,6 @@ async def test_questions_are_answered_and_a_policy_outlives_its_engine(gate: Gat
         assert (await engine.scheduler_config()).policy == "vtc"
 
 
-async def test_a_request_that_can_never_fit_ends_alone():
-    async with engine_process() as engine:
-        told = await follow(engine, ask("large", prompt=[1] * 9000))
-        assert told[-1].finish_reason is FinishReason.ERROR
-        assert "KV blocks" in (told[-1].error or "")
-        assert tokens(await follow(engine, ask())) == expected(PROMPT, 60)
-
-
 @pytest.mark.parametrize(
     ("habit", "kind", "message"),
     [
@@ -349,12 +272,12 @@ async def test_a_request_that_can_never_fit_ends_alone():
 )
 def test_what_keeps_the_engine_from_loading_is_raised_here(habit: str, kind: type[Exception], message: str):
     with pytest.raises(kind, match=message):
-        ProcessEngine(start_of(habit), WallClock()).start()
+        EngineClient(start_of(habit), WallClock()).start()
 
 
 def test_an_engine_can_be_stopped_without_ever_having_a_loop():
     lines: list[str] = []
-    engine = start_engine_process(start_of(), clock=WallClock(), on_event=lines.append)
+    engine = StartingEngine(start_of(), on_event=lines.append).wait()
     assert lines == ["memory  none is needed"]
     assert engine.model.max_model_len == 512
     assert engine.model.chat_template is not None
@@ -385,7 +308,7 @@ def few_descriptors(num_left: int) -> Iterator[None]:
 @pytest.mark.parametrize("num_left", [0, 1, 12])
 async def test_an_engine_that_dies_while_descriptors_have_run_out_comes_back(num_left: int, gate: Gate, caplog):
     """With 12 ZeroMQ finds some, and would end this process for want of the others."""
-    async with engine_process(gate.habit, max_restarts=10) as engine:
+    async with running_client(gate.habit, max_restarts=10) as engine:
         request = ask()
 
         async def starve() -> None:
@@ -400,7 +323,7 @@ async def test_an_engine_that_dies_while_descriptors_have_run_out_comes_back(num
 
 async def test_whatever_hinders_a_restart_is_another_try(gate: Gate, monkeypatch):
     """A thread that the system does not give is a RuntimeError, which comes when the process is there already."""
-    async with engine_process(gate.habit) as engine:
+    async with running_client(gate.habit) as engine:
         start, refused, num_children = threading.Thread.start, [], len(psutil.Process().children())
 
         def without_a_thread(thread: threading.Thread) -> None:
@@ -417,10 +340,11 @@ async def test_whatever_hinders_a_restart_is_another_try(gate: Gate, monkeypatch
 
 PARENT = """
 import sys, time
-from tests.engine.test_process import start_of, pid_of
+from tests.engine.clients import start_of
+from tests.engine.test_client import pid_of
 from maitred.clock import WallClock
-from maitred.engine.process import ProcessEngine
-engine = ProcessEngine(start_of(), WallClock())
+from maitred.engine.client import EngineClient
+engine = EngineClient(start_of(), WallClock())
 engine.start()
 print(pid_of(engine), flush=True)
 time.sleep(600)
@@ -438,7 +362,7 @@ def test_the_child_dies_with_its_parent_however_that_ends():
 
 
 async def test_signals_to_the_group_are_the_parents_affair():
-    async with engine_process() as engine:
+    async with running_client() as engine:
         for number in (signal.SIGTERM, signal.SIGINT):
             os.kill(pid_of(engine), number)
         assert tokens(await follow(engine, ask())) == expected(PROMPT, 60)

@@ -1,4 +1,4 @@
-"""One child process with an engine in it: its start, the two sockets to it, what it writes, and its end."""
+"""An engine in a child process: its start, the two sockets to it, what it writes, and its end."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 
 import msgspec
 import zmq
@@ -16,6 +17,7 @@ import zmq
 from maitred.engine.frames import Begin, Command, Hello, Report, Stop, decode_report
 from maitred.engine.restarts import cause_of_death
 from maitred.engine.sockets import COMMANDS, REPORTS, Receiver, Sender, SocketFolder, address_of
+from maitred.engine.transport import OnExit, OpenTransport
 
 # -P: the current folder, which may be a model's with Python code in it, is no place for modules
 CHILD = (sys.executable, "-P", "-m", "maitred.engine.child")
@@ -35,19 +37,21 @@ class LogLine(msgspec.Struct):
 _decode_log_line = msgspec.json.Decoder(LogLine).decode
 
 
-class EngineChild:
-    """A running child. `on_exit` is called once, in a thread of its own, when the process has ended.
+def in_child_process(command: Sequence[str] = CHILD) -> OpenTransport:
+    """Engines in processes that `command` starts."""
+    return partial(ChildProcess, command=command)
 
-    Sockets are for the thread that uses them: the caller of `send` and `receive` must be one at a time.
-    """
 
-    def __init__(self, begin: Begin, *, on_exit: Callable[[EngineChild], None], command: Sequence[str] = CHILD) -> None:
+class ChildProcess:
+    """A Transport to a process. Its sockets are for the thread that uses them."""
+
+    def __init__(self, begin: Begin, on_exit: OnExit, *, command: Sequence[str] = CHILD) -> None:
         """Raises OSError, zmq.ZMQError or RuntimeError when there is no process, descriptor or thread for it."""
         _probe_descriptors()
         self._context = zmq.Context(io_threads=1)
         self._folder = SocketFolder()
         self._begin = begin
-        self.num_wrong_commands = 0  # as its heartbeats say
+        self._num_wrong_commands = 0  # as its heartbeats say
         self.last_words: str | None = None  # of Python's own, or the last line of stderr
         process = None
         try:
@@ -83,9 +87,13 @@ class EngineChild:
         return self._process.pid
 
     @property
+    def name(self) -> str:
+        return f"process {self.pid}"
+
+    @property
     def num_wrong_frames(self) -> int:
         """What was no frame, and was dropped, here and by the child."""
-        return self._reports.num_wrong + self.num_wrong_commands
+        return self._reports.num_wrong + self._num_wrong_commands
 
     @property
     def fd(self) -> int:
@@ -126,16 +134,14 @@ class EngineChild:
     def wait_readable(self, seconds: float) -> bool:
         return self._reports.wait(seconds)
 
-    def look(self) -> None:
-        """At the connections, as often as it beats. One that hears nothing any more is killed."""
+    def heard_beat(self, num_wrong_commands: int) -> None:
+        """It has both sockets, so from now on nobody else can find them. One that hears nothing any more is killed."""
+        self._num_wrong_commands = num_wrong_commands
+        self._folder.remove()
         self._reports.look()
         if self._commands.was_cut_off():
             self.last_words = self.last_words or "it had closed its connection"
             self.kill()
-
-    def connected(self) -> None:
-        """The child has both sockets: from now on nobody else can find them."""
-        self._folder.remove()
 
     def kill(self) -> None:
         self._process.kill()
@@ -164,7 +170,7 @@ class EngineChild:
 
     # threads
 
-    def _wait(self, on_exit: Callable[[EngineChild], None]) -> None:
+    def _wait(self, on_exit: OnExit) -> None:
         self._process.wait()
         self._said.join(LAST_LINE_S)
         on_exit(self)

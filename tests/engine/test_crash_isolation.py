@@ -6,9 +6,10 @@ from typing import Any, cast
 
 import pytest
 
-from maitred.engine.resume import SUSPECT_AFTER, TRIAL_TOKENS, CrashIsolation, LiveRequest
+from maitred.engine.crash_isolation import SUSPECT_AFTER, TRIAL_TOKENS, CrashIsolation
+from maitred.engine.live_requests import LiveRequest
 from maitred.request import FinishReason
-from tests.fakes import make_request
+from tests.fakes import make_spec
 
 
 class Engines:
@@ -17,7 +18,7 @@ class Engines:
     def __init__(self, names: str, poison: str = "") -> None:
         self.sent: list[str] = []  # to the present engine
         self.trials = CrashIsolation(self._send)
-        self.live = {name: LiveRequest(make_request(name, prompt=[1]), cast(Any, None)) for name in names}
+        self.live = {name: LiveRequest(make_spec(name, prompt=[1]), cast(Any, None)) for name in names}
         self.poison = set(poison)
         self.num_deaths = 0
         for live in list(self.live.values()):
@@ -25,10 +26,10 @@ class Engines:
 
     def _send(self, live: LiveRequest) -> None:
         live.sent = True
-        self.sent.append(live.request.request_id)
+        self.sent.append(live.request_id)
 
     def enter(self, name: str, *, poison: bool = False) -> None:
-        self.live[name] = LiveRequest(make_request(name, prompt=[1]), cast(Any, None))
+        self.live[name] = LiveRequest(make_spec(name, prompt=[1]), cast(Any, None))
         self.poison |= {name} if poison else set()
         self.trials.enter(self.live[name])
 
@@ -37,12 +38,12 @@ class Engines:
         self.num_deaths += 1
         cause = self.trials.died(self.live.values(), own_fault=own_fault)
         if cause is not None:
-            self.end(cause.request.request_id)
+            self.end(cause.request_id)
         for live in self.live.values():
             live.left(0.0)
         self.sent.clear()
         self.trials.begin(list(self.live.values()))
-        return cause.request.request_id if cause is not None else None
+        return cause.request_id if cause is not None else None
 
     def end(self, name: str) -> None:
         live = self.live.pop(name)
@@ -52,7 +53,7 @@ class Engines:
         """One token for everybody that is there, but those that kill."""
         names = [name for name in self.sent if name in self.live and name not in self.poison]
         for name in names:
-            self.live[name].request.output_token_ids.append(1)
+            self.live[name].output_token_ids.append(1)
         self.trials.stepped(names)
 
     def run(self, most_deaths: int = 50) -> list[str]:

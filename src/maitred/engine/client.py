@@ -1,4 +1,4 @@
-"""A Replica whose engine is a child process: when that dies, its requests go on with the next one."""
+"""The engine's client: a Replica over a transport. When its engine dies, its requests go on with the next one."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import msgspec
 
 from maitred.clock import Clock
 from maitred.config import SchedulerConfig
+from maitred.engine.crash_isolation import CrashIsolation, refusal
 from maitred.engine.frames import (
     Abort,
     Answer,
@@ -21,13 +22,13 @@ from maitred.engine.frames import (
     Report,
     Shed,
     Stepped,
+    Submit,
     encode,
     error_of,
-    submit_of,
 )
+from maitred.engine.live_requests import LiveRequest, Totals
 from maitred.engine.live_view import LiveView
-from maitred.engine.local_replica import Engine
-from maitred.engine.progress_streams import ProgressStream, ProgressStreams, admission_of
+from maitred.engine.progress_streams import ProgressStream, ProgressStreams
 from maitred.engine.queries import (
     CONFIGURE,
     LIVE_VIEW,
@@ -38,13 +39,11 @@ from maitred.engine.queries import (
     Query,
     QueuePage,
 )
-from maitred.engine.resume import CrashIsolation, LiveRequest, Totals, refusal
-from maitred.engine.served_model import TextAhead, served_model
 from maitred.engine.supervisor import Loss, Start, Supervisor
 from maitred.errors import EngineDead, MaitredError, RequestTooLarge
 from maitred.gate.admission import AdmissionController
 from maitred.replica import ReplicaState
-from maitred.request import FinishReason, Request, resumed
+from maitred.request import FinishReason, RequestSpec
 from maitred.scheduler.queue_view import QueueView
 from maitred.step import RequestProgress
 
@@ -53,63 +52,8 @@ R = TypeVar("R")
 _GAUGES = frozenset({"num_running", "num_waiting", "num_blocks", "num_blocks_used", "num_blocks_cached"})
 
 
-def start_engine_process(
-    start: Start,
-    *,
-    clock: Clock,
-    on_event: Callable[[str], None] = lambda line: None,
-    on_admitted: Callable[[Request], None] | None = None,
-) -> Engine:
-    """Load in a child, and return when it is ready; `on_event` gets a line per phase, `on_admitted` every request.
-
-    Raises CheckpointError, ConfigError or OutOfMemory as the child does, EngineDead when it ended without a word.
-    """
-    return StartingProcess(start, clock=clock, on_event=on_event, on_admitted=on_admitted).wait()
-
-
-class StartingProcess:
-    """An engine's process on its way, from when this is made; meanwhile its model's text is read here.
-
-    Make it in the main thread: the child ends with the thread that began it.
-    """
-
-    def __init__(
-        self,
-        start: Start,
-        *,
-        clock: Clock,
-        on_event: Callable[[str], None] = lambda line: None,
-        on_admitted: Callable[[Request], None] | None = None,
-    ) -> None:
-        self._admission = admission_of(start.config)
-        self._replica = ProcessEngine(
-            start, clock, admission=self._admission, on_admitted=on_admitted, on_event=on_event
-        )
-        self._replica.supervisor.begin()
-        self._text = TextAhead(start.config.model.model)
-
-    def wait(self) -> Engine:
-        """Raises as `start_engine_process`."""
-        ready = self._replica.supervisor.wait()
-        model = served_model(ready.facts, self._text.tokenizer)
-        try:
-            model.text.read()
-        except MaitredError:
-            self._replica.stop()
-            raise
-        return Engine(self._replica, model, ready.memory_plan, self._admission, start_phases=ready.start_phases)
-
-    def give_up(self) -> None:
-        """From any thread: `wait` raises soon, and the child ends."""
-        self._replica.supervisor.give_up()
-
-    def stop(self) -> None:
-        """End the engine, once nobody waits; idempotent."""
-        self._replica.stop()
-
-
-class ProcessEngine:
-    """Requests, questions and counters of an engine in another process; `supervisor` sees to the process.
+class EngineClient:
+    """Requests, queries and counters of an engine; `supervisor` starts it, over the transport that `start` names.
 
     Everything runs on one event loop, but for `start` before there is one, and `stop` after.
     """
@@ -120,7 +64,7 @@ class ProcessEngine:
         clock: Clock,
         *,
         admission: AdmissionController | None = None,
-        on_admitted: Callable[[Request], None] | None = None,  # told on the event loop, so it must not wait
+        on_admitted: Callable[[LiveRequest], None] | None = None,  # told on the event loop, so it must not wait
         on_event: Callable[[str], None] = lambda line: None,
     ) -> None:
         self.supervisor = Supervisor(start, clock, self, on_event=on_event)
@@ -147,7 +91,7 @@ class ProcessEngine:
 
     # -- Replica
 
-    def submit(self, request: Request) -> ProgressStream:
+    def submit(self, request: RequestSpec) -> ProgressStream:
         """Queue `request`; its progress comes out of the stream, whatever engines die meanwhile.
 
         The first item raises EngineDead when there will be no engine any more, Overloaded when it was turned away.
@@ -160,7 +104,7 @@ class ProcessEngine:
             return stream
         live = self._live[request.request_id] = LiveRequest(request, stream)
         if self._on_admitted is not None:
-            self._on_admitted(request)
+            self._on_admitted(live)
         self._isolation.enter(live)  # if there is no engine now, the next one gets it
         return stream
 
@@ -301,22 +245,18 @@ class ProcessEngine:
     def _end_with_error(self, live: LiveRequest, error: MaitredError, now: float) -> None:
         live.stream.fail(error)
         self._account([live.ended(FinishReason.ERROR, now, str(error))], self._figures.num_waiting)
-        del self._live[live.request.request_id]
+        del self._live[live.request_id]
 
     def _stepped(self, report: Stepped) -> None:
         now = self._news_at = self._clock.now()
         if report.figures is not None:
             self._figures = report.figures
-        for mark in report.marks:
-            live = self._live.get(mark.request_id)
-            if live is not None:
-                self._totals.charge(live.request, mark)
-                live.mark(mark)
         if report.progress:
             news = []
             for item in report.progress:
                 live = self._live.get(item.request_id)
                 if live is not None:
+                    self._totals.charge(live.charges, item.charges)
                     news.append(live.take(item, now))
             self._deliver(news, report.num_queued)
             self._isolation.stepped(item.request_id for item in report.progress)
@@ -354,9 +294,8 @@ class ProcessEngine:
 
     def _send(self, live: LiveRequest) -> None:
         now = self._clock.now()
-        resumed(live.request, now)
         try:
-            live.sent = self.supervisor.send(submit_of(live.request))
+            live.sent = self.supervisor.send(Submit(live.resume(now)))
         except RequestTooLarge as error:  # limits were set so high that what they let in cannot cross
             self._end_with_error(live, error, now)
             return

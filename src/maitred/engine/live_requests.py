@@ -1,0 +1,130 @@
+"""What a client keeps of each request: enough for ledger and counters, and to go on with another engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from msgspec.structs import replace
+
+from maitred.engine.progress_streams import ProgressStream
+from maitred.request import (
+    NO_CHARGES,
+    Charges,
+    FinishReason,
+    RequestSpec,
+    RequestState,
+    ResumePoint,
+    timing_of,
+)
+from maitred.step import RequestProgress
+
+
+@dataclass(slots=True, eq=False)
+class LiveRequest:
+    """One request between its submission and its last progress. It outlives engines."""
+
+    spec: RequestSpec
+    stream: ProgressStream
+    output_token_ids: list[int] = field(default_factory=list)
+    charges: Charges = NO_CHARGES
+    finish_reason: FinishReason | None = None  # written last: a ledger that sees it finds everything else in place
+    last_token_at: float | None = None  # s
+    stalled_at: float | None = None  # s, since when no engine has it that had been in a step
+    stalled_prefill_s: float = 0.0
+    stalled_decode_s: float = 0.0
+    ending: FinishReason | None = None  # an abort is on its way, and this is its reason
+    sent: bool = False  # to the present engine
+    num_resumes: int = 0
+    num_deaths: int = 0  # of engines that had it, and may have died of it
+    num_prompt_logprobs: int = 0  # positions delivered
+    num_repeated: int = 0  # prompt positions that the present engine reported again
+
+    @property
+    def request_id(self) -> str:
+        return self.spec.request_id
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.output_token_ids)
+
+    def take(self, progress: RequestProgress, now: float) -> RequestProgress:
+        """Note what came; what of `progress` is news to whoever listens."""
+        if progress.new_token_ids:
+            self.output_token_ids.extend(progress.new_token_ids)
+            self.last_token_at = now
+        if progress.charges is not None:
+            self.charges = progress.charges
+        self.finish_reason = progress.finish_reason
+        return self._without_repeats(progress) if progress.prompt_logprobs is not None else progress
+
+    def left(self, now: float) -> None:
+        """The engine that had it died; the next one computes its prompt again. Until then it is stalled."""
+        self.num_resumes += self.sent
+        self.sent = False
+        if self.charges.first_scheduled_at is not None:
+            self.stalled_at = now
+        self.num_repeated = 0
+
+    def resume(self, now: float) -> RequestSpec:
+        """For the next engine: what was asked, and how far it had come."""
+        if self.stalled_at is not None:
+            stalled_s, self.stalled_at = now - self.stalled_at, None
+            if self.charges.first_token_at is None:
+                self.stalled_prefill_s += stalled_s
+            else:
+                self.stalled_decode_s += stalled_s
+        return self._as_it_stands()
+
+    def ended(self, reason: FinishReason, now: float, error: str | None = None) -> RequestProgress:
+        """Its last progress, when there is no engine to make one."""
+        state = RequestState(self._as_it_stands())
+        self.finish_reason = reason
+        return RequestProgress(
+            self.request_id, finish_reason=reason, error=error, charges=self.charges, timing=timing_of(state, now)
+        )
+
+    def _as_it_stands(self) -> RequestSpec:
+        if self.charges is NO_CHARGES and not self.output_token_ids:
+            return self.spec
+        point = ResumePoint(
+            output_token_ids=list(self.output_token_ids),
+            charges=self.charges,
+            last_token_at=self.last_token_at,
+            stalled_at=self.stalled_at,
+            stalled_prefill_s=self.stalled_prefill_s,
+            stalled_decode_s=self.stalled_decode_s,
+        )
+        return replace(self.spec, resumed=point)
+
+    def _without_repeats(self, progress: RequestProgress) -> RequestProgress:
+        """An engine reports each prompt position once and in order; a second engine begins again."""
+        told = progress.prompt_logprobs or ()
+        first = self.num_repeated
+        self.num_repeated += len(told)
+        news = told[max(0, self.num_prompt_logprobs - first) :]
+        self.num_prompt_logprobs += len(news)
+        return progress._replace(prompt_logprobs=news or None)
+
+
+@dataclass(slots=True)
+class Totals:
+    """Counters that must equal the ledger's sums, counted from the same frames over all engines."""
+
+    num_prompt_tokens: int = 0
+    num_prefix_hit_tokens: int = 0
+    num_generated_tokens: int = 0
+    num_resumed: int = 0
+    num_finished: dict[FinishReason, int] = field(default_factory=lambda: dict.fromkeys(FinishReason, 0))
+
+    def count(self, progress: Iterable[RequestProgress]) -> None:
+        for item in progress:
+            self.num_generated_tokens += len(item.new_token_ids)
+            if item.finish_reason is not None:
+                self.num_finished[item.finish_reason] += 1
+
+    def charge(self, before: Charges, now: Charges | None) -> None:
+        """A request's prompt counts once, when its first charges come."""
+        if now is not None and now.num_prompt_tokens and not before.num_prompt_tokens:
+            self.num_prompt_tokens += now.num_prompt_tokens
+            self.num_prefix_hit_tokens += now.num_cached_tokens

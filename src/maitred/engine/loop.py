@@ -1,0 +1,183 @@
+"""The engine loop: takes commands between two steps, steps, and reports; in a process of its own, or in a thread."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
+
+from maitred.clock import Clock, WallClock
+from maitred.config import EngineConfig
+from maitred.engine.core import EngineCore
+from maitred.engine.frames import (
+    Abort,
+    Answer,
+    Ask,
+    Begin,
+    Command,
+    Died,
+    Failed,
+    Figures,
+    Ready,
+    Refused,
+    Report,
+    Shed,
+    Stepped,
+    Stop,
+    Submit,
+    Told,
+    encode,
+)
+from maitred.engine.memory import MemoryPlan
+from maitred.engine.model_facts import ModelFacts
+from maitred.engine.queries import QUERIES
+from maitred.errors import MaitredError
+from maitred.request import FinishReason, RequestSpec
+from maitred.step import RequestProgress
+
+logger = logging.getLogger(__name__)
+FIGURES_S = 0.1  # at most so often while there is work
+OUT_OF_MEMORY = "out of memory; give less with --kv-cache-memory-bytes, --max-num-seqs or --max-model-len"
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedEngine:
+    """What a builder makes: an engine, and what its client must know of it."""
+
+    core: EngineCore
+    facts: ModelFacts
+    memory_plan: MemoryPlan
+    deterministic: bool
+    close: Callable[[], None]
+    start_phases: Mapping[str, float] = field(default_factory=dict)
+
+
+Builder = Callable[[EngineConfig, tuple[str, ...], Callable[[str], None]], LoadedEngine]
+"""(config, served model names, told a line per phase); raises MaitredError when it cannot be."""
+
+
+class Link(Protocol):
+    """The engine's end of a transport."""
+
+    round_number: int
+    """Changes with every round of the loop, so that the other end sees a step that does not end."""
+
+    def commands(self, *, wait: bool) -> Iterator[Command]:
+        """What has come; with `wait`, at least one."""
+
+    def send(self, report: Report) -> None:
+        """Raises RequestTooLarge."""
+
+    def rest(self) -> None:
+        """No step is under way any more."""
+
+
+def run_engine(begin: Begin, link: Link, build: Builder, on_loaded: Callable[[], None] = lambda: None) -> int:
+    """Loads and serves until told to stop; 0 then, and 1 for an engine that could not load or broke, which was told."""
+    loaded = _load(begin, link, build)
+    if loaded is None:
+        return 1
+    on_loaded()
+    try:
+        phases = dict(loaded.start_phases)
+        link.send(Ready(loaded.facts, loaded.memory_plan, loaded.deterministic, phases))
+        EngineLoop(loaded.core, link, WallClock()).run()
+    except Exception as error:
+        logger.debug("where the engine stopped", exc_info=error)
+        link.send(Died(f"{type(error).__name__}: {error}"))
+        return 1
+    finally:
+        link.rest()
+        loaded.close()
+    return 0
+
+
+def _load(begin: Begin, link: Link, build: Builder) -> LoadedEngine | None:
+    """None when the client was told why it cannot be."""
+    try:
+        return build(begin.config, begin.served_model_names, lambda line: link.send(Told(line)))
+    except MaitredError as error:
+        link.send(Failed(type(error).__name__, str(error)))
+    except MemoryError:
+        link.send(Failed("OutOfMemory", OUT_OF_MEMORY))
+    except Exception as error:
+        logger.debug("where loading failed", exc_info=error)
+        link.send(Failed("", f"unexpected {type(error).__name__}: {error}"))
+    return None
+
+
+class EngineLoop:
+    """One engine behind its link. `run` returns when it was told to stop."""
+
+    def __init__(self, core: EngineCore, link: Link, clock: Clock) -> None:
+        self._core, self._link, self._clock = core, link, clock
+        self._ended: list[RequestProgress] = []  # between two steps
+        self._told = Figures()
+        self._told_at = -FIGURES_S
+        self._stopping = False
+
+    def run(self) -> None:
+        core, link = self._core, self._link
+        while not self._stopping:
+            if not core.has_work:
+                self._tell([])  # the figures of an idle engine, before it falls silent
+            for command in link.commands(wait=not core.has_work):
+                self._obey(command)
+            progress, self._ended = self._ended, []
+            if core.has_work and not self._stopping:
+                progress += core.step()
+            if progress or core.has_work:
+                self._tell(progress)
+            link.round_number += 1
+
+    def _obey(self, command: Command) -> None:
+        match command:
+            case Submit(spec):
+                self._add(spec)
+            case Abort(request_id, reason):
+                self._note_end(self._core.finish(request_id, reason))
+            case Shed(request_id):
+                self._note_end(self._core.shed(request_id))
+            case Ask():
+                self._answer(command)
+            case Stop():
+                self._stopping = True
+            case Begin():
+                logger.warning("this engine has begun already")
+
+    def _add(self, spec: RequestSpec) -> None:
+        try:
+            self._core.add(spec)
+        except MaitredError as error:  # cannot ever fit: this request's fault, not the engine's
+            self._ended.append(RequestProgress(spec.request_id, finish_reason=FinishReason.ERROR, error=str(error)))
+
+    def _note_end(self, ended: RequestProgress | None) -> None:
+        if ended is not None:
+            self._ended.append(ended)
+
+    def _answer(self, ask: Ask) -> None:
+        try:
+            query = QUERIES[ask.query]
+            result = query.answer(self._core, self._clock, msgspec.msgpack.decode(ask.argument, type=query.argument))
+            self._link.send(Answer(ask.number, msgspec.Raw(encode(result))))
+        except (MaitredError, KeyError, msgspec.DecodeError) as error:
+            self._link.send(Refused(ask.number, type(error).__name__, str(error)))
+
+    def _tell(self, progress: list[RequestProgress]) -> None:
+        now = self._clock.now()
+        figures = None
+        if now - self._told_at >= FIGURES_S or not self._core.has_work:
+            figures, self._told_at = self._figures(), now
+            if figures == self._told and not progress:
+                return
+            self._told = figures
+        if progress or figures is not None:
+            self._link.send(Stepped(progress, self._core.num_queued, figures))
+
+    def _figures(self) -> Figures:
+        core, stats = self._core, self._core.stats
+        named = {name: getattr(stats, name) for name in Figures.__struct_fields__ if name.startswith("num_")}
+        return Figures(**named, execute_s=core.execute_s, host_s=core.host_s)

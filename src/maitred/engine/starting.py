@@ -1,0 +1,74 @@
+"""An engine on its way, in a process or a thread, and what its owner holds once it is there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from maitred.clock import Clock, WallClock
+from maitred.engine.client import EngineClient
+from maitred.engine.intake import ServedModel
+from maitred.engine.live_requests import LiveRequest
+from maitred.engine.memory import MemoryPlan
+from maitred.engine.progress_streams import admission_of
+from maitred.engine.served_model import TextAhead, served_model
+from maitred.engine.supervisor import Start
+from maitred.errors import MaitredError
+from maitred.gate.admission import AdmissionController
+
+
+@dataclass(slots=True)
+class Engine:
+    """A running engine and what a server must know of it."""
+
+    replica: EngineClient
+    model: ServedModel
+    memory_plan: MemoryPlan
+    admission: AdmissionController
+    start_phases: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of each phase of its start, in order; with a process of its own, those inside it."""
+
+
+class StartingEngine:
+    """It begins when this is made; meanwhile its model's text is read here.
+
+    Make it in the main thread: a process ends with the thread that began it.
+    """
+
+    def __init__(
+        self,
+        start: Start,
+        *,
+        clock: Clock | None = None,
+        on_event: Callable[[str], None] = lambda line: None,
+        on_admitted: Callable[[LiveRequest], None] | None = None,
+    ) -> None:
+        """`on_event` gets a line per phase, `on_admitted` every request, on the event loop."""
+        clock = clock or WallClock()
+        self._admission = admission_of(start.config)
+        self._replica = EngineClient(
+            start, clock, admission=self._admission, on_admitted=on_admitted, on_event=on_event
+        )
+        self._replica.supervisor.begin()
+        self._text = TextAhead(start.config.model.model)
+
+    def wait(self) -> Engine:
+        """Raises CheckpointError, ConfigError or OutOfMemory as the engine does, EngineDead when it ended without a
+        word.
+        """
+        ready = self._replica.supervisor.wait()
+        model = served_model(ready.facts, self._text.tokenizer)
+        try:
+            model.text.read()
+        except MaitredError:
+            self._replica.stop()
+            raise
+        return Engine(self._replica, model, ready.memory_plan, self._admission, start_phases=ready.start_phases)
+
+    def give_up(self) -> None:
+        """From any thread: `wait` raises soon, and the engine ends."""
+        self._replica.supervisor.give_up()
+
+    def stop(self) -> None:
+        """End the engine, once nobody waits; idempotent."""
+        self._replica.stop()
