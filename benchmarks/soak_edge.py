@@ -100,10 +100,16 @@ BOMBS = {
     "keys": (b'{"model":"tiny","prompt":"a",', b'"a":0,', b'"a":0}'),
     "unknown": (b'{"model":"tiny","prompt":"a","x":[', b"[],", b"[]]}"),
     "escapes": (b'{"model":"tiny","prompt":"', b"\\u0061", b'"}'),
+    "stop tokens": (b'{"model":"tiny","prompt":"a","stop_token_ids":[', b"300,", b"1]}"),
+    "numbers in vain": (
+        b'{"model":"tiny","prompt":"a",',
+        b'"top_p":1e300%b,' % (b" " * 20),
+        b'"top_p":2}',
+    ),  # as many as texts may be
 }
 
 
-LONGEST_MS = 200.0
+LONGEST_MS = 150.0
 
 
 def bombs() -> Iterator[Line]:

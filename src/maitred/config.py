@@ -260,8 +260,8 @@ class ServerConfig:
     """Names under which the model answers, the first is canonical; empty uses the model's own name."""
     cors_origins: tuple[str, ...] = ()
     """Origins a browser page may call from; none by default."""
-    max_body_bytes: int = 32 * 1024 * 1024
-    """Largest request body in bytes. One as large as that can keep other requests waiting for 60 ms."""
+    max_body_bytes: int = 8 * 1024 * 1024
+    """Largest request body in bytes. One of 8 MiB can keep other requests waiting for 0.1 s."""
     sse_keep_alive_s: float = 15.0
     """A comment is sent on a silent stream this often (s), so that proxies keep it open; 0 is never."""
     default_max_n: int = 16

@@ -18,7 +18,7 @@ MESSAGES = [{"role": "user", "content": "hi"}]
 def served() -> Iterator[RunningServer]:
     """Says `Hello, world!` to everybody; `temperature` 0.7 is the model's own default."""
     model = make_model(generation_defaults={"temperature": 0.7, "top_k": 20})
-    with running_server(FakeReplica(num_cached_tokens=4), model, max_body_bytes=32 * 1024 * 1024) as server:
+    with running_server(FakeReplica(num_cached_tokens=4), model) as server:
         yield server
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import json
+import tomllib
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from functools import partial
@@ -10,8 +13,12 @@ from typing import Any
 
 import pytest
 import uvicorn
+from packaging.specifiers import SpecifierSet
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
+from maitred.api.http import connection
 from maitred.api.http.connection import (
     MAX_FRAMING_BYTES,
     MAX_HEAD_BYTES,
@@ -23,6 +30,7 @@ from maitred.api.http.connection import (
 )
 from maitred.api.http.server import create_app
 from maitred.config import ServerConfig
+from tests.conftest import ROOT
 from tests.fakes_api import FakeReplica, make_model
 
 GET = b"GET /version HTTP/1.1\r\nhost: x\r\n"
@@ -478,3 +486,59 @@ def test_nothing_is_waited_for_when_the_client_left():
     world.connection.pause_writing()
     world.connection.connection_lost(None)
     assert world.loop.num_waiting == 0
+
+
+# what of uvicorn 0.53 and 0.54 connection.py overrides, with the arguments, and what it reads or calls
+OVERRIDDEN = {
+    "__init__": "config server_state app_state _loop",
+    "_start_asgi_task": "cycle app",
+    "connection_made": "transport",
+    "connection_lost": "exc",
+    "data_received": "data",
+    "on_message_begin": "",
+    "on_url": "url",
+    "on_header": "name value",
+    "on_headers_complete": "",
+    "on_body": "body",
+    "on_message_complete": "",
+    "on_response_complete": "",
+    "pause_writing": "",
+    "resume_writing": "",
+}
+READ = {
+    "self": {
+        *("_unset_keepalive_if_required", "client", "connections", "cycle", "flow", "headers", "loop", "parser"),
+        *("pipeline", "scope", "transport", "url"),
+    },
+    "cycle": {"body", "response_complete", "response_started", "scope"},
+    "flow": {"read_paused", "resume_reading"},
+}
+
+
+def test_uvicorn_is_held_to_the_minors_whose_internals_are_overridden():
+    dependencies = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    (held,) = [SpecifierSet(name.removeprefix("uvicorn")) for name in dependencies if name.startswith("uvicorn")]
+    assert [minor for minor in range(40, 70) if f"0.{minor}.9" in held] == [53, 54]
+    assert uvicorn.__version__ in held
+
+
+def test_the_internals_that_are_overridden_are_as_uvicorn_has_them():
+    overridden = {name: inspect.signature(call) for name, call in vars(HttpToolsProtocol).items() if callable(call)}
+    overridden = {name: told for name, told in overridden.items() if name in vars(GuardedConnection)}
+    assert {name: " ".join([*told.parameters][1:]) for name, told in overridden.items()} == OVERRIDDEN
+
+
+def test_the_internals_that_are_read_are_there():
+    """Whatever of it connection.py names: nothing is used that the table does not have."""
+    protocol, transport = World().connection, FakeTransport()
+    plain = HttpToolsProtocol(protocol.config, ServerState(), {}, FakeLoop())  # type: ignore[arg-type]
+    plain.on_message_begin()
+    cycle = RequestResponseCycle(*[None] * 11)  # type: ignore[arg-type]
+    theirs = {"self": plain, "cycle": cycle, "flow": FlowControl(transport)}  # type: ignore[arg-type]
+    named: dict[str, set[str]] = {owner: set() for owner in theirs}
+    for node in ast.walk(ast.parse(inspect.getsource(connection))):
+        if isinstance(node, ast.Attribute):
+            owner = ast.unparse(node.value).removeprefix("self.").replace("_in_work", "cycle")
+            if owner in theirs and hasattr(theirs[owner], node.attr) and node.attr not in OVERRIDDEN:
+                named[owner].add(node.attr)
+    assert named == READ

@@ -265,7 +265,7 @@ def test_chat_names_the_wrong_field(http, fields, param):
         ({"prompt": ["a"] * 1025}, "prompt"),
         ({"prompt": [97, 257]}, "prompt"),
         ({"prompt": [97, -1]}, "prompt"),
-        ({"prompt": [[97], [10**30]]}, "prompt[1]"),
+        ({"prompt": [[97], [10**30]]}, "prompt[1][0]"),
         ({"prompt": ["a", ""]}, "prompt[1]"),
         ({"prompt": ""}, "prompt"),
         ({"prompt": None}, "prompt"),

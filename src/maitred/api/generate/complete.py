@@ -53,7 +53,7 @@ async def complete(
         async with edge.watch(exchange, events):
             batches = await edge.in_thread(exchange, make_batches, options)
             if not body.echo:
-                exchange.room.release(exchange)
+                exchange.large_bodies.release(exchange)
             requests = guest.take(batches)
             generation = exchange.generation = guest.follow(Generation(edge, requests, score_only=score_only))
             if events is not None:

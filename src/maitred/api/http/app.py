@@ -56,8 +56,7 @@ class App:
             raw_send=send,
             request_id=self._request_id(headers.get(b"x-request-id")),
             max_body_bytes=self.edge.config.max_body_bytes,
-            turns=self.edge.turns,
-            room=self.edge.body_room,
+            large_bodies=self.edge.large_bodies,
             headers=headers,
         )
         exchange.standing_headers = partial(self._standing, exchange)
@@ -85,7 +84,7 @@ class App:
         except Exception as error:
             await _answer_error(exchange, error, self._outage)
         finally:
-            exchange.room.release(exchange)
+            exchange.large_bodies.release(exchange)
             metrics.num_in_flight -= 1
             metrics.http_answered(exchange.route_name, exchange.status or CLIENT_GONE_STATUS)
             _log_access(exchange, time.monotonic() - started_at)

@@ -17,12 +17,11 @@ from maitred.api.generate.kept_logprobs import KeptLogprobs
 from maitred.api.generate.text_threads import TextThreads
 from maitred.api.generate.time_limits import NO_LIMITS, TimeLimits
 from maitred.api.http.auth import Authenticator
-from maitred.api.http.body_room import MAX_HELD_BYTES, BodyRoom
+from maitred.api.http.bodies import LargeBodies
 from maitred.api.http.errors import shortened
 from maitred.api.http.exchange import Exchange
 from maitred.api.http.loading import LOADING, LoadingReplica
 from maitred.api.http.sse import EventStream
-from maitred.api.http.turns import Turns
 from maitred.api.http.watch import Watch
 from maitred.api.ops.decode_probe import DecodeProbe
 from maitred.api.ops.latencies import Latencies
@@ -98,9 +97,8 @@ class Edge:
         self.salt_secret = secrets.token_bytes(32)  # the cache it protects does not outlive this process either
         self.latencies = Latencies()
         self._is_ready = is_ready
-        self.turns = Turns()
         self.keeping = KeptLogprobs()
-        self.body_room = BodyRoom(max(MAX_HELD_BYTES, 2 * config.max_body_bytes))
+        self.large_bodies = LargeBodies(config.max_body_bytes)
         self._text_threads = TextThreads()
         self._ids = itertools.count()
         self._num_admitted = 0

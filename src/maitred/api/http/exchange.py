@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Callable, Iterable
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -12,12 +12,9 @@ import msgspec
 from starlette.types import Message, Receive, Scope, Send
 
 from maitred.api.http.auth import Caller
-from maitred.api.http.body_room import BodyRoom
-from maitred.api.http.decoding import Pieces, decode
+from maitred.api.http.bodies import SMALL_BYTES, LargeBodies, decode_body
 from maitred.api.http.errors import ClientGone, HttpError, RequestTooSlow, UnsupportedMediaType
-from maitred.api.http.outline import Outline, outline_of
-from maitred.api.http.turns import Turns
-from maitred.errors import InvalidRequest, Overloaded, RequestTooLarge
+from maitred.errors import RequestTooLarge
 
 if TYPE_CHECKING:
     from maitred.api.generate.generation import Generation
@@ -27,11 +24,6 @@ T = TypeVar("T")
 Header = tuple[bytes, bytes]
 REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")  # what a client may call its request
 TOO_SLOW = "maitred.too_slow"  # in the scope: the connection gave up on the body
-SMALL_BYTES = 64 * 1024  # of a body: reading and decoding so much takes a tenth of a millisecond, and waits for no turn
-UNCOUNTED_BYTES = 1024 * 1024  # a body up to this is decoded in a few milliseconds, whatever is in it
-MAX_ITEMS = 200_000
-MAX_KEYS = 200_000
-JSON_BLANKS = b" \t\r\n"
 JSON_HEADERS = ((b"content-type", b"application/json"),)
 
 
@@ -44,8 +36,7 @@ class Exchange:
     raw_send: Send
     request_id: str
     max_body_bytes: int
-    turns: Turns  # for bodies that are not small
-    room: BodyRoom  # for those, too
+    large_bodies: LargeBodies
     headers: dict[bytes, bytes]  # of the request, names in lower case, the first of equals
     caller: Caller = field(init=False)  # set before any route is asked
     route: Route | None = None  # once it is found
@@ -57,7 +48,6 @@ class Exchange:
     streaming: bool = False  # the answer that began is an event stream
     complete: bool = False
     num_body_bytes: int = 0  # of the request, as far as they were read
-    outline: Outline | None = None  # of them, once the body is over UNCOUNTED_BYTES
     standing_headers: Callable[[], Iterable[Header]] = tuple  # of every answer, asked when it begins
 
     @property
@@ -79,38 +69,33 @@ class Exchange:
             self.complete = True
         await self.raw_send(message)
 
-    async def body(self, *, max_items: int = MAX_ITEMS) -> bytes:
-        """The whole body; raises RequestTooLarge as soon as its length says so, declared or counted, and InvalidRequest
-        as soon as there are too many items or keys in it.
-        """
+    async def body(self) -> bytes:
+        """The whole body; raises RequestTooLarge as soon as its length says so, declared or counted."""
         declared = self.headers.get(b"content-length", b"")
         if declared.isdigit() and int(declared[:20]) > self.max_body_bytes:
             raise self._too_large()
         chunks: list[bytes] = []
         more = True
-        while more and self.num_body_bytes <= SMALL_BYTES:
-            more = await self._read_into(chunks, max_items)
-        if self.num_body_bytes > SMALL_BYTES:
+        while more and not self.is_large:
+            more = await self._read_into(chunks)
+        if self.is_large:
             try:
-                async with asyncio.timeout(None) as sending:
-                    self.room.hold(self, self.num_body_bytes, sending)
+                async with self.large_bodies.coming(self):
+                    self.large_bodies.hold(self, self.num_body_bytes)
                     while more:
-                        more = await self._read_into(chunks, max_items)
-                        self.room.hold(self, self.num_body_bytes, sending)
-                    if sending.when() is not None:  # over, and it need not wait for anything to hear of it
-                        raise TimeoutError
-            except TimeoutError:
+                        more = await self._read_into(chunks)
+                        self.large_bodies.hold(self, self.num_body_bytes)
+            except BaseException:
                 chunks.clear()  # an error keeps its frames until they are collected
-                text = "bodies of requests fill the memory there is for them, and this one has been coming for longest"
-                raise Overloaded(f"{text}; send it again", retry_after_s=1.0) from None
-            finally:
-                self.room.sent(self)
-            await self.turn()
+                raise
         return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
-    async def _read_into(self, chunks: list[bytes], max_items: int) -> bool:
+    @property
+    def is_large(self) -> bool:
+        return self.num_body_bytes > SMALL_BYTES
+
+    async def _read_into(self, chunks: list[bytes]) -> bool:
         """The next piece of the body; whether there is more."""
-        await self.turn()  # the connection reads on when it is asked to
         message = await self.receive()
         if message["type"] == "http.disconnect":
             if TOO_SLOW in self.scope:
@@ -121,33 +106,11 @@ class Exchange:
         if self.num_body_bytes > self.max_body_bytes:
             raise self._too_large()
         chunks.append(chunk)
-        if self.num_body_bytes > UNCOUNTED_BYTES:
-            await self._count(chunks if self.outline is None else (chunk,), max_items)
         return bool(message.get("more_body", False))
 
-    async def turn(self) -> None:
-        """Before each piece of work on the body; a small one waits for nothing."""
-        if self.num_body_bytes > SMALL_BYTES:
-            await self.turns.mine()
-
-    async def in_turns(self, pieces: Pieces[T]) -> T:
-        """What `pieces` make, each in a turn of its own."""
-        while True:
-            await self.turn()
-            try:
-                next(pieces)
-            except StopIteration as made:
-                result: T = made.value
-                return result
-
-    async def _count(self, chunks: Iterable[bytes], max_items: int) -> None:
-        """As they come: of what has so many items that decoding costs too much, the rest need not be read."""
-        outline = self.outline = self.outline or Outline()
-        for chunk in chunks:
-            await self.turn()
-            outline.add(chunk)
-        _check_number(outline.num_items, "items", max_items)
-        _check_number(outline.num_keys, "keys", MAX_KEYS)
+    def turn(self) -> AbstractAsyncContextManager[None]:
+        """Around decoding what the body has: a large one waits for those before it."""
+        return self.large_bodies.turn() if self.is_large else nullcontext()
 
     def _too_large(self) -> RequestTooLarge:
         limit = self.max_body_bytes
@@ -155,27 +118,14 @@ class Exchange:
             f"the request body is over the limit of {limit} bytes; the server's --max-body-bytes sets it"
         )
 
-    async def json(
-        self,
-        decoder: msgspec.json.Decoder[T],
-        *,
-        max_items: int = MAX_ITEMS,
-        apart: str | None = None,
-        max_apart: int = 0,
-    ) -> T:
-        """The body as a struct; raises InvalidRequest whose `param` is the path of the wrong field.
-
-        `max_items` bounds what decoding may cost. `apart` is a raw field with items of its own, up to `max_apart`.
-        """
+    async def json(self, decoder: msgspec.json.Decoder[T]) -> T:
+        """The body as a struct; raises InvalidRequest whose `param` is the path of the wrong field."""
         media_type = self.headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
         if media_type != b"application/json":
             raise UnsupportedMediaType("send the body as JSON, with the header Content-Type: application/json")
-        body = await self.body(max_items=max_items + max_apart)
-        decoded: T = await self.in_turns(decode(body.lstrip(JSON_BLANKS), decoder.type))
-        if apart is not None and self.outline is not None and self.outline.num_items > max_items:
-            within = await self.in_turns(outline_of(getattr(decoded, apart)))
-            _check_number(self.outline.num_items - within.num_items, "items", max_items)
-        return decoded
+        body = await self.body()
+        async with self.turn():
+            return decode_body(body, decoder)
 
     async def answer_json(self, value: Any, status: int = 200, headers: tuple[tuple[bytes, bytes], ...] = ()) -> None:
         await self.answer(msgspec.json.encode(value), status, (*JSON_HEADERS, *headers))
@@ -188,8 +138,3 @@ class Exchange:
 
     async def answer_error(self, error: HttpError) -> None:
         await self.answer(error.encoded(), error.status, (*JSON_HEADERS, *error.headers))
-
-
-def _check_number(num: int, what: str, limit: int) -> None:
-    if num > limit:
-        raise InvalidRequest(f"the body has over {limit} {what} in JSON; send fewer", code="too_many_items")

@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import Raw, UnsetType
 
-from maitred.api.http.decoding import PIECE_BYTES, Pieces, decode, decode_json
+from maitred.api.dialects.openai.schemas import SentTokenIds
+from maitred.api.http.bodies import decode_json
 from maitred.errors import InvalidRequest
 
 T = TypeVar("T")
@@ -18,14 +19,24 @@ MAX_PROMPTS = 1024
 MAX_LISTED = 1_000_000  # items of a prompt that is a list; so many token ids take 25 ms to decode
 
 _ANY = msgspec.json.Decoder(dict[str, Any])
+_UNREAD = msgspec.json.Decoder(dict[str, Raw])
 _STRINGS = msgspec.json.Decoder(dict[str, str])
 _BIASES = msgspec.json.Decoder(dict[int, float])
+_TEXT = msgspec.json.Decoder(str)
+_TEXTS = msgspec.json.Decoder(list[str])
+_TOKENS = msgspec.json.Decoder(SentTokenIds)
+_TOKEN_LISTS = msgspec.json.Decoder(list[SentTokenIds])
 _FIRST_ITEM = re.compile(rb"\[\s*(.)")
 
 
 def any_object(raw: Raw | UnsetType, name: str) -> dict[str, Any] | None:
     """An object of whatever; None when absent or null."""
     return _object(raw, name, _ANY)
+
+
+def check_object(raw: Raw | UnsetType, name: str) -> None:
+    """That it is one, if it is there; nobody reads what is in it."""
+    _object(raw, name, _UNREAD)
 
 
 def string_map(raw: Raw | UnsetType, name: str) -> dict[str, str] | None:
@@ -47,41 +58,32 @@ def _object(raw: Raw | UnsetType, name: str, decoder: msgspec.json.Decoder[T]) -
     return decode_json(sent, decoder, at=name)
 
 
-def prompts_of(raw: Raw, *, max_listed: int = MAX_LISTED) -> Pieces[list[Prompt]]:
+def prompts_of(raw: Raw, *, max_listed: int = MAX_LISTED) -> list[Prompt]:
     """One text, one list of token ids, or a list of either; the first item says which.
 
     `max_listed` bounds the tokens of all lists together; it counts commas, which texts have too.
     """
-    sent = memoryview(raw)
-    if bytes(sent[:1]) == b'"':
-        return [(yield from decode(sent, str, at="prompt"))]
+    sent = bytes(raw)
+    if sent.startswith(b'"'):
+        return [decode_json(sent, _TEXT, at="prompt")]
     found = _FIRST_ITEM.match(sent)
     if found is None:
         raise InvalidRequest("prompt must be a text, a list of token ids, or a list of either", param="prompt")
-    num_listed = (yield from _count(sent, b",")) + 1
+    num_listed = sent.count(b",") + 1
     if num_listed > max_listed:
         text = f"prompt has about {num_listed} items; at most {max_listed}"
         raise InvalidRequest(text, param="prompt", code="too_many_items")
     prompts: list[Prompt]
     if found[1] == b"[":
-        _check_count((yield from _count(sent, b"[")) - 1)  # all of them structure: there are only numbers inside
-        prompts = yield from decode(sent, list[list[int]], at="prompt")
+        _check_count(sent.count(b"[") - 1)  # all of them structure: there are only numbers inside
+        prompts = [*decode_json(sent, _TOKEN_LISTS, at="prompt")]
     elif found[1] == b'"':
-        prompts = yield from decode(sent, list[str], at="prompt")
+        prompts = [*decode_json(sent, _TEXTS, at="prompt")]
     else:
-        tokens = yield from decode(sent, list[int], at="prompt")
+        tokens = decode_json(sent, _TOKENS, at="prompt")
         prompts = [tokens] if tokens else []
     _check_count(len(prompts))
     return prompts
-
-
-def _count(sent: memoryview, mark: bytes) -> Pieces[int]:
-    num = 0
-    for start in range(0, len(sent), PIECE_BYTES):
-        if start:
-            yield
-        num += bytes(sent[start : start + PIECE_BYTES]).count(mark)
-    return num
 
 
 def _check_count(num_prompts: int) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET
 
-from maitred.api.dialects.openai.bounded import any_object
+from maitred.api.dialects.openai.bounded import any_object, check_object
 from maitred.api.dialects.openai.logprobs import TokenNames, chat_logprobs, named_prompt_logprobs, packed_chat_logprobs
 from maitred.api.dialects.openai.messages import render_chat, text_of
 from maitred.api.dialects.openai.refusals import CHAT_REFUSED, ChatAsSent, refuse_unbuilt
@@ -29,7 +29,7 @@ from maitred.api.generate.generation import Generation, Sample
 from maitred.api.generate.lease import granted_tier
 from maitred.api.generate.streaming import ChunkWriter, finish_name, stream_events
 from maitred.api.http.edge import Edge, RequestOptions
-from maitred.api.http.exchange import MAX_ITEMS, Exchange
+from maitred.api.http.exchange import Exchange
 from maitred.api.http.sse import EventStream
 from maitred.engine.output import TextDelta
 from maitred.errors import RequestError
@@ -40,11 +40,11 @@ _DECODER = msgspec.json.Decoder(ChatAsSent)
 
 async def create_chat_completion(edge: Edge, exchange: Exchange) -> None:
     """Check, render, tokenise, generate; answer whole or as a stream."""
-    body = await exchange.json(_DECODER, max_items=max(MAX_ITEMS, 2 * edge.model.max_model_len))
+    body = await exchange.json(_DECODER)
     model = edge.check_model(body.model)
     refuse_unbuilt(body, CHAT_REFUSED)
     check_common(body, policy_without_priorities=edge.policy_without_priorities)
-    any_object(body.prompt_cache_options, "prompt_cache_options")
+    check_object(body.prompt_cache_options, "prompt_cache_options")
     sampling = chat_sampling(body, edge.model, edge.config.default_max_n)
     tier = granted_tier(exchange.caller, body)
     answer = ChatAnswer(edge, body, model, completion_id("chatcmpl", body, exchange), tier)

@@ -28,13 +28,13 @@ _DECODER = msgspec.json.Decoder(CompletionAsSent)
 
 async def create_completion(edge: Edge, exchange: Exchange) -> None:
     """Check, tokenise, generate; answer whole or as a stream."""
-    max_listed = max(MAX_LISTED, 2 * edge.model.max_model_len)
-    body = await exchange.json(_DECODER, apart="prompt", max_apart=max_listed)
+    body = await exchange.json(_DECODER)
     model = edge.check_model(body.model)
     refuse_unbuilt(body, COMPLETION_REFUSED)
     check_common(body, policy_without_priorities=edge.policy_without_priorities)
     sampling = completion_sampling(body, edge.model, edge.config.default_max_n)
-    prompts = await exchange.in_turns(prompts_of(body.prompt, max_listed=max_listed))
+    async with exchange.turn():
+        prompts = prompts_of(body.prompt, max_listed=max(MAX_LISTED, 2 * edge.model.max_model_len))
     body.prompt = msgspec.Raw()  # which was the whole body
     answer = CompletionAnswer(edge, body, model, prompts, completion_id("cmpl", body, exchange))
     exchange.log |= {"model": model, "stream": bool(body.stream), "n": sampling.n, "prompts": len(prompts)}

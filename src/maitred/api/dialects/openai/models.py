@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from maitred.api.dialects.openai.bounded import any_object
+from maitred.api.dialects.openai.bounded import MAX_LISTED, any_object
 from maitred.api.dialects.openai.messages import render_chat
 from maitred.api.dialects.openai.schemas import (
     DetokenizeRequest,
@@ -15,7 +15,7 @@ from maitred.api.dialects.openai.schemas import (
     TokenizeResponse,
 )
 from maitred.api.http.edge import Edge
-from maitred.api.http.exchange import MAX_ITEMS, Exchange
+from maitred.api.http.exchange import Exchange
 from maitred.errors import InvalidRequest, PromptTooLong
 
 _TOKENIZE = msgspec.json.Decoder(TokenizeRequest)
@@ -48,7 +48,7 @@ def _card(edge: Edge, name: str) -> ModelCard:
 
 async def tokenize(edge: Edge, exchange: Exchange) -> None:
     """Tokens of a prompt, or of messages as the chat route would render them."""
-    body = await exchange.json(_TOKENIZE, max_items=max(MAX_ITEMS, 2 * edge.model.max_model_len))
+    body = await exchange.json(_TOKENIZE)
     edge.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("send either prompt or messages", param="prompt")
@@ -84,12 +84,16 @@ def _tokenize(edge: Edge, body: TokenizeRequest) -> TokenizeResponse:
 
 async def detokenize(edge: Edge, exchange: Exchange) -> None:
     """Text of tokens, special ones included."""
-    body = await exchange.json(_DETOKENIZE, max_items=max(MAX_ITEMS, 2 * edge.model.max_model_len))
+    body = await exchange.json(_DETOKENIZE)
     edge.check_model(body.model)
     await exchange.answer_json(await edge.in_thread(exchange, _detokenize, edge, body))
 
 
 def _detokenize(edge: Edge, body: DetokenizeRequest) -> DetokenizeResponse:
+    most = max(MAX_LISTED, MOST_CONTEXTS * edge.model.max_model_len)
+    if len(body.tokens) > most:
+        text = f"tokens has {len(body.tokens)} items; at most {most}"
+        raise InvalidRequest(text, param="tokens", code="too_many_items")
     for position, token in enumerate(body.tokens):
         if not 0 <= token < edge.model.vocab_size:
             raise InvalidRequest(

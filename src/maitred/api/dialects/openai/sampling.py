@@ -149,6 +149,7 @@ def _sampling(
     _check_bounds(body, n, max_n)
     _check_count("logit_bias", biases, MAX_LOGIT_BIAS)
     _check_count("stop_token_ids", body.stop_token_ids, MAX_STOP_TOKEN_IDS)
+    _check_count("allowed_token_ids", body.allowed_token_ids, model.vocab_size)
     _check_stop_tokens(body.stop_token_ids or (), model.vocab_size)
     values |= {name: value for name, value in extra.items() if value is not None}
     return SamplingParams(n=n, max_tokens=max_tokens, stop=_stop(body.stop), **values)

@@ -2,8 +2,8 @@
 
 Field names follow OpenAI's specification and, for extensions, vLLM's. Ranges that a message should explain with both
 numbers are checked in sampling.py; here they only appear in the OpenAPI document (`extra_json_schema`). Objects and
-nested lists of any size stay Raw until bounded.py has measured them: ten million empty lists are 30 MB of body and two
-seconds of decoding.
+nested lists of any size stay Raw until bounded.py has measured them: 2.8 million empty lists are 8 MiB of body and half
+a second of decoding.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ Penalty = Annotated[float | None, Meta(extra_json_schema=_between(-2, 2))]
 Salt = Annotated[str | None, Meta(extra_json_schema={"minLength": 1, "maxLength": 1024})]
 Milliseconds = Annotated[float | None, Meta(extra_json_schema={"exclusiveMinimum": 0, "maximum": 86_400_000})]
 TokenIds = list[int]
+# numbers of more digits would be read at length, and no vocabulary has them
+SentTokenIds = list[Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]]
 SERVICE_TIERS = ("auto", *TIERS)  # where there are no tenants, auto and default
 ServiceTierName = Annotated[str, Meta(extra_json_schema={"enum": [*TIERS]})]
 
@@ -69,12 +71,12 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     top_k: Annotated[int | None, Meta(extra_json_schema={"minimum": -1})] = None
     min_p: Annotated[float | None, Meta(extra_json_schema=_between(0, 1))] = None
     repetition_penalty: Annotated[float | None, Meta(extra_json_schema=_between(0.01, 100))] = None
-    stop_token_ids: TokenIds | None = None
+    stop_token_ids: SentTokenIds | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     min_tokens: Count = None
     skip_special_tokens: bool | None = None
-    allowed_token_ids: TokenIds | None = None
+    allowed_token_ids: SentTokenIds | None = None
     bad_words: list[str] | None = None
     prompt_logprobs: Annotated[int | None, Meta(extra_json_schema=_between(0, 20))] = None
     # what the answer shows, and how the request is treated
@@ -165,7 +167,7 @@ class TokenizeResponse(msgspec.Struct, kw_only=True):
 class DetokenizeRequest(msgspec.Struct, kw_only=True):
     """POST /detokenize."""
 
-    tokens: TokenIds
+    tokens: SentTokenIds
     model: str | None = None
 
 
