@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from maitred.cli.command import UsageError
+from maitred.cli.flags import UsageError
 from maitred.cli.main import load, main
 from maitred.config import CacheConfig, ModelConfig, SchedulerConfig, ServerConfig
 

@@ -10,8 +10,8 @@ from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from maitred.cli.command import Command, Options, UsageError
-from maitred.cli.flags import option
+from maitred.cli.command import Command, Options
+from maitred.cli.flags import UsageError, option
 from maitred.errors import ServerError
 
 if TYPE_CHECKING:

@@ -25,9 +25,9 @@ from maitred.cli.bench.prompts import WORD_VOCABULARY, PlannedRequest, Synthetic
 from maitred.cli.bench.runner import LoadRun
 from maitred.cli.bench.stats import Summary, parse_slo, summarise
 from maitred.cli.bench.trace import TraceReplay, read_trace
-from maitred.cli.command import UsageError
 from maitred.cli.console import note
 from maitred.cli.endpoint import HttpEndpoint, first_model
+from maitred.cli.flags import UsageError
 from maitred.cli.main import EXIT_INTERRUPTED
 from maitred.errors import ConfigError, ServerError
 from maitred.sim.lengths import parse_length

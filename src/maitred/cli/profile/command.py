@@ -40,5 +40,6 @@ COMMAND = Command(
     run=_run,
     parts=(ProfileOptions, *ENGINE_PARTS),
     positional="model",
+    first=("model", "output", "seconds", "clock", "dtype", "kv_dtype", "max_model_len", "max_num_seqs", "num_threads"),
     examples=("maitred profile", "maitred profile ./Llama-3.2-1B -o llama.json", "maitred profile --seconds 120"),
 )

@@ -46,6 +46,7 @@ COMMAND = Command(
     run=_run,
     parts=(RooflineOptions, *ENGINE_PARTS),
     positional="model",
+    first=("model", "engine", "batch", "context", "prompt", "json", "dtype", "kv_dtype", "num_threads"),
     examples=(
         "maitred roofline",
         "maitred roofline ./Qwen3-0.6B --dtype int8 --batch 1 --batch 16 --context 2048",

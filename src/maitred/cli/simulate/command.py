@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from maitred.cli.command import Command, Options
 from maitred.cli.flags import option
@@ -57,8 +56,6 @@ class SimulatedSchedulerConfig(SchedulerConfig):
     predictor: str = option("oracle", metavar="NAME", choices=SIMULATED_PREDICTOR_NAMES)
     """Where predicted output lengths come from: oracle (the truth), max_tokens, quantile, ranker or adversarial."""
 
-    predictor_names: ClassVar[tuple[str, ...]] = SIMULATED_PREDICTOR_NAMES
-
 
 def _run(options: Options) -> int:
     from maitred.cli.simulate.session import run_simulations
@@ -73,6 +70,20 @@ COMMAND = Command(
     summary="Compare scheduling policies on a workload, with the scheduler that serves and a model of the machine.",
     run=_run,
     parts=(SimulateOptions, SimulatedSchedulerConfig, AdmissionConfig, CacheConfig),
+    first=(
+        "workload",
+        "policy",
+        "device",
+        "model",
+        "slo",
+        "tenants",
+        "admission",
+        "rate_scale",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "json",
+        "report",
+    ),
     examples=(
         "maitred simulate --workload examples/workloads/bimodal.yaml --policy fcfs,priority",
         "maitred simulate --workload trace.jsonl --device h100 --model llama-3.1-8b --rate-scale 2 --json",

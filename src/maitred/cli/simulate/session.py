@@ -10,8 +10,8 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from maitred.cli.bench.stats import parse_slo
-from maitred.cli.command import UsageError
 from maitred.cli.console import note
+from maitred.cli.flags import UsageError
 from maitred.cli.simulate.sources import Target, find_target, read_workload
 from maitred.cli.simulate.table import table
 from maitred.config import AdmissionConfig, CacheConfig, SchedulerConfig
