@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 # path -> (module that holds COMMAND, one line for the list)
 COMMANDS: dict[str, tuple[str, str]] = {
-    "serve": ("maitred.cli.serve", "serve a model over HTTP, as OpenAI's API"),
-    "top": ("maitred.cli.top", "watch a server's slots, queue and KV cache in the terminal"),
+    "serve": ("maitred.cli.serve.command", "serve a model over HTTP, as OpenAI's API"),
+    "top": ("maitred.cli.top.command", "watch a server's slots, queue and KV cache in the terminal"),
     "ps": ("maitred.cli.ps", "list the models that a server holds"),
     "chat": ("maitred.cli.chat.command", "talk to a model in the terminal, in process or at a URL"),
     "run": ("maitred.cli.run.command", "answer a file of OpenAI batch lines; resumes after a kill"),
@@ -32,7 +32,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "roofline": ("maitred.cli.roofline.command", "measure what this machine allows, and how far the engine is from it"),
     "profile": ("maitred.cli.profile.command", "measure this machine for simulate"),
     "explain": ("maitred.cli.explain", "tell how a model would be run: fusions, kernels, formats, buffers"),
-    "replay": ("maitred.cli.replay", "make the decisions of a log again, and name the first that differs"),
+    "replay": ("maitred.cli.replay.command", "make the decisions of a log again, and name the first that differs"),
     "why": ("maitred.cli.why.command", "tell what a request waited for, from the decision log"),
     "policies": ("maitred.cli.policies", "list the scheduling policies, and check that they keep their promises"),
     "completion": ("maitred.cli.completion", "print the completion script of bash, zsh or fish"),

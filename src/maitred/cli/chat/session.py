@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
 from maitred.cli.chat.answer import Answer
-from maitred.cli.chat.command import ChatOptions
 from maitred.cli.chat.conversation import Conversation, Next
+from maitred.cli.chat.options import ChatOptions
 from maitred.cli.chat.terminal import Terminal, open_terminal
 from maitred.cli.command import Options
 from maitred.cli.endpoint import Endpoint, HttpEndpoint, first_model
