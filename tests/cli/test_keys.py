@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from maitred.cli import serve
 from maitred.cli.main import main
+from maitred.cli.serve import command as serve
 from maitred.cli.serve.tenancy import open_tenancy
 from maitred.config import ServerConfig, TenancyConfig
 from maitred.errors import ConfigError
