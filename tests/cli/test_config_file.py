@@ -55,6 +55,14 @@ def test_an_empty_file_changes_nothing(tmp_path):
     assert parse(tmp_path, "# nothing\n")[ServerConfig] == ServerConfig()
 
 
+def test_null_leaves_the_default_and_a_required_flag_required(tmp_path):
+    assert parse(tmp_path, "port: null\nmax-num-seqs: ~\n")[ServerConfig] == ServerConfig()
+    path = tmp_path / "run.yaml"
+    path.write_text("input: null\noutput: out.jsonl\n")
+    with pytest.raises(UsageError, match="--input is required"):
+        load("run").parse(["--config", str(path)], {})
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

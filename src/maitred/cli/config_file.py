@@ -28,7 +28,8 @@ def read_config_file(path: str, flags: Sequence[Flag]) -> dict[str, object]:
             raise UsageError(f"{where}: {key_node.value!r} stands twice; keep one")
         try:
             value = yaml.constructor.SafeConstructor().construct_document(value_node)  # no objects, no code
-            values[flag.field] = flag.default if value is None else _typed(flag, value)
+            if value is not None:  # null leaves the default
+                values[flag.field] = _typed(flag, value)
         except (ValueError, UsageError, yaml.YAMLError):
             raise UsageError(f"{where}: {flag.key} is {value!r}; it must be {flag.kind.value}") from None
     return values
