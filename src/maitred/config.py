@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING
 
 from maitred.errors import ConfigError, did_you_mean
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 EXECUTORS = ("auto", "torch", "native")
 DEVICES = ("auto", "cpu", "cuda")
@@ -27,15 +30,20 @@ PREDICTOR_NAMES = ("max_tokens", "quantile", "ranker")
 SIMULATED_PREDICTOR_NAMES = ("oracle", *PREDICTOR_NAMES, "adversarial")
 
 
-def _require_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ConfigError(f"{name} is {value!r}{did_you_mean(value, choices)}; choose one of {', '.join(choices)}")
+def _one_of(choices: tuple[str, ...], default: str) -> str:
+    """A field that takes one of `choices`, which the command line reads too."""
+    chosen: str = field(default=default, metadata={"choices": choices})
+    return chosen
 
 
-def _require_dtype(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value in HALF:
-        raise ConfigError(f"{name} is {value!r}; float16 is not computed here, bfloat16 takes as many bytes")
-    _require_choice(name, value, choices)
+def _require_choices(config: DataclassInstance) -> None:
+    """Of every field made by `_one_of`."""
+    for f in fields(config):
+        value, choices = getattr(config, f.name), f.metadata.get("choices", ())
+        if choices and value not in choices:
+            raise ConfigError(
+                f"{f.name} is {value!r}{did_you_mean(value, choices)}; choose one of {', '.join(choices)}"
+            )
 
 
 def _require_at_least(name: str, value: float | None, low: float) -> None:
@@ -56,18 +64,18 @@ class ModelConfig:
     """Folder in Hugging Face layout, or hub id; None is the built-in model."""
     revision: str | None = None
     """Hub branch, tag or commit; None is the default branch."""
-    executor: str = "auto"
+    executor: str = _one_of(EXECUTORS, "auto")
     """auto, torch or native."""
-    device: str = "auto"
+    device: str = _one_of(DEVICES, "auto")
     """auto, cpu or cuda; auto takes a GPU when PyTorch sees one."""
-    dtype: str = "auto"
+    dtype: str = _one_of(DTYPES, "auto")
     """Weights and activations; auto is the checkpoint's own dtype where the device is fast at it, else float32. int8
     and int4 are quantised at load, by the native executor."""
-    lm_head_dtype: str = "auto"
+    lm_head_dtype: str = _one_of(LM_HEAD_DTYPES, "auto")
     """Output matrix and embedding (native executor); auto is as `dtype`, but int8 where that is int4."""
     int4_group_size: int = 32
     """Weights that share a scale when dtype is int4: 32, 64 or 128. Smaller is more exact and reads more bytes."""
-    kv_dtype: str = "auto"
+    kv_dtype: str = _one_of(KV_DTYPES, "auto")
     """KV cache; auto is the weights' dtype, and bfloat16 where that is int8 or int4."""
     max_model_len: int | None = None
     """Context in tokens, prompt and output; None is the model's own, reduced to what memory holds."""
@@ -79,7 +87,7 @@ class ModelConfig:
     num_threads: int | None = None
     """CPU threads of the executor, at most the physical cores this process may use; None is these cores, or one below
     30 M parameters, and the native executor uses fewer of them as long as measured steps are faster so."""
-    bind_threads: str = "auto"
+    bind_threads: str = _one_of(BIND_THREADS, "auto")
     """Whether the native executor's threads keep to a processor each, where they are as many as this process may use:
     on, off, or auto, which is on in an engine's own process, as under maitred serve."""
     chat_template: str | None = None
@@ -92,15 +100,12 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         for name in ("dtype", "lm_head_dtype", "kv_dtype"):
-            object.__setattr__(self, name, DTYPE_ALIASES.get(getattr(self, name), getattr(self, name)))
+            if (dtype := getattr(self, name)) in HALF:
+                raise ConfigError(f"{name} is {dtype!r}; float16 is not computed here, bfloat16 takes as many bytes")
+            object.__setattr__(self, name, DTYPE_ALIASES.get(dtype, dtype))
+        _require_choices(self)
         if self.model is not None and not self.model.strip():
             raise ConfigError(f"model is {self.model!r}; name a folder or a hub id, or none for the built-in model")
-        _require_choice("executor", self.executor, EXECUTORS)
-        _require_choice("device", self.device, DEVICES)
-        _require_dtype("dtype", self.dtype, DTYPES)
-        _require_dtype("lm_head_dtype", self.lm_head_dtype, LM_HEAD_DTYPES)
-        _require_dtype("kv_dtype", self.kv_dtype, KV_DTYPES)
-        _require_choice("bind_threads", self.bind_threads, BIND_THREADS)
         if self.int4_group_size not in INT4_GROUP_SIZES:
             raise ConfigError(f"int4_group_size is {self.int4_group_size}; choose one of 32, 64, 128")
         _require_at_least("max_model_len", self.max_model_len, 2)
@@ -183,14 +188,12 @@ class SchedulerConfig:
     level of priority adds ageing_s."""
     prefill_tokens_per_s: float = 2000.0
     """least_slack: prompt tokens computed in a second, to know how long before its deadline a request must start."""
-    predictor: str = "ranker"
+    predictor: str = _one_of(PREDICTOR_NAMES, "ranker")
     """How output lengths are guessed: max_tokens, quantile (history) or ranker (learns from words of the prompt)."""
 
-    predictor_names: ClassVar[tuple[str, ...]] = PREDICTOR_NAMES
-
     def __post_init__(self) -> None:
+        _require_choices(self)
         _require_at_least("max_num_seqs", self.max_num_seqs, 1)
-        _require_choice("predictor", self.predictor, self.predictor_names)
         for name, low, high in _SCHEDULER_RANGES:
             if getattr(self, name) is not None:
                 _require_between(name, getattr(self, name), low, high)
@@ -288,17 +291,15 @@ class ServerConfig:
     """GET /health/decode waits this long (s) for its one token."""
     otlp_endpoint: str | None = None
     """OpenTelemetry receiver (OTLP over HTTP) for traces, such as http://127.0.0.1:4318; needs the extra `otel`."""
-    metrics_compat: str = "none"
+    metrics_compat: str = _one_of(METRICS_COMPAT, "none")
     """none, or vllm: /metrics shows the same figures under vLLM's names besides, for dashboards that know those."""
-    log_level: str = "info"
+    log_level: str = _one_of(LOG_LEVELS, "info")
     """debug, info, warning or error."""
-    log_format: str = "text"
+    log_format: str = _one_of(LOG_FORMATS, "text")
     """text or json (one object a line)."""
 
     def __post_init__(self) -> None:
-        _require_choice("log_level", self.log_level, LOG_LEVELS)
-        _require_choice("log_format", self.log_format, LOG_FORMATS)
-        _require_choice("metrics_compat", self.metrics_compat, METRICS_COMPAT)
+        _require_choices(self)
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port is {self.port}; it must be from 0 to 65535")
         if not 1 <= self.default_max_n <= 128:
@@ -342,12 +343,12 @@ class ProcessConfig:
     max_restarts: int = 5
     """Restarts in a row before the engine is given up; one that lived for ten seconds ends the row. A kill from outside
     weighs a tenth."""
-    resume: str = "exact"
+    resume: str = _one_of(RESUME_RULES, "exact")
     """What a request that has tokens does when the engine died: exact goes on where the executor gives the same tokens
     as if nothing had happened, and else ends with an error; always goes on; never ends with an error."""
 
     def __post_init__(self) -> None:
-        _require_choice("resume", self.resume, RESUME_RULES)
+        _require_choices(self)
         _require_at_least("step_timeout_s", self.step_timeout_s, 0.1)
         _require_at_least("max_restarts", self.max_restarts, 0)
 

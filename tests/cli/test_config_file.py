@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from maitred.cli.command import UsageError
+from maitred.cli.flags import UsageError
 from maitred.cli.main import load, main
 from maitred.config import CacheConfig, ModelConfig, SchedulerConfig, ServerConfig
 
@@ -53,6 +53,14 @@ def test_the_command_line_wins(tmp_path):
 
 def test_an_empty_file_changes_nothing(tmp_path):
     assert parse(tmp_path, "# nothing\n")[ServerConfig] == ServerConfig()
+
+
+def test_null_leaves_the_default_and_a_required_flag_required(tmp_path):
+    assert parse(tmp_path, "port: null\nmax-num-seqs: ~\n")[ServerConfig] == ServerConfig()
+    path = tmp_path / "run.yaml"
+    path.write_text("input: null\noutput: out.jsonl\n")
+    with pytest.raises(UsageError, match="--input is required"):
+        load("run").parse(["--config", str(path)], {})
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from maitred.cli.command import Command, UsageError, make_parser
-from maitred.cli.flags import Kind, bytes_number, flags_of, help_text
+from maitred.cli.command import Command, make_parser
+from maitred.cli.flags import Kind, UsageError, bytes_number, flags_of, help_text
 from maitred.cli.main import COMMANDS, load
 from maitred.config import AdmissionConfig, CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, ServerConfig
 
@@ -74,7 +74,7 @@ def test_the_environment_stands_below_the_command_line():
         ("--oven-bytes lots", "--oven-bytes is 'lots'; it must be a number of bytes"),
         ("--patience-s x", "--patience-s is 'x'; it must be a number"),
         ("--prices soup", "--prices is 'soup'; write KEY=VALUE"),
-        ("--prices {soup", "--prices is not valid JSON"),
+        ("--prices {soup", "it is not valid JSON"),
     ],
 )
 def test_a_wrong_value_names_flag_value_and_form(words, message):

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from maitred.cli.command import make_parser, what_was_meant
+from maitred.cli.command import make_parser
 from maitred.cli.main import load, main
-from maitred.engine.foreign import EQUAL, FLAGS, NOT_NEEDED, NOT_YET, flag_named
+from maitred.engine.foreign import EQUAL, FLAGS, NOT_NEEDED, NOT_YET, flag_named, what_was_meant
 from tests.conftest import ROOT
 
 OWN = list(make_parser(load("serve"))._option_string_actions)

@@ -8,16 +8,13 @@ import re
 import shutil
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn, TypeVar
 
-from maitred.cli.flags import Flag, Kind, flags_of, from_word, help_text, option
-from maitred.errors import ConfigError, did_you_mean
+from maitred.cli.flags import Flag, Kind, UsageError, flags_of, from_word, help_text, option, together
+from maitred.errors import ConfigError
 
 T = TypeVar("T")
-
-
-class UsageError(ConfigError):
-    """The words of the command line, or a line of the config file, make no sense; exit code 2."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +52,7 @@ class Command:
     run: Callable[[Options], int]  # gives the exit code
     parts: tuple[type, ...]  # dataclasses whose fields are the flags, in the order of --help
     positional: str | None = None  # the field that may also stand without its flag
-    first: tuple[str, ...] = ()  # fields whose flags are wanted most often, shown before all parts
+    first: tuple[str, ...] = ()  # fields whose flags are wanted most often, shown before all parts in this order
     examples: tuple[str, ...] = ()
 
     def flags(self) -> Iterator[Flag]:
@@ -65,7 +62,15 @@ class Command:
     def parse(self, words: Sequence[str], environ: Mapping[str, str] = os.environ) -> Options:
         """Raises UsageError. Defaults < config file < environment < command line."""
         given = _parse_words(self, words)
-        values = _from_file(self, given) | _from_environment(self, environ) | given
+        values: dict[str, object] = {}
+        if "config" in given:
+            from maitred.cli.config_file import read_config_file
+
+            values = read_config_file(str(given["config"]), list(self.flags()))
+        for flag in self.flags():
+            if flag.env and environ.get(flag.env):
+                values[flag.field] = together(flag, from_word(flag, environ[flag.env]))
+        values |= given
         missing = [flag.name for flag in self.flags() if flag.required and flag.field not in values]
         if missing:
             from maitred.engine.foreign import COMMANDS
@@ -76,36 +81,15 @@ class Command:
 
 
 def _build(part: type, values: Mapping[str, object]) -> object:
+    flags = flags_of(part)
     try:
-        return part(**{flag.field: values[flag.field] for flag in flags_of(part) if flag.field in values})
-    except ConfigError as error:
-        raise UsageError(_in_words_of_flags(str(error), part)) from error
-
-
-def _in_words_of_flags(message: str, part: type) -> str:
-    """`max_num_seqs is 0` -> `--max-num-seqs is 0`: dataclasses name fields, people type flags."""
-    for flag in flags_of(part):
-        where = rf"\b{flag.field}\b" if "_" in flag.field else rf"^{flag.field}(?= is )"
-        message = re.sub(where, flag.name, message)
-    return message
-
-
-def _from_environment(command: Command, environ: Mapping[str, str]) -> dict[str, object]:
-    values: dict[str, object] = {}
-    for flag in command.flags():
-        if flag.env is not None and environ.get(flag.env):
-            value = from_word(flag, environ[flag.env])
-            values[flag.field] = (value,) if flag.kind is Kind.LIST else value
-    return values
-
-
-def _from_file(command: Command, given: Mapping[str, object]) -> dict[str, object]:
-    path = given.get("config")
-    if path is None:
-        return {}
-    from maitred.cli.config_file import read_config_file
-
-    return read_config_file(str(path), list(command.flags()))
+        return part(**{flag.field: values[flag.field] for flag in flags if flag.field in values})
+    except ConfigError as error:  # dataclasses name fields, people type flags
+        message = str(error)
+        for flag in flags:
+            where = rf"\b{flag.field}\b" if "_" in flag.field else rf"^{flag.field}(?= is )"
+            message = re.sub(where, flag.name, message)
+        raise UsageError(message) from error
 
 
 # ---- argparse
@@ -116,77 +100,72 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(f"{message}; see {self.prog} --help")
 
 
-class _Formatter(argparse.RawDescriptionHelpFormatter):
-    def __init__(self, prog: str) -> None:
-        width = min(shutil.get_terminal_size((100, 24)).columns, 116)
-        super().__init__(prog, max_help_position=34, width=width)
-
-
 def make_parser(command: Command) -> argparse.ArgumentParser:
-    examples = "\n".join(f"  {line}" for line in command.examples)
+    width = min(shutil.get_terminal_size((100, 24)).columns, 116)
     parser = _Parser(
         prog=f"maitred {command.path}",
         description=command.summary,
-        epilog=f"examples:\n{examples}" if examples else None,
-        formatter_class=_Formatter,
+        epilog="\n  ".join(["examples:", *command.examples]) if command.examples else None,
+        formatter_class=partial(argparse.RawDescriptionHelpFormatter, max_help_position=34, width=width),
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
         add_help=False,
         usage=_usage(command),
     )
-    first = parser.add_argument_group("Wanted most often") if command.first else None
+    by_field = {flag.field: flag for flag in command.flags()}
+    first = parser.add_argument_group("Wanted most often")
+    for field in command.first:
+        _add(first, by_field[field])
     for part in (*command.parts, CommonOptions):
-        lines = (part.__doc__ or part.__name__).strip().splitlines()
-        group = parser.add_argument_group(lines[0].rstrip("."))
+        group = parser.add_argument_group(title(part))
         for flag in flags_of(part):
-            _add(first if first is not None and flag.field in command.first else group, flag)
-            if flag.field == command.positional:
-                number = "*" if flag.kind is Kind.LIST else "?"
-                parser.add_argument(f"{flag.field}_", nargs=number, metavar=flag.metavar, help=argparse.SUPPRESS)
-        if part is CommonOptions:
-            group.add_argument("-h", "--help", action="help", help="Show this and leave.")
+            if flag.field not in command.first:
+                _add(group, flag)
+    group.add_argument("-h", "--help", action="help", help="Show this and leave.")
+    if command.positional is not None:
+        number = "*" if by_field[command.positional].kind is Kind.LIST else "?"
+        parser.add_argument("_", nargs=number, help=argparse.SUPPRESS)
     return parser
 
 
+def title(part: type) -> str:
+    return (part.__doc__ or part.__name__).strip().splitlines()[0].rstrip(".")
+
+
 def _usage(command: Command) -> str:
-    bare = [_usage_word(flag) for flag in command.flags() if flag.field == command.positional]
-    required = [
-        f"{flag.short or flag.name} {flag.metavar}"
-        for flag in command.flags()
-        if flag.required and flag.field != command.positional
-    ]
-    return " ".join(["maitred", command.path, *bare, *required, "[OPTION ...]"])
-
-
-def _usage_word(flag: Flag) -> str:
-    word = f"{flag.metavar} ..." if flag.kind is Kind.LIST else flag.metavar
-    return word if flag.required else f"[{word}]"
+    words = ["maitred", command.path]
+    for flag in sorted(command.flags(), key=lambda flag: flag.field != command.positional):
+        if flag.field == command.positional:
+            word = flag.metavar + (" ..." if flag.kind is Kind.LIST else "")
+            words.append(word if flag.required else f"[{word}]")
+        elif flag.required:
+            words.append(f"{flag.short or flag.name} {flag.metavar}")
+    return " ".join([*words, "[OPTION ...]"])
 
 
 def _add(group: argparse._ArgumentGroup, flag: Flag) -> None:
     names = [name for name in (flag.short, flag.name) if name]
-    text = help_text(flag).replace("%", "%%")
-    extra: dict[str, Any] = {"dest": flag.field, "help": text}
+    says: dict[str, Any] = {"dest": flag.field, "help": help_text(flag).replace("%", "%%")}
     if flag.kind is Kind.SWITCH:
-        group.add_argument(*names, action=argparse.BooleanOptionalAction, **extra)
-    else:
-        action = "append" if flag.kind in (Kind.LIST, Kind.MAPPING) else "store"
-        if flag.bare is not None:
-            extra |= {"nargs": "?", "const": flag.bare}
-        group.add_argument(*names, action=action, metavar=flag.metavar, **extra)
+        group.add_argument(*names, action=argparse.BooleanOptionalAction, **says)
+        return
+    says |= {"metavar": flag.metavar, "type": partial(from_word, flag)}  # so that every error is worded by us
+    if flag.kind in (Kind.LIST, Kind.MAPPING):
+        says["action"] = "extend"
+    if flag.bare is not None:
+        says |= {"nargs": "?", "const": flag.bare}
+    group.add_argument(*names, **says)
 
 
 def _parse_words(command: Command, words: Sequence[str]) -> dict[str, object]:
-    parser = make_parser(command)
-    glued = [word for word in words if re.match("-h[a-z]", word)]  # argparse would read -hf as -h, and show the help
-    if glued:
-        raise UsageError(_unknown_word(command, parser, glued))
-    namespace, unknown = parser.parse_known_args(list(words))
+    unknown = [word for word in words if re.match("-h[a-z]", word)]  # argparse would read -hf as -h, and show the help
+    if not unknown:
+        namespace, unknown = make_parser(command).parse_known_args(list(words))
     if unknown:
-        raise UsageError(_unknown_word(command, parser, unknown))
-    given: dict[str, object] = vars(namespace)
-    values = {flag.field: _value(flag, given[flag.field]) for flag in command.flags() if flag.field in given}
-    bare = given.get(f"{command.positional}_")
+        raise _unknown_word(command, unknown)
+    given = vars(namespace)
+    bare = given.get("_")
+    values = {flag.field: together(flag, given[flag.field]) for flag in command.flags() if flag.field in given}
     if bare not in (None, []) and command.positional is not None:
         if command.positional in values:
             raise UsageError(f"both {bare!r} and --{command.positional} {values[command.positional]!r} given; drop one")
@@ -194,40 +173,11 @@ def _parse_words(command: Command, words: Sequence[str]) -> dict[str, object]:
     return values
 
 
-def _value(flag: Flag, given: object) -> object:
-    """argparse kept words; only here do they get types, so that every error is worded by us."""
-    try:
-        if isinstance(given, bool):
-            return given
-        if not isinstance(given, list):
-            return from_word(flag, str(given))
-        items = [from_word(flag, str(word)) for word in given]
-    except ConfigError as error:
-        raise UsageError(str(error)) from None
-    if flag.kind is Kind.LIST:
-        return tuple(items)
-    return {key: value for pairs in items if isinstance(pairs, dict) for key, value in pairs.items()}
-
-
-def _unknown_word(command: Command, parser: argparse.ArgumentParser, unknown: Sequence[str]) -> str:
+def _unknown_word(command: Command, unknown: Sequence[str]) -> UsageError:
     word = next((w for w in unknown if w.startswith("-")), unknown[0]).split("=")[0]
-    where = f"see {parser.prog} --help"
     if not word.startswith("-"):
-        return f"unexpected argument {word!r}; {where}"
-    return f"no option {word}{what_was_meant(word, list(parser._option_string_actions))}; {where}"
+        return UsageError(f"unexpected argument {word!r}; see maitred {command.path} --help")
+    from maitred.engine.foreign import what_was_meant
 
-
-def what_was_meant(flag: str, own: Sequence[str]) -> str:
-    """What another server's flag is called here, or which of `own` was mistyped; nothing if nobody knows."""
-    from maitred.engine.foreign import EQUAL, flag_alike, flag_named
-
-    has_engine = "--max-num-seqs" in own  # elsewhere flags of servers mean nothing
-    told = flag_named(flag) if has_engine else None
-    if told is None and ((near := did_you_mean(flag, own, cutoff=0.8)) or not has_engine):
-        return near
-    told = told or flag_alike(flag)
-    if told is None:
-        return ""
-    names = set(re.findall(r"--[a-z0-9-]+", told))
-    elsewhere = ", of maitred serve" if told.startswith(EQUAL) and names and not names & set(own) else ""
-    return f"; {told}{elsewhere}"
+    own = ["-h", "--help", *(name for flag in command.flags() for name in flag.names)]
+    return UsageError(f"no option {word}{what_was_meant(word, own)}; see maitred {command.path} --help")

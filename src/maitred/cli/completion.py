@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
-from maitred.cli.command import Command, Options, UsageError
-from maitred.cli.flags import Flag, Kind, option
+from maitred.cli.command import Command, Options
+from maitred.cli.flags import Kind, UsageError, option
 from maitred.cli.main import COMMANDS, load
 
 SHELLS = ("bash", "zsh", "fish")
@@ -27,53 +26,30 @@ class CompletionOptions:
 
 
 def completion_script(shell: str) -> str:
-    writers = {"bash": _bash, "zsh": _zsh, "fish": _fish}
-    return writers[shell]([load(path) for path in COMMANDS])
+    if shell == "fish":
+        return "\n".join(["# maitred completion for fish: maitred completion fish | source", *_fish()]) + "\n"
+    cases = "\n".join(f'    {line}) words="{" ".join(words)}" ;;' for line, words in _offers())
+    before = "autoload -Uz bashcompinit && bashcompinit\n" if shell == "zsh" else ""
+    return _BASH.replace("@SHELL@", shell).replace("@BEFORE@", before).replace("@CASES@", cases)
 
 
-def _long_names(command: Command) -> list[str]:
-    names = ["--help"]
-    for flag in command.flags():
-        names.append(flag.name)
-        if flag.kind is Kind.SWITCH:
-            names.append("--no-" + flag.key)
-    return names
+def _offers() -> Iterator[tuple[str, Sequence[str]]]:
+    """(bash's pattern of the command and the word before the cursor, the words that may follow)."""
+    yield '""', [*dict.fromkeys(path.split()[0] for path in COMMANDS), "--help", "--version"]
+    for group in {path.split()[0] for path in COMMANDS if " " in path}:
+        yield f'"{group}"', [*(path.split()[1] for path in COMMANDS if path.startswith(f"{group} ")), "--help"]
+    for path in COMMANDS:
+        flags = list(load(path).flags())
+        yield from ((f'"{path} "*{flag.name}', flag.choices) for flag in flags if flag.choices)
+        yield f'"{path}"*', ["--help", *(name for flag in flags for name in flag.names)]
 
 
-def _with_choices(command: Command) -> Iterator[Flag]:
-    return (flag for flag in command.flags() if flag.choices)
-
-
-def _subcommands() -> dict[str, list[str]]:
-    """First word -> second words: `bench` -> [`serve`]."""
-    return {first: [" ".join(p.split()[1:]) for p in paths] for first, paths in groupby(COMMANDS, _first_word)}
-
-
-def _first_word(path: str) -> str:
-    return path.split(maxsplit=1)[0]
-
-
-def _bash(commands: list[Command]) -> str:
-    cases = []
-    for first, seconds in _subcommands().items():
-        if seconds != [""]:
-            cases.append(f'    "{first}") words="{" ".join(seconds)} --help" ;;')
-    for command in commands:
-        for flag in _with_choices(command):
-            cases.append(f'    "{command.path} "*{flag.name}) words="{" ".join(flag.choices)}" ;;')
-        cases.append(f'    "{command.path}"*) words="{" ".join(_long_names(command))}" ;;')
-    top = " ".join([*_subcommands(), "--help", "--version"])
-    return _BASH.replace("@TOP@", top).replace("@CASES@", "\n".join(cases))
-
-
-# `line` is the command and the word before the cursor, so that "serve --dtype" can offer the values of --dtype.
 _BASH = """\
-# maitred completion for bash: eval "$(maitred completion bash)"
-_maitred() {
+# maitred completion for @SHELL@: eval "$(maitred completion @SHELL@)"
+@BEFORE@_maitred() {
   local current="${COMP_WORDS[COMP_CWORD]}" previous="${COMP_WORDS[COMP_CWORD-1]}" line words=""
   line="${COMP_WORDS[*]:1:$((COMP_CWORD-1))}"
   case "$line" in
-    "") words="@TOP@" ;;
 @CASES@
   esac
   if [[ "$previous" == -* && "$current" != -* && "$words" == *--help* ]] || [[ -z "$words" ]]; then
@@ -86,30 +62,17 @@ complete -o filenames -o bashdefault -F _maitred maitred
 """
 
 
-def _zsh(commands: list[Command]) -> str:
-    script = _bash(commands).replace("for bash", "for zsh").replace("completion bash", "completion zsh")
-    return script.replace("_maitred() {", "autoload -Uz bashcompinit && bashcompinit\n_maitred() {", 1)
-
-
-def _fish(commands: list[Command]) -> str:
-    lines = ["# maitred completion for fish: maitred completion fish | source", "complete -c maitred -f"]
-    for first in _subcommands():
-        summary = next(line for path, (_, line) in COMMANDS.items() if _first_word(path) == first)
-        lines.append(f"complete -c maitred -n __fish_use_subcommand -a {first} -d {_quoted(summary)}")
-    for command in commands:
-        lines += _fish_command(command)
-    return "\n".join(lines) + "\n"
-
-
-def _fish_command(command: Command) -> Iterator[str]:
-    first, *rest = command.path.split()
-    seen = f"'__fish_seen_subcommand_from {first}'"
-    for second in rest:
-        yield f"complete -c maitred -n {seen} -a {second} -d {_quoted(command.summary)}"
-    for flag in command.flags():
-        value = "" if flag.kind is Kind.SWITCH else " -r -F" if flag.metavar in _FILES else " -x"
-        value += f" -a '{' '.join(flag.choices)}'" if flag.choices else ""
-        yield f"complete -c maitred -n {seen} -l {flag.key}{value} -d {_quoted(flag.doc)}"
+def _fish() -> Iterator[str]:
+    yield "complete -c maitred -f"
+    for path, (_, summary) in COMMANDS.items():
+        first, *rest = path.split()
+        seen = f"complete -c maitred -n '__fish_seen_subcommand_from {first}'"
+        yield f"complete -c maitred -n __fish_use_subcommand -a {first} -d {_quoted(summary)}"
+        yield from (f"{seen} -a {second} -d {_quoted(summary)}" for second in rest)
+        for flag in load(path).flags():
+            value = "" if flag.kind is Kind.SWITCH else " -r -F" if flag.metavar in _FILES else " -x"
+            value += f" -a '{' '.join(flag.choices)}'" if flag.choices else ""
+            yield f"{seen} -l {flag.key}{value} -d {_quoted(flag.doc)}"
 
 
 def _quoted(text: str) -> str:

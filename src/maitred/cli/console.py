@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import io
+import os
 import sys
 import unicodedata
+
+from maitred.errors import ConfigError
 
 # Marks that reorder or hide text (bidi overrides and isolates), used to make a terminal show what was not said.
 _BIDI = {*range(0x202A, 0x202F), *range(0x2066, 0x206A)}
@@ -24,3 +28,23 @@ def note(text: str) -> None:
 
 def dim(text: str) -> str:
     return f"\x1b[2m{text}\x1b[0m"
+
+
+class _ClosedOutput(io.TextIOBase):
+    """Of a standard output that was closed: who writes there ends with a remedy; `serve` does not, and runs."""
+
+    def write(self, text: str) -> int:
+        raise ConfigError("standard output is closed; send it to a file, a program or /dev/null")
+
+
+def fill_closed_streams() -> None:
+    """Else the next file or socket gets the number of a standard stream, and what others write there."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the smallest number that is free: this one
+    if sys.stdout is None:
+        sys.stdout = _ClosedOutput()
+    if sys.stderr is None:
+        sys.stderr = os.fdopen(2, "w", encoding="utf-8", closefd=False)

@@ -47,5 +47,6 @@ COMMAND = Command(
     run=_run,
     parts=ENGINE_PARTS,
     positional="model",
+    first=("model", "executor", "device", "dtype", "lm_head_dtype", "kv_dtype", "max_model_len", "num_threads"),
     examples=("maitred explain", "maitred explain ./Qwen3-0.6B --dtype int8", "MAITRED_ISA=avx2 maitred explain"),
 )

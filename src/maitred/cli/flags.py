@@ -10,14 +10,19 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
+from typing import Any
 
 from maitred import config
 from maitred.engine.memory import format_bytes
 from maitred.errors import ConfigError
+
+
+class UsageError(ConfigError):
+    """The words of the command line, or a line of the config file, make no sense; exit code 2."""
 
 
 class Kind(Enum):
@@ -30,168 +35,105 @@ class Kind(Enum):
     MAPPING = "pairs KEY=VALUE"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Flag:
     """One setting, as the command line and the config file know it."""
 
     owner: type  # the dataclass that holds the field
     field: str  # "max_num_seqs"
-    name: str  # "--max-num-seqs"
     kind: Kind
     default: object
-    metavar: str  # the unit, or what to write
     doc: str
+    name: str  # "--max-num-seqs"; this and what follows may be given to `option`
+    metavar: str  # the unit, or what to write
     short: str | None = None  # "-i"
     env: str | None = None  # taken from the environment when the command line is silent
     choices: tuple[str, ...] = ()  # for completion; the dataclass itself refuses others
     bare: str | None = None  # the value when the flag stands without one; None is an error
-    required: bool = False
+
+    @property
+    def required(self) -> bool:
+        return self.default is dataclasses.MISSING
 
     @property
     def key(self) -> str:
         """The key in a config file: the long name without dashes before it."""
         return self.name.removeprefix("--")
 
+    @property
+    def names(self) -> list[str]:
+        """Every spelling."""
+        return [*filter(None, (self.short, self.name)), *(["--no-" + self.key] if self.kind is Kind.SWITCH else [])]
 
-def option(
-    default: object = dataclasses.MISSING,
-    *,
-    metavar: str | None = None,
-    short: str | None = None,
-    name: str | None = None,
-    env: str | None = None,
-    choices: tuple[str, ...] = (),
-    bare: str | None = None,
-) -> typing.Any:
-    """A dataclass field that says more about its flag than its type does. Without `default` it must be given."""
-    metadata = {"metavar": metavar, "short": short, "name": name, "env": env, "choices": choices, "bare": bare}
-    if default is dataclasses.MISSING:
-        return dataclasses.field(metadata=metadata)
-    return dataclasses.field(default=default, metadata=metadata)
+
+def option(default: Any = dataclasses.MISSING, **says: object) -> Any:
+    """A dataclass field that says more of its flag than its name and type do: `metavar` and the like, as in `Flag`.
+    Without `default` it must be given."""
+    return dataclasses.field(default=default, metadata=says)
 
 
 # config.py knows nothing of command lines, so what its fields cannot say stands here.
-SINGULAR = {
-    "api_keys": "--api-key",
-    "served_model_names": "--served-model-name",
-    "drain_timeout_s": "--drain-timeout",
+_SAYS: dict[str, dict[str, object]] = {
+    "api_keys": {"name": "--api-key", "env": "MAITRED_API_KEY"},
+    "served_model_names": {"name": "--served-model-name"},
+    "drain_timeout_s": {"name": "--drain-timeout"},
+    "policy": {"choices": config.POLICY_NAMES},
 }
-ENVIRONMENT = {"api_keys": "MAITRED_API_KEY"}
-CHOICES: dict[str, tuple[str, ...]] = {
-    "executor": config.EXECUTORS,
-    "device": config.DEVICES,
-    "dtype": config.DTYPES,
-    "lm_head_dtype": config.LM_HEAD_DTYPES,
-    "kv_dtype": config.KV_DTYPES,
-    "bind_threads": config.BIND_THREADS,
-    "log_level": config.LOG_LEVELS,
-    "log_format": config.LOG_FORMATS,
-    "metrics_compat": config.METRICS_COMPAT,
-    "policy": config.POLICY_NAMES,
-    "predictor": config.PREDICTOR_NAMES,
-    "resume": config.RESUME_RULES,
-}
-METAVARS = {
-    "model": "MODEL",
-    "revision": "REV",
-    "chat_template": "FILE",
-    "generation_config": "KEY=VALUE",
-    "host": "ADDRESS",
-    "port": "PORT",
-    "api_keys": "KEY",
-    "served_model_names": "NAME",
-    "cors_origins": "ORIGIN",
-    "decision_log": "DIR",
-    "tenants": "FILE",
-    "ledger": "FILE",
-    "policy": "NAME",
-    "block_size": "TOKENS",
-    "num_threads": "THREADS",
-    "int4_group_size": "WEIGHTS",
-    "default_max_n": "SAMPLES",
-}
-_METAVAR_ENDINGS = (
-    ("_tokens_per_s", "TOKENS"),
-    ("_s", "SECONDS"),
-    ("_bytes", "BYTES"),
-    ("_tokens", "TOKENS"),
-    ("_len", "TOKENS"),
-    ("_seqs", "REQUESTS"),
-    ("_requests", "REQUESTS"),
-)
+_METAVARS = """model=MODEL revision=REV host=ADDRESS port=PORT api_keys=KEY served_model_names=NAME cors_origins=ORIGIN
+chat_template=FILE tenants=FILE ledger=FILE decision_log=DIR policy=NAME block_size=TOKENS num_threads=THREADS
+int4_group_size=WEIGHTS default_max_n=SAMPLES"""
+_ENDINGS = "_tokens_per_s=TOKENS _s=SECONDS _bytes=BYTES _tokens=TOKENS _len=TOKENS _seqs=REQUESTS _requests=REQUESTS"
 _METAVAR_BY_KIND = {Kind.INTEGER: "N", Kind.NUMBER: "X", Kind.MAPPING: "KEY=VALUE"}
 
 
 @cache
 def flags_of(owner: type) -> tuple[Flag, ...]:
     """The flags of a config dataclass, in the order of its fields, without fields that are dataclasses themselves."""
-    hints = typing.get_type_hints(owner)
-    docs = _field_docs(owner)
+    hints, docs = typing.get_type_hints(owner), _field_docs(owner)
     fields = [f for f in dataclasses.fields(owner) if not dataclasses.is_dataclass(hints[f.name])]
-    return tuple(_flag(owner, f, hints[f.name], docs.get(f.name, "")) for f in fields)
+    return tuple(_flag(owner, f, _kind(f.name, hints[f.name]), docs.get(f.name, "")) for f in fields)
 
 
-def _flag(owner: type, field: dataclasses.Field[typing.Any], hint: object, doc: str) -> Flag:
-    kind = _kind(field.name, hint)
-    choices = field.metadata.get("choices") or CHOICES.get(field.name, ())
+def _flag(owner: type, field: dataclasses.Field[Any], kind: Kind, doc: str) -> Flag:
     default = field.default_factory() if callable(field.default_factory) else field.default
-    return Flag(
-        owner=owner,
-        field=field.name,
-        name=field.metadata.get("name") or SINGULAR.get(field.name) or "--" + field.name.replace("_", "-"),
-        kind=kind,
-        default=default,
-        metavar=field.metadata.get("metavar") or _metavar(field.name, kind, choices),
-        doc=doc,
-        short=field.metadata.get("short"),
-        env=field.metadata.get("env") or ENVIRONMENT.get(field.name),
-        choices=tuple(choices),
-        bare=field.metadata.get("bare"),
-        required=default is dataclasses.MISSING,
-    )
+    says: dict[str, Any] = {"name": "--" + field.name.replace("_", "-")}
+    says |= _SAYS.get(field.name, {}) | dict(field.metadata)
+    says.setdefault("metavar", _metavar(field.name, kind, says.get("choices", ())))
+    return Flag(owner=owner, field=field.name, kind=kind, default=default, doc=doc, **says)
+
+
+_KINDS: dict[object, Kind] = {
+    str: Kind.TEXT,
+    int: Kind.INTEGER,
+    float: Kind.NUMBER,
+    bool: Kind.SWITCH,
+    tuple: Kind.LIST,
+    Mapping: Kind.MAPPING,
+}
 
 
 def _kind(name: str, hint: object) -> Kind:
-    members = [t for t in typing.get_args(hint) if t is not type(None)]
-    if isinstance(hint, types.UnionType) and len(members) == 1:
-        hint = members[0]
-    origin = typing.get_origin(hint) or hint
-    if origin is int and name.endswith("_bytes"):
-        return Kind.BYTES
-    kinds: dict[object, Kind] = {
-        str: Kind.TEXT,
-        int: Kind.INTEGER,
-        float: Kind.NUMBER,
-        bool: Kind.SWITCH,
-        tuple: Kind.LIST,
-        Mapping: Kind.MAPPING,
-    }
-    if origin not in kinds:
+    members = [t for t in typing.get_args(hint) if t is not type(None)] if isinstance(hint, types.UnionType) else [hint]
+    origin = typing.get_origin(members[0]) or members[0]
+    if len(members) > 1 or origin not in _KINDS:
         raise TypeError(f"field {name} of type {hint} has no form on the command line; teach cli/flags.py one")
-    return kinds[origin]
+    return Kind.BYTES if origin is int and name.endswith("_bytes") else _KINDS[origin]
 
 
-def _metavar(name: str, kind: Kind, choices: Sequence[str]) -> str:
-    if name in METAVARS:
-        return METAVARS[name]
-    if choices:
-        return "|".join(choices)
-    for ending, metavar in _METAVAR_ENDINGS:
-        if name.endswith(ending):
-            return metavar
-    return _METAVAR_BY_KIND.get(kind, "TEXT")
+def _metavar(name: str, kind: Kind, choices: tuple[str, ...]) -> str:
+    known, endings = (dict(pair.split("=") for pair in pairs.split()) for pairs in (_METAVARS, _ENDINGS))
+    ending = next((metavar for end, metavar in endings.items() if name.endswith(end)), None)
+    return known.get(name) or "|".join(choices) or ending or _METAVAR_BY_KIND.get(kind, "TEXT")
 
 
 def _field_docs(owner: type) -> dict[str, str]:
     """The string below each field of a class, which Python itself does not keep."""
     docs: dict[str, str] = {}
     for base in reversed(owner.__mro__[:-1]):
-        body = _class_bodies(base.__module__).get(base.__name__, [])
-        for statement, after in itertools.pairwise(body):
-            if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-                match after:
-                    case ast.Expr(value=ast.Constant(value=str(text))):
-                        docs[statement.target.id] = inspect.cleandoc(text).replace("\n", " ")
+        for statement in itertools.pairwise(_class_bodies(base.__module__).get(base.__name__, [])):
+            match statement:
+                case ast.AnnAssign(target=ast.Name(name)), ast.Expr(value=ast.Constant(value=str(text))):
+                    docs[name] = " ".join(text.split())
     return docs
 
 
@@ -203,16 +145,16 @@ def _class_bodies(module: str) -> dict[str, list[ast.stmt]]:
 
 def help_text(flag: Flag) -> str:
     """The field's docstring in the words of the command line, then its default and environment variable."""
-    text = re.sub(r"\bNone\b", "unset", flag.doc)
-    notes = ["required" if flag.required else f"default: {default_text(flag)}"]
+    notes = ["required" if flag.required else f"default: {_default_text(flag)}"]
     if flag.kind in (Kind.LIST, Kind.MAPPING):
         notes.append("may be repeated")
     if flag.env is not None:
         notes.append(f"environment: {flag.env}")
-    return f"{text} [{'; '.join(notes)}]"
+    doc = re.sub(r"\bNone\b", "unset", flag.doc)
+    return f"{doc} [{'; '.join(notes)}]"
 
 
-def default_text(flag: Flag) -> str:
+def _default_text(flag: Flag) -> str:
     value = flag.default
     if value is None or value in ((), {}):
         return "unset"
@@ -225,78 +167,51 @@ def default_text(flag: Flag) -> str:
 
 # ---- from words to values
 
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_UNITS |= {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-
 
 def bytes_number(text: str) -> int:
-    """`8GiB`, `500MB`, `4096` -> bytes. Raises ValueError."""
-    match = re.fullmatch(r"\s*([0-9][0-9_]*(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
-    if match is None or match[2].upper() not in _UNITS:
+    """`8GiB`, `500MB`, `4096` -> bytes; K, M, G and T alone are powers of 1024. Raises ValueError."""
+    match = re.fullmatch(r"([0-9][0-9_]*(?:\.[0-9]+)?)\s*(?:([KMGT])(IB|B)?|B)?", text.strip().upper())
+    if match is None:
         raise ValueError(text)
-    return int(float(match[1]) * _UNITS[match[2].upper()])
+    return int(float(match[1]) * (1000 if match[3] == "B" else 1024) ** " KMGT".index(match[2] or " "))
 
 
-_FROM_WORD: dict[Kind, Callable[[str], object]] = {
-    Kind.TEXT: str,
+def _pairs(text: str) -> Iterable[tuple[str, object]]:
+    """Of `temperature=0.2`, or of a JSON object."""
+    from json import loads
+
+    key, equals, value = text.partition("=")
+    whole = text.lstrip().startswith("{")
+    if not whole and not (key and equals):
+        raise ValueError("write KEY=VALUE, for example temperature=0.2, or a JSON object")
+    try:
+        return dict(loads(text)).items() if whole else [(key.strip(), loads(value))]
+    except ValueError as error:
+        if whole:
+            raise ValueError(f"it is not valid JSON: {error}") from None
+        return [(key.strip(), value)]
+
+
+# A flag that may be repeated has several values from each word, and they are put together by the second table.
+_FROM_WORD: dict[Kind, Callable[[str], Any]] = {
     Kind.INTEGER: int,
     Kind.NUMBER: float,
     Kind.BYTES: bytes_number,
-    Kind.LIST: str,  # one word is one item
+    Kind.LIST: lambda word: (word,),
+    Kind.MAPPING: _pairs,
 }
+_TOGETHER: dict[Kind, Callable[[Any], Any]] = {Kind.LIST: tuple, Kind.MAPPING: dict}
 
 
-def from_word(flag: Flag, word: str) -> object:
-    """The value of one word of the command line (one item, for a list). Raises ConfigError."""
-    if flag.kind is Kind.MAPPING:
-        return _pairs(flag, word)
+def from_word(flag: Flag, word: str) -> Any:
+    """The value of a word of the command line, or its values where it may be repeated. Raises UsageError."""
     try:
-        return _FROM_WORD[flag.kind](word)
-    except ValueError:
-        raise ConfigError(f"{flag.name} is {word!r}; it must be {flag.kind.value}") from None
+        return _FROM_WORD.get(flag.kind, str)(word)
+    except ValueError as error:
+        remedy = error if flag.kind is Kind.MAPPING else f"it must be {flag.kind.value}"
+        raise UsageError(f"{flag.name} is {word!r}; {remedy}") from None
 
 
-def _pairs(flag: Flag, word: str) -> dict[str, object]:
-    """`temperature=0.2` or a JSON object."""
-    import json
-
-    if word.lstrip().startswith("{"):
-        try:
-            return dict(json.loads(word))
-        except ValueError as error:
-            raise ConfigError(f"{flag.name} is not valid JSON: {error}") from None
-    key, equals, value = word.partition("=")
-    if not equals or not key:
-        raise ConfigError(f"{flag.name} is {word!r}; write KEY=VALUE, for example temperature=0.2, or a JSON object")
-    try:
-        return {key.strip(): json.loads(value)}
-    except ValueError:
-        return {key.strip(): value}
-
-
-def from_yaml(flag: Flag, value: object) -> object:
-    """The value of a config file's entry, already read by YAML. Raises ValueError when it has the wrong type."""
-    if value is None:
-        return flag.default if not flag.required else None
-    if flag.kind is Kind.SWITCH:
-        return _require(value, bool)
-    if flag.kind is Kind.LIST:
-        items = value if isinstance(value, list) else [value]
-        return tuple(str(_require(item, str | int | float)) for item in items)
-    if flag.kind is Kind.MAPPING:
-        return _require(value, dict)
-    if isinstance(value, bool):  # a bool is an int to Python, a slip to us
-        raise ValueError(value)
-    if flag.kind is Kind.INTEGER:
-        return _require(value, int)
-    if flag.kind is Kind.NUMBER:
-        return float(_require(value, int | float))
-    if flag.kind is Kind.BYTES:
-        return bytes_number(str(_require(value, int | str)))
-    return str(_require(value, str | int | float))
-
-
-def _require(value: typing.Any, kind: type | types.UnionType) -> typing.Any:
-    if not isinstance(value, kind):
-        raise ValueError(value)
-    return value
+def together(flag: Flag, values: Any) -> object:
+    """What the field is given, from what all words made."""
+    return _TOGETHER[flag.kind](values) if flag.kind in _TOGETHER else values

@@ -6,8 +6,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from maitred.cli.command import Command, Options, UsageError
-from maitred.cli.flags import option
+from maitred.cli.command import Command, Options
+from maitred.cli.flags import UsageError, option
 from maitred.errors import ConfigError, did_you_mean
 
 ACTIONS = ("create", "list", "hash", "revoke")

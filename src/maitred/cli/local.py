@@ -7,8 +7,8 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from maitred.cli.command import Options, UsageError
-from maitred.cli.flags import flags_of
+from maitred.cli.command import Options
+from maitred.cli.flags import UsageError, flags_of
 from maitred.config import (
     POLICY_NAMES,
     CacheConfig,

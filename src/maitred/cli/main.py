@@ -5,7 +5,6 @@ The table below is all that `maitred --help` needs, so it appears without import
 
 from __future__ import annotations
 
-import io
 import os
 import sys
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 import maitred
+from maitred.cli.console import fill_closed_streams
 from maitred.cli.ending import ignore_signals, note_signals
 from maitred.errors import ConfigError, MaitredError, did_you_mean
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 # path -> (module that holds COMMAND, one line for the list)
 COMMANDS: dict[str, tuple[str, str]] = {
-    "serve": ("maitred.cli.serve", "serve a model over HTTP, as OpenAI's API"),
-    "top": ("maitred.cli.top", "watch a server's slots, queue and KV cache in the terminal"),
+    "serve": ("maitred.cli.serve.command", "serve a model over HTTP, as OpenAI's API"),
+    "top": ("maitred.cli.top.command", "watch a server's slots, queue and KV cache in the terminal"),
     "ps": ("maitred.cli.ps", "list the models that a server holds"),
     "chat": ("maitred.cli.chat.command", "talk to a model in the terminal, in process or at a URL"),
     "run": ("maitred.cli.run.command", "answer a file of OpenAI batch lines; resumes after a kill"),
@@ -32,7 +32,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "roofline": ("maitred.cli.roofline.command", "measure what this machine allows, and how far the engine is from it"),
     "profile": ("maitred.cli.profile.command", "measure this machine for simulate"),
     "explain": ("maitred.cli.explain", "tell how a model would be run: fusions, kernels, formats, buffers"),
-    "replay": ("maitred.cli.replay", "make the decisions of a log again, and name the first that differs"),
+    "replay": ("maitred.cli.replay.command", "make the decisions of a log again, and name the first that differs"),
     "why": ("maitred.cli.why.command", "tell what a request waited for, from the decision log"),
     "policies": ("maitred.cli.policies", "list the scheduling policies, and check that they keep their promises"),
     "completion": ("maitred.cli.completion", "print the completion script of bash, zsh or fish"),
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     serves = argv is None and [word for word in words if word != "--debug"][:1] == ["serve"]
     if serves:
         note_signals()  # before anything else, for there are things to put away from now on
-    _fill_closed_streams()
+    fill_closed_streams()
     try:
         return _exit_code(words)
     finally:
@@ -73,27 +73,9 @@ def _exit_code(words: list[str]) -> int:
         if "--debug" in words:
             raise
         print(f"error: {one_line(error)}", file=sys.stderr)
-        return EXIT_USAGE if _is_usage(error) else EXIT_FAILURE
+        from maitred.cli.flags import UsageError
 
-
-class _ClosedOutput(io.TextIOBase):
-    """Of a standard output that was closed: who writes there ends with a remedy; `serve` does not, and runs."""
-
-    def write(self, text: str) -> int:
-        raise ConfigError("standard output is closed; send it to a file, a program or /dev/null")
-
-
-def _fill_closed_streams() -> None:
-    """Else the next file or socket gets the number of a standard stream, and what others write there."""
-    for number in range(3):
-        try:
-            os.fstat(number)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)  # the smallest number that is free: this one
-    if sys.stdout is None:
-        sys.stdout = _ClosedOutput()
-    if sys.stderr is None:
-        sys.stderr = os.fdopen(2, "w", encoding="utf-8", closefd=False)
+        return EXIT_USAGE if isinstance(error, UsageError) else EXIT_FAILURE
 
 
 def _dispatch(words: list[str]) -> int:
@@ -111,11 +93,8 @@ def _dispatch(words: list[str]) -> int:
     if command_path is None:
         print(overview(words[0]))
         return 0
-    return run_command(load(command_path), rest)
-
-
-def run_command(command: Command, words: Sequence[str]) -> int:
-    return command.run(command.parse(words))
+    command = load(command_path)
+    return command.run(command.parse(rest))
 
 
 def load(path: str) -> Command:
@@ -136,7 +115,7 @@ def _find(words: list[str]) -> tuple[str | None, list[str]]:
 
 
 def _unknown_command(words: list[str], inside: list[str]) -> ConfigError:
-    from maitred.cli.command import UsageError
+    from maitred.cli.flags import UsageError
 
     if words[0].startswith("-"):
         hint = did_you_mean(words[0], ["--help", "--version"])
@@ -167,32 +146,20 @@ def overview(group: str | None = None) -> str:
 
 def one_line(error: BaseException) -> str:
     """Cause, then what to do, on one line; control characters of what is quoted are made inert."""
-    text = _words_of(error)
-    return "".join(c if c.isprintable() else " " for c in " ".join(text.split()))
-
-
-def _words_of(error: BaseException) -> str:
     from maitred.engine.limits import remedy_for
 
-    remedy = remedy_for(error)
-    if isinstance(error, MaitredError):
-        return f"{error}; {remedy}" if remedy else str(error)
+    remedy, ours = remedy_for(error), isinstance(error, MaitredError)
     if remedy:
-        return remedy
-    if isinstance(error, OSError) and error.strerror:
+        text = f"{error}; {remedy}" if ours else remedy
+    elif ours:
+        text = str(error)
+    elif isinstance(error, OSError) and error.strerror:
         name = f"{error.filename}: " if error.filename else ""
-        return f"{name}{error.strerror}; run again with --debug for the traceback"
-    if isinstance(error, MemoryError):
-        return "out of memory; give less with --kv-cache-memory-bytes, --max-num-seqs or --max-model-len"
-    if isinstance(error, RuntimeError) and "home directory" in str(error):  # of Path.expanduser and Path.home
-        return "this user has no home directory; set HOME to a folder"
-    name = type(error).__name__
-    return f"unexpected {name}: {error}; this is a fault of maitred, run again with --debug for the traceback"
-
-
-def _is_usage(error: BaseException) -> bool:
-    command = sys.modules.get("maitred.cli.command")
-    return command is not None and isinstance(error, command.UsageError)
+        text = f"{name}{error.strerror}; run again with --debug for the traceback"
+    else:
+        name = type(error).__name__
+        text = f"unexpected {name}: {error}; this is a fault of maitred, run again with --debug for the traceback"
+    return "".join(c if c.isprintable() else " " for c in " ".join(text.split()))
 
 
 if __name__ == "__main__":

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from textwrap import fill
 from typing import TYPE_CHECKING
 
-from maitred.cli.command import Command, Options, UsageError
+from maitred.cli.command import Command, Options
 from maitred.cli.console import note
-from maitred.cli.flags import option
+from maitred.cli.flags import UsageError, option
 from maitred.config import POLICY_NAMES
 from maitred.errors import did_you_mean
 

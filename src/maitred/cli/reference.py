@@ -6,8 +6,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from maitred.cli.command import Command, CommonOptions
-from maitred.cli.flags import Flag, Kind, flags_of, help_text
+from maitred.cli.command import CommonOptions, title
+from maitred.cli.flags import Kind, flags_of, help_text
 from maitred.cli.main import COMMANDS, load
 
 BEGIN, END = "<!-- flags: begin -->", "<!-- flags: end -->"
@@ -16,43 +16,24 @@ BEGIN, END = "<!-- flags: begin -->", "<!-- flags: end -->"
 def with_flags(page: str) -> str:
     """`page` with everything between its two marks written anew."""
     before, rest = page.split(BEGIN)
-    _, after = rest.split(END)
-    return f"{before}{BEGIN}\n\n{flag_tables()}\n{END}{after}"
+    lines = [line for path in COMMANDS for line in _of_command(path)]
+    tables = "\n".join([*lines, "### Flags of every command", "", *_table(CommonOptions)])
+    return f"{before}{BEGIN}\n\n{tables}\n{END}{rest.split(END)[1]}"
 
 
-def flag_tables() -> str:
-    lines: list[str] = []
-    for path in COMMANDS:
-        lines += _command_lines(load(path))
-    lines += ["### Flags of every command", "", *_table(CommonOptions)]
-    return "\n".join(lines)
-
-
-def _command_lines(command: Command) -> Iterator[str]:
-    yield f"### `maitred {command.path}`"
-    yield ""
-    yield command.summary
-    yield ""
+def _of_command(path: str) -> Iterator[str]:
+    command = load(path)
+    yield from (f"### `maitred {path}`", "", command.summary, "")
     for part in command.parts:
-        yield f"**{(part.__doc__ or '').strip().splitlines()[0].rstrip('.')}**"
-        yield ""
-        yield from _table(part)
+        yield from (f"**{title(part)}**", "", *_table(part))
 
 
 def _table(part: type) -> Iterator[str]:
-    yield "| flag | meaning |"
-    yield "|---|---|"
+    yield from ("| flag | meaning |", "|---|---|")
     for flag in flags_of(part):
-        yield f"| {_names(flag)} | {help_text(flag).replace('|', chr(92) + '|')} |"
+        names = ", ".join(f"`{name}`" for name in flag.names) + ("" if flag.kind is Kind.SWITCH else f" {flag.metavar}")
+        yield "| " + " | ".join(cell.replace("|", "\\|") for cell in (names, help_text(flag))) + " |"
     yield ""
-
-
-def _names(flag: Flag) -> str:
-    names = [name for name in (flag.short, flag.name) if name]
-    if flag.kind is Kind.SWITCH:
-        names.append("--no-" + flag.key)
-        return ", ".join(f"`{name}`" for name in names)
-    return ", ".join(f"`{name}`" for name in names) + " " + flag.metavar.replace("|", "\\|")
 
 
 if __name__ == "__main__":

@@ -7,8 +7,11 @@ left out. `*` stands for anything, and only below an answer that names no flag a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
+
+from maitred.errors import did_you_mean
 
 COMMANDS = {
     "list": "maitred ps lists the models that a server holds, hf cache ls those that were downloaded",
@@ -244,6 +247,20 @@ not needed: spans go to --otlp-endpoint, and maitred why and replay tell what wa
 not needed: it turns something inside another engine
   id ir-op-priority additional-config fail-on-environ-validation exit-on-error gated-launch-port h11-*
 """
+
+
+def what_was_meant(flag: str, own: Sequence[str]) -> str:
+    """What another server's flag is called here, or which of `own` was mistyped; nothing if nobody knows."""
+    has_engine = "--max-num-seqs" in own  # elsewhere flags of servers mean nothing
+    told = flag_named(flag) if has_engine else None
+    if told is None and ((near := did_you_mean(flag, own, cutoff=0.8)) or not has_engine):
+        return near
+    told = told or flag_alike(flag)
+    if told is None:
+        return ""
+    names = set(re.findall(r"--[a-z0-9-]+", told))
+    elsewhere = ", of maitred serve" if told.startswith(EQUAL) and names and not names & set(own) else ""
+    return f"; {told}{elsewhere}"
 
 
 def flag_named(flag: str) -> str | None:

@@ -52,4 +52,8 @@ def remedy_for(error: BaseException) -> str | None:
         return f"too many open files, this process may have {soft}; give it more, as in: ulimit -n 4096"
     if number == errno.ENOMEM or any(words in str(error) for words in _WANT_OF_MEMORY):
         return "the system gives no more memory or threads; raise ulimit -v and ulimit -u, or the container's limits"
+    if isinstance(error, MemoryError):
+        return "out of memory; give less with --kv-cache-memory-bytes, --max-num-seqs or --max-model-len"
+    if isinstance(error, RuntimeError) and "home directory" in str(error):  # of Path.expanduser and Path.home
+        return "this user has no home directory; set HOME to a folder"
     return None

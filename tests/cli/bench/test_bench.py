@@ -16,8 +16,8 @@ from rich.console import Console
 
 from maitred.cli.bench import plot
 from maitred.cli.bench.client import LoadClient, RequestForm
-from maitred.cli.bench.command import LoadOptions, PromptOptions, ReportOptions, TargetOptions
 from maitred.cli.bench.live import live_table
+from maitred.cli.bench.options import LoadOptions, PromptOptions, ReportOptions, TargetOptions
 from maitred.cli.bench.prompts import PlannedRequest
 from maitred.cli.bench.record import Record
 from maitred.cli.bench.runner import Progress

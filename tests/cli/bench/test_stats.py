@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from maitred.cli.bench.record import Chunk, Failure, Record
-from maitred.cli.bench.stats import meets, parse_slo, percentile, spread, summarise
+from maitred.cli.bench.stats import meets, percentile, spread, summarise
+from maitred.cli.objectives import parse_slo
 from maitred.errors import ConfigError
 
 

@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 
 from maitred.cli.bench.prompts import Vocabulary
-from maitred.cli.bench.trace import BLOCK_TOKENS, TraceReplay, read_trace
+from maitred.cli.bench.trace import TraceReplay, read_trace
+from maitred.cli.simulate.sources import read_workload
 from maitred.errors import ConfigError
+from maitred.sim.traces import BLOCK_TOKENS
 
 
 def trace_file(tmp_path: Path, *lines: object) -> str:
@@ -82,3 +84,13 @@ def test_an_empty_or_missing_trace_is_told(tmp_path):
     for path in (trace_file(tmp_path, ""), str(tmp_path / "none")):
         with pytest.raises(ConfigError, match="--trace"):
             read_trace(path)
+
+
+@pytest.mark.parametrize("bad", ["{", line(1, 0), line(1, 1) | {"priority": -1}, line(1, 1) | {"weight": 0}])
+def test_bench_refuses_the_line_that_simulate_refuses(tmp_path, bad):
+    path, told = trace_file(tmp_path, line(0, 1), bad), []
+    for read in (read_trace, read_workload):
+        with pytest.raises(ConfigError) as caught:
+            read(path)
+        told.append(str(caught.value).removeprefix("--trace "))
+    assert told[0] == told[1]

@@ -18,17 +18,18 @@ import msgspec
 
 import maitred
 from maitred.cli.bench.client import LoadClient, RequestForm
-from maitred.cli.bench.command import LoadOptions, PromptOptions, ReportOptions, TargetOptions
 from maitred.cli.bench.live import final_table, watch
+from maitred.cli.bench.options import LoadOptions, PromptOptions, ReportOptions, TargetOptions
 from maitred.cli.bench.plot import check_plot_path, draw
 from maitred.cli.bench.prompts import WORD_VOCABULARY, PlannedRequest, Synthetic, Vocabulary
 from maitred.cli.bench.runner import LoadRun
-from maitred.cli.bench.stats import Summary, parse_slo, summarise
+from maitred.cli.bench.stats import Summary, summarise
 from maitred.cli.bench.trace import TraceReplay, read_trace
-from maitred.cli.command import UsageError
 from maitred.cli.console import note
 from maitred.cli.endpoint import HttpEndpoint, first_model
+from maitred.cli.flags import UsageError
 from maitred.cli.main import EXIT_INTERRUPTED
+from maitred.cli.objectives import parse_slo
 from maitred.errors import ConfigError, ServerError
 from maitred.sim.lengths import parse_length
 

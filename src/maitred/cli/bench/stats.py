@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 
 from maitred.cli.bench.record import Record
-from maitred.errors import ConfigError
 
 PERCENTILES = (50, 90, 99)
 
@@ -57,17 +55,6 @@ OBJECTIVES: dict[str, Callable[[Record], float | None]] = {
     "tpot": lambda record: record.tpot_s,
     "e2e": lambda record: record.e2e_s,
 }
-_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
-
-
-def parse_slo(text: str) -> tuple[str, float]:
-    """`ttft:200ms` -> ("ttft", 0.2). Raises ConfigError."""
-    match = re.fullmatch(r"([a-z0-9]+):([0-9]+(?:\.[0-9]+)?)(us|ms|s)", text.replace(" ", ""))
-    if match is None or match[1] not in OBJECTIVES:
-        raise ConfigError(
-            f"--slo is {text!r}; write NAME:TIME, such as ttft:200ms, NAME one of {', '.join(OBJECTIVES)}"
-        )
-    return match[1], float(match[2]) * _SECONDS[match[3]]
 
 
 def meets(record: Record, slos: dict[str, float]) -> bool:

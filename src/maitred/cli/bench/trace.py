@@ -1,8 +1,5 @@
-"""Replay of a trace: JSON lines with timestamp (ms), input_length, output_length and hash_ids of 512-token blocks.
-
-The format is Mooncake's (Qin et al. 2024, arXiv:2407.00079): equal hash ids mean equal blocks after equal blocks, so a
-prompt made from them hits a prefix cache exactly where the original would have.
-"""
+"""Replay of a trace: equal hash ids mean equal blocks after equal blocks, so a prompt made from them hits a prefix
+cache exactly where the original would have."""
 
 from __future__ import annotations
 
@@ -12,45 +9,18 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
-import msgspec
-
 from maitred.cli.bench.prompts import PlannedRequest, Vocabulary
 from maitred.errors import ConfigError
-
-BLOCK_TOKENS = 512
-
-
-class TraceLine(msgspec.Struct, frozen=True):
-    timestamp: float  # ms
-    input_length: int  # tokens
-    output_length: int  # tokens
-    hash_ids: list[int | str] = []
+from maitred.sim.traces import BLOCK_TOKENS, TraceLine, parse_trace
 
 
 def read_trace(path: str) -> list[TraceLine]:
     """Sorted by time. Raises ConfigError with the line at fault."""
-    decoder = msgspec.json.Decoder(TraceLine)
-    lines: list[TraceLine] = []
     try:
-        with Path(path).open("rb") as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    lines.append(_checked(decoder.decode(line), path, number))
+        with Path(path).open("rb") as lines:
+            return parse_trace(lines, f"--trace {path}")
     except OSError as error:
         raise ConfigError(f"--trace {path}: {error.strerror}; give a file of JSON lines") from None
-    except msgspec.DecodeError as error:
-        raise ConfigError(f"{path}:{number}: {error}; a line needs timestamp, input_length, output_length") from None
-    if not lines:
-        raise ConfigError(f"--trace {path}: holds no requests; give a file of JSON lines")
-    return sorted(lines, key=lambda line: line.timestamp)
-
-
-def _checked(line: TraceLine, path: str, number: int) -> TraceLine:
-    if line.input_length < 1 or line.output_length < 0:
-        raise ConfigError(
-            f"{path}:{number}: lengths are {line.input_length} and {line.output_length}; both must be over 0"
-        )
-    return line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,27 +1,10 @@
-"""`maitred chat`: talk to a model in the terminal. The work is in `talk/`; here are its flags."""
+"""`maitred chat`: talk to a model in the terminal."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-
+from maitred.cli.chat.options import ChatOptions
 from maitred.cli.command import Command, Options
-from maitred.cli.flags import option
 from maitred.cli.local import ENGINE_PARTS
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChatOptions:
-    """The conversation"""
-
-    url: str | None = option(None, metavar="URL")
-    """Talk to the server at this URL; None loads the model in this process."""
-    api_key: str | None = option(None, metavar="KEY", env="MAITRED_API_KEY")
-    """Key for the server at --url."""
-    system: str | None = None
-    """System prompt."""
-    set: Mapping[str, object] = field(default_factory=dict)
-    """Settings to begin with, as /set takes them: temperature, top_p, max_tokens, seed, ..."""
 
 
 def _run(options: Options) -> int:

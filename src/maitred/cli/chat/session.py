@@ -8,11 +8,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
 from maitred.cli.chat.answer import Answer
-from maitred.cli.chat.command import ChatOptions
 from maitred.cli.chat.conversation import Conversation, Next
+from maitred.cli.chat.options import ChatOptions
 from maitred.cli.chat.terminal import Terminal, open_terminal
-from maitred.cli.command import Options, UsageError
+from maitred.cli.command import Options
 from maitred.cli.endpoint import Endpoint, HttpEndpoint, first_model
+from maitred.cli.flags import UsageError
 from maitred.cli.local import engine_config, local_endpoint, refuse_engine_flags, start_engine
 from maitred.config import ModelConfig
 from maitred.errors import ConfigError, MaitredError

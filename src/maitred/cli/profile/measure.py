@@ -23,7 +23,7 @@ from maitred.sim.profile import Profile, encode_profile
 from maitred.sim.recorded import measured_steps
 
 if TYPE_CHECKING:
-    from maitred.cli.profile.command import ProfileOptions
+    from maitred.cli.profile.options import ProfileOptions
 
 MIN_STEPS = 200
 SERVED_SHARE = 0.25  # of the time

@@ -31,7 +31,7 @@ from maitred.model.roofline import (
 from maitred.model.spec import DecoderSpec
 
 if TYPE_CHECKING:
-    from maitred.cli.roofline.command import RooflineOptions
+    from maitred.cli.roofline.options import RooflineOptions
 
 DECODE_STEPS = 24
 

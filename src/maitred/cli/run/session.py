@@ -14,8 +14,8 @@ from maitred.cli.endpoint import Endpoint, HttpEndpoint, first_model
 from maitred.cli.local import engine_config, local_endpoint, refuse_engine_flags, start_engine
 from maitred.cli.main import EXIT_FAILURE
 from maitred.cli.run.answer import Batch, Tally
-from maitred.cli.run.command import RunOptions
 from maitred.cli.run.lines import InputLine, scan
+from maitred.cli.run.options import RunOptions
 from maitred.cli.run.output import OutputFile
 from maitred.errors import ConfigError
 

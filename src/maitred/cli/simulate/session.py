@@ -9,9 +9,9 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING
 
-from maitred.cli.bench.stats import parse_slo
-from maitred.cli.command import UsageError
 from maitred.cli.console import note
+from maitred.cli.flags import UsageError
+from maitred.cli.objectives import parse_slo
 from maitred.cli.simulate.sources import Target, find_target, read_workload
 from maitred.cli.simulate.table import table
 from maitred.config import AdmissionConfig, CacheConfig, SchedulerConfig
@@ -28,7 +28,7 @@ from maitred.sim.workload import Workload
 from maitred.storage.key_files import read_tenant_file
 
 if TYPE_CHECKING:
-    from maitred.cli.simulate.command import SimulatedSchedulerConfig, SimulateOptions
+    from maitred.cli.simulate.options import SimulatedSchedulerConfig, SimulateOptions
 
 
 def run_simulations(

@@ -1,4 +1,4 @@
-"""`maitred why`: what a request waited for. The work is in `decisions/`; here are its flags."""
+"""`maitred why`: what a request waited for."""
 
 from __future__ import annotations
 

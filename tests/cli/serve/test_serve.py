@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from maitred.cli.main import main
-from maitred.cli.serve import _welcome, bind
+from maitred.cli.serve.command import _welcome, bind
 from maitred.engine.limits import claim_descriptors
 from maitred.errors import ConfigError
 from tests.cli.running import maitred_process

@@ -1,4 +1,4 @@
-"""`maitred replay`: make the decisions of a log again and compare. The work is in `decisions/`; here are its flags."""
+"""`maitred replay`: make the decisions of a log again and compare."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class ReplayOptions:
 
 
 def _run(options: Options) -> int:
-    from maitred.cli.why.session import replay_logs
+    from maitred.cli.replay.session import replay_logs
 
     return replay_logs(options[ReplayOptions].log)
 

@@ -18,7 +18,7 @@ import pytest
 
 from maitred.api.ops.latencies import Percentiles
 from maitred.api.ops.live_feed import LiveFrame
-from maitred.cli.top_screen import Rates, as_text, fit, in_ascii, seconds, view
+from maitred.cli.top.screen import Rates, as_text, fit, in_ascii, seconds, view
 from maitred.engine.live_view import LiveView, live_view
 from maitred.errors import EngineDead
 from maitred.replica import ReplicaState

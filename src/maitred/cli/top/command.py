@@ -10,8 +10,8 @@ from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from maitred.cli.command import Command, Options, UsageError
-from maitred.cli.flags import option
+from maitred.cli.command import Command, Options
+from maitred.cli.flags import UsageError, option
 from maitred.errors import ServerError
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def _run(options: Options) -> int:
 async def _plain(asked: TopOptions) -> int:
     """One view after the other, as text that a script can read."""
     from maitred.cli.endpoint import HttpEndpoint
-    from maitred.cli.top_screen import Rates, in_ascii, view
+    from maitred.cli.top.screen import Rates, in_ascii, view
 
     draws = (sys.stdout.encoding or "").lower().startswith("utf")
     rates, shown_at = Rates(), None
@@ -127,7 +127,7 @@ async def _watch(asked: TopOptions) -> None:
     from rich.live import Live
 
     from maitred.cli.endpoint import HttpEndpoint, Refused, Unreachable
-    from maitred.cli.top_screen import Rates, as_text, view
+    from maitred.cli.top.screen import Rates, as_text, view
 
     keys = "q or Ctrl-C leaves" if sys.stdin.isatty() else "Ctrl-C leaves"
     console, failures = Console(), 0

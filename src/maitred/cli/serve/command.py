@@ -11,7 +11,7 @@ from maitred.cli.command import Command, Options
 from maitred.cli.console import note
 from maitred.cli.ending import noted
 from maitred.cli.local import ENGINE_PARTS, engine_config
-from maitred.cli.tenancy import open_tenancy
+from maitred.cli.serve.tenancy import open_tenancy
 from maitred.config import AdmissionConfig, EngineConfig, ProcessConfig, ServerConfig, TenancyConfig
 from maitred.errors import ConfigError
 

@@ -1,0 +1,17 @@
+"""Where `replay` and `why` look for a decision log."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from maitred.errors import ConfigError
+from maitred.storage.decision_files import SUFFIX
+
+WHERE_LOGS_ARE = ("decisions", ".")
+
+
+def nearest_log() -> str:
+    for folder in WHERE_LOGS_ARE:
+        if any(Path(folder).glob(f"*{SUFFIX}")):
+            return folder
+    raise ConfigError("no decision log here; say where it is with --log, the folder given to serve --decision-log")

@@ -1,0 +1,69 @@
+"""`replay` at work: run a log again, say whether each decision is the same."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from maitred.cli.decision_logs import nearest_log
+from maitred.cli.main import EXIT_FAILURE
+from maitred.decisions.history import MAX_LISTED
+from maitred.decisions.replay import replay
+from maitred.engine.installed import installed_policies
+from maitred.storage.decision_files import log_parts, log_runs, read_frames
+
+
+def replay_logs(logs: Sequence[str]) -> int:
+    """Replays each log; 1 when any decision differs."""
+    found = [_replay_newest(Path(log)) for log in logs or [nearest_log()]]
+    return 0 if all(found) else EXIT_FAILURE
+
+
+def _replay_newest(log: Path) -> bool:
+    """A file's run, or a folder's newest; tells of the others."""
+    if not log.is_dir():
+        return _replay_run(log_parts(log))
+    newest, *older = log_runs(log)
+    equal = _replay_run(newest)
+    if older:
+        names = ", ".join(parts[0].name for parts in older[:MAX_LISTED]) + (", ..." if len(older) > MAX_LISTED else "")
+        print(
+            f"not replayed: {len(older)} older {'run' if len(older) == 1 else 'runs'} in {log}, give the file: {names}"
+        )
+    return equal
+
+
+def _replay_run(parts: Sequence[Path]) -> bool:
+    num_steps, num_requests, started = 0, 0, time.monotonic()
+    difference = None
+    with _progress(parts) as on_read:
+        for step in replay(read_frames(parts, on_read), installed_policies()):
+            num_steps += 1
+            num_requests += sum(hasattr(event, "arrived_at") for event in step.step.events)
+            if not step.equal:
+                difference = step.difference
+    seconds = max(time.monotonic() - started, 1e-9)
+    name = parts[0].name if len(parts) == 1 else f"{parts[0].name} and {len(parts) - 1} more"
+    counts = f"{num_steps:,} steps, {num_requests:,} requests, {num_steps / seconds:,.0f} steps/s"
+    if difference is None:
+        print(f"{name}: every decision is the same ({counts})")
+    else:
+        print(f"{name}: differs after {counts}\n  first difference: {difference}")
+    return difference is None
+
+
+@contextmanager
+def _progress(parts: Sequence[Path]) -> Iterator[Callable[[int], object]]:
+    """A bar on a terminal, nothing elsewhere."""
+    if not sys.stderr.isatty():
+        yield int
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("replay", total=sum(part.stat().st_size for part in parts))
+        yield lambda count: progress.advance(task, count)
