@@ -49,7 +49,7 @@ def test_samples_that_share_a_prompt_equal_those_computed_alone(prompt_length: i
             max_tokens=20,
             sampling=SEEDED,
             seed=5,
-            sample_index=sample.sample_index,
+            sample_index=sample.spec.sample_index,
             block_size=BLOCK_SIZE,
         )
         alone |= outputs_of([one])
