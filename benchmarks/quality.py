@@ -4,8 +4,10 @@
 
 Perplexity is of the replies to held-out questions of the built-in model's world, exact match is greedy and of whole
 replies. KL is the mean over positions of KL(float32 || format), in nats, of a random checkpoint (Qwen3's shape in
-small, unless a folder is given) reading random tokens, and how often the likeliest token is another one. Prints a
-Markdown table.
+small, unless a folder is given) reading random tokens, and how often the likeliest token is another one. Trained models
+have a few huge channels (LLM.int8(), arXiv:2208.07339), random ones have not: a second table is of the same function
+with channels planted in it, four of every norm times 32, and one rotary pair of every key head times 16, with what
+reads them divided by as much. Prints Markdown tables.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 FORMATS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32", "kv_dtype": "float32"},
+    "float32, KV int8": {"dtype": "float32", "kv_dtype": "int8"},
     "bfloat16": {"dtype": "bfloat16", "kv_dtype": "bfloat16"},
     "bfloat16, KV int8": {"dtype": "bfloat16", "kv_dtype": "int8"},
     "int8": {"dtype": "int8", "kv_dtype": "bfloat16"},
@@ -49,6 +52,11 @@ FORMATS: dict[str, dict[str, Any]] = {
         "lm_head_dtype": "int4",
         "int4_group_size": 32,
     },
+}
+
+PLANTED = {
+    "norms": ("int8", "int4/32", "int4/64", "int4/128"),
+    "keys": ("float32, KV int8", "int8, KV int8"),
 }
 
 
@@ -152,6 +160,49 @@ def small_checkpoint(folder: Path) -> Path:
     )
 
 
+def plant(folder: Path, where: str) -> None:
+    """Large channels into a `small_checkpoint`, exactly: powers of two that the next matrix divides by."""
+    from safetensors.numpy import load_file, save_file
+
+    tensors, random = load_file(folder / "model.safetensors"), Random(0)
+    for name, norm in tensors.items():
+        if where == "norms" and name.endswith(("layernorm.weight", "model.norm.weight")):
+            channels = random.sample(range(len(norm)), 4)
+            norm[channels] *= 32
+            for reader in readers_of(name):
+                tensors[reader][:, channels] /= 32
+        if where == "keys" and name.endswith("k_norm.weight"):
+            pair = random.randrange(len(norm) // 2) + np.array([0, len(norm) // 2])
+            norm[pair] *= 16
+            tensors[name.replace("k_norm", "q_norm")][pair] /= 16
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def readers_of(norm: str) -> list[str]:
+    """Names of the matrices that read what this norm of a layer, or the last one, has normalised."""
+    if norm == "model.norm.weight":
+        return ["lm_head.weight"]
+    layer, _, kind = norm.removesuffix(".weight").rpartition(".")
+    parts = ("q_proj", "k_proj", "v_proj") if kind == "input_layernorm" else ("gate_proj", "up_proj")
+    return [f"{layer}.{'self_attn' if len(parts) == 3 else 'mlp'}.{part}.weight" for part in parts]
+
+
+def print_planted(tokens: list[int], exact: list[np.ndarray]) -> None:
+    print("\n| planted in | format | KL (nats) | other likeliest token | KL without |")
+    print("|---|---|---:|---:|---:|")
+    with tempfile.TemporaryDirectory() as scratch:
+        plain = small_checkpoint(Path(scratch) / "plain")
+        for where, names in PLANTED.items():
+            planted = small_checkpoint(Path(scratch) / where)
+            plant(planted, where)
+            same, _ = divergence(exact, logits_of(planted, tokens, FORMATS["float32"]))
+            assert abs(same) < 1e-6, f"planting changed the function: KL {same}"
+            for name in names:
+                kl, moved = divergence(exact, logits_of(planted, tokens, FORMATS[name]))
+                without, _ = divergence(exact, logits_of(plain, tokens, FORMATS[name]))
+                print(f"| {where} | {name} | {kl:.2e} | {moved:.1%} | {without:.2e} |", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--questions", type=int, default=8, help="held-out questions of each category")
@@ -174,6 +225,8 @@ def main() -> None:
             perplexity, match = builtin_scores(asked, FORMATS[name])
             kl, moved = divergence(exact, logits_of(folder, tokens, FORMATS[name]))
             print(f"| {name} | {perplexity:.4f} | {match:.1%} | {kl:.2e} | {moved:.1%} |", flush=True)
+    if options.checkpoint is None:
+        print_planted(tokens, exact)
 
 
 if __name__ == "__main__":

@@ -144,8 +144,8 @@ def test_an_answer_with_many_log_probabilities_is_written_beside_the_event_loop(
         writers.append(threading.current_thread().name)
         return named_prompt_logprobs(*words)
 
-    dialect = "completions" if path == "/v1/completions" else "chat"
-    monkeypatch.setattr(f"maitred.api.dialects.openai.{dialect}.named_prompt_logprobs", noted)
+    route = "completions" if path == "/v1/completions" else "chat"
+    monkeypatch.setattr(f"maitred.api.dialects.openai.{route}.named_prompt_logprobs", noted)
     few = http.post(path, json=fields).json()
     monkeypatch.setattr("maitred.api.http.edge.MANY_LOGPROBS", 1)
     many = http.post(path, json=fields).json()

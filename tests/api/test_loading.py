@@ -14,9 +14,10 @@ from typing import Any
 import httpx
 import pytest
 
+from maitred.api.http.app import TOLD_AGAIN_S, App, Outage
 from maitred.api.http.edge import Edge
-from maitred.api.http.middleware import TOLD_AGAIN_S, Outage
-from maitred.api.http.server import Server, app_of
+from maitred.api.http.server import Server
+from maitred.api.routes import ROUTES
 from maitred.clock import ManualClock, WallClock
 from maitred.config import ServerConfig
 from maitred.errors import CheckpointError, EngineDead
@@ -84,7 +85,7 @@ def opening(starting: HeldStart | None = None, **config: Any) -> Iterator[Openin
     settings = ServerConfig(port=0, **config)
     edge = Edge(settings, clock=WallClock(), is_ready=lambda: True)
     opened = threading.Event()
-    server = Server(app_of(edge), settings, starting=starting, on_open=lambda host, port: opened.set())
+    server = Server(App(edge, ROUTES), settings, starting=starting, on_open=lambda host, port: opened.set())
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()  # so that nobody who comes before the loop runs is refused

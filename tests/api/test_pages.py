@@ -15,8 +15,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import maitred
 from maitred.api.http.logs import JsonFormatter, TextFormatter
-from maitred.api.http.openapi import OPERATIONS, openapi_document
-from maitred.api.http.server import ROUTES
+from maitred.api.ops.openapi import openapi_document
+from maitred.api.routes import ROUTES
 from maitred.metrics import METRICS, MetricKind, metrics_document
 from tests.api.conftest import MESSAGES
 from tests.fakes_api import FakeReplica, running_server, says
@@ -101,16 +101,17 @@ def test_two_apps_live_in_one_process():
 
 def test_the_openapi_document_names_every_route_and_resolves(http):
     document = http.get("/openapi.json").json()
-    assert document == json.loads(msgspec.json.encode(openapi_document()))
+    assert document == json.loads(msgspec.json.encode(openapi_document(ROUTES)))
     assert document["openapi"].startswith("3.1")
     described = {(method.upper(), path) for path, item in document["paths"].items() for method in item}
-    assert described == {(method, path.replace(":path", "")) for method, path, _ in ROUTES}
+    assert described == {(route.method, route.template) for route in ROUTES.routes}
     schemas = document["components"]["schemas"]
     for reference in re.findall(r'"#/components/schemas/([^"]+)"', json.dumps(document)):
         assert reference in schemas
     error = schemas["ErrorObject"]
     assert sorted(error["required"]) == ["code", "message", "param", "type"]
-    assert len({document["paths"][op.path][op.method]["operationId"] for op in OPERATIONS}) == len(OPERATIONS)
+    ids = {document["paths"][route.template][route.method.lower()]["operationId"] for route in ROUTES.routes}
+    assert len(ids) == len(ROUTES.routes)
 
 
 def test_the_schemas_hold_the_answers(http):

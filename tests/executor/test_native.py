@@ -20,6 +20,7 @@ from maitred.kernels import _native
 from maitred.model.checkpoint import open_checkpoint
 from maitred.model.families import spec_from_config
 from maitred.model.program import Format
+from maitred.model.spec import QKNorm
 from maitred.request import SamplingParams
 from maitred.step import BlockCopy, SchedulerOutput
 from tests.executor.native_worlds import make_native, nan_embedding
@@ -226,6 +227,45 @@ def test_shorter_numbers_give_almost_the_same_logits(isa: str, formats: dict[str
     seen = Seen()
     hand = make_hand(decoder, isa=isa, on_logits=seen, **formats)
     prompt = random_prompt(60, seed=3)
+    hand.add("r", prompt)
+    hand.step()
+    exact = dense_logits(decoder, prompt)
+    error = (seen.of("r") - exact).abs().mean() / exact.std()
+    assert 0 < error < largest_error
+
+
+def with_huge_channels(decoder: Any) -> Any:
+    """The same function: four channels of each norm and a rotary pair of the keys are huge, and their readers small."""
+    parameters = dict(decoder.named_parameters())
+    readers = {"attention_norm": "qkv", "mlp_norm": "gate_up", "norm": "output"}
+    channels, pair = [3, 70, 131, 250], [5, 5 + decoder.spec.head_dim // 2]
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            layer, _, kind = name.removesuffix(".weight").rpartition(".")
+            if kind in readers:
+                parameter[channels] *= 32
+                parameters[f"{layer}.{readers[kind]}.weight".lstrip(".")][:, channels] /= 32
+            if kind == "k_norm":
+                parameter[pair] *= 16
+                parameters[f"{layer}.q_norm.weight"][pair] /= 16
+    return decoder
+
+
+@pytest.mark.parametrize(
+    ("formats", "largest_error"),
+    [
+        ({"dtype": "float32", "kv_dtype": "int8"}, 0.016),
+        ({"dtype": "int8", "kv_dtype": "int8"}, 0.13),
+        ({"dtype": "int4", "kv_dtype": "int8", "int4_group_size": 32}, 0.42),
+    ],
+)
+@pytest.mark.parametrize("isa", _native.available_isas())
+def test_a_few_huge_channels_cost_little(isa: str, formats: dict[str, Any], largest_error: float):
+    """Trained models have them (LLM.int8(), arXiv:2208.07339); what shares a scale with them must not be lost."""
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64, "attention_scale": 0.05}
+    decoder = with_huge_channels(make_decoder(make_spec(qk_norm=QKNorm.PER_HEAD, **sizes)))
+    seen, prompt = Seen(), random_prompt(60, seed=3)
+    hand = make_hand(decoder, isa=isa, on_logits=seen, **formats)
     hand.add("r", prompt)
     hand.step()
     exact = dense_logits(decoder, prompt)

@@ -104,7 +104,7 @@ void check_isa(Isa isa) {
                  {DType::int4, 32}, {DType::int4, 64}, {DType::int4, 128}};
   for (const auto& format : formats)
     for (int n : {1, 33, 70})
-      for (int k : {1, 5, 130, 515}) {
+      for (int k : {1, 5, 130, 192, 515}) {
         LinearOut how{};
         check_shape(isa, {format.dtype, n, k, format.group, false, n == 33}, how);
         how.softcap = 3.0f;

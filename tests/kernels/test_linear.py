@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from maitred.errors import KernelError
 from maitred.kernels import _native, linear
 from maitred.kernels.linear import PackedWeights, SourceMatrix
+from tests.kernels.rotation import rotate, rotation_block
 
 ISAS = _native.available_isas()
 FORMATS = [("float32", 0), ("bfloat16", 0), ("int8", 0), ("int4", 32), ("int4", 64), ("int4", 128)]
@@ -58,15 +59,30 @@ def rows(m: int, k: int, seed: int = 0) -> Array:
     return (rng.standard_normal((m, k)) * rng.uniform(0.1, 3.0, (m, 1))).astype(np.float32)
 
 
-def prepared(dtype: str, x: Array) -> Array:
-    """The rows as a linear of that format sees them."""
+def prepared(dtype: str, x: Array, group: int = 0) -> Array:
+    """The rows as a linear of that format sees them, turned back where it rotates them."""
     if dtype == "float32":
         return x.astype(np.float64)
     if dtype == "bfloat16":
         return bf16_round(x).astype(np.float64)
-    scale = np.abs(x).max(axis=1, keepdims=True) / np.float32(127)
-    q = np.rint(x * (np.float32(1) / scale)).clip(-127, 127)
-    return q.astype(np.float64) * scale
+    if dtype == "int4":
+        return in_groups(x, group)
+    turned = rotate(x)
+    scale = np.abs(turned).max(axis=1, keepdims=True) / np.float32(127)
+    q = np.rint(turned * (np.float32(1) / scale)).clip(-127, 127)
+    return rotate(q.astype(np.float64) * scale) / rotation_block(x.shape[1])
+
+
+def in_groups(x: Array, group: int) -> Array:
+    """Rounded with the row's scale, divided in each group by the largest power of two that leaves its values room."""
+    m, k = x.shape
+    groups = np.pad(x, ((0, 0), (0, -k % group))).reshape(m, -1, group)
+    largest = np.abs(groups).max(axis=2, keepdims=True)
+    most = largest.max(axis=1, keepdims=True)
+    exponent = np.minimum((most.view(np.int32) - largest.view(np.int32)) >> 23, 24)
+    inverse = np.float32(1) / (most / np.float32(127)) * np.ldexp(np.float32(1), exponent)
+    q = np.rint(groups * inverse).clip(-127, 127).astype(np.float64)
+    return (q * np.ldexp(most / np.float32(127), -exponent)).reshape(m, -1)[:, :k]
 
 
 def product(world: World, x: Array) -> Array:
@@ -95,7 +111,7 @@ def test_store_is_the_product(pool: Any, isa: str, dtype: str, group: int, n: in
         for m in sizes:
             x = rows(m, k)
             y = linear.linear(pool, world.weights, x, isa=isa)
-            seen = prepared(dtype, x)
+            seen = prepared(dtype, x, group)
             assert_within(y, product(world, seen), tolerance(world, seen))
 
 
@@ -105,7 +121,7 @@ def test_add_adds_alpha_times_the_product(pool: Any, isa: str, dtype: str, group
     world = make_world(pool, dtype, group, 75, 200, bias=True)
     x, residual = rows(9, 200), rows(9, 75, seed=1)
     y = linear.linear(pool, world.weights, x, isa=isa, add_to=residual.copy(), alpha=0.25)
-    seen = prepared(dtype, x)
+    seen = prepared(dtype, x, group)
     assert_within(y, residual + 0.25 * product(world, seen), tolerance(world, seen))
 
 
@@ -140,7 +156,7 @@ def test_gate_is_act_of_gate_times_up(pool: Any, isa: str, dtype: str, group: in
     world = make_world(pool, dtype, group, 2 * half, 160, gated=True, bias=half == 41)
     x = rows(5, 160)
     y = linear.linear(pool, world.weights, x, isa=isa, act=act)
-    seen = prepared(dtype, x)
+    seen = prepared(dtype, x, group)
     both, allowed = product(world, seen), tolerance(world, seen)
     gate, up = both[:, :half], both[:, half:]
     room = 1.2 * (allowed[:, :half] * np.abs(up) + allowed[:, half:] * np.abs(gate)) + 2e-6 * (1 + np.abs(gate * up))
@@ -285,7 +301,7 @@ def test_a_row_of_zeros_gives_zeros(pool: Any, isa: str) -> None:
 
 
 def test_int8_is_the_same_on_every_instruction_set(pool: Any) -> None:
-    for k in (5, 515, 1088):
+    for k in (5, 72, 100, 515, 1088):
         world = make_world(pool, "int8", 0, 75, k)
         for m in (1, 9, 31, 50):
             x = rows(m, k)
@@ -304,6 +320,19 @@ def test_integers_come_out_of_tiles_as_out_of_vectors(pool: Any, dtype: str, gro
         assert (linear.linear(pool, world.weights, x[:m], isa="amx") == vectors[:m]).all(), m
 
 
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(("dtype", "group", "most"), [("int8", 0, 0.08), ("int4", 32, 0.15)])
+def test_a_few_huge_channels_do_not_spoil_a_row(pool: Any, isa: str, dtype: str, group: int, most: float) -> None:
+    """The products beside the huge channels, which weights of 0 leave out, come out as if those were not there."""
+    x, matrix = rows(20, 512), rows(64, 512, seed=1)
+    channels = [3, 70, 200, 401]
+    x[:, channels] *= 64
+    matrix[:, channels] = 0
+    weights = linear.pack(pool, [SourceMatrix(matrix)], dtype, group_size=group)
+    y, expected = linear.linear(pool, weights, x, isa=isa), x @ matrix.T
+    assert 0 < np.abs(y - expected).mean() / expected.std() < most
+
+
 # --- packing ---
 
 
@@ -317,9 +346,9 @@ def test_float_formats_survive_a_round_trip(pool: Any) -> None:
 
 def test_quantised_formats_keep_to_half_a_step(pool: Any) -> None:
     matrix = rows(45, 192)
-    int8 = linear.unpack_rows(linear.pack(pool, [SourceMatrix(matrix)], "int8"), range(45))
-    step = np.abs(matrix).max(axis=1, keepdims=True) / 127
-    assert (np.abs(int8 - matrix) <= 0.501 * step).all()
+    int8 = rotate(linear.unpack_rows(linear.pack(pool, [SourceMatrix(matrix)], "int8"), range(45)))
+    step = np.abs(rotate(matrix)).max(axis=1, keepdims=True) / 127
+    assert (np.abs(int8 - rotate(matrix)) <= 0.501 * step).all()
     for group in (32, 64):
         int4 = linear.unpack_rows(linear.pack(pool, [SourceMatrix(matrix)], "int4", group_size=group), range(45))
         step = np.abs(matrix).reshape(45, -1, group).max(axis=2) / 8

@@ -74,7 +74,7 @@ def main() -> None:
     num_log_lines_dropped = configure_logging(config)
     hand_over_quickly()
     app = server.create_app(replica, model, config)
-    app.state.edge.metrics.num_log_lines_dropped = num_log_lines_dropped
+    app.edge.metrics.num_log_lines_dropped = num_log_lines_dropped
     server.Server(app, config, on_open=say).run()
 
 

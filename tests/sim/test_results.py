@@ -62,16 +62,17 @@ def test_jain():
 
 
 SPREAD = {"mean", "p50", "p90", "p99", "max"}
-GROUP = {"ttft_s", "itl_s", "e2e_s", "queue_s", "goodput_rps", "slo_attainment", "jain", "num_finished", "failed"}
+COUNTS = {"num_finished", "failed", "num_cached_tokens", "num_preemptions"}
+GROUP = {"ttft_s", "itl_s", "e2e_s", "queue_s", "goodput_rps", "slo_attainment", "jain"} | COUNTS
 
 
 def test_the_json_has_exactly_the_promised_shape():
     asked = [arrival(f"r{i}", at=i * 0.001, tenant=tenant) for i, tenant in enumerate(["a", "b", ""])]
     figures = simulation().run(iter(asked)).to_json()
-    assert set(figures) == GROUP | {"tenants"}
+    assert set(figures) == GROUP | {"tenants", "utilisation"}
     assert set(figures["tenants"]) == {"a", "b", "default"}
     for part in (figures, *figures["tenants"].values()):
-        assert set(part) - {"tenants"} == GROUP
+        assert set(part) - {"tenants", "utilisation"} == GROUP
         assert all(set(part[name]) == SPREAD for name in GROUP if name.endswith("_s"))
         assert 0 < part["jain"] <= 1
     assert figures["slo_attainment"] == 1.0

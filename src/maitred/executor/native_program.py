@@ -169,7 +169,9 @@ class _Builder:
                 spec = self._program.spec
                 target = self._rows(op.target, spec.q_width)
                 cap = spec.attention_softcap or 0.0
-                self._native.attention(op.layer, spec.num_heads, op.window or 0, spec.attention_scale, cap, target)
+                reader = self._shape(self._reader(index).weight)
+                scale, window = spec.attention_scale, op.window or 0
+                self._native.attention(op.layer, spec.num_heads, window, scale, cap, target, reader)
             case NormAdd():
                 weight, few = self._vector(op.weight), index >= self._head
                 self._native.norm_add(self.rows[op.source], self.rows[op.target], weight, self._eps, op.scale, few)
@@ -210,7 +212,7 @@ class _Builder:
         self._tables[rope] = self._native.rope_table(frequencies, rope.attention_factor)
 
     def _reader(self, index: int) -> Linear:
-        """The linear that reads what the operation at `index` prepares."""
+        """The linear that reads what the operation at `index` prepares or attends to."""
         return next(op for op in self._program.ops[index:] if isinstance(op, Linear))
 
     def _rows(self, name: str, width: int, *, few: bool = False) -> Any:

@@ -8,11 +8,13 @@ machine did something else are left out of the fit (more than three scaled media
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from maitred.cost_model import Band, CostModel, StepShape
+from maitred.sim.edge import EdgeModel, EdgeSample
 from maitred.sim.profile import TermError
 from maitred.sim.recorded import MeasuredStep
 
@@ -32,6 +34,8 @@ BANDS_MS = (*(1.2**i for i in range(25)), LONGEST_MS)  # 1 to 80 ms; narrow, so 
 MIN_IN_BAND = 40
 NUM_SWEEPS = 3000
 NUM_TRIMS = 3
+MIN_EDGE_SAMPLES = 8
+LEAST_S = 1e-6  # what relative errors are of
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,15 +51,21 @@ class Fit:
     bias: float
 
 
-def fit_steps(steps: Sequence[MeasuredStep], held_out: Sequence[MeasuredStep]) -> Fit:
-    """Coefficients from `steps`, errors from `held_out`; neither may be empty."""
+def fit_steps(
+    steps: Sequence[MeasuredStep], held_out: Sequence[MeasuredStep], served: Sequence[MeasuredStep] | None = None
+) -> Fit:
+    """Coefficients from `steps`, errors from `held_out`; neither may be empty.
+
+    The time between steps comes from `served` where it is given: behind a server more is done there.
+    """
+    with_gaps = steps if served is None else served
     columns = [[term(step.shape) for term in TERMS.values()] for step in steps]
     times = [step.step_s for step in steps]
     coefficients, errors = _robust_fit(columns, times)
-    between_s, between_row_s = _fit_gaps(steps)
+    between_s, between_row_s = _fit_gaps(with_gaps)
     named: dict[str, Any] = dict(zip(TERMS, coefficients, strict=True))
     plain = CostModel(between_s=between_s, between_row_s=between_row_s, **named)
-    model = with_jitter(plain, steps)
+    model = with_jitter(plain, steps, with_gaps)
     ratios = [plain.step_s(step.shape) / step.step_s for step in held_out]
     relative = sorted(abs(ratio - 1) for ratio in ratios)
     modelled = math.fsum(plain.step_s(step.shape) for step in held_out)
@@ -70,7 +80,42 @@ def fit_steps(steps: Sequence[MeasuredStep], held_out: Sequence[MeasuredStep]) -
     )
 
 
-def with_jitter(model: CostModel, steps: Sequence[MeasuredStep]) -> CostModel:
+class EdgeFit(NamedTuple):
+    edge: EdgeModel
+    error: float
+    """Mean over lengths of prompts: modelled over median measured time to the first token, less 1."""
+
+
+def fit_edge(samples: Sequence[EdgeSample]) -> EdgeFit:
+    """Of every other sample; the error is that on the rest. `MIN_EDGE_SAMPLES` or more.
+
+    Medians of prompts of like length are fitted: half of the requests are slower, and a few by much.
+    """
+    fitted, held_out = _medians(samples[::2]), _medians(samples[1::2])
+    rows = [[1.0 / first_token_s, prompt_tokens / first_token_s] for prompt_tokens, first_token_s in fitted]
+    fixed_s, prompt_token_s = nonnegative_least_squares(rows, [1.0] * len(rows))
+    gaps = [sample.gaps_s / sample.num_gaps for sample in samples if sample.num_gaps]
+    output_token_s = max(0.0, statistics.median(gaps)) if gaps else 0.0
+    edge = EdgeModel(fixed_s=fixed_s, prompt_token_s=prompt_token_s, output_token_s=output_token_s)
+    off = [abs(edge.first_token_s(prompt_tokens) / first_token_s - 1) for prompt_tokens, first_token_s in held_out]
+    return EdgeFit(edge, statistics.fmean(off))
+
+
+def _medians(samples: Sequence[EdgeSample]) -> list[tuple[int, float]]:
+    """(prompt tokens, time to the first token) of those within a doubling of length."""
+    alike: dict[int, list[EdgeSample]] = {}
+    for sample in samples:
+        alike.setdefault(sample.prompt_tokens.bit_length(), []).append(sample)
+    return [
+        (
+            statistics.median_low(sample.prompt_tokens for sample in group),
+            max(LEAST_S, statistics.median(sample.first_token_s for sample in group)),
+        )
+        for group in alike.values()
+    ]
+
+
+def with_jitter(model: CostModel, steps: Sequence[MeasuredStep], with_gaps: Sequence[MeasuredStep]) -> CostModel:
     """`model` with the spread of measured over modelled times, in bands of step length, and that of the gaps."""
     pairs = [(model.step_s(step.shape), step.step_s) for step in steps]
     bands, low = [], 0.0
@@ -83,7 +128,7 @@ def with_jitter(model: CostModel, steps: Sequence[MeasuredStep]) -> CostModel:
         bands[-1] = Band(LONGEST_MS / 1e3, bands[-1].quantiles)
     gaps = sorted(
         step.gap_s / modelled
-        for step in steps
+        for step in with_gaps
         if step.gap_s is not None and (modelled := model.gap_s(step.shape.rows)) > 0
     )
     gap_quantiles = quantiles_of(gaps) if len(gaps) >= MIN_IN_BAND else ()

@@ -9,8 +9,11 @@ import msgspec
 from maitred.config import DEFAULT_TOKEN_BUDGET
 from maitred.cost_model import CostModel
 from maitred.errors import ConfigError
+from maitred.sim.edge import EdgeModel
 
-VERSION = 1
+VERSION = 2
+READABLE = (1, 2)  # 1 knew no edge
+DOUBTFUL_ERROR = 0.10
 
 
 class TermError(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,6 +35,11 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     machine: str
     executor: str
     cost_model: CostModel
+    edge: EdgeModel = EdgeModel()
+    """What a client sees besides; all 0 in profiles of version 1."""
+    edge_error: float = 0.0
+    """Of its time to the first token on requests that it was not fitted to."""
+    num_edge_requests: int = 0
     max_model_len: int
     kv_bytes_per_token: int
     kv_memory_bytes: int
@@ -49,6 +57,18 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     terms: Mapping[str, TermError] = {}
     version: int = VERSION
 
+    @property
+    def doubt(self) -> str | None:
+        """Why figures that come of it are to be taken with care; None when nothing speaks against them."""
+        named = {"steps": self.mape, "the edge": self.edge_error}
+        doubtful = [f"{error:.0%} off on {what}" for what, error in named.items() if error > DOUBTFUL_ERROR]
+        if not doubtful:
+            return None
+        return (
+            f"the profile is {' and '.join(doubtful)} that it was not fitted to, over {DOUBTFUL_ERROR:.0%}, and so may "
+            "the figures be; run maitred profile again when the machine is quiet, or with more --seconds"
+        )
+
 
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(Profile).decode
@@ -64,6 +84,7 @@ def decode_profile(data: bytes, name: str) -> Profile:
         profile = _decode(data)
     except msgspec.MsgspecError as error:
         raise ConfigError(f"{name}: {error}; is this a device profile? make one with maitred profile -o FILE") from None
-    if profile.version != VERSION:
-        raise ConfigError(f"{name}: profile version {profile.version}, this maitred reads {VERSION}; profile again")
+    if profile.version not in READABLE:
+        known = " and ".join(map(str, READABLE))
+        raise ConfigError(f"{name}: profile version {profile.version}, this maitred reads {known}; profile again")
     return profile

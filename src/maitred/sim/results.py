@@ -9,9 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from maitred.request import RequestState
+from maitred.sim.edge import EdgeModel
 
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 RELATIVE_ERROR = 0.001  # of a quantile
+_COUNTS = ("num_finished", "num_good", "num_tokens", "num_cached_tokens", "num_preemptions", "num_here")
 SLOW_GAPS_ALLOWED = 0.01  # an ITL objective holds for 99% of a request's gaps
 
 _GROWTH = (1 + RELATIVE_ERROR) / (1 - RELATIVE_ERROR)
@@ -106,6 +108,8 @@ class GroupResults:
     failures: Counter[str] = field(default_factory=Counter)  # refused, or given up: how many for which reason
     num_good: int = 0
     num_tokens: int = 0  # of finished requests, prompt and output
+    num_cached_tokens: int = 0  # of their prompts
+    num_preemptions: int = 0  # of them
     weight: float = 1.0
     # the requests' rates of service (tokens per second of stay), for Jain's index
     rates: float = 0.0
@@ -125,15 +129,16 @@ class GroupResults:
         if self.num_here == 0:
             self.busy_s += now - self.busy_since
 
-    def finished(self, request: RequestState, good: bool) -> None:
+    def finished(self, request: RequestState, good: bool, edge: EdgeModel) -> None:
         """`request` has its times."""
         arrived, ended = request.arrived_at, request.finished_at
         assert request.first_scheduled_at is not None
         assert request.first_token_at is not None
         assert ended is not None
         self.queue_s.add(request.first_scheduled_at - arrived)
-        self.ttft_s.add(request.first_token_at - arrived)
-        self.e2e_s.add(ended - arrived)
+        ttft_s, e2e_s = times_of(request, edge)
+        self.ttft_s.add(ttft_s)
+        self.e2e_s.add(e2e_s)
         num_tokens = request.num_tokens
         rate = num_tokens / max(ended - arrived, 1e-9)
         self.rates += rate
@@ -141,12 +146,14 @@ class GroupResults:
         self.num_finished += 1
         self.num_good += good
         self.num_tokens += num_tokens
+        self.num_cached_tokens += request.num_cached_tokens
+        self.num_preemptions += request.num_preemptions
 
     def merge(self, other: GroupResults) -> None:
         for name in ("ttft_s", "itl_s", "e2e_s", "queue_s"):
             getattr(self, name).merge(getattr(other, name))
         self.failures.update(other.failures)
-        for name in ("num_finished", "num_good", "num_tokens", "rates", "squared_rates", "num_here"):
+        for name in (*_COUNTS, "rates", "squared_rates"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
     @property
@@ -179,8 +186,19 @@ class GroupResults:
             "slo_attainment": self.slo_attainment,
             "jain": self.jain if jain is None else jain,
             "num_finished": self.num_finished,
+            "num_cached_tokens": self.num_cached_tokens,
+            "num_preemptions": self.num_preemptions,
             "failed": dict(sorted(self.failures.items())),
         }
+
+
+def times_of(request: RequestState, edge: EdgeModel) -> tuple[float, float]:
+    """TTFT and E2E of a finished request as its client has them."""
+    assert request.first_token_at is not None
+    assert request.finished_at is not None
+    ttft_s, e2e_s = request.first_token_at - request.arrived_at, request.finished_at - request.arrived_at
+    prompt, output = request.num_prompt_tokens, request.num_output_tokens
+    return ttft_s + edge.first_token_s(prompt), e2e_s + edge.whole_s(prompt, output)
 
 
 def jain_index(values: Iterable[float]) -> float:
@@ -193,16 +211,16 @@ def jain_index(values: Iterable[float]) -> float:
 class Results:
     """A whole run: per tenant, and what a report draws."""
 
-    def __init__(self, objectives: Objectives | None = None) -> None:
+    def __init__(self, objectives: Objectives | None = None, edge: EdgeModel | None = None) -> None:
+        """`edge` is what each client sees besides the engine; None adds nothing."""
         self.objectives = objectives or Objectives()
+        self.edge = edge or EdgeModel()
         self.tenants: dict[str, GroupResults] = {}
         self.began_at: float | None = None  # s, first arrival
         self.ended_at = 0.0  # s, last end
         self.num_steps = 0
         self.num_row_steps = 0  # rows of all steps
         self.busy_s = 0.0  # time in steps
-        self.num_preemptions = 0
-        self.num_cached_tokens = 0
         self.tickets = Tickets()
         self.queue_length = Series()
 
@@ -228,11 +246,9 @@ class Results:
         slots: Sequence[Sequence[float]] = (),
     ) -> None:
         """`slots` are the times (from, to) in which it had one; empty is from its first step to its end."""
-        group.finished(request, self._is_good(request, num_slow_gaps))
+        group.finished(request, self._is_good(request, num_slow_gaps), self.edge)
         assert request.finished_at is not None
         self._left(group, request.finished_at)
-        self.num_preemptions += request.num_preemptions
-        self.num_cached_tokens += request.num_cached_tokens
         self.tickets.add(request, slots)
 
     def failed(self, group: GroupResults, now: float, reason: str) -> None:
@@ -245,9 +261,8 @@ class Results:
         self.ended_at = max(self.ended_at, now)
 
     def _is_good(self, request: RequestState, num_slow_gaps: int) -> bool:
-        assert request.first_token_at is not None
         assert request.finished_at is not None
-        ttft_s, e2e_s = request.first_token_at - request.arrived_at, request.finished_at - request.arrived_at
+        ttft_s, e2e_s = times_of(request, self.edge)
         num_gaps = request.num_output_tokens - 1
         tpot_s = (e2e_s - ttft_s) / num_gaps if num_gaps else 0.0
         asked = self.objectives
@@ -270,6 +285,19 @@ class Results:
         return whole
 
     @property
+    def num_preemptions(self) -> int:
+        return sum(group.num_preemptions for group in self.tenants.values())
+
+    @property
+    def num_cached_tokens(self) -> int:
+        return sum(group.num_cached_tokens for group in self.tenants.values())
+
+    @property
+    def utilisation(self) -> float:
+        """The share of the time in which the engine was in a step."""
+        return self.busy_s / self.duration_s if self.duration_s > 0 else 0.0
+
+    @property
     def duration_s(self) -> float:
         """First arrival to last end."""
         return self.ended_at - (self.began_at or 0.0)
@@ -284,7 +312,8 @@ class Results:
     def to_json(self) -> dict[str, Any]:
         """The figures of `maitred simulate --json` for one policy."""
         tenants = {name: group.to_json(self.duration_s) for name, group in sorted(self.tenants.items())}
-        return {**self.total.to_json(self.duration_s, self.jain), "tenants": tenants}
+        whole = self.total.to_json(self.duration_s, self.jain)
+        return {**whole, "utilisation": self.utilisation, "tenants": tenants}
 
 
 @dataclass(frozen=True, slots=True)

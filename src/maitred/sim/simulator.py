@@ -68,6 +68,7 @@ class Simulation:
     """One engine and one workload. Without `jitter` every step takes what the cost model says, and without `slowness`
     the machine's speed is always that of the cost model.
 
+    What a request spends outside of the engine is that of `results.edge`; the engine's decisions know nothing of it.
     Whom the limits of `tenants` or the admission (`admission`) turn away counts as failed, as at the edge of a server.
     """
 
@@ -196,7 +197,8 @@ class Simulation:
         if reason in ENDED_BY_ITSELF:
             live.slots[-1].append(self._clock.now())
             self.results.finished(live.group, live.state, num_slow_gaps=live.num_slow_gaps, slots=live.slots)
-            follower = next_turn(live.arrival, self._clock.now())
+            after_s = self.results.edge.whole_s(live.arrival.prompt_tokens, live.arrival.output_tokens)
+            follower = next_turn(live.arrival, self._clock.now() + after_s)
             if follower is not None:
                 self._expect(follower)
         else:
@@ -237,6 +239,7 @@ class _SimulatedExecutor:
         self.gap_s = 0.0  # after the last step
         self._clock, self._cost_model, self._results, self._jitter = clock, cost_model, results, jitter
         self._slowness = slowness
+        self._edge_gap_s = results.edge.output_token_s
         self._slow_gap_s = results.objectives.itl_s
 
     def execute(self, plan: SchedulerOutput) -> ModelOutput:
@@ -294,13 +297,13 @@ class _SimulatedExecutor:
                 else:
                     gaps[key] = 1
                     groups[key[0]] = live.group
-                if self._slow_gap_s is not None and now - last_at > self._slow_gap_s:
+                if self._slow_gap_s is not None and now - last_at + self._edge_gap_s > self._slow_gap_s:
                     live.num_slow_gaps += 1
             elif live.lease is not None:
                 live.lease.first_token()
             live.last_token_at = now
         for (group_id, last_at), times in gaps.items():
-            groups[group_id].itl_s.add(now - last_at, times)
+            groups[group_id].itl_s.add(now - last_at + self._edge_gap_s, times)
         return sampled
 
     def close(self) -> None:

@@ -1,14 +1,20 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from urllib.request import urlopen
 
+import msgspec
 import pytest
 
 from maitred.cli.main import main
 from maitred.cli.profile.live import CpuClock, SleepingClock, record
+from maitred.cli.profile.served import served
 from maitred.config import EngineConfig, ModelConfig, SchedulerConfig
-from maitred.sim.profile import decode_profile
+from maitred.errors import ServerError
+from maitred.sim.edge import EdgeModel
+from maitred.sim.profile import decode_profile, encode_profile
 from maitred.sim.recorded import measured_steps, read_run
 from tests.sim.worlds import arrival
 
@@ -26,10 +32,31 @@ def test_profile_then_simulate(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert profile.mape < 1.0
     assert profile.cost_model.fixed_s > 0
     assert sum(term.share for term in profile.terms.values()) == pytest.approx(1.0)
+    assert profile.num_edge_requests > 0
+    assert profile.edge.first_token_s(200) > 1e-4  # HTTP alone takes longer
 
     workload.write_text("rate: 4\nnum_requests: 20\n")
-    assert main(["simulate", "--workload", str(workload), "--device", str(path), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["fcfs"]["ttft_s"]["p50"] > 0
+    words = ["simulate", "--workload", str(workload), "--no-jitter", "--json", "--device"]
+    path.with_name("alone.json").write_bytes(encode_profile(msgspec.structs.replace(profile, edge=EdgeModel())))
+    first_s = []
+    for device in (path, path.with_name("alone.json")):
+        assert main([*words, str(device)]) == 0
+        first_s.append(json.loads(capsys.readouterr().out)["fcfs"]["ttft_s"]["mean"])
+    assert first_s[0] > first_s[1] + 1e-4
+
+
+def test_a_server_has_the_flags_of_the_engine_that_is_profiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "json.py").write_text("raise SystemExit('code of the working folder was run')")
+    monkeypatch.setenv("MAITRED_API_KEY", "not-for-this-server")
+    config = EngineConfig(model=ONE_THREAD, scheduler=SchedulerConfig(max_num_seqs=2, policy="srpt"))
+    with served(config) as server, urlopen(f"{server.url}/admin/policy") as answer:
+        assert json.load(answer)["policy"] == "srpt"
+    with (
+        pytest.raises(ServerError, match=r"did not start: .*no-such-model"),
+        served(replace(config, model=ModelConfig(model=str(tmp_path / "no-such-model")))),
+    ):
+        pass
 
 
 def test_a_live_run_serves_what_arrives_and_its_log_tells_all_of_it():

@@ -9,7 +9,9 @@ from maitred.cli.main import main
 from maitred.cli.simulate.sources import find_target, profile_path, read_workload
 from maitred.config import CacheConfig
 from maitred.cost_model import CostModel
-from maitred.sim.profile import Profile, encode_profile
+from maitred.errors import ConfigError
+from maitred.sim.edge import EdgeModel
+from maitred.sim.profile import Profile, decode_profile, encode_profile
 
 WORKLOADS = Path(__file__).parents[3] / "examples" / "workloads"
 TRACE = "\n".join(
@@ -57,10 +59,14 @@ def test_policies_are_compared_as_json(trace: str, capsys):
     for whole in compared.values():
         assert set(whole) == {
             "ttft_s", "itl_s", "e2e_s", "queue_s", "goodput_rps", "slo_attainment", "jain", "tenants", "num_finished",
-            "failed",
+            "failed", "num_cached_tokens", "num_preemptions", "utilisation",
         }  # fmt: skip
         assert set(whole["tenants"]) == {"a", "b"}
-        assert set(whole["tenants"]["a"]) == set(whole) - {"tenants"}
+        assert set(whole["tenants"]["a"]) == set(whole) - {"tenants", "utilisation"}
+        for count in ("num_cached_tokens", "num_preemptions"):
+            assert whole[count] == sum(tenant[count] for tenant in whole["tenants"].values())
+        assert whole["num_cached_tokens"] > 0
+        assert 0 < whole["utilisation"] <= 1
         assert set(whole["ttft_s"]) == {"mean", "p50", "p90", "p99", "max"}
     assert figures(capsys, *words) == compared
 
@@ -72,6 +78,7 @@ def test_json_to_a_file_leaves_the_table_on_the_terminal(trace: str, tmp_path: P
     out = capsys.readouterr().out
     assert out.splitlines()[0].startswith("policy")
     assert [line.split()[0] for line in out.splitlines()[1:]] == ["fcfs", "a", "b"]
+    assert [heading in out.splitlines()[0] for heading in ("cached", "preempted", "busy")] == [True] * 3
 
 
 @pytest.mark.parametrize("suffix", ["html", "svg"])
@@ -109,7 +116,7 @@ def test_the_door_is_there_when_asked_for(trace: str, capsys):
     turned_away = figures(capsys, *words, *door)["fcfs"]
     assert turned_away["failed"]["requests"] + turned_away["num_finished"] == 30
     assert main(["simulate", "-w", trace, *door[1:]]) == 2
-    assert "--max-queued-requests is for the door, which is not there; add --admission" in capsys.readouterr().err
+    assert "--max-queued-requests is for --admission, which was not given; add it" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("path", sorted(WORKLOADS.glob("*.yaml")), ids=lambda path: path.stem)
@@ -183,6 +190,31 @@ def test_this_machines_own_profile_comes_first(tmp_path: Path):
     assert target.num_blocks(CacheConfig(), 4) == 4 * 128 // 16
     assert target.num_blocks(CacheConfig(kv_cache_memory_bytes=64 * 16 * 5), 4) == 5
     assert "llama-3.1-8b on h100" in find_target(None, "llama-3.1-8b", environ).label
+
+
+def test_a_profile_of_version_1_has_no_edge():
+    told = json.loads(encode_profile(a_profile(edge=EdgeModel(fixed_s=9.0))))
+    old = {name: value for name, value in told.items() if "edge" not in name} | {"version": 1}
+    assert decode_profile(json.dumps(old).encode(), "p").edge == EdgeModel()
+    with pytest.raises(ConfigError, match="version 3, this maitred reads 1 and 2"):
+        decode_profile(json.dumps(told | {"version": 3}).encode(), "p")
+
+
+@pytest.mark.parametrize(
+    ("errors", "warned"),
+    [
+        ({"mape": 0.09, "edge_error": 0.1}, None),
+        ({"mape": 0.24}, "24% off on steps"),
+        ({"edge_error": 0.5}, "the edge"),
+    ],
+)
+def test_a_profile_that_missed_its_held_out_part_is_warned_of(trace: str, tmp_path: Path, errors, warned, capsys):
+    path = tmp_path / "p.json"
+    path.write_bytes(encode_profile(a_profile(max_model_len=1024, **errors)))
+    assert main(["simulate", "--workload", trace, "--device", str(path)]) == 0
+    err = capsys.readouterr().err
+    assert ("warning: " in err) == (warned is not None)
+    assert warned is None or (warned in err and "run maitred profile again" in err)
 
 
 def test_a_profile_of_another_model_is_refused(trace: str, tmp_path: Path, capsys):

@@ -6,14 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from maitred.api.ops.page_files import PAGE_PATHS
 from maitred.errors import InvalidApiKey, PermissionDenied
 from maitred.tenancy.keys import Key, KeyRing, digest_of
 from maitred.tenancy.quota import QuotaBook, TenantQuota
 from maitred.tenancy.tenant import LEAST_URGENT, Tenant, TenantTable
 
-# Everything else needs a key, unknown paths too, so that a new route cannot be forgotten.
-OPEN_PATHS = frozenset({"/health", "/ready", "/readyz"}) | PAGE_PATHS
 ANYBODY = Tenant(name="", tier="priority", priorities=(0, LEAST_URGENT), default_priority=0)
 """The one tenant of a server that knows none; without limits, and with all rights."""
 
@@ -68,12 +65,13 @@ class Authenticator:
         """Times a change of the tenants could not be taken."""
         return self._tenants.num_failures if self._tenants is not None else 0
 
-    def check(self, path: str, authorization: bytes | None) -> Caller:
-        """Raise InvalidApiKey unless `path` is open or the header brings a known key.
+    def check(self, authorization: bytes | None, *, is_open: bool = False) -> Caller:
+        """Raises InvalidApiKey unless the path is open to everybody or the header brings a known key.
 
-        `path` is the decoded path of the request line, never anything made from the Host header (CVE-2026-48746).
+        Whether it is open is told by the decoded path of the request line, never by anything made from the Host header
+        (CVE-2026-48746).
         """
-        if self._is_open or path in OPEN_PATHS:
+        if self._is_open or is_open:
             return self._anybody
         scheme, _, secret = (authorization or b"").partition(b" ")
         if scheme.lower() != b"bearer" or not secret.strip():

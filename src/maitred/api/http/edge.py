@@ -20,7 +20,7 @@ from maitred.api.http.auth import Authenticator
 from maitred.api.http.body_room import MAX_HELD_BYTES, BodyRoom
 from maitred.api.http.errors import shortened
 from maitred.api.http.exchange import Exchange
-from maitred.api.http.loading import BEFORE_THE_ENGINE, LOADING, LoadingReplica
+from maitred.api.http.loading import LOADING, LoadingReplica
 from maitred.api.http.sse import EventStream
 from maitred.api.http.turns import Turns
 from maitred.api.http.watch import Watch
@@ -134,9 +134,9 @@ class Edge:
         if self.policy_without_priorities is not None:
             self.policy_without_priorities = None if heeds_priority(policy) else policy
 
-    def check_open(self, path: str) -> None:
-        """Raises Unavailable for what cannot be answered before the engine is there."""
-        if self._model is None and path not in BEFORE_THE_ENGINE:
+    def check_loaded(self) -> None:
+        """Raises Unavailable before the engine is there."""
+        if self._model is None:
             raise Unavailable(LOADING)
 
     @property

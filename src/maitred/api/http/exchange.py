@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -20,9 +21,11 @@ from maitred.errors import InvalidRequest, Overloaded, RequestTooLarge
 
 if TYPE_CHECKING:
     from maitred.api.generate.generation import Generation
+    from maitred.api.http.routes import Route
 
 T = TypeVar("T")
 Header = tuple[bytes, bytes]
+REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")  # what a client may call its request
 TOO_SLOW = "maitred.too_slow"  # in the scope: the connection gave up on the body
 SMALL_BYTES = 64 * 1024  # of a body: reading and decoding so much takes a tenth of a millisecond, and waits for no turn
 UNCOUNTED_BYTES = 1024 * 1024  # a body up to this is decoded in a few milliseconds, whatever is in it
@@ -45,7 +48,8 @@ class Exchange:
     room: BodyRoom  # for those, too
     headers: dict[bytes, bytes]  # of the request, names in lower case, the first of equals
     caller: Caller = field(init=False)  # set before any route is asked
-    route: str = "other"  # the path as declared, for metrics
+    route: Route | None = None  # once it is found
+    parameter: str = ""  # of its path
     log: dict[str, Any] = field(default_factory=dict)  # what the access line says besides
     generation: Generation | None = None  # what the answer is made of, on the routes that generate
     trace_header: Header | None = None  # of a request that is traced
@@ -59,6 +63,11 @@ class Exchange:
     @property
     def started(self) -> bool:
         return self.status is not None
+
+    @property
+    def route_name(self) -> str:
+        """For metrics and traces; what is not there has one name."""
+        return self.route.template if self.route is not None else "other"
 
     async def send(self, message: Message) -> None:
         """Send an ASGI message; every answer carries its x-request-id."""

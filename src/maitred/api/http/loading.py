@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping
 from typing import Protocol
 
-from maitred.api.http.auth import OPEN_PATHS
 from maitred.engine.intake import ServedModel
 from maitred.errors import EngineDead
 from maitred.gate.admission import AdmissionController
@@ -13,8 +12,6 @@ from maitred.replica import Replica, ReplicaState
 from maitred.request import FinishReason, RequestSpec
 from maitred.step import RequestProgress
 
-BEFORE_THE_ENGINE = OPEN_PATHS | {"/metrics", "/version", "/openapi.json"}
-"""What is told of the server itself; everything else waits for the engine."""
 LOADING = "the engine is loading; try again"
 
 

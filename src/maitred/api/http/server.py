@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from socket import socket
@@ -12,67 +12,24 @@ from types import FrameType
 from typing import Protocol, runtime_checkable
 
 import uvicorn
-from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
-from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import Request as HttpRequest
-from starlette.responses import Response
-from starlette.routing import Match, Route
-from starlette.types import Receive, Scope, Send
 
-from maitred.api.dialects.openai import models as openai_models
-from maitred.api.dialects.openai.chat import create_chat_completion
-from maitred.api.dialects.openai.completions import create_completion
-from maitred.api.dialects.openai.usage import completions_usage
 from maitred.api.generate.text_threads import hand_over_quickly
+from maitred.api.http.app import App
 from maitred.api.http.auth import Authenticator, TenantSource
 from maitred.api.http.connection import GuardedConnection
 from maitred.api.http.edge import Edge
-from maitred.api.http.errors import MethodNotAllowed, http_error, shortened
-from maitred.api.http.exchange import Exchange
 from maitred.api.http.loading import Opened, Starting
 from maitred.api.http.logs import ERRORS, configure_logging
-from maitred.api.http.middleware import EXCHANGE, EdgeMiddleware
 from maitred.api.http.tls import Certificate
-from maitred.api.ops import admin, health, live, page, status
+from maitred.api.routes import ROUTES
 from maitred.clock import Clock, WallClock
 from maitred.config import ServerConfig
 from maitred.engine.intake import ServedModel
-from maitred.errors import InvalidRequest, RouteNotFound
 from maitred.gate.admission import AdmissionController
 from maitred.replica import Replica
 from maitred.storage.ledger import Ledger
 
-Handler = Callable[[Edge, Exchange], Awaitable[None]]
-RATE_LIMIT_HEADERS = tuple(
-    f"x-ratelimit-{what}-{of}" for of in ("requests", "tokens") for what in ("limit", "remaining", "reset")
-)
 CUT_S = 2.0  # requests that may not finish have this long to tell their clients
-
-ROUTES: tuple[tuple[str, str, Handler], ...] = (
-    ("POST", "/v1/chat/completions", create_chat_completion),
-    ("POST", "/v1/completions", create_completion),
-    ("GET", "/v1/models", openai_models.list_models),
-    ("GET", "/v1/models/{model:path}", openai_models.get_model),
-    ("GET", "/v1/organization/usage/completions", completions_usage),
-    ("POST", "/tokenize", openai_models.tokenize),
-    ("POST", "/detokenize", openai_models.detokenize),
-    ("GET", "/health", health.health),
-    ("GET", "/health/decode", health.decode),
-    ("GET", "/ready", health.ready),
-    ("GET", "/readyz", health.ready),
-    ("GET", "/version", status.version),
-    ("GET", "/metrics", status.metrics),
-    ("GET", "/openapi.json", status.openapi),
-    ("GET", "/admin/queue", admin.show_queue),
-    ("GET", "/admin/policy", admin.show_policy),
-    ("POST", "/admin/policy", admin.change_policy),
-    ("GET", "/admin/live", live.watch_live),
-    ("GET", "/admin/models", live.loaded_models),
-    ("GET", "/", page.index),
-    ("GET", "/static/{name}", page.asset),
-)
 
 
 def create_app(
@@ -87,7 +44,7 @@ def create_app(
     ledger: Ledger | None = None,
     admission: AdmissionController | None = None,
     start_phases: Mapping[str, float] | None = None,
-) -> Starlette:
+) -> App:
     """The ASGI application that serves `model` on `replica`; needs no lifespan.
 
     `is_ready` tells whether requests are welcome (besides the replica being alive). `policy` is the scheduler's: where
@@ -105,64 +62,7 @@ def create_app(
         start_phases=start_phases,
     )
     edge.open(replica, model, admission)
-    return app_of(edge)
-
-
-def app_of(edge: Edge) -> Starlette:
-    """The routes and what is around them."""
-    config = edge.config
-    middleware = [Middleware(EdgeMiddleware, edge)]
-    if config.cors_origins:
-        cors = Middleware(
-            CORSMiddleware,
-            allow_origins=config.cors_origins,
-            allow_methods=("GET", "POST"),
-            allow_headers=("*",),
-            expose_headers=("x-request-id", "retry-after", "retry-after-ms", "x-should-retry", *RATE_LIMIT_HEADERS),
-        )
-        middleware.insert(0, cors)  # outermost: preflights bring no key, and errors need its headers too
-    app = Starlette(
-        routes=[Route(path, _Endpoint(edge, path, handler), methods=[method]) for method, path, handler in ROUTES],
-        middleware=middleware,
-        exception_handlers={HTTPException: _http_exception},
-    )
-    app.router.redirect_slashes = False  # a redirect would be made from the Host header
-    app.state.edge = edge
-    return app
-
-
-class _Endpoint:
-    """A route as an ASGI application of its own, so that nothing is wrapped around the answer."""
-
-    def __init__(self, edge: Edge, path: str, handler: Handler) -> None:
-        self._edge, self._path, self._handler = edge, path.replace(":path", ""), handler
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange: Exchange = scope[EXCHANGE]
-        exchange.route = self._path
-        await self._handler(self._edge, exchange)
-
-
-async def _http_exception(request: HttpRequest, error: Exception) -> Response:
-    """Starlette's own errors, in our shape: no such path, or not with that method."""
-    method, path = request.scope["method"], shortened(request.scope["path"])
-    code = error.status_code if isinstance(error, HTTPException) else 500
-    if code == 404:
-        answer = http_error(RouteNotFound(f"there is nothing at {path}; GET /openapi.json lists what there is"))
-    elif code == 405:
-        allow = ", ".join(_methods_of(request))
-        answer = http_error(MethodNotAllowed(f"{path} does not take {method}; use {allow}", allow=allow))
-    else:
-        answer = http_error(InvalidRequest(str(error)))
-    headers = {name.decode(): value.decode() for name, value in answer.headers}
-    return Response(answer.encoded(), answer.status, headers, "application/json")
-
-
-def _methods_of(request: HttpRequest) -> list[str]:
-    """What the path takes: of all its routes, where Starlette's own answer tells of the first."""
-    routes = [route for route in request.app.routes if isinstance(route, Route)]
-    matching = [route for route in routes if route.matches(request.scope)[0] is not Match.NONE]
-    return sorted({method for route in matching for method in route.methods or ()})
+    return App(edge, ROUTES)
 
 
 def serve(
@@ -200,7 +100,7 @@ def serve(
         if on_open is not None and server.engine is not None:
             on_open(server.engine, host, port)
 
-    server = Server(app_of(edge), config, starting=starting, is_ending=is_ending, on_open=opened)
+    server = Server(App(edge, ROUTES), config, starting=starting, is_ending=is_ending, on_open=opened)
     server.run([listener] if listener is not None else None)
     if server.failure is not None:
         raise server.failure
@@ -223,7 +123,7 @@ class Server(uvicorn.Server):
 
     def __init__(
         self,
-        app: Starlette,
+        app: App,
         config: ServerConfig,
         *,
         starting: Starting | None = None,
@@ -237,7 +137,7 @@ class Server(uvicorn.Server):
                 host=config.host,
                 port=config.port,
                 loop="uvloop",
-                http=partial(GuardedConnection, app.state.edge),  # type: ignore[arg-type]
+                http=partial(GuardedConnection, app.edge),  # type: ignore[arg-type]
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -252,7 +152,7 @@ class Server(uvicorn.Server):
             self._certificate = Certificate(config.ssl_certfile, config.ssl_keyfile)
             self.config.load()
             self.config.ssl = self._certificate.context
-        self._edge: Edge = app.state.edge
+        self._edge: Edge = app.edge
         self._drain_timeout_s = config.drain_timeout_s
         self._draining: asyncio.Task[None] | None = None
         self._starting, self._is_ending, self._on_open = starting, is_ending, on_open

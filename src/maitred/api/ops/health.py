@@ -8,9 +8,6 @@ from maitred.api.http.edge import Edge
 from maitred.api.http.exchange import Exchange
 from maitred.errors import EngineDead, Unavailable
 
-POLLED = frozenset({"/health", "/ready", "/readyz"})
-"""Asked every second by whoever restarts or routes: an answer of 503 is no news for the log."""
-
 
 class DecodeHealth(msgspec.Struct, frozen=True):
     """One token came, after so many seconds."""

@@ -13,6 +13,7 @@ from maitred.api.http.exchange import Exchange
 from maitred.api.http.sse import EventStream
 
 RECHECK_S = 10.0  # a key that was revoked sees no more after this
+WATCHING = "watch the engine"  # what it takes an administrator for
 
 
 class LoadedModel(msgspec.Struct, frozen=True):
@@ -39,7 +40,6 @@ class LoadedModels(msgspec.Struct, frozen=True):
 
 async def watch_live(edge: Edge, exchange: Exchange) -> None:
     """Frames of the live view until the client leaves or the server goes."""
-    exchange.caller.require_admin("watch the engine")
     events = EventStream(exchange, silence_s=edge.config.sse_keep_alive_s)
     checked_at = time.monotonic()
     with suppress(ClientGone):  # watching ends by leaving, and cancels nothing
@@ -54,7 +54,6 @@ async def watch_live(edge: Edge, exchange: Exchange) -> None:
 
 async def loaded_models(edge: Edge, exchange: Exchange) -> None:
     """What is in memory, how it is held, and since when."""
-    exchange.caller.require_admin("see what is loaded")
     model, held = edge.model, edge.model.footprint
     known = {} if held is None else {name: getattr(held, name) for name in held.__dataclass_fields__}
     row = LoadedModel(
@@ -70,5 +69,5 @@ async def loaded_models(edge: Edge, exchange: Exchange) -> None:
 
 def _check_again(edge: Edge, exchange: Exchange) -> None:
     """Raises InvalidApiKey or PermissionDenied when the key means less than it did."""
-    caller = edge.door.check(exchange.scope["path"], exchange.headers.get(b"authorization"))
-    caller.require_admin("watch the engine")
+    caller = edge.door.check(exchange.headers.get(b"authorization"))
+    caller.require_admin(WATCHING)

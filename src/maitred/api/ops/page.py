@@ -54,7 +54,7 @@ async def index(edge: Edge, exchange: Exchange) -> None:
 
 async def asset(edge: Edge, exchange: Exchange) -> None:
     """A file that the page asks for."""
-    name = exchange.scope["path_params"]["name"]
+    name = exchange.parameter
     if name not in FILES:
         raise RouteNotFound(f"there is nothing at {PREFIX}{shortened(name)}")
     await _answer(exchange, name)

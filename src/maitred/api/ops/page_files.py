@@ -40,4 +40,3 @@ FILES = frozenset(
         "words.js",
     }
 )
-PAGE_PATHS = frozenset({"/", *(PREFIX + name for name in FILES)})

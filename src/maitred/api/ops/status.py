@@ -1,4 +1,4 @@
-"""Routes for machines: version, metrics, the API's own description."""
+"""Routes for machines: version and metrics."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import maitred
 from maitred.api.dialects.openai.schemas import VersionResponse
 from maitred.api.http.edge import Edge
 from maitred.api.http.exchange import Exchange
-from maitred.api.http.openapi import openapi_document
 
 
 async def version(edge: Edge, exchange: Exchange) -> None:
@@ -15,10 +14,5 @@ async def version(edge: Edge, exchange: Exchange) -> None:
 
 async def metrics(edge: Edge, exchange: Exchange) -> None:
     """The Prometheus page, or OpenMetrics when the Accept header asks for it; it names tenants, so not for them."""
-    exchange.caller.require_admin("read metrics")
     page, content_type = edge.metrics.page(exchange.headers.get(b"accept", b"").decode("latin-1"))
     await exchange.answer(page, 200, ((b"content-type", content_type.encode()),))
-
-
-async def openapi(edge: Edge, exchange: Exchange) -> None:
-    await exchange.answer_json(openapi_document())

@@ -68,7 +68,7 @@ class Tracing:
         status, generation = exchange.status or CLIENT_GONE_STATUS, exchange.generation
         model = exchange.log.get("model")
         span.update_name(f"{operation} {model}" if model else operation)
-        span.set_attributes({"http.route": exchange.route, "http.response.status_code": status})
+        span.set_attributes({"http.route": exchange.route_name, "http.response.status_code": status})
         if generation is not None:
             span.set_attributes(_attributes(operation, exchange, generation))
             for sample in generation.samples:

@@ -36,7 +36,7 @@ def _run(options: Options) -> int:
 
 COMMAND = Command(
     path="profile",
-    summary="Measure the steps of a model on this machine and fit the cost model that simulate uses.",
+    summary="Measure a model on this machine, its steps and the way to them over HTTP, for simulate.",
     run=_run,
     parts=(ProfileOptions, *ENGINE_PARTS),
     positional="model",

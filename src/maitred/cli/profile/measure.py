@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from maitred.cli.console import note
 from maitred.cli.profile.live import CLOCKS, live_engine
 from maitred.cli.profile.profiling import profile_load, split
+from maitred.cli.profile.served import measure_served
 from maitred.cli.simulate.sources import profile_path
 from maitred.cli.simulate.table import seconds_text
 from maitred.config import EngineConfig
 from maitred.engine.build import EngineParts
 from maitred.errors import ConfigError
-from maitred.sim.fit import Fit, fit_steps
+from maitred.sim.fit import MIN_EDGE_SAMPLES, Fit, fit_edge, fit_steps
 from maitred.sim.profile import Profile, encode_profile
 from maitred.sim.recorded import measured_steps
 
@@ -22,23 +26,35 @@ if TYPE_CHECKING:
     from maitred.cli.profile.command import ProfileOptions
 
 MIN_STEPS = 200
+SERVED_SHARE = 0.25  # of the time
 
 
 def run_profile(options: ProfileOptions, config: EngineConfig) -> int:
-    with live_engine(config, CLOCKS[options.clock](), note) as live:
-        profile_load(live, config.scheduler.max_num_seqs, options.seconds, note)
-        steps = list(measured_steps(live.close()))
-    fitted, held_out = split(steps)
-    if len(steps) < MIN_STEPS:
-        raise ConfigError(f"{len(steps)} steps in {options.seconds:g} s; {MIN_STEPS} are needed, give more --seconds")
-    fit = fit_steps(fitted, held_out)
-    profile = _profile(fit, live.parts, config, options.clock)
+    profile = measured_profile(config, options.seconds, options.clock, note)
     path = Path(options.output) if options.output is not None else profile_path(profile.model)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(encode_profile(profile))
     print(describe(profile))
     note(f"profile: {path}")
     return 0
+
+
+def measured_profile(config: EngineConfig, seconds: float, clock: str, tell: Callable[[str], None]) -> Profile:
+    """A quarter of the time behind a server, first, because afterwards its memory is free; the rest without one."""
+    tell("profile requests over HTTP, the engine in a process of its own")
+    load = measure_served(config, seconds * SERVED_SHARE)
+    if len(load.edge) < MIN_EDGE_SAMPLES:
+        raise ConfigError(f"{len(load.edge)} requests over HTTP; {MIN_EDGE_SAMPLES} are needed, give more --seconds")
+    with live_engine(config, CLOCKS[clock](), tell) as live:
+        profile_load(live, config.scheduler.max_num_seqs, seconds * (1 - SERVED_SHARE), tell)
+        steps = list(measured_steps(live.close()))
+    fitted, held_out = split(steps)
+    if len(steps) < MIN_STEPS:
+        raise ConfigError(f"{len(steps)} steps in {seconds:g} s; {MIN_STEPS} are needed, give more --seconds")
+    served_gaps = list(measured_steps(load.steps)) if clock == "wall" else None
+    profile = _profile(fit_steps(fitted, held_out, served_gaps), live.parts, config, clock)
+    edge, edge_error = fit_edge(load.edge)
+    return msgspec.structs.replace(profile, edge=edge, edge_error=edge_error, num_edge_requests=len(load.edge))
 
 
 def _profile(fit: Fit, parts: EngineParts, config: EngineConfig, clock: str) -> Profile:
@@ -76,6 +92,12 @@ def describe(profile: Profile) -> str:
             f"{name.removesuffix('_s'):20} {_each(term.seconds):>9} {_each(term.standard_error_s):>10} "
             f"{term.share:>12.1%} {error:>20}"
         )
+    edge = profile.edge
+    lines.append(
+        f"over HTTP a first token takes {_each(edge.fixed_s)} more, and {_each(edge.prompt_token_s)} for each token of "
+        f"the prompt; each further one {_each(edge.output_token_s)} (fitted on half of {profile.num_edge_requests} "
+        f"requests, {profile.edge_error:.1%} off on the others)"
+    )
     lines.append(
         f"fitted on {profile.num_steps} steps; on {profile.num_held_out_steps} others the error of a step is "
         f"{profile.mape:.1%} on average, {profile.p90_error:.1%} at p90, of their sum {profile.bias:+.1%}"

@@ -41,6 +41,8 @@ def run_simulations(
     target = find_target(options.device, options.model)
     workload = _under_terms(read_workload(options.workload, options.rate_scale), options.tenants, applied)
     note(f"{target.label}; {options.workload}, policies {', '.join(policies)}")
+    if target.doubt is not None:
+        note(f"warning: {target.doubt}")
     outcomes: dict[str, Results] = {}
     for policy in policies:
         began = time.perf_counter()
@@ -78,7 +80,7 @@ def simulate(
     simulation = Simulation(
         setup,
         target.cost_model,
-        Results(objectives),
+        Results(objectives, target.edge),
         jitter=None if seed is None else Jitter(target.cost_model, Random(seed)),
         tenants=workload.tenants,
         admission=None if admission is None else _controller(admission, setup.scheduler),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from maitred.sim.devices import (
     roofline,
     shape_of_decoder,
 )
+from maitred.sim.edge import EdgeModel
 from maitred.sim.profile import Profile, decode_profile
 from maitred.sim.synthetic import SyntheticWorkload, parse_spec
 from maitred.sim.traces import TraceWorkload, parse_trace
@@ -76,6 +77,9 @@ class Target:
     """(cache, max_num_seqs) -> KV blocks."""
     token_budget: int
     """Tokens of a step where nobody asks for another number."""
+    edge: EdgeModel = field(default_factory=EdgeModel)
+    doubt: str | None = None
+    """Why its times are not to be relied on, if so."""
 
 
 def find_target(device: str | None, model: str | None, environ: Mapping[str, str] = os.environ) -> Target:
@@ -114,8 +118,14 @@ def _of_profile(profile: Profile, model: str | None) -> Target:
         return _enough_blocks(cache, max_num_seqs, profile.max_model_len, profile.kv_bytes_per_token, profile_bytes)
 
     profile_bytes = float(profile.kv_memory_bytes)
+    measured = "measured" if profile.edge == EdgeModel() else "measured over HTTP"
     return Target(
-        f"{profile.model} on {profile.machine} (measured)", profile.cost_model, num_blocks, profile.token_budget
+        f"{profile.model} on {profile.machine} ({measured})",
+        profile.cost_model,
+        num_blocks,
+        profile.token_budget,
+        profile.edge,
+        profile.doubt,
     )
 
 

@@ -22,7 +22,19 @@ COLUMNS: tuple[tuple[str, str, str], ...] = (  # heading, part, figure
 
 def table(figures: Mapping[str, Mapping[str, Any]]) -> str:
     """One row a policy; below it one a tenant where there are several."""
-    rows = [["policy", *(heading for heading, _, _ in COLUMNS), "good/s", "slo", "jain", "failed"]]
+    rows = [
+        [
+            "policy",
+            *(heading for heading, _, _ in COLUMNS),
+            "good/s",
+            "slo",
+            "jain",
+            "cached",
+            "preempted",
+            "busy",
+            "failed",
+        ]
+    ]
     for policy, whole in figures.items():
         rows.append([policy, *_cells(whole)])
         tenants = whole["tenants"]
@@ -38,6 +50,9 @@ def _cells(part: Mapping[str, Any]) -> list[str]:
         f"{part['goodput_rps']:.2f}",
         f"{part['slo_attainment']:.1%}",
         f"{part['jain']:.3f}",
+        f"{part['num_cached_tokens']:,}",
+        f"{part['num_preemptions']:,}",
+        f"{part['utilisation']:.0%}" if "utilisation" in part else "",
         _failed(part["failed"]),
     ]
 

@@ -5,6 +5,8 @@
 #include <cstring>
 #include <limits>
 
+#include "qkv.h"
+
 namespace maitred {
 namespace {
 
@@ -57,6 +59,7 @@ struct Job {
   const AttentionKernels& kernels;
   Places at;
   uint8_t* scratch;
+  void (*rotate)(float* head, int head_dim);
 
   float* floats(int64_t place) const { return reinterpret_cast<float*>(scratch + place); }
   int32_t* ints(int64_t place) const { return reinterpret_cast<int32_t*>(scratch + place); }
@@ -209,6 +212,7 @@ void finish(const Job& job, const AttentionItem& item, const Partial& total, int
                                                  : job.op.sinks[item.first_head + i] * kLog2E;
       job.kernels.finish(head_dim, total.maximum[row], total.sum[row],
                          total.out + int64_t{row} * job.tile_layout.padded_head, sink, out);
+      if (job.tile_layout.dtype == DType::int8 && !job.op.rotated) job.rotate(out, head_dim);
     }
   }
 }
@@ -299,7 +303,8 @@ void attention(const AttentionOp& op, AttentionPlan& plan, const AttentionScratc
                 out_stride,
                 attention_kernels(isa),
                 places(scratch.tile_layout(), !pool.layout().tiled),
-                scratch.of_worker(worker.index)};
+                scratch.of_worker(worker.index),
+                qkv_kernels(isa).rotate};
   const std::vector<AttentionUnit>& units = plan.units();
   const int num_units = static_cast<int>(units.size());
   for (int unit; (unit = counter.take()) < num_units;) {

@@ -36,9 +36,10 @@ constexpr int kSweepGroup = 8;  // most query heads of a K/V head for items of s
 struct AttentionOp {
   int layer;
   int num_heads;
-  float scale;         // multiplies q.k; positive
-  float softcap;       // c: score becomes c * tanh(score / c); 0: none
-  const float* sinks;  // [num_heads] a logit a head that only adds to the denominator; null: none
+  float scale;           // multiplies q.k; positive
+  float softcap;         // c: score becomes c * tanh(score / c); 0: none
+  const float* sinks;    // [num_heads] a logit a head that only adds to the denominator; null: none
+  bool rotated = false;  // an int8 pool's heads are left as H out / block, for a reader that would rotate them again
 };
 
 // Queries first_token .. of one request and heads first_head .. of some K/V heads (of one, if there are many queries),

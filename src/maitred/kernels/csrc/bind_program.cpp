@@ -14,6 +14,7 @@
 
 #include "program.h"
 #include "program_ops.h"
+#include "rotate.h"
 
 namespace nb = nanobind;
 
@@ -60,6 +61,7 @@ struct BoundProgram {
   std::map<std::pair<int, int>, std::unique_ptr<AttentionPlan>> plans;
   std::unique_ptr<AttentionScratch> scratch;
   uint8_t* queries = nullptr;
+  const float* rotated = nullptr;  // rows that the last attention left rotated
 };
 
 PackedLinear packed(const LinearShape& shape, const Bytes& data) {
@@ -143,13 +145,23 @@ void qkv_op(BoundProgram& self, int layer, int num_heads, const Rows& source, co
   add_qkv(self.program, op, source, rope == nullptr ? nullptr : rope->table, self.queries);
 }
 
+// Where an int8 linear reads what an int8 pool's values became, both would rotate it by the same blocks, and neither
+// does.
+bool stays_rotated(const KVLayout& layout, const LinearShape& reader) {
+  return layout.dtype == DType::int8 && reader.dtype == DType::int8 &&
+         rotation_block(layout.head_dim) == rotation_block(reader.k);
+}
+
 void attention_op(BoundProgram& self, int layer, int num_heads, int window, float scale, float softcap,
-                  const Rows& target) {
-  check_width(target, int64_t{num_heads} * self.program.pool().layout().head_dim);
+                  const Rows& target, const LinearShape& reader) {
+  const KVLayout& layout = self.program.pool().layout();
+  check_width(target, int64_t{num_heads} * layout.head_dim);
+  const bool rotated = stays_rotated(layout, reader);
+  self.rotated = rotated ? target.values : nullptr;
   if (self.queries == nullptr) throw std::logic_error("attention before queries");
   AttentionPlan& plan = self.plan(num_heads, window);
-  add_attention(self.program, AttentionOp{layer, num_heads, scale, softcap, nullptr}, plan, *self.scratch, self.queries,
-                target);
+  add_attention(self.program, AttentionOp{layer, num_heads, scale, softcap, nullptr, rotated}, plan, *self.scratch,
+                self.queries, target);
 }
 
 StepRows step_of(const Ints& token_ids, const Ints& positions, const Ints& first_tokens, const Ints& block_tables,
@@ -235,7 +247,8 @@ void bind_program(nb::module_& m) {
           [](BoundProgram& self, const Rows& source, const LinearShape& shape, const nb::object& norm, float eps,
              bool few, bool taken) {
             check_width(source, shape.k);
-            add_prepare(self.program, self.operands(), source, shape, vector_of(norm, shape.k), eps, few, taken);
+            add_prepare(self.program, self.operands(), source, shape, vector_of(norm, shape.k), eps, few, taken,
+                        source.values == self.rotated);
           },
           nb::arg("source"), nb::arg("shape"), nb::arg("norm").none(), nb::arg("eps"), nb::arg("few"), nb::arg("taken"))
       .def(
@@ -259,7 +272,7 @@ void bind_program(nb::module_& m) {
       .def("qkv", &qkv_op, nb::arg("layer"), nb::arg("num_heads"), nb::arg("source"), nb::arg("rope").none(),
            nb::arg("q_norm").none(), nb::arg("k_norm").none(), nb::arg("full_width"), nb::arg("eps"))
       .def("attention", &attention_op, nb::arg("layer"), nb::arg("num_heads"), nb::arg("window"), nb::arg("scale"),
-           nb::arg("softcap"), nb::arg("target"))
+           nb::arg("softcap"), nb::arg("target"), nb::arg("reader"), "reader: the linear that reads the target next.")
       .def("begin_logits", [](BoundProgram& self) { self.program.begin_logits(); })
       .def("run", &run, nb::arg("token_ids"), nb::arg("positions"), nb::arg("first_tokens"), nb::arg("block_tables"),
            nb::arg("first_blocks"), nb::arg("logits_tokens"))

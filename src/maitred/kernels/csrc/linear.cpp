@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "bits.h"
+#include "rotate.h"
 
 namespace maitred {
 namespace {
@@ -115,7 +116,10 @@ float load_channel(const LinearShape& shape, SourceType type, const void* source
   if (shape.dtype == DType::f32) std::memcpy(units, row, shape.k * sizeof(float));
   if (shape.dtype == DType::bf16)
     for (int i = 0; i < shape.k; ++i) reinterpret_cast<uint16_t*>(units)[i] = float_to_bf16(row[i]);
-  if (shape.dtype == DType::int8) return quantise_int8(row, padded_k(shape), codes);
+  if (shape.dtype == DType::int8) {
+    rotate(row, shape.k);
+    return quantise_int8(row, padded_k(shape), codes) / static_cast<float>(rotation_block(shape.k));
+  }
   if (shape.dtype == DType::int4) {
     const int groups = padded_k(shape) / shape.group;
     for (int g = 0; g < groups; ++g)
@@ -234,6 +238,7 @@ void unpack_row(const PackedLinear& weights, int row, float* out) {
     const float scale = tail(shape, const_cast<uint8_t*>(weights.data))[tile * kTile + lane];
     for (int i = 0; i < shape.k; ++i)
       out[i] = scale * static_cast<float>(from[i / 4 * 4 * kTile + 4 * lane + i % 4] - 128);
+    rotate(out, shape.k);
   } else {
     const int64_t group_bytes = kTile * 2 + shape.group * kTile / 2;
     const int shift = lane < kTile / 2 ? 0 : 4, place = 4 * (lane % (kTile / 2));
@@ -256,7 +261,7 @@ int64_t operand_row_bytes(DType operand_dtype, int k) {
 
 int sums_per_row(const LinearShape& shape) {
   if (shape.dtype == DType::int8) return 1;
-  return shape.dtype == DType::int4 ? padded_k(shape) / shape.group : 0;
+  return shape.dtype == DType::int4 ? 2 * (padded_k(shape) / shape.group) : 0;
 }
 
 void prepare_rows(const LinearKernels& kernels, const PrepareSource& source, const LinearShape& shape, int m,

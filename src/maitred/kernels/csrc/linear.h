@@ -4,7 +4,8 @@
 // tiles of 32 output channels, and in a tile K runs slowest, so a thread streams its tiles from front to back. One step
 // of K in a tile is 32 channels x {1 f32 | 2 bf16 | 4 int8} = 128 bytes, or 32 x 4 int4 = 64 bytes:
 //   f32, bf16  [tile][step][channel][values]
-//   int8       the same, as u8 = q + 128; w ~ scale * q, one f32 scale a channel, after the tiles
+//   int8       the same, as u8 = q + 128, of rows that are rotated block by block (rotate.h), as the rows that they
+//              meet are before those are rounded; H w ~ block * scale * q, one f32 scale a channel, after the tiles
 //   int4       [tile][group] of: 32 bf16 scales, then [step][channel of 16][4 bytes], whose low nibble belongs to that
 //              channel and whose high nibble to that channel + 16; u4 = q + 8, w ~ scale * q
 // After the tiles: f32 scales (int8), then f32 biases (where there are any), in tile order, padded to whole tiles.
@@ -24,7 +25,7 @@
 
 namespace maitred {
 
-constexpr int kPackVersion = 1;  // of the layout above
+constexpr int kPackVersion = 2;  // of the layout above
 constexpr int kTile = 32;        // output channels of a tile
 
 struct LinearShape {
@@ -73,9 +74,17 @@ void unpack_row(const PackedLinear& weights, int row, float* out);
 int64_t operand_row_bytes(DType operand_dtype, int k);
 DType operand_dtype(DType weight_dtype);
 
-// int32s in Operand::sums for each row: 1 for int8 weights (-128 * sum of q), one a group for int4 (-8 * the group's
-// sum of q): what the products of the unsigned weights start from. 0 for f32 and bf16.
+// int32s in Operand::sums for each row: 1 for int8 weights (-128 * sum of q), what the products of the unsigned weights
+// start from; two a group for int4; 0 for f32 and bf16.
+//
+// A group of int4 has a scale of its own for the row's values too: the row's, divided by a power of two that a group
+// without large values can do with (x ~ scale * 2^-e * q). It costs the products nothing. Their int32 sums start from
+// the bits of the float kSumBase * 2^-e less 8 * the group's sum of q, the first of a group's numbers, and so end as
+// that float plus 2^-e * the sum of products, exactly, for sums stay below half of its 2^23 steps. The second number is
+// the bits of kSumBase * 2^-e, to be subtracted.
 int sums_per_row(const LinearShape& shape);
+constexpr float kSumBase = 12582912.0f;  // 1.5 * 2^23
+constexpr int kMostExponent = 24;        // e at most
 
 // Rows to prepare: x[index ? index[i] : i], RMS-normed where norm_weight is given: x / sqrt(mean(x^2) + eps) * weight.
 struct PrepareSource {
@@ -84,6 +93,7 @@ struct PrepareSource {
   const int32_t* index;      // null: rows as they stand
   const float* norm_weight;  // [k], null: no norm
   float eps;
+  bool rotated = false;  // for int8 weights: rows come as H x / block already
 };
 
 // --- the product ---

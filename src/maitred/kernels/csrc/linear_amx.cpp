@@ -254,6 +254,8 @@ struct GroupRows {
   int64_t stride;
   const int8_t* weights;  // of 16 channels
   int group;
+  const int32_t* bases;  // of the first row and group: what sums_per_row says of the second number
+  int bases_stride;
 };
 
 // One group's int32 products, in the sum register of that number and from there to `to`.
@@ -288,11 +290,15 @@ inline void multiply_group(const GroupRows& from, int g, int32_t* to) {
 }
 #undef MAITRED_GROUP
 
-inline void scale_group(const int32_t* sums, const float* scales, __m512 (&y)[kHalf]) {
+inline void scale_group(const int32_t* sums, const GroupRows& from, int g, const float* scales, __m512 (&y)[kHalf]) {
   const __m512 scale = _mm512_load_ps(scales);
+  const int32_t* bases = from.bases + 2 * g;
 #pragma GCC unroll 16
-  for (int r = 0; r < kHalf; ++r)
-    y[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(_mm512_load_si512(sums + r * kHalf)), scale, y[r]);
+  for (int r = 0; r < kHalf; ++r) {
+    const __m512i base = _mm512_set1_epi32(bases[r * from.bases_stride]);
+    const __m512i sum = _mm512_add_epi32(_mm512_load_si512(sums + r * kHalf), base);
+    y[r] = _mm512_fmadd_ps(_mm512_sub_ps(_mm512_castsi512_ps(sum), _mm512_castsi512_ps(base)), scale, y[r]);
+  }
 }
 
 // 16 rows x 16 channels of a run, onto acc [rows][32]. Each group's int32 sums are scaled, group after group, while
@@ -308,13 +314,13 @@ void multiply_int4(const GroupRows& from, const float* scales, int groups, bool 
     const int32_t (*done)[kHalf * kHalf] = sums + (g + 4) % 8;
     const float* scale = scales + (g - 4) * kTile;
     if (g < groups) multiply_group<0, kTwoDepths>(from, g, to[0]);
-    if (g >= 4) scale_group(done[0], scale, y);
+    if (g >= 4) scale_group(done[0], from, g - 4, scale, y);
     if (g + 1 < groups) multiply_group<1, kTwoDepths>(from, g + 1, to[1]);
-    if (g >= 4 && g - 3 < groups) scale_group(done[1], scale + kTile, y);
+    if (g >= 4 && g - 3 < groups) scale_group(done[1], from, g - 3, scale + kTile, y);
     if (g + 2 < groups) multiply_group<2, kTwoDepths>(from, g + 2, to[2]);
-    if (g >= 4 && g - 2 < groups) scale_group(done[2], scale + 2 * kTile, y);
+    if (g >= 4 && g - 2 < groups) scale_group(done[2], from, g - 2, scale + 2 * kTile, y);
     if (g + 3 < groups) multiply_group<3, kTwoDepths>(from, g + 3, to[3]);
-    if (g >= 4 && g - 1 < groups) scale_group(done[3], scale + 3 * kTile, y);
+    if (g >= 4 && g - 1 < groups) scale_group(done[3], from, g - 1, scale + 3 * kTile, y);
   }
 #pragma GCC unroll 16
   for (int r = 0; r < kHalf; ++r) _mm512_store_ps(acc + r * kTile, y[r]);
@@ -326,7 +332,7 @@ void multiply_tile_int4(const PackedLinear& weights, const Plan& plan, int tile,
   const LinearShape& shape = weights.shape;
   const Operand& operand = rows.operand;
   const uint8_t* from = weights.data + tile * tile_bytes(shape);
-  const int chunks = divide_up(rows.count, kHalf);
+  const int chunks = divide_up(rows.count, kHalf), per_row = sums_per_row(shape);
   alignas(64) float acc[kLimits.max_rows * kTile];
   Unpacked unpacked;
   for (int step = 0, steps; step < plan.steps; step += steps) {
@@ -338,10 +344,11 @@ void multiply_tile_int4(const PackedLinear& weights, const Plan& plan, int tile,
       const Chunk chunk(rows, index, kHalf);
       const uint8_t* at =
           static_cast<const uint8_t*>(operand.rows) + chunk.begin * operand.row_stride + step * shape.group;
+      const int32_t* bases = operand.sums + int64_t{chunk.begin} * per_row + 2 * step + 1;
       float* sums = acc + index * kHalf * kTile;
       if (ends) fetch_outputs<Amx>(shape, out, tile, chunk.first, chunk.count);
       for (int half = 0; half < 2; ++half) {
-        const GroupRows source{at, operand.row_stride, unpacked.weights + half * 64, shape.group};
+        const GroupRows source{at, operand.row_stride, unpacked.weights + half * 64, shape.group, bases, per_row};
         (shape.group == 128 ? multiply_int4<true> : multiply_int4<false>)(source, unpacked.scales + half * kHalf, steps,
                                                                           step == 0, sums + half * kHalf);
       }

@@ -190,13 +190,14 @@ void multiply_int4(const Block& b) {
     __m256i acc[R][kVectors];
 #pragma GCC unroll 16
     for (int i = 0; i < R * kVectors; ++i)
-      acc[i / kVectors][i % kVectors] = _mm256_set1_epi32(b.sums[i / kVectors * b.sums_stride + g]);
+      acc[i / kVectors][i % kVectors] = _mm256_set1_epi32(b.sums[i / kVectors * b.sums_stride + 2 * g]);
     for (int i = 0; i < b.group; i += 32)
       multiply_eight<R>(w + 64 + i * 16, b.rows + g * b.group + i, b.row_stride, acc);
 #pragma GCC unroll 16
     for (int i = 0; i < R * kVectors; ++i) {
       const __m256 scale = bf16x8(w + 16 * (i % kVectors));
-      const __m256 value = _mm256_cvtepi32_ps(acc[i / kVectors][i % kVectors]);
+      const __m256 base = _mm256_castsi256_ps(_mm256_set1_epi32(b.sums[i / kVectors * b.sums_stride + 2 * g + 1]));
+      const __m256 value = _mm256_sub_ps(_mm256_castsi256_ps(acc[i / kVectors][i % kVectors]), base);
       _mm256_storeu_ps(sums + 8 * i, _mm256_fmadd_ps(value, scale, _mm256_loadu_ps(sums + 8 * i)));
     }
   }

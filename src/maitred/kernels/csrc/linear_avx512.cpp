@@ -139,8 +139,9 @@ inline void multiply_group(const uint8_t* w, const uint8_t* rows, int64_t stride
   for (int r = 0; r < R; ++r) {
     forget(acc[r][0]);
     forget(acc[r][1]);
-    sums[r][0] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(acc[r][0]), scale0, sums[r][0]);
-    sums[r][1] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(acc[r][1]), scale1, sums[r][1]);
+    const __m512 base = _mm512_castsi512_ps(_mm512_set1_epi32(start[r * start_stride + 1]));
+    sums[r][0] = _mm512_fmadd_ps(_mm512_sub_ps(_mm512_castsi512_ps(acc[r][0]), base), scale0, sums[r][0]);
+    sums[r][1] = _mm512_fmadd_ps(_mm512_sub_ps(_mm512_castsi512_ps(acc[r][1]), base), scale1, sums[r][1]);
   }
 }
 
@@ -153,8 +154,8 @@ void multiply_int4(const Block& b) {
   const int64_t bytes = 64 + b.group * 16;
   const int64_t advance = (b.next_bytes + b.group / 4) / (b.group / 4 + 1);  // of each of a group's prefetches
   for (int g = 0; g < b.steps; ++g)
-    multiply_group<R>(b.weights + g * bytes, b.rows + g * b.group, b.row_stride, b.group / 4, b.sums + g, b.sums_stride,
-                      b.next + static_cast<int64_t>(g) * b.next_bytes, advance, acc);
+    multiply_group<R>(b.weights + g * bytes, b.rows + g * b.group, b.row_stride, b.group / 4, b.sums + 2 * g,
+                      b.sums_stride, b.next + static_cast<int64_t>(g) * b.next_bytes, advance, acc);
 #pragma GCC unroll 32
   for (int i = 0; i < 2 * R; ++i) _mm512_store_ps(sums + 16 * i, acc[i / 2][i % 2]);
 }

@@ -22,6 +22,7 @@
 
 #include "bits.h"
 #include "linear.h"
+#include "rotate.h"
 #include "vector_math.h"
 
 namespace maitred {
@@ -32,7 +33,7 @@ struct Block {
   const uint8_t* weights;
   const uint8_t* rows;
   int64_t row_stride;   // bytes
-  const int32_t* sums;  // of row 0: at the run's first group (int4)
+  const int32_t* sums;  // of row 0: at the run's first group (int4: two a group)
   int sums_stride;
   int num_rows;
   int steps;  // of K (f32 1 value, bf16 2, int8 4); int4: groups
@@ -288,7 +289,7 @@ inline void multiply_tile(const PackedLinear& weights, const Plan& plan, int til
                    static_cast<int64_t>(step) * plan.step_values * size;
       block.sums = per_row == 0 ? nullptr
                                 : rows.sums + static_cast<int64_t>(row0 + begin) * per_row +
-                                      (shape.dtype == DType::int4 ? step : 0);
+                                      (shape.dtype == DType::int4 ? 2 * step : 0);
       block.num_rows = end - begin;
       block.acc = acc + static_cast<int64_t>(begin) * kTile * 4;
       aim_prefetch(plan, chunk, chunks, following, block);
@@ -364,26 +365,53 @@ struct NormedRow {
 };
 
 template <class V>
-inline float largest(const NormedRow<V>& row) {
+inline float largest(const NormedRow<V>& row, int begin, int end) {
   V most = V::set1(0.0f);
-  for (int i = 0; i < row.k; i += V::width) most = V::max_bits(most, V::abs(row.at(i)));
+  for (int i = begin; i < end; i += V::width) most = V::max_bits(most, V::abs(row.at(i)));
   return V::largest_bits(most);
 }
 
+template <class V>
+inline void clear_padding(int k, int8_t* to) {
+  const int padded = static_cast<int>(operand_row_bytes(DType::int8, k));
+  const int written = divide_up(k, V::width) * V::width;
+  if (written < padded) std::memset(to + written, 0, padded - written);
+}
+
+static inline float inverse_of(float scale) { return scale > 0.0f ? 1.0f / scale : 0.0f; }
+
 template <class K>
-inline void prepare_int8(const NormedRow<typename K::V>& row, const LinearShape& shape, int8_t* to, float& scale,
+inline void prepare_int8(const NormedRow<typename K::V>& row, int8_t* to, float& scale, int32_t* sums) {
+  using V = typename K::V;
+  scale = largest<V>(row, 0, row.k) / 127.0f;
+  const V inverse = V::set1(inverse_of(scale));
+  for (int i = 0; i < row.k; i += V::width) K::store_int8(to + i, row.at(i) * inverse);
+  clear_padding<V>(row.k, to);
+  sums[0] = -128 * K::sum_int8(to, static_cast<int>(operand_row_bytes(DType::int8, row.k)));
+}
+
+// sums as sums_per_row has them; at first, each group's largest magnitude.
+template <class K>
+inline void prepare_int4(const NormedRow<typename K::V>& row, int group, int groups, int8_t* to, float& scale,
                          int32_t* sums) {
   using V = typename K::V;
-  scale = largest<V>(row) / 127.0f;
-  const V inverse = V::set1(scale > 0.0f ? 1.0f / scale : 0.0f);
-  for (int i = 0; i < row.k; i += V::width) K::store_int8(to + i, row.at(i) * inverse);
-  const int padded = static_cast<int>(operand_row_bytes(DType::int8, row.k));
-  const int written = divide_up(row.k, V::width) * V::width;
-  if (written < padded) std::memset(to + written, 0, padded - written);
-  const int count = sums_per_row(shape);
-  if (shape.dtype == DType::int8) sums[0] = -128 * K::sum_int8(to, padded);
-  if (shape.dtype == DType::int4)
-    for (int g = 0; g < count; ++g) sums[g] = -8 * K::sum_int8(to + g * shape.group, shape.group);
+  int32_t most = 0;  // magnitudes' bits are in order of their size
+  for (int g = 0; g < groups; ++g) {
+    const int end = (g + 1) * group < row.k ? (g + 1) * group : row.k;
+    sums[2 * g] = static_cast<int32_t>(bits_of(largest<V>(row, g * group, end)));
+    most = sums[2 * g] > most ? sums[2 * g] : most;
+  }
+  scale = float_of(static_cast<uint32_t>(most)) / 127.0f;
+  clear_padding<V>(row.k, to);
+  for (int g = 0; g < groups; ++g) {
+    const int end = (g + 1) * group < row.k ? (g + 1) * group : row.k;
+    const int room = (most - sums[2 * g]) >> 23;  // the power of two by which the group's largest may still grow
+    const int32_t exponent = (room < kMostExponent ? room : kMostExponent) << 23;
+    const V inverse = V::set1(inverse_of(scale) * float_of(bits_of(1.0f) + static_cast<uint32_t>(exponent)));
+    for (int i = g * group; i < end; i += V::width) K::store_int8(to + i, row.at(i) * inverse);
+    sums[2 * g + 1] = static_cast<int32_t>(bits_of(kSumBase)) - exponent;
+  }
+  for (int g = 0; g < groups; ++g) sums[2 * g] = sums[2 * g + 1] - 8 * K::sum_int8(to + g * group, group);
 }
 
 template <class K>
@@ -407,6 +435,9 @@ inline void prepare_f32(const NormedRow<typename K::V>& row, float* to) {
 template <class K>
 void prepare(const PrepareSource& source, const LinearShape& shape, int first, int last, const Operand& out) {
   using V = typename K::V;
+  const bool rotates = shape.dtype == DType::int8 && !source.rotated && rotation_block(shape.k) > 1;
+  float* const rotated =
+      static_cast<float*>(__builtin_alloca_with_align(rotates ? operand_row_bytes(DType::f32, shape.k) : 64, 8 * 64));
   for (int i = first; i < last; ++i) {
     const float* x = source.rows + (source.index != nullptr ? source.index[i] : i) * source.row_stride;
     NormedRow<V> row{x, source.norm_weight, 1.0f, shape.k};
@@ -415,9 +446,16 @@ void prepare(const PrepareSource& source, const LinearShape& shape, int first, i
     uint8_t* to = static_cast<uint8_t*>(out.rows) + i * out.row_stride;
     if (shape.dtype == DType::f32) prepare_f32<K>(row, reinterpret_cast<float*>(to));
     if (shape.dtype == DType::bf16) prepare_bf16<K>(row, reinterpret_cast<uint16_t*>(to));
-    if (shape.dtype == DType::int8 || shape.dtype == DType::int4)
-      prepare_int8<K>(row, shape, reinterpret_cast<int8_t*>(to), out.scales[i],
-                      out.sums + static_cast<int64_t>(i) * sums_per_row(shape));
+    int32_t* const sums = out.sums + static_cast<int64_t>(i) * sums_per_row(shape);
+    if (shape.dtype == DType::int4)
+      prepare_int4<K>(row, shape.group, sums_per_row(shape) / 2, reinterpret_cast<int8_t*>(to), out.scales[i], sums);
+    if (rotates) {
+      prepare_f32<K>(row, rotated);
+      rotate(rotated, shape.k);
+      row = NormedRow<V>{rotated, nullptr, 1.0f, shape.k};
+    }
+    if (shape.dtype == DType::int8) prepare_int8<K>(row, reinterpret_cast<int8_t*>(to), out.scales[i], sums);
+    if (source.rotated) out.scales[i] *= static_cast<float>(rotation_block(shape.k));
   }
 }
 

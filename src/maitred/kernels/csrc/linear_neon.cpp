@@ -144,11 +144,13 @@ void multiply_int4(const Block& b) {
     for (int g = 0; g < b.steps; ++g, x += b.group) {
       const uint8_t* w = b.weights + g * bytes;
       for (int v = 0; v < kVectors; ++v) {
-        int32x4_t acc = vdupq_n_s32(b.sums[r * b.sums_stride + g]);
+        int32x4_t acc = vdupq_n_s32(b.sums[r * b.sums_stride + 2 * g]);
         for (int i = 0; i < b.group; i += 32)
           acc = vaddq_s32(acc, multiply_eight(w + 64 + i * 16 + v % 4 * 16, x + i, v >= 4));
         const float32x4_t before = b.first && g == 0 ? vdupq_n_f32(0.0f) : vld1q_f32(sums + 4 * v);
-        vst1q_f32(sums + 4 * v, vfmaq_f32(before, vcvtq_f32_s32(acc), bf16x4(w + 8 * v)));
+        const float32x4_t base = vreinterpretq_f32_s32(vdupq_n_s32(b.sums[r * b.sums_stride + 2 * g + 1]));
+        const float32x4_t value = vsubq_f32(vreinterpretq_f32_s32(acc), base);
+        vst1q_f32(sums + 4 * v, vfmaq_f32(before, value, bf16x4(w + 8 * v)));
       }
     }
   }

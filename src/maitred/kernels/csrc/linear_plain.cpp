@@ -98,19 +98,21 @@ struct Plain {
   }
 
   // One group's sums, scaled, onto acc.
-  static void group(const uint8_t* w, const int8_t* x, int32_t start, int size, float* acc) {
+  static void group(const uint8_t* w, const int8_t* x, const int32_t* start, int size, float* acc) {
     constexpr int kHalf = kTile / 2;
     const uint16_t* scales = reinterpret_cast<const uint16_t*>(w);
     w += kTile * sizeof(uint16_t);
     int32_t sums[kTile];
-    for (int lane = 0; lane < kTile; ++lane) sums[lane] = start;
+    for (int lane = 0; lane < kTile; ++lane) sums[lane] = start[0];
     for (int step = 0; step < size / 4; ++step, w += 4 * kHalf)
       for (int lane = 0; lane < kHalf; ++lane)
         for (int j = 0; j < 4; ++j) {
           sums[lane] += (w[4 * lane + j] & 15) * x[4 * step + j];
           sums[lane + kHalf] += (w[4 * lane + j] >> 4) * x[4 * step + j];
         }
-    for (int lane = 0; lane < kTile; ++lane) acc[lane] += static_cast<float>(sums[lane]) * bf16_to_float(scales[lane]);
+    const float base = float_of(static_cast<uint32_t>(start[1]));
+    for (int lane = 0; lane < kTile; ++lane)
+      acc[lane] += (float_of(static_cast<uint32_t>(sums[lane])) - base) * bf16_to_float(scales[lane]);
   }
 
   static void int4(const Block& b) {
@@ -120,7 +122,7 @@ struct Plain {
       const int8_t* x = reinterpret_cast<const int8_t*>(b.rows + row * b.row_stride);
       if (b.first) std::memset(acc, 0, kTile * sizeof(float));
       for (int g = 0; g < b.steps; ++g)
-        group(b.weights + g * group_bytes, x + g * b.group, b.sums[row * b.sums_stride + g], b.group, acc);
+        group(b.weights + g * group_bytes, x + g * b.group, b.sums + row * b.sums_stride + 2 * g, b.group, acc);
     }
   }
 };

@@ -56,13 +56,14 @@ void add_take(Program& program, const Rows& source, const Rows& target) {
 }
 
 void add_prepare(Program& program, const OperandBuffers& operands, const Rows& source, const LinearShape& shape,
-                 const float* norm_weight, float eps, bool few, bool taken) {
+                 const float* norm_weight, float eps, bool few, bool taken, bool rotated) {
   const LinearKernels& kernels = linear_kernels(program.isa());
   const char* name = norm_weight == nullptr ? "prepare" : "norm and prepare";
   program.add(name, 1, [=, &kernels, &operands](const StepRows& step, WorkCounter* counters, const Worker& worker) {
     const int m = rows_of(step, few);
     const Operand operand = operands.of(worker, shape, m);
-    const PrepareSource from{source.values, source.stride, taken ? step.logits_tokens : nullptr, norm_weight, eps};
+    const PrepareSource from{source.values, source.stride, taken ? step.logits_tokens : nullptr,
+                             norm_weight,   eps,           rotated};
     if (m <= kOwnRows) {
       kernels.prepare(from, shape, 0, m, operand);
       return false;

@@ -3,7 +3,9 @@
 // A query head, made ready, is what a dot product with the pool's keys takes: float32 or bf16 values, or for an int8
 // pool two int8 parts, q ~ scale * (high + low / 254), so that the product with int8 keys is exact in integers and q
 // loses nothing that matters; behind them float scale, then int32 sums of high and of low (keys are stored with 128
-// added, and the sums take that out again).
+// added, and the sums take that out again). For an int8 pool heads are rotated (rotate.h): queries and keys alike,
+// which leaves their products, and values, which attention turns back once they are summed. K's and V's scales are
+// divided by the block, and with them everything that the rotations made larger.
 #pragma once
 
 #include <cstdint>
@@ -59,6 +61,7 @@ struct QKVRun {
 
 struct QKVKernels {
   void (*run)(const QKVRun& run);
+  void (*rotate)(float* head, int head_dim);
 };
 const QKVKernels& qkv_kernels(Isa isa);
 const QKVKernels& qkv_kernels_plain();

@@ -4,6 +4,7 @@
 
 #include "bits.h"
 #include "qkv.h"
+#include "rotate.h"
 
 namespace maitred {
 namespace {
@@ -11,7 +12,7 @@ namespace {
 #include "qkv_formats.inc"
 #include "qkv_token.inc"
 
-const QKVKernels kKernels{&run};
+const QKVKernels kKernels{&run, &rotate};
 
 }  // namespace
 

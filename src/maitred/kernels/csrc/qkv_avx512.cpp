@@ -5,6 +5,7 @@
 
 #include "bits.h"
 #include "qkv.h"
+#include "rotate.h"
 
 namespace maitred {
 namespace {
@@ -59,7 +60,7 @@ inline void transpose(const uint32_t* words, int stride, uint32_t* lines) {
 
 #include "qkv_token.inc"
 
-const QKVKernels kKernels{&run};
+const QKVKernels kKernels{&run, &rotate};
 
 }  // namespace
 

@@ -8,8 +8,8 @@ namespace maitred {
 enum class DType : uint8_t { f32 = 0, bf16 = 1, int8 = 2, int4 = 3 };
 
 // Activations made ready for a linear: M rows of K values, padded with zeros as the packed weights want them.
-// Which format a weight's format takes: f32 -> f32, bf16 -> bf16, int8 and int4 -> int8 (x ~ scale * q, one scale a
-// row).
+// Which format a weight's format takes: f32 -> f32, bf16 -> bf16, int8 and int4 -> int8, with one scale a row
+// (linear.h: int8 weights meet rotated rows, each group of int4 a power of two of the scale).
 struct Operand {
   DType dtype;
   void* rows;

@@ -32,7 +32,7 @@ async def list_models(edge: Edge, exchange: Exchange) -> None:
 
 async def get_model(edge: Edge, exchange: Exchange) -> None:
     """One of them; raises ModelNotFound."""
-    name = edge.check_model(exchange.scope["path_params"]["model"])
+    name = edge.check_model(exchange.parameter)
     await exchange.answer_json(_card(edge, name))
 
 

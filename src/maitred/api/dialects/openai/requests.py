@@ -8,8 +8,7 @@ from msgspec.structs import replace
 
 from maitred.api.dialects.openai.schemas import GenerationFields
 from maitred.api.generate.generation import Generation, timing_parts_ms
-from maitred.api.http.exchange import Exchange
-from maitred.api.http.middleware import REQUEST_ID
+from maitred.api.http.exchange import REQUEST_ID, Exchange
 from maitred.errors import InvalidRequest
 from maitred.request import RequestSpec
 

@@ -1,83 +1,96 @@
-"""Around every route: request id, API key, errors as OpenAI writes them, one access line, counts."""
+"""The ASGI application: finds the route, and around it request id, API key, errors, one access line, counts."""
 
 from __future__ import annotations
 
 import logging
 import random
-import re
 import time
 from functools import partial
 from typing import Any
 
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from maitred.api.http.edge import Edge
 from maitred.api.http.errors import CLIENT_GONE_STATUS, ClientGone, HttpError, http_error
-from maitred.api.http.exchange import Exchange, Header
+from maitred.api.http.exchange import REQUEST_ID, Exchange, Header
 from maitred.api.http.logs import ACCESS, ERRORS, log_fields
+from maitred.api.http.routes import RouteTable
 from maitred.api.http.sse import DONE
-from maitred.api.ops.health import POLLED
 from maitred.api.ops.orca import ASKED_BY, TOLD_BY, load_report
-from maitred.api.ops.page_files import PREFIX
 from maitred.clock import Clock
 from maitred.errors import EngineDead, Overloaded, Unavailable
 
-REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
-EXCHANGE = "maitred.exchange"  # where the scope keeps it
-TRACED = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}  # -> gen_ai.operation.name
 TOLD_AGAIN_S = 60.0
-ASSETS = PREFIX + "{name}"  # a page asks for thirty of them at once
+RATE_LIMIT_HEADERS = tuple(
+    f"x-ratelimit-{what}-{of}" for of in ("requests", "tokens") for what in ("limit", "remaining", "reset")
+)
 
 
-class EdgeMiddleware:
+class App:
     """Makes the Exchange that routes answer through, and is the one place where exceptions become answers."""
 
-    def __init__(self, app: ASGIApp, edge: Edge) -> None:
-        self._app, self._edge = app, edge
+    def __init__(self, edge: Edge, routes: RouteTable) -> None:
+        self.edge, self.routes = edge, routes
         self._outage = Outage(edge.clock)
         self._random = random.Random()  # ids are no secrets, and the system's own source costs a system call each
+        self._asgi: ASGIApp = self._answer
+        if edge.config.cors_origins:  # outermost: preflights bring no key, and errors need its headers too
+            self._asgi = CORSMiddleware(
+                self._answer,
+                allow_origins=edge.config.cors_origins,
+                allow_methods=("GET", "POST"),
+                allow_headers=("*",),
+                expose_headers=("x-request-id", "retry-after", "retry-after-ms", "x-should-retry", *RATE_LIMIT_HEADERS),
+            )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
+        assert scope["type"] == "http", "neither lifespan nor web sockets are spoken here"
+        await self._asgi(scope, receive, send)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers: dict[bytes, bytes] = dict(reversed(scope["headers"]))
         exchange = Exchange(
             scope=scope,
             receive=receive,
             raw_send=send,
             request_id=self._request_id(headers.get(b"x-request-id")),
-            max_body_bytes=self._edge.config.max_body_bytes,
-            turns=self._edge.turns,
-            room=self._edge.body_room,
+            max_body_bytes=self.edge.config.max_body_bytes,
+            turns=self.edge.turns,
+            room=self.edge.body_room,
             headers=headers,
         )
         exchange.standing_headers = partial(self._standing, exchange)
-        scope[EXCHANGE] = exchange
-        tracing = self._edge.tracing
-        operation = TRACED.get(scope["path"])
-        span = tracing.begin(exchange) if tracing is not None and operation is not None else None
+        tracing, method, path = self.edge.tracing, scope["method"], scope["path"]
+        operation = self.routes.span_of(method, path)
+        span = tracing.begin(exchange) if tracing is not None and operation else None
         if tracing is not None and span is not None:
             exchange.trace_header = tracing.header_of(span)
         started_at = time.monotonic()
-        metrics = self._edge.metrics
+        metrics = self.edge.metrics
         metrics.num_in_flight += 1
         try:
-            exchange.caller = self._edge.door.check(scope["path"], headers.get(b"authorization"))
-            self._edge.check_open(scope["path"])
-            await self._app(scope, receive, exchange.send)
+            exchange.caller = self.edge.door.check(
+                headers.get(b"authorization"), is_open=not self.routes.needs_key(path)
+            )
+            if self.routes.needs_engine(path):
+                self.edge.check_loaded()
+            exchange.route, exchange.parameter = self.routes.find(method, path)
+            if exchange.route.admin:
+                exchange.caller.require_admin(exchange.route.admin)
+            await exchange.route.handler(self.edge, exchange)
         except ClientGone:
             exchange.status = CLIENT_GONE_STATUS
             metrics.num_cancelled += 1
         except Exception as error:
-            await _answer(exchange, error, self._outage)
+            await _answer_error(exchange, error, self._outage)
         finally:
             exchange.room.release(exchange)
             metrics.num_in_flight -= 1
-            metrics.http_answered(exchange.route, exchange.status or CLIENT_GONE_STATUS)
+            metrics.http_answered(exchange.route_name, exchange.status or CLIENT_GONE_STATUS)
             _log_access(exchange, time.monotonic() - started_at)
-            if tracing is not None and span is not None and operation is not None:
-                tracing.end(span, operation, exchange, self._edge.clock.now())
+            if tracing is not None and span is not None:
+                tracing.end(span, operation, exchange, self.edge.clock.now())
 
     def _standing(self, exchange: Exchange) -> list[Header]:
         """Of every answer, as they are when it begins: the caller's limits, the load for balancers that ask, and that a
@@ -85,15 +98,15 @@ class EdgeMiddleware:
         """
         headers: list[Header] = []
         if hasattr(exchange, "caller") and exchange.caller.tenant.limits.any:
-            told = exchange.caller.quota.headers(self._edge.clock.now())
+            told = exchange.caller.quota.headers(self.edge.clock.now())
             headers += [(name.encode(), value.encode()) for name, value in told]
         asked = exchange.headers.get(ASKED_BY)
         if exchange.trace_header is not None:
             headers.append(exchange.trace_header)
-        report = load_report(asked, self._edge.replica.state()) if asked is not None else None
+        report = load_report(asked, self.edge.replica.state()) if asked is not None else None
         if report is not None:
             headers.append((TOLD_BY, report))
-        return [*headers, (b"connection", b"close")] if self._edge.draining else headers
+        return [*headers, (b"connection", b"close")] if self.edge.draining else headers
 
     def _request_id(self, sent: bytes | None) -> str:
         """The client's own, if it is one that cannot forge a log line or a header, else a new one."""
@@ -124,10 +137,12 @@ class Outage:
         log_fields(ERRORS, level, "requests are sent away", fields)
 
 
-async def _answer(exchange: Exchange, error: Exception, outage: Outage) -> None:
+async def _answer_error(exchange: Exchange, error: Exception, outage: Outage) -> None:
     answer = http_error(error)
     if type(error) in (Unavailable, EngineDead) and not exchange.started:
-        if exchange.route not in POLLED:  # whoever asks hears it, and the server's own log tells of the cause
+        if (
+            exchange.route is None or not exchange.route.is_polled
+        ):  # whoever asks hears it, and the server's own log tells of the cause
             outage.tell(exchange.request_id, str(error))
     elif answer.status >= 500 and not isinstance(error, Overloaded):  # those are many, and the access line has them
         _log_error(exchange, error, answer)
@@ -150,8 +165,8 @@ def _log_error(exchange: Exchange, error: Exception, answer: HttpError) -> None:
 
 
 def _log_access(exchange: Exchange, duration_s: float) -> None:
-    served_asset = exchange.route == ASSETS and (exchange.status or CLIENT_GONE_STATUS) < 400
-    level = logging.DEBUG if served_asset else logging.INFO
+    is_asset = exchange.route is not None and exchange.route.is_asset
+    level = logging.DEBUG if is_asset and (exchange.status or CLIENT_GONE_STATUS) < 400 else logging.INFO
     if not ACCESS.isEnabledFor(level):
         return
     client = exchange.scope.get("client")

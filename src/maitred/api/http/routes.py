@@ -1,0 +1,99 @@
+"""A route as one record: what server, document, keys, start, log and traces know of a path stands in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from maitred.api.http.errors import MethodNotAllowed, shortened
+from maitred.errors import RouteNotFound
+
+if TYPE_CHECKING:
+    from maitred.api.http.edge import Edge
+    from maitred.api.http.exchange import Exchange
+
+Handler = Callable[["Edge", "Exchange"], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """One method of one path. A path may end in one parameter, `{name}`, or `{name:path}` which takes slashes too."""
+
+    method: str
+    path: str
+    handler: Handler
+    summary: str
+    # who may, and when
+    is_open: bool = False  # needs no key; of a path with a parameter, for `open_names` alone
+    open_names: frozenset[str] = frozenset()
+    admin: str = ""  # what it takes an administrator's key for, in words; empty is for every key
+    while_loading: bool = False  # answered before the engine is there
+    # how much of it is told
+    is_polled: bool = False  # asked every second by whoever restarts or routes: a 503 is no news for the log
+    is_asset: bool = False  # asked thirty at once: an access line for the debug log
+    span: str = ""  # gen_ai.operation.name of its traces; empty has none
+    # its shape, for the document
+    body: type[msgspec.Struct] | None = None
+    answer: type[msgspec.Struct] | None = None
+    event: type[msgspec.Struct] | None = None  # of the streamed form
+    text: str | None = None  # content type of an answer that is not JSON
+    errors: tuple[int, ...] = (401,)
+    query: Mapping[str, dict[str, Any]] = field(default_factory=dict)  # name -> schema
+
+    @property
+    def template(self) -> str:
+        """The path as the document, metrics and traces name it."""
+        return self.path.replace(":path", "")
+
+
+class RouteTable:
+    """Finds routes by the path of the request line; what is not listed is not there."""
+
+    def __init__(self, routes: Iterable[Route]) -> None:
+        self.routes = tuple(routes)
+        self._exact: dict[str, dict[str, Route]] = {}
+        self._prefixed: dict[str, dict[str, Route]] = {}  # by what stands before the parameter
+        for route in self.routes:
+            before, brace, _ = route.path.partition("{")
+            where = self._prefixed if brace else self._exact
+            where.setdefault(before, {})[route.method] = route
+        self._open = {route.path for route in self.routes if route.is_open and not route.open_names}
+        for route in self.routes:
+            self._open |= {route.path.partition("{")[0] + name for name in route.open_names}
+        self._while_loading = {route.path for route in self.routes if route.while_loading} | self._open
+
+    def needs_key(self, path: str) -> bool:
+        """Unknown paths too, so that a new route cannot be forgotten."""
+        return path not in self._open
+
+    def needs_engine(self, path: str) -> bool:
+        return path not in self._while_loading
+
+    def span_of(self, method: str, path: str) -> str:
+        route = self._exact.get(path, {}).get(method)
+        return route.span if route is not None else ""
+
+    def find(self, method: str, path: str) -> tuple[Route, str]:
+        """The route, and its parameter. HEAD is a GET. Raises RouteNotFound or MethodNotAllowed."""
+        methods, parameter = self._exact.get(path), ""
+        if methods is None:
+            methods, parameter = self._by_prefix(path)
+        if methods is None:
+            raise RouteNotFound(f"there is nothing at {shortened(path)}; GET /openapi.json lists what there is")
+        route = methods.get("GET" if method == "HEAD" else method)
+        if route is None:
+            allow = ", ".join(sorted({*methods, "HEAD"} if "GET" in methods else methods))
+            raise MethodNotAllowed(f"{shortened(path)} does not take {shortened(method)}; use {allow}", allow=allow)
+        return route, parameter
+
+    def _by_prefix(self, path: str) -> tuple[dict[str, Route] | None, str]:
+        for before, methods in self._prefixed.items():
+            if not path.startswith(before):
+                continue
+            rest = path.removeprefix(before)
+            if any(route.path.endswith(":path}") for route in methods.values()) or (rest and "/" not in rest):
+                return methods, rest
+        return None, ""

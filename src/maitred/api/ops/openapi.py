@@ -1,0 +1,101 @@
+"""The OpenAPI 3.1 document, made from the routes and from the same structs that check requests."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import msgspec
+
+import maitred
+from maitred.api.generate.time_limits import HEADERS, MAX_MS
+from maitred.api.http.errors import ErrorBody
+from maitred.api.http.routes import Route, RouteTable
+
+_REF = "#/components/schemas/{name}"
+
+
+@cache
+def openapi_document(table: RouteTable) -> dict[str, Any]:
+    """The whole document."""
+    types = {t for route in table.routes for t in (route.body, route.answer, route.event) if t is not None} | {
+        ErrorBody
+    }
+    ordered = sorted(types, key=lambda t: t.__name__)
+    _, components = msgspec.json.schema_components(ordered, ref_template=_REF)
+    paths: dict[str, dict[str, Any]] = {}
+    for route in table.routes:
+        paths.setdefault(route.template, {})[route.method.lower()] = _operation(route)
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "maitred",
+            "version": maitred.__version__,
+            "description": "OpenAI's API with vLLM's extensions. Unknown fields are accepted; known fields that this "
+            "version does not do are refused with code unsupported_parameter.",
+        },
+        "paths": paths,
+        "components": {
+            "schemas": components,
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{}, {"key": []}],
+    }
+
+
+def _operation(route: Route) -> dict[str, Any]:
+    described: dict[str, Any] = {
+        "summary": route.summary,
+        "operationId": f"{route.method.lower()}{route.template}".translate(str.maketrans("/{}.", "____")),
+        "responses": {
+            "200": {"description": "The answer.", **_content(route)},
+            **{str(status): _error(status) for status in route.errors},
+        },
+    }
+    if route.body is not None:
+        described["requestBody"] = {"required": True, "content": {"application/json": _schema(route.body)}}
+    parameters: list[dict[str, Any]] = [
+        {"name": name, "in": "query", "required": name == "start_time", "schema": schema}
+        for name, schema in route.query.items()
+    ]
+    if route.body is not None and route.event is not None:
+        described["parameters"] = [_milliseconds(field, header) for field, header in HEADERS.items()]
+    for name in ("model", "name"):
+        if f"{{{name}}}" in route.template:
+            parameters.append({"name": name, "in": "path", "required": True, "schema": {"type": "string"}})
+    if parameters:
+        described["parameters"] = parameters
+    return described
+
+
+def _milliseconds(field: str, header: str) -> dict[str, Any]:
+    description = f"As the field {field}, which counts where both are sent."
+    schema = {"type": "number", "exclusiveMinimum": 0, "maximum": MAX_MS}
+    return {"name": header, "in": "header", "description": description, "schema": schema}
+
+
+def _content(route: Route) -> dict[str, Any]:
+    content: dict[str, Any] = {}
+    if route.answer is not None:
+        content["application/json"] = _schema(route.answer)
+    if route.event is not None:
+        content["text/event-stream"] = _events(route.event)
+    if route.text is not None:
+        content[route.text] = {}
+    return {"content": content} if content else {}
+
+
+def _schema(kind: type[msgspec.Struct]) -> dict[str, Any]:
+    return {"schema": {"$ref": _REF.format(name=kind.__name__)}}
+
+
+def _events(kind: type[msgspec.Struct]) -> dict[str, Any]:
+    """One server-sent event; what goes wrong under way is told in one too."""
+    either = {"anyOf": [_schema(kind)["schema"], _schema(ErrorBody)["schema"]]}
+    told = {"type": "string", "contentMediaType": "application/json", "contentSchema": either}
+    data = {"anyOf": [{"const": "[DONE]"}, told]}
+    return {"schema": {"type": "object", "properties": {"data": data}}}
+
+
+def _error(status: int) -> dict[str, Any]:
+    return {"description": f"Error {status}.", "content": {"application/json": _schema(ErrorBody)}}

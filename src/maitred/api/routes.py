@@ -1,0 +1,221 @@
+"""Every route of the server. To add one, add its record here; nothing else lists paths."""
+
+from __future__ import annotations
+
+from maitred.api.dialects.openai import models, usage
+from maitred.api.dialects.openai import schemas as s
+from maitred.api.dialects.openai.chat import create_chat_completion
+from maitred.api.dialects.openai.completions import create_completion
+from maitred.api.http.edge import Edge
+from maitred.api.http.exchange import Exchange
+from maitred.api.http.routes import Route, RouteTable
+from maitred.api.ops import admin, health, live, page, status
+from maitred.api.ops.live_feed import LiveFrame
+from maitred.api.ops.openapi import openapi_document
+from maitred.api.ops.page_files import FILES
+from maitred.scheduler.queue_view import QueueView
+
+_GENERATION_ERRORS = (400, 401, 403, 404, 413, 415, 429, 500, 503, 504)
+_TEXT_ERRORS = (400, 401, 404, 413, 415)
+
+
+async def _openapi(edge: Edge, exchange: Exchange) -> None:
+    await exchange.answer_json(openapi_document(ROUTES))
+
+
+ROUTES = RouteTable(
+    (
+        Route(
+            method="POST",
+            path="/v1/chat/completions",
+            handler=create_chat_completion,
+            summary="Answer a conversation.",
+            span="chat",
+            body=s.ChatCompletionRequest,
+            answer=s.ChatCompletion,
+            event=s.ChatCompletionChunk,
+            errors=_GENERATION_ERRORS,
+        ),
+        Route(
+            method="POST",
+            path="/v1/completions",
+            handler=create_completion,
+            summary="Continue one or more texts.",
+            span="text_completion",
+            body=s.CompletionRequest,
+            answer=s.Completion,
+            event=s.Completion,
+            errors=_GENERATION_ERRORS,
+        ),
+        Route(
+            method="GET",
+            path="/v1/models",
+            handler=models.list_models,
+            summary="List the names of the model.",
+            answer=s.ModelList,
+        ),
+        Route(
+            method="GET",
+            path="/v1/models/{model:path}",
+            handler=models.get_model,
+            summary="One model.",
+            answer=s.ModelCard,
+            errors=(401, 404),
+        ),
+        Route(
+            method="GET",
+            path="/v1/organization/usage/completions",
+            handler=usage.completions_usage,
+            summary="Tokens and requests by time and tenant, from the ledger; for administrators.",
+            admin="read usage",
+            answer=usage.UsagePage,
+            errors=(400, 401, 403, 404, 503),
+            query=usage.USAGE_QUERY,
+        ),
+        Route(
+            method="POST",
+            path="/tokenize",
+            handler=models.tokenize,
+            summary="Text or messages to tokens.",
+            body=s.TokenizeRequest,
+            answer=s.TokenizeResponse,
+            errors=_TEXT_ERRORS,
+        ),
+        Route(
+            method="POST",
+            path="/detokenize",
+            handler=models.detokenize,
+            summary="Tokens to text.",
+            body=s.DetokenizeRequest,
+            answer=s.DetokenizeResponse,
+            errors=_TEXT_ERRORS,
+        ),
+        Route(
+            method="GET",
+            path="/health",
+            handler=health.health,
+            summary="Whether the engine lives.",
+            is_open=True,
+            is_polled=True,
+            errors=(503,),
+        ),
+        Route(
+            method="GET",
+            path="/health/decode",
+            handler=health.decode,
+            summary="Whether one token comes through the engine, as the least urgent request.",
+            answer=health.DecodeHealth,
+            errors=(401, 500, 503),
+        ),
+        Route(
+            method="GET",
+            path="/ready",
+            handler=health.ready,
+            summary="Whether new requests are welcome.",
+            is_open=True,
+            is_polled=True,
+            errors=(503,),
+        ),
+        Route(
+            method="GET",
+            path="/readyz",
+            handler=health.ready,
+            summary="The same as /ready.",
+            is_open=True,
+            is_polled=True,
+            errors=(503,),
+        ),
+        Route(
+            method="GET",
+            path="/version",
+            handler=status.version,
+            summary="The version of the server.",
+            while_loading=True,
+            answer=s.VersionResponse,
+        ),
+        Route(
+            method="GET",
+            path="/metrics",
+            handler=status.metrics,
+            summary="Metrics for Prometheus.",
+            admin="read metrics",
+            while_loading=True,
+            text="text/plain",
+            errors=(401, 403),
+        ),
+        Route(
+            method="GET",
+            path="/admin/queue",
+            handler=admin.show_queue,
+            summary="Who waits, where and why.",
+            admin="see the queue",
+            answer=QueueView,
+            errors=(400, 401, 403, 404, 503),
+        ),
+        Route(
+            method="GET",
+            path="/admin/policy",
+            handler=admin.show_policy,
+            summary="The policy in force.",
+            admin="see the policy",
+            answer=admin.PolicyView,
+            errors=(401, 403, 404, 503),
+        ),
+        Route(
+            method="POST",
+            path="/admin/policy",
+            handler=admin.change_policy,
+            summary="Change the policy or its parameters; no request is lost.",
+            admin="change the policy",
+            body=admin.PolicyChange,
+            answer=admin.PolicyView,
+            errors=(400, 401, 403, 404, 413, 415, 503),
+        ),
+        Route(
+            method="GET",
+            path="/admin/live",
+            handler=live.watch_live,
+            summary="Watch slots, queue and KV blocks; at most five events a second.",
+            admin=live.WATCHING,
+            event=LiveFrame,
+            errors=(401, 403, 404, 503),
+        ),
+        Route(
+            method="GET",
+            path="/admin/models",
+            handler=live.loaded_models,
+            summary="What is in memory, and since when.",
+            admin="see what is loaded",
+            answer=live.LoadedModels,
+            errors=(401, 403),
+        ),
+        Route(
+            method="GET",
+            path="/",
+            handler=page.index,
+            summary="The page: chat and live view.",
+            is_open=True,
+            text="text/html",
+            errors=(),
+        ),
+        Route(
+            method="GET",
+            path="/static/{name}",
+            handler=page.asset,
+            summary="A file of the page.",
+            is_open=True,
+            open_names=FILES,
+            is_asset=True,
+            text="*/*",
+            errors=(401, 404),
+        ),
+        Route(
+            method="GET",
+            path="/openapi.json",
+            handler=_openapi,
+            summary="This document.",
+            while_loading=True,
+            text="application/json",
+        ),
+    )
+)
