@@ -23,7 +23,7 @@ from maitred.request import FinishReason
 
 def measure(running: int, churn: bool, steps: int) -> str:
     num_replaced = max(1, round(CHURN * running)) if churn else 0
-    scheduler = fill(running, 0, "fcfs", running + PROMPT_TOKENS * max(1, num_replaced))
+    scheduler = fill(running, 0, "fcfs", running + PROMPT_TOKENS * max(1, num_replaced), quantum_tokens=128)
     records: list[StepRecord] = []
     recorder = Recorder(records.append)
     encoder = LogEncoder(Header(scheduler.config, 100_000, BLOCK_SIZE, enable_prefix_caching=True))

@@ -27,7 +27,7 @@ from maitred.api.http.server import Server, create_app
 from maitred.config import ServerConfig
 from maitred.engine.intake import ServedModel
 from maitred.replica import ReplicaState
-from maitred.request import FinishReason, Request, RequestTiming
+from maitred.request import FinishReason, RequestSpec, RequestTiming
 from maitred.step import RequestProgress
 from maitred.text import ChatTemplate, TextParts, Tokenizer
 
@@ -41,7 +41,7 @@ class InstantStream:
     """One request's progress: a token for each step."""
 
     replica: InstantReplica
-    request: Request
+    request: RequestSpec
     items: deque[RequestProgress] = field(default_factory=deque)
     waiter: asyncio.Future[None] | None = None
     num_tokens: int = 0
@@ -81,7 +81,7 @@ class InstantReplica:
         self._live: dict[str, InstantStream] = {}
         self._stepping = False
 
-    def submit(self, request: Request) -> InstantStream:
+    def submit(self, request: RequestSpec) -> InstantStream:
         stream = self._live[request.request_id] = InstantStream(self, request)
         if not self._stepping:
             self._stepping = True

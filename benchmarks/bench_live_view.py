@@ -32,7 +32,7 @@ from maitred.engine.intake import ServedModel, make_requests
 from maitred.engine.live_view import LiveView, live_view
 from maitred.kvcache.manager import KVCacheManager
 from maitred.kvcache.prefix_cache import TokenHasher, hash_blocks, root_hash
-from maitred.request import RequestState, SamplingParams
+from maitred.request import RequestSpec, RequestState, SamplingParams
 from maitred.scheduler.scheduler import Scheduler
 from maitred.step import ModelOutput, SampledRow
 
@@ -60,7 +60,7 @@ def filled(num_running: int, num_waiting: int, num_blocks: int, prompt: int) -> 
 def made(prompt: int) -> RequestState:
     number = next(_ids)
     tokens = [number * 31 % 30_000 + i for i in range(prompt)]
-    request = RequestState(
+    spec = RequestSpec(
         request_id=f"{number:x}.cmpl-{number:032x}",
         prompt_token_ids=tokens,
         sampling=ENDLESS,
@@ -68,9 +68,9 @@ def made(prompt: int) -> RequestState:
         num_prompt_tokens=prompt,
         max_tokens=2000,
         tenant=f"tenant-{number % 40}",
+        block_hashes=hash_blocks(tokens, BLOCK_SIZE, root_hash("bench")),
     )
-    request.block_hashes = hash_blocks(tokens, BLOCK_SIZE, root_hash("bench"))
-    return request
+    return RequestState(spec)
 
 
 def print_snapshots() -> None:

@@ -23,7 +23,7 @@ from maitred.model.checkpoint import open_checkpoint
 from maitred.model.families import spec_from_config
 from maitred.model.packed import packed_bytes
 from maitred.model.program import Linear
-from maitred.request import SamplingParams
+from maitred.request import RequestSpec, SamplingParams
 from maitred.step import NewRequest, ScheduledRow, SchedulerOutput
 
 BLOCK_SIZE = 16
@@ -73,16 +73,16 @@ class Bench:
 
     def new_request(self, name: str, length: int) -> NewRequest:
         prompt = [self._random.randrange(self.spec.vocab_size) for _ in range(length)]
-        return NewRequest(
+        sampling = SamplingParams(temperature=0.0, max_tokens=512)
+        spec = RequestSpec(
             request_id=name,
+            arrived_at=0.0,
             num_prompt_tokens=length,
-            num_output_tokens=0,
+            max_tokens=512,
             prompt_token_ids=prompt,
-            output_token_ids=(),
-            sampling=SamplingParams(temperature=0.0, max_tokens=512),
-            seed=0,
-            sample_index=0,
+            sampling=sampling,
         )
+        return NewRequest(request_id=name, spec=spec)
 
     def blocks_of(self, index: int, first: int, end: int) -> tuple[int, ...]:
         """Ids of the blocks that positions [first, end) of a request are the first to need."""

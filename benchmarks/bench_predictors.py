@@ -23,7 +23,7 @@ from maitred.engine.core import EngineCore
 from maitred.kvcache.manager import KVCacheManager
 from maitred.policy.features import prompt_features
 from maitred.policy.predictor import PREDICTORS, Predictor, bounded_prediction, predictor_named
-from maitred.request import FinishReason, RequestState, SamplingParams
+from maitred.request import FinishReason, RequestSpec, RequestState, SamplingParams
 from maitred.scheduler.scheduler import Scheduler
 from maitred.step import ModelOutput, SampledRow, SchedulerOutput
 
@@ -90,8 +90,8 @@ def chats(rng: Random, count: int) -> list[Job]:
     ]
 
 
-def request_of(job: Job, number: int, arrived_at: float = 0.0) -> RequestState:
-    return RequestState(
+def spec_of(job: Job, number: int, arrived_at: float = 0.0, *, features: tuple[float, ...]) -> RequestSpec:
+    return RequestSpec(
         request_id=f"r{number}",
         prompt_token_ids=range(number * 1000, number * 1000 + job.num_prompt_tokens),
         sampling=SamplingParams(max_tokens=job.max_tokens),
@@ -99,7 +99,7 @@ def request_of(job: Job, number: int, arrived_at: float = 0.0) -> RequestState:
         num_prompt_tokens=job.num_prompt_tokens,
         max_tokens=job.max_tokens,
         tenant=job.tenant,
-        features=prompt_features(job.text),
+        features=features,
     )
 
 
@@ -108,9 +108,9 @@ def accuracy(name: str, jobs: list[Job]) -> tuple[float, float, float]:
     predictor = predictor_named(name, lambda request: jobs[int(request.request_id[1:])].length)
     told, seconds = [], 0.0
     for number, job in enumerate(jobs):
-        request = request_of(job, number)
         started = time.process_time()
-        request.features = prompt_features(job.text)
+        features = prompt_features(job.text)
+        request = RequestState(spec_of(job, number, features=features))
         predicted = bounded_prediction(predictor, request)
         request.output_token_ids = [0] * job.length
         predictor.observe(request)
@@ -161,14 +161,14 @@ def serve(
     pending = []
     for number, job in enumerate(jobs):
         at += rng.expovariate(load / work_s)
-        pending.append(request_of(job, number, at))
-    requests = list(pending)
+        pending.append(spec_of(job, number, at, features=prompt_features(job.text)))
+    requests: list[RequestState] = []
     pending.reverse()
     while pending or core.has_work:
         if not core.has_work and pending[-1].arrived_at > clock.now():
             clock.advance(pending[-1].arrived_at - clock.now())
         while pending and pending[-1].arrived_at <= clock.now():
-            core.add(pending.pop())
+            requests.append(core.add(pending.pop()))
         core.step()
     stays = sorted((r.finished_at or 0.0) - r.arrived_at for r in requests)
     longest = max((r.first_token_at or 0.0) - r.arrived_at for r in requests)

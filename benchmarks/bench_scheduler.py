@@ -26,12 +26,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
+from typing import Any
 
 from maitred.config import SchedulerConfig
 from maitred.kvcache.manager import KVCacheManager
 from maitred.kvcache.prefix_cache import TokenHasher, hash_blocks, root_hash
 from maitred.policy.policies import POLICIES
-from maitred.request import FinishReason, RequestState, SamplingParams
+from maitred.request import FinishReason, RequestSpec, RequestState, SamplingParams
 from maitred.scheduler.scheduler import Scheduler
 from maitred.step import ModelOutput, SampledRow, SchedulerOutput
 
@@ -48,20 +49,29 @@ def new_request(num_shared_tokens: int = 64, favoured: bool = False) -> RequestS
     number = next(_ids)
     shared = 100_000 + number % 200 if number % 2 else 7
     tokens = [shared] * num_shared_tokens + [number % 30_000 + i for i in range(PROMPT_TOKENS - num_shared_tokens)]
-    return RequestState(
+    return state_of(
+        tokens,
         request_id=f"cmpl-{number:032x}",
-        prompt_token_ids=tokens,
-        sampling=SAMPLING,
         arrived_at=number * 1e-3,
-        num_prompt_tokens=PROMPT_TOKENS,
         max_tokens=8 if favoured else 2000,
         priority=0 if favoured else 1 + number % 2,
         tenant=f"tenant-{number}" if favoured else f"tenant-{number * 7919 % 100}",
         weight=1.0 + number % 3,
         ttft_slo_s=0.0 if favoured else None,
         predicted_output_tokens=1.0 if favoured else float(100 + number * 7919 % 1900),
-        eos_token_ids=(2,),
-        block_hashes=HASHER.hash_prompt(tokens),
+    )
+
+
+def state_of(tokens: list[int], **fields: Any) -> RequestState:
+    return RequestState(
+        RequestSpec(
+            prompt_token_ids=tokens,
+            num_prompt_tokens=len(tokens),
+            sampling=SAMPLING,
+            eos_token_ids=(2,),
+            block_hashes=HASHER.hash_prompt(tokens),
+            **fields,
+        )
     )
 
 
@@ -181,9 +191,7 @@ def print_prefix_cost(num_blocks: int, repeats: int) -> None:
         timed(lambda: hash_blocks(tokens, BLOCK_SIZE, root_hash("bench"))) for _ in range(repeats)
     )
     kv_cache = KVCacheManager(num_blocks=2 * num_blocks, block_size=BLOCK_SIZE, hasher=HASHER)
-    request = new_request()
-    request.prompt_token_ids, request.num_prompt_tokens = tokens, len(tokens)
-    request.block_hashes = HASHER.hash_prompt(tokens)
+    request = state_of(tokens, request_id="prefix", arrived_at=0.0, max_tokens=2000)
     kv_cache.admit(request, kv_cache.find_prefix(request))
     kv_cache.commit(request, 0, num_blocks * BLOCK_SIZE)
     kv_cache.free(request)

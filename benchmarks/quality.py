@@ -30,6 +30,7 @@ from maitred.engine.memory import usable_cores
 from maitred.executor.native_plan import plan_native_executor
 from maitred.model.checkpoint import open_checkpoint
 from maitred.model.families import spec_from_config
+from maitred.request import RequestSpec
 from maitred.step import NewRequest, ScheduledRow, SchedulerOutput
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -111,16 +112,15 @@ def logits_of(folder: Path, tokens: list[int], formats: dict[str, Any]) -> Itera
         )
         executor = plan.build(num_blocks=-(-len(tokens) // 16), max_model_len=len(tokens))
     executor.on_logits = lambda _, start, logits: found.extend(logits)
-    new = NewRequest(
+    spec = RequestSpec(
         request_id="text",
+        arrived_at=0.0,
         num_prompt_tokens=len(tokens),
-        num_output_tokens=0,
+        max_tokens=1,
         prompt_token_ids=tokens,
-        output_token_ids=(),
         sampling=SamplingParams(max_tokens=1),
-        seed=0,
-        sample_index=0,
     )
+    new = NewRequest(request_id="text", spec=spec)
     row = ScheduledRow("text", 0, len(tokens), False, tuple(range(-(-len(tokens) // 16))))
     executor.execute(SchedulerOutput(step=0, rows=(row,), new_requests=(new,)))
     executor.close()

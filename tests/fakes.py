@@ -16,7 +16,7 @@ from maitred.kvcache.prefix_cache import BlockHasher, TokenHasher
 from maitred.request import RequestSpec, RequestState, SamplingParams
 from maitred.scheduler.scheduler import Scheduler
 from maitred.scheduler.stop import StopRule, stop_at_token
-from maitred.step import ModelOutput, SampledRow, ScheduledRow, SchedulerOutput, TokenLogprobs
+from maitred.step import ModelOutput, NewRequest, SampledRow, ScheduledRow, SchedulerOutput, TokenLogprobs
 
 MODEL = "fake-model"
 _ids = count()
@@ -63,6 +63,12 @@ def make_request(
 def make_spec(request_id: str | None = None, **fields: Any) -> RequestSpec:
     """What `make_request` makes, as it is submitted."""
     return make_request(request_id, **fields).spec
+
+
+def make_new(request_id: str, prompt: Sequence[int], output: Sequence[int] = (), **fields: Any) -> NewRequest:
+    """What a plan tells an executor of such a request."""
+    spec = make_spec(request_id, prompt=prompt, **fields)
+    return NewRequest(request_id=request_id, num_output_tokens=len(output), output_token_ids=tuple(output), spec=spec)
 
 
 def make_samples(parent_id: str, n: int, **fields: Any) -> list[RequestState]:

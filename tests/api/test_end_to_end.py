@@ -10,9 +10,13 @@ from typing import Any
 import httpx
 import pytest
 
-from maitred.cli.local import start_engine
-from maitred.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
-from maitred.engine.starting import Engine
+from maitred.config import CacheConfig, EngineConfig, ModelConfig, ProcessConfig, SchedulerConfig
+from maitred.engine.build import load_engine
+from maitred.engine.core import EngineCore
+from maitred.engine.engine_thread import in_thread
+from maitred.engine.loop import LoadedEngine
+from maitred.engine.starting import Engine, StartingEngine
+from maitred.engine.supervisor import Start
 from maitred.step import ModelOutput, SchedulerOutput
 from tests.api.conftest import strict_client
 from tests.api.test_completions import complete, streamed
@@ -26,15 +30,29 @@ SENTENCE = "The maître d' decides who is seated next, keeps every table full, a
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[Engine]:
+def cores() -> list[EngineCore]:
+    """Those that the engine's thread has begun with: one, unless it broke."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def engine(cores: list[EngineCore]) -> Iterator[Engine]:
     config = EngineConfig(
         model=ModelConfig(num_threads=1),
         cache=CacheConfig(kv_cache_memory_bytes=64 * 2**20),
         scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64),
     )
-    built = start_engine(config, served_model_names=("mini",))
+
+    def build(*words: Any) -> LoadedEngine:
+        loaded = load_engine(*words)
+        cores.append(loaded.core)
+        return loaded
+
+    start = Start(config=config, process=ProcessConfig(), served_model_names=("mini",), open=in_thread(build))
+    built = StartingEngine(start).wait()
     yield built
     built.replica.stop()
+    assert len(cores) == 1, "nothing ended it"
 
 
 @pytest.fixture(scope="module")
@@ -153,9 +171,9 @@ def test_a_prompt_over_the_context_is_refused_and_one_within_it_fills_it(real, w
 
 
 @pytest.fixture
-def paced(engine: Engine) -> Iterator[None]:
+def paced(engine: Engine, cores: list[EngineCore]) -> Iterator[None]:
     """A step takes 20 ms at least, so that what is asked for takes much longer than the test."""
-    core = engine.replica._core
+    (core,) = cores
     executor = core._executor
 
     class Paced:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Iterator
-from types import SimpleNamespace
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import httpx
@@ -15,6 +14,9 @@ import pytest
 
 from maitred.api.routes import ROUTES
 from maitred.clock import ManualClock
+from maitred.engine.live_requests import LiveRequest
+from maitred.request import Charges, FinishReason, RequestSpec
+from maitred.step import RequestProgress
 from maitred.storage.key_files import make_key, read_tenant_file
 from maitred.storage.ledger import Ledger
 from maitred.tenancy.tenant import TenantTable, read_tenants
@@ -321,13 +323,12 @@ class LedgerReplica(FakeReplica):
         super().__init__()
         self.ledger = ledger
 
-    def submit(self, request: Any) -> Any:
-        request.num_charged_prompt_tokens, request.num_cached_tokens = request.num_prompt_tokens, 1
-        request.output_token_ids += [0] * 14
-        request.finish_reason, request.finished_at = "stop", 1.0
-        request.finish_reason = SimpleNamespace(value="stop")
-        self.ledger.opened(request)
-        return super().submit(request)
+    def submit(self, request: RequestSpec) -> AsyncIterator[RequestProgress]:
+        stream = super().submit(request)
+        charges = Charges(num_prompt_tokens=request.num_prompt_tokens, num_cached_tokens=1, num_generated_tokens=14)
+        ended = LiveRequest(request, stream, [0] * 14, charges, FinishReason.STOP)  # type: ignore[arg-type]
+        self.ledger.opened(ended)
+        return stream
 
 
 def test_usage_is_read_as_from_openai(kept):

@@ -98,7 +98,7 @@ def serve(executor: Any, *, block_size: int = BLOCK_SIZE, num_blocks: int = NUM_
 
 def check_against_reference(served: Served, reference: Any) -> None:
     for request in served.requests:
-        text = [*request.prompt_token_ids, *request.output_token_ids]
+        text = [*request.spec.prompt_token_ids, *request.output_token_ids]
         with torch.inference_mode():
             wanted_TV = reference(torch.tensor([text], device=reference.device)).logits[0].float().cpu()
         assert wanted_TV.std() > 0.05  # equal logits would prove nothing

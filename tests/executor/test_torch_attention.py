@@ -15,7 +15,7 @@ from maitred.executor import batch as batch_module
 from maitred.executor.batch import LONGEST_SHARED_QUERY, Batch, RowWork, build_batch
 from maitred.executor.state import HeldRequest
 from maitred.request import SamplingParams
-from maitred.step import NewRequest, ScheduledRow
+from maitred.step import ScheduledRow
 from tests.executor.torch_worlds import (
     GREEDY,
     Hand,
@@ -27,6 +27,7 @@ from tests.executor.torch_worlds import (
     make_spec,
     random_prompt,
 )
+from tests.fakes import make_new
 
 GEOMETRIES: dict[str, dict[str, Any]] = {
     "grouped": {},
@@ -118,10 +119,7 @@ def make_works(rows: list[tuple[int, int]], *, block_size: int) -> list[RowWork]
     works = []
     for i, (start, count) in enumerate(rows):
         tokens = [1000 * i + p for p in range(start + count)]
-        state = HeldRequest(NewRequest(
-            request_id=str(i), num_prompt_tokens=len(tokens), num_output_tokens=0, prompt_token_ids=tokens,
-            output_token_ids=(), sampling=GREEDY, seed=0, sample_index=0,
-        ), vocab_size=10)  # fmt: skip
+        state = HeldRequest(make_new(str(i), tokens, sampling=GREEDY), vocab_size=10)
         row = ScheduledRow(
             str(i),
             start,

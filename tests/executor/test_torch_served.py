@@ -42,14 +42,14 @@ def test_samples_that_share_a_prompt_equal_those_computed_alone(prompt_length: i
     together = outputs_of(three_samples(prompt_length))
     alone = {}
     for sample in three_samples(prompt_length):
-        prompt = sample.prompt_token_ids
+        prompt = sample.spec.prompt_token_ids
         one = make_request(
             sample.request_id,
             prompt=prompt,
             max_tokens=20,
             sampling=SEEDED,
             seed=5,
-            sample_index=sample.sample_index,
+            sample_index=sample.spec.sample_index,
             block_size=BLOCK_SIZE,
         )
         alone |= outputs_of([one])

@@ -13,6 +13,7 @@ from maitred.model.spec import DecoderSpec, LayerSpec, RopeSpec, RopeType
 from maitred.model.torch_decoder import TorchDecoder, dense_attend
 from maitred.request import SamplingParams
 from maitred.step import BlockCopy, NewRequest, SampledRow, ScheduledRow, SchedulerOutput
+from tests.fakes import make_new
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=1000)
 VOCAB = 97
@@ -118,18 +119,7 @@ class Hand:
     ) -> None:
         """`shared_blocks` hold the first tokens already (a prefix hit): all of them, or `computed`."""
         self._prompts[request_id] = prompt
-        self._new.append(
-            NewRequest(
-                request_id=request_id,
-                num_prompt_tokens=len(prompt),
-                num_output_tokens=len(output),
-                prompt_token_ids=prompt,
-                output_token_ids=tuple(output),
-                sampling=sampling,
-                seed=7,
-                sample_index=0,
-            )
-        )
+        self._new.append(make_new(request_id, prompt, output, sampling=sampling, seed=7))
         self.tables[request_id] = list(shared_blocks)
         self._handed_over[request_id] = 0
         self.computed[request_id] = len(shared_blocks) * self.block_size if computed is None else computed

@@ -3,7 +3,7 @@
 For each step it holds what the scheduler was told since the step before (arrivals, ends, changes of policy and
 config), `now`, the plan, and the outcome as far as scheduling depends on it (how many tokens, why a request ended,
 names of blocks that output filled). Shortened block hashes stand for tokens: no token, text or key is in it.
-`log_codec` makes bytes of it, `engine/store` keeps them in files.
+`codec` makes bytes of it, `storage/decision_files` keeps them in files.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ MIN_STEPS, NEWS = 3, 1.5  # steps with prompts until the rate is believed; told 
 
 
 class StepObserver(Protocol):
-    """Told of everything that a scheduler was told, in order; `scheduler.decision_log.Recorder` is one."""
+    """Told of everything that a scheduler was told, in order; `decisions.log.Recorder` is one."""
 
     def added(self, request: RequestState, now: float) -> None: ...
 

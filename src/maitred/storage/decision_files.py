@@ -1,7 +1,7 @@
 """Files of an engine: the decision log, encoded and written by a thread of its own so that no step waits for it.
 
 A log is a run of parts, `<run>.<part>.decisions`. Each is a gzip stream of frames: length and CRC-32 of what follows
-(4 bytes each, little endian), then a frame of `scheduler.log_codec`. The stream is flushed a few times a second, so a
+(4 bytes each, little endian), then a frame of `decisions.codec`. The stream is flushed a few times a second, so a
 process that is killed loses the last moments and nothing else.
 """
 

@@ -20,7 +20,7 @@ LIMITS = frozenset({"max_num_seqs", "max_num_batched_tokens"})  # memory was pla
 
 @runtime_checkable
 class Administrable(Protocol):
-    """What these routes need of a replica besides `Replica`; `AsyncEngine` has it."""
+    """What these routes need of a replica besides `Replica`; `EngineClient` has it."""
 
     async def queue_view(self, *, offset: int, limit: int) -> QueueView: ...
 

@@ -24,7 +24,7 @@ MAX_WATCHERS = 32
 
 @runtime_checkable
 class Watchable(Protocol):
-    """What the feed needs of a replica; `AsyncEngine` has it."""
+    """What the feed needs of a replica; `EngineClient` has it."""
 
     async def live_view(self) -> LiveView:
         """Raises EngineDead."""

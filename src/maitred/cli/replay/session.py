@@ -11,6 +11,7 @@ from pathlib import Path
 from maitred.cli.decision_logs import nearest_log
 from maitred.cli.main import EXIT_FAILURE
 from maitred.decisions.history import MAX_LISTED
+from maitred.decisions.log import Arrived
 from maitred.decisions.replay import replay
 from maitred.engine.installed import installed_policies
 from maitred.storage.decision_files import log_parts, log_runs, read_frames
@@ -42,7 +43,7 @@ def _replay_run(parts: Sequence[Path]) -> bool:
     with _progress(parts) as on_read:
         for step in replay(read_frames(parts, on_read), installed_policies()):
             num_steps += 1
-            num_requests += sum(hasattr(event, "arrived_at") for event in step.step.events)
+            num_requests += sum(isinstance(event, Arrived) for event in step.step.events)
             if not step.equal:
                 difference = step.difference
     seconds = max(time.monotonic() - started, 1e-9)
