@@ -22,11 +22,12 @@ test: $(VENV)/.installed-dev ## the whole suite
 	@scripts/debian-packages
 	@scripts/test $(BIN)/python
 
-check: $(VENV)/.installed-dev ## formatting, lint, types and import layers
+check: $(VENV)/.installed-dev ## formatting, lint, types, import layers and circles; prints what the code measures
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python scripts/structure.py
 	@files=$$(git ls-files '*.cpp' '*.h' '*.inc'); if [ -n "$$files" ]; then $(BIN)/clang-format --dry-run --Werror $$files; fi
 
 format: $(VENV)/.installed-dev ## format everything
