@@ -37,14 +37,8 @@ Circle = frozenset[str]
 KNOWN: frozenset[Circle] = frozenset(
     frozenset(modules.split())
     for modules in (
-        "api.generate.generation api.http.edge api.http.exchange api.http.sse api.http.watch api.ops.tracing",
-        "cli.bench.command cli.bench.session",
-        "cli.chat.command cli.chat.session",
-        "cli.command cli.config_file",
-        "cli.profile.command cli.profile.measure",
-        "cli.roofline.command cli.roofline.report",
-        "cli.run.command cli.run.session",
-        "cli.simulate.command cli.simulate.session",
+        "api.generate.generation api.http.edge api.http.exchange api.http.routes api.http.sse api.http.watch"
+        " api.ops.tracing",
     )
 )
 
