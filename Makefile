@@ -8,7 +8,7 @@ MODEL ?=
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 TORCH := torch==2.13.0
 
-.PHONY: help serve dev test check format bench soak train clean
+.PHONY: help serve dev test quick check format bench soak train clean
 
 help: ## list the verbs
 	@awk -F':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -18,15 +18,20 @@ serve: $(VENV)/.installed-serve ## serve the built-in model, or MODEL=path, on H
 
 dev: $(VENV)/.installed-dev ## what contributors need: torch, transformers and the test tools
 
-test: $(VENV)/.installed-dev ## the whole suite
+test: $(VENV)/.installed-dev ## the whole suite, on every processor
 	@scripts/debian-packages
 	@scripts/test $(BIN)/python
 
-check: $(VENV)/.installed-dev ## formatting, lint, types and import layers
+PURE := policy kvcache scheduler gate decisions testing tenancy sim
+quick: $(VENV)/.installed-dev ## under a minute, for between two edits: the packages that decide, and one server from HTTP to its engine
+	@scripts/test $(BIN)/python tests/test_request.py tests/test_structure.py $(addprefix tests/,$(PURE)) tests/api/test_end_to_end.py
+
+check: $(VENV)/.installed-dev ## formatting, lint, types, import layers and circles; prints what the code measures
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python scripts/structure.py
 	@files=$$(git ls-files '*.cpp' '*.h' '*.inc'); if [ -n "$$files" ]; then $(BIN)/clang-format --dry-run --Werror $$files; fi
 
 format: $(VENV)/.installed-dev ## format everything
@@ -36,7 +41,8 @@ format: $(VENV)/.installed-dev ## format everything
 bench: $(VENV)/.installed-dev ## the benchmarks that need no peer
 	for script in benchmarks/bench_*.py; do echo "== $$script"; $(BIN)/python $$script || exit 1; done
 
-soak: $(VENV)/.installed-dev ## a million simulated requests in flat memory, attacks on the HTTP edge, what times tell tenants of each other, requests made from OpenAPI, then 20 minutes of load with kills (forty in all)
+soak: $(VENV)/.installed-dev ## the tests marked so, a million simulated requests in flat memory, attacks on the HTTP edge, what times tell tenants of each other, requests made from OpenAPI, then 20 minutes of load with kills (forty in all)
+	$(BIN)/python -m pytest -m soak # what is given here replaces pyproject.toml's `not soak`
 	$(BIN)/python benchmarks/soak_simulator.py
 	$(BIN)/python benchmarks/soak_edge.py
 	$(BIN)/python benchmarks/soak_tenants.py

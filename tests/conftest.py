@@ -24,6 +24,9 @@ import pytest
 from maitred.model.checkpoint import BUILTIN_FOLDER
 from tests.waiting import HANGS_S
 
+# BLAS's threads wait spinning, and beside another process of tests they do little else.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 # In CI the same examples every time, so that a red run is the change's doing; elsewhere new ones each time.
 # Neither minds a machine that is slow to make examples.
 SLOW = (hypothesis.HealthCheck.too_slow,)

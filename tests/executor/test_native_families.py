@@ -1,5 +1,5 @@
 """Every family on the native executor against transformers in float32, and the most unlike ones on every
-instruction set of this machine."""
+instruction set of this machine. On one thread: test_native_identity has the same bits from any number."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory):
 @pytest.mark.parametrize(("family", "isa"), CASES)
 def test_a_family_served_natively_equals_transformers(family: str, isa: str, folder_of):
     folder = folder_of(family)
-    executor = load_native(folder, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, isa=isa, num_threads=2)
+    executor = load_native(folder, num_blocks=NUM_BLOCKS, block_size=BLOCK_SIZE, isa=isa, num_threads=1)
     served = serve(executor)
     check_against_reference(served, load_reference(folder))
     by_id = {request.request_id: request for request in served.requests}

@@ -57,7 +57,7 @@ def attend_in_steps(
     *,
     dtype: str,
     isa: str,
-    num_threads: int = 2,
+    num_threads: int = 1,
     block_size: int = 16,
     seed: int = 0,
 ) -> list[Floats]:
@@ -125,19 +125,21 @@ def oracle(shape: AttentionShape, rows: Floats, dtype: str) -> Doubles:
         q_TNH, k_TKH, v_TKH = to_bf16(q_TNH), to_bf16(k_TKH), to_bf16(v_TKH)
     elif dtype == "int8":
         k_TKH, v_TKH = (rotate(to_int8(rotate(x))) / rotation_block(shape.head_dim) for x in (k_TKH, v_TKH))
-    group = shape.num_heads // shape.num_kv_heads
-    k_TNH, v_TNH = np.repeat(k_TKH, group, axis=1), np.repeat(v_TKH, group, axis=1)
-    scores = np.einsum("tnh,snh->nts", q_TNH, k_TNH) * shape.scale
-    if shape.softcap is not None:
-        scores = np.tanh(scores / shape.softcap) * shape.softcap
     behind = np.arange(len(rows))[:, None] - np.arange(len(rows))[None, :]
     hidden = (behind < 0) if shape.window is None else (behind < 0) | (behind >= shape.window)
-    scores = np.where(hidden, -np.inf, scores)
-    sinks = np.array(shape.sinks)[:, None, None] if shape.sinks else np.full((1, 1, 1), -np.inf)
-    largest = np.maximum(scores.max(-1, keepdims=True), sinks)
-    p = np.exp(scores - largest)
-    p /= p.sum(-1, keepdims=True) + np.exp(sinks - largest)
-    return np.einsum("nts,snh->tnh", p, v_TNH).reshape(len(rows), -1)
+    out_TNH = np.empty_like(q_TNH)
+    for head in range(shape.num_heads):  # one by one: what they need lies in the processor's cache
+        kv_head = head // (shape.num_heads // shape.num_kv_heads)
+        scores = q_TNH[:, head] @ k_TKH[:, kv_head].T * shape.scale
+        if shape.softcap is not None:
+            scores = np.tanh(scores / shape.softcap) * shape.softcap
+        scores = np.where(hidden, -np.inf, scores)
+        sink = shape.sinks[head] if shape.sinks else -np.inf
+        largest = np.maximum(scores.max(-1, keepdims=True), sink)
+        p = np.exp(scores - largest)
+        p /= p.sum(-1, keepdims=True) + np.exp(sink - largest)
+        out_TNH[:, head] = p @ v_TKH[:, kv_head]
+    return out_TNH.reshape(len(rows), -1)
 
 
 def _split(shape: AttentionShape, rows: Doubles) -> tuple[Doubles, Doubles, Doubles]:

@@ -1,0 +1,179 @@
+#!/usr/bin/env python3
+"""Circles of imports, and what the code under src/ measures: files, lines, and files that one chat request passes.
+
+    scripts/structure.py           prints figures; fails when a circle is not known, or a known one is gone
+    scripts/structure.py --files   also names the files that a request passes
+    scripts/structure.py --write   also writes the figures to docs/architecture.md
+
+An import inside a function or under TYPE_CHECKING counts: two modules that need each other are one module in two files.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import mmap
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import grimp
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCES = ROOT / "src" / "maitred"
+PAGE = ROOT / "docs" / "architecture.md"
+FIGURES = re.compile(r"(<!-- figures: .*? -->\n).*?(<!-- end -->)", re.DOTALL)
+
+Circle = frozenset[str]
+
+# These are to go; none may come. A circle is known by its modules, without the leading `maitred.`
+KNOWN: frozenset[Circle] = frozenset(
+    frozenset(modules.split())
+    for modules in (
+        "api.generate.generation api.http.edge api.http.exchange api.http.routes api.http.sse api.http.watch"
+        " api.ops.tracing",
+    )
+)
+
+IDLE, REQUESTS = 1, (2, 3, 4)  # phases: nobody asks anything; the same request is answered
+IDLE_S = 2.0  # longer than the pauses between what a server does by itself
+SETTLE_S = 0.3  # after an answer, for what is written then
+START_S = 120
+MESSAGE = {"messages": [{"role": "user", "content": "Name a colour."}], "max_tokens": 8, "temperature": 0}
+
+
+class Call(NamedTuple):
+    """A function called another one; each is `file:line`, and "-" is none."""
+
+    caller: str
+    callee: str
+
+
+def main() -> int:
+    passed = files_passed()
+    print(figures := "\n".join(figure_lines(passed)))
+    if "--files" in sys.argv[1:]:
+        print(*sorted(passed), sep="\n")
+    if "--write" in sys.argv[1:]:
+        PAGE.write_text(with_figures(PAGE.read_text(), figures))
+    problems = list(complaints(circles("maitred"), KNOWN))
+    print(*problems, sep="\n", end="\n" if problems else "", file=sys.stderr)
+    return 1 if problems else 0
+
+
+def circles(package: str) -> set[Circle]:
+    """The sets of a package's modules that import each other, directly or through others."""
+    graph = grimp.build_graph(package, cache_dir=None)
+    found = {
+        frozenset(graph.find_upstream_modules(module) & graph.find_downstream_modules(module) | {module})
+        for module in graph.modules
+    }
+    return {frozenset(name.removeprefix(f"{package}.") for name in circle) for circle in found if len(circle) > 1}
+
+
+def complaints(found: set[Circle], known: Iterable[Circle]) -> Iterator[str]:
+    """What the check fails with."""
+    for circle in sorted(map(sorted, found.difference(known))):
+        yield f"these modules import each other: {', '.join(circle)}; move what both need into a third one below them"
+    for circle in sorted(map(sorted, set(known) - found)):
+        yield f"no longer a circle: {', '.join(circle)}; take it from KNOWN in {Path(__file__).name}"
+
+
+def figure_lines(passed: set[str]) -> Iterator[str]:
+    files = sorted(SOURCES.rglob("*.py"))
+    lines = sum(len(file.read_text().splitlines()) for file in files)
+    yield "| of Python under `src/` | |"
+    yield "|---|--:|"
+    yield f"| files | {len(files)} |"
+    yield f"| lines | {lines:,} |"
+    yield f"| files that one streamed chat request passes | {len(passed)} |"
+    yield f"| circles of imports | {len(circles('maitred'))} |"
+
+
+def with_figures(page: str, figures: str) -> str:
+    """The page with new figures between the two comments that hold them."""
+    written, count = FIGURES.subn(lambda found: f"{found[1]}{figures}\n{found[2]}", page)
+    assert count == 1, f"{PAGE} has {count} places for figures"
+    return written
+
+
+def files_passed() -> set[str]:
+    """Paths below src/maitred whose functions run for one streamed chat request, in the server or in its engine."""
+    with tempfile.TemporaryDirectory() as folder:
+        log, phase = Path(folder, "calls"), Path(folder, "phase")
+        log.touch()
+        phase.write_bytes(b"\0")
+        with phase.open("r+b") as file, mmap.mmap(file.fileno(), 1) as now, serving(log, phase) as port:
+            chat(port)  # what happens once, happens here
+            time.sleep(SETTLE_S)
+            now[0] = IDLE
+            time.sleep(IDLE_S)
+            for request in REQUESTS:
+                now[0] = request
+                chat(port)
+                time.sleep(SETTLE_S)
+            now[0] = 0
+        return passed_by_all(log.read_text().splitlines())
+
+
+def passed_by_all(calls: Iterable[str]) -> set[str]:
+    """The files of the calls that every request made, and that an idle server does not make."""
+    made: dict[int, set[Call]] = {phase: set() for phase in (IDLE, *REQUESTS)}
+    for line in calls:
+        phase, caller, callee = line.split("\t")
+        made[int(phase)].add(Call(caller, callee))
+    of_all = set.intersection(*(made[request] for request in REQUESTS)) - made[IDLE]
+    functions = {function for call in of_all for function in call}
+    return {
+        function.rpartition(":")[0].removeprefix(f"{SOURCES}/")
+        for function in functions
+        if function.startswith(str(SOURCES))
+    }
+
+
+@contextmanager
+def serving(log: Path, phase: Path) -> Iterator[int]:
+    """`maitred serve` with the built-in model, whose calls are written to `log`; gives its port."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{Path(__file__).parent / 'tracer'}{os.pathsep}{SOURCES.parent}",
+        "PYTHONUNBUFFERED": "1",
+        "CALLS_FROM": str(SOURCES),
+        "CALLS_TO": str(log),
+        "CALLS_PHASE": str(phase),
+    }
+    command = [sys.executable, "-P", "-m", "maitred", "serve", "--port", "0"]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+    assert server.stdout is not None
+    try:
+        said = ""
+        for line in server.stdout:
+            said += line
+            if found := re.search(r"http://[\w.]+:(\d+)", line):
+                yield int(found[1])
+                return
+        raise RuntimeError(f"the server did not start:\n{said}")
+    finally:
+        server.terminate()
+        server.wait(START_S)
+        server.stdout.close()
+
+
+def chat(port: int) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=START_S)
+    body = json.dumps({**MESSAGE, "stream": True})
+    connection.request("POST", "/v1/chat/completions", body, {"Content-Type": "application/json"})
+    answer = connection.getresponse().read().decode()
+    connection.close()
+    assert answer.endswith("data: [DONE]\n\n"), answer
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
