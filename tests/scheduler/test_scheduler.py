@@ -81,16 +81,6 @@ def test_a_stop_token_ends_a_request_and_is_its_stop_reason():
     assert request.stop_reason == token_at("a", 10)
 
 
-def test_tokens_after_the_end_are_dropped():
-    scheduler = make_scheduler()
-    request = make_request("a", prompt=4, max_tokens=2)
-    scheduler.add(request, 0.0)
-    plan = scheduler.schedule(0.0)
-    (progress,) = scheduler.update(plan, ModelOutput((SampledRow("a", (5, 6, 7)),)), 1.0)
-    assert progress.new_token_ids == (5, 6)
-    assert request.output_token_ids == [5, 6]
-
-
 def test_a_stop_string_found_outside_ends_a_request_within_the_call():
     request = make_request("a", max_tokens=50)
     run = Run(make_scheduler(), request)
