@@ -5,7 +5,7 @@ import pytest
 from maitred.config import SchedulerConfig
 from maitred.errors import ConfigError, InvalidRequest, PromptTooLong
 from maitred.request import FinishReason, RequestStatus, SamplingParams
-from maitred.step import ModelOutput, SampledRow
+from maitred.step import ModelOutput
 from tests.fakes import FakeExecutor, make_request, make_scheduler, token_at
 from tests.scheduler.running import Run, tokens_by_request
 
