@@ -9,9 +9,10 @@ of their arrival in the log.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from operator import itemgetter
 
 import msgspec
-from msgspec.structs import astuple, replace
+from msgspec.structs import replace
 
 from maitred.config import SchedulerConfig
 from maitred.decisions.log import (
@@ -49,12 +50,11 @@ class Header(msgspec.Struct, frozen=True):
 
 
 class _Growth(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
-    """A foretold row that got blocks, or another number of drafts."""
+    """A foretold row that got blocks."""
 
     row: int
     new_block_ids: tuple[int, ...] = ()
     replaced_blocks: tuple[tuple[int, int], ...] = ()
-    num_drafts: int = 0
 
 
 class _Row(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
@@ -62,11 +62,10 @@ class _Row(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
 
     request: int
     start: int
-    num_tokens: int
+    num_known: int
     samples: bool
     new_block_ids: tuple[int, ...] = ()
     replaced_blocks: tuple[tuple[int, int], ...] = ()
-    num_drafts: int = 0
 
 
 class _New(msgspec.Struct, frozen=True, array_like=True):
@@ -98,6 +97,7 @@ class _Frame(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     events: tuple[Arrived | Ended | Configured | Measured, ...] = ()
     swap_outs: tuple[BlockCopy, ...] = ()
     swap_ins: tuple[BlockCopy, ...] = ()
+    drafts: tuple[tuple[int, int], ...] = ()  # (row, drafts) where there are other than foretold; of other rows, none
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -156,7 +156,7 @@ class LogEncoder:
         gone, self._leaving = self._leaving, []
         events = tuple([self._event(event) for event in record.events])
         foretold = _still_there(self._last, plan.forgotten_request_ids)
-        num_foretold, growths = _compare(foretold, plan.rows)
+        num_foretold, growths, drafts = _compare(foretold, plan.rows)
         hashes, surprises = self._outcomes(plan.rows, record.progress)
         number = self._number
         frame = _Frame(
@@ -167,12 +167,15 @@ class LogEncoder:
             surprises=tuple(surprises),
             forgotten=tuple([number(request_id) for request_id in plan.forgotten_request_ids]),
             num_missing=len(foretold) - num_foretold,
-            rows=tuple([_Row(number(row.request_id), *row[1:]) for row in plan.rows[num_foretold:]]),
+            rows=tuple(
+                [_Row(number(row.request_id), row.start, row.num_known, *row[3:6]) for row in plan.rows[num_foretold:]]
+            ),
             new=tuple([_New(number(new.request_id), new.num_output_tokens) for new in plan.new_requests]),
             copies=plan.block_copies,
             events=events,
             swap_outs=plan.swap_outs,
             swap_ins=plan.swap_ins,
+            drafts=tuple(drafts),
         )
         self._last = _that_go_on(plan.rows, ((told.request_id, len(told.new_token_ids)) for told in record.progress))
         for logged in gone:
@@ -220,27 +223,36 @@ class LogEncoder:
         return hashes, surprises
 
 
-def _compare(foretold: Sequence[ScheduledRow], rows: Sequence[ScheduledRow]) -> tuple[int, list[_Growth]]:
-    """How many rows are as foretold, and what these got beyond that."""
+def _compare(
+    foretold: Sequence[ScheduledRow], rows: Sequence[ScheduledRow]
+) -> tuple[int, list[_Growth], list[tuple[int, int]]]:
+    """How many rows are as foretold, the blocks that these got, and drafts that were not foretold."""
     growths: list[_Growth] = []
+    drafts: list[tuple[int, int]] = []
     index = 0
     for was, row in zip(foretold, rows, strict=False):
         request_id, start, num_tokens, samples, new_block_ids, replaced_blocks, num_drafts = row
         if request_id != was[0] or start != was[1] + was[2] or num_tokens != 1 + num_drafts or not samples:
             break
-        if new_block_ids or replaced_blocks or num_drafts != was[6]:
-            growths.append(_Growth(index, new_block_ids, replaced_blocks, num_drafts))
+        if new_block_ids or replaced_blocks:
+            growths.append(_Growth(index, new_block_ids, replaced_blocks))
+        if num_drafts != was[6]:
+            drafts.append((index, num_drafts))
         index += 1
-    return index, growths
+    drafts += [(i, row.num_drafts) for i, row in enumerate(rows[index:], index) if row.num_drafts]
+    return index, growths, drafts
 
 
 def _that_go_on(rows: Iterable[ScheduledRow], num_given: Iterable[tuple[str, int]]) -> list[ScheduledRow]:
     """Rows that sampled, each without the drafts that were not accepted."""
     sampled = [row for row in rows if row.samples]
-    if not any(row.num_drafts for row in sampled):
+    if not any(map(_num_drafts, sampled)):
         return sampled
     given = dict(num_given)
     return [row._replace(num_tokens=row.num_known + max(0, given.get(row.request_id, 0) - 1)) for row in sampled]
+
+
+_num_drafts = itemgetter(ScheduledRow._fields.index("num_drafts"))
 
 
 def _still_there(rows: list[ScheduledRow], forgotten: Sequence[str]) -> list[ScheduledRow]:
@@ -265,7 +277,7 @@ class LogDecoder:
         specs = self._specs
         specs += [replace(event.spec, block_hashes=()) for event in frame.events if isinstance(event, Arrived)]
         forgotten = tuple([specs[number].request_id for number in frame.forgotten])
-        rows = (*self._foretold_rows(frame, forgotten), *(_row(row, specs) for row in frame.rows))
+        rows = tuple(self._rows(frame, forgotten))
         plan = SchedulerOutput(
             step=self._step,
             rows=rows,
@@ -286,31 +298,25 @@ class LogDecoder:
             outcomes=outcomes,
         )
 
-    def _foretold_rows(self, frame: _Frame, forgotten: tuple[str, ...]) -> list[ScheduledRow]:
+    def _rows(self, frame: _Frame, forgotten: tuple[str, ...]) -> list[ScheduledRow]:
         foretold = _still_there(self._last, forgotten)
         rows = [
-            ScheduledRow(
-                row.request_id, row.start + row.num_tokens, 1 + row.num_drafts, True, num_drafts=row.num_drafts
-            )
-            for row in foretold[: len(foretold) - frame.num_missing]
+            ScheduledRow(request_id, start + num_tokens, 1 + num_drafts, True, (), (), num_drafts)
+            for request_id, start, num_tokens, _, _, _, num_drafts in foretold[: len(foretold) - frame.num_missing]
         ]
-        for index, new_block_ids, replaced_blocks, num_drafts in map(astuple, frame.growths):
-            was = rows[index]
-            rows[index] = ScheduledRow(
-                was.request_id, was.start, 1 + num_drafts, True, new_block_ids, replaced_blocks, num_drafts
-            )
+        for index, new_block_ids, replaced_blocks in (
+            (g.row, g.new_block_ids, g.replaced_blocks) for g in frame.growths
+        ):
+            rows[index] = rows[index]._replace(new_block_ids=new_block_ids, replaced_blocks=replaced_blocks)
+        rows += [_row(row, self._specs) for row in frame.rows]
+        for index, num_drafts in frame.drafts:
+            rows[index] = rows[index]._replace(num_tokens=rows[index].num_known + num_drafts, num_drafts=num_drafts)
         return rows
 
 
 def _row(row: _Row, specs: Sequence[RequestSpec]) -> ScheduledRow:
     return ScheduledRow(
-        specs[row.request].request_id,
-        row.start,
-        row.num_tokens,
-        row.samples,
-        row.new_block_ids,
-        row.replaced_blocks,
-        row.num_drafts,
+        specs[row.request].request_id, row.start, row.num_known, row.samples, row.new_block_ids, row.replaced_blocks
     )
 
 
