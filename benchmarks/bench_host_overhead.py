@@ -3,63 +3,117 @@
     python benchmarks/bench_host_overhead.py                                            # built-in model
     python benchmarks/bench_host_overhead.py --model ./Qwen3-0.6B --dtype int8 --context 512 --tokens 64
 
-Prints a row for each count of requests: steps, ms a step in the native call, in the rest of the executor (batch,
-sampling, reports) and outside it (scheduler, engine), the share of the last two, and tokens a second. Greedy,
-end-of-sequence ignored. Times are medians over steps, since a neighbour's time slice would spoil a mean.
+Runs the engine loop as the engine's process does: with a decision log, and with what it tells encoded. Prints a row for
+each count of requests: steps, ms a step in the native call, in the rest of the executor (batch, sampling, reports) and
+between two calls of the executor (commands, scheduler, log, progress encoded), the share of the last two and of the
+last alone, which is what making a plan while the plan before is computed could hide, and tokens a second. `--beside`
+tries how much of that would be hidden: beside every second native call another thread works for as long as the last
+calls were apart, and the last column is what share of this work the step did not get longer by. Greedy,
+end-of-sequence ignored. Times are medians over steps, since a neighbour's time slice would spoil a mean; on a machine
+that is busy all the time `--quantile 0.1` comes nearer to what a quiet one shows.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
+import tempfile
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from random import Random
 from typing import Any
 
 from maitred import LLM, SamplingParams
+from maitred.clock import WallClock
+from maitred.engine.frames import Command, Report, Stop, Submit, encode
+from maitred.engine.intake import make_requests
+from maitred.engine.loop import EngineLoop
 
 
 class Meter:
-    """Times each call of the runner and of the executor of an engine."""
+    """Times each call of the runner and of the executor of an engine, and what is between two calls."""
 
     def __init__(self, core: Any) -> None:
-        self.native, self.executor, self.outside = [], [], []  # s
-        self._in_native = 0.0
+        self.native, self.executor, self.outside, self.beside = [], [], [], []  # s
+        self.worker: Worker | None = None  # for every second call of the runner
+        self._in_native, self._ended_at = 0.0, None
         executor = core._executor
-        self._wrap(executor, "execute", self._executed)
+        self._execute = executor.execute
+        executor.execute = self._timed_execute
         if hasattr(executor, "_runner"):
-            self._wrap(executor._runner, "run", self._ran)
-        step = core.step
-        core.step = lambda: self._step(step)
-        self._in_executor = 0.0
+            self._run = executor._runner.run
+            executor._runner.run = self._timed_run
 
-    def _wrap(self, owner: Any, name: str, told: Any) -> None:
-        call = getattr(owner, name)
+    def clear(self) -> None:
+        self.native.clear(), self.executor.clear(), self.outside.clear(), self.beside.clear()
+        self._ended_at = None
 
-        def timed(*args: Any) -> Any:
-            began = time.perf_counter()
-            result = call(*args)
-            told(time.perf_counter() - began)
-            return result
-
-        setattr(owner, name, timed)
-
-    def _ran(self, took_s: float) -> None:
-        self._in_native += took_s
-
-    def _executed(self, took_s: float) -> None:
-        self._in_executor = took_s
-
-    def _step(self, step: Any) -> Any:
-        self._in_native = self._in_executor = 0.0
-        began = time.perf_counter()
-        result = step()
-        took_s = time.perf_counter() - began
-        in_native = self._in_native or self._in_executor
-        self.native.append(in_native)
-        self.executor.append(self._in_executor - in_native)
-        self.outside.append(took_s - self._in_executor)
+    def _timed_run(self, *args: Any) -> Any:
+        work_s = statistics.median(self.outside[-20:]) if len(self.outside) % 2 else 0.0
+        began_at = time.perf_counter()
+        if self.worker is not None and work_s:
+            with self.worker.working(work_s):
+                result = self._run(*args)
+            self.beside.append((work_s, time.perf_counter() - began_at))
+        else:
+            result = self._run(*args)
+        self._in_native += time.perf_counter() - began_at
         return result
+
+    def _timed_execute(self, plan: Any) -> Any:
+        began_at = time.perf_counter()
+        self._in_native = 0.0
+        result = self._execute(plan)
+        if self._ended_at is not None:
+            self.outside.append(began_at - self._ended_at)
+        self._ended_at = time.perf_counter()
+        took_s = self._ended_at - began_at
+        if self.worker is None or not len(self.outside) % 2:
+            self.native.append(self._in_native or took_s)
+        self.executor.append(took_s - (self._in_native or took_s))
+        return result
+
+
+class Worker:
+    """A thread that works, as Python does, for a given time of its processor."""
+
+    def __init__(self) -> None:
+        self._asked, self._done, self._seconds = threading.Semaphore(0), threading.Semaphore(0), 0.0
+        threading.Thread(target=self._work, daemon=True).start()
+
+    @contextmanager
+    def working(self, seconds: float) -> Iterator[None]:
+        self._seconds = seconds
+        self._asked.release()
+        yield
+        self._done.acquire()
+
+    def _work(self) -> None:
+        while self._asked.acquire():
+            until = time.thread_time() + self._seconds
+            while time.thread_time() < until:
+                pass
+            self._done.release()
+
+
+class EncodingLink:
+    """A transport's end that is given all requests at once and stops when they are done; what is sent is encoded."""
+
+    def __init__(self, commands: list[Command]) -> None:
+        self.round_number = 0
+        self._commands = commands
+
+    def commands(self, *, wait: bool) -> Iterator[Command]:
+        taken, self._commands = self._commands, []
+        return iter(taken or ([Stop()] if wait else []))
+
+    def send(self, report: Report) -> None:
+        encode(report)
+
+    def rest(self) -> None:
+        """Nobody watches."""
 
 
 def main() -> None:
@@ -71,32 +125,58 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=64, help="prompt tokens of each request")
     parser.add_argument("--tokens", type=int, default=256, help="output tokens of each request")
     parser.add_argument("--running", type=int, nargs="*", default=[1, 16, 64], help="requests running at once")
+    parser.add_argument("--quantile", type=float, default=0.5, help="of the steps' times")
+    parser.add_argument("--beside", action="store_true", help="work beside every second native call")
     options = parser.parse_args()
-    print(f"{'running':>8} {'native ms':>10} {'executor ms':>12} {'outside ms':>11} {'host share':>11} {'tokens/s':>9}")
+
+    def typical(times: list[float]) -> float:
+        return statistics.quantiles(times, n=100)[round(100 * options.quantile) - 1]
+
+    print(
+        f"{'running':>8} {'native ms':>10} {'executor ms':>12} {'between ms':>11} {'host share':>11} "
+        f"{'to hide':>8} {'tokens/s':>9} {'hidden':>7}"
+    )
     random = Random(0)
-    with LLM(
-        options.model,
-        executor=options.executor,
-        dtype=options.dtype,
-        num_threads=options.threads,
-        max_num_seqs=max(options.running),
-        max_model_len=options.context + options.tokens + 16,
-    ) as llm:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        LLM(
+            options.model,
+            executor=options.executor,
+            dtype=options.dtype,
+            num_threads=options.threads,
+            max_num_seqs=max(options.running),
+            max_model_len=options.context + options.tokens + 16,
+            decision_log=folder,
+        ) as llm,
+    ):
         sampling = SamplingParams(temperature=0.0, max_tokens=options.tokens, ignore_eos=True)
-        core = llm._open().core
-        meter = Meter(core)
+        parts = llm._open()
+        meter, clock = Meter(parts.core), WallClock()
+        meter.worker = Worker() if options.beside else None
         for running in options.running:
             prompts = [[random.randrange(3, 250) for _ in range(options.context)] for _ in range(running)]
-            meter.native.clear(), meter.executor.clear(), meter.outside.clear()
-            llm.generate(prompts, sampling)
+            specs = [
+                spec
+                for number, prompt in enumerate(prompts)
+                for spec in make_requests(
+                    parts.model, prompt, sampling, request_id=f"cmpl-{running}-{number}", now=clock.now()
+                )
+            ]
+            meter.clear()
+            EngineLoop(parts.core, EncodingLink([Submit(spec) for spec in specs]), clock).run()
             decode = slice(-options.tokens // 2, None)  # the second half: all prompts are done
-            native, executor, outside = (
-                statistics.median(times[decode]) for times in (meter.native, meter.executor, meter.outside)
+            native, executor, between = (
+                typical(times[decode]) for times in (meter.native, meter.executor, meter.outside)
             )
-            step = native + executor + outside
+            step = native + executor + between
+            hidden = ""
+            if meter.beside:
+                works, walls = zip(*meter.beside[decode.start // 2 :], strict=True)
+                hidden = f"{1 - (typical(list(walls)) - native) / statistics.median(works):>7.0%}"
             print(
-                f"{running:>8} {native * 1e3:>10.3f} {executor * 1e3:>12.3f} {outside * 1e3:>11.3f} "
-                f"{(executor + outside) / step:>11.1%} {running / step:>9,.0f}"
+                f"{running:>8} {native * 1e3:>10.3f} {executor * 1e3:>12.3f} {between * 1e3:>11.3f} "
+                f"{(executor + between) / step:>11.1%} {between / step:>8.1%} {running / step:>9,.0f} {hidden}",
+                flush=True,
             )
 
 

@@ -14,6 +14,7 @@ from maitred.config import SchedulerConfig
 from maitred.kvcache.manager import KVCacheManager
 from maitred.kvcache.prefix_cache import BlockHasher, TokenHasher
 from maitred.request import RequestSpec, RequestState, SamplingParams
+from maitred.scheduler.drafts import NumDrafts
 from maitred.scheduler.scheduler import Scheduler
 from maitred.scheduler.stop import StopRule, stop_at_token
 from maitred.step import ModelOutput, NewRequest, SampledRow, ScheduledRow, SchedulerOutput, TokenLogprobs
@@ -90,6 +91,7 @@ def make_scheduler(
     num_host_blocks: int = 0,
     hasher: BlockHasher | None = None,
     stop_rule: StopRule = stop_at_token,
+    num_drafts: NumDrafts | None = None,
     **settings: Any,
 ) -> Scheduler:
     config = SchedulerConfig(
@@ -106,18 +108,19 @@ def make_scheduler(
         enable_prefix_caching=enable_prefix_caching,
         num_host_blocks=num_host_blocks,
     )
-    return Scheduler(config, kv_cache, stop_rule)
+    return Scheduler(config, kv_cache, stop_rule, num_drafts=num_drafts)
 
 
 class FakeExecutor:
     """Answers at once: the token at a position is `token_at(request_id, position)`, whatever the batch.
 
     Gives logprobs (made up, of the right shape) to requests that ask for them. `errors` maps a request id to the error
-    its next sampling row gets. `plans` keeps every plan it was given.
+    its next sampling row gets. `plans` keeps every plan it was given. `draft_at` makes up drafts: right ones, unless it
+    is another function than `token_at`.
     """
 
-    def __init__(self, token_at: TokenAt = token_at) -> None:
-        self._token_at = token_at
+    def __init__(self, token_at: TokenAt = token_at, draft_at: TokenAt | None = None) -> None:
+        self._token_at, self._draft_at = token_at, draft_at or token_at
         self._requests: dict[str, RequestSpec] = {}
         self.plans: list[SchedulerOutput] = []
         self.errors: dict[str, str] = {}
@@ -138,7 +141,7 @@ class FakeExecutor:
 
     def _answer(self, row: ScheduledRow) -> SampledRow | None:
         request = self._requests[row.request_id]
-        end = row.start + row.num_tokens
+        end = row.start + row.num_known
         prompt_logprobs = None
         if request.sampling.prompt_logprobs is not None and row.start + 1 < request.num_prompt_tokens:
             positions = range(row.start + 1, min(end + 1, request.num_prompt_tokens))
@@ -147,9 +150,13 @@ class FakeExecutor:
             return SampledRow(row.request_id, (), None, prompt_logprobs) if prompt_logprobs else None
         if row.request_id in self.errors:
             return SampledRow(row.request_id, (), error=self.errors.pop(row.request_id))
-        token = self._token_at(row.request_id, end)
-        logprobs = (_logprobs(token),) if request.sampling.logprobs is not None else None
-        return SampledRow(row.request_id, (token,), logprobs, prompt_logprobs)
+        tokens = [self._token_at(row.request_id, end)]
+        for position in range(end, end + row.num_drafts):
+            if self._draft_at(row.request_id, position) != tokens[-1]:
+                break
+            tokens.append(self._token_at(row.request_id, position + 1))
+        logprobs = tuple(map(_logprobs, tokens)) if request.sampling.logprobs is not None else None
+        return SampledRow(row.request_id, tuple(tokens), logprobs, prompt_logprobs, num_accepted=len(tokens) - 1)
 
 
 class GatedExecutor(FakeExecutor):

@@ -20,11 +20,11 @@ class StepShape(NamedTuple):
     """What of a plan its duration depends on."""
 
     rows: int = 0
-    prefill_tokens: int = 0  # of rows with more than one token
-    decode_tokens: int = 0  # rows of one token
+    prefill_tokens: int = 0  # of rows with more than one known token
+    decode_tokens: int = 0  # rows of one known token, and drafts
     context_tokens: int = 0  # sum of the positions each row attends to: its K/V are read once
     prefill_attention: int = 0  # sum over prefill rows of tokens x context, in pairs of query and key
-    samples: int = 0  # rows that sample
+    samples: int = 0  # positions sampled: rows that sample, and drafts
     groups: int = 0  # chunks, and doublings of context among decode rows: what a padding kernel calls apart
 
     @property
@@ -33,18 +33,21 @@ class StepShape(NamedTuple):
 
 
 def shape_of(rows: Iterable[ScheduledRow]) -> StepShape:
-    num_rows = prefill = decode = context = attention = samples = doublings = 0
-    for _, start, num_tokens, row_samples, _, _ in rows:
+    num_rows = prefill = decode = drafts = context = attention = samples = doublings = 0
+    for _, start, num_tokens, row_samples, _, _, num_drafts in rows:
         num_rows += 1
         samples += row_samples
         context += start + num_tokens
-        if num_tokens == 1:
+        drafts += num_drafts
+        known = num_tokens - num_drafts
+        if known == 1:
             decode += 1
             doublings |= 1 << start.bit_length() if start > ALIKE_TOKENS else 1
         else:
-            prefill += num_tokens
-            attention += num_tokens * start + num_tokens * (num_tokens + 1) // 2
-    return StepShape(num_rows, prefill, decode, context, attention, samples, doublings.bit_count() + num_rows - decode)
+            prefill += known
+            attention += known * start + known * (known + 1) // 2
+    groups = doublings.bit_count() + num_rows - decode
+    return StepShape(num_rows, prefill, decode + drafts, context, attention, samples + drafts, groups)
 
 
 class Slowness(NamedTuple):

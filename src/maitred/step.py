@@ -28,14 +28,24 @@ class ScheduledRow(NamedTuple):
     The tokens are named by position: the executor has the prompt and every token it sampled, so a plan may be made
     before the last token is known. `new_block_ids` is appended to the request's block table, after entries from
     `replaced_blocks` (index in table, new block id) are put in place of shared ones.
+
+    The tokens of the last `num_drafts` positions are not known: the executor's proposer makes them up, and what the
+    model would have said decides how many of them stand (speculative decoding, Leviathan et al. 2023,
+    arXiv:2211.17192). Only rows that sample have drafts.
     """
 
     request_id: str
     start: int  # first position to compute = tokens already in the KV cache
     num_tokens: int  # >= 1
-    samples: bool  # True when the last position is the last known token: sample its successor
+    samples: bool  # True when the last position (before drafts) is the last known token: sample its successor
     new_block_ids: tuple[int, ...] = ()
     replaced_blocks: tuple[tuple[int, int], ...] = ()
+    num_drafts: int = 0  # of num_tokens
+
+    @property
+    def num_known(self) -> int:
+        """Tokens that are no drafts."""
+        return self.num_tokens - self.num_drafts
 
 
 class BlockCopy(NamedTuple):
@@ -78,13 +88,18 @@ class TokenLogprobs(NamedTuple):
 
 
 class SampledRow(NamedTuple):
-    """What one row of the plan gave; only rows that sample, failed, or carry prompt logprobs are reported."""
+    """What one row of the plan gave; only rows that sample, failed, or carry prompt logprobs are reported.
+
+    Drafts that were not accepted leave no trace: their positions are computed again, and blocks of the request's table
+    past its known end and the accepted ones are the request's no more.
+    """
 
     request_id: str
-    token_ids: tuple[int, ...]  # sampled in this step; empty when `error` or when the prompt is not done
+    token_ids: tuple[int, ...]  # accepted drafts and one more; empty when `error` or when the prompt is not done
     logprobs: tuple[TokenLogprobs, ...] | None = None  # one per token of token_ids
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # for positions start+1 .. of this chunk
     error: str | None = None  # e.g. "logits are NaN"; ends this request only
+    num_accepted: int = 0  # of the row's drafts, the first so many
 
 
 @dataclass(frozen=True, slots=True)

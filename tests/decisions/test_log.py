@@ -20,6 +20,7 @@ from maitred.errors import ConfigError
 from maitred.kvcache.prefix_cache import TokenHasher
 from maitred.policy.policies import POLICIES
 from maitred.request import FinishReason, RequestState, ResumePoint, SamplingParams
+from maitred.scheduler.drafts import NumDrafts
 from maitred.scheduler.scheduler import Scheduler
 from maitred.scheduler.swap import SwapCosts
 from maitred.step import ModelOutput, RequestProgress, SchedulerOutput
@@ -35,6 +36,14 @@ def loud_token(request_id: str, position: int) -> int:
     return FIRST_TOKEN + token_at(request_id, position)
 
 
+def right_or_wrong(request_id: str, position: int) -> int:
+    return loud_token(request_id, position) if position % 3 else FIRST_TOKEN
+
+
+def some_drafts(request: RequestState, num_rows: int) -> int:
+    return (request.num_tokens // 3 + num_rows) % 4
+
+
 def step_time(plan: SchedulerOutput) -> float:
     """A cost model, in seconds."""
     return 0.01 + 0.001 * plan.num_tokens
@@ -44,7 +53,7 @@ class TimedExecutor(FakeExecutor):
     """Executing a plan takes the time that the cost model says."""
 
     def __init__(self, clock: ManualClock) -> None:
-        super().__init__(loud_token)
+        super().__init__(loud_token, right_or_wrong)
         self._clock = clock
 
     def execute(self, plan: SchedulerOutput) -> ModelOutput:
@@ -81,7 +90,12 @@ def random_workload(chooser: Random) -> list[RequestState]:
     return requests
 
 
-def record_run(seed: int, meddle: bool = True, policies: Sequence[str] = ("priority", "fcfs")) -> Run:
+def record_run(
+    seed: int,
+    meddle: bool = True,
+    policies: Sequence[str] = ("priority", "fcfs"),
+    num_drafts: NumDrafts | None = None,
+) -> Run:
     """A live loop under random load; `meddle` aborts, finishes, fails and swaps the policy on the way."""
     chooser, clock = Random(seed), ManualClock()
     scheduler = make_scheduler(
@@ -93,6 +107,7 @@ def record_run(seed: int, meddle: bool = True, policies: Sequence[str] = ("prior
         quantum_tokens=5,
         ageing_tokens_per_s=50.0,
         num_host_blocks=NUM_HOST_BLOCKS,
+        num_drafts=num_drafts,
     )
     header = Header(
         scheduler.config, NUM_BLOCKS, BLOCK_SIZE, enable_prefix_caching=True, num_host_blocks=NUM_HOST_BLOCKS
@@ -151,6 +166,18 @@ def test_every_policy_decides_again_as_it_did(policy: str, meddle: bool):
         assert first_difference(frames) is None
         assert len(list(replay(frames))) == len(frames) - 1
         assert scheduler.stats.num_blocks_used == 0
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_drafts_are_planned_again_as_they_were_and_settle_as_they_did(seed: int):
+    frames, scheduler = record_run(seed, policies=["vtc", *POLICIES], num_drafts=some_drafts)
+    replayed = list(replay(frames))
+    assert [step.difference for step in replayed] == [None] * (len(frames) - 1)
+    assert scheduler.stats.num_blocks_used == 0
+    drafted = [row.num_drafts for step in replayed for row in step.step.plan.rows if row.num_drafts]
+    accepted = [o.num_tokens - 1 for step in replayed for o in step.step.outcomes if o.num_tokens > 1]
+    assert 0 < sum(accepted) < sum(drafted)
+    assert reencoded(frames[0], [step.step for step in replayed]) == frames[1:]
 
 
 def test_the_recorded_load_reaches_every_corner():

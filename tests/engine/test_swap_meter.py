@@ -43,6 +43,11 @@ def test_short_chunks_and_steps_that_swap_say_nothing():
     assert meter.observe(plan(100, swaps=True), 0.1) is None
 
 
+def test_drafts_are_no_prompt():
+    drafted = SchedulerOutput(step=0, rows=(ScheduledRow("a", 9, 65, True, num_drafts=64),))
+    assert make_meter().observe(drafted, 0.1) is None
+
+
 def test_host_memory_is_a_share_of_what_is_free_with_a_gpu_and_none_without():
     free = {"available_host_bytes": 100 * GIB, "host_bytes_planned": 0}
     assert swap_bytes(None, on_gpu=True, **free) == 4 * GIB

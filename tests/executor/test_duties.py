@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from maitred.errors import KernelError
 from maitred.request import SamplingParams
 from maitred.step import ModelOutput, SchedulerOutput
 from tests.executor.native_worlds import make_native
@@ -22,6 +23,7 @@ from tests.executor.torch_worlds import (
     make_spec,
     random_prompt,
 )
+from tests.fakes import make_request, make_scheduler
 
 MakeHand = Callable[..., Hand]
 
@@ -51,6 +53,13 @@ def test_a_ragged_batch_generates_what_each_request_would_alone(make_hand: MakeH
 def test_an_empty_plan_gives_an_empty_output(make_hand: MakeHand):
     hand = make_hand()
     assert hand.executor.execute(SchedulerOutput(step=0, rows=())) == ModelOutput(())
+
+
+def test_drafts_are_refused_where_no_proposer_makes_them_up(make_hand: MakeHand):
+    scheduler = make_scheduler(num_drafts=lambda request, num_rows: 2)
+    scheduler.add(make_request("a", prompt=random_prompt(5, seed=1), max_tokens=4), 0.0)
+    with pytest.raises(KernelError, match="request a: 2 of 7 planned tokens are drafts"):
+        make_hand().executor.execute(scheduler.schedule(0.0))
 
 
 def test_an_unknown_request_may_be_forgotten(make_hand: MakeHand):

@@ -13,11 +13,11 @@ class CheckingExecutor(FakeExecutor):
 
     Asserts for each row that positions before `start` hold its own history before the step, that the written blocks
     belong to nobody else, and that the whole history is there after the step. A wrong share, a missing copy, a block
-    freed too early or found under a wrong hash all fail here.
+    freed too early or found under a wrong hash, a rejected draft that is taken for a token all fail here.
     """
 
-    def __init__(self, block_size: int, token_at: TokenAt = token_at) -> None:
-        super().__init__(token_at)
+    def __init__(self, block_size: int, token_at: TokenAt = token_at, draft_at: TokenAt | None = None) -> None:
+        super().__init__(token_at, draft_at)
         self._block_size = block_size
         self._slots: Slots = {}
         self._host: Slots = {}
@@ -42,6 +42,11 @@ class CheckingExecutor(FakeExecutor):
         self._compute(plan.rows)
         for row in output.rows:
             self._learn(row.request_id, row.token_ids)
+        num_accepted = {row.request_id: row.num_accepted for row in output.rows}
+        for row in plan.rows:
+            if row.num_drafts:
+                end = row.start + row.num_known + num_accepted[row.request_id]
+                del self._tables[row.request_id][-(-end // self._block_size) :]
         return output
 
     def _learn(self, request_id: str, token_ids: tuple[int, ...]) -> None:
@@ -66,10 +71,13 @@ class CheckingExecutor(FakeExecutor):
         for row in rows:
             self._write(row)
         for row in rows:
-            self._assert_holds_history(row, row.start + row.num_tokens)
+            self._assert_holds_history(row, row.start + row.num_known)
 
     def _write(self, row: ScheduledRow) -> None:
         table, history = self._tables[row.request_id], self._histories[row.request_id]
+        history = history[: row.start + row.num_known]
+        for position in range(len(history), row.start + row.num_tokens):
+            history.append(hash((history[-1], self._draft_at(row.request_id, position))))
         others = {b for other, blocks in self._tables.items() if other != row.request_id for b in blocks}
         for position in range(row.start, row.start + row.num_tokens):
             block = table[position // self._block_size]

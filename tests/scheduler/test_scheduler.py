@@ -5,7 +5,7 @@ import pytest
 from maitred.config import SchedulerConfig
 from maitred.errors import ConfigError, InvalidRequest, PromptTooLong
 from maitred.request import FinishReason, RequestStatus, SamplingParams
-from maitred.step import ModelOutput, SampledRow
+from maitred.step import ModelOutput
 from tests.fakes import FakeExecutor, make_request, make_scheduler, token_at
 from tests.scheduler.running import Run, tokens_by_request
 
@@ -79,16 +79,6 @@ def test_a_stop_token_ends_a_request_and_is_its_stop_reason():
     Run(make_scheduler(), request).to_end()
     assert (request.num_output_tokens, request.finish_reason) == (3, FinishReason.STOP)
     assert request.stop_reason == token_at("a", 10)
-
-
-def test_tokens_after_the_end_are_dropped():
-    scheduler = make_scheduler()
-    request = make_request("a", prompt=4, max_tokens=2)
-    scheduler.add(request, 0.0)
-    plan = scheduler.schedule(0.0)
-    (progress,) = scheduler.update(plan, ModelOutput((SampledRow("a", (5, 6, 7)),)), 1.0)
-    assert progress.new_token_ids == (5, 6)
-    assert request.output_token_ids == [5, 6]
 
 
 def test_a_stop_string_found_outside_ends_a_request_within_the_call():

@@ -12,7 +12,7 @@ from maitred.policy.policies import POLICIES
 from maitred.request import FinishReason, RequestState, SamplingParams
 from maitred.scheduler.scheduler import Scheduler
 from maitred.scheduler.swap import SwapCosts
-from maitred.step import RequestProgress, SchedulerOutput
+from maitred.step import RequestProgress, ScheduledRow, SchedulerOutput
 from tests.fakes import make_request, make_samples, make_scheduler, token_at
 from tests.scheduler.checking import CheckingExecutor
 
@@ -184,6 +184,14 @@ def costs_at_random(chooser: Random) -> SwapCosts | None:
     return chooser.choice([None, SwapCosts(16, bandwidth, bandwidth, 0.25), SwapCosts(16, bandwidth, bandwidth, 0.25)])
 
 
+def some_drafts(request: RequestState, num_rows: int) -> int:
+    return (3 * request.num_tokens + num_rows) % 5
+
+
+def draft_right_or_wrong(request_id: str, position: int) -> int:
+    return token_or_end(request_id, position) if token_at(request_id, -position) % 3 else 0
+
+
 def make_world(chooser: Random) -> World:
     block_size = chooser.choice([1, 2, 3, 4])
     num_blocks = chooser.randint(4, 20)
@@ -198,10 +206,12 @@ def make_world(chooser: Random) -> World:
         quantum_tokens=chooser.choice([1, 4, 128]),
         enable_prefix_caching=chooser.random() < 0.85,
         num_host_blocks=chooser.choice([0, 2, 5, 50]),
+        num_drafts=chooser.choice([None, some_drafts, lambda request, num_rows: 4]),
     )
     scheduler.set_swap_costs(costs_at_random(chooser))
     largest = num_blocks * block_size  # a request may need the whole cache
-    return World(chooser, scheduler, CheckingExecutor(block_size, token_or_end), block_size, largest)
+    draft_at = chooser.choice([token_or_end, draft_right_or_wrong, lambda request_id, position: 0])
+    return World(chooser, scheduler, CheckingExecutor(block_size, token_or_end, draft_at), block_size, largest)
 
 
 @settings(max_examples=150, deadline=None)
@@ -215,9 +225,19 @@ def test_any_interleaving_keeps_all_blocks_accounted_for_and_everybody_finishes(
 
 
 def test_long_runs_of_random_load() -> None:
+    rows: list[ScheduledRow] = []
+    num_accepted = num_preemptions = 0
     for seed in range(25):
         world = make_world(Random(seed))
         for _ in range(400):
             world.act()
         world.drain()
         world.check_outcomes()
+        drafted = [row for plan in world.executor.plans for row in plan.rows if row.num_drafts]
+        rows += drafted
+        answers = [len(told.new_token_ids) for each in world.told.values() for told in each]
+        num_accepted += sum(num_tokens - 1 for num_tokens in answers if num_tokens)
+        num_preemptions += world.scheduler.stats.num_preemptions if drafted else 0
+    assert 500 < num_accepted < sum(row.num_drafts for row in rows) - 500
+    assert any(row.num_known > 1 for row in rows)
+    assert num_preemptions > 100

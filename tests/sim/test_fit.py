@@ -104,6 +104,12 @@ def test_the_shape_of_a_step():
     assert shape.tokens == 5
 
 
+def test_drafts_count_as_decode():
+    """So many tokens more that attend and are sampled, in the rows and groups that there would be without."""
+    rows = [ScheduledRow("a", 9, 5, True, num_drafts=4), ScheduledRow("b", 4, 6, True, num_drafts=3)]
+    assert shape_of(rows) == StepShape(2, 3, 1 + 7, 14 + 10, 3 * 4 + 6, 2 + 7, groups=2)
+
+
 def test_reading_the_weights_is_a_floor():
     model = CostModel(weights_s=1e-3, prefill_token_s=1e-5, decode_token_s=1e-5)
     assert model.step_s(StepShape(rows=1, decode_tokens=1)) == pytest.approx(1e-3)

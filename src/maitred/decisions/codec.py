@@ -1,13 +1,15 @@
 """The decision log as bytes: frames of msgpack, in which a step is what the step before did not foretell.
 
-The rows of a step are foretold to be those of the step before that sampled and were not forgotten, one token further;
-their outcomes, one token each. So a step of plain decoding is two times and the blocks that were filled and taken: a
-few bytes for each 16 tokens of a row. Requests are named by number, in order of their arrival in the log.
+The rows of a step are foretold to be those of the step before that sampled and were not forgotten, behind the tokens
+they got and with as many drafts again; their outcomes, one token each. So a step of plain decoding is two times and
+the blocks that were filled and taken: a few bytes for each 16 tokens of a row. Requests are named by number, in order
+of their arrival in the log.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from operator import itemgetter
 
 import msgspec
 from msgspec.structs import replace
@@ -60,7 +62,7 @@ class _Row(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
 
     request: int
     start: int
-    num_tokens: int
+    num_known: int
     samples: bool
     new_block_ids: tuple[int, ...] = ()
     replaced_blocks: tuple[tuple[int, int], ...] = ()
@@ -95,6 +97,7 @@ class _Frame(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     events: tuple[Arrived | Ended | Configured | Measured, ...] = ()
     swap_outs: tuple[BlockCopy, ...] = ()
     swap_ins: tuple[BlockCopy, ...] = ()
+    drafts: tuple[tuple[int, int], ...] = ()  # (row, drafts) where there are other than foretold; of other rows, none
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -141,7 +144,7 @@ class LogEncoder:
         self._next_number = 0
         self._known: dict[str, _Logged] = {}  # the living, and those that the next plan may name as forgotten
         self._leaving: list[_Logged] = []  # ended in the step before
-        self._last: SchedulerOutput | None = None
+        self._last: list[ScheduledRow] = []  # rows of the step before that go on
 
     def start(self, part: int = 0) -> bytes:
         """The first frame of a file."""
@@ -152,7 +155,8 @@ class LogEncoder:
         plan = record.plan
         gone, self._leaving = self._leaving, []
         events = tuple([self._event(event) for event in record.events])
-        num_foretold, num_missing, growths = self._compare(plan)
+        foretold = _still_there(self._last, plan.forgotten_request_ids)
+        num_foretold, growths, drafts = _compare(foretold, plan.rows)
         hashes, surprises = self._outcomes(plan.rows, record.progress)
         number = self._number
         frame = _Frame(
@@ -162,15 +166,18 @@ class LogEncoder:
             hashes=tuple(hashes),
             surprises=tuple(surprises),
             forgotten=tuple([number(request_id) for request_id in plan.forgotten_request_ids]),
-            num_missing=num_missing,
-            rows=tuple([_Row(number(row.request_id), *row[1:]) for row in plan.rows[num_foretold:]]),
+            num_missing=len(foretold) - num_foretold,
+            rows=tuple(
+                [_Row(number(row.request_id), row.start, row.num_known, *row[3:6]) for row in plan.rows[num_foretold:]]
+            ),
             new=tuple([_New(number(new.request_id), new.num_output_tokens) for new in plan.new_requests]),
             copies=plan.block_copies,
             events=events,
             swap_outs=plan.swap_outs,
             swap_ins=plan.swap_ins,
+            drafts=tuple(drafts),
         )
-        self._last = plan
+        self._last = _that_go_on(plan.rows, ((told.request_id, len(told.new_token_ids)) for told in record.progress))
         for logged in gone:
             if self._known.get(logged.request.request_id) is logged:  # else the id was taken anew
                 del self._known[logged.request.request_id]
@@ -189,20 +196,6 @@ class LogEncoder:
     def _number(self, request_id: str) -> int:
         return self._known[request_id].number
 
-    def _compare(self, plan: SchedulerOutput) -> tuple[int, int, list[_Growth]]:
-        """How many rows are as foretold, how many foretold ones are not, and what blocks the former got."""
-        foretold = _foretell(self._last, plan.forgotten_request_ids)
-        growths: list[_Growth] = []
-        index = 0
-        for was, row in zip(foretold, plan.rows, strict=False):
-            request_id, start, num_tokens, samples, new_block_ids, replaced_blocks = row
-            if request_id != was[0] or start != was[1] + was[2] or num_tokens != 1 or not samples:
-                break
-            if new_block_ids or replaced_blocks:
-                growths.append(_Growth(index, new_block_ids, replaced_blocks))
-            index += 1
-        return index, len(foretold) - index, growths
-
     def _outcomes(
         self, rows: Sequence[ScheduledRow], progress: Sequence[RequestProgress]
     ) -> tuple[list[tuple[int, bytes]], list[_Surprise]]:
@@ -211,12 +204,14 @@ class LogEncoder:
         hashes, surprises = [], []
         told_of = iter(progress)
         told = next(told_of, None)
-        for index, (request_id, start, num_tokens, samples, _, _) in enumerate(rows):
+        for index, (request_id, start, num_tokens, samples, _, _, num_drafts) in enumerate(rows):
             num_given, reason = 0, None
             if told is not None and told.request_id == request_id:
                 num_given, reason = len(told.new_token_ids), told.finish_reason
                 told = next(told_of, None)
             logged, end = known[request_id], start + num_tokens
+            if num_drafts:
+                end += max(0, num_given - 1) - num_drafts  # computed, and accepted
             if num_given != samples or reason is not None:
                 surprises.append(_Surprise(index, num_given, reason))
             if size and end // size > logged.num_hashes and reason is not FinishReason.ERROR:
@@ -228,14 +223,43 @@ class LogEncoder:
         return hashes, surprises
 
 
-def _foretell(last: SchedulerOutput | None, forgotten: Sequence[str]) -> list[ScheduledRow]:
-    """Rows of the last plan that will go on by one token."""
-    if last is None:
-        return []
+def _compare(
+    foretold: Sequence[ScheduledRow], rows: Sequence[ScheduledRow]
+) -> tuple[int, list[_Growth], list[tuple[int, int]]]:
+    """How many rows are as foretold, the blocks that these got, and drafts that were not foretold."""
+    growths: list[_Growth] = []
+    drafts: list[tuple[int, int]] = []
+    index = 0
+    for was, row in zip(foretold, rows, strict=False):
+        request_id, start, num_tokens, samples, new_block_ids, replaced_blocks, num_drafts = row
+        if request_id != was[0] or start != was[1] + was[2] or num_tokens != 1 + num_drafts or not samples:
+            break
+        if new_block_ids or replaced_blocks:
+            growths.append(_Growth(index, new_block_ids, replaced_blocks))
+        if num_drafts != was[6]:
+            drafts.append((index, num_drafts))
+        index += 1
+    drafts += [(i, row.num_drafts) for i, row in enumerate(rows[index:], index) if row.num_drafts]
+    return index, growths, drafts
+
+
+def _that_go_on(rows: Iterable[ScheduledRow], num_given: Iterable[tuple[str, int]]) -> list[ScheduledRow]:
+    """Rows that sampled, each without the drafts that were not accepted."""
+    sampled = [row for row in rows if row.samples]
+    if not any(map(_num_drafts, sampled)):
+        return sampled
+    given = dict(num_given)
+    return [row._replace(num_tokens=row.num_known + max(0, given.get(row.request_id, 0) - 1)) for row in sampled]
+
+
+_num_drafts = itemgetter(ScheduledRow._fields.index("num_drafts"))
+
+
+def _still_there(rows: list[ScheduledRow], forgotten: Sequence[str]) -> list[ScheduledRow]:
     if not forgotten:
-        return [row for row in last.rows if row.samples]
+        return rows
     gone = set(forgotten)
-    return [row for row in last.rows if row.samples and row.request_id not in gone]
+    return [row for row in rows if row.request_id not in gone]
 
 
 class LogDecoder:
@@ -244,7 +268,7 @@ class LogDecoder:
     def __init__(self) -> None:
         self._ticks = Ticks()
         self._specs: list[RequestSpec] = []  # by number, without their hashes
-        self._last: SchedulerOutput | None = None
+        self._last: list[ScheduledRow] = []  # rows of the step before that go on
         self._step = 0
 
     def decode(self, data: bytes) -> Step:
@@ -253,7 +277,7 @@ class LogDecoder:
         specs = self._specs
         specs += [replace(event.spec, block_hashes=()) for event in frame.events if isinstance(event, Arrived)]
         forgotten = tuple([specs[number].request_id for number in frame.forgotten])
-        rows = (*self._foretold_rows(frame, forgotten), *(_row(row, specs) for row in frame.rows))
+        rows = tuple(self._rows(frame, forgotten))
         plan = SchedulerOutput(
             step=self._step,
             rows=rows,
@@ -264,29 +288,35 @@ class LogDecoder:
             swap_ins=frame.swap_ins,
         )
         self._step += 1
-        self._last = plan
+        outcomes = _outcomes(rows, frame)
+        self._last = _that_go_on(rows, ((outcome.request_id, outcome.num_tokens) for outcome in outcomes))
         return Step(
             scheduled_at=self._ticks.restore(frame.scheduled),
             updated_at=self._ticks.restore(frame.updated),
             plan=plan,
             events=frame.events,
-            outcomes=_outcomes(rows, frame),
+            outcomes=outcomes,
         )
 
-    def _foretold_rows(self, frame: _Frame, forgotten: tuple[str, ...]) -> list[ScheduledRow]:
-        foretold = _foretell(self._last, forgotten)
+    def _rows(self, frame: _Frame, forgotten: tuple[str, ...]) -> list[ScheduledRow]:
+        foretold = _still_there(self._last, forgotten)
         rows = [
-            ScheduledRow(row.request_id, row.start + row.num_tokens, 1, True)
-            for row in foretold[: len(foretold) - frame.num_missing]
+            ScheduledRow(request_id, start + num_tokens, 1 + num_drafts, True, (), (), num_drafts)
+            for request_id, start, num_tokens, _, _, _, num_drafts in foretold[: len(foretold) - frame.num_missing]
         ]
-        for row, new_block_ids, replaced_blocks in ((g.row, g.new_block_ids, g.replaced_blocks) for g in frame.growths):
-            rows[row] = rows[row]._replace(new_block_ids=new_block_ids, replaced_blocks=replaced_blocks)
+        for index, new_block_ids, replaced_blocks in (
+            (g.row, g.new_block_ids, g.replaced_blocks) for g in frame.growths
+        ):
+            rows[index] = rows[index]._replace(new_block_ids=new_block_ids, replaced_blocks=replaced_blocks)
+        rows += [_row(row, self._specs) for row in frame.rows]
+        for index, num_drafts in frame.drafts:
+            rows[index] = rows[index]._replace(num_tokens=rows[index].num_known + num_drafts, num_drafts=num_drafts)
         return rows
 
 
 def _row(row: _Row, specs: Sequence[RequestSpec]) -> ScheduledRow:
     return ScheduledRow(
-        specs[row.request].request_id, row.start, row.num_tokens, row.samples, row.new_block_ids, row.replaced_blocks
+        specs[row.request].request_id, row.start, row.num_known, row.samples, row.new_block_ids, row.replaced_blocks
     )
 
 

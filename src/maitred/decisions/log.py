@@ -59,7 +59,7 @@ class Outcome(msgspec.Struct, frozen=True):
     """What a row gave; rows that gave nothing have none."""
 
     request_id: str
-    num_tokens: int = 0  # kept, not those after the end
+    num_tokens: int = 0  # kept, not those after the end; all but one of them were drafts
     finish_reason: FinishReason | None = None
     new_hashes: tuple[bytes, ...] = ()
 

@@ -35,14 +35,24 @@ class ReplayedStep(NamedTuple):
 
 
 class LoggedOutcomes:
-    """What the model gave, as far as scheduling can tell: the stop rule and the block hasher of a replay.
+    """What the model gave, as far as scheduling can tell: the stop rule and the block hasher of a replay, and how many
+    tokens were drafted.
 
-    Holds the outcomes of one step at a time. Tokens are all 0: nothing in the scheduler looks at them.
+    Holds one step at a time. Tokens are all 0: nothing in the scheduler looks at them.
     """
 
     def __init__(self) -> None:
+        self._drafted: dict[str, int] = {}
         self._outcomes: dict[str, Outcome] = {}
         self._num_left: dict[str, int] = {}
+
+    def set_plan(self, plan: SchedulerOutput) -> None:
+        """The one that is made next was this."""
+        self._drafted = {row.request_id: row.num_drafts for row in plan.rows if row.num_drafts}
+
+    def num_drafts(self, request: RequestState, num_rows: int) -> int:
+        """As recorded: what a proposer is worth is learned where it runs."""
+        return self._drafted.get(request.request_id, 0)
 
     def set_step(self, outcomes: Iterable[Outcome]) -> ModelOutput:
         """Makes these the current outcomes; returns them as the executor would have."""
@@ -65,7 +75,9 @@ class LoggedOutcomes:
 def _sampled_row(outcome: Outcome) -> SampledRow | None:
     if outcome.finish_reason is FinishReason.ERROR:
         return SampledRow(outcome.request_id, (), error="as recorded")
-    return SampledRow(outcome.request_id, (0,) * outcome.num_tokens) if outcome.num_tokens else None
+    if not outcome.num_tokens:
+        return None
+    return SampledRow(outcome.request_id, (0,) * outcome.num_tokens, num_accepted=outcome.num_tokens - 1)
 
 
 def fresh_scheduler(
@@ -79,7 +91,7 @@ def fresh_scheduler(
         enable_prefix_caching=header.enable_prefix_caching,
         num_host_blocks=header.num_host_blocks,
     )
-    return Scheduler(header.config, kv_cache, outcomes.stop_rule, policies=policies)
+    return Scheduler(header.config, kv_cache, outcomes.stop_rule, policies=policies, num_drafts=outcomes.num_drafts)
 
 
 def replay(frames: Iterable[bytes], policies: Mapping[str, PolicyFactory] = POLICIES) -> Iterator[ReplayedStep]:
@@ -92,6 +104,7 @@ def replay(frames: Iterable[bytes], policies: Mapping[str, PolicyFactory] = POLI
     for step in steps:
         for event in step.events:
             _apply(event, scheduler)
+        outcomes.set_plan(step.plan)
         replayed = ReplayedStep(step, scheduler.schedule(step.scheduled_at), scheduler)
         yield replayed
         if not replayed.equal:

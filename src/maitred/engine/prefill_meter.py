@@ -20,7 +20,7 @@ class PrefillMeter:
         """Takes in a step; whether it said something of prompts."""
         if not plan.rows or plan.swap_outs or plan.swap_ins or execute_s <= 0:
             return False
-        num_prefill = sum(row.num_tokens for row in plan.rows if row.num_tokens > 1)
+        num_prefill = sum(row.num_known for row in plan.rows if row.num_tokens > 1 and row.num_known > 1)
         if num_prefill == 0:
             self._decode_s = _smoothed(self._decode_s, execute_s)
         if num_prefill < MIN_PREFILL_TOKENS:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from maitred.errors import KernelError
 from maitred.executor.sampler_state import RequestSampler
 from maitred.step import NewRequest, ScheduledRow
 
@@ -73,7 +74,12 @@ class HeldRequest:
         )
 
     def take_blocks(self, row: ScheduledRow) -> bool:
-        """Bring the block table up to the row's plan; whether it changed."""
+        """Bring the block table up to the row's plan; whether it changed. Raises KernelError for a row with drafts."""
+        if row.num_drafts:
+            raise KernelError(
+                f"request {row.request_id}: {row.num_drafts} of {row.num_tokens} planned tokens are drafts, and this "
+                "executor has no proposer to make them up; give its scheduler no num_drafts"
+            )
         for index, block_id in row.replaced_blocks:
             self.blocks.replace(index, block_id)
         if row.new_block_ids:

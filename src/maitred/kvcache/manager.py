@@ -166,6 +166,23 @@ class KVCacheManager:
         table.extend(new)
         return Allocation(tuple(new), replaced, copies)
 
+    def allocate_spare(self, request: RequestState, num_tokens: int) -> tuple[int, tuple[int, ...]]:
+        """Makes up to `num_tokens` positions more writable, as many as free blocks allow, and says how many and which
+        blocks it took. What comes next in its table is its own: the position before was made writable.
+        """
+        start, table = request.num_computed_tokens, request.block_table
+        num_tokens = min(num_tokens, (len(table) + self._pool.num_free) * self.block_size - start)
+        new = self._take(max(0, self.num_blocks_for(start + num_tokens) - len(table)))
+        table.extend(new)
+        return num_tokens, tuple(new)
+
+    def trim(self, request: RequestState) -> None:
+        """Gives back the blocks past its computed tokens: those that rejected drafts were written to."""
+        table, num_kept = request.block_table, self.num_blocks_for(request.num_computed_tokens)
+        for block in reversed(table[num_kept:]):
+            self._pool.release(block)
+        del table[num_kept:]
+
     def commit(self, request: RequestState, start: int, end: int) -> None:
         """Positions [start, end) have been computed: the blocks they filled can be found from now on."""
         first, last = start // self.block_size, end // self.block_size

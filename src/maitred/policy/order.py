@@ -112,6 +112,11 @@ class ServiceOrder:
             for row, request in zip(rows, requests, strict=True):
                 rule.on_scheduled(request, row.num_tokens)
 
+    def accepted(self, request: RequestState) -> None:
+        """A draft was accepted, `num_computed_tokens` counts it: the groups hear of it as of a row of its own."""
+        if self.policy.groups is not None:
+            self.policy.groups.on_scheduled(request, 1)
+
     def take_expired(self, running: Iterable[RequestState], now: float, limit: int) -> list[RequestState]:
         """Those whose quantum is used up while somebody waits that comes before them now, the longest-standing first;
         at most `limit`, and at most as many as wait.

@@ -19,6 +19,7 @@ from maitred.policy.policy import PolicyFactory
 from maitred.policy.predictor import Predictor, bounded_prediction, predictor_named
 from maitred.request import FinishReason, RequestState, RequestStatus
 from maitred.scheduler.deadlines import Deadlines
+from maitred.scheduler.drafts import NumDrafts, plan_drafts
 from maitred.scheduler.notes import Blocked, Preemption
 from maitred.scheduler.planning import build_plan, why_blocked
 from maitred.scheduler.state import SchedulerState
@@ -44,6 +45,7 @@ class Scheduler:
         stop_rule: StopRule = stop_at_token,
         predictor: Predictor | None = None,  # None makes the one that `config` names
         policies: Mapping[str, PolicyFactory] = POLICIES,  # what `config.policy` may name
+        num_drafts: NumDrafts | None = None,  # None drafts nothing
     ) -> None:
         self._policies = policies
         self._kv = kv_cache
@@ -54,6 +56,7 @@ class Scheduler:
             predictor=predictor if predictor is not None else predictor_named(config.predictor),
             stop_rule=stop_rule,
         )
+        self._num_drafts = num_drafts
         self._watch_cache()
         self._deadlines = Deadlines(self.awaits_leader)
         self._step = 0
@@ -151,6 +154,10 @@ class Scheduler:
         assert all(r.status is RequestStatus.RUNNING for r in running)
         assert not any(r.block_table or r.num_computed_tokens for r in queued)
         assert self._state.sample_groups.num_awaiting == sum(self._state.sample_groups.awaits_leader(r) for r in queued)
+        if not self._in_flight:  # drafts have left no trace
+            decoding = self._state.decoding.values()
+            assert all(r.num_computed_tokens == r.num_tokens - 1 for r in decoding)
+            assert all(len(r.block_table) == self._kv.num_blocks_for(r.num_computed_tokens) for r in decoding)
         self._kv.check_invariants(running)
         self._kv.check_host(queued)
 
@@ -222,13 +229,15 @@ class Scheduler:
         state = self._state
         builder = build_plan(state, now)
         self.blocked, self.preemptions = why_blocked(state, builder), tuple(builder.preemptions)
+        state.order.issued(builder.rows, builder.requests)
+        if self._num_drafts is not None:
+            plan_drafts(state, builder, self._num_drafts)
         plan = builder.plan(self._step, state.forgotten)
         self._step += 1
         self._in_flight = builder.requests
         state.forgotten = []
         state.counters.num_steps += bool(builder.rows)
         state.counters.num_scheduled_tokens += state.config.token_budget - builder.budget
-        state.order.issued(builder.rows, builder.requests)
         return plan
 
     def update(self, plan: SchedulerOutput, output: ModelOutput, now: float) -> list[RequestProgress]:

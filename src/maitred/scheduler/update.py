@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from maitred.request import FinishReason, RequestState, RequestStatus, timing_of
 from maitred.scheduler.state import SchedulerState
-from maitred.step import ModelOutput, RequestProgress, SampledRow, ScheduledRow, SchedulerOutput
+from maitred.step import ModelOutput, RequestProgress, SampledRow, ScheduledRow, SchedulerOutput, TokenLogprobs
 
 ENDED_BY_ITSELF = (FinishReason.STOP, FinishReason.LENGTH)
 
@@ -76,19 +76,21 @@ def _apply_row(
     state: SchedulerState, request: RequestState, row: ScheduledRow, result: SampledRow, now: float
 ) -> tuple[RequestProgress, FinishReason | None]:
     """One row's outcome; its KV becomes findable unless the row failed."""
-    request_id, token_ids, logprobs, prompt_logprobs, error = result
+    request_id, token_ids, logprobs, prompt_logprobs, error, _ = result
     if error is None and row.samples and not token_ids:
         error = "the executor gave no token"
     if error is not None:
         request.error = error
         return RequestProgress(request_id), FinishReason.ERROR
     row_end = row.start + row.num_tokens
-    state.kv.commit(request, row.start, row_end)
     reason = None
-    if token_ids:
-        num_taken, reason = _append(state, request, token_ids, now)
-        if num_taken < len(token_ids):
-            token_ids, logprobs = token_ids[:num_taken], logprobs and logprobs[:num_taken]
+    if row.num_drafts:
+        token_ids, logprobs, reason = _settle(state, request, row, result, now)
+        row_end = request.num_computed_tokens
+    elif token_ids:
+        assert len(token_ids) == 1, f"{result} for {row}"
+        reason = _append(state, request, token_ids[0], now)
+    state.kv.commit(request, row.start, row_end)
     if prompt_logprobs is not None:
         # A prompt computed again after a preemption is not reported again: entry i is of position start + 1 + i.
         told_until = state.prompt_logprobs_until.get(request_id, 0)
@@ -100,20 +102,33 @@ def _apply_row(
     return RequestProgress(request_id, token_ids, logprobs, prompt_logprobs, None, None, None, charges), reason
 
 
-def _append(
-    state: SchedulerState, request: RequestState, token_ids: tuple[int, ...], now: float
-) -> tuple[int, FinishReason | None]:
-    """Appends tokens until one ends the request; how many, and why it ended."""
+def _settle(
+    state: SchedulerState, request: RequestState, row: ScheduledRow, result: SampledRow, now: float
+) -> tuple[tuple[int, ...], tuple[TokenLogprobs, ...] | None, FinishReason | None]:
+    """Tokens of a row with drafts up to one that ends the request, their logprobs, and why it ended. What counts as
+    computed from here on is all but the last of them, as if each had been sampled in a step of its own.
+    """
+    token_ids, num_accepted = result.token_ids, result.num_accepted
+    assert len(token_ids) - 1 == num_accepted <= row.num_drafts, f"{result} for {row}"
+    request.num_computed_tokens -= row.num_drafts
+    num_taken, reason = 1, _append(state, request, token_ids[0], now)
+    while num_taken <= num_accepted and reason is None:
+        request.num_computed_tokens += 1
+        state.order.accepted(request)
+        reason = _append(state, request, token_ids[num_taken], now)
+        num_taken += 1
+    state.kv.trim(request)
+    return token_ids[:num_taken], result.logprobs and result.logprobs[:num_taken], reason
+
+
+def _append(state: SchedulerState, request: RequestState, token: int, now: float) -> FinishReason | None:
+    """One more known token; why it ended the request, if it did."""
     if request.request_id in state.prefilling:
         state.decoding[request.request_id] = state.prefilling.pop(request.request_id)
         state.sample_groups.prompt_computed(request)
     if request.first_token_at is None:
         request.first_token_at = now
     request.last_token_at = now
-    for count, token in enumerate(token_ids, 1):
-        request.output_token_ids.append(token)
-        state.counters.num_generated_tokens += 1
-        reason = state.stop_rule(request)
-        if reason is not None:
-            return count, reason
-    return len(token_ids), None
+    request.output_token_ids.append(token)
+    state.counters.num_generated_tokens += 1
+    return state.stop_rule(request)

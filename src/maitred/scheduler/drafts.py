@@ -1,0 +1,39 @@
+"""Drafts in a plan: positions after the last known token, whose tokens the executor makes up and the model checks.
+
+Source: Leviathan et al., Fast Inference from Transformers via Speculative Decoding, ICML 2023, arXiv:2211.17192.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from maitred.request import RequestState
+from maitred.scheduler.plan_builder import PlanBuilder
+from maitred.scheduler.state import SchedulerState
+
+NumDrafts = Callable[[RequestState, int], int]
+"""(request, rows in the plan) -> how many tokens to draft for it; pure. 0 drafts none."""
+
+
+def plan_drafts(state: SchedulerState, builder: PlanBuilder, num_drafts: NumDrafts) -> None:
+    """Adds drafts to rows that sample, out of what tokens and blocks the finished plan leaves: they preempt nobody, and
+    keep nobody waiting. Their blocks are back before the next plan, unless accepted tokens are in them.
+    """
+    num_rows = len(builder.rows)
+    for index, row in enumerate(builder.rows):
+        if builder.budget <= 0:
+            return
+        if not row.samples:
+            continue
+        request = builder.requests[index]
+        # As many tokens as are accepted come with one more, and max_tokens is the most it may have.
+        most = min(builder.budget, request.max_tokens - request.num_output_tokens - 1)
+        wanted = min(num_drafts(request, num_rows), most)
+        if wanted <= 0:
+            continue
+        count, block_ids = state.kv.allocate_spare(request, wanted)
+        builder.rows[index] = row._replace(
+            num_tokens=row.num_tokens + count, new_block_ids=row.new_block_ids + block_ids, num_drafts=count
+        )
+        builder.budget -= count
+        request.num_computed_tokens += count
