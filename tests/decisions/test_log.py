@@ -81,7 +81,9 @@ def random_workload(chooser: Random) -> list[RequestState]:
     return requests
 
 
-def record_run(seed: int, meddle: bool = True, policies: Sequence[str] = ("priority", "fcfs")) -> Run:
+def record_run(
+    seed: int, meddle: bool = True, policies: Sequence[str] = ("priority", "fcfs"), **settings: object
+) -> Run:
     """A live loop under random load; `meddle` aborts, finishes, fails and swaps the policy on the way."""
     chooser, clock = Random(seed), ManualClock()
     scheduler = make_scheduler(
@@ -93,6 +95,7 @@ def record_run(seed: int, meddle: bool = True, policies: Sequence[str] = ("prior
         quantum_tokens=5,
         ageing_tokens_per_s=50.0,
         num_host_blocks=NUM_HOST_BLOCKS,
+        **settings,
     )
     header = Header(
         scheduler.config, NUM_BLOCKS, BLOCK_SIZE, enable_prefix_caching=True, num_host_blocks=NUM_HOST_BLOCKS
@@ -151,6 +154,16 @@ def test_every_policy_decides_again_as_it_did(policy: str, meddle: bool):
         assert first_difference(frames) is None
         assert len(list(replay(frames))) == len(frames) - 1
         assert scheduler.stats.num_blocks_used == 0
+
+
+def test_a_policys_arguments_are_in_the_log_and_decide_again():
+    for policy, args in (("srpt", {"kv_block_weight": 40.0}), ("mlfq", {"quantum_tokens": 2, "ageing_s": 0.5})):
+        frames, _ = record_run(3, False, [policy], policy_args=args)
+        assert first_difference(frames) is None
+        header, _ = read_log(frames)
+        assert header.config.policy_args == args
+        plain, _ = record_run(3, False, [policy])
+        assert frames[1:] != plain[1:]  # so it was they that decided
 
 
 def test_the_recorded_load_reaches_every_corner():

@@ -74,6 +74,7 @@ def option(
 SINGULAR = {
     "api_keys": "--api-key",
     "served_model_names": "--served-model-name",
+    "policy_args": "--policy-arg",
     "drain_timeout_s": "--drain-timeout",
 }
 ENVIRONMENT = {"api_keys": "MAITRED_API_KEY"}
@@ -105,6 +106,7 @@ METAVARS = {
     "tenants": "FILE",
     "ledger": "FILE",
     "policy": "NAME",
+    "policy_args": "NAME=VALUE",
     "block_size": "TOKENS",
     "num_threads": "THREADS",
     "int4_group_size": "WEIGHTS",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, replace
+from math import ceil
 
 from maitred.config import SchedulerConfig
 from maitred.errors import InvalidRequest
@@ -17,6 +18,8 @@ from maitred.policy.order import ServiceOrder
 from maitred.policy.policies import POLICIES, policy_for
 from maitred.policy.policy import PolicyFactory
 from maitred.policy.predictor import Predictor, bounded_prediction, predictor_named
+from maitred.policy.queued import KVNeed
+from maitred.policy.rules.cost import expected_outputs
 from maitred.request import FinishReason, RequestState, RequestStatus
 from maitred.scheduler.deadlines import Deadlines
 from maitred.scheduler.notes import Blocked, Preemption
@@ -50,7 +53,7 @@ class Scheduler:
         self._state = SchedulerState(
             config=config,
             kv=kv_cache,
-            order=ServiceOrder(policy_for(config, policies), self._find_prefix),
+            order=ServiceOrder(policy_for(config, policies), self._find_kv),
             predictor=predictor if predictor is not None else predictor_named(config.predictor),
             stop_rule=stop_rule,
         )
@@ -113,7 +116,7 @@ class Scheduler:
         return self._kv
 
     @property
-    def order(self) -> ServiceOrder:
+    def order(self) -> ServiceOrder[RequestState]:
         """To look at: the policy at work, the queue, and everybody's key."""
         return self._state.order
 
@@ -198,7 +201,7 @@ class Scheduler:
 
     def set_policy(self, name: str) -> None:
         """Orders everything by another policy from now on. Raises ConfigError when there is none of that name."""
-        self.configure(replace(self._state.config, policy=name))
+        self.configure(replace(self._state.config, policy=name, policy_args={}))
 
     def set_swap_costs(self, costs: SwapCosts | None) -> None:
         """What copying and computing take on this machine; None never copies."""
@@ -228,7 +231,7 @@ class Scheduler:
         state.forgotten = []
         state.counters.num_steps += bool(builder.rows)
         state.counters.num_scheduled_tokens += state.config.token_budget - builder.budget
-        state.order.issued(builder.rows, builder.requests)
+        state.order.issued(builder.requests, (row.num_tokens for row in builder.rows))
         return plan
 
     def update(self, plan: SchedulerOutput, output: ModelOutput, now: float) -> list[RequestProgress]:
@@ -246,11 +249,16 @@ class Scheduler:
 
     def _watch_cache(self) -> None:
         order = self._state.order
-        self._kv.on_cached = order.block_cached if order.policy.scores_prefix else None
+        self._kv.on_cached = order.block_cached if order.policy.kv_needs is not None else None
 
-    def _find_prefix(self, request: RequestState) -> tuple[int, int]:
-        hit = self._kv.find_prefix(request)
-        return len(hit.blocks), hit.num_tokens
+    def _find_kv(self, request: RequestState) -> KVNeed:
+        kv, hit, num_inputs = self._kv, self._kv.find_prefix(request), request.num_prompt_tokens
+        return KVNeed(
+            hit.num_tokens,
+            len(hit.blocks),
+            kv.num_blocks_for(num_inputs + ceil(expected_outputs(request))),
+            kv.num_blocks_for(num_inputs + request.max_tokens),
+        )
 
     def _end(self, request: RequestState, reason: FinishReason, now: float) -> None:
         end(self._state, request, reason, now)
