@@ -146,16 +146,18 @@ def native_token_budget(num_threads: int, *, tiles: bool = False) -> int:
     return min(DEFAULT_TOKEN_BUDGET, 2 * budget if tiles else budget)
 
 
-# (field, lowest, highest): what a policy computes with must be finite
-_SCHEDULER_RANGES: tuple[tuple[str, float, float], ...] = (
-    ("ageing_s", 0.001, 1e9),
-    ("ageing_tokens_per_s", 0.001, 1e9),
-    ("output_token_weight", 1.0, 1e6),
-    ("quantum_tokens", 1, 2**31),
-    ("mlfq_levels", 1, 32),
-    ("default_ttft_slo_s", 0.0, 1e9),
-    ("prefill_tokens_per_s", 0.001, 1e12),
-)
+SCHEDULER_RANGES: dict[str, tuple[float, float]] = {
+    "ageing_s": (0.001, 1e9),
+    "ageing_tokens_per_s": (0.001, 1e9),
+    "output_token_weight": (1.0, 1e6),
+    "quantum_tokens": (1, 2**31),
+    "mlfq_levels": (1, 32),
+    "default_ttft_slo_s": (0.0, 1e9),
+    "prefill_tokens_per_s": (0.001, 1e12),
+}
+"""Lowest and highest: what a policy computes with must be finite."""
+
+PolicyArg = bool | int | float | str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,11 +173,14 @@ class SchedulerConfig:
     policy: str = "fcfs"
     """Order of the queue: fcfs, priority, interactive, sjf, srpt, rr, mlfq, edf, least_slack, vtc, lpm, or an installed
     one; `maitred policies` tells what each does."""
+    policy_args: Mapping[str, PolicyArg] = field(default_factory=dict)
+    """Arguments of the policy, an installed one's too; `maitred policies` lists them. For those that have a setting of
+    their own, such as ageing_s, this is another spelling, which goes before it."""
     ageing_s: float = 30.0
     """Waiting this long (s) outweighs one level of priority (priority, interactive, edf, least_slack) or of mlfq, and
     any cached prefix (lpm), so nobody starves."""
     ageing_tokens_per_s: float | None = None
-    """sjf, srpt, interactive, lpm: waiting a second outweighs this many tokens of predicted work or cached prefix. None
+    """sjf, srpt, interactive, lpm: waiting a second outweighs this many tokens of expected work or cached prefix. None
     is 1/128 of the prompt tokens that this device computes in a second, as its steps show; 200 until they do."""
     output_token_weight: float = 2.0
     """sjf, srpt, interactive, vtc: an output token costs as much as this many input tokens."""
@@ -194,7 +199,7 @@ class SchedulerConfig:
     def __post_init__(self) -> None:
         _require_choices(self)
         _require_at_least("max_num_seqs", self.max_num_seqs, 1)
-        for name, low, high in _SCHEDULER_RANGES:
+        for name, (low, high) in SCHEDULER_RANGES.items():
             if getattr(self, name) is not None:
                 _require_between(name, getattr(self, name), low, high)
         if self.token_budget < self.max_num_seqs:

@@ -222,7 +222,7 @@ class ResumePoint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 class RequestState:
     """A request in its scheduler, which alone writes here; `spec` is what was asked.
 
-    The properties are what a policy may ask of whoever waits in its queue.
+    Most properties are what a policy may ask of whoever waits in its queue (`policy.queued.Queued`).
     """
 
     spec: RequestSpec
@@ -243,9 +243,6 @@ class RequestState:
     num_charged_prompt_tokens: int = 0  # its part of the prompt counter: all once scheduled, 0 if a sibling's counts
     charges_told: bool = False  # its owner has heard of them
     num_preemptions: int = 0
-    num_quanta: int = 0  # used up, under a policy that has them
-    quantum_ended_at: float | None = None  # s, when the last of them was
-    cached_prefix_tokens: int = 0  # in the cache when last looked for, under a policy that scores by it
     first_scheduled_at: float | None = None  # s
     first_token_at: float | None = None  # s
     last_token_at: float | None = None  # s
@@ -314,6 +311,26 @@ class RequestState:
     @property
     def num_output_tokens(self) -> int:
         return len(self.output_token_ids)
+
+    @property
+    def num_inputs(self) -> int:
+        return self.spec.num_prompt_tokens
+
+    @property
+    def num_outputs(self) -> int:
+        return len(self.output_token_ids)
+
+    @property
+    def max_outputs(self) -> int:
+        return self.spec.max_tokens
+
+    @property
+    def expected_outputs(self) -> float | None:
+        return self.predicted_output_tokens
+
+    @property
+    def num_computed(self) -> int:
+        return self.num_computed_tokens
 
     @property
     def finished(self) -> bool:

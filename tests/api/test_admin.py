@@ -106,6 +106,17 @@ def test_a_policy_changes_under_load_and_nobody_is_lost(server: httpx.Client):
     assert [answer.json()["choices"][0]["text"] for answer in answers] == ["a" * 10] * 12
 
 
+def test_a_policys_arguments_come_and_go_with_it(server: httpx.Client):
+    asked = {"policy": "sjf", "policy_args": {"kv_block_weight": 2, "ageing_tokens_per_s": 50}}
+    view = server.post("/admin/policy", json=asked).json()
+    assert view["parameters"]["policy_args"] == {"kv_block_weight": 2, "ageing_tokens_per_s": 50}
+    assert view["arguments"] == {"ageing_tokens_per_s": 50.0, "output_token_weight": 2.0, "kv_block_weight": 2.0}
+    by_name = server.post("/admin/policy", json={"ageing_tokens_per_s": 70.0}).json()
+    assert by_name["arguments"]["ageing_tokens_per_s"] == 70.0
+    assert by_name["arguments"]["kv_block_weight"] == 2.0
+    assert server.post("/admin/policy", json={"policy": "fcfs"}).json()["arguments"] == {}
+
+
 def test_a_priority_that_was_heeded_is_no_error_after_a_change_of_policy(server: httpx.Client):
     assert server.post("/admin/policy", json={"policy": "fcfs"}).status_code == 200
     answers: list[httpx.Response] = []
@@ -137,6 +148,8 @@ def test_where_no_priority_was_ever_heeded_one_is_refused_with_the_policy_and_th
         ({"policy": "best"}, "choose one of "),
         ({"polcy": "fcfs"}, "choose from ageing_s"),
         ({"max_num_seqs": 7}, "no setting of a policy"),
+        ({"policy_args": {"speed": 1}}, "the policy priority has no argument 'speed'; choose from ageing_s"),
+        ({"policy_args": {"ageing_s": -1}}, "must be from 0.001 to 1e+09"),
         ({"ageing_s": "long"}, "Expected `float`"),
         ({"ageing_s": -1}, "it must be from"),
     ],

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import json
 from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Annotated
 
 import pytest
 
@@ -9,13 +12,14 @@ from maitred.config import SchedulerConfig
 from maitred.engine import installed
 from maitred.engine.installed import GROUP, installed_policies
 from maitred.errors import ConfigError
+from maitred.policy.parameters import Range
 from maitred.policy.policies import POLICIES, policy_for
 from maitred.policy.policy import Policy, arrival_term, by_arrival
 
 HERE = "tests.cli.test_policies"
 
 
-def tips_first(config: SchedulerConfig) -> Policy:
+def tips_first(config: SchedulerConfig, *, tip_s: Annotated[float, Range(0, 600)] = 60.0) -> Policy:
     """A third party's."""
     return Policy(
         source="a restaurant",
@@ -77,6 +81,43 @@ def test_the_list_has_source_and_bound_of_each(capsys: pytest.CaptureFixture[str
     text = capsys.readouterr().out
     assert all(f"{name}\n" in text for name in [*POLICIES, "tips_first"])
     assert text.count("source: ") == text.count("bound: ") == len(POLICIES) + 2
+
+
+@pytest.mark.usefixtures("_with_third_parties")
+def test_the_list_has_every_parameter_with_its_default_and_what_it_may_be(capsys: pytest.CaptureFixture[str]):
+    assert main(["policies"]) == 0
+    blocks = dict(block.split("\n", 1) for block in capsys.readouterr().out.strip().split("\n\n"))
+    assert "  --policy-arg tip_s=60 (from 0 to 600)" in blocks["tips_first"].splitlines()
+    assert "  --policy-arg mlfq_levels=6 (from 1 to 32)" in blocks["mlfq"].splitlines()
+    assert "  --policy-arg ageing_tokens_per_s=unset (from 0.001 to 1e+09)" in blocks["sjf"].splitlines()
+    assert "--policy-arg" not in blocks["fcfs"]
+    assert "priority: not heeded" in blocks["fcfs"]
+    assert "priority: heeded" in blocks["edf"]
+
+
+@pytest.mark.parametrize("command", [["simulate", "--workload", "examples/workloads/bimodal.yaml"], ["serve"]])
+@pytest.mark.parametrize(
+    ("words", "refusal"),
+    [
+        (["--policy", "mlfq", "--policy-arg", "mlfq_level=2"], "(did you mean mlfq_levels?)"),
+        (["--policy", "mlfq", "--policy-arg", "mlfq_levels=33"], "it must be from 1 to 32"),
+    ],
+)
+def test_an_argument_that_a_policy_cannot_take_is_refused_before_anything_starts(
+    command: list[str], words: list[str], refusal: str, capsys: pytest.CaptureFixture[str]
+):
+    assert main([*command, *words]) != 0
+    assert refusal in capsys.readouterr().err
+
+
+def test_a_comparison_gives_an_argument_to_those_policies_that_have_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"timestamp": 0, "input_length": 9, "output_length": 2}\n')
+    words = ["simulate", "--workload", str(trace), "--policy", "fcfs,sjf", "--policy-arg", "kv_block_weight=2"]
+    assert main([*words, "--json"]) == 0
+    assert set(json.loads(capsys.readouterr().out)) == {"fcfs", "sjf"}
 
 
 @pytest.mark.usefixtures("_with_third_parties")

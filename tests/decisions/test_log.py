@@ -20,7 +20,6 @@ from maitred.errors import ConfigError
 from maitred.kvcache.prefix_cache import TokenHasher
 from maitred.policy.policies import POLICIES
 from maitred.request import FinishReason, RequestState, ResumePoint, SamplingParams
-from maitred.scheduler.drafts import NumDrafts
 from maitred.scheduler.scheduler import Scheduler
 from maitred.scheduler.swap import SwapCosts
 from maitred.step import ModelOutput, RequestProgress, SchedulerOutput
@@ -91,10 +90,7 @@ def random_workload(chooser: Random) -> list[RequestState]:
 
 
 def record_run(
-    seed: int,
-    meddle: bool = True,
-    policies: Sequence[str] = ("priority", "fcfs"),
-    num_drafts: NumDrafts | None = None,
+    seed: int, meddle: bool = True, policies: Sequence[str] = ("priority", "fcfs"), **settings: object
 ) -> Run:
     """A live loop under random load; `meddle` aborts, finishes, fails and swaps the policy on the way."""
     chooser, clock = Random(seed), ManualClock()
@@ -107,7 +103,7 @@ def record_run(
         quantum_tokens=5,
         ageing_tokens_per_s=50.0,
         num_host_blocks=NUM_HOST_BLOCKS,
-        num_drafts=num_drafts,
+        **settings,
     )
     header = Header(
         scheduler.config, NUM_BLOCKS, BLOCK_SIZE, enable_prefix_caching=True, num_host_blocks=NUM_HOST_BLOCKS
@@ -178,6 +174,16 @@ def test_drafts_are_planned_again_as_they_were_and_settle_as_they_did(seed: int)
     accepted = [o.num_tokens - 1 for step in replayed for o in step.step.outcomes if o.num_tokens > 1]
     assert 0 < sum(accepted) < sum(drafted)
     assert reencoded(frames[0], [step.step for step in replayed]) == frames[1:]
+
+
+def test_a_policys_arguments_are_in_the_log_and_decide_again():
+    for policy, args in (("srpt", {"kv_block_weight": 40.0}), ("mlfq", {"quantum_tokens": 2, "ageing_s": 0.5})):
+        frames, _ = record_run(3, False, [policy], policy_args=args)
+        assert first_difference(frames) is None
+        header, _ = read_log(frames)
+        assert header.config.policy_args == args
+        plain, _ = record_run(3, False, [policy])
+        assert frames[1:] != plain[1:]  # so it was they that decided
 
 
 def test_the_recorded_load_reaches_every_corner():

@@ -178,6 +178,13 @@ def test_ageing_follows_the_rate_of_the_device_and_the_log_replays_it():
     assert first_difference(frames) is None
 
 
+def test_ageing_given_as_an_argument_stays_where_it_was_given():
+    clock = ManualClock()
+    scheduler = make_scheduler(policy="sjf", policy_args={"ageing_tokens_per_s": 50.0})
+    serve_prompts(EngineCore(scheduler, PromptsTakeTime(clock), clock), 5, named="a")
+    assert scheduler.order.policy.arguments["ageing_tokens_per_s"] == 50.0
+
+
 @pytest.mark.parametrize(("policy", "ageing"), [("sjf", 50.0), ("fcfs", None), ("vtc", None)])
 def test_ageing_stays_where_it_was_given_or_is_of_no_use(policy: str, ageing: float | None):
     clock = ManualClock()

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from maitred.config import SchedulerConfig
 from maitred.policy.policies import POLICIES, policy_for
 from maitred.policy.policy import Policy, arrival_term, by_arrival
+from maitred.policy.queued import UsedQuanta
 from maitred.request import RequestState, RequestStatus
 from tests.fakes import make_request, make_scheduler, token_at
 from tests.scheduler.running import Run, tokens_by_request
@@ -247,8 +248,10 @@ def _of_another(**parts: Any) -> Policy:
 
 
 def _sliced(config: SchedulerConfig) -> Policy:
+    quanta: dict[str, UsedQuanta] = {}
     return _of_another(
-        order=lambda r: (r.num_quanta, *by_arrival(r)),
+        order=lambda r: (quanta[r.request_id].num_used if r.request_id in quanta else 0, *by_arrival(r)),
+        quanta=quanta,
         quantum_end=lambda r: max(r.num_computed_tokens, r.num_prompt_tokens) + 12,
     )
 

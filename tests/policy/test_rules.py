@@ -9,8 +9,12 @@ import pytest
 from maitred.config import SchedulerConfig
 from maitred.errors import ConfigError
 from maitred.policy.policies import POLICIES, policy_for
+from maitred.policy.queued import KVNeed, UsedQuanta
 from maitred.policy.rules.fair import MIN_COUNTERS_TO_PRUNE, VirtualTokenCounters
 from maitred.request import RequestState
+from maitred.scheduler.notes import PreemptionCause
+from maitred.scheduler.plan_builder import PlanBuilder
+from maitred.scheduler.preemption import preempt
 from tests.fakes import make_request, make_scheduler
 from tests.scheduler.running import Run, tokens_by_request
 
@@ -74,10 +78,13 @@ def test_interactive_seats_by_tier_then_by_length():
 def test_round_robin_goes_round():
     requests = [make_request(name, max_tokens=9, arrived_at=i / 10) for i, name in enumerate("abc")]
     run = Run(make_scheduler(policy="rr", max_num_seqs=1, quantum_tokens=4), *requests)
-    seats = [next(iter(tokens_by_request(plan))) for plan in run.to_end()]
+    seats, num_used = [], []
+    while run.scheduler.has_work:
+        seats.append(next(iter(tokens_by_request(run.step()))))
+        num_used += [used.num_used for used in run.scheduler.order.policy.quanta.values()]
     turns = "".join(seat for i, seat in enumerate(seats) if i == 0 or seats[i - 1] != seat)
     assert turns == "abcabc"
-    assert [r.num_quanta for r in requests] == [1, 1, 1]
+    assert max(num_used) == 1
 
 
 def test_a_quantum_smaller_than_what_is_computed_again_still_gets_on():
@@ -91,8 +98,8 @@ def test_a_quantum_smaller_than_what_is_computed_again_still_gets_on():
 def test_a_quantum_ends_nothing_while_there_is_room():
     requests = [make_request(max_tokens=20, arrived_at=i / 10) for i in range(3)]
     run = Run(make_scheduler(policy="rr", max_num_seqs=3, quantum_tokens=2), *requests)
-    run.to_end()
-    assert [r.num_quanta for r in requests] == [0, 0, 0]
+    run.steps(15)
+    assert run.scheduler.order.policy.quanta == {}
 
 
 def test_mlfq_joins_by_prompt_sinks_by_quanta_and_rises_with_age():
@@ -105,7 +112,7 @@ def test_mlfq_joins_by_prompt_sinks_by_quanta_and_rises_with_age():
     request = make_request(prompt=5, max_tokens=100)
     assert policy.quantum_end is not None
     assert policy.quantum_end(request) == 10
-    request.num_quanta, request.num_computed_tokens, request.quantum_ended_at = 1, 10, 7.0
+    request.num_computed_tokens, policy.quanta[request.request_id] = 10, UsedQuanta(1, 7.0)
     assert (level(request), policy.quantum_end(request)) == (1, 30)
     newcomers = [make_request(prompt=5, arrived_at=at) for at in (11.9, 12.1)]
     assert sorted([*newcomers, request], key=policy.order) == [newcomers[0], request, newcomers[1]]
@@ -169,6 +176,54 @@ def test_lpm_moves_those_up_whose_prompt_has_entered_the_cache_and_down_when_it_
     run.to_end()
 
 
+def conversation(cached: int, new: int, other: int, block_size: int = 4, **settings: object) -> Run:
+    """A turn of a chat whose first `cached` tokens are in the cache, and another's first turn of `other`; not begun."""
+    told, num_blocks = list(range(1000, 1000 + cached + new)), (cached + new + other) // block_size * 2
+    shape = {"block_size": block_size, "num_blocks": num_blocks, "max_num_batched_tokens": 512}
+    run = Run(make_scheduler(max_num_seqs=1, **shape, **settings))
+    run.add(make_request("before", prompt=told[: cached + 1], max_tokens=1, block_size=block_size))
+    run.to_end()
+    late = {"max_tokens": 9, "arrived_at": run.now, "block_size": block_size}
+    run.add(make_request("fresh", prompt=other, **late), make_request("turn", prompt=told, **late))
+    return run
+
+
+@pytest.mark.parametrize("policy", ["sjf", "srpt", "interactive"])
+def test_what_is_cached_costs_nothing_so_a_long_chats_next_turn_goes_before_a_shorter_fresh_prompt(policy: str):
+    run = conversation(cached=8000, new=50, other=500, block_size=16, policy=policy)
+    assert [r.request_id for r in run.scheduler.waiting] == ["turn", "fresh"]
+    for block in list(run.scheduler.kv_cache._cache.hashes):
+        run.scheduler.kv_cache._cache.forget(block)
+    head = run.scheduler.order.head()
+    assert head is not None
+    assert head.request_id == "fresh"  # what left the cache has to be computed again
+    run.to_end()
+
+
+@pytest.mark.parametrize("policy", ["sjf", "srpt", "interactive"])
+def test_kv_blocks_count_by_their_weight_cached_or_not(policy: str):
+    run = conversation(cached=800, new=50, other=500, policy=policy, policy_args={"kv_block_weight": 10.0})
+    assert [r.request_id for r in run.scheduler.waiting] == ["fresh", "turn"]
+    needs = run.scheduler.order.policy.kv_needs
+    assert needs is not None
+    assert needs["turn"] == KVNeed(num_cached=800, num_cached_blocks=200, num_blocks=215, max_blocks=215)
+    run.to_end()
+    assert needs == {}
+
+
+@pytest.mark.parametrize("policy", ["sjf", "interactive"])
+def test_a_preempted_request_keeps_its_key_whatever_of_it_is_cached(policy: str):
+    request = make_request("r", prompt=[7] * 40, max_tokens=20)
+    run = Run(make_scheduler(policy=policy), request)
+    run.steps(2)
+    before = run.scheduler.order.keys["r"]
+    builder = PlanBuilder(run.scheduler.config.token_budget, run.now)
+    preempt(run.scheduler._state, request, builder, PreemptionCause.LIMITS)
+    run.scheduler.order.begin_step()
+    assert run.scheduler.order.head() is request
+    assert run.scheduler.order.keys["r"] == before
+
+
 def test_lpm_scores_a_bounded_number_in_a_step():
     prefix = list(range(40))
     scheduler = make_scheduler(policy="lpm", max_num_seqs=1, num_blocks=400, max_num_batched_tokens=64)
@@ -176,9 +231,11 @@ def test_lpm_scores_a_bounded_number_in_a_step():
     for i in range(200):
         scheduler.add(make_request(f"w{i:03}", prompt=[*prefix, i], max_tokens=1, arrived_at=1.0 + i), 1.0)
     run.step()
+    kv_needs = scheduler.order.policy.kv_needs
+    assert kv_needs is not None
     for expected in (32, 64, 96):
         run.scheduler.order.begin_step()
-        assert sum(r.cached_prefix_tokens > 0 for r in scheduler.waiting) == expected
+        assert sum(kv_needs[r.request_id].num_cached > 0 for r in scheduler.waiting) == expected
 
 
 def test_vtc_serves_in_proportion_to_weight():

@@ -14,8 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maitred.config import SchedulerConfig
+from maitred.policy.parameters import make_policy
 from maitred.policy.policies import POLICIES
 from maitred.policy.policy import Policy, PolicyFactory, Rank, arrival_term, by_arrival
+from maitred.policy.queued import UsedQuanta
 from maitred.policy.rules.fair import VirtualTokenCounters, vtc
 from maitred.request import RequestState
 from maitred.step import SchedulerOutput
@@ -31,7 +33,7 @@ from maitred.testing.conformance import (
     check_steps,
     check_swap,
 )
-from maitred.testing.conformance_world import Scenario, World, answer, scenario_of
+from maitred.testing.conformance_world import Moment, Scenario, World, answer, scenario_of
 from tests.scheduler.checking import CheckingExecutor
 
 
@@ -105,18 +107,24 @@ def test_the_whole_kit_in_one_call(name: str):
     check_policy(POLICIES[name], range(3))
 
 
-def test_the_worlds_reach_what_they_are_to_watch():
+def test_the_worlds_reach_what_they_are_to_watch(monkeypatch: pytest.MonkeyPatch):
     """Preemptions, quanta, prefix hits and aborts happen, for each policy that knows them."""
     for name, make in POLICIES.items():
-        worlds = [check_steps(make, scenario_of(seed), answer, ()) for seed in range(60)]
+        quanta: list[str] = []
+
+        def note_quanta(moment: Moment, ended: list[str] = quanta) -> None:
+            before, now = moment.quanta_before, moment.world.num_quanta
+            ended += [r.request_id for r in moment.preempted if now(r) > before[r.request_id]]
+
+        monkeypatch.setitem(STEP_PROPERTIES, "quanta", note_quanta)
+        worlds = [check_steps(make, scenario_of(seed), answer, ["quanta"]) for seed in range(60)]
         stats = [world.scheduler.stats for world in worlds]
         assert sum(s.num_preemptions for s in stats) >= 5, name
         assert (
             sum(r.spec.sample_index > 0 and r.num_output_tokens > 0 for w in worlds for r in w.requests.values()) > 50
         )
         assert sum(s.num_prefix_hit_tokens for s in stats) > 100
-        quanta = sum(r.num_quanta for world in worlds for r in world.requests.values())
-        assert (quanta > 50) == (make(SchedulerConfig()).quantum_end is not None)
+        assert (len(quanta) > 50) == (worlds[0].policy.quantum_end is not None)
 
 
 # -- Policies that break a promise. A check that cannot fail is none.
@@ -159,7 +167,7 @@ def with_global_state(config: SchedulerConfig) -> Policy:
 
 
 def with_levels_of_its_own(config: SchedulerConfig) -> Policy:
-    """Remembers in itself, not in the request, what a request has used: a swap forgets it."""
+    """Remembers in itself, not in `quanta`, what a request has used: a swap forgets it."""
     asked: Counter[str] = Counter()
 
     def order(request: RequestState) -> tuple[Any, ...]:
@@ -183,8 +191,10 @@ def out_of_turn(config: SchedulerConfig) -> Policy:
 
 
 def nothing_is_ever_done(config: SchedulerConfig) -> Policy:
+    quanta: dict[str, UsedQuanta] = {}
     return stated(
-        **signed(lambda r: r.arrived_at if r.quantum_ended_at is None else r.quantum_ended_at),
+        **signed(lambda r: quanta[r.request_id].ended_at if r.request_id in quanta else r.arrived_at),
+        quanta=quanta,
         quantum_end=lambda r: 0,
         overtaken_until=lambda r: r.arrived_at + 1e6,
     )
@@ -224,7 +234,7 @@ class TiesByName(VirtualTokenCounters):
 
 def with_counters(make_rule: Callable[[float], VirtualTokenCounters], stating: bool = True) -> PolicyFactory:
     def make(config: SchedulerConfig) -> Policy:
-        policy = replace(vtc(config), groups=make_rule(config.output_token_weight))
+        policy = replace(make_policy(vtc, config), groups=make_rule(config.output_token_weight))
         return policy if stating else replace(policy, max_service_gap=None)
 
     return make

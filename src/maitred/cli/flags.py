@@ -76,6 +76,7 @@ def option(default: Any = dataclasses.MISSING, **says: object) -> Any:
 _SAYS: dict[str, dict[str, object]] = {
     "api_keys": {"name": "--api-key", "env": "MAITRED_API_KEY"},
     "served_model_names": {"name": "--served-model-name"},
+    "policy_args": {"name": "--policy-arg", "metavar": "NAME=VALUE"},
     "drain_timeout_s": {"name": "--drain-timeout"},
     "policy": {"choices": config.POLICY_NAMES},
 }

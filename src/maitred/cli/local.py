@@ -29,7 +29,7 @@ ENGINE_PARTS: tuple[type, ...] = (ModelConfig, CacheConfig, SchedulerConfig, Eng
 
 
 def engine_config(options: Options) -> EngineConfig:
-    """Raises UsageError for a policy that nobody has."""
+    """Raises UsageError for a policy that nobody has, ConfigError for an argument that it has not."""
     _check_policy(options[SchedulerConfig])
     return replace(
         options[EngineConfig],
@@ -40,14 +40,16 @@ def engine_config(options: Options) -> EngineConfig:
 
 
 def _check_policy(config: SchedulerConfig) -> None:
-    if config.policy in POLICY_NAMES:
+    if config.policy in POLICY_NAMES and not config.policy_args:
         return
     from maitred.engine.installed import installed_policies
+    from maitred.policy.parameters import make_policy
 
     policies = installed_policies()
     if config.policy not in policies:
         hint = did_you_mean(config.policy, policies)
         raise UsageError(f"--policy is {config.policy!r}{hint}; choose one of {', '.join(policies)}")
+    make_policy(policies[config.policy], config)
 
 
 def start_engine(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from maitred.cli.command import Command, Options
 from maitred.cli.console import note
 from maitred.cli.flags import UsageError, option
-from maitred.config import POLICY_NAMES
+from maitred.config import POLICY_NAMES, PolicyArg, SchedulerConfig
 from maitred.errors import did_you_mean
 
 if TYPE_CHECKING:
@@ -43,16 +43,28 @@ def _run(options: Options) -> int:
 
 
 def _table(policies: Mapping[str, PolicyFactory]) -> str:
-    from maitred.config import SchedulerConfig
+    from maitred.policy.parameters import make_policy, parameters_of
 
     blocks = []
     for name, make in policies.items():
-        policy = make(SchedulerConfig(policy=name))
+        policy, parameters = make_policy(make, SchedulerConfig(policy=name)), parameters_of(make)
         summary = (make.__doc__ or "").strip().partition("\n")[0]
-        lines = [summary, f"source: {policy.source}", f"bound: {policy.bound}"]
+        heeded = "heeded" if policy.heeds_priority else "not heeded"
+        lines = [summary, f"source: {policy.source}", f"bound: {policy.bound}", f"priority: {heeded}"]
+        lines += [
+            f"--policy-arg {name}={_default(name, value)} ({parameters[name].allowed})"
+            for name, value in policy.arguments.items()
+        ]
         indented = (fill(line, 110, initial_indent="  ", subsequent_indent="    ") for line in lines if line)
         blocks.append("\n".join([name, *indented]))
     return "\n\n".join(blocks)
+
+
+def _default(argument: str, value: PolicyArg) -> str:
+    """What stands in its place when nobody gives it."""
+    if getattr(SchedulerConfig(), argument, value) is None:
+        return "unset"
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _check(name: str, make: PolicyFactory, num_worlds: int) -> None:

@@ -10,7 +10,6 @@ from maitred.clock import Clock
 from maitred.config import SchedulerConfig
 from maitred.engine.host_shares import HostShares
 from maitred.engine.prefill_meter import PrefillMeter
-from maitred.policy.policies import AGE_BY_TOKENS
 from maitred.request import FinishReason, RequestSpec, RequestState
 from maitred.scheduler.scheduler import Scheduler
 from maitred.scheduler.stats import SchedulerStats
@@ -19,6 +18,7 @@ from maitred.step import Executor, RequestProgress, SchedulerOutput
 
 # Of the device's rate: so short ones pass long ones, and a request waits for others' 128 times its own work at most.
 AGEING_SHARE = 1 / 128
+AGEING = "ageing_tokens_per_s"  # of the policies that have a use for it
 MIN_STEPS, NEWS = 3, 1.5  # steps with prompts until the rate is believed; told again when so many times more or less
 
 
@@ -54,7 +54,7 @@ class EngineCore:
         self._scheduler, self._executor, self._clock, self._observer = scheduler, executor, clock, observer
         self._measure = measure
         self._prefill = PrefillMeter()
-        self._ages_by_device = scheduler.config.ageing_tokens_per_s is None
+        self._ages_by_device = _leaves_ageing_open(scheduler.config)
         self.execute_s = 0.0  # total time in the executor
         self.host_s = 0.0  # total time of steps outside it
         self._host_shares = HostShares()
@@ -108,7 +108,8 @@ class EngineCore:
         """Changes policy and limits, losing nothing. Raises ConfigError and changes nothing."""
         ageing, before = config.ageing_tokens_per_s, self._scheduler.config.ageing_tokens_per_s
         self._configure(config)
-        self._ages_by_device = ageing is None or (self._ages_by_device and ageing == before)
+        kept = self._ages_by_device and ageing == before and AGEING not in config.policy_args
+        self._ages_by_device = _leaves_ageing_open(config) or kept
 
     def _configure(self, config: SchedulerConfig) -> None:
         self._scheduler.configure(config)
@@ -136,7 +137,7 @@ class EngineCore:
         costs = self._measure(plan, updated_at - execute_at) if self._measure is not None else None
         if costs is not None:
             self.set_swap_costs(costs)  # after the step was noted: it counts from the next one on
-        if self._ages_by_device and self._scheduler.config.policy in AGE_BY_TOKENS:
+        if self._ages_by_device and AGEING in self._scheduler.order.policy.arguments:
             self._age_by_device(plan, updated_at - execute_at)
         self.last_step_at = self._clock.now()
         self.execute_s += updated_at - execute_at
@@ -167,3 +168,7 @@ class EngineCore:
     def close(self) -> None:
         """Gives back the executor's memory and threads."""
         self._executor.close()
+
+
+def _leaves_ageing_open(config: SchedulerConfig) -> bool:
+    return config.ageing_tokens_per_s is None and AGEING not in config.policy_args

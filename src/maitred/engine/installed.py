@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from importlib.metadata import EntryPoint, entry_points
 
+from maitred.config import SchedulerConfig
 from maitred.errors import ConfigError
-from maitred.policy.policies import POLICIES
-from maitred.policy.policy import PolicyFactory
+from maitred.policy.policies import POLICIES, policy_for
+from maitred.policy.policy import Policy, PolicyFactory
 
 GROUP = "maitred.policies"
 
@@ -28,6 +29,13 @@ def installed_policies(points: Iterable[EntryPoint] | None = None) -> Mapping[st
             )
         policies[point.name] = _load(point)
     return policies
+
+
+def policy_of(config: SchedulerConfig) -> Policy:
+    """As an engine would make it, to ask what it says of itself. Raises ConfigError when there is no such policy, or no
+    such argument of it.
+    """
+    return policy_for(config, POLICIES if config.policy in POLICIES else installed_policies())
 
 
 def _load(point: EntryPoint) -> PolicyFactory:

@@ -1,44 +1,42 @@
-"""A policy at work: the queue, the keys of all that wait or run, and how much of its quantum each has used."""
+"""A policy at work: the queue, the keys of all that wait or run, their quanta, and what they need of the KV cache."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Generic
 
 from maitred.policy.policy import Policy
 from maitred.policy.prefix_watch import PrefixWatch
-from maitred.policy.queue import RequestQueue
-from maitred.request import RequestState
-from maitred.step import ScheduledRow
+from maitred.policy.queue import Q, RequestQueue
+from maitred.policy.queued import NO_KV_NEED, KVNeed, UsedQuanta
 
 RESCORE_WINDOW = 64  # most requests that one step scores again because the prefix cache changed
 
-FindPrefix = Callable[[RequestState], tuple[int, int]]
-"""A request's cached prefix: (blocks, tokens)."""
 
-
-def _no_prefix(request: RequestState) -> tuple[int, int]:
-    return (0, 0)
-
-
-class ServiceOrder:
+class ServiceOrder(Generic[Q]):
     """Answers who is next and who is last; knows nothing of blocks and plans."""
 
-    def __init__(self, policy: Policy, find_prefix: FindPrefix = _no_prefix) -> None:
+    def __init__(self, policy: Policy, find_kv: Callable[[Q], KVNeed] = lambda request: NO_KV_NEED) -> None:
+        """`find_kv` looks for what a request needs of the KV cache now."""
         self.policy = policy
-        self.queue = RequestQueue(policy.groups)
+        self.queue: RequestQueue[Q] = RequestQueue(policy.groups)
         self.keys: dict[str, tuple[Any, ...]] = {}  # of those that wait in the queue or run
         self._quantum_ends: dict[str, int] = {}  # position at which the current quantum ends
-        self._find_prefix = find_prefix
-        self._watch = PrefixWatch() if policy.scores_prefix else None
+        self._find_kv = find_kv
+        self._kv_needs = policy.kv_needs if policy.kv_needs is not None else {}
+        self._watch = PrefixWatch() if policy.kv_needs is not None else None
         self._num_rescores_left = RESCORE_WINDOW
 
-    def successor(self, policy: Policy, running: Iterable[RequestState]) -> ServiceOrder:
+    def successor(self, policy: Policy, running: Iterable[Q]) -> ServiceOrder[Q]:
         """The same requests, waiting and running, ordered by another policy. Keys are made of what a request carries
         (arrival, quanta), never of the moment, so nobody loses the time it has waited.
         """
-        order = ServiceOrder(policy, self._find_prefix)
+        order = ServiceOrder(policy, self._find_kv)
+        policy.quanta.update(self.policy.quanta)
         for request in running:
+            if policy.kv_needs is not None:  # of one that runs, what it needed when it started
+                need = self._kv_needs.get(request.request_id)
+                policy.kv_needs[request.request_id] = self._find_kv(request) if need is None else need
             order.keys[request.request_id] = policy.order(request)
             order._begin_quantum(request)
         for request in self.queue.in_order():
@@ -57,7 +55,7 @@ class ServiceOrder:
         if self._watch is not None:
             self._watch.cached(digest)
 
-    def head(self) -> RequestState | None:
+    def head(self) -> Q | None:
         """The next request, which stays in the queue. It is scored anew: what the cache lost is noticed here."""
         request = self.queue.peek()
         while self._watch is not None and request is not None and self._num_rescores_left > 0:
@@ -66,14 +64,13 @@ class ServiceOrder:
             request = self.queue.peek()
         return request
 
-    def enqueue(self, request: RequestState) -> None:
+    def enqueue(self, request: Q) -> None:
         """To the queue; a request that has a key keeps it, or a better one, and so its place."""
         if self.policy.groups is not None:
             self.policy.groups.on_queued(request)
-        if self._watch is not None:
-            num_blocks, request.cached_prefix_tokens = self._find_prefix(request)
-            self._watch.watch(request, num_blocks)
         key = self.keys.get(request.request_id)
+        if self._watch is not None and (key is None or self.policy.resumed is not None):
+            self._look_for_kv(request, self._watch)
         if key is None:
             key = self.policy.order(request)
         elif self.policy.resumed is not None:
@@ -81,7 +78,7 @@ class ServiceOrder:
         self.keys[request.request_id] = key
         self.queue.push(request, key)
 
-    def started(self, request: RequestState) -> None:
+    def started(self, request: Q) -> None:
         """Out of the queue and running, with the tokens of its prefix hit computed."""
         self.queue.remove(request.request_id)
         if self._watch is not None:
@@ -91,11 +88,13 @@ class ServiceOrder:
         if self.policy.groups is not None:
             self.policy.groups.on_started(request)
 
-    def ended(self, request: RequestState) -> None:
+    def ended(self, request: Q) -> None:
         """It finished, wherever it stood."""
         request_id = request.request_id
         self.keys.pop(request_id, None)
         self._quantum_ends.pop(request_id, None)
+        self.policy.quanta.pop(request_id, None)
+        self._kv_needs.pop(request_id, None)
         if request_id in self.queue:
             self.queue.remove(request_id)
             if self._watch is not None:
@@ -105,19 +104,21 @@ class ServiceOrder:
             rule.on_finished(request)
             self.queue.note_rank(rule.group_of(request))
 
-    def issued(self, rows: Iterable[ScheduledRow], requests: Iterable[RequestState]) -> None:
-        """A plan was made: tells the groups what service they get. Ranks only rise by that; `queue.peek` notices."""
+    def issued(self, requests: Iterable[Q], amounts: Iterable[int]) -> None:
+        """A plan computes so much of each: tells the groups what service they get. Ranks only rise by that;
+        `queue.peek` notices.
+        """
         rule = self.policy.groups
         if rule is not None:
-            for row, request in zip(rows, requests, strict=True):
-                rule.on_scheduled(request, row.num_tokens)
+            for request, amount in zip(requests, amounts, strict=True):
+                rule.on_scheduled(request, amount)
 
-    def accepted(self, request: RequestState) -> None:
+    def accepted(self, request: Q) -> None:
         """A draft was accepted, `num_computed_tokens` counts it: the groups hear of it as of a row of its own."""
         if self.policy.groups is not None:
             self.policy.groups.on_scheduled(request, 1)
 
-    def take_expired(self, running: Iterable[RequestState], now: float, limit: int) -> list[RequestState]:
+    def take_expired(self, running: Iterable[Q], now: float, limit: int) -> list[Q]:
         """Those whose quantum is used up while somebody waits that comes before them now, the longest-standing first;
         at most `limit`, and at most as many as wait.
 
@@ -128,26 +129,26 @@ class ServiceOrder:
         head = self.queue.peek()
         if self.policy.quantum_end is None or head is None or not limit:
             return []
-        ends = self._quantum_ends
-        expired = sorted((r for r in running if r.num_computed_tokens >= ends[r.request_id]), key=self.place)
+        ends, quanta = self._quantum_ends, self.policy.quanta
+        expired = sorted((r for r in running if r.num_computed >= ends[r.request_id]), key=self.place)
         leaving, first = [], self.place(head)
         for request in expired[: min(limit, len(self.queue))]:
-            request.num_quanta += 1
-            request.quantum_ended_at = now
+            used = quanta.get(request.request_id)
+            quanta[request.request_id] = UsedQuanta(1 if used is None else used.num_used + 1, now)
             self.keys[request.request_id] = self.policy.order(request)
             self._begin_quantum(request)
             if self.place(request) > first:
                 leaving.append(request)
         return leaving
 
-    def outranked(self, waiting: RequestState, running: Iterable[RequestState]) -> list[RequestState]:
+    def outranked(self, waiting: Q, running: Iterable[Q]) -> list[Q]:
         """Those whose slots and blocks a waiting request may take, the first to be preempted first."""
         rule = self.policy.outranks
         if rule is None:
             return []
         return sorted((r for r in running if rule(waiting, r)), key=self.victim_key, reverse=True)
 
-    def place(self, request: RequestState) -> tuple[Any, ...]:
+    def place(self, request: Q) -> tuple[Any, ...]:
         """Smaller is served first, in and across groups."""
         key, rule = self.keys[request.request_id], self.policy.groups
         if rule is None:
@@ -155,31 +156,44 @@ class ServiceOrder:
         group = rule.group_of(request)
         return (rule.rank(group), group, key)
 
-    def victim_key(self, request: RequestState) -> tuple[Any, ...]:
+    def victim_key(self, request: Q) -> tuple[Any, ...]:
         """The largest is preempted first."""
         return self.place(request) if self.policy.victim is None else self.policy.victim(request)
 
-    def check_invariants(self, running: Iterable[RequestState]) -> None:
+    def check_invariants(self, running: Iterable[Q]) -> None:
         """Asserts that nothing is kept of requests that have gone; slow."""
         living = {r.request_id for r in [*self.queue, *running]}
         assert self.keys.keys() == living
         assert self._quantum_ends.keys() <= living
+        assert self.policy.quanta.keys() <= living
+        assert self._kv_needs.keys() <= living
         assert self._watch is None or len(self._watch) <= len(self.queue)
 
-    def _begin_quantum(self, request: RequestState) -> None:
+    def _begin_quantum(self, request: Q) -> None:
         if self.policy.quantum_end is not None:
             self._quantum_ends[request.request_id] = self.policy.quantum_end(request)
 
-    def _rescore(self, request: RequestState) -> bool:
-        """True if the request's cached prefix is another than when it was scored last."""
+    def _look_for_kv(self, request: Q, watch: PrefixWatch) -> bool:
+        """True if the request needs something else of the KV cache than when it was looked for last."""
+        need = self._find_kv(request)
+        watch.watch(request, need.num_cached_blocks)
+        if need == self._kv_needs.get(request.request_id):
+            return False
+        self._kv_needs[request.request_id] = need
+        return True
+
+    def _rescore(self, request: Q) -> bool:
+        """True if the request has another key than when it was scored last."""
         assert self._watch is not None
-        num_blocks, num_tokens = self._find_prefix(request)
-        self._watch.watch(request, num_blocks)
-        if num_tokens == request.cached_prefix_tokens:
+        key = self.keys[request.request_id]
+        if request.first_scheduled_at is not None and self.policy.resumed is None:
+            self._watch.forget(request.request_id)  # it was preempted, and keeps the key it had
+            return False
+        if not self._look_for_kv(request, self._watch):
             return False
         self._num_rescores_left -= 1
-        request.cached_prefix_tokens = num_tokens
-        key = self.keys[request.request_id] = self.policy.order(request)
+        new_key = self.policy.order(request)
+        self.keys[request.request_id] = new_key if request.first_scheduled_at is None else min(key, new_key)
         self.queue.remove(request.request_id)
-        self.queue.push(request, key)
+        self.queue.push(request, self.keys[request.request_id])
         return True

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 from maitred.config import SchedulerConfig
 from maitred.errors import ConfigError, did_you_mean
+from maitred.policy.parameters import make_policy
 from maitred.policy.policy import Policy, PolicyFactory
 from maitred.policy.rules.arrival import fcfs, priority
 from maitred.policy.rules.deadline import edf, least_slack
@@ -29,18 +29,11 @@ POLICIES: dict[str, PolicyFactory] = {
     "lpm": lpm,
 }
 
-IGNORE_PRIORITY = frozenset({"fcfs", "sjf", "srpt", "rr", "mlfq", "vtc", "lpm"})
-AGE_BY_TOKENS = frozenset({"sjf", "srpt", "interactive", "lpm"})  # have a use for `ageing_tokens_per_s`
-HEED_PRIORITY = tuple(sorted(POLICIES.keys() - IGNORE_PRIORITY))
-
-
-def heeds_priority(name: str) -> bool:
-    """Whether a request's priority may change its place under this policy; of one that is installed nobody knows."""
-    return name not in IGNORE_PRIORITY
-
 
 def policy_for(config: SchedulerConfig, policies: Mapping[str, PolicyFactory] = POLICIES) -> Policy:
-    """A fresh policy, with its state if it has any. Raises ConfigError, listing the choices."""
+    """A fresh policy, with its state if it has any. Raises ConfigError, listing the choices, for a name or an argument
+    that there is not.
+    """
     try:
         make = policies[config.policy]
     except KeyError:
@@ -48,4 +41,9 @@ def policy_for(config: SchedulerConfig, policies: Mapping[str, PolicyFactory] = 
             f"scheduler.policy is {config.policy!r}{did_you_mean(config.policy, policies)}; choose one of "
             f"{', '.join(sorted(policies))}"
         ) from None
-    return make(replace(config, ageing_tokens_per_s=config.ageing_rate))
+    return make_policy(make, config)
+
+
+def heeding_priority() -> list[str]:
+    """Names of ours under which a request's priority may change its place."""
+    return [name for name in POLICIES if policy_for(SchedulerConfig(policy=name)).heeds_priority]

@@ -2,22 +2,22 @@
 
 A policy says how requests are ordered inside a group, which group is next, whom a waiting request may put out, and how
 long a request may run on. The scheduler supplies everything else, so a policy never touches blocks or plans.
-It is pure: no clock, no randomness, no environment. `conformance` checks what it promises.
+It is pure: no clock, no randomness, no environment. `testing.conformance` checks what it promises.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from maitred.config import SchedulerConfig
-from maitred.request import RequestState
+from maitred.config import PolicyArg
+from maitred.policy.queued import KVNeed, Queued, UsedQuanta
 
-OrderKey = Callable[[RequestState], tuple[Any, ...]]
+OrderKey = Callable[[Queued], tuple[Any, ...]]
 """Smaller runs first. Static: asked when a request is added (and when its quantum ends), never while it waits."""
 
-PreemptionRule = Callable[[RequestState, RequestState], bool]
+PreemptionRule = Callable[[Queued, Queued], bool]
 """(waiting, running) -> may the first take the slot and blocks of the second? Must be free of cycles."""
 
 Rank = tuple[float, ...]
@@ -30,22 +30,22 @@ class GroupRule(Protocol):
     `on_finished`, there only that of the request's own group.
     """
 
-    def group_of(self, request: RequestState) -> str:
+    def group_of(self, request: Queued) -> str:
         """May change only while the request is not waiting."""
 
     def rank(self, group: str) -> Rank:
         """The group of smallest rank is served next; ties go by name."""
 
-    def on_queued(self, request: RequestState) -> None:
+    def on_queued(self, request: Queued) -> None:
         """It is about to wait: it is new, or was preempted."""
 
-    def on_started(self, request: RequestState) -> None:
+    def on_started(self, request: Queued) -> None:
         """Out of the queue and into a slot, with the tokens of its prefix hit computed."""
 
-    def on_scheduled(self, request: RequestState, num_tokens: int) -> None:
-        """A plan computes so many of its tokens; `num_computed_tokens` counts them already."""
+    def on_scheduled(self, request: Queued, num_tokens: int) -> None:
+        """A plan computes so much of it; `num_computed` counts that already."""
 
-    def on_finished(self, request: RequestState) -> None:
+    def on_finished(self, request: Queued) -> None:
         """It ended, wherever it stood."""
 
 
@@ -59,9 +59,9 @@ class Policy:
     """Its starvation bound, in words; `overtaken_until` and `max_service_gap` are the same in numbers."""
     order: OrderKey
     """Order inside a group. A preempted request keeps its key, and so its place."""
-    overtaken_until: Callable[[RequestState], float]
+    overtaken_until: Callable[[Queued], float]
     """Of two that wait in a group, the one that arrived later than this time (s) of the other starts after it."""
-    terms: Callable[[RequestState], Mapping[str, float]]
+    terms: Callable[[Queued], Mapping[str, float]]
     """The parts of its place in the queue, by name, for people to read: `arrived_at_s`, `ageing_s`, `counter_tokens`.
     Asked for one request at a time, never by the scheduler. Without groups they sum up to the first part of `order`."""
     outranks: PreemptionRule | None = None
@@ -75,19 +75,30 @@ class Policy:
     max_service_gap: Callable[[int, int, int, int], float] | None = None
     """(longest prompt, longest output, max_num_seqs, tokens of the KV pool) -> by how much the weighted service of two
     groups that always wait can drift apart, in input tokens for a weight of 1. Of a policy with `groups`."""
-    quantum_end: Callable[[RequestState], int] | None = None
+    quantum_end: Callable[[Queued], int] | None = None
     """Position at which a quantum that begins now ends: there it makes room for those that wait, and is given a new
     key. None runs on."""
-    scores_prefix: bool = False
-    """`order` looks at `cached_prefix_tokens`; asked again when the cache gains or loses blocks of a prompt."""
+    quanta: dict[str, UsedQuanta] = field(default_factory=dict)
+    """Of a policy with `quantum_end`: quanta used up, by request id; a request that has used up none is not in it.
+    Written by `ServiceOrder`, which hands it on when the policy changes, so that nobody's place is lost by that."""
+    kv_needs: dict[str, KVNeed] | None = None
+    """Of a policy whose `order` looks at what is cached: what each request needs of the KV cache. Written by
+    `ServiceOrder`, which then asks for the key again when the cache gains or loses blocks of one that waits. None does
+    not look."""
+    heeds_priority: bool = True
+    """Whether a request's priority may change its place."""
+    arguments: Mapping[str, PolicyArg] = field(default_factory=dict)
+    """Its parameters, by name, with the values it was made with; `parameters.make_policy` sets them."""
 
 
-PolicyFactory = Callable[[SchedulerConfig], Policy]
+PolicyFactory = Callable[..., Policy]
+"""(config, *, parameters) -> a fresh policy. `config` is the SchedulerConfig, all else is by keyword: the policy's own
+parameters, see `parameters`."""
 
 
-def by_arrival(request: RequestState) -> tuple[Any, ...]:
+def by_arrival(request: Queued) -> tuple[Any, ...]:
     return (request.arrived_at, request.request_id)  # request_id last: ties never depend on dict order
 
 
-def arrival_term(request: RequestState) -> dict[str, float]:
+def arrival_term(request: Queued) -> dict[str, float]:
     return {"arrived_at_s": request.arrived_at}

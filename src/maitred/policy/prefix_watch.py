@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import islice
 
-from maitred.request import RequestState
+from maitred.policy.queued import Queued
 
 
 class PrefixWatch:
@@ -15,7 +15,7 @@ class PrefixWatch:
         self._watched: dict[str, bytes] = {}
         self._gaining: dict[str, None] = {}  # ids whose score is too low, first come first served
 
-    def watch(self, request: RequestState, num_cached_blocks: int) -> None:
+    def watch(self, request: Queued, num_cached_blocks: int) -> None:
         self.forget(request.request_id)
         if num_cached_blocks < len(request.block_hashes):
             digest = request.block_hashes[num_cached_blocks]

@@ -4,39 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from heapq import heapify, heappop, heappush, heapreplace
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from maitred.policy.policy import GroupRule, Rank
-from maitred.request import RequestState
+from maitred.policy.queued import Queued
 
 MIN_DEAD_ENTRIES = 64  # below this a heap with removed requests in it is not worth compacting
 
+Q = TypeVar("Q", bound=Queued)
 
-class _Entry(NamedTuple):
+
+class _Entry(NamedTuple, Generic[Q]):
     key: tuple[Any, ...]
     sequence: int  # unique, so that comparing entries never compares requests
-    request: RequestState
+    request: Q
 
 
 class _OneGroup:
     """The rule of a policy that has no groups."""
 
-    def group_of(self, request: RequestState) -> str:
+    def group_of(self, request: Queued) -> str:
         return ""
 
     def rank(self, group: str) -> Rank:
         return ()
 
 
-class RequestQueue:
+class RequestQueue(Generic[Q]):
     """Push, peek and pop cost O(log n). Removal is O(1): the entry stays in its heap until it surfaces, or until
     removed entries outnumber the living.
     """
 
     def __init__(self, groups: GroupRule | None = None) -> None:
         self._rule: GroupRule | _OneGroup = groups if groups is not None else _OneGroup()
-        self._entries: dict[str, _Entry] = {}  # the living, by request id
-        self._heaps: dict[str, list[_Entry]] = {}
+        self._entries: dict[str, _Entry[Q]] = {}  # the living, by request id
+        self._heaps: dict[str, list[_Entry[Q]]] = {}
         self._groups: list[tuple[Rank, str]] = []  # heap; an entry counts if its rank is the listed one
         self._listed: dict[str, Rank] = {}
         self._num_entries = 0  # in all heaps, removed ones too
@@ -45,7 +47,7 @@ class RequestQueue:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def __iter__(self) -> Iterator[RequestState]:
+    def __iter__(self) -> Iterator[Q]:
         """In no order."""
         return (entry.request for entry in self._entries.values())
 
@@ -57,32 +59,32 @@ class RequestQueue:
         """In its heaps, removed ones too; at most MIN_DEAD_ENTRIES + 1 over twice the living."""
         return self._num_entries
 
-    def get(self, request_id: str) -> RequestState:
+    def get(self, request_id: str) -> Q:
         """Raises KeyError when it is not here."""
         return self._entries[request_id].request
 
-    def in_order(self) -> list[RequestState]:
+    def in_order(self) -> list[Q]:
         """The next first; sorts, so it is for people to look at and not for scheduling."""
         rule = self._rule
 
-        def place(entry: _Entry) -> tuple[Any, ...]:
+        def place(entry: _Entry[Q]) -> tuple[Any, ...]:
             group = rule.group_of(entry.request)
             return (rule.rank(group), group, entry.key)
 
         return [entry.request for entry in sorted(self._entries.values(), key=place)]
 
-    def first(self, count: int) -> list[RequestState]:
+    def first(self, count: int) -> list[Q]:
         """The next `count`, in order, without sorting the rest: about count * log(count) steps in each group's heap."""
-        found: list[RequestState] = []
+        found: list[Q] = []
         for _, group in sorted((self._rule.rank(group), group) for group in self._heaps):
             found += self._first_of(self._heaps[group], count - len(found))
             if len(found) >= count:
                 break
         return found
 
-    def _first_of(self, heap: list[_Entry], count: int) -> list[RequestState]:
+    def _first_of(self, heap: list[_Entry[Q]], count: int) -> list[Q]:
         """Walks down a heap from its root, the smallest known entry first; removed entries are passed over."""
-        found: list[RequestState] = []
+        found: list[Q] = []
         frontier = [(heap[0], 0)] if heap else []
         while frontier and len(found) < count:
             entry, index = heappop(frontier)
@@ -93,7 +95,7 @@ class RequestQueue:
                     heappush(frontier, (heap[child], child))
         return found
 
-    def push(self, request: RequestState, key: tuple[Any, ...]) -> None:
+    def push(self, request: Q, key: tuple[Any, ...]) -> None:
         self._sequence += 1
         entry = _Entry(key, self._sequence, request)
         self._entries[request.request_id] = entry
@@ -102,12 +104,12 @@ class RequestQueue:
         heappush(self._heaps.setdefault(group, []), entry)
         self.note_rank(group)
 
-    def peek(self) -> RequestState | None:
+    def peek(self) -> Q | None:
         """The next request, which stays in the queue."""
         heap = self._first_heap()
         return heap[0].request if heap else None
 
-    def pop(self) -> RequestState:
+    def pop(self) -> Q:
         """Takes out the next request. Raises IndexError when there is none."""
         heap = self._first_heap()
         if heap is None:
@@ -135,7 +137,7 @@ class RequestQueue:
                     self._groups = [(rank, group) for group, rank in self._listed.items()]
                     heapify(self._groups)
 
-    def _first_heap(self) -> list[_Entry] | None:
+    def _first_heap(self) -> list[_Entry[Q]] | None:
         """The heap of the group that is served next, with a living entry on top."""
         while self._groups:
             rank, group = self._groups[0]
@@ -155,7 +157,7 @@ class RequestQueue:
             heapreplace(self._groups, (current, group))
         return None
 
-    def _drop_removed(self, heap: list[_Entry]) -> None:
+    def _drop_removed(self, heap: list[_Entry[Q]]) -> None:
         while heap and self._entries.get(heap[0].request.request_id) is not heap[0]:
             heappop(heap)
             self._num_entries -= 1

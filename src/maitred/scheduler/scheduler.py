@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, replace
+from math import ceil
 
 from maitred.config import SchedulerConfig
 from maitred.errors import InvalidRequest
@@ -17,6 +18,8 @@ from maitred.policy.order import ServiceOrder
 from maitred.policy.policies import POLICIES, policy_for
 from maitred.policy.policy import PolicyFactory
 from maitred.policy.predictor import Predictor, bounded_prediction, predictor_named
+from maitred.policy.queued import KVNeed
+from maitred.policy.rules.cost import expected_outputs
 from maitred.request import FinishReason, RequestState, RequestStatus
 from maitred.scheduler.deadlines import Deadlines
 from maitred.scheduler.drafts import NumDrafts, plan_drafts
@@ -52,7 +55,7 @@ class Scheduler:
         self._state = SchedulerState(
             config=config,
             kv=kv_cache,
-            order=ServiceOrder(policy_for(config, policies), self._find_prefix),
+            order=ServiceOrder(policy_for(config, policies), self._find_kv),
             predictor=predictor if predictor is not None else predictor_named(config.predictor),
             stop_rule=stop_rule,
         )
@@ -116,7 +119,7 @@ class Scheduler:
         return self._kv
 
     @property
-    def order(self) -> ServiceOrder:
+    def order(self) -> ServiceOrder[RequestState]:
         """To look at: the policy at work, the queue, and everybody's key."""
         return self._state.order
 
@@ -205,7 +208,7 @@ class Scheduler:
 
     def set_policy(self, name: str) -> None:
         """Orders everything by another policy from now on. Raises ConfigError when there is none of that name."""
-        self.configure(replace(self._state.config, policy=name))
+        self.configure(replace(self._state.config, policy=name, policy_args={}))
 
     def set_swap_costs(self, costs: SwapCosts | None) -> None:
         """What copying and computing take on this machine; None never copies."""
@@ -229,7 +232,7 @@ class Scheduler:
         state = self._state
         builder = build_plan(state, now)
         self.blocked, self.preemptions = why_blocked(state, builder), tuple(builder.preemptions)
-        state.order.issued(builder.rows, builder.requests)
+        state.order.issued(builder.requests, (row.num_tokens for row in builder.rows))
         if self._num_drafts is not None:
             plan_drafts(state, builder, self._num_drafts)
         plan = builder.plan(self._step, state.forgotten)
@@ -255,11 +258,16 @@ class Scheduler:
 
     def _watch_cache(self) -> None:
         order = self._state.order
-        self._kv.on_cached = order.block_cached if order.policy.scores_prefix else None
+        self._kv.on_cached = order.block_cached if order.policy.kv_needs is not None else None
 
-    def _find_prefix(self, request: RequestState) -> tuple[int, int]:
-        hit = self._kv.find_prefix(request)
-        return len(hit.blocks), hit.num_tokens
+    def _find_kv(self, request: RequestState) -> KVNeed:
+        kv, hit, num_inputs = self._kv, self._kv.find_prefix(request), request.num_prompt_tokens
+        return KVNeed(
+            hit.num_tokens,
+            len(hit.blocks),
+            kv.num_blocks_for(num_inputs + ceil(expected_outputs(request))),
+            kv.num_blocks_for(num_inputs + request.max_tokens),
+        )
 
     def _end(self, request: RequestState, reason: FinishReason, now: float) -> None:
         end(self._state, request, reason, now)

@@ -23,7 +23,7 @@ class SchedulerState:
 
     config: SchedulerConfig
     kv: KVCacheManager
-    order: ServiceOrder  # holds the queue
+    order: ServiceOrder[RequestState]  # holds the queue
     predictor: Predictor
     stop_rule: StopRule
     swap_costs: SwapCosts | None = None

@@ -15,6 +15,7 @@ from dataclasses import replace
 from math import isfinite
 
 from maitred.errors import ConfigError
+from maitred.policy.parameters import make_policy
 from maitred.policy.policy import PolicyFactory
 from maitred.policy.queue import MIN_DEAD_ENTRIES
 from maitred.request import RequestState
@@ -109,7 +110,7 @@ def keeps_place(moment: Moment) -> str | None:
     """
     for request in moment.preempted:
         group, key = moment.places_before[request.request_id]
-        if request.num_quanta != moment.quanta_before[request.request_id]:
+        if moment.world.num_quanta(request) != moment.quanta_before[request.request_id]:
             continue
         group_now, key_now = moment.world.place(request)
         if group_now != group:
@@ -217,7 +218,7 @@ def check_swap(make: PolicyFactory, scenario: Scenario, execute: Execute = answe
 
 
 def _fault_of_swap(world: World) -> str | None:
-    if world.policy.scores_prefix:
+    if world.policy.kv_needs is not None:
         world.swap()  # every score is up to date after it, as it will be after the next
     before, bounds = _orders(world), _bounds(world)
     world.swap()
@@ -289,8 +290,9 @@ def check_fair_share(make: PolicyFactory, scenario: Scenario, execute: Execute =
     """Of groups that always wait, the weighted service drifts apart by no more than `max_service_gap`; that of any two,
     over every stretch of time. Returns the largest drift as a share of the bound. A policy without groups passes.
     """
-    gap = make(scenario.config).max_service_gap
-    if make(scenario.config).groups is None:
+    policy = make_policy(make, scenario.config)
+    gap = policy.max_service_gap
+    if policy.groups is None:
         return 0.0
     if gap is None:
         raise PolicyFault("fair share", scenario, 0, "it has groups and states no max_service_gap")

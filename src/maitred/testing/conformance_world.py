@@ -151,6 +151,10 @@ class World:
     def place(self, request: RequestState) -> tuple[str, tuple[Any, ...]]:
         return self.group_of(request), self.scheduler.order.keys[request.request_id]
 
+    def num_quanta(self, request: RequestState) -> int:
+        used = self.policy.quanta.get(request.request_id)
+        return 0 if used is None else used.num_used
+
     def arrive(self) -> None:
         """As many as the scenario wants before this step, and perhaps an abort."""
         scenario, dice = self.scenario, self.dice
@@ -226,7 +230,7 @@ class World:
             world=self,
             waiting_before=scheduler.waiting,
             places_before={r.request_id: self.place(r) for r in before},
-            quanta_before={r.request_id: r.num_quanta for r in before},
+            quanta_before={r.request_id: self.num_quanta(r) for r in before},
             plan=scheduler.schedule(self.now),
         )
         self.plans.append(moment.plan)

@@ -28,11 +28,11 @@ from maitred.api.ops.latencies import Latencies
 from maitred.api.ops.live_feed import LiveFeed
 from maitred.api.ops.metrics_page import EdgeMetrics
 from maitred.clock import Clock
-from maitred.config import AdmissionConfig, ServerConfig
+from maitred.config import AdmissionConfig, SchedulerConfig, ServerConfig
+from maitred.engine.installed import policy_of
 from maitred.engine.intake import ServedModel, make_requests
 from maitred.errors import ConfigError, InvalidRequest, ModelNotFound, Overloaded, RequestError, Unavailable
 from maitred.gate.admission import AdmissionController
-from maitred.policy.policies import heeds_priority
 from maitred.replica import Replica
 from maitred.request import RequestSpec, SamplingParams
 from maitred.storage.ledger import Ledger
@@ -54,6 +54,11 @@ class RequestOptions:
     priority: int = 0
     cache_salt: str = ""
     limits: TimeLimits = NO_LIMITS
+
+
+def _without_priorities(policy: str) -> str | None:
+    """`policy`, if it says of itself that it heeds none."""
+    return None if policy_of(SchedulerConfig(policy=policy)).heeds_priority else policy
 
 
 class Edge:
@@ -80,7 +85,7 @@ class Edge:
         self._paths: set[str] = set()  # where it lies, which is a name too
         self.admission: AdmissionController | None = None
         self.admission_config = AdmissionConfig()
-        self.policy_without_priorities = None if policy is None or heeds_priority(policy) else policy
+        self.policy_without_priorities = None if policy is None else _without_priorities(policy)
         self.door = door if door is not None else Authenticator(config.api_keys)
         self.metrics = EdgeMetrics(
             self.replica,
@@ -130,7 +135,7 @@ class Edge:
     def policy_changed(self, policy: str) -> None:
         """Once priorities were heeded they stay welcome: no client's request becomes an error while the server runs."""
         if self.policy_without_priorities is not None:
-            self.policy_without_priorities = None if heeds_priority(policy) else policy
+            self.policy_without_priorities = _without_priorities(policy)
 
     def check_loaded(self) -> None:
         """Raises Unavailable before the engine is there."""

@@ -11,7 +11,8 @@ import msgspec
 from maitred.api.http.edge import Edge
 from maitred.api.http.errors import shortened
 from maitred.api.http.exchange import Exchange
-from maitred.config import SchedulerConfig
+from maitred.config import PolicyArg, SchedulerConfig
+from maitred.engine.installed import policy_of
 from maitred.errors import ConfigError, InvalidRequest, RouteNotFound
 from maitred.scheduler.queue_view import MAX_PAGE, QueueView
 
@@ -33,15 +34,18 @@ class Administrable(Protocol):
 
 
 class PolicyView(msgspec.Struct, frozen=True):
-    """The policy and its parameters, and the names of those that could be chosen."""
+    """The policy, the settings of all policies, and the names of those that could be chosen."""
 
     policy: str
     parameters: dict[str, Any]
     choices: tuple[str, ...]
+    arguments: dict[str, PolicyArg]  # what this policy makes of them: its own parameters, by name
 
 
 class PolicyChange(msgspec.Struct, frozen=True):
-    """`policy`, and any of the parameters that GET /admin/policy shows; what is left out stays as it is."""
+    """`policy`, and any of the parameters that GET /admin/policy shows; what is left out stays as it is, but for
+    `policy_args`, which belong to a policy: another one begins without any.
+    """
 
     policy: str | msgspec.UnsetType = msgspec.UNSET
 
@@ -79,7 +83,7 @@ async def change_policy(edge: Edge, exchange: Exchange) -> None:
 
 def policy_view(config: SchedulerConfig, choices: tuple[str, ...]) -> PolicyView:
     parameters = {name: value for name, value in asdict(config).items() if name not in LIMITS and name != "policy"}
-    return PolicyView(config.policy, parameters, choices)
+    return PolicyView(config.policy, parameters, choices, dict(policy_of(config).arguments))
 
 
 def changed(config: SchedulerConfig, changes: dict[str, Any]) -> SchedulerConfig:
@@ -92,6 +96,10 @@ def changed(config: SchedulerConfig, changes: dict[str, Any]) -> SchedulerConfig
                 f"{shortened(name)!r} is no setting of a policy; choose from {', '.join(choices)}",
                 param=shortened(name),
             )
+    if changes.get("policy", config.policy) != config.policy:
+        values["policy_args"] = {}
+    else:  # a setting that is changed by its own name is not held back by an argument of that name
+        values["policy_args"] = {k: v for k, v in config.policy_args.items() if k not in changes}
     try:
         return msgspec.convert({**values, **changes}, SchedulerConfig)
     except (msgspec.ValidationError, ConfigError) as error:

@@ -18,6 +18,7 @@ from maitred.config import AdmissionConfig, CacheConfig, SchedulerConfig
 from maitred.engine.installed import installed_policies
 from maitred.errors import did_you_mean
 from maitred.gate.admission import PRIORITY_FIRST, AdmissionController
+from maitred.policy.parameters import parameters_of
 from maitred.policy.predictor import PREDICTORS
 from maitred.sim.jitter import Jitter
 from maitred.sim.report import html_report, svg_report
@@ -37,6 +38,9 @@ def run_simulations(
     applied = _admission(options, admission)
     policies = _policies(scheduler.policy, list(installed_policies()))
     _known("--predictor", scheduler.predictor, list(PREDICTORS))
+    choices = sorted({argument for policy in policies for argument in parameters_of(installed_policies()[policy])})
+    for argument in scheduler.policy_args:
+        _known("--policy-arg", argument, choices)
     objectives = Objectives(**{f"{name}_s": bound for name, bound in map(parse_slo, options.slo)})
     target = find_target(options.device, options.model)
     workload = _under_terms(read_workload(options.workload, options.rate_scale), options.tenants, applied)
@@ -55,15 +59,20 @@ def run_simulations(
 
 
 def engine_setup(scheduler: SimulatedSchedulerConfig, cache: CacheConfig, target: Target, policy: str) -> EngineSetup:
-    """The configuration a server would have; the predictor is the simulation's own."""
+    """The configuration a server would have, with those arguments that this policy has; the predictor is the
+    simulation's own.
+    """
+    policies = installed_policies()
     plain = {f.name: getattr(scheduler, f.name) for f in fields(SchedulerConfig) if f.name != "predictor"}
+    known = parameters_of(policies[policy])
+    plain |= {"policy": policy, "policy_args": {k: v for k, v in scheduler.policy_args.items() if k in known}}
     return EngineSetup(
-        scheduler=SchedulerConfig(**{**plain, "policy": policy}).settled(target.token_budget),
+        scheduler=SchedulerConfig(**plain).settled(target.token_budget),
         num_blocks=target.num_blocks(cache, scheduler.max_num_seqs),
         block_size=cache.block_size,
         enable_prefix_caching=cache.enable_prefix_caching,
         predictor=scheduler.predictor,
-        policies=installed_policies(),
+        policies=policies,
     )
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from maitred.config import SchedulerConfig
 from maitred.policy.policy import Policy, arrival_term, by_arrival
-from maitred.request import RequestState
+from maitred.policy.queued import Queued
 
 
 def fcfs(config: SchedulerConfig) -> Policy:
@@ -22,10 +22,11 @@ def fcfs(config: SchedulerConfig) -> Policy:
         order=by_arrival,
         overtaken_until=lambda request: request.arrived_at,
         terms=arrival_term,
+        heeds_priority=False,
     )
 
 
-def priority(config: SchedulerConfig) -> Policy:
+def priority(config: SchedulerConfig, *, ageing_s: float) -> Policy:
     """Most urgent first (0 before 1), with ageing, so that nobody starves.
 
     Source: priority with ageing (Silberschatz, Galvin, Gagne, Operating System Concepts, section 5.3.4).
@@ -33,15 +34,14 @@ def priority(config: SchedulerConfig) -> Policy:
     only by requests that arrive less than p * ageing_s seconds after it; from then on its wait is as under fcfs.
     Preemption keeps that bound: a request is put out only by one that is more urgent and also before it in this order.
     """
-    ageing_s = config.ageing_s
 
-    def aged_at(request: RequestState) -> float:
+    def aged_at(request: Queued) -> float:
         return request.arrived_at + request.priority * ageing_s
 
-    def order(request: RequestState) -> tuple[Any, ...]:
+    def order(request: Queued) -> tuple[Any, ...]:
         return (aged_at(request), request.arrived_at, request.request_id)
 
-    def outranks(waiting: RequestState, running: RequestState) -> bool:
+    def outranks(waiting: Queued, running: Queued) -> bool:
         return waiting.priority < running.priority and aged_at(waiting) < aged_at(running)
 
     return Policy(

@@ -1,34 +1,56 @@
-"""What a request is predicted to cost, in input tokens. A prediction can be wrong; what it leads to is bounded."""
+"""What a request is expected to cost, in inputs to compute. A prediction can be wrong; what it leads to is bounded."""
 
 from __future__ import annotations
 
-from maitred.request import RequestState
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from maitred.policy.queued import NO_KV_NEED, KVNeed, Queued
 
 
-def predicted_output(request: RequestState) -> float:
-    """Output tokens, from 1 to max_tokens whatever the predictor said; max_tokens without one."""
-    predicted = request.predicted_output_tokens
-    if predicted is None or not predicted <= request.max_tokens:  # a NaN goes here too
-        return request.max_tokens
-    return predicted if predicted > 1.0 else 1.0
+def expected_outputs(request: Queued) -> float:
+    """From 1 to max_outputs whatever the predictor said; max_outputs without one."""
+    expected = request.expected_outputs
+    if expected is None or not expected <= request.max_outputs:  # a NaN goes here too
+        return request.max_outputs
+    return expected if expected > 1.0 else 1.0
 
 
-def predicted_cost(request: RequestState, output_weight: float) -> float:
-    """Of all of it."""
-    return request.num_prompt_tokens + output_weight * predicted_output(request)
-
-
-def remaining_cost(request: RequestState, output_weight: float) -> float:
-    """Of what is to come, its prompt again included; never more than `predicted_cost`."""
-    return request.num_prompt_tokens + output_weight * remaining_output(request)
-
-
-def remaining_output(request: RequestState) -> float:
-    """Output tokens; at least 1 is still to come, however wrong the prediction was."""
-    left = predicted_output(request) - len(request.output_token_ids)
+def remaining_outputs(request: Queued) -> float:
+    """At least 1 is still to come, however wrong the prediction was."""
+    left = expected_outputs(request) - request.num_outputs
     return left if left > 1.0 else 1.0
 
 
-def largest_cost(request: RequestState, output_weight: float) -> float:
-    """The most that any prediction can make of it."""
-    return request.num_prompt_tokens + output_weight * request.max_tokens
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """Inputs that are not cached, `output_weight` for an output, `block_weight` for a KV block held at the end."""
+
+    output_weight: float
+    block_weight: float
+    needs: Mapping[str, KVNeed]  # by request id, as `Policy.kv_needs`
+
+    def uncached(self, request: Queued) -> int:
+        """Inputs to compute."""
+        left = request.num_inputs - self.needs.get(request.request_id, NO_KV_NEED).num_cached
+        return left if left > 0 else 0
+
+    def computing(self, request: Queued) -> float:
+        """Without its blocks, and without what it has put out: inputs not cached count again, outputs do not."""
+        return self.uncached(request) + self.output_weight * remaining_outputs(request)
+
+    def blocks(self, request: Queued) -> float:
+        return self.block_weight * self.needs.get(request.request_id, NO_KV_NEED).num_blocks
+
+    def expected(self, request: Queued) -> float:
+        """Of all of it."""
+        return self.uncached(request) + self.output_weight * expected_outputs(request) + self.blocks(request)
+
+    def remaining(self, request: Queued) -> float:
+        """Of what is to come, its prompt again included; with as much cached never more than `expected`."""
+        return self.computing(request) + self.blocks(request)
+
+    def largest(self, request: Queued) -> float:
+        """The most that any prediction, and an empty cache, can make of it."""
+        most_blocks = self.needs.get(request.request_id, NO_KV_NEED).max_blocks
+        return request.num_inputs + self.output_weight * request.max_outputs + self.block_weight * most_blocks

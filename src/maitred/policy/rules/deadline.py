@@ -7,18 +7,17 @@ from typing import Any
 
 from maitred.config import SchedulerConfig
 from maitred.policy.policy import Policy, arrival_term
-from maitred.request import RequestState
+from maitred.policy.queued import Queued
 
 MAX_SLACK_S = 3600.0  # an objective looser than this counts as this, so that the bound is finite
 
 
-def _deadline_of(config: SchedulerConfig) -> Callable[[RequestState], float]:
+def _deadline_of(default_s: float, ageing_s: float) -> Callable[[Queued], float]:
     """(s) arrived_at + the request's own objective, or that of its priority; at most what it was given for start and
     end; never before it arrived.
     """
-    default_s, ageing_s = config.default_ttft_slo_s, config.ageing_s
 
-    def deadline(request: RequestState) -> float:
+    def deadline(request: Queued) -> float:
         slack = request.ttft_slo_s
         if slack is None:
             slack = default_s + request.priority * ageing_s
@@ -33,21 +32,21 @@ def _deadline_of(config: SchedulerConfig) -> Callable[[RequestState], float]:
 
 
 def _by(
-    at: Callable[[RequestState], float],
-) -> tuple[Callable[[RequestState], tuple[Any, ...]], Callable[[RequestState, RequestState], bool]]:
+    at: Callable[[Queued], float],
+) -> tuple[Callable[[Queued], tuple[Any, ...]], Callable[[Queued, Queued], bool]]:
     """Order and preemption rule for a time that is smallest for the most pressing request."""
 
-    def order(request: RequestState) -> tuple[Any, ...]:
+    def order(request: Queued) -> tuple[Any, ...]:
         return (at(request), request.arrived_at, request.request_id)
 
-    def outranks(waiting: RequestState, running: RequestState) -> bool:
+    def outranks(waiting: Queued, running: Queued) -> bool:
         # Once it has its first token a request has met its deadline or missed it: to put it out would gain nothing.
-        return running.first_token_at is None and at(waiting) < at(running)
+        return not running.num_outputs and at(waiting) < at(running)
 
     return order, outranks
 
 
-def edf(config: SchedulerConfig) -> Policy:
+def edf(config: SchedulerConfig, *, default_ttft_slo_s: float, ageing_s: float) -> Policy:
     """Earliest deadline first, for the first token.
 
     Source: Liu and Layland, Journal of the ACM 1973; Jackson 1955.
@@ -55,7 +54,7 @@ def edf(config: SchedulerConfig) -> Policy:
     at most an hour, and no later than its start_by and finish_by. Bound: overtaken only by requests that arrive before
     its own deadline. Preemption: of requests that have no first token yet, by one with an earlier deadline.
     """
-    deadline = _deadline_of(config)
+    deadline = _deadline_of(default_ttft_slo_s, ageing_s)
     order, outranks = _by(deadline)
     return Policy(
         source="Liu and Layland, Journal of the ACM, 1973",
@@ -67,17 +66,19 @@ def edf(config: SchedulerConfig) -> Policy:
     )
 
 
-def least_slack(config: SchedulerConfig) -> Policy:
+def least_slack(
+    config: SchedulerConfig, *, default_ttft_slo_s: float, ageing_s: float, prefill_tokens_per_s: float
+) -> Policy:
     """Least slack first: by the latest moment at which its prefill can begin and still meet the deadline of `edf`.
 
     Source: Mok, PhD thesis, MIT 1983 (least laxity). While a request waits, its slack shrinks as fast as everybody's,
     so the latest start is a static key. Bound and preemption: as edf; a request whose prefill is longer than its
     objective counts from its arrival, never from before it.
     """
-    deadline, rate = _deadline_of(config), config.prefill_tokens_per_s
+    deadline = _deadline_of(default_ttft_slo_s, ageing_s)
 
-    def latest_start(request: RequestState) -> float:
-        return max(request.arrived_at, deadline(request) - request.num_prompt_tokens / rate)
+    def latest_start(request: Queued) -> float:
+        return max(request.arrived_at, deadline(request) - request.num_inputs / prefill_tokens_per_s)
 
     order, outranks = _by(latest_start)
     return Policy(

@@ -6,13 +6,13 @@ from heapq import heappop, heappush, heapreplace
 
 from maitred.config import SchedulerConfig
 from maitred.policy.policy import Policy, Rank, by_arrival
-from maitred.request import RequestState
+from maitred.policy.queued import Queued
 
 MIN_WEIGHT = 1e-3
 MIN_COUNTERS_TO_PRUNE = 256
 
 
-def vtc(config: SchedulerConfig) -> Policy:
+def vtc(config: SchedulerConfig, *, output_token_weight: float) -> Policy:
     """Virtual token counter: the tenant that has had least is next; within a tenant, first come first served.
 
     Source: Sheng et al., Fairness in Serving Large Language Models, OSDI 2024, arXiv:2401.00588, algorithm 2, with
@@ -28,7 +28,7 @@ def vtc(config: SchedulerConfig) -> Policy:
     most L_input + w_q * O; of what it counts, one prompt at most is still to be computed; and the gap is twice the sum.
     Preempts nobody for a slot; when blocks run out, the last request of the tenant that has had most.
     """
-    weight = config.output_token_weight
+    weight = output_token_weight
     counters = VirtualTokenCounters(weight)
 
     def max_service_gap(longest_prompt: int, longest_output: int, max_num_seqs: int, num_kv_tokens: int) -> float:
@@ -47,6 +47,7 @@ def vtc(config: SchedulerConfig) -> Policy:
         terms=lambda request: {"counter_tokens": counters.rank(request.tenant)[0], "arrived_at_s": request.arrived_at},
         groups=counters,
         max_service_gap=max_service_gap,
+        heeds_priority=False,
     )
 
 
@@ -68,28 +69,28 @@ class VirtualTokenCounters:
         self._num_joins = 0
         self._prune_over = MIN_COUNTERS_TO_PRUNE  # counters; doubles when few can be forgotten
 
-    def group_of(self, request: RequestState) -> str:
+    def group_of(self, request: Queued) -> str:
         return request.tenant
 
     def rank(self, group: str) -> Rank:
         return (self._counters.get(group, self._floor), self._joined.get(group, 0))
 
-    def on_queued(self, request: RequestState) -> None:
+    def on_queued(self, request: Queued) -> None:
         tenant = request.tenant
         if tenant not in self._waiting:
             self._join(tenant)
         self._waiting[tenant].add(request.request_id)
 
-    def on_started(self, request: RequestState) -> None:
+    def on_started(self, request: Queued) -> None:
         self._leave(request)
         if request.first_scheduled_at is None:
-            self._charge(request, request.num_prompt_tokens - request.num_computed_tokens)
+            self._charge(request, request.num_inputs - request.num_computed)
 
-    def on_scheduled(self, request: RequestState, num_tokens: int) -> None:
-        if request.num_computed_tokens == request.num_tokens:  # this row samples
+    def on_scheduled(self, request: Queued, num_tokens: int) -> None:
+        if request.num_computed == request.num_inputs + request.num_outputs:  # this row samples
             self._charge(request, self._output_weight)
 
-    def on_finished(self, request: RequestState) -> None:
+    def on_finished(self, request: Queued) -> None:
         self._leave(request)
 
     def _join(self, tenant: str) -> None:
@@ -105,7 +106,7 @@ class VirtualTokenCounters:
         if len(self._counters) > self._prune_over:
             self._prune()
 
-    def _leave(self, request: RequestState) -> None:
+    def _leave(self, request: Queued) -> None:
         ids = self._waiting.get(request.tenant)
         if ids is not None:
             ids.discard(request.request_id)
@@ -113,7 +114,7 @@ class VirtualTokenCounters:
                 del self._waiting[request.tenant]
                 self._last_to_leave = request.tenant
 
-    def _charge(self, request: RequestState, tokens: float) -> None:
+    def _charge(self, request: Queued, tokens: float) -> None:
         tenant = request.tenant
         self._counters[tenant] = self._counters.get(tenant, self._floor) + tokens / max(request.weight, MIN_WEIGHT)
 

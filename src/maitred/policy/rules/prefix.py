@@ -6,10 +6,10 @@ from typing import Any
 
 from maitred.config import SchedulerConfig
 from maitred.policy.policy import Policy, arrival_term
-from maitred.request import RequestState
+from maitred.policy.queued import NO_KV_NEED, KVNeed, Queued
 
 
-def lpm(config: SchedulerConfig) -> Policy:
+def lpm(config: SchedulerConfig, *, ageing_tokens_per_s: float, ageing_s: float) -> Policy:
     """Longest prefix match first, with a floor of age.
 
     Source: SGLang, Zheng et al. 2023, arXiv:2312.07104, section 3 (cache-aware scheduling), which has no bound; the
@@ -18,12 +18,13 @@ def lpm(config: SchedulerConfig) -> Policy:
     scores again, a bounded number a step, when a block of a waiting prompt enters the cache, and at the head of the
     queue when one has left. Preempts nobody for a slot; when blocks run out, the last in order.
     """
-    rate, ageing_s = config.ageing_rate, config.ageing_s
+    kv_needs: dict[str, KVNeed] = {}
 
-    def prefix_s(request: RequestState) -> float:
-        return min(request.cached_prefix_tokens / rate, ageing_s)
+    def prefix_s(request: Queued) -> float:
+        num_cached = kv_needs.get(request.request_id, NO_KV_NEED).num_cached
+        return min(num_cached / ageing_tokens_per_s, ageing_s)
 
-    def order(request: RequestState) -> tuple[Any, ...]:
+    def order(request: Queued) -> tuple[Any, ...]:
         return (request.arrived_at - prefix_s(request), request.arrived_at, request.request_id)
 
     return Policy(
@@ -33,5 +34,6 @@ def lpm(config: SchedulerConfig) -> Policy:
         overtaken_until=lambda request: request.arrived_at + ageing_s,
         terms=lambda request: {**arrival_term(request), "cached_prefix_s": -prefix_s(request)},
         resumed=order,
-        scores_prefix=True,
+        kv_needs=kv_needs,
+        heeds_priority=False,
     )

@@ -10,15 +10,10 @@ from typing import Any
 
 from maitred.config import SchedulerConfig
 from maitred.policy.policy import Policy, arrival_term
-from maitred.request import RequestState
+from maitred.policy.queued import Queued, UsedQuanta
 
 
-def _joined_at(request: RequestState) -> float:
-    """When it went to the end of its queue."""
-    return request.arrived_at if request.quantum_ended_at is None else request.quantum_ended_at
-
-
-def rr(config: SchedulerConfig) -> Policy:
+def rr(config: SchedulerConfig, *, quantum_tokens: int) -> Policy:
     """Round robin: after `quantum_tokens` output tokens a request goes to the end of the queue, if anybody waits.
 
     Source: Kleinrock, Analysis of a time-shared processor, 1964; Silberschatz, 5.3.3.
@@ -27,26 +22,33 @@ def rr(config: SchedulerConfig) -> Policy:
     share one budget. What a preempted request computes again, with or without the prefix cache, counts as its prompt.
     Preempts at the end of a quantum only.
     """
-    quantum = config.quantum_tokens
+    quanta: dict[str, UsedQuanta] = {}
 
-    def order(request: RequestState) -> tuple[Any, ...]:
-        return (_joined_at(request), request.arrived_at, request.request_id)
+    def joined_at(request: Queued) -> float:
+        """When it went to the end of the queue."""
+        used = quanta.get(request.request_id)
+        return request.arrived_at if used is None else used.ended_at
+
+    def order(request: Queued) -> tuple[Any, ...]:
+        return (joined_at(request), request.arrived_at, request.request_id)
 
     return Policy(
         source="Kleinrock, Naval Research Logistics, 1964",
         bound="overtaken by nobody that arrives after it; with n before it, waiting or running, and s slots, its first "
         "token comes after at most (n / s + 1) quanta and n + 1 prompts, which share one budget",
         order=order,
-        overtaken_until=_joined_at,
+        overtaken_until=joined_at,
         terms=lambda request: {
             **arrival_term(request),
-            "since_quantum_s": _joined_at(request) - request.arrived_at,
+            "since_quantum_s": joined_at(request) - request.arrived_at,
         },
-        quantum_end=lambda request: max(request.num_computed_tokens, request.num_prompt_tokens) + quantum,
+        quantum_end=lambda request: max(request.num_computed, request.num_inputs) + quantum_tokens,
+        quanta=quanta,
+        heeds_priority=False,
     )
 
 
-def mlfq(config: SchedulerConfig) -> Policy:
+def mlfq(config: SchedulerConfig, *, quantum_tokens: int, mlfq_levels: int, ageing_s: float) -> Policy:
     """Multi-level feedback queue with skip-join: a request sinks a level with each quantum that it uses up.
 
     Source: FastServe, Wu et al. 2023, arXiv:2305.05920; feedback queues: Corbato et al. 1962.
@@ -57,24 +59,31 @@ def mlfq(config: SchedulerConfig) -> Policy:
     last level is mlfq_levels - 1. Preemption: at the end of a quantum, and by a request of a higher level (a smaller
     number) that is also before it in this order.
     """
-    ageing_s, quantum, last = config.ageing_s, config.quantum_tokens, config.mlfq_levels - 1
+    quantum, last = quantum_tokens, mlfq_levels - 1
+    quanta: dict[str, UsedQuanta] = {}
 
-    def level(request: RequestState) -> int:
+    def level(request: Queued) -> int:
         # the first l with quantum * 2**l >= prompt
-        entry = max(0, (-(-request.num_prompt_tokens // quantum) - 1).bit_length())
-        return min(last, entry + request.num_quanta)
+        entry = max(0, (-(-request.num_inputs // quantum) - 1).bit_length())
+        used = quanta.get(request.request_id)
+        return min(last, entry if used is None else entry + used.num_used)
 
-    def aged_at(request: RequestState) -> float:
-        return _joined_at(request) + level(request) * ageing_s
+    def joined_at(request: Queued) -> float:
+        """When it went to the end of its level."""
+        used = quanta.get(request.request_id)
+        return request.arrived_at if used is None else used.ended_at
 
-    def order(request: RequestState) -> tuple[Any, ...]:
+    def aged_at(request: Queued) -> float:
+        return joined_at(request) + level(request) * ageing_s
+
+    def order(request: Queued) -> tuple[Any, ...]:
         return (aged_at(request), request.arrived_at, request.request_id)
 
-    def outranks(waiting: RequestState, running: RequestState) -> bool:
+    def outranks(waiting: Queued, running: Queued) -> bool:
         return level(waiting) < level(running) and aged_at(waiting) < aged_at(running)
 
-    def quantum_end(request: RequestState) -> int:
-        return max(request.num_prompt_tokens, request.num_computed_tokens + (quantum << level(request)))
+    def quantum_end(request: Queued) -> int:
+        return max(request.num_inputs, request.num_computed + (quantum << level(request)))
 
     return Policy(
         source="FastServe, Wu et al. 2023, arXiv:2305.05920",
@@ -83,9 +92,11 @@ def mlfq(config: SchedulerConfig) -> Policy:
         overtaken_until=aged_at,
         terms=lambda request: {
             **arrival_term(request),
-            "since_quantum_s": _joined_at(request) - request.arrived_at,
+            "since_quantum_s": joined_at(request) - request.arrived_at,
             "level_s": level(request) * ageing_s,
         },
         outranks=outranks,
         quantum_end=quantum_end,
+        quanta=quanta,
+        heeds_priority=False,
     )

@@ -16,7 +16,7 @@ from maitred.api.dialects.openai.schemas import (
 from maitred.api.http.errors import shortened
 from maitred.engine.intake import ServedModel
 from maitred.errors import InvalidRequest
-from maitred.policy.policies import HEED_PRIORITY
+from maitred.policy.policies import heeding_priority
 from maitred.request import SamplingParams
 
 MAX_STOP = 4  # OpenAI's bound
@@ -122,7 +122,7 @@ def check_common(body: GenerationFields, *, policy_without_priorities: str | Non
             f"priority is {_number(body.priority)}; it must be from 0 (most urgent) to {MAX_PRIORITY}", param="priority"
         )
     if body.priority and policy_without_priorities is not None:
-        heeding = ", ".join(HEED_PRIORITY)
+        heeding = ", ".join(sorted(heeding_priority()))
         raise unsupported(
             "priority",
             f"the policy in force, {policy_without_priorities}, heeds none; leave it out, or serve with one that does: "
