@@ -50,7 +50,9 @@ def main(folder: Path) -> None:
             config,
             admission=running.admission,
             ledger=ledger,
-            tenants=SimpleNamespace(table=table_of({"guest": {"requests_per_minute": PER_MINUTE}, "boss": {}})),
+            tenants=SimpleNamespace(
+                table=table_of({"guest": {"requests_per_minute": PER_MINUTE}, "boss": {}}), num_failures=0
+            ),
         )
         server.Server(app, config, on_open=lambda host, port: say(str(port))).run()
     finally:
