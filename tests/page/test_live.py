@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -12,8 +11,8 @@ import httpx
 import pytest
 
 from tests.fakes_api import RunningServer
-from tests.page.worlds import FOREVER, serving
-from tests.waiting import HANGS_S, until
+from tests.page.worlds import FOREVER, Saying, serving
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -164,13 +163,14 @@ def test_an_engine_that_dies_is_told_of(open_page, expect):
 
 def test_a_view_that_stands_still_is_not_called_live(kitchen, open_page, expect):
     page = open_page(kitchen.url)
-    step_ends = threading.Event()
     with guests(kitchen, 1):
         expect(page.locator("#stat-batch")).to_have_text("1")
-        kitchen.replica._post(lambda: [] * step_ends.wait(HANGS_S))
-        expect(page.locator("#live-trouble")).to_contain_text("No news from the engine for")
-        expect(page.locator("#state")).to_have_text("not live")
-        step_ends.set()
+        Saying.may_step.clear()
+        try:
+            expect(page.locator("#live-trouble")).to_contain_text("No news from the engine for")
+            expect(page.locator("#state")).to_have_text("not live")
+        finally:
+            Saying.may_step.set()
         expect(page.locator("#state")).to_have_text("live")
         expect(page.locator("#live-trouble")).to_be_hidden()
 

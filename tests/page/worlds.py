@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from maitred.step import ModelOutput, SchedulerOutput
 from tests.engine.worlds import client_of
 from tests.fakes import FakeExecutor, make_scheduler
 from tests.fakes_api import EOS, RunningServer, make_model, running_server
+from tests.waiting import HANGS_S
 
 FOREVER = "and so on, and so on, "  # said again and again, without an end
 BLOCK_SIZE = 16
@@ -22,6 +24,9 @@ CONTEXT = 200_000  # tokens; nothing that a test waits for lasts so long
 
 class Saying(FakeExecutor):
     """Each answer is `text`, a byte at a time; `repeats` never ends it. A step takes at least `step_s`."""
+
+    may_step = threading.Event()  # cleared, the step under way does not end
+    may_step.set()
 
     def __init__(self, text: str, *, repeats: bool = False, step_s: float = 0.0) -> None:
         super().__init__(self._said)
@@ -33,6 +38,7 @@ class Saying(FakeExecutor):
         return self._tokens[place % len(self._tokens)]
 
     def execute(self, plan: SchedulerOutput) -> ModelOutput:
+        self.may_step.wait(HANGS_S)
         time.sleep(self._step_s)  # so that what never ends leaves time for others
         return super().execute(plan)
 
