@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import subprocess
@@ -49,7 +50,7 @@ def test_a_user_without_a_home_is_served():
 @pytest.mark.skipif(sys.platform != "linux" or COMPILER is None, reason="a library is built and preloaded")
 def test_the_year_2100_and_a_temporary_folder_that_is_no_utf_8_are_served(tmp_path: Path):
     clock, century = Clock(tmp_path), datetime(2100, 1, 1, tzinfo=UTC).timestamp()
-    clock.set(int(century - time.time()))
+    clock.set(math.ceil(century - time.time()))
     with tempfile.TemporaryDirectory(prefix=os.fsdecode(b"caf\xe9")) as odd:
         words = [*SERVE, "--ledger", str(tmp_path / "ledger"), "--decision-log", str(tmp_path / "log")]
         answer = answered(words, environment(**clock.environment) | {"TMPDIR": odd})
