@@ -290,7 +290,7 @@ def test_a_budget_ends_with_openais_own_code(house):
 def test_a_check_costs_microseconds_however_many_keys_there_are():
     table = table_of({f"t{i}": {"requests_per_minute": 10**9, "tokens_per_minute": 10**12} for i in range(200)})
     with running_server(tenants=FakeTenants(table)) as server:
-        door = server.server._edge.door
+        door = server.server._edge.authenticator
         least = math.inf
         for _ in range(20):
             began = time.thread_time()  # what other threads and processes take does not count

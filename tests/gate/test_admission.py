@@ -156,11 +156,11 @@ def test_where_the_queue_heeds_priorities_those_behind_need_not_leave():
 
 def test_a_knock_tells_before_any_work_is_done():
     door = busy_door()
-    door.knock(0, None, NOW)
+    door.check_early(0, None, NOW)
     admit(door, "next", prompt=4, max_tokens=90, now=NOW)
     with pytest.raises(Overloaded):
-        door.knock(0, None, NOW)
-    door.knock(0, 60.0, NOW)
+        door.check_early(0, None, NOW)
+    door.check_early(0, 60.0, NOW)
     assert door.num_waiting == 1
 
 

@@ -165,14 +165,14 @@ class EngineClient:
         self.supervisor.scheduler = config
         self._streams_in.reconfigured(config)
 
-    async def _ask(self, call: Query[A, R], argument: A) -> R:
+    async def _ask(self, query: Query[A, R], argument: A) -> R:
         loop = asyncio.get_running_loop()
         self.attach(loop)
         number = next(self._numbers)
         answer: asyncio.Future[R] = loop.create_future()
-        if not self.supervisor.send(Ask(number, call.name, msgspec.Raw(encode(argument)))):
+        if not self.supervisor.send(Ask(number, query.name, msgspec.Raw(encode(argument)))):
             raise self.supervisor.death()
-        self._questions[number] = (call, answer)
+        self._questions[number] = (query, answer)
         try:
             return await answer
         finally:
@@ -270,18 +270,18 @@ class EngineClient:
                 del self._live[item.request_id]
 
     def _account(self, progress: list[RequestProgress], num_queued: int) -> None:
-        """To the counters and the door."""
+        """To the counters and the admission controller."""
         self._totals.count(progress)
         self._streams_in.stepped(progress, num_queued)
 
     def _answered(self, number: int, result: msgspec.Raw) -> None:
         if number not in self._questions:
             return  # nobody waits for it any more
-        call, _ = self._questions[number]
+        query, _ = self._questions[number]
         try:
-            self._settle(number, msgspec.msgpack.decode(result, type=call.result))
+            self._settle(number, msgspec.msgpack.decode(result, type=query.result))
         except (msgspec.DecodeError, MaitredError) as error:
-            self._settle(number, EngineDead(f"the engine's answer to {call.name} cannot be read: {error}"))
+            self._settle(number, EngineDead(f"the engine's answer to {query.name} cannot be read: {error}"))
 
     def _settle(self, number: int, outcome: object) -> None:
         _, answer = self._questions.get(number, (None, None))

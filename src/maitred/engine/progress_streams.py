@@ -1,4 +1,4 @@
-"""The way into an engine, in this process or in one of its own: the door, and the stream of who was let in."""
+"""Progress streams of an engine's requests, bounded in bytes, and the admission that stands before them."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def logprob_bytes(positions: Iterable[TokenLogprobs]) -> int:
 
 
 def admission_of(config: EngineConfig) -> AdmissionController:
-    """The door of an engine that is configured so."""
+    """The admission controller of an engine that is configured so."""
     scheduler = config.scheduler
     return AdmissionController(
         config.admission,

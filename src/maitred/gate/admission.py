@@ -41,7 +41,7 @@ class _Admitted:
 
 
 class _Caller(NamedTuple):
-    """What is known of somebody at the door; of one who only knocks, not the size."""
+    """What is known of a request before it is admitted; of one that is only checked early, not the size."""
 
     priority: int
     ttft_slo_s: float | None
@@ -56,7 +56,7 @@ class _Verdict(NamedTuple):
 
 
 class AdmissionController:
-    """Decides at the door of one engine. Holds no lock and reads no clock: the one who submits and listens calls it.
+    """Decides who may queue. Holds no lock and reads no clock: the one who submits and listens calls it.
 
     A request waits until its first token; what runs is not touched. With `priority_first`, which says that the queue's
     order heeds priorities, only those as urgent count as ahead of a newcomer.
@@ -85,9 +85,9 @@ class AdmissionController:
         """The engine has another number of slots, or another policy."""
         self._max_num_seqs, self._priority_first = max_num_seqs, priority_first
 
-    # -- at the door
+    # -- before the queue
 
-    def knock(self, priority: int, ttft_slo_s: float | None, now: float) -> None:
+    def check_early(self, priority: int, ttft_slo_s: float | None, now: float) -> None:
         """Before any work is done for a request: raises Overloaded if even the smallest of its kind cannot get in."""
         caller = _Caller(priority, ttft_slo_s, 0, now)
         verdict = self._judge(caller, now)

@@ -155,7 +155,7 @@ class Simulation:
         """Admission, limits, admission again, as a server does. Raises RateLimited, InsufficientQuota or Overloaded."""
         admission, spec = self._admission, live.spec
         if admission is not None:
-            admission.knock(spec.priority, spec.ttft_slo_s, now)
+            admission.check_early(spec.priority, spec.ttft_slo_s, now)
         tenant = self._tenants.get(live.arrival.tenant)
         if tenant is not None and tenant.limits.any:
             live.lease = self._quotas.of(tenant).enter(1, now)

@@ -1,4 +1,4 @@
-"""The way that both completion routes go once their bodies are understood: tenant's door, engine, last byte."""
+"""The way that both completion routes go once their bodies are understood: the tenant's lease, engine, last byte."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from maitred.api.dialects.openai.requests import note_usage, server_timing
 from maitred.api.dialects.openai.sampling import wanted_usage
 from maitred.api.dialects.openai.schemas import GenerationFields
 from maitred.api.generate.generation import Generation
-from maitred.api.generate.lease import stay
+from maitred.api.generate.lease import tenant_lease
 from maitred.api.generate.time_limits import time_limits
 from maitred.api.http.edge import Edge, RequestOptions
 from maitred.api.http.exchange import Exchange
@@ -44,24 +44,24 @@ async def complete(
     usage, continuous = wanted_usage(body)
     limits = time_limits(body, exchange.headers, edge.admission_config)
     with (
-        stay(edge, exchange, body, num_samples) as guest,
-        edge.admit(num_samples, guest.priority, limits),
-        edge.keeping.answer() as keep,
+        tenant_lease(edge, exchange, body, num_samples) as lease,
+        edge.admit(num_samples, lease.priority, limits),
+        edge.kept_logprobs.answer() as keep,
     ):
-        options = RequestOptions(priority=guest.priority, cache_salt=guest.cache_salt, limits=limits)
+        options = RequestOptions(priority=lease.priority, cache_salt=lease.cache_salt, limits=limits)
         events = EventStream(exchange, silence_s=edge.config.sse_keep_alive_s) if body.stream else None
         async with edge.watch(exchange, events):
             batches = await edge.in_thread(exchange, make_batches, options)
             if not body.echo:
                 exchange.large_bodies.release(exchange)
-            requests = guest.take(batches)
-            generation = exchange.generation = guest.follow(Generation(edge, requests, score_only=score_only))
+            requests = lease.take(batches)
+            generation = exchange.generation = lease.follow(Generation(edge, requests, score_only=score_only))
             if events is not None:
                 await answer.stream(generation, events, usage=usage, continuous=continuous)
             else:
                 await generation.gather(keep)
         note_usage(exchange, generation)
-        guest.end()
+        lease.end()
         if events is None:
             whole = await edge.written(generation.num_logprobs, partial(answer.whole, generation))
             await exchange.answer_json(whole, headers=server_timing(generation))

@@ -20,12 +20,11 @@ from maitred.tenancy.quota import Lease
 from maitred.tenancy.tenant import TIERS, Tenant, tier_of_priority
 
 
-class Stay:
-    """From the tenant's limits being asked to everything being given back; see `stay`."""
+class TenantLease:
+    """From the tenant's limits being asked to everything being given back; see `tenant_lease`."""
 
     def __init__(self, edge: Edge, caller: Caller, body: GenerationFields, lease: Lease | None) -> None:
         self._edge, self._caller, self._lease = edge, caller, lease
-        self._batches: Sequence[Sequence[RequestSpec]] = ()
         self._generation: Generation | None = None
         self.priority = _priority(caller, body)
         self.cache_salt = body.cache_salt or ""
@@ -43,7 +42,6 @@ class Stay:
         num_output = sum(request.max_tokens for batch in batches for request in batch)
         with _counting_refusals(self._edge, self._caller.tenant):
             self._lease.reserve(num_prompt + num_output, now)
-        self._batches = batches
         return batches
 
     def _under_terms(self, batch: Sequence[RequestSpec], silent_max_tokens: float | None) -> list[RequestSpec]:
@@ -88,21 +86,21 @@ def granted_tier(caller: Caller, body: GenerationFields) -> str:
 
 
 @contextmanager
-def stay(edge: Edge, exchange: Exchange, body: GenerationFields, num_samples: int) -> Iterator[Stay]:
-    """Let a request in at its tenant's door. Raises PermissionDenied, RateLimited or InsufficientQuota."""
+def tenant_lease(edge: Edge, exchange: Exchange, body: GenerationFields, num_samples: int) -> Iterator[TenantLease]:
+    """A request's part of its tenant's limits. Raises PermissionDenied, RateLimited or InsufficientQuota."""
     caller = exchange.caller
     if caller.is_anybody:
-        yield Stay(edge, caller, body, None)
+        yield TenantLease(edge, caller, body, None)
         return
     _priority(caller, body)  # what it may not ask costs it nothing
     with _counting_refusals(edge, caller.tenant):
         lease = caller.quota.enter(num_samples, edge.clock.now())
-    guest = Stay(edge, caller, body, lease)
+    taken = TenantLease(edge, caller, body, lease)
     edge.metrics.tenants.entered(caller.quota)
     try:
-        yield guest
+        yield taken
     finally:
-        guest.end()
+        taken.end()
 
 
 @contextmanager

@@ -69,7 +69,7 @@ class App:
         metrics = self.edge.metrics
         metrics.num_in_flight += 1
         try:
-            exchange.caller = self.edge.door.check(
+            exchange.caller = self.edge.authenticator.check(
                 headers.get(b"authorization"), is_open=not self.routes.needs_key(path)
             )
             if self.routes.needs_engine(path):

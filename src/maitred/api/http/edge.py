@@ -75,7 +75,7 @@ class Edge:
         clock: Clock,
         is_ready: Callable[[], bool],
         policy: str | None = None,  # the scheduler's; None heeds priorities
-        door: Authenticator | None = None,
+        authenticator: Authenticator | None = None,
         ledger: Ledger | None = None,
         start_phases: Mapping[str, float] | None = None,
     ) -> None:
@@ -86,13 +86,13 @@ class Edge:
         self.admission: AdmissionController | None = None
         self.admission_config = AdmissionConfig()
         self.policy_without_priorities = None if policy is None else _without_priorities(policy)
-        self.door = door if door is not None else Authenticator(config.api_keys)
+        self.authenticator = authenticator if authenticator is not None else Authenticator(config.api_keys)
         self.metrics = EdgeMetrics(
             self.replica,
             version=maitred.__version__,
             compat=config.metrics_compat,
             start_phases=start_phases,
-            num_tenants_file_failures=self.door.num_file_failures,
+            num_tenants_file_failures=self.authenticator.num_file_failures,
         )
         self.fingerprint = f"maitred-{maitred.__version__}"
         self.draining = False
@@ -102,7 +102,7 @@ class Edge:
         self.salt_secret = secrets.token_bytes(32)  # the cache it protects does not outlive this process either
         self.latencies = Latencies()
         self._is_ready = is_ready
-        self.keeping = KeptLogprobs()
+        self.kept_logprobs = KeptLogprobs()
         self.large_bodies = LargeBodies(config.max_body_bytes)
         self._text_threads = TextThreads()
         self._ids = itertools.count()
@@ -161,7 +161,7 @@ class Edge:
     def admit(self, num_samples: int, priority: int = 0, limits: TimeLimits = NO_LIMITS) -> Iterator[None]:
         """Hold room for `num_samples`; raises Unavailable or Overloaded, before any work was done.
 
-        What the engine's own door would refuse whatever the prompt is refused here, before it is tokenised.
+        What the engine's own admission would refuse whatever the prompt is refused here, before it is tokenised.
         """
         limit = self.config.max_concurrent_requests
         if num_samples > limit:
@@ -175,7 +175,7 @@ class Edge:
                 retry_after_s=self.retry_after_s(),
             )
         if self.admission is not None:
-            self.admission.knock(priority, limits.ttft_slo_s, self.clock.now())
+            self.admission.check_early(priority, limits.ttft_slo_s, self.clock.now())
         self._num_admitted += num_samples
         self._empty.clear()
         try:

@@ -49,7 +49,7 @@ def create_app(
 
     `is_ready` tells whether requests are welcome (besides the replica being alive). `policy` is the scheduler's: where
     it heeds no priority, a request with one is refused; None heeds them. `clock` must be the engine's. With `tenants`,
-    only their keys open the door; `ledger` is read for administrators. `admission` is the engine's, which turns away
+    only their keys are taken; `ledger` is read for administrators. `admission` is the engine's, which turns away
     more than it can serve in time; `None` turns nobody away. `start_phases` go to the metrics page.
     """
     edge = Edge(
@@ -57,7 +57,7 @@ def create_app(
         clock=clock or WallClock(),
         is_ready=is_ready,
         policy=policy,
-        door=Authenticator(config.api_keys, tenants, ledger.spent_tokens() if ledger is not None else None),
+        authenticator=Authenticator(config.api_keys, tenants, ledger.spent_tokens() if ledger is not None else None),
         ledger=ledger,
         start_phases=start_phases,
     )
@@ -90,7 +90,7 @@ def serve(
         clock=WallClock(),
         is_ready=lambda: True,
         policy=policy,
-        door=Authenticator(config.api_keys, tenants, ledger.spent_tokens() if ledger is not None else None),
+        authenticator=Authenticator(config.api_keys, tenants, ledger.spent_tokens() if ledger is not None else None),
         ledger=ledger,
         start_phases=start_phases,
     )

@@ -69,5 +69,5 @@ async def loaded_models(edge: Edge, exchange: Exchange) -> None:
 
 def _check_again(edge: Edge, exchange: Exchange) -> None:
     """Raises InvalidApiKey or PermissionDenied when the key means less than it did."""
-    caller = edge.door.check(exchange.headers.get(b"authorization"))
+    caller = edge.authenticator.check(exchange.headers.get(b"authorization"))
     caller.require_admin(WATCHING)
