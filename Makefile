@@ -32,7 +32,7 @@ check: $(VENV)/.installed-dev ## formatting, lint, types, import layers and circ
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python scripts/structure.py
-	@files=$$(git ls-files '*.cpp' '*.h' '*.inc'); if [ -n "$$files" ]; then $(BIN)/clang-format --dry-run --Werror $$files; fi
+	@files=$$(git ls-files '*.cpp' '*.h'); if [ -n "$$files" ]; then $(BIN)/clang-format --dry-run --Werror $$files; fi
 
 format: $(VENV)/.installed-dev ## format everything
 	$(BIN)/ruff format .

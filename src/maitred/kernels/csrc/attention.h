@@ -25,6 +25,7 @@
 
 namespace maitred {
 
+constexpr float kLog2E = 1.44269504088896340736f;
 constexpr int kSegmentSlots = 256;
 constexpr int kSegmentTiles = kSegmentSlots / kTileSlots;
 // Room for a row's scores: rows of a power of two would meet on few sets of a cache.
@@ -151,6 +152,10 @@ struct Partial {
   float* sum;
   float* out;
 };
+
+// What they share, a copy for each file.
+static inline int smaller(int a, int b) { return a < b ? a : b; }
+static inline int larger(int a, int b) { return a > b ? a : b; }
 
 struct AttentionKernels {
   void (*segment[3])(const Segment& segment);  // by the pool's dtype

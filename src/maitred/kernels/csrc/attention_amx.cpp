@@ -5,21 +5,12 @@
 // 16 slots after the other. Both follow from a slot's position alone, so a query's sums are the same bits in a chunk
 // and by itself: a row of a product takes nothing from its neighbours, and weights of 0 add nothing to finite values.
 // Tiles of V that some row does not see in full are cleaned of everything else first.
-#include <immintrin.h>
-#include <stdint.h>
-
-#include "attention.h"
-#include "tiles.h"
+#include "attention_amx_tiles.h"
+#include "attention_avx512_walk.h"
+#include "attention_avx512_weights.h"
 
 namespace maitred {
 namespace {
-
-// clang-format off
-#include "attention_avx512_formats.inc"
-#include "attention_avx512_weights.inc"
-#include "attention_avx512_walk.inc"
-#include "attention_amx_tiles.inc"
-// clang-format on
 
 constexpr int kWeighedRows = 8;  // no row waits for its own maximum, and scores are still near
 constexpr int kFewRows = 8;      // chunks of no more over an int8 pool are left to AVX-512

@@ -2,20 +2,12 @@
 //
 // Rows are taken in blocks of a few and 16 slots are a vector, so that a word of K or V that was loaded meets every row
 // of its block. While K is read, V of the same tile is fetched into the cache, and while V is read, what comes next.
-#include <immintrin.h>
-#include <stdint.h>
-
-#include "attention.h"
+#include "attention_avx512_products.h"
+#include "attention_avx512_walk.h"
+#include "attention_avx512_weights.h"
 
 namespace maitred {
 namespace {
-
-// clang-format off
-#include "attention_avx512_formats.inc"
-#include "attention_avx512_products.inc"
-#include "attention_avx512_weights.inc"
-#include "attention_avx512_walk.inc"
-// clang-format on
 
 template <class Format, int R, bool kFetch>
 void sum_rows(const Segment& work, const Cells& values, int row, const Seen& seen) {
@@ -170,9 +162,7 @@ void finish(int head_dim, float maximum, float sum, const float* total, float si
   }
   const __m512 by = _mm512_set1_ps(factor / sum);
   for (int i = 0; i < head_dim; i += 16) {
-    const int left = head_dim - i;
-    const __mmask16 mask = left >= 16 ? 0xffff : static_cast<__mmask16>((1u << left) - 1);
-    _mm512_mask_storeu_ps(out + i, mask, _mm512_mul_ps(load(total + i), by));
+    _mm512_mask_storeu_ps(out + i, first_lanes(head_dim - i), _mm512_mul_ps(load(total + i), by));
   }
 }
 

@@ -9,7 +9,6 @@
 namespace maitred {
 namespace {
 
-constexpr float kLog2E = 1.44269504088896340736f;
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 // q.k of one row and one slot of a tile, as the pool's dtype has it.
@@ -28,7 +27,7 @@ float dot(const Segment& work, const uint8_t* query, const uint8_t* tile, int la
       sum += bf16_to_float(q[i]) * bf16_to_float(reinterpret_cast<const uint16_t*>(key + i / 2 * 64)[i % 2]);
     return sum;
   }
-  const int64_t part = (int64_t{layout.k_words} * 4 + 63) / 64 * 64;
+  const int64_t part = int8_part(layout);
   const int8_t* high = reinterpret_cast<const int8_t*>(query);
   const int8_t* low = high + part;
   int32_t high_sum = 0, low_sum = 0;

@@ -2,7 +2,8 @@
 //
 // Each area has a table of functions for each set, in files named *_plain.cpp, *_avx2.cpp, *_avx512.cpp, *_amx.cpp and
 // *_neon.cpp (CMakeLists.txt gives each its flags). Such files keep everything in an anonymous namespace and use no std
-// templates: an inline function compiled there must never be the copy that the linker keeps for all.
+// templates: an inline function compiled there must never be the copy that the linker keeps for all. So do the headers
+// that are theirs; a set's vectors stand in vec_<set>.h.
 #pragma once
 
 #include <string>

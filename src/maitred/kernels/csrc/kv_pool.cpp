@@ -50,7 +50,7 @@ KVLayout kv_layout(DType dtype, int num_kv_heads, int head_dim, int block_size) 
 }
 
 int64_t query_head_bytes(const KVLayout& layout) {
-  const int64_t part = round_up(int64_t{layout.k_words} * 4, 64);
+  const int64_t part = int8_part(layout);
   return layout.dtype == DType::int8 ? 2 * part + 64 : part;
 }
 

@@ -46,6 +46,9 @@ KVLayout kv_layout(DType dtype, int num_kv_heads, int head_dim, int block_size);
 // Bytes of one token's query head as attention takes it: see qkv.h.
 int64_t query_head_bytes(const KVLayout& layout);
 
+// Of them, for an int8 pool, those of the high or of the low parts of its values. Static: each file has its own copy.
+static inline int64_t int8_part(const KVLayout& layout) { return (int64_t{layout.k_words} * 4 + 63) / 64 * 64; }
+
 // Zeroed memory of the operating system, in huge pages where it has them, given when first touched.
 class Pages {
  public:

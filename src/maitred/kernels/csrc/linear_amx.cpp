@@ -6,26 +6,22 @@
 // cache beside the rows that pass it. Few rows of int8 and int4, whose int32 sums are exact, go to the kernels of
 // AVX-512, as does f32. The processor sums even and odd values of a product of bf16 apart, 32 of K at a time, which
 // AVX-512's kernel does not, so few rows of bf16 have vectors of their own here.
-#include <immintrin.h>
-
+#include "linear_amx_few.h"
 #include "linear_driver.h"
-#include "tiles.h"
+#include "tiles_amx.h"
+#include "vec_avx512.h"
 
 namespace maitred {
 namespace {
 
 using namespace linear_driver;
 
-#include "linear_avx512_rows.inc"
-
-constexpr int kRows = 32, kHalf = 16;  // of a block of sums, and of a tile register
-constexpr int kDepth = 16;             // steps of K in a tile register, 64 bytes of each row
-constexpr int kDepthBytes = kDepth * 128;
+constexpr int kRows = 32;  // of a block of sums
 constexpr Limits kLimits{512, kRows, 786432, 8 * kDepthBytes, kDepth};
 constexpr int kFewRows = 8, kFewRowsInt4 = 24;  // of int8 and int4, that AVX-512 multiplies
-constexpr int kFewRowsBf16 = 4;                 // that vectors multiply
 
-struct Amx : Rows512 {
+struct Amx {
+  using V = Vec16;
   static constexpr bool kEndsFromSums = true;
 };
 
@@ -76,20 +72,6 @@ inline void multiply_depth(const uint8_t* weights, const uint8_t* rows, int64_t 
   Op::lower_second();
 }
 
-// A run of one tile, and what to prefetch while rows pass it: `lines` with each depth.
-struct Run {
-  const uint8_t* weights;
-  int depths;
-  const uint8_t* tail;  // what is less than a depth at the end of K, filled up with zeros; null if nothing is
-  bool first;
-  const uint8_t* next;
-  int lines;
-  // Output lines to ask for, of rows that this run ends: a few with each depth. 0 rows where it does not.
-  float* out;
-  int64_t out_stride;
-  int out_rows, out_width;
-};
-
 template <bool kTall>
 inline void load_sums(uint8_t* acc) {
   _tile_loadd(0, acc, 128);
@@ -128,8 +110,8 @@ void multiply_run(const Run& run, const uint8_t* rows, int64_t stride, uint8_t* 
   int out_left = run.out_rows;
   for (int depth = 0; depth < run.depths; ++depth, weights += kDepthBytes, rows += 64) {
     for (int row = 0; row < out_share && out_left > 0; ++row, --out_left, out += run.out_stride) {
-      Amx::prefetch_to_write(out);
-      if (run.out_width == kTile) Amx::prefetch_to_write(out + kHalf);
+      Vec16::prefetch_to_write(out);
+      if (run.out_width == kTile) Vec16::prefetch_to_write(out + kHalf);
     }
     for (int line = 0; line < run.lines; ++line, next += 64) _mm_prefetch(next, kOnePass ? _MM_HINT_T0 : _MM_HINT_T1);
     multiply_depth<Op, kTall>(weights, rows, stride);
@@ -145,8 +127,6 @@ inline void multiply(const Run& run, bool tall, bool one_pass, const uint8_t* ro
   if (tall) return multiply_run<Op, true, false>(run, rows, stride, acc);
   multiply_run<Op, false, false>(run, rows, stride, acc);
 }
-
-#include "linear_amx_few.inc"
 
 // Steps of the run that begins at `step`: whole depths, but for the end of K.
 inline int depths_length(const Plan& plan, int step, bool jumps) {
@@ -233,10 +213,7 @@ inline void unpack(const uint8_t* from, int groups, int group, const uint8_t* ne
   const __m512i nibble = _mm512_set1_epi8(15), eight = _mm512_set1_epi8(8);
   int8_t* to = out.weights;
   for (int g = 0; g < groups; ++g) {
-    for (int i = 0; i < 2; ++i) {
-      const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + 32 * i));
-      _mm512_store_si512(out.scales + g * kTile + 16 * i, _mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
-    }
+    for (int i = 0; i < 2; ++i) _mm512_store_ps(out.scales + g * kTile + 16 * i, load_bf16(from + 32 * i));
     from += 64;
     for (int step = 0; step < group / 4; ++step, from += 64, to += 128) {
       const __m512i both = _mm512_loadu_si512(from);

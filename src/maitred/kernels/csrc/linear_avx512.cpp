@@ -2,41 +2,11 @@
 //
 // A tile of 32 channels is two registers; up to 12 rows x 2 make 24 independent sums. Each step of K takes two loads of
 // weights and one broadcast load a row for two products, well under the two loads a cycle that there are.
-#include <immintrin.h>
-
 #include "linear_driver.h"
+#include "vec_avx512.h"
 
 namespace maitred {
 namespace {
-
-#include "linear_avx512_rows.inc"
-
-struct F32 {
-  static constexpr bool starts_from_sums = false;
-  static __m512i dot(__m512i acc, __m512i w, __m512i x) {
-    return _mm512_castps_si512(
-        _mm512_fmadd_ps(_mm512_castsi512_ps(w), _mm512_castsi512_ps(x), _mm512_castsi512_ps(acc)));
-  }
-};
-
-struct Bf16 {
-  static constexpr bool starts_from_sums = false;
-  static __m512i dot(__m512i acc, __m512i w, __m512i x) {
-    return _mm512_castps_si512(
-        _mm512_dpbf16_ps(_mm512_castsi512_ps(acc), reinterpret_cast<__m512bh>(w), reinterpret_cast<__m512bh>(x)));
-  }
-};
-
-struct Int8 {
-  static constexpr bool starts_from_sums = true;
-  static __m512i dot(__m512i acc, __m512i w, __m512i x) { return _mm512_dpbusd_epi32(acc, w, x); }
-};
-
-inline __m512i broadcast(const uint8_t* from) {
-  int32_t four;
-  std::memcpy(&four, from, 4);
-  return _mm512_set1_epi32(four);
-}
 
 // Loses what GCC knows of a value. Where a loop's sums are used as int32 lanes right behind it, its allocator keeps
 // each in two registers (one a type) and copies them to and fro.
@@ -48,13 +18,13 @@ struct RowPointers {
   int64_t stride;
   RowPointers(const uint8_t* rows, int64_t row_stride)
       : at{rows, rows + 3 * row_stride, rows + 6 * row_stride, rows + 9 * row_stride}, stride(row_stride) {}
-  __m512i four(int row) const { return broadcast(at[row / 3] + row % 3 * stride); }
+  __m512i four(int row) const { return word(at[row / 3] + row % 3 * stride); }
   void advance(int rows) {
     for (int i = 0; i <= (rows - 1) / 3; ++i) at[i] += 4;
   }
 };
 
-// R rows x one tile; 4 bytes of each row a step.
+// R rows x one tile; 4 bytes of each row a step. int8 starts from the rows' sums.
 template <class Op, int R>
 void multiply_rows(const Block& b) {
   __m512i acc[R][2];
@@ -62,8 +32,7 @@ void multiply_rows(const Block& b) {
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) {
     if (b.first) {
-      acc[r][0] = acc[r][1] =
-          Op::starts_from_sums ? _mm512_set1_epi32(b.sums[r * b.sums_stride]) : _mm512_setzero_si512();
+      acc[r][0] = acc[r][1] = Op::kValues == 4 ? _mm512_set1_epi32(b.sums[r * b.sums_stride]) : _mm512_setzero_si512();
     } else {
       acc[r][0] = _mm512_load_si512(sums + r * kTile);
       acc[r][1] = _mm512_load_si512(sums + r * kTile + 16);
@@ -81,8 +50,8 @@ void multiply_rows(const Block& b) {
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
       const __m512i four = x.four(r);
-      acc[r][0] = Op::dot(acc[r][0], w0, four);
-      acc[r][1] = Op::dot(acc[r][1], w1, four);
+      acc[r][0] = Op::multiply_add(acc[r][0], w0, four);
+      acc[r][1] = Op::multiply_add(acc[r][1], w1, four);
     }
     w += 128;
     next += advance;
@@ -95,11 +64,6 @@ void multiply_rows(const Block& b) {
     _mm512_store_si512(sums + r * kTile, acc[r][0]);
     _mm512_store_si512(sums + r * kTile + 16, acc[r][1]);
   }
-}
-
-inline __m512 bf16x16(const uint8_t* from) {
-  const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
-  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
 }
 
 // One group: its products in int32, scaled onto the float32 sums, which stay in registers too: hence fewer rows at
@@ -134,7 +98,7 @@ inline void multiply_group(const uint8_t* w, const uint8_t* rows, int64_t stride
     next += advance;
     x.advance(R);
   }
-  const __m512 scale0 = bf16x16(scales), scale1 = bf16x16(scales + 32);
+  const __m512 scale0 = load_bf16(scales), scale1 = load_bf16(scales + 32);
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) {
     forget(acc[r][0]);
@@ -169,7 +133,8 @@ constexpr Kernel kFixed[] = {&multiply_rows<Op, 1>,  &multiply_rows<Op, 2>,  &mu
 constexpr Kernel kInt4[] = {&multiply_int4<1>, &multiply_int4<2>, &multiply_int4<3>, &multiply_int4<4>,
                             &multiply_int4<5>, &multiply_int4<6>, &multiply_int4<7>, &multiply_int4<8>};
 
-struct Avx512 : Rows512 {
+struct Avx512 {
+  using V = Vec16;
   static constexpr bool kEndsFromSums = false;
   static int rows_at_once(DType dtype) { return dtype == DType::int4 ? 8 : 12; }
   static const char* product(DType dtype) {
@@ -177,9 +142,9 @@ struct Avx512 : Rows512 {
     return names[static_cast<int>(dtype)];
   }
 
-  static void f32(const Block& b) { kFixed<F32>[b.num_rows - 1](b); }
-  static void bf16(const Block& b) { kFixed<Bf16>[b.num_rows - 1](b); }
-  static void int8(const Block& b) { kFixed<Int8>[b.num_rows - 1](b); }
+  static void f32(const Block& b) { kFixed<F32Words>[b.num_rows - 1](b); }
+  static void bf16(const Block& b) { kFixed<Bf16Words>[b.num_rows - 1](b); }
+  static void int8(const Block& b) { kFixed<Int8Words>[b.num_rows - 1](b); }
   static void int4(const Block& b) { kInt4[b.num_rows - 1](b); }
 };
 

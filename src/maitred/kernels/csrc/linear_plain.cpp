@@ -1,60 +1,18 @@
 // The linear in plain C++: always there, and what the others are tested against.
-#include <cmath>
-
 #include "linear_driver.h"
+#include "vec_plain.h"
 
 namespace maitred {
 namespace {
 
-// A vector of one.
-struct One {
-  static constexpr int width = 1;
-  float x;
-  static One load(const float* from) { return {*from}; }
-  static One load_part(const float*, int) { return {0.0f}; }
-  static void store(float* to, One v) { *to = v.x; }
-  static void store_part(float*, One, int) {}
-  static One set1(float x) { return {x}; }
-  static One fma(One a, One b, One c) { return {a.x * b.x + c.x}; }
-  static One min(One a, One b) { return {a.x < b.x ? a.x : b.x}; }
-  static One max(One a, One b) { return {a.x > b.x ? a.x : b.x}; }
-  static One abs(One a) { return {std::fabs(a.x)}; }
-  static One round_even(One a) { return {std::nearbyint(a.x)}; }
-  static One select_less(One a, One b, One x, One y) { return a.x < b.x ? x : y; }
-  static One copysign(One a, One sign) { return {std::copysign(a.x, sign.x)}; }
-  static One pow2(One n) { return {float_of(static_cast<uint32_t>((static_cast<int32_t>(n.x) + 127) * (1 << 23)))}; }
-  static One max_bits(One a, One b) { return bits_of(a.x) > bits_of(b.x) ? a : b; }
-  static float largest_bits(One a) { return a.x; }
-  static float sum(One a) { return a.x; }
-  static float root(float x) { return std::sqrt(x); }
-  friend One operator+(One a, One b) { return {a.x + b.x}; }
-  friend One operator-(One a, One b) { return {a.x - b.x}; }
-  friend One operator*(One a, One b) { return {a.x * b.x}; }
-  friend One operator/(One a, One b) { return {a.x / b.x}; }
-};
-
 struct Plain {
-  using V = One;
+  using V = Vec1;
   static constexpr bool kEndsFromSums = false;
   static int rows_at_once(DType) { return 4; }
   static const char* product(DType dtype) {
     const char* names[] = {"scalar float32", "scalar bfloat16", "scalar int8", "scalar int8"};
     return names[static_cast<int>(dtype)];
   }
-
-  static One from_int32(const int32_t* from) { return {static_cast<float>(*from)}; }
-  static void store_bf16(uint16_t* to, One v) { *to = float_to_bf16(v.x); }
-  static void store_int8(int8_t* to, One v) {
-    const float q = std::nearbyint(v.x);
-    *to = static_cast<int8_t>(q > 127.0f ? 127.0f : q > -127.0f ? q : -127.0f);
-  }
-  static int32_t sum_int8(const int8_t* from, int n) {
-    int32_t sum = 0;
-    for (int i = 0; i < n; ++i) sum += from[i];
-    return sum;
-  }
-
-  static void prefetch_to_write(const float*) {}
 
   static void f32(const Block& b) {
     for (int row = 0; row < b.num_rows; ++row) {

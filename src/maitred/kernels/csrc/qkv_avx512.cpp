@@ -1,69 +1,60 @@
-// The run of qkv_token.inc, compiled for avx512.
-#include <immintrin.h>
-#include <stddef.h>
-#include <stdint.h>
-
-#include "bits.h"
-#include "qkv.h"
-#include "rotate.h"
+// What qkv_run.h says, compiled for AVX-512 and with its conversions.
+#include "qkv_run.h"
+#include "vec_avx512.h"
 
 namespace maitred {
 namespace {
 
-inline __mmask16 mask_of(int left) { return static_cast<__mmask16>(left >= 16 ? 0xffff : (1 << left) - 1); }
-
-// The processor's own rounding: as float_to_bf16, but that subnormals become 0.
-inline void store_bf16(const float* x, int n, uint16_t* out) {
-  for (int i = 0; i < n; i += 16) {
-    const __mmask16 mask = mask_of(n - i);
-    const __m256i values = (__m256i)_mm512_cvtneps_pbh(_mm512_maskz_loadu_ps(mask, x + i));
-    _mm256_mask_storeu_epi16(out + i, mask, values);
-  }
-}
-
-// Words of two rows' values.
-inline void store_bf16_pairs(const float* even, const float* odd, int n, uint32_t* words) {
-  for (int i = 0; i < n; i += 16) {
-    const __mmask16 mask = mask_of(n - i);
-    const __m256i low = (__m256i)_mm512_cvtneps_pbh(_mm512_maskz_loadu_ps(mask, even + i));
-    const __m256i high = (__m256i)_mm512_cvtneps_pbh(_mm512_maskz_loadu_ps(mask, odd + i));
-    const __m512i both =
-        _mm512_or_si512(_mm512_cvtepu16_epi32(low), _mm512_slli_epi32(_mm512_cvtepu16_epi32(high), 16));
-    _mm512_mask_storeu_epi32(words + i, mask, both);
-  }
-}
-
-// 16 rows of 16 words, `stride` apart, into 16 lines of their columns: words, pairs and quarters change places.
-inline void transpose(const uint32_t* words, int stride, uint32_t* lines) {
-  __m512i a[16], b[16];
-  for (int i = 0; i < 16; ++i) a[i] = _mm512_loadu_si512(words + i * stride);
-  for (int i = 0; i < 16; i += 2) {
-    b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
-    b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
-  }
-  for (int i = 0; i < 16; i += 4)
-    for (int j = 0; j < 2; ++j) {
-      a[i + 2 * j] = _mm512_unpacklo_epi64(b[i + j], b[i + j + 2]);
-      a[i + 2 * j + 1] = _mm512_unpackhi_epi64(b[i + j], b[i + j + 2]);
+struct Avx512Formats {
+  // The processor's own rounding: as float_to_bf16, but that subnormals become 0.
+  static void store_bf16(const float* x, int n, uint16_t* out) {
+    for (int i = 0; i < n; i += 16) {
+      const __mmask16 mask = first_lanes(n - i);
+      const __m256i values = to_bf16(_mm512_maskz_loadu_ps(mask, x + i));
+      _mm256_mask_storeu_epi16(out + i, mask, values);
     }
-  for (int i = 0; i < 4; ++i) {  // a[4 * g + i] holds columns i, 4 + i, 8 + i, 12 + i of rows 4 * g ..
-    const __m512i even_low = _mm512_shuffle_i32x4(a[i], a[4 + i], 0x88);
-    const __m512i odd_low = _mm512_shuffle_i32x4(a[i], a[4 + i], 0xdd);
-    const __m512i even_high = _mm512_shuffle_i32x4(a[8 + i], a[12 + i], 0x88);
-    const __m512i odd_high = _mm512_shuffle_i32x4(a[8 + i], a[12 + i], 0xdd);
-    _mm512_storeu_si512(lines + i * 16, _mm512_shuffle_i32x4(even_low, even_high, 0x88));
-    _mm512_storeu_si512(lines + (4 + i) * 16, _mm512_shuffle_i32x4(odd_low, odd_high, 0x88));
-    _mm512_storeu_si512(lines + (8 + i) * 16, _mm512_shuffle_i32x4(even_low, even_high, 0xdd));
-    _mm512_storeu_si512(lines + (12 + i) * 16, _mm512_shuffle_i32x4(odd_low, odd_high, 0xdd));
   }
-}
 
-#include "qkv_token.inc"
+  // Words of two rows' values.
+  static void store_bf16_pairs(const float* even, const float* odd, int n, uint32_t* words) {
+    for (int i = 0; i < n; i += 16) {
+      const __mmask16 mask = first_lanes(n - i);
+      const __m256i low = to_bf16(_mm512_maskz_loadu_ps(mask, even + i));
+      const __m256i high = to_bf16(_mm512_maskz_loadu_ps(mask, odd + i));
+      const __m512i both =
+          _mm512_or_si512(_mm512_cvtepu16_epi32(low), _mm512_slli_epi32(_mm512_cvtepu16_epi32(high), 16));
+      _mm512_mask_storeu_epi32(words + i, mask, both);
+    }
+  }
 
-const QKVKernels kKernels{&run, &rotate};
+  // 16 rows of 16 words, `stride` apart, into 16 lines of their columns: words, pairs and quarters change places.
+  static void transpose(const uint32_t* words, int stride, uint32_t* lines) {
+    __m512i a[16], b[16];
+    for (int i = 0; i < 16; ++i) a[i] = _mm512_loadu_si512(words + i * stride);
+    for (int i = 0; i < 16; i += 2) {
+      b[i] = _mm512_unpacklo_epi32(a[i], a[i + 1]);
+      b[i + 1] = _mm512_unpackhi_epi32(a[i], a[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4)
+      for (int j = 0; j < 2; ++j) {
+        a[i + 2 * j] = _mm512_unpacklo_epi64(b[i + j], b[i + j + 2]);
+        a[i + 2 * j + 1] = _mm512_unpackhi_epi64(b[i + j], b[i + j + 2]);
+      }
+    for (int i = 0; i < 4; ++i) {  // a[4 * g + i] holds columns i, 4 + i, 8 + i, 12 + i of rows 4 * g ..
+      const __m512i even_low = _mm512_shuffle_i32x4(a[i], a[4 + i], 0x88);
+      const __m512i odd_low = _mm512_shuffle_i32x4(a[i], a[4 + i], 0xdd);
+      const __m512i even_high = _mm512_shuffle_i32x4(a[8 + i], a[12 + i], 0x88);
+      const __m512i odd_high = _mm512_shuffle_i32x4(a[8 + i], a[12 + i], 0xdd);
+      _mm512_storeu_si512(lines + i * 16, _mm512_shuffle_i32x4(even_low, even_high, 0x88));
+      _mm512_storeu_si512(lines + (4 + i) * 16, _mm512_shuffle_i32x4(odd_low, odd_high, 0x88));
+      _mm512_storeu_si512(lines + (8 + i) * 16, _mm512_shuffle_i32x4(even_low, even_high, 0xdd));
+      _mm512_storeu_si512(lines + (12 + i) * 16, _mm512_shuffle_i32x4(odd_low, odd_high, 0xdd));
+    }
+  }
+};
 
 }  // namespace
 
-const QKVKernels& qkv_kernels_avx512() { return kKernels; }
+const QKVKernels& qkv_kernels_avx512() { return kKernels<Avx512Formats>; }
 
 }  // namespace maitred

@@ -1,21 +1,8 @@
-// The run of qkv_token.inc, compiled for neon.
-#include <stddef.h>
-#include <stdint.h>
-
-#include "bits.h"
-#include "qkv.h"
-#include "rotate.h"
+// What qkv_run.h says, compiled for NEON.
+#include "qkv_run.h"
 
 namespace maitred {
-namespace {
 
-#include "qkv_formats.inc"
-#include "qkv_token.inc"
-
-const QKVKernels kKernels{&run, &rotate};
-
-}  // namespace
-
-const QKVKernels& qkv_kernels_neon() { return kKernels; }
+const QKVKernels& qkv_kernels_neon() { return kKernels<PlainFormats>; }
 
 }  // namespace maitred

@@ -1,21 +1,8 @@
-// The run of qkv_token.inc, compiled for plain.
-#include <stddef.h>
-#include <stdint.h>
-
-#include "bits.h"
-#include "qkv.h"
-#include "rotate.h"
+// What qkv_run.h says, compiled for any processor.
+#include "qkv_run.h"
 
 namespace maitred {
-namespace {
 
-#include "qkv_formats.inc"
-#include "qkv_token.inc"
-
-const QKVKernels kKernels{&run, &rotate};
-
-}  // namespace
-
-const QKVKernels& qkv_kernels_plain() { return kKernels; }
+const QKVKernels& qkv_kernels_plain() { return kKernels<PlainFormats>; }
 
 }  // namespace maitred

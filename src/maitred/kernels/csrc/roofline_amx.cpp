@@ -2,7 +2,7 @@
 #include <immintrin.h>
 
 #include "roofline.h"
-#include "tiles.h"
+#include "tiles_amx.h"
 
 namespace maitred {
 namespace {

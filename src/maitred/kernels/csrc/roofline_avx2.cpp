@@ -1,14 +1,11 @@
 // Peaks of AVX2: 12 independent chains in registers, and 32-byte loads. bf16 is carried out as float32.
-#include <immintrin.h>
-
 #include "roofline.h"
+#include "vec_avx2.h"
 
 namespace maitred {
 namespace {
 
 constexpr int kChains = 12;
-
-inline __m256i load(const uint8_t* from) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)); }
 
 inline uint64_t folded(__m256i x) {
   const __m128i two = _mm_xor_si128(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
@@ -18,10 +15,10 @@ inline uint64_t folded(__m256i x) {
 uint64_t read(const uint8_t* from, int64_t bytes) {
   __m256i a = _mm256_setzero_si256(), b = a, c = a, d = a;
   for (int64_t at = 0; at < bytes; at += 128) {
-    a = _mm256_xor_si256(a, load(from + at));
-    b = _mm256_xor_si256(b, load(from + at + 32));
-    c = _mm256_xor_si256(c, load(from + at + 64));
-    d = _mm256_xor_si256(d, load(from + at + 96));
+    a = _mm256_xor_si256(a, load_bits(from + at));
+    b = _mm256_xor_si256(b, load_bits(from + at + 32));
+    c = _mm256_xor_si256(c, load_bits(from + at + 64));
+    d = _mm256_xor_si256(d, load_bits(from + at + 96));
   }
   return folded(_mm256_xor_si256(_mm256_xor_si256(a, b), _mm256_xor_si256(c, d)));
 }

@@ -63,7 +63,7 @@ inline double sum_of_lanes(const __m256d* sums) {
   double s[8];
   _mm256_storeu_pd(s, sums[0]);
   _mm256_storeu_pd(s + 4, sums[1]);
-  return ((s[0] + s[4]) + (s[2] + s[6])) + ((s[1] + s[5]) + (s[3] + s[7]));
+  return sum_of_eight(s);
 }
 
 // Of a value or more: all bits of its lane.

@@ -1,8 +1,7 @@
 // The sampler's passes over a row with AVX-512.
-#include <immintrin.h>
-
 #include "sampler.h"
 #include "sampler_exp.h"
+#include "vec_avx512.h"
 
 namespace maitred {
 namespace {
@@ -35,8 +34,6 @@ inline void weights_of(const __m512d* y, __m512d* weights) {
 #undef EACH_U
 }
 
-inline __mmask16 first_lanes(int64_t count) { return static_cast<__mmask16>((1U << count) - 1); }
-
 bool scan(const float* x, int64_t n, const float* next, float* group_max, float* block_max) {
   const __m512 nothing = _mm512_set1_ps(-__builtin_inff());
   __mmask16 nans = 0;
@@ -52,7 +49,7 @@ bool scan(const float* x, int64_t n, const float* next, float* group_max, float*
       odd = _mm512_max_ps(odd, b);
     }
     for (; i < end; i += 16) {
-      const __mmask16 there = end - i >= 16 ? 0xFFFF : first_lanes(end - i);
+      const __mmask16 there = first_lanes(end - i);
       const __m512 a = _mm512_mask_loadu_ps(nothing, there, x + i);
       nans |= _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q);
       even = _mm512_max_ps(even, a);
@@ -67,7 +64,7 @@ bool scan(const float* x, int64_t n, const float* next, float* group_max, float*
 inline double sum_of_lanes(__m512d sums) {
   double s[8];
   _mm512_storeu_pd(s, sums);
-  return ((s[0] + s[4]) + (s[2] + s[6])) + ((s[1] + s[5]) + (s[3] + s[7]));
+  return sum_of_eight(s);
 }
 
 template <int kCount>
@@ -90,7 +87,7 @@ void weigh(const float* x, int64_t n, const float* lows, double largest, double 
           sums[c] = _mm512_mask_add_pd(sums[c], _mm256_cmp_ps_mask(value[u], low_8[c], _CMP_GE_OQ), sums[c], weight[u]);
     }
     for (; i < end; i += 8) {
-      const __mmask8 there = end - i >= 8 ? 0xFF : static_cast<__mmask8>(first_lanes(end - i));
+      const __mmask8 there = static_cast<__mmask8>(first_lanes(end - i));
       value[0] = _mm256_maskz_loadu_ps(there, x + i);
       y[0] = power_of(value[0], largest_8, slope_8);
       weights_of<1>(y, weight);
@@ -193,7 +190,7 @@ inline int64_t find(const float* x, int64_t n, float low, float high, Store stor
     }
   }
   for (; i < n; i += 16) {
-    const __mmask16 there = n - i >= 16 ? 0xFFFF : first_lanes(n - i);
+    const __mmask16 there = first_lanes(n - i);
     const __m512 value = _mm512_maskz_loadu_ps(there, x + i);
     const __mmask16 reaches = _mm512_mask_cmp_ps_mask(there, value, low_16, _CMP_GE_OQ);
     const __mmask16 inside = _mm512_mask_cmp_ps_mask(reaches, value, high_16, _CMP_LT_OQ);
@@ -222,7 +219,7 @@ int64_t collect_values(const float* x, int64_t n, float low, float high, float* 
 void weights(const float* x, int64_t n, double largest, double sharpness, double* weights) {
   const __m512d largest_8 = _mm512_set1_pd(largest), slope_8 = _mm512_set1_pd(sharpness * k16Log2e);
   for (int64_t i = 0; i < n; i += 8) {
-    const __mmask8 there = n - i >= 8 ? 0xFF : static_cast<__mmask8>(first_lanes(n - i));
+    const __mmask8 there = static_cast<__mmask8>(first_lanes(n - i));
     const __m512d y = power_of(_mm256_maskz_loadu_ps(there, x + i), largest_8, slope_8);
     const __mmask8 above_zero = _mm512_cmp_pd_mask(y, _mm512_set1_pd(kLowestPower), _CMP_GE_OQ);
     __m512d weight;
@@ -236,7 +233,7 @@ void add_from(const float* x, const double* weights, int64_t n, const float* low
   __m512d sums_8[kCount];
   for (int c = 0; c < kCount; ++c) sums_8[c] = _mm512_setzero_pd();
   for (int64_t i = 0; i < n; i += 8) {
-    const __mmask8 there = n - i >= 8 ? 0xFF : static_cast<__mmask8>(first_lanes(n - i));
+    const __mmask8 there = static_cast<__mmask8>(first_lanes(n - i));
     const __m256 value = _mm256_maskz_loadu_ps(there, x + i);
     const __m512d weight = _mm512_maskz_loadu_pd(there, weights + i);
     for (int c = 0; c < kCount; ++c) {
@@ -251,7 +248,7 @@ int64_t count_above(const float* x, int64_t n, float value) {
   const __m512 value_16 = _mm512_set1_ps(value);
   int64_t count = 0;
   for (int64_t i = 0; i < n; i += 16) {
-    const __mmask16 there = n - i >= 16 ? 0xFFFF : first_lanes(n - i);
+    const __mmask16 there = first_lanes(n - i);
     const __m512 a = _mm512_maskz_loadu_ps(there, x + i);
     count += __builtin_popcount(_mm512_mask_cmp_ps_mask(there, a, value_16, _CMP_GT_OQ));
   }

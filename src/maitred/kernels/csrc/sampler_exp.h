@@ -41,6 +41,11 @@ alignas(64) constexpr int32_t kRoughRoots[16] = {0x3f800000, 0x3f7b95c2, 0x3f783
                                                  0x3f7744fd, 0x3f7ac0c7, 0x3f800000, 0x3f7b95c2, 0x3f7837f0, 0x3f75fed7,
                                                  0x3f7504f3, 0x3f75672a, 0x3f7744fd, 0x3f7ac0c7};
 
+// Eight sums as one, in one order for all instruction sets.
+static inline double sum_of_eight(const double* s) {
+  return ((s[0] + s[4]) + (s[2] + s[6])) + ((s[1] + s[5]) + (s[3] + s[7]));
+}
+
 struct RoughSlope {
   float high, low, magic, lowest;
   double unit;

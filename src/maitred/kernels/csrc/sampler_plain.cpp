@@ -41,8 +41,6 @@ bool scan(const float* x, int64_t n, const float*, float* group_max, float* bloc
   return has_nan;
 }
 
-double sum_of_lanes(const double* s) { return ((s[0] + s[4]) + (s[2] + s[6])) + ((s[1] + s[5]) + (s[3] + s[7])); }
-
 template <int kCount>
 void weigh(const float* x, int64_t n, const float* lows, double largest, double sharpness, double* block_sums) {
   const int64_t num_blocks = (n + kBlock - 1) / kBlock;
@@ -55,7 +53,7 @@ void weigh(const float* x, int64_t n, const float* lows, double largest, double 
       for (int c = 0; c < kCount; ++c)
         if (x[i] >= lows[c]) sums[c][(i - begin) % 8] += weight;
     }
-    for (int c = 0; c < kCount; ++c) block_sums[c * num_blocks + block] = sum_of_lanes(sums[c]);
+    for (int c = 0; c < kCount; ++c) block_sums[c * num_blocks + block] = sum_of_eight(sums[c]);
   }
 }
 
@@ -86,7 +84,7 @@ void add_from(const float* x, const double* weights, int64_t n, const float* low
     double s[8] = {};
     for (int64_t i = 0; i < n; ++i)
       if (x[i] >= lows[c]) s[i % 8] += weights[i];
-    sums[c] = sum_of_lanes(s);
+    sums[c] = sum_of_eight(s);
   }
 }
 

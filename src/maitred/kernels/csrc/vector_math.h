@@ -1,9 +1,16 @@
 // exp, tanh, erf and what is built of them, written once for every instruction set.
 //
-// V is a vector of V::width floats from a file's anonymous namespace (so each file instantiates its own copy):
-// operators
-// + - * /, and static load, load_part, store, store_part, set1, fma(a, b, c) = a * b + c, min, max, abs, round_even,
-// select_less(a, b, x, y) = a < b ? x : y, copysign(x, sign) and pow2(n) = 2^n for whole n in -126 .. 127.
+// V is a vector of V::width floats from an anonymous namespace (so each file instantiates its own copy), of
+// vec_plain.h, vec_avx2.h, vec_avx512.h or vec_neon.h: operators + - * /, and static
+//   load, load_part, store, store_part, set1, fma(a, b, c) = a * b + c, abs, round_even, copysign(x, sign)
+//   min, max                  the second operand where either is NaN
+//   select_less(a, b, x, y)   a < b ? x : y
+//   pow2(n)                   2^n for whole n in -126 .. 127
+//   max_bits, largest_bits    of magnitudes: the larger bits, so that a NaN wins
+//   sum, root                 of all lanes; of one number
+//   from_int32, store_bf16, store_int8   V::width values, rounded to nearest even
+//   sum_int8(from, n)         of n values, a multiple of 32
+//   prefetch_to_write(line)   as this core's own
 #pragma once
 
 namespace maitred {

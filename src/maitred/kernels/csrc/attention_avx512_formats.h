@@ -1,25 +1,21 @@
-// Vectors, 2^x, and what the arithmetic of each pool format is made of. Part of attention_avx512.cpp and
-// attention_amx.cpp.
+// 2^x, and what the arithmetic of each pool format is made of. For attention_avx512.cpp and attention_amx.cpp.
+#pragma once
+
+#include "attention.h"
+#include "vec_avx512.h"
+
+namespace maitred {
+namespace {
 
 constexpr int kTiles = 4;       // of a block of scores
 constexpr int kSweepTiles = 2;  // that a sweep takes at once: 8 KB of K or V in bf16 with a head of 128
-constexpr float kLog2E = 1.44269504088896340736f;
 
-inline __m512 load(const void* p) { return _mm512_loadu_ps(p); }
-inline __m512i load_bits(const void* p) { return _mm512_loadu_si512(p); }
-inline __m512i word(const uint8_t* p) {
-  int32_t bits;
-  __builtin_memcpy(&bits, p, 4);
-  return _mm512_set1_epi32(bits);
-}
 inline float float_at(const uint8_t* p) {
   float x;
   __builtin_memcpy(&x, p, 4);
   return x;
 }
 inline void prefetch(const uint8_t* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0); }
-inline int smaller(int a, int b) { return a < b ? a : b; }
-inline int larger(int a, int b) { return a > b ? a : b; }
 
 // 2^t to 2e-7: exact at whole t, 0 far below and at -inf; NaN stays NaN. 2^floor(t) comes with the last instruction.
 inline __m512 exp2_of(__m512 t) {
@@ -86,8 +82,6 @@ struct BF16 : Floats {
   static Sum add_value(Sum sum, __m512i a, Factor b) { return add_key(sum, a, b); }
 };
 
-inline int64_t int8_part(const KVLayout& layout) { return (int64_t{layout.k_words} * 4 + 63) / 64 * 64; }
-
 // Queries and weights are of two bytes each, 16 bits; the sums of both are integers and exact.
 struct Int8 {
   static constexpr int kRows = 3, kSums = 12;
@@ -146,3 +140,6 @@ struct Cells {
   const uint8_t* at(int tile) const { return tiles[tile] + shift; }
   const uint8_t* next(int tile) const { return ahead[tile + ahead_from] + ahead_shift; }
 };
+
+}  // namespace
+}  // namespace maitred

@@ -1,4 +1,11 @@
-// The tile registers as attention uses them. Part of attention_amx.cpp.
+// The tile registers as attention uses them. For attention_amx.cpp.
+#pragma once
+
+#include "kv_pool.h"
+#include "tiles_amx.h"
+
+namespace maitred {
+namespace {
 
 constexpr int kTileRows = 16, kTileWords = 16;  // of a whole tile; a word is 4 bytes
 constexpr int kSumTiles = 4;                    // registers 0 to 3 are sums
@@ -64,3 +71,6 @@ inline void configure_scores(int height, int tail) { configure(height, tail == 0
 inline void configure_values(int height, int tail) {
   if (tail != 0 && tail != kPairs) configure(height, kPairs);
 }
+
+}  // namespace
+}  // namespace maitred

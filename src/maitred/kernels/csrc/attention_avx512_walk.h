@@ -1,4 +1,10 @@
-// Which slots rows see, and the order in which a sweep reads. Part of attention_avx512.cpp and attention_amx.cpp.
+// Which slots rows see, and the order in which a sweep reads. For attention_avx512.cpp and attention_amx.cpp.
+#pragma once
+
+#include "attention_avx512_formats.h"
+
+namespace maitred {
+namespace {
 
 // Slots that any, and that all, of some rows see.
 struct Seen {
@@ -69,3 +75,6 @@ class Walk {
   Place now_, ahead_;
   const uint8_t* tiles_[kSegmentTiles + kSweepTiles];
 };
+
+}  // namespace
+}  // namespace maitred

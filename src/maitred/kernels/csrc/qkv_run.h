@@ -1,9 +1,39 @@
-// The q, k and v of some tokens of one tile, in plain C++ that compilers vectorise; included once by each instruction
-// set's file, inside its anonymous namespace, behind the conversions of qkv_formats.inc or its own. Sums run in 16
-// lanes whatever the instruction set, so that all give the same bits.
+// The q, k and v of some tokens of one tile, in plain C++ that compilers vectorise for each qkv_<isa>.cpp, which has
+// its own copy. Sums run in 16 lanes whatever the instruction set, so that all give the same bits.
 //
+// Formats: PlainFormats, or an instruction set's own conversions.
 // kHead: the head's size where it is one of the usual ones and rotated whole, so that loops have a known length; else
 // 0.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "bits.h"
+#include "qkv.h"
+#include "rotate.h"
+
+namespace maitred {
+namespace {
+
+struct PlainFormats {
+  static void store_bf16(const float* __restrict x, int n, uint16_t* __restrict out) {
+    for (int i = 0; i < n; ++i) out[i] = float_to_bf16(x[i]);
+  }
+
+  // Words of two rows' values, one vector at a time.
+  static void store_bf16_pairs(const float* __restrict even, const float* __restrict odd, int n,
+                               uint32_t* __restrict words) {
+    for (int i = 0; i < n; ++i)
+      words[i] = static_cast<uint32_t>(float_to_bf16(even[i])) | static_cast<uint32_t>(float_to_bf16(odd[i])) << 16;
+  }
+
+  // 16 rows of 16 words, `stride` apart, into 16 lines of their columns.
+  static void transpose(const uint32_t* __restrict words, int stride, uint32_t* __restrict lines) {
+    for (int i = 0; i < kTileSlots; ++i)
+      for (int t = 0; t < kTileSlots; ++t) lines[i * kTileSlots + t] = words[t * stride + i];
+  }
+};
 
 constexpr int kLanes = 16;
 constexpr int kAtOnce = 8;  // heads in flight; of as many tokens they fit the ways of a first-level cache
@@ -63,17 +93,15 @@ inline int32_t round_to_int(float x) {  // ties to even, |x| < 2^22
   return static_cast<int32_t>(bits_of(x + 12582912.0f)) - 0x4b400000;
 }
 
-inline int64_t round_up_64(int64_t n) { return (n + 63) / 64 * 64; }
-
-template <int kHead>
+template <class Formats, int kHead>
 inline void store_query(const KVLayout& layout, const float* __restrict x, uint8_t* __restrict out) {
   const int head_dim = head_size<kHead>(layout);
   if (layout.dtype == DType::f32) {
     __builtin_memcpy(out, x, static_cast<size_t>(head_dim) * 4);
   } else if (layout.dtype == DType::bf16) {
-    store_bf16(x, head_dim, reinterpret_cast<uint16_t*>(out));
+    Formats::store_bf16(x, head_dim, reinterpret_cast<uint16_t*>(out));
   } else {
-    const int64_t part = round_up_64(int64_t{layout.k_words} * 4);
+    const int64_t part = int8_part(layout);
     int8_t* __restrict high = reinterpret_cast<int8_t*>(out);
     int8_t* __restrict low = high + part;
     const float largest = magnitude(x, head_dim);
@@ -112,7 +140,7 @@ inline uint8_t* cell_of(const KVLayout& layout, uint8_t* block, int head, int sl
 }
 
 // What a tile's K holds of one token: words of 4 bytes. Returns its scale (int8).
-template <int kHead>
+template <class Formats, int kHead>
 inline float key_words(const KVLayout& layout, const float* __restrict x, uint32_t* __restrict words) {
   const int head_dim = head_size<kHead>(layout);
   if (layout.dtype == DType::f32) {
@@ -120,7 +148,7 @@ inline float key_words(const KVLayout& layout, const float* __restrict x, uint32
     return 0.0f;
   }
   if (layout.dtype == DType::bf16) {
-    store_bf16(x, head_dim, reinterpret_cast<uint16_t*>(words));
+    Formats::store_bf16(x, head_dim, reinterpret_cast<uint16_t*>(words));
     return 0.0f;
   }
   int8_t q[kLargestHead];
@@ -132,17 +160,18 @@ inline float key_words(const KVLayout& layout, const float* __restrict x, uint32
 }
 
 // Tokens' words [count][k_words] into their lanes of a tile's lines.
+template <class Formats>
 inline void write_lanes(const uint32_t* __restrict words, int k_words, int count, uint32_t* __restrict lines,
                         int lane) {
   int i = 0;
   if (count == kTileSlots)
-    for (; i + kTileSlots <= k_words; i += kTileSlots) transpose(words + i, k_words, lines + i * kTileSlots);
+    for (; i + kTileSlots <= k_words; i += kTileSlots) Formats::transpose(words + i, k_words, lines + i * kTileSlots);
   for (; i < k_words; ++i)
     for (int t = 0; t < count; ++t) lines[i * kTileSlots + lane + t] = words[t * k_words + i];
 }
 
 // keys [count][head_dim] into one head's cells.
-template <int kHead>
+template <class Formats, int kHead>
 inline void store_keys(const KVLayout& layout, const float* keys, int count, uint8_t* cell, int slot) {
   const int head_dim = head_size<kHead>(layout);
   if (layout.tiled) {
@@ -150,8 +179,8 @@ inline void store_keys(const KVLayout& layout, const float* keys, int count, uin
     uint32_t words[kTileSlots * kLargestHead];
     float scales[kTileSlots];
     for (int t = 0; t < count; ++t)
-      scales[t] = key_words<kHead>(layout, keys + t * head_dim, words + t * layout.k_words);
-    write_lanes(words, layout.k_words, count, reinterpret_cast<uint32_t*>(cell), lane);
+      scales[t] = key_words<Formats, kHead>(layout, keys + t * head_dim, words + t * layout.k_words);
+    write_lanes<Formats>(words, layout.k_words, count, reinterpret_cast<uint32_t*>(cell), lane);
     if (layout.dtype == DType::int8)
       __builtin_memcpy(cell + layout.scales_offset() + lane * 4, scales, static_cast<size_t>(count) * 4);
     return;
@@ -160,7 +189,7 @@ inline void store_keys(const KVLayout& layout, const float* keys, int count, uin
     if (layout.dtype == DType::f32) {
       __builtin_memcpy(cell, keys, static_cast<size_t>(head_dim) * 4);
     } else if (layout.dtype == DType::bf16) {
-      store_bf16(keys, head_dim, reinterpret_cast<uint16_t*>(cell));
+      Formats::store_bf16(keys, head_dim, reinterpret_cast<uint16_t*>(cell));
     } else {
       int8_t q[kLargestHead];
       const float scale = quantise(keys, head_dim, q);
@@ -180,7 +209,7 @@ inline void write_four(const int8_t* __restrict q, int stride, int n, uint32_t* 
 }
 
 // The values of tokens x + t * stride into one head's part of a tile.
-template <int kHead>
+template <class Formats, int kHead>
 inline void store_tiled_values(const KVLayout& layout, const float* x, int64_t stride, int count, uint8_t* tile,
                                int lane) {
   const int head_dim = head_size<kHead>(layout), per_word = layout.values_per_word;
@@ -193,7 +222,7 @@ inline void store_tiled_values(const KVLayout& layout, const float* x, int64_t s
     } else if (layout.dtype == DType::bf16) {
       uint16_t* values = reinterpret_cast<uint16_t*>(words) + lane % 2;
       if (together == 2)
-        store_bf16_pairs(x, x + stride, head_dim, reinterpret_cast<uint32_t*>(words));
+        Formats::store_bf16_pairs(x, x + stride, head_dim, reinterpret_cast<uint32_t*>(words));
       else
         for (int i = 0; i < head_dim; ++i) values[2 * i] = float_to_bf16(x[i]);
     } else {
@@ -208,17 +237,17 @@ inline void store_tiled_values(const KVLayout& layout, const float* x, int64_t s
   }
 }
 
-template <int kHead>
+template <class Formats, int kHead>
 inline void store_values(const KVLayout& layout, const float* x, int64_t stride, int count, uint8_t* cell, int slot) {
   const int head_dim = head_size<kHead>(layout);
   if (layout.tiled)
-    return store_tiled_values<kHead>(layout, x, stride, count, cell + layout.v_offset, slot % kTileSlots);
+    return store_tiled_values<Formats, kHead>(layout, x, stride, count, cell + layout.v_offset, slot % kTileSlots);
   for (int t = 0; t < count; ++t, x += stride, cell += layout.cell_bytes) {
     uint8_t* to = cell + layout.v_offset;
     if (layout.dtype == DType::f32) {
       __builtin_memcpy(to, x, static_cast<size_t>(head_dim) * 4);
     } else if (layout.dtype == DType::bf16) {
-      store_bf16(x, head_dim, reinterpret_cast<uint16_t*>(to));
+      Formats::store_bf16(x, head_dim, reinterpret_cast<uint16_t*>(to));
     } else {
       int8_t q[kLargestHead];
       const float scale = quantise(x, head_dim, q);
@@ -277,7 +306,7 @@ class Ahead {
   int k_lines_, v_lines_, heads_left_, line_ = 0;
 };
 
-template <int kHead>
+template <class Formats, int kHead>
 inline void store_queries(const QKVRun& work) {
   const QKVOp& op = *work.op;
   const KVLayout& layout = *work.layout;
@@ -299,21 +328,21 @@ inline void store_queries(const QKVRun& work) {
         ready<kHead>(work, t, x + i * head_dim, weights_of(op, op.q_norm, first + i, head_dim),
                      op.norm == QKNorm::per_head ? inverse[i] : whole, head);
         if (layout.dtype == DType::int8) rotate(head, head_dim);
-        store_query<kHead>(layout, head, to + (first + i) * query_bytes);
+        store_query<Formats, kHead>(layout, head, to + (first + i) * query_bytes);
       }
     }
   }
 }
 
 // Head by head over all tokens, so that a tile's lines are written while they are near.
-template <int kHead>
+template <class Formats, int kHead>
 void run_heads(const QKVRun& work) {
   const QKVOp& op = *work.op;
   const KVLayout& layout = *work.layout;
   const int head_dim = head_size<kHead>(layout), num_kv_heads = layout.num_kv_heads;
   const int64_t stride = work.row_stride;
   const bool rotates = layout.dtype == DType::int8;
-  store_queries<kHead>(work);
+  store_queries<Formats, kHead>(work);
   const float* k = work.rows + int64_t{op.num_heads} * head_dim;
   const float* v = k + int64_t{num_kv_heads} * head_dim;
   float inverse[kTileSlots];
@@ -330,18 +359,25 @@ void run_heads(const QKVRun& work) {
       if (rotates) rotate(heads + t * head_dim, head_dim);
     }
     uint8_t* cell = cell_of(layout, work.block, h, work.slot);
-    store_keys<kHead>(layout, heads, work.count, cell, work.slot);
+    store_keys<Formats, kHead>(layout, heads, work.count, cell, work.slot);
     for (int t = 0; rotates && t < work.count; ++t) {
       __builtin_memcpy(heads + t * head_dim, v + t * stride, static_cast<size_t>(head_dim) * 4);
       rotate(heads + t * head_dim, head_dim);
     }
-    store_values<kHead>(layout, rotates ? heads : v, rotates ? head_dim : stride, work.count, cell, work.slot);
+    store_values<Formats, kHead>(layout, rotates ? heads : v, rotates ? head_dim : stride, work.count, cell, work.slot);
   }
 }
 
+template <class Formats>
 void run(const QKVRun& work) {
   const int head_dim = work.layout->head_dim;
-  if (head_dim == 128 && work.op->num_pairs == 64) return run_heads<128>(work);
-  if (head_dim == 64 && work.op->num_pairs == 32) return run_heads<64>(work);
-  run_heads<0>(work);
+  if (head_dim == 128 && work.op->num_pairs == 64) return run_heads<Formats, 128>(work);
+  if (head_dim == 64 && work.op->num_pairs == 32) return run_heads<Formats, 64>(work);
+  run_heads<Formats, 0>(work);
 }
+
+template <class Formats>
+const QKVKernels kKernels{&run<Formats>, &rotate};
+
+}  // namespace
+}  // namespace maitred

@@ -1,4 +1,10 @@
-// The products of attention: queries with keys, weights with values. Part of attention_avx512.cpp.
+// The products of attention: queries with keys, weights with values. For attention_avx512.cpp.
+#pragma once
+
+#include "attention_avx512_formats.h"
+
+namespace maitred {
+namespace {
 
 // Scores of R rows over T tiles, in the unit that stored_scale() gives.
 template <class Format, int R, int T, bool kFetch>
@@ -125,3 +131,6 @@ inline void finish_int8(const Segment& work, int row, int end_row) {
       _mm512_storeu_ps(out + i, _mm512_mul_ps(_mm512_cvtepi32_ps(load_bits(out + i)), factor));
   }
 }
+
+}  // namespace
+}  // namespace maitred

@@ -1,8 +1,14 @@
-// From scores to weights: a row's maximum, p = 2^(score - maximum) as its format rounds it, and the sum of p. Part of
+// From scores to weights: a row's maximum, p = 2^(score - maximum) as its format rounds it, and the sum of p. For
 // attention_avx512.cpp and attention_amx.cpp.
 //
 // Slots that a row does not see are given a score of -inf, hence a weight of 0, as far as its last vectors reach; no
 // loop needs a mask then.
+#pragma once
+
+#include "attention_avx512_formats.h"
+
+namespace maitred {
+namespace {
 
 constexpr int kPair = 2 * kTileSlots;  // slots that are weighed at once
 
@@ -105,3 +111,6 @@ inline void weigh_row(const Segment& work, int row, int head, int first_tile, in
   if (sees || Format::kInteger)
     work.sum[row] = weights_of(Format{}, work, row, head, work.maximum[row], first_tile, end_tile, out);
 }
+
+}  // namespace
+}  // namespace maitred

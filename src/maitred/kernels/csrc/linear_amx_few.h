@@ -1,9 +1,35 @@
 // Few rows of bf16 with vectors, in tdpbf16ps's order of sums: of 32 values of K the even ones apart from the odd ones,
 // each by fused multiply-adds from zero on, then both sums added, then that added to what there was; denormal numbers
-// count as zeros, as inputs and as results. Part of linear_amx.cpp.
+// count as zeros, as inputs and as results. For linear_amx.cpp.
 //
 // Memory runs evenly when lines are asked for one at a time between products, which tiles are too few instructions for.
 // The instructions are spelled out because the order of operands decides which of two NaNs lives on.
+#pragma once
+
+#include "linear.h"
+#include "vec_avx512.h"
+
+namespace maitred {
+namespace {
+
+constexpr int kHalf = 16;   // rows of a tile register
+constexpr int kDepth = 16;  // steps of K in one, 64 bytes of each row
+constexpr int kDepthBytes = kDepth * 128;
+constexpr int kFewRowsBf16 = 4;  // that vectors multiply
+
+// A run of one tile, and what to prefetch while rows pass it: `lines` with each depth.
+struct Run {
+  const uint8_t* weights;
+  int depths;
+  const uint8_t* tail;  // what is less than a depth at the end of K, filled up with zeros; null if nothing is
+  bool first;
+  const uint8_t* next;
+  int lines;
+  // Output lines to ask for, of rows that this run ends: a few with each depth. 0 rows where it does not.
+  float* out;
+  int64_t out_stride;
+  int out_rows, out_width;
+};
 
 // While it lives. What computes meanwhile is not inlined, so that nothing of it leaves that time, nor enters it.
 class ZeroDenormals {
@@ -24,11 +50,6 @@ inline void add(__m512& sum, __m512 x) { asm("vaddps %1, %0, %0" : "+v"(sum) : "
 template <class Vector>
 inline void prefetch_behind(Vector& a, Vector& b, const uint8_t* line) {
   asm volatile("prefetcht1 %2" : "+v"(a), "+v"(b) : "m"(*line));
-}
-
-inline __m512 even_of(__m512i pairs) { return _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16)); }
-inline __m512 odd_of(__m512i pairs) {
-  return _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
 }
 
 // R rows x 32 channels over a depth, while as many bytes from `next` on are asked for.
@@ -87,9 +108,12 @@ __attribute__((noinline)) void multiply_few(const Run& run, int num_rows, const 
                                             float* acc) {
   float* out = run.out;
   for (int row = 0; row < run.out_rows; ++row, out += run.out_stride) {
-    Amx::prefetch_to_write(out);
-    if (run.out_width == kTile) Amx::prefetch_to_write(out + kHalf);
+    Vec16::prefetch_to_write(out);
+    if (run.out_width == kTile) Vec16::prefetch_to_write(out + kHalf);
   }
   const ZeroDenormals zeros;
   kFew[num_rows - 1](run, rows, stride, acc);
 }
+
+}  // namespace
+}  // namespace maitred
