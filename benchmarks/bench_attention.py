@@ -13,15 +13,16 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from maitred.kernels import _native
-from maitred.kernels.attention import AttentionShape, LayerAttention, StepRow, make_kv_pool
+from maitred.kernels.kv_pool import make_kv_pool
 
 NUM_LAYERS, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 28, 16, 8, 128, 16
-SHAPE = AttentionShape(num_heads=NUM_HEADS, num_kv_heads=NUM_KV_HEADS, head_dim=HEAD_DIM, scale=HEAD_DIM**-0.5)
+Q_WIDTH, QKV_WIDTH = NUM_HEADS * HEAD_DIM, (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM
 VALUE_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
 # Requests and context of a decode step.
 DECODE = [(1, 512), (1, 4096), (1, 16384), (8, 576), (32, 576), (32, 2048)]
@@ -47,15 +48,45 @@ class Machine:
         return float(_native.measure_peak(self._isa, self._threads, "bfloat16", 2))
 
 
-def timed(call: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    call()
-    return time.perf_counter() - started
+class Attention:
+    """A program that writes a step's keys and values into one layer, then attends to `num_layers`, one by one."""
+
+    def __init__(self, pool: _native.KVPool, threads: _native.ThreadPool, isa: str, max_tokens: int, num_layers: int):
+        self._program = program = _native.Program(threads, pool, isa, max_tokens, 1, 1, 1 << 20)
+        self._qkv, out = program.rows(QKV_WIDTH), program.rows(Q_WIDTH)
+        program.qkv(0, NUM_HEADS, self._qkv, None, None, None, False, 1e-6)
+        reader = _native.LinearShape("float32", 1, Q_WIDTH)
+        for layer in range(num_layers):
+            program.attention(layer, NUM_HEADS, 0, HEAD_DIM**-0.5, 0.0, out, reader)
+        program.begin_logits()
+        program.set_profiling(True)
+
+    def run(self, rows: list[tuple[int, int]], tables: list[list[int]], rng: np.random.Generator) -> None:
+        """A step of rows (start, tokens) with random queries, keys and values."""
+        num_tokens = sum(n for _, n in rows)
+        self._qkv.view(num_tokens)[:] = rng.standard_normal((num_tokens, QKV_WIDTH), dtype=np.float32)
+        positions = [np.arange(start, start + n) for start, n in rows]
+        arrays = [np.zeros(num_tokens), np.concatenate(positions), ends_of(positions), np.concatenate(tables)]
+        self._step = [array.astype(np.int32) for array in (*arrays, ends_of(tables), np.empty(0))]
+        self.seconds()
+
+    def seconds(self) -> float:
+        """Of attention alone in the last step, run again."""
+        self._program.run(*self._step)
+        return sum(ns for name, ns in self._program.profile() if name == "attention") / 1e9
+
+    @property
+    def num_units(self) -> int:
+        return int(self._program.num_attention_units)
 
 
-def layer_of(
+def ends_of(parts: Sequence[Sequence[int]]) -> NDArray[np.int64]:
+    return np.cumsum([0, *(len(part) for part in parts)])
+
+
+def attention_over(
     dtype: str, threads: _native.ThreadPool, isa: str, rows: list[tuple[int, int]], num_layers: int
-) -> LayerAttention:
+) -> Attention:
     """A step of rows (start, tokens) over a pool full of random keys and values in shuffled blocks."""
     counts = [-(-(start + n) // BLOCK_SIZE) for start, n in rows]
     pool = make_kv_pool(
@@ -70,46 +101,46 @@ def layer_of(
     rng = np.random.default_rng(0)
     ids = rng.permutation(sum(counts)).tolist()
     tables = [[ids.pop() for _ in range(count)] for count in counts]
-    layer = LayerAttention(SHAPE, pool, threads, block_size=BLOCK_SIZE, isa=isa)
-    for (start, n), table in zip(rows, tables, strict=True):  # one layer is written, and copied to the others
-        layer.begin([StepRow(0, start + n, table)])
-        layer.write(0, rng.standard_normal((start + n, SHAPE.qkv_width), dtype=np.float32))
+    writer = Attention(pool, threads, isa, BLOCK_SIZE, 0)
+    for table in tables:  # one layer is written, and copied to the others
+        for first in range(0, len(table) * BLOCK_SIZE, BLOCK_SIZE):
+            writer.run([(first, BLOCK_SIZE)], [table], rng)
     for block in range(pool.num_blocks):
         for other in range(1, num_layers):
             pool.block_view(other, block)[:] = pool.block_view(0, block)
-    layer.begin([StepRow(start, n, table) for (start, n), table in zip(rows, tables, strict=True)])
-    layer.write(0, rng.standard_normal((sum(n for _, n in rows), SHAPE.qkv_width), dtype=np.float32))
-    return layer
+    attention = Attention(pool, threads, isa, sum(n for _, n in rows), num_layers)
+    attention.run(rows, tables, rng)
+    return attention
 
 
 def decode_cell(dtype: str, args: argparse.Namespace, machine: Machine, requests: int, context: int) -> None:
-    layer = layer_of(dtype, args.pool, args.isa, [(context - 1, 1)] * requests, NUM_LAYERS)
+    attention = attention_over(dtype, args.pool, args.isa, [(context - 1, 1)] * requests, NUM_LAYERS)
     token_bytes = 2 * NUM_KV_HEADS * HEAD_DIM * VALUE_BYTES[dtype] + (8 * NUM_KV_HEADS if dtype == "int8" else 0)
     num_bytes = NUM_LAYERS * requests * context * token_bytes
     repeats = max(1, int(2e9 / num_bytes))
     best, best_ratio, best_s = 0.0, 0.0, 0.0
     for _ in range(args.rounds):
         before = machine.stream()
-        seconds = min(timed(lambda: layer.attend(0, NUM_LAYERS)) for _ in range(repeats))
+        seconds = min(attention.seconds() for _ in range(repeats))
         rate, stream = num_bytes / seconds, max(before, machine.stream())
         if rate / stream > best_ratio:
             best, best_ratio, best_s = rate, rate / stream, seconds
     print(
         f"decode  {dtype:9} {requests:3} x {context:6}: {best_s * 1e3:8.2f} ms a step, {best / 1e9:6.1f} GB/s, "
-        f"{best_ratio:6.1%} of the stream, {layer.num_units} units",
+        f"{best_ratio:6.1%} of the stream, {attention.num_units} units",
         flush=True,
     )
 
 
 def prefill_cell(dtype: str, args: argparse.Namespace, machine: Machine, tokens: int, context: int) -> None:
-    layer = layer_of(dtype, args.pool, args.isa, [(context, tokens)], PREFILL_LAYERS)
+    attention = attention_over(dtype, args.pool, args.isa, [(context, tokens)], PREFILL_LAYERS)
     pairs = tokens * context + tokens * (tokens + 1) // 2
     operations = PREFILL_LAYERS * 4 * NUM_HEADS * HEAD_DIM * pairs
     repeats = max(1, int(1e11 / operations))
     best, best_ratio, best_s = 0.0, 0.0, 0.0
     for _ in range(args.rounds):
         before = machine.bf16_peak()
-        seconds = min(timed(lambda: layer.attend(0, PREFILL_LAYERS)) for _ in range(repeats))
+        seconds = min(attention.seconds() for _ in range(repeats))
         rate, peak = operations / seconds, max(before, machine.bf16_peak())
         if rate / peak > best_ratio:
             best, best_ratio, best_s = rate, rate / peak, seconds
@@ -118,6 +149,12 @@ def prefill_cell(dtype: str, args: argparse.Namespace, machine: Machine, tokens:
         f"{best / 1e12:6.3f} TFLOP/s, {best_ratio:6.1%} of the bf16 peak",
         flush=True,
     )
+
+
+def timed(call: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started
 
 
 def peer_cells(args: argparse.Namespace) -> None:

@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from maitred.kernels import _native
-from maitred.kernels.attention import AttentionShape, HeadNorm, LayerAttention, StepRow, make_kv_pool
+from maitred.kernels.kv_pool import make_kv_pool
+from tests.kernels.attention_layer import AttentionLayer, AttentionShape, HeadNorm, StepRow
 from tests.kernels.rotation import rotate, rotation_block
 
 Floats = NDArray[np.float32]
@@ -76,13 +77,13 @@ def attend_in_steps(
     fill_with_nan(pool)
     ids = np.random.default_rng(seed).permutation(num_blocks).tolist()
     tables = [[ids.pop() for _ in range(count)] for count in counts]
-    layer = LayerAttention(shape, pool, threads, block_size=block_size, isa=isa)
+    most = max(sum(n for _, n in step) for step in steps)
+    layer = AttentionLayer(shape, pool, threads, max_tokens=most, isa=isa, layer=1)
     done = [0] * len(rows)
     outputs: list[list[Floats]] = [[] for _ in rows]
     for step in steps:
-        layer.begin([StepRow(done[r], n, tables[r][: -(-(done[r] + n) // block_size)]) for r, n in step])
-        layer.write(1, np.concatenate([rows[r][done[r] : done[r] + n] for r, n in step]))
-        out = layer.attend(1)
+        parts = [StepRow(done[r], n, tables[r][: -(-(done[r] + n) // block_size)]) for r, n in step]
+        out = layer.run(parts, np.concatenate([rows[r][done[r] : done[r] + n] for r, n in step]))
         for r, n in step:
             outputs[r].append(out[:n])
             out = out[n:]

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
 import pytest
 
-from maitred.errors import KernelError
 from maitred.kernels import _native
-from maitred.kernels.attention import AttentionShape, HeadNorm, LayerAttention, StepRow, make_kv_pool
+from maitred.kernels.kv_pool import make_kv_pool
+from tests.kernels.attention_layer import AttentionLayer, HeadNorm, StepRow
 from tests.kernels.attention_world import (
     ISAS,
     Doubles,
@@ -117,13 +118,12 @@ def test_amx_takes_an_int8_pool_to_the_bits_of_avx512(dtype: str, isa: str) -> N
 
 def test_a_long_request_alone_is_divided_among_the_threads(dtype: str, isa: str) -> None:
     shape = SHAPES["three share"]
-    threads = _native.ThreadPool(2)
     pool = make_kv_pool(dtype=dtype, num_layers=1, num_blocks=64, block_size=16, num_kv_heads=1, head_dim=32)
-    layer = LayerAttention(shape, pool, threads, block_size=16, isa=isa)
-    layer.begin([StepRow(1000, 1, range(63))])
-    assert layer.num_units == 4
-    layer.begin([StepRow(1000, 1, range(63))] * 40)
-    assert layer.num_units == 40
+    layer = AttentionLayer(shape, pool, _native.ThreadPool(2), max_tokens=40, isa=isa)
+    for num_requests, num_units in ((1, 4), (40, 40)):
+        rows = [StepRow(1000, 1, range(63))] * num_requests
+        layer.run(rows, np.zeros((num_requests, shape.qkv_width), dtype=np.float32))
+        assert layer.num_units == num_units
 
 
 def test_later_tokens_that_are_not_finite_leave_earlier_ones_alone(dtype: str, isa: str) -> None:
@@ -189,50 +189,22 @@ def test_equal_values_come_back_whole(num_tokens: int, dtype: str, isa: str) -> 
     np.testing.assert_allclose(out, 1.0, atol=2e-4, rtol=0)
 
 
-def test_a_step_without_enough_blocks_is_refused(dtype: str, isa: str) -> None:
-    pool = make_kv_pool(dtype=dtype, num_layers=1, num_blocks=4, block_size=16, num_kv_heads=1, head_dim=32)
-    layer = LayerAttention(SHAPES["three share"], pool, _native.ThreadPool(1), block_size=16, isa=isa)
-    with pytest.raises(KernelError, match="has 1 blocks of 16; it needs 2"):
-        layer.begin([StepRow(16, 1, [0])])
-    with pytest.raises(KernelError, match="block 4 of a KV pool of 4"):
-        layer.begin([StepRow(0, 1, [4])])
-    with pytest.raises(KernelError, match="at least 1"):
-        layer.begin([StepRow(0, 0, [0])])
-
-
-def test_rows_of_another_width_are_refused(dtype: str, isa: str) -> None:
-    pool = make_kv_pool(dtype=dtype, num_layers=1, num_blocks=4, block_size=16, num_kv_heads=1, head_dim=32)
-    layer = LayerAttention(SHAPES["three share"], pool, _native.ThreadPool(1), block_size=16, isa=isa)
-    layer.begin([StepRow(0, 2, [0])])
-    with pytest.raises(KernelError, match=r"the step needs float32 \[2, 160\]"):
-        layer.write(0, np.zeros((2, 100), dtype=np.float32))
-    with pytest.raises(IndexError, match="layer 1 of a KV pool of 1"):
-        layer.write(1, np.zeros((2, 160), dtype=np.float32))
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_kv_heads": 3}, "cannot share"),
-        ({"head_dim": 33}, "must be even"),
-        ({"window": 0}, "window of 0"),
-        ({"sinks": (1.0,)}, "1 sinks for 4 heads"),
-        ({"inverse_frequencies": (1.0,) * 17}, "17 rotated pairs"),
-        ({"norm": HeadNorm.PER_HEAD}, "q_norm has 0 weights"),
+        ({"num_heads": 5}, "cannot share"),
+        ({"sinks": (1.0,)}, "1 values where 4 are needed"),
+        ({"q_norm": (1.0,) * 7}, "7 values where 32 are needed"),
+        ({"norm": HeadNorm.FULL_WIDTH}, "32 values where 128 are needed"),
+        ({"scale": 0.0}, "must be positive"),  # a row's maximum is taken before scores are multiplied with it
+        ({"scale": -0.125}, "must be positive"),
+        ({"scale": float("nan")}, "must be positive"),
     ],
 )
 def test_shapes_that_cannot_be_are_refused(changes: dict[str, object], message: str, dtype: str, isa: str) -> None:
-    sizes: dict[str, object] = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 32, "scale": 1.0}
-    with pytest.raises(KernelError, match=message):
-        AttentionShape(**(sizes | changes))  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("scale", [0.0, -0.125, float("nan")])
-def test_a_scale_that_is_not_positive_is_refused(scale: float, dtype: str, isa: str) -> None:
-    """A row's maximum is taken before scores are multiplied with it."""
     pool = make_kv_pool(dtype=dtype, num_layers=1, num_blocks=4, block_size=16, num_kv_heads=2, head_dim=32)
-    with pytest.raises(KernelError, match="it must be positive"):
-        LayerAttention(shape_of(4, 2, 32, scale=scale), pool, _native.ThreadPool(1), block_size=16, isa=isa)
+    with pytest.raises(ValueError, match=message):
+        AttentionLayer(replace(shape_of(4, 2, 32), **changes), pool, _native.ThreadPool(1), max_tokens=1, isa=isa)  # type: ignore[arg-type]
 
 
 def test_the_plain_path_is_always_there(dtype: str, isa: str) -> None:

@@ -15,7 +15,7 @@ from maitred.executor.native_sampler import NativeSampler
 from maitred.executor.native_swap import NativeHostPool
 from maitred.executor.thread_choice import ThreadChoice
 from maitred.kernels import _native
-from maitred.kernels.attention import LARGEST_HEAD, make_kv_pool
+from maitred.kernels.kv_pool import LARGEST_HEAD, make_kv_pool
 from maitred.model.checkpoint import Checkpoint
 from maitred.model.fusions import compile_program
 from maitred.model.packed import OnPacked, plan_weights

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from maitred.kernels.attention import HostBlocks
+from maitred.kernels.kv_pool import HostBlocks
 from maitred.step import BlockCopy
 
 _MEASURED_BLOCKS = 64

@@ -75,8 +75,8 @@ const float* vector_of(const nb::object& vector, int64_t width) {
   if (vector.is_none()) return nullptr;
   const Vector values = nb::cast<Vector>(vector);
   if (static_cast<int64_t>(values.size()) != width)
-    throw std::invalid_argument("a norm has " + std::to_string(values.size()) + " weights for " +
-                                std::to_string(width) + " values");
+    throw std::invalid_argument("a vector has " + std::to_string(values.size()) + " values where " +
+                                std::to_string(width) + " are needed");
   return values.data();
 }
 
@@ -153,15 +153,16 @@ bool stays_rotated(const KVLayout& layout, const LinearShape& reader) {
 }
 
 void attention_op(BoundProgram& self, int layer, int num_heads, int window, float scale, float softcap,
-                  const Rows& target, const LinearShape& reader) {
+                  const Rows& target, const LinearShape& reader, const nb::object& sinks) {
+  if (!(scale > 0.0f)) throw std::invalid_argument("a scale of " + std::to_string(scale) + "; it must be positive");
   const KVLayout& layout = self.program.pool().layout();
   check_width(target, int64_t{num_heads} * layout.head_dim);
   const bool rotated = stays_rotated(layout, reader);
   self.rotated = rotated ? target.values : nullptr;
   if (self.queries == nullptr) throw std::logic_error("attention before queries");
   AttentionPlan& plan = self.plan(num_heads, window);
-  add_attention(self.program, AttentionOp{layer, num_heads, scale, softcap, nullptr, rotated}, plan, *self.scratch,
-                self.queries, target);
+  add_attention(self.program, AttentionOp{layer, num_heads, scale, softcap, vector_of(sinks, num_heads), rotated}, plan,
+                *self.scratch, self.queries, target);
 }
 
 StepRows step_of(const Ints& token_ids, const Ints& positions, const Ints& first_tokens, const Ints& block_tables,
@@ -272,11 +273,20 @@ void bind_program(nb::module_& m) {
       .def("qkv", &qkv_op, nb::arg("layer"), nb::arg("num_heads"), nb::arg("source"), nb::arg("rope").none(),
            nb::arg("q_norm").none(), nb::arg("k_norm").none(), nb::arg("full_width"), nb::arg("eps"))
       .def("attention", &attention_op, nb::arg("layer"), nb::arg("num_heads"), nb::arg("window"), nb::arg("scale"),
-           nb::arg("softcap"), nb::arg("target"), nb::arg("reader"), "reader: the linear that reads the target next.")
+           nb::arg("softcap"), nb::arg("target"), nb::arg("reader"), nb::arg("sinks") = nb::none(),
+           "reader: the linear that reads the target next; sinks: a logit a head that only adds to the denominator.")
       .def("begin_logits", [](BoundProgram& self) { self.program.begin_logits(); })
       .def("run", &run, nb::arg("token_ids"), nb::arg("positions"), nb::arg("first_tokens"), nb::arg("block_tables"),
            nb::arg("first_blocks"), nb::arg("logits_tokens"))
       .def("run_logits", &run_logits, nb::arg("logits_tokens"))
+      .def_prop_ro(
+          "num_attention_units",
+          [](const BoundProgram& self) {
+            std::size_t count = 0;
+            for (const auto& [key, plan] : self.plans) count += plan->units().size();
+            return count;
+          },
+          "Pieces of work that the last step's attention was divided into, layers of each window counted once.")
       .def_prop_ro("buffer_bytes", [](const BoundProgram& self) { return self.program.buffer_bytes(); })
       .def(
           "set_profiling", [](BoundProgram& self, bool on) { self.program.set_profiling(on); }, nb::arg("on"))

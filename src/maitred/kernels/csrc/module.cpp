@@ -11,8 +11,8 @@ namespace nb = nanobind;
 namespace maitred {
 void bind_linear(nb::module_&);
 void bind_program(nb::module_& m);
-void bind_attention(nb::module_&);
 void bind_checksum(nb::module_&);
+void bind_kv_pool(nb::module_&);
 void bind_sampler(nb::module_&);
 }  // namespace maitred
 
@@ -42,7 +42,7 @@ NB_MODULE(_native, m) {
            "Binds thread i (0 is the caller) to processor cpus[i]; false where that cannot be.");
   maitred::bind_linear(m);
   maitred::bind_program(m);
-  maitred::bind_attention(m);
   maitred::bind_checksum(m);
+  maitred::bind_kv_pool(m);
   maitred::bind_sampler(m);
 }

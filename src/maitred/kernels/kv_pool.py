@@ -1,0 +1,70 @@
+"""The native KV pool for Python: allocation with clear errors, and copies of blocks in host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from maitred.errors import KernelError, OutOfMemory
+from maitred.kernels import _native
+
+Bytes = NDArray[np.uint8]
+
+LARGEST_HEAD = 1024
+
+
+def make_kv_pool(
+    *, dtype: str, num_layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
+) -> _native.KVPool:
+    """Memory for K and V, zero, given by the operating system when first touched.
+
+    Raises KernelError for a dtype or size that the kernels cannot take, OutOfMemory when the memory is refused.
+    """
+    try:
+        return _native.KVPool(
+            dtype=dtype,
+            num_layers=num_layers,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+        )
+    except ValueError as error:
+        raise KernelError(str(error)) from None
+    except MemoryError:
+        raise OutOfMemory(
+            f"a KV cache of {num_blocks} blocks of {block_size} tokens in {dtype} could not be had; "
+            f"lower --kv-cache-memory-bytes, --max-num-seqs or --max-model-len"
+        ) from None
+
+
+class HostBlocks:
+    """Blocks of `pool` in host memory, row by row, for requests that were preempted."""
+
+    def __init__(self, pool: _native.KVPool, num_blocks: int, threads: _native.ThreadPool) -> None:
+        self.num_blocks = num_blocks
+        self.bytes_per_block: int = pool.bytes_per_block
+        self._pool, self._threads = pool, threads
+        try:
+            self._rows: Bytes = np.zeros((num_blocks, self.bytes_per_block), dtype=np.uint8)
+        except MemoryError:
+            raise OutOfMemory(
+                f"{num_blocks * self.bytes_per_block} bytes of host memory for swapped blocks could not be had; "
+                f"lower --swap-memory-bytes"
+            ) from None
+
+    def copy_out(self, blocks: Sequence[int], rows: Sequence[int]) -> None:
+        """The pool's blocks[i] to row rows[i]. Raises KernelError for one that is not there."""
+        try:
+            self._pool.read_blocks(list(blocks), self._rows, list(rows), self._threads)
+        except (IndexError, ValueError) as error:
+            raise KernelError(str(error)) from None
+
+    def copy_in(self, rows: Sequence[int], blocks: Sequence[int]) -> None:
+        """Row rows[i] to the pool's blocks[i]. Raises KernelError for one that is not there."""
+        try:
+            self._pool.write_blocks(list(blocks), self._rows, list(rows), self._threads)
+        except (IndexError, ValueError) as error:
+            raise KernelError(str(error)) from None
