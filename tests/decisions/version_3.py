@@ -1,8 +1,7 @@
-"""Decision logs recorded by version 3, and a converter of its frames to version 4."""
+"""Converter of the decision log's frames of version 3 to version 4."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -10,13 +9,7 @@ import msgspec
 from maitred.decisions.codec import is_header
 from maitred.decisions.log import DIGEST_BYTES
 
-FOLDER = Path(__file__).parent / "recorded"
 NEW, EVENTS = 8, 10  # places in a frame
-
-
-def recorded_by_version_3(name: str) -> list[bytes]:
-    """The frames of a run under random load, under policy `name`."""
-    return msgspec.msgpack.decode((FOLDER / f"{name}_version_3.msgpack").read_bytes(), type=list[bytes])
 
 
 def converted(frame: bytes) -> bytes:

@@ -1,15 +1,12 @@
-"""The decision log as bytes: frames of msgpack, in which a step is what the step before did not foretell.
+"""The decision log as bytes: a frame of msgpack a step, as it is, column by column.
 
-The rows of a step are foretold to be those of the step before that sampled and were not forgotten, behind the tokens
-they got and with as many drafts again; their outcomes, one token each. So a step of plain decoding is two times and
-the blocks that were filled and taken: a few bytes for each 16 tokens of a row. Requests are named by number, in order
+Columns compress well, being mostly numbers that repeat those of the step before. Requests are named by number, in order
 of their arrival in the log.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from operator import itemgetter
 
 import msgspec
 from msgspec.structs import replace
@@ -33,7 +30,7 @@ from maitred.errors import ConfigError
 from maitred.request import FinishReason, RequestSpec, RequestState
 from maitred.step import BlockCopy, NewRequest, RequestProgress, ScheduledRow, SchedulerOutput
 
-VERSION = 4
+VERSION = 5
 
 
 class Header(msgspec.Struct, frozen=True):
@@ -49,79 +46,44 @@ class Header(msgspec.Struct, frozen=True):
     version: int = VERSION
 
 
-class _Growth(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
-    """A foretold row that got blocks."""
+class _Rows(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+    """The rows of a plan: a column for each field of `ScheduledRow`, in their order, the request by number."""
 
-    row: int
-    new_block_ids: tuple[int, ...] = ()
-    replaced_blocks: tuple[tuple[int, int], ...] = ()
-
-
-class _Row(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
-    """A row that was not foretold; its request by number."""
-
-    request: int
-    start: int
-    num_known: int
-    samples: bool
-    new_block_ids: tuple[int, ...] = ()
-    replaced_blocks: tuple[tuple[int, int], ...] = ()
+    requests: tuple[int, ...] = ()
+    starts: tuple[int, ...] = ()
+    num_tokens: tuple[int, ...] = ()
+    samples: tuple[bool, ...] = ()
+    new_block_ids: tuple[tuple[int, ...], ...] = ()
+    replaced_blocks: tuple[tuple[tuple[int, int], ...], ...] = ()
+    num_drafts: tuple[int, ...] = ()
 
 
-class _New(msgspec.Struct, frozen=True, array_like=True):
-    request: int
-    num_output_tokens: int
+class _Outcomes(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+    """What the rows gave; what few of them give is told with the row's index."""
 
-
-class _Surprise(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
-    """An outcome other than one token of a row that samples, and none of another."""
-
-    row: int
-    num_tokens: int
-    finish_reason: FinishReason | None = None
+    num_tokens: tuple[int, ...] = ()  # of each row
+    finished: tuple[tuple[int, FinishReason], ...] = ()
+    new_hashes: tuple[tuple[int, bytes], ...] = ()  # digests of the blocks that the row filled, which the log lacks
 
 
 class _Frame(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
-    """One step. Times are in ns since the time before, or in s where that would not give the same float."""
+    """One step. Times are in s, bit for bit."""
 
-    scheduled: int | float
-    updated: int | float
-    growths: tuple[_Growth, ...] = ()
-    hashes: tuple[tuple[int, bytes], ...] = ()  # (row, digests of blocks that its output filled)
-    surprises: tuple[_Surprise, ...] = ()
-    forgotten: tuple[int, ...] = ()
-    num_missing: int = 0  # foretold rows, the last ones, that are not in the plan as foretold
-    rows: tuple[_Row, ...] = ()  # after the foretold ones
-    new: tuple[_New, ...] = ()
-    copies: tuple[BlockCopy, ...] = ()
-    events: tuple[Arrived | Ended | Configured | Measured, ...] = ()
+    scheduled_at: float
+    updated_at: float
+    rows: _Rows
+    outcomes: _Outcomes
+    forgotten: tuple[int, ...] = ()  # requests
+    new: tuple[tuple[int, int], ...] = ()  # (request, its output tokens)
+    block_copies: tuple[BlockCopy, ...] = ()
     swap_outs: tuple[BlockCopy, ...] = ()
     swap_ins: tuple[BlockCopy, ...] = ()
-    drafts: tuple[tuple[int, int], ...] = ()  # (row, drafts) where there are other than foretold; of other rows, none
+    events: tuple[Event, ...] = ()
 
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_header = msgspec.msgpack.Decoder(Header).decode
 _decode_frame = msgspec.msgpack.Decoder(_Frame).decode
-
-
-class Ticks:
-    """Times as whole nanoseconds since the one before. Clocks count them, so three bytes do for most."""
-
-    def __init__(self) -> None:
-        self._last = 0
-
-    def shorten(self, at: float) -> int | float:
-        ticks = round(at * 1e9)
-        since, self._last = ticks - self._last, ticks
-        return since if ticks / 1e9 == at else at
-
-    def restore(self, short: int | float) -> float:
-        if isinstance(short, float):
-            self._last = round(short * 1e9)
-            return short
-        self._last += short
-        return self._last / 1e9
 
 
 class _Logged:
@@ -140,11 +102,9 @@ class LogEncoder:
     def __init__(self, header: Header) -> None:
         self.header = header
         self._block_size = header.block_size if header.enable_prefix_caching else 0
-        self._ticks = Ticks()
         self._next_number = 0
         self._known: dict[str, _Logged] = {}  # the living, and those that the next plan may name as forgotten
         self._leaving: list[_Logged] = []  # ended in the step before
-        self._last: list[ScheduledRow] = []  # rows of the step before that go on
 
     def start(self, part: int = 0) -> bytes:
         """The first frame of a file."""
@@ -154,33 +114,23 @@ class LogEncoder:
         """The frame of the next step."""
         plan = record.plan
         gone, self._leaving = self._leaving, []
-        events = tuple([self._event(event) for event in record.events])
-        foretold = _still_there(self._last, plan.forgotten_request_ids)
-        num_foretold, growths, drafts = _compare(foretold, plan.rows)
-        hashes, surprises = self._outcomes(plan.rows, record.progress)
-        number = self._number
+        events = tuple([self._event(event) for event in record.events])  # first, for they name the newcomers
+        known = self._known
         frame = _Frame(
-            scheduled=self._ticks.shorten(record.scheduled_at),
-            updated=self._ticks.shorten(record.updated_at),
-            growths=tuple(growths),
-            hashes=tuple(hashes),
-            surprises=tuple(surprises),
-            forgotten=tuple([number(request_id) for request_id in plan.forgotten_request_ids]),
-            num_missing=len(foretold) - num_foretold,
-            rows=tuple(
-                [_Row(number(row.request_id), row.start, row.num_known, *row[3:6]) for row in plan.rows[num_foretold:]]
-            ),
-            new=tuple([_New(number(new.request_id), new.num_output_tokens) for new in plan.new_requests]),
-            copies=plan.block_copies,
-            events=events,
+            scheduled_at=record.scheduled_at,
+            updated_at=record.updated_at,
+            rows=self._rows(plan.rows),
+            outcomes=self._outcomes(plan.rows, record.progress),
+            forgotten=tuple([known[request_id].number for request_id in plan.forgotten_request_ids]),
+            new=tuple([(known[new.request_id].number, new.num_output_tokens) for new in plan.new_requests]),
+            block_copies=plan.block_copies,
             swap_outs=plan.swap_outs,
             swap_ins=plan.swap_ins,
-            drafts=tuple(drafts),
+            events=events,
         )
-        self._last = _that_go_on(plan.rows, ((told.request_id, len(told.new_token_ids)) for told in record.progress))
         for logged in gone:
-            if self._known.get(logged.request.request_id) is logged:  # else the id was taken anew
-                del self._known[logged.request.request_id]
+            if known.get(logged.request.request_id) is logged:  # else the id was taken anew
+                del known[logged.request.request_id]
         return _encode(frame)
 
     def _event(self, event: Arrival | Ended | Configured | Measured) -> Event:
@@ -193,149 +143,81 @@ class LogEncoder:
             self._leaving.append(self._known[event.request_id])
         return event
 
-    def _number(self, request_id: str) -> int:
-        return self._known[request_id].number
+    def _rows(self, rows: Sequence[ScheduledRow]) -> _Rows:
+        if not rows:
+            return _Rows()
+        request_ids, *columns = zip(*rows, strict=True)
+        return _Rows(tuple([self._known[request_id].number for request_id in request_ids]), *columns)
 
-    def _outcomes(
-        self, rows: Sequence[ScheduledRow], progress: Sequence[RequestProgress]
-    ) -> tuple[list[tuple[int, bytes]], list[_Surprise]]:
-        """Both lists are by row. `progress` is in the plan's order, with gaps."""
+    def _outcomes(self, rows: Sequence[ScheduledRow], progress: Sequence[RequestProgress]) -> _Outcomes:
         size, known = self._block_size, self._known
-        hashes, surprises = [], []
-        told_of = iter(progress)
-        told = next(told_of, None)
-        for index, (request_id, start, num_tokens, samples, _, _, num_drafts) in enumerate(rows):
-            num_given, reason = 0, None
-            if told is not None and told.request_id == request_id:
+        told_of = {told.request_id: told for told in progress}
+        num_tokens, finished, new_hashes = [], [], []
+        for index, (request_id, start, num_computed, _, _, _, num_drafts) in enumerate(rows):
+            told, logged, reason, num_given = told_of.get(request_id), known[request_id], None, 0
+            if told is not None:
                 num_given, reason = len(told.new_token_ids), told.finish_reason
-                told = next(told_of, None)
-            logged, end = known[request_id], start + num_tokens
+            num_tokens.append(num_given)
+            if reason is not None:
+                finished.append((index, reason))
+                self._leaving.append(logged)
+            end = start + num_computed
             if num_drafts:
                 end += max(0, num_given - 1) - num_drafts  # computed, and accepted
-            if num_given != samples or reason is not None:
-                surprises.append(_Surprise(index, num_given, reason))
             if size and end // size > logged.num_hashes and reason is not FinishReason.ERROR:
                 filled = logged.request.block_hashes[logged.num_hashes : end // size]
                 logged.num_hashes += len(filled)
-                hashes.append((index, b"".join([digest[:DIGEST_BYTES] for digest in filled])))
-            if reason is not None:
-                self._leaving.append(logged)
-        return hashes, surprises
-
-
-def _compare(
-    foretold: Sequence[ScheduledRow], rows: Sequence[ScheduledRow]
-) -> tuple[int, list[_Growth], list[tuple[int, int]]]:
-    """How many rows are as foretold, the blocks that these got, and drafts that were not foretold."""
-    growths: list[_Growth] = []
-    drafts: list[tuple[int, int]] = []
-    index = 0
-    for was, row in zip(foretold, rows, strict=False):
-        request_id, start, num_tokens, samples, new_block_ids, replaced_blocks, num_drafts = row
-        if request_id != was[0] or start != was[1] + was[2] or num_tokens != 1 + num_drafts or not samples:
-            break
-        if new_block_ids or replaced_blocks:
-            growths.append(_Growth(index, new_block_ids, replaced_blocks))
-        if num_drafts != was[6]:
-            drafts.append((index, num_drafts))
-        index += 1
-    drafts += [(i, row.num_drafts) for i, row in enumerate(rows[index:], index) if row.num_drafts]
-    return index, growths, drafts
-
-
-def _that_go_on(rows: Iterable[ScheduledRow], num_given: Iterable[tuple[str, int]]) -> list[ScheduledRow]:
-    """Rows that sampled, each without the drafts that were not accepted."""
-    sampled = [row for row in rows if row.samples]
-    if not any(map(_num_drafts, sampled)):
-        return sampled
-    given = dict(num_given)
-    return [row._replace(num_tokens=row.num_known + max(0, given.get(row.request_id, 0) - 1)) for row in sampled]
-
-
-_num_drafts = itemgetter(ScheduledRow._fields.index("num_drafts"))
-
-
-def _still_there(rows: list[ScheduledRow], forgotten: Sequence[str]) -> list[ScheduledRow]:
-    if not forgotten:
-        return rows
-    gone = set(forgotten)
-    return [row for row in rows if row.request_id not in gone]
+                new_hashes.append((index, b"".join([digest[:DIGEST_BYTES] for digest in filled])))
+        return _Outcomes(tuple(num_tokens), tuple(finished), tuple(new_hashes))
 
 
 class LogDecoder:
     """Makes steps of frames again: `LogEncoder` backwards."""
 
     def __init__(self) -> None:
-        self._ticks = Ticks()
         self._specs: list[RequestSpec] = []  # by number, without their hashes
-        self._last: list[ScheduledRow] = []  # rows of the step before that go on
         self._step = 0
 
     def decode(self, data: bytes) -> Step:
-        """Raises msgspec.MsgspecError, or LookupError when it names what was never there."""
+        """Raises msgspec.MsgspecError, or LookupError or ValueError when its parts do not fit each other."""
         frame = _decode_frame(data)
         specs = self._specs
         specs += [replace(event.spec, block_hashes=()) for event in frame.events if isinstance(event, Arrived)]
-        forgotten = tuple([specs[number].request_id for number in frame.forgotten])
-        rows = tuple(self._rows(frame, forgotten))
+        rows = tuple(
+            [
+                ScheduledRow(specs[number].request_id, *columns)
+                for number, *columns in zip(*msgspec.structs.astuple(frame.rows), strict=True)
+            ]
+        )
         plan = SchedulerOutput(
             step=self._step,
             rows=rows,
-            new_requests=tuple([_new_request(new, specs) for new in frame.new]),
-            forgotten_request_ids=forgotten,
-            block_copies=frame.copies,
+            new_requests=tuple([_new_request(specs[number], num_output) for number, num_output in frame.new]),
+            forgotten_request_ids=tuple([specs[number].request_id for number in frame.forgotten]),
+            block_copies=frame.block_copies,
             swap_outs=frame.swap_outs,
             swap_ins=frame.swap_ins,
         )
         self._step += 1
-        outcomes = _outcomes(rows, frame)
-        self._last = _that_go_on(rows, ((outcome.request_id, outcome.num_tokens) for outcome in outcomes))
         return Step(
-            scheduled_at=self._ticks.restore(frame.scheduled),
-            updated_at=self._ticks.restore(frame.updated),
+            scheduled_at=frame.scheduled_at,
+            updated_at=frame.updated_at,
             plan=plan,
             events=frame.events,
-            outcomes=outcomes,
+            outcomes=tuple(_outcomes(rows, frame.outcomes)),
         )
 
-    def _rows(self, frame: _Frame, forgotten: tuple[str, ...]) -> list[ScheduledRow]:
-        foretold = _still_there(self._last, forgotten)
-        rows = [
-            ScheduledRow(request_id, start + num_tokens, 1 + num_drafts, True, (), (), num_drafts)
-            for request_id, start, num_tokens, _, _, _, num_drafts in foretold[: len(foretold) - frame.num_missing]
-        ]
-        for index, new_block_ids, replaced_blocks in (
-            (g.row, g.new_block_ids, g.replaced_blocks) for g in frame.growths
-        ):
-            rows[index] = rows[index]._replace(new_block_ids=new_block_ids, replaced_blocks=replaced_blocks)
-        rows += [_row(row, self._specs) for row in frame.rows]
-        for index, num_drafts in frame.drafts:
-            rows[index] = rows[index]._replace(num_tokens=rows[index].num_known + num_drafts, num_drafts=num_drafts)
-        return rows
+
+def _new_request(spec: RequestSpec, num_output_tokens: int) -> NewRequest:
+    return NewRequest(request_id=spec.request_id, num_output_tokens=num_output_tokens, spec=spec)
 
 
-def _row(row: _Row, specs: Sequence[RequestSpec]) -> ScheduledRow:
-    return ScheduledRow(
-        specs[row.request].request_id, row.start, row.num_known, row.samples, row.new_block_ids, row.replaced_blocks
-    )
-
-
-def _new_request(new: _New, specs: Sequence[RequestSpec]) -> NewRequest:
-    return NewRequest(
-        request_id=specs[new.request].request_id, num_output_tokens=new.num_output_tokens, spec=specs[new.request]
-    )
-
-
-def _outcomes(rows: Sequence[ScheduledRow], frame: _Frame) -> tuple[Outcome, ...]:
-    surprises = {surprise.row: surprise for surprise in frame.surprises}
-    hashes = dict(frame.hashes)
-    outcomes = []
-    for index, row in enumerate(rows):
-        surprise = surprises.get(index)
-        num_tokens, reason = (surprise.num_tokens, surprise.finish_reason) if surprise else (int(row.samples), None)
-        if num_tokens or reason is not None or index in hashes:
-            outcomes.append(Outcome(row.request_id, num_tokens, reason, split_digests(hashes.get(index, b""))))
-    return tuple(outcomes)
+def _outcomes(rows: Sequence[ScheduledRow], given: _Outcomes) -> Iterator[Outcome]:
+    finished, new_hashes = dict(given.finished), dict(given.new_hashes)
+    for index, (row, num_tokens) in enumerate(zip(rows, given.num_tokens, strict=True)):
+        if num_tokens or index in finished or index in new_hashes:
+            hashes = split_digests(new_hashes.get(index, b""))
+            yield Outcome(row.request_id, num_tokens, finished.get(index), hashes)
 
 
 def read_log(frames: Iterable[bytes]) -> tuple[Header, Iterator[Step]]:
@@ -363,7 +245,7 @@ def _read_steps(header: Header, numbered: Iterable[tuple[int, bytes]]) -> Iterat
             continue
         try:
             yield decoder.decode(frame)
-        except (msgspec.MsgspecError, LookupError) as error:
+        except (msgspec.MsgspecError, LookupError, ValueError) as error:
             raise ConfigError(
                 f"decision log: record {number} is damaged ({error}); what is before it is good"
             ) from None

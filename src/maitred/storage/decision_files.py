@@ -33,6 +33,7 @@ _FRAME = struct.Struct("<II")
 _MAX_FRAME_BYTES = 2**30
 _CHUNK_BYTES = 2**16
 _GZIP = 31  # zlib's number for gzip with the largest window
+COMPRESSION_LEVEL = 3  # takes two thirds of the time that level 6 takes, for a tenth more bytes
 _NAME = re.compile(r"(?P<run>.+)\.(?P<part>\d+)" + re.escape(SUFFIX))
 
 
@@ -103,7 +104,7 @@ class DecisionLogFile:
     def _begin_part(self) -> None:
         self._num_bytes = 0  # in the file, up to the end of a whole frame
         self._pending: list[bytes] = []
-        self._stream = zlib.compressobj(6, zlib.DEFLATED, _GZIP)
+        self._stream = zlib.compressobj(COMPRESSION_LEVEL, zlib.DEFLATED, _GZIP)
         self._put(self._encoder.start(self._part))
 
     def _next_part(self) -> None:
