@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn, TypeVar
 
-from maitred.cli.flags import Flag, Kind, UsageError, flags_of, from_word, help_text, option, together
+from maitred.cli.flags import Flag, Kind, UsageError, flags_of, help_text, option
 from maitred.errors import ConfigError
 
 T = TypeVar("T")
@@ -69,7 +69,7 @@ class Command:
             values = read_config_file(str(given["config"]), list(self.flags()))
         for flag in self.flags():
             if flag.env and environ.get(flag.env):
-                values[flag.field] = together(flag, from_word(flag, environ[flag.env]))
+                values[flag.field] = flag.join(flag.parse(environ[flag.env]))
         values |= given
         missing = [flag.name for flag in self.flags() if flag.required and flag.field not in values]
         if missing:
@@ -149,8 +149,8 @@ def _add(group: argparse._ArgumentGroup, flag: Flag) -> None:
     if flag.kind is Kind.SWITCH:
         group.add_argument(*names, action=argparse.BooleanOptionalAction, **says)
         return
-    says |= {"metavar": flag.metavar, "type": partial(from_word, flag)}  # so that every error is worded by us
-    if flag.kind in (Kind.LIST, Kind.MAPPING):
+    says |= {"metavar": flag.metavar, "type": flag.parse}  # so that every error is worded by us
+    if flag.kind.join is not None:
         says["action"] = "extend"
     if flag.bare is not None:
         says |= {"nargs": "?", "const": flag.bare}
@@ -163,13 +163,13 @@ def _parse_words(command: Command, words: Sequence[str]) -> dict[str, object]:
         namespace, unknown = make_parser(command).parse_known_args(list(words))
     if unknown:
         raise _unknown_word(command, unknown)
-    given = vars(namespace)
-    bare = given.get("_")
-    values = {flag.field: together(flag, given[flag.field]) for flag in command.flags() if flag.field in given}
-    if bare not in (None, []) and command.positional is not None:
-        if command.positional in values:
-            raise UsageError(f"both {bare!r} and --{command.positional} {values[command.positional]!r} given; drop one")
-        values[command.positional] = tuple(bare) if isinstance(bare, list) else bare
+    given, flags = vars(namespace), {flag.field: flag for flag in command.flags()}
+    values = {field: flags[field].join(value) for field, value in given.items() if field in flags}
+    field, bare = command.positional, given.get("_")
+    if field is not None and bare not in (None, []):
+        if field in values:
+            raise UsageError(f"both {bare!r} and --{field} {values[field]!r} given; drop one")
+        values[field] = tuple(bare) if isinstance(bare, list) else flags[field].parse(bare)
     return values
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from maitred.cli.flags import Flag, Kind, UsageError, from_word, together
+from maitred.cli.flags import Flag, Kind, UsageError
 from maitred.engine.foreign import what_was_meant
 
 
@@ -31,7 +31,7 @@ def read_config_file(path: str, flags: Sequence[Flag]) -> dict[str, object]:
             if value is not None:  # null leaves the default
                 values[flag.field] = _typed(flag, value)
         except (ValueError, UsageError, yaml.YAMLError):
-            raise UsageError(f"{where}: {flag.key} is {value!r}; it must be {flag.kind.value}") from None
+            raise UsageError(f"{where}: {flag.key} is {value!r}; it must be {flag.kind.form}") from None
     return values
 
 
@@ -41,7 +41,7 @@ def _typed(flag: Flag, value: Any) -> object:
         return _require(value, bool if flag.kind is Kind.SWITCH else dict)
     if flag.kind is Kind.LIST and isinstance(value, list):
         return tuple(str(_require(item, str, int, float)) for item in value)
-    return together(flag, from_word(flag, str(_require(value, str, int, float))))
+    return flag.join(flag.parse(str(_require(value, str, int, float))))
 
 
 def _require(value: object, *kinds: type) -> object:

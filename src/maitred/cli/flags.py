@@ -25,14 +25,52 @@ class UsageError(ConfigError):
     """The words of the command line, or a line of the config file, make no sense; exit code 2."""
 
 
+def bytes_number(text: str) -> int:
+    """`8GiB`, `500MB`, `4096` -> bytes; K, M, G and T alone are powers of 1024. Raises ValueError."""
+    match = re.fullmatch(r"([0-9][0-9_]*(?:\.[0-9]+)?)\s*(?:([KMGT])(IB|B)?|B)?", text.strip().upper())
+    if match is None:
+        raise ValueError(text)
+    return int(float(match[1]) * (1000 if match[3] == "B" else 1024) ** " KMGT".index(match[2] or " "))
+
+
+def _pairs(text: str) -> Iterable[tuple[str, object]]:
+    """Of `temperature=0.2`, or of a JSON object."""
+    from json import loads
+
+    if text.lstrip().startswith("{"):
+        try:
+            return dict(loads(text)).items()
+        except ValueError as error:
+            raise ValueError(f"it is not valid JSON: {error}") from None
+    key, equals, value = text.partition("=")
+    if not (key and equals):
+        raise ValueError("write KEY=VALUE, for example temperature=0.2, or a JSON object")
+    try:
+        return [(key.strip(), loads(value))]
+    except ValueError:
+        return [(key.strip(), value)]
+
+
 class Kind(Enum):
-    TEXT = "text"
-    INTEGER = "an integer"
-    NUMBER = "a number"
-    BYTES = "a number of bytes, such as 4096 or 8GiB"
-    SWITCH = "true or false"
-    LIST = "a list"
-    MAPPING = "pairs KEY=VALUE"
+    """What a flag takes: its type, what errors and help call it, and how words become it."""
+
+    TEXT = str, "text", "TEXT", str
+    INTEGER = int, "an integer", "N", int
+    NUMBER = float, "a number", "X", float
+    BYTES = None, "a number of bytes, such as 4096 or 8GiB", "BYTES", bytes_number
+    SWITCH = bool, "true or false", "", str
+    LIST = tuple, "a list", "TEXT", lambda word: (word,), tuple
+    MAPPING = Mapping, "pairs KEY=VALUE", "KEY=VALUE", _pairs, dict
+
+    def __init__(
+        self,
+        type_of_field: object,
+        form: str,
+        metavar: str,
+        parse: Callable[[str], Any],
+        join: Callable[[Any], object] | None = None,  # puts together what several words gave; None: one word is all
+    ) -> None:
+        self.type_of_field, self.form, self.metavar, self.parse, self.join = type_of_field, form, metavar, parse, join
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -65,6 +103,18 @@ class Flag:
         """Every spelling."""
         return [*filter(None, (self.short, self.name)), *(["--no-" + self.key] if self.kind is Kind.SWITCH else [])]
 
+    def parse(self, word: str) -> Any:
+        """The value of a word, or its values where the flag may be repeated. Raises UsageError."""
+        try:
+            return self.kind.parse(word)
+        except ValueError as error:
+            remedy = error if self.kind is Kind.MAPPING else f"it must be {self.kind.form}"
+            raise UsageError(f"{self.name} is {word!r}; {remedy}") from None
+
+    def join(self, values: Any) -> object:
+        """What the field is given, from what all words were parsed to."""
+        return self.kind.join(values) if self.kind.join is not None else values
+
 
 def option(default: Any = dataclasses.MISSING, **says: object) -> Any:
     """A dataclass field that says more of its flag than its name and type do: `metavar` and the like, as in `Flag`.
@@ -80,11 +130,14 @@ _SAYS: dict[str, dict[str, object]] = {
     "drain_timeout_s": {"name": "--drain-timeout"},
     "policy": {"choices": config.POLICY_NAMES},
 }
-_METAVARS = """model=MODEL revision=REV host=ADDRESS port=PORT api_keys=KEY served_model_names=NAME cors_origins=ORIGIN
-chat_template=FILE tenants=FILE ledger=FILE decision_log=DIR policy=NAME block_size=TOKENS num_threads=THREADS
-int4_group_size=WEIGHTS default_max_n=SAMPLES"""
-_ENDINGS = "_tokens_per_s=TOKENS _s=SECONDS _bytes=BYTES _tokens=TOKENS _len=TOKENS _seqs=REQUESTS _requests=REQUESTS"
-_METAVAR_BY_KIND = {Kind.INTEGER: "N", Kind.NUMBER: "X", Kind.MAPPING: "KEY=VALUE"}
+_METAVARS = {
+    "model": "MODEL", "revision": "REV", "host": "ADDRESS", "port": "PORT", "api_keys": "KEY", "policy": "NAME",
+    "served_model_names": "NAME", "cors_origins": "ORIGIN", "chat_template": "FILE", "tenants": "FILE",
+    "ledger": "FILE", "decision_log": "DIR", "block_size": "TOKENS", "num_threads": "THREADS",
+    "int4_group_size": "WEIGHTS", "default_max_n": "SAMPLES",
+}  # fmt: skip
+_UNITS = {"tokens_per_s": "TOKENS", "s": "SECONDS", "bytes": "BYTES", "tokens": "TOKENS", "len": "TOKENS",
+          "seqs": "REQUESTS", "requests": "REQUESTS"}  # fmt: skip
 
 
 @cache
@@ -103,28 +156,18 @@ def _flag(owner: type, field: dataclasses.Field[Any], kind: Kind, doc: str) -> F
     return Flag(owner=owner, field=field.name, kind=kind, default=default, doc=doc, **says)
 
 
-_KINDS: dict[object, Kind] = {
-    str: Kind.TEXT,
-    int: Kind.INTEGER,
-    float: Kind.NUMBER,
-    bool: Kind.SWITCH,
-    tuple: Kind.LIST,
-    Mapping: Kind.MAPPING,
-}
-
-
 def _kind(name: str, hint: object) -> Kind:
     members = [t for t in typing.get_args(hint) if t is not type(None)] if isinstance(hint, types.UnionType) else [hint]
     origin = typing.get_origin(members[0]) or members[0]
-    if len(members) > 1 or origin not in _KINDS:
+    found = [kind for kind in Kind if kind.type_of_field is origin]
+    if len(members) > 1 or not found:
         raise TypeError(f"field {name} of type {hint} has no form on the command line; teach cli/flags.py one")
-    return Kind.BYTES if origin is int and name.endswith("_bytes") else _KINDS[origin]
+    return Kind.BYTES if found[0] is Kind.INTEGER and name.endswith("_bytes") else found[0]
 
 
 def _metavar(name: str, kind: Kind, choices: tuple[str, ...]) -> str:
-    known, endings = (dict(pair.split("=") for pair in pairs.split()) for pairs in (_METAVARS, _ENDINGS))
-    ending = next((metavar for end, metavar in endings.items() if name.endswith(end)), None)
-    return known.get(name) or "|".join(choices) or ending or _METAVAR_BY_KIND.get(kind, "TEXT")
+    unit = next((unit for ending, unit in _UNITS.items() if name.endswith("_" + ending)), kind.metavar)
+    return _METAVARS.get(name) or "|".join(choices) or unit
 
 
 def _field_docs(owner: type) -> dict[str, str]:
@@ -147,7 +190,7 @@ def _class_bodies(module: str) -> dict[str, list[ast.stmt]]:
 def help_text(flag: Flag) -> str:
     """The field's docstring in the words of the command line, then its default and environment variable."""
     notes = ["required" if flag.required else f"default: {_default_text(flag)}"]
-    if flag.kind in (Kind.LIST, Kind.MAPPING):
+    if flag.kind.join is not None:
         notes.append("may be repeated")
     if flag.env is not None:
         notes.append(f"environment: {flag.env}")
@@ -164,55 +207,3 @@ def _default_text(flag: Flag) -> str:
     if flag.kind is Kind.BYTES and isinstance(value, int):
         return format_bytes(value)
     return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-# ---- from words to values
-
-
-def bytes_number(text: str) -> int:
-    """`8GiB`, `500MB`, `4096` -> bytes; K, M, G and T alone are powers of 1024. Raises ValueError."""
-    match = re.fullmatch(r"([0-9][0-9_]*(?:\.[0-9]+)?)\s*(?:([KMGT])(IB|B)?|B)?", text.strip().upper())
-    if match is None:
-        raise ValueError(text)
-    return int(float(match[1]) * (1000 if match[3] == "B" else 1024) ** " KMGT".index(match[2] or " "))
-
-
-def _pairs(text: str) -> Iterable[tuple[str, object]]:
-    """Of `temperature=0.2`, or of a JSON object."""
-    from json import loads
-
-    key, equals, value = text.partition("=")
-    whole = text.lstrip().startswith("{")
-    if not whole and not (key and equals):
-        raise ValueError("write KEY=VALUE, for example temperature=0.2, or a JSON object")
-    try:
-        return dict(loads(text)).items() if whole else [(key.strip(), loads(value))]
-    except ValueError as error:
-        if whole:
-            raise ValueError(f"it is not valid JSON: {error}") from None
-        return [(key.strip(), value)]
-
-
-# A flag that may be repeated has several values from each word, and they are put together by the second table.
-_FROM_WORD: dict[Kind, Callable[[str], Any]] = {
-    Kind.INTEGER: int,
-    Kind.NUMBER: float,
-    Kind.BYTES: bytes_number,
-    Kind.LIST: lambda word: (word,),
-    Kind.MAPPING: _pairs,
-}
-_TOGETHER: dict[Kind, Callable[[Any], Any]] = {Kind.LIST: tuple, Kind.MAPPING: dict}
-
-
-def from_word(flag: Flag, word: str) -> Any:
-    """The value of a word of the command line, or its values where it may be repeated. Raises UsageError."""
-    try:
-        return _FROM_WORD.get(flag.kind, str)(word)
-    except ValueError as error:
-        remedy = error if flag.kind is Kind.MAPPING else f"it must be {flag.kind.value}"
-        raise UsageError(f"{flag.name} is {word!r}; {remedy}") from None
-
-
-def together(flag: Flag, values: Any) -> object:
-    """What the field is given, from what all words made."""
-    return _TOGETHER[flag.kind](values) if flag.kind in _TOGETHER else values
