@@ -1,4 +1,4 @@
-"""Time as an argument: the one place that reads a clock, and one that a test turns by hand."""
+"""Clocks: the system's, and one that is set by hand. All other code takes time as an argument."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long a step takes: a few linear terms of what is in the plan, and a floor for reading the weights.
+"""Cost model of a step: a few linear terms of what is in the plan, and a floor for reading the weights.
 
 A fitted model (`maitred profile`) and a datasheet's (`sim/devices.py`) are the same thing with other numbers.
 The floor is the roofline's (Williams et al. 2009): a step takes as long as reading the weights once, or as long as the

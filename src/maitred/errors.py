@@ -22,7 +22,7 @@
         ├── EngineDead              the engine stopped; the server must restart
         ├── RequestTimeout          not done in the time it had (504)
         └── Unavailable             not ready yet, or draining (503)
-            ├── Overloaded          turned away at the door, or shed for a more urgent one (503 server_overloaded)
+            ├── Overloaded          refused at admission, or shed for a more urgent one (503 server_overloaded)
             └── QueueTimeout        in no step in the time it had (503 queue_timeout)
 
 Only `api/` knows HTTP; an error carries the OpenAI `code` and `param` that name the fault.
@@ -173,7 +173,7 @@ class Unavailable(ServerError):
 
 
 class Overloaded(Unavailable):
-    """Turned away at the door, or shed from the queue for a more urgent one; nothing was computed for it."""
+    """Refused at admission, or shed from the queue for a more urgent one; nothing was computed for it."""
 
     code = "server_overloaded"
 

@@ -1,4 +1,4 @@
-"""The one face of everything that can take a request: an engine, its process, a simulated one, or many as one."""
+"""Replica protocol: the one interface of an engine, its process, a simulated engine, or many replicas as one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One generation: what was asked (`RequestSpec`), what its scheduler knows (`RequestState`), how it ended."""
+"""Generation request: what was asked (`RequestSpec`), what its scheduler knows (`RequestState`), how it ended."""
 
 from __future__ import annotations
 
@@ -350,7 +350,7 @@ class RequestState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestTiming:
-    """Where a request's time went, in seconds; its five parts add up to the whole stay in the engine."""
+    """Where a request's time went, in seconds; its five parts add up to the whole time in the engine."""
 
     queue_s: float  # arrival to first step
     prefill_s: float  # first step to first token

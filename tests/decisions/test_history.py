@@ -31,7 +31,7 @@ class SecondsExecutor(FakeExecutor):
         return super().execute(plan)
 
 
-class Kitchen:
+class LoggedEngine:
     """An engine that logs; time stands at the number of steps."""
 
     def __init__(self, num_blocks: int = 64, **config: object) -> None:
@@ -56,21 +56,21 @@ class Kitchen:
 
 
 def test_a_request_that_finds_room_waits_for_nothing():
-    kitchen = Kitchen()
-    kitchen.add("a", max_tokens=3)
-    history = kitchen.history("a")
+    engine = LoggedEngine()
+    engine.add("a", max_tokens=3)
+    history = engine.history("a")
     assert [wait.total_s for wait in history.waits] == [0.0]
     assert (history.first_token_at, history.ended_at, history.num_tokens) == (1.0, 3.0, 3)
     assert history.finish_reason is FinishReason.LENGTH
 
 
 def test_a_wait_for_slots_is_timed_and_those_before_it_are_named():
-    kitchen = Kitchen(max_num_seqs=1)
-    kitchen.add("a", max_tokens=4)
-    kitchen.steps(1)
-    kitchen.add("b", max_tokens=2)
-    kitchen.add("c", max_tokens=1, priority=2)
-    history = kitchen.history("c")
+    engine = LoggedEngine(max_num_seqs=1)
+    engine.add("a", max_tokens=4)
+    engine.steps(1)
+    engine.add("b", max_tokens=2)
+    engine.add("c", max_tokens=1, priority=2)
+    history = engine.history("c")
     assert [request.request_id for request in history.ahead] == ["b"]
     assert history.num_running_then == 1
     (wait,) = history.waits
@@ -81,91 +81,91 @@ def test_a_wait_for_slots_is_timed_and_those_before_it_are_named():
 
 
 def test_a_wait_for_blocks_says_how_many():
-    kitchen = Kitchen(num_blocks=4)
-    kitchen.add("a", prompt=10, max_tokens=3)
-    kitchen.add("b", prompt=9, max_tokens=1)
-    (wait,) = kitchen.history("b").waits
+    engine = LoggedEngine(num_blocks=4)
+    engine.add("a", prompt=10, max_tokens=3)
+    engine.add("b", prompt=9, max_tokens=1)
+    (wait,) = engine.history("b").waits
     assert (wait.for_lack, wait.most_blocks_short, wait.as_first_s) == ({Lack.BLOCKS: 3.0}, 2, 3.0)
 
 
 def test_a_wait_for_the_budget_and_for_the_step_under_way():
-    kitchen = Kitchen(max_num_batched_tokens=8)
-    kitchen.add("a", prompt=24, max_tokens=1)
-    kitchen.steps(1)
-    kitchen.core.add(make_spec("b", arrived_at=0.25, max_tokens=1))
-    (wait,) = kitchen.history("b").waits
+    engine = LoggedEngine(max_num_batched_tokens=8)
+    engine.add("a", prompt=24, max_tokens=1)
+    engine.steps(1)
+    engine.core.add(make_spec("b", arrived_at=0.25, max_tokens=1))
+    (wait,) = engine.history("b").waits
     assert (wait.until_step_s, wait.for_lack) == (0.75, {Lack.BUDGET: 2.0})
 
 
 def test_a_preemption_names_whom_it_was_for():
-    kitchen = Kitchen(max_num_seqs=1, policy="priority")
-    kitchen.add("slow", priority=2, max_tokens=6)
-    kitchen.steps(2)
-    kitchen.add("urgent", max_tokens=2)
-    history = kitchen.history("slow")
-    (put_out,) = history.put_out
+    engine = LoggedEngine(max_num_seqs=1, policy="priority")
+    engine.add("slow", priority=2, max_tokens=6)
+    engine.steps(2)
+    engine.add("urgent", max_tokens=2)
+    history = engine.history("slow")
+    (put_out,) = history.preemptions
     assert (put_out.at, put_out.preemption.cause) == (2.0, PreemptionCause.OUTRANKED)
     assert put_out.other is not None
     assert put_out.other.request_id == "urgent"
     assert [wait.total_s for wait in history.waits] == [0.0, 2.0]
     assert [start.at for start in history.starts] == [0.0, 4.0]
-    assert kitchen.history("urgent").has_put_out[0].preemption.request_id == "slow"
+    assert engine.history("urgent").preempted_others[0].preemption.request_id == "slow"
 
 
 def test_samples_wait_for_the_prompt_they_share():
-    kitchen = Kitchen(max_num_batched_tokens=8)
+    engine = LoggedEngine(max_num_batched_tokens=8)
     for sample in make_samples("p", 2, prompt=24, max_tokens=2):
-        kitchen.core.add(sample.spec)
-    (wait,) = kitchen.history("p-1").waits
+        engine.core.add(sample.spec)
+    (wait,) = engine.history("p-1").waits
     assert wait.for_leader_s == 3.0
 
 
 def test_overtaking_a_change_of_policy_and_an_abort_are_told():
-    kitchen = Kitchen(max_num_seqs=1)
-    kitchen.add("a", max_tokens=3)
-    kitchen.add("b", priority=3)
-    kitchen.steps(1)
-    kitchen.core.configure(replace(kitchen.core.scheduler.config, policy="priority"))
-    kitchen.add("c", priority=0, max_tokens=1)
-    kitchen.steps(3)
-    kitchen.core.abort("b")
-    kitchen.add("d", max_tokens=1)
-    history = kitchen.history("b")
+    engine = LoggedEngine(max_num_seqs=1)
+    engine.add("a", max_tokens=3)
+    engine.add("b", priority=3)
+    engine.steps(1)
+    engine.core.configure(replace(engine.core.scheduler.config, policy="priority"))
+    engine.add("c", priority=0, max_tokens=1)
+    engine.steps(3)
+    engine.core.abort("b")
+    engine.add("d", max_tokens=1)
+    history = engine.history("b")
     assert history.policy_changes == [(1.0, "priority")]
     assert (history.waits[0].overtaking, history.waits[0].total_s) == ({"c"}, 4.0)
     assert (history.finish_reason, history.starts) == (FinishReason.ABORT, [])
 
 
 def test_one_that_overtakes_and_starts_again_after_a_preemption_has_overtaken_once():
-    kitchen = Kitchen(max_num_seqs=1, policy="priority")
-    kitchen.add("first", max_tokens=2)
-    kitchen.add("patient", priority=3)
-    kitchen.steps(1)
-    kitchen.add("later", priority=2, max_tokens=4)
-    kitchen.steps(2)
-    kitchen.add("urgent", max_tokens=1)
-    assert kitchen.history("later").starts[1:]
-    assert kitchen.history("patient").waits[0].overtaking == {"later", "urgent"}
+    engine = LoggedEngine(max_num_seqs=1, policy="priority")
+    engine.add("first", max_tokens=2)
+    engine.add("patient", priority=3)
+    engine.steps(1)
+    engine.add("later", priority=2, max_tokens=4)
+    engine.steps(2)
+    engine.add("urgent", max_tokens=1)
+    assert engine.history("later").starts[1:]
+    assert engine.history("patient").waits[0].overtaking == {"later", "urgent"}
 
 
 def test_a_log_that_ends_early_says_so():
-    kitchen = Kitchen(max_num_seqs=1)
-    kitchen.add("a", max_tokens=9)
-    kitchen.add("b", max_tokens=9)
-    kitchen.steps(4)
-    history = history_of(kitchen.frames, "b")
+    engine = LoggedEngine(max_num_seqs=1)
+    engine.add("a", max_tokens=9)
+    engine.add("b", max_tokens=9)
+    engine.steps(4)
+    history = history_of(engine.frames, "b")
     assert (history.finish_reason, history.ended_at) == (None, None)
     assert history.waits[0].total_s == 3.0
 
 
 def test_an_id_is_found_by_any_part_that_is_its_own():
-    kitchen = Kitchen()
+    engine = LoggedEngine()
     for request_id in ("1.chatcmpl-abc", "2.chatcmpl-abd", "3.cmpl-x"):
-        kitchen.add(request_id)
-    kitchen.steps(1)
+        engine.add(request_id)
+    engine.steps(1)
 
     def find(words: str) -> str:
-        return the_one(ids_like(kitchen.frames, words), words)
+        return the_one(ids_like(engine.frames, words), words)
 
     assert find("cmpl-x") == "3.cmpl-x"
     assert find("2.chatcmpl-abd") == "2.chatcmpl-abd"
@@ -187,7 +187,7 @@ def test_every_story_of_a_wild_run_adds_up(seed: int):
             assert history.finish_reason is not None
             assert history.ended_at is not None
             assert len(history.starts) in (len(history.waits), len(history.waits) - 1)
-            assert len(history.put_out) == history.request.num_preemptions
+            assert len(history.preemptions) == history.request.num_preemptions
             for index, wait in enumerate(history.waits):
                 told = sum(wait.for_lack.values()) + wait.for_leader_s + wait.until_step_s
                 assert told <= wait.total_s + 1e-9

@@ -23,7 +23,7 @@ NO_ENGINE = ("404",)  # a FakeReplica has none to look into, and the browser not
 
 
 @pytest.fixture(scope="module")
-def waiter() -> Iterator[RunningServer]:
+def server() -> Iterator[RunningServer]:
     with serving(ANSWER) as running:
         yield running
 
@@ -39,8 +39,8 @@ def ask(page, text: str = "What is there?") -> None:
     page.keyboard.press("Enter")
 
 
-def test_an_answer_is_shown_as_markdown_with_its_times(waiter, open_page, expect):
-    page = open_page(waiter.url)
+def test_an_answer_is_shown_as_markdown_with_its_times(server, open_page, expect):
+    page = open_page(server.url)
     expect(page.locator("#model")).to_have_text("tiny")
     ask(page)
     answer = page.locator(".turn.assistant")
@@ -71,7 +71,7 @@ TIMING_MS = {"queue": 2.0, "schedule": 1.0, "prefill": 30.0, "decode": 380.0, "s
         (21, None, r"[\d.]+ m?s to the first text 21 tokens in [\d.]+ m?s"),
     ],
 )
-def test_figures_are_the_engines_however_the_chunks_come(waiter, open_page, expect, tokens, timing_ms, told):
+def test_figures_are_the_engines_however_the_chunks_come(server, open_page, expect, tokens, timing_ms, told):
     """The whole answer in one piece, as it may come through a proxy; no rate of few tokens, or of what nobody timed."""
     usage = {"completion_tokens": tokens} | ({"timing_ms": timing_ms} if timing_ms else {})
     chunks = (
@@ -79,7 +79,7 @@ def test_figures_are_the_engines_however_the_chunks_come(waiter, open_page, expe
         {"choices": [], "usage": usage},
     )
     body = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
-    page = open_page(waiter.url)
+    page = open_page(server.url)
     page.route("**/v1/chat/completions", lambda route: route.fulfill(body=body, content_type="text/event-stream"))
     ask(page)
     facts = page.locator(".turn.assistant .facts")
@@ -138,19 +138,19 @@ def test_that_the_server_cannot_be_reached_is_told_until_it_is_back(open_page, e
         expect(page.locator(".turn.assistant .text")).to_have_text("Yes.")
 
 
-def test_suggestions_are_made_for_the_built_in_model_alone(waiter, open_page, expect):
-    page = open_page(waiter.url)
+def test_suggestions_are_made_for_the_built_in_model_alone(server, open_page, expect):
+    page = open_page(server.url)
     expect(page.locator("#state")).to_have_text("live")
     expect(page.locator("#suggestions")).to_be_hidden()
     model = make_model(names=("another-name",), root=BUILTIN_NAME)
-    with running_server(FakeReplica(says("An LLM serving system.")), model) as server:
-        page = open_page(server.url, expected=NO_ENGINE)
+    with running_server(FakeReplica(says("An LLM serving system.")), model) as other:
+        page = open_page(other.url, expected=NO_ENGINE)
         page.get_by_role("button", name="What is maitred?").click()
         expect(page.locator(".turn.assistant .text")).to_have_text("An LLM serving system.")
 
 
-def test_the_conversation_outlives_a_reload_and_ends_when_told(waiter, open_page, expect):
-    page = open_page(waiter.url)
+def test_the_conversation_outlives_a_reload_and_ends_when_told(server, open_page, expect):
+    page = open_page(server.url)
     ask(page)
     expect(page.locator(".turn.assistant .facts")).to_contain_text("tokens")
     page.reload()
@@ -285,8 +285,8 @@ def test_a_tenant_has_the_chat_and_an_administrator_the_engine_too(open_page, ex
         expect(boss.locator("#state")).to_have_text("live")
 
 
-def test_the_keyboard_is_enough(waiter, open_page, expect):
-    page = open_page(waiter.url)
+def test_the_keyboard_is_enough(server, open_page, expect):
+    page = open_page(server.url)
     expect(page.locator("#model")).to_have_text("tiny")
     page.keyboard.press("Tab")
     assert page.evaluate("document.activeElement.className") == "skip"

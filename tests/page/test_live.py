@@ -16,13 +16,13 @@ from tests.waiting import until
 
 
 @pytest.fixture
-def kitchen() -> Iterator[RunningServer]:
+def server() -> Iterator[RunningServer]:
     with serving(FOREVER, repeats=True) as running:
         yield running
 
 
 @contextmanager
-def guests(server: RunningServer, count: int, prompt: str = "soup") -> Iterator[None]:
+def live_requests(server: RunningServer, count: int, prompt: str = "soup") -> Iterator[None]:
     """So many requests that never end, until the block does."""
     payload = json.dumps({"model": "tiny", "prompt": prompt, "stream": True, "max_tokens": 150_000}).encode()
     head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
@@ -40,12 +40,12 @@ def drawing(page, name: str) -> str:
     return page.evaluate(f"document.getElementById('{name}').toDataURL()")
 
 
-def test_the_view_follows_the_load(kitchen, open_page, expect):
-    page = open_page(kitchen.url)
+def test_the_view_follows_the_load(server, open_page, expect):
+    page = open_page(server.url)
     expect(page.locator("#stat-batch")).to_have_text("0")
     expect(page.locator("#queue")).to_contain_text("Nobody waits")
     idle = {name: drawing(page, name) for name in ("timeline", "blocks")}
-    with guests(kitchen, 6):
+    with live_requests(server, 6):
         expect(page.locator("#stat-batch")).to_have_text("4")
         expect(page.locator("#stat-waiting")).to_have_text("2")
         expect(page.locator("#timeline-note")).to_have_text("4 slots of 4 taken")
@@ -63,13 +63,13 @@ def test_the_view_follows_the_load(kitchen, open_page, expect):
     expect(page.locator("#stat-batch")).to_have_text("0")
     expect(page.locator("#stat-waiting")).to_have_text("0")
     expect(page.locator("#blocks-note")).to_contain_text("0 of 60,000 blocks in use")
-    httpx.post(f"{kitchen.url}/v1/completions", json={"model": "tiny", "prompt": "tea", "max_tokens": 3})
+    httpx.post(f"{server.url}/v1/completions", json={"model": "tiny", "prompt": "tea", "max_tokens": 3})
     expect(page.locator("#p50-first_token")).not_to_have_text("–")
 
 
-def test_lines_of_the_grid_stay_thin_while_guests_wait(kitchen, open_page, expect):
-    page = open_page(kitchen.url)
-    with guests(kitchen, 6):
+def test_lines_of_the_grid_stay_thin_while_guests_wait(server, open_page, expect):
+    page = open_page(server.url)
+    with live_requests(server, 6):
         expect(page.locator("#stat-waiting")).to_have_text("2")
         page.evaluate(
             """() => {
@@ -101,9 +101,9 @@ def test_drawings_fit_the_page_after_a_resize_though_no_frame_comes(open_page, e
         assert page.locator("#engine canvas").count() >= 5
 
 
-def test_blocks_and_tickets_tell_whose_they_are(kitchen, open_page, expect):
-    page = open_page(kitchen.url)
-    with guests(kitchen, 1, prompt="x" * 4000):
+def test_blocks_and_tickets_tell_whose_they_are(server, open_page, expect):
+    page = open_page(server.url)
+    with live_requests(server, 1, prompt="x" * 4000):
         expect(page.locator("#stat-batch")).to_have_text("1")
         page.locator("#blocks").hover(position={"x": 5, "y": 5})
         expect(page.locator("#tip")).to_contain_text("4000 prompt")
@@ -111,8 +111,8 @@ def test_blocks_and_tickets_tell_whose_they_are(kitchen, open_page, expect):
         expect(page.locator("#tip")).to_be_hidden()
 
 
-def test_an_answer_of_this_page_is_told_apart(kitchen, open_page, expect):
-    page = open_page(kitchen.url)
+def test_an_answer_of_this_page_is_told_apart(server, open_page, expect):
+    page = open_page(server.url)
     page.get_by_label("Message").fill("What is there?")
     page.keyboard.press("Enter")
     page.get_by_text("As a table").click()
@@ -120,32 +120,32 @@ def test_an_answer_of_this_page_is_told_apart(kitchen, open_page, expect):
     page.get_by_role("button", name="Stop").click()
 
 
-def test_the_policy_is_switched_while_requests_run(kitchen, open_page, expect):
-    page = open_page(kitchen.url)
-    with guests(kitchen, 6):
+def test_the_policy_is_switched_while_requests_run(server, open_page, expect):
+    page = open_page(server.url)
+    with live_requests(server, 6):
         expect(page.get_by_label("policy")).to_have_value("fcfs")
         page.get_by_label("policy").select_option("srpt")
         expect(page.locator("#policy-said")).to_contain_text("From now on by srpt")
-        assert httpx.get(f"{kitchen.url}/admin/policy").json()["policy"] == "srpt"
+        assert httpx.get(f"{server.url}/admin/policy").json()["policy"] == "srpt"
         expect(page.locator("#queue li").last).to_contain_text("by policy srpt")
         page.locator("#message").click()
-        httpx.post(f"{kitchen.url}/admin/policy", json={"policy": "priority"})
+        httpx.post(f"{server.url}/admin/policy", json={"policy": "priority"})
         expect(page.get_by_label("policy")).to_have_value("priority")
 
 
-def test_a_rush_comes_and_goes_home(kitchen, open_page, expect):
-    page = open_page(kitchen.url)
+def test_a_rush_comes_and_goes_home(server, open_page, expect):
+    page = open_page(server.url)
     page.get_by_role("button", name="Rush hour").click()
     expect(page.locator("#stat-batch")).to_have_text("4")
     page.get_by_role("button", name="Send them home").click()
-    until(lambda: kitchen.replica.state().num_running == 0 and kitchen.replica.state().num_waiting == 0)
+    until(lambda: server.replica.state().num_running == 0 and server.replica.state().num_waiting == 0)
     expect(page.get_by_role("button", name="Rush hour")).to_be_visible()
 
 
-def test_nobody_is_watched_for_when_nobody_looks(kitchen, open_page, expect):
-    page = open_page(kitchen.url)
+def test_nobody_is_watched_for_when_nobody_looks(server, open_page, expect):
+    page = open_page(server.url)
     expect(page.locator("#state")).to_have_text("live")
-    feed = kitchen.server._edge.live
+    feed = server.server._edge.live
     assert feed.num_watchers == 1
     page.close()
     until(lambda: feed.num_watchers == 0)
@@ -161,9 +161,9 @@ def test_an_engine_that_dies_is_told_of(open_page, expect):
         expect(page.locator("#engine")).to_contain_class("stale")
 
 
-def test_a_view_that_stands_still_is_not_called_live(kitchen, open_page, expect):
-    page = open_page(kitchen.url)
-    with guests(kitchen, 1):
+def test_a_view_that_stands_still_is_not_called_live(server, open_page, expect):
+    page = open_page(server.url)
+    with live_requests(server, 1):
         expect(page.locator("#stat-batch")).to_have_text("1")
         Saying.may_step.clear()
         try:
@@ -175,8 +175,8 @@ def test_a_view_that_stands_still_is_not_called_live(kitchen, open_page, expect)
         expect(page.locator("#live-trouble")).to_be_hidden()
 
 
-def test_it_stands_still_for_who_asked_for_less_motion(kitchen, open_page, expect):
-    page = open_page(kitchen.url, reduced_motion="reduce")
-    with guests(kitchen, 2):
+def test_it_stands_still_for_who_asked_for_less_motion(server, open_page, expect):
+    page = open_page(server.url, reduced_motion="reduce")
+    with live_requests(server, 2):
         expect(page.locator("#stat-batch")).to_have_text("2")
         assert page.evaluate("document.getAnimations().length") == 0

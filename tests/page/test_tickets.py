@@ -11,7 +11,7 @@ from tests.page.worlds import serving
 
 
 @pytest.fixture(scope="module")
-def house():
+def server():
     with serving("Good evening.") as running:
         yield running
 
@@ -21,8 +21,8 @@ def running(id_: str, phase: str, **fields: Any) -> dict[str, Any]:
     return {"id": id_, "tenant": "", "phase": phase, **times, **fields}
 
 
-def frame(now: float, *sitting: dict[str, Any], seats: tuple[int, ...] = (0,), waiting: Any = ()) -> dict[str, Any]:
-    return {"seats": seats[: len(sitting)], "engine": {"now": now, "running": sitting, "waiting": list(waiting)}}
+def frame(now: float, *requests: dict[str, Any], seats: tuple[int, ...] = (0,), waiting: Any = ()) -> dict[str, Any]:
+    return {"seats": seats[: len(requests)], "engine": {"now": now, "running": requests, "waiting": list(waiting)}}
 
 
 def tickets_after(page: Any, *frames: dict[str, Any]) -> list[dict[str, Any]]:
@@ -37,9 +37,9 @@ def tickets_after(page: Any, *frames: dict[str, Any]) -> list[dict[str, Any]]:
     )
 
 
-def test_a_first_stay_has_the_requests_own_times(house, open_page):
+def test_a_first_stay_has_the_requests_own_times(server, open_page):
     (ticket,) = tickets_after(
-        open_page(house.url),
+        open_page(server.url),
         frame(2.0, running("a", "prefill")),
         frame(3.0, running("a", "decode", first_token_at=2.25)),
         frame(4.0),
@@ -47,9 +47,9 @@ def test_a_first_stay_has_the_requests_own_times(house, open_page):
     assert ticket["stints"] == [{"seat": 0, "from": 1.0, "decodeFrom": 2.25, "to": 4.0, "end": "done"}]
 
 
-def test_a_preempted_request_waits_and_comes_back_to_another_seat(house, open_page):
+def test_a_preempted_request_waits_and_comes_back_to_another_seat(server, open_page):
     waits = {**running("a", "-", num_preemptions=1), "state": "preempted"}
-    page = open_page(house.url)
+    page = open_page(server.url)
     told = [
         frame(2.0, running("a", "decode", first_token_at=1.5)),
         frame(3.0, waiting=[waits]),
@@ -64,13 +64,15 @@ def test_a_preempted_request_waits_and_comes_back_to_another_seat(house, open_pa
     assert ticket["stints"][1] == {"seat": 5, "from": 4.0, "decodeFrom": 4.5, "to": None, "end": None}
 
 
-def test_while_nobody_looked_nothing_is_made_up(house, open_page):
-    (ticket,) = tickets_after(open_page(house.url), frame(2.0, running("a", "decode", first_token_at=1.5)), frame(40.0))
+def test_while_nobody_looked_nothing_is_made_up(server, open_page):
+    (ticket,) = tickets_after(
+        open_page(server.url), frame(2.0, running("a", "decode", first_token_at=1.5)), frame(40.0)
+    )
     assert ticket["stints"][0]["to"] == 2.0
 
 
-def test_two_never_sit_in_one_seat_at_a_time_though_all_are_seated_anew(house, open_page):
-    """After a failover: the same requests, a new plan of seats."""
+def test_two_are_never_in_one_slot_at_a_time_though_all_get_new_slots(server, open_page):
+    """After a failover: the same requests, new slots."""
     a, b, unseen = (running(name, "decode", first_token_at=1.5) for name in "abc")
     told = [
         frame(3.0, a, b, seats=(0, 1)),
@@ -78,15 +80,15 @@ def test_two_never_sit_in_one_seat_at_a_time_though_all_are_seated_anew(house, o
         frame(5.0),
         frame(6.0, unseen, a, seats=(0, 2)),
     ]
-    stints = [stint for ticket in tickets_after(open_page(house.url), *told) for stint in ticket["stints"]]
-    for seat in (0, 1, 2):
-        own = sorted((s["from"], s["to"] or 6.0) for s in stints if s["seat"] == seat)
+    stints = [stint for ticket in tickets_after(open_page(server.url), *told) for stint in ticket["stints"]]
+    for slot in (0, 1, 2):
+        own = sorted((s["from"], s["to"] or 6.0) for s in stints if s["seat"] == slot)
         assert own
         assert all(before[1] <= after[0] for before, after in pairwise(own)), own
 
 
-def test_old_tickets_go_and_another_engine_begins_anew(house, open_page):
-    page = open_page(house.url)
+def test_old_tickets_go_and_another_engine_begins_anew(server, open_page):
+    page = open_page(server.url)
     assert tickets_after(page, frame(2.0, running("a", "decode")), frame(3.0), frame(100.0)) == []
     (ticket,) = tickets_after(page, frame(500.0, running("a", "decode")), frame(2.0, running("b", "prefill")))
     assert (ticket["id"], ticket["number"]) == ("b", 1)

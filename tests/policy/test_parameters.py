@@ -22,14 +22,14 @@ def tips_first(
     by: Literal["sum", "share"] = "sum",
     ageing_s: float,
 ) -> Policy:
-    def seated_at(request: Any) -> float:
+    def effective_arrival(request: Any) -> float:
         return request.arrived_at + tip_s * (request.priority > 0)
 
     return Policy(
         source="a restaurant",
         bound="tip_s",
-        order=lambda r: (seated_at(r), r.request_id),
-        overtaken_until=seated_at,
+        order=lambda r: (effective_arrival(r), r.request_id),
+        overtaken_until=effective_arrival,
         terms=arrival_term,
     )
 

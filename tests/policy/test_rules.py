@@ -20,7 +20,7 @@ from tests.scheduler.running import Run, tokens_by_request
 
 
 def in_order(policy: str, *requests: RequestState, **settings: object) -> list[str]:
-    """As the policy seats them, all waiting."""
+    """In the policy's order, all waiting."""
     scheduler = make_scheduler(policy=policy, num_blocks=10_000, **settings)
     for request in requests:
         scheduler.add(request, 0.0)
@@ -66,7 +66,7 @@ def test_srpt_gives_a_preempted_request_the_place_of_what_remains():
     assert policy.resumed(request) < before
 
 
-def test_interactive_seats_by_tier_then_by_length():
+def test_interactive_orders_by_tier_then_by_length():
     requests = [
         make_request("batch", priority=1, max_tokens=1),
         make_request("essay", priority=0, max_tokens=500),
@@ -78,11 +78,11 @@ def test_interactive_seats_by_tier_then_by_length():
 def test_round_robin_goes_round():
     requests = [make_request(name, max_tokens=9, arrived_at=i / 10) for i, name in enumerate("abc")]
     run = Run(make_scheduler(policy="rr", max_num_seqs=1, quantum_tokens=4), *requests)
-    seats, num_used = [], []
+    turns_taken, num_used = [], []
     while run.scheduler.has_work:
-        seats.append(next(iter(tokens_by_request(run.step()))))
+        turns_taken.append(next(iter(tokens_by_request(run.step()))))
         num_used += [used.num_used for used in run.scheduler.order.policy.quanta.values()]
-    turns = "".join(seat for i, seat in enumerate(seats) if i == 0 or seats[i - 1] != seat)
+    turns = "".join(name for i, name in enumerate(turns_taken) if i == 0 or turns_taken[i - 1] != name)
     assert turns == "abcabc"
     assert max(num_used) == 1
 

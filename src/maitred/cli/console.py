@@ -1,4 +1,4 @@
-"""What is written to the terminal: notes to stderr, results to stdout, and foreign text cannot steer it."""
+"""Terminal output: notes to stderr, results to stdout, and foreign text cannot steer it."""
 
 from __future__ import annotations
 

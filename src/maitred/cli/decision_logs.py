@@ -1,4 +1,4 @@
-"""Where `replay` and `why` look for a decision log."""
+"""Default place of the decision log, for `replay` and `why`."""
 
 from __future__ import annotations
 

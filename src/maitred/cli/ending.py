@@ -1,4 +1,4 @@
-"""Signals that end a server, before it hears them itself and after: noted, so that what was begun is ended in order."""
+"""Signals that end a server, before and after it handles them itself: noted, so that it still ends in order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `--slo` asks of a request, in `bench serve` and `simulate`."""
+"""Objectives of `--slo`, in `bench serve` and `simulate`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happened to one request, told by the replay of its log: what it waited for, who went before it, how it ended."""
+"""The history of one request, from the replay of its log: what it waited for, who went first, how it ended."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_LISTED = 5
 
 @dataclass(slots=True)
 class Wait:
-    """One stay in the queue."""
+    """One wait in the queue."""
 
     began_at: float  # s
     ended_at: float  # s
@@ -47,7 +47,7 @@ class Start:
 
 
 @dataclass(slots=True)
-class PutOut:
+class PreemptionAt:
     """A preemption, of it or by it; the other one as it was, if there is one."""
 
     at: float  # s
@@ -66,8 +66,8 @@ class RequestHistory:
     terms: dict[str, float] = field(default_factory=dict)  # of its score, when it came
     waits: list[Wait] = field(default_factory=list)
     starts: list[Start] = field(default_factory=list)
-    put_out: list[PutOut] = field(default_factory=list)
-    has_put_out: list[PutOut] = field(default_factory=list)
+    preemptions: list[PreemptionAt] = field(default_factory=list)
+    preempted_others: list[PreemptionAt] = field(default_factory=list)
     policy_changes: list[tuple[float, str]] = field(default_factory=list)
     first_token_at: float | None = None
     num_tokens: int = 0
@@ -101,26 +101,26 @@ def history_of(
     frames: Iterable[bytes], request_id: str, policies: Mapping[str, PolicyFactory] = POLICIES
 ) -> RequestHistory:
     """Replays up to its end. Raises ConfigError when the log is damaged, or its decisions are not made again."""
-    teller: _Teller | None = None
+    builder: _HistoryBuilder | None = None
     for step in replay(frames, policies):
         if not step.equal:
-            raise ConfigError(f"the log cannot be told: replay differs at {step.difference}")
-        if teller is None:
+            raise ConfigError(f"the log cannot be explained: replay differs at {step.difference}")
+        if builder is None:
             arrived = next(
                 (e for e in step.step.events if isinstance(e, Arrived) and e.spec.request_id == request_id), None
             )
             if arrived is None:
                 continue
-            teller = _Teller(step, arrived)
-        if teller.listen(step):
+            builder = _HistoryBuilder(step, arrived)
+        if builder.take(step):
             break
-    if teller is None:
+    if builder is None:
         raise ConfigError(f"no request {request_id!r} arrived in this log")
-    teller.close()
-    return teller.history
+    builder.close()
+    return builder.history
 
 
-class _Teller:
+class _HistoryBuilder:
     """Follows one request from the step in which it arrived."""
 
     def __init__(self, step: ReplayedStep, arrived: Arrived) -> None:
@@ -138,7 +138,7 @@ class _Teller:
         until_step_s = max(0.0, step.step.scheduled_at - arrived.spec.arrived_at)
         self._wait: Wait | None = Wait(arrived.spec.arrived_at, arrived.spec.arrived_at, until_step_s=until_step_s)
 
-    def listen(self, step: ReplayedStep) -> bool:
+    def take(self, step: ReplayedStep) -> bool:
         """Takes in one step; True when the request has ended."""
         at, history = step.step.scheduled_at, self.history
         self._wait_until(at)
@@ -188,11 +188,11 @@ class _Teller:
         for preemption in step.scheduler.preemptions:
             if preemption.request_id == self._request_id:
                 by = step.scheduler.request(preemption.by) if preemption.by is not None else None
-                self.history.put_out.append(PutOut(step.step.scheduled_at, preemption, by))
+                self.history.preemptions.append(PreemptionAt(step.step.scheduled_at, preemption, by))
                 self._wait = Wait(step.step.scheduled_at, step.step.scheduled_at)
             elif preemption.by == self._request_id:
                 victim = step.scheduler.request(preemption.request_id)
-                self.history.has_put_out.append(PutOut(step.step.scheduled_at, preemption, victim))
+                self.history.preempted_others.append(PreemptionAt(step.step.scheduled_at, preemption, victim))
 
     def _note_start(self, step: ReplayedStep) -> None:
         if not any(new.request_id == self._request_id for new in step.replayed.new_requests):

@@ -1,4 +1,4 @@
-"""The log of a run, from which a fresh scheduler makes the same plans again (`replay`): what is told, and by whom.
+"""Records of the decision log: all that a fresh scheduler needs to make the plans of a run again (`replay`).
 
 For each step it holds what the scheduler was told since the step before (arrivals, ends, changes of policy and
 config), `now`, the plan, and the outcome as far as scheduling depends on it (how many tokens, why a request ended,

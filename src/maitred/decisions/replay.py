@@ -1,4 +1,4 @@
-"""Makes the plans of a recorded run again, with a fresh scheduler, and says where they first differ."""
+"""Replay: makes the plans of a recorded run again, with a fresh scheduler, and says where they first differ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a plan's rows to one ragged batch: which tokens, where their K/V go, which rows attend together.
+"""Ragged batch of a plan's rows: which tokens, where their K/V go, which rows attend together.
 
 Plain numpy, no tensor library. Names: T tokens of the step, R rows, B blocks of a row, L key positions of a row.
 """

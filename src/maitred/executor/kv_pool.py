@@ -1,4 +1,4 @@
-"""Size and layout of the paged KV pool, in plain arithmetic: a memory plan needs no tensor library.
+"""Paged KV pool: its size and layout in plain arithmetic, so that a memory plan needs no tensor library.
 
 The pool is one array of shape [layers, 2, blocks, slots in a block, key/value heads, head size]; index 0 of the second
 axis holds keys, 1 values. So one layer's keys are [blocks, slots, heads, head size], the layout that PyTorch's

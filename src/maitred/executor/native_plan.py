@@ -1,4 +1,4 @@
-"""What the native executor will take, settled before anything is allocated: number formats, sizes, threads."""
+"""Memory and threads of the native executor, settled before anything is allocated; and its number formats."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class NativePlan:
         num_blocks: int,
         max_model_len: int,
         num_host_blocks: int = 0,
-        on_phase: Callable[[str, str], None] = lambda phase, story: None,
+        on_phase: Callable[[str, str], None] = lambda phase, summary: None,
         on_packed: OnPacked | None = None,
     ) -> NativeExecutor:
         """Load the weights and allocate the pool. Raises CheckpointError or OutOfMemory.
@@ -142,7 +142,7 @@ class NativePlan:
         loaded = load_weights(
             self.program, self.checkpoint, threads, isa=self.isa, cache=self.weight_cache, on_packed=on_packed
         )
-        on_phase("weights", loaded.story)
+        on_phase("weights", loaded.summary)
         runner = NativeProgram(
             self.program,
             loaded.weights,

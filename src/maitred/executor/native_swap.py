@@ -1,4 +1,4 @@
-"""Host memory for the native pool's blocks of preempted requests, and how fast blocks get there and back."""
+"""KV swap of the native pool: host memory for blocks of preempted requests, and how fast copies are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an executor reports of a row, whichever library computed it."""
+"""Sampled rows: what an executor reports of a row, whichever library computed it."""
 
 from __future__ import annotations
 

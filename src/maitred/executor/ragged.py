@@ -1,4 +1,4 @@
-"""From a plan's rows to the flat arrays that the native program reads, cut to what its buffers hold.
+"""Ragged batch for the native program: a plan's rows as flat arrays, cut to what its buffers hold.
 
 The program's buffers never grow. A step with more tokens than they hold, as when the token budget was raised at run
 time, is carried out in passes over slices of its rows; nothing a token computes depends on who shares its pass.

@@ -1,4 +1,4 @@
-"""From a row of logits to a token: a function of that row, of the request's own state and of nothing else.
+"""Token sampling: a function of one row of logits, of the request's own state and of nothing else.
 
 The order is the one vLLM documents (`vllm.v1.sample.sampler`), so that the same parameters mean the same here:
 

@@ -1,4 +1,4 @@
-"""What the sampler knows about one request: its parameters made ready once, and what was generated so far."""
+"""Sampler state of one request: its parameters made ready once, and what was generated so far."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a request may not name, checked before admission: no arrays, so the server's process loads no numpy for it."""
+"""Checks of sampling parameters before admission: no arrays, so the server's process loads no numpy for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an executor remembers of a request between steps: its tokens, its block table, its sampler."""
+"""Request state of an executor between steps: its tokens, its block table, its sampler."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many threads the next step takes: the number with which steps like it are fastest, found by trials now and then.
+"""Thread count of the next step: that with which steps like it are fastest, found by trials now and then.
 
 Threads meet hundreds of times in a step. One whose processor has other work keeps the rest waiting for a time slice
 each time, so on a busy machine two threads can be slower than one. What took how long is all that is known here.

@@ -265,7 +265,7 @@ class TorchPlan:
         num_blocks: int,
         max_model_len: int,
         num_host_blocks: int = 0,
-        on_phase: Callable[[str, str], None] = lambda phase, story: None,
+        on_phase: Callable[[str, str], None] = lambda phase, summary: None,
         on_packed: Callable[[int, int], None] | None = None,  # nothing is packed
     ) -> TorchExecutor:
         """Load the weights and allocate the pool. Raises CheckpointError or OutOfMemory."""

@@ -1,4 +1,4 @@
-"""Who holds which KV block, and in what order the free ones are handed out.
+"""Block pool: reference counts of KV blocks, and the order in which free ones are handed out.
 
 Blocks are numbered 0 .. num_blocks - 1; the memory itself is the executor's.
 Source: PagedAttention, Kwon et al. 2023, arXiv:2309.06180, section 4.2.

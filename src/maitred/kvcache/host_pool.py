@@ -1,4 +1,4 @@
-"""Which blocks of host memory hold the KV of preempted requests; the memory itself is the executor's."""
+"""Host block pool: which host blocks hold the KV of preempted requests; the memory itself is the executor's."""
 
 from __future__ import annotations
 

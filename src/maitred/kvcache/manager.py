@@ -1,4 +1,4 @@
-"""Which blocks each request's tokens live in: prefix hits, growth, copy on write, and giving back.
+"""KV cache manager: the blocks of each request, by prefix hits, growth, copy on write and release.
 
 Source: PagedAttention, Kwon et al. 2023, arXiv:2309.06180, sections 4.3 and 4.4.
 """

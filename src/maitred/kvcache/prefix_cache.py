@@ -1,4 +1,4 @@
-"""Finding blocks by what they hold: a chain of sha256 over tokens, salted so that tenants cannot probe each other.
+"""Prefix cache: blocks found by a chain of sha256 over tokens, salted so that tenants cannot probe each other.
 
 The hash of block i covers every token up to its end, because it hashes the hash of block i - 1 along with its own
 tokens: equal hash means equal prefix, and a lookup is one dict access for each block.

@@ -1,4 +1,4 @@
-"""The passes that turn a lowered program into one of native operations, each named so that it can be told.
+"""Fusion passes: they turn a lowered program into one of native operations, and each is named in reports.
 
 A pass looks at a short run of neighbours and gives what stands in their place, or None; `_everywhere` applies it along
 the list. Passes run in the order of `PASSES`, since one makes the neighbours that the next one looks for.

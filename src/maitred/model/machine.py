@@ -1,4 +1,4 @@
-"""What this host can do: bytes streamed from memory and multiplications, measured with the native library's kernels."""
+"""Machine peaks: memory bandwidth and multiplications, measured with the native library's kernels."""
 
 from __future__ import annotations
 

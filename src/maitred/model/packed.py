@@ -1,4 +1,4 @@
-"""A program's weights in the form that the native kernels read, and how they come out of a checkpoint.
+"""Packed weights: a program's matrices in the form that the native kernels read, made from a checkpoint.
 
 `plan_weights` knows every size before a byte is read; `pack_weights` then fills one buffer after the other, so that
 the peak is the packed weights and the pages of one tensor. Who wants them in a mapped cache file brings the buffers.

@@ -76,7 +76,7 @@ class LoadedWeights(NamedTuple):
     weights: PackedWeights
     origin: str
     """mapped, kept (packed, and a file for the next start) or packed"""
-    story: str
+    summary: str
     """The same for people, with the reason if there is no file."""
 
 
@@ -113,7 +113,7 @@ def load_weights(
     if cache is None or size < cache.min_bytes:
         why = "there is no cache" if cache is None else "too small to keep"
         weights, _ = _pack(program, checkpoint, threads, on_packed)
-        return LoadedWeights(weights, "packed", _packed_story(weights, why))
+        return LoadedWeights(weights, "packed", _packed_summary(weights, why))
     path = cache.folder / (cache_key(program, checkpoint, isa) + _SUFFIX)
     damage = ""
     try:
@@ -126,7 +126,7 @@ def load_weights(
     try:
         _keep(cache, path, memory, program, threads)
     except (OSError, _Unusable) as error:
-        return LoadedWeights(weights, "packed", _packed_story(weights, _reason(error) + damage))
+        return LoadedWeights(weights, "packed", _packed_summary(weights, _reason(error) + damage))
     return LoadedWeights(weights, "kept", f"packed {_size(weights.num_bytes)}, kept in {cache.folder}{damage}")
 
 
@@ -154,7 +154,7 @@ def _pack(
     return pack_weights(program, checkpoint, threads, buffer_for, on_packed), memory
 
 
-def _packed_story(weights: PackedWeights, why: str) -> str:
+def _packed_summary(weights: PackedWeights, why: str) -> str:
     return f"packed {_size(weights.num_bytes)} into memory ({why})"
 
 

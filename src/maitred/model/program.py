@@ -1,4 +1,4 @@
-"""A decoder as a flat list of operations: what one step of the native executor does, known before a weight is read.
+"""Program: a decoder as a flat list of operations, known before a weight is read; one step of the native executor.
 
 `lower` writes a `DecoderSpec` down formula by formula; `fusions.fuse` merges neighbours by named passes until every
 operation is one that the native library has. Nothing here computes: operations name values (rows of float32, one row a

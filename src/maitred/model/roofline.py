@@ -1,4 +1,4 @@
-"""The least time that a step can take on a machine: bytes over bandwidth, operations over peak, op by op.
+"""Roofline: the least time of a step on a machine, bytes over bandwidth, operations over peak, op by op.
 
 Roofline: Williams, Waterman, Patterson, "Roofline: an insightful visual performance model", CACM 52(4), 2009. A step's
 floor is the sum over its ops of the larger of the two: an op of a decoder needs the result of the one before.

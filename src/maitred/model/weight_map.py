@@ -1,4 +1,4 @@
-"""How the tensors of a Hugging Face checkpoint fill the decoder's parameters (`spec.parameter_shapes`)."""
+"""Weight map: which tensors of a Hugging Face checkpoint fill which parameters (`spec.parameter_shapes`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a prompt's text says about the length of its answer, as a few numbers, cheap enough for every request.
+"""Prompt features for length prediction: a few numbers of the text, cheap enough for every request.
 
 Bounded work whatever the prompt's length: only its last words count, where chats have the question. The numbers are
 sums over hashed words, so no text can be read from them.

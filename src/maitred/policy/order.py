@@ -1,4 +1,4 @@
-"""A policy at work: the queue, the keys of all that wait or run, their quanta, and what they need of the KV cache."""
+"""Policy order: the queue, the keys of all that wait or run, their quanta, and what they need of the KV cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is served next: the policies by name. What a policy is made of is in `policy`, each one is in `rules/`."""
+"""Scheduling policies by name. What a policy is made of is in `policy`, each one is in `rules/`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many tokens a request will generate: asked once for each request, before the queue, told the truth at its end.
+"""Output length prediction: asked once for each request, before the queue, and told the true length at its end.
 
 A prediction orders a queue; it never decides whether or how long a request is served, so a wrong one costs mean latency
 and breaks no bound. Whatever a predictor says is brought into [1, max_tokens]. All state is bounded.

@@ -1,4 +1,4 @@
-"""Which waiting requests gain when a block enters the prefix cache; they are scored again a few at a time."""
+"""Prefix watch: which waiting requests gain when a block enters the prefix cache; scored again a few at a time."""
 
 from __future__ import annotations
 

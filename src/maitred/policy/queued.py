@@ -1,4 +1,4 @@
-"""What a policy may ask of whoever waits or runs. No token is in it, so that any kind of work can stand in one queue.
+"""Queued request: what a policy may ask of it. No token is in it, so any kind of work can stand in one queue.
 
 Inputs and outputs are counted in what the work is made of: tokens of a text; rows of a tensor.
 """

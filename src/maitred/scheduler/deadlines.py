@@ -1,4 +1,4 @@
-"""Which requests have run out of time: a heap by deadline, so that a step looks only at those that have."""
+"""Deadlines: a heap, so that a step looks only at requests that have run out of time."""
 
 from __future__ import annotations
 

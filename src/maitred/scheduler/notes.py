@@ -1,4 +1,4 @@
-"""What a step did besides its plan: why the first in the queue was not admitted, and who was preempted for whom.
+"""Scheduling notes: why the first in the queue was not admitted, and who was preempted for whom.
 
 Not part of a decision: the scheduler writes it down for `view` and for people, and never reads it.
 """

@@ -1,4 +1,4 @@
-"""A plan while it is being made: rows can still be taken back."""
+"""Plan builder: the rows of a plan that is being made, which can still be taken back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Makes one step's plan: those that run first, then those that wait, in order, within the token budget."""
+"""Planning of one step: those that run first, then those that wait, in order, within the token budget."""
 
 from __future__ import annotations
 

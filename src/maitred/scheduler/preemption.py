@@ -1,4 +1,4 @@
-"""Makes room while a plan is drafted: who gives up slot and blocks, and whether its KV goes to the host."""
+"""Preemption: who gives up slot and blocks while a plan is made, and whether its KV goes to the host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The queue as people see it: who waits where, for how long and why. Computed between two steps; decides nothing."""
+"""Queue view for people: who waits for how long and why. Computed between two steps; decides nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decides what each step computes: requests have known tokens and computed tokens, and the second catch up.
+"""Scheduler: decides what each step computes. Requests have known and computed tokens; the second catch up.
 
 There is no prefill phase and no decode phase: chunked prefill mixed with decode (Sarathi-Serve, arXiv:2403.02310),
 prefix hits, preemption by recompute (PagedAttention, arXiv:2309.06180) and iteration-level batching (Orca, OSDI 2022)

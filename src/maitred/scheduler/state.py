@@ -1,4 +1,4 @@
-"""Who is where: the state that planning, making room and taking in outcomes share, and the moves between its places."""
+"""Scheduler state: waiting, running and swapped requests, shared by planning, preemption and update."""
 
 from __future__ import annotations
 

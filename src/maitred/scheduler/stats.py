@@ -1,4 +1,4 @@
-"""What a scheduler has done so far and holds now; the numbers behind `ReplicaState`."""
+"""Scheduler statistics: what was done so far and is held now; the numbers behind `ReplicaState`."""
 
 from __future__ import annotations
 

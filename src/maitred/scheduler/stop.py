@@ -1,4 +1,4 @@
-"""When a request has said enough, as far as tokens can tell. Stop strings are found outside, where there is text."""
+"""Stop rule: whether a token ends its request. Stop strings are found outside, where there is text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether a preempted request's KV is copied to the host and back, or computed again: whichever takes less time."""
+"""Swap or recompute: a preempted request's KV is copied to the host and back, or computed again, by time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Takes in what became of a plan's rows: tokens, blocks that can be found from now on, and ends."""
+"""Update after a step: tokens are appended, full blocks enter the prefix cache, requests end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of an engine: the decision log, encoded and written by a thread of its own so that no step waits for it.
+"""Decision log files: encoded and written by a thread of their own, so that no step waits for them.
 
 A log is a run of parts, `<run>.<part>.decisions`. Each is a gzip stream of frames: length and CRC-32 of what follows
 (4 bytes each, little endian), then a frame of `decisions.codec`. The stream is flushed a few times a second, so a

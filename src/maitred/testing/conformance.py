@@ -1,4 +1,4 @@
-"""What every policy must keep, ours and anybody's: call `check_policy`, or a property alone. Pure and seeded.
+"""Policy conformance: what every policy must keep, ours and anybody's. Call `check_policy`. Pure and seeded.
 
     from maitred.testing.conformance import check_policy
     check_policy(my_policy)          # my_policy: PolicyFactory; raises PolicyFault, naming the property and the seed

@@ -1,4 +1,4 @@
-"""The small worlds in which `conformance` watches a policy: load drawn from a seed, a step at a time. Pure."""
+"""Conformance worlds: small seeded loads in which `conformance` watches a policy, a step at a time. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much text one token can stand for: a bound that refuses hopeless prompts before they are tokenised."""
+"""Characters per token at most: a bound that refuses hopeless prompts before they are tokenised."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text from tokens as they come, piece by piece, with nothing to take back later."""
+"""Incremental detokeniser: text from tokens as they come, with nothing to take back later."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads the small text files of a model folder, which need neither the tokenizer nor Jinja to be understood."""
+"""Text files of a model folder that can be read without the tokenizer or Jinja."""
 
 from __future__ import annotations
 

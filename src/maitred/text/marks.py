@@ -1,4 +1,4 @@
-"""Marks: the tokens that part the turns of a chat. What a client wrote may hold their letters, and stays letters.
+"""Special tokens of chats (marks): a client's text may hold their letters, and stays letters.
 
 `<|im_end|>` in a content would end the turn and let its author write the next one, of any role. So a template never
 sees the marks of its values: it is rendered with a character of private use in place of each, which no value holds.

@@ -167,13 +167,13 @@ def test_a_poor_terminal_gets_ascii():
 
 
 @pytest.fixture(scope="module")
-def kitchen() -> Iterator[RunningServer]:
+def server() -> Iterator[RunningServer]:
     with serving(FOREVER, repeats=True, num_slots=2) as server:
         yield server
 
 
 @contextmanager
-def guests(server: RunningServer, count: int) -> Iterator[None]:
+def live_requests(server: RunningServer, count: int) -> Iterator[None]:
     payload = json.dumps({"model": "tiny", "prompt": "soup", "stream": True, "max_tokens": 150_000}).encode()
     head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
     connections = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(count)]
@@ -189,9 +189,9 @@ def guests(server: RunningServer, count: int) -> Iterator[None]:
         until(lambda: state().num_running + state().num_waiting == 0)
 
 
-def test_once_prints_one_view_for_a_script(kitchen: RunningServer):
-    with guests(kitchen, 3):
-        done = maitred_process("top", kitchen.url, "--once")
+def test_once_prints_one_view_for_a_script(server: RunningServer):
+    with live_requests(server, 3):
+        done = maitred_process("top", server.url, "--once")
     assert done.code == 0, done.err
     assert "slots 2 of 2   waiting 1" in done.out
     assert "new tokens/s -" not in done.out
@@ -199,9 +199,9 @@ def test_once_prints_one_view_for_a_script(kitchen: RunningServer):
     assert "\x1b" not in done.out
 
 
-def test_in_a_pipe_views_follow_each_other_as_plain_text(kitchen: RunningServer):
-    words = [sys.executable, "-m", "maitred", "top", kitchen.url, "--interval", "0"]
-    with guests(kitchen, 1):
+def test_in_a_pipe_views_follow_each_other_as_plain_text(server: RunningServer):
+    words = [sys.executable, "-m", "maitred", "top", server.url, "--interval", "0"]
+    with live_requests(server, 1):
         process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment())
         assert process.stdout is not None
         seen = 0
@@ -254,17 +254,17 @@ class Terminal:
         return self.process.wait(HANGS_S)
 
 
-def test_on_a_terminal_it_takes_the_screen_and_gives_it_back(kitchen: RunningServer):
-    with guests(kitchen, 1):
-        top = Terminal(kitchen.url)
+def test_on_a_terminal_it_takes_the_screen_and_gives_it_back(server: RunningServer):
+    with live_requests(server, 1):
+        top = Terminal(server.url)
         top.read_until(b"slots", b"nobody waits")
         assert top.leave() == 130
     assert b"\x1b[?1049h" in top.shown
     assert top.shown.rindex(b"\x1b[?1049l") > top.shown.rindex(b"\x1b[?1049h")
 
 
-def test_q_leaves_and_the_terminal_is_as_before(kitchen: RunningServer):
-    top = Terminal(kitchen.url)
+def test_q_leaves_and_the_terminal_is_as_before(server: RunningServer):
+    top = Terminal(server.url)
     top.read_until(b"slots", b"q or Ctrl-C leaves")
     assert not top.echoes()
     os.write(top._ours, b"x")

@@ -1,4 +1,4 @@
-"""A picture of a load test: distributions of TTFT and ITL, requests and tokens over time. Needs matplotlib."""
+"""Plot of a load test: distributions of TTFT and ITL, requests and tokens over time. Needs matplotlib."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is sent: prompts of random tokens or words, alike only where a shared prefix or a trace says so."""
+"""Prompts of a load test: random tokens or words, alike only where a shared prefix or a trace says so."""
 
 from __future__ import annotations
 

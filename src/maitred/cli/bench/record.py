@@ -1,4 +1,4 @@
-"""What one request of a load test went through, by the client's monotonic clock."""
+"""Record of one request of a load test, by the client's monotonic clock."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One run of `bench serve`: check the flags, ask the server for its model, load it, report."""
+"""Session of `bench serve`: check the flags, ask the server for its model, load it, report."""
 
 from __future__ import annotations
 

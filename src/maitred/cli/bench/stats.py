@@ -1,4 +1,4 @@
-"""From records to figures: exact percentiles, throughput, goodput under objectives, errors by kind."""
+"""Statistics of a load test: exact percentiles, throughput, goodput under objectives, errors by kind."""
 
 from __future__ import annotations
 

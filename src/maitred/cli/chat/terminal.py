@@ -1,4 +1,4 @@
-"""Where lines are read and answers appear: a terminal with editing and history, or plain pipes."""
+"""Terminal of a chat: editing and history, or plain pipes."""
 
 from __future__ import annotations
 

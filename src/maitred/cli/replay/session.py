@@ -1,4 +1,4 @@
-"""`replay` at work: run a log again, say whether each decision is the same."""
+"""Session of `replay`: runs a log again, and says whether each decision is the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One run of `maitred run`: what is left to do, a progress bar, a last line that sums up."""
+"""Session of `run`: what is left to do, a progress bar, a last line that sums up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One simulation for each policy, and what is told of them."""
+"""Session of `simulate`: one simulation for each policy, then the report."""
 
 from __future__ import annotations
 

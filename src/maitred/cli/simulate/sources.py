@@ -1,4 +1,4 @@
-"""Where a simulation's inputs come from: workload files, device profiles, models."""
+"""Inputs of a simulation: workload files, device profiles, models."""
 
 from __future__ import annotations
 

@@ -126,21 +126,21 @@ def _slots(frame: LiveFrame) -> Iterator[str]:
     numbers = f"{'PROMPT':>7} {'NEW':>6} {'MOST':>6} {'BLOCKS':>6} {'AGE':>8}"
     yield f"{'SLOT':>4} {'REQUEST':20} {'TENANT':14} {'PHASE':8} {numbers}"
     rows = sorted(zip(frame.seats, engine.running, strict=True), key=lambda row: row[0])
-    for seat, request in rows:
-        yield _slot(seat, request, engine.now)
+    for slot, request in rows:
+        yield _slot(slot, request, engine.now)
     if not rows:
         yield "     nobody is served"
     if engine.num_running > len(rows):
         yield f"     and {engine.num_running - len(rows)} more"
 
 
-def _slot(seat: int, request: RunningRequest, now: float) -> str:
+def _slot(slot: int, request: RunningRequest, now: float) -> str:
     phase = request.phase
     if phase == "prefill":
         known = request.num_prompt_tokens + request.num_output_tokens
         phase = f"pre {request.num_computed_tokens / max(1, known):4.0%}"
     return (
-        f"{seat + 1:4} {fit(_name(request.id), 20)} {fit(request.tenant or '-', 14)} {phase:8} "
+        f"{slot + 1:4} {fit(_name(request.id), 20)} {fit(request.tenant or '-', 14)} {phase:8} "
         f"{request.num_prompt_tokens:7,} {request.num_output_tokens:6,} {request.max_tokens:6,} "
         f"{request.num_blocks:6,} {seconds(now - request.arrived_at):>8}"
     )

@@ -1,4 +1,4 @@
-"""`why` at work: find the request, say what came of it."""
+"""Session of `why`: finds the request and prints its history."""
 
 from __future__ import annotations
 

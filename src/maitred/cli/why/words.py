@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from maitred.cli.console import inert
-from maitred.decisions.history import PutOut, RequestHistory, Start, Wait
+from maitred.decisions.history import PreemptionAt, RequestHistory, Start, Wait
 from maitred.request import FinishReason, RequestState
 from maitred.scheduler.notes import Lack, PreemptionCause
 
@@ -28,10 +28,10 @@ def tell(history: RequestHistory) -> str:
         lines += _waiting(history, wait, is_first=index == 0)
         if index < len(history.starts):
             lines += _start(history, history.starts[index], is_first=index == 0)
-        if index < len(history.put_out):
-            lines.append(_put_out(history, history.put_out[index]))
+        if index < len(history.preemptions):
+            lines.append(_preemption(history, history.preemptions[index]))
     lines += [_line("changed", f"{_at(history, at)}: policy {name}") for at, name in history.policy_changes]
-    lines += [_line("put out", f"{_at(history, by.at)}: {_named(by.other)}") for by in history.has_put_out]
+    lines += [_line("put out", f"{_at(history, by.at)}: {_named(by.other)}") for by in history.preempted_others]
     return inert("\n".join([*lines, *_end(history)]))
 
 
@@ -83,19 +83,19 @@ def _start(history: RequestHistory, start: Start, *, is_first: bool) -> Iterator
         yield _line("score", f"{_score(start.terms)}{when}")
 
 
-def _put_out(history: RequestHistory, put_out: PutOut) -> str:
+def _preemption(history: RequestHistory, event: PreemptionAt) -> str:
     causes = {
         PreemptionCause.BLOCKS: "a running request needed its KV blocks",
         PreemptionCause.OUTRANKED: "a request that outranks it took its place",
         PreemptionCause.QUANTUM: "its turn was over, and others waited",
         PreemptionCause.LIMITS: "fewer requests may run at once",
     }
-    by = put_out.preemption.by
-    if by == put_out.preemption.request_id:
+    by = event.preemption.by
+    if by == event.preemption.request_id:
         who = ": itself, as the last in order"
     else:
-        who = f": {_named(put_out.other)}" if put_out.other is not None else ""
-    return _line("preempted", f"{_at(history, put_out.at)}, because {causes[put_out.preemption.cause]}{who}")
+        who = f": {_named(event.other)}" if event.other is not None else ""
+    return _line("preempted", f"{_at(history, event.at)}, because {causes[event.preemption.cause]}{who}")
 
 
 def _end(history: RequestHistory) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""By arrival, and by urgency with ageing."""
+"""FCFS, and priority with ageing."""
 
 from __future__ import annotations
 

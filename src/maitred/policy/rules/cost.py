@@ -1,4 +1,4 @@
-"""What a request is expected to cost, in inputs to compute. A prediction can be wrong; what it leads to is bounded."""
+"""Expected cost of a request, in inputs to compute. A prediction can be wrong; what it leads to is bounded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""By deadline of the first token. Every request has a finite one, so every request's turn comes."""
+"""EDF by deadline of the first token. Every request has a finite one, so every request's turn comes."""
 
 from __future__ import annotations
 

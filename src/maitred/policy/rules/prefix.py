@@ -1,4 +1,4 @@
-"""By what is in the prefix cache already."""
+"""Longest prefix match first: by what is in the prefix cache already."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Short ones first, with ageing in the key: expected cost counts as later arrival, so nobody starves.
+"""Shortest job first, with ageing in the key: expected cost counts as later arrival, so nobody starves.
 
 The cost of a request is its inputs that are not cached (asked again as the cache gains and loses), output_token_weight
 for each output expected, and kv_block_weight for each KV block that it will hold. A cost of C counts as
