@@ -121,8 +121,7 @@ def _check_sampling(p: SamplingParams) -> None:
         _check_number(name, value, whole=isinstance(low, int))
         if not low <= value <= high:  # a NaN fails this too
             raise InvalidRequest(f"{name} is {value}; it must be from {low} to {high}", param=name)
-    for name in ("top_p", "repetition_penalty"):
-        _check_number(name, getattr(p, name), whole=False)
+    _check_number("top_p", p.top_p, whole=False)
     if not 0.0 < p.top_p <= 1.0:
         raise InvalidRequest(f"top_p is {p.top_p}; it must be over 0 and at most 1", param="top_p")
     if p.max_tokens is not None and p.min_tokens > p.max_tokens:
@@ -139,21 +138,18 @@ def _check_number(name: str, value: object, *, whole: bool) -> None:
 def _check_lists(p: SamplingParams) -> None:
     if isinstance(p.bad_words, str):
         raise InvalidRequest("bad_words must be a list of strings, not one string", param="bad_words")
-    if len(p.stop) > MAX_STOP_STRINGS:
-        raise InvalidRequest(f"stop has {len(p.stop)} strings; at most {MAX_STOP_STRINGS}", param="stop")
-    if any(not s for s in p.stop):
-        raise InvalidRequest("stop holds an empty string; leave it out", param="stop")
-    if len(p.bad_words) > MAX_BAD_WORDS:
-        raise InvalidRequest(f"bad_words has {len(p.bad_words)} words; at most {MAX_BAD_WORDS}", param="bad_words")
-    if any(not word for word in p.bad_words):
-        raise InvalidRequest("bad_words holds an empty word; leave it out", param="bad_words")
+    for name, what, most in (("stop", "string", MAX_STOP_STRINGS), ("bad_words", "word", MAX_BAD_WORDS)):
+        texts = getattr(p, name)
+        if len(texts) > most:
+            raise InvalidRequest(f"{name} has {len(texts)} {what}s; at most {most}", param=name)
+        if not all(texts):
+            raise InvalidRequest(f"{name} holds an empty {what}; leave it out", param=name)
     if p.allowed_token_ids is not None and not p.allowed_token_ids:
         raise InvalidRequest("allowed_token_ids is empty, so no token could be sampled", param="allowed_token_ids")
     for token, bias in (p.logit_bias or {}).items():
         if not -100.0 <= bias <= 100.0:
-            raise InvalidRequest(
-                f"logit_bias of token {token} is {bias}; it must be from -100 to 100", param="logit_bias"
-            )
+            fault = f"logit_bias of token {token} is {bias}; it must be from -100 to 100"
+            raise InvalidRequest(fault, param="logit_bias")
 
 
 DEFAULT_SAMPLING = SamplingParams()
@@ -263,8 +259,7 @@ class RequestState:
         self.num_charged_prompt_tokens, self.num_cached_tokens = charges.num_prompt_tokens, charges.num_cached_tokens
         self.num_preemptions = charges.num_preemptions
         self.first_scheduled_at, self.first_token_at = charges.first_scheduled_at, charges.first_token_at
-        self.last_token_at = point.last_token_at
-        self.stalled_at = point.stalled_at
+        self.last_token_at, self.stalled_at = point.last_token_at, point.stalled_at
         self.stalled_prefill_s, self.stalled_decode_s = point.stalled_prefill_s, point.stalled_decode_s
 
     @property

@@ -103,10 +103,10 @@ def test_a_preemption_names_whom_it_was_for():
     engine.steps(2)
     engine.add("urgent", max_tokens=2)
     history = engine.history("slow")
-    (put_out,) = history.preemptions
-    assert (put_out.at, put_out.preemption.cause) == (2.0, PreemptionCause.OUTRANKED)
-    assert put_out.other is not None
-    assert put_out.other.request_id == "urgent"
+    (preemption,) = history.preemptions
+    assert (preemption.at, preemption.preemption.cause) == (2.0, PreemptionCause.OUTRANKED)
+    assert preemption.other is not None
+    assert preemption.other.request_id == "urgent"
     assert [wait.total_s for wait in history.waits] == [0.0, 2.0]
     assert [start.at for start in history.starts] == [0.0, 4.0]
     assert engine.history("urgent").preempted_others[0].preemption.request_id == "slow"

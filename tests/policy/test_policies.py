@@ -49,7 +49,7 @@ def test_equal_priority_never_preempts_for_a_slot():
     assert first.num_preemptions == 0
 
 
-def test_of_several_the_least_urgent_is_put_out_and_no_more_than_needed():
+def test_of_several_the_least_urgent_is_preempted_and_no_more_than_needed():
     requests = [make_request(f"p{p}", priority=p, max_tokens=30, arrived_at=0.0) for p in (1, 3, 2)]
     run = Run(make_scheduler(max_num_seqs=3, policy="priority"), *requests)
     run.steps(2)
@@ -68,7 +68,7 @@ def test_an_urgent_request_that_lacks_blocks_takes_them_from_less_urgent_ones():
     run.to_end()
 
 
-def test_nobody_is_put_out_when_that_would_not_make_enough_room():
+def test_nobody_is_preempted_when_that_would_not_make_enough_room():
     peer = make_request("peer", prompt=16, max_tokens=12, priority=0, arrived_at=0.0)
     low = make_request("low", prompt=4, max_tokens=12, priority=1, arrived_at=0.0)
     large = make_request("large", prompt=20, priority=0, arrived_at=1.0)

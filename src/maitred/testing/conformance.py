@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from itertools import combinations
 from math import isfinite
 
 from maitred.errors import ConfigError
@@ -339,7 +340,7 @@ class _ServiceMeter:
     def __init__(self, num_tenants: int, output_weight: float) -> None:
         self._output_weight = output_weight
         self._given = {f"t{number}": 0.0 for number in range(num_tenants)}
-        self._lowest = dict.fromkeys(_pairs(self._given), 0.0)  # difference, of each pair, so far
+        self._lowest = dict.fromkeys(combinations(self._given, 2), 0.0)  # difference, of each pair, so far
         self._highest = dict(self._lowest)
         self._known: dict[str, int] = {}  # tokens computed of each request: what is computed again is no new service
 
@@ -361,11 +362,6 @@ class _ServiceMeter:
             difference = self._given[pair[0]] - self._given[pair[1]]
             self._lowest[pair] = min(self._lowest[pair], difference)
             self._highest[pair] = max(self._highest[pair], difference)
-
-
-def _pairs(names: Iterable[str]) -> list[tuple[str, str]]:
-    listed = list(names)
-    return [(a, b) for i, a in enumerate(listed) for b in listed[i + 1 :]]
 
 
 # -- all of it
