@@ -121,7 +121,8 @@ def _check_sampling(p: SamplingParams) -> None:
         _check_number(name, value, whole=isinstance(low, int))
         if not low <= value <= high:  # a NaN fails this too
             raise InvalidRequest(f"{name} is {value}; it must be from {low} to {high}", param=name)
-    _check_number("top_p", p.top_p, whole=False)
+    for name in ("top_p", "repetition_penalty"):
+        _check_number(name, getattr(p, name), whole=False)
     if not 0.0 < p.top_p <= 1.0:
         raise InvalidRequest(f"top_p is {p.top_p}; it must be over 0 and at most 1", param="top_p")
     if p.max_tokens is not None and p.min_tokens > p.max_tokens:
@@ -254,8 +255,7 @@ class RequestState:
         self.predicted_output_tokens = spec.predicted_output_tokens
         if point is None:
             return
-        self.output_token_ids = list(point.output_token_ids)
-        charges = point.charges
+        charges, self.output_token_ids = point.charges, list(point.output_token_ids)
         self.num_charged_prompt_tokens, self.num_cached_tokens = charges.num_prompt_tokens, charges.num_cached_tokens
         self.num_preemptions = charges.num_preemptions
         self.first_scheduled_at, self.first_token_at = charges.first_scheduled_at, charges.first_token_at

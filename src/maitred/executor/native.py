@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from maitred.executor.batch import RowWork
+from maitred.executor.batch import RowWork, take_plan
 from maitred.executor.native_swap import Bandwidth, NativeHostPool
 from maitred.executor.outcome import PROMPT_LOGPROBS_CHUNK, prompt_tokens_due, report
 from maitred.executor.ragged import RaggedStep, Slice, cut, ragged_step
@@ -135,18 +135,8 @@ class NativeExecutor:
             )
 
     def _take_plan(self, plan: SchedulerOutput) -> list[RowWork]:
-        """All of the plan but the computing: what to forget, learn and copy, and each row's block table."""
-        for request_id in plan.forgotten_request_ids:
-            self._states.pop(request_id, None)  # one that was aborted before its first row is not known
-        for new in plan.new_requests:
-            self._states[new.request_id] = HeldRequest(new, self.vocab_size)
-        if self._host is not None:
-            self._host.copy_out(plan.swap_outs)
-        if plan.block_copies:
-            self.pool.copy_blocks([(copy.source, copy.target) for copy in plan.block_copies])
-        if self._host is not None:
-            self._host.copy_in(plan.swap_ins)
-        works = [RowWork(row, self._states[row.request_id]) for row in plan.rows]
+        """All of the plan but the computing, and each row's block table."""
+        works = take_plan(plan, self._states, self.vocab_size, self.pool, self._host)
         for work in works:
             work.state.take_blocks(work.row)
         return works  # what others left in unwritten slots is never read, so nothing is cleared

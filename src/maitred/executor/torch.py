@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from maitred.config import DEFAULT_TOKEN_BUDGET, ModelConfig
 from maitred.errors import ConfigError
-from maitred.executor.batch import Batch, RowWork, build_batch, unwritten_slots
+from maitred.executor.batch import Batch, RowWork, build_batch, take_plan, unwritten_slots
 from maitred.executor.kv_pool import kv_bytes_per_block, pool_shape
 from maitred.executor.outcome import PROMPT_LOGPROBS_CHUNK, prompt_tokens_due, report
 from maitred.executor.sampler import SampledToken, sample_rows, token_logprobs
@@ -115,18 +115,8 @@ class TorchExecutor:
         del self._attention, self.pool, self._decoder
 
     def _take_plan(self, plan: SchedulerOutput) -> list[RowWork]:
-        """All of the plan but the computing: what to forget, learn, copy and clear, and each row's block table."""
-        for request_id in plan.forgotten_request_ids:
-            self._states.pop(request_id, None)  # one that was aborted before its first row is not known
-        for new in plan.new_requests:
-            self._states[new.request_id] = HeldRequest(new, self.vocab_size)
-        if self._host is not None:
-            self._host.copy_out(plan.swap_outs)
-        for copy in plan.block_copies:
-            self.pool.copy_block(copy.source, copy.target)
-        if self._host is not None:
-            self._host.copy_in(plan.swap_ins)
-        works = [RowWork(row, self._states[row.request_id]) for row in plan.rows]
+        """All of the plan but the computing: each row's block table too, and what of it must be cleared."""
+        works = take_plan(plan, self._states, self.vocab_size, self.pool, self._host)
         changed = [work for work in works if work.state.take_blocks(work.row)]
         stale = unwritten_slots(changed, self._block_size)
         if stale.size:

@@ -57,8 +57,10 @@ class TorchKVPool:
         index = torch.tensor(blocks, device=self._pool.device)
         self._pool.index_copy_(2, index, contents.permute(1, 2, 0, 3, 4, 5))
 
-    def copy_block(self, source: int, target: int) -> None:
-        self._pool[:, :, target] = self._pool[:, :, source]
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """(source, target) each, in every layer."""
+        for source, target in pairs:
+            self._pool[:, :, target] = self._pool[:, :, source]
 
     def clear(self, slots: torch.Tensor) -> None:
         """Zero these slots in every layer."""
