@@ -58,7 +58,7 @@ def _require_between(name: str, value: float, low: float, high: float) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """Which model, and how its numbers are held."""
+    """The model, and how its numbers are held."""
 
     model: str | None = None
     """Folder in Hugging Face layout, or hub id; None is the built-in model."""
@@ -162,7 +162,7 @@ PolicyArg = bool | int | float | str
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """Who is served next, and how much of it in one step."""
+    """The scheduler: who is served next, and how much in one step."""
 
     max_num_batched_tokens: int | None = None
     """Most tokens in one step. Larger raises throughput and inter-token latency. None is what suits the executor: 64 a
@@ -325,7 +325,7 @@ class ServerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenancyConfig:
-    """Who may ask, and what is written down of it."""
+    """Tenants: who may ask, and what is recorded of it."""
 
     tenants: str | None = None
     """YAML file with tenants, their limits and hashed keys, in force as soon as it changes; None knows no tenants."""

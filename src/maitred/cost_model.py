@@ -17,7 +17,7 @@ ALIKE_TOKENS = 64  # shorter contexts are padded to one length
 
 
 class StepShape(NamedTuple):
-    """What of a plan its duration depends on."""
+    """Shape of a step: all of a plan that its duration depends on."""
 
     rows: int = 0
     prefill_tokens: int = 0  # of rows with more than one known token
@@ -51,7 +51,7 @@ def shape_of(rows: Iterable[ScheduledRow]) -> StepShape:
 
 
 class Slowness(NamedTuple):
-    """How many times as long as modelled a machine takes at some moment."""
+    """Slowness of a machine at some moment: how many times as long as modelled it takes."""
 
     prompts: float = 1.0  # for the arithmetic of prompt chunks
     rest: float = 1.0

@@ -36,7 +36,7 @@ class FinishReason(str, Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How to choose tokens. Names and defaults are those that users of vLLM and the OpenAI API know.
+    """Sampling parameters. Names and defaults are those that users of vLLM and the OpenAI API know.
 
     Raises InvalidRequest, naming the field and its value, for anything out of range.
     """
@@ -191,7 +191,7 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 class Charges(NamedTuple):
-    """What a request has cost and when it got on, as its engine noted it: for ledger, quotas, traces and a resume."""
+    """Charges of a request and when it got on, as its engine noted it: for ledger, quotas, traces and a resume."""
 
     num_prompt_tokens: int = 0  # its part of the prompt counter: all once scheduled, 0 if a sibling's counts
     num_cached_tokens: int = 0  # of its prompt, taken from the prefix cache when first scheduled
@@ -205,7 +205,7 @@ NO_CHARGES = Charges()
 
 
 class ResumePoint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How far a request had come with an engine that ended; the next one computes prompt and output again."""
+    """Charges of a request and when it got on, as its engine noted them: for ledger, quotas, traces and a resume."""
 
     output_token_ids: Sequence[int] = ()
     charges: Charges = NO_CHARGES
@@ -345,7 +345,7 @@ class RequestState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestTiming:
-    """Where a request's time went, in seconds; its five parts add up to the whole time in the engine."""
+    """Timing of a request, in seconds; its five parts add up to the whole time in the engine."""
 
     queue_s: float  # arrival to first step
     prefill_s: float  # first step to first token

@@ -88,7 +88,7 @@ class TokenLogprobs(NamedTuple):
 
 
 class SampledRow(NamedTuple):
-    """What one row of the plan gave; only rows that sample, failed, or carry prompt logprobs are reported.
+    """Outcome of one row of the plan; only rows that sample, failed, or carry prompt logprobs are reported.
 
     Drafts that were not accepted leave no trace: their positions are computed again, and blocks of the request's table
     past its known end and the accepted ones are the request's no more.
@@ -119,7 +119,7 @@ class Executor(Protocol):
 
 
 class RequestProgress(NamedTuple):
-    """What a request's owner is told after a step that touched it.
+    """Progress of a request, told to its owner after a step that touched it.
 
     The first and the last one have `charges`; the last one has finish_reason and timing too. Who adds up
     `charges.num_prompt_tokens` of the last ones and the new tokens of all has the engine's own counters.

@@ -9,7 +9,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Ending:
-    """Whether one came. It is the handler itself."""
+    """Signal handler that notes whether a signal came."""
 
     def __init__(self) -> None:
         self.came = False

@@ -46,7 +46,7 @@ class Configured(msgspec.Struct, frozen=True, tag="configured"):
 
 
 class Measured(msgspec.Struct, frozen=True, tag="measured"):
-    """What swapping and computing take, as the engine found."""
+    """Swap costs, as the engine measured them."""
 
     now: float
     costs: SwapCosts
@@ -56,7 +56,7 @@ Event = Arrived | Ended | Configured | Measured
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """What a row gave; rows that gave nothing have none."""
+    """Outcome of a row; rows that gave nothing have none."""
 
     request_id: str
     num_tokens: int = 0  # kept, not those after the end; all but one of them were drafts

@@ -35,7 +35,7 @@ class ReplayedStep(NamedTuple):
 
 
 class LoggedOutcomes:
-    """What the model gave, as far as scheduling can tell: the stop rule and the block hasher of a replay, and how many
+    """Recorded outcomes, as far as scheduling can tell: the stop rule and the block hasher of a replay, and how many
     tokens were drafted.
 
     Holds one step at a time. Tokens are all 0: nothing in the scheduler looks at them.

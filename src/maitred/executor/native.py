@@ -52,7 +52,7 @@ class Runner(Protocol):
 
 
 class Choice(Protocol):
-    """How many threads take part in a step; `thread_choice.ThreadChoice` is one."""
+    """Choice of the number of threads of a step; `thread_choice.ThreadChoice` is one."""
 
     @property
     def num_threads(self) -> int: ...

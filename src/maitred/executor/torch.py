@@ -185,7 +185,7 @@ def _threads(num_threads: int | None) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchPlan:
-    """What the executor will take, known before any of it is allocated."""
+    """Memory plan of the executor, known before any of it is allocated."""
 
     spec: DecoderSpec
     checkpoint: Checkpoint

@@ -22,7 +22,7 @@ from maitred.model.torch_decoder import Attend
 
 @dataclass(slots=True)
 class _Keys:
-    """What a group sees in layers of one window: whole blocks, and a mask of those keys in them that count."""
+    """Keys of a group in layers of one window: whole blocks, and a mask of those keys in them that count."""
 
     block_ids: torch.Tensor  # [R * B], a row's blocks side by side
     num_keys: int  # L = B * block_size

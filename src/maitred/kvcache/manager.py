@@ -27,7 +27,7 @@ class PrefixHit(NamedTuple):
 
 
 class Allocation(NamedTuple):
-    """What a request's block table gained, in the terms of `ScheduledRow`."""
+    """Blocks that a request's table gained, in the terms of `ScheduledRow`."""
 
     new_block_ids: tuple[int, ...] = ()
     replaced_blocks: tuple[tuple[int, int], ...] = ()  # (index in table, new block id)

@@ -59,7 +59,7 @@ class PackedWeights:
 
 @dataclass(frozen=True, slots=True)
 class WeightPlan:
-    """Where a weight lies in a flat file of all of them."""
+    """Place of a weight in a flat file of all of them."""
 
     weight: Weight
     offset: int

@@ -64,7 +64,7 @@ _SUFFIX, _DRAFT_SUFFIX = ".packed", ".draft"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightCache:
-    """Where packed weights are kept."""
+    """Folder of packed weights."""
 
     folder: Path
     max_bytes: int

@@ -32,7 +32,7 @@ LOGITS = "logits"
 
 
 class Format(Struct, frozen=True, kw_only=True):
-    """How numbers of a weight are held: float32, bfloat16, int8 or int4; `group` values share a scale (int4)."""
+    """Number format of a weight: float32, bfloat16, int8 or int4; `group` values share a scale (int4)."""
 
     dtype: str
     group: int = 0
@@ -50,7 +50,7 @@ VECTOR = Format(dtype="float32")
 
 
 class Formats(Struct, frozen=True, kw_only=True):
-    """What a program's matrices are held in."""
+    """Number formats of a program's matrices."""
 
     linears: Format
     head: Format
@@ -334,7 +334,7 @@ def _vector(name: str, rows: int) -> Weight:
 
 
 class Fusion(Struct, frozen=True):
-    """What a pass did: how often, and how many operations it took away."""
+    """Result of a fusion pass: how often it applied, and how many operations it took away."""
 
     name: str
     why: str

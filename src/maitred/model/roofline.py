@@ -22,7 +22,7 @@ READINGS = 4
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What one host can do, as measured with all its threads."""
+    """Peaks of one host, measured with all its threads."""
 
     stream_bytes_per_s: float
     peak_ops_per_s: Mapping[str, float]
@@ -30,7 +30,7 @@ class Machine:
 
 
 class WeightFormat(NamedTuple):
-    """How matrices are held; `group` is int4's number of weights that share a scale."""
+    """Number format of matrices; `group` is int4's number of weights that share a scale."""
 
     dtype: str
     group: int = INT4_GROUP
@@ -62,7 +62,7 @@ def weight_format(name: str) -> WeightFormat:
 
 
 class KVFormat(NamedTuple):
-    """How keys and values are held."""
+    """Number format of keys and values."""
 
     dtype: str
 

@@ -21,7 +21,7 @@ class NormPlacement(Enum):
 
 
 class QKNorm(Enum):
-    """How queries and keys are normalised (RMS norm) before rope."""
+    """RMS norm of queries and keys before rope."""
 
     NONE = "none"
     PER_HEAD = "per_head"  # over each head's values, one weight for all heads: Qwen3, Gemma 3

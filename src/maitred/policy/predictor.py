@@ -33,7 +33,7 @@ class Predictor(Protocol):
 
 
 class MaxTokens:
-    """What the client allows. Right for clients that ask for what they want, blind for those that leave it out."""
+    """By max_tokens, as the client allows. Right for clients that ask for what they want, blind for those that do not."""
 
     def predict(self, request: RequestState) -> float:
         return float(request.max_tokens)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class Lack(Enum):
-    """What was lacking for the first in the queue."""
+    """Resource that the first in the queue lacked."""
 
     SLOTS = "slots"  # max_num_seqs requests run, and it may put out none of them
     BLOCKS = "blocks"  # KV blocks for its known tokens

@@ -12,7 +12,7 @@ from maitred.step import BlockCopy, NewRequest, ScheduledRow, SchedulerOutput
 
 
 class Removed(NamedTuple):
-    """What a plan had for a request."""
+    """Row taken out of a plan, and what came with it."""
 
     num_tokens: int
     copied_from: Mapping[int, int]  # target of a copy -> its source

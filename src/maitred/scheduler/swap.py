@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class SwapCosts(NamedTuple):
-    """What this machine takes for either; measured by the engine, and told to the scheduler as data."""
+    """Costs of swapping and of recomputing on this machine; measured by the engine, told to the scheduler."""
 
     bytes_per_block: int
     out_bytes_per_s: float  # device to host

@@ -335,7 +335,7 @@ def _tenant_shape(world: World, number: int) -> tuple[int, int, float]:
 
 
 class _ServiceMeter:
-    """What each tenant was given, counted from the plans and not by the policy."""
+    """Service given to each tenant, counted from the plans and not by the policy."""
 
     def __init__(self, num_tenants: int, output_weight: float) -> None:
         self._output_weight = output_weight

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Text(Protocol):
-    """How a model's text becomes tokens and its messages a prompt."""
+    """Text parts of a model: text to tokens, messages to a prompt."""
 
     @property
     def tokenizer(self) -> Tokenizer: ...

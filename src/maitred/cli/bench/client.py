@@ -55,7 +55,7 @@ class StreamFault(MaitredError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestForm:
-    """How a planned request becomes JSON."""
+    """Form of requests: how a planned one becomes JSON."""
 
     model: str
     endpoint: str = "completions"  # or chat

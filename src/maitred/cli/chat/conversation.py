@@ -43,7 +43,7 @@ class Next(Enum):
 
 @dataclass(slots=True)
 class Outcome:
-    """What a typed line led to."""
+    """Outcome of a typed line."""
 
     next: Next
     text: str = ""  # for the person

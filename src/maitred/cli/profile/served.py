@@ -102,7 +102,7 @@ def _stop(process: subprocess.Popen[str]) -> None:
 
 
 class ServedLoad(NamedTuple):
-    """What was measured of a served model."""
+    """Measurements of a served model."""
 
     edge: list[EdgeSample]
     steps: list[Step]  # those of several requests at once among them

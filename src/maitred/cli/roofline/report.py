@@ -69,7 +69,7 @@ def run_roofline(options: RooflineOptions, config: EngineConfig) -> int:
 
 
 class Held(NamedTuple):
-    """How the engine holds the model."""
+    """Number formats in which the engine holds the model."""
 
     weights: WeightFormat
     lm_head: WeightFormat

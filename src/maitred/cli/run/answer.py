@@ -20,7 +20,7 @@ MAX_WAIT_S = 30.0
 
 @dataclass(slots=True)
 class Tally:
-    """How the lines of this run ended."""
+    """Counts of this run's lines, by how they ended."""
 
     num_answered: int = 0
     num_failed: int = 0

@@ -69,7 +69,7 @@ def _description(data: bytes, path: str) -> Mapping[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What is simulated: a model on a device."""
+    """Target of a simulation: a model on a device."""
 
     label: str
     cost_model: CostModel
