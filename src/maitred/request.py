@@ -205,7 +205,7 @@ NO_CHARGES = Charges()
 
 
 class ResumePoint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Charges of a request and when it got on, as its engine noted them: for ledger, quotas, traces and a resume."""
+    """Resume point: how far a request had come with an engine that ended; the next computes prompt and output again."""
 
     output_token_ids: Sequence[int] = ()
     charges: Charges = NO_CHARGES

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maitred.executor import batch as batch_module
-from maitred.executor.batch import LONGEST_SHARED_QUERY, Batch, RowWork, build_batch
-from maitred.executor.state import HeldRequest
+from maitred.executor.batch import LONGEST_SHARED_QUERY, Batch, build_batch
+from maitred.executor.state import HeldRequest, RowWork
 from maitred.request import SamplingParams
 from maitred.step import ScheduledRow
 from tests.executor.torch_worlds import (

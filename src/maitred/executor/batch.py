@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
-from maitred.executor.state import HeldRequest, Ints
-from maitred.step import BlockCopy, ScheduledRow, SchedulerOutput
+from maitred.executor.state import Ints, RowWork
 
 # Rows with more tokens than this attend alone; shorter ones share a padded call with rows of like length.
 LONGEST_SHARED_QUERY = 32
@@ -20,45 +19,6 @@ LONGEST_SHARED_QUERY = 32
 MOST_SHARED_KEYS = 8192
 # Contexts up to this many blocks count as alike; above, padding at most doubles the work.
 ALIKE_BLOCKS = 4
-
-
-class RowWork(NamedTuple):
-    """A row of the plan and the request it belongs to."""
-
-    row: ScheduledRow
-    state: HeldRequest
-
-
-class Pool(Protocol):
-    """The KV pool of a device."""
-
-    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> object:
-        """(source, target) each."""
-
-
-class HostPool(Protocol):
-    """The host's memory for blocks of preempted requests."""
-
-    def copy_out(self, copies: Sequence[BlockCopy]) -> None: ...
-
-    def copy_in(self, copies: Sequence[BlockCopy]) -> None: ...
-
-
-def take_plan(
-    plan: SchedulerOutput, states: dict[str, HeldRequest], vocab_size: int, pool: Pool, host: HostPool | None
-) -> list[RowWork]:
-    """Forgets, learns and copies what the plan says, in its order. The rows' block tables are still those of before."""
-    for request_id in plan.forgotten_request_ids:
-        states.pop(request_id, None)  # one that was aborted before its first row is not known
-    for new in plan.new_requests:
-        states[new.request_id] = HeldRequest(new, vocab_size)
-    if host is not None:
-        host.copy_out(plan.swap_outs)
-    if plan.block_copies:
-        pool.copy_blocks([(copy.source, copy.target) for copy in plan.block_copies])
-    if host is not None:
-        host.copy_in(plan.swap_ins)
-    return [RowWork(row, states[row.request_id]) for row in plan.rows]
 
 
 class RowGroup(NamedTuple):

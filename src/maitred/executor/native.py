@@ -10,13 +10,12 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from maitred.executor.batch import RowWork, take_plan
 from maitred.executor.native_swap import Bandwidth, NativeHostPool
 from maitred.executor.outcome import PROMPT_LOGPROBS_CHUNK, prompt_tokens_due, report
 from maitred.executor.ragged import RaggedStep, Slice, cut, ragged_step
 from maitred.executor.sampler import SampledToken, token_logprobs
 from maitred.executor.sampler_state import RequestSampler
-from maitred.executor.state import HeldRequest
+from maitred.executor.state import HeldRequest, RowWork, take_plan
 from maitred.step import ModelOutput, SampledRow, SchedulerOutput, TokenLogprobs
 
 logger = logging.getLogger(__name__)

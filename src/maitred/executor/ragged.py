@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from maitred.executor.batch import RowWork
+from maitred.executor.state import RowWork
 
 Int32s = NDArray[np.int32]
 

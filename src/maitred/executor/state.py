@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from maitred.errors import KernelError
 from maitred.executor.sampler_state import RequestSampler
-from maitred.step import NewRequest, ScheduledRow
+from maitred.step import BlockCopy, NewRequest, ScheduledRow, SchedulerOutput
 
 Ints = NDArray[np.int64]
 
@@ -90,3 +91,42 @@ class HeldRequest:
         """Note a sampled token; the next plan may name it by its position."""
         self.tokens.append(token_id)
         self.sampler.append(token_id)
+
+
+class RowWork(NamedTuple):
+    """A row of the plan and the request it belongs to."""
+
+    row: ScheduledRow
+    state: HeldRequest
+
+
+class Pool(Protocol):
+    """The KV pool of a device."""
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> object:
+        """(source, target) each."""
+
+
+class HostPool(Protocol):
+    """The host's memory for blocks of preempted requests."""
+
+    def copy_out(self, copies: Sequence[BlockCopy]) -> None: ...
+
+    def copy_in(self, copies: Sequence[BlockCopy]) -> None: ...
+
+
+def take_plan(
+    plan: SchedulerOutput, states: dict[str, HeldRequest], vocab_size: int, pool: Pool, host: HostPool | None
+) -> list[RowWork]:
+    """Forgets, learns and copies what the plan says, in its order. The rows' block tables are still those of before."""
+    for request_id in plan.forgotten_request_ids:
+        states.pop(request_id, None)  # one that was aborted before its first row is not known
+    for new in plan.new_requests:
+        states[new.request_id] = HeldRequest(new, vocab_size)
+    if host is not None:
+        host.copy_out(plan.swap_outs)
+    if plan.block_copies:
+        pool.copy_blocks([(copy.source, copy.target) for copy in plan.block_copies])
+    if host is not None:
+        host.copy_in(plan.swap_ins)
+    return [RowWork(row, states[row.request_id]) for row in plan.rows]

@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 
 from maitred.config import DEFAULT_TOKEN_BUDGET, ModelConfig
 from maitred.errors import ConfigError
-from maitred.executor.batch import Batch, RowWork, build_batch, take_plan, unwritten_slots
+from maitred.executor.batch import Batch, build_batch, unwritten_slots
 from maitred.executor.kv_pool import kv_bytes_per_block, pool_shape
 from maitred.executor.outcome import PROMPT_LOGPROBS_CHUNK, prompt_tokens_due, report
 from maitred.executor.sampler import SampledToken, sample_rows, token_logprobs
-from maitred.executor.state import HeldRequest
+from maitred.executor.state import HeldRequest, RowWork, take_plan
 from maitred.executor.torch_attention import GatherAttention
 from maitred.executor.torch_flash import FlashAttention, flash_refusal, reads_block_tables
 from maitred.executor.torch_kv import TorchKVPool

@@ -33,7 +33,7 @@ class Predictor(Protocol):
 
 
 class MaxTokens:
-    """By max_tokens, as the client allows. Right for clients that ask for what they want, blind for those that do not."""
+    """By max_tokens, as the client allows: right for who asks for what he wants, blind where it is left out."""
 
     def predict(self, request: RequestState) -> float:
         return float(request.max_tokens)
