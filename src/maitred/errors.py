@@ -22,7 +22,7 @@
         ├── EngineDead              the engine stopped; the server must restart
         ├── RequestTimeout          not done in the time it had (504)
         └── Unavailable             not ready yet, or draining (503)
-            ├── Overloaded          turned away at the door, or shed for a more urgent one (503 server_overloaded)
+            ├── Overloaded          turned away on arrival, or shed for a more urgent one (503 server_overloaded)
             └── QueueTimeout        in no step in the time it had (503 queue_timeout)
 
 Only `api/` knows HTTP; an error carries the OpenAI `code` and `param` that name the fault.
@@ -173,9 +173,16 @@ class Unavailable(ServerError):
 
 
 class Overloaded(Unavailable):
-    """Turned away at the door, or shed from the queue for a more urgent one; nothing was computed for it."""
+    """Turned away on arrival, or shed from the queue for a more urgent one; nothing was computed for it.
+
+    `reason` is the admission controller's word for why, where it was one of its own.
+    """
 
     code = "server_overloaded"
+
+    def __init__(self, message: str, *, retry_after_s: float = 1.0, reason: str = "") -> None:
+        super().__init__(message, retry_after_s=retry_after_s)
+        self.reason = reason
 
 
 class QueueTimeout(Unavailable):
