@@ -114,7 +114,7 @@ ROWS: dict[str, Sequence[Panel]] = {
             ("blocks in", rate("maitred_swapped_in_blocks_total")),
         ]),
     ),
-    "The door": (
+    "Admission": (
         Panel("Turned away, by reason", "reqps", [("{{reason}}", rate("maitred_admission_refused_total", "reason"))]),
         Panel("Wait foretold to the next", "s", [("{{instance}}", f"maitred_admission_wait_seconds{WHERE}")]),
         Panel("Let in, without a first token", "none", [("", total("maitred_admission_waiting_requests"))]),

@@ -229,7 +229,7 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionConfig:
-    """Who is turned away at the door, and how long the others may take."""
+    """Who is turned away on arrival, and how long the others may take."""
 
     max_queued_requests: int = 4096
     """Most samples that wait for their first token; for more the least urgent is shed, or the newcomer answered 503."""

@@ -126,7 +126,7 @@ DECODE = _histogram("request_decode_seconds", "seconds", "First token to last, p
 REQUEST_PROMPT_TOKENS = _histogram("request_prompt_tokens", "tokens", "Prompt length by sample.", TOKEN_BUCKETS)
 REQUEST_GENERATION_TOKENS = _histogram("request_generation_tokens", "tokens", "Output length by sample.", TOKEN_BUCKETS)
 
-# the door: who is turned away before the queue
+# admission: who is turned away before the queue
 ADMISSION_REFUSED = _counter(
     "admission_refused",
     "requests",
@@ -232,7 +232,7 @@ def metrics_document() -> str:
             "",
             *_table("The engine", ENGINE_METRICS),
             *_table("The HTTP edge", EDGE_METRICS),
-            *_table("The door", ADMISSION_METRICS),
+            *_table("Admission", ADMISSION_METRICS),
             *_table("Tenants", TENANT_METRICS),
         ]
     )

@@ -11,8 +11,10 @@ import httpx
 import pytest
 
 from maitred.clock import WallClock
+from maitred.config import AdmissionConfig
 from maitred.engine.client import EngineClient
 from maitred.engine.core import EngineCore
+from maitred.gate.admission import AdmissionController
 from maitred.request import FinishReason
 from maitred.step import ModelOutput, SchedulerOutput
 from tests.engine.worlds import client_of
@@ -122,6 +124,15 @@ def test_a_priority_that_was_heeded_is_no_error_after_a_change_of_policy(server:
     answers: list[httpx.Response] = []
     joined(complete(server, 2, 1, answers))
     assert answers[0].status_code == 200, answers[0].text
+
+
+def test_admission_heeds_the_policy_in_force():
+    admission, engine = AdmissionController(AdmissionConfig(), max_num_seqs=1), make_engine("fcfs")
+    with running_server(engine, make_model(block_size=4), admission=admission) as running:
+        for policy, heeded in (("priority", True), ("vtc", False)):
+            assert httpx.post(f"{running.url}/admin/policy", json={"policy": policy}).status_code == 200
+            assert admission._priority_first is heeded
+        engine.stop()
 
 
 def test_where_no_priority_was_ever_heeded_one_is_refused_with_the_policy_and_those_that_heed_it():

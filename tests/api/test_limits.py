@@ -164,6 +164,20 @@ def test_who_finds_the_queue_full_hears_it_at_once_and_when_to_come_again():
         assert waiting.result(HANGS_S).status_code == 200
 
 
+def test_who_is_shed_for_a_more_urgent_one_hears_it_and_may_come_again():
+    with one_slot(max_queued_requests=1) as place, ThreadPoolExecutor() as pool, one_in_the_slot(place):
+        low = pool.submit(complete, place.url, priority=5)
+        until(lambda: place.admission.num_waiting == 1)
+        urgent = pool.submit(complete, place.url, priority=0)
+        until(lambda: place.steps.let(1) or low.done())
+        answer = low.result()
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "server_overloaded")
+        assert "made room for a more urgent one" in answer.json()["error"]["message"]
+        assert answer.headers["x-should-retry"] == "true"
+        place.steps.open()
+        assert urgent.result(HANGS_S).status_code == 200
+
+
 def test_limits_reach_the_engine():
     replica = FakeReplica()
     with running_server(replica) as server:

@@ -109,13 +109,13 @@ def test_a_file_of_tenants_gives_a_trace_its_terms(trace: str, tmp_path: Path, c
     assert "tenant 'b'" in capsys.readouterr().err
 
 
-def test_the_door_is_there_when_asked_for(trace: str, capsys):
+def test_admission_is_there_when_asked_for(trace: str, capsys):
     words = ("-w", trace, "--device", "cpu", "--max-num-seqs", "1", "--rate-scale", "50", "--json")
-    door = ("--admission", "--max-queued-requests", "3")
+    limits = ("--admission", "--max-queued-requests", "3")
     assert figures(capsys, *words)["fcfs"]["failed"] == {}
-    turned_away = figures(capsys, *words, *door)["fcfs"]
+    turned_away = figures(capsys, *words, *limits)["fcfs"]
     assert turned_away["failed"]["requests"] + turned_away["num_finished"] == 30
-    assert main(["simulate", "-w", trace, *door[1:]]) == 2
+    assert main(["simulate", "-w", trace, *limits[1:]]) == 2
     assert "--max-queued-requests is for --admission, which was not given; add it" in capsys.readouterr().err
 
 

@@ -29,7 +29,7 @@ class SimulateOptions:
     tenants: str | None = option(None, metavar="FILE")
     """tenants.yaml: weight, tier, limits and time limits of the tenants that the workload names."""
     admission: bool = False
-    """Put the server's door before the engine, with the limits below; who is turned away is in the figures."""
+    """Put the server's admission before the engine, with the limits below; who is turned away is in the figures."""
     jitter: bool = True
     """Let steps vary as they did when the profile was recorded."""
     seed: int = 0
