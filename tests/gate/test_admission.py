@@ -121,7 +121,6 @@ def test_the_samples_of_a_prompt_go_in_together_or_not_at_all():
         admission.admit(make_samples("q", 3)[0].spec, 0.0)
     stepped(admission, [end(f"p-{i}") for i in range(3)], 0, 1.0)
     assert admission.num_inside == 0
-    assert not admission._living_samples
 
 
 def test_who_would_wait_longer_than_the_objective_is_turned_away():

@@ -34,7 +34,6 @@ class _Admitted:
     work: float  # see drain_rate.py
     admitted_at: float
     foretold_s: float | None  # from then to the first token, if there was a queue
-    parent_id: str | None
     num_output: int = 0
     started: bool = False  # its first token came
 
@@ -72,7 +71,6 @@ class AdmissionController:
         self._waiting_work: dict[int, float] = {}
         self._num_waiting = 0
         self._waiting_tokens = 0
-        self._living_samples: dict[str, int] = {}  # living samples by parent_id
         self._rate, self._mean_output = DrainRate(), MeanOutput()
         self._late_by: dict[int, LateBy] = {}
         self._work_done = 0.0  # since the last look at the queue
@@ -96,27 +94,24 @@ class AdmissionController:
     def admit(self, request: RequestSpec, now: float) -> tuple[str, ...]:
         """Lets it in, and names those that must leave the queue for it (see `FinishReason.SHED`).
 
-        Raises Overloaded. Further samples of a prompt go with the first.
+        Raises Overloaded. Further samples of a prompt go with the first, which was admitted just before.
         """
         work = PROMPT_WEIGHT * request.num_prompt_tokens + self._mean_output.expected(request)
         caller = _Caller(request.priority, request.ttft_slo_s, request.num_prompt_tokens, request.arrived_at)
-        follows = request.sample_index > 0 and request.parent_id in self._living_samples
-        verdict = _Verdict() if follows else self._judge(caller, now)
+        verdict = self._judge(caller, now) if request.sample_index == 0 else _Verdict()
         if verdict.reason is not None:
             raise self._turned_away(verdict.reason, work, now)
         for request_id in verdict.shed:
             self._stop_waiting(request_id)
-        self._enter(
-            request.request_id,
-            _Admitted(
-                priority=request.priority,
-                num_prompt_tokens=request.num_prompt_tokens,
-                work=work,
-                admitted_at=now,
-                foretold_s=verdict.foretold_s,
-                parent_id=request.parent_id,
-            ),
+        entry = _Admitted(
+            priority=request.priority,
+            num_prompt_tokens=request.num_prompt_tokens,
+            work=work,
+            admitted_at=now,
+            foretold_s=verdict.foretold_s,
         )
+        self._admitted[request.request_id] = entry
+        self._wait(request.request_id, entry)
         return verdict.shed
 
     def admit_all(self, requests: Sequence[RequestSpec], now: float) -> tuple[str, ...]:
@@ -175,10 +170,6 @@ class AdmissionController:
         del self._admitted[request_id]
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
             self._mean_output.saw(entry.num_output)
-        if entry.parent_id is not None:
-            self._living_samples[entry.parent_id] -= 1
-            if not self._living_samples[entry.parent_id]:
-                del self._living_samples[entry.parent_id]
 
     # -- to look at
 
@@ -293,12 +284,6 @@ class AdmissionController:
         """Those turned away are taken to come back at the rate at which there is room for them."""
         self._owed_work = max(0.0, self._owed_work - rate * max(0.0, now - self._owed_at))
         self._owed_at = now
-
-    def _enter(self, request_id: str, entry: _Admitted) -> None:
-        self._admitted[request_id] = entry
-        if entry.parent_id is not None:
-            self._living_samples[entry.parent_id] = self._living_samples.get(entry.parent_id, 0) + 1
-        self._wait(request_id, entry)
 
     def _wait(self, request_id: str, entry: _Admitted) -> None:
         self._waiting.setdefault(entry.priority, {})[request_id] = entry
