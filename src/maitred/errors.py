@@ -177,6 +177,10 @@ class Overloaded(Unavailable):
 
     code = "server_overloaded"
 
+    def __init__(self, message: str, *, retry_after_s: float = 1.0, reason: str = "") -> None:
+        super().__init__(message, retry_after_s=retry_after_s)
+        self.reason = reason
+
 
 class QueueTimeout(Unavailable):
     """It was in no step in the time it had; nothing was computed for it."""

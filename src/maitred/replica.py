@@ -56,7 +56,8 @@ class Replica(Protocol):
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
         """End it and free its blocks within one step; unknown ids are ignored (it may just have ended).
 
-        `reason` is STOP when the text side found a stop string, so that the counters tell the truth.
+        `reason` is STOP when the text side found a stop string, so that the counters tell the truth. SHED ends only a
+        request that is in no step yet.
         """
 
     def state(self) -> ReplicaState: ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Iterator
@@ -11,8 +12,10 @@ import httpx
 import pytest
 
 from maitred.clock import WallClock
+from maitred.config import AdmissionConfig
 from maitred.engine.client import EngineClient
 from maitred.engine.core import EngineCore
+from maitred.gate.admission import AdmissionController
 from maitred.request import FinishReason
 from maitred.step import ModelOutput, SchedulerOutput
 from tests.engine.worlds import client_of
@@ -43,7 +46,7 @@ def server() -> Iterator[httpx.Client]:
         httpx.Client(base_url=running.url, headers=HEADERS, timeout=HANGS_S) as http,
     ):
         yield http
-        engine.stop()
+    engine.stop()
 
 
 def complete(http: httpx.Client, priority: int, max_tokens: int, answers: list[httpx.Response]) -> threading.Thread:
@@ -124,6 +127,15 @@ def test_a_priority_that_was_heeded_is_no_error_after_a_change_of_policy(server:
     assert answers[0].status_code == 200, answers[0].text
 
 
+def test_admission_heeds_the_policy_in_force():
+    admission, engine = AdmissionController(AdmissionConfig(), max_num_seqs=1), make_engine("fcfs")
+    with running_server(engine, make_model(block_size=4), admission=admission) as running:
+        for policy, heeded in (("priority", True), ("vtc", False)):
+            assert httpx.post(f"{running.url}/admin/policy", json={"policy": policy}).status_code == 200
+            assert admission._priority_first is heeded
+    engine.stop()
+
+
 def test_where_no_priority_was_ever_heeded_one_is_refused_with_the_policy_and_those_that_heed_it():
     engine = make_engine("sjf")
     with (
@@ -134,7 +146,7 @@ def test_where_no_priority_was_ever_heeded_one_is_refused_with_the_policy_and_th
         joined(complete(http, 2, 1, answers))
         http.post("/admin/policy", json={"policy": "edf"})
         joined(complete(http, 2, 1, answers))
-        engine.stop()
+    engine.stop()
     assert [answer.status_code for answer in answers] == [400, 200]
     error = answers[0].json()["error"]
     assert error["param"] == "priority"
@@ -181,6 +193,7 @@ def test_a_replica_without_an_engine_of_its_own_says_so():
 def test_a_stopped_engine_answers_503():
     engine = make_engine()
     with running_server(engine, make_model(block_size=4)) as running:
-        engine.stop()
+        loop = running.server.servers[0].get_loop()  # which listens to the engine until it is told that it ends
+        asyncio.run_coroutine_threadsafe(engine.close(), loop).result(HANGS_S)
         assert httpx.get(f"{running.url}/admin/queue").status_code == 503
     assert engine.state().num_finished[FinishReason.ERROR] == 0

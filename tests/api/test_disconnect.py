@@ -139,7 +139,7 @@ def test_a_server_survives_two_hundred_clients_with_no_patience():
         assert answer.json()["choices"][0]["text"] == "y"
         page = httpx.get(f"{server.url}/metrics").text
         edge = server.server._edge
-        assert (edge._num_admitted, len(edge._watches)) == (0, 0)
+        assert (edge.gate.num_in_flight, len(edge._watches)) == (0, 0)
     assert "maitred_requests_cancelled_total 200.0" in page
     assert 'maitred_http_requests_total{route="/v1/chat/completions",status="499"} 200.0' in page
     assert "maitred_http_requests_in_flight 1.0" in page, "only the one that asks"

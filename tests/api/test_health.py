@@ -105,15 +105,9 @@ def test_decoding_takes_a_key_where_there_are_keys_and_health_does_not():
         assert [get(server, path).status_code for path in ("/health", "/ready")] == [200, 200]
 
 
-def test_a_door_that_lets_nobody_of_that_class_in_says_overloaded():
+def test_a_gate_that_lets_nobody_of_that_class_in_says_overloaded():
     admission = AdmissionController(AdmissionConfig(max_queued_by_priority={"0": 0}), max_num_seqs=4)
-
-    class GuardedReplica(FakeReplica):
-        def submit(self, request: Any) -> Any:
-            admission.admit(request, request.arrived_at)
-            return super().submit(request)
-
-    with running_server(GuardedReplica(), admission=admission) as server:
+    with running_server(admission=admission) as server:
         answer = get(server, "/health/decode")
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "server_overloaded")
 

@@ -13,33 +13,29 @@ import openai
 import pytest
 
 from maitred.api.dialects.openai.schemas import CompletionRequest
-from maitred.api.generate.time_limits import TimeLimits, time_limits
+from maitred.api.generate.time_limits import time_limits
 from maitred.clock import ManualClock
 from maitred.config import AdmissionConfig
 from maitred.engine.core import EngineCore
 from maitred.errors import InvalidRequest
 from maitred.gate.admission import AdmissionController
+from maitred.gate.terms import TimeLimits
 from tests.engine.worlds import client_of
 from tests.fakes import MODEL, GatedExecutor, make_scheduler
 from tests.fakes_api import FakeReplica, make_model, running_server
 from tests.waiting import HANGS_S, until
 
-ALLOWED = AdmissionConfig(ttft_objective_s=2.0, queue_timeout_s=None, request_timeout_s=60.0)
 PATH = "/v1/completions"
 
 
 def asked(headers: dict[str, str] | None = None, **fields: Any) -> TimeLimits:
     body = CompletionRequest(model="tiny", prompt="x", **fields)
-    return time_limits(body, {name.encode(): value.encode() for name, value in (headers or {}).items()}, ALLOWED)
+    return time_limits(body, {name.encode(): value.encode() for name, value in (headers or {}).items()})
 
 
-def test_what_the_server_allows_holds_for_those_who_ask_nothing():
-    assert asked() == TimeLimits(2.0, None, 60.0)
-
-
-def test_a_request_may_be_stricter_than_the_server_and_not_laxer():
+def test_who_asks_for_no_limits_has_none_of_its_own():
+    assert asked() == TimeLimits(None, None, None)
     assert asked(ttft_slo_ms=500, queue_timeout_ms=1000, timeout_ms=2000) == TimeLimits(0.5, 1.0, 2.0)
-    assert asked(ttft_slo_ms=50_000, timeout_ms=900_000) == TimeLimits(2.0, None, 60.0)
 
 
 def test_headers_say_the_same_and_fields_go_first():
@@ -51,7 +47,7 @@ def test_headers_say_the_same_and_fields_go_first():
 @pytest.mark.parametrize("value", ["", "soon", "0", "-1", "nan", "inf", "86400001", "\xb2", "9" * 400])
 def test_a_header_must_be_milliseconds(value: str):
     with pytest.raises(InvalidRequest, match="x-slo-ttft-ms") as refused:
-        time_limits(CompletionRequest(model="m", prompt="x"), {b"x-slo-ttft-ms": value.encode("latin-1")}, ALLOWED)
+        time_limits(CompletionRequest(model="m", prompt="x"), {b"x-slo-ttft-ms": value.encode("latin-1")})
     assert refused.value.param == "x-slo-ttft-ms"
 
 
@@ -69,7 +65,7 @@ def one_slot(**config: Any) -> Iterator[Place]:
     clock, executor = ManualClock(1000.0), GatedExecutor(lambda request_id, position: ord("a"))
     admission = AdmissionController(AdmissionConfig(**config), max_num_seqs=1)
     scheduler = make_scheduler(max_num_seqs=1, num_blocks=4096, max_num_batched_tokens=512)
-    engine = client_of(EngineCore(scheduler, executor, clock), clock=clock, admission=admission)
+    engine = client_of(EngineCore(scheduler, executor, clock), clock=clock)
     model = make_model(revision=MODEL, block_size=4, max_model_len=16_000)
     try:
         with running_server(engine, model, admission=admission, clock=clock) as server:
@@ -166,6 +162,20 @@ def test_who_finds_the_queue_full_hears_it_at_once_and_when_to_come_again():
         assert 'maitred_admission_refused_total{reason="requests"} 1.0' in page
         place.steps.open()
         assert waiting.result(HANGS_S).status_code == 200
+
+
+def test_who_is_shed_for_a_more_urgent_one_hears_it_and_may_come_again():
+    with one_slot(max_queued_requests=1) as place, ThreadPoolExecutor() as pool, one_in_the_slot(place):
+        low = pool.submit(complete, place.url, priority=5)
+        until(lambda: place.admission.num_waiting == 1)
+        urgent = pool.submit(complete, place.url, priority=0)
+        until(lambda: place.steps.let(1) or low.done())
+        answer = low.result()
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "server_overloaded")
+        assert "made room for a more urgent one" in answer.json()["error"]["message"]
+        assert answer.headers["x-should-retry"] == "true"
+        place.steps.open()
+        assert urgent.result(HANGS_S).status_code == 200
 
 
 def test_limits_reach_the_engine():

@@ -32,7 +32,7 @@ class Kitchen:
     prices: Mapping[str, float] = field(default_factory=dict)
     """What it costs."""
     api_keys: tuple[str, ...] = ()
-    """Keys of the door."""
+    """Keys of the server."""
 
 
 COMMAND = Command(path="cook", summary="Cook.", run=lambda options: 0, parts=(Kitchen,))

@@ -16,7 +16,6 @@ from maitred.engine.loop import LoadedEngine
 from maitred.engine.memory import MemoryPlan
 from maitred.engine.model_facts import ModelFacts
 from maitred.engine.supervisor import Start
-from maitred.gate.admission import AdmissionController
 from maitred.model.checkpoint import BUILTIN_FOLDER
 from maitred.request import RequestSpec, SamplingParams
 from maitred.text import Tokenizer
@@ -82,7 +81,6 @@ def scripted_engine(
 def client_of(
     core: EngineCore,
     *,
-    admission: AdmissionController | None = None,
     facts: ModelFacts | None = None,
     clock: Clock | None = None,
     **process: Any,
@@ -102,6 +100,6 @@ def client_of(
     start = Start(
         config=EngineConfig(), process=ProcessConfig(**process), open=in_thread(lambda config, names, tell: loaded)
     )
-    client = EngineClient(start, clock or WallClock(), admission=admission)
+    client = EngineClient(start, clock or WallClock())
     client.start()
     return client

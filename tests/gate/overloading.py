@@ -1,4 +1,4 @@
-"""A server under more load than it can carry, in simulated time: the real door and scheduler, a made-up machine."""
+"""A server under more load than it can carry, in simulated time: the real gate and scheduler, a made-up machine."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from maitred.clock import ManualClock
 from maitred.config import AdmissionConfig
 from maitred.engine.core import EngineCore
 from maitred.errors import Overloaded
-from maitred.gate.admission import AdmissionController
+from maitred.gate.admission import admission_of
+from maitred.gate.gate import Ask, Gate, Lease
 from maitred.request import FinishReason, RequestState
 from maitred.step import ModelOutput, RequestProgress, SchedulerOutput
+from maitred.tenancy.caller import anybody
 from tests.fakes import FakeExecutor, make_scheduler, make_spec
 
 NUM_SEQS = 16
@@ -59,10 +61,11 @@ class OverloadedServer:
             num_blocks=blocks, block_size=BLOCK_SIZE, max_num_seqs=NUM_SEQS, max_num_batched_tokens=256, policy=policy
         )
         self.core = EngineCore(scheduler, self.machine, self.clock)
-        self.door = AdmissionController(config, max_num_seqs=NUM_SEQS, priority_first=policy == "priority")
+        self.gate = Gate(admission_of(config, scheduler.config))
+        self._caller = anybody()
         self._random = Random(seed)
         self._num = 0
-        self._requests: dict[str, tuple[RequestState, Outcome]] = {}
+        self._requests: dict[str, tuple[RequestState, Outcome, Lease]] = {}
 
     def capacity(self) -> float:
         """Requests per second when all is full: a step has a token for each slot, and the prompts' share."""
@@ -99,12 +102,13 @@ class OverloadedServer:
             },
         )
         try:
-            shed = self.door.admit(spec, at)
+            lease = self.gate.enter(self._caller, Ask(priority=spec.priority), at)
+            (spec,), shed = self.gate.admit(lease, [spec], at)
         except Overloaded as error:
             outcome.num_refused += 1
             outcome.retry_after_s.append(error.retry_after_s)
             return
-        self._requests[spec.request_id] = (self.core.add(spec), outcome)
+        self._requests[spec.request_id] = (self.core.add(spec), outcome, lease)
         ended = [
             self.core.finish(request_id, FinishReason.SHED) for request_id in shed if not self._started(request_id)
         ]
@@ -117,10 +121,11 @@ class OverloadedServer:
         self._tell(self.core.step(), self.clock.now())
 
     def _tell(self, progress: list[RequestProgress], now: float) -> None:
-        self.door.stepped(progress, self.core.num_queued, now)
+        self.gate.progressed(progress, self.core.num_queued, now)
         for item in progress:
             if item.finish_reason is not None:
-                request, outcome = self._requests.pop(item.request_id)
+                request, outcome, lease = self._requests.pop(item.request_id)
+                lease.end(request.num_tokens)
                 outcome.ended.append(item.finish_reason)
                 if request.first_token_at is not None:
                     outcome.ttft_s.append(request.first_token_at - request.arrived_at)

@@ -1,4 +1,4 @@
-"""The door: caps, who is shed for whom, what a newcomer would wait, and when to come again."""
+"""Admission: caps, who is shed for whom, what a newcomer would wait, and when to come again."""
 
 from __future__ import annotations
 
@@ -17,16 +17,26 @@ from maitred.step import RequestProgress
 from tests.fakes import make_samples, make_spec
 
 
-def make_door(*, max_num_seqs: int = 4, priority_first: bool = False, **config: Any) -> AdmissionController:
+def make_admission(*, max_num_seqs: int = 4, priority_first: bool = False, **config: Any) -> AdmissionController:
     return AdmissionController(AdmissionConfig(**config), max_num_seqs=max_num_seqs, priority_first=priority_first)
 
 
-def admit(door: AdmissionController, *names: str, now: float = 0.0, **fields: Any) -> list[str]:
+def admit(admission: AdmissionController, *names: str, now: float = 0.0, **fields: Any) -> list[str]:
     """Lets them in; who was shed."""
     shed: list[str] = []
     for name in names:
-        shed += door.admit(make_spec(name, arrived_at=now, **fields), now)
+        shed += admission.admit(make_spec(name, arrived_at=now, **fields), now)
     return shed
+
+
+def stepped(admission: AdmissionController, progress: list[RequestProgress], num_queued: int, now: float) -> None:
+    """What the gate tells of the progress that came at once."""
+    for item in progress:
+        if item.new_token_ids:
+            admission.tokens_came(item.request_id, len(item.new_token_ids), now)
+        if item.finish_reason is not None:
+            admission.leave(item.request_id, item.finish_reason)
+    admission.look(num_queued, now)
 
 
 def first_token(name: str) -> RequestProgress:
@@ -37,150 +47,149 @@ def end(name: str, reason: FinishReason = FinishReason.LENGTH) -> RequestProgres
     return RequestProgress(name, (), finish_reason=reason)
 
 
-def busy_door(objective_s: float = 1.0, **fields: Any) -> AdmissionController:
+def busy_admission(objective_s: float = 1.0, **fields: Any) -> AdmissionController:
     """Four run, the queue is never empty, and 100 tokens leave each second."""
-    door = make_door(ttft_objective_s=objective_s, **fields)
-    admit(door, "a", "b", "c", "d", prompt=4, max_tokens=1000)
-    door.stepped([first_token(name) for name in "abcd"], 1, 0.0)
+    admission = make_admission(ttft_objective_s=objective_s, **fields)
+    admit(admission, "a", "b", "c", "d", prompt=4, max_tokens=1000)
+    stepped(admission, [first_token(name) for name in "abcd"], 1, 0.0)
     for step in range(1, 41):
-        door.stepped([RequestProgress(name, (7,)) for name in "abcd"], 1, step * 0.04)
-    return door
+        stepped(admission, [RequestProgress(name, (7,)) for name in "abcd"], 1, step * 0.04)
+    return admission
 
 
 NOW = 40 * 0.04
 
 
 def test_as_many_may_wait_as_the_cap_says_and_those_that_run_do_not_count():
-    door = make_door(max_queued_requests=2)
-    admit(door, "a", "b")
+    admission = make_admission(max_queued_requests=2)
+    admit(admission, "a", "b")
     with pytest.raises(Overloaded, match="2 requests wait, the limit is 2"):
-        admit(door, "c")
-    door.stepped([first_token("a")], 0, 1.0)
-    admit(door, "c")
-    assert (door.num_inside, door.num_waiting, door.num_refused["requests"]) == (3, 2, 1)
+        admit(admission, "c")
+    stepped(admission, [first_token("a")], 0, 1.0)
+    admit(admission, "c")
+    assert (admission.num_inside, admission.num_waiting, admission.num_refused["requests"]) == (3, 2, 1)
 
 
 def test_prompt_tokens_are_capped_but_one_prompt_of_any_length_may_wait():
-    door = make_door(max_queued_tokens=100)
-    admit(door, "long", prompt=300)
+    admission = make_admission(max_queued_tokens=100)
+    admit(admission, "long", prompt=300)
     with pytest.raises(Overloaded, match="300 tokens, the limit is 100"):
-        admit(door, "short", prompt=10)
-    door.stepped([end("long", FinishReason.ABORT)], 0, 1.0)
-    admit(door, "short", prompt=60)
-    admit(door, "other", prompt=40)
+        admit(admission, "short", prompt=10)
+    stepped(admission, [end("long", FinishReason.ABORT)], 0, 1.0)
+    admit(admission, "short", prompt=60)
+    admit(admission, "other", prompt=40)
 
 
 def test_a_class_leaves_room_for_those_above():
-    door = make_door(max_queued_requests=4, max_queued_by_priority={"1": 2})
-    admit(door, "a", "b", priority=1)
+    admission = make_admission(max_queued_requests=4, max_queued_by_priority={"1": 2})
+    admit(admission, "a", "b", priority=1)
     for priority in (1, 2):
         with pytest.raises(Overloaded, match="as many as may of this priority"):
-            admit(door, "c", priority=priority)
-    admit(door, "urgent", "urgent too")
-    assert door.num_refused["class"] == 2
+            admit(admission, "c", priority=priority)
+    admit(admission, "urgent", "urgent too")
+    assert admission.num_refused["class"] == 2
 
 
 def test_the_least_urgent_and_latest_is_shed_for_a_more_urgent_one():
-    door = make_door(max_queued_requests=4)
-    admit(door, "low", "low2", priority=2)
-    admit(door, "mid", priority=1)
-    admit(door, "high")
-    assert admit(door, "high2") == ["low2"]
-    assert admit(door, "mid2", priority=1) == ["low"]
-    assert admit(door, "high3") == ["mid2"]
+    admission = make_admission(max_queued_requests=4)
+    admit(admission, "low", "low2", priority=2)
+    admit(admission, "mid", priority=1)
+    admit(admission, "high")
+    assert admit(admission, "high2") == ["low2"]
+    assert admit(admission, "mid2", priority=1) == ["low"]
+    assert admit(admission, "high3") == ["mid2"]
     with pytest.raises(Overloaded):
-        admit(door, "mid3", priority=1)
-    assert door.num_waiting == 4
+        admit(admission, "mid3", priority=1)
+    assert admission.num_waiting == 4
 
 
 def test_nobody_is_shed_in_vain():
-    door = make_door(max_queued_tokens=100)
-    admit(door, "urgent", prompt=90)
-    admit(door, "low", prompt=10, priority=1)
+    admission = make_admission(max_queued_tokens=100)
+    admit(admission, "urgent", prompt=90)
+    admit(admission, "low", prompt=10, priority=1)
     with pytest.raises(Overloaded):
-        admit(door, "large", prompt=95)
-    assert door.num_waiting == 2
+        admit(admission, "large", prompt=95)
+    assert admission.num_waiting == 2
 
 
 def test_the_samples_of_a_prompt_go_in_together_or_not_at_all():
-    door = make_door(max_queued_requests=2)
+    admission = make_admission(max_queued_requests=2)
     for sample in make_samples("p", 3):
-        door.admit(sample.spec, 0.0)
-    assert door.num_waiting == 3
+        admission.admit(sample.spec, 0.0)
+    assert admission.num_waiting == 3
     with pytest.raises(Overloaded):
-        door.admit(make_samples("q", 3)[0].spec, 0.0)
-    door.stepped([end(f"p-{i}") for i in range(3)], 0, 1.0)
-    assert door.num_inside == 0
-    assert not door._living_samples
+        admission.admit(make_samples("q", 3)[0].spec, 0.0)
+    stepped(admission, [end(f"p-{i}") for i in range(3)], 0, 1.0)
+    assert admission.num_inside == 0
 
 
 def test_who_would_wait_longer_than_the_objective_is_turned_away():
-    door = busy_door()
-    assert door.drain_per_s == pytest.approx(100, rel=0.02)
-    admit(door, "next", prompt=4, max_tokens=10, now=NOW)  # 11 tokens: 0.11 s for those behind
-    admit(door, "after", prompt=4, max_tokens=10, now=NOW)
+    admission = busy_admission()
+    assert admission.drain_per_s == pytest.approx(100, rel=0.02)
+    admit(admission, "next", prompt=4, max_tokens=10, now=NOW)  # 11 tokens: 0.11 s for those behind
+    admit(admission, "after", prompt=4, max_tokens=10, now=NOW)
     with pytest.raises(Overloaded, match="too many for a first token within the objective"):
-        admit(door, "late", prompt=4, max_tokens=10, now=NOW)  # foretold 0.23 s, and 0.6 s of unknown slack
-    assert door.foretold_wait_s() == pytest.approx(0.22, rel=0.05)
+        admit(admission, "late", prompt=4, max_tokens=10, now=NOW)  # foretold 0.23 s, and 0.6 s of unknown slack
+    assert admission.foretold_wait_s() == pytest.approx(0.22, rel=0.05)
 
 
 def test_a_request_may_ask_for_less_time_or_for_more():
-    door = busy_door()
-    admit(door, "next", prompt=4, max_tokens=10, now=NOW)
+    admission = busy_admission()
+    admit(admission, "next", prompt=4, max_tokens=10, now=NOW)
     with pytest.raises(Overloaded):
-        admit(door, "tight", prompt=4, max_tokens=10, now=NOW, ttft_slo_s=0.2)
-    admit(door, "loose", prompt=4, max_tokens=10, now=NOW, ttft_slo_s=60.0)
+        admit(admission, "tight", prompt=4, max_tokens=10, now=NOW, ttft_slo_s=0.2)
+    admit(admission, "loose", prompt=4, max_tokens=10, now=NOW, ttft_slo_s=60.0)
 
 
 def test_a_free_place_is_never_refused():
-    door = busy_door()
-    door.stepped([end(name) for name in "abc"], 0, NOW + 0.04)
-    admit(door, "x", "y", "z", prompt=4000, now=NOW + 0.04, ttft_slo_s=0.001)
+    admission = busy_admission()
+    stepped(admission, [end(name) for name in "abc"], 0, NOW + 0.04)
+    admit(admission, "x", "y", "z", prompt=4000, now=NOW + 0.04, ttft_slo_s=0.001)
     with pytest.raises(Overloaded):
-        admit(door, "one too many", now=NOW + 0.04, ttft_slo_s=0.001)
+        admit(admission, "one too many", now=NOW + 0.04, ttft_slo_s=0.001)
 
 
 def test_the_less_urgent_are_shed_so_that_an_urgent_one_is_in_time():
-    door = busy_door()
-    admit(door, "low", prompt=4, max_tokens=50, priority=1, now=NOW)
-    assert admit(door, "urgent", prompt=4, max_tokens=10, now=NOW) == ["low"]
+    admission = busy_admission()
+    admit(admission, "low", prompt=4, max_tokens=50, priority=1, now=NOW)
+    assert admit(admission, "urgent", prompt=4, max_tokens=10, now=NOW) == ["low"]
 
 
 def test_where_the_queue_heeds_priorities_those_behind_need_not_leave():
-    door = busy_door(priority_first=True)
-    admit(door, "low", prompt=4, max_tokens=500, priority=1, now=NOW)
-    assert admit(door, "urgent", prompt=4, max_tokens=10, now=NOW) == []
+    admission = busy_admission(priority_first=True)
+    admit(admission, "low", prompt=4, max_tokens=500, priority=1, now=NOW)
+    assert admit(admission, "urgent", prompt=4, max_tokens=10, now=NOW) == []
     with pytest.raises(Overloaded):
-        admit(door, "low too", prompt=4, max_tokens=10, priority=1, now=NOW)
+        admit(admission, "low too", prompt=4, max_tokens=10, priority=1, now=NOW)
 
 
 def test_a_knock_tells_before_any_work_is_done():
-    door = busy_door()
-    door.check_early(0, None, NOW)
-    admit(door, "next", prompt=4, max_tokens=90, now=NOW)
+    admission = busy_admission()
+    admission.check_early(0, None, NOW)
+    admit(admission, "next", prompt=4, max_tokens=90, now=NOW)
     with pytest.raises(Overloaded):
-        door.check_early(0, None, NOW)
-    door.check_early(0, 60.0, NOW)
-    assert door.num_waiting == 1
+        admission.check_early(0, None, NOW)
+    admission.check_early(0, 60.0, NOW)
+    assert admission.num_waiting == 1
 
 
 def test_retry_after_grows_with_the_number_turned_away_up_to_what_clients_obey():
-    door = busy_door()
-    admit(door, "next", prompt=4, max_tokens=90, now=NOW)
+    admission = busy_admission()
+    admit(admission, "next", prompt=4, max_tokens=90, now=NOW)
     told = []
     for i in range(400):
         with pytest.raises(Overloaded) as refused:
-            admit(door, f"r{i}", prompt=4, max_tokens=90, now=NOW)
+            admit(admission, f"r{i}", prompt=4, max_tokens=90, now=NOW)
         told.append(refused.value.retry_after_s)
     assert told == sorted(told)
     assert told[0] == 1.0
     assert told[10] == pytest.approx(10, rel=0.2)
     assert told[-1] == MAX_RETRY_S
-    assert door.retry_after_s(NOW + 200) == MAX_RETRY_S
-    assert door.retry_after_s(NOW + 350) < 20
+    assert admission.retry_after_s(NOW + 200) == MAX_RETRY_S
+    assert admission.retry_after_s(NOW + 350) < 20
 
 
-def test_forecasts_that_were_wrong_make_the_door_more_careful_and_better_ones_less():
+def test_forecasts_that_were_wrong_make_admission_more_careful_and_better_ones_less():
     late = LateBy()
     for _ in range(LateBy.MIN_SEEN):
         late.add(0.1)
@@ -192,11 +201,11 @@ def test_forecasts_that_were_wrong_make_the_door_more_careful_and_better_ones_le
 
 
 def test_idle_time_teaches_nothing_about_the_rate():
-    door = busy_door()
-    rate = door.drain_per_s
-    door.stepped([RequestProgress("a", (7,))], 0, NOW + 50)
-    door.stepped([RequestProgress("a", (7,))], 1, NOW + 100)
-    assert door.drain_per_s == rate
+    admission = busy_admission()
+    rate = admission.drain_per_s
+    stepped(admission, [RequestProgress("a", (7,))], 0, NOW + 50)
+    stepped(admission, [RequestProgress("a", (7,))], 1, NOW + 100)
+    assert admission.drain_per_s == rate
 
 
 def test_the_rate_follows_a_machine_that_slows_down():
@@ -208,12 +217,6 @@ def test_the_rate_follows_a_machine_that_slows_down():
     assert rate.per_s == pytest.approx(25, rel=0.02)
 
 
-def test_a_dead_engine_leaves_nobody_inside():
-    door = busy_door()
-    door.closed()
-    assert (door.num_inside, door.num_waiting) == (0, 0)
-
-
 @pytest.mark.parametrize("caps", [{"high": 3}, {"1": -1}])
 def test_class_caps_must_be_numbers(caps: dict[str, int]):
     with pytest.raises(ConfigError, match="PRIORITY=COUNT"):
@@ -221,9 +224,9 @@ def test_class_caps_must_be_numbers(caps: dict[str, int]):
 
 
 @given(st.data())
-def test_what_the_door_counts_is_who_is_there(data: st.DataObject):
+def test_what_admission_counts_is_who_is_there(data: st.DataObject):
     """Random arrivals, tokens and ends, against a plain list; caps are never exceeded."""
-    door = make_door(max_queued_requests=5, max_queued_tokens=60, ttft_objective_s=2.0)
+    admission = make_admission(max_queued_requests=5, max_queued_tokens=60, ttft_objective_s=2.0)
     waiting: dict[str, tuple[int, int]] = {}
     running: set[str] = set()
     now = 0.0
@@ -233,27 +236,27 @@ def test_what_the_door_counts_is_who_is_there(data: st.DataObject):
         if action == "arrive":
             priority, prompt = data.draw(st.integers(0, 3)), data.draw(st.integers(1, 30))
             try:
-                shed = admit(door, f"r{number}", prompt=prompt, priority=priority, now=now)
+                shed = admit(admission, f"r{number}", prompt=prompt, priority=priority, now=now)
             except Overloaded:
                 continue
             for name in shed:
                 assert waiting.pop(name)[0] > priority
-                door.stepped([end(name, FinishReason.SHED)], len(waiting), now)
+                stepped(admission, [end(name, FinishReason.SHED)], len(waiting), now)
             waiting[f"r{number}"] = (priority, prompt)
         elif action == "token" and waiting:
             name = data.draw(st.sampled_from(sorted(waiting)))
             del waiting[name]
             running.add(name)
-            door.stepped([first_token(name)], len(waiting), now)
+            stepped(admission, [first_token(name)], len(waiting), now)
         elif waiting or running:
             name = data.draw(st.sampled_from(sorted([*waiting, *running])))
             waiting.pop(name, None)
             running.discard(name)
-            door.stepped([end(name)], len(waiting), now)
-        assert (door.num_waiting, door.num_inside) == (len(waiting), len(waiting) + len(running))
+            stepped(admission, [end(name)], len(waiting), now)
+        assert (admission.num_waiting, admission.num_inside) == (len(waiting), len(waiting) + len(running))
         assert len(waiting) <= 5
-        assert door._waiting_tokens == sum(prompt for _, prompt in waiting.values())
-        assert len(waiting) <= 1 or door._waiting_tokens <= 60
-        assert sum(door._waiting_work.values()) == pytest.approx(
-            sum(g.work for w in door._waiting.values() for g in w.values())
+        assert admission._waiting_tokens == sum(prompt for _, prompt in waiting.values())
+        assert len(waiting) <= 1 or admission._waiting_tokens <= 60
+        assert sum(admission._waiting_work.values()) == pytest.approx(
+            sum(g.work for w in admission._waiting.values() for g in w.values())
         )

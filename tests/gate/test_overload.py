@@ -38,8 +38,8 @@ def test_ten_times_the_load_does_as_much_good_and_keeps_the_objective(policy: st
         assert outcome.p99_ttft_s <= OBJECTIVE_S
 
 
-def test_without_a_door_everybody_is_late():
-    """What the door is for: the same load, let in."""
+def test_without_admission_everybody_is_late():
+    """What admission is for: the same load, let in."""
     outcome = make_server(ttft_objective_s=None, max_queued_requests=100_000).run(3 * CAPACITY, 20.0)
     assert outcome.goodput(OBJECTIVE_S) < 0.2 * CAPACITY * 20.0
 

@@ -340,7 +340,7 @@ def test_two_hundred_impatient_clients_leave_nothing_behind(long_context: Runnin
     state = long_context.replica.state
     until(lambda: state().num_running + state().num_waiting + state().num_blocks_used == 0)
     until(lambda: not long_context.server.server_state.tasks)
-    assert (edge._num_admitted, len(edge._watches)) == (0, 0)
+    assert (edge.gate.num_in_flight, len(edge._watches)) == (0, 0)
     until(lambda: len(asyncio.all_tasks(loop)) <= num_tasks)
 
 

@@ -161,7 +161,7 @@ def test_who_names_no_max_tokens_gets_a_share_of_what_is_left_and_no_crumbs():
     assert quota(spent=40, token_budget=100, tokens_per_minute=9000).silent_max_tokens(10, 2, 0.0) == 25
 
 
-def test_a_refusal_at_the_door_takes_nothing():
+def test_a_refusal_on_arrival_takes_nothing():
     held = quota(requests_per_minute=1)
     held.enter(1, 0.0).end(0)
     for _ in range(3):

@@ -63,7 +63,7 @@ class ChildProcess:
                 num_connections=2,  # its own thread's and the beating one's
                 high_water_mark=HIGH_WATER_MARK,
             )
-            self._commands = Sender(self._context, linger_ms=0, high_water_mark=0)  # the door bounds what there is
+            self._commands = Sender(self._context, linger_ms=0, high_water_mark=0)  # admission bounds what there is
             process = self._process = subprocess.Popen(
                 [*command, str(self._folder.path)],
                 stdin=subprocess.PIPE,  # its end tells the child that we are gone

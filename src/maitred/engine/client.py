@@ -6,6 +6,7 @@ import asyncio
 import itertools
 from collections.abc import Callable
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 import msgspec
 
@@ -20,7 +21,6 @@ from maitred.engine.frames import (
     Ready,
     Refused,
     Report,
-    Shed,
     Stepped,
     Submit,
     encode,
@@ -28,7 +28,7 @@ from maitred.engine.frames import (
 )
 from maitred.engine.live_requests import LiveRequest, Totals
 from maitred.engine.live_view import LiveView
-from maitred.engine.progress_streams import ProgressStream, ProgressStreams
+from maitred.engine.progress_streams import ProgressStream
 from maitred.engine.queries import (
     CONFIGURE,
     LIVE_VIEW,
@@ -41,12 +41,13 @@ from maitred.engine.queries import (
 )
 from maitred.engine.supervisor import Loss, Start, Supervisor
 from maitred.errors import EngineDead, MaitredError, RequestTooLarge
-from maitred.gate.admission import AdmissionController
 from maitred.replica import ReplicaState
 from maitred.request import FinishReason, RequestSpec
 from maitred.scheduler.queue_view import QueueView
 from maitred.step import RequestProgress
 
+OnProgress = Callable[[list[RequestProgress], int, float], None]
+"""(what came at once, how many requests have no place in the engine, now); on the event loop, so it must not wait."""
 A = TypeVar("A")
 R = TypeVar("R")
 _GAUGES = frozenset({"num_running", "num_waiting", "num_blocks", "num_blocks_used", "num_blocks_cached"})
@@ -63,7 +64,6 @@ class EngineClient:
         start: Start,
         clock: Clock,
         *,
-        admission: AdmissionController | None = None,
         on_admitted: Callable[[LiveRequest], None] | None = None,  # told on the event loop, so it must not wait
         on_event: Callable[[str], None] = lambda line: None,
     ) -> None:
@@ -71,7 +71,8 @@ class EngineClient:
         self._rule = start.process.resume
         self._clock = clock
         self._on_admitted = on_admitted
-        self._streams_in = ProgressStreams(self, clock, admission, self._shed)
+        self.on_progress: OnProgress = lambda progress, num_queued, now: None
+        self._streams: WeakSet[ProgressStream] = WeakSet()
         self._live: dict[str, LiveRequest] = {}  # in order of arrival
         self._questions: dict[int, tuple[Query[Any, Any], asyncio.Future[Any]]] = {}
         self._numbers = itertools.count()
@@ -94,14 +95,16 @@ class EngineClient:
     def submit(self, request: RequestSpec) -> ProgressStream:
         """Queue `request`; its progress comes out of the stream, whatever engines die meanwhile.
 
-        The first item raises EngineDead when there will be no engine any more, Overloaded when it was turned away.
+        The first item raises EngineDead when there will be no engine any more. Raises ValueError for an id in use.
         """
         loop = asyncio.get_running_loop()
         self.attach(loop)
-        death = self.supervisor.death() if self.supervisor.over or self.supervisor.stopping else None
-        stream = self._streams_in.stream_for(request, loop, live=self._live, death=death)
-        if stream.closed:
+        stream = ProgressStream(self, request.request_id, loop, self._streams)
+        if self.supervisor.over or self.supervisor.stopping:
+            stream.fail(self.supervisor.death())
             return stream
+        if request.request_id in self._live:
+            raise ValueError(f"request id {request.request_id!r} is already running")
         live = self._live[request.request_id] = LiveRequest(request, stream)
         if self._on_admitted is not None:
             self._on_admitted(live)
@@ -112,7 +115,8 @@ class EngineClient:
         live = self._live.get(request_id)
         if live is None or live.ending is not None:
             return
-        live.ending = reason
+        if reason is not FinishReason.SHED:  # which may find it in a step, and then it goes on
+            live.ending = reason
         if not (live.sent and self.supervisor.send(Abort(request_id, reason))):
             self._deliver([live.ended(reason, self._clock.now())])
 
@@ -163,7 +167,6 @@ class EngineClient:
         """Changes policy and limits, losing no request; returns when it is done. Raises ConfigError, or EngineDead."""
         await self._ask(CONFIGURE, config)
         self.supervisor.scheduler = config
-        self._streams_in.reconfigured(config)
 
     async def _ask(self, query: Query[A, R], argument: A) -> R:
         loop = asyncio.get_running_loop()
@@ -270,9 +273,9 @@ class EngineClient:
                 del self._live[item.request_id]
 
     def _account(self, progress: list[RequestProgress], num_queued: int) -> None:
-        """To the counters and the admission controller."""
+        """To the counters and whoever listens to all."""
         self._totals.count(progress)
-        self._streams_in.stepped(progress, num_queued)
+        self.on_progress(progress, num_queued, self._clock.now())
 
     def _answered(self, number: int, result: msgspec.Raw) -> None:
         if number not in self._questions:
@@ -300,11 +303,6 @@ class EngineClient:
             self._end_with_error(live, error, now)
             return
         self._totals.num_resumed += live.sent and live.num_resumes > 0
-
-    def _shed(self, request_id: str) -> None:
-        live = self._live.get(request_id)
-        if live is not None and not (live.sent and self.supervisor.send(Shed(request_id))):
-            self._deliver([live.ended(FinishReason.SHED, self._clock.now())])
 
 
 _COUNTERS = tuple(name for name in Figures.__struct_fields__ if name not in _GAUGES)

@@ -45,14 +45,10 @@ class Submit(Frame, frozen=True, tag=True):
 
 
 class Abort(Frame, frozen=True, tag=True):
+    """End it; one that is to be shed only if it is in no step yet."""
+
     request_id: str
     reason: FinishReason
-
-
-class Shed(Frame, frozen=True, tag=True):
-    """Give it up if it is in no step yet."""
-
-    request_id: str
 
 
 class Ask(Frame, frozen=True, tag=True):
@@ -67,7 +63,7 @@ class Stop(Frame, frozen=True, tag=True):
     """End after the current step."""
 
 
-Command = Begin | Submit | Abort | Shed | Ask | Stop
+Command = Begin | Submit | Abort | Ask | Stop
 
 # -- reports
 

@@ -24,7 +24,6 @@ from maitred.engine.frames import (
     Ready,
     Refused,
     Report,
-    Shed,
     Stepped,
     Stop,
     Submit,
@@ -137,10 +136,10 @@ class EngineLoop:
         match command:
             case Submit(spec):
                 self._add(spec)
+            case Abort(request_id, FinishReason.SHED):
+                self._note_end(self._core.shed(request_id))
             case Abort(request_id, reason):
                 self._note_end(self._core.finish(request_id, reason))
-            case Shed(request_id):
-                self._note_end(self._core.shed(request_id))
             case Ask():
                 self._answer(command)
             case Stop():

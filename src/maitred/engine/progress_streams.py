@@ -1,18 +1,14 @@
-"""Progress streams of an engine's requests, bounded in bytes, and the admission that stands before them."""
+"""Progress streams of an engine's requests, bounded in bytes."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Container, Iterable
+from collections.abc import AsyncIterator, Iterable
 from typing import Protocol
 from weakref import WeakSet
 
-from maitred.clock import Clock
-from maitred.config import EngineConfig, SchedulerConfig
-from maitred.errors import EngineDead, Overloaded, ReadTooSlowly
-from maitred.gate.admission import PRIORITY_FIRST, AdmissionController
-from maitred.request import RequestSpec
+from maitred.errors import ReadTooSlowly
 from maitred.step import RequestProgress, TokenLogprobs
 
 MAX_UNREAD_BYTES = 4 * 2**20  # kept for a consumer that does not take them: 14,000 tokens, or 2,000 with 20 logprobs
@@ -125,62 +121,3 @@ def num_bytes(progress: RequestProgress) -> int:
 def logprob_bytes(positions: Iterable[TokenLogprobs]) -> int:
     """Roughly what they take in memory."""
     return sum(POSITION_BYTES + LOGPROB_BYTES * len(position.token_ids) for position in positions)
-
-
-def admission_of(config: EngineConfig) -> AdmissionController:
-    """The admission controller of an engine that is configured so."""
-    scheduler = config.scheduler
-    return AdmissionController(
-        config.admission,
-        max_num_seqs=scheduler.max_num_seqs,
-        priority_first=scheduler.policy in PRIORITY_FIRST,
-    )
-
-
-class ProgressStreams:
-    """Lets requests in, or tells them why not. On the event loop: who is turned away hears it at once."""
-
-    def __init__(
-        self,
-        engine: Aborting,
-        clock: Clock,
-        admission: AdmissionController | None,  # touched by the event loop alone; None lets everybody in
-        shed: Callable[[str], None],  # gives up one that waits, to make room
-    ) -> None:
-        self._engine, self._clock, self._admission, self._shed = engine, clock, admission, shed
-        self._streams: WeakSet[ProgressStream] = WeakSet()
-
-    def stream_for(
-        self, request: RequestSpec, loop: asyncio.AbstractEventLoop, *, live: Container[str], death: EngineDead | None
-    ) -> ProgressStream:
-        """Where its progress will come out; closed already when it was not let in, and then the first item raises why:
-        `death`, if there is no engine any more, or Overloaded. Raises ValueError for an id that is in `live`.
-        """
-        stream = ProgressStream(self._engine, request.request_id, loop, self._streams)
-        if death is not None:
-            stream.fail(death)
-            return stream
-        if request.request_id in live:
-            raise ValueError(f"request id {request.request_id!r} is already running")
-        try:
-            if self._admission is not None:
-                for request_id in self._admission.admit(request, self._clock.now()):
-                    self._shed(request_id)
-        except Overloaded as refused:
-            stream.fail(refused)
-        return stream
-
-    def stepped(self, progress: list[RequestProgress], num_queued: int) -> None:
-        """What a step gave, and how many found no place in it."""
-        if self._admission is not None:
-            self._admission.stepped(progress, num_queued, self._clock.now())
-
-    def reconfigured(self, config: SchedulerConfig) -> None:
-        if self._admission is not None:
-            first = config.policy in PRIORITY_FIRST
-            self._admission.reconfigure(max_num_seqs=config.max_num_seqs, priority_first=first)
-
-    def closed(self) -> None:
-        """The engine is gone, and everybody with it."""
-        if self._admission is not None:
-            self._admission.closed()

@@ -10,11 +10,10 @@ from maitred.engine.client import EngineClient
 from maitred.engine.intake import ServedModel
 from maitred.engine.live_requests import LiveRequest
 from maitred.engine.memory import MemoryPlan
-from maitred.engine.progress_streams import admission_of
 from maitred.engine.served_model import TextAhead, served_model
 from maitred.engine.supervisor import Start
 from maitred.errors import MaitredError
-from maitred.gate.admission import AdmissionController
+from maitred.gate.admission import AdmissionController, admission_of
 
 
 @dataclass(slots=True)
@@ -45,10 +44,8 @@ class StartingEngine:
     ) -> None:
         """`on_event` gets a line per phase, `on_admitted` every request, on the event loop."""
         clock = clock or WallClock()
-        self._admission = admission_of(start.config)
-        self._replica = EngineClient(
-            start, clock, admission=self._admission, on_admitted=on_admitted, on_event=on_event
-        )
+        self._admission = admission_of(start.config.admission, start.config.scheduler)
+        self._replica = EngineClient(start, clock, on_admitted=on_admitted, on_event=on_event)
         self._replica.supervisor.begin()
         self._text = TextAhead(start.config.model.model)
 

@@ -6,15 +6,14 @@ An overloaded server that lets everybody in makes everybody late (Beyer et al., 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from maitred.config import AdmissionConfig
+from maitred.config import AdmissionConfig, SchedulerConfig
 from maitred.errors import Overloaded
 from maitred.gate.drain_rate import PROMPT_WEIGHT, DrainRate, LateBy, MeanOutput
 from maitred.request import FinishReason, RequestSpec
-from maitred.step import RequestProgress
 
 MIN_RETRY_S, MAX_RETRY_S = 1.0, 120.0  # OpenAI's clients do not come again at all after more
 REASONS = ("requests", "tokens", "class", "objective")
@@ -32,10 +31,9 @@ class _Admitted:
 
     priority: int
     num_prompt_tokens: int
-    work: float  # see drain.py
+    work: float  # see drain_rate.py
     admitted_at: float
     foretold_s: float | None  # from then to the first token, if there was a queue
-    parent_id: str | None
     num_output: int = 0
     started: bool = False  # its first token came
 
@@ -56,7 +54,7 @@ class _Verdict(NamedTuple):
 
 
 class AdmissionController:
-    """Decides who may queue. Holds no lock and reads no clock: the one who submits and listens calls it.
+    """Decides who may queue. Holds no lock and reads no clock: the gate calls it, with what it hears of progress.
 
     A request waits until its first token; what runs is not touched. With `priority_first`, which says that the queue's
     order heeds priorities, only those as urgent count as ahead of a newcomer.
@@ -65,7 +63,6 @@ class AdmissionController:
     def __init__(self, config: AdmissionConfig, *, max_num_seqs: int, priority_first: bool = False) -> None:
         self.config = config
         self.num_refused = dict.fromkeys(REASONS, 0)
-        self.last_refusal = ""  # why the last one was turned away; one of REASONS
         self._max_num_seqs = max_num_seqs
         self._priority_first = priority_first
         self._caps = {int(priority): cap for priority, cap in config.max_queued_by_priority.items()}
@@ -74,16 +71,16 @@ class AdmissionController:
         self._waiting_work: dict[int, float] = {}
         self._num_waiting = 0
         self._waiting_tokens = 0
-        self._living_samples: dict[str, int] = {}  # living samples by parent_id
         self._rate, self._mean_output = DrainRate(), MeanOutput()
         self._late_by: dict[int, LateBy] = {}
-        self._queued_before = False  # was there a queue after the last step told
-        self._told_at: float | None = None
+        self._work_done = 0.0  # since the last look at the queue
+        self._queued_before = False  # was there a queue at that look
+        self._looked_at: float | None = None
         self._owed_work, self._owed_at = 0.0, 0.0  # of those turned away, who will be back
 
-    def reconfigure(self, *, max_num_seqs: int, priority_first: bool) -> None:
+    def reconfigure(self, scheduler: SchedulerConfig) -> None:
         """The engine has another number of slots, or another policy."""
-        self._max_num_seqs, self._priority_first = max_num_seqs, priority_first
+        self._max_num_seqs, self._priority_first = scheduler.max_num_seqs, scheduler.policy in PRIORITY_FIRST
 
     # -- before the queue
 
@@ -97,28 +94,39 @@ class AdmissionController:
     def admit(self, request: RequestSpec, now: float) -> tuple[str, ...]:
         """Lets it in, and names those that must leave the queue for it (see `FinishReason.SHED`).
 
-        Raises Overloaded. Further samples of a prompt go with the first.
+        Raises Overloaded. Further samples of a prompt go with the first, which was admitted just before.
         """
         work = PROMPT_WEIGHT * request.num_prompt_tokens + self._mean_output.expected(request)
         caller = _Caller(request.priority, request.ttft_slo_s, request.num_prompt_tokens, request.arrived_at)
-        follows = request.sample_index > 0 and request.parent_id in self._living_samples
-        verdict = _Verdict() if follows else self._judge(caller, now)
+        verdict = self._judge(caller, now) if request.sample_index == 0 else _Verdict()
         if verdict.reason is not None:
             raise self._turned_away(verdict.reason, work, now)
         for request_id in verdict.shed:
             self._stop_waiting(request_id)
-        self._enter(
-            request.request_id,
-            _Admitted(
-                priority=request.priority,
-                num_prompt_tokens=request.num_prompt_tokens,
-                work=work,
-                admitted_at=now,
-                foretold_s=verdict.foretold_s,
-                parent_id=request.parent_id,
-            ),
+        entry = _Admitted(
+            priority=request.priority,
+            num_prompt_tokens=request.num_prompt_tokens,
+            work=work,
+            admitted_at=now,
+            foretold_s=verdict.foretold_s,
         )
+        self._admitted[request.request_id] = entry
+        self._wait(request.request_id, entry)
         return verdict.shed
+
+    def admit_all(self, requests: Sequence[RequestSpec], now: float) -> tuple[str, ...]:
+        """As `admit`, all or none of them: a refusal of one takes the others out again, and nobody leaves for them."""
+        shed: list[str] = []
+        for position, request in enumerate(requests):
+            try:
+                shed += self.admit(request, now)
+            except Overloaded:
+                for admitted in requests[:position]:
+                    self.leave(admitted.request_id)
+                for request_id in reversed(shed):
+                    self._wait(request_id, self._admitted[request_id])
+                raise
+        return tuple(shed)
 
     def retry_after_s(self, now: float) -> float:
         """When somebody turned away now would find room: after the queue, and after those turned away before."""
@@ -130,20 +138,38 @@ class AdmissionController:
 
     # -- what the engine did
 
-    def stepped(self, progress: Iterable[RequestProgress], num_queued: int, now: float) -> None:
-        """Some progress came out, and `num_queued` requests found no place in the step that made it."""
-        work = sum(self._take_in(item, now) for item in progress)
-        if self._told_at is not None and self._queued_before and num_queued > 0 and now > self._told_at:
-            self._rate.served(work, now - self._told_at)
-        self._queued_before, self._told_at = num_queued > 0, now
+    def tokens_came(self, request_id: str, num_tokens: int, now: float) -> None:
+        """Of a request that was admitted; with the first, its prompt is done and it waits no longer."""
+        entry = self._admitted.get(request_id)
+        if entry is None:
+            return
+        entry.num_output += num_tokens
+        self._work_done += num_tokens
+        if not entry.started:
+            entry.started = True
+            self._work_done += PROMPT_WEIGHT * entry.num_prompt_tokens
+            self._stop_waiting(request_id)
+            if entry.foretold_s is not None:
+                self._late(entry.priority).add(now - entry.admitted_at - entry.foretold_s)
 
-    def closed(self) -> None:
-        """The engine died: nobody is inside."""
-        self._admitted.clear()
-        self._waiting.clear()
-        self._waiting_work.clear()
-        self._living_samples.clear()
-        self._num_waiting = self._waiting_tokens = 0
+    def look(self, num_queued: int, now: float) -> None:
+        """So many requests have no place in the engine: what was done since the last look tells how fast work leaves,
+        if there was a queue then and is one now.
+        """
+        work, self._work_done = self._work_done, 0.0
+        if self._looked_at is not None and self._queued_before and num_queued > 0 and now > self._looked_at:
+            self._rate.served(work, now - self._looked_at)
+        self._queued_before, self._looked_at = num_queued > 0, now
+
+    def leave(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
+        """It has ended, or nobody wants it any more; unknown ids are ignored."""
+        entry = self._admitted.get(request_id)
+        if entry is None:
+            return
+        self._stop_waiting(request_id)
+        del self._admitted[request_id]
+        if reason in (FinishReason.STOP, FinishReason.LENGTH):
+            self._mean_output.saw(entry.num_output)
 
     # -- to look at
 
@@ -158,7 +184,7 @@ class AdmissionController:
 
     @property
     def drain_per_s(self) -> float:
-        """Work per second, 0 while unknown; see drain.py."""
+        """Work per second, 0 while unknown; see drain_rate.py."""
         return self._rate.per_s or 0.0
 
     def foretold_wait_s(self, priority: int = 0) -> float:
@@ -239,10 +265,10 @@ class AdmissionController:
 
     def _turned_away(self, reason: str, work: float, now: float) -> Overloaded:
         self.num_refused[reason] += 1
-        self.last_refusal = reason
         retry_after_s = self.retry_after_s(now)
         self._owed_work += work
-        return Overloaded(f"{self._explain(reason)}; come again in {retry_after_s:.0f} s", retry_after_s=retry_after_s)
+        text = f"{self._explain(reason)}; come again in {retry_after_s:.0f} s"
+        return Overloaded(text, retry_after_s=retry_after_s, reason=reason)
 
     def _explain(self, reason: str) -> str:
         if reason == "objective":
@@ -259,50 +285,25 @@ class AdmissionController:
         self._owed_work = max(0.0, self._owed_work - rate * max(0.0, now - self._owed_at))
         self._owed_at = now
 
-    def _enter(self, request_id: str, entry: _Admitted) -> None:
-        self._admitted[request_id] = entry
-        if entry.parent_id is not None:
-            self._living_samples[entry.parent_id] = self._living_samples.get(entry.parent_id, 0) + 1
+    def _wait(self, request_id: str, entry: _Admitted) -> None:
         self._waiting.setdefault(entry.priority, {})[request_id] = entry
         self._waiting_work[entry.priority] = self._waiting_work.get(entry.priority, 0.0) + entry.work
         self._num_waiting += 1
         self._waiting_tokens += entry.num_prompt_tokens
 
-    def _stop_waiting(self, request_id: str) -> bool:
+    def _stop_waiting(self, request_id: str) -> None:
         entry = self._admitted[request_id]
         waiting = self._waiting.get(entry.priority, {})
         if waiting.pop(request_id, None) is None:
-            return False
+            return
         self._waiting_work[entry.priority] -= entry.work
         if not waiting:
             del self._waiting[entry.priority], self._waiting_work[entry.priority]
         self._num_waiting -= 1
         self._waiting_tokens -= entry.num_prompt_tokens
-        return True
 
-    def _take_in(self, item: RequestProgress, now: float) -> float:
-        """The work that one progress stands for."""
-        entry = self._admitted.get(item.request_id)
-        if entry is None:
-            return 0.0
-        work = float(len(item.new_token_ids))
-        entry.num_output += len(item.new_token_ids)
-        if item.new_token_ids and not entry.started:
-            entry.started = True
-            work += PROMPT_WEIGHT * entry.num_prompt_tokens
-            self._stop_waiting(item.request_id)
-            if entry.foretold_s is not None:
-                self._late(entry.priority).add(now - entry.admitted_at - entry.foretold_s)
-        if item.finish_reason is not None:
-            self._leave(item.request_id, entry, item.finish_reason)
-        return work
 
-    def _leave(self, request_id: str, entry: _Admitted, reason: FinishReason) -> None:
-        self._stop_waiting(request_id)
-        del self._admitted[request_id]
-        if reason in (FinishReason.STOP, FinishReason.LENGTH):
-            self._mean_output.saw(entry.num_output)
-        if entry.parent_id is not None:
-            self._living_samples[entry.parent_id] -= 1
-            if not self._living_samples[entry.parent_id]:
-                del self._living_samples[entry.parent_id]
+def admission_of(config: AdmissionConfig, scheduler: SchedulerConfig) -> AdmissionController:
+    """The admission controller in front of an engine that is configured so."""
+    priority_first = scheduler.policy in PRIORITY_FIRST
+    return AdmissionController(config, max_num_seqs=scheduler.max_num_seqs, priority_first=priority_first)

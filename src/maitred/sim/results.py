@@ -252,7 +252,7 @@ class Results:
         self.tickets.add(request, slots)
 
     def failed(self, group: GroupResults, now: float, reason: str) -> None:
-        """Refused at the door or by a limit, or given up."""
+        """Refused by admission or by a limit, or given up."""
         group.failures[reason] += 1
         self._left(group, now)
 

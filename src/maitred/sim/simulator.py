@@ -16,6 +16,7 @@ from maitred.cost_model import CostModel, Slowness, StepShape, shape_of
 from maitred.engine.core import EngineCore, StepObserver
 from maitred.errors import MaitredError, Overloaded, RateLimited
 from maitred.gate.admission import AdmissionController
+from maitred.gate.gate import Gate, Lease
 from maitred.kvcache.manager import KVCacheManager
 from maitred.policy.policies import POLICIES
 from maitred.policy.policy import PolicyFactory
@@ -24,9 +25,10 @@ from maitred.request import FinishReason, RequestSpec, RequestState
 from maitred.scheduler.scheduler import Scheduler
 from maitred.sim.jitter import Jitter
 from maitred.sim.results import GroupResults, Results
-from maitred.sim.workload import Arrival, block_hashes, next_turn, request_of
+from maitred.sim.workload import Arrival, ask_of, block_hashes, next_turn, request_of
 from maitred.step import ModelOutput, RequestProgress, SampledRow, SchedulerOutput
-from maitred.tenancy.quota import Lease, QuotaBook
+from maitred.tenancy.caller import Caller, anybody
+from maitred.tenancy.quota import QuotaBook
 from maitred.tenancy.tenant import Tenant
 
 SlownessAt = Callable[[float], Slowness]
@@ -54,13 +56,14 @@ class SimulatedRequest:
     """A request while it is here."""
 
     arrival: Arrival
+    caller: Caller
     spec: RequestSpec
     group: GroupResults
     sampled: SampledRow  # the same after every step: tokens are all 0, nothing in the scheduler looks at them
     state: RequestState | None = None  # once the scheduler has it
     last_token_at: float = -1.0  # s; before the first token, negative
     num_slow_gaps: int = 0
-    lease: Lease | None = None  # of its tenant's limits
+    lease: Lease | None = None  # once the gate let it in
     slots: list[list[float]] = field(default_factory=list)  # from, to (s): when it had one; the last may lack its end
 
 
@@ -69,7 +72,7 @@ class Simulation:
     the machine's speed is always that of the cost model.
 
     What a request spends outside of the engine is that of `results.edge`; the engine's decisions know nothing of it.
-    Whom the limits of `tenants` or the admission (`admission`) turn away counts as failed, as at the edge of a server.
+    Requests of `tenants` are under their terms and limits; whom those or `admission` turn away counts as failed.
     """
 
     def __init__(
@@ -86,9 +89,10 @@ class Simulation:
     ) -> None:
         self.results = results
         self._setup = setup
-        self._tenants = tenants or {}
-        self._quotas = QuotaBook({})
-        self._admission = admission
+        quotas = QuotaBook({})
+        self._callers = {name: Caller(tenant, quotas.of(tenant)) for name, tenant in (tenants or {}).items()}
+        self._anybody = anybody()
+        self._gate = Gate(admission)
         self._shed: list[RequestProgress] = []  # since the last step; told along with the next one's progress
         self._clock = ManualClock()
         self._executor = _SimulatedExecutor(self._clock, cost_model, results, jitter, slowness)
@@ -139,61 +143,48 @@ class Simulation:
         at, order, arrival = event
         if order % 2:
             self._expect_next_of_source()
-        spec = request_of(arrival, self._setup.block_size)
-        group = self.results.tenant(arrival.tenant, arrival.weight)
+        caller = self._callers.get(arrival.tenant, self._anybody)
+        weight = arrival.weight if caller.is_anybody else caller.tenant.weight
+        group = self.results.tenant(arrival.tenant, weight)
         self.results.arrived(group, at)
-        live = SimulatedRequest(arrival, spec, group, SampledRow(arrival.request_id, (0,)))
+        spec = request_of(arrival, self._setup.block_size)
+        live = SimulatedRequest(arrival, caller, spec, group, SampledRow(arrival.request_id, (0,)))
         self._live[arrival.request_id] = live
         try:
-            self._pass_edge(live, at)
-            live.state = self._core.add(spec)
+            self._pass_gate(live, at)
+            live.state = self._core.add(live.spec)
         except MaitredError as error:
             self._refused(live, error)
         self.results.queue_length.add(at, len(self._live) - self.scheduler.num_running)
 
-    def _pass_edge(self, live: SimulatedRequest, now: float) -> None:
-        """Admission, limits, admission again, as a server does. Raises RateLimited, InsufficientQuota or Overloaded."""
-        admission, spec = self._admission, live.spec
-        if admission is not None:
-            admission.check_early(spec.priority, spec.ttft_slo_s, now)
-        tenant = self._tenants.get(live.arrival.tenant)
-        if tenant is not None and tenant.limits.any:
-            live.lease = self._quotas.of(tenant).enter(1, now)
-            live.lease.reserve(live.arrival.prompt_tokens + live.arrival.max_tokens, now)
-        if admission is not None:
-            for request_id in admission.admit(spec, now):
-                shed = self._core.shed(request_id)
-                self._shed += [shed] if shed is not None else []
+    def _pass_gate(self, live: SimulatedRequest, now: float) -> None:
+        """Raises RateLimited, InsufficientQuota or Overloaded."""
+        live.lease = self._gate.enter(live.caller, ask_of(live.arrival, live.caller.tenant), now)
+        admitted = self._gate.admit(live.lease, [live.spec], now)
+        (live.spec,) = admitted.specs
+        for request_id in admitted.shed:
+            shed = self._core.shed(request_id)
+            self._shed += [shed] if shed is not None else []
 
     def _refused(self, live: SimulatedRequest, error: MaitredError) -> None:
-        request_id = live.spec.request_id
-        del self._live[request_id]
+        del self._live[live.spec.request_id]
         if live.lease is not None:
             live.lease.end(0)
-        if isinstance(error, Overloaded) and self._admission is not None:
-            reason = self._admission.last_refusal
-        else:
-            reason = _reason_of(error)
-            self._tell_admission([RequestProgress(request_id, finish_reason=FinishReason.ERROR)])
-        self.results.failed(live.group, self._clock.now(), reason)
+        self.results.failed(live.group, self._clock.now(), _reason_of(error))
 
     # -- what comes of it
 
-    def _tell_admission(self, progress: list[RequestProgress]) -> None:
-        if self._admission is not None:
-            self._admission.stepped(progress, self._core.num_queued, self._clock.now())
-
     def _settle(self, progress: list[RequestProgress]) -> None:
         if progress:
-            self._tell_admission(progress)
+            self._gate.progressed(progress, self._core.num_queued, self._clock.now())
         for told in progress:
             if told.finish_reason is not None:
                 self._ended(self._live.pop(told.request_id), told.finish_reason)
 
     def _ended(self, live: SimulatedRequest, reason: FinishReason) -> None:
         assert live.state is not None
-        if live.lease is not None:
-            live.lease.end(live.state.num_tokens)
+        assert live.lease is not None
+        live.lease.end(live.state.num_tokens)
         if reason in ENDED_BY_ITSELF:
             live.slots[-1].append(self._clock.now())
             self.results.finished(live.group, live.state, num_slow_gaps=live.num_slow_gaps, slots=live.slots)
@@ -221,6 +212,8 @@ class Simulation:
 
 def _reason_of(error: MaitredError) -> str:
     """In a word, as the figures have it."""
+    if isinstance(error, Overloaded):
+        return error.reason
     return error.limit if isinstance(error, RateLimited) else "too_long"
 
 
@@ -299,8 +292,6 @@ class _SimulatedExecutor:
                     groups[key[0]] = live.group
                 if self._slow_gap_s is not None and now - last_at + self._edge_gap_s > self._slow_gap_s:
                     live.num_slow_gaps += 1
-            elif live.lease is not None:
-                live.lease.first_token()
             live.last_token_at = now
         for (group_id, last_at), times in gaps.items():
             groups[group_id].itl_s.add(now - last_at + self._edge_gap_s, times)

@@ -9,7 +9,7 @@ import itertools
 import math
 import random
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from typing import Any, TypeVar
 
@@ -17,6 +17,7 @@ from maitred.errors import ConfigError
 from maitred.sim.arrivals import arrival_times
 from maitred.sim.lengths import Draw, parse_length
 from maitred.sim.workload import Arrival, Span, Turn, chain
+from maitred.tenancy.caller import ANYBODY
 from maitred.tenancy.tenant import Limits, Tenant
 
 KINDS = ("poisson", "gamma", "diurnal")
@@ -194,10 +195,10 @@ class SyntheticWorkload:
 
     @property
     def tenants(self) -> dict[str, Tenant]:
-        """Those with their limits."""
+        """Those with their limits; any priority may be theirs."""
         names = [f.name for f in fields(Limits)]
         return {
-            name: Tenant(name=name, weight=t.weight, limits=Limits(**{n: getattr(t, n) for n in names}))
+            name: replace(ANYBODY, name=name, weight=t.weight, limits=Limits(**{n: getattr(t, n) for n in names}))
             for name, t in self.spec.tenants.items()
         }
 

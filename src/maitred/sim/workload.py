@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from hashlib import sha256
 from typing import NamedTuple, Protocol
 
+from maitred.errors import ConfigError
+from maitred.gate.gate import Ask
+from maitred.gate.terms import TimeLimits
 from maitred.request import RequestSpec, SamplingParams
 from maitred.tenancy.tenant import Tenant
-
-SAMPLING = SamplingParams(max_tokens=None, temperature=0.0)
 
 
 class Span(NamedTuple):
@@ -70,13 +72,38 @@ class Workload(Protocol):
         """In order of `at`."""
 
 
+def of_known_tenants(arrivals: Iterator[Arrival], tenants: Mapping[str, Tenant]) -> Iterator[Arrival]:
+    """Raises ConfigError at the first request of a tenant that there are no terms for."""
+    for arrival in arrivals:
+        if arrival.tenant and arrival.tenant not in tenants:
+            raise ConfigError(
+                f"request {arrival.request_id} is of tenant {arrival.tenant!r}, and the tenants given are "
+                f"{', '.join(sorted(tenants))}; add it to their file"
+            )
+        yield arrival
+
+
+def ask_of(arrival: Arrival, tenant: Tenant) -> Ask:
+    """A priority out of the tenant's range becomes the nearest in it, where a server would refuse."""
+    low, high = tenant.priorities
+    return Ask(
+        priority=None if arrival.priority is None else max(low, min(high, arrival.priority)),
+        limits=TimeLimits(arrival.ttft_slo_s, arrival.start_within_s, arrival.deadline_s),
+    )
+
+
+@lru_cache(maxsize=1024)
+def _sampling(max_tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, temperature=0.0)
+
+
 def request_of(arrival: Arrival, block_size: int) -> RequestSpec:
-    """A request made from hashes in place of tokens."""
+    """A request made from hashes in place of tokens, before any terms but its own."""
     at = arrival.at
     return RequestSpec(
         request_id=arrival.request_id,
         prompt_token_ids=(),
-        sampling=SAMPLING,
+        sampling=_sampling(arrival.max_tokens),
         arrived_at=at,
         num_prompt_tokens=arrival.prompt_tokens,
         max_tokens=arrival.max_tokens,

@@ -85,7 +85,7 @@ class TenantQuota:
         self.num_waiting = 0  # of those, without a first token
         self._requests, self._tokens = SlidingWindow(), SlidingWindow()
 
-    def enter(self, num_samples: int, now: float) -> Lease:
+    def enter(self, num_samples: int, now: float) -> QuotaLease:
         """Let one HTTP request in. Raises RateLimited or InsufficientQuota and changes nothing."""
         limits = self.limits
         self._requests.expire(now)
@@ -106,7 +106,7 @@ class TenantQuota:
         self._requests.take(1, now)
         self.num_in_flight += num_samples
         self.num_waiting += num_samples
-        return Lease(self, num_samples)
+        return QuotaLease(self, num_samples)
 
     def _check_room(self, name: str, what: str, held: int, wanted: int, limit: int | None) -> None:
         if limit is None or held + wanted <= limit:
@@ -196,7 +196,7 @@ class TenantQuota:
             assert all(amount >= 0 for _, amount in window._slots)
 
 
-class Lease:
+class QuotaLease:
     """One HTTP request's share of its tenant's limits, from `TenantQuota.enter` to `end`."""
 
     def __init__(self, quota: TenantQuota, num_samples: int) -> None:

@@ -109,7 +109,7 @@ def test_a_file_of_tenants_gives_a_trace_its_terms(trace: str, tmp_path: Path, c
     assert "tenant 'b'" in capsys.readouterr().err
 
 
-def test_the_door_is_there_when_asked_for(trace: str, capsys):
+def test_admission_is_there_when_asked_for(trace: str, capsys):
     words = ("-w", trace, "--device", "cpu", "--max-num-seqs", "1", "--rate-scale", "50", "--json")
     admission = ("--admission", "--max-queued-requests", "3")
     assert figures(capsys, *words)["fcfs"]["failed"] == {}

@@ -12,7 +12,7 @@ from maitred.api.dialects.openai.requests import note_usage, server_timing
 from maitred.api.dialects.openai.sampling import wanted_usage
 from maitred.api.dialects.openai.schemas import GenerationFields
 from maitred.api.generate.generation import Generation
-from maitred.api.generate.lease import tenant_lease
+from maitred.api.generate.lease import cache_salt, leased
 from maitred.api.generate.time_limits import time_limits
 from maitred.api.http.edge import Edge, RequestOptions
 from maitred.api.http.exchange import Exchange
@@ -42,20 +42,16 @@ async def complete(
     prompt, `num_samples` in all. It keeps no text but what is echoed.
     """
     usage, continuous = wanted_usage(body)
-    limits = time_limits(body, exchange.headers, edge.admission_config)
-    with (
-        tenant_lease(edge, exchange, body, num_samples) as lease,
-        edge.admit(num_samples, lease.priority, limits),
-        edge.kept_logprobs.answer() as keep,
-    ):
-        options = RequestOptions(priority=lease.priority, cache_salt=lease.cache_salt, limits=limits)
+    limits = time_limits(body, exchange.headers)
+    with leased(edge, exchange, body, num_samples, limits) as lease, edge.kept_logprobs.answer() as keep:
+        options = RequestOptions(cache_salt=cache_salt(edge, exchange.caller, body), limits=limits)
         events = EventStream(exchange, silence_s=edge.config.sse_keep_alive_s) if body.stream else None
         async with edge.watch(exchange, events):
             batches = await edge.in_thread(exchange, make_batches, options)
             if not body.echo:
                 exchange.large_bodies.release(exchange)
-            requests = lease.take(batches)
-            generation = exchange.generation = lease.follow(Generation(edge, requests, score_only=score_only))
+            batches = lease.admit(batches)
+            generation = exchange.generation = lease.generation = Generation(edge, batches, score_only=score_only)
             if events is not None:
                 await answer.stream(generation, events, usage=usage, continuous=continuous)
             else:

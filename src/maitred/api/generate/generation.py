@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import cast
@@ -57,7 +57,6 @@ class Generation:
         self.prompt_logprobs: list[list[TokenLogprobs]] = [[] for _ in batches]  # by prompt, positions 1..
         self._charges = [NO_CHARGES] * len(requests)  # by sample, as told last
         self.num_tokens_seen = [0] * len(requests)  # by sample, hidden ones too
-        self.on_first_token: Callable[[], None] | None = None  # told once for each sample
 
     def prompt_index(self, sample: Sample) -> int:
         return sample.index // self.num_samples_per_prompt
@@ -133,10 +132,10 @@ class Generation:
         waited_s = delta.timing.total_s if delta.timing is not None else 0.0
         if delta.finish_reason is FinishReason.QUEUE_TIMEOUT:
             message = f"the request was in no step after {waited_s:.3g} s, all the time it had to wait"
-            return QueueTimeout(message, retry_after_s=self._edge.retry_after_s())
+            return QueueTimeout(message, retry_after_s=self._edge.gate.retry_after_s(self._edge.clock.now()))
         if delta.finish_reason is FinishReason.SHED:
             message = f"after {waited_s:.3g} s in the queue the request made room for a more urgent one"
-            return Overloaded(message, retry_after_s=self._edge.retry_after_s())
+            return Overloaded(message, retry_after_s=self._edge.gate.retry_after_s(self._edge.clock.now()))
         if delta.finish_reason is FinishReason.TIMEOUT:
             return RequestTimeout(f"the request was not done after {waited_s:.3g} s, all the time it had")
         return GenerationFailed(delta.error or "the server ended this request")
@@ -164,8 +163,6 @@ class Generation:
                 gap_s = (now - sample.last_token_at) / new
                 self._edge.metrics.tokens_came(gap_s, new)
                 self._edge.latencies.between_tokens.observe(gap_s, new)
-            elif self.on_first_token is not None:
-                self.on_first_token()
             self._edge.latencies.tokens_came(sample.request.tenant, new)
             sample.last_token_at = now
             self.num_tokens_seen[sample.index] += new

@@ -6,42 +6,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
 
 from maitred.api.dialects.openai.schemas import GenerationFields
 from maitred.api.http.errors import shortened
-from maitred.config import AdmissionConfig
 from maitred.errors import InvalidRequest
+from maitred.gate.terms import TimeLimits
 
 MAX_MS = 24 * 3600 * 1000
-HEADERS: Mapping[str, str] = {
+HEADERS: Mapping[str, str] = {  # in the order of TimeLimits
     "ttft_slo_ms": "x-slo-ttft-ms",
     "queue_timeout_ms": "x-queue-timeout-ms",
     "timeout_ms": "x-request-timeout-ms",
 }
 
 
-class TimeLimits(NamedTuple):
-    """In seconds from arrival; None is no limit."""
-
-    ttft_slo_s: float | None = None
-    queue_timeout_s: float | None = None
-    timeout_s: float | None = None
-
-
-NO_LIMITS = TimeLimits()
-
-
-def time_limits(body: GenerationFields, headers: Mapping[bytes, bytes], config: AdmissionConfig) -> TimeLimits:
-    """The stricter of what the request asks, a field before its header, and what the server allows.
-
-    Raises InvalidRequest for anything that is not a number of milliseconds.
-    """
-    return TimeLimits(
-        _stricter(_asked("ttft_slo_ms", body, headers), config.ttft_objective_s),
-        _stricter(_asked("queue_timeout_ms", body, headers), config.queue_timeout_s),
-        _stricter(_asked("timeout_ms", body, headers), config.request_timeout_s),
-    )
+def time_limits(body: GenerationFields, headers: Mapping[bytes, bytes]) -> TimeLimits:
+    """What the request asks, a field before its header. Raises InvalidRequest for what is no number of milliseconds."""
+    return TimeLimits(*(_asked(field, body, headers) for field in HEADERS))
 
 
 def _asked(field: str, body: GenerationFields, headers: Mapping[bytes, bytes]) -> float | None:
@@ -65,7 +46,3 @@ def _number(sent: bytes, name: str) -> float:
     except (ValueError, UnicodeDecodeError):
         shown = shortened(sent.decode("latin-1"), 40)
         raise InvalidRequest(f"the header {name} is {shown!r}; it must be milliseconds", param=name) from None
-
-
-def _stricter(asked: float | None, allowed: float | None) -> float | None:
-    return min((limit for limit in (asked, allowed) if limit is not None), default=None)

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
-from maitred.errors import InvalidApiKey, PermissionDenied
+from maitred.errors import InvalidApiKey
+from maitred.tenancy.caller import Caller, anybody
 from maitred.tenancy.keys import Key, KeyRing, digest_of
-from maitred.tenancy.quota import QuotaBook, TenantQuota
-from maitred.tenancy.tenant import LEAST_URGENT, Tenant, TenantTable
-
-ANYBODY = Tenant(name="", tier="priority", priorities=(0, LEAST_URGENT), default_priority=0)
-"""The one tenant of a server that knows none; without limits, and with all rights."""
+from maitred.tenancy.quota import QuotaBook
+from maitred.tenancy.tenant import TenantTable
 
 
 class TenantSource(Protocol):
@@ -27,25 +24,6 @@ class TenantSource(Protocol):
         """Times a change could not be taken."""
 
 
-@dataclass(frozen=True, slots=True)
-class Caller:
-    """The sender of one HTTP request."""
-
-    tenant: Tenant
-    quota: TenantQuota
-    key_id: str = ""
-    is_admin: bool = False
-
-    @property
-    def is_anybody(self) -> bool:
-        return self.tenant is ANYBODY
-
-    def require_admin(self, what: str) -> None:
-        """Raises PermissionDenied for a key that is not an administrator's."""
-        if not self.is_admin:
-            raise PermissionDenied(f"this key may not {what}; it takes one with `admin: true`")
-
-
 class Authenticator:
     """Finds who is asking. Without tenants and keys the server is open, and everybody may do everything."""
 
@@ -58,7 +36,7 @@ class Authenticator:
         self._own = KeyRing([Key(id="", tenant="", digest=digest_of(key.encode()), admin=True) for key in api_keys])
         self._tenants = tenants
         self._quotas = QuotaBook(spent_tokens or {})
-        self._anybody = Caller(ANYBODY, self._quotas.of(ANYBODY), is_admin=True)
+        self._anybody = anybody()
         self._is_open = tenants is None and not api_keys
 
     def num_file_failures(self) -> int:

@@ -10,12 +10,11 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, Protocol, TypeVar, runtime_checkable
 
 import maitred
 from maitred.api.generate.kept_logprobs import KeptLogprobs
 from maitred.api.generate.text_threads import TextThreads
-from maitred.api.generate.time_limits import NO_LIMITS, TimeLimits
 from maitred.api.http.auth import Authenticator
 from maitred.api.http.bodies import LargeBodies
 from maitred.api.http.errors import shortened
@@ -28,13 +27,16 @@ from maitred.api.ops.latencies import Latencies
 from maitred.api.ops.live_feed import LiveFeed
 from maitred.api.ops.metrics_page import EdgeMetrics
 from maitred.clock import Clock
-from maitred.config import AdmissionConfig, SchedulerConfig, ServerConfig
+from maitred.config import SchedulerConfig, ServerConfig
 from maitred.engine.installed import policy_of
 from maitred.engine.intake import ServedModel, make_requests
-from maitred.errors import ConfigError, InvalidRequest, ModelNotFound, Overloaded, RequestError, Unavailable
+from maitred.errors import ConfigError, InvalidRequest, ModelNotFound, RequestError, Unavailable
 from maitred.gate.admission import AdmissionController
+from maitred.gate.gate import Gate
+from maitred.gate.terms import NO_LIMITS, TimeLimits
 from maitred.replica import Replica
 from maitred.request import RequestSpec, SamplingParams
+from maitred.step import RequestProgress
 from maitred.storage.ledger import Ledger
 
 if TYPE_CHECKING:
@@ -51,7 +53,6 @@ MANY_LOGPROBS = 4096  # 3 ms to write
 class RequestOptions:
     """What every sample of one HTTP request has in common besides its sampling."""
 
-    priority: int = 0
     cache_salt: str = ""
     limits: TimeLimits = NO_LIMITS
 
@@ -59,6 +60,13 @@ class RequestOptions:
 def _without_priorities(policy: str) -> str | None:
     """`policy`, if it says of itself that it heeds none."""
     return None if policy_of(SchedulerConfig(policy=policy)).heeds_priority else policy
+
+
+@runtime_checkable
+class TellsProgress(Protocol):
+    """A replica that tells of all progress at once, before those who wait for it are woken."""
+
+    on_progress: Callable[[list[RequestProgress], int, float], None]
 
 
 class Edge:
@@ -83,8 +91,7 @@ class Edge:
         self.replica: Replica = LoadingReplica()
         self._model: ServedModel | None = None
         self._paths: set[str] = set()  # where it lies, which is a name too
-        self.admission: AdmissionController | None = None
-        self.admission_config = AdmissionConfig()
+        self.gate = Gate()
         self.policy_without_priorities = None if policy is None else _without_priorities(policy)
         self.authenticator = authenticator if authenticator is not None else Authenticator(config.api_keys)
         self.metrics = EdgeMetrics(
@@ -106,16 +113,17 @@ class Edge:
         self.large_bodies = LargeBodies(config.max_body_bytes)
         self._text_threads = TextThreads()
         self._ids = itertools.count()
-        self._num_admitted = 0
-        self._empty = asyncio.Event()  # nobody is admitted
+        self._num_answering = 0
+        self._empty = asyncio.Event()  # nobody is being answered
         self._empty.set()
         self._watches: set[Watch] = set()
 
     def open(self, replica: Replica, model: ServedModel, admission: AdmissionController | None = None) -> None:
-        """The engine is there. `admission` is its own, which turns away more than it can serve in time."""
-        self.replica, self._model, self.admission = replica, model, admission
-        if admission is not None:
-            self.admission_config = admission.config
+        """The engine is there. `admission` knows its slots, and turns away more than it can serve in time."""
+        self.replica, self._model = replica, model
+        self.gate = Gate(admission, max_concurrent_requests=self.config.max_concurrent_requests)
+        if isinstance(replica, TellsProgress):
+            replica.on_progress = self.gate.progressed
         if model.root:
             self._paths.add(os.path.normpath(model.root))
             with suppress(FileNotFoundError):  # of a folder that is gone
@@ -123,7 +131,7 @@ class Edge:
         name = model.names[0]
         self.metrics.engine_came(replica, name, model.block_size, admission)
         self.live = LiveFeed(replica, self.latencies, name, is_over=lambda: self.draining)
-        self.decode_probe = DecodeProbe(replica, model, self.clock, timeout_s=self.config.decode_timeout_s)
+        self.decode_probe = DecodeProbe(replica, model, self.clock, self.gate, timeout_s=self.config.decode_timeout_s)
 
     @property
     def model(self) -> ServedModel:
@@ -132,10 +140,11 @@ class Edge:
             raise Unavailable(LOADING)
         return self._model
 
-    def policy_changed(self, policy: str) -> None:
+    def reconfigured(self, scheduler: SchedulerConfig) -> None:
         """Once priorities were heeded they stay welcome: no client's request becomes an error while the server runs."""
+        self.gate.reconfigure(scheduler)
         if self.policy_without_priorities is not None:
-            self.policy_without_priorities = _without_priorities(policy)
+            self.policy_without_priorities = _without_priorities(scheduler.policy)
 
     def check_loaded(self) -> None:
         """Raises Unavailable before the engine is there."""
@@ -158,36 +167,19 @@ class Edge:
         return name
 
     @contextmanager
-    def admit(self, num_samples: int, priority: int = 0, limits: TimeLimits = NO_LIMITS) -> Iterator[None]:
-        """Hold room for `num_samples`; raises Unavailable or Overloaded, before any work was done.
-
-        What the engine's own admission would refuse whatever the prompt is refused here, before it is tokenised.
-        """
-        limit = self.config.max_concurrent_requests
-        if num_samples > limit:
-            raise InvalidRequest(f"prompts times n is {num_samples}; this server holds at most {limit} at once")
+    def answering(self) -> Iterator[None]:
+        """The server's end waits for what runs inside. Raises Unavailable when requests are not welcome."""
         if self.draining or not self._is_ready():
             state = "shutting down" if self.draining else "not ready yet"
             raise Unavailable(f"the server is {state}; try again", retry_after_s=1.0)
-        if self._num_admitted + num_samples > limit:
-            raise Overloaded(
-                f"{self._num_admitted} requests are in flight, the limit is {limit}; try again later",
-                retry_after_s=self.retry_after_s(),
-            )
-        if self.admission is not None:
-            self.admission.check_early(priority, limits.ttft_slo_s, self.clock.now())
-        self._num_admitted += num_samples
+        self._num_answering += 1
         self._empty.clear()
         try:
             yield
         finally:
-            self._num_admitted -= num_samples
-            if not self._num_admitted:
+            self._num_answering -= 1
+            if not self._num_answering:
                 self._empty.set()
-
-    def retry_after_s(self) -> float:
-        """When there may be room again, by the rate at which work leaves."""
-        return self.admission.retry_after_s(self.clock.now()) if self.admission is not None else 1.0
 
     @asynccontextmanager
     async def watch(self, exchange: Exchange, events: EventStream | None = None) -> AsyncIterator[None]:
@@ -202,7 +194,7 @@ class Edge:
             self._watches.discard(watch)
 
     async def emptied(self) -> None:
-        """Returns when every request that was admitted has ended."""
+        """Returns when every request has its answer."""
         await self._empty.wait()
 
     def cut_all(self) -> None:
@@ -240,7 +232,6 @@ class Edge:
                     sampling,
                     request_id=f"{next(self._ids):x}.{completion_id}",
                     now=now,
-                    priority=options.priority,
                     cache_salt=options.cache_salt,
                     ttft_slo_s=options.limits.ttft_slo_s,
                     start_by=_after(now, options.limits.queue_timeout_s),

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 from starlette.types import Message, Receive, Scope, Send
 
-from maitred.api.http.auth import Caller
 from maitred.api.http.bodies import SMALL_BYTES, LargeBodies, decode_body
 from maitred.api.http.errors import ClientGone, HttpError, RequestTooSlow, UnsupportedMediaType
 from maitred.errors import RequestTooLarge
+from maitred.tenancy.caller import Caller
 
 if TYPE_CHECKING:
     from maitred.api.generate.generation import Generation

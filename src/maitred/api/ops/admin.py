@@ -77,7 +77,7 @@ async def change_policy(edge: Edge, exchange: Exchange) -> None:
         await engine.configure(config)
     except ConfigError as error:
         raise InvalidRequest(str(error), param="policy") from None
-    edge.policy_changed(config.policy)
+    edge.reconfigured(config)
     await exchange.answer_json(policy_view(config, await engine.policy_names()))
 
 

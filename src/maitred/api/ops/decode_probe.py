@@ -8,23 +8,26 @@ import itertools
 from maitred.clock import Clock
 from maitred.engine.intake import ServedModel, make_requests
 from maitred.errors import EngineDead, GenerationFailed, Unavailable
+from maitred.gate.gate import Ask, Gate
 from maitred.replica import Replica
 from maitred.request import FinishReason, SamplingParams
+from maitred.tenancy.caller import anybody
 from maitred.tenancy.tenant import LEAST_URGENT
 
 
 class DecodeProbe:
     """Touched by the event loop alone. A flood of questions costs the engine one token at a time."""
 
-    def __init__(self, replica: Replica, model: ServedModel, clock: Clock, *, timeout_s: float) -> None:
-        self._replica, self._model, self._clock, self._timeout_s = replica, model, clock, timeout_s
+    def __init__(self, replica: Replica, model: ServedModel, clock: Clock, gate: Gate, *, timeout_s: float) -> None:
+        self._replica, self._model, self._clock, self._gate = replica, model, clock, gate
+        self._timeout_s = timeout_s
         self._under_way: asyncio.Task[float] | None = None
         self._numbers = itertools.count()
 
     async def seconds(self) -> float:
         """What one token of the least urgent request took, queue included.
 
-        Raises EngineDead, Overloaded when the door lets nobody of that class in, Unavailable when it took too long, and
+        Raises EngineDead, Overloaded when the gate lets nobody of that class in, Unavailable when it took too long, and
         GenerationFailed.
         """
         if self._under_way is None or self._under_way.done():
@@ -42,6 +45,8 @@ class DecodeProbe:
             now=began_at,
             priority=LEAST_URGENT,
         )
+        lease = self._gate.enter(anybody(), Ask(num_samples=0, priority=LEAST_URGENT), began_at)
+        self._gate.admit(lease, [request], began_at)  # whose terms it is not under: it has a limit of its own
         try:
             async with asyncio.timeout(self._timeout_s):
                 async for progress in self._replica.submit(request):
@@ -53,4 +58,5 @@ class DecodeProbe:
             raise Unavailable(f"no token in {self._timeout_s:g} s") from None
         finally:
             self._replica.abort(request.request_id)  # ignored when it has ended
+            lease.end(1)
         raise EngineDead("the engine gave no token and no reason")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from random import Random
@@ -17,16 +18,16 @@ from maitred.cli.simulate.table import table
 from maitred.config import AdmissionConfig, CacheConfig, SchedulerConfig
 from maitred.engine.installed import installed_policies
 from maitred.errors import did_you_mean
-from maitred.gate.admission import PRIORITY_FIRST, AdmissionController
+from maitred.gate.admission import admission_of
 from maitred.policy.parameters import parameters_of
 from maitred.policy.predictor import PREDICTORS
 from maitred.sim.jitter import Jitter
 from maitred.sim.report import html_report, svg_report
 from maitred.sim.results import Objectives, Results
 from maitred.sim.simulator import EngineSetup, Simulation
-from maitred.sim.terms import WorkloadUnderTerms
-from maitred.sim.workload import Workload
+from maitred.sim.workload import Workload, of_known_tenants
 from maitred.storage.key_files import read_tenant_file
+from maitred.tenancy.tenant import Tenant
 
 if TYPE_CHECKING:
     from maitred.cli.simulate.options import SimulatedSchedulerConfig, SimulateOptions
@@ -43,7 +44,8 @@ def run_simulations(
         _known("--policy-arg", argument, choices)
     objectives = Objectives(**{f"{name}_s": bound for name, bound in map(parse_slo, options.slo)})
     target = find_target(options.device, options.model)
-    workload = _under_terms(read_workload(options.workload, options.rate_scale), options.tenants, applied)
+    workload = read_workload(options.workload, options.rate_scale)
+    tenants = None if options.tenants is None else read_tenant_file(Path(options.tenants)).tenants
     note(f"{target.label}; {options.workload}, policies {', '.join(policies)}")
     if target.doubt is not None:
         note(f"warning: {target.doubt}")
@@ -52,7 +54,7 @@ def run_simulations(
         began = time.perf_counter()
         setup = engine_setup(scheduler, cache, target, policy)
         seed = options.seed if options.jitter else None
-        outcomes[policy] = simulate(setup, target, workload, objectives, seed=seed, admission=applied)
+        outcomes[policy] = simulate(setup, target, workload, objectives, seed=seed, tenants=tenants, admission=applied)
         _note_speed(policy, outcomes[policy], time.perf_counter() - began)
     _tell(options, outcomes, target)
     return 0
@@ -83,24 +85,22 @@ def simulate(
     objectives: Objectives,
     *,
     seed: int | None,
+    tenants: Mapping[str, Tenant] | None = None,
     admission: AdmissionConfig | None = None,
 ) -> Results:
-    """`seed` of the jitter; None has none. Without `admission` everybody gets in whom no limit keeps out."""
+    """`seed` of the jitter; None has none. `tenants` in place of the workload's own. Without `admission` everybody gets
+    in whom no limit keeps out. Raises ConfigError for a request of none of the tenants given.
+    """
+    arrivals = workload.arrivals() if tenants is None else of_known_tenants(workload.arrivals(), tenants)
     simulation = Simulation(
         setup,
         target.cost_model,
         Results(objectives, target.edge),
         jitter=None if seed is None else Jitter(target.cost_model, Random(seed)),
-        tenants=workload.tenants,
-        admission=None if admission is None else _controller(admission, setup.scheduler),
+        tenants=workload.tenants if tenants is None else tenants,
+        admission=None if admission is None else admission_of(admission, setup.scheduler),
     )
-    return simulation.run(workload.arrivals())
-
-
-def _controller(admission: AdmissionConfig, scheduler: SchedulerConfig) -> AdmissionController:
-    return AdmissionController(
-        admission, max_num_seqs=scheduler.max_num_seqs, priority_first=scheduler.policy in PRIORITY_FIRST
-    )
+    return simulation.run(arrivals)
 
 
 def _admission(options: SimulateOptions, admission: AdmissionConfig) -> AdmissionConfig | None:
@@ -110,13 +110,6 @@ def _admission(options: SimulateOptions, admission: AdmissionConfig) -> Admissio
         if getattr(admission, field.name) != getattr(AdmissionConfig(), field.name):
             raise UsageError(f"--{field.name.replace('_', '-')} is for --admission, which was not given; add it")
     return None
-
-
-def _under_terms(workload: Workload, tenants: str | None, admission: AdmissionConfig | None) -> Workload:
-    if tenants is None and admission is None:
-        return workload
-    given = None if tenants is None else read_tenant_file(Path(tenants)).tenants
-    return WorkloadUnderTerms(workload, given, admission or AdmissionConfig())
 
 
 def _policies(names: str, known: list[str]) -> list[str]:

@@ -13,7 +13,7 @@ from maitred.api.dialects.openai.bounded import any_object, check_object
 from maitred.api.dialects.openai.logprobs import TokenNames, chat_logprobs, named_prompt_logprobs, packed_chat_logprobs
 from maitred.api.dialects.openai.messages import render_chat, text_of
 from maitred.api.dialects.openai.refusals import CHAT_REFUSED, ChatAsSent, refuse_unbuilt
-from maitred.api.dialects.openai.requests import cap_max_tokens, completion_id
+from maitred.api.dialects.openai.requests import completion_id
 from maitred.api.dialects.openai.sampling import chat_sampling, check_common
 from maitred.api.dialects.openai.schemas import (
     AssistantMessage,
@@ -33,6 +33,7 @@ from maitred.api.http.exchange import Exchange
 from maitred.api.http.sse import EventStream
 from maitred.engine.output import TextDelta
 from maitred.errors import RequestError
+from maitred.gate.terms import cap_max_tokens
 from maitred.request import RequestSpec, SamplingParams
 
 _DECODER = msgspec.json.Decoder(ChatAsSent)

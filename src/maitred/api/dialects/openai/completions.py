@@ -10,7 +10,7 @@ import msgspec
 from maitred.api.dialects.openai.bounded import MAX_LISTED, Prompt, prompts_of
 from maitred.api.dialects.openai.logprobs import CompletionLogprobsWriter, TokenNames, joined, named_prompt_logprobs
 from maitred.api.dialects.openai.refusals import COMPLETION_REFUSED, CompletionAsSent, refuse_unbuilt
-from maitred.api.dialects.openai.requests import cap_max_tokens, completion_id
+from maitred.api.dialects.openai.requests import completion_id
 from maitred.api.dialects.openai.sampling import COMPLETION_MAX_TOKENS, check_common, completion_sampling
 from maitred.api.dialects.openai.schemas import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
 from maitred.api.generate.complete import complete
@@ -21,6 +21,7 @@ from maitred.api.http.exchange import Exchange
 from maitred.api.http.sse import EventStream
 from maitred.engine.output import TextDelta
 from maitred.errors import RequestError
+from maitred.gate.terms import cap_max_tokens
 from maitred.request import RequestSpec
 
 _DECODER = msgspec.json.Decoder(CompletionAsSent)

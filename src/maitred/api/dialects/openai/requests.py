@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from msgspec.structs import replace
-
 from maitred.api.dialects.openai.schemas import GenerationFields
 from maitred.api.generate.generation import Generation, timing_parts_ms
 from maitred.api.http.exchange import REQUEST_ID, Exchange
 from maitred.errors import InvalidRequest
-from maitred.request import RequestSpec
 
 
 def completion_id(prefix: str, body: GenerationFields, exchange: Exchange) -> str:
@@ -20,13 +15,6 @@ def completion_id(prefix: str, body: GenerationFields, exchange: Exchange) -> st
     if not REQUEST_ID.fullmatch(body.request_id.encode("utf-8", "replace")):
         raise InvalidRequest("request_id must be 1 to 128 characters of A-Z a-z 0-9 . _ -", param="request_id")
     return f"{prefix}-{body.request_id}"
-
-
-def cap_max_tokens(requests: Sequence[RequestSpec], limit: float | None) -> list[RequestSpec]:
-    """Where the client set no limit, `limit` holds as far as the context has room; a default never refuses a prompt."""
-    if limit is None or any(request.sampling.max_tokens is not None for request in requests):
-        return list(requests)
-    return [replace(request, max_tokens=max(1, min(request.max_tokens, int(limit)))) for request in requests]
 
 
 def server_timing(generation: Generation) -> tuple[tuple[bytes, bytes], ...]:

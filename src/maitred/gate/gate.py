@@ -1,0 +1,187 @@
+"""The gate: who may ask for what, what of a quota it takes, and whether it may queue; one lease from there to the end.
+
+It knows tenants and engines by what it is given: a server, a router in front of many and the simulator use the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from maitred.config import AdmissionConfig, SchedulerConfig
+from maitred.errors import InvalidRequest, MaitredError, Overloaded
+from maitred.gate.admission import MIN_RETRY_S, AdmissionController
+from maitred.gate.terms import (
+    NO_LIMITS,
+    TimeLimits,
+    cap_max_tokens,
+    granted_priority,
+    num_prompt_tokens,
+    within,
+)
+from maitred.request import FinishReason, RequestSpec
+from maitred.step import RequestProgress
+from maitred.tenancy.caller import Caller
+from maitred.tenancy.quota import QuotaLease
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """What a request says of itself before its prompt is looked at."""
+
+    num_samples: int = 1
+    """Of all its prompts; 0 takes no place, as the server's own probes."""
+    priority: int | None = None
+    """None is the tenant's default."""
+    limits: TimeLimits = NO_LIMITS
+
+
+class Admitted(NamedTuple):
+    """Requests under their terms, to be submitted now."""
+
+    specs: list[RequestSpec]
+    shed: tuple[str, ...]
+    """Ids of those that leave the queue for them: abort these with FinishReason.SHED."""
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """What one request holds: of its tenant's quota, of the server's bound, of the queue. `end` gives it all back."""
+
+    gate: Gate
+    caller: Caller
+    num_samples: int
+    priority: int
+    limits: TimeLimits  # of tenant and server
+    quota: QuotaLease | None
+    request_ids: tuple[str, ...] = ()  # once admitted
+    waiting: set[str] = field(default_factory=set)  # of them, without a first token
+    ended: bool = False
+
+    def tokens_came(self, request_id: str, num_tokens: int, now: float) -> None:
+        """Of one of its samples; with the first its wait is over, for quota and queue alike."""
+        if request_id in self.waiting:
+            self.waiting.discard(request_id)
+            if self.quota is not None:
+                self.quota.first_token()
+        if self.gate.admission is not None:
+            self.gate.admission.tokens_came(request_id, num_tokens, now)
+
+    def sample_ended(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
+        """It is with the engine no longer; told again, it changes nothing."""
+        self.gate.leases.pop(request_id, None)
+        if self.gate.admission is not None:
+            self.gate.admission.leave(request_id, reason)
+
+    def end(self, num_tokens: int) -> None:
+        """Give back everything but the tokens used, prompt and output; idempotent."""
+        if self.ended:
+            return
+        self.ended = True
+        self.gate.num_in_flight -= self.num_samples
+        if self.quota is not None:
+            self.quota.end(num_tokens)
+        for request_id in self.request_ids:
+            self.sample_ended(request_id)
+
+
+class Gate:
+    """Lets requests in, or raises why not; holds no lock and reads no clock.
+
+    Without `admission` nobody is turned away for the queue, without `max_concurrent_requests` nobody for the number of
+    samples in flight.
+    """
+
+    def __init__(
+        self, admission: AdmissionController | None = None, *, max_concurrent_requests: int | None = None
+    ) -> None:
+        self.admission = admission
+        self.num_in_flight = 0  # samples, of all leases
+        self._max_concurrent_requests = max_concurrent_requests
+        config = admission.config if admission is not None else AdmissionConfig()
+        self._limits = TimeLimits(config.ttft_objective_s, config.queue_timeout_s, config.request_timeout_s)
+        self.leases: dict[str, Lease] = {}  # by request id, of those that have something to hear of it
+
+    def enter(self, caller: Caller, ask: Ask, now: float) -> Lease:
+        """Before any work is done for a request.
+
+        Raises PermissionDenied for a priority that the caller may not have, RateLimited or InsufficientQuota for its
+        tenant's limits, InvalidRequest for more samples than the server ever holds, and Overloaded.
+        """
+        priority = granted_priority(caller.tenant, ask.priority)
+        quota = None if caller.is_anybody else caller.quota.enter(ask.num_samples, now)
+        tenant = caller.tenant
+        limits = self._limits.and_also(TimeLimits(tenant.ttft_slo_s, tenant.queue_timeout_s, tenant.timeout_s))
+        try:
+            self._check_room(ask.num_samples, now)
+            if self.admission is not None:
+                self.admission.check_early(priority, ask.limits.and_also(limits).ttft_slo_s, now)
+        except MaitredError:
+            if quota is not None:
+                quota.end(0)
+            raise
+        self.num_in_flight += ask.num_samples
+        return Lease(self, caller, ask.num_samples, priority, limits, quota)
+
+    def admit(self, lease: Lease, specs: Sequence[RequestSpec], now: float) -> Admitted:
+        """All samples of a request once its tokens are known, or only how many: all are let in, or none.
+
+        Raises RateLimited, InsufficientQuota or Overloaded; the lease has ended then.
+        """
+        specs = self._under_terms(lease, specs, now)
+        try:
+            if lease.quota is not None:
+                lease.quota.reserve(num_prompt_tokens(specs) + sum(spec.max_tokens for spec in specs), now)
+            shed = self.admission.admit_all(specs, now) if self.admission is not None else ()
+        except MaitredError:
+            lease.end(0)
+            raise
+        lease.request_ids = tuple(spec.request_id for spec in specs)
+        lease.waiting.update(lease.request_ids)
+        if self.admission is not None or lease.quota is not None:
+            self.leases.update(dict.fromkeys(lease.request_ids, lease))
+        return Admitted(specs, shed)
+
+    def progressed(self, progress: Iterable[RequestProgress], num_queued: int, now: float) -> None:
+        """What came out of the engine at once, and how many requests had no place in it then."""
+        for item in progress:
+            lease = self.leases.get(item.request_id)
+            if lease is None:
+                continue
+            if item.new_token_ids:
+                lease.tokens_came(item.request_id, len(item.new_token_ids), now)
+            if item.finish_reason is not None:
+                lease.sample_ended(item.request_id, item.finish_reason)
+        if self.admission is not None:
+            self.admission.look(num_queued, now)
+
+    def reconfigure(self, scheduler: SchedulerConfig) -> None:
+        """The engine has another number of slots, or another policy."""
+        if self.admission is not None:
+            self.admission.reconfigure(scheduler)
+
+    def retry_after_s(self, now: float) -> float:
+        """When there may be room again, by the rate at which work leaves."""
+        return self.admission.retry_after_s(now) if self.admission is not None else MIN_RETRY_S
+
+    def _check_room(self, num_samples: int, now: float) -> None:
+        limit = self._max_concurrent_requests
+        if limit is None:
+            return
+        if num_samples > limit:
+            raise InvalidRequest(f"prompts times n is {num_samples}; this server holds at most {limit} at once")
+        if num_samples and self.num_in_flight + num_samples > limit:
+            raise Overloaded(
+                f"{self.num_in_flight} requests are in flight, the limit is {limit}; try again later",
+                retry_after_s=self.retry_after_s(now),
+            )
+
+    def _under_terms(self, lease: Lease, specs: Sequence[RequestSpec], now: float) -> list[RequestSpec]:
+        caller, tenant = lease.caller, lease.caller.tenant
+        terms: dict[str, Any] = {"priority": lease.priority}
+        if not caller.is_anybody:
+            silent = caller.quota.silent_max_tokens(num_prompt_tokens(specs), len(specs), now)
+            specs = cap_max_tokens(cap_max_tokens(specs, tenant.default_max_tokens), silent)
+            terms |= {"tenant": tenant.name, "weight": tenant.weight, "key_id": caller.key_id}
+        return [within(spec, lease.limits, **terms) for spec in specs]

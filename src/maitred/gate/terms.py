@@ -1,0 +1,72 @@
+"""Terms: what a tenant and the server lay over what a request says of itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from msgspec.structs import replace
+
+from maitred.errors import PermissionDenied
+from maitred.request import RequestSpec
+from maitred.tenancy.tenant import Tenant
+
+
+class TimeLimits(NamedTuple):
+    """In seconds from arrival; None is no limit."""
+
+    ttft_slo_s: float | None = None
+    queue_timeout_s: float | None = None
+    timeout_s: float | None = None
+
+    def and_also(self, other: TimeLimits) -> TimeLimits:
+        """The stricter of both."""
+        return TimeLimits(*map(_stricter, self, other))
+
+
+NO_LIMITS = TimeLimits()
+
+
+def granted_priority(tenant: Tenant, asked: int | None) -> int:
+    """The priority asked for, or the tenant's default. Raises PermissionDenied outside of the tenant's range."""
+    if asked is None:
+        return tenant.default_priority
+    low, high = tenant.priorities
+    if not low <= asked <= high:
+        raise PermissionDenied(
+            f"priority is {asked}; this key may ask for {low} (most urgent) to {high}", param="priority"
+        )
+    return asked
+
+
+def within(spec: RequestSpec, limits: TimeLimits, **terms: Any) -> RequestSpec:
+    """`spec` with the stricter of its own time limits and these, and other fields as `terms` say."""
+    return replace(
+        spec,
+        **terms,
+        ttft_slo_s=_stricter(spec.ttft_slo_s, limits.ttft_slo_s),
+        start_by=_stricter(spec.start_by, _after(spec.arrived_at, limits.queue_timeout_s)),
+        finish_by=_stricter(spec.finish_by, _after(spec.arrived_at, limits.timeout_s)),
+    )
+
+
+def cap_max_tokens(specs: Sequence[RequestSpec], limit: float | None) -> list[RequestSpec]:
+    """Where the client set no limit, `limit` holds as far as the context has room; a default never refuses a prompt."""
+    if limit is None or any(spec.sampling.max_tokens is not None for spec in specs):
+        return list(specs)
+    return [replace(spec, max_tokens=max(1, min(spec.max_tokens, int(limit)))) for spec in specs]
+
+
+def num_prompt_tokens(specs: Iterable[RequestSpec]) -> int:
+    """Of one request; the samples of a prompt share its tokens."""
+    return sum(spec.num_prompt_tokens for spec in specs if spec.sample_index == 0)
+
+
+def _stricter(one: float | None, other: float | None) -> float | None:
+    if one is None or other is None:
+        return other if one is None else one
+    return min(one, other)
+
+
+def _after(arrived_at: float, seconds: float | None) -> float | None:
+    return None if seconds is None else arrived_at + seconds

@@ -1,0 +1,137 @@
+"""The gate in front of a running engine: refusals come at once, whatever the step under way does."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from maitred.clock import WallClock
+from maitred.config import AdmissionConfig, SchedulerConfig
+from maitred.engine.client import EngineClient
+from maitred.engine.core import EngineCore
+from maitred.errors import Overloaded
+from maitred.gate.admission import AdmissionController
+from maitred.gate.gate import Ask, Gate
+from maitred.request import FinishReason, RequestSpec
+from maitred.step import ModelOutput, RequestProgress, SchedulerOutput
+from maitred.tenancy.caller import anybody
+from tests.engine.worlds import client_of
+from tests.fakes import FakeExecutor, make_scheduler, make_spec
+from tests.waiting import HANGS_S, until_async
+
+
+class HeldExecutor(FakeExecutor):
+    """Stays in its step until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entered, self.let_go = threading.Event(), threading.Event()
+
+    def execute(self, plan: SchedulerOutput) -> ModelOutput:
+        self.entered.set()
+        assert self.let_go.wait(HANGS_S)
+        return super().execute(plan)
+
+
+class GatedEngine:
+    """One slot behind a gate, and a first request in a step that does not end."""
+
+    def __init__(self, **config: object) -> None:
+        self.executor = HeldExecutor()
+        self.admission = AdmissionController(AdmissionConfig(**config), max_num_seqs=1)  # type: ignore[arg-type]
+        self.gate = Gate(self.admission)
+        core = EngineCore(make_scheduler(max_num_seqs=1), self.executor, WallClock())
+        self.client: EngineClient = client_of(core)
+        self.client.on_progress = self.gate.progressed
+
+    async def all_of(self, spec: RequestSpec) -> list[RequestProgress]:
+        now = WallClock().now()
+        lease = self.gate.enter(anybody(), Ask(priority=spec.priority), now)
+        admitted = self.gate.admit(lease, [spec], now)
+        for request_id in admitted.shed:
+            self.client.abort(request_id, FinishReason.SHED)
+        try:
+            return [progress async for progress in self.client.submit(admitted.specs[0])]
+        finally:
+            lease.end(0)
+
+    async def begin(self, *specs: RequestSpec) -> list[asyncio.Task[list[RequestProgress]]]:
+        """The requests, submitted in this order."""
+        tasks = [asyncio.create_task(self.all_of(spec)) for spec in specs]
+        await asyncio.sleep(0)
+        return tasks
+
+    async def in_a_step(self) -> None:
+        await asyncio.to_thread(self.executor.entered.wait, HANGS_S)
+
+
+async def test_a_refusal_does_not_wait_for_the_step_under_way():
+    engine = GatedEngine(max_queued_requests=2)
+    tasks = await engine.begin(make_spec(), make_spec())
+    await engine.in_a_step()
+    for _ in range(20):
+        with pytest.raises(Overloaded) as refused:
+            await engine.all_of(make_spec())
+    assert refused.value.retry_after_s >= 1.0
+    assert engine.admission.num_refused["requests"] == 20
+    engine.executor.let_go.set()
+    assert [len(done) for done in await asyncio.gather(*tasks)] == [4, 4], "those let in are served"
+    assert (engine.admission.num_inside, engine.gate.num_in_flight) == (0, 0)
+    await engine.client.close()
+
+
+async def test_a_less_urgent_one_leaves_the_queue_for_a_more_urgent_one():
+    engine = GatedEngine(max_queued_requests=2)
+    running, low = await engine.begin(make_spec(), make_spec(priority=3))
+    await engine.in_a_step()
+    (urgent,) = await engine.begin(make_spec(priority=0))
+    engine.executor.let_go.set()
+    assert [p.finish_reason for p in await low] == [FinishReason.SHED]
+    assert (await urgent)[-1].finish_reason is FinishReason.LENGTH
+    assert (await running)[-1].finish_reason is FinishReason.LENGTH
+    assert engine.admission.num_inside == 0
+    await engine.client.close()
+
+
+async def test_one_that_is_in_a_step_is_not_shed():
+    engine = GatedEngine(max_queued_requests=1)
+    (running,) = await engine.begin(make_spec(priority=3))
+    await engine.in_a_step()
+    (urgent,) = await engine.begin(make_spec(priority=0))  # the gate does not know yet that the other one runs
+    engine.executor.let_go.set()
+    assert (await running)[-1].finish_reason is FinishReason.LENGTH
+    assert (await urgent)[-1].finish_reason is FinishReason.LENGTH
+    await engine.client.close()
+
+
+async def test_an_abort_makes_room_before_the_engine_knows_of_it():
+    engine = GatedEngine(max_queued_requests=1)
+    (gone,) = await engine.begin(make_spec())
+    await engine.in_a_step()
+    gone.cancel()
+    await until_async(gone.done)
+    (next_one,) = await engine.begin(make_spec())
+    engine.executor.let_go.set()
+    assert (await next_one)[-1].finish_reason is FinishReason.LENGTH
+    await engine.client.close()
+
+
+async def test_a_queued_request_ends_when_its_time_is_up():
+    engine = GatedEngine()
+    now = WallClock().now()
+    running, late = await engine.begin(make_spec(max_tokens=30), make_spec(start_by=now + 0.01))
+    await engine.in_a_step()
+    await asyncio.sleep(0.02)
+    engine.executor.let_go.set()
+    assert [p.finish_reason for p in await late] == [FinishReason.QUEUE_TIMEOUT]
+    await running
+    await engine.client.close()
+
+
+def test_the_gate_learns_of_another_number_of_slots():
+    gate = Gate(AdmissionController(AdmissionConfig(), max_num_seqs=1))
+    gate.reconfigure(SchedulerConfig(max_num_seqs=3, max_num_batched_tokens=64, policy="priority"))
+    assert gate.admission is not None
+    assert (gate.admission._max_num_seqs, gate.admission._priority_first) == (3, True)
