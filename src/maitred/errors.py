@@ -173,7 +173,10 @@ class Unavailable(ServerError):
 
 
 class Overloaded(Unavailable):
-    """Refused at admission, or shed from the queue for a more urgent one; nothing was computed for it."""
+    """Refused at admission, or shed from the queue for a more urgent one; nothing was computed for it.
+
+    `reason` is the admission controller's word for why, where it was one of its own.
+    """
 
     code = "server_overloaded"
 
