@@ -123,7 +123,7 @@ class World:
         state = ServerState()
         state.connections |= {object() for _ in range(num_others)}  # type: ignore[arg-type]
         config = uvicorn.Config(app, lifespan="off", log_config=None, timeout_keep_alive=75)
-        self.connection = GuardedConnection(app.edge, config, state, {}, self.loop)  # type: ignore[arg-type]
+        self.connection = GuardedConnection(app.edge, app.routes.format, config, state, {}, self.loop)  # type: ignore[arg-type]
         self.connection.connection_made(self.transport)  # type: ignore[arg-type]
 
     def send(self, data: bytes) -> None:

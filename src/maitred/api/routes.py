@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from maitred.api.dialects.openai import models, usage
 from maitred.api.dialects.openai import schemas as s
-from maitred.api.dialects.openai.chat import create_chat_completion
-from maitred.api.dialects.openai.completions import create_completion
+from maitred.api.dialects.openai.chat import CHAT
+from maitred.api.dialects.openai.completions import COMPLETIONS
+from maitred.api.dialects.openai.format import OPENAI
+from maitred.api.generate.complete import complete
 from maitred.api.http.edge import Edge
 from maitred.api.http.exchange import Exchange
 from maitred.api.http.routes import Route, RouteTable
@@ -28,7 +32,8 @@ ROUTES = RouteTable(
         Route(
             method="POST",
             path="/v1/chat/completions",
-            handler=create_chat_completion,
+            handler=partial(complete, CHAT),
+            format=CHAT.format,
             summary="Answer a conversation.",
             span="chat",
             body=s.ChatCompletionRequest,
@@ -39,7 +44,8 @@ ROUTES = RouteTable(
         Route(
             method="POST",
             path="/v1/completions",
-            handler=create_completion,
+            handler=partial(complete, COMPLETIONS),
+            format=COMPLETIONS.format,
             summary="Continue one or more texts.",
             span="text_completion",
             body=s.CompletionRequest,
@@ -131,7 +137,7 @@ ROUTES = RouteTable(
             handler=status.version,
             summary="The version of the server.",
             while_loading=True,
-            answer=s.VersionResponse,
+            answer=status.VersionResponse,
         ),
         Route(
             method="GET",
@@ -217,5 +223,6 @@ ROUTES = RouteTable(
             while_loading=True,
             text="application/json",
         ),
-    )
+    ),
+    OPENAI,
 )

@@ -1,63 +1,69 @@
-"""The way that both completion routes go once their bodies are understood: the tenant's lease, engine, last byte."""
+"""The way of every request that generates, whatever its dialect: its tenant's lease, engine, last byte."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from contextlib import aclosing
 from functools import partial
-from typing import Protocol
 
-import msgspec
-
-from maitred.api.dialects.openai.requests import note_usage, server_timing
-from maitred.api.dialects.openai.sampling import wanted_usage
-from maitred.api.dialects.openai.schemas import GenerationFields
-from maitred.api.generate.generation import Generation
+from maitred.api.generate.batches import make_batches
+from maitred.api.generate.dialect import Dialect, GenerationAsk, StreamWriter
+from maitred.api.generate.generation import Generation, timing_parts_ms
 from maitred.api.generate.lease import cache_salt, leased
 from maitred.api.generate.time_limits import time_limits
-from maitred.api.http.edge import Edge, RequestOptions
-from maitred.api.http.exchange import Exchange
+from maitred.api.http.edge import Edge
+from maitred.api.http.exchange import JSON_HEADERS, Exchange
 from maitred.api.http.sse import EventStream
-from maitred.request import RequestSpec
 
 
-class Answer(Protocol):
-    """Writes what came out, as the route's clients read it."""
-
-    def whole(self, generation: Generation) -> msgspec.Struct: ...
-
-    async def stream(self, generation: Generation, events: EventStream, *, usage: bool, continuous: bool) -> None: ...
-
-
-async def complete(
-    edge: Edge,
-    exchange: Exchange,
-    body: GenerationFields,
-    answer: Answer,
-    make_batches: Callable[[RequestOptions], list[list[RequestSpec]]],
-    *,
-    num_samples: int,
-    score_only: bool = False,
-) -> None:
-    """Generate, and answer whole or as a stream. `make_batches` renders and tokenises, in a thread: the samples of each
-    prompt, `num_samples` in all. It keeps no text but what is echoed.
-    """
-    usage, continuous = wanted_usage(body)
-    limits = time_limits(body, exchange.headers)
-    with leased(edge, exchange, body, num_samples, limits) as lease, edge.kept_logprobs.answer() as keep:
-        options = RequestOptions(cache_salt=cache_salt(edge, exchange.caller, body), limits=limits)
-        events = EventStream(exchange, silence_s=edge.config.sse_keep_alive_s) if body.stream else None
+async def complete(dialect: Dialect, edge: Edge, exchange: Exchange) -> None:
+    """Decode, tokenise, generate; answer whole or as a stream."""
+    ask = await _decoded(dialect, edge, exchange)
+    limits, salt = time_limits(ask.limits, exchange.headers), cache_salt(edge, exchange.caller, ask.cache_salt)
+    with leased(edge, exchange.caller, ask, limits) as lease, edge.kept_logprobs.answer() as keep:
+        events = EventStream(exchange, silence_s=edge.config.sse_keep_alive_s) if ask.stream else None
         async with edge.watch(exchange, events):
-            batches = await edge.in_thread(exchange, make_batches, options)
-            if not body.echo:
+            batches = await edge.in_thread(exchange, make_batches, edge, ask, salt, limits)
+            if not ask.keeps_text:
                 exchange.large_bodies.release(exchange)
             batches = lease.admit(batches)
-            generation = exchange.generation = lease.generation = Generation(edge, batches, score_only=score_only)
+            generation = exchange.generation = lease.generation = Generation(edge, batches, score_only=ask.score_only)
             if events is not None:
-                await answer.stream(generation, events, usage=usage, continuous=continuous)
+                await _stream(generation, events, ask.answer.stream(generation))
             else:
                 await generation.gather(keep)
-        note_usage(exchange, generation)
+        usage = generation.usage()
+        exchange.log |= {"prompt_tokens": usage.num_prompt_tokens, "completion_tokens": usage.num_generated_tokens}
         lease.end()
         if events is None:
-            whole = await edge.written(generation.num_logprobs, partial(answer.whole, generation))
-            await exchange.answer_json(whole, headers=server_timing(generation))
+            whole = await edge.written(generation.num_logprobs, partial(ask.answer.whole, generation))
+            await exchange.answer(whole, 200, (*JSON_HEADERS, *_server_timing(generation)))
+
+
+async def _decoded(dialect: Dialect, edge: Edge, exchange: Exchange) -> GenerationAsk:
+    """Nobody keeps the body as it was sent."""
+    body = await exchange.json_body()
+    async with exchange.turn():
+        return dialect.decode(edge, exchange, body)
+
+
+async def _stream(generation: Generation, events: EventStream, writer: StreamWriter) -> None:
+    """Send what `writer` makes of every delta, then the end."""
+    unfinished, last = len(generation.samples), b""
+    async with aclosing(generation.deltas()) as deltas:
+        async for sample, delta in deltas:
+            unfinished -= delta.finish_reason is not None
+            written = writer.delta(sample, delta)
+            if not unfinished:
+                last += written  # goes out with what follows, in one write
+            elif written:
+                await events.write(written)
+    await events.done(last + writer.last())
+
+
+def _server_timing(generation: Generation) -> tuple[tuple[bytes, bytes], ...]:
+    """The header `Server-Timing` (W3C), which browsers and proxies show: where the time in the engine went."""
+    timing = generation.timing()
+    if timing is None:
+        return ()
+    parts = ", ".join(f"{name};dur={ms:g}" for name, ms in timing_parts_ms(timing).items())
+    return ((b"server-timing", parts.encode()),)

@@ -7,11 +7,8 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import cast
+from typing import NamedTuple, cast
 
-from msgspec import UNSET
-
-from maitred.api.dialects.openai.schemas import CompletionTokensDetails, PromptTokensDetails, TimingMs, Usage
 from maitred.api.generate.kept_logprobs import Keep
 from maitred.api.http.edge import Edge
 from maitred.engine.output import MAX_MERGED, TextDelta, stream_text
@@ -21,6 +18,14 @@ from maitred.step import TokenLogprobs
 
 _GOOD_ENDS = (None, FinishReason.STOP, FinishReason.LENGTH)
 _Queue = asyncio.Queue[tuple[int, TextDelta] | Exception | None]
+
+
+class TokenUsage(NamedTuple):
+    """Tokens of a whole answer. A prompt counts once, however many samples it has."""
+
+    num_prompt_tokens: int
+    num_cached_tokens: int  # of the prompts, taken from the prefix cache
+    num_generated_tokens: int
 
 
 @dataclass(slots=True, eq=False)
@@ -82,18 +87,12 @@ class Generation:
         timings = [sample.timing for sample in self.samples if sample.timing is not None]
         return max(timings, key=lambda t: t.total_s) if len(timings) == len(self.samples) else None
 
-    def usage(self) -> Usage:
-        """A prompt counts once, whatever n is. The time's split is told once all have ended."""
-        timing = self.timing()
-        prompt = sum(batch[0].num_prompt_tokens for batch in self._batches)
-        completion = sum(sample.num_tokens for sample in self.samples)
-        return Usage(
-            prompt_tokens=prompt,
-            completion_tokens=completion,
-            total_tokens=prompt + completion,
-            prompt_tokens_details=PromptTokensDetails(self._num_cached()),
-            completion_tokens_details=CompletionTokensDetails(),
-            timing_ms=_timing_ms(timing) if timing is not None else UNSET,
+    def usage(self) -> TokenUsage:
+        """So far."""
+        return TokenUsage(
+            num_prompt_tokens=sum(batch[0].num_prompt_tokens for batch in self._batches),
+            num_cached_tokens=sum(c.num_cached_tokens for c in self._charges[:: self.num_samples_per_prompt]),
+            num_generated_tokens=sum(sample.num_tokens for sample in self.samples),
         )
 
     def num_tokens_used(self) -> tuple[int, int]:
@@ -106,9 +105,6 @@ class Generation:
         )
         seen = zip(charges, self.num_tokens_seen, strict=True)
         return prompt, sum(max(charge.num_generated_tokens, num_seen) for charge, num_seen in seen)
-
-    def _num_cached(self) -> int:
-        return sum(charges.num_cached_tokens for charges in self._charges[:: self.num_samples_per_prompt])
 
     async def deltas(self) -> AsyncGenerator[tuple[Sample, TextDelta], None]:
         """What each sample gained, as it comes; closing it ends all. Raises a ServerError when one cannot go on."""
@@ -208,10 +204,6 @@ def timing_parts_ms(timing: RequestTiming) -> dict[str, float]:
     """The five parts, in ms, to the microsecond; they add up to the stay in the engine."""
     parts = ("queue", "schedule", "prefill", "decode", "stall")
     return {part: round(getattr(timing, f"{part}_s") * 1000, 3) for part in parts}
-
-
-def _timing_ms(timing: RequestTiming) -> TimingMs:
-    return TimingMs(**timing_parts_ms(timing), ttft=round(timing.ttft_s * 1000, 3))
 
 
 def _stream(edge: Edge, batch: Sequence[RequestSpec]) -> AsyncGenerator[TextDelta, None]:

@@ -1,21 +1,18 @@
-"""The gate as a generation route meets it: what a body asks there, what is counted, and whom to shed."""
+"""The gate as a request that generates meets it: what it asks there, what is counted, and whom to shed."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from maitred.api.dialects.openai.refusals import unsupported
-from maitred.api.dialects.openai.schemas import GenerationFields
+from maitred.api.generate.dialect import GenerationAsk
 from maitred.api.generate.generation import Generation
 from maitred.api.http.edge import Edge
-from maitred.api.http.exchange import Exchange
 from maitred.errors import InvalidRequest, Overloaded, RateLimited
 from maitred.gate.gate import Ask, Lease
-from maitred.gate.terms import TimeLimits, granted_priority
+from maitred.gate.terms import TimeLimits
 from maitred.request import FinishReason, RequestSpec
 from maitred.tenancy.caller import Caller
-from maitred.tenancy.tenant import TIERS, tier_of_priority
 
 
 class HttpLease:
@@ -47,12 +44,9 @@ class HttpLease:
 
 
 @contextmanager
-def leased(
-    edge: Edge, exchange: Exchange, body: GenerationFields, num_samples: int, limits: TimeLimits
-) -> Iterator[HttpLease]:
+def leased(edge: Edge, caller: Caller, asked: GenerationAsk, limits: TimeLimits) -> Iterator[HttpLease]:
     """A request's lease, until it has its answer. Raises as `Gate.enter`, and Unavailable from a server that closes."""
-    caller = exchange.caller
-    ask = Ask(num_samples=num_samples, priority=_priority(caller, body), limits=limits)
+    ask = Ask(num_samples=asked.num_samples, priority=_priority(caller, asked), limits=limits)
     with edge.answering():
         lease = HttpLease(edge, caller, _enter(edge, caller, ask))
         try:
@@ -61,15 +55,9 @@ def leased(
             lease.end()
 
 
-def cache_salt(edge: Edge, caller: Caller, body: GenerationFields) -> str:
+def cache_salt(edge: Edge, caller: Caller, sent: str) -> str:
     """The client's own, and where there are tenants its tenant's."""
-    sent = body.cache_salt or ""
     return sent if caller.is_anybody else caller.tenant.cache_salt(edge.salt_secret, sent)
-
-
-def granted_tier(caller: Caller, body: GenerationFields) -> str:
-    """The one the request gets, for the answer. Raises PermissionDenied where it may not have what it asks for."""
-    return "default" if caller.is_anybody else tier_of_priority(_priority(caller, body))
 
 
 def _enter(edge: Edge, caller: Caller, ask: Ask) -> Lease:
@@ -98,12 +86,8 @@ def _counting_refusals(edge: Edge, caller: Caller) -> Iterator[None]:
         raise
 
 
-def _priority(caller: Caller, body: GenerationFields) -> int:
-    """Raises PermissionDenied for one that the key may not ask for."""
-    tier = body.service_tier
-    if tier not in (None, "auto", "default") and (caller.is_anybody or tier not in TIERS):
-        choices = "auto or default" if caller.is_anybody else ", ".join(("auto", *TIERS))
-        raise unsupported("service_tier", f"send {choices}")
-    if body.priority is None:
-        return caller.tenant.priority_of_tier(None if caller.is_anybody else tier)
-    return granted_priority(caller.tenant, body.priority)
+def _priority(caller: Caller, asked: GenerationAsk) -> int:
+    """What a service tier stands for, where no priority was sent."""
+    if asked.priority is not None:
+        return asked.priority
+    return caller.tenant.priority_of_tier(None if caller.is_anybody else asked.tier)

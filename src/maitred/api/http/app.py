@@ -16,7 +16,6 @@ from maitred.api.http.errors import CLIENT_GONE_STATUS, ClientGone, HttpError, h
 from maitred.api.http.exchange import REQUEST_ID, Exchange, Header
 from maitred.api.http.logs import ACCESS, ERRORS, log_fields
 from maitred.api.http.routes import RouteTable
-from maitred.api.http.sse import DONE
 from maitred.api.ops.orca import ASKED_BY, TOLD_BY, load_report
 from maitred.clock import Clock
 from maitred.errors import EngineDead, Overloaded, Unavailable
@@ -58,6 +57,7 @@ class App:
             max_body_bytes=self.edge.config.max_body_bytes,
             large_bodies=self.edge.large_bodies,
             headers=headers,
+            format=self.routes.format_of(scope["path"]),
         )
         exchange.standing_headers = partial(self._standing, exchange)
         tracing, method, path = self.edge.tracing, scope["method"], scope["path"]
@@ -145,17 +145,16 @@ async def _answer_error(exchange: Exchange, error: Exception, outage: Outage) ->
             outage.tell(exchange.request_id, str(error))
     elif answer.status >= 500 and not isinstance(error, Overloaded):  # those are many, and the access line has them
         _log_error(exchange, error, answer)
-    exchange.log["error"] = answer.body.error.code
+    exchange.log["error"] = answer.code
     if not exchange.started:
         await exchange.answer_error(answer)
     elif exchange.streaming and not exchange.complete:
-        # A stream that began can't change its status: an error object, which clients raise, then the usual end.
-        event = b"data: " + answer.encoded() + b"\n\n" + DONE
+        event = exchange.format.error_event(answer) + exchange.format.stream.end
         await exchange.send({"type": "http.response.body", "body": event})
 
 
 def _log_error(exchange: Exchange, error: Exception, answer: HttpError) -> None:
-    expected = answer.status in (503, 504) or answer.body.error.code == "generation_failed"
+    expected = answer.status in (503, 504) or answer.code == "generation_failed"
     fields = {"request_id": exchange.request_id, "error": str(error)}
     if expected:
         log_fields(ERRORS, logging.WARNING, "request failed", fields)

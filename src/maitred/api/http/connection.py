@@ -21,6 +21,7 @@ from uvicorn.server import ServerState
 from maitred.api.http.edge import Edge
 from maitred.api.http.errors import HeadTooLarge, RequestTooSlow, http_error
 from maitred.api.http.exchange import TOO_SLOW
+from maitred.api.http.formats import AnswerFormat
 from maitred.api.http.logs import ACCESS, log_fields
 from maitred.engine.limits import is_spare
 from maitred.errors import InvalidRequest, RequestError, Unavailable
@@ -54,13 +55,14 @@ class GuardedConnection(HttpToolsProtocol):
     def __init__(
         self,
         edge: Edge,
+        answers: AnswerFormat,
         config: Config,
         server_state: ServerState,
         app_state: dict[str, Any],
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
-        self._edge, self._limits = edge, edge.config
+        self._edge, self._answers, self._limits = edge, answers, edge.config
         self._phase = Phase.NOTHING
         self._in_work: RequestResponseCycle | None = None  # uvicorn's `cycle` is the last that came, perhaps pipelined
         self._num_messages = 0  # begun
@@ -349,7 +351,7 @@ class GuardedConnection(HttpToolsProtocol):
         answer = http_error(error)
         answering = self._in_work is not None and self._in_work.response_started and not self._in_work.response_complete
         if not answering and not self.transport.is_closing():
-            body = answer.encoded()
+            body = self._answers.error_body(answer)
             headers = (
                 (b"content-type", b"application/json"),
                 (b"content-length", b"%d" % len(body)),
@@ -362,7 +364,7 @@ class GuardedConnection(HttpToolsProtocol):
             self.cycle is None or TOO_SLOW not in self.cycle.scope
         ):  # the application counts that one, when it hears of the disconnect
             self._edge.metrics.http_answered("other", answer.status)
-            self._note(answer.status, answer.body.error.code)
+            self._note(answer.status, answer.code)
         self.transport.close()
 
     def _note(self, status: int, code: str | None) -> None:

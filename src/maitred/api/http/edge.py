@@ -6,9 +6,8 @@ import asyncio
 import itertools
 import os.path
 import secrets
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, ParamSpec, Protocol, TypeVar, runtime_checkable
 
@@ -29,13 +28,11 @@ from maitred.api.ops.metrics_page import EdgeMetrics
 from maitred.clock import Clock
 from maitred.config import SchedulerConfig, ServerConfig
 from maitred.engine.installed import policy_of
-from maitred.engine.intake import ServedModel, make_requests
-from maitred.errors import ConfigError, InvalidRequest, ModelNotFound, RequestError, Unavailable
+from maitred.engine.intake import ServedModel
+from maitred.errors import ConfigError, ModelNotFound, Unavailable
 from maitred.gate.admission import AdmissionController
 from maitred.gate.gate import Gate
-from maitred.gate.terms import NO_LIMITS, TimeLimits
 from maitred.replica import Replica
-from maitred.request import RequestSpec, SamplingParams
 from maitred.step import RequestProgress
 from maitred.storage.ledger import Ledger
 
@@ -44,17 +41,7 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 T = TypeVar("T")
-# in one answer; all are kept until it ends, some 300 bytes each, and writing so many takes 0.2 s
-MAX_PROMPT_LOGPROBS = 256 * 1024
 MANY_LOGPROBS = 4096  # 3 ms to write
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestOptions:
-    """What every sample of one HTTP request has in common besides its sampling."""
-
-    cache_salt: str = ""
-    limits: TimeLimits = NO_LIMITS
 
 
 def _without_priorities(policy: str) -> str | None:
@@ -101,7 +88,6 @@ class Edge:
             start_phases=start_phases,
             num_tenants_file_failures=self.authenticator.num_file_failures,
         )
-        self.fingerprint = f"maitred-{maitred.__version__}"
         self.draining = False
         self.tracing = _tracing(config.otlp_endpoint) if config.otlp_endpoint else None
         self.clock = clock
@@ -112,7 +98,7 @@ class Edge:
         self.kept_logprobs = KeptLogprobs()
         self.large_bodies = LargeBodies(config.max_body_bytes)
         self._text_threads = TextThreads()
-        self._ids = itertools.count()
+        self.ids = itertools.count()
         self._num_answering = 0
         self._empty = asyncio.Event()  # nobody is being answered
         self._empty.set()
@@ -212,57 +198,11 @@ class Edge:
         """
         return await self._text_threads.run_long(write) if num_logprobs > MANY_LOGPROBS else write()
 
-    def make_batches(
-        self,
-        prompts: Sequence[str | Sequence[int]],
-        sampling: SamplingParams,
-        options: RequestOptions,
-        completion_id: str,
-        *,
-        add_special_tokens: bool = True,
-    ) -> list[list[RequestSpec]]:
-        """The samples of each prompt; call it in a thread. Ids are unique even when clients repeat theirs."""
-        now = self.clock.now()
-        batches, num_tokens = [], 0
-        for position, prompt in enumerate(prompts):
-            try:
-                batch = make_requests(
-                    self.model,
-                    prompt,
-                    sampling,
-                    request_id=f"{next(self._ids):x}.{completion_id}",
-                    now=now,
-                    cache_salt=options.cache_salt,
-                    ttft_slo_s=options.limits.ttft_slo_s,
-                    start_by=_after(now, options.limits.queue_timeout_s),
-                    finish_by=_after(now, options.limits.timeout_s),
-                    add_special_tokens=add_special_tokens,
-                )
-            except RequestError as error:
-                if error.param == "prompt" and len(prompts) > 1:
-                    error.param = f"prompt[{position}]"
-                raise
-            batches.append(batch)
-            num_tokens += batch[0].num_prompt_tokens * len(batch)
-            _check_prompt_logprobs(num_tokens, sampling.prompt_logprobs)
-        return batches
-
     def close(self) -> None:
         """Give back the threads, send the last traces; the app answers no more."""
         if self.tracing is not None:
             self.tracing.close()
         self._text_threads.close()
-
-
-def _check_prompt_logprobs(num_tokens: int, num_top: int | None) -> None:
-    """Raise InvalidRequest once `num_tokens` of prompts have more log-probabilities than one answer may hold."""
-    if num_top is not None and num_tokens * (num_top + 1) > MAX_PROMPT_LOGPROBS:
-        raise InvalidRequest(
-            f"{num_tokens} tokens of prompts (for every sample anew) with {num_top + 1} log-probabilities each are "
-            f"{num_tokens * (num_top + 1)}; at most {MAX_PROMPT_LOGPROBS} in one answer: ask for fewer of each token, "
-            "or send fewer tokens at a time",
-            param="prompt_logprobs",
-        )
 
 
 def _tracing(endpoint: str) -> Tracing:
@@ -271,7 +211,3 @@ def _tracing(endpoint: str) -> Tracing:
     except ImportError:
         raise ConfigError("traces need OpenTelemetry; install it with: pip install 'maitred[otel]'") from None
     return make_tracing(endpoint, version=maitred.__version__)
-
-
-def _after(now: float, seconds: float | None) -> float | None:
-    return now + seconds if seconds is not None else None

@@ -13,6 +13,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from maitred.api.http.bodies import SMALL_BYTES, LargeBodies, decode_body
 from maitred.api.http.errors import ClientGone, HttpError, RequestTooSlow, UnsupportedMediaType
+from maitred.api.http.formats import AnswerFormat
 from maitred.errors import RequestTooLarge
 from maitred.tenancy.caller import Caller
 
@@ -38,6 +39,7 @@ class Exchange:
     max_body_bytes: int
     large_bodies: LargeBodies
     headers: dict[bytes, bytes]  # of the request, names in lower case, the first of equals
+    format: AnswerFormat  # of the path that was asked for
     caller: Caller = field(init=False)  # set before any route is asked
     route: Route | None = None  # once it is found
     parameter: str = ""  # of its path
@@ -118,12 +120,16 @@ class Exchange:
             f"the request body is over the limit of {limit} bytes; the server's --max-body-bytes sets it"
         )
 
-    async def json(self, decoder: msgspec.json.Decoder[T]) -> T:
-        """The body as a struct; raises InvalidRequest whose `param` is the path of the wrong field."""
+    async def json_body(self) -> bytes:
+        """The whole body, which the request says is JSON; raises UnsupportedMediaType for another."""
         media_type = self.headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
         if media_type != b"application/json":
             raise UnsupportedMediaType("send the body as JSON, with the header Content-Type: application/json")
-        body = await self.body()
+        return await self.body()
+
+    async def json(self, decoder: msgspec.json.Decoder[T]) -> T:
+        """The body as a struct; raises InvalidRequest whose `param` is the path of the wrong field."""
+        body = await self.json_body()
         async with self.turn():
             return decode_body(body, decoder)
 
@@ -137,4 +143,4 @@ class Exchange:
         await self.send({"type": "http.response.body", "body": body})
 
     async def answer_error(self, error: HttpError) -> None:
-        await self.answer(error.encoded(), error.status, (*JSON_HEADERS, *error.headers))
+        await self.answer(self.format.error_body(error), error.status, (*JSON_HEADERS, *error.headers))

@@ -20,6 +20,7 @@ from maitred.api.http.connection import GuardedConnection
 from maitred.api.http.edge import Edge
 from maitred.api.http.loading import Opened, Starting
 from maitred.api.http.logs import ERRORS, configure_logging
+from maitred.api.http.routes import RouteTable
 from maitred.api.http.tls import Certificate
 from maitred.api.routes import ROUTES
 from maitred.clock import Clock, WallClock
@@ -44,6 +45,7 @@ def create_app(
     ledger: Ledger | None = None,
     admission: AdmissionController | None = None,
     start_phases: Mapping[str, float] | None = None,
+    routes: RouteTable = ROUTES,
 ) -> App:
     """The ASGI application that serves `model` on `replica`; needs no lifespan.
 
@@ -62,7 +64,7 @@ def create_app(
         start_phases=start_phases,
     )
     edge.open(replica, model, admission)
-    return App(edge, ROUTES)
+    return App(edge, routes)
 
 
 def serve(
@@ -137,7 +139,7 @@ class Server(uvicorn.Server):
                 host=config.host,
                 port=config.port,
                 loop="uvloop",
-                http=partial(GuardedConnection, app.edge),  # type: ignore[arg-type]
+                http=partial(GuardedConnection, app.edge, app.routes.format),  # type: ignore[arg-type]
                 ws="none",
                 lifespan="off",
                 log_config=None,

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import msgspec
+
 import maitred
-from maitred.api.dialects.openai.schemas import VersionResponse
 from maitred.api.http.edge import Edge
 from maitred.api.http.exchange import Exchange
+
+
+class VersionResponse(msgspec.Struct):
+    version: str
 
 
 async def version(edge: Edge, exchange: Exchange) -> None:

@@ -120,9 +120,9 @@ def _attributes(operation: str, exchange: Exchange, generation: Generation) -> d
         "gen_ai.response.id": exchange.request_id,
         "gen_ai.response.model": model,
         "gen_ai.response.finish_reasons": [s.finish_reason.value for s in generation.samples if s.finish_reason],
-        "gen_ai.usage.input_tokens": usage.prompt_tokens,
-        "gen_ai.usage.output_tokens": usage.completion_tokens,
-        "gen_ai.usage.cache_read.input_tokens": usage.prompt_tokens_details.cached_tokens,
+        "gen_ai.usage.input_tokens": usage.num_prompt_tokens,
+        "gen_ai.usage.output_tokens": usage.num_generated_tokens,
+        "gen_ai.usage.cache_read.input_tokens": usage.num_cached_tokens,
     }
     attributes |= {f"gen_ai.request.{name}": getattr(sampling, name) for name in _SAMPLING}
     timing = generation.timing()
