@@ -16,7 +16,7 @@ class MetricKind(str, Enum):
     HISTOGRAM = "histogram"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)  # a key that is hashed for each request
 class Metric:
     """One line of the metrics page, before it has a value."""
 

@@ -22,7 +22,8 @@ async def complete(dialect: Dialect, edge: Edge, exchange: Exchange) -> None:
     with leased(edge, exchange.caller, ask, limits) as lease, edge.kept_logprobs.answer() as keep:
         events = EventStream(exchange, silence_s=edge.config.sse_keep_alive_s) if ask.stream else None
         async with edge.watch(exchange, events):
-            batches = await edge.in_thread(exchange, make_batches, edge, ask, salt, limits)
+            work = partial(make_batches, edge, ask, salt, limits)
+            batches = await edge.text_work(exchange, work, may_take_long=ask.may_take_long)
             if not ask.keeps_text:
                 exchange.large_bodies.release(exchange)
             batches = lease.admit(batches)

@@ -49,6 +49,7 @@ class GenerationAsk:
     """Templates are rendered here: called once, in a thread. The list is emptied once it is tokenised, but with
     `keeps_text`."""
     keeps_text: bool = False  # the answer repeats it
+    may_take_long: bool = False  # however short: a template reads variables of the client's
     add_special_tokens: bool
     default_max_tokens: float | None = None  # where `sampling` has none, as far as the context has room
     score_only: bool = False  # the token that must be sampled is not shown

@@ -84,6 +84,8 @@ class Generation:
 
     def timing(self) -> RequestTiming | None:
         """Of the sample that took longest; None until all have ended."""
+        if len(self.samples) == 1:
+            return self.samples[0].timing
         timings = [sample.timing for sample in self.samples if sample.timing is not None]
         return max(timings, key=lambda t: t.total_s) if len(timings) == len(self.samples) else None
 
@@ -202,8 +204,13 @@ class Generation:
 
 def timing_parts_ms(timing: RequestTiming) -> dict[str, float]:
     """The five parts, in ms, to the microsecond; they add up to the stay in the engine."""
-    parts = ("queue", "schedule", "prefill", "decode", "stall")
-    return {part: round(getattr(timing, f"{part}_s") * 1000, 3) for part in parts}
+    return {
+        "queue": round(timing.queue_s * 1000, 3),
+        "schedule": round(timing.schedule_s * 1000, 3),
+        "prefill": round(timing.prefill_s * 1000, 3),
+        "decode": round(timing.decode_s * 1000, 3),
+        "stall": round(timing.stall_s * 1000, 3),
+    }
 
 
 def _stream(edge: Edge, batch: Sequence[RequestSpec]) -> AsyncGenerator[TextDelta, None]:

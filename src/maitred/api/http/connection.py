@@ -49,6 +49,40 @@ class _Refused(Exception):
     """Stops the parser; what the client hears is kept in the connection."""
 
 
+class _HeadWithBody:
+    """The transport as an answer sees it. uvicorn writes the head by itself; here it leaves with what follows at once,
+    in one system call.
+    """
+
+    __slots__ = ("_cycle", "_head", "_transport")
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle, self._transport = cycle, cycle.transport
+        self._head: bytes | None = b""  # kept back; None once it left
+
+    def write(self, data: bytes) -> None:
+        if self._head is None or not self._cycle.response_started:  # 100 Continue comes before
+            self._transport.write(data)
+        elif self._head:
+            self._transport.write(self._head + data)
+            self._head = None
+        else:
+            self._head = data
+
+    def flush(self) -> None:
+        """An answer without a body has ended."""
+        if self._head:
+            self._transport.write(self._head)
+            self._head = None
+
+    def close(self) -> None:
+        self.flush()
+        self._transport.close()
+
+    def is_closing(self) -> bool:
+        return self._transport.is_closing()
+
+
 class GuardedConnection(HttpToolsProtocol):
     """uvicorn's protocol with deadlines and limits. One timer for reading, armed only while something is missing."""
 
@@ -251,9 +285,11 @@ class GuardedConnection(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._in_work = cycle
+        cycle.transport = self._answering = _HeadWithBody(cycle)  # type: ignore[assignment]
         super()._start_asgi_task(cycle, app)
 
     def on_response_complete(self) -> None:
+        self._answering.flush()
         super().on_response_complete()
         self._await_readers_end()
         if self._phase is Phase.BODY and self.cycle.response_complete and not self.transport.is_closing():

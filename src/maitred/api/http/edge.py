@@ -8,8 +8,7 @@ import os.path
 import secrets
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
-from functools import partial
-from typing import TYPE_CHECKING, ParamSpec, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
 
 import maitred
 from maitred.api.generate.kept_logprobs import KeptLogprobs
@@ -39,7 +38,6 @@ from maitred.storage.ledger import Ledger
 if TYPE_CHECKING:
     from maitred.api.ops.tracing import Tracing
 
-P = ParamSpec("P")
 T = TypeVar("T")
 MANY_LOGPROBS = 4096  # 3 ms to write
 
@@ -188,9 +186,9 @@ class Edge:
         for watch in list(self._watches):
             watch.cut(Unavailable("the server is shutting down; send the request again", retry_after_s=1.0))
 
-    async def in_thread(self, exchange: Exchange, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run a request's text work (templates, tokenising) beside the event loop."""
-        return await self._text_threads.run(exchange.num_body_bytes, partial(function, *args, **kwargs))
+    async def text_work(self, exchange: Exchange, work: Callable[[], T], *, may_take_long: bool = False) -> T:
+        """Do a request's text work (templates, tokenising), beside the event loop but for the least of it."""
+        return await self._text_threads.run(exchange.num_body_bytes, work, may_take_long=may_take_long)
 
     async def written(self, num_logprobs: int, write: Callable[[], T]) -> T:
         """What `write` makes of an answer, beside the event loop where it would hold that up: 0.8 us for each

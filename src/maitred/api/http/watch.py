@@ -7,6 +7,8 @@ import contextlib
 from collections.abc import Awaitable, Callable
 from types import TracebackType
 
+from starlette.types import Message
+
 from maitred.api.http.errors import ClientGone
 from maitred.api.http.exchange import Exchange
 from maitred.errors import MaitredError
@@ -59,8 +61,7 @@ class Watch:
     async def _listen(self) -> None:
         while True:
             try:
-                async with asyncio.timeout(self._listen_s):
-                    message = await self._exchange.receive()
+                message = await self._heard()
             except TimeoutError:
                 if self._on_silence is not None:
                     await self._on_silence()
@@ -68,3 +69,9 @@ class Watch:
             if message["type"] == "http.disconnect":
                 self.cut(ClientGone())
                 return
+
+    async def _heard(self) -> Message:
+        if self._listen_s is None:
+            return await self._exchange.receive()
+        async with asyncio.timeout(self._listen_s):
+            return await self._exchange.receive()

@@ -63,6 +63,7 @@ def decode_chat(edge: Edge, exchange: Exchange, sent: bytes) -> GenerationAsk:
         id=answer.id,
         sampling=sampling,
         prompts=partial(_rendered, edge.model, body),
+        may_take_long=body.chat_template_kwargs is not UNSET,
         add_special_tokens=bool(body.add_special_tokens),  # the template writes them
         default_max_tokens=edge.model.generation_defaults.get("max_tokens"),
         field_names={"prompt": "messages", "max_tokens": max_tokens},

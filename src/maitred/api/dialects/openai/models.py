@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import msgspec
+from msgspec import UNSET
 
 from maitred.api.dialects.openai.bounded import MAX_LISTED, any_object
 from maitred.api.dialects.openai.messages import render_chat
@@ -53,7 +56,9 @@ async def tokenize(edge: Edge, exchange: Exchange) -> None:
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("send either prompt or messages", param="prompt")
     async with edge.watch(exchange):
-        answer = await edge.in_thread(exchange, _tokenize, edge, body)
+        answer = await edge.text_work(
+            exchange, partial(_tokenize, edge, body), may_take_long=body.chat_template_kwargs is not UNSET
+        )
     await exchange.answer_json(answer)
 
 
@@ -86,7 +91,7 @@ async def detokenize(edge: Edge, exchange: Exchange) -> None:
     """Text of tokens, special ones included."""
     body = await exchange.json(_DETOKENIZE)
     edge.check_model(body.model)
-    await exchange.answer_json(await edge.in_thread(exchange, _detokenize, edge, body))
+    await exchange.answer_json(await edge.text_work(exchange, partial(_detokenize, edge, body)))
 
 
 def _detokenize(edge: Edge, body: DetokenizeRequest) -> DetokenizeResponse:
