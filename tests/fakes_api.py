@@ -14,8 +14,8 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from maitred.api.http.auth import TenantSource
 from maitred.api.http.routes import RouteTable
-from maitred.api.http.server import Server, create_app
-from maitred.api.routes import ROUTES
+from maitred.api.http.server import Server
+from maitred.api.serving import create_app
 from maitred.clock import Clock
 from maitred.config import ServerConfig
 from maitred.engine.intake import ServedModel
@@ -210,7 +210,7 @@ def running_server(
     ledger: Ledger | None = None,
     clock: Clock | None = None,
     policy: str | None = None,
-    routes: RouteTable = ROUTES,
+    routes: RouteTable | None = None,
     **config: Any,
 ) -> Iterator[RunningServer]:
     """uvicorn on a free loopback port, in a thread; the block ends with a graceful stop."""

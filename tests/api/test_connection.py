@@ -29,7 +29,7 @@ from maitred.api.http.connection import (
     MIN_BODY_BYTES_PER_S,
     GuardedConnection,
 )
-from maitred.api.http.server import create_app
+from maitred.api.serving import create_app
 from maitred.config import ServerConfig
 from tests.conftest import ROOT
 from tests.fakes_api import FakeReplica, make_model
@@ -126,7 +126,9 @@ class World:
         state = ServerState()
         state.connections |= {object() for _ in range(num_others)}  # type: ignore[arg-type]
         config = uvicorn.Config(app, lifespan="off", log_config=None, timeout_keep_alive=75)
-        self.connection = GuardedConnection(app.edge, app.routes.format, config, state, {}, self.loop)  # type: ignore[arg-type]
+        self.connection = GuardedConnection(
+            app.app.config, app.routes.format, lambda status: None, config, state, {}, self.loop
+        )  # type: ignore[arg-type]
         self.connection.connection_made(self.transport)  # type: ignore[arg-type]
 
     def send(self, data: bytes) -> None:

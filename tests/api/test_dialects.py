@@ -12,15 +12,15 @@ import pytest
 
 from maitred.api.generate.complete import complete
 from maitred.api.generate.dialect import Dialect, GenerationAsk
-from maitred.api.generate.generation import Generation, Sample
+from maitred.api.generate.outcome import Outcome, Sample
+from maitred.api.http.app import App
 from maitred.api.http.bodies import decode_body
-from maitred.api.http.edge import Edge
 from maitred.api.http.errors import HttpError
 from maitred.api.http.exchange import Exchange
 from maitred.api.http.formats import StreamFormat
 from maitred.api.http.routes import Route, RouteTable
 from maitred.api.ops.openapi import openapi_document
-from maitred.api.routes import ROUTES
+from maitred.api.routes import make_routes
 from maitred.engine.output import TextDelta
 from maitred.errors import UnsupportedParameter
 from maitred.request import SamplingParams
@@ -57,11 +57,11 @@ class Lines:
 
 @dataclass
 class Reply:
-    def whole(self, generation: Generation) -> bytes:
-        used = generation.usage()
-        return msgspec.json.encode({"reply": generation.samples[0].text, "spent": used.num_generated_tokens})
+    def whole(self, outcome: Outcome) -> bytes:
+        used = outcome.usage()
+        return msgspec.json.encode({"reply": outcome.samples[0].text, "spent": used.num_generated_tokens})
 
-    def stream(self, generation: Generation) -> Reply:
+    def stream(self, outcome: Outcome) -> Reply:
         return self
 
     def delta(self, sample: Sample, delta: TextDelta) -> bytes:
@@ -71,7 +71,7 @@ class Reply:
         return b""
 
 
-def decode(edge: Edge, exchange: Exchange, sent: bytes) -> GenerationAsk:
+def decode(app: App, exchange: Exchange, sent: bytes) -> GenerationAsk:
     question = decode_body(sent, msgspec.json.Decoder(Question))
     if question.poems:
         raise UnsupportedParameter("poems are not written here", param="poems")
@@ -89,10 +89,9 @@ def decode(edge: Edge, exchange: Exchange, sent: bytes) -> GenerationAsk:
 
 
 LINES = Dialect(Lines(), decode)
-ROUTE = Route(
-    method="POST", path="/ask", handler=partial(complete, LINES), format=LINES.format, summary="GenerationAsk."
-)
-BOTH = RouteTable((*ROUTES.routes, ROUTE), ROUTES.format)
+ROUTE = Route(method="POST", path="/ask", handler=partial(complete, LINES), format=LINES.format, summary="Ask.")
+OURS = make_routes()
+BOTH = RouteTable((*OURS.routes, ROUTE), OURS.format)
 
 
 @pytest.fixture(scope="module")

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from maitred.api.generate.generation import Generation, Sample
+from maitred.api.generate.outcome import Outcome, Sample
 from maitred.api.generate.time_limits import NO_LIMITS_ASKED, AskedLimits
-from maitred.api.http.edge import Edge
+from maitred.api.http.app import App
 from maitred.api.http.exchange import Exchange
 from maitred.api.http.formats import AnswerFormat
 from maitred.engine.output import TextDelta
@@ -30,10 +30,10 @@ class StreamWriter(Protocol):
 class Answer(Protocol):
     """Writes what came of one `GenerationAsk`."""
 
-    def whole(self, generation: Generation) -> bytes:
+    def whole(self, outcome: Outcome) -> bytes:
         """The body of an answer that is not streamed. Called in a thread where it takes long."""
 
-    def stream(self, generation: Generation) -> StreamWriter: ...
+    def stream(self, outcome: Outcome) -> StreamWriter: ...
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -69,5 +69,5 @@ class Dialect(NamedTuple):
     """One way to ask, as a route has it. What it knows and does not do, it refuses by a table of its own."""
 
     format: AnswerFormat
-    decode: Callable[[Edge, Exchange, bytes], GenerationAsk]
+    decode: Callable[[App, Exchange, bytes], GenerationAsk]
     """From a body, which is JSON. Raises RequestError. The event loop stands meanwhile, so its work is bounded."""

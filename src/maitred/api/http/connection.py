@@ -18,11 +18,11 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from maitred.api.http.edge import Edge
 from maitred.api.http.errors import HeadTooLarge, RequestTooSlow, http_error
 from maitred.api.http.exchange import TOO_SLOW
 from maitred.api.http.formats import AnswerFormat
 from maitred.api.http.logs import ACCESS, log_fields
+from maitred.config import ServerConfig
 from maitred.engine.limits import is_spare
 from maitred.errors import InvalidRequest, RequestError, Unavailable
 
@@ -88,15 +88,16 @@ class GuardedConnection(HttpToolsProtocol):
 
     def __init__(
         self,
-        edge: Edge,
+        limits: ServerConfig,
         answers: AnswerFormat,
+        refused: Callable[[int], None],
         config: Config,
         server_state: ServerState,
         app_state: dict[str, Any],
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
-        self._edge, self._answers, self._limits = edge, answers, edge.config
+        self._limits, self._answers, self._refused = limits, answers, refused  # which is told of a status
         self._phase = Phase.NOTHING
         self._in_work: RequestResponseCycle | None = None  # uvicorn's `cycle` is the last that came, perhaps pipelined
         self._num_messages = 0  # begun
@@ -399,7 +400,7 @@ class GuardedConnection(HttpToolsProtocol):
         if (
             self.cycle is None or TOO_SLOW not in self.cycle.scope
         ):  # the application counts that one, when it hears of the disconnect
-            self._edge.metrics.http_answered("other", answer.status)
+            self._refused(answer.status)
             self._note(answer.status, answer.code)
         self.transport.close()
 

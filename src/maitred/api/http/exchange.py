@@ -6,20 +6,18 @@ import re
 from collections.abc import Callable, Iterable
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.types import Message, Receive, Scope, Send
 
+from maitred.api.generate.outcome import Outcome
 from maitred.api.http.bodies import SMALL_BYTES, LargeBodies, decode_body
 from maitred.api.http.errors import ClientGone, HttpError, RequestTooSlow, UnsupportedMediaType
 from maitred.api.http.formats import AnswerFormat
+from maitred.api.http.routes import Route
 from maitred.errors import RequestTooLarge
 from maitred.tenancy.caller import Caller
-
-if TYPE_CHECKING:
-    from maitred.api.generate.generation import Generation
-    from maitred.api.http.routes import Route
 
 T = TypeVar("T")
 Header = tuple[bytes, bytes]
@@ -44,7 +42,7 @@ class Exchange:
     route: Route | None = None  # once it is found
     parameter: str = ""  # of its path
     log: dict[str, Any] = field(default_factory=dict)  # what the access line says besides
-    generation: Generation | None = None  # what the answer is made of, on the routes that generate
+    outcome: Outcome | None = None  # what the answer is made of, on the routes that generate
     trace_header: Header | None = None  # of a request that is traced
     status: int | None = None  # set once the answer began
     streaming: bool = False  # the answer that began is an event stream

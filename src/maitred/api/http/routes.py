@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -12,11 +12,7 @@ from maitred.api.http.errors import MethodNotAllowed, shortened
 from maitred.api.http.formats import AnswerFormat
 from maitred.errors import RouteNotFound
 
-if TYPE_CHECKING:
-    from maitred.api.http.edge import Edge
-    from maitred.api.http.exchange import Exchange
-
-Handler = Callable[["Edge", "Exchange"], Awaitable[None]]
+Handler = Callable[..., Awaitable[None]]  # of an App and an Exchange, which know routes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from maitred.api.dialects.openai.schemas import (
     TimingMs,
     Usage,
 )
-from maitred.api.generate.generation import Generation, timing_parts_ms
+from maitred.api.generate.outcome import Outcome, timing_parts_ms
 from maitred.api.http.exchange import REQUEST_ID, Exchange
 from maitred.errors import InvalidRequest
 from maitred.request import FinishReason, RequestTiming
@@ -35,18 +35,18 @@ class WantedUsage(NamedTuple):
 class ChunkWriter:
     """Puts choices into the envelope of their stream: `data: {"id":...,"choices":[` choice `]...}`."""
 
-    def __init__(self, envelope: dict[str, Any], generation: Generation, usage: WantedUsage) -> None:
+    def __init__(self, envelope: dict[str, Any], outcome: Outcome, usage: WantedUsage) -> None:
         head = encode({**envelope, "choices": []})
         assert head.endswith(b"]}")
         self._head = b"data: " + head[:-2]
-        self._generation, self._usage = generation, usage
+        self._outcome, self._usage = outcome, usage
         self._tail = b'],"usage":null' + END if usage.at_end else b"]" + END
 
     def event(self, choice: msgspec.Struct, **more: Any) -> bytes:
         """One event with one choice; `more` are further fields of the envelope."""
         tail = self._tail
         if self._usage.in_every_chunk:
-            tail = b'],"usage":' + encode(usage_of(self._generation)) + END
+            tail = b'],"usage":' + encode(usage_of(self._outcome)) + END
         if more:
             tail = tail[:1] + b"," + encode(more)[1:-1] + tail[1:]
         return self._head + encode(choice) + tail
@@ -55,7 +55,7 @@ class ChunkWriter:
         """The event with the usage and no choice, if it was asked for."""
         if not self._usage.at_end:
             return b""
-        return self._head + b'],"usage":' + encode(usage_of(self._generation)) + END
+        return self._head + b'],"usage":' + encode(usage_of(self._outcome)) + END
 
 
 def completion_id(prefix: str, body: GenerationFields, exchange: Exchange) -> str:
@@ -67,9 +67,9 @@ def completion_id(prefix: str, body: GenerationFields, exchange: Exchange) -> st
     return f"{prefix}-{body.request_id}"
 
 
-def usage_of(generation: Generation) -> Usage:
+def usage_of(outcome: Outcome) -> Usage:
     """The time's split is told once all samples have ended."""
-    timing, used = generation.timing(), generation.usage()
+    timing, used = outcome.timing(), outcome.usage()
     return Usage(
         prompt_tokens=used.num_prompt_tokens,
         completion_tokens=used.num_generated_tokens,
@@ -85,5 +85,5 @@ def _timing_ms(timing: RequestTiming) -> TimingMs:
 
 
 def finish_name(reason: FinishReason | None) -> Any:
-    """As the wire has it; a generation that failed never gets here."""
+    """As the wire has it; a outcome that failed never gets here."""
     return "stop" if reason is FinishReason.STOP else "length"

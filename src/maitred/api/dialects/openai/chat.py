@@ -34,9 +34,9 @@ from maitred.api.dialects.openai.schemas import (
     ChatLogprobs,
 )
 from maitred.api.generate.dialect import Dialect, GenerationAsk, Prompt
-from maitred.api.generate.generation import Generation, Sample
+from maitred.api.generate.outcome import Outcome, Sample
+from maitred.api.http.app import App
 from maitred.api.http.bodies import decode_body
-from maitred.api.http.edge import Edge
 from maitred.api.http.exchange import Exchange
 from maitred.engine.intake import ServedModel
 from maitred.engine.output import TextDelta
@@ -46,15 +46,15 @@ from maitred.tenancy.tenant import tier_of_priority
 _DECODER = msgspec.json.Decoder(ChatAsSent)
 
 
-def decode_chat(edge: Edge, exchange: Exchange, sent: bytes) -> GenerationAsk:
+def decode_chat(app: App, exchange: Exchange, sent: bytes) -> GenerationAsk:
     """POST /v1/chat/completions. Raises InvalidRequest, UnsupportedParameter or ModelNotFound."""
     body = decode_body(sent, _DECODER)
-    model = edge.check_model(body.model)
+    model = app.check_model(body.model)
     refuse_unbuilt(body, CHAT_REFUSED)
-    check_common(body, exchange.caller, policy_without_priorities=edge.policy_without_priorities)
+    check_common(body, exchange.caller, policy_without_priorities=app.policy_without_priorities)
     check_object(body.prompt_cache_options, "prompt_cache_options")
-    sampling = chat_sampling(body, edge.model, edge.config.default_max_n)
-    answer = ChatAnswer(edge.model, body, model, completion_id("chatcmpl", body, exchange), wanted_usage(body))
+    sampling = chat_sampling(body, app.model, app.config.default_max_n)
+    answer = ChatAnswer(app.model, body, model, completion_id("chatcmpl", body, exchange), wanted_usage(body))
     exchange.log |= {"model": model, "stream": bool(body.stream), "n": sampling.n}
     max_tokens = "max_completion_tokens" if body.max_tokens is None else "max_tokens"
     return make_ask(
@@ -62,10 +62,10 @@ def decode_chat(edge: Edge, exchange: Exchange, sent: bytes) -> GenerationAsk:
         answer,
         id=answer.id,
         sampling=sampling,
-        prompts=partial(_rendered, edge.model, body),
+        prompts=partial(_rendered, app.model, body),
         may_take_long=body.chat_template_kwargs is not UNSET,
         add_special_tokens=bool(body.add_special_tokens),  # the template writes them
-        default_max_tokens=edge.model.generation_defaults.get("max_tokens"),
+        default_max_tokens=app.model.generation_defaults.get("max_tokens"),
         field_names={"prompt": "messages", "max_tokens": max_tokens},
     )
 
@@ -100,14 +100,14 @@ class ChatAnswer:
         last = body.messages[-1] if body.messages else None
         self._echoed = text_of(last) if body.echo and last is not None and last.role == "assistant" else ""
 
-    def whole(self, generation: Generation) -> bytes:
-        body, request = self._body, generation.samples[0].request
+    def whole(self, outcome: Outcome) -> bytes:
+        body, request = self._body, outcome.samples[0].request
         answer = ChatCompletion(
             id=self.id,
             created=self._created,
             model=self._name,
-            choices=[self._choice(sample) for sample in generation.samples],
-            usage=usage_of(generation),
+            choices=[self._choice(sample) for sample in outcome.samples],
+            usage=usage_of(outcome),
             system_fingerprint=FINGERPRINT,
         )
         if body.service_tier is not None:
@@ -115,7 +115,7 @@ class ChatAnswer:
         if body.return_token_ids:
             answer.prompt_token_ids = list(request.prompt_token_ids)
         if body.prompt_logprobs is not None:
-            known = generation.prompt_logprobs[0]
+            known = outcome.prompt_logprobs[0]
             answer.prompt_logprobs = named_prompt_logprobs(known, self._names, body.prompt_logprobs)
         return encode(answer)
 
@@ -130,7 +130,7 @@ class ChatAnswer:
             token_ids=sample.token_ids if self._body.return_token_ids else UNSET,
         )
 
-    def stream(self, generation: Generation) -> ChatStream:
+    def stream(self, outcome: Outcome) -> ChatStream:
         envelope = {
             "id": self.id,
             "object": "chat.completion.chunk",
@@ -139,8 +139,8 @@ class ChatAnswer:
             "system_fingerprint": FINGERPRINT,
         }
         if self._body.service_tier is not None:
-            envelope["service_tier"] = _tier_of(generation.samples[0].request)
-        return ChatStream(self, ChunkWriter(envelope, generation, self._usage), len(generation.samples))
+            envelope["service_tier"] = _tier_of(outcome.samples[0].request)
+        return ChatStream(self, ChunkWriter(envelope, outcome, self._usage), len(outcome.samples))
 
     def first(self, chunks: ChunkWriter, sample: Sample) -> bytes:
         """The role, and the message that is continued, if it is to be repeated."""

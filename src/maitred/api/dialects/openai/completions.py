@@ -29,9 +29,9 @@ from maitred.api.dialects.openai.sampling import (
 )
 from maitred.api.dialects.openai.schemas import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
 from maitred.api.generate.dialect import Dialect, GenerationAsk, Prompt
-from maitred.api.generate.generation import Generation, Sample
+from maitred.api.generate.outcome import Outcome, Sample
+from maitred.api.http.app import App
 from maitred.api.http.bodies import decode_body
-from maitred.api.http.edge import Edge
 from maitred.api.http.exchange import Exchange
 from maitred.engine.intake import ServedModel
 from maitred.engine.output import TextDelta
@@ -39,20 +39,20 @@ from maitred.engine.output import TextDelta
 _DECODER = msgspec.json.Decoder(CompletionAsSent)
 
 
-def decode_completion(edge: Edge, exchange: Exchange, sent: bytes) -> GenerationAsk:
+def decode_completion(app: App, exchange: Exchange, sent: bytes) -> GenerationAsk:
     """POST /v1/completions. Raises InvalidRequest, UnsupportedParameter or ModelNotFound."""
     body = decode_body(sent, _DECODER)
-    model = edge.check_model(body.model)
+    model = app.check_model(body.model)
     refuse_unbuilt(body, COMPLETION_REFUSED)
-    check_common(body, exchange.caller, policy_without_priorities=edge.policy_without_priorities)
-    sampling = completion_sampling(body, edge.model, edge.config.default_max_n)
-    prompts = prompts_of(body.prompt, max_listed=max(MAX_LISTED, 2 * edge.model.max_model_len))
+    check_common(body, exchange.caller, policy_without_priorities=app.policy_without_priorities)
+    sampling = completion_sampling(body, app.model, app.config.default_max_n)
+    prompts = prompts_of(body.prompt, max_listed=max(MAX_LISTED, 2 * app.model.max_model_len))
     body.prompt = msgspec.Raw()  # which was the whole body
     answer_id, usage = completion_id("cmpl", body, exchange), wanted_usage(body)
     exchange.log |= {"model": model, "stream": bool(body.stream), "n": sampling.n, "prompts": len(prompts)}
     return make_ask(
         body,
-        CompletionAnswer(edge.model, body, model, prompts, answer_id, usage),
+        CompletionAnswer(app.model, body, model, prompts, answer_id, usage),
         id=answer_id,
         sampling=sampling,
         num_prompts=len(prompts),
@@ -89,19 +89,19 @@ class CompletionAnswer:
         self.echoes = bool(body.echo)
         self.returns_token_ids = bool(body.return_token_ids)
 
-    def whole(self, generation: Generation) -> bytes:
+    def whole(self, outcome: Outcome) -> bytes:
         return encode(
             Completion(
                 id=self.id,
                 created=self._created,
                 model=self._name,
                 system_fingerprint=FINGERPRINT,
-                choices=[self._choice(generation, sample) for sample in generation.samples],
-                usage=usage_of(generation),
+                choices=[self._choice(outcome, sample) for sample in outcome.samples],
+                usage=usage_of(outcome),
             )
         )
 
-    def _choice(self, generation: Generation, sample: Sample) -> CompletionChoice:
+    def _choice(self, outcome: Outcome, sample: Sample) -> CompletionChoice:
         body, writer = self._body, self.logprobs_writer(sample)
         choice = CompletionChoice(
             index=sample.index,
@@ -111,19 +111,19 @@ class CompletionAnswer:
             stop_reason=sample.stop_reason,
         )
         if self.echoes:
-            choice.text = self.echoed(generation, sample) + choice.text
-            choice.logprobs = prompt_logprobs(generation, sample, writer)
+            choice.text = self.echoed(outcome, sample) + choice.text
+            choice.logprobs = prompt_logprobs(outcome, sample, writer)
         if writer is not None and choice.logprobs is not None:
             choice.logprobs = joined(choice.logprobs, writer.packed_output(sample.logprobs))
         if self.returns_token_ids:
             choice.token_ids = sample.token_ids
             choice.prompt_token_ids = list(sample.request.prompt_token_ids)
         if body.prompt_logprobs is not None:
-            known = generation.prompt_logprobs[generation.prompt_index(sample)]
+            known = outcome.prompt_logprobs[outcome.prompt_index(sample)]
             choice.prompt_logprobs = named_prompt_logprobs(known, self._names, body.prompt_logprobs)
         return choice
 
-    def stream(self, generation: Generation) -> CompletionStream:
+    def stream(self, outcome: Outcome) -> CompletionStream:
         envelope = {
             "id": self.id,
             "object": "text_completion",
@@ -131,13 +131,13 @@ class CompletionAnswer:
             "model": self._name,
             "system_fingerprint": FINGERPRINT,
         }
-        return CompletionStream(self, generation, ChunkWriter(envelope, generation, self._usage))
+        return CompletionStream(self, outcome, ChunkWriter(envelope, outcome, self._usage))
 
-    def echoed(self, generation: Generation, sample: Sample) -> str:
+    def echoed(self, outcome: Outcome, sample: Sample) -> str:
         """The prompt as text, if the answer repeats it."""
         if not self.echoes:
             return ""
-        prompt = self._prompts[generation.prompt_index(sample)]
+        prompt = self._prompts[outcome.prompt_index(sample)]
         if isinstance(prompt, str):
             return prompt
         return self._tokenizer.decode(prompt, skip_special_tokens=self._skip_special)
@@ -157,15 +157,15 @@ class CompletionAnswer:
 class CompletionStream:
     """Writes the chunks of one."""
 
-    def __init__(self, answer: CompletionAnswer, generation: Generation, chunks: ChunkWriter) -> None:
-        self._generation = generation
-        self._choices = [_ChoiceStream(answer, generation, sample, chunks) for sample in generation.samples]
+    def __init__(self, answer: CompletionAnswer, outcome: Outcome, chunks: ChunkWriter) -> None:
+        self._outcome = outcome
+        self._choices = [_ChoiceStream(answer, outcome, sample, chunks) for sample in outcome.samples]
         self.last = chunks.last
 
     def delta(self, sample: Sample, delta: TextDelta) -> bytes:
         written = self._choices[sample.index].write(delta)
-        if delta.prompt_logprobs and self._generation.num_samples_per_prompt > 1:  # what siblings may wait for
-            for sibling in self._generation.siblings(sample):
+        if delta.prompt_logprobs and self._outcome.num_samples_per_prompt > 1:  # what siblings may wait for
+            for sibling in self._outcome.siblings(sample):
                 written += self._choices[sibling.index].write(None)
         return written
 
@@ -173,8 +173,8 @@ class CompletionStream:
 class _ChoiceStream:
     """One choice of a stream. An echo with logprobs goes first, so what comes earlier waits for it."""
 
-    def __init__(self, answer: CompletionAnswer, generation: Generation, sample: Sample, chunks: ChunkWriter) -> None:
-        self._answer, self._generation, self._sample, self._chunks = answer, generation, sample, chunks
+    def __init__(self, answer: CompletionAnswer, outcome: Outcome, sample: Sample, chunks: ChunkWriter) -> None:
+        self._answer, self._outcome, self._sample, self._chunks = answer, outcome, sample, chunks
         self._logprobs = answer.logprobs_writer(sample)
         self._waiting: list[TextDelta] = []
         self._begun = False
@@ -190,7 +190,7 @@ class _ChoiceStream:
 
     def _may_begin(self) -> bool:
         ended = self._waiting[-1].finish_reason is not None
-        return self._begun or ended or not self._needs_prompt_logprobs or self._generation.knows_prompt(self._sample)
+        return self._begun or ended or not self._needs_prompt_logprobs or self._outcome.knows_prompt(self._sample)
 
     @property
     def _needs_prompt_logprobs(self) -> bool:
@@ -203,9 +203,9 @@ class _ChoiceStream:
         self._begun = True
         if not self._answer.echoes and not self._answer.returns_token_ids:
             return b""
-        choice = CompletionChoice(self._sample.index, self._answer.echoed(self._generation, self._sample))
+        choice = CompletionChoice(self._sample.index, self._answer.echoed(self._outcome, self._sample))
         if self._answer.echoes:
-            choice.logprobs = prompt_logprobs(self._generation, self._sample, self._logprobs)
+            choice.logprobs = prompt_logprobs(self._outcome, self._sample, self._logprobs)
         if self._answer.returns_token_ids:
             choice.prompt_token_ids = list(self._sample.request.prompt_token_ids)
         return self._chunks.event(choice)
@@ -229,10 +229,10 @@ class _ChoiceStream:
 
 
 def prompt_logprobs(
-    generation: Generation, sample: Sample, writer: CompletionLogprobsWriter | None
+    outcome: Outcome, sample: Sample, writer: CompletionLogprobsWriter | None
 ) -> CompletionLogprobs | None:
     """The echoed prompt's log-probabilities."""
     if writer is None:
         return None
-    known = generation.prompt_logprobs[generation.prompt_index(sample)]
+    known = outcome.prompt_logprobs[outcome.prompt_index(sample)]
     return writer.prompt(sample.request.prompt_token_ids[0], known)

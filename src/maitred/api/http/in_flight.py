@@ -1,17 +1,76 @@
-"""Ends a request's work when its client goes away or the server stops, and keeps silent streams open."""
+"""The requests being answered: counted, watched for clients that go away, waited for and cut when the server ends."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from types import TracebackType
 
 from starlette.types import Message
 
 from maitred.api.http.errors import ClientGone
 from maitred.api.http.exchange import Exchange
-from maitred.errors import MaitredError
+from maitred.api.http.sse import EventStream
+from maitred.errors import MaitredError, Unavailable
+
+
+class InFlight:
+    """Belongs to the event loop. Whoever ends the server sets `draining`."""
+
+    def __init__(self, *, is_ready: Callable[[], bool], silence_s: float) -> None:
+        """A stream that is silent for two thirds of `silence_s` is kept open with a comment."""
+        self.draining = False
+        self._is_ready, self._silence_s = is_ready, silence_s
+        self._num_answering = 0
+        self._empty = asyncio.Event()  # nobody is being answered
+        self._empty.set()
+        self._watches: set[Watch] = set()
+
+    @property
+    def welcome(self) -> bool:
+        """Whether new requests are."""
+        return not self.draining and self._is_ready()
+
+    @property
+    def num_watched(self) -> int:
+        return len(self._watches)
+
+    @contextmanager
+    def answering(self) -> Iterator[None]:
+        """The server's end waits for what runs inside. Raises Unavailable when requests are not welcome."""
+        if not self.welcome:
+            state = "shutting down" if self.draining else "not ready yet"
+            raise Unavailable(f"the server is {state}; try again", retry_after_s=1.0)
+        self._num_answering += 1
+        self._empty.clear()
+        try:
+            yield
+        finally:
+            self._num_answering -= 1
+            if not self._num_answering:
+                self._empty.set()
+
+    @asynccontextmanager
+    async def watch(self, exchange: Exchange, events: EventStream | None = None) -> AsyncIterator[None]:
+        """End what runs inside when the client goes away or `cut_all` says so."""
+        on_silence = events.keep_alive if events is not None else None
+        watch = Watch(exchange, silence_s=self._silence_s, on_silence=on_silence)
+        self._watches.add(watch)
+        try:
+            async with watch:
+                yield
+        finally:
+            self._watches.discard(watch)
+
+    async def emptied(self) -> None:
+        """Returns when every request has its answer."""
+        await self._empty.wait()
+
+    def cut_all(self) -> None:
+        """End every request in flight with an error; for the end of a graceful shutdown."""
+        for watch in list(self._watches):
+            watch.cut(Unavailable("the server is shutting down; send the request again", retry_after_s=1.0))
 
 
 class Watch:
@@ -52,7 +111,7 @@ class Watch:
         if self._reason is None:
             return
         if error is None:  # the cancellation is still on its way to us
-            with contextlib.suppress(asyncio.CancelledError):
+            with suppress(asyncio.CancelledError):
                 await asyncio.sleep(0)
         self._worker.uncancel()
         if error is None or isinstance(error, asyncio.CancelledError):
