@@ -35,7 +35,7 @@ class Server(uvicorn.Server):
     """uvicorn, except for its end: the first signal drains, the second or the drain's time-out cuts, and the exit code
     is ours.
 
-    While it drains it goes on listening, to send newcomers away with a 503 rather than with a closed door. uvicorn
+    While it drains it goes on listening, to answer new requests with a 503 rather than refuse connections. uvicorn
     raises the signal again when it is done, which would end the process with the signal's status.
     """
 
