@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from maitred.api.generate.outcome import Outcome, Sample
-from maitred.api.generate.time_limits import NO_LIMITS_ASKED, AskedLimits
+from maitred.api.generate.time_limits import AskedLimits
 from maitred.api.http.app import App
 from maitred.api.http.exchange import Exchange
 from maitred.api.http.formats import AnswerFormat
@@ -57,7 +57,7 @@ class GenerationAsk:
     priority: int | None = None  # None is the tenant's
     tier: str | None = None  # service tier, in place of a priority
     cache_salt: str = ""
-    limits: AskedLimits = NO_LIMITS_ASKED
+    limits: AskedLimits | None = None
     field_names: Mapping[str, str] = field(default_factory=dict)  # `param` of our errors -> the client's field
 
     @property

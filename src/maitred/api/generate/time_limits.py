@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from maitred.api.http.errors import shortened
 from maitred.errors import InvalidRequest
@@ -21,7 +21,7 @@ HEADERS: Mapping[str, str] = {  # in the order of TimeLimits
 
 
 class AskedLimits(Protocol):
-    """Milliseconds from arrival, as a dialect's own body may have them; None was not sent."""
+    """Milliseconds from arrival, as a body may have them; None was not sent."""
 
     @property
     def ttft_slo_ms(self) -> float | None: ...
@@ -33,25 +33,14 @@ class AskedLimits(Protocol):
     def timeout_ms(self) -> float | None: ...
 
 
-class LimitFields(NamedTuple):
-    """`AskedLimits` of a dialect without such fields, or with others."""
-
-    ttft_slo_ms: float | None = None
-    queue_timeout_ms: float | None = None
-    timeout_ms: float | None = None
-
-
-NO_LIMITS_ASKED = LimitFields()
-
-
-def time_limits(asked: AskedLimits, headers: Mapping[bytes, bytes]) -> TimeLimits:
+def time_limits(asked: AskedLimits | None, headers: Mapping[bytes, bytes]) -> TimeLimits:
     """What the request asks, a field before its header. Raises InvalidRequest for what is no number of milliseconds."""
     return TimeLimits(*(_asked(field, asked, headers) for field in HEADERS))
 
 
-def _asked(field: str, asked: AskedLimits, headers: Mapping[bytes, bytes]) -> float | None:
+def _asked(field: str, asked: AskedLimits | None, headers: Mapping[bytes, bytes]) -> float | None:
     """In seconds."""
-    value, name = getattr(asked, field), field
+    value, name = getattr(asked, field, None), field
     if value is None:
         name = HEADERS[field]
         sent = headers.get(name.encode())

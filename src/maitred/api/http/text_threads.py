@@ -29,7 +29,8 @@ def hand_over_quickly() -> None:
 class TextThreads:
     """Threads for templates, tokenising, and long answers. Who is long waits for those that are, for nobody else."""
 
-    def __init__(self) -> None:
+    def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._monotonic = monotonic
         self._short = ThreadPoolExecutor(SHORT_THREADS, thread_name_prefix="maitred-text")
         self._long = ThreadPoolExecutor(1, thread_name_prefix="maitred-long-text")
         self._is_quick = False  # so the last tiny work was; the first reads the tokenizer
@@ -47,11 +48,11 @@ class TextThreads:
         return await asyncio.get_running_loop().run_in_executor(self._short, function)
 
     def _timed(self, function: Callable[[], T]) -> T:
-        began_s = time.monotonic()
+        began_s = self._monotonic()
         try:
             return function()
         finally:
-            self._is_quick = time.monotonic() - began_s < TINY_S
+            self._is_quick = self._monotonic() - began_s < TINY_S
 
     async def run_long(self, function: Callable[[], T]) -> T:
         """In the lane of those that take long."""

@@ -33,7 +33,7 @@ class Watchable(Protocol):
 
 
 class LiveFrame(msgspec.Struct, frozen=True):
-    """The engine, and what only the server around it knows."""
+    """The engine, and what only the edge knows."""
 
     sequence: int  # 1, 2, 3 ... since somebody watches
     model: str
