@@ -23,7 +23,8 @@ from typing import NamedTuple
 import aiohttp
 import psutil
 
-from maitred.api.http.server import Server, create_app
+from maitred.api.http.server import Server
+from maitred.api.serving import create_app
 from maitred.config import ServerConfig
 from maitred.engine.intake import ServedModel
 from maitred.replica import ReplicaState

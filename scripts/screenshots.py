@@ -23,7 +23,8 @@ import aiohttp
 from PIL import Image
 from playwright.async_api import Browser, Page, async_playwright
 
-from maitred.api.http.server import Server, create_app
+from maitred.api.http.server import Server
+from maitred.api.serving import create_app
 from maitred.cli.local import start_engine
 from maitred.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, ServerConfig
 from maitred.storage.key_files import TenantFile, make_key

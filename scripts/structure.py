@@ -34,13 +34,7 @@ FIGURES = re.compile(r"(<!-- figures: .*? -->\n).*?(<!-- end -->)", re.DOTALL)
 Circle = frozenset[str]
 
 # These are to go; none may come. A circle is known by its modules, without the leading `maitred.`
-KNOWN: frozenset[Circle] = frozenset(
-    frozenset(modules.split())
-    for modules in (
-        "api.generate.generation api.http.edge api.http.exchange api.http.routes api.http.sse api.http.watch"
-        " api.ops.tracing",
-    )
-)
+KNOWN: frozenset[Circle] = frozenset()
 
 IDLE, REQUESTS = 1, (2, 3, 4)  # phases: nobody asks anything; the same request is answered
 IDLE_S = 2.0  # longer than the pauses between what a server does by itself

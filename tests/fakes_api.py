@@ -13,7 +13,9 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from maitred.api.http.auth import TenantSource
-from maitred.api.http.server import Server, create_app
+from maitred.api.http.routes import RouteTable
+from maitred.api.http.server import Server
+from maitred.api.serving import create_app
 from maitred.clock import Clock
 from maitred.config import ServerConfig
 from maitred.engine.intake import ServedModel
@@ -208,6 +210,7 @@ def running_server(
     ledger: Ledger | None = None,
     clock: Clock | None = None,
     policy: str | None = None,
+    routes: RouteTable | None = None,
     **config: Any,
 ) -> Iterator[RunningServer]:
     """uvicorn on a free loopback port, in a thread; the block ends with a graceful stop."""
@@ -223,6 +226,7 @@ def running_server(
         ledger=ledger,
         clock=clock,
         policy=policy,
+        routes=routes,
     )
     listening = threading.Event()
     where: list[int] = []

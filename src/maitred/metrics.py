@@ -16,7 +16,7 @@ class MetricKind(str, Enum):
     HISTOGRAM = "histogram"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)  # a key that is hashed for each request
 class Metric:
     """One line of the metrics page, before it has a value."""
 
@@ -117,7 +117,10 @@ LOG_LINES_DROPPED = _counter(
 )
 TTFT = _histogram("request_ttft_seconds", "seconds", "Arrival to first token, per sample.", LATENCY_BUCKETS_S)
 INTER_TOKEN_LATENCY = _histogram(
-    "request_inter_token_latency_seconds", "seconds", "Time between tokens as the edge sees them.", TOKEN_GAP_BUCKETS_S
+    "request_inter_token_latency_seconds",
+    "seconds",
+    "Time between tokens as the server sends them.",
+    TOKEN_GAP_BUCKETS_S,
 )
 E2E = _histogram("request_e2e_seconds", "seconds", "Arrival to last token, per sample.", LATENCY_BUCKETS_S)
 QUEUE = _histogram("request_queue_seconds", "seconds", "Arrival to first step, per sample.", LATENCY_BUCKETS_S)

@@ -9,11 +9,13 @@ import openai
 import pytest
 
 from maitred.api.http.auth import Authenticator
-from maitred.api.routes import ROUTES
+from maitred.api.routes import make_routes
 from maitred.errors import InvalidApiKey
 from tests.api.conftest import MESSAGES, strict_client
 from tests.fakes_api import running_server
 from tests.waiting import HANGS_S
+
+ROUTES = make_routes()
 
 KEYS = ("first-key", "second-kéy")
 

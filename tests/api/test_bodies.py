@@ -408,7 +408,7 @@ def crowded(monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningServer]:
 
 
 def held_bytes(server: RunningServer) -> int:
-    return server.server._edge.large_bodies.num_bytes
+    return server.server.app.large_bodies.num_bytes
 
 
 def begin_body(server: RunningServer, size: int) -> socket.socket:

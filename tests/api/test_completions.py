@@ -147,7 +147,7 @@ def test_an_answer_with_many_log_probabilities_is_written_beside_the_event_loop(
     route = "completions" if path == "/v1/completions" else "chat"
     monkeypatch.setattr(f"maitred.api.dialects.openai.{route}.named_prompt_logprobs", noted)
     few = http.post(path, json=fields).json()
-    monkeypatch.setattr("maitred.api.http.edge.MANY_LOGPROBS", 1)
+    monkeypatch.setattr("maitred.api.generate.complete.MANY_LOGPROBS", 1)
     many = http.post(path, json=fields).json()
     assert many["choices"] == few["choices"]
     assert many.get("prompt_logprobs") == few.get("prompt_logprobs")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import inspect
 import json
 import tomllib
@@ -28,7 +29,7 @@ from maitred.api.http.connection import (
     MIN_BODY_BYTES_PER_S,
     GuardedConnection,
 )
-from maitred.api.http.server import create_app
+from maitred.api.serving import create_app
 from maitred.config import ServerConfig
 from tests.conftest import ROOT
 from tests.fakes_api import FakeReplica, make_model
@@ -87,6 +88,7 @@ class FakeLoop:
 @dataclass
 class FakeTransport:
     written: bytes = b""
+    num_writes: int = 0
     closed: bool = False
     aborted: bool = False
     num_buffered: int = 0  # bytes
@@ -99,6 +101,7 @@ class FakeTransport:
 
     def write(self, data: bytes) -> None:
         self.written += data
+        self.num_writes += 1
 
     def close(self) -> None:
         self.closed = True
@@ -123,7 +126,9 @@ class World:
         state = ServerState()
         state.connections |= {object() for _ in range(num_others)}  # type: ignore[arg-type]
         config = uvicorn.Config(app, lifespan="off", log_config=None, timeout_keep_alive=75)
-        self.connection = GuardedConnection(app.edge, config, state, {}, self.loop)  # type: ignore[arg-type]
+        self.connection = GuardedConnection(
+            app.app.config, app.routes.format, lambda status: None, config, state, {}, self.loop
+        )  # type: ignore[arg-type]
         self.connection.connection_made(self.transport)  # type: ignore[arg-type]
 
     def send(self, data: bytes) -> None:
@@ -510,9 +515,45 @@ READ = {
         *("_unset_keepalive_if_required", "client", "connections", "cycle", "flow", "headers", "loop", "parser"),
         *("pipeline", "scope", "transport", "url"),
     },
-    "cycle": {"body", "response_complete", "response_started", "scope"},
+    "cycle": {"body", "response_complete", "response_started", "scope", "transport"},
     "flow": {"read_paused", "resume_reading"},
 }
+
+
+def answered(world: World, *bodies: bytes, length: int | None = None, head: str = "POST / HTTP/1.1") -> FakeTransport:
+    """An answer whose body comes in these pieces."""
+    world.send(head.encode() + b"\r\nHost: x\r\nExpect: 100-continue\r\nContent-Length: 2\r\n\r\n{}")
+    headers = [] if length is None else [(b"content-length", str(length).encode())]
+
+    async def answer(cycle: RequestResponseCycle) -> None:
+        await cycle.receive()
+        await cycle.send({"type": "http.response.start", "status": 200, "headers": headers})
+        for number, body in enumerate(bodies, 1):
+            await cycle.send({"type": "http.response.body", "body": body, "more_body": number < len(bodies)})
+
+    assert world.connection.cycle is not None
+    asyncio.run(answer(world.connection.cycle))
+    return world.transport
+
+
+def test_a_whole_answer_leaves_in_one_write_after_what_asks_for_the_body():
+    sent = answered(World(), b"{}", length=2)
+    before, head, body = sent.written.split(b"\r\n\r\n")
+    assert (before, head[:15], body, sent.num_writes) == (b"HTTP/1.1 100 Continue", b"HTTP/1.1 200 OK", b"{}", 2)
+
+
+def test_the_head_of_a_stream_leaves_with_its_first_piece():
+    sent = answered(World(), b"one", b"two", b"")
+    assert sent.written.endswith(b"\r\n\r\n3\r\none\r\n3\r\ntwo\r\n0\r\n\r\n")
+    assert sent.num_writes == 4  # 100 Continue, the head with the first piece, the second, the end
+
+
+def test_an_answer_without_a_body_leaves_too_and_before_its_connection_closes():
+    for version in ("1.1", "1.0"):
+        sent = answered(World(), b"", length=2, head=f"HEAD / HTTP/{version}")
+        assert sent.written.endswith(b"\r\n\r\n")
+        assert b"200 OK" in sent.written
+        assert sent.closed == (version == "1.0")
 
 
 def test_uvicorn_is_held_to_the_minors_whose_internals_are_overridden():

@@ -75,7 +75,7 @@ LARGE = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 200000\r\n
 @pytest.mark.parametrize("ahead", [HEALTH, HEALTH * 16, HEALTH[:9], LARGE[:100_000], LARGE + HEALTH])
 @pytest.mark.parametrize("stream", [False, True])
 def test_requests_sent_ahead_do_not_hide_that_the_client_left(stuck, ahead, stream, caplog):
-    replica, metrics = stuck.replica, stuck.server._edge.metrics
+    replica, metrics = stuck.replica, stuck.server.app.observer.metrics
     num_cancelled = metrics.num_cancelled
     connection = send(stuck, "/v1/chat/completions", {"messages": MESSAGES, "stream": stream, "n": 4})
     until(lambda: len(replica.live) == 4)
@@ -111,13 +111,13 @@ def test_a_client_that_stops_reading_and_leaves_is_noticed():
 
 
 def test_leaving_while_the_body_is_sent_leaves_nothing_behind(served):
-    before, num_cancelled = len(served.replica.submitted), served.server._edge.metrics.num_cancelled
+    before, num_cancelled = len(served.replica.submitted), served.server.app.observer.metrics.num_cancelled
     with socket.create_connection(("127.0.0.1", served.port), timeout=HANGS_S) as connection:
         connection.sendall(
             b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
             b'content-length: 1000\r\n\r\n{"model":'
         )
-    until(lambda: served.server._edge.metrics.num_cancelled > num_cancelled)
+    until(lambda: served.server.app.observer.metrics.num_cancelled > num_cancelled)
     assert len(served.replica.submitted) == before
     assert httpx.get(f"{served.url}/health").status_code == 200
 
@@ -138,8 +138,8 @@ def test_a_server_survives_two_hundred_clients_with_no_patience():
         answer = httpx.post(f"{server.url}/v1/completions", json={"model": "tiny", "prompt": "a"})
         assert answer.json()["choices"][0]["text"] == "y"
         page = httpx.get(f"{server.url}/metrics").text
-        edge = server.server._edge
-        assert (edge.gate.num_in_flight, len(edge._watches)) == (0, 0)
+        app = server.server.app
+        assert (app.gate.num_in_flight, app.in_flight.num_watched) == (0, 0)
     assert "maitred_requests_cancelled_total 200.0" in page
     assert 'maitred_http_requests_total{route="/v1/chat/completions",status="499"} 200.0' in page
     assert "maitred_http_requests_in_flight 1.0" in page, "only the one that asks"

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from maitred.api.ops.latencies import GROWTH, MAX_TENANTS, NUM_SLICES, SLICE_S, Latencies, RecentTimes
-from maitred.api.ops.live_slots import SeatPlan
+from maitred.api.ops.live_slots import SlotRows
 from maitred.clock import ManualClock
 from maitred.request import RequestTiming
 
@@ -64,19 +64,19 @@ def test_tokens_are_told_apart_for_so_many_tenants_only():
     assert latencies.tokens_by_tenant["t0"] == 6
 
 
-def test_a_request_keeps_its_seat_and_newcomers_take_the_lowest():
-    plan = SeatPlan()
-    assert plan.seat(["a", "b", "c"]) == [0, 1, 2]
-    assert plan.seat(["c", "a"]) == [2, 0]
-    assert plan.seat(["d", "c", "a", "e"]) == [1, 2, 0, 3]
-    assert plan.seat([]) == []
-    assert plan.seat(["a"]) == [0]
+def test_a_request_keeps_its_row_and_newcomers_take_the_lowest():
+    plan = SlotRows()
+    assert plan.rows_of(["a", "b", "c"]) == [0, 1, 2]
+    assert plan.rows_of(["c", "a"]) == [2, 0]
+    assert plan.rows_of(["d", "c", "a", "e"]) == [1, 2, 0, 3]
+    assert plan.rows_of([]) == []
+    assert plan.rows_of(["a"]) == [0]
 
 
-def test_seats_are_never_shared_and_never_more_than_ever_sat():
-    plan, draw = SeatPlan(), random.Random(1)
+def test_rows_are_never_shared_and_never_more_than_ever_ran():
+    plan, draw = SlotRows(), random.Random(1)
     for _ in range(500):
-        sitting = draw.sample([f"r{i}" for i in range(40)], draw.randint(0, 12))
-        seats = plan.seat(sitting)
-        assert len(set(seats)) == len(seats)
-        assert all(seat < 12 for seat in seats)
+        running = draw.sample([f"r{i}" for i in range(40)], draw.randint(0, 12))
+        rows = plan.rows_of(running)
+        assert len(set(rows)) == len(rows)
+        assert all(row < 12 for row in rows)

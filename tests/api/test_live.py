@@ -71,7 +71,7 @@ def test_percentiles_are_there_in_the_first_frame_of_who_comes_late(kitchen):
 
 
 def test_who_stops_watching_has_cancelled_nothing(kitchen):
-    metrics = kitchen.server._edge.metrics
+    metrics = kitchen.server.app.observer.metrics
     with watch(kitchen) as response:
         next(frames(response))
     until(lambda: metrics._answered.get(("/admin/live", "200")))
@@ -113,7 +113,7 @@ def test_a_server_that_goes_ends_the_watch_at_once():
 
         thread = threading.Thread(target=look)
         thread.start()
-        until(lambda: server.server._edge.live.num_watchers == 1)
+        until(lambda: server.server.app.in_flight.num_watched == 1)
         server.server.should_exit = True
         joined(thread)
         assert ended.is_set()

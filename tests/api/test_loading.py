@@ -14,10 +14,12 @@ from typing import Any
 import httpx
 import pytest
 
-from maitred.api.http.app import TOLD_AGAIN_S, App, Outage
-from maitred.api.http.edge import Edge
+from maitred.api.http.app import App
+from maitred.api.http.asgi import TOLD_AGAIN_S, AsgiApp, Outage
+from maitred.api.http.auth import Authenticator
 from maitred.api.http.server import Server
-from maitred.api.routes import ROUTES
+from maitred.api.ops.observer import Observer
+from maitred.api.routes import make_routes
 from maitred.clock import ManualClock, WallClock
 from maitred.config import ServerConfig
 from maitred.errors import CheckpointError, EngineDead
@@ -63,7 +65,6 @@ class Opening:
     url: str
     starting: HeldStart
     server: Server
-    edge: Edge
     thread: threading.Thread
     opened: threading.Event
 
@@ -83,9 +84,10 @@ def opening(starting: HeldStart | None = None, **config: Any) -> Iterator[Openin
     """A server that listens; its engine is on its way."""
     starting = starting if starting is not None else HeldStart()
     settings = ServerConfig(port=0, **config)
-    edge = Edge(settings, clock=WallClock(), is_ready=lambda: True)
+    clock = WallClock()
+    app = App(settings, clock=clock, observer=Observer(settings, clock), authenticator=Authenticator(settings.api_keys))
     opened = threading.Event()
-    server = Server(App(edge, ROUTES), settings, starting=starting, on_open=lambda host, port: opened.set())
+    server = Server(AsgiApp(app, make_routes()), settings, starting=starting, on_open=lambda host, port: opened.set())
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()  # so that nobody who comes before the loop runs is refused
@@ -93,7 +95,7 @@ def opening(starting: HeldStart | None = None, **config: Any) -> Iterator[Openin
         thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
         thread.start()
         try:
-            yield Opening(f"http://127.0.0.1:{port}", starting, server, edge, thread, opened)
+            yield Opening(f"http://127.0.0.1:{port}", starting, server, thread, opened)
         finally:
             server.should_exit = True
             joined(thread)
@@ -201,10 +203,10 @@ def test_the_log_says_once_why_requests_are_sent_away(caplog: pytest.LogCaptureF
         assert warnings_of(caplog) == ["the engine is loading; try again"]
         server.load()
         assert server.post("/v1/completions", ASK).status_code == 200
-        server.edge.draining = True
+        server.server.app.in_flight.draining = True
         for _ in range(5):
             assert server.post("/v1/completions", ASK).status_code == 503
-        server.edge.draining = False
+        server.server.app.in_flight.draining = False
     assert warnings_of(caplog) == ["the engine is loading; try again", "the server is shutting down; try again"]
 
 

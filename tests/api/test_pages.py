@@ -16,10 +16,12 @@ from prometheus_client.parser import text_string_to_metric_families
 import maitred
 from maitred.api.http.logs import JsonFormatter, TextFormatter
 from maitred.api.ops.openapi import openapi_document
-from maitred.api.routes import ROUTES
+from maitred.api.routes import make_routes
 from maitred.metrics import METRICS, MetricKind, metrics_document
 from tests.api.conftest import MESSAGES
 from tests.fakes_api import FakeReplica, running_server, says
+
+ROUTES = make_routes()
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 

@@ -200,7 +200,7 @@ def test_more_log_probabilities_of_prompts_than_an_answer_may_hold_are_refused_b
     num_submitted = len(served.replica.submitted)
     if fields.get("n"):
         monkeypatch.setattr(
-            "maitred.api.http.edge.MAX_PROMPT_LOGPROBS", 100_000
+            "maitred.api.generate.complete.MAX_PROMPT_LOGPROBS", 100_000
         )  # one prompt of 512 tokens has not more
     error = refused(http, path, {"prompt_logprobs": 20, **fields} if path == CHAT else {"max_tokens": 1, **fields})
     assert error["param"] == param
@@ -210,10 +210,10 @@ def test_more_log_probabilities_of_prompts_than_an_answer_may_hold_are_refused_b
 
 
 def test_as_many_log_probabilities_of_prompts_as_an_answer_may_hold_are_given(http, monkeypatch):
-    monkeypatch.setattr("maitred.api.http.edge.MAX_PROMPT_LOGPROBS", 2 * 3 * 4 * 21)
+    monkeypatch.setattr("maitred.api.generate.complete.MAX_PROMPT_LOGPROBS", 2 * 3 * 4 * 21)
     fields = {"model": "tiny", "prompt": [[97] * 4] * 3, "n": 2, "prompt_logprobs": 20, "max_tokens": 1}
     assert http.post(TEXT, json=fields).status_code == 200
-    monkeypatch.setattr("maitred.api.http.edge.MAX_PROMPT_LOGPROBS", 2 * 3 * 4 * 21 - 1)
+    monkeypatch.setattr("maitred.api.generate.complete.MAX_PROMPT_LOGPROBS", 2 * 3 * 4 * 21 - 1)
     assert "504" in refused(http, TEXT, fields)["message"]
 
 

@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 
-from maitred.api.routes import ROUTES
+from maitred.api.routes import make_routes
 from maitred.clock import ManualClock
 from maitred.engine.live_requests import LiveRequest
 from maitred.request import Charges, FinishReason, RequestSpec
@@ -24,6 +24,8 @@ from tests.api.conftest import MESSAGES
 from tests.conftest import ROOT
 from tests.fakes_api import FakeReplica, FakeTenants, RunningServer, make_model, running_server, says
 from tests.waiting import HANGS_S, joined, until
+
+ROUTES = make_routes()
 
 TENANTS: dict[str, dict[str, Any]] = {
     "free": {},
@@ -290,7 +292,7 @@ def test_a_budget_ends_with_openais_own_code(house):
 def test_a_check_costs_microseconds_however_many_keys_there_are():
     table = table_of({f"t{i}": {"requests_per_minute": 10**9, "tokens_per_minute": 10**12} for i in range(200)})
     with running_server(tenants=FakeTenants(table)) as server:
-        door = server.server._edge.authenticator
+        door = server.server.app.authenticator
         least = math.inf
         for _ in range(20):
             began = time.thread_time()  # what other threads and processes take does not count

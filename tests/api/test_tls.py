@@ -209,13 +209,14 @@ def test_a_key_alone_is_refused():
 HANG_UP = """
 import sys
 from maitred.api.http import server
+from maitred.api import serving
 from maitred.api.http import tls
 from maitred.config import ServerConfig
 from tests.fakes_api import FakeReplica, make_model
 
 tls.LOOK_S = 10_000.0  # nobody looks
 config = ServerConfig(port=0, ssl_certfile=sys.argv[1] + ".pem", ssl_keyfile=sys.argv[1] + ".key")
-app = server.create_app(FakeReplica(), make_model(), config)
+app = serving.create_app(FakeReplica(), make_model(), config)
 server.Server(app, config, on_open=lambda host, port: print(port, flush=True)).run()
 """
 

@@ -145,10 +145,10 @@ def test_a_rush_comes_and_goes_home(server, open_page, expect):
 def test_nobody_is_watched_for_when_nobody_looks(server, open_page, expect):
     page = open_page(server.url)
     expect(page.locator("#state")).to_have_text("live")
-    feed = server.server._edge.live
-    assert feed.num_watchers == 1
+    in_flight = server.server.app.in_flight
+    assert in_flight.num_watched == 1
     page.close()
-    until(lambda: feed.num_watchers == 0)
+    until(lambda: in_flight.num_watched == 0)
 
 
 def test_an_engine_that_dies_is_told_of(open_page, expect):

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
+from maitred.api import serving
 from maitred.api.http import server
 from maitred.config import EngineConfig, ProcessConfig, SchedulerConfig, ServerConfig
 from maitred.engine.child_process import in_child_process
@@ -44,7 +45,7 @@ def main(folder: Path) -> None:
     running = StartingEngine(start, on_admitted=ledger.opened).wait()
     try:
         config = ServerConfig(port=0, log_level="error")
-        app = server.create_app(
+        app = serving.create_app(
             running.replica,
             running.model,
             config,

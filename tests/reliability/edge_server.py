@@ -19,9 +19,10 @@ from typing import Any
 
 import httpx
 
-from maitred.api.generate.text_threads import hand_over_quickly
+from maitred.api import serving
 from maitred.api.http import server
 from maitred.api.http.logs import configure_logging
+from maitred.api.http.text_threads import hand_over_quickly
 from maitred.config import ServerConfig
 from maitred.request import RequestSpec
 from maitred.step import RequestProgress
@@ -73,8 +74,8 @@ def main() -> None:
 
     num_log_lines_dropped = configure_logging(config)
     hand_over_quickly()
-    app = server.create_app(replica, model, config)
-    app.edge.metrics.num_log_lines_dropped = num_log_lines_dropped
+    app = serving.create_app(replica, model, config)
+    app.app.observer.metrics.num_log_lines_dropped = num_log_lines_dropped
     server.Server(app, config, on_open=say).run()
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 
+from maitred.api import serving
 from maitred.api.http import server
 from maitred.config import ServerConfig
 from tests.conftest import ROOT
@@ -50,7 +51,7 @@ def main() -> None:
         replica.open()
     signal.signal(signal.SIGUSR1, lambda number, frame: replica.open())
     config = ServerConfig(port=int(sys.argv[1]), drain_timeout_s=float(sys.argv[2]), log_level="error")
-    app = server.create_app(replica, make_model(), config)
+    app = serving.create_app(replica, make_model(), config)
     server.Server(app, config, on_open=lambda host, port: say(str(port))).run()
     say("ended")
 

@@ -261,7 +261,7 @@ def test_blocks_are_free_one_step_after_the_client_left(gated, leave, stream, n,
     until(lambda: steps.num_begun == num_steps)  # in the middle of a step, which does not end
     assert steps.num_blocks_used() > 0
     leave(connection)
-    until(lambda: server.server._edge.metrics.num_cancelled == 1)  # the server knows, and told the engine
+    until(lambda: server.server.app.observer.metrics.num_cancelled == 1)  # the server knows, and told the engine
     steps.let(1)
     until(lambda: engine.state().num_finished[FinishReason.ABORT] == n)
     until(lambda: engine.state().num_blocks_used == 0)
@@ -273,18 +273,18 @@ def test_those_who_leave_the_queue_are_gone_one_step_later(gated):
     server, engine, steps = gated
     body = {"prompt": "x" * 8, "max_tokens": 10_000}
     running = [send(server, "/v1/completions", body) for _ in range(4)]
-    until(lambda: len(server.server._edge._watches) == 4 and steps.num_begun == 1)
+    until(lambda: server.server.app.in_flight.num_watched == 4 and steps.num_begun == 1)
     queued = [send(server, "/v1/completions", body) for _ in range(10)]
-    until(lambda: len(server.server._edge._watches) == 14)
+    until(lambda: server.server.app.in_flight.num_watched == 14)
     for connection in queued:
         connection.close()
-    until(lambda: server.server._edge.metrics.num_cancelled == 10)
+    until(lambda: server.server.app.observer.metrics.num_cancelled == 10)
     steps.let(1)
     until(lambda: steps.num_begun == 2)
     until(lambda: engine.state().num_waiting == 0)
     for connection in running:
         connection.close()
-    until(lambda: server.server._edge.metrics.num_cancelled == 14)
+    until(lambda: server.server.app.observer.metrics.num_cancelled == 14)
     steps.open()
     until(lambda: engine.state().num_blocks_used == 0)
 
@@ -328,7 +328,7 @@ async def impatient_clients(url: str, count: int) -> list[bool]:
 
 def test_two_hundred_impatient_clients_leave_nothing_behind(long_context: RunningServer):
     """R2, with a real engine."""
-    loop, edge = long_context.server.servers[0].get_loop(), long_context.server._edge
+    loop, app = long_context.server.servers[0].get_loop(), long_context.server.app
     num_tasks = len(asyncio.all_tasks(loop))
     assert all(asyncio.run(impatient_clients(long_context.url, 200)))
     began_at = time.monotonic()
@@ -336,11 +336,11 @@ def test_two_hundred_impatient_clients_leave_nothing_behind(long_context: Runnin
     answer = httpx.post(f"{long_context.url}/v1/completions", json=body, timeout=HANGS_S)
     assert answer.json()["usage"]["completion_tokens"] == 5
     assert time.monotonic() - began_at < 30, "nobody's place is still taken"
-    until(lambda: edge.metrics.num_cancelled == 200)
+    until(lambda: app.observer.metrics.num_cancelled == 200)
     state = long_context.replica.state
     until(lambda: state().num_running + state().num_waiting + state().num_blocks_used == 0)
     until(lambda: not long_context.server.server_state.tasks)
-    assert (edge.gate.num_in_flight, len(edge._watches)) == (0, 0)
+    assert (app.gate.num_in_flight, app.in_flight.num_watched) == (0, 0)
     until(lambda: len(asyncio.all_tasks(loop)) <= num_tasks)
 
 
@@ -368,10 +368,10 @@ def read_after_all(connection: socket.socket, until_it_says: bytes) -> None:
 def test_readers_that_read_nothing_hold_no_slot_for_longer_than_others_do(gated):
     server, engine, steps = gated
     with opened([unread(server, json.dumps(LONG).encode()) for _ in range(8)]) as readers:
-        until(lambda: len(server.server._edge._watches) == 8)
+        until(lambda: server.server.app.in_flight.num_watched == 8)
         steps.open()
         until(lambda: engine.state().num_finished[FinishReason.LENGTH] == 8)
-        assert len(server.server._edge._watches) == 8, "four slots served them all, and none has been answered"
+        assert server.server.app.in_flight.num_watched == 8, "four slots served them all, and none has been answered"
         answer = httpx.post(
             f"{server.url}/v1/completions", json={"model": "tiny", "prompt": "a", "max_tokens": 5}, timeout=HANGS_S
         )
@@ -395,14 +395,14 @@ def test_a_newcomer_waits_behind_readers_who_read_nothing_for_as_long_as_behind_
         for num_asked in range(1, 6):
             body = LONG if num_asked < 5 else {**LONG, "max_tokens": 5}
             readers.append(leaving.enter_context(unread(server, json.dumps(body).encode())))
-            until(lambda count=num_asked: len(server.server._edge._watches) == count)
+            until(lambda count=num_asked: server.server.app.in_flight.num_watched == count)
             until(lambda: steps.num_begun == 1)  # which has the first of them, and does not end
         reading = [read_all(connection) for connection in readers[:4]] if reads else []
         steps.open()
         until(lambda: engine.state().num_finished[FinishReason.LENGTH] == 5)
         first_steps = first_steps_of(steps)
         joined(*reading)
-        assert reads or len(server.server._edge._watches) >= 4, "they are done, and have not been answered"
+        assert reads or server.server.app.in_flight.num_watched >= 4, "they are done, and have not been answered"
     assert max(first_steps[:4]) < 4000
     assert first_steps[4] == 4001, "the step after the first reader's last one"
 
@@ -421,7 +421,7 @@ def test_what_is_kept_for_who_reads_nothing_is_bounded_whatever_was_asked(gated,
     monkeypatch.setattr("maitred.engine.progress_streams.MAX_UNREAD_BYTES", 200 * 1024)
     server, engine, steps = gated
     with unread(server, json.dumps({**LONG, **fields}).encode()) as reader:
-        until(lambda: len(server.server._edge._watches) == 1)
+        until(lambda: server.server.app.in_flight.num_watched == 1)
         steps.open()
         until(lambda: steps.num_begun > 0 and not engine._live)  # the last progress was put
         read_after_all(reader, b"read_too_slowly")

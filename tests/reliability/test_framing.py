@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from maitred.api.routes import ROUTES
+from maitred.api.routes import make_routes
 from tests.reliability.edge_server import Attacked, attacked
 from tests.reliability.test_edge import MIB, POST, answer_of, connect
 from tests.waiting import HANGS_S, until
@@ -284,7 +284,7 @@ def test_no_method_on_any_path_makes_a_5xx(server):
     paths = [
         *(
             path.replace("{model:path}", "tiny").replace("{name}", "x.js")
-            for path in {route.path for route in ROUTES.routes}
+            for path in {route.path for route in make_routes().routes}
         ),
         "/x",
         "/%00",

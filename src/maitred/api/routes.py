@@ -2,33 +2,45 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from maitred.api.dialects.openai import models, usage
 from maitred.api.dialects.openai import schemas as s
-from maitred.api.dialects.openai.chat import create_chat_completion
-from maitred.api.dialects.openai.completions import create_completion
-from maitred.api.http.edge import Edge
+from maitred.api.dialects.openai.chat import CHAT
+from maitred.api.dialects.openai.completions import COMPLETIONS
+from maitred.api.dialects.openai.format import OPENAI
+from maitred.api.generate.complete import complete
+from maitred.api.http.app import App
 from maitred.api.http.exchange import Exchange
-from maitred.api.http.routes import Route, RouteTable
+from maitred.api.http.routes import Handler, Route, RouteTable
 from maitred.api.ops import admin, health, live, page, status
 from maitred.api.ops.live_feed import LiveFrame
 from maitred.api.ops.openapi import openapi_document
 from maitred.api.ops.page_files import FILES
 from maitred.scheduler.queue_view import QueueView
+from maitred.storage.ledger import Ledger
 
 _GENERATION_ERRORS = (400, 401, 403, 404, 413, 415, 429, 500, 503, 504)
 _TEXT_ERRORS = (400, 401, 404, 413, 415)
 
 
-async def _openapi(edge: Edge, exchange: Exchange) -> None:
-    await exchange.answer_json(openapi_document(ROUTES))
+def make_routes(ledger: Ledger | None = None) -> RouteTable:
+    """Those of one server; what some of them own is its own. `ledger` is read for administrators."""
+
+    async def document(app: App, exchange: Exchange) -> None:
+        await exchange.answer_json(openapi_document(table))
+
+    table = RouteTable(_routes(ledger, document), OPENAI)
+    return table
 
 
-ROUTES = RouteTable(
-    (
+def _routes(ledger: Ledger | None, document: Handler) -> tuple[Route, ...]:
+    return (
         Route(
             method="POST",
             path="/v1/chat/completions",
-            handler=create_chat_completion,
+            handler=partial(complete, CHAT),
+            format=CHAT.format,
             summary="Answer a conversation.",
             span="chat",
             body=s.ChatCompletionRequest,
@@ -39,7 +51,8 @@ ROUTES = RouteTable(
         Route(
             method="POST",
             path="/v1/completions",
-            handler=create_completion,
+            handler=partial(complete, COMPLETIONS),
+            format=COMPLETIONS.format,
             summary="Continue one or more texts.",
             span="text_completion",
             body=s.CompletionRequest,
@@ -65,7 +78,7 @@ ROUTES = RouteTable(
         Route(
             method="GET",
             path="/v1/organization/usage/completions",
-            handler=usage.completions_usage,
+            handler=usage.CompletionsUsage(ledger),
             summary="Tokens and requests by time and tenant, from the ledger; for administrators.",
             admin="read usage",
             answer=usage.UsagePage,
@@ -102,7 +115,7 @@ ROUTES = RouteTable(
         Route(
             method="GET",
             path="/health/decode",
-            handler=health.decode,
+            handler=health.Decode(),
             summary="Whether one token comes through the engine, as the least urgent request.",
             answer=health.DecodeHealth,
             errors=(401, 500, 503),
@@ -131,7 +144,7 @@ ROUTES = RouteTable(
             handler=status.version,
             summary="The version of the server.",
             while_loading=True,
-            answer=s.VersionResponse,
+            answer=status.VersionResponse,
         ),
         Route(
             method="GET",
@@ -174,7 +187,7 @@ ROUTES = RouteTable(
         Route(
             method="GET",
             path="/admin/live",
-            handler=live.watch_live,
+            handler=live.WatchLive(),
             summary="Watch slots, queue and KV blocks; at most five events a second.",
             admin=live.WATCHING,
             event=LiveFrame,
@@ -212,10 +225,9 @@ ROUTES = RouteTable(
         Route(
             method="GET",
             path="/openapi.json",
-            handler=_openapi,
+            handler=document,
             summary="This document.",
             while_loading=True,
             text="application/json",
         ),
     )
-)

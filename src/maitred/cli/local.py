@@ -87,7 +87,7 @@ def refuse_engine_flags(options: Options, *, allowed: tuple[str, ...] = ()) -> N
 @asynccontextmanager
 async def local_endpoint(engine: Engine, options: Options) -> AsyncIterator[AppEndpoint]:
     """The application without its port, open to this process alone; closes the engine."""
-    from maitred.api.http.server import create_app
+    from maitred.api.serving import create_app
     from maitred.cli.endpoint import AppEndpoint
 
     app = create_app(engine.replica, engine.model, ServerConfig(), policy=options[SchedulerConfig].policy)

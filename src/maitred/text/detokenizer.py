@@ -53,7 +53,7 @@ class _ByteStream:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
         self._codec = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self.push(prompt_token_ids[-_PROMPT_CONTEXT:])  # leaves the prompt's unfinished character, if any
+        self._codec.decode(self._last_bytes(prompt_token_ids))  # leaves the prompt's unfinished character, if any
 
     def push(self, token_ids: Sequence[int]) -> str:
         return self._codec.decode(b"".join(map(self._bytes_of, token_ids)))
@@ -65,6 +65,15 @@ class _ByteStream:
     def unfinished(self) -> bool:
         """Whether the bytes so far end inside a character."""
         return bool(self._codec.getstate()[0])
+
+    def _last_bytes(self, token_ids: Sequence[int]) -> bytes:
+        """Enough for an unfinished character, which has at most three and begins with a byte that nothing else has."""
+        found = b""
+        for token_id in reversed(token_ids[-_PROMPT_CONTEXT:]):
+            found = self._bytes_of(token_id) + found
+            if len(found) >= _LONGEST_UNFINISHED:
+                break
+        return found
 
     def _bytes_of(self, token_id: int) -> bytes:
         if self._skip and token_id in self._tokenizer.special_token_ids:

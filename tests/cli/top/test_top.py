@@ -274,13 +274,12 @@ def test_q_leaves_and_the_terminal_is_as_before(server: RunningServer):
     assert b"\x1b[?1049l" in top.shown
 
 
-def test_it_waits_for_an_engine_that_is_not_there_and_goes_on_when_it_is():
+def test_it_waits_for_an_engine_that_is_not_there_and_goes_on_when_it_is(monkeypatch: pytest.MonkeyPatch):
     with serving("Hello.") as server:
-        live = server.server._edge.live
-        engine, live._replica = live._replica, Absent()
-        top = Terminal(server.url)
-        top.read_until(b"503: the engine is loading", b"trying again")
-        live._replica = engine
+        with monkeypatch.context() as without:
+            without.setattr(server.replica, "live_view", Absent().live_view)
+            top = Terminal(server.url)
+            top.read_until(b"503: the engine is loading", b"trying again")
         top.read_until(b"slots")
         assert top.leave() == 130
 

@@ -1,63 +1,138 @@
-"""The way that both completion routes go once their bodies are understood: the tenant's lease, engine, last byte."""
+"""The way of every request that generates, whatever its dialect: its tenant's lease, engine, last byte."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
+from contextlib import aclosing
 from functools import partial
-from typing import Protocol
 
-import msgspec
-
-from maitred.api.dialects.openai.requests import note_usage, server_timing
-from maitred.api.dialects.openai.sampling import wanted_usage
-from maitred.api.dialects.openai.schemas import GenerationFields
+from maitred.api.generate.dialect import Dialect, GenerationAsk, Prompt, StreamWriter
 from maitred.api.generate.generation import Generation
 from maitred.api.generate.lease import cache_salt, leased
+from maitred.api.generate.outcome import Outcome, timing_parts_ms
 from maitred.api.generate.time_limits import time_limits
-from maitred.api.http.edge import Edge, RequestOptions
-from maitred.api.http.exchange import Exchange
+from maitred.api.http.app import App
+from maitred.api.http.exchange import JSON_HEADERS, Exchange
 from maitred.api.http.sse import EventStream
+from maitred.engine.intake import make_requests
+from maitred.errors import InvalidRequest, RequestError
+from maitred.gate.terms import TimeLimits, cap_max_tokens
 from maitred.request import RequestSpec
 
-
-class Answer(Protocol):
-    """Writes what came out, as the route's clients read it."""
-
-    def whole(self, generation: Generation) -> msgspec.Struct: ...
-
-    async def stream(self, generation: Generation, events: EventStream, *, usage: bool, continuous: bool) -> None: ...
+# in one answer; all are kept until it ends, some 300 bytes each, and writing so many takes 0.2 s
+MAX_PROMPT_LOGPROBS = 256 * 1024
+MANY_LOGPROBS = 4096  # 3 ms to write, 0.8 us each: beside the event loop
 
 
-async def complete(
-    edge: Edge,
-    exchange: Exchange,
-    body: GenerationFields,
-    answer: Answer,
-    make_batches: Callable[[RequestOptions], list[list[RequestSpec]]],
-    *,
-    num_samples: int,
-    score_only: bool = False,
-) -> None:
-    """Generate, and answer whole or as a stream. `make_batches` renders and tokenises, in a thread: the samples of each
-    prompt, `num_samples` in all. It keeps no text but what is echoed.
-    """
-    usage, continuous = wanted_usage(body)
-    limits = time_limits(body, exchange.headers)
-    with leased(edge, exchange, body, num_samples, limits) as lease, edge.kept_logprobs.answer() as keep:
-        options = RequestOptions(cache_salt=cache_salt(edge, exchange.caller, body), limits=limits)
-        events = EventStream(exchange, silence_s=edge.config.sse_keep_alive_s) if body.stream else None
-        async with edge.watch(exchange, events):
-            batches = await edge.in_thread(exchange, make_batches, options)
-            if not body.echo:
+async def complete(dialect: Dialect, app: App, exchange: Exchange) -> None:
+    """Decode, tokenise, generate; answer whole or as a stream."""
+    ask = await _decoded(dialect, app, exchange)
+    limits, salt = time_limits(ask.limits, exchange.headers), cache_salt(app, exchange.caller, ask.cache_salt)
+    with leased(app, exchange.caller, ask, limits) as lease, app.kept_logprobs.answer() as keep:
+        events = EventStream(exchange, silence_s=app.config.sse_keep_alive_s) if ask.stream else None
+        async with app.in_flight.watch(exchange, events):
+            work = partial(_make_batches, app, ask, salt, limits)
+            batches = await app.text.run(exchange.num_body_bytes, work, may_take_long=ask.may_take_long)
+            if not ask.keeps_text:
                 exchange.large_bodies.release(exchange)
             batches = lease.admit(batches)
-            generation = exchange.generation = lease.generation = Generation(edge, batches, score_only=score_only)
+            generation = Generation(app, batches, score_only=ask.score_only)
+            outcome = exchange.outcome = lease.outcome = generation.outcome
             if events is not None:
-                await answer.stream(generation, events, usage=usage, continuous=continuous)
+                await _stream(generation, events, ask.answer.stream(outcome))
             else:
                 await generation.gather(keep)
-        note_usage(exchange, generation)
+        usage = outcome.usage()
+        exchange.log |= {"prompt_tokens": usage.num_prompt_tokens, "completion_tokens": usage.num_generated_tokens}
         lease.end()
         if events is None:
-            whole = await edge.written(generation.num_logprobs, partial(answer.whole, generation))
-            await exchange.answer_json(whole, headers=server_timing(generation))
+            takes_long, write = outcome.num_logprobs > MANY_LOGPROBS, partial(ask.answer.whole, outcome)
+            whole = await app.text.run_long(write) if takes_long else write()
+            await exchange.answer(whole, 200, (*JSON_HEADERS, *_server_timing(outcome)))
+
+
+async def _decoded(dialect: Dialect, app: App, exchange: Exchange) -> GenerationAsk:
+    """Nobody keeps the body as it was sent."""
+    body = await exchange.json_body()
+    async with exchange.turn():
+        return dialect.decode(app, exchange, body)
+
+
+async def _stream(generation: Generation, events: EventStream, writer: StreamWriter) -> None:
+    """Send what `writer` makes of every delta, then the end."""
+    unfinished, last = len(generation.outcome.samples), b""
+    async with aclosing(generation.deltas()) as deltas:
+        async for sample, delta in deltas:
+            unfinished -= delta.finish_reason is not None
+            written = writer.delta(sample, delta)
+            if not unfinished:
+                last += written  # goes out with what follows, in one write
+            elif written:
+                await events.write(written)
+    await events.done(last + writer.last())
+
+
+def _server_timing(outcome: Outcome) -> tuple[tuple[bytes, bytes], ...]:
+    """The header `Server-Timing` (W3C), which browsers and proxies show: where the time in the engine went."""
+    timing = outcome.timing()
+    if timing is None:
+        return ()
+    parts = ", ".join(f"{name};dur={ms:g}" for name, ms in timing_parts_ms(timing).items())
+    return ((b"server-timing", parts.encode()),)
+
+
+def _make_batches(app: App, ask: GenerationAsk, cache_salt: str, limits: TimeLimits) -> list[list[RequestSpec]]:
+    """The samples of each prompt. Ids are unique even when clients repeat theirs. Raises RequestError."""
+    try:
+        prompts = ask.prompts()
+        batches = _batches(app, ask, prompts, cache_salt, limits)
+    except RequestError as error:
+        error.param = ask.field_names.get(error.param or "", error.param)
+        raise
+    if not ask.keeps_text:
+        prompts.clear()
+    return [cap_max_tokens(batch, ask.default_max_tokens) for batch in batches]
+
+
+def _batches(
+    app: App, ask: GenerationAsk, prompts: Sequence[Prompt], cache_salt: str, limits: TimeLimits
+) -> list[list[RequestSpec]]:
+    now, num_tokens = app.clock.now(), 0
+    batches: list[list[RequestSpec]] = []
+    for position, prompt in enumerate(prompts):
+        try:
+            batch = make_requests(
+                app.model,
+                prompt,
+                ask.sampling,
+                request_id=f"{next(app.request_numbers):x}.{ask.id}",
+                now=now,
+                cache_salt=cache_salt,
+                ttft_slo_s=limits.ttft_slo_s,
+                start_by=_after(now, limits.queue_timeout_s),
+                finish_by=_after(now, limits.timeout_s),
+                add_special_tokens=ask.add_special_tokens,
+            )
+        except RequestError as error:
+            if error.param == "prompt" and len(prompts) > 1:
+                error.param = f"prompt[{position}]"
+            raise
+        batches.append(batch)
+        num_tokens += batch[0].num_prompt_tokens * len(batch)
+        _check_prompt_logprobs(num_tokens, ask.sampling.prompt_logprobs)
+    return batches
+
+
+def _check_prompt_logprobs(num_tokens: int, num_top: int | None) -> None:
+    """Raise InvalidRequest once `num_tokens` of prompts have more log-probabilities than one answer may hold."""
+    if num_top is not None and num_tokens * (num_top + 1) > MAX_PROMPT_LOGPROBS:
+        raise InvalidRequest(
+            f"{num_tokens} tokens of prompts (for every sample anew) with {num_top + 1} log-probabilities each are "
+            f"{num_tokens * (num_top + 1)}; at most {MAX_PROMPT_LOGPROBS} in one answer: ask for fewer of each token, "
+            "or send fewer tokens at a time",
+            param="prompt_logprobs",
+        )
+
+
+def _after(now: float, seconds: float | None) -> float | None:
+    return now + seconds if seconds is not None else None

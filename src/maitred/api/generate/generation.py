@@ -6,114 +6,33 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
 from typing import cast
 
-from msgspec import UNSET
-
-from maitred.api.dialects.openai.schemas import CompletionTokensDetails, PromptTokensDetails, TimingMs, Usage
-from maitred.api.generate.kept_logprobs import Keep
-from maitred.api.http.edge import Edge
+from maitred.api.generate.outcome import Outcome, Sample
+from maitred.api.http.app import App
+from maitred.api.http.kept_logprobs import Keep
 from maitred.engine.output import MAX_MERGED, TextDelta, stream_text
 from maitred.errors import GenerationFailed, Overloaded, QueueTimeout, RequestTimeout, ServerError
-from maitred.request import NO_CHARGES, FinishReason, RequestSpec, RequestTiming
-from maitred.step import TokenLogprobs
+from maitred.request import FinishReason, RequestSpec
 
 _GOOD_ENDS = (None, FinishReason.STOP, FinishReason.LENGTH)
 _Queue = asyncio.Queue[tuple[int, TextDelta] | Exception | None]
 
 
-@dataclass(slots=True, eq=False)
-class Sample:
-    """One choice of the answer, as far as it has come."""
-
-    index: int  # of the choice: prompts in order, the n samples of each together
-    request: RequestSpec
-    texts: list[str] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None
-    num_tokens: int = 0
-    last_token_at: float | None = None  # s, monotonic
-    timing: RequestTiming | None = None  # once it has ended
-
-    @property
-    def text(self) -> str:
-        return "".join(self.texts)
-
-
 class Generation:
-    """All samples of one HTTP request.
+    """Runs all samples of one HTTP request, and writes what comes into its outcome.
 
     `score_only` hides the one token that was sampled because every request must (max_tokens 0).
     """
 
-    def __init__(self, edge: Edge, batches: Sequence[Sequence[RequestSpec]], *, score_only: bool = False) -> None:
-        self._edge, self._batches, self._score_only = edge, batches, score_only
-        self.num_samples_per_prompt = len(batches[0])
-        requests = [request for batch in batches for request in batch]
-        self.samples = [Sample(index, request) for index, request in enumerate(requests)]
-        self.prompt_logprobs: list[list[TokenLogprobs]] = [[] for _ in batches]  # by prompt, positions 1..
-        self._charges = [NO_CHARGES] * len(requests)  # by sample, as told last
-        self.num_tokens_seen = [0] * len(requests)  # by sample, hidden ones too
-
-    def prompt_index(self, sample: Sample) -> int:
-        return sample.index // self.num_samples_per_prompt
-
-    def siblings(self, sample: Sample) -> list[Sample]:
-        """The other samples of its prompt."""
-        first = self.prompt_index(sample) * self.num_samples_per_prompt
-        return [s for s in self.samples[first : first + self.num_samples_per_prompt] if s is not sample]
-
-    def knows_prompt(self, sample: Sample) -> bool:
-        """Whether the log-probabilities of its whole prompt have come."""
-        known = self.prompt_logprobs[self.prompt_index(sample)]
-        return len(known) >= sample.request.num_prompt_tokens - 1
-
-    @property
-    def num_logprobs(self) -> int:
-        """Of prompts, as often as their samples repeat them, and of answers; about, as positions are alike."""
-        kept = [sample.logprobs for sample in self.samples] + self.prompt_logprobs * self.num_samples_per_prompt
-        return sum(len(positions) * len(positions[0].token_ids) for positions in kept if positions)
-
-    def timing(self) -> RequestTiming | None:
-        """Of the sample that took longest; None until all have ended."""
-        timings = [sample.timing for sample in self.samples if sample.timing is not None]
-        return max(timings, key=lambda t: t.total_s) if len(timings) == len(self.samples) else None
-
-    def usage(self) -> Usage:
-        """A prompt counts once, whatever n is. The time's split is told once all have ended."""
-        timing = self.timing()
-        prompt = sum(batch[0].num_prompt_tokens for batch in self._batches)
-        completion = sum(sample.num_tokens for sample in self.samples)
-        return Usage(
-            prompt_tokens=prompt,
-            completion_tokens=completion,
-            total_tokens=prompt + completion,
-            prompt_tokens_details=PromptTokensDetails(self._num_cached()),
-            completion_tokens_details=CompletionTokensDetails(),
-            timing_ms=_timing_ms(timing) if timing is not None else UNSET,
-        )
-
-    def num_tokens_used(self) -> tuple[int, int]:
-        """Prompt and output tokens that the engine has said it computed, hidden ones too; a prompt counts once."""
-        num_samples, charges = self.num_samples_per_prompt, self._charges
-        prompt = sum(
-            batch[0].num_prompt_tokens
-            for i, batch in enumerate(self._batches)
-            if any(c.first_scheduled_at is not None for c in charges[i * num_samples : (i + 1) * num_samples])
-        )
-        seen = zip(charges, self.num_tokens_seen, strict=True)
-        return prompt, sum(max(charge.num_generated_tokens, num_seen) for charge, num_seen in seen)
-
-    def _num_cached(self) -> int:
-        return sum(charges.num_cached_tokens for charges in self._charges[:: self.num_samples_per_prompt])
+    def __init__(self, app: App, batches: Sequence[Sequence[RequestSpec]], *, score_only: bool = False) -> None:
+        self._app, self._batches, self._score_only = app, batches, score_only
+        self.outcome = Outcome(batches)
 
     async def deltas(self) -> AsyncGenerator[tuple[Sample, TextDelta], None]:
         """What each sample gained, as it comes; closing it ends all. Raises a ServerError when one cannot go on."""
         if len(self._batches) == 1:
-            async with aclosing(_stream(self._edge, self._batches[0])) as alone:
+            async with aclosing(_stream(self._app, self._batches[0])) as alone:
                 async for delta in alone:
                     yield self._noted(0, delta)
             return
@@ -122,7 +41,7 @@ class Generation:
                 yield self._noted(prompt_index, delta)
 
     def _noted(self, prompt_index: int, delta: TextDelta) -> tuple[Sample, TextDelta]:
-        sample = self.samples[prompt_index * self.num_samples_per_prompt + delta.index]
+        sample = self.outcome.samples[prompt_index * self.outcome.num_samples_per_prompt + delta.index]
         self._count(prompt_index, sample, delta)
         if delta.finish_reason not in _GOOD_ENDS:
             raise self._failure(delta)
@@ -132,10 +51,10 @@ class Generation:
         waited_s = delta.timing.total_s if delta.timing is not None else 0.0
         if delta.finish_reason is FinishReason.QUEUE_TIMEOUT:
             message = f"the request was in no step after {waited_s:.3g} s, all the time it had to wait"
-            return QueueTimeout(message, retry_after_s=self._edge.gate.retry_after_s(self._edge.clock.now()))
+            return QueueTimeout(message, retry_after_s=self._app.gate.retry_after_s(self._app.clock.now()))
         if delta.finish_reason is FinishReason.SHED:
             message = f"after {waited_s:.3g} s in the queue the request made room for a more urgent one"
-            return Overloaded(message, retry_after_s=self._edge.gate.retry_after_s(self._edge.clock.now()))
+            return Overloaded(message, retry_after_s=self._app.gate.retry_after_s(self._app.clock.now()))
         if delta.finish_reason is FinishReason.TIMEOUT:
             return RequestTimeout(f"the request was not done after {waited_s:.3g} s, all the time it had")
         return GenerationFailed(delta.error or "the server ended this request")
@@ -156,38 +75,30 @@ class Generation:
                     sample.finish_reason, sample.stop_reason = delta.finish_reason, delta.stop_reason
 
     def _count(self, prompt_index: int, sample: Sample, delta: TextDelta) -> None:
-        new = len(delta.token_ids)
+        new, outcome, observer = len(delta.token_ids), self.outcome, self._app.observer
         if new:
-            now = time.monotonic()
-            if sample.last_token_at is not None:
-                gap_s = (now - sample.last_token_at) / new
-                self._edge.metrics.tokens_came(gap_s, new)
-                self._edge.latencies.between_tokens.observe(gap_s, new)
-            self._edge.latencies.tokens_came(sample.request.tenant, new)
+            now, last = time.monotonic(), sample.last_token_at
+            observer.tokens_came(sample.request.tenant, new, None if last is None else (now - last) / new)
             sample.last_token_at = now
-            self.num_tokens_seen[sample.index] += new
+            outcome.num_tokens_seen[sample.index] += new
             if not self._score_only:
                 sample.num_tokens += new
         if delta.charges is not None:
-            self._charges[sample.index] = delta.charges
+            outcome.charges[sample.index] = delta.charges
         if delta.index == 0 and delta.prompt_logprobs is not None:
-            self.prompt_logprobs[prompt_index].extend(delta.prompt_logprobs)
+            outcome.prompt_logprobs[prompt_index].extend(delta.prompt_logprobs)
         if delta.finish_reason is not None:
             sample.timing = delta.timing
-            self._edge.metrics.sample_finished(
-                delta.timing, num_prompt_tokens=sample.request.num_prompt_tokens, num_tokens=sample.num_tokens
-            )
-            if delta.timing is not None:
-                self._edge.latencies.answer_ended(delta.timing)
+            observer.sample_ended(sample)
 
     def _without_output(self, delta: TextDelta) -> TextDelta:
         finish = FinishReason.LENGTH if delta.finish_reason is not None else None
         return TextDelta(index=delta.index, finish_reason=finish)
 
     async def _merged(self) -> AsyncGenerator[tuple[int, TextDelta], None]:
-        edge = self._edge
+        app = self._app
         queue: _Queue = asyncio.Queue(MAX_MERGED)
-        tasks = [asyncio.create_task(_pump(edge, i, batch, queue)) for i, batch in enumerate(self._batches)]
+        tasks = [asyncio.create_task(_pump(app, i, batch, queue)) for i, batch in enumerate(self._batches)]
         try:
             left = len(tasks)
             while left:
@@ -204,24 +115,14 @@ class Generation:
             await asyncio.gather(*tasks, return_exceptions=True)  # their aborts are done when we return
 
 
-def timing_parts_ms(timing: RequestTiming) -> dict[str, float]:
-    """The five parts, in ms, to the microsecond; they add up to the stay in the engine."""
-    parts = ("queue", "schedule", "prefill", "decode", "stall")
-    return {part: round(getattr(timing, f"{part}_s") * 1000, 3) for part in parts}
+def _stream(app: App, batch: Sequence[RequestSpec]) -> AsyncGenerator[TextDelta, None]:
+    return cast(AsyncGenerator[TextDelta, None], stream_text(app.replica, app.model, batch))
 
 
-def _timing_ms(timing: RequestTiming) -> TimingMs:
-    return TimingMs(**timing_parts_ms(timing), ttft=round(timing.ttft_s * 1000, 3))
-
-
-def _stream(edge: Edge, batch: Sequence[RequestSpec]) -> AsyncGenerator[TextDelta, None]:
-    return cast(AsyncGenerator[TextDelta, None], stream_text(edge.replica, edge.model, batch))
-
-
-async def _pump(edge: Edge, prompt_index: int, batch: Sequence[RequestSpec], queue: _Queue) -> None:
+async def _pump(app: App, prompt_index: int, batch: Sequence[RequestSpec], queue: _Queue) -> None:
     """Carry one prompt's deltas into the common queue; None marks its end."""
     try:
-        async with aclosing(_stream(edge, batch)) as deltas:
+        async with aclosing(_stream(app, batch)) as deltas:
             async for delta in deltas:
                 await queue.put((prompt_index, delta))
         await queue.put(None)

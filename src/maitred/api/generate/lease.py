@@ -1,38 +1,35 @@
-"""The gate as a generation route meets it: what a body asks there, what is counted, and whom to shed."""
+"""The gate as a request that generates meets it: what it asks there, what is counted, and whom to shed."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from maitred.api.dialects.openai.refusals import unsupported
-from maitred.api.dialects.openai.schemas import GenerationFields
-from maitred.api.generate.generation import Generation
-from maitred.api.http.edge import Edge
-from maitred.api.http.exchange import Exchange
+from maitred.api.generate.dialect import GenerationAsk
+from maitred.api.generate.outcome import Outcome
+from maitred.api.http.app import App
 from maitred.errors import InvalidRequest, Overloaded, RateLimited
 from maitred.gate.gate import Ask, Lease
-from maitred.gate.terms import TimeLimits, granted_priority
+from maitred.gate.terms import TimeLimits
 from maitred.request import FinishReason, RequestSpec
 from maitred.tenancy.caller import Caller
-from maitred.tenancy.tenant import TIERS, tier_of_priority
 
 
 class HttpLease:
     """One request's lease of the gate; see `leased`."""
 
-    def __init__(self, edge: Edge, caller: Caller, lease: Lease) -> None:
-        self._edge, self._caller, self._lease = edge, caller, lease
-        self.generation: Generation | None = None  # once there is one
+    def __init__(self, app: App, caller: Caller, lease: Lease) -> None:
+        self._app, self._caller, self._lease = app, caller, lease
+        self.outcome: Outcome | None = None  # once there is one
 
     def admit(self, batches: Sequence[Sequence[RequestSpec]]) -> list[list[RequestSpec]]:
         """The samples of each prompt under their terms, to be submitted now. Raises as `Gate.admit`."""
-        edge, num_each = self._edge, len(batches[0])
+        app, num_each = self._app, len(batches[0])
         specs = [spec for batch in batches for spec in batch]
-        with _counting_refusals(edge, self._caller):
-            admitted = edge.gate.admit(self._lease, specs, edge.clock.now())
+        with _counting_refusals(app, self._caller):
+            admitted = app.gate.admit(self._lease, specs, app.clock.now())
         for request_id in admitted.shed:
-            edge.replica.abort(request_id, FinishReason.SHED)
+            app.replica.abort(request_id, FinishReason.SHED)
         return [admitted.specs[first : first + num_each] for first in range(0, len(specs), num_each)]
 
     def end(self) -> None:
@@ -40,70 +37,57 @@ class HttpLease:
         if self._lease.ended:
             return
         # what the engine does before it hears of an abort only the ledger knows
-        prompt, output = self.generation.num_tokens_used() if self.generation is not None else (0, 0)
+        prompt, output = self.outcome.num_tokens_used() if self.outcome is not None else (0, 0)
         self._lease.end(prompt + output)
         if not self._caller.is_anybody:
-            self._edge.metrics.tenants.left(self._caller.quota, prompt, output)
+            self._app.observer.metrics.tenants.left(self._caller.quota, prompt, output)
 
 
 @contextmanager
-def leased(
-    edge: Edge, exchange: Exchange, body: GenerationFields, num_samples: int, limits: TimeLimits
-) -> Iterator[HttpLease]:
+def leased(app: App, caller: Caller, asked: GenerationAsk, limits: TimeLimits) -> Iterator[HttpLease]:
     """A request's lease, until it has its answer. Raises as `Gate.enter`, and Unavailable from a server that closes."""
-    caller = exchange.caller
-    ask = Ask(num_samples=num_samples, priority=_priority(caller, body), limits=limits)
-    with edge.answering():
-        lease = HttpLease(edge, caller, _enter(edge, caller, ask))
+    ask = Ask(num_samples=asked.num_samples, priority=_priority(caller, asked), limits=limits)
+    with app.in_flight.answering():
+        lease = HttpLease(app, caller, _enter(app, caller, ask))
         try:
             yield lease
         finally:
             lease.end()
 
 
-def cache_salt(edge: Edge, caller: Caller, body: GenerationFields) -> str:
+def cache_salt(app: App, caller: Caller, sent: str) -> str:
     """The client's own, and where there are tenants its tenant's."""
-    sent = body.cache_salt or ""
-    return sent if caller.is_anybody else caller.tenant.cache_salt(edge.salt_secret, sent)
+    return sent if caller.is_anybody else caller.tenant.cache_salt(app.salt_secret, sent)
 
 
-def granted_tier(caller: Caller, body: GenerationFields) -> str:
-    """The one the request gets, for the answer. Raises PermissionDenied where it may not have what it asks for."""
-    return "default" if caller.is_anybody else tier_of_priority(_priority(caller, body))
-
-
-def _enter(edge: Edge, caller: Caller, ask: Ask) -> Lease:
+def _enter(app: App, caller: Caller, ask: Ask) -> Lease:
     """Counts whom the tenant's own limits let in, whatever the server says then."""
     try:
-        with _counting_refusals(edge, caller):
-            lease = edge.gate.enter(caller, ask, edge.clock.now())
+        with _counting_refusals(app, caller):
+            lease = app.gate.enter(caller, ask, app.clock.now())
     except (InvalidRequest, Overloaded):
-        _count_entered(edge, caller)
+        _count_entered(app, caller)
         raise
-    _count_entered(edge, caller)
+    _count_entered(app, caller)
     return lease
 
 
-def _count_entered(edge: Edge, caller: Caller) -> None:
+def _count_entered(app: App, caller: Caller) -> None:
     if not caller.is_anybody:
-        edge.metrics.tenants.entered(caller.quota)
+        app.observer.metrics.tenants.entered(caller.quota)
 
 
 @contextmanager
-def _counting_refusals(edge: Edge, caller: Caller) -> Iterator[None]:
+def _counting_refusals(app: App, caller: Caller) -> Iterator[None]:
     try:
         yield
     except RateLimited as error:
-        edge.metrics.tenants.refused(caller.tenant.name, error)
+        app.observer.metrics.tenants.refused(caller.tenant.name, error)
         raise
 
 
-def _priority(caller: Caller, body: GenerationFields) -> int:
-    """Raises PermissionDenied for one that the key may not ask for."""
-    tier = body.service_tier
-    if tier not in (None, "auto", "default") and (caller.is_anybody or tier not in TIERS):
-        choices = "auto or default" if caller.is_anybody else ", ".join(("auto", *TIERS))
-        raise unsupported("service_tier", f"send {choices}")
-    if body.priority is None:
-        return caller.tenant.priority_of_tier(None if caller.is_anybody else tier)
-    return granted_priority(caller.tenant, body.priority)
+def _priority(caller: Caller, asked: GenerationAsk) -> int:
+    """What a service tier stands for, where no priority was sent."""
+    if asked.priority is not None:
+        return asked.priority
+    return caller.tenant.priority_of_tier(None if caller.is_anybody else asked.tier)

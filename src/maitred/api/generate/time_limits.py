@@ -1,4 +1,4 @@
-"""How long a request may take, in its own words: body fields, or headers for clients that cannot add fields.
+"""How long a request may take: body fields where its dialect has them, or headers for clients that cannot add any.
 
 `x-slo-ttft-ms` is the header of the Gateway API's endpoint picker, so that an objective set there holds here too.
 """
@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Protocol
 
-from maitred.api.dialects.openai.schemas import GenerationFields
 from maitred.api.http.errors import shortened
 from maitred.errors import InvalidRequest
 from maitred.gate.terms import TimeLimits
@@ -20,14 +20,27 @@ HEADERS: Mapping[str, str] = {  # in the order of TimeLimits
 }
 
 
-def time_limits(body: GenerationFields, headers: Mapping[bytes, bytes]) -> TimeLimits:
+class AskedLimits(Protocol):
+    """Milliseconds from arrival, as a body may have them; None was not sent."""
+
+    @property
+    def ttft_slo_ms(self) -> float | None: ...
+
+    @property
+    def queue_timeout_ms(self) -> float | None: ...
+
+    @property
+    def timeout_ms(self) -> float | None: ...
+
+
+def time_limits(asked: AskedLimits | None, headers: Mapping[bytes, bytes]) -> TimeLimits:
     """What the request asks, a field before its header. Raises InvalidRequest for what is no number of milliseconds."""
-    return TimeLimits(*(_asked(field, body, headers) for field in HEADERS))
+    return TimeLimits(*(_asked(field, asked, headers) for field in HEADERS))
 
 
-def _asked(field: str, body: GenerationFields, headers: Mapping[bytes, bytes]) -> float | None:
+def _asked(field: str, asked: AskedLimits | None, headers: Mapping[bytes, bytes]) -> float | None:
     """In seconds."""
-    value, name = getattr(body, field), field
+    value, name = getattr(asked, field, None), field
     if value is None:
         name = HEADERS[field]
         sent = headers.get(name.encode())

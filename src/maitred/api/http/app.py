@@ -1,183 +1,118 @@
-"""The ASGI application: finds the route, and around it request id, API key, errors, one access line, counts."""
+"""What routes need to answer: the replica and its model, gate, clock and config, and what requests share of memory."""
 
 from __future__ import annotations
 
-import logging
-import random
-import time
-from functools import partial
-from typing import Any
+import itertools
+import os.path
+import secrets
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Protocol, runtime_checkable
 
-from starlette.middleware.cors import CORSMiddleware
-from starlette.types import ASGIApp, Receive, Scope, Send
-
-from maitred.api.http.edge import Edge
-from maitred.api.http.errors import CLIENT_GONE_STATUS, ClientGone, HttpError, http_error
-from maitred.api.http.exchange import REQUEST_ID, Exchange, Header
-from maitred.api.http.logs import ACCESS, ERRORS, log_fields
-from maitred.api.http.routes import RouteTable
-from maitred.api.http.sse import DONE
-from maitred.api.ops.orca import ASKED_BY, TOLD_BY, load_report
+from maitred.api.http.auth import Authenticator
+from maitred.api.http.bodies import LargeBodies
+from maitred.api.http.errors import shortened
+from maitred.api.http.in_flight import InFlight
+from maitred.api.http.kept_logprobs import KeptLogprobs
+from maitred.api.http.loading import LOADING, LoadingReplica
+from maitred.api.http.text_threads import TextThreads
+from maitred.api.ops.observer import Observer
 from maitred.clock import Clock
-from maitred.errors import EngineDead, Overloaded, Unavailable
+from maitred.config import SchedulerConfig, ServerConfig
+from maitred.engine.installed import policy_of
+from maitred.engine.intake import ServedModel
+from maitred.errors import ModelNotFound, Unavailable
+from maitred.gate.admission import AdmissionController
+from maitred.gate.gate import Gate
+from maitred.replica import Replica
+from maitred.step import RequestProgress
 
-TOLD_AGAIN_S = 60.0
-RATE_LIMIT_HEADERS = tuple(
-    f"x-ratelimit-{what}-{of}" for of in ("requests", "tokens") for what in ("limit", "remaining", "reset")
-)
+
+@runtime_checkable
+class TellsProgress(Protocol):
+    """A replica that tells of all progress at once, before those who wait for it are woken."""
+
+    on_progress: Callable[[list[RequestProgress], int, float], None]
 
 
 class App:
-    """Makes the Exchange that routes answer through, and is the one place where exceptions become answers."""
+    """One server's view of one replica. A route that alone uses something owns it."""
 
-    def __init__(self, edge: Edge, routes: RouteTable) -> None:
-        self.edge, self.routes = edge, routes
-        self._outage = Outage(edge.clock)
-        self._random = random.Random()  # ids are no secrets, and the system's own source costs a system call each
-        self._asgi: ASGIApp = self._answer
-        if edge.config.cors_origins:  # outermost: preflights bring no key, and errors need its headers too
-            self._asgi = CORSMiddleware(
-                self._answer,
-                allow_origins=edge.config.cors_origins,
-                allow_methods=("GET", "POST"),
-                allow_headers=("*",),
-                expose_headers=("x-request-id", "retry-after", "retry-after-ms", "x-should-retry", *RATE_LIMIT_HEADERS),
+    def __init__(
+        self,
+        config: ServerConfig,
+        *,
+        clock: Clock,
+        observer: Observer,
+        authenticator: Authenticator,
+        is_ready: Callable[[], bool] = lambda: True,
+        policy: str | None = None,
+    ) -> None:
+        """`policy` is the scheduler's; None heeds priorities."""
+        self.config, self.clock, self.observer, self.authenticator = config, clock, observer, authenticator
+        self.replica: Replica = LoadingReplica()
+        self._model: ServedModel | None = None
+        self._paths: set[str] = set()  # where it lies, which is a name too
+        self.gate = Gate()
+        self.policy_without_priorities = None if policy is None else _without_priorities(policy)
+        self.in_flight = InFlight(is_ready=is_ready, silence_s=config.sse_keep_alive_s)
+        self.large_bodies = LargeBodies(config.max_body_bytes)
+        self.kept_logprobs = KeptLogprobs()
+        self.text = TextThreads()
+        self.request_numbers = itertools.count()
+        self.salt_secret = secrets.token_bytes(32)  # the cache it protects does not outlive this process either
+
+    def open(self, replica: Replica, model: ServedModel, admission: AdmissionController | None = None) -> None:
+        """The engine is there. `admission` knows its slots, and turns away more than it can serve in time."""
+        self.replica, self._model = replica, model
+        self.gate = Gate(admission, max_concurrent_requests=self.config.max_concurrent_requests)
+        if isinstance(replica, TellsProgress):
+            replica.on_progress = self.gate.progressed
+        if model.root:
+            self._paths.add(os.path.normpath(model.root))
+            with suppress(FileNotFoundError):  # of a folder that is gone
+                self._paths.add(os.path.abspath(model.root))
+        self.observer.metrics.engine_came(replica, model.names[0], model.block_size, admission)
+
+    @property
+    def model(self) -> ServedModel:
+        """Raises Unavailable before there is one."""
+        self.check_loaded()
+        assert self._model is not None
+        return self._model
+
+    def check_loaded(self) -> None:
+        """Raises Unavailable before the engine is there."""
+        if self._model is None:
+            raise Unavailable(LOADING)
+
+    @property
+    def ready(self) -> bool:
+        return self.in_flight.welcome and self.replica.state().alive
+
+    def check_model(self, name: str | None) -> str:
+        """`name`, which may be the model's path, or the canonical one when none was given; raises ModelNotFound."""
+        if name is None:
+            return self.model.names[0]
+        if name not in self.model.names and os.path.normpath(name) not in self._paths:
+            raise ModelNotFound(
+                f"the model {shortened(repr(name))} is not served here; choose one of {', '.join(self.model.names)}",
+                param="model",
             )
+        return name
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        assert scope["type"] == "http", "neither lifespan nor web sockets are spoken here"
-        await self._asgi(scope, receive, send)
+    def reconfigured(self, scheduler: SchedulerConfig) -> None:
+        """Once priorities were heeded they stay welcome: no client's request becomes an error while the server runs."""
+        self.gate.reconfigure(scheduler)
+        if self.policy_without_priorities is not None:
+            self.policy_without_priorities = _without_priorities(scheduler.policy)
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers: dict[bytes, bytes] = dict(reversed(scope["headers"]))
-        exchange = Exchange(
-            scope=scope,
-            receive=receive,
-            raw_send=send,
-            request_id=self._request_id(headers.get(b"x-request-id")),
-            max_body_bytes=self.edge.config.max_body_bytes,
-            large_bodies=self.edge.large_bodies,
-            headers=headers,
-        )
-        exchange.standing_headers = partial(self._standing, exchange)
-        tracing, method, path = self.edge.tracing, scope["method"], scope["path"]
-        operation = self.routes.span_of(method, path)
-        span = tracing.begin(exchange) if tracing is not None and operation else None
-        if tracing is not None and span is not None:
-            exchange.trace_header = tracing.header_of(span)
-        started_at = time.monotonic()
-        metrics = self.edge.metrics
-        metrics.num_in_flight += 1
-        try:
-            exchange.caller = self.edge.authenticator.check(
-                headers.get(b"authorization"), is_open=not self.routes.needs_key(path)
-            )
-            if self.routes.needs_engine(path):
-                self.edge.check_loaded()
-            exchange.route, exchange.parameter = self.routes.find(method, path)
-            if exchange.route.admin:
-                exchange.caller.require_admin(exchange.route.admin)
-            await exchange.route.handler(self.edge, exchange)
-        except ClientGone:
-            exchange.status = CLIENT_GONE_STATUS
-            metrics.num_cancelled += 1
-        except Exception as error:
-            await _answer_error(exchange, error, self._outage)
-        finally:
-            exchange.large_bodies.release(exchange)
-            metrics.num_in_flight -= 1
-            metrics.http_answered(exchange.route_name, exchange.status or CLIENT_GONE_STATUS)
-            _log_access(exchange, time.monotonic() - started_at)
-            if tracing is not None and span is not None:
-                tracing.end(span, operation, exchange, self.edge.clock.now())
-
-    def _standing(self, exchange: Exchange) -> list[Header]:
-        """Of every answer, as they are when it begins: the caller's limits, the load for balancers that ask, and that a
-        server that drains hangs up.
-        """
-        headers: list[Header] = []
-        if hasattr(exchange, "caller") and exchange.caller.tenant.limits.any:
-            told = exchange.caller.quota.headers(self.edge.clock.now())
-            headers += [(name.encode(), value.encode()) for name, value in told]
-        asked = exchange.headers.get(ASKED_BY)
-        if exchange.trace_header is not None:
-            headers.append(exchange.trace_header)
-        report = load_report(asked, self.edge.replica.state()) if asked is not None else None
-        if report is not None:
-            headers.append((TOLD_BY, report))
-        return [*headers, (b"connection", b"close")] if self.edge.draining else headers
-
-    def _request_id(self, sent: bytes | None) -> str:
-        """The client's own, if it is one that cannot forge a log line or a header, else a new one."""
-        if sent is not None and REQUEST_ID.fullmatch(sent):
-            return sent.decode()
-        return f"{self._random.getrandbits(128):032x}"
+    def close(self) -> None:
+        """Give back the threads, send the last traces; the app answers no more."""
+        self.observer.close()
+        self.text.close()
 
 
-class Outage:
-    """Why requests are sent away, as the log has it: when it changes and once a minute, however many clients try."""
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._why: str | None = None
-        self._told_at = 0.0
-        self._num_untold = 0
-
-    def tell(self, request_id: str, why: str) -> None:
-        """One more request was sent away."""
-        now = self._clock.now()
-        if why == self._why and now < self._told_at + TOLD_AGAIN_S:
-            level, others = logging.DEBUG, None
-            self._num_untold += 1
-        else:
-            level, others = logging.WARNING, self._num_untold or None
-            self._why, self._told_at, self._num_untold = why, now, 0
-        fields = {"request_id": request_id, "error": why, "others_before": others}
-        log_fields(ERRORS, level, "requests are sent away", fields)
-
-
-async def _answer_error(exchange: Exchange, error: Exception, outage: Outage) -> None:
-    answer = http_error(error)
-    if type(error) in (Unavailable, EngineDead) and not exchange.started:
-        if (
-            exchange.route is None or not exchange.route.is_polled
-        ):  # whoever asks hears it, and the server's own log tells of the cause
-            outage.tell(exchange.request_id, str(error))
-    elif answer.status >= 500 and not isinstance(error, Overloaded):  # those are many, and the access line has them
-        _log_error(exchange, error, answer)
-    exchange.log["error"] = answer.body.error.code
-    if not exchange.started:
-        await exchange.answer_error(answer)
-    elif exchange.streaming and not exchange.complete:
-        # A stream that began can't change its status: an error object, which clients raise, then the usual end.
-        event = b"data: " + answer.encoded() + b"\n\n" + DONE
-        await exchange.send({"type": "http.response.body", "body": event})
-
-
-def _log_error(exchange: Exchange, error: Exception, answer: HttpError) -> None:
-    expected = answer.status in (503, 504) or answer.body.error.code == "generation_failed"
-    fields = {"request_id": exchange.request_id, "error": str(error)}
-    if expected:
-        log_fields(ERRORS, logging.WARNING, "request failed", fields)
-    else:
-        ERRORS.error("request failed", exc_info=error, extra={"fields": fields})
-
-
-def _log_access(exchange: Exchange, duration_s: float) -> None:
-    is_asset = exchange.route is not None and exchange.route.is_asset
-    level = logging.DEBUG if is_asset and (exchange.status or CLIENT_GONE_STATUS) < 400 else logging.INFO
-    if not ACCESS.isEnabledFor(level):
-        return
-    client = exchange.scope.get("client")
-    tenant = exchange.caller.tenant.name if hasattr(exchange, "caller") else None
-    fields: dict[str, Any] = {
-        "method": exchange.scope["method"],
-        "path": exchange.scope["path"],
-        "status": exchange.status or CLIENT_GONE_STATUS,
-        "ms": round(duration_s * 1000, 1),
-        "request_id": exchange.request_id,
-        "client": client[0] if client else None,
-        "tenant": tenant or None,
-        **exchange.log,
-    }
-    log_fields(ACCESS, level, "access", fields)
+def _without_priorities(policy: str) -> str | None:
+    """`policy`, if it says of itself that it heeds none."""
+    return None if policy_of(SchedulerConfig(policy=policy)).heeds_priority else policy

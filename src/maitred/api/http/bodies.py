@@ -27,7 +27,7 @@ _MISSING = re.compile(r"missing required field `([^`]+)`")
 
 
 class LargeBodies:
-    """The bodies over SMALL_BYTES of all connections. Past `max_bytes` who has been sending for longest makes room."""
+    """The bodies over SMALL_BYTES of all connections. Past `max_bytes` the one coming for longest is refused."""
 
     def __init__(self, max_body_bytes: int) -> None:
         self.max_bytes = max(MAX_HELD_BYTES, 2 * max_body_bytes)
@@ -38,7 +38,7 @@ class LargeBodies:
 
     @asynccontextmanager
     async def coming(self, owner: object) -> AsyncIterator[None]:
-        """While the body of `owner` comes. Raises Overloaded when it must make room."""
+        """While the body of `owner` comes. Raises Overloaded when it is refused for others."""
         try:
             async with asyncio.timeout(None) as self._coming[owner]:
                 yield
@@ -51,8 +51,8 @@ class LargeBodies:
             self._coming.pop(owner, None)
 
     def hold(self, owner: object, num_bytes: int) -> None:
-        """So many came of the body of `owner`. Whoever makes room finds their wait for more expired."""
-        if owner not in self._coming:  # it has made room, and does not know it yet
+        """So many came of the body of `owner`. The wait of the one that is refused expires."""
+        if owner not in self._coming:  # it is refused, and does not know it yet
             return
         self.num_bytes += num_bytes - self._held.get(owner, 0)
         self._held[owner] = num_bytes

@@ -18,10 +18,11 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from maitred.api.http.edge import Edge
 from maitred.api.http.errors import HeadTooLarge, RequestTooSlow, http_error
 from maitred.api.http.exchange import TOO_SLOW
+from maitred.api.http.formats import AnswerFormat
 from maitred.api.http.logs import ACCESS, log_fields
+from maitred.config import ServerConfig
 from maitred.engine.limits import is_spare
 from maitred.errors import InvalidRequest, RequestError, Unavailable
 
@@ -48,19 +49,55 @@ class _Refused(Exception):
     """Stops the parser; what the client hears is kept in the connection."""
 
 
+class _HeadWithBody:
+    """The transport as an answer sees it. uvicorn writes the head by itself; here it leaves with what follows at once,
+    in one system call.
+    """
+
+    __slots__ = ("_cycle", "_head", "_transport")
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle, self._transport = cycle, cycle.transport
+        self._head: bytes | None = b""  # kept back; None once it left
+
+    def write(self, data: bytes) -> None:
+        if self._head is None or not self._cycle.response_started:  # 100 Continue comes before
+            self._transport.write(data)
+        elif self._head:
+            self._transport.write(self._head + data)
+            self._head = None
+        else:
+            self._head = data
+
+    def flush(self) -> None:
+        """An answer without a body has ended."""
+        if self._head:
+            self._transport.write(self._head)
+            self._head = None
+
+    def close(self) -> None:
+        self.flush()
+        self._transport.close()
+
+    def is_closing(self) -> bool:
+        return self._transport.is_closing()
+
+
 class GuardedConnection(HttpToolsProtocol):
     """uvicorn's protocol with deadlines and limits. One timer for reading, armed only while something is missing."""
 
     def __init__(
         self,
-        edge: Edge,
+        limits: ServerConfig,
+        answers: AnswerFormat,
+        refused: Callable[[int], None],
         config: Config,
         server_state: ServerState,
         app_state: dict[str, Any],
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
-        self._edge, self._limits = edge, edge.config
+        self._limits, self._answers, self._refused = limits, answers, refused  # which is told of a status
         self._phase = Phase.NOTHING
         self._in_work: RequestResponseCycle | None = None  # uvicorn's `cycle` is the last that came, perhaps pipelined
         self._num_messages = 0  # begun
@@ -249,9 +286,11 @@ class GuardedConnection(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._in_work = cycle
+        cycle.transport = self._answering = _HeadWithBody(cycle)  # type: ignore[assignment]
         super()._start_asgi_task(cycle, app)
 
     def on_response_complete(self) -> None:
+        self._answering.flush()
         super().on_response_complete()
         self._await_readers_end()
         if self._phase is Phase.BODY and self.cycle.response_complete and not self.transport.is_closing():
@@ -349,7 +388,7 @@ class GuardedConnection(HttpToolsProtocol):
         answer = http_error(error)
         answering = self._in_work is not None and self._in_work.response_started and not self._in_work.response_complete
         if not answering and not self.transport.is_closing():
-            body = answer.encoded()
+            body = self._answers.error_body(answer)
             headers = (
                 (b"content-type", b"application/json"),
                 (b"content-length", b"%d" % len(body)),
@@ -361,8 +400,8 @@ class GuardedConnection(HttpToolsProtocol):
         if (
             self.cycle is None or TOO_SLOW not in self.cycle.scope
         ):  # the application counts that one, when it hears of the disconnect
-            self._edge.metrics.http_answered("other", answer.status)
-            self._note(answer.status, answer.body.error.code)
+            self._refused(answer.status)
+            self._note(answer.status, answer.code)
         self.transport.close()
 
     def _note(self, status: int, code: str | None) -> None:

@@ -1,16 +1,13 @@
-"""From our exceptions to HTTP: a status, and OpenAI's error body with its four keys."""
+"""From our exceptions to HTTP: status, headers, and what every dialect's error body says in its own way."""
 
 from __future__ import annotations
 
 import math
 from typing import NamedTuple
 
-import msgspec
-
 from maitred.errors import (
     EngineDead,
     GenerationFailed,
-    InsufficientQuota,
     InvalidApiKey,
     MaitredError,
     ModelNotFound,
@@ -62,75 +59,53 @@ class HeadTooLarge(RequestError):
     code = "head_too_large"
 
 
-class ErrorObject(msgspec.Struct, frozen=True):
-    """What went wrong, as OpenAI's specification has it; all four keys are always there."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class ErrorBody(msgspec.Struct, frozen=True):
-    error: ErrorObject
-
-
 class HttpError(NamedTuple):
-    """An error as the wire has it."""
+    """An error before it is written; `AnswerFormat` makes a body of it."""
 
     status: int
-    body: ErrorBody
+    message: str
+    param: str | None  # the field at fault
+    code: str | None  # names the fault, for programs
     headers: tuple[tuple[bytes, bytes], ...] = ()
-
-    def encoded(self) -> bytes:
-        return msgspec.json.encode(self.body)
 
 
 # The first match counts, so subclasses stand before their bases.
-_STATUS: tuple[tuple[type[BaseException], int, str, str | None], ...] = (
-    (InvalidApiKey, 401, "authentication_error", None),
-    (PermissionDenied, 403, "permission_error", None),
-    (InsufficientQuota, 429, "insufficient_quota", None),
-    (RateLimited, 429, "rate_limit_error", None),
-    (ModelNotFound, 404, "not_found_error", None),
-    (RouteNotFound, 404, "not_found_error", None),
-    (MethodNotAllowed, 405, "invalid_request_error", None),
-    (RequestTooLarge, 413, "invalid_request_error", None),
-    (UnsupportedMediaType, 415, "invalid_request_error", None),
-    (RequestTooSlow, 408, "invalid_request_error", None),
-    (ReadTooSlowly, 408, "invalid_request_error", None),
-    (HeadTooLarge, 431, "invalid_request_error", None),
-    (RequestError, 400, "invalid_request_error", None),
-    (RequestTimeout, 504, "server_error", None),
-    (Unavailable, 503, "server_error", "server_unavailable"),
-    (EngineDead, 503, "server_error", "engine_dead"),
-    (GenerationFailed, 500, "server_error", "generation_failed"),
+_STATUS: tuple[tuple[type[BaseException], int, str | None], ...] = (
+    (InvalidApiKey, 401, None),
+    (PermissionDenied, 403, None),
+    (RateLimited, 429, None),
+    (ModelNotFound, 404, None),
+    (RouteNotFound, 404, None),
+    (MethodNotAllowed, 405, None),
+    (RequestTooLarge, 413, None),
+    (UnsupportedMediaType, 415, None),
+    (RequestTooSlow, 408, None),
+    (ReadTooSlowly, 408, None),
+    (HeadTooLarge, 431, None),
+    (RequestError, 400, None),
+    (RequestTimeout, 504, None),
+    (Unavailable, 503, "server_unavailable"),
+    (EngineDead, 503, "engine_dead"),
+    (GenerationFailed, 500, "generation_failed"),
 )
 
 
 def http_error(error: BaseException) -> HttpError:
-    """Status, body and headers for `error`; what we did not raise on purpose tells the client nothing of its inside."""
-    for kind, status, error_type, code in _STATUS:
-        if isinstance(error, kind):
-            return HttpError(status, _body(str(error), error_type, error, code), _headers(error))
+    """Status, text and headers for `error`; what we did not raise on purpose tells the client nothing of its inside."""
+    status, code = next((entry[1:] for entry in _STATUS if isinstance(error, entry[0])), (500, "internal_error"))
     message = str(error) if isinstance(error, MaitredError) else "internal error; the server's log has the cause"
-    return HttpError(500, _body(message, "server_error", error, "internal_error"))
+    return HttpError(
+        status,
+        _printable(shortened(message, MAX_MESSAGE_CHARS)),
+        getattr(error, "param", None),
+        getattr(error, "code", None) or code,
+        _headers(error),
+    )
 
 
 def shortened(text: str, limit: int = 200) -> str:
     """`text` as an error may quote it: never more than `limit` characters of what the client sent."""
     return text if len(text) <= limit else f"{text[:limit]}... ({len(text)} characters)"
-
-
-def _body(message: str, error_type: str, error: BaseException, code: str | None) -> ErrorBody:
-    return ErrorBody(
-        ErrorObject(
-            message=_printable(shortened(message, MAX_MESSAGE_CHARS)),
-            type=error_type,
-            param=getattr(error, "param", None),
-            code=getattr(error, "code", None) or code,
-        )
-    )
 
 
 def _printable(text: str) -> str:

@@ -6,19 +6,18 @@ import re
 from collections.abc import Callable, Iterable
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.types import Message, Receive, Scope, Send
 
+from maitred.api.generate.outcome import Outcome
 from maitred.api.http.bodies import SMALL_BYTES, LargeBodies, decode_body
 from maitred.api.http.errors import ClientGone, HttpError, RequestTooSlow, UnsupportedMediaType
+from maitred.api.http.formats import AnswerFormat
+from maitred.api.http.routes import Route
 from maitred.errors import RequestTooLarge
 from maitred.tenancy.caller import Caller
-
-if TYPE_CHECKING:
-    from maitred.api.generate.generation import Generation
-    from maitred.api.http.routes import Route
 
 T = TypeVar("T")
 Header = tuple[bytes, bytes]
@@ -38,11 +37,12 @@ class Exchange:
     max_body_bytes: int
     large_bodies: LargeBodies
     headers: dict[bytes, bytes]  # of the request, names in lower case, the first of equals
+    format: AnswerFormat  # of the path that was asked for
     caller: Caller = field(init=False)  # set before any route is asked
     route: Route | None = None  # once it is found
     parameter: str = ""  # of its path
     log: dict[str, Any] = field(default_factory=dict)  # what the access line says besides
-    generation: Generation | None = None  # what the answer is made of, on the routes that generate
+    outcome: Outcome | None = None  # what the answer is made of, on the routes that generate
     trace_header: Header | None = None  # of a request that is traced
     status: int | None = None  # set once the answer began
     streaming: bool = False  # the answer that began is an event stream
@@ -118,12 +118,16 @@ class Exchange:
             f"the request body is over the limit of {limit} bytes; the server's --max-body-bytes sets it"
         )
 
-    async def json(self, decoder: msgspec.json.Decoder[T]) -> T:
-        """The body as a struct; raises InvalidRequest whose `param` is the path of the wrong field."""
+    async def json_body(self) -> bytes:
+        """The whole body, which the request says is JSON; raises UnsupportedMediaType for another."""
         media_type = self.headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
         if media_type != b"application/json":
             raise UnsupportedMediaType("send the body as JSON, with the header Content-Type: application/json")
-        body = await self.body()
+        return await self.body()
+
+    async def json(self, decoder: msgspec.json.Decoder[T]) -> T:
+        """The body as a struct; raises InvalidRequest whose `param` is the path of the wrong field."""
+        body = await self.json_body()
         async with self.turn():
             return decode_body(body, decoder)
 
@@ -137,4 +141,4 @@ class Exchange:
         await self.send({"type": "http.response.body", "body": body})
 
     async def answer_error(self, error: HttpError) -> None:
-        await self.answer(error.encoded(), error.status, (*JSON_HEADERS, *error.headers))
+        await self.answer(self.format.error_body(error), error.status, (*JSON_HEADERS, *error.headers))

@@ -1,4 +1,4 @@
-"""Before the engine is there: what the server answers meanwhile, and how it hears that the doors may open."""
+"""Before the engine is there: what the server answers meanwhile, and how it hears that requests are welcome."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LOADING = "the engine is loading; try again"
 
 
 class Opened(Protocol):
-    """A running engine and what the edge must know of it; `engine.running.Engine` is one."""
+    """A running engine and what the server must know of it."""
 
     @property
     def replica(self) -> Replica: ...

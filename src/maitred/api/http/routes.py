@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from maitred.api.http.errors import MethodNotAllowed, shortened
+from maitred.api.http.formats import AnswerFormat
 from maitred.errors import RouteNotFound
 
-if TYPE_CHECKING:
-    from maitred.api.http.edge import Edge
-    from maitred.api.http.exchange import Exchange
-
-Handler = Callable[["Edge", "Exchange"], Awaitable[None]]
+Handler = Callable[..., Awaitable[None]]  # of an App and an Exchange, which know routes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +23,7 @@ class Route:
     path: str
     handler: Handler
     summary: str
+    format: AnswerFormat | None = None  # its dialect's; None is the table's
     # who may, and when
     is_open: bool = False  # needs no key; of a path with a parameter, for `open_names` alone
     open_names: frozenset[str] = frozenset()
@@ -52,8 +50,9 @@ class Route:
 class RouteTable:
     """Finds routes by the path of the request line; what is not listed is not there."""
 
-    def __init__(self, routes: Iterable[Route]) -> None:
-        self.routes = tuple(routes)
+    def __init__(self, routes: Iterable[Route], format: AnswerFormat) -> None:
+        """`format` is of routes that name none, and of what is said where there is no route."""
+        self.routes, self.format = tuple(routes), format
         self._exact: dict[str, dict[str, Route]] = {}
         self._prefixed: dict[str, dict[str, Route]] = {}  # by what stands before the parameter
         for route in self.routes:
@@ -71,6 +70,11 @@ class RouteTable:
 
     def needs_engine(self, path: str) -> bool:
         return path not in self._while_loading
+
+    def format_of(self, path: str) -> AnswerFormat:
+        """The one of the dialect that has this path; for its errors too, whatever comes before its route is asked."""
+        methods = self._exact.get(path) or self._by_prefix(path)[0]
+        return next((route.format for route in (methods or {}).values() if route.format is not None), self.format)
 
     def span_of(self, method: str, path: str) -> str:
         route = self._exact.get(path, {}).get(method)

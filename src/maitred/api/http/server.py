@@ -1,10 +1,10 @@
-"""The application and the server around it: routes, middleware, listening, a graceful end."""
+"""The server around the application: listening, signals, a graceful end."""
 
 from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from socket import socket
@@ -13,97 +13,15 @@ from typing import Protocol, runtime_checkable
 
 import uvicorn
 
-from maitred.api.generate.text_threads import hand_over_quickly
 from maitred.api.http.app import App
-from maitred.api.http.auth import Authenticator, TenantSource
+from maitred.api.http.asgi import AsgiApp
 from maitred.api.http.connection import GuardedConnection
-from maitred.api.http.edge import Edge
 from maitred.api.http.loading import Opened, Starting
-from maitred.api.http.logs import ERRORS, configure_logging
+from maitred.api.http.logs import ERRORS
 from maitred.api.http.tls import Certificate
-from maitred.api.routes import ROUTES
-from maitred.clock import Clock, WallClock
 from maitred.config import ServerConfig
-from maitred.engine.intake import ServedModel
-from maitred.gate.admission import AdmissionController
-from maitred.replica import Replica
-from maitred.storage.ledger import Ledger
 
 CUT_S = 2.0  # requests that may not finish have this long to tell their clients
-
-
-def create_app(
-    replica: Replica,
-    model: ServedModel,
-    config: ServerConfig,
-    *,
-    clock: Clock | None = None,
-    is_ready: Callable[[], bool] = lambda: True,
-    policy: str | None = None,
-    tenants: TenantSource | None = None,
-    ledger: Ledger | None = None,
-    admission: AdmissionController | None = None,
-    start_phases: Mapping[str, float] | None = None,
-) -> App:
-    """The ASGI application that serves `model` on `replica`; needs no lifespan.
-
-    `is_ready` tells whether requests are welcome (besides the replica being alive). `policy` is the scheduler's: where
-    it heeds no priority, a request with one is refused; None heeds them. `clock` must be the engine's. With `tenants`,
-    only their keys are taken; `ledger` is read for administrators. `admission` is the engine's, which turns away
-    more than it can serve in time; `None` turns nobody away. `start_phases` go to the metrics page.
-    """
-    edge = Edge(
-        config,
-        clock=clock or WallClock(),
-        is_ready=is_ready,
-        policy=policy,
-        authenticator=Authenticator(config.api_keys, tenants, ledger.spent_tokens() if ledger is not None else None),
-        ledger=ledger,
-        start_phases=start_phases,
-    )
-    edge.open(replica, model, admission)
-    return App(edge, ROUTES)
-
-
-def serve(
-    starting: Starting,
-    config: ServerConfig,
-    listener: socket | None = None,
-    *,
-    policy: str | None = None,
-    tenants: TenantSource | None = None,
-    ledger: Ledger | None = None,
-    start_phases: Mapping[str, float] | None = None,
-    is_ending: Callable[[], bool] = lambda: False,
-    on_open: Callable[[Opened, str, int], None] | None = None,
-) -> None:
-    """Listen while the engine loads, and serve until SIGTERM or SIGINT; then finish what is in flight and return.
-
-    `listener` is a bound socket; without one, `config` says where. `on_open` is told the engine, host and port when
-    requests are welcome. `is_ending` tells whether a signal came before they are heard here. Raises what keeps the
-    engine from loading.
-    """
-    num_log_lines_dropped = configure_logging(config)
-    hand_over_quickly()
-    edge = Edge(
-        config,
-        clock=WallClock(),
-        is_ready=lambda: True,
-        policy=policy,
-        authenticator=Authenticator(config.api_keys, tenants, ledger.spent_tokens() if ledger is not None else None),
-        ledger=ledger,
-        start_phases=start_phases,
-    )
-    edge.metrics.num_log_lines_dropped = num_log_lines_dropped
-
-    def opened(host: str, port: int) -> None:
-        if on_open is not None and server.engine is not None:
-            on_open(server.engine, host, port)
-
-    server = Server(App(edge, ROUTES), config, starting=starting, is_ending=is_ending, on_open=opened)
-    server.run([listener] if listener is not None else None)
-    if server.failure is not None:
-        raise server.failure
 
 
 @runtime_checkable
@@ -117,13 +35,13 @@ class Server(uvicorn.Server):
     """uvicorn, except for its end: the first signal drains, the second or the drain's time-out cuts, and the exit code
     is ours.
 
-    While it drains it goes on listening, to send newcomers away with a 503 rather than with a closed door. uvicorn
+    While it drains it goes on listening, to answer new requests with a 503 rather than refuse connections. uvicorn
     raises the signal again when it is done, which would end the process with the signal's status.
     """
 
     def __init__(
         self,
-        app: App,
+        app: AsgiApp,
         config: ServerConfig,
         *,
         starting: Starting | None = None,
@@ -131,13 +49,14 @@ class Server(uvicorn.Server):
         on_open: Callable[[str, int], None] | None = None,
     ) -> None:
         """`starting` is what the app waits for to open; without, it is open already."""
+        metrics = app.app.observer.metrics
         super().__init__(
             uvicorn.Config(
                 app,
                 host=config.host,
                 port=config.port,
                 loop="uvloop",
-                http=partial(GuardedConnection, app.edge),  # type: ignore[arg-type]
+                http=partial(GuardedConnection, config, app.routes.format, partial(metrics.http_answered, "other")),  # type: ignore[arg-type]
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -152,7 +71,7 @@ class Server(uvicorn.Server):
             self._certificate = Certificate(config.ssl_certfile, config.ssl_keyfile)
             self.config.load()
             self.config.ssl = self._certificate.context
-        self._edge: Edge = app.edge
+        self.app: App = app.app
         self._drain_timeout_s = config.drain_timeout_s
         self._draining: asyncio.Task[None] | None = None
         self._starting, self._is_ending, self._on_open = starting, is_ending, on_open
@@ -177,14 +96,14 @@ class Server(uvicorn.Server):
     async def _open_when_loaded(self, starting: Starting, host: str, port: int) -> None:
         try:
             came = self.engine = await asyncio.to_thread(starting.wait)
-            self._edge.open(came.replica, came.model, came.admission)
+            self.app.open(came.replica, came.model, came.admission)
             self._opened(host, port)
         except Exception as error:
             self.failure, self.should_exit = error, True
 
     def _opened(self, host: str, port: int) -> None:
-        if isinstance(self._edge.replica, Attachable):
-            self._edge.replica.attach(asyncio.get_running_loop())
+        if isinstance(self.app.replica, Attachable):
+            self.app.replica.attach(asyncio.get_running_loop())
         if self._on_open is not None:
             self._on_open(host, port)
 
@@ -199,7 +118,7 @@ class Server(uvicorn.Server):
         try:
             await super().shutdown(sockets)
         finally:
-            self._edge.close()
+            self.app.close()
 
     async def _stop_opening(self, starting: Starting, opening: asyncio.Task[None]) -> None:
         """Whoever ends the server while it loads has not asked why the engine is not there."""
@@ -210,18 +129,20 @@ class Server(uvicorn.Server):
 
     async def _drain(self) -> None:
         """Wait for what is in flight; what takes longer ends with an error object rather than a silent break."""
-        self._edge.draining = True
+        self.app.in_flight.draining = True
         try:
             async with asyncio.timeout(self._drain_timeout_s):
-                await self._edge.emptied()
+                await self.app.in_flight.emptied()
         except TimeoutError:
             self._cut(f"{self._drain_timeout_s:g} s have passed")
         self.should_exit = True
 
     def _cut(self, why: str) -> None:
         """End what is in flight, and tell whoever reads the log that it was not let finish."""
-        ERRORS.warning("%s: what is in flight ends with an error (%d requests)", why, self._edge.metrics.num_in_flight)
-        self._edge.cut_all()
+        ERRORS.warning(
+            "%s: what is in flight ends with an error (%d requests)", why, self.app.observer.metrics.num_in_flight
+        )
+        self.app.in_flight.cut_all()
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -249,7 +170,7 @@ class Server(uvicorn.Server):
             self._cut("a second signal came")
             self.should_exit = True
         else:
-            in_flight = self._edge.metrics.num_in_flight
+            in_flight = self.app.observer.metrics.num_in_flight
             words = "the server ends; %d requests in flight have %g s to finish, and a second %s stops at once"
             again = "Ctrl-C" if number == signal.SIGINT else "signal"
             ERRORS.info(words, in_flight, self._drain_timeout_s, again)

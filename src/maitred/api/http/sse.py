@@ -1,4 +1,4 @@
-"""Server-sent events (WHATWG HTML, 9.2): one `data:` line per event, comments while silent, [DONE] at the end."""
+"""An answer that comes piece by piece, as its format has it: events as they are made, comments while silent, an end."""
 
 from __future__ import annotations
 
@@ -6,14 +6,6 @@ import asyncio
 import time
 
 from maitred.api.http.exchange import Exchange
-
-SSE_HEADERS = (
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # nginx must not collect events
-)
-KEEP_ALIVE = b": keep-alive\n\n"
-DONE = b"data: [DONE]\n\n"
 
 
 class EventStream:
@@ -30,7 +22,7 @@ class EventStream:
         self._last_write_at = time.monotonic()
 
     async def write(self, events: bytes) -> None:
-        """Send whole events, each ending with an empty line."""
+        """Send whole events."""
         if not self._exchange.started:
             await self._start()
         self._last_write_at = time.monotonic()
@@ -39,18 +31,21 @@ class EventStream:
 
     async def keep_alive(self) -> None:
         """Send a comment if nothing was sent for two thirds of the time a stream may be silent; asked every third."""
-        if time.monotonic() - self._last_write_at >= self._silence_s * 2 / 3:
-            await self.write(KEEP_ALIVE)
+        comment = self._exchange.format.stream.keep_alive
+        if comment and time.monotonic() - self._last_write_at >= self._silence_s * 2 / 3:
+            await self.write(comment)
 
     async def done(self, last_events: bytes = b"") -> None:
-        """Send the last events and [DONE], and end the answer."""
+        """Send the last events and what ends the stream, and end the answer."""
         if not self._exchange.started:
             await self._start()
-        await self._exchange.send({"type": "http.response.body", "body": last_events + DONE})
+        await self._exchange.send(
+            {"type": "http.response.body", "body": last_events + self._exchange.format.stream.end}
+        )
 
     async def _start(self) -> None:
         async with self._starting:
             if not self._exchange.started:
                 self._exchange.streaming = True
-                headers = list(SSE_HEADERS)
+                headers = list(self._exchange.format.stream.headers)
                 await self._exchange.send({"type": "http.response.start", "status": 200, "headers": headers})

@@ -8,7 +8,7 @@ from urllib.parse import parse_qs
 
 import msgspec
 
-from maitred.api.http.edge import Edge
+from maitred.api.http.app import App
 from maitred.api.http.errors import shortened
 from maitred.api.http.exchange import Exchange
 from maitred.config import PolicyArg, SchedulerConfig
@@ -53,31 +53,31 @@ class PolicyChange(msgspec.Struct, frozen=True):
 _CHANGES = msgspec.json.Decoder(dict[str, Any])
 
 
-async def show_queue(edge: Edge, exchange: Exchange) -> None:
+async def show_queue(app: App, exchange: Exchange) -> None:
     """A page of the queue: `offset` and `limit` of the query say which."""
     query = parse_qs(exchange.scope["query_string"].decode("latin-1"), keep_blank_values=True)
     offset, limit = _count(query, "offset", 0), _count(query, "limit", 100)
     if limit > MAX_PAGE:
         raise InvalidRequest(f"limit is {limit}; it must be at most {MAX_PAGE}", param="limit")
-    await exchange.answer_json(await _administrable(edge).queue_view(offset=offset, limit=limit))
+    await exchange.answer_json(await _administrable(app).queue_view(offset=offset, limit=limit))
 
 
-async def show_policy(edge: Edge, exchange: Exchange) -> None:
+async def show_policy(app: App, exchange: Exchange) -> None:
     """The policy in force."""
-    engine = _administrable(edge)
+    engine = _administrable(app)
     await exchange.answer_json(policy_view(await engine.scheduler_config(), await engine.policy_names()))
 
 
-async def change_policy(edge: Edge, exchange: Exchange) -> None:
+async def change_policy(app: App, exchange: Exchange) -> None:
     """Orders everything by another policy, or by the same one with other parameters; answers when it is in force."""
-    engine = _administrable(edge)
+    engine = _administrable(app)
     changes = await exchange.json(_CHANGES)
     config = changed(await engine.scheduler_config(), changes)
     try:
         await engine.configure(config)
     except ConfigError as error:
         raise InvalidRequest(str(error), param="policy") from None
-    edge.reconfigured(config)
+    app.reconfigured(config)
     await exchange.answer_json(policy_view(config, await engine.policy_names()))
 
 
@@ -106,10 +106,10 @@ def changed(config: SchedulerConfig, changes: dict[str, Any]) -> SchedulerConfig
         raise InvalidRequest(str(error), param=next(iter(changes), None)) from None
 
 
-def _administrable(edge: Edge) -> Administrable:
-    if not isinstance(edge.replica, Administrable):
+def _administrable(app: App) -> Administrable:
+    if not isinstance(app.replica, Administrable):
         raise RouteNotFound("this server has no engine of its own to look into; ask the servers behind it")
-    return edge.replica
+    return app.replica
 
 
 def _count(query: dict[str, list[str]], name: str, default: int) -> int:

@@ -70,7 +70,7 @@ def _quantile(counts: list[int], rank: float) -> float:
 
 
 class Latencies:
-    """What the edge sees of all answers: times to the first token, between tokens, in the queue; tokens by tenant."""
+    """Of all answers: times to the first token, between tokens, in the queue; tokens by tenant."""
 
     def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
         self.first_token, self.between_tokens, self.queue = (RecentTimes(monotonic) for _ in range(3))

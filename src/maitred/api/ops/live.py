@@ -7,10 +7,11 @@ from contextlib import aclosing, suppress
 
 import msgspec
 
-from maitred.api.http.edge import Edge
+from maitred.api.http.app import App
 from maitred.api.http.errors import ClientGone
 from maitred.api.http.exchange import Exchange
 from maitred.api.http.sse import EventStream
+from maitred.api.ops.live_feed import LiveFeed
 
 RECHECK_S = 10.0  # a key that was revoked sees no more after this
 WATCHING = "watch the engine"  # what it takes an administrator for
@@ -38,23 +39,31 @@ class LoadedModels(msgspec.Struct, frozen=True):
     models: tuple[LoadedModel, ...]
 
 
-async def watch_live(edge: Edge, exchange: Exchange) -> None:
+class WatchLive:
     """Frames of the live view until the client leaves or the server goes."""
-    events = EventStream(exchange, silence_s=edge.config.sse_keep_alive_s)
-    checked_at = time.monotonic()
-    with suppress(ClientGone):  # watching ends by leaving, and cancels nothing
-        async with edge.watch(exchange, events), aclosing(edge.live.frames()) as frames:
-            async for frame in frames:
-                await events.write(frame)
-                if time.monotonic() - checked_at > RECHECK_S:
-                    checked_at = time.monotonic()
-                    _check_again(edge, exchange)
-        await events.done()
+
+    def __init__(self) -> None:
+        self._feed: LiveFeed | None = None  # from the first watcher on
+
+    async def __call__(self, app: App, exchange: Exchange) -> None:
+        if self._feed is None:
+            name, latencies = app.model.names[0], app.observer.latencies
+            self._feed = LiveFeed(app.replica, latencies, name, is_over=lambda: app.in_flight.draining)
+        events = EventStream(exchange, silence_s=app.config.sse_keep_alive_s)
+        checked_at = time.monotonic()
+        with suppress(ClientGone):  # watching ends by leaving, and cancels nothing
+            async with app.in_flight.watch(exchange, events), aclosing(self._feed.frames()) as frames:
+                async for frame in frames:
+                    await events.write(frame)
+                    if time.monotonic() - checked_at > RECHECK_S:
+                        checked_at = time.monotonic()
+                        _check_again(app, exchange)
+            await events.done()
 
 
-async def loaded_models(edge: Edge, exchange: Exchange) -> None:
+async def loaded_models(app: App, exchange: Exchange) -> None:
     """What is in memory, how it is held, and since when."""
-    model, held = edge.model, edge.model.footprint
+    model, held = app.model, app.model.footprint
     known = {} if held is None else {name: getattr(held, name) for name in held.__dataclass_fields__}
     row = LoadedModel(
         id=model.names[0],
@@ -67,7 +76,7 @@ async def loaded_models(edge: Edge, exchange: Exchange) -> None:
     await exchange.answer_json(LoadedModels((row,)))
 
 
-def _check_again(edge: Edge, exchange: Exchange) -> None:
+def _check_again(app: App, exchange: Exchange) -> None:
     """Raises InvalidApiKey or PermissionDenied when the key means less than it did."""
-    caller = edge.authenticator.check(exchange.headers.get(b"authorization"))
+    caller = app.authenticator.check(exchange.headers.get(b"authorization"))
     caller.require_admin(WATCHING)

@@ -9,7 +9,7 @@ from typing import Protocol, runtime_checkable
 import msgspec
 
 from maitred.api.ops.latencies import Latencies, Percentiles
-from maitred.api.ops.live_slots import SeatPlan
+from maitred.api.ops.live_slots import SlotRows
 from maitred.engine.live_view import LiveView
 from maitred.errors import EngineDead, Overloaded, RouteNotFound
 from maitred.replica import ReplicaState
@@ -90,7 +90,7 @@ class _Showing:
     def __init__(self, replica: Watchable, latencies: Latencies, model: str, is_over: Callable[[], bool]) -> None:
         self._replica, self._latencies, self._model, self._is_over = replica, latencies, model, is_over
         self._encode = msgspec.json.Encoder().encode
-        self._seats = SeatPlan()
+        self._slots = SlotRows()
         self._sequence, self._event = 0, b""
         self._changed = asyncio.Event()
         self._error: Exception | None = None
@@ -157,7 +157,7 @@ class _Showing:
         frame = LiveFrame(
             sequence=self._sequence,
             model=self._model,
-            seats=tuple(self._seats.seat(request.id for request in view.running)),
+            seats=tuple(self._slots.rows_of(request.id for request in view.running)),
             first_token=times[0],
             between_tokens=times[1],
             queue=times[2],

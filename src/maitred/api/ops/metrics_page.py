@@ -1,4 +1,4 @@
-"""The metrics of one app: counts what the edge sees, reads the engine's state, renders both for Prometheus."""
+"""The metrics of one app: counts what the server sees, reads the engine's state, renders both for Prometheus."""
 
 from __future__ import annotations
 

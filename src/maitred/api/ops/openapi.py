@@ -9,7 +9,7 @@ import msgspec
 
 import maitred
 from maitred.api.generate.time_limits import HEADERS, MAX_MS
-from maitred.api.http.errors import ErrorBody
+from maitred.api.http.formats import AnswerFormat
 from maitred.api.http.routes import Route, RouteTable
 
 _REF = "#/components/schemas/{name}"
@@ -18,14 +18,13 @@ _REF = "#/components/schemas/{name}"
 @cache
 def openapi_document(table: RouteTable) -> dict[str, Any]:
     """The whole document."""
-    types = {t for route in table.routes for t in (route.body, route.answer, route.event) if t is not None} | {
-        ErrorBody
-    }
+    types = {t for route in table.routes for t in (route.body, route.answer, route.event) if t is not None}
+    types |= {(route.format or table.format).error_schema for route in table.routes}
     ordered = sorted(types, key=lambda t: t.__name__)
     _, components = msgspec.json.schema_components(ordered, ref_template=_REF)
     paths: dict[str, dict[str, Any]] = {}
     for route in table.routes:
-        paths.setdefault(route.template, {})[route.method.lower()] = _operation(route)
+        paths.setdefault(route.template, {})[route.method.lower()] = _operation(route, route.format or table.format)
     return {
         "openapi": "3.1.0",
         "info": {
@@ -43,13 +42,13 @@ def openapi_document(table: RouteTable) -> dict[str, Any]:
     }
 
 
-def _operation(route: Route) -> dict[str, Any]:
+def _operation(route: Route, answers: AnswerFormat) -> dict[str, Any]:
     described: dict[str, Any] = {
         "summary": route.summary,
         "operationId": f"{route.method.lower()}{route.template}".translate(str.maketrans("/{}.", "____")),
         "responses": {
-            "200": {"description": "The answer.", **_content(route)},
-            **{str(status): _error(status) for status in route.errors},
+            "200": {"description": "The answer.", **_content(route, answers)},
+            **{str(status): _error(status, answers) for status in route.errors},
         },
     }
     if route.body is not None:
@@ -74,12 +73,12 @@ def _milliseconds(field: str, header: str) -> dict[str, Any]:
     return {"name": header, "in": "header", "description": description, "schema": schema}
 
 
-def _content(route: Route) -> dict[str, Any]:
+def _content(route: Route, answers: AnswerFormat) -> dict[str, Any]:
     content: dict[str, Any] = {}
     if route.answer is not None:
         content["application/json"] = _schema(route.answer)
     if route.event is not None:
-        content["text/event-stream"] = _events(route.event)
+        content["text/event-stream"] = _events(route.event, answers)
     if route.text is not None:
         content[route.text] = {}
     return {"content": content} if content else {}
@@ -89,13 +88,14 @@ def _schema(kind: type[msgspec.Struct]) -> dict[str, Any]:
     return {"schema": {"$ref": _REF.format(name=kind.__name__)}}
 
 
-def _events(kind: type[msgspec.Struct]) -> dict[str, Any]:
+def _events(kind: type[msgspec.Struct], answers: AnswerFormat) -> dict[str, Any]:
     """One server-sent event; what goes wrong under way is told in one too."""
-    either = {"anyOf": [_schema(kind)["schema"], _schema(ErrorBody)["schema"]]}
+    either = {"anyOf": [_schema(kind)["schema"], _schema(answers.error_schema)["schema"]]}
     told = {"type": "string", "contentMediaType": "application/json", "contentSchema": either}
-    data = {"anyOf": [{"const": "[DONE]"}, told]}
+    end = answers.stream.end.decode().removeprefix("data: ").strip()
+    data = {"anyOf": [{"const": end}, told]}
     return {"schema": {"type": "object", "properties": {"data": data}}}
 
 
-def _error(status: int) -> dict[str, Any]:
-    return {"description": f"Error {status}.", "content": {"application/json": _schema(ErrorBody)}}
+def _error(status: int, answers: AnswerFormat) -> dict[str, Any]:
+    return {"description": f"Error {status}.", "content": {"application/json": _schema(answers.error_schema)}}

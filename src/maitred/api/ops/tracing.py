@@ -1,4 +1,4 @@
-"""OpenTelemetry traces (extra `otel`): a server span for each generation, and under it one span a stage and sample.
+"""OpenTelemetry traces (extra `otel`): a server span for each outcome, and under it one span a stage and sample.
 
 Names follow the gen_ai semantic conventions (open-telemetry/semantic-conventions-genai): `chat MODEL` with
 gen_ai.request.*, gen_ai.response.* and gen_ai.usage.*; stages are queue, prefill and decode. Parents come in and go out
@@ -18,7 +18,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from maitred.api.generate.generation import Generation, Sample
+from maitred.api.generate.outcome import Outcome, Sample
 from maitred.api.http.errors import CLIENT_GONE_STATUS
 from maitred.api.http.exchange import Exchange
 
@@ -65,13 +65,13 @@ class Tracing:
     def end(self, span: Span, operation: str, exchange: Exchange, now: float) -> None:
         """`now` is of the clock that requests' times are of. Names the span, ends it and those of its stages."""
         wall_ns = time.time_ns()
-        status, generation = exchange.status or CLIENT_GONE_STATUS, exchange.generation
+        status, outcome = exchange.status or CLIENT_GONE_STATUS, exchange.outcome
         model = exchange.log.get("model")
         span.update_name(f"{operation} {model}" if model else operation)
         span.set_attributes({"http.route": exchange.route_name, "http.response.status_code": status})
-        if generation is not None:
-            span.set_attributes(_attributes(operation, exchange, generation))
-            for sample in generation.samples:
+        if outcome is not None:
+            span.set_attributes(_attributes(operation, exchange, outcome))
+            for sample in outcome.samples:
                 self._stages(span, sample, wall_ns - int((now - sample.request.arrived_at) * NS))
         if status >= 500 or "error" in exchange.log:
             kind = str(exchange.log.get("error", status))
@@ -106,9 +106,9 @@ def stages(sample: Sample) -> Iterator[Stage]:
         yield Stage("decode", timing.ttft_s, timing.total_s)
 
 
-def _attributes(operation: str, exchange: Exchange, generation: Generation) -> dict[str, Any]:
+def _attributes(operation: str, exchange: Exchange, outcome: Outcome) -> dict[str, Any]:
     """gen_ai.* of the whole request; what was left open in it is left out."""
-    usage, sampling = generation.usage(), generation.samples[0].request.sampling
+    usage, sampling = outcome.usage(), outcome.samples[0].request.sampling
     model = exchange.log.get("model")
     attributes: dict[str, Any] = {
         "gen_ai.operation.name": operation,
@@ -119,13 +119,13 @@ def _attributes(operation: str, exchange: Exchange, generation: Generation) -> d
         "gen_ai.request.stream": bool(exchange.log.get("stream")),
         "gen_ai.response.id": exchange.request_id,
         "gen_ai.response.model": model,
-        "gen_ai.response.finish_reasons": [s.finish_reason.value for s in generation.samples if s.finish_reason],
-        "gen_ai.usage.input_tokens": usage.prompt_tokens,
-        "gen_ai.usage.output_tokens": usage.completion_tokens,
-        "gen_ai.usage.cache_read.input_tokens": usage.prompt_tokens_details.cached_tokens,
+        "gen_ai.response.finish_reasons": [s.finish_reason.value for s in outcome.samples if s.finish_reason],
+        "gen_ai.usage.input_tokens": usage.num_prompt_tokens,
+        "gen_ai.usage.output_tokens": usage.num_generated_tokens,
+        "gen_ai.usage.cache_read.input_tokens": usage.num_cached_tokens,
     }
     attributes |= {f"gen_ai.request.{name}": getattr(sampling, name) for name in _SAMPLING}
-    timing = generation.timing()
+    timing = outcome.timing()
     if timing is not None:
         attributes["gen_ai.response.time_to_first_chunk"] = timing.ttft_s
         attributes |= {"maitred.stall_s": timing.stall_s, "maitred.schedule_s": timing.schedule_s}

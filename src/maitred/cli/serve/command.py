@@ -44,7 +44,7 @@ def _run(options: Options) -> int:
         timeline.end("command")
         starting = _start(options, config, tell, ledger.opened if ledger is not None else None)
         try:
-            from maitred.api.http.server import serve  # while the engine's process loads
+            from maitred.api.serving import serve  # while the engine's process loads
 
             def on_open(engine: Opened, host: str, port: int) -> None:
                 if ledger is not None:

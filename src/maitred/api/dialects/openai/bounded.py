@@ -9,11 +9,11 @@ import msgspec
 from msgspec import Raw, UnsetType
 
 from maitred.api.dialects.openai.schemas import SentTokenIds
+from maitred.api.generate.dialect import Prompt
 from maitred.api.http.bodies import decode_json
 from maitred.errors import InvalidRequest
 
 T = TypeVar("T")
-Prompt = str | list[int]
 MAX_OBJECT_BYTES = 64 * 1024
 MAX_PROMPTS = 1024
 MAX_LISTED = 1_000_000  # items of a prompt that is a list; so many token ids take 25 ms to decode

@@ -9,12 +9,21 @@ from typing import Any
 import msgspec
 from msgspec import UNSET
 
+from maitred.api.dialects.openai.answers import (
+    FINGERPRINT,
+    ChunkWriter,
+    WantedUsage,
+    completion_id,
+    encode,
+    finish_name,
+    usage_of,
+)
 from maitred.api.dialects.openai.bounded import any_object, check_object
+from maitred.api.dialects.openai.format import OPENAI
 from maitred.api.dialects.openai.logprobs import TokenNames, chat_logprobs, named_prompt_logprobs, packed_chat_logprobs
 from maitred.api.dialects.openai.messages import render_chat, text_of
 from maitred.api.dialects.openai.refusals import CHAT_REFUSED, ChatAsSent, refuse_unbuilt
-from maitred.api.dialects.openai.requests import completion_id
-from maitred.api.dialects.openai.sampling import chat_sampling, check_common
+from maitred.api.dialects.openai.sampling import chat_sampling, check_common, make_ask, wanted_usage
 from maitred.api.dialects.openai.schemas import (
     AssistantMessage,
     ChatChoice,
@@ -24,92 +33,91 @@ from maitred.api.dialects.openai.schemas import (
     ChatDelta,
     ChatLogprobs,
 )
-from maitred.api.generate.complete import complete
-from maitred.api.generate.generation import Generation, Sample
-from maitred.api.generate.lease import granted_tier
-from maitred.api.generate.streaming import ChunkWriter, finish_name, stream_events
-from maitred.api.http.edge import Edge, RequestOptions
+from maitred.api.generate.dialect import Dialect, GenerationAsk, Prompt
+from maitred.api.generate.outcome import Outcome, Sample
+from maitred.api.http.app import App
+from maitred.api.http.bodies import decode_body
 from maitred.api.http.exchange import Exchange
-from maitred.api.http.sse import EventStream
+from maitred.engine.intake import ServedModel
 from maitred.engine.output import TextDelta
-from maitred.errors import RequestError
-from maitred.gate.terms import cap_max_tokens
-from maitred.request import RequestSpec, SamplingParams
+from maitred.request import RequestSpec
+from maitred.tenancy.tenant import tier_of_priority
 
 _DECODER = msgspec.json.Decoder(ChatAsSent)
 
 
-async def create_chat_completion(edge: Edge, exchange: Exchange) -> None:
-    """Check, render, tokenise, generate; answer whole or as a stream."""
-    body = await exchange.json(_DECODER)
-    model = edge.check_model(body.model)
+def decode_chat(app: App, exchange: Exchange, sent: bytes) -> GenerationAsk:
+    """POST /v1/chat/completions. Raises InvalidRequest, UnsupportedParameter or ModelNotFound."""
+    body = decode_body(sent, _DECODER)
+    model = app.check_model(body.model)
     refuse_unbuilt(body, CHAT_REFUSED)
-    check_common(body, policy_without_priorities=edge.policy_without_priorities)
+    check_common(body, exchange.caller, policy_without_priorities=app.policy_without_priorities)
     check_object(body.prompt_cache_options, "prompt_cache_options")
-    sampling = chat_sampling(body, edge.model, edge.config.default_max_n)
-    tier = granted_tier(exchange.caller, body)
-    answer = ChatAnswer(edge, body, model, completion_id("chatcmpl", body, exchange), tier)
+    sampling = chat_sampling(body, app.model, app.config.default_max_n)
+    answer = ChatAnswer(app.model, body, model, completion_id("chatcmpl", body, exchange), wanted_usage(body))
     exchange.log |= {"model": model, "stream": bool(body.stream), "n": sampling.n}
-    make_batches = partial(_make_batches, edge, body, sampling, answer.id)
-    await complete(edge, exchange, body, answer, make_batches, num_samples=sampling.n)
+    max_tokens = "max_completion_tokens" if body.max_tokens is None else "max_tokens"
+    return make_ask(
+        body,
+        answer,
+        id=answer.id,
+        sampling=sampling,
+        prompts=partial(_rendered, app.model, body),
+        may_take_long=body.chat_template_kwargs is not UNSET,
+        add_special_tokens=bool(body.add_special_tokens),  # the template writes them
+        default_max_tokens=app.model.generation_defaults.get("max_tokens"),
+        field_names={"prompt": "messages", "max_tokens": max_tokens},
+    )
 
 
-def _make_batches(
-    edge: Edge, body: ChatCompletionRequest, sampling: SamplingParams, completion_id: str, options: RequestOptions
-) -> list[list[RequestSpec]]:
+def _rendered(model: ServedModel, body: ChatCompletionRequest) -> list[Prompt]:
     prompt = render_chat(
-        edge.model,
+        model,
         body.messages,
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
         chat_template_kwargs=any_object(body.chat_template_kwargs, "chat_template_kwargs"),
     )
     body.messages.clear()
-    special = bool(body.add_special_tokens)  # the template writes them
-    try:
-        batches = edge.make_batches([prompt], sampling, options, completion_id, add_special_tokens=special)
-    except RequestError as error:
-        if error.param == "prompt":
-            error.param = "messages"
-        elif error.param == "max_tokens" and body.max_tokens is None:
-            error.param = "max_completion_tokens"
-        raise
-    return [cap_max_tokens(batches[0], edge.model.generation_defaults.get("max_tokens"))]
+    return [prompt]
+
+
+CHAT = Dialect(OPENAI, decode_chat)
 
 
 class ChatAnswer:
     """Writes one chat completion, whole or in chunks."""
 
     def __init__(
-        self, edge: Edge, body: ChatCompletionRequest, model: str, completion_id: str, service_tier: str
+        self, model: ServedModel, body: ChatCompletionRequest, name: str, completion_id: str, usage: WantedUsage
     ) -> None:
-        """`model` is the name that the answer gives."""
-        self.id, self._model = completion_id, model
-        self._edge, self._body, self._service_tier = edge, body, service_tier
+        """`name` is the model's in the answer."""
+        self.id, self._name = completion_id, name
+        self._body, self._usage = body, usage
         self._created = int(time.time())
-        self._names = TokenNames(edge.model.tokenizer, as_ids=bool(body.return_tokens_as_token_ids))
+        self._names = TokenNames(model.tokenizer, as_ids=bool(body.return_tokens_as_token_ids))
         self._num_top = (body.top_logprobs or 0) if body.logprobs else None
         last = body.messages[-1] if body.messages else None
         self._echoed = text_of(last) if body.echo and last is not None and last.role == "assistant" else ""
 
-    def whole(self, generation: Generation) -> ChatCompletion:
-        body, sample = self._body, generation.samples[0]
+    def whole(self, outcome: Outcome) -> bytes:
+        body, request = self._body, outcome.samples[0].request
         answer = ChatCompletion(
             id=self.id,
             created=self._created,
-            model=self._model,
-            choices=[self._choice(sample) for sample in generation.samples],
-            usage=generation.usage(),
-            system_fingerprint=self._edge.fingerprint,
+            model=self._name,
+            choices=[self._choice(sample) for sample in outcome.samples],
+            usage=usage_of(outcome),
+            system_fingerprint=FINGERPRINT,
         )
         if body.service_tier is not None:
-            answer.service_tier = self._service_tier
+            answer.service_tier = _tier_of(request)
         if body.return_token_ids:
-            answer.prompt_token_ids = list(sample.request.prompt_token_ids)
+            answer.prompt_token_ids = list(request.prompt_token_ids)
         if body.prompt_logprobs is not None:
-            known = generation.prompt_logprobs[0]
+            known = outcome.prompt_logprobs[0]
             answer.prompt_logprobs = named_prompt_logprobs(known, self._names, body.prompt_logprobs)
-        return answer
+        return encode(answer)
 
     def _choice(self, sample: Sample) -> ChatChoice:
         logprobs = None if self._num_top is None else packed_chat_logprobs(sample.logprobs, self._names, self._num_top)
@@ -122,29 +130,19 @@ class ChatAnswer:
             token_ids=sample.token_ids if self._body.return_token_ids else UNSET,
         )
 
-    async def stream(self, generation: Generation, events: EventStream, *, usage: bool, continuous: bool) -> None:
+    def stream(self, outcome: Outcome) -> ChatStream:
         envelope = {
             "id": self.id,
             "object": "chat.completion.chunk",
             "created": self._created,
-            "model": self._model,
-            "system_fingerprint": self._edge.fingerprint,
+            "model": self._name,
+            "system_fingerprint": FINGERPRINT,
         }
         if self._body.service_tier is not None:
-            envelope["service_tier"] = self._service_tier
-        chunks = ChunkWriter(envelope, generation, usage=usage, continuous=continuous)
-        begun = [False] * len(generation.samples)
+            envelope["service_tier"] = _tier_of(outcome.samples[0].request)
+        return ChatStream(self, ChunkWriter(envelope, outcome, self._usage), len(outcome.samples))
 
-        def write(sample: Sample, delta: TextDelta) -> bytes:
-            first = b""
-            if not begun[sample.index]:
-                begun[sample.index] = True
-                first = self._first(chunks, sample)
-            return first + self._piece(chunks, sample, delta)
-
-        await stream_events(generation, events, write, chunks)
-
-    def _first(self, chunks: ChunkWriter, sample: Sample) -> bytes:
+    def first(self, chunks: ChunkWriter, sample: Sample) -> bytes:
         """The role, and the message that is continued, if it is to be repeated."""
         more: dict[str, Any] = {}
         if self._body.return_token_ids and sample.index == 0:
@@ -152,7 +150,7 @@ class ChatAnswer:
         choice = ChatChunkChoice(sample.index, ChatDelta(role="assistant", content=self._echoed))
         return chunks.event(choice, **more)
 
-    def _piece(self, chunks: ChunkWriter, sample: Sample, delta: TextDelta) -> bytes:
+    def piece(self, chunks: ChunkWriter, sample: Sample, delta: TextDelta) -> bytes:
         """The new text, then the end: clients may stop reading a chunk once they see its finish_reason."""
         logprobs: ChatLogprobs | None = None
         if self._num_top is not None and delta.logprobs:
@@ -170,3 +168,23 @@ class ChatAnswer:
                 last.stop_reason = delta.stop_reason
             piece += chunks.event(last)
         return piece
+
+
+class ChatStream:
+    """Writes the chunks of one."""
+
+    def __init__(self, answer: ChatAnswer, chunks: ChunkWriter, num_samples: int) -> None:
+        self._answer, self._chunks, self._begun = answer, chunks, [False] * num_samples
+        self.last = chunks.last
+
+    def delta(self, sample: Sample, delta: TextDelta) -> bytes:
+        first = b""
+        if not self._begun[sample.index]:
+            self._begun[sample.index] = True
+            first = self._answer.first(self._chunks, sample)
+        return first + self._answer.piece(self._chunks, sample, delta)
+
+
+def _tier_of(request: RequestSpec) -> str:
+    """What it was granted; where there are no tenants, there are no tiers."""
+    return tier_of_priority(request.priority) if request.tenant else "default"

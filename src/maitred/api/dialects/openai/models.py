@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import msgspec
+from msgspec import UNSET
 
 from maitred.api.dialects.openai.bounded import MAX_LISTED, any_object
 from maitred.api.dialects.openai.messages import render_chat
@@ -14,7 +17,7 @@ from maitred.api.dialects.openai.schemas import (
     TokenizeRequest,
     TokenizeResponse,
 )
-from maitred.api.http.edge import Edge
+from maitred.api.http.app import App
 from maitred.api.http.exchange import Exchange
 from maitred.errors import InvalidRequest, PromptTooLong
 
@@ -25,40 +28,42 @@ MOST_TOKENS = 32 * 1024
 MOST_CONTEXTS = 2
 
 
-async def list_models(edge: Edge, exchange: Exchange) -> None:
+async def list_models(app: App, exchange: Exchange) -> None:
     """Every name under which the model answers."""
-    await exchange.answer_json(ModelList([_card(edge, name) for name in edge.model.names]))
+    await exchange.answer_json(ModelList([_card(app, name) for name in app.model.names]))
 
 
-async def get_model(edge: Edge, exchange: Exchange) -> None:
+async def get_model(app: App, exchange: Exchange) -> None:
     """One of them; raises ModelNotFound."""
-    name = edge.check_model(exchange.parameter)
-    await exchange.answer_json(_card(edge, name))
+    name = app.check_model(exchange.parameter)
+    await exchange.answer_json(_card(app, name))
 
 
-def _card(edge: Edge, name: str) -> ModelCard:
-    canonical = edge.model.names[0]
+def _card(app: App, name: str) -> ModelCard:
+    canonical = app.model.names[0]
     return ModelCard(
         id=name,
-        created=edge.model.created,
-        root=edge.model.root or canonical,
-        max_model_len=edge.model.max_model_len,
+        created=app.model.created,
+        root=app.model.root or canonical,
+        max_model_len=app.model.max_model_len,
     )
 
 
-async def tokenize(edge: Edge, exchange: Exchange) -> None:
+async def tokenize(app: App, exchange: Exchange) -> None:
     """Tokens of a prompt, or of messages as the chat route would render them."""
     body = await exchange.json(_TOKENIZE)
-    edge.check_model(body.model)
+    app.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("send either prompt or messages", param="prompt")
-    async with edge.watch(exchange):
-        answer = await edge.in_thread(exchange, _tokenize, edge, body)
+    async with app.in_flight.watch(exchange):
+        answer = await app.text.run(
+            exchange.num_body_bytes, partial(_tokenize, app, body), may_take_long=body.chat_template_kwargs is not UNSET
+        )
     await exchange.answer_json(answer)
 
 
-def _tokenize(edge: Edge, body: TokenizeRequest) -> TokenizeResponse:
-    model = edge.model
+def _tokenize(app: App, body: TokenizeRequest) -> TokenizeResponse:
+    model = app.model
     if body.messages is not None:
         text = render_chat(
             model,
@@ -82,22 +87,22 @@ def _tokenize(edge: Edge, body: TokenizeRequest) -> TokenizeResponse:
     )
 
 
-async def detokenize(edge: Edge, exchange: Exchange) -> None:
+async def detokenize(app: App, exchange: Exchange) -> None:
     """Text of tokens, special ones included."""
     body = await exchange.json(_DETOKENIZE)
-    edge.check_model(body.model)
-    await exchange.answer_json(await edge.in_thread(exchange, _detokenize, edge, body))
+    app.check_model(body.model)
+    await exchange.answer_json(await app.text.run(exchange.num_body_bytes, partial(_detokenize, app, body)))
 
 
-def _detokenize(edge: Edge, body: DetokenizeRequest) -> DetokenizeResponse:
-    most = max(MAX_LISTED, MOST_CONTEXTS * edge.model.max_model_len)
+def _detokenize(app: App, body: DetokenizeRequest) -> DetokenizeResponse:
+    most = max(MAX_LISTED, MOST_CONTEXTS * app.model.max_model_len)
     if len(body.tokens) > most:
         text = f"tokens has {len(body.tokens)} items; at most {most}"
         raise InvalidRequest(text, param="tokens", code="too_many_items")
     for position, token in enumerate(body.tokens):
-        if not 0 <= token < edge.model.vocab_size:
+        if not 0 <= token < app.model.vocab_size:
             raise InvalidRequest(
-                f"token {position} is outside the vocabulary, which has ids 0 to {edge.model.vocab_size - 1}",
+                f"token {position} is outside the vocabulary, which has ids 0 to {app.model.vocab_size - 1}",
                 param=f"tokens[{position}]",
             )
-    return DetokenizeResponse(prompt=edge.model.tokenizer.decode(body.tokens, skip_special_tokens=False))
+    return DetokenizeResponse(prompt=app.model.tokenizer.decode(body.tokens, skip_special_tokens=False))

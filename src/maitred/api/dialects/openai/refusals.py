@@ -7,6 +7,7 @@ listed) passes, because clients send their defaults.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from operator import attrgetter
 from typing import Any, TypeVar
 
 import msgspec
@@ -96,8 +97,8 @@ CompletionAsSent = with_refused(CompletionRequest, COMPLETION_REFUSED)
 
 def refuse_unbuilt(body: msgspec.Struct, refused: Mapping[str, tuple[Any, ...]]) -> None:
     """Raise UnsupportedParameter for the first refused field whose value would change the answer."""
-    for name in (*refused, *_REMOVED, *_RENAMED):
-        sent = getattr(body, name)
+    names = (*refused, *_REMOVED, *_RENAMED)
+    for name, sent in zip(names, attrgetter(*names)(body), strict=True):
         if sent is not UNSET and _changes_something(bytes(sent), refused.get(name, ())):
             raise unsupported(name, _WHY.get(name))
 

@@ -1,10 +1,11 @@
-"""From a request's fields to SamplingParams: the model's defaults where the client was silent, bounds with numbers."""
+"""From a body's fields to a `GenerationAsk`: the model's defaults where it is silent, bounds with numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence, Sized
 from typing import Any
 
+from maitred.api.dialects.openai.answers import WantedUsage
 from maitred.api.dialects.openai.bounded import string_map, token_biases
 from maitred.api.dialects.openai.refusals import unsupported
 from maitred.api.dialects.openai.schemas import (
@@ -13,11 +14,14 @@ from maitred.api.dialects.openai.schemas import (
     GenerationFields,
     StreamOptions,
 )
+from maitred.api.generate.dialect import Answer, GenerationAsk
 from maitred.api.http.errors import shortened
 from maitred.engine.intake import ServedModel
 from maitred.errors import InvalidRequest
 from maitred.policy.policies import heeding_priority
 from maitred.request import SamplingParams
+from maitred.tenancy.caller import Caller
+from maitred.tenancy.tenant import TIERS
 
 MAX_STOP = 4  # OpenAI's bound
 MAX_STOP_CHARS = 1024
@@ -93,10 +97,10 @@ def completion_sampling(body: CompletionRequest, model: ServedModel, max_n: int)
     )
 
 
-def wanted_usage(body: GenerationFields) -> tuple[bool, bool]:
-    """Whether the stream ends with usage, and whether every chunk carries it."""
+def wanted_usage(body: GenerationFields) -> WantedUsage:
+    """Raises InvalidRequest for wishes that contradict each other."""
     if body.stream_options is None:
-        return False, False
+        return WantedUsage()
     options: StreamOptions = body.stream_options
     if not body.stream:
         raise InvalidRequest("stream_options is only for stream: true", param="stream_options")
@@ -106,10 +110,10 @@ def wanted_usage(body: GenerationFields) -> tuple[bool, bool]:
         raise InvalidRequest(
             "continuous_usage_stats needs include_usage: true", param="stream_options.continuous_usage_stats"
         )
-    return bool(options.include_usage), bool(options.continuous_usage_stats)
+    return WantedUsage(bool(options.include_usage), bool(options.continuous_usage_stats))
 
 
-def check_common(body: GenerationFields, *, policy_without_priorities: str | None) -> None:
+def check_common(body: GenerationFields, caller: Caller, *, policy_without_priorities: str | None) -> None:
     """Bounds of the fields that are not about sampling."""
     string_map(body.metadata, "metadata")
     if body.cache_salt is not None and not 1 <= len(body.cache_salt) <= MAX_CACHE_SALT_CHARS:
@@ -128,8 +132,25 @@ def check_common(body: GenerationFields, *, policy_without_priorities: str | Non
             f"the policy in force, {policy_without_priorities}, heeds none; leave it out, or serve with one that does: "
             f"--policy {heeding}",
         )
+    if body.service_tier not in (None, "auto", "default") and (caller.is_anybody or body.service_tier not in TIERS):
+        choices = "auto or default" if caller.is_anybody else ", ".join(("auto", *TIERS))
+        raise unsupported("service_tier", f"send {choices}")
     if body.prompt_logprobs is not None and body.stream:
         raise InvalidRequest("prompt_logprobs does not come with stream: true; leave one out", param="prompt_logprobs")
+
+
+def make_ask(body: GenerationFields, answer: Answer, **more: Any) -> GenerationAsk:
+    """What both routes' bodies say alike; `more` is what they say in ways of their own."""
+    return GenerationAsk(
+        answer=answer,
+        stream=bool(body.stream),
+        keeps_text=bool(body.echo),
+        priority=body.priority,
+        tier=body.service_tier,
+        cache_salt=body.cache_salt or "",
+        limits=body,
+        **more,
+    )
 
 
 def _sampling(

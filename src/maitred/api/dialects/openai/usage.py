@@ -10,10 +10,11 @@ from urllib.parse import parse_qsl
 import msgspec
 
 from maitred.api.dialects.openai.refusals import unsupported
-from maitred.api.http.edge import Edge
+from maitred.api.http.app import App
 from maitred.api.http.errors import shortened
 from maitred.api.http.exchange import Exchange
 from maitred.errors import InvalidRequest, RouteNotFound
+from maitred.storage.ledger import Ledger
 from maitred.tenancy.usage import DIMENSIONS, WIDTHS, UsageBucket, fill_buckets, usage_pages
 
 # OpenAI's filters -> what they filter; a tenant is a project, and users are not told apart
@@ -66,29 +67,34 @@ class UsagePage(msgspec.Struct, kw_only=True):
     next_page: str | None
 
 
-async def completions_usage(edge: Edge, exchange: Exchange) -> None:
+class CompletionsUsage:
     """Tokens and requests by time, tenant (project_id), key, model and tier; for administrators."""
-    if edge.ledger is None:
-        raise RouteNotFound("this server keeps no ledger; start it with --ledger FILE")
-    asked = _fields(exchange.scope["query_string"])
-    numbers = {name: _number(name, asked[name][0]) for name in _NUMBERS if name in asked}
-    if "start_time" not in numbers:
-        raise InvalidRequest("start_time is missing; send unix seconds", param="start_time")
-    if "page" in asked:
-        numbers["start_time"] = _page(asked["page"][0], numbers["start_time"])
-    query, following = usage_pages(
-        start_time=numbers["start_time"],
-        end_time=numbers.get("end_time"),
-        limit=numbers.get("limit"),
-        now=int(time.time()),
-        bucket_width=asked.get("bucket_width", ["1d"])[0],
-        group_by=asked.get("group_by", []),
-        filters=[(ours, asked[name]) for name, ours in _FILTERS.items() if name in asked],
-    )
-    rows = await asyncio.to_thread(edge.ledger.usage, query)
-    buckets = [_bucket(bucket) for bucket in fill_buckets(query, rows)]
-    next_page = f"page_{following}" if following is not None else None
-    await exchange.answer_json(UsagePage(data=buckets, has_more=following is not None, next_page=next_page))
+
+    def __init__(self, ledger: Ledger | None) -> None:
+        self._ledger = ledger
+
+    async def __call__(self, app: App, exchange: Exchange) -> None:
+        if self._ledger is None:
+            raise RouteNotFound("this server keeps no ledger; start it with --ledger FILE")
+        asked = _fields(exchange.scope["query_string"])
+        numbers = {name: _number(name, asked[name][0]) for name in _NUMBERS if name in asked}
+        if "start_time" not in numbers:
+            raise InvalidRequest("start_time is missing; send unix seconds", param="start_time")
+        if "page" in asked:
+            numbers["start_time"] = _page(asked["page"][0], numbers["start_time"])
+        query, following = usage_pages(
+            start_time=numbers["start_time"],
+            end_time=numbers.get("end_time"),
+            limit=numbers.get("limit"),
+            now=int(time.time()),
+            bucket_width=asked.get("bucket_width", ["1d"])[0],
+            group_by=asked.get("group_by", []),
+            filters=[(ours, asked[name]) for name, ours in _FILTERS.items() if name in asked],
+        )
+        rows = await asyncio.to_thread(self._ledger.usage, query)
+        buckets = [_bucket(bucket) for bucket in fill_buckets(query, rows)]
+        next_page = f"page_{following}" if following is not None else None
+        await exchange.answer_json(UsagePage(data=buckets, has_more=following is not None, next_page=next_page))
 
 
 def _fields(query_string: bytes) -> dict[str, list[str]]:

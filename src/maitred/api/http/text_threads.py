@@ -1,16 +1,20 @@
-"""Text work beside the event loop: what is short has threads of its own, what is long goes one at a time."""
+"""Text work: the least of it on the event loop, what is short in threads of its own, what is long one at a time."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import sys
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TypeVar
 
 T = TypeVar("T")
 LONG_BYTES = 16 * 1024  # of a body; tokenising so much takes some milliseconds
+TINY_BYTES = 1024  # 0.1 to 0.8 ms, where handing it over and back takes 0.1
+TINY_S = 0.001  # one that took longer sends the next to a thread, and so does the first
 SHORT_THREADS = max(1, min(3, (os.cpu_count() or 1) - 1))  # more would crowd out the event loop
 SWITCH_INTERVAL_S = 0.0005
 
@@ -25,15 +29,30 @@ def hand_over_quickly() -> None:
 class TextThreads:
     """Threads for templates, tokenising, and long answers. Who is long waits for those that are, for nobody else."""
 
-    def __init__(self) -> None:
+    def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._monotonic = monotonic
         self._short = ThreadPoolExecutor(SHORT_THREADS, thread_name_prefix="maitred-text")
         self._long = ThreadPoolExecutor(1, thread_name_prefix="maitred-long-text")
+        self._is_quick = False  # so the last tiny work was; the first reads the tokenizer
 
-    async def run(self, num_bytes: int, function: Callable[[], T]) -> T:
-        """What `function` gives, for a body of `num_bytes`. Cancelled before its turn, it is not called."""
+    async def run(self, num_bytes: int, function: Callable[[], T], *, may_take_long: bool = False) -> T:
+        """What `function` gives, for a body of `num_bytes`, which tell of its time unless it `may_take_long`. Cancelled
+        before its turn, it is not called.
+        """
         if num_bytes > LONG_BYTES:
             return await self.run_long(function)
+        if num_bytes <= TINY_BYTES and not may_take_long:
+            function = partial(self._timed, function)
+            if self._is_quick:
+                return function()
         return await asyncio.get_running_loop().run_in_executor(self._short, function)
+
+    def _timed(self, function: Callable[[], T]) -> T:
+        began_s = self._monotonic()
+        try:
+            return function()
+        finally:
+            self._is_quick = self._monotonic() - began_s < TINY_S
 
     async def run_long(self, function: Callable[[], T]) -> T:
         """In the lane of those that take long."""

@@ -1,0 +1,89 @@
+"""What the answers of both routes share: ids, usage, and chunks, whose unchanging part is encoded once a stream."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import msgspec
+from msgspec import UNSET
+
+import maitred
+from maitred.api.dialects.openai.schemas import (
+    CompletionTokensDetails,
+    GenerationFields,
+    PromptTokensDetails,
+    TimingMs,
+    Usage,
+)
+from maitred.api.generate.outcome import Outcome, timing_parts_ms
+from maitred.api.http.exchange import REQUEST_ID, Exchange
+from maitred.errors import InvalidRequest
+from maitred.request import FinishReason, RequestTiming
+
+FINGERPRINT = f"maitred-{maitred.__version__}"
+encode = msgspec.json.Encoder().encode
+END = b"}\n\n"
+
+
+class WantedUsage(NamedTuple):
+    """What a stream tells of its usage."""
+
+    at_end: bool = False
+    in_every_chunk: bool = False
+
+
+class ChunkWriter:
+    """Puts choices into the envelope of their stream: `data: {"id":...,"choices":[` choice `]...}`."""
+
+    def __init__(self, envelope: dict[str, Any], outcome: Outcome, usage: WantedUsage) -> None:
+        head = encode({**envelope, "choices": []})
+        assert head.endswith(b"]}")
+        self._head = b"data: " + head[:-2]
+        self._outcome, self._usage = outcome, usage
+        self._tail = b'],"usage":null' + END if usage.at_end else b"]" + END
+
+    def event(self, choice: msgspec.Struct, **more: Any) -> bytes:
+        """One event with one choice; `more` are further fields of the envelope."""
+        tail = self._tail
+        if self._usage.in_every_chunk:
+            tail = b'],"usage":' + encode(usage_of(self._outcome)) + END
+        if more:
+            tail = tail[:1] + b"," + encode(more)[1:-1] + tail[1:]
+        return self._head + encode(choice) + tail
+
+    def last(self) -> bytes:
+        """The event with the usage and no choice, if it was asked for."""
+        if not self._usage.at_end:
+            return b""
+        return self._head + b'],"usage":' + encode(usage_of(self._outcome)) + END
+
+
+def completion_id(prefix: str, body: GenerationFields, exchange: Exchange) -> str:
+    """`chatcmpl-` and the request id: the body's (vLLM's field), else the header's, else a new one."""
+    if body.request_id is None:
+        return f"{prefix}-{exchange.request_id}"
+    if not REQUEST_ID.fullmatch(body.request_id.encode("utf-8", "replace")):
+        raise InvalidRequest("request_id must be 1 to 128 characters of A-Z a-z 0-9 . _ -", param="request_id")
+    return f"{prefix}-{body.request_id}"
+
+
+def usage_of(outcome: Outcome) -> Usage:
+    """The time's split is told once all samples have ended."""
+    timing, used = outcome.timing(), outcome.usage()
+    return Usage(
+        prompt_tokens=used.num_prompt_tokens,
+        completion_tokens=used.num_generated_tokens,
+        total_tokens=used.num_prompt_tokens + used.num_generated_tokens,
+        prompt_tokens_details=PromptTokensDetails(used.num_cached_tokens),
+        completion_tokens_details=CompletionTokensDetails(),
+        timing_ms=UNSET if timing is None else _timing_ms(timing),
+    )
+
+
+def _timing_ms(timing: RequestTiming) -> TimingMs:
+    return TimingMs(**timing_parts_ms(timing), ttft=round(timing.ttft_s * 1000, 3))
+
+
+def finish_name(reason: FinishReason | None) -> Any:
+    """As the wire has it; a outcome that failed never gets here."""
+    return "stop" if reason is FinishReason.STOP else "length"

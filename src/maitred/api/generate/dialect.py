@@ -1,0 +1,73 @@
+"""A dialect: how the clients of one API ask for tokens and read them. Generation knows only `GenerationAsk`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from maitred.api.generate.outcome import Outcome, Sample
+from maitred.api.generate.time_limits import AskedLimits
+from maitred.api.http.app import App
+from maitred.api.http.exchange import Exchange
+from maitred.api.http.formats import AnswerFormat
+from maitred.engine.output import TextDelta
+from maitred.request import SamplingParams
+
+Prompt = str | list[int]
+
+
+class StreamWriter(Protocol):
+    """Writes one streamed answer: whole events, or nothing."""
+
+    def delta(self, sample: Sample, delta: TextDelta) -> bytes:
+        """What a sample gained."""
+
+    def last(self) -> bytes:
+        """After all samples have ended; the format's end of stream follows."""
+
+
+class Answer(Protocol):
+    """Writes what came of one `GenerationAsk`."""
+
+    def whole(self, outcome: Outcome) -> bytes:
+        """The body of an answer that is not streamed. Called in a thread where it takes long."""
+
+    def stream(self, outcome: Outcome) -> StreamWriter: ...
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class GenerationAsk:
+    """What is to be generated, and for whom it is written."""
+
+    id: str  # of the answer
+    answer: Answer
+    stream: bool
+    sampling: SamplingParams
+    num_prompts: int = 1
+    prompts: Callable[[], list[Prompt]]
+    """Templates are rendered here: called once, in a thread. The list is emptied once it is tokenised, but with
+    `keeps_text`."""
+    keeps_text: bool = False  # the answer repeats it
+    may_take_long: bool = False  # however short: a template reads variables of the client's
+    add_special_tokens: bool
+    default_max_tokens: float | None = None  # where `sampling` has none, as far as the context has room
+    score_only: bool = False  # the token that must be sampled is not shown
+    # how it is treated
+    priority: int | None = None  # None is the tenant's
+    tier: str | None = None  # service tier, in place of a priority
+    cache_salt: str = ""
+    limits: AskedLimits | None = None
+    field_names: Mapping[str, str] = field(default_factory=dict)  # `param` of our errors -> the client's field
+
+    @property
+    def num_samples(self) -> int:
+        return self.sampling.n * self.num_prompts
+
+
+class Dialect(NamedTuple):
+    """One way to ask, as a route has it. What it knows and does not do, it refuses by a table of its own."""
+
+    format: AnswerFormat
+    decode: Callable[[App, Exchange, bytes], GenerationAsk]
+    """From a body, which is JSON. Raises RequestError. The event loop stands meanwhile, so its work is bounded."""

@@ -1,0 +1,150 @@
+"""The ASGI application: finds the route, and around it request id, API key, errors, one access line, counts."""
+
+from __future__ import annotations
+
+import logging
+import random
+from functools import partial
+
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from maitred.api.http.app import App
+from maitred.api.http.errors import ClientGone, HttpError, http_error
+from maitred.api.http.exchange import REQUEST_ID, Exchange, Header
+from maitred.api.http.logs import ERRORS, log_fields
+from maitred.api.http.routes import RouteTable
+from maitred.api.ops.orca import ASKED_BY, TOLD_BY, load_report
+from maitred.clock import Clock
+from maitred.errors import EngineDead, Overloaded, Unavailable
+
+TOLD_AGAIN_S = 60.0
+RATE_LIMIT_HEADERS = tuple(
+    f"x-ratelimit-{what}-{of}" for of in ("requests", "tokens") for what in ("limit", "remaining", "reset")
+)
+
+
+class AsgiApp:
+    """Makes the Exchange that routes answer through, and is the one place where exceptions become answers."""
+
+    def __init__(self, app: App, routes: RouteTable) -> None:
+        self.app, self.routes = app, routes
+        self._outage = Outage(app.clock)
+        self._random = random.Random()  # ids are no secrets, and the system's own source costs a system call each
+        self._asgi: ASGIApp = self._answer
+        if app.config.cors_origins:  # outermost: preflights bring no key, and errors need its headers too
+            self._asgi = CORSMiddleware(
+                self._answer,
+                allow_origins=app.config.cors_origins,
+                allow_methods=("GET", "POST"),
+                allow_headers=("*",),
+                expose_headers=("x-request-id", "retry-after", "retry-after-ms", "x-should-retry", *RATE_LIMIT_HEADERS),
+            )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        assert scope["type"] == "http", "neither lifespan nor web sockets are spoken here"
+        await self._asgi(scope, receive, send)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers: dict[bytes, bytes] = dict(reversed(scope["headers"]))
+        exchange = Exchange(
+            scope=scope,
+            receive=receive,
+            raw_send=send,
+            request_id=self._request_id(headers.get(b"x-request-id")),
+            max_body_bytes=self.app.config.max_body_bytes,
+            large_bodies=self.app.large_bodies,
+            headers=headers,
+            format=self.routes.format_of(scope["path"]),
+        )
+        exchange.standing_headers = partial(self._standing, exchange)
+        method, path = scope["method"], scope["path"]
+        observer = self.app.observer
+        observed = observer.began(exchange, self.routes.span_of(method, path))
+        try:
+            exchange.caller = self.app.authenticator.check(
+                headers.get(b"authorization"), is_open=not self.routes.needs_key(path)
+            )
+            if self.routes.needs_engine(path):
+                self.app.check_loaded()
+            exchange.route, exchange.parameter = self.routes.find(method, path)
+            if exchange.route.admin:
+                exchange.caller.require_admin(exchange.route.admin)
+            await exchange.route.handler(self.app, exchange)
+        except ClientGone:
+            observer.client_gone(exchange)
+        except Exception as error:
+            await _answer_error(exchange, error, self._outage)
+        finally:
+            exchange.large_bodies.release(exchange)
+            observer.ended(exchange, observed)
+
+    def _standing(self, exchange: Exchange) -> list[Header]:
+        """Of every answer, as they are when it begins: the caller's limits, the load for balancers that ask, and that a
+        server that drains hangs up.
+        """
+        headers: list[Header] = []
+        if hasattr(exchange, "caller") and exchange.caller.tenant.limits.any:
+            told = exchange.caller.quota.headers(self.app.clock.now())
+            headers += [(name.encode(), value.encode()) for name, value in told]
+        asked = exchange.headers.get(ASKED_BY)
+        if exchange.trace_header is not None:
+            headers.append(exchange.trace_header)
+        report = load_report(asked, self.app.replica.state()) if asked is not None else None
+        if report is not None:
+            headers.append((TOLD_BY, report))
+        return [*headers, (b"connection", b"close")] if self.app.in_flight.draining else headers
+
+    def _request_id(self, sent: bytes | None) -> str:
+        """The client's own, if it is one that cannot forge a log line or a header, else a new one."""
+        if sent is not None and REQUEST_ID.fullmatch(sent):
+            return sent.decode()
+        return f"{self._random.getrandbits(128):032x}"
+
+
+class Outage:
+    """Why requests are sent away, as the log has it: when it changes and once a minute, however many clients try."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._why: str | None = None
+        self._told_at = 0.0
+        self._num_untold = 0
+
+    def tell(self, request_id: str, why: str) -> None:
+        """One more request was sent away."""
+        now = self._clock.now()
+        if why == self._why and now < self._told_at + TOLD_AGAIN_S:
+            level, others = logging.DEBUG, None
+            self._num_untold += 1
+        else:
+            level, others = logging.WARNING, self._num_untold or None
+            self._why, self._told_at, self._num_untold = why, now, 0
+        fields = {"request_id": request_id, "error": why, "others_before": others}
+        log_fields(ERRORS, level, "requests are sent away", fields)
+
+
+async def _answer_error(exchange: Exchange, error: Exception, outage: Outage) -> None:
+    answer = http_error(error)
+    if type(error) in (Unavailable, EngineDead) and not exchange.started:
+        if (
+            exchange.route is None or not exchange.route.is_polled
+        ):  # whoever asks hears it, and the server's own log tells of the cause
+            outage.tell(exchange.request_id, str(error))
+    elif answer.status >= 500 and not isinstance(error, Overloaded):  # those are many, and the access line has them
+        _log_error(exchange, error, answer)
+    exchange.log["error"] = answer.code
+    if not exchange.started:
+        await exchange.answer_error(answer)
+    elif exchange.streaming and not exchange.complete:
+        event = exchange.format.error_event(answer) + exchange.format.stream.end
+        await exchange.send({"type": "http.response.body", "body": event})
+
+
+def _log_error(exchange: Exchange, error: Exception, answer: HttpError) -> None:
+    expected = answer.status in (503, 504) or answer.code == "generation_failed"
+    fields = {"request_id": exchange.request_id, "error": str(error)}
+    if expected:
+        log_fields(ERRORS, logging.WARNING, "request failed", fields)
+    else:
+        ERRORS.error("request failed", exc_info=error, extra={"fields": fields})

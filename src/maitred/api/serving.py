@@ -1,0 +1,102 @@
+"""A server put together: routes, what they need, and the connections around them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from socket import socket
+
+from maitred.api.http.app import App
+from maitred.api.http.asgi import AsgiApp
+from maitred.api.http.auth import Authenticator, TenantSource
+from maitred.api.http.loading import Opened, Starting
+from maitred.api.http.logs import configure_logging
+from maitred.api.http.routes import RouteTable
+from maitred.api.http.server import Server
+from maitred.api.http.text_threads import hand_over_quickly
+from maitred.api.ops.observer import Observer
+from maitred.api.routes import make_routes
+from maitred.clock import Clock, WallClock
+from maitred.config import ServerConfig
+from maitred.engine.intake import ServedModel
+from maitred.gate.admission import AdmissionController
+from maitred.replica import Replica
+from maitred.storage.ledger import Ledger
+
+
+def create_app(
+    replica: Replica,
+    model: ServedModel,
+    config: ServerConfig,
+    *,
+    clock: Clock | None = None,
+    is_ready: Callable[[], bool] = lambda: True,
+    policy: str | None = None,
+    tenants: TenantSource | None = None,
+    ledger: Ledger | None = None,
+    admission: AdmissionController | None = None,
+    start_phases: Mapping[str, float] | None = None,
+    routes: RouteTable | None = None,
+) -> AsgiApp:
+    """The ASGI application that serves `model` on `replica`; needs no lifespan.
+
+    `is_ready` tells whether requests are welcome (besides the replica being alive). `policy` is the scheduler's: where
+    it heeds no priority, a request with one is refused; None heeds them. `clock` must be the engine's. With `tenants`,
+    only their keys are taken; `ledger` is read for administrators. `admission` is the engine's, which turns away
+    more than it can serve in time; `None` turns nobody away. `start_phases` go to the metrics page. `routes` None are
+    all there are.
+    """
+    clock = clock or WallClock()
+    app = _loading_app(config, clock, tenants, ledger, start_phases, policy=policy, is_ready=is_ready)
+    app.open(replica, model, admission)
+    return AsgiApp(app, routes or make_routes(ledger))
+
+
+def serve(
+    starting: Starting,
+    config: ServerConfig,
+    listener: socket | None = None,
+    *,
+    policy: str | None = None,
+    tenants: TenantSource | None = None,
+    ledger: Ledger | None = None,
+    start_phases: Mapping[str, float] | None = None,
+    is_ending: Callable[[], bool] = lambda: False,
+    on_open: Callable[[Opened, str, int], None] | None = None,
+) -> None:
+    """Listen while the engine loads, and serve until SIGTERM or SIGINT; then finish what is in flight and return.
+
+    `listener` is a bound socket; without one, `config` says where. `on_open` is told the engine, host and port when
+    requests are welcome. `is_ending` tells whether a signal came before they are heard here. Raises what keeps the
+    engine from loading.
+    """
+    num_log_lines_dropped = configure_logging(config)
+    hand_over_quickly()
+    app = _loading_app(config, WallClock(), tenants, ledger, start_phases, policy=policy)
+    app.observer.metrics.num_log_lines_dropped = num_log_lines_dropped
+
+    def opened(host: str, port: int) -> None:
+        if on_open is not None and server.engine is not None:
+            on_open(server.engine, host, port)
+
+    asgi = AsgiApp(app, make_routes(ledger))
+    server = Server(asgi, config, starting=starting, is_ending=is_ending, on_open=opened)
+    server.run([listener] if listener is not None else None)
+    if server.failure is not None:
+        raise server.failure
+
+
+def _loading_app(
+    config: ServerConfig,
+    clock: Clock,
+    tenants: TenantSource | None,
+    ledger: Ledger | None,
+    start_phases: Mapping[str, float] | None,
+    *,
+    policy: str | None,
+    is_ready: Callable[[], bool] = lambda: True,
+) -> App:
+    spent_tokens = ledger.spent_tokens() if ledger is not None else None
+    authenticator = Authenticator(config.api_keys, tenants, spent_tokens)
+    failures = authenticator.num_file_failures
+    observer = Observer(config, clock, start_phases=start_phases, num_tenants_file_failures=failures)
+    return App(config, clock=clock, observer=observer, authenticator=authenticator, policy=policy, is_ready=is_ready)
