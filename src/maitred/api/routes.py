@@ -9,10 +9,11 @@ from maitred.api.dialects.openai.completions import create_completion
 from maitred.api.http.edge import Edge
 from maitred.api.http.exchange import Exchange
 from maitred.api.http.routes import Route, RouteTable
-from maitred.api.ops import admin, health, live, page, status
+from maitred.api.ops import admin, fleet, health, live, page, status
 from maitred.api.ops.live_feed import LiveFrame
 from maitred.api.ops.openapi import openapi_document
 from maitred.api.ops.page_files import FILES
+from maitred.cluster.replica_events import FleetEvent, VersionResponse
 from maitred.scheduler.queue_view import QueueView
 
 _GENERATION_ERRORS = (400, 401, 403, 404, 413, 415, 429, 500, 503, 504)
@@ -129,9 +130,9 @@ ROUTES = RouteTable(
             method="GET",
             path="/version",
             handler=status.version,
-            summary="The version of the server.",
+            summary="What this server is: version, models, slots, and what its tokens depend on.",
             while_loading=True,
-            answer=s.VersionResponse,
+            answer=VersionResponse,
         ),
         Route(
             method="GET",
@@ -188,6 +189,15 @@ ROUTES = RouteTable(
             admin="see what is loaded",
             answer=live.LoadedModels,
             errors=(401, 403),
+        ),
+        Route(
+            method="GET",
+            path="/fleet/events",
+            handler=fleet.tell_fleet,
+            summary="For a router: which prefixes are here and how busy this server is, as both change.",
+            admin=fleet.LISTENING,
+            event=FleetEvent,
+            errors=(401, 403, 503),
         ),
         Route(
             method="GET",

@@ -44,7 +44,11 @@ async def complete(
     usage, continuous = wanted_usage(body)
     limits = time_limits(body, exchange.headers)
     with leased(edge, exchange, body, num_samples, limits) as lease, edge.kept_logprobs.answer() as keep:
-        options = RequestOptions(cache_salt=cache_salt(edge, exchange.caller, body), limits=limits)
+        options = RequestOptions(
+            cache_salt=cache_salt(edge, exchange.caller, body),
+            limits=limits,
+            note_tokens=edge.fleet.noting(exchange.take_sent(), exchange.headers),
+        )
         events = EventStream(exchange, silence_s=edge.config.sse_keep_alive_s) if body.stream else None
         async with edge.watch(exchange, events):
             batches = await edge.in_thread(exchange, make_batches, options)

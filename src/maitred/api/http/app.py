@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import time
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -58,6 +59,7 @@ class App:
             max_body_bytes=self.edge.config.max_body_bytes,
             large_bodies=self.edge.large_bodies,
             headers=headers,
+            keeps_body=self.edge.fleet_listens,
         )
         exchange.standing_headers = partial(self._standing, exchange)
         tracing, method, path = self.edge.tracing, scope["method"], scope["path"]
@@ -70,7 +72,7 @@ class App:
         metrics.num_in_flight += 1
         try:
             exchange.caller = self.edge.authenticator.check(
-                headers.get(b"authorization"), is_open=not self.routes.needs_key(path)
+                headers.get(b"authorization"), is_open=self._is_open(path, headers)
             )
             if self.routes.needs_engine(path):
                 self.edge.check_loaded()
@@ -90,6 +92,12 @@ class App:
             _log_access(exchange, time.monotonic() - started_at)
             if tracing is not None and span is not None:
                 tracing.end(span, operation, exchange, self.edge.clock.now())
+
+    def _is_open(self, path: str, headers: Mapping[bytes, bytes]) -> bool:
+        """A router shows the fleet's token, and needs no key for what only routers ask."""
+        if not self.routes.needs_key(path):
+            return True
+        return path.startswith("/fleet/") and self.edge.fleet_token.is_shown_by(headers)
 
     def _standing(self, exchange: Exchange) -> list[Header]:
         """Of every answer, as they are when it begins: the caller's limits, the load for balancers that ask, and that a

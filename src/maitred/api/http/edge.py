@@ -19,10 +19,12 @@ from maitred.api.http.auth import Authenticator
 from maitred.api.http.bodies import LargeBodies
 from maitred.api.http.errors import shortened
 from maitred.api.http.exchange import Exchange
+from maitred.api.http.fleet_token import read_fleet_token
 from maitred.api.http.loading import LOADING, LoadingReplica
 from maitred.api.http.sse import EventStream
 from maitred.api.http.watch import Watch
 from maitred.api.ops.decode_probe import DecodeProbe
+from maitred.api.ops.fleet_feed import FleetFeed, NoteTokens
 from maitred.api.ops.latencies import Latencies
 from maitred.api.ops.live_feed import LiveFeed
 from maitred.api.ops.metrics_page import EdgeMetrics
@@ -55,6 +57,7 @@ class RequestOptions:
 
     cache_salt: str = ""
     limits: TimeLimits = NO_LIMITS
+    note_tokens: NoteTokens | None = None  # told the prompt and the first spec, where there is one prompt
 
 
 def _without_priorities(policy: str) -> str | None:
@@ -75,6 +78,7 @@ class Edge:
     # from `open` on; no route that needs them is asked before
     live: LiveFeed
     decode_probe: DecodeProbe
+    fleet: FleetFeed
 
     def __init__(
         self,
@@ -103,6 +107,7 @@ class Edge:
         )
         self.fingerprint = f"maitred-{maitred.__version__}"
         self.draining = False
+        self.fleet_token = read_fleet_token(config.fleet_token_file)
         self.tracing = _tracing(config.otlp_endpoint) if config.otlp_endpoint else None
         self.clock = clock
         self.ledger = ledger
@@ -131,6 +136,13 @@ class Edge:
         name = model.names[0]
         self.metrics.engine_came(replica, name, model.block_size, admission)
         self.live = LiveFeed(replica, self.latencies, name, is_over=lambda: self.draining)
+        self.fleet = FleetFeed(
+            replica,
+            model,
+            self.fleet_token,
+            is_draining=lambda: self.draining,
+            is_over=lambda: self.draining and self._empty.is_set(),
+        )
         self.decode_probe = DecodeProbe(replica, model, self.clock, self.gate, timeout_s=self.config.decode_timeout_s)
 
     @property
@@ -139,6 +151,15 @@ class Edge:
         if self._model is None:
             raise Unavailable(LOADING)
         return self._model
+
+    @property
+    def loaded_model(self) -> ServedModel | None:
+        """None before there is one."""
+        return self._model
+
+    @property
+    def fleet_listens(self) -> bool:
+        return self._model is not None and self.fleet.is_on
 
     def reconfigured(self, scheduler: SchedulerConfig) -> None:
         """Once priorities were heeded they stay welcome: no client's request becomes an error while the server runs."""
@@ -243,6 +264,8 @@ class Edge:
                     error.param = f"prompt[{position}]"
                 raise
             batches.append(batch)
+            if options.note_tokens is not None and len(prompts) == 1:
+                options.note_tokens(prompt, batch[0])
             num_tokens += batch[0].num_prompt_tokens * len(batch)
             _check_prompt_logprobs(num_tokens, sampling.prompt_logprobs)
         return batches

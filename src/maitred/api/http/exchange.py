@@ -48,6 +48,8 @@ class Exchange:
     streaming: bool = False  # the answer that began is an event stream
     complete: bool = False
     num_body_bytes: int = 0  # of the request, as far as they were read
+    keeps_body: bool = False  # a router listens, so the keys of its bytes are made beside the tokens
+    sent: bytes = b""  # the body, if it is kept; see `take_sent`
     standing_headers: Callable[[], Iterable[Header]] = tuple  # of every answer, asked when it begins
 
     @property
@@ -68,6 +70,11 @@ class Exchange:
         elif not message.get("more_body", False):
             self.complete = True
         await self.raw_send(message)
+
+    def take_sent(self) -> bytes:
+        """The body, once: whoever takes it sees to it that it is let go. Empty where it was not kept."""
+        sent, self.sent = self.sent, b""
+        return sent
 
     async def body(self) -> bytes:
         """The whole body; raises RequestTooLarge as soon as its length says so, declared or counted."""
@@ -124,6 +131,8 @@ class Exchange:
         if media_type != b"application/json":
             raise UnsupportedMediaType("send the body as JSON, with the header Content-Type: application/json")
         body = await self.body()
+        if self.keeps_body:
+            self.sent = body
         async with self.turn():
             return decode_body(body, decoder)
 

@@ -38,7 +38,7 @@ class Route:
     # its shape, for the document
     body: type[msgspec.Struct] | None = None
     answer: type[msgspec.Struct] | None = None
-    event: type[msgspec.Struct] | None = None  # of the streamed form
+    event: Any = None  # of the streamed form: a struct, or a union of them
     text: str | None = None  # content type of an answer that is not JSON
     errors: tuple[int, ...] = (401,)
     query: Mapping[str, dict[str, Any]] = field(default_factory=dict)  # name -> schema

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import maitred
-from maitred.api.dialects.openai.schemas import VersionResponse
 from maitred.api.http.edge import Edge
 from maitred.api.http.exchange import Exchange
+from maitred.api.ops.fleet_feed import identity
 
 
 async def version(edge: Edge, exchange: Exchange) -> None:
-    await exchange.answer_json(VersionResponse(maitred.__version__))
+    """What this server is, which a router believes rather than a 200."""
+    await exchange.answer_json(identity(edge.loaded_model))
 
 
 async def metrics(edge: Edge, exchange: Exchange) -> None:

@@ -332,7 +332,3 @@ class ModelCard(msgspec.Struct, kw_only=True):
 class ModelList(msgspec.Struct):
     data: list[ModelCard]
     object: Literal["list"] = "list"
-
-
-class VersionResponse(msgspec.Struct):
-    version: str
