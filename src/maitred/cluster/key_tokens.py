@@ -155,9 +155,9 @@ def _find(sent: bytes, prompt: bytes, at: int) -> _Place | None:
     text = _text_of(raw)
     if text is None:
         return None
-    needle = text.strip().encode()
+    needle = text.strip().encode()  # as many templates do
     start = prompt.find(needle, at)
-    if start < 0 or not needle:
+    if start < 0:
         return None
     if not raw.startswith(b'"'):
         return _Place(start, start + len(needle), sent, 0, b"")
