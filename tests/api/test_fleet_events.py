@@ -19,7 +19,7 @@ import pytest
 import maitred
 from maitred.api.http.fleet_token import VARIABLE
 from maitred.api.ops import fleet_feed
-from maitred.cluster.key_tokens import ends_of_tokens, tokens_of_keys
+from maitred.cluster.key_tokens import TokenLengths, ends_of_tokens, tokens_of_keys
 from maitred.cluster.prefix_index import Hit, PrefixIndex
 from maitred.cluster.prefix_keys import prefix_keys
 from maitred.cluster.replica_events import Began, FleetEvent, KeysChanged, Load
@@ -176,7 +176,7 @@ def held_of(engine: Engine, core: EngineCore, body: dict[str, Any]) -> set[int]:
         model, prompt, SamplingParams(max_tokens=1), request_id="x", now=0.0, add_special_tokens=False
     )
     found, ids = prefix_keys(sent), spec.prompt_token_ids
-    ends = ends_of_tokens(prompt, ids, lambda token: len(model.tokenizer.token_bytes(token)))
+    ends = ends_of_tokens(prompt, ids, TokenLengths(model.tokenizer.token_bytes))
     cached = set(core.scheduler.kv_cache._cache.hashes.values())
     depth = 0
     for number, count in enumerate(tokens_of_keys(sent, found, prompt, lambda: ends), start=1):
@@ -279,7 +279,9 @@ def test_only_the_token_opens_the_events_where_there_is_one(token_file):
         assert status(**{"x-maitred-fleet-token": "wrong"}) == 401
         assert status(**{"x-maitred-fleet-token": TOKEN}) == 200
         models = httpx.get(f"{server.url}/v1/models", headers={"x-maitred-fleet-token": TOKEN})
-        assert models.status_code == 401  # it opens nothing else
+        assert models.status_code == 401  # it opens nothing of clients'
+        version = httpx.get(f"{server.url}/version", headers={"x-maitred-fleet-token": TOKEN})
+        assert version.json()["name"] == "maitred"
 
 
 def test_without_a_token_it_takes_an_administrator():

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maitred.cluster.key_tokens import ends_of_tokens, tokens_of_keys
+from maitred.cluster.key_tokens import TokenLengths, ends_of_tokens, tokens_of_keys
 from maitred.cluster.prefix_keys import prefix_keys
 from maitred.cluster.routed_body import read_body
 from maitred.model.checkpoint import BUILTIN_FOLDER
@@ -33,7 +33,7 @@ def counted(text, messages, *, ensure_ascii=True):
 def counted_prompt(text, body, prompt):
     ids = text.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
     found = prefix_keys(body)
-    lengths = lambda token: len(text.tokenizer.token_bytes(token))  # noqa: E731
+    lengths = TokenLengths(text.tokenizer.token_bytes)
     return found.keys, tokens_of_keys(body, found, prompt, lambda: ends_of_tokens(prompt, ids, lengths)), ids
 
 
@@ -112,8 +112,8 @@ def test_several_prompts_have_no_places():
 
 
 def test_a_token_put_before_the_prompt_has_no_bytes():
-    assert ends_of_tokens("abc", [9, 1, 2], {9: 3, 1: 1, 2: 2}.__getitem__) == [0, 1, 3]
+    assert ends_of_tokens("abc", [9, 1, 2], {9: 3, 1: 1, 2: 2}) == [0, 1, 3]
 
 
 def test_tokens_that_stand_for_more_bytes_than_there_are_are_scaled():
-    assert ends_of_tokens("abcd", [1, 1, 1, 1], {1: 2}.__getitem__) == [1, 2, 3, 4]
+    assert ends_of_tokens("abcd", [1, 1, 1, 1], {1: 2}) == [1, 2, 3, 4]

@@ -7,7 +7,7 @@ prompt, the end of a piece in the content; what a template made unrecognisable i
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import accumulate
 from typing import NamedTuple
@@ -62,16 +62,27 @@ def tokens_of_keys(
     return [_num_tokens(ends, at, is_cut=is_cut) for at, is_cut in _places_of_keys(texts, found, prompt.encode())]
 
 
-def ends_of_tokens(prompt: str, token_ids: Sequence[int], num_bytes_of: Callable[[int], int]) -> Sequence[int]:
+class TokenLengths(dict[int, int]):
+    """Bytes of text that each token stands for, as they are asked for; threads may share it."""
+
+    def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
+        self._token_bytes = token_bytes
+
+    def __missing__(self, token: int) -> int:
+        length = self[token] = len(self._token_bytes(token))
+        return length
+
+
+def ends_of_tokens(prompt: str, token_ids: Sequence[int], lengths: Mapping[int, int]) -> Sequence[int]:
     """Where each token ends in the UTF-8 of `prompt`; scaled where a normaliser made more or less of it.
 
     A first token that the prompt does not begin with was put there by the tokenizer, and has no bytes.
     """
-    lengths = [num_bytes_of(token) for token in token_ids]
-    num_bytes, total = len(prompt.encode()), sum(lengths)
-    if lengths and total - lengths[0] == num_bytes:
-        lengths[0], total = 0, num_bytes
-    ends = list(accumulate(lengths))
+    each = [lengths[token] for token in token_ids]
+    num_bytes, total = len(prompt.encode()), sum(each)
+    if each and total - each[0] == num_bytes:
+        each[0], total = 0, num_bytes
+    ends = list(accumulate(each))
     return ends if total == num_bytes else [end * num_bytes // (total or 1) for end in ends]
 
 

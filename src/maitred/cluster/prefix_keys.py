@@ -47,20 +47,15 @@ def prefix_keys(body: RoutedBody, salt: str = "") -> PrefixKeys:
     ends: list[int] = []
     for text in texts:
         sent = bytes(text)
-        for end in piece_ends(len(sent)):
-            key = hash_of(sent[end - (end % PIECE_BYTES or PIECE_BYTES) : end], key)
+        for start in range(0, len(sent), PIECE_BYTES):
+            piece = sent[start : start + PIECE_BYTES]
+            key = hash_of(piece, key)
             keys.append(key)
-            ends.append(at + end)
-        at += len(sent)
+            at += len(piece)
+            ends.append(at)
         if len(keys) >= MAX_KEYS:
             break
     return PrefixKeys(tuple(keys[:MAX_KEYS]), tuple(ends[:MAX_KEYS]))
-
-
-def piece_ends(num_bytes: int) -> Sequence[int]:
-    """Where the pieces of one message end."""
-    whole = range(PIECE_BYTES, num_bytes + 1, PIECE_BYTES)
-    return whole if num_bytes % PIECE_BYTES == 0 else (*whole, num_bytes)
 
 
 def texts_of(body: RoutedBody) -> Sequence[Raw]:

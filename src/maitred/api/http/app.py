@@ -23,6 +23,7 @@ from maitred.clock import Clock
 from maitred.errors import EngineDead, Overloaded, Unavailable
 
 TOLD_AGAIN_S = 60.0
+FOR_ROUTERS = ("/fleet/", "/version")
 RATE_LIMIT_HEADERS = tuple(
     f"x-ratelimit-{what}-{of}" for of in ("requests", "tokens") for what in ("limit", "remaining", "reset")
 )
@@ -94,10 +95,10 @@ class App:
                 tracing.end(span, operation, exchange, self.edge.clock.now())
 
     def _is_open(self, path: str, headers: Mapping[bytes, bytes]) -> bool:
-        """A router shows the fleet's token, and needs no key for what only routers ask."""
+        """A router shows the fleet's token, and needs no key for what routers ask."""
         if not self.routes.needs_key(path):
             return True
-        return path.startswith("/fleet/") and self.edge.fleet_token.is_shown_by(headers)
+        return path.startswith(FOR_ROUTERS) and self.edge.fleet_token.is_shown_by(headers)
 
     def _standing(self, exchange: Exchange) -> list[Header]:
         """Of every answer, as they are when it begins: the caller's limits, the load for balancers that ask, and that a

@@ -11,7 +11,7 @@ import msgspec
 
 import maitred
 from maitred.api.http.fleet_token import FleetToken
-from maitred.cluster.key_tokens import ends_of_tokens, tokens_of_keys
+from maitred.cluster.key_tokens import TokenLengths, ends_of_tokens, tokens_of_keys
 from maitred.cluster.prefix_keys import prefix_keys
 from maitred.cluster.replica_events import (
     BEAT_S,
@@ -66,7 +66,7 @@ class FleetFeed:
         self._num_listeners = 0
         self._lingering: asyncio.TimerHandle | None = None
         self._changed = asyncio.Event()
-        self._lengths = _TokenLengths(model)
+        self._lengths = TokenLengths(self._token_bytes)
         self.is_on = False
         """Whether bodies are kept until their keys are known."""
 
@@ -87,13 +87,16 @@ class FleetFeed:
             self.keys.note(chain)
             self._wake()
 
+    def _token_bytes(self, token: int) -> bytes:
+        return self._model.tokenizer.token_bytes(token)  # which is read when it is first asked for
+
     @property
     def block_size(self) -> int:
         return self._model.block_size
 
     def ends_of(self, prompt: str, token_ids: Sequence[int]) -> Sequence[int]:
         """Where each token ends in the prompt's bytes; in whatever thread."""
-        return ends_of_tokens(prompt, token_ids, self._lengths.__getitem__)
+        return ends_of_tokens(prompt, token_ids, self._lengths)
 
     def _blocks_changed(self, changes: BlockChanges | None) -> None:
         if changes is None:
@@ -189,17 +192,6 @@ class _Noting:
         chain = [KeyBlock(key, hashes[num - 1] if num else None) for key, num in zip(found.keys, nums, strict=False)]
         with suppress(RuntimeError):  # the loop is closed: nobody listens any more
             self._loop.call_soon_threadsafe(feed.note, chain)
-
-
-class _TokenLengths(dict[int, int]):
-    """Bytes of text that each token stands for, as they are asked for."""
-
-    def __init__(self, model: ServedModel) -> None:
-        self._model = model
-
-    def __missing__(self, token: int) -> int:
-        length = self[token] = len(self._model.tokenizer.token_bytes(token))
-        return length
 
 
 def identity(model: ServedModel | None) -> VersionResponse:
