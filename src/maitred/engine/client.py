@@ -227,8 +227,6 @@ class EngineClient:
         """Who may, waits; the others end."""
         now, before = self._clock.now(), len(self._live)
         self._keep_counters()
-        if self._on_blocks is not None:
-            self._on_blocks(None)
         for number in list(self._questions):
             self._settle(number, self.supervisor.death())
         culprit = self._isolation.died(self._live.values(), own_fault=own_fault)
@@ -253,12 +251,12 @@ class EngineClient:
 
     def bereft(self, cause: str) -> None:
         self._keep_counters()
-        if self._on_blocks is not None:
-            self._on_blocks(None)
         self._end_all(self.supervisor.death())
 
     def _keep_counters(self) -> None:
-        """The next engine counts from nothing; the gauges are of nobody meanwhile."""
+        """The next engine counts from nothing, and has nothing cached; the gauges are of nobody meanwhile."""
+        if self._on_blocks is not None:
+            self._on_blocks(None)
         figures, past = self._figures, self._past
         self._past = Figures(**{name: getattr(past, name) + getattr(figures, name) for name in _COUNTERS})
         self._figures = Figures(num_blocks=figures.num_blocks)
