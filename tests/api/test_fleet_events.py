@@ -6,6 +6,7 @@ import json
 import os
 import random
 import signal
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from maitred.cluster.prefix_index import Hit, PrefixIndex
 from maitred.cluster.prefix_keys import prefix_keys
 from maitred.cluster.replica_events import Began, FleetEvent, KeysChanged, Load
 from maitred.cluster.routed_body import read_body
+from maitred.cluster.stored_keys import KeyBlock
 from maitred.config import CacheConfig, EngineConfig, ModelConfig, ProcessConfig, SchedulerConfig
 from maitred.engine import restarts
 from maitred.engine.build import load_engine
@@ -357,3 +359,18 @@ def test_a_router_hears_that_the_server_drains_and_the_end():
             until(lambda: router.beat().state == "draining")
             assert not router.ended
         until(lambda: router.ended)
+
+
+def test_a_router_that_does_not_read_is_cut_and_gets_all_when_it_comes_again():
+    with running_server(FakeReplica(), send_timeout_s=0.2) as server:
+        keys, known = server.server.config.app.edge.fleet.keys, range(2**63, 2**63 + 200_000)  # 4 MB to tell
+        keys.blocks_changed([b"block"], [])
+        keys.note([KeyBlock(key, b"block" if key == known[-1] else None) for key in known])
+        with socket.socket() as deaf:
+            deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            deaf.connect(("127.0.0.1", server.port))
+            deaf.sendall(b"GET /fleet/events HTTP/1.1\r\nhost: x\r\n\r\n")
+            until(lambda: keys.num_listeners)
+            until(lambda: not keys.num_listeners)
+        with listening(server) as again:
+            assert len(again.keys) == len(known)

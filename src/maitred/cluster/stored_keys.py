@@ -56,6 +56,10 @@ class StoredKeys:
         self._listeners = [each for each in self._listeners if each is not changes]
 
     @property
+    def num_listeners(self) -> int:
+        return len(self._listeners)
+
+    @property
     def stored(self) -> set[int]:
         """All of them; for tests."""
         return {key for key, entry in self._keys.items() if entry.is_stored}

@@ -119,6 +119,7 @@ class FleetFeed:
             yield _event(Began(identity(self._model)))
             beat_at = loop.time()
             while True:
+                changed = self._changed
                 while changes:
                     yield _event(KeysChanged(*changes.take(MAX_KEYS_AN_EVENT)))
                 if loop.time() >= beat_at:
@@ -128,7 +129,7 @@ class FleetFeed:
                     return
                 with suppress(TimeoutError):
                     async with asyncio.timeout_at(beat_at):
-                        await self._changed.wait()
+                        await changed.wait()
                         await asyncio.sleep(PAUSE_S)
         finally:
             self.keys.leave(changes)
