@@ -95,7 +95,10 @@ class Exchange:
             except BaseException:
                 chunks.clear()  # an error keeps its frames until they are collected
                 raise
-        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+        whole = chunks[0] if len(chunks) == 1 else b"".join(chunks)
+        if self.keeps_body:
+            self.sent = whole
+        return whole
 
     @property
     def is_large(self) -> bool:
@@ -131,8 +134,6 @@ class Exchange:
         if media_type != b"application/json":
             raise UnsupportedMediaType("send the body as JSON, with the header Content-Type: application/json")
         body = await self.body()
-        if self.keeps_body:
-            self.sent = body
         async with self.turn():
             return decode_body(body, decoder)
 
