@@ -290,6 +290,9 @@ class ServerConfig:
     or at SIGHUP, it is read again, and no connection ends."""
     ssl_keyfile: str | None = None
     """PEM file with the certificate's key; None is the certificate's own file."""
+    fleet_token_file: str | None = None
+    """File with the secret that a router and its replicas share: who shows it may listen to this server's events, and
+    is believed what it says of a request's tenant."""
     drain_timeout_s: float = 30.0
     """After SIGTERM, requests in flight may take this long (s); then, or at a second signal, they end with an error."""
     decode_timeout_s: float = 10.0

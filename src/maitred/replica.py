@@ -23,6 +23,8 @@ class ReplicaState:
     num_blocks: int = 0
     num_blocks_used: int = 0  # held by requests; cached but free blocks do not count
     num_blocks_cached: int = 0  # findable by prefix, in use or free
+    prefill_tokens_per_s: float = 0.0  # as its steps have shown, while a router wants to know; 0 before
+    decode_tokens_per_s: float = 0.0
     # counters
     num_steps: int = 0
     num_prompt_tokens: int = 0  # prompts admitted to a first step

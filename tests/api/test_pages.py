@@ -126,7 +126,7 @@ def test_the_schemas_hold_the_answers(http):
 
 
 def test_version(http):
-    assert http.get("/version").json() == {"version": maitred.__version__}
+    assert http.get("/version").json()["version"] == maitred.__version__
 
 
 def captured(formatter: logging.Formatter) -> tuple[io.StringIO, logging.Handler]:

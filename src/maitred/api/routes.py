@@ -13,10 +13,11 @@ from maitred.api.generate.complete import complete
 from maitred.api.http.app import App
 from maitred.api.http.exchange import Exchange
 from maitred.api.http.routes import Handler, Route, RouteTable
-from maitred.api.ops import admin, health, live, page, status
+from maitred.api.ops import admin, fleet, health, live, page, status
 from maitred.api.ops.live_feed import LiveFrame
 from maitred.api.ops.openapi import openapi_document
 from maitred.api.ops.page_files import FILES
+from maitred.cluster.replica_events import FleetEvent, VersionResponse
 from maitred.scheduler.queue_view import QueueView
 from maitred.storage.ledger import Ledger
 
@@ -142,9 +143,10 @@ def _routes(ledger: Ledger | None, document: Handler) -> tuple[Route, ...]:
             method="GET",
             path="/version",
             handler=status.version,
-            summary="The version of the server.",
+            is_for_routers=True,
+            summary="What this server is: version, models, slots, and what its tokens depend on.",
             while_loading=True,
-            answer=status.VersionResponse,
+            answer=VersionResponse,
         ),
         Route(
             method="GET",
@@ -201,6 +203,16 @@ def _routes(ledger: Ledger | None, document: Handler) -> tuple[Route, ...]:
             admin="see what is loaded",
             answer=live.LoadedModels,
             errors=(401, 403),
+        ),
+        Route(
+            method="GET",
+            path="/fleet/events",
+            handler=fleet.tell_fleet,
+            is_for_routers=True,
+            summary="For a router: which prefixes are here and how busy this server is, as both change.",
+            admin=fleet.LISTENING,
+            event=FleetEvent,
+            errors=(401, 403, 503),
         ),
         Route(
             method="GET",

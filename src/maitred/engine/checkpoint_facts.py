@@ -64,6 +64,7 @@ def facts_of(
         root=config.model.model or checkpoint.name,
         revision=checkpoint.identity,
         block_size=config.cache.block_size,
+        max_num_seqs=config.scheduler.max_num_seqs,
         footprint=_footprint(spec, executor_plan, plan),
         allow_special_tokens_in_content=config.model.allow_special_tokens_in_content,
     )
@@ -79,6 +80,7 @@ def _footprint(spec: DecoderSpec, executor_plan: ExecutorPlan, plan: MemoryPlan)
         kv_dtype=executor_plan.kv_dtype_name,
         weights_bytes=plan.weights_bytes,
         kv_bytes=plan.kv_bytes,
+        isa=executor_plan.isa,
     )
 
 

@@ -17,6 +17,7 @@ from maitred.engine.frames import (
     Abort,
     Answer,
     Ask,
+    BlockChanges,
     Figures,
     Ready,
     Refused,
@@ -35,10 +36,13 @@ from maitred.engine.queries import (
     POLICY_NAMES,
     QUEUE_VIEW,
     SCHEDULER_CONFIG,
+    TELL_ROUTER,
     Nothing,
     Query,
     QueuePage,
+    Wanted,
 )
+from maitred.engine.speed_meter import SPEEDS
 from maitred.engine.supervisor import Loss, Start, Supervisor
 from maitred.errors import EngineDead, MaitredError, RequestTooLarge
 from maitred.replica import ReplicaState
@@ -50,7 +54,9 @@ OnProgress = Callable[[list[RequestProgress], int, float], None]
 """(what came at once, how many requests have no place in the engine, now); on the event loop, so it must not wait."""
 A = TypeVar("A")
 R = TypeVar("R")
-_GAUGES = frozenset({"num_running", "num_waiting", "num_blocks", "num_blocks_used", "num_blocks_cached"})
+_GAUGES = frozenset({"num_running", "num_waiting", "num_blocks", "num_blocks_used", "num_blocks_cached", *SPEEDS})
+OnBlocks = Callable[[BlockChanges | None], None]
+"""What changed; None when an engine died, and with it all that was cached. On the event loop, so it must not wait."""
 
 
 class EngineClient:
@@ -80,6 +86,7 @@ class EngineClient:
         self._isolation = CrashIsolation(self._send)
         self._figures, self._past = Figures(), Figures()  # of this engine, and the counters of those before it
         self._news_at = clock.now()
+        self._on_blocks: OnBlocks | None = None
 
     def start(self) -> Ready:
         """Load, and wait for it. Raises what keeps the engine from loading."""
@@ -134,6 +141,8 @@ class EngineClient:
             num_blocks=figures.num_blocks,
             num_blocks_used=figures.num_blocks_used,
             num_blocks_cached=figures.num_blocks_cached,
+            prefill_tokens_per_s=figures.prefill_tokens_per_s,
+            decode_tokens_per_s=figures.decode_tokens_per_s,
             num_prompt_tokens=totals.num_prompt_tokens,
             num_prefix_queried_tokens=totals.num_prompt_tokens,
             num_prefix_hit_tokens=totals.num_prefix_hit_tokens,
@@ -167,6 +176,16 @@ class EngineClient:
         """Changes policy and limits, losing no request; returns when it is done. Raises ConfigError, or EngineDead."""
         await self._ask(CONFIGURE, config)
         self.supervisor.scheduler = config
+
+    def tell_router(self, on_blocks: OnBlocks | None) -> None:
+        """Measure speed, and tell which blocks can be found by prefix, all that are there first; None tells no more."""
+        self._on_blocks = on_blocks
+        self._ask_for_blocks()
+
+    def _ask_for_blocks(self) -> None:
+        """Its answer says nothing: what is wanted comes with the steps. Without an engine, the next one is asked."""
+        wanted = Wanted(self._on_blocks is not None)
+        self.supervisor.send(Ask(next(self._numbers), TELL_ROUTER.name, msgspec.Raw(encode(wanted))))
 
     async def _ask(self, query: Query[A, R], argument: A) -> R:
         loop = asyncio.get_running_loop()
@@ -225,6 +244,8 @@ class EngineClient:
 
     def regained(self) -> int:
         self._news_at = self._clock.now()
+        if self._on_blocks is not None:
+            self._ask_for_blocks()
         self._isolation.begin(list(self._live.values()))
         return len(self._live)
 
@@ -233,7 +254,9 @@ class EngineClient:
         self._end_all(self.supervisor.death())
 
     def _keep_counters(self) -> None:
-        """The next engine counts from nothing; the gauges are of nobody meanwhile."""
+        """The next engine counts from nothing, and has nothing cached; the gauges are of nobody meanwhile."""
+        if self._on_blocks is not None:
+            self._on_blocks(None)
         figures, past = self._figures, self._past
         self._past = Figures(**{name: getattr(past, name) + getattr(figures, name) for name in _COUNTERS})
         self._figures = Figures(num_blocks=figures.num_blocks)
@@ -254,6 +277,8 @@ class EngineClient:
         now = self._news_at = self._clock.now()
         if report.figures is not None:
             self._figures = report.figures
+        if report.blocks is not None and self._on_blocks is not None:
+            self._on_blocks(report.blocks)
         if report.progress:
             news = []
             for item in report.progress:

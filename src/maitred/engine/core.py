@@ -10,6 +10,8 @@ from maitred.clock import Clock
 from maitred.config import SchedulerConfig
 from maitred.engine.host_shares import HostShares
 from maitred.engine.prefill_meter import PrefillMeter
+from maitred.engine.speed_meter import SpeedMeter
+from maitred.kvcache.changes import Changes
 from maitred.request import FinishReason, RequestSpec, RequestState
 from maitred.scheduler.scheduler import Scheduler
 from maitred.scheduler.stats import SchedulerStats
@@ -54,6 +56,7 @@ class EngineCore:
         self._scheduler, self._executor, self._clock, self._observer = scheduler, executor, clock, observer
         self._measure = measure
         self._prefill = PrefillMeter()
+        self.speed: SpeedMeter | None = None  # while a router wants to know
         self._ages_by_device = _leaves_ageing_open(scheduler.config)
         self.execute_s = 0.0  # total time in the executor
         self.host_s = 0.0  # total time of steps outside it
@@ -104,6 +107,16 @@ class EngineCore:
         waiting = self._scheduler.waits_to_start(request_id)
         return self.finish(request_id, FinishReason.SHED) if waiting else None
 
+    def tell_router(self, wanted: bool) -> None:
+        """What a router over several engines wants to know, from now on or no more: cached blocks and speed."""
+        self._scheduler.kv_cache.tell_changes(wanted)
+        self.speed = SpeedMeter() if wanted else None
+
+    @property
+    def block_changes(self) -> Changes[bytes] | None:
+        """Hashes of blocks that can be found, and that cannot any more; None while nobody wants to know."""
+        return self._scheduler.kv_cache.changes
+
     def configure(self, config: SchedulerConfig) -> None:
         """Changes policy and limits, losing nothing. Raises ConfigError and changes nothing."""
         ageing, before = config.ageing_tokens_per_s, self._scheduler.config.ageing_tokens_per_s
@@ -137,6 +150,8 @@ class EngineCore:
         costs = self._measure(plan, updated_at - execute_at) if self._measure is not None else None
         if costs is not None:
             self.set_swap_costs(costs)  # after the step was noted: it counts from the next one on
+        if self.speed is not None:
+            self.speed.observe(plan, updated_at - execute_at)
         if self._ages_by_device and AGEING in self._scheduler.order.policy.arguments:
             self._age_by_device(plan, updated_at - execute_at)
         self.last_step_at = self._clock.now()

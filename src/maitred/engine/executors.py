@@ -53,6 +53,9 @@ class ExecutorPlan(Protocol):
     def on_gpu(self) -> bool: ...
 
     @property
+    def isa(self) -> str: ...
+
+    @property
     def dtype_name(self) -> str: ...
 
     @property

@@ -81,6 +81,8 @@ class Figures(msgspec.Struct, frozen=True, array_like=True):
     num_preemptions: int = 0
     num_swapped_out_blocks: int = 0
     num_swapped_in_blocks: int = 0
+    prefill_tokens_per_s: float = 0.0
+    decode_tokens_per_s: float = 0.0
     execute_s: float = 0.0
     host_s: float = 0.0
 
@@ -111,12 +113,20 @@ class Failed(Frame, frozen=True, tag=True):
     message: str
 
 
+class BlockChanges(msgspec.Struct, frozen=True, array_like=True):
+    """Hashes of KV blocks that can be found by prefix from now on, and that cannot any more."""
+
+    stored: list[bytes]
+    removed: list[bytes]
+
+
 class Stepped(Frame, frozen=True, tag=True):
-    """What a step gave, or an end between two steps; also sent without progress when the figures are news."""
+    """What a step gave, or an end between two steps; also sent without progress when figures or blocks are news."""
 
     progress: list[RequestProgress]
     num_queued: int
     figures: Figures | None
+    blocks: BlockChanges | None = None  # where they are wanted
 
 
 class Answer(Frame, frozen=True, tag=True):

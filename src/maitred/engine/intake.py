@@ -32,6 +32,7 @@ class ServedModel:
     root: str = ""  # model path or hub id
     revision: str = ""  # identity of the weights; part of every block hash
     block_size: int = 16  # tokens
+    max_num_seqs: int = 0  # requests in one step; 0 where it is not known
     footprint: Footprint | None = None  # None where it is not known
 
     @property

@@ -17,6 +17,7 @@ from maitred.engine.frames import (
     Answer,
     Ask,
     Begin,
+    BlockChanges,
     Command,
     Died,
     Failed,
@@ -33,12 +34,14 @@ from maitred.engine.frames import (
 from maitred.engine.memory import MemoryPlan
 from maitred.engine.model_facts import ModelFacts
 from maitred.engine.queries import QUERIES
+from maitred.engine.speed_meter import SPEEDS
 from maitred.errors import MaitredError
 from maitred.request import FinishReason, RequestSpec
 from maitred.step import RequestProgress
 
 logger = logging.getLogger(__name__)
 FIGURES_S = 0.1  # at most so often while there is work
+MAX_CHANGES = 16 * 1024  # blocks in one report; half a megabyte
 OUT_OF_MEMORY = "out of memory; give less with --kv-cache-memory-bytes, --max-num-seqs or --max-model-len"
 
 
@@ -170,13 +173,21 @@ class EngineLoop:
         figures = None
         if now - self._told_at >= FIGURES_S or not self._core.has_work:
             figures, self._told_at = self._figures(), now
-            if figures == self._told and not progress:
+            if figures == self._told and not progress and not self._core.block_changes:
                 return
             self._told = figures
-        if progress or figures is not None:
-            self._link.send(Stepped(progress, self._core.num_queued, figures))
+        blocks = self._block_changes()
+        if progress or figures is not None or blocks is not None:
+            self._link.send(Stepped(progress, self._core.num_queued, figures, blocks))
+        while blocks is not None and (blocks := self._block_changes()) is not None:
+            self._link.send(Stepped([], self._core.num_queued, None, blocks))
+
+    def _block_changes(self) -> BlockChanges | None:
+        changes = self._core.block_changes
+        return BlockChanges(*changes.take(MAX_CHANGES)) if changes else None
 
     def _figures(self) -> Figures:
         core, stats = self._core, self._core.stats
         named = {name: getattr(stats, name) for name in Figures.__struct_fields__ if name.startswith("num_")}
-        return Figures(**named, execute_s=core.execute_s, host_s=core.host_s)
+        speed = {} if core.speed is None else {name: getattr(core.speed, name) for name in SPEEDS}
+        return Figures(**named, **speed, execute_s=core.execute_s, host_s=core.host_s)

@@ -19,6 +19,7 @@ class Footprint:
     kv_dtype: str
     weights_bytes: int
     kv_bytes: int
+    isa: str = ""  # the instruction set; empty where the executor has none to choose
 
 
 class ModelFacts(msgspec.Struct, frozen=True):
@@ -37,3 +38,4 @@ class ModelFacts(msgspec.Struct, frozen=True):
     block_size: int
     footprint: Footprint | None
     allow_special_tokens_in_content: bool = False
+    max_num_seqs: int = 0  # requests in one step; 0 where it is not known

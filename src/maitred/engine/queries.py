@@ -38,12 +38,21 @@ class QueuePage(msgspec.Struct, frozen=True):
     limit: int
 
 
+class Wanted(msgspec.Struct, frozen=True):
+    is_wanted: bool
+
+
 def _queue_view(core: EngineCore, clock: Clock, page: QueuePage) -> QueueView:
     return queue_view(core.scheduler, clock.now(), offset=page.offset, limit=page.limit)
 
 
 def _configure(core: EngineCore, clock: Clock, config: SchedulerConfig) -> Nothing:
     core.configure(config)
+    return Nothing()
+
+
+def _tell_router(core: EngineCore, clock: Clock, wanted: Wanted) -> Nothing:
+    core.tell_router(wanted.is_wanted)
     return Nothing()
 
 
@@ -58,7 +67,8 @@ POLICY_NAMES: Query[Nothing, tuple[str, ...]] = Query(
     "policy_names", Nothing, tuple[str, ...], lambda core, clock, nothing: core.scheduler.policy_names
 )
 CONFIGURE: Query[SchedulerConfig, Nothing] = Query("configure", SchedulerConfig, Nothing, _configure)
+TELL_ROUTER: Query[Wanted, Nothing] = Query("tell_router", Wanted, Nothing, _tell_router)
 
 QUERIES: Mapping[str, Query[Any, Any]] = {
-    call.name: call for call in (QUEUE_VIEW, LIVE_VIEW, SCHEDULER_CONFIG, POLICY_NAMES, CONFIGURE)
+    call.name: call for call in (QUEUE_VIEW, LIVE_VIEW, SCHEDULER_CONFIG, POLICY_NAMES, CONFIGURE, TELL_ROUTER)
 }

@@ -54,5 +54,6 @@ def served_model(facts: ModelFacts, read_tokenizer: Callable[[Path], Tokenizer] 
         root=facts.root,
         revision=facts.revision,
         block_size=facts.block_size,
+        max_num_seqs=facts.max_num_seqs,
         footprint=facts.footprint,
     )

@@ -196,6 +196,7 @@ class TorchPlan:
     num_threads: int | None
 
     name = "torch"
+    isa = ""  # its own choice
 
     @property
     def device_name(self) -> str:

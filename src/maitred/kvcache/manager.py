@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from maitred.errors import PromptTooLong
 from maitred.kvcache.block_pool import BlockPool
+from maitred.kvcache.changes import Changes
 from maitred.kvcache.host_pool import HostPool
 from maitred.kvcache.prefix_cache import BlockHasher, PrefixCache
 from maitred.request import RequestState
@@ -83,6 +84,15 @@ class KVCacheManager:
     def findable(self) -> Container[int]:
         """Those blocks; they hold a full, computed prefix."""
         return self._cache.hashes
+
+    @property
+    def changes(self) -> Changes[bytes] | None:
+        """Hashes of blocks that became findable, and that are no more; None while nobody wants to know."""
+        return self._cache.changes
+
+    def tell_changes(self, wanted: bool) -> None:
+        """From now on, or no more. What is findable now is told first."""
+        self._cache.changes = Changes(self._cache.hashes.values()) if wanted else None
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)

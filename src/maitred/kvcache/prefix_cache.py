@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from hashlib import sha256
 from struct import Struct
 
+from maitred.kvcache.changes import Changes
 from maitred.request import RequestState
 
 BlockHasher = Callable[[RequestState, int], Iterable[bytes]]
@@ -69,6 +70,7 @@ class PrefixCache:
     def __init__(self) -> None:
         self._blocks: dict[bytes, int] = {}
         self.hashes: dict[int, bytes] = {}  # block -> hash; its keys are the findable blocks
+        self.changes: Changes[bytes] | None = None  # of the hashes, while somebody wants to know
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -89,12 +91,16 @@ class PrefixCache:
             assert block not in self.hashes, f"block {block} was rewritten while it was findable"
             self._blocks[digest] = block
             self.hashes[block] = digest
+            if self.changes is not None:
+                self.changes.stored(digest)
 
     def forget(self, block: int) -> None:
         """The block is about to hold something else. A block that was never findable is fine too."""
         digest = self.hashes.pop(block, None)
         if digest is not None:
             del self._blocks[digest]
+            if self.changes is not None:
+                self.changes.removed(digest)
 
     def check_invariants(self) -> None:
         """Asserts that both directions agree."""

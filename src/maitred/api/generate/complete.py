@@ -14,6 +14,7 @@ from maitred.api.generate.time_limits import time_limits
 from maitred.api.http.app import App
 from maitred.api.http.exchange import JSON_HEADERS, Exchange
 from maitred.api.http.sse import EventStream
+from maitred.api.ops.fleet_feed import NoteTokens
 from maitred.engine.intake import make_requests
 from maitred.errors import InvalidRequest, RequestError
 from maitred.gate.terms import TimeLimits, cap_max_tokens
@@ -26,12 +27,12 @@ MANY_LOGPROBS = 4096  # 3 ms to write, 0.8 us each: beside the event loop
 
 async def complete(dialect: Dialect, app: App, exchange: Exchange) -> None:
     """Decode, tokenise, generate; answer whole or as a stream."""
-    ask = await _decoded(dialect, app, exchange)
+    ask, note_tokens = await _decoded(dialect, app, exchange)
     limits, salt = time_limits(ask.limits, exchange.headers), cache_salt(app, exchange.caller, ask.cache_salt)
     with leased(app, exchange.caller, ask, limits) as lease, app.kept_logprobs.answer() as keep:
         events = EventStream(exchange, silence_s=app.config.sse_keep_alive_s) if ask.stream else None
         async with app.in_flight.watch(exchange, events):
-            work = partial(_make_batches, app, ask, salt, limits)
+            work = partial(_make_batches, app, ask, salt, limits, note_tokens)
             batches = await app.text.run(exchange.num_body_bytes, work, may_take_long=ask.may_take_long)
             if not ask.keeps_text:
                 exchange.large_bodies.release(exchange)
@@ -51,11 +52,11 @@ async def complete(dialect: Dialect, app: App, exchange: Exchange) -> None:
             await exchange.answer(whole, 200, (*JSON_HEADERS, *_server_timing(outcome)))
 
 
-async def _decoded(dialect: Dialect, app: App, exchange: Exchange) -> GenerationAsk:
-    """Nobody keeps the body as it was sent."""
+async def _decoded(dialect: Dialect, app: App, exchange: Exchange) -> tuple[GenerationAsk, NoteTokens | None]:
+    """Nobody keeps the body as it was sent, unless routers listen: then until its keys are known."""
     body = await exchange.json_body()
     async with exchange.turn():
-        return dialect.decode(app, exchange, body)
+        return dialect.decode(app, exchange, body), app.fleet.noting(body, exchange.headers)
 
 
 async def _stream(generation: Generation, events: EventStream, writer: StreamWriter) -> None:
@@ -81,7 +82,9 @@ def _server_timing(outcome: Outcome) -> tuple[tuple[bytes, bytes], ...]:
     return ((b"server-timing", parts.encode()),)
 
 
-def _make_batches(app: App, ask: GenerationAsk, cache_salt: str, limits: TimeLimits) -> list[list[RequestSpec]]:
+def _make_batches(
+    app: App, ask: GenerationAsk, cache_salt: str, limits: TimeLimits, note_tokens: NoteTokens | None
+) -> list[list[RequestSpec]]:
     """The samples of each prompt. Ids are unique even when clients repeat theirs. Raises RequestError."""
     try:
         prompts = ask.prompts()
@@ -89,6 +92,8 @@ def _make_batches(app: App, ask: GenerationAsk, cache_salt: str, limits: TimeLim
     except RequestError as error:
         error.param = ask.field_names.get(error.param or "", error.param)
         raise
+    if note_tokens is not None and len(prompts) == 1:
+        note_tokens(prompts[0], batches[0][0])
     if not ask.keeps_text:
         prompts.clear()
     return [cap_max_tokens(batch, ask.default_max_tokens) for batch in batches]

@@ -12,10 +12,12 @@ from typing import Protocol, runtime_checkable
 from maitred.api.http.auth import Authenticator
 from maitred.api.http.bodies import LargeBodies
 from maitred.api.http.errors import shortened
+from maitred.api.http.fleet_token import read_fleet_token
 from maitred.api.http.in_flight import InFlight
 from maitred.api.http.kept_logprobs import KeptLogprobs
 from maitred.api.http.loading import LOADING, LoadingReplica
 from maitred.api.http.text_threads import TextThreads
+from maitred.api.ops.fleet_feed import FleetFeed
 from maitred.api.ops.observer import Observer
 from maitred.clock import Clock
 from maitred.config import SchedulerConfig, ServerConfig
@@ -38,6 +40,8 @@ class TellsProgress(Protocol):
 class App:
     """One server's view of one replica. A route that alone uses something owns it."""
 
+    fleet: FleetFeed  # from `open` on
+
     def __init__(
         self,
         config: ServerConfig,
@@ -51,7 +55,7 @@ class App:
         """`policy` is the scheduler's; None heeds priorities."""
         self.config, self.clock, self.observer, self.authenticator = config, clock, observer, authenticator
         self.replica: Replica = LoadingReplica()
-        self._model: ServedModel | None = None
+        self.loaded_model: ServedModel | None = None
         self._paths: set[str] = set()  # where it lies, which is a name too
         self.gate = Gate()
         self.policy_without_priorities = None if policy is None else _without_priorities(policy)
@@ -59,12 +63,13 @@ class App:
         self.large_bodies = LargeBodies(config.max_body_bytes)
         self.kept_logprobs = KeptLogprobs()
         self.text = TextThreads()
+        self.fleet_token = read_fleet_token(config.fleet_token_file)
         self.request_numbers = itertools.count()
         self.salt_secret = secrets.token_bytes(32)  # the cache it protects does not outlive this process either
 
     def open(self, replica: Replica, model: ServedModel, admission: AdmissionController | None = None) -> None:
         """The engine is there. `admission` knows its slots, and turns away more than it can serve in time."""
-        self.replica, self._model = replica, model
+        self.replica, self.loaded_model = replica, model
         self.gate = Gate(admission, max_concurrent_requests=self.config.max_concurrent_requests)
         if isinstance(replica, TellsProgress):
             replica.on_progress = self.gate.progressed
@@ -72,18 +77,26 @@ class App:
             self._paths.add(os.path.normpath(model.root))
             with suppress(FileNotFoundError):  # of a folder that is gone
                 self._paths.add(os.path.abspath(model.root))
+        flight = self.in_flight
+        self.fleet = FleetFeed(
+            replica,
+            model,
+            self.fleet_token,
+            is_draining=lambda: flight.draining,
+            is_over=lambda: flight.draining and flight.is_empty,
+        )
         self.observer.metrics.engine_came(replica, model.names[0], model.block_size, admission)
 
     @property
     def model(self) -> ServedModel:
         """Raises Unavailable before there is one."""
         self.check_loaded()
-        assert self._model is not None
-        return self._model
+        assert self.loaded_model is not None
+        return self.loaded_model
 
     def check_loaded(self) -> None:
         """Raises Unavailable before the engine is there."""
-        if self._model is None:
+        if self.loaded_model is None:
             raise Unavailable(LOADING)
 
     @property

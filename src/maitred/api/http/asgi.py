@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+from collections.abc import Mapping
 from functools import partial
 
 from starlette.middleware.cors import CORSMiddleware
@@ -63,7 +64,7 @@ class AsgiApp:
         observed = observer.began(exchange, self.routes.span_of(method, path))
         try:
             exchange.caller = self.app.authenticator.check(
-                headers.get(b"authorization"), is_open=not self.routes.needs_key(path)
+                headers.get(b"authorization"), is_open=self._is_open(path, headers)
             )
             if self.routes.needs_engine(path):
                 self.app.check_loaded()
@@ -78,6 +79,12 @@ class AsgiApp:
         finally:
             exchange.large_bodies.release(exchange)
             observer.ended(exchange, observed)
+
+    def _is_open(self, path: str, headers: Mapping[bytes, bytes]) -> bool:
+        """A router shows the fleet's token, and needs no key for what routers ask."""
+        if not self.routes.needs_key(path):
+            return True
+        return self.routes.is_for_routers(path) and self.app.fleet_token.is_shown_by(headers)
 
     def _standing(self, exchange: Exchange) -> list[Header]:
         """Of every answer, as they are when it begins: the caller's limits, the load for balancers that ask, and that a

@@ -33,6 +33,11 @@ class InFlight:
         return not self.draining and self._is_ready()
 
     @property
+    def is_empty(self) -> bool:
+        """Nobody waits for an answer."""
+        return self._empty.is_set()
+
+    @property
     def num_watched(self) -> int:
         return len(self._watches)
 

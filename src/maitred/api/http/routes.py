@@ -27,6 +27,7 @@ class Route:
     # who may, and when
     is_open: bool = False  # needs no key; of a path with a parameter, for `open_names` alone
     open_names: frozenset[str] = frozenset()
+    is_for_routers: bool = False  # the fleet's token opens it too
     admin: str = ""  # what it takes an administrator's key for, in words; empty is for every key
     while_loading: bool = False  # answered before the engine is there
     # how much of it is told
@@ -36,7 +37,7 @@ class Route:
     # its shape, for the document
     body: type[msgspec.Struct] | None = None
     answer: type[msgspec.Struct] | None = None
-    event: type[msgspec.Struct] | None = None  # of the streamed form
+    event: Any = None  # of the streamed form: a struct, or a union of them
     text: str | None = None  # content type of an answer that is not JSON
     errors: tuple[int, ...] = (401,)
     query: Mapping[str, dict[str, Any]] = field(default_factory=dict)  # name -> schema
@@ -62,11 +63,15 @@ class RouteTable:
         self._open = {route.path for route in self.routes if route.is_open and not route.open_names}
         for route in self.routes:
             self._open |= {route.path.partition("{")[0] + name for name in route.open_names}
+        self._for_routers = {route.path for route in self.routes if route.is_for_routers}
         self._while_loading = {route.path for route in self.routes if route.while_loading} | self._open
 
     def needs_key(self, path: str) -> bool:
         """Unknown paths too, so that a new route cannot be forgotten."""
         return path not in self._open
+
+    def is_for_routers(self, path: str) -> bool:
+        return path in self._for_routers
 
     def needs_engine(self, path: str) -> bool:
         return path not in self._while_loading

@@ -33,6 +33,7 @@ class LoadedModel(msgspec.Struct, frozen=True):
     kv_dtype: str | None = None
     weights_bytes: int | None = None
     kv_bytes: int | None = None
+    isa: str | None = None
 
 
 class LoadedModels(msgspec.Struct, frozen=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
@@ -18,7 +18,8 @@ _REF = "#/components/schemas/{name}"
 @cache
 def openapi_document(table: RouteTable) -> dict[str, Any]:
     """The whole document."""
-    types = {t for route in table.routes for t in (route.body, route.answer, route.event) if t is not None}
+    shapes = (shape for route in table.routes for shape in (route.body, route.answer, route.event))
+    types = {kind for shape in shapes if shape is not None for kind in _kinds(shape)}
     types |= {(route.format or table.format).error_schema for route in table.routes}
     ordered = sorted(types, key=lambda t: t.__name__)
     _, components = msgspec.json.schema_components(ordered, ref_template=_REF)
@@ -88,9 +89,14 @@ def _schema(kind: type[msgspec.Struct]) -> dict[str, Any]:
     return {"schema": {"$ref": _REF.format(name=kind.__name__)}}
 
 
-def _events(kind: type[msgspec.Struct], answers: AnswerFormat) -> dict[str, Any]:
+def _kinds(shape: Any) -> tuple[type[msgspec.Struct], ...]:
+    """The structs of a union, or the one that it is."""
+    return tuple(get_args(shape)) or (shape,)
+
+
+def _events(shape: Any, answers: AnswerFormat) -> dict[str, Any]:
     """One server-sent event; what goes wrong under way is told in one too."""
-    either = {"anyOf": [_schema(kind)["schema"], _schema(answers.error_schema)["schema"]]}
+    either = {"anyOf": [_schema(kind)["schema"] for kind in (*_kinds(shape), answers.error_schema)]}
     told = {"type": "string", "contentMediaType": "application/json", "contentSchema": either}
     end = answers.stream.end.decode().removeprefix("data: ").strip()
     data = {"anyOf": [{"const": end}, told]}

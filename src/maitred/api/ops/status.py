@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import msgspec
-
-import maitred
 from maitred.api.http.app import App
 from maitred.api.http.exchange import Exchange
-
-
-class VersionResponse(msgspec.Struct):
-    version: str
+from maitred.api.ops.fleet_feed import identity
 
 
 async def version(app: App, exchange: Exchange) -> None:
-    await exchange.answer_json(VersionResponse(maitred.__version__))
+    """What this server is, which a router believes rather than a 200."""
+    await exchange.answer_json(identity(app.loaded_model))
 
 
 async def metrics(app: App, exchange: Exchange) -> None:

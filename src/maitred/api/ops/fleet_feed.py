@@ -1,0 +1,216 @@
+"""Which prefixes this replica has and how busy it is, as one stream of events for each router that listens."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Protocol, runtime_checkable
+
+import msgspec
+
+import maitred
+from maitred.api.http.fleet_token import FleetToken
+from maitred.cluster.key_tokens import TokenLengths, ends_of_tokens, tokens_of_keys
+from maitred.cluster.prefix_keys import prefix_keys
+from maitred.cluster.replica_events import (
+    BEAT_S,
+    MAX_KEYS_AN_EVENT,
+    Began,
+    Fingerprint,
+    FleetEvent,
+    KeysChanged,
+    Load,
+    Phase,
+    VersionResponse,
+)
+from maitred.cluster.routed_body import read_body
+from maitred.cluster.stored_keys import KeyBlock, StoredKeys
+from maitred.engine.frames import BlockChanges
+from maitred.engine.intake import ServedModel
+from maitred.errors import Overloaded
+from maitred.replica import Replica, ReplicaState
+from maitred.request import RequestSpec
+
+SALT = b"x-maitred-salt"  # a router's, of the tenant's cache group
+MAX_LISTENERS = 16
+PAUSE_S = 0.02  # what changes meanwhile is told at once
+LINGER_S = 60.0  # after the last listener: a router whose stream broke comes back within it
+NoteTokens = Callable[[str | Sequence[int], RequestSpec], None]
+_encode = msgspec.json.Encoder().encode
+
+
+@runtime_checkable
+class TellsBlocks(Protocol):
+    """What the feed needs of a replica for its keys; `EngineClient` has it. Of others only the load is told."""
+
+    def tell_router(self, on_blocks: Callable[[BlockChanges | None], None] | None) -> None: ...
+
+
+class FleetFeed:
+    """At work while a router listens, and LINGER_S more. Belongs to the event loop, but for `note_tokens`."""
+
+    def __init__(
+        self,
+        replica: Replica,
+        model: ServedModel,
+        token: FleetToken,
+        *,
+        is_draining: Callable[[], bool],
+        is_over: Callable[[], bool],
+    ) -> None:
+        """`is_over`: the server is going, and all that was asked of it is answered."""
+        self._replica, self._model, self._token = replica, model, token
+        self._is_draining, self._is_over = is_draining, is_over
+        self.keys = StoredKeys()
+        self._num_listeners = 0
+        self._lingering: asyncio.TimerHandle | None = None
+        self._changed = asyncio.Event()
+        self._lengths = TokenLengths(self._token_bytes)
+        self.is_on = False
+        """Whether bodies are kept until their keys are known."""
+
+    def noting(self, sent: bytes, headers: Mapping[bytes, bytes]) -> NoteTokens | None:
+        """What is to be called with a request's prompt and spec, in whatever thread; None while nobody listens.
+
+        `sent` is its body, empty where it was not kept.
+        """
+        if not self.is_on or not sent:
+            return None
+        trusted = self._token.is_shown_by(headers)
+        salt = headers.get(SALT, b"").decode("latin-1") if trusted else ""
+        return _Noting(self, sent, salt).note
+
+    def note(self, chain: Sequence[KeyBlock]) -> None:
+        """Keys of a request, and the block that each ends in."""
+        if self.is_on:
+            self.keys.note(chain)
+            self._wake()
+
+    def _token_bytes(self, token: int) -> bytes:
+        return self._model.tokenizer.token_bytes(token)  # which is read when it is first asked for
+
+    @property
+    def block_size(self) -> int:
+        return self._model.block_size
+
+    def ends_of(self, prompt: str, token_ids: Sequence[int]) -> Sequence[int]:
+        """Where each token ends in the prompt's bytes; in whatever thread."""
+        return ends_of_tokens(prompt, token_ids, self._lengths)
+
+    def _blocks_changed(self, changes: BlockChanges | None) -> None:
+        if changes is None:
+            self.keys.forgot()
+        else:
+            self.keys.blocks_changed(changes.stored, changes.removed)
+        self._wake()
+
+    def _wake(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """Server-sent events: who this is, all keys, then what changes, and a beat. Raises Overloaded."""
+        if self._num_listeners >= MAX_LISTENERS:
+            raise Overloaded(f"{MAX_LISTENERS} routers listen already; close one of them", retry_after_s=5.0)
+        self._enter()
+        changes, loop = self.keys.listen(), asyncio.get_running_loop()
+        try:
+            yield _event(Began(identity(self._model)))
+            beat_at = loop.time()
+            while True:
+                changed = self._changed
+                while changes:
+                    yield _event(KeysChanged(*changes.take(MAX_KEYS_AN_EVENT)))
+                if loop.time() >= beat_at:
+                    beat_at = max(beat_at + BEAT_S, loop.time())
+                    yield _event(self._load())
+                if self._is_over():
+                    return
+                with suppress(TimeoutError):
+                    async with asyncio.timeout_at(beat_at):
+                        await changed.wait()
+                        await asyncio.sleep(PAUSE_S)
+        finally:
+            self.keys.leave(changes)
+            self._left()
+
+    def _load(self) -> Load:
+        state = self._replica.state()
+        return Load(
+            state=self._phase(state),
+            error=state.error,
+            num_running=state.num_running,
+            num_waiting=state.num_waiting,
+            num_blocks=state.num_blocks,
+            num_free_blocks=state.num_blocks - state.num_blocks_used,
+            prefill_tokens_per_s=state.prefill_tokens_per_s,
+            decode_tokens_per_s=state.decode_tokens_per_s,
+        )
+
+    def _phase(self, state: ReplicaState) -> Phase:
+        if not state.alive:
+            return "loading" if state.loading else "dead"
+        return "draining" if self._is_draining() else "ready"
+
+    # -- who listens
+
+    def _enter(self) -> None:
+        self._num_listeners += 1
+        if self._lingering is not None:
+            self._lingering.cancel()
+            self._lingering = None
+        if not self.is_on and isinstance(self._replica, TellsBlocks):
+            self.is_on = True
+            self._replica.tell_router(self._blocks_changed)
+
+    def _left(self) -> None:
+        self._num_listeners -= 1
+        if not self._num_listeners:
+            self._lingering = asyncio.get_running_loop().call_later(LINGER_S, self._end)
+
+    def _end(self) -> None:
+        self._lingering = None
+        if self.is_on and isinstance(self._replica, TellsBlocks):
+            self.is_on = False
+            self._replica.tell_router(None)
+            self.keys = StoredKeys()
+
+
+class _Noting:
+    """A body, from its arrival until it is known which blocks its keys end in."""
+
+    def __init__(self, feed: FleetFeed, sent: bytes, salt: str) -> None:
+        self._feed, self._sent, self._salt = feed, sent, salt
+        self._loop = asyncio.get_running_loop()
+
+    def note(self, prompt: str | Sequence[int], spec: RequestSpec) -> None:
+        """In a thread; the body is let go."""
+        body, self._sent = read_body(self._sent), b""
+        found, hashes, feed = prefix_keys(body, self._salt), spec.block_hashes, self._feed
+        counts = tokens_of_keys(body, found, prompt, lambda: feed.ends_of(str(prompt), spec.prompt_token_ids))
+        nums = [min(count // feed.block_size, len(hashes)) for count in counts]
+        chain = [KeyBlock(key, hashes[num - 1] if num else None) for key, num in zip(found.keys, nums, strict=False)]
+        with suppress(RuntimeError):  # the loop is closed: nobody listens any more
+            self._loop.call_soon_threadsafe(feed.note, chain)
+
+
+def identity(model: ServedModel | None) -> VersionResponse:
+    """What this server is; without a model, as it loads."""
+    if model is None:
+        return VersionResponse(version=maitred.__version__)
+    held = model.footprint
+    return VersionResponse(
+        version=maitred.__version__,
+        models=model.names,
+        slots=model.max_num_seqs or None,
+        max_model_len=model.max_model_len,
+        block_size=model.block_size,
+        fingerprint=None
+        if held is None
+        else Fingerprint(model.revision, held.executor, held.dtype, held.kv_dtype, held.isa),
+    )
+
+
+def _event(event: FleetEvent) -> bytes:
+    return b"data: " + _encode(event) + b"\n\n"

@@ -1,0 +1,62 @@
+"""What a replica tells a router: who it is (`GET /version`), then keys and load (`GET /fleet/events`)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+BEAT_S = 0.25  # between two of `Load`
+Phase = Literal["ready", "loading", "draining", "dead"]
+MAX_KEYS_AN_EVENT = 2048  # 40 KB
+
+
+class Fingerprint(msgspec.Struct, frozen=True):
+    """What tokens depend on besides the request: two replicas with equal ones give equal answers."""
+
+    revision: str
+    executor: str
+    dtype: str
+    kv_dtype: str
+    isa: str  # the instruction set; empty where the executor has none to choose
+
+
+class VersionResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """What a server is. What only the engine knows is null while it loads."""
+
+    version: str
+    name: Literal["maitred"] = "maitred"
+    models: tuple[str, ...] | None = None
+    slots: int | None = None  # requests in one step
+    max_model_len: int | None = None  # tokens
+    block_size: int | None = None  # tokens
+    fingerprint: Fingerprint | None = None
+
+
+class Began(msgspec.Struct, frozen=True, tag="began"):
+    """The first event; what earlier streams told is void."""
+
+    replica: VersionResponse
+
+
+class KeysChanged(msgspec.Struct, frozen=True, tag="keys"):
+    """Prefix keys that are found here from now on, and that are not any more. After `Began` those there are."""
+
+    stored: list[int]
+    removed: list[int]
+
+
+class Load(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
+    """A beat. The first one says that all keys there were have been told."""
+
+    state: Phase
+    error: str | None = None  # why it is not ready
+    num_running: int
+    num_waiting: int
+    num_blocks: int
+    num_free_blocks: int  # held by no request
+    prefill_tokens_per_s: float  # as measured; 0 is not yet
+    decode_tokens_per_s: float
+
+
+FleetEvent = Began | KeysChanged | Load
