@@ -5,7 +5,7 @@ What happens goes in by the methods of `ClusterCore`, what must be done comes ou
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import NamedTuple
 
@@ -16,6 +16,7 @@ from maitred.cluster.fleet_request import Failure, FailureKind, FleetRequest, Us
 from maitred.cluster.health import Health
 from maitred.cluster.lessons import Lessons
 from maitred.cluster.prefix_index import PrefixIndex
+from maitred.cluster.record import Recorder, core_input
 from maitred.cluster.replicas import Replica, ReplicaFacts, Replicas, Report, State
 from maitred.cluster.requests import Requests
 from maitred.cluster.sizing import EVERY_S, Autoscale, FleetFigures, Sizing, as_asked
@@ -55,7 +56,8 @@ class ClusterCore:
         predictor: Predictor | None = None,  # None makes the one that `scheduler` names
         autoscale: Autoscale = as_asked,
     ) -> None:
-        self.config = config
+        self.config, self.scheduler = config, scheduler
+        self.recorder: Recorder | None = None  # is told of all that goes in
         self.fleet, self.index = Replicas(config), PrefixIndex()
         predictor = predictor if predictor is not None else predictor_named(scheduler.predictor)
         self._lessons = Lessons(predictor, self.index)
@@ -70,6 +72,7 @@ class ClusterCore:
 
     # -- requests
 
+    @core_input
     def arrived(self, request: FleetRequest, now: float) -> list[Action]:
         """A new one. Raises InvalidRequest when its id is in use."""
         if self._requests.get(request.request_id) is not None:
@@ -77,6 +80,7 @@ class ClusterCore:
         actions = self._requests.arrive(request, now)
         return actions if self._sizing.is_anybody_coming else actions + self._resize(now)
 
+    @core_input
     def progressed(self, request_id: str, num_tokens: int, now: float) -> None:
         """Some of its answer came: so many tokens more, 0 when only bytes were seen."""
         request = self._requests.bound(request_id)
@@ -85,6 +89,7 @@ class ClusterCore:
             self.fleet.at(request.replica).heard_at = now
             self._requests.waiting.progressed(request, num_tokens)
 
+    @core_input
     def ended(self, request_id: str, usage: Usage | None, now: float) -> list[Action]:
         """Its answer came to its end, whatever it said; None says that usage is not known."""
         request = self._requests.bound(request_id)
@@ -94,11 +99,13 @@ class ClusterCore:
         replica.num_failures, replica.heard_at = 0, now
         return self._requests.finish(request, usage) + self._requests.dispatch(now)
 
+    @core_input
     def aborted(self, request_id: str, now: float) -> list[Action]:
         """Its client is gone, or it was refused elsewhere; unknown ids are ignored."""
         request = self._requests.get(request_id)
         return [] if request is None else self._requests.end(request) + self._requests.dispatch(now)
 
+    @core_input
     def failed(self, request_id: str, failure: Failure, now: float) -> list[Action]:
         """The attempt that is under way failed."""
         request = self._requests.bound(request_id)
@@ -114,6 +121,7 @@ class ClusterCore:
 
     # -- replicas
 
+    @core_input
     def joined(self, facts: ReplicaFacts, now: float) -> list[Action]:
         """A replica is there, or tells other facts than before; its state is starting, ready or asleep."""
         is_new = facts.name not in self.fleet.by_name
@@ -124,7 +132,8 @@ class ClusterCore:
             self._become(replica, facts.state, now)
         return self._fleet_changed(now)
 
-    def left(self, name: str, now: float, *, returns: bool = False) -> list[Action]:
+    @core_input
+    def left(self, name: str, now: float, returns: bool = False) -> list[Action]:
         """It is gone; what it had goes on elsewhere. One that `returns` is being started again under its name."""
         replica = self.fleet.by_name.get(name)
         if replica is None:
@@ -137,6 +146,7 @@ class ClusterCore:
             self._requests.unbar(replica.bit)
         return actions + self._fleet_changed(now)
 
+    @core_input
     def drained(self, name: str, now: float) -> list[Action]:
         """No new requests for it. Who has no token of it goes elsewhere at once, if anybody else may take it; the
         others may finish, and after `drain_timeout_s` those that can go on elsewhere do.
@@ -146,6 +156,7 @@ class ClusterCore:
             return []
         return self._drain(replica, now) + self._fleet_changed(now)
 
+    @core_input
     def reported(self, name: str, report: Report, now: float) -> list[Action]:
         """A message of its stream of events: it is alive."""
         replica = self.fleet.by_name.get(name)
@@ -163,19 +174,17 @@ class ClusterCore:
             replica.num_others = max(0, report.num_in_flight - replica.num_own)
             self.fleet.note_room(replica)
         if replica.state is State.EJECTED and replica.ejected_for is FailureKind.SILENT:
-            return self.probed(name, True, now)
+            return self._is_well(replica, now)
         return self._requests.dispatch(now)
 
+    @core_input
     def probed(self, name: str, is_well: bool, now: float) -> list[Action]:
         """What a Probe found."""
         replica = self.fleet.by_name.get(name)
         if replica is None:
             return []
         if is_well:
-            replica.heard_at, replica.num_failures, replica.error = now, 0, None
-            if replica.state is State.EJECTED:
-                self._become(replica, State.READY, now)
-            return self._fleet_changed(now)
+            return self._is_well(replica, now)
         if self._health.eject(replica, FailureKind.SILENT, now):
             self._expect_probe(replica, now)
             return self._requests.abandon(replica, SILENT, now)
@@ -183,18 +192,21 @@ class ClusterCore:
             self._expect_probe(replica, now)
         return []
 
+    @core_input
     def scaled(self, low: int, high: int, now: float) -> list[Action]:
         """From now on there are to be so many launched replicas."""
         self._sizing.set_bounds(low, high)
         return self._resize(now)
 
-    def restarted(self, names: Iterable[str], now: float) -> list[Action]:
+    @core_input
+    def restarted(self, names: Sequence[str], now: float) -> list[Action]:
         """Replace these launched replicas one by one, each by a new one that is ready before the old one drains."""
         self._sizing.restart(names)
         return self._resize(now)
 
     # -- time
 
+    @core_input
     def tick(self, now: float) -> list[Action]:
         """Whatever has fallen due; call it at `next_tick`, or later."""
         actions: list[Action] = []
@@ -258,6 +270,12 @@ class ClusterCore:
         if state is State.READY:
             self._sizing.is_there(replica, now)
             self._watch(replica)
+
+    def _is_well(self, replica: Replica, now: float) -> list[Action]:
+        replica.heard_at, replica.num_failures, replica.error = now, 0, None
+        if replica.state is State.EJECTED:
+            self._become(replica, State.READY, now)
+        return self._fleet_changed(now)
 
     def _watch(self, replica: Replica) -> None:
         if replica.facts.has_beats and not replica.is_watched:
