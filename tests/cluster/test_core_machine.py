@@ -54,6 +54,9 @@ class Fleet(RuleBasedStateMachine):
         )
         self.core.recorder = Recorder(self.core.config, self.core.scheduler, self.frames.append)
         self.driver = Driver(self.core)
+        for number, name in enumerate(["a", "b", "c"]):
+            told = facts(name, url=name, slots=number + 1, models=("m", "n"), has_beats=name == "a", fingerprint="x")
+            self.do(self.core.joined(told, 0.0))
 
     # -- what happens
 
@@ -72,23 +75,21 @@ class Fleet(RuleBasedStateMachine):
         )
         self.do(self.core.joined(told, self.now))
 
-    @rule(name=NAMES, returns=st.booleans())
-    def leave(self, name: str, returns: bool) -> None:
-        self.do(self.core.left(name, self.now, returns))
-
-    @rule(name=NAMES)
-    def drain(self, name: str) -> None:
-        self.do(self.core.drained(name, self.now))
-
-    @rule(name=NAMES, is_well=st.booleans())
-    def probe(self, name: str, is_well: bool) -> None:
-        self.do(self.core.probed(name, is_well, self.now))
+    @rule(name=NAMES, what=st.sampled_from(["leaves", "dies", "drains", "answers", "answers not"]))
+    def befall(self, name: str, what: str) -> None:
+        if what == "drains":
+            self.do(self.core.drained(name, self.now))
+        elif what in ("leaves", "dies"):
+            self.do(self.core.left(name, self.now, what == "dies"))
+        else:
+            self.do(self.core.probed(name, what == "answers", self.now))
 
     @rule(name=NAMES, load=st.one_of(st.none(), st.integers(0, 9)), keys=st.lists(st.integers(0, 9)))
     def report(self, name: str, load: int | None, keys: list[int]) -> None:
         self.do(self.core.reported(name, Report(num_in_flight=load, stored=keys[:4], removed=keys[4:]), self.now))
 
     @rule(
+        count=st.integers(1, 6),
         model=MODELS,
         num_bytes=st.integers(1, 2000),
         num_samples=st.integers(1, 3),
@@ -100,13 +101,14 @@ class Fleet(RuleBasedStateMachine):
         is_local=st.booleans(),
         hash_key=st.sampled_from([None, 1, 2**63]),
     )
-    def arrive(self, num_keys: int, slack: float | None, **fields: Any) -> None:
-        self.num_arrivals += 1
+    def arrive(self, count: int, num_keys: int, slack: float | None, **fields: Any) -> None:
         by = None if slack is None else self.now + slack
-        request_id = f"r{self.num_arrivals:04d}"
-        request = make_request(request_id, self.now, keys=tuple(range(num_keys)), start_by=by, finish_by=by, **fields)
-        self.driver.held.add(request_id)
-        self.do(self.core.arrived(request, self.now))
+        for _ in range(count):
+            self.num_arrivals += 1
+            name, keys = f"r{self.num_arrivals:04d}", tuple(range(num_keys))
+            request = make_request(name, self.now, keys=keys, start_by=by, finish_by=by, **fields)
+            self.driver.held.add(name)
+            self.do(self.core.arrived(request, self.now))
 
     @precondition(lambda self: self.driver.bound)
     @rule(data=st.data(), num_tokens=st.integers(0, 3))
@@ -124,7 +126,15 @@ class Fleet(RuleBasedStateMachine):
     @precondition(lambda self: self.driver.bound)
     @rule(data=st.data(), kind=st.sampled_from(list(FailureKind)))
     def fail(self, data: st.DataObject, kind: FailureKind) -> None:
-        request_id = self.draw_bound(data)
+        self.fail_one(self.draw_bound(data), kind)
+
+    @rule(name=NAMES, kind=st.sampled_from(list(FailureKind)))
+    def fail_all_of(self, name: str, kind: FailureKind) -> None:
+        for request_id in [request_id for request_id, at in self.driver.bound.items() if at == name]:
+            if self.driver.bound.get(request_id) == name:
+                self.fail_one(request_id, kind)
+
+    def fail_one(self, request_id: str, kind: FailureKind) -> None:
         replica = self.core.fleet.by_name[self.driver.bound[request_id]]
         was_ready = replica.state is State.READY
         if kind is not FailureKind.FULL:
@@ -255,4 +265,4 @@ class Fleet(RuleBasedStateMachine):
 
 
 TestFleet = Fleet.TestCase
-TestFleet.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+TestFleet.settings = settings(max_examples=50, stateful_step_count=50, deadline=None)
