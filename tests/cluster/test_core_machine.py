@@ -55,7 +55,7 @@ class Fleet(RuleBasedStateMachine):
         self.core.recorder = Recorder(self.core.config, self.core.scheduler, self.frames.append)
         self.driver = Driver(self.core)
         for number, name in enumerate(["a", "b", "c"]):
-            told = facts(name, url=name, slots=number + 1, models=("m", "n"), has_beats=name == "a", fingerprint="x")
+            told = facts(name, url=name, slots=4 + 2 * number, models=("m", "n"), has_beats=name == "a", fingerprint="x")
             self.do(self.core.joined(told, 0.0))
 
     # -- what happens
@@ -89,7 +89,7 @@ class Fleet(RuleBasedStateMachine):
         self.do(self.core.reported(name, Report(num_in_flight=load, stored=keys[:4], removed=keys[4:]), self.now))
 
     @rule(
-        count=st.integers(1, 6),
+        count=st.integers(1, 12),
         model=MODELS,
         num_bytes=st.integers(1, 2000),
         num_samples=st.integers(1, 3),

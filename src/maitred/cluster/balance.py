@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import nsmallest
-from math import inf
+from math import ceil, inf
 from typing import NamedTuple
 
 from maitred.cluster.fleet_request import FleetRequest
@@ -22,11 +22,11 @@ MAX_CANDIDATES = 32  # that a choice tells of
 
 
 class Candidate(NamedTuple):
-    """A replica as the choice saw it; smaller scores are better."""
+    """A replica as the choice saw it; smaller scores are better, and of equal ones the smaller load."""
 
-    replica: str
     score: float
-    load: int  # samples in flight
+    load: float  # samples in flight over its speed
+    replica: str
     num_cached: int  # prompt tokens that it is thought to have
 
 
@@ -35,7 +35,12 @@ class Choice(NamedTuple):
 
     replica: str
     prefill: str | None = None  # another replica that computes the prompt; not yet
-    candidates: tuple[Candidate, ...] = ()  # that were within all filters, the best first, MAX_CANDIDATES at most
+    ranked: Sequence[tuple[float, float, str, int]] = ()  # fields of Candidate; made into those when somebody looks
+
+    @property
+    def candidates(self) -> list[Candidate]:
+        """Those that were within all filters, the best first, at most MAX_CANDIDATES."""
+        return [Candidate(*ranked) for ranked in self.ranked]
 
     @property
     def terms(self) -> dict[str, dict[str, float]]:
@@ -68,29 +73,35 @@ def choose(
     index: PrefixIndex,
     ratio: float,
 ) -> tuple[Replica, Choice]:
-    """Of `room` (bits, not empty), those of `usable` that have room for it."""
+    """Of `room` (bits, not empty), those of `usable` that have room for it. Writes `num_cached`."""
     room = _first_tier(fleet, room)
     candidates = within_bound(fleet.of(room), fleet.of(usable), ratio, request.num_samples)
-    cached = cached_tokens(request, index, room) if balance.looks_at_prefixes else {}
+    looked_at = room if balance.looks_at_prefixes else 0
+    cached = cached_tokens(request, index, looked_at)
     scores = balance.score(request, candidates, cached)
     ranked = [
-        (score, replica.load / replica.speed, replica.name, replica)
-        for score, replica in zip(scores, candidates, strict=True)
+        (score, r.load / r.speed, r.name, cached.get(r.bit, 0))
+        for score, r in zip(scores, candidates, strict=True)
         if score < inf
     ]
-    best = nsmallest(MAX_CANDIDATES, ranked) if len(ranked) > MAX_CANDIDATES else sorted(ranked)
-    told = tuple(Candidate(name, score, r.load, cached.get(r.bit, 0)) for score, _, name, r in best)
-    replica = best[0][3]
+    if len(ranked) > MAX_CANDIDATES:
+        ranked = nsmallest(MAX_CANDIDATES, ranked)
+    else:
+        ranked.sort()
+    replica = fleet.by_name[ranked[0][2]]
     if balance.chosen is not None:
         balance.chosen(request, replica)
-    return replica, Choice(replica.name, None, told)
+    if not looked_at:
+        cached = cached_tokens(request, index, 1 << replica.bit)
+    request.num_cached = min(cached.get(replica.bit, 0), request.num_inputs - 1)
+    return replica, Choice(replica.name, None, ranked)
 
 
 def cached_tokens(request: FleetRequest, index: PrefixIndex, bits: int) -> dict[int, int]:
     """Prompt tokens that each replica of a set is thought to have, by bit number; who has none is not in it."""
     keys = request.keys
     found: dict[int, int] = {}
-    for num_keys, holders in index.hits(keys, bits) if keys else ():
+    for num_keys, holders in index.hits(keys, bits) if keys and bits else ():
         tokens = request.num_inputs * num_keys // len(keys)
         for bit in bits_of(holders):
             found[bit] = tokens
@@ -113,8 +124,8 @@ def within_bound(
 
     The mean is of all that it may use, those without room too; of unlike devices each has its share by speed.
     """
-    share = ratio * sum(r.load for r in usable) / sum(r.speed for r in usable)
-    within = [r for r in candidates if r.load + num_samples <= -int(-share * r.speed // 1) + 1]
+    share = ratio * sum([r.load for r in usable]) / sum([r.speed for r in usable])
+    within = [r for r in candidates if r.load + num_samples <= ceil(share * r.speed) + 1]
     return within or candidates
 
 
@@ -197,6 +208,8 @@ def prefix(fleet: Replicas) -> Balance:
 
 def _prefix_scores(request: FleetRequest, candidates: Sequence[Replica], cached: Cached) -> list[float]:
     num_inputs = request.num_inputs
+    if not cached:
+        return [num_inputs * (r.load + 1) / (r.speed * r.speed) for r in candidates]
     return [max(1, num_inputs - cached.get(r.bit, 0)) * (r.load + 1) / (r.speed * r.speed) for r in candidates]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from maitred.cluster.actions import Bind
-from maitred.cluster.balance import BALANCES, cached_tokens, choose
+from maitred.cluster.balance import BALANCES, choose
 from maitred.cluster.config import FleetConfig
 from maitred.cluster.fleet_request import FleetRequest, Place
 from maitred.cluster.lessons import Lessons
@@ -134,8 +134,7 @@ class Binder:
         return Bind(request.request_id, choice, request.num_attempts, request.has_begun)
 
     def _note_start(self, request: FleetRequest, replica: Replica, now: float) -> None:
-        cached = cached_tokens(request, self._index, 1 << replica.bit).get(replica.bit, 0)
-        request.num_cached = request.num_computed = min(cached, request.num_inputs - 1)
+        request.num_computed = request.num_cached
         self.waiting.bound(request)
         request.num_computed = request.num_inputs + request.num_outputs
         if request.first_scheduled_at is None:

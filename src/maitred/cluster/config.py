@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import ceil
 from typing import Any, NamedTuple
 
 from maitred.config import RESUME_RULES
@@ -72,7 +73,7 @@ class FleetConfig:
 
     def limit_of(self, slots: int) -> int:
         """Most requests in flight to a replica with so many slots."""
-        return slots + -int(-slots * self.reserve // 1)
+        return slots + ceil(slots * self.reserve)
 
 
 _RANGES = (

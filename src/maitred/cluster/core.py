@@ -171,8 +171,7 @@ class ClusterCore:
         self._requests.waiting.block_cached(report.stored)
         replica.heard_at = now
         if report.num_in_flight is not None:
-            replica.num_others = max(0, report.num_in_flight - replica.num_own)
-            self.fleet.note_room(replica)
+            self.fleet.note_others(replica, report.num_in_flight)
         if replica.state is State.EJECTED and replica.ejected_for is FailureKind.SILENT:
             return self._is_well(replica, now)
         return self._requests.dispatch(now)

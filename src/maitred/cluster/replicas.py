@@ -70,6 +70,7 @@ class Use(NamedTuple):
 class Replica:
     """One of them, as the router knows it. Written by `Replicas` and `health`."""
 
+    name: str
     facts: ReplicaFacts
     bit: int
     tier: int
@@ -79,6 +80,7 @@ class Replica:
     in_flight: dict[str, FleetRequest] = field(default_factory=dict)
     num_own: int = 0  # samples that we have in flight there; each takes a slot
     num_others: int = 0  # in flight there for other clients, as it told
+    load: int = 0  # both together
     is_full: bool = False  # it said so, and its Retry-After is not over
     turn: float = 0.0  # of round_robin
     # of its health
@@ -92,17 +94,8 @@ class Replica:
     error: str | None = None
 
     @property
-    def name(self) -> str:
-        return self.facts.name
-
-    @property
     def slots(self) -> int:
         return self.facts.slots or 0
-
-    @property
-    def load(self) -> int:
-        """Samples in flight."""
-        return self.num_own + self.num_others
 
     @property
     def room(self) -> int:
@@ -158,7 +151,7 @@ class Replicas:
             facts = replace(facts, slots=self._config.slots)
         if replica is None:
             bit = next((bit for bit, there in enumerate(self._by_bit) if there is None), len(self._by_bit))
-            replica = Replica(facts, bit, 0, 0, heard_at=now, unready_since=now)
+            replica = Replica(facts.name, facts, bit, 0, 0, heard_at=now, unready_since=now)
             if bit == len(self._by_bit):
                 self._by_bit.append(None)
             self._by_bit[bit] = self.by_name[facts.name] = replica
@@ -191,12 +184,20 @@ class Replicas:
     def bind(self, replica: Replica, request: FleetRequest) -> None:
         replica.in_flight[request.request_id] = request
         replica.num_own += request.num_samples
+        replica.load += request.num_samples
         if replica.room <= 0:
             self.room &= ~(1 << replica.bit)
 
     def free(self, replica: Replica, request: FleetRequest) -> None:
         del replica.in_flight[request.request_id]
         replica.num_own -= request.num_samples
+        replica.load -= request.num_samples
+        self.note_room(replica)
+
+    def note_others(self, replica: Replica, num_in_flight: int) -> None:
+        """So many are in flight there, as it says."""
+        replica.num_others = max(0, num_in_flight - replica.num_own)
+        replica.load = replica.num_own + replica.num_others
         self.note_room(replica)
 
     def note_room(self, replica: Replica) -> None:
@@ -271,6 +272,7 @@ class Replicas:
         """Asserts that the sets agree with the replicas; slow."""
         for replica in self:
             assert self.at(replica.bit) is replica
+            assert replica.load == replica.num_own + replica.num_others
             assert bool(self.ready >> replica.bit & 1) == (replica.state is State.READY)
             has_room = replica.state is State.READY and not replica.is_full and replica.room > 0
             assert bool(self.room >> replica.bit & 1) == has_room
