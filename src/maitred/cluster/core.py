@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from maitred.cluster.actions import Action, Probe
 from maitred.cluster.binding import Binder
@@ -244,6 +244,10 @@ class ClusterCore:
     def held(self) -> list[FleetRequest]:
         """The next first; sorts, so it is for people to look at."""
         return self._requests.waiting.in_order()
+
+    def key_of(self, request: FleetRequest) -> tuple[Any, ...]:
+        """The policy's order key of one held or in flight; smaller is served first in its group."""
+        return self._requests.waiting.key_of(request)
 
     def view(self, now: float) -> FleetView:
         """GET /admin/fleet."""

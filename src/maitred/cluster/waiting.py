@@ -75,6 +75,10 @@ class Waiting:
             del self._orders[use]
         self._note_rank(request)
 
+    def key_of(self, request: FleetRequest) -> tuple[Any, ...]:
+        """Its place in its group."""
+        return self._orders[self._use_of[request.request_id]].keys[request.request_id]
+
     def place(self, request: FleetRequest) -> tuple[Any, ...]:
         """Smaller is served first."""
         return self._orders[self._use_of[request.request_id]].place(request)
