@@ -55,7 +55,9 @@ class Fleet(RuleBasedStateMachine):
         self.core.recorder = Recorder(self.core.config, self.core.scheduler, self.frames.append)
         self.driver = Driver(self.core)
         for number, name in enumerate(["a", "b", "c"]):
-            told = facts(name, url=name, slots=4 + 2 * number, models=("m", "n"), has_beats=name == "a", fingerprint="x")
+            told = facts(
+                name, url=name, slots=4 + 2 * number, models=("m", "n"), has_beats=name == "a", fingerprint="x"
+            )
             self.do(self.core.joined(told, 0.0))
 
     # -- what happens

@@ -1,6 +1,6 @@
 """Which replica a request goes to: filter, score, pick. A balance is a score; the bound on load is a filter for all.
 
-Loads and prefills count in a device's own seconds: divided by its speed.
+Loads and prefills count in a device's own seconds, which is divided by its speed.
 """
 
 from __future__ import annotations
@@ -196,8 +196,9 @@ def ring_key(request: FleetRequest) -> int:
 
 
 def prefix(fleet: Replicas) -> Balance:
-    """Least uncached prefill x (in flight + 1), both in own seconds; of a prompt that is cached, the last token is
-    computed anew.
+    """Least uncached prefill, in own seconds, x (in flight + 1); of a prompt that is cached, the last token is computed
+    anew. Of two devices the one of twice the speed gets twice the load: to divide the second factor too would make it
+    four times.
     """
     return Balance(
         source="LMetric, arXiv:2603.15202",
@@ -209,8 +210,8 @@ def prefix(fleet: Replicas) -> Balance:
 def _prefix_scores(request: FleetRequest, candidates: Sequence[Replica], cached: Cached) -> list[float]:
     num_inputs = request.num_inputs
     if not cached:
-        return [num_inputs * (r.load + 1) / (r.speed * r.speed) for r in candidates]
-    return [max(1, num_inputs - cached.get(r.bit, 0)) * (r.load + 1) / (r.speed * r.speed) for r in candidates]
+        return [num_inputs * (r.load + 1) / r.speed for r in candidates]
+    return [max(1, num_inputs - cached.get(r.bit, 0)) * (r.load + 1) / r.speed for r in candidates]
 
 
 def session(fleet: Replicas) -> Balance:
