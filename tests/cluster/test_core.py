@@ -341,7 +341,7 @@ def test_a_foreign_stream_that_breaks_ends_with_an_error():
 
 
 def test_a_drain_moves_who_has_no_token_lets_others_finish_and_moves_them_at_the_deadline():
-    fleet = Driver(make_core(facts("a", fingerprint="x"), facts("b", fingerprint="x"), drain_timeout_s=5.0))
+    fleet = Driver(make_core(facts("a", fingerprint="x"), facts("b", fingerprint="x"), replica_drain_s=5.0))
     begin(fleet, "begun", can_resume=True)
     fleet.arrive("elsewhere")
     fleet.arrive("fresh")

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from heapq import nsmallest
 from math import ceil, inf
 from typing import NamedTuple
 
@@ -79,15 +78,7 @@ def choose(
     looked_at = room if balance.looks_at_prefixes else 0
     cached = cached_tokens(request, index, looked_at)
     scores = balance.score(request, candidates, cached)
-    ranked = [
-        (score, r.load / r.speed, r.name, cached.get(r.bit, 0))
-        for score, r in zip(scores, candidates, strict=True)
-        if score < inf
-    ]
-    if len(ranked) > MAX_CANDIDATES:
-        ranked = nsmallest(MAX_CANDIDATES, ranked)
-    else:
-        ranked.sort()
+    ranked = _rank(candidates, scores, cached)
     replica = fleet.by_name[ranked[0][2]]
     if balance.chosen is not None:
         balance.chosen(request, replica)
@@ -95,6 +86,19 @@ def choose(
         cached = cached_tokens(request, index, 1 << replica.bit)
     request.num_cached = min(cached.get(replica.bit, 0), request.num_inputs - 1)
     return replica, Choice(replica.name, None, ranked)
+
+
+def _rank(candidates: Sequence[Replica], scores: list[float], cached: Cached) -> list[tuple[float, float, str, int]]:
+    """Fields of Candidate, the best first; of many only those that are told of."""
+    worst = sorted(scores)[MAX_CANDIDATES - 1] if len(scores) > MAX_CANDIDATES else inf
+    ranked = [
+        (score, r.load / r.speed, r.name, cached.get(r.bit, 0))
+        for score, r in zip(scores, candidates, strict=True)
+        if score <= worst and score < inf
+    ]
+    ranked.sort()
+    del ranked[MAX_CANDIDATES:]
+    return ranked
 
 
 def cached_tokens(request: FleetRequest, index: PrefixIndex, bits: int) -> dict[int, int]:

@@ -52,7 +52,7 @@ class FleetConfig:
     second."""
     max_failures: int = 3
     """Failures in a row after which a replica is taken out."""
-    drain_timeout_s: float = 30.0
+    replica_drain_s: float = 30.0
     """A drained replica may finish what it has for this long (s); then the rest goes on elsewhere."""
     resume: str = field(default="exact", metadata={"choices": RESUME_RULES})
     """What a request that has tokens does when its replica is gone: exact goes on where the same numbers are computed,
@@ -86,7 +86,7 @@ _RANGES = (
     ("max_deaths", 1, 100),
     ("silence_s", 0.1, 1e6),
     ("max_failures", 1, 1000),
-    ("drain_timeout_s", 0.0, 1e6),
+    ("replica_drain_s", 0.0, 1e6),
 )
 
 

@@ -149,7 +149,7 @@ class ClusterCore:
     @core_input
     def drained(self, name: str, now: float) -> list[Action]:
         """No new requests for it. Who has no token of it goes elsewhere at once, if anybody else may take it; the
-        others may finish, and after `drain_timeout_s` those that can go on elsewhere do.
+        others may finish, and after `replica_drain_s` those that can go on elsewhere do.
         """
         replica = self.fleet.by_name.get(name)
         if replica is None or replica.state is State.DRAINING:
@@ -165,7 +165,8 @@ class ClusterCore:
         if report.is_snapshot or report.is_broken:
             self._lessons.forgot(replica)
         if report.is_broken:
-            return []
+            self.fleet.note_others(replica, replica.num_own)
+            return self._requests.dispatch(now)
         self.index.removed(replica.bit, report.removed)
         self.index.stored(replica.bit, report.stored)
         self._requests.waiting.block_cached(report.stored)
@@ -268,8 +269,9 @@ class ClusterCore:
 
     def _become(self, replica: Replica, state: State, now: float) -> None:
         """It is new, or was away."""
+        replica.heard_at, replica.num_failures, replica.is_full = now, 0, False
+        self.fleet.note_others(replica, replica.num_own)
         self.fleet.set_state(replica, state, now)
-        replica.heard_at = now
         if state is State.READY:
             self._sizing.is_there(replica, now)
             self._watch(replica)
@@ -307,7 +309,7 @@ class ClusterCore:
 
     def _drain(self, replica: Replica, now: float) -> list[Action]:
         self.fleet.set_state(replica, State.DRAINING, now)
-        self._timers.add(now + self.config.drain_timeout_s, _ReplicaDue(_Due.DRAIN, replica))
+        self._timers.add(now + self.config.replica_drain_s, _ReplicaDue(_Due.DRAIN, replica))
         without_token = [r for r in replica.in_flight.values() if not r.has_begun]
         return [*self._sizing.emptied(replica), *self._requests.move_on(replica, without_token, now)]
 
