@@ -156,6 +156,9 @@ class Sizing:
         return [r for r in self._fleet if r.facts.is_launched and r.state not in gone]
 
     def _begin_replacing(self) -> None:
+        """When the one before has gone."""
+        if any(r.facts.is_launched and r.state is State.DRAINING for r in self._fleet):
+            return
         while self._replacing is None and self._restarts:
             old = self._fleet.by_name.get(self._restarts.popleft())
             if old is not None and old.facts.is_launched and old.state is not State.DRAINING:
