@@ -384,7 +384,7 @@ def check_statement(make: PolicyFactory, scenario: Scenario, execute: Execute = 
             raise PolicyFault("statement", scenario, 0, f"terms {dict(terms)} do not sum up to {key[0]}")
 
 
-CHECKS: dict[str, Callable[[PolicyFactory, Scenario, Execute], object]] = {
+CHECKS: dict[str, Callable[..., object]] = {  # (factory, scenario), and an executor if not `answer`
     "statement": check_statement,
     "steps": check_steps,
     "determinism": check_determinism,

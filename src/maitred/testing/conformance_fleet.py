@@ -31,7 +31,11 @@ BYTES_PER_TOKEN = 4  # as a core takes it until usage tells
 class FleetWorld:
     """The load of a scenario on several replicas, each with as many slots and blocks as the scenario has."""
 
-    def __init__(self, make: PolicyFactory, scenario: Scenario, balance: str = "prefix", num_replicas: int = 3) -> None:
+    def __init__(
+        self, make: PolicyFactory, scenario: Scenario, balance: str | None = None, num_replicas: int = 3
+    ) -> None:
+        """Without a balance the seed chooses one."""
+        balance = balance if balance is not None else BALANCES[scenario.seed % len(BALANCES)]
         self.make, self.scenario = make, scenario
         self.source = World(make, scenario)  # draws requests, and runs none
         self.engines: dict[str, World] = {}
@@ -166,7 +170,7 @@ class FleetWorld:
 # -- checks of a policy: each raises PolicyFault
 
 
-def check_fleet_steps(make: PolicyFactory, scenario: Scenario, balance: str = "prefix") -> list[tuple[str, str]]:
+def check_fleet_steps(make: PolicyFactory, scenario: Scenario, balance: str | None = None) -> list[tuple[str, str]]:
     """The load of a scenario to its end, while replicas die and come. Returns who was bound where, in order."""
     scenario = replace(scenario, num_requests=3 * scenario.num_requests)
     world, dice, num_joined = FleetWorld(make, scenario, balance), World(make, scenario).dice, 3
@@ -185,13 +189,13 @@ def check_fleet_steps(make: PolicyFactory, scenario: Scenario, balance: str = "p
     return world.bindings
 
 
-def check_fleet_determinism(make: PolicyFactory, scenario: Scenario, balance: str = "prefix") -> None:
+def check_fleet_determinism(make: PolicyFactory, scenario: Scenario, balance: str | None = None) -> None:
     """Two runs bind alike."""
     if check_fleet_steps(make, scenario, balance) != check_fleet_steps(make, scenario, balance):
         raise PolicyFault("fleet: determinism", scenario, 0, "a second run binds otherwise")
 
 
-def check_fleet_endless_load(make: PolicyFactory, scenario: Scenario, balance: str = "prefix") -> None:
+def check_fleet_endless_load(make: PolicyFactory, scenario: Scenario, balance: str | None = None) -> None:
     """The least favoured request there can be finishes, whatever comes in for ever."""
     for kind, fields in RIVALS.items():
         roomy = replace(scenario, num_blocks=200, block_size=2, max_num_seqs=1 + scenario.seed % 2)
@@ -219,7 +223,7 @@ def check_fleet_endless_load(make: PolicyFactory, scenario: Scenario, balance: s
             world.step()
 
 
-def check_fleet_fair_share(make: PolicyFactory, scenario: Scenario, balance: str = "prefix") -> float:
+def check_fleet_fair_share(make: PolicyFactory, scenario: Scenario, balance: str | None = None) -> float:
     """Of groups that always wait, the service of all replicas together drifts apart by no more than the bound says of
     a batch as large as all of theirs, and twice the prompts in flight: they count when they are bound, and are computed
     later. Returns the largest drift as a share of it. A policy without groups passes.
@@ -255,10 +259,10 @@ def check_fleet_fair_share(make: PolicyFactory, scenario: Scenario, balance: str
     return meter.widest / bound
 
 
-FLEET_CHECKS: dict[str, Callable[[PolicyFactory, Scenario, str], object]] = {
-    "steps": check_fleet_determinism,
-    "endless load": check_fleet_endless_load,
-    "fair share": check_fleet_fair_share,
+FLEET_CHECKS: dict[str, Callable[..., object]] = {  # (factory, scenario), and a balance if not the seed's
+    "fleet: steps and determinism": check_fleet_determinism,
+    "fleet: endless load": check_fleet_endless_load,
+    "fleet: fair share": check_fleet_fair_share,
 }
 
 
@@ -266,4 +270,4 @@ def check_fleet_policy(make: PolicyFactory, seeds: Iterable[int] = range(6)) -> 
     """Every check, in a fleet for each seed, each under another balance. Raises PolicyFault at the first that fails."""
     for seed in seeds:
         for check in FLEET_CHECKS.values():
-            check(make, scenario_of(seed), BALANCES[seed % len(BALANCES)])
+            check(make, scenario_of(seed))
