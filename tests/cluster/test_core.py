@@ -330,6 +330,13 @@ def test_where_numerics_differ_the_rule_decides(rule: str, goes_on: bool):
     assert ("r" in fleet.bound) == goes_on
 
 
+def test_a_part_of_an_answer_waits_for_nobody_who_will_not_come():
+    fleet = Driver(make_core(facts("a", fingerprint="x"), facts("b", fingerprint="y")))
+    begin(fleet, "r", can_resume=True)
+    fleet.do(fleet.core.left("a", 0.0))
+    assert "no replica that is left computes the same numbers" in str(fleet.refused["r"].error)
+
+
 def test_a_foreign_stream_that_breaks_ends_with_an_error():
     fleet = Driver(make_core(facts("a", kind=Kind.FOREIGN), facts("b", kind=Kind.FOREIGN)))
     begin(fleet, "r", can_resume=False)

@@ -16,7 +16,7 @@ from maitred.cluster.lessons import Lessons
 from maitred.cluster.replicas import Replica, Replicas
 from maitred.cluster.sizing import Sizing
 from maitred.cluster.timers import Timers
-from maitred.errors import MaitredError, QueueTimeout, RequestTimeout
+from maitred.errors import EngineDead, MaitredError, QueueTimeout, RequestTimeout
 
 
 class Due(Enum):
@@ -143,7 +143,7 @@ class Requests:
             actions += self._free(request)
             request.num_deaths += failure.is_death or request.has_begun
             request.barred |= 1 << replica.bit
-            error = self._health.why_no_more(request, replica, failure)
+            error = self._health.why_no_more(request, replica, failure) or self._why_no_end(request)
             if error is None:
                 again.append(request)
             else:
@@ -172,6 +172,12 @@ class Requests:
                 moved.append(request)
         return actions + self.hold(moved, now)
 
+    def _why_no_end(self, request: FleetRequest) -> MaitredError | None:
+        """Why a part of an answer stays one; None while a replica that could go on with it is there, or will be."""
+        if not request.has_begun or self._sizing.is_on or self._fleet.known(use_of(request)):
+            return None
+        return EngineDead(f"request {request.request_id}: no replica that is left computes the same numbers")
+
     # -- the fleet changes
 
     def look_again(self) -> list[Action]:
@@ -179,7 +185,7 @@ class Requests:
         self.models = tuple(sorted(self._fleet.models)) or self.models
         actions: list[Action] = []
         for request in list(self.waiting):
-            error = why_never(request, self._fleet, self.models)
+            error = why_never(request, self._fleet, self.models) or self._why_no_end(request)
             if error is not None:
                 actions += self.refuse(request, error)
             else:
