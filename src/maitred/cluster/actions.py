@@ -30,7 +30,9 @@ class Move:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Refuse:
-    """End it with this error; it is forgotten here. `failure` is what its last replica did, if that is why."""
+    """End it with this error, and its attempt if one is under way; it is forgotten here. `failure` is what its last
+    replica did, if that is why.
+    """
 
     request_id: str
     error: MaitredError

@@ -41,7 +41,7 @@ class ReplicaFacts:
     tokens_per_s: float | None = None  # speed, of prompt tokens, as it says itself
     fingerprint: str | None = None  # equal where the same numbers are computed
     is_launched: bool = False  # by us, so it may be started and stopped
-    has_beats: bool = False  # it tells of itself four times a second
+    has_beats: bool = False  # its stream of events is open, so it is to be heard of four times a second
     pid: int | None = None
     error: str | None = None
 
