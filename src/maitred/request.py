@@ -287,6 +287,10 @@ class RequestState:
         return self.spec.weight
 
     @property
+    def features(self) -> tuple[float, ...]:
+        return self.spec.features
+
+    @property
     def ttft_slo_s(self) -> float | None:
         return self.spec.ttft_slo_s
 

@@ -123,7 +123,9 @@ def test_a_comparison_gives_an_argument_to_those_policies_that_have_it(
 @pytest.mark.usefixtures("_with_third_parties")
 def test_the_kit_passes_and_fails_policies_by_name(capsys: pytest.CaptureFixture[str]):
     assert main(["policies", "tips_first", "--worlds", "3"]) == 0
-    assert "tips_first: steps holds in 3 worlds" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "tips_first: steps holds in 3 worlds" in printed
+    assert "tips_first: fleet: endless load holds in 3 worlds" in printed
     assert main(["policies", "--check", "latest_first", "--worlds", "30"]) == 1
     assert "error: starvation bound: seed " in capsys.readouterr().err
 

@@ -70,12 +70,13 @@ def _default(argument: str, value: PolicyArg) -> str:
 def _check(name: str, make: PolicyFactory, num_worlds: int) -> None:
     """Raises PolicyFault, which names the property and the seed."""
     from maitred.testing.conformance import CHECKS, PolicyFault
-    from maitred.testing.conformance_world import answer, scenario_of
+    from maitred.testing.conformance_fleet import FLEET_CHECKS
+    from maitred.testing.conformance_world import scenario_of
 
-    for check, run in CHECKS.items():
+    for check, run in {**CHECKS, **FLEET_CHECKS}.items():
         for seed in range(num_worlds):
             try:
-                run(make, scenario_of(seed), answer)
+                run(make, scenario_of(seed))
             except PolicyFault:
                 note(f"{name}: {check} fails")
                 raise

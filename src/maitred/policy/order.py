@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any, Generic
 
 from maitred.policy.policy import Policy
@@ -50,7 +50,7 @@ class ServiceOrder(Generic[Q]):
             for request_id in self._watch.gaining(RESCORE_WINDOW // 2):
                 self._rescore(self.queue.get(request_id))
 
-    def block_cached(self, digest: bytes) -> None:
+    def block_cached(self, digest: Hashable) -> None:
         """The prefix cache gained a block."""
         if self._watch is not None:
             self._watch.cached(digest)
@@ -77,6 +77,19 @@ class ServiceOrder(Generic[Q]):
             key = min(key, self.policy.resumed(request))
         self.keys[request.request_id] = key
         self.queue.push(request, key)
+
+    def hand_over(self, request: Q, other: ServiceOrder[Q]) -> None:
+        """To another order of the same policy, with its key, and from queue to queue if it waits."""
+        request_id = request.request_id
+        other.keys[request_id] = self.keys.pop(request_id)
+        if request_id in self._quantum_ends:
+            other._quantum_ends[request_id] = self._quantum_ends.pop(request_id)
+        if request_id in self.queue:
+            self.queue.remove(request_id)
+            if self._watch is not None and other._watch is not None:
+                self._watch.forget(request_id)
+                other._look_for_kv(request, other._watch)
+            other.queue.push(request, other.keys[request_id])
 
     def started(self, request: Q) -> None:
         """Out of the queue and running, with the tokens of its prefix hit computed."""

@@ -1,14 +1,14 @@
 """Output length prediction: asked once for each request, before the queue, and told the true length at its end.
 
 A prediction orders a queue; it never decides whether or how long a request is served, so a wrong one costs mean latency
-and breaks no bound. Whatever a predictor says is brought into [1, max_tokens]. All state is bounded.
+and breaks no bound. Whatever a predictor says is brought into [1, max_outputs]. All state is bounded.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import expm1, isfinite, log1p, sqrt
 from operator import mul
 from typing import Protocol
@@ -16,29 +16,38 @@ from zlib import crc32
 
 from maitred.errors import ConfigError
 from maitred.policy.features import NUM_FEATURES
-from maitred.request import RequestState
+from maitred.policy.queued import Queued
 
-TrueLength = Callable[[RequestState], float]
+
+class Foretold(Queued, Protocol):
+    """A request as a predictor sees it; `num_outputs` is the truth once it has ended."""
+
+    @property
+    def features(self) -> Sequence[float]:
+        """Of its prompt's text, see `features.prompt_features`; empty where nobody made them."""
+
+
+TrueLength = Callable[[Foretold], float]
 """The number of tokens a request is going to generate; only a simulator knows."""
 
 
 class Predictor(Protocol):
     """Not asked again for the same request, so a prediction may be drawn from what was learned so far."""
 
-    def predict(self, request: RequestState) -> float:
+    def predict(self, request: Foretold) -> float:
         """Expected output tokens; any number, the caller bounds it."""
 
-    def observe(self, request: RequestState) -> None:
+    def observe(self, request: Foretold) -> None:
         """The request ended by itself; its output is what the prediction should have been."""
 
 
 class MaxTokens:
     """By max_tokens, as the client allows: right for who asks for what he wants, blind where it is left out."""
 
-    def predict(self, request: RequestState) -> float:
-        return float(request.max_tokens)
+    def predict(self, request: Foretold) -> float:
+        return float(request.max_outputs)
 
-    def observe(self, request: RequestState) -> None:
+    def observe(self, request: Foretold) -> None:
         """Nothing to learn."""
 
 
@@ -78,14 +87,14 @@ class Quantile:
         self._share = share
         self._histories: OrderedDict[tuple[str, ...], _History] = OrderedDict()  # the least recently told first
 
-    def predict(self, request: RequestState) -> float:
+    def predict(self, request: Foretold) -> float:
         for key in self._keys(request):
             history = self._histories.get(key)
             if history is not None and len(history) >= self.MIN_SEEN:
-                return min(history.quantile(self._share), float(request.max_tokens))
-        return float(request.max_tokens)
+                return min(history.quantile(self._share), float(request.max_outputs))
+        return float(request.max_outputs)
 
-    def observe(self, request: RequestState) -> None:
+    def observe(self, request: Foretold) -> None:
         for key in self._keys(request):
             history = self._histories.get(key)
             if history is None:
@@ -93,11 +102,11 @@ class Quantile:
                 if len(self._histories) > self.MAX_HISTORIES:
                     self._histories.popitem(last=False)
             self._histories.move_to_end(key)
-            history.add(request.num_output_tokens, self.CAPACITY)
+            history.add(request.num_outputs, self.CAPACITY)
 
-    def _keys(self, request: RequestState) -> tuple[tuple[str, ...], ...]:
+    def _keys(self, request: Foretold) -> tuple[tuple[str, ...], ...]:
         """The most telling first."""
-        bucket = str(request.num_prompt_tokens.bit_length())
+        bucket = str(request.num_inputs.bit_length())
         return ((request.tenant, bucket), (request.tenant,), ())
 
 
@@ -122,18 +131,18 @@ class Ranker:
         self._num_seen = 0
         self._fallback = Quantile()
 
-    def predict(self, request: RequestState) -> float:
+    def predict(self, request: Foretold) -> float:
         if self._num_seen < self.MIN_SEEN:
             return self._fallback.predict(request)
         return expm1(min(self._mean + sum(map(mul, self._weights, self._inputs(request))), 30.0))
 
-    def observe(self, request: RequestState) -> None:
+    def observe(self, request: Foretold) -> None:
         if self._num_seen < self.MIN_SEEN:
             self._fallback.observe(request)
-        inputs, target = self._inputs(request), log1p(request.num_output_tokens)
+        inputs, target = self._inputs(request), log1p(request.num_outputs)
         error = self._mean + sum(map(mul, self._weights, inputs)) - target
         # An answer cut at max_tokens might have been as long as predicted, so that is no news.
-        if self._num_seen and error > 0 and request.num_output_tokens >= request.max_tokens:
+        if self._num_seen and error > 0 and request.num_outputs >= request.max_outputs:
             return
         self._num_seen += 1
         self._mean += (target - self._mean) / min(self._num_seen, 256)
@@ -145,11 +154,11 @@ class Ranker:
                 squares[i] += gradient * gradient
                 weights[i] -= rate * gradient / sqrt(squares[i])
 
-    def _inputs(self, request: RequestState) -> list[float]:
+    def _inputs(self, request: Foretold) -> list[float]:
         tenant = [0.0] * self.NUM_TENANTS
         tenant[crc32(request.tenant.encode("utf-8", "surrogatepass")) % self.NUM_TENANTS] = 1.0
-        lengths = [1.0, log1p(request.num_prompt_tokens) / 8.0, log1p(request.max_tokens) / 8.0]
-        features = request.spec.features if len(request.spec.features) == NUM_FEATURES else (0.0,) * NUM_FEATURES
+        lengths = [1.0, log1p(request.num_inputs) / 8.0, log1p(request.max_outputs) / 8.0]
+        features = request.features if len(request.features) == NUM_FEATURES else (0.0,) * NUM_FEATURES
         return [*lengths, *tenant, *features]
 
 
@@ -159,10 +168,10 @@ class Oracle:
     def __init__(self, true_length: TrueLength) -> None:
         self._true_length = true_length
 
-    def predict(self, request: RequestState) -> float:
+    def predict(self, request: Foretold) -> float:
         return self._true_length(request)
 
-    def observe(self, request: RequestState) -> None:
+    def observe(self, request: Foretold) -> None:
         """Nothing to learn."""
 
 
@@ -172,15 +181,15 @@ class Adversarial:
     NONSENSE = (float("nan"), float("inf"), float("-inf"), -1.0, 0.0, 1e300)
 
     def __init__(self, true_length: TrueLength | None = None) -> None:
-        self._true_length = true_length if true_length is not None else lambda request: float(request.max_tokens)
+        self._true_length = true_length if true_length is not None else lambda request: float(request.max_outputs)
 
-    def predict(self, request: RequestState) -> float:
+    def predict(self, request: Foretold) -> float:
         draw = crc32(request.request_id.encode("utf-8", "surrogatepass"))
         if draw % 8 == 0:
             return self.NONSENSE[draw // 8 % len(self.NONSENSE)]
-        return 1.0 + request.max_tokens / (1.0 + max(0.0, self._true_length(request)))
+        return 1.0 + request.max_outputs / (1.0 + max(0.0, self._true_length(request)))
 
-    def observe(self, request: RequestState) -> None:
+    def observe(self, request: Foretold) -> None:
         """Incorrigible."""
 
 
@@ -208,9 +217,9 @@ def predictor_named(name: str, true_length: TrueLength | None = None) -> Predict
     return make(true_length)
 
 
-def bounded_prediction(predictor: Predictor, request: RequestState) -> float:
-    """The prediction, in [1, max_tokens] whatever the predictor says."""
+def bounded_prediction(predictor: Predictor, request: Foretold) -> float:
+    """The prediction, in [1, max_outputs] whatever the predictor says."""
     predicted = predictor.predict(request)
     if not isfinite(predicted):
-        return float(request.max_tokens)
-    return max(1.0, min(predicted, float(request.max_tokens)))
+        return float(request.max_outputs)
+    return max(1.0, min(predicted, float(request.max_outputs)))

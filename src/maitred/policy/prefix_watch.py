@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from itertools import islice
 
 from maitred.policy.queued import Queued
@@ -11,8 +12,8 @@ class PrefixWatch:
     """Each waiting request watches the first block of its prompt that is not cached; losses are found at the head."""
 
     def __init__(self) -> None:
-        self._watchers: dict[bytes, dict[str, None]] = {}  # block hash -> ids; dicts, because sets have no order
-        self._watched: dict[str, bytes] = {}
+        self._watchers: dict[Hashable, dict[str, None]] = {}  # block hash -> ids; dicts, because sets have no order
+        self._watched: dict[str, Hashable] = {}
         self._gaining: dict[str, None] = {}  # ids whose score is too low, first come first served
 
     def watch(self, request: Queued, num_cached_blocks: int) -> None:
@@ -32,7 +33,7 @@ class PrefixWatch:
             if not watchers:
                 del self._watchers[digest]
 
-    def cached(self, digest: bytes) -> None:
+    def cached(self, digest: Hashable) -> None:
         """A block can be found from now on."""
         watchers = self._watchers.pop(digest, None)
         if watchers is not None:

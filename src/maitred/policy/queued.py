@@ -5,7 +5,7 @@ Inputs and outputs are counted in what the work is made of: tokens of a text; ro
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple, Protocol
 
 
@@ -56,7 +56,7 @@ class Queued(Protocol):
         """As predicted, whatever the predictor said; None without a prediction."""
 
     @property
-    def block_hashes(self) -> Sequence[bytes]:
+    def block_hashes(self) -> Sequence[Hashable]:
         """Of the parts of its input, in order, that a cache may hold; empty where there is none."""
 
     # -- how far it has come

@@ -20,7 +20,7 @@ from maitred.gate.gate import Gate, Lease
 from maitred.kvcache.manager import KVCacheManager
 from maitred.policy.policies import POLICIES
 from maitred.policy.policy import PolicyFactory
-from maitred.policy.predictor import predictor_named
+from maitred.policy.predictor import Foretold, predictor_named
 from maitred.request import FinishReason, RequestSpec, RequestState
 from maitred.scheduler.scheduler import Scheduler
 from maitred.sim.jitter import Jitter
@@ -202,7 +202,7 @@ class Simulation:
             return None
         return FinishReason.STOP if num_output < arrival.max_tokens else FinishReason.LENGTH
 
-    def _true_length(self, request: RequestState) -> float:
+    def _true_length(self, request: Foretold) -> float:
         return float(self._live[request.request_id].arrival.output_tokens)
 
     def _hash_output(self, request: RequestState, num_blocks: int) -> list[bytes]:

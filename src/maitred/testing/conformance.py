@@ -10,7 +10,7 @@ the seed, so a fault can be seen again by its number.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from itertools import combinations
 from math import isfinite
@@ -20,6 +20,7 @@ from maitred.policy.parameters import make_policy
 from maitred.policy.policy import PolicyFactory
 from maitred.policy.queue import MIN_DEAD_ENTRIES
 from maitred.request import RequestState
+from maitred.step import SchedulerOutput
 from maitred.testing.conformance_world import Execute, Moment, Scenario, World, answer, scenario_of
 
 Property = Callable[[Moment], str | None]
@@ -299,11 +300,11 @@ def check_fair_share(make: PolicyFactory, scenario: Scenario, execute: Execute =
         raise PolicyFault("fair share", scenario, 0, "it has groups and states no max_service_gap")
     scenario = replace(scenario, num_blocks=max(scenario.num_blocks, 8 * scenario.longest_prompt))
     world = World(make, scenario, execute)
-    shapes = [_tenant_shape(world, number) for number in range(2 + scenario.seed % 3)]
+    shapes = [tenant_shape(world, number) for number in range(2 + scenario.seed % 3)]
     num_kv_tokens = scenario.num_blocks * scenario.block_size
     bound = gap(scenario.longest_prompt, scenario.longest_output, scenario.max_num_seqs, num_kv_tokens)
     bound /= min(weight for _, _, weight in shapes)
-    meter = _ServiceMeter(len(shapes), scenario.config.output_token_weight)
+    meter = ServiceMeter(len(shapes), scenario.config.output_token_weight)
     for _ in range(max(150, int(2 * bound))):
         for number, (prompt, output, weight) in enumerate(shapes):
             while sum(r.tenant == f"t{number}" for r in world.scheduler.waiting) <= scenario.max_num_seqs:
@@ -314,7 +315,7 @@ def check_fair_share(make: PolicyFactory, scenario: Scenario, execute: Execute =
                     )
                 )
         moment = world.step()
-        meter.read(moment)
+        meter.read(moment.plan, world.requests)
         if meter.widest > bound:
             fault = f"the service of two tenants that always wait differs by {meter.widest:g} tokens, over {bound:g}"
             raise PolicyFault("fair share", scenario, moment.plan.step, fault)
@@ -322,7 +323,7 @@ def check_fair_share(make: PolicyFactory, scenario: Scenario, execute: Execute =
     return meter.widest / bound
 
 
-def _tenant_shape(world: World, number: int) -> tuple[int, int, float]:
+def tenant_shape(world: World, number: int) -> tuple[int, int, float]:
     """(prompt, output, weight): tenants are as unlike as can be."""
     scenario = world.scenario
     if number == 0:
@@ -334,7 +335,7 @@ def _tenant_shape(world: World, number: int) -> tuple[int, int, float]:
     return prompt, output, float(dice.between(1, 3))
 
 
-class _ServiceMeter:
+class ServiceMeter:
     """Service given to each tenant, counted from the plans and not by the policy."""
 
     def __init__(self, num_tenants: int, output_weight: float) -> None:
@@ -349,9 +350,10 @@ class _ServiceMeter:
         """Over every stretch of time and any two tenants."""
         return max(self._highest[pair] - self._lowest[pair] for pair in self._lowest)
 
-    def read(self, moment: Moment) -> None:
-        for row in moment.plan.rows:
-            request = moment.world.requests[row.request_id]
+    def read(self, plan: SchedulerOutput, requests: Mapping[str, RequestState]) -> None:
+        """`requests` are all there ever were, by id."""
+        for row in plan.rows:
+            request = requests[row.request_id]
             start = max(row.start, self._known.get(row.request_id, 0))
             end = max(start, row.start + row.num_tokens)
             self._known[row.request_id] = end
@@ -382,7 +384,7 @@ def check_statement(make: PolicyFactory, scenario: Scenario, execute: Execute = 
             raise PolicyFault("statement", scenario, 0, f"terms {dict(terms)} do not sum up to {key[0]}")
 
 
-CHECKS: dict[str, Callable[[PolicyFactory, Scenario, Execute], object]] = {
+CHECKS: dict[str, Callable[..., object]] = {  # (factory, scenario), and an executor if not `answer`
     "statement": check_statement,
     "steps": check_steps,
     "determinism": check_determinism,

@@ -1,0 +1,155 @@
+"""Late binding: a request goes to a replica when one that it may use has room, and not before."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from maitred.cluster.actions import Bind
+from maitred.cluster.balance import BALANCES, choose
+from maitred.cluster.config import FleetConfig
+from maitred.cluster.fleet_request import FleetRequest, Place
+from maitred.cluster.lessons import Lessons
+from maitred.cluster.prefix_index import PrefixIndex
+from maitred.cluster.replicas import Replica, Replicas, Use
+from maitred.cluster.waiting import Order, Waiting
+from maitred.config import SchedulerConfig
+from maitred.policy.policies import policy_for
+from maitred.policy.policy import PolicyFactory
+from maitred.policy.queued import KVNeed
+
+MAX_USES = 256
+
+
+class Binder:
+    """Holds requests and binds them."""
+
+    def __init__(
+        self,
+        config: FleetConfig,
+        scheduler: SchedulerConfig,
+        policies: Mapping[str, PolicyFactory],
+        fleet: Replicas,
+        index: PrefixIndex,
+        lessons: Lessons,
+    ) -> None:
+        self._config, self._fleet, self._index, self._lessons = config, fleet, index, lessons
+        self.policy = policy_for(scheduler, policies)
+        self.waiting = Waiting(self.policy, self._find_kv)
+        self._balance = BALANCES[config.balance](fleet)
+        self._victims: dict[str, str] = {}  # a bound request -> the one that was bound to preempt it
+        self._preempts: dict[str, str] = {}  # the other way round
+        self._in_vain: dict[Use, tuple[str, int]] = {}  # (first of a queue, binds so far) that may preempt nobody
+        self.num_binds = 0
+
+    def hold(self, request: FleetRequest, now: float) -> None:
+        request.place, request.held_at = Place.HELD, now
+        self.waiting.hold(request, use_of(request))
+
+    def dispatch(self, now: float) -> list[Bind]:
+        """Binds whom it can, in order; afterwards nobody is held whom a replica that it may use has room for."""
+        bound: list[Bind] = []
+        while (found := self._next()) is not None:
+            bound.append(self._bind(*found, now))
+        return bound
+
+    def release(self, request: FleetRequest) -> None:
+        """Its place is free: it ended, or is to be held again."""
+        self._fleet.free(self._fleet.at(request.replica), request)
+        self._lessons.left_replica(request)
+        victim = self._preempts.pop(request.request_id, None)
+        if victim is not None:
+            self._victims.pop(victim, None)
+        by = self._victims.pop(request.request_id, None)
+        if by is not None:
+            self._preempts.pop(by, None)
+
+    def check_invariants(self, bound: list[FleetRequest]) -> None:
+        self.waiting.check_invariants(bound)
+        ids = {r.request_id for r in bound}
+        assert {by: victim for victim, by in self._victims.items()} == self._preempts
+        assert self._victims.keys() <= ids
+        assert self._preempts.keys() <= ids
+
+    # -- who is next
+
+    def _next(self) -> tuple[FleetRequest, int, int] | None:
+        """(request, bits that have room for it, bits that it may use); None when nobody can be bound."""
+        found, first = None, None
+        queues = self.waiting.queues()
+        for use, order in queues:
+            usable = self._fleet.usable(use)
+            room = usable & self._fleet.room
+            if not room and (not usable or self.policy.outranks is None):
+                continue
+            request = order.head()
+            assert request is not None, "queues() names those that hold somebody"
+            room = room or self._outranked(request, use, order, usable)
+            place = order.place(request) if room and len(queues) > 1 else ()
+            if room and (first is None or place < first):
+                found, first = (request, room, usable), place
+        return found
+
+    def _outranked(self, request: FleetRequest, use: Use, order: Order, usable: int) -> int:
+        """Bits of the replicas where somebody is in flight whose slot it may take, and nobody else is to."""
+        asked = (request.request_id, self.num_binds)
+        if self._in_vain.get(use) == asked:
+            return 0
+        bits = 0
+        for replica in self._fleet.of(usable):
+            if not replica.is_full and self._victim(request, replica) is not None:
+                bits |= 1 << replica.bit
+        if not bits:
+            if len(self._in_vain) >= MAX_USES:
+                self._in_vain.clear()
+            self._in_vain[use] = asked
+        return bits
+
+    def _victim(self, request: FleetRequest, replica: Replica) -> FleetRequest | None:
+        """The one there that it would preempt first."""
+        rule, victims = self.policy.outranks, self._victims
+        assert rule is not None
+        found = [r for r in replica.in_flight.values() if r.request_id not in victims and rule(request, r)]
+        return max(found, key=self.waiting.victim_key) if found else None
+
+    # -- where to
+
+    def _bind(self, request: FleetRequest, room: int, usable: int, now: float) -> Bind:
+        takes_slot = not room & self._fleet.room
+        replica, choice = choose(
+            request,
+            self._fleet,
+            room,
+            usable,
+            balance=self._balance,
+            index=self._index,
+            ratio=self._config.max_load_ratio,
+        )
+        if takes_slot and (victim := self._victim(request, replica)) is not None:
+            self._victims[victim.request_id] = request.request_id
+            self._preempts[request.request_id] = victim.request_id
+        self._note_start(request, replica, now)
+        self._fleet.bind(replica, request)
+        self._lessons.sent(request, replica)
+        self.num_binds += 1
+        return Bind(request.request_id, choice, request.num_attempts, request.has_begun)
+
+    def _note_start(self, request: FleetRequest, replica: Replica, now: float) -> None:
+        request.num_computed = request.num_cached
+        self.waiting.bound(request)
+        request.num_computed = request.num_inputs + request.num_outputs
+        if request.first_scheduled_at is None:
+            request.first_scheduled_at = now
+        request.bound_at, request.place, request.replica = now, Place.BOUND, replica.bit
+        request.num_attempts += 1
+
+    def _find_kv(self, request: FleetRequest) -> KVNeed:
+        """For a policy that looks at what is cached: the most that any replica has which it may use."""
+        hits = self._index.hits(request.keys, self._fleet.usable(use_of(request))) if request.keys else ()
+        if not hits:
+            return KVNeed()
+        num_keys = hits[0].num_keys
+        return KVNeed(num_cached=request.num_inputs * num_keys // len(request.keys), num_cached_blocks=num_keys)
+
+
+def use_of(request: FleetRequest) -> Use:
+    return Use(request.model, request.tiers, request.barred, request.fingerprint)

@@ -1,0 +1,115 @@
+"""Settings of a fleet: where requests go, how long they are held, what counts as a fault."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import ceil
+from typing import Any, NamedTuple
+
+from maitred.config import RESUME_RULES
+from maitred.errors import ConfigError, did_you_mean
+
+BALANCES = ("round_robin", "least_load", "two_choices", "hash", "session", "prefix")
+TIER_KEYS = ("replicas", "max_prompt_tokens", "spill_after_s")
+
+
+class Tier(NamedTuple):
+    """Replicas that are asked before those of the next tier."""
+
+    name: str
+    replicas: tuple[str, ...] = ()  # their URLs, as given on the command line; none is all that no other tier names
+    max_prompt_tokens: int | None = None  # longer ones go to the next
+    spill_after_s: float | None = None  # who has waited so long (s) may go to the next; None waits on
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetConfig:
+    """Which replica a request goes to, and what becomes of it when that fails."""
+
+    balance: str = field(default="prefix", metadata={"choices": BALANCES})
+    """How a replica is chosen of those with room: round_robin, least_load, two_choices, hash, session or prefix."""
+    max_load_ratio: float = 1.25
+    """Nobody is sent to a replica with more than this times the mean in flight, plus one, while another has room."""
+    slots: int = 64
+    """Requests that a server which does not tell its slots works on at once; any but maitred's."""
+    reserve: float = 0.125
+    """Requests sent to a replica beyond its slots, as a share of them and rounded up, so that it need not wait for the
+    router when one ends."""
+    hold_timeout_s: float = 120.0
+    """A request that no replica there is may take is answered 503 after this long (s)."""
+    tiers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Groups of replicas in the order in which they are asked: `replicas` lists URLs, `max_prompt_tokens` the longest
+    prompt, `spill_after_s` how long a request waits before it may go to the next."""
+    max_retries: int = 2
+    """Further attempts of one request when a replica fails before the first byte of its answer."""
+    retry_ratio: float = 0.1
+    """Retries in all, as a share of requests, beyond as many as one replica can have in flight."""
+    max_deaths: int = 2
+    """A request during which so many replicas died is given to no other: it might be the cause."""
+    silence_s: float = 2.25
+    """A replica of which nothing was heard for this long (s) is taken out; replicas tell of themselves four times a
+    second."""
+    max_failures: int = 3
+    """Failures in a row after which a replica is taken out."""
+    replica_drain_s: float = 30.0
+    """A drained replica may finish what it has for this long (s); then the rest goes on elsewhere."""
+    resume: str = field(default="exact", metadata={"choices": RESUME_RULES})
+    """What a request that has tokens does when its replica is gone: exact goes on where the same numbers are computed,
+    and else ends with an error; always goes on; never ends with an error."""
+
+    def __post_init__(self) -> None:
+        for name, choices in (("balance", BALANCES), ("resume", RESUME_RULES)):
+            value = getattr(self, name)
+            if value not in choices:
+                raise ConfigError(
+                    f"{name} is {value!r}{did_you_mean(value, choices)}; choose one of {', '.join(choices)}"
+                )
+        for name, low, high in _RANGES:
+            value = getattr(self, name)
+            if not low <= value <= high:
+                raise ConfigError(f"{name} is {value}; it must be from {low:g} to {high:g}")
+        tiers_of(self)
+
+    def limit_of(self, slots: int) -> int:
+        """Most requests in flight to a replica with so many slots."""
+        return slots + ceil(slots * self.reserve)
+
+
+_RANGES = (
+    ("max_load_ratio", 1.0, 1e6),
+    ("slots", 1, 1e6),
+    ("reserve", 0.0, 10.0),
+    ("hold_timeout_s", 0.0, 1e9),
+    ("max_retries", 0, 100),
+    ("retry_ratio", 0.0, 1.0),
+    ("max_deaths", 1, 100),
+    ("silence_s", 0.1, 1e6),
+    ("max_failures", 1, 1000),
+    ("replica_drain_s", 0.0, 1e6),
+)
+
+
+def tiers_of(config: FleetConfig) -> tuple[Tier, ...]:
+    """In the order in which they are asked; one for all where none is given. Raises ConfigError."""
+    if not config.tiers:
+        return (Tier(""),)
+    return tuple(_tier(name, given) for name, given in config.tiers.items())
+
+
+def _tier(name: str, given: Mapping[str, Any]) -> Tier:
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"tiers: {name} is {given!r}; give it {', '.join(TIER_KEYS)}")
+    for key in given:
+        if key not in TIER_KEYS:
+            raise ConfigError(
+                f"tiers: {name} has {key!r}{did_you_mean(key, TIER_KEYS)}; it takes {', '.join(TIER_KEYS)}"
+            )
+    for key in ("max_prompt_tokens", "spill_after_s"):
+        value = given.get(key)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0):
+            raise ConfigError(f"tiers: {name}: {key} is {value!r}; it must be a number of at least 0")
+    replicas = given.get("replicas", ())
+    if not isinstance(replicas, list | tuple) or not all(isinstance(url, str) for url in replicas):
+        raise ConfigError(f"tiers: {name}: replicas is {replicas!r}; it must be a list of URLs")
+    return Tier(name, tuple(replicas), given.get("max_prompt_tokens"), given.get("spill_after_s"))

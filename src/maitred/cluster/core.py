@@ -1,0 +1,361 @@
+"""The router's decisions: who is held, who goes where, what becomes of those whose replica fails. Pure.
+
+What happens goes in by the methods of `ClusterCore`, what must be done comes out as actions; see docs/fleet.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from typing import Any, NamedTuple
+
+from maitred.cluster.actions import Action, Probe
+from maitred.cluster.binding import Binder
+from maitred.cluster.config import FleetConfig
+from maitred.cluster.fleet_request import Failure, FailureKind, FleetRequest, Usage
+from maitred.cluster.health import Health
+from maitred.cluster.lessons import Lessons
+from maitred.cluster.prefix_index import PrefixIndex
+from maitred.cluster.record import Recorder, core_input
+from maitred.cluster.replicas import Replica, ReplicaFacts, Replicas, Report, State
+from maitred.cluster.requests import Requests
+from maitred.cluster.sizing import EVERY_S, Autoscale, FleetFigures, Sizing, as_asked
+from maitred.cluster.timers import Timers
+from maitred.cluster.view import FleetView, view_of
+from maitred.config import SchedulerConfig
+from maitred.errors import InvalidRequest
+from maitred.policy.policies import POLICIES
+from maitred.policy.policy import PolicyFactory
+from maitred.policy.predictor import Predictor, predictor_named
+
+GONE = Failure(FailureKind.RESET, message="it is gone")
+SILENT = Failure(FailureKind.SILENT, message="nothing was heard of it")
+
+
+class _Due(Enum):
+    SILENCE = "silence"
+    PROBE = "probe"
+    FULL = "full"
+    DRAIN = "drain"
+
+
+class _ReplicaDue(NamedTuple):
+    what: _Due
+    replica: Replica
+
+
+class ClusterCore:
+    """One fleet. `now` (s) never goes back. Actions are to be carried out in order; call `tick` at `next_tick`."""
+
+    def __init__(
+        self,
+        config: FleetConfig,
+        scheduler: SchedulerConfig,
+        *,
+        policies: Mapping[str, PolicyFactory] = POLICIES,
+        predictor: Predictor | None = None,  # None makes the one that `scheduler` names
+        autoscale: Autoscale = as_asked,
+    ) -> None:
+        self.config, self.scheduler = config, scheduler
+        self.recorder: Recorder | None = None  # is told of all that goes in
+        self.fleet, self.index = Replicas(config), PrefixIndex()
+        predictor = predictor if predictor is not None else predictor_named(scheduler.predictor)
+        self._lessons = Lessons(predictor, self.index)
+        binder = Binder(config, scheduler, policies, self.fleet, self.index, self._lessons)
+        self.policy = binder.policy
+        self._health = Health(config, self.fleet)
+        self._sizing = Sizing(self.fleet, autoscale)
+        self._requests = Requests(config, self.fleet, binder, self._lessons, self._health, self._sizing)
+        self._timers: Timers[_ReplicaDue] = Timers(self._is_living)
+        self._facts_version = -1
+        self._scale_at: float | None = None
+
+    # -- requests
+
+    @core_input
+    def arrived(self, request: FleetRequest, now: float) -> list[Action]:
+        """A new one. Raises InvalidRequest when its id is in use."""
+        if self._requests.get(request.request_id) is not None:
+            raise InvalidRequest(f"request id {request.request_id!r} is in use", param="request_id")
+        actions = self._requests.arrive(request, now)
+        return actions if self._sizing.is_anybody_coming else actions + self._resize(now)
+
+    @core_input
+    def progressed(self, request_id: str, num_tokens: int, now: float) -> None:
+        """Some of its answer came: so many tokens more, 0 when only bytes were seen."""
+        request = self._requests.bound(request_id)
+        if request is not None:
+            request.has_begun = True
+            self.fleet.at(request.replica).heard_at = now
+            self._requests.waiting.progressed(request, num_tokens)
+
+    @core_input
+    def ended(self, request_id: str, usage: Usage | None, now: float) -> list[Action]:
+        """Its answer came to its end, whatever it said; None says that usage is not known."""
+        request = self._requests.bound(request_id)
+        if request is None:
+            return []
+        replica = self.fleet.at(request.replica)
+        replica.num_failures, replica.heard_at = 0, now
+        return self._requests.finish(request, usage) + self._requests.dispatch(now)
+
+    @core_input
+    def aborted(self, request_id: str, now: float) -> list[Action]:
+        """Its client is gone, or it was refused elsewhere; unknown ids are ignored."""
+        request = self._requests.get(request_id)
+        return [] if request is None else self._requests.end(request) + self._requests.dispatch(now)
+
+    @core_input
+    def failed(self, request_id: str, failure: Failure, now: float) -> list[Action]:
+        """The attempt that is under way failed."""
+        request = self._requests.bound(request_id)
+        if request is None:
+            return []
+        replica = self.fleet.at(request.replica)
+        if failure.kind is FailureKind.FULL:
+            self._said_full(replica, now + failure.retry_after_s, now)
+            return self._requests.put_back(request, now)
+        if self._health.failed(replica, failure, now):
+            self._expect_probe(replica, now)
+        return self._requests.fail([request], replica, failure, now)
+
+    # -- replicas
+
+    @core_input
+    def joined(self, facts: ReplicaFacts, now: float) -> list[Action]:
+        """A replica is there, or tells other facts than before; its state is starting, ready or asleep."""
+        is_new = facts.name not in self.fleet.by_name
+        replica = self.fleet.put(facts, now)
+        replica.error = facts.error
+        self._health.budget.cover(replica.limit)
+        if is_new or replica.state not in (State.DRAINING, State.EJECTED, facts.state):
+            self._become(replica, facts.state, now)
+        return self._fleet_changed(now)
+
+    @core_input
+    def left(self, name: str, now: float, returns: bool = False) -> list[Action]:
+        """It is gone; what it had goes on elsewhere. One that `returns` is being started again under its name."""
+        replica = self.fleet.by_name.get(name)
+        if replica is None:
+            return []
+        self.fleet.set_state(replica, State.STARTING, now)
+        self._lessons.forgot(replica)
+        actions = self._requests.abandon(replica, GONE, now)
+        if not returns:
+            self.fleet.remove(replica, now)
+            self._requests.unbar(replica.bit)
+        return actions + self._fleet_changed(now)
+
+    @core_input
+    def drained(self, name: str, now: float) -> list[Action]:
+        """No new requests for it. Who has no token of it goes elsewhere at once, if anybody else may take it; the
+        others may finish, and after `replica_drain_s` those that can go on elsewhere do.
+        """
+        replica = self.fleet.by_name.get(name)
+        if replica is None or replica.state is State.DRAINING:
+            return []
+        return self._drain(replica, now) + self._fleet_changed(now)
+
+    @core_input
+    def reported(self, name: str, report: Report, now: float) -> list[Action]:
+        """A message of its stream of events: it is alive."""
+        replica = self.fleet.by_name.get(name)
+        if replica is None:
+            return []
+        if report.is_snapshot or report.is_broken:
+            self._lessons.forgot(replica)
+        if report.is_broken:
+            self.fleet.note_others(replica, replica.num_own)
+            return self._requests.dispatch(now)
+        self.index.removed(replica.bit, report.removed)
+        self.index.stored(replica.bit, report.stored)
+        self._requests.waiting.block_cached(report.stored)
+        replica.heard_at = now
+        if report.num_in_flight is not None:
+            self.fleet.note_others(replica, report.num_in_flight)
+        if replica.state is State.EJECTED and replica.ejected_for is FailureKind.SILENT:
+            return self._is_well(replica, now)
+        return self._requests.dispatch(now)
+
+    @core_input
+    def probed(self, name: str, is_well: bool, now: float) -> list[Action]:
+        """What a Probe found."""
+        replica = self.fleet.by_name.get(name)
+        if replica is None:
+            return []
+        if is_well:
+            return self._is_well(replica, now)
+        if self._health.eject(replica, FailureKind.SILENT, now):
+            self._expect_probe(replica, now)
+            return self._requests.abandon(replica, SILENT, now)
+        if replica.state is State.EJECTED:
+            self._expect_probe(replica, now)
+        return []
+
+    @core_input
+    def scaled(self, low: int, high: int, now: float) -> list[Action]:
+        """From now on there are to be so many launched replicas."""
+        self._sizing.set_bounds(low, high)
+        return self._resize(now)
+
+    @core_input
+    def restarted(self, names: Sequence[str], now: float) -> list[Action]:
+        """Replace these launched replicas one by one, each by a new one that is ready before the old one drains."""
+        self._sizing.restart(names)
+        return self._resize(now)
+
+    # -- time
+
+    @core_input
+    def tick(self, now: float) -> list[Action]:
+        """Whatever has fallen due; call it at `next_tick`, or later."""
+        actions: list[Action] = []
+        for due in self._timers.take_due(now):
+            actions += self._fell_due(due, now)
+        for request_due in self._requests.timers.take_due(now):
+            actions += self._requests.fell_due(request_due, now)
+        if self._scale_at is not None and self._scale_at <= now:
+            actions += self._resize(now)
+        return actions + self._requests.dispatch(now)
+
+    def next_tick(self) -> float | None:
+        """(s) when something falls due, if nothing else happens; None is never."""
+        times = (self._timers.next_at(), self._requests.timers.next_at(), self._scale_at)
+        return min((at for at in times if at is not None), default=None)
+
+    # -- to look at
+
+    @property
+    def num_held(self) -> int:
+        return self._requests.waiting.num_held
+
+    @property
+    def num_requests(self) -> int:
+        """Held and in flight."""
+        return len(self._requests)
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """Names that are served, or were by the last that served any."""
+        return self._requests.models
+
+    def request(self, request_id: str) -> FleetRequest | None:
+        return self._requests.get(request_id)
+
+    def held(self) -> list[FleetRequest]:
+        """The next first; sorts, so it is for people to look at."""
+        return self._requests.waiting.in_order()
+
+    def key_of(self, request: FleetRequest) -> tuple[Any, ...]:
+        """The policy's order key of one held or in flight; smaller is served first in its group."""
+        return self._requests.waiting.key_of(request)
+
+    def view(self, now: float) -> FleetView:
+        """GET /admin/fleet."""
+        return view_of(self.fleet, self.index, self._requests.waiting, self._sizing.target, now)
+
+    def figures(self, now: float) -> FleetFigures:
+        """What the autoscaler looks at."""
+        waiting = self._requests.waiting
+        return self._sizing.figures(waiting, len(self._requests), self._requests.finished_tokens, now)
+
+    def check_invariants(self) -> None:
+        """Asserts that every request is in one place; slow."""
+        self._requests.check_invariants()
+        self.fleet.check_invariants()
+        self.index.check_invariants()
+
+    # -- replicas come and go
+
+    def _become(self, replica: Replica, state: State, now: float) -> None:
+        """It is new, or was away."""
+        replica.heard_at, replica.num_failures, replica.is_full = now, 0, False
+        self.fleet.note_others(replica, replica.num_own)
+        self.fleet.set_state(replica, state, now)
+        if state is State.READY:
+            self._sizing.is_there(replica, now)
+            self._watch(replica)
+
+    def _is_well(self, replica: Replica, now: float) -> list[Action]:
+        replica.heard_at, replica.num_failures, replica.error = now, 0, None
+        if replica.state is State.EJECTED:
+            self._become(replica, State.READY, now)
+        return self._fleet_changed(now)
+
+    def _watch(self, replica: Replica) -> None:
+        if replica.facts.has_beats and not replica.is_watched:
+            replica.is_watched = True
+            self._timers.add(replica.heard_at + self.config.silence_s, _ReplicaDue(_Due.SILENCE, replica))
+
+    def _fleet_changed(self, now: float) -> list[Action]:
+        """Who there is, or what they serve."""
+        refused: list[Action] = []
+        if self._facts_version != self.fleet.facts_version:
+            self._facts_version = self.fleet.facts_version
+            refused = self._requests.look_again()
+        return refused + self._requests.dispatch(now) + self._resize(now)
+
+    def _resize(self, now: float) -> list[Action]:
+        if not self._sizing.is_on:
+            self._scale_at = None
+            return []
+        self._sizing.aim(self.figures(now), now)
+        actions: list[Action] = [*self._sizing.starts(now)]
+        for name in self._sizing.surplus():
+            actions += self._drain(self.fleet.by_name[name], now)
+        if self._scale_at is None or self._scale_at <= now:
+            self._scale_at = now + EVERY_S
+        return actions
+
+    def _drain(self, replica: Replica, now: float) -> list[Action]:
+        self.fleet.set_state(replica, State.DRAINING, now)
+        self._timers.add(now + self.config.replica_drain_s, _ReplicaDue(_Due.DRAIN, replica))
+        without_token = [r for r in replica.in_flight.values() if not r.has_begun]
+        return [*self._sizing.emptied(replica), *self._requests.move_on(replica, without_token, now)]
+
+    def _said_full(self, replica: Replica, until: float, now: float) -> None:
+        """It works and has no room: until then it gets nobody."""
+        if not replica.is_full:
+            replica.unready_since = now
+        replica.full_until = max(until, replica.full_until)
+        self._timers.add(replica.full_until, _ReplicaDue(_Due.FULL, replica))
+        replica.is_full = True
+
+    def _expect_probe(self, replica: Replica, now: float) -> None:
+        """It is out. What it does for others may still come to an end, so they stay."""
+        self._timers.add(now + self._health.next_probe_s(replica), _ReplicaDue(_Due.PROBE, replica))
+
+    # -- what falls due
+
+    def _is_living(self, due: _ReplicaDue) -> bool:
+        return self.fleet.by_name.get(due.replica.name) is due.replica
+
+    def _fell_due(self, due: _ReplicaDue, now: float) -> list[Action]:
+        what, replica = due
+        if what is _Due.SILENCE:
+            return self._silence_due(replica, now)
+        if what is _Due.PROBE:
+            return [Probe(replica.name)] if replica.state is State.EJECTED else []
+        if what is _Due.FULL:
+            replica.is_full = now < replica.full_until
+            self.fleet.note_room(replica)
+            return []
+        if replica.state is not State.DRAINING:
+            return []
+        movable = [r for r in replica.in_flight.values() if not r.has_begun or self._health.can_resume(r, replica)]
+        return self._requests.move_on(replica, movable, now)
+
+    def _silence_due(self, replica: Replica, now: float) -> list[Action]:
+        """A beat may have come since; if all fell silent at once, it may be us: then a probe tells."""
+        replica.is_watched = False
+        if replica.state is not State.READY:
+            return []
+        if now < replica.heard_at + self.config.silence_s:
+            self._watch(replica)
+            return []
+        if self._health.may_eject() and self._health.eject(replica, FailureKind.SILENT, now):
+            self._expect_probe(replica, now)
+            return self._requests.abandon(replica, SILENT, now)
+        self._timers.add(now + self.config.silence_s, _ReplicaDue(_Due.SILENCE, replica))
+        replica.is_watched = True
+        return [Probe(replica.name)]

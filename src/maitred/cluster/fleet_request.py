@@ -1,0 +1,110 @@
+"""A request as the router knows it: what a policy may ask of it, where it may go, and how far it has come."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class Place(Enum):
+    HELD = "held"
+    BOUND = "bound"
+    GONE = "gone"
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class FleetRequest:
+    """Implements `policy.queued.Queued` and `policy.predictor.Foretold`. Read from the body once; no token is in it."""
+
+    request_id: str
+    arrived_at: float  # s, as all times
+    num_bytes: int  # of the prompt; tokens are estimated from them
+    max_tokens: int  # most output tokens, of one sample
+    model: str | None = None  # None takes any
+    tenant: str = ""
+    weight: float = 1.0
+    priority: int = 0
+    ttft_slo_s: float | None = None
+    start_by: float | None = None
+    finish_by: float | None = None
+    num_samples: int = 1  # n: as many slots are taken
+    keys: tuple[int, ...] = ()  # of its prefixes, see prefix_keys
+    hash_key: int | None = None  # of its session, cache key or user
+    is_local: bool = False  # never leaves the first tier
+    can_resume: bool = False  # its tokens are told beside its text
+    features: Sequence[float] = ()
+    # written by ClusterCore
+    num_inputs: int = 1  # estimated prompt tokens
+    expected_outputs: float | None = None
+    place: Place = Place.HELD
+    replica: int = -1  # bit number of the one that it is bound to, or was last
+    num_computed: int = 0
+    num_outputs: int = 0
+    num_cached: int = 0  # prompt tokens that its replica was thought to have
+    first_scheduled_at: float | None = None  # when it was bound first
+    bound_at: float | None = None  # when it was bound last
+    held_at: float = 0.0  # when it was held last
+    has_begun: bool = False  # a byte of its answer came, of any attempt
+    num_attempts: int = 0
+    num_retries: int = 0
+    num_deaths: int = 0  # replicas that died with it
+    num_spills: int = 0  # tiers that it waited past
+    tiers: int = 0  # bits of those that it may use
+    barred: int = 0  # bits of replicas where it failed
+    fingerprint: str | None = None  # of the replica that made its tokens; None goes on anywhere
+
+    @property
+    def max_outputs(self) -> int:
+        return self.max_tokens
+
+    @property
+    def block_hashes(self) -> Sequence[int]:
+        """A prefix key stands for the blocks that it covers."""
+        return self.keys
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What an answer's usage tells, and whether it came to its own end."""
+
+    num_prompt_tokens: int | None = None
+    num_output_tokens: int | None = None
+    num_cached_tokens: int | None = None
+    complete: bool = True  # it ended by itself, not cut by client or error
+
+
+class FailureKind(str, Enum):
+    RESET = "reset"  # nobody listens, or the connection ended before the answer did: the replica is gone
+    SILENT = "silent"  # it has not been heard of
+    FULL = "full"  # 503 with Retry-After: it works, and has no room
+    ERROR = "error"  # 5xx, or what is no answer
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    kind: FailureKind
+    retry_after_s: float = 1.0  # of FULL
+    message: str = ""
+
+    @property
+    def is_death(self) -> bool:
+        return self.kind in (FailureKind.RESET, FailureKind.SILENT)
+
+
+@dataclass(slots=True)
+class TokenRatio:
+    """Bytes of a prompt for each of its tokens, as usage has told lately; of one model."""
+
+    num_bytes: float = field(default=4.0 * 64)
+    num_tokens: float = field(default=64.0)
+
+    MEMORY = 0.99
+
+    def told(self, num_bytes: int, num_tokens: int) -> None:
+        if num_bytes > 0 and num_tokens > 0:
+            self.num_bytes = self.MEMORY * self.num_bytes + num_bytes
+            self.num_tokens = self.MEMORY * self.num_tokens + num_tokens
+
+    def tokens(self, num_bytes: int) -> int:
+        return max(1, round(num_bytes * self.num_tokens / self.num_bytes))

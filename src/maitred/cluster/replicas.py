@@ -1,0 +1,287 @@
+"""The replicas of a fleet: what each is, who is in flight there, and sets of them as bits of integers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import NamedTuple
+
+from maitred.cluster.config import FleetConfig, Tier, tiers_of
+from maitred.cluster.fleet_request import FailureKind, FleetRequest
+
+MAX_CACHED_SETS = 64
+
+
+class State(str, Enum):
+    STARTING = "starting"
+    READY = "ready"
+    ASLEEP = "asleep"
+    DRAINING = "draining"
+    EJECTED = "ejected"
+
+
+class Kind(str, Enum):
+    MAITRED = "maitred"
+    FOREIGN = "foreign"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaFacts:
+    """What a replica tells of itself, or the command line of it."""
+
+    name: str
+    url: str = ""
+    kind: Kind = Kind.MAITRED
+    state: State = State.READY  # starting, ready or asleep
+    slots: int | None = None  # None is the configuration's
+    models: tuple[str, ...] | None = None  # None until it has told them; adapters among them
+    tier: str = ""
+    weight: float | None = None  # speed beside the others', as the user says
+    tokens_per_s: float | None = None  # speed, of prompt tokens, as it says itself
+    fingerprint: str | None = None  # equal where the same numbers are computed
+    is_launched: bool = False  # by us, so it may be started and stopped
+    has_beats: bool = False  # its stream of events is open, so it is to be heard of four times a second
+    pid: int | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """A message of a replica's stream of events; the first of a stream is a snapshot."""
+
+    num_in_flight: int | None = None  # of all its clients; None says nothing of it
+    stored: Sequence[int] = ()  # prefix keys that it has from now on
+    removed: Sequence[int] = ()
+    is_snapshot: bool = False  # it has what is stored here, and nothing else
+    is_broken: bool = False  # the stream ended: nothing is known of its keys any more
+
+
+class Use(NamedTuple):
+    """What decides which replicas a request may use; requests of equal Use wait in one queue."""
+
+    model: str | None
+    tiers: int  # bits
+    barred: int  # bits of replicas where it failed
+    fingerprint: str | None
+
+
+@dataclass(slots=True, eq=False)
+class Replica:
+    """One of them, as the router knows it. Written by `Replicas` and `health`."""
+
+    name: str
+    facts: ReplicaFacts
+    bit: int
+    tier: int
+    limit: int  # most in flight: slots and reserve
+    state: State = State.STARTING
+    speed: float = 1.0  # beside the others'; their mean is about 1
+    in_flight: dict[str, FleetRequest] = field(default_factory=dict)
+    num_own: int = 0  # samples that we have in flight there; each takes a slot
+    num_others: int = 0  # in flight there for other clients, as it told
+    load: int = 0  # both together
+    is_full: bool = False  # it said so, and its Retry-After is not over
+    turn: float = 0.0  # of round_robin
+    # of its health
+    num_failures: int = 0  # in a row
+    num_probes: int = 0  # since it was taken out
+    ejected_for: FailureKind | None = None
+    is_watched: bool = False  # for silence
+    full_until: float = 0.0
+    heard_at: float = 0.0
+    unready_since: float = 0.0
+    error: str | None = None
+
+    @property
+    def slots(self) -> int:
+        return self.facts.slots or 0
+
+    @property
+    def room(self) -> int:
+        """How many more it may get. Whoever tells of others' load, true or not, still gets one at a time."""
+        return max(1, self.limit - self.num_others) - self.num_own
+
+
+class Replicas:
+    """All there are, by name and by bit. `ready` and `room` are sets of bits, kept up to date by the methods here."""
+
+    def __init__(self, config: FleetConfig) -> None:
+        self._config = config
+        self.tiers: tuple[Tier, ...] = tiers_of(config)
+        self.by_name: dict[str, Replica] = {}
+        self._by_bit: list[Replica | None] = []
+        self.ready = 0
+        self.room = 0  # of those ready
+        self.last_left_at = 0.0
+        self.version = 0  # rises when anything but load changes
+        self.facts_version = 0  # rises when somebody comes, goes or tells other facts
+        self.models: dict[str, int] = {}  # told, by whom
+        self._tier_bits = [0] * len(self.tiers)
+        self._fingerprints: dict[str, int] = {}
+        self._usable: dict[Use, int] = {}
+        self._listed: dict[int, tuple[Replica, ...]] = {}
+
+    def __iter__(self) -> Iterator[Replica]:
+        return iter(self.by_name.values())
+
+    def __len__(self) -> int:
+        return len(self.by_name)
+
+    def at(self, bit: int) -> Replica:
+        replica = self._by_bit[bit]
+        assert replica is not None, f"nobody has bit {bit}"
+        return replica
+
+    def of(self, bits: int) -> tuple[Replica, ...]:
+        """The replicas of a set, by bit."""
+        found = self._listed.get(bits)
+        if found is None:
+            if len(self._listed) >= MAX_CACHED_SETS:
+                self._listed.clear()
+            found = self._listed[bits] = tuple(self.at(bit) for bit in bits_of(bits))
+        return found
+
+    # -- who is there
+
+    def put(self, facts: ReplicaFacts, now: float) -> Replica:
+        """A new one, or new facts of one that there is; its state is the caller's to set."""
+        replica = self.by_name.get(facts.name)
+        if facts.slots is None:
+            facts = replace(facts, slots=self._config.slots)
+        if replica is None:
+            bit = next((bit for bit, there in enumerate(self._by_bit) if there is None), len(self._by_bit))
+            replica = Replica(facts.name, facts, bit, 0, 0, heard_at=now, unready_since=now)
+            if bit == len(self._by_bit):
+                self._by_bit.append(None)
+            self._by_bit[bit] = self.by_name[facts.name] = replica
+        replica.facts = facts
+        replica.tier = self._tier_of(facts)
+        replica.limit = self._config.limit_of(replica.slots)
+        self._list_anew()
+        self.note_room(replica)
+        return replica
+
+    def remove(self, replica: Replica, now: float) -> None:
+        self.last_left_at = now
+        del self.by_name[replica.name]
+        self._by_bit[replica.bit] = None
+        self.ready &= ~(1 << replica.bit)
+        self.room &= ~(1 << replica.bit)
+        self._list_anew()
+
+    def set_state(self, replica: Replica, state: State, now: float) -> None:
+        if replica.state is State.READY and state is not State.READY:
+            replica.unready_since = now
+        replica.state = state
+        flag = 1 << replica.bit
+        self.ready = self.ready | flag if state is State.READY else self.ready & ~flag
+        self._changed()
+        self.note_room(replica)
+
+    # -- who is in flight where
+
+    def bind(self, replica: Replica, request: FleetRequest) -> None:
+        replica.in_flight[request.request_id] = request
+        replica.num_own += request.num_samples
+        replica.load += request.num_samples
+        if replica.room <= 0:
+            self.room &= ~(1 << replica.bit)
+
+    def free(self, replica: Replica, request: FleetRequest) -> None:
+        del replica.in_flight[request.request_id]
+        replica.num_own -= request.num_samples
+        replica.load -= request.num_samples
+        self.note_room(replica)
+
+    def note_others(self, replica: Replica, num_in_flight: int) -> None:
+        """So many are in flight there, as it says."""
+        replica.num_others = max(0, num_in_flight - replica.num_own)
+        replica.load = replica.num_own + replica.num_others
+        self.note_room(replica)
+
+    def note_room(self, replica: Replica) -> None:
+        """Its load, or what it told of it, has changed."""
+        flag = 1 << replica.bit
+        has_room = replica.state is State.READY and not replica.is_full and replica.room > 0
+        self.room = self.room | flag if has_room else self.room & ~flag
+
+    # -- who may be used
+
+    def usable(self, use: Use) -> int:
+        """Those ready that a request may use, with room or not; those where it failed only when there is no other."""
+        found = self._usable.get(use)
+        if found is None:
+            bits = self.ready & self.known(use)
+            found = self._usable[use] = bits & ~use.barred or bits
+        return found
+
+    def known(self, use: Use) -> int:
+        """Those that it may use if they are ready, or will be."""
+        bits = 0
+        for tier, of_tier in enumerate(self._tier_bits):
+            if use.tiers >> tier & 1:
+                bits |= of_tier
+        if use.model is not None:
+            bits &= self.models.get(use.model, 0)
+        if use.fingerprint is not None:
+            bits &= self._fingerprints.get(use.fingerprint, 0)
+        return bits
+
+    def in_tier(self, tier: int) -> int:
+        return self._tier_bits[tier]
+
+    def _tier_of(self, facts: ReplicaFacts) -> int:
+        """By name, by its URL, or the first that lists nobody; else the last."""
+        for at, tier in enumerate(self.tiers):
+            if facts.tier and facts.tier == tier.name:
+                return at
+            if facts.url and facts.url in tier.replicas:
+                return at
+        return next((at for at, tier in enumerate(self.tiers) if not tier.replicas), len(self.tiers) - 1)
+
+    def _list_anew(self) -> None:
+        self.models, self._fingerprints = {}, {}
+        self._tier_bits = [0] * len(self.tiers)
+        for replica in self:
+            flag = 1 << replica.bit
+            self._tier_bits[replica.tier] |= flag
+            for model in replica.facts.models or ():
+                self.models[model] = self.models.get(model, 0) | flag
+            fingerprint = replica.facts.fingerprint
+            if fingerprint is not None:
+                self._fingerprints[fingerprint] = self._fingerprints.get(fingerprint, 0) | flag
+        self._measure_speeds()
+        self.facts_version += 1
+        self._changed()
+
+    def _measure_speeds(self) -> None:
+        """A weight that the user gave, else its own figure beside the mean of those told, else 1."""
+        told = [r.facts.tokens_per_s for r in self if r.facts.tokens_per_s and r.facts.weight is None]
+        mean = sum(told) / len(told) if told else 1.0
+        for replica in self:
+            facts = replica.facts
+            replica.speed = facts.weight or (facts.tokens_per_s / mean if facts.tokens_per_s else 1.0)
+
+    def _changed(self) -> None:
+        self.version += 1
+        self._usable.clear()
+        self._listed.clear()
+
+    def check_invariants(self) -> None:
+        """Asserts that the sets agree with the replicas; slow."""
+        for replica in self:
+            assert self.at(replica.bit) is replica
+            assert replica.load == replica.num_own + replica.num_others
+            assert bool(self.ready >> replica.bit & 1) == (replica.state is State.READY)
+            has_room = replica.state is State.READY and not replica.is_full and replica.room > 0
+            assert bool(self.room >> replica.bit & 1) == has_room
+        assert (self.ready | self.room) >> len(self._by_bit) == 0
+
+
+def bits_of(bits: int) -> Iterator[int]:
+    """The numbers of the bits that are set, the lowest first."""
+    while bits:
+        lowest = bits & -bits
+        yield lowest.bit_length() - 1
+        bits ^= lowest

@@ -1,0 +1,250 @@
+"""The requests of a fleet, from their arrival to their end: held, in flight, tried again, refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from enum import Enum
+from typing import NamedTuple
+
+from maitred.cluster.actions import Action, Move, Refuse
+from maitred.cluster.binding import Binder, use_of
+from maitred.cluster.config import FleetConfig
+from maitred.cluster.entry import allow_tiers, why_never
+from maitred.cluster.fleet_request import Failure, FleetRequest, Place, Usage
+from maitred.cluster.health import Health
+from maitred.cluster.lessons import Lessons
+from maitred.cluster.replicas import Replica, Replicas
+from maitred.cluster.sizing import Sizing
+from maitred.cluster.timers import Timers
+from maitred.errors import EngineDead, MaitredError, QueueTimeout, RequestTimeout
+
+
+class Due(Enum):
+    """What of a request may fall due."""
+
+    START = "start"  # its start_by
+    FINISH = "finish"  # its finish_by
+    HOLD = "hold"  # the hold timeout
+    SPILL = "spill"  # it has waited past its tier
+
+
+class RequestDue(NamedTuple):
+    """Of one request."""
+
+    what: Due
+    request: FleetRequest
+
+
+class Requests:
+    """All there are. Methods that return actions have done their part: the rest is for whoever drives the core."""
+
+    def __init__(
+        self,
+        config: FleetConfig,
+        fleet: Replicas,
+        binder: Binder,
+        lessons: Lessons,
+        health: Health,
+        sizing: Sizing,
+    ) -> None:
+        self._config, self._fleet, self._binder = config, fleet, binder
+        self._lessons, self._health, self._sizing = lessons, health, sizing
+        self._living: dict[str, FleetRequest] = {}
+        self.waiting = binder.waiting
+        self.timers: Timers[RequestDue] = Timers(lambda due: due.request.place is not Place.GONE)
+        self.models: tuple[str, ...] = ()  # that are served, or were by the last that served any
+        self.finished_tokens = 0.0
+
+    def __len__(self) -> int:
+        return len(self._living)
+
+    def __iter__(self) -> Iterator[FleetRequest]:
+        return iter(self._living.values())
+
+    def get(self, request_id: str) -> FleetRequest | None:
+        return self._living.get(request_id)
+
+    def bound(self, request_id: str) -> FleetRequest | None:
+        """None too while it is held."""
+        request = self._living.get(request_id)
+        return request if request is not None and request.place is Place.BOUND else None
+
+    # -- they come
+
+    def arrive(self, request: FleetRequest, now: float) -> list[Action]:
+        self._health.budget.arrived()
+        self._lessons.estimate(request)
+        error = why_never(request, self._fleet, self.models)
+        if error is not None:
+            return [Refuse(request.request_id, error)]
+        self._living[request.request_id] = request
+        if request.finish_by is not None:
+            self.timers.add(request.finish_by, RequestDue(Due.FINISH, request))
+        return self.hold([request], now)
+
+    def hold(self, requests: Iterable[FleetRequest], now: float) -> list[Action]:
+        """Until each can be bound, which may be at once."""
+        spills = [(request, allow_tiers(request, self._fleet)) for request in requests]
+        for request, _ in spills:
+            self._binder.hold(request, now)
+        actions = self.dispatch(now)
+        for request, spill_after_s in spills:
+            if request.place is Place.HELD:
+                self._watch(request, spill_after_s, now)
+        return actions
+
+    def dispatch(self, now: float) -> list[Action]:
+        """Binds whom it can."""
+        return [*self._binder.dispatch(now)]
+
+    def _watch(self, request: FleetRequest, spill_after_s: float | None, now: float) -> None:
+        if request.start_by is not None:
+            self.timers.add(request.start_by, RequestDue(Due.START, request))
+        if spill_after_s is not None:
+            self.timers.add(now + spill_after_s, RequestDue(Due.SPILL, request))
+        self.timers.add(now + self._config.hold_timeout_s, RequestDue(Due.HOLD, request))
+
+    # -- they go
+
+    def finish(self, request: FleetRequest, usage: Usage | None) -> list[Action]:
+        """Its answer came to its end."""
+        if usage is not None:
+            if usage.num_output_tokens is not None:
+                self.waiting.progressed(request, max(0, usage.num_output_tokens - request.num_outputs))
+                request.num_outputs = usage.num_output_tokens
+            self._lessons.told(request, self._fleet.at(request.replica), usage)
+        self.finished_tokens += request.num_inputs + request.num_outputs
+        return self.end(request)
+
+    def end(self, request: FleetRequest) -> list[Action]:
+        actions = self._free(request) if request.place is Place.BOUND else []
+        del self._living[request.request_id]
+        self.waiting.ended(request)
+        request.place = Place.GONE
+        return actions
+
+    def refuse(self, request: FleetRequest, error: MaitredError, failure: Failure | None = None) -> list[Action]:
+        return [Refuse(request.request_id, error, failure), *self.end(request)]
+
+    def _free(self, request: FleetRequest) -> list[Action]:
+        """It is in flight no more; a drained replica may be empty by that."""
+        replica = self._fleet.at(request.replica)
+        self._binder.release(request)
+        request.place = Place.HELD
+        return [*self._sizing.emptied(replica)]
+
+    # -- their replica fails, or is to go
+
+    def fail(self, requests: list[FleetRequest], replica: Replica, failure: Failure, now: float) -> list[Action]:
+        """Their attempts failed: each is held again, or refused."""
+        actions: list[Action] = []
+        again = []
+        for request in requests:
+            actions += self._free(request)
+            request.num_deaths += failure.is_death or request.has_begun
+            request.barred |= 1 << replica.bit
+            error = self._health.why_no_more(request, replica, failure) or self._why_no_end(request)
+            if error is None:
+                again.append(request)
+            else:
+                actions += self.refuse(request, error, failure)
+        return actions + self.hold(again, now)
+
+    def abandon(self, replica: Replica, failure: Failure, now: float) -> list[Action]:
+        """Nothing will come of it: all that it had failed."""
+        requests = list(replica.in_flight.values())
+        moves: list[Action] = [Move(r.request_id, replica.name, failure.kind.value) for r in requests]
+        return moves + self.fail(requests, replica, failure, now)
+
+    def put_back(self, request: FleetRequest, now: float) -> list[Action]:
+        """Its replica had no room; nobody is any the worse for it."""
+        return self._free(request) + self.hold([request], now)
+
+    def move_on(self, replica: Replica, requests: Iterable[FleetRequest], now: float) -> list[Action]:
+        """Those whom others may take go there, through no fault of their own or the replica's."""
+        actions: list[Action] = []
+        moved = []
+        for request in requests:
+            if request.has_begun and self._config.resume == "exact":
+                request.fingerprint = replica.facts.fingerprint
+            if self._fleet.usable(use_of(request)):
+                actions += [Move(request.request_id, replica.name, "drain"), *self._free(request)]
+                moved.append(request)
+        return actions + self.hold(moved, now)
+
+    def _why_no_end(self, request: FleetRequest) -> MaitredError | None:
+        """Why a part of an answer stays one; None while a replica that could go on with it is there, or will be."""
+        if not request.has_begun or self._sizing.is_on or self._fleet.known(use_of(request)):
+            return None
+        return EngineDead(f"request {request.request_id}: no replica that is left computes the same numbers")
+
+    # -- the fleet changes
+
+    def look_again(self) -> list[Action]:
+        """At those held: other models are served, or in other tiers."""
+        self.models = tuple(sorted(self._fleet.models)) or self.models
+        actions: list[Action] = []
+        for request in list(self.waiting):
+            error = why_never(request, self._fleet, self.models) or self._why_no_end(request)
+            if error is not None:
+                actions += self.refuse(request, error)
+            else:
+                allow_tiers(request, self._fleet)
+                self.waiting.move(request, use_of(request))
+        return actions
+
+    def unbar(self, bit: int) -> None:
+        """It will be another replica's."""
+        for request in self:
+            if request.barred >> bit & 1:
+                request.barred &= ~(1 << bit)
+                self.waiting.move(request, use_of(request))
+
+    # -- what falls due
+
+    def fell_due(self, due: RequestDue, now: float) -> list[Action]:
+        what, request = due
+        waited_s = now - request.arrived_at
+        if what is Due.FINISH:
+            told = f"request {request.request_id}: not done after {waited_s:.1f} s"
+            return self.refuse(request, RequestTimeout(told))
+        if request.place is not Place.HELD or (what is Due.START and request.has_begun):
+            return []
+        if what is Due.START:
+            told = f"request {request.request_id}: no replica had room for it in {waited_s:.1f} s"
+            return self.refuse(request, QueueTimeout(told))
+        return self._spill(request, now) if what is Due.SPILL else self._held_long(request, now)
+
+    def _spill(self, request: FleetRequest, now: float) -> list[Action]:
+        request.num_spills += 1
+        spill_after_s = allow_tiers(request, self._fleet)
+        if spill_after_s is not None:
+            self.timers.add(now + spill_after_s, RequestDue(Due.SPILL, request))
+        self.waiting.move(request, use_of(request))
+        return []
+
+    def _held_long(self, request: FleetRequest, now: float) -> list[Action]:
+        """It is refused if for so long nobody was there that may take it."""
+        since = self._alone_since(request, now)
+        due_at = since + self._config.hold_timeout_s
+        if due_at > now:
+            self.timers.add(due_at, RequestDue(Due.HOLD, request))
+            return []
+        told = f"request {request.request_id}: no replica that may take it was there for {now - since:.1f} s"
+        return self.refuse(request, QueueTimeout(told))
+
+    def _alone_since(self, request: FleetRequest, now: float) -> float:
+        """When the last replica that could take it went, or said that it is full; now while there is one."""
+        use = use_of(request)
+        if any(not replica.is_full for replica in self._fleet.of(self._fleet.usable(use))):
+            return now
+        known = self._fleet.of(self._fleet.known(use))
+        return max([request.held_at, self._fleet.last_left_at, *(replica.unready_since for replica in known)])
+
+    def check_invariants(self) -> None:
+        """Asserts that each is in one place; slow."""
+        bound = [request for request in self if request.place is Place.BOUND]
+        self._binder.check_invariants(bound)
+        for replica in self._fleet:
+            assert replica.in_flight == {r.request_id: r for r in bound if r.replica == replica.bit}
+            assert replica.num_own == sum(r.num_samples for r in replica.in_flight.values())

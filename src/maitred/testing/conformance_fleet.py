@@ -1,0 +1,273 @@
+"""What a policy must keep when one queue feeds several replicas: call `check_fleet_policy`. Pure and seeded.
+
+    from maitred.testing.conformance_fleet import check_fleet_policy
+    check_fleet_policy(my_policy)    # my_policy: PolicyFactory; raises PolicyFault, naming the property and the seed
+
+A real `ClusterCore` in front of real schedulers, each under the same policy, with replicas that die and come back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from math import isfinite
+
+from maitred.cluster.actions import Action, Bind, Move, Refuse
+from maitred.cluster.binding import use_of
+from maitred.cluster.config import BALANCES, FleetConfig
+from maitred.cluster.core import ClusterCore
+from maitred.cluster.fleet_request import FleetRequest, Usage
+from maitred.cluster.replicas import ReplicaFacts
+from maitred.policy.parameters import make_policy
+from maitred.policy.policy import PolicyFactory
+from maitred.request import RequestSpec, RequestState
+from maitred.step import SchedulerOutput
+from maitred.testing.conformance import RIVALS, PolicyFault, ServiceMeter, tenant_shape
+from maitred.testing.conformance_world import CHECKED, Scenario, World, answer, scenario_of
+
+BYTES_PER_TOKEN = 4  # as a core takes it until usage tells
+
+
+class FleetWorld:
+    """The load of a scenario on several replicas, each with as many slots and blocks as the scenario has."""
+
+    def __init__(
+        self, make: PolicyFactory, scenario: Scenario, balance: str | None = None, num_replicas: int = 3
+    ) -> None:
+        """Without a balance the seed chooses one."""
+        balance = balance if balance is not None else BALANCES[scenario.seed % len(BALANCES)]
+        self.make, self.scenario = make, scenario
+        self.source = World(make, scenario)  # draws requests, and runs none
+        self.engines: dict[str, World] = {}
+        config = FleetConfig(slots=scenario.max_num_seqs, balance=balance, retry_ratio=1.0, max_deaths=100)
+        self.core = ClusterCore(config, scenario.config, policies={CHECKED: make})
+        self.specs: dict[str, RequestSpec] = {}
+        self.where: dict[str, str] = {}  # of those in flight
+        self.bindings: list[tuple[str, str]] = []
+        self.plans: list[SchedulerOutput] = []  # of the last step
+        self.num_ended = self.num_steps = 0
+        self.now = 0.0
+        for number in range(num_replicas):
+            self.join(f"replica-{number}")
+
+    @property
+    def has_work(self) -> bool:
+        return self.core.num_requests > 0
+
+    def fault(self, name: str, what: str) -> PolicyFault:
+        return PolicyFault(f"fleet: {name}", self.scenario, self.num_steps, what)
+
+    def join(self, name: str) -> None:
+        self.engines[name] = World(self.make, self.scenario)
+        self.carry_out(self.core.joined(ReplicaFacts(name=name, models=("m",)), self.now))
+
+    def die(self, name: str) -> None:
+        """All that it had is moved by what the core says."""
+        places = {request_id: self.place(request_id) for request_id, at in self.where.items() if at == name}
+        del self.engines[name]
+        actions = self.core.left(name, self.now)
+        self.carry_out(actions)
+        for request_id, place in places.items():
+            if self.core.request(request_id) is not None and place < self.place(request_id):
+                raise self.fault(
+                    "keeps its place", f"{request_id} was in place {place}, and is later when its replica died"
+                )
+
+    def place(self, request_id: str) -> tuple[object, ...]:
+        """Its key: groups may change places meanwhile."""
+        request = self.core.request(request_id)
+        assert request is not None
+        return self.core.key_of(request)
+
+    def add(self, request: RequestState) -> None:
+        spec = request.spec
+        self.source.requests[spec.request_id] = request
+        self.specs[spec.request_id] = spec
+        asked = FleetRequest(
+            request_id=spec.request_id,
+            arrived_at=spec.arrived_at,
+            num_bytes=BYTES_PER_TOKEN * spec.num_prompt_tokens,
+            max_tokens=spec.max_tokens,
+            tenant=spec.tenant,
+            weight=spec.weight,
+            priority=spec.priority,
+            ttft_slo_s=spec.ttft_slo_s,
+            keys=tuple(int.from_bytes(digest[:8], "big") for digest in spec.block_hashes),
+        )
+        self.carry_out(self.core.arrived(asked, self.now))
+
+    def carry_out(self, actions: list[Action]) -> None:
+        """Then looks at who is bound and who is held."""
+        started = []
+        for action in actions:
+            if isinstance(action, Bind):
+                self.where[action.request_id] = action.choice.replica
+                self.bindings.append((action.request_id, action.choice.replica))
+                spec = self.specs[action.request_id]
+                self.engines[action.choice.replica].scheduler.add(RequestState(spec), self.now)
+                started.append(action.request_id)
+            elif isinstance(action, Move):
+                del self.where[action.request_id]
+            elif isinstance(action, Refuse):
+                self.where.pop(action.request_id, None)
+                self.num_ended += 1
+        self._look(started)
+
+    def step(self) -> None:
+        """Every replica does a step; a step takes a second."""
+        self.plans = []
+        self.now += 1.0
+        self.num_steps += 1
+        for world in list(self.engines.values()):
+            plan = world.scheduler.schedule(self.now)
+            self.plans.append(plan)
+            for told in world.scheduler.update(plan, answer(plan), self.now):
+                self.core.progressed(told.request_id, len(told.new_token_ids), self.now)
+                if told.finish_reason is not None:
+                    del self.where[told.request_id]
+                    self.num_ended += 1
+                    self.carry_out(self.core.ended(told.request_id, self._usage(told.request_id), self.now))
+        self.source.now = self.now
+
+    def _usage(self, request_id: str) -> Usage:
+        spec = self.specs[request_id]
+        return Usage(spec.num_prompt_tokens, spec.max_tokens, complete=False)
+
+    # -- what must hold after everything that happens
+
+    def _look(self, started: list[str]) -> None:
+        held = self.core.held()
+        if held and any(self.core.fleet.usable(use_of(request)) & self.core.fleet.room for request in held):
+            raise self.fault("work conservation", f"{held[0].request_id} is held while a replica has room")
+        policy, groups = self.core.policy, self.core.policy.groups
+        for request_id in started:
+            ahead = self.core.request(request_id)
+            if ahead is None:
+                continue
+            for waiting in held:
+                if groups is not None and groups.group_of(ahead) != groups.group_of(waiting):
+                    continue
+                until = policy.overtaken_until(waiting)
+                if not isfinite(until) or ahead.arrived_at > until:
+                    raise self.fault("starvation bound", f"{request_id} is bound before {waiting.request_id}")
+                if self.place(waiting.request_id) < self.place(request_id):
+                    raise self.fault("no inversion", f"{request_id} is bound before {waiting.request_id}")
+
+    def check_places(self) -> None:
+        """Every request is in one place."""
+        here = {r.request_id for r in self.core.held()}
+        running = [r.request_id for w in self.engines.values() for r in (*w.scheduler.waiting, *w.scheduler.running)]
+        if len(here) + len(running) != len(here.union(running)) or set(running) != self.where.keys():
+            raise self.fault("conservation", "a request is in two places, or in none")
+        if len(here) + len(running) + self.num_ended != len(self.specs):
+            raise self.fault("conservation", f"{len(here)} held, {len(running)} in flight, {self.num_ended} ended")
+        try:
+            self.core.check_invariants()
+        except AssertionError as broken:
+            raise self.fault("bounded queue", f"the core remembers requests that have gone {broken}") from None
+
+
+# -- checks of a policy: each raises PolicyFault
+
+
+def check_fleet_steps(make: PolicyFactory, scenario: Scenario, balance: str | None = None) -> list[tuple[str, str]]:
+    """The load of a scenario to its end, while replicas die and come. Returns who was bound where, in order."""
+    scenario = replace(scenario, num_requests=3 * scenario.num_requests)
+    world, dice, num_joined = FleetWorld(make, scenario, balance), World(make, scenario).dice, 3
+    while world.has_work or len(world.specs) < scenario.num_requests:
+        while len(world.specs) < scenario.num_requests and dice.chance(scenario.arrivals_percent):
+            world.add(world.source.draw_request())
+        if dice.chance(3) and len(world.engines) > 1:
+            world.die(dice.choose(sorted(world.engines)))
+        if dice.chance(5) and len(world.engines) < 4:
+            num_joined += 1
+            world.join(f"replica-{num_joined}")
+        world.step()
+        world.check_places()
+        if world.num_steps > 50 * world.source.max_steps:
+            raise world.fault("conservation", f"no end in sight for {world.core.num_requests}")
+    return world.bindings
+
+
+def check_fleet_determinism(make: PolicyFactory, scenario: Scenario, balance: str | None = None) -> None:
+    """Two runs bind alike."""
+    if check_fleet_steps(make, scenario, balance) != check_fleet_steps(make, scenario, balance):
+        raise PolicyFault("fleet: determinism", scenario, 0, "a second run binds otherwise")
+
+
+def check_fleet_endless_load(make: PolicyFactory, scenario: Scenario, balance: str | None = None) -> None:
+    """The least favoured request there can be finishes, whatever comes in for ever."""
+    for kind, fields in RIVALS.items():
+        roomy = replace(scenario, num_blocks=200, block_size=2, max_num_seqs=1 + scenario.seed % 2)
+        roomy = replace(roomy, max_num_batched_tokens=16, enable_prefix_caching=True)
+        world = FleetWorld(make, roomy, balance, num_replicas=2)
+        places = 2 * (roomy.max_num_seqs + 1)
+
+        def rival(world: FleetWorld, fields: dict[str, object] = fields, kind: str = kind) -> RequestState:
+            number = len(world.specs)
+            base = {"tenant": f"a{number:05d}" if "new" in kind else "rivals", **fields}
+            return world.source.make_request(prompt=1 + number % 2, max_tokens=2, **base)  # type: ignore[arg-type]
+
+        for _ in range(2 * places):
+            world.add(rival(world))
+        victim = world.source.make_request(prompt=8, max_tokens=3, priority=2, tenant="victim")
+        world.add(victim)
+        asked = world.core.request(victim.request_id)
+        assert asked is not None
+        max_steps = 300 + 8 * int(world.core.policy.overtaken_until(asked))
+        while world.core.request(victim.request_id) is not None:
+            if world.num_steps > max_steps:
+                raise world.fault("starvation bound", f"after {max_steps} steps one is not done; rivals: {kind}")
+            for _ in range(places):
+                world.add(rival(world))
+            world.step()
+
+
+def check_fleet_fair_share(make: PolicyFactory, scenario: Scenario, balance: str | None = None) -> float:
+    """Of groups that always wait, the service of all replicas together drifts apart by no more than the bound says of
+    a batch as large as all of theirs, and twice the prompts in flight: they count when they are bound, and are computed
+    later. Returns the largest drift as a share of it. A policy without groups passes.
+    """
+    gap = make_policy(make, scenario.config).max_service_gap
+    if gap is None:
+        return 0.0
+    scenario = replace(scenario, num_blocks=max(scenario.num_blocks, 8 * scenario.longest_prompt))
+    world = FleetWorld(make, scenario, balance)
+    shapes = [tenant_shape(world.source, number) for number in range(2 + scenario.seed % 3)]
+    num_places = sum(replica.limit for replica in world.core.fleet)
+    num_kv_tokens = len(world.engines) * scenario.num_blocks * scenario.block_size
+    bound = gap(scenario.longest_prompt, scenario.longest_output, num_places, num_kv_tokens)
+    bound += 2.0 * num_places * scenario.longest_prompt
+    bound /= min(weight for _, _, weight in shapes)
+    meter = ServiceMeter(len(shapes), scenario.config.output_token_weight)
+    for _ in range(max(100, int(bound))):
+        for number, (prompt, output, weight) in enumerate(shapes):
+            held = sum(1 for r in world.core.held() if r.tenant == f"t{number}")
+            for _ in range(num_places - held):
+                tenant, priority = f"t{number}", number % 3
+                world.add(
+                    world.source.make_request(
+                        prompt=prompt, max_tokens=output, tenant=tenant, weight=weight, priority=priority
+                    )
+                )
+        world.step()
+        for plan in world.plans:
+            meter.read(plan, world.source.requests)
+        if meter.widest > bound:
+            fault = f"the service of two tenants that always wait differs by {meter.widest:g} tokens, over {bound:g}"
+            raise world.fault("fair share", fault)
+    return meter.widest / bound
+
+
+FLEET_CHECKS: dict[str, Callable[..., object]] = {  # (factory, scenario), and a balance if not the seed's
+    "fleet: steps and determinism": check_fleet_determinism,
+    "fleet: endless load": check_fleet_endless_load,
+    "fleet: fair share": check_fleet_fair_share,
+}
+
+
+def check_fleet_policy(make: PolicyFactory, seeds: Iterable[int] = range(6)) -> None:
+    """Every check, in a fleet for each seed, each under another balance. Raises PolicyFault at the first that fails."""
+    for seed in seeds:
+        for check in FLEET_CHECKS.values():
+            check(make, scenario_of(seed))

@@ -1,0 +1,13 @@
+"""Every policy keeps its promises when one queue feeds several replicas."""
+
+from __future__ import annotations
+
+import pytest
+
+from maitred.policy.policies import POLICIES
+from maitred.testing.conformance_fleet import check_fleet_policy
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_a_policy_keeps_its_promises_over_several_replicas(name: str):
+    check_fleet_policy(POLICIES[name])
