@@ -298,6 +298,9 @@ class ServerConfig:
     """OpenTelemetry receiver (OTLP over HTTP) for traces, such as http://127.0.0.1:4318; needs the extra `otel`."""
     metrics_compat: str = _one_of(METRICS_COMPAT, "none")
     """none, or vllm: /metrics shows the same figures under vLLM's names besides, for dashboards that know those."""
+    announce_fd: int | None = None
+    """For a launcher: a socket that this process inherits. The address goes there as a line of JSON, another follows
+    when the engine has loaded, and when the other end closes, the server ends at once."""
     log_level: str = _one_of(LOG_LEVELS, "info")
     """debug, info, warning or error."""
     log_format: str = _one_of(LOG_FORMATS, "text")
@@ -318,6 +321,7 @@ class ServerConfig:
             raise ConfigError(f"otlp_endpoint is {self.otlp_endpoint!r}; it must look like http://127.0.0.1:4318")
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
             raise ConfigError("ssl_keyfile is given without ssl_certfile; give both, or a certificate that has its key")
+        _require_at_least("announce_fd", self.announce_fd, 3)
         _require_at_least("sse_keep_alive_s", self.sse_keep_alive_s, 0)
         _require_at_least("drain_timeout_s", self.drain_timeout_s, 0)
         _require_at_least("decode_timeout_s", self.decode_timeout_s, 0.001)
