@@ -355,11 +355,20 @@ class ProcessConfig:
     resume: str = _one_of(RESUME_RULES, "exact")
     """What a request that has tokens does when the engine died: exact goes on where the executor gives the same tokens
     as if nothing had happened, and else ends with an error; always goes on; never ends with an error."""
+    sleep_after_s: float | None = None
+    """Without a request for so long (s), the engine's process ends and gives its memory back; the server stays, and the
+    next request starts the engine and waits for it. None never sleeps by itself."""
 
     def __post_init__(self) -> None:
         _require_choices(self)
         _require_at_least("step_timeout_s", self.step_timeout_s, 0.1)
         _require_at_least("max_restarts", self.max_restarts, 0)
+        _require_at_least("sleep_after_s", self.sleep_after_s, 0.1)
+        if self.in_process and self.sleep_after_s is not None:
+            raise ConfigError(
+                "sleep_after_s needs an engine in a process of its own, whose end gives the memory back; "
+                "leave in_process out"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

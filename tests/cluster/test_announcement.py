@@ -21,7 +21,7 @@ def test_announcements_come_whole_out_of_any_pieces():
 
 @pytest.mark.parametrize("wrong", [b"hello\n", b'{"type":"Listening"}\n', b"x" * (MAX_LINE_BYTES + 1)])
 def test_what_is_no_announcement_is_said_to_be_none(wrong: bytes):
-    with pytest.raises(ValueError, match="announcement|a line of more than"):
+    with pytest.raises(ValueError, match=r"announcement|a line of more than"):
         AnnouncementReader().feed(wrong)
 
 
