@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import pairwise
 
-from maitred.cluster.autoscale import FleetLoad
+from maitred.cluster.autoscale import FleetFigures
 
 TICK_S = 0.5
 Arrivals = Callable[[float], float]  # per second, at that time
-Scaler = Callable[[FleetLoad, float], int]
+Scaler = Callable[[FleetFigures, float], int]
 
 
 @dataclass
@@ -46,7 +46,9 @@ class World:
     slots: int = 8
     service_s: float = 6.0
     start_s: float = 20.0
-    num_ready: int = 0
+    num_ready: int = 1
+    low: int = 1
+    high: int = 20
     seed: int = 0
     starting: list[float] = field(default_factory=list)  # when each is ready
     ends: list[tuple[float, float]] = field(default_factory=list)  # (when, how long it took)
@@ -74,8 +76,11 @@ class World:
         self.run.waits += [seconds - at for at in self.held]
         return self.run
 
-    def load(self, now: float) -> FleetLoad:
-        return FleetLoad(
+    def figures(self, now: float) -> FleetFigures:
+        return FleetFigures(
+            low=self.low,
+            high=self.high,
+            target=self.run.targets[-1][1] if self.run.targets else self.low,
             num_ready=self.num_ready,
             ready_in_s=[max(0.0, at - now) for at in self.starting],
             next_start_s=(self.start_s,),
@@ -111,7 +116,7 @@ class World:
             heappush(self.ends, (now + took_s, took_s))
 
     def _scale(self, now: float) -> None:
-        target = self.scaler(self.load(now), now)
+        target = self.scaler(self.figures(now), now)
         self.run.targets.append((now, target))
         while self.num_ready + len(self.starting) < target:
             self.starting.append(now + self.start_s)
@@ -140,20 +145,18 @@ class HpaRule:
     """
 
     target_s: float
-    low: int
-    high: int
     num: int = 1
     wishes: deque[tuple[float, int]] = field(default_factory=deque)
     asked_at: float = -math.inf
     waited: Callable[[float], float] = lambda now: 0.0  # the metric
 
-    def __call__(self, load: FleetLoad, now: float) -> int:
+    def __call__(self, figures: FleetFigures, now: float) -> int:
         if now - self.asked_at < 15:
             return self.num
         self.asked_at = now
         ratio = self.waited(now) / self.target_s
         wish = self.num if abs(ratio - 1) <= 0.1 else math.ceil(self.num * ratio)
-        wish = min(max(wish, self.low), self.high, max(2 * self.num, self.num + 4))
+        wish = min(max(wish, figures.low), figures.high, max(2 * self.num, self.num + 4))
         self.wishes.append((now, wish))
         while self.wishes[0][0] <= now - 300:
             self.wishes.popleft()

@@ -9,78 +9,75 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maitred.cluster.autoscale import AutoscaleConfig, Autoscaler, FleetLoad, Target
+from maitred.cluster.autoscale import AutoscaleConfig, Autoscaler, FleetFigures, Target
 from maitred.errors import ConfigError
 from tests.cluster.scaling import Arrivals, HpaRule, Run, World
 
 
-def scaler(low: int = 1, high: int = 20, **fields: Any) -> Autoscaler:
-    return Autoscaler(AutoscaleConfig(min_replicas=low, max_replicas=high, **fields))
-
-
-def learned(low: int = 0, high: int = 20, *, service_s: float = 4.0) -> Autoscaler:
-    """One that has seen a hundred requests, long ago."""
-    known = scaler(low, high, ttft_objective_s=1.0)
-    known.target(load(num_ready=1, num_arrived=100, num_ended=100, served_s=100 * service_s), -10_000.0)
-    known.target(load(num_ready=0, num_arrived=100, num_ended=100, served_s=100 * service_s), -1.0)
-    return known
-
-
-def load(**fields: Any) -> FleetLoad:
-    return FleetLoad(**{"num_ready": 1, "slots": 8, "next_start_s": (10.0,), **fields})
+def scaler(**fields: Any) -> Autoscaler:
+    return Autoscaler(AutoscaleConfig(**fields))
 
 
 PAST: dict[str, Any] = {"num_arrived": 100, "num_ended": 100, "served_s": 400.0}
 
 
+def learned() -> Autoscaler:
+    """One that has seen a hundred requests of four seconds, long ago."""
+    known = scaler(ttft_objective_s=1.0)
+    known.decide(figures(num_ready=1, **PAST), -10_000.0)
+    known.decide(figures(num_ready=0, **PAST), -1.0)
+    return known
+
+
+def figures(**fields: Any) -> FleetFigures:
+    return FleetFigures(
+        **{"low": 0, "high": 20, "target": 1, "num_ready": 1, "slots": 8, "next_start_s": (10.0,), **fields}
+    )
+
+
 def test_nobody_runs_while_nobody_asks_and_one_start_serves_all_who_come():
-    fleet = scaler(low=0)
-    assert fleet.target(load(num_ready=0), 0.0) == Target(0, "idle")
-    assert fleet.target(load(num_ready=0, num_held=200, num_arrived=200), 0.1) == Target(1, "backlog")
+    fleet = scaler()
+    assert fleet.decide(figures(target=0, num_ready=0), 0.0) == Target(0, "idle")
+    assert fleet.decide(figures(target=0, num_ready=0, num_held=200, num_arrived=200), 0.1) == Target(1, "backlog")
     for tick in range(20):  # it loads
-        coming = load(num_ready=0, ready_in_s=[2.0 - tick / 10], num_held=200, num_arrived=200)
-        assert fleet.target(coming, 0.2 + tick / 10).num_replicas == 1
+        coming = figures(num_ready=0, ready_in_s=[2.0 - tick / 10], num_held=200, num_arrived=200)
+        assert fleet(coming, 0.2 + tick / 10) == 1
 
 
 def test_the_last_one_stops_when_its_time_has_come_and_not_before():
-    fleet = scaler(low=0, idle_s=30.0)
-    assert fleet.target(load(num_in_flight=1, num_arrived=1), 0.0).num_replicas == 1
-    gone = load(num_arrived=1, num_ended=1, served_s=2.0)
-    assert fleet.target(gone, 29.0).num_replicas == 1
-    assert fleet.target(gone, 30.0) == Target(0, "idle")
-    assert scaler(low=1).target(gone, 1000.0).num_replicas == 1, "a floor is kept"
+    fleet = scaler(idle_s=30.0)
+    assert fleet(figures(num_in_flight=1, num_arrived=1), 0.0) == 1
+    gone = {"num_arrived": 1, "num_ended": 1, "served_s": 2.0}
+    assert fleet(figures(**gone), 29.0) == 1
+    assert fleet.decide(figures(**gone), 30.0) == Target(0, "idle")
+    assert fleet.decide(figures(low=1, **gone), 31.0) == Target(1, "bounds")
 
 
 def test_nobody_is_started_for_a_backlog_that_those_under_way_will_clear():
-    # two requests a second per replica: 10 s from now 3 of them will have served 16 + 2 x 8 more than were held
-    under_way = load(num_ready=1, ready_in_s=[2.0, 2.0], num_in_flight=8, num_held=30, **PAST)
-    assert learned().target(under_way, 0.0).num_replicas <= 3
-    alone = load(num_ready=1, num_in_flight=8, num_held=60, **PAST)
-    assert learned().target(alone, 0.0).num_replicas > 1
+    # two requests a second per replica: 10 s from now three of them will have served far more than were held
+    under_way = figures(target=3, num_ready=1, ready_in_s=[2.0, 2.0], num_in_flight=8, num_held=30, **PAST)
+    assert learned()(under_way, 0.0) == 3
+    alone = figures(num_ready=1, num_in_flight=8, num_held=60, **PAST)
+    assert learned().decide(alone, 0.0).why == "backlog"
 
 
 def test_a_quick_start_is_worth_it_where_a_slow_one_would_come_too_late():
     def wanted(next_start_s: float) -> int:
-        held = load(num_ready=1, next_start_s=(next_start_s,), num_in_flight=8, num_held=20, **PAST)
-        return learned().target(held, 0.0).num_replicas
+        return learned()(figures(next_start_s=(next_start_s,), num_in_flight=8, num_held=20, **PAST), 0.0)
 
     assert wanted(0.5) > 1, "one kept warm helps those who wait"
-    assert wanted(30.0) <= 1, "when a cold one were ready, nobody would wait any more"
+    assert wanted(30.0) == 1, "when a cold one were ready, nobody would wait any more"
 
 
 def test_bounds_hold_and_say_so():
-    fleet = learned(low=2, high=3)
-    assert fleet.target(load(num_ready=2, num_in_flight=16, num_held=900, **PAST), 0.0) == Target(3, "bounds")
-    fleet.reconfigure(AutoscaleConfig(min_replicas=5, max_replicas=6))
-    assert fleet.target(load(num_ready=3, **PAST), 0.1).num_replicas >= 5
+    crowd = figures(low=2, high=3, target=2, num_ready=2, num_in_flight=16, num_held=900, **PAST)
+    assert learned().decide(crowd, 0.0) == Target(3, "bounds")
+    assert learned()(figures(low=5, high=6, num_ready=3, **PAST), 0.1) == 5
 
 
-@pytest.mark.parametrize(
-    ("low", "high", "words"), [(-1, 1, "at least 0"), (3, 2, "must be at least 3"), (0, 0, "must be at least 1")]
-)
-def test_wrong_bounds_are_refused(low: int, high: int, words: str):
-    with pytest.raises(ConfigError, match=words):
-        AutoscaleConfig(min_replicas=low, max_replicas=high)
+def test_a_negative_patience_is_refused():
+    with pytest.raises(ConfigError, match="at least 0"):
+        AutoscaleConfig(idle_s=-1.0)
 
 
 FIELDS = {
@@ -99,11 +96,12 @@ FIELDS = {
 def test_whatever_happens_it_stays_in_bounds_and_who_is_held_has_somebody_to_wait_for(
     moments: list[tuple[float, dict[str, Any], int]], low: int, high: int
 ):
-    fleet, now, arrived = scaler(low, high, idle_s=10.0), 0.0, 0
+    fleet, now, arrived, target = scaler(idle_s=10.0), 0.0, 0, low
     for passed_s, fields, num_new in moments:
         now, arrived = now + passed_s, arrived + num_new
-        told = load(**fields, num_arrived=arrived, num_ended=arrived, served_s=3.0 * arrived)
-        target = fleet.target(told, now).num_replicas
+        counters = {"num_arrived": arrived, "num_ended": arrived, "served_s": 3.0 * arrived}
+        told = figures(low=low, high=high, target=target, **fields, **counters)
+        target = fleet(told, now)
         assert max(low, bool(told.num_held or told.num_in_flight)) <= target <= high
 
 
@@ -116,16 +114,12 @@ LOADS: dict[str, Arrivals] = {
 
 
 def ours(arrivals: Arrivals, *, start_s: float, seed: int = 0) -> Run:
-    fleet = scaler(ttft_objective_s=1.0)
-    world = World(
-        lambda told, now: fleet.target(told, now).num_replicas, arrivals, num_ready=1, start_s=start_s, seed=seed
-    )
-    return world.play(1800)
+    return World(scaler(ttft_objective_s=1.0), arrivals, start_s=start_s, seed=seed).play(1800)
 
 
 def kubernetes(arrivals: Arrivals, *, start_s: float) -> Run:
-    rule = HpaRule(1.0, 1, 20)
-    world = World(rule, arrivals, num_ready=1, start_s=start_s)
+    rule = HpaRule(1.0)
+    world = World(rule, arrivals, start_s=start_s)
     rule.waited = world.mean_wait_s
     return world.play(1800)
 

@@ -29,33 +29,27 @@ NUM_REMEMBERED = 100.0  # requests over which service time is averaged
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AutoscaleConfig:
-    """Between how many replicas, and when more and fewer are wanted."""
+    """When a fleet that is launched here has fewer replicas, and when more."""
 
-    min_replicas: int = 1
-    """Fewest replicas; 0 stops the last one after `idle_s`."""
-    max_replicas: int = 1
-    """Most replicas."""
     idle_s: float = 300.0
-    """Without a request for so long (s), the last replica stops where `min_replicas` is 0."""
+    """Without a request for so long (s), the last replica stops, where there need be none."""
     ttft_objective_s: float | None = None
-    """How long (s) a request may wait for its first token; None is 1 s in the queue."""
+    """How long (s) a request may wait for a replica; None is 1 s."""
 
     def __post_init__(self) -> None:
-        if self.min_replicas < 0:
-            raise ConfigError(f"min_replicas is {self.min_replicas}; it must be at least 0")
-        if self.max_replicas < max(1, self.min_replicas):
-            raise ConfigError(
-                f"max_replicas is {self.max_replicas}; it must be at least {max(1, self.min_replicas)}, "
-                f"for min_replicas is {self.min_replicas}"
-            )
         if not self.idle_s >= 0:
             raise ConfigError(f"idle_s is {self.idle_s}; it must be at least 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FleetLoad:
-    """A fleet at one moment. Counters only grow."""
+class FleetFigures:
+    """A fleet of launched replicas at one moment. Counters only grow."""
 
+    low: int
+    """Fewest replicas there are to be."""
+    high: int
+    target: int
+    """As decided last."""
     num_ready: int
     """Replicas in rotation: neither asleep, nor draining, nor kept warm beyond need."""
     ready_in_s: Sequence[float] = ()
@@ -83,10 +77,10 @@ class Target(NamedTuple):
 
 
 class Autoscaler:
-    """Asked a few times a second. Time arrives as `now`."""
+    """Asked about once a second. What it remembers follows from what it was told, so that a log replays."""
 
     def __init__(self, config: AutoscaleConfig) -> None:
-        self._config = config
+        self._idle_s = config.idle_s
         self._objective_s = config.ttft_objective_s or DEFAULT_OBJECTIVE_S
         self._load_rate, self._surge_rate = _Rate(LOAD_S), _Rate(SURGE_S)  # arrivals/s
         self._service = _MeanService()
@@ -95,56 +89,54 @@ class Autoscaler:
         self._asked_at: float | None = None
         self._num_arrived = 0
         self._fewer_at = -math.inf
-        self._target = config.min_replicas
 
-    def reconfigure(self, config: AutoscaleConfig) -> None:
-        """Other bounds, or another objective; what was learned stays."""
-        self._config = config
-        self._objective_s = config.ttft_objective_s or DEFAULT_OBJECTIVE_S
+    def __call__(self, figures: FleetFigures, now: float) -> int:
+        return self.decide(figures, now).num_replicas
 
-    def target(self, load: FleetLoad, now: float) -> Target:
-        """How many there shall be, from `min_replicas` to `max_replicas`."""
-        self._learn(load, now)
-        if self._is_idle(load, now):
+    def decide(self, figures: FleetFigures, now: float) -> Target:
+        """How many there shall be, from `low` to `high`."""
+        self._learn(figures, now)
+        wanted, why = self._wanted(figures, now)
+        bounded = min(max(wanted, figures.low), figures.high)
+        if bounded < figures.target:
+            self._fewer_at = now
+        return Target(bounded, why if bounded == wanted else "bounds")
+
+    def _wanted(self, figures: FleetFigures, now: float) -> tuple[int, str]:
+        if self._is_idle(figures, now):
             self._needs.clear()
-            return self._settled(0, "idle", now)
-        steady = self._staffed(self._load_rate.per_s, BETA_UP, load.slots)
-        backlog = self._needed_for_backlog(load)
-        at_most = self._staffed(self._load_rate.per_s + self._load_rate.noise_per_s, BETA_DOWN, load.slots)
+            return 0, "idle"
+        usual = self._load_rate
+        steady = self._staffed(usual.per_s, BETA_UP, figures.slots)
+        at_most = self._staffed(usual.per_s + usual.noise_per_s, BETA_DOWN, figures.slots)
+        backlog = self._needed_for_backlog(figures)
         self._note(max(at_most, backlog, 1), now)
         recent = self._needs[0][1]
-        if backlog > self._target:
-            return self._settled(backlog, "backlog", now)
-        if steady > self._target and now - self._fewer_at >= STEADY_S:
-            return self._settled(steady, "load", now)
-        if recent < self._target and not load.num_held:
-            return self._settled(recent, "load", now)
-        return self._settled(max(1, self._target), "steady", now)
-
-    def _settled(self, wanted: int, why: str, now: float) -> Target:
-        bounded = min(max(wanted, self._config.min_replicas), self._config.max_replicas)
-        if bounded < self._target:
-            self._fewer_at = now
-        self._target = bounded
-        return Target(bounded, why if bounded == wanted else "bounds")
+        if backlog > figures.target:
+            return backlog, "backlog"
+        if steady > figures.target and now - self._fewer_at >= STEADY_S:
+            return steady, "load"
+        if recent < figures.target and not figures.num_held:
+            return recent, "load"
+        return max(1, figures.target), "steady"
 
     # -- what is known
 
-    def _learn(self, load: FleetLoad, now: float) -> None:
+    def _learn(self, figures: FleetFigures, now: float) -> None:
         passed_s = 0.0 if self._asked_at is None else max(0.0, now - self._asked_at)
-        num_new = load.num_arrived - self._num_arrived
-        self._asked_at, self._num_arrived = now, load.num_arrived
+        num_new = figures.num_arrived - self._num_arrived
+        self._asked_at, self._num_arrived = now, figures.num_arrived
         for rate in (self._load_rate, self._surge_rate):
             rate.count(num_new, passed_s)
-        self._service.learn(load.num_ended, load.served_s)
+        self._service.learn(figures.num_ended, figures.served_s)
 
-    def _is_idle(self, load: FleetLoad, now: float) -> bool:
+    def _is_idle(self, figures: FleetFigures, now: float) -> bool:
         """Whether nobody has been there for `idle_s`; at the very beginning nobody has been there at all."""
-        if load.num_in_flight or load.num_held:
+        if figures.num_in_flight or figures.num_held:
             self._busy_at = now
         if self._busy_at is None:
             return True
-        return self._busy_at + self._config.idle_s <= now and not load.num_in_flight and not load.num_held
+        return self._busy_at + self._idle_s <= now and not figures.num_in_flight and not figures.num_held
 
     def _note(self, need: int, now: float) -> None:
         needs = self._needs
@@ -163,18 +155,18 @@ class Autoscaler:
         offered = arrivals_per_s * self._service.mean_s
         return math.ceil((offered + beta * math.sqrt(offered)) / slots - 1e-9)
 
-    def _needed_for_backlog(self, load: FleetLoad) -> int:
+    def _needed_for_backlog(self, figures: FleetFigures) -> int:
         """With those under way and as many more as waiting asks for; 0 when those that there are will do."""
-        coming = load.num_ready + len(load.ready_in_s)
+        coming = figures.num_ready + len(figures.ready_in_s)
         if self._service.mean_s is None:  # nobody has ended: one, which tells how fast it is
-            return max(coming, 1) if load.num_held and not coming else 0
-        start_s = load.next_start_s[0] if load.next_start_s else 0.0
-        held = self._held_after(load, start_s)
-        per_s = load.slots / self._service.mean_s  # of one replica
+            return max(coming, 1) if figures.num_held and not coming else 0
+        start_s = figures.next_start_s[0] if figures.next_start_s else 0.0
+        held = self._held_after(figures, start_s)
+        per_s = figures.slots / self._service.mean_s  # of one replica
         if held <= self._objective_s * per_s * max(1, coming):
             return 0
         more = math.ceil(held / (per_s * max(self._objective_s, start_s, CLEAR_S)))
-        return max(coming + more, self._staffed(self._arrivals_per_s, BETA_UP, load.slots))
+        return max(coming + more, self._staffed(self._arrivals_per_s, BETA_UP, figures.slots))
 
     @property
     def _arrivals_per_s(self) -> float:
@@ -183,14 +175,15 @@ class Autoscaler:
         noise = SURGE_SIGMAS * math.hypot(lately.noise_per_s, usual.noise_per_s)
         return lately.per_s if lately.per_s > usual.per_s + noise else usual.per_s
 
-    def _held_after(self, load: FleetLoad, seconds: float) -> float:
+    def _held_after(self, figures: FleetFigures, seconds: float) -> float:
         """How many will be held then, if nobody else is started: a fluid of requests over full replicas."""
         assert self._service.mean_s is not None
-        per_s = load.slots / self._service.mean_s
-        replica_s = load.num_ready * seconds + sum(max(0.0, seconds - ready_in_s) for ready_in_s in load.ready_in_s)
-        num_joined = sum(ready_in_s <= seconds for ready_in_s in load.ready_in_s)
-        free = max(0.0, (load.num_ready + num_joined) * load.slots - load.num_in_flight)
-        return load.num_held + self._arrivals_per_s * seconds - per_s * replica_s - free
+        per_s = figures.slots / self._service.mean_s
+        joining_s = sum(max(0.0, seconds - ready_in_s) for ready_in_s in figures.ready_in_s)
+        num_joined = sum(ready_in_s <= seconds for ready_in_s in figures.ready_in_s)
+        free = max(0.0, (figures.num_ready + num_joined) * figures.slots - figures.num_in_flight)
+        served = per_s * (figures.num_ready * seconds + joining_s)
+        return figures.num_held + self._arrivals_per_s * seconds - served - free
 
 
 class _Rate:
