@@ -79,7 +79,7 @@ class EngineClient:
         self._totals = Totals()
         self._isolation = CrashIsolation(self._send)
         self._figures, self._past = Figures(), Figures()  # of this engine, and the counters of those before it
-        self._news_at = clock.now()
+        self._news_at = self._busy_at = clock.now()
 
     def start(self) -> Ready:
         """Load, and wait for it. Raises what keeps the engine from loading."""
@@ -108,6 +108,7 @@ class EngineClient:
         live = self._live[request.request_id] = LiveRequest(request, stream)
         if self._on_admitted is not None:
             self._on_admitted(live)
+        self._busy_at = self._clock.now()
         self._isolation.enter(live)  # if there is no engine now, the next one gets it
         self.supervisor.sleep.wake()
         return stream
@@ -258,7 +259,7 @@ class EngineClient:
         return len(self._live)
 
     def idle_s(self) -> float:
-        return 0.0 if self._live or self._questions else self._clock.now() - self._news_at
+        return 0.0 if self._live or self._questions else self._clock.now() - self._busy_at
 
     def slept(self) -> None:
         self._keep_counters()
@@ -292,6 +293,7 @@ class EngineClient:
         if report.figures is not None:
             self._figures = report.figures
         if report.progress:
+            self._busy_at = now
             news = []
             for item in report.progress:
                 live = self._live.get(item.request_id)

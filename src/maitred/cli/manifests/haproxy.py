@@ -17,7 +17,7 @@ _PAGE = """\
 # Made by `maitred manifests haproxy`. Check it with: haproxy -c -f haproxy.cfg
 global
     log stdout format raw local0
-    tune.bufsize 65536 # the key is read out of the body, as far as it fits
+    tune.bufsize 65536 # of the body, the key is read as far as it fits; only who fits whole can be sent again
     hard-stop-after {stop_s}s # at a reload, answers under way are finished by the old process
 
 defaults
@@ -48,7 +48,7 @@ backend replicas
     hash-balance-factor {factor} # nobody above so many percent of the mean
     # Another server before the first byte: when one does not answer, or says that it is full. Never after it.
     option redispatch 1
-    retries 2
+    retries 3
     retry-on conn-failure empty-response 503
     # /ready is 503 while a server loads or drains: it gets nothing new, and finishes what it has.
     option httpchk GET /ready
