@@ -126,6 +126,16 @@ async def test_one_that_does_not_hear_is_killed_in_the_end():
         assert "had not ended after 0.1 s" in ended.cause
 
 
+async def test_all_end_at_once_without_a_loop_also_those_that_do_not_hear():
+    async with faking("deaf", stop_s=0.1) as (launcher, told):
+        launcher.start("a")
+        launcher.start("b")
+        pids = [(await told.wait_for(Listens, name)).pid for name in "ab"]
+        launcher.end()
+        assert not any(map(psutil.pid_exists, pids))
+        launcher.end()
+
+
 async def test_one_that_hangs_is_started_anew():
     async with faking("well") as (launcher, told):
         launcher.start("a")

@@ -81,6 +81,9 @@ class Launcher(Protocol):
     async def close(self) -> None:
         """Stop all, and return when they are gone."""
 
+    def end(self) -> None:
+        """The same without a loop, when there is no more to hear of them; idempotent."""
+
 
 @dataclass(slots=True, eq=False)
 class _Replica:
@@ -159,6 +162,21 @@ class LocalLauncher:
         while self._replicas:
             self._gone.clear()
             await self._gone.wait()
+
+    def end(self) -> None:
+        running = [replica.process for replica in self._replicas.values() if replica.process is not None]
+        for replica in self._replicas.values():
+            self._cancel(replica)
+        self._replicas.clear()
+        for process in running:
+            process.terminate()
+        deadline = self._clock.now() + self._stop_s
+        for process in running:
+            try:
+                process.wait(max(0.0, deadline - self._clock.now()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
 
     # -- a process
 
@@ -257,7 +275,7 @@ class LocalLauncher:
     # -- its end
 
     def _exited(self, replica: _Replica, process: subprocess.Popen[bytes]) -> None:
-        if replica.process is not process:
+        if replica.process is not process or replica.name not in self._replicas:
             return
         if replica.news is not None:
             self._hear_the_rest(replica, replica.news)
