@@ -282,7 +282,8 @@ class LocalLauncher:
         self._cancel(replica)
         replica.process = replica.news = None
         code = process.returncode
-        cause = f"process {process.pid} {cause_of_death(code, replica.killed_for or replica.last_words)}"
+        words = replica.killed_for or (replica.last_words if code else None)  # what a good end said last is no cause
+        cause = f"process {process.pid} {cause_of_death(code, words)}"
         if replica.stopping:
             self._forget(replica, cause)
             return
