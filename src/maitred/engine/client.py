@@ -110,7 +110,8 @@ class EngineClient:
             self._on_admitted(live)
         self._busy_at = self._clock.now()
         self._isolation.enter(live)  # if there is no engine now, the next one gets it
-        self.supervisor.sleep.wake()
+        if not self.supervisor.ready:
+            self.supervisor.sleep.wake()
         return stream
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
@@ -131,7 +132,7 @@ class EngineClient:
             alive=error is None,
             error=error,
             loading=not (supervisor.ready or supervisor.sleep.asleep or supervisor.over or supervisor.stopping),
-            asleep=supervisor.sleep.asleep,
+            asleep=not supervisor.ready and supervisor.sleep.asleep,
             num_running=figures.num_running,
             num_waiting=figures.num_waiting if supervisor.ready else len(self._live),
             num_blocks=figures.num_blocks,

@@ -128,10 +128,8 @@ class Supervisor:
             return str(self.death())
         if self.error is not None:
             return f"{self.error}; it is being started again"
-        if self.sleep.asleep:
-            return None  # whoever comes wakes it
         if self._ready is None:
-            return "the engine is loading"
+            return None if self.sleep.asleep else "the engine is loading"  # whoever comes wakes one that sleeps
         if self._stuck:  # and a thread cannot be ended before its step does
             return (
                 f"the engine has been in one step for {self._start.process.step_timeout_s:g} s; it ends with that step"
