@@ -301,6 +301,9 @@ class ServerConfig:
     """OpenTelemetry receiver (OTLP over HTTP) for traces, such as http://127.0.0.1:4318; needs the extra `otel`."""
     metrics_compat: str = _one_of(METRICS_COMPAT, "none")
     """none, or vllm: /metrics shows the same figures under vLLM's names besides, for dashboards that know those."""
+    announce_fd: int | None = None
+    """For a launcher: a socket that this process inherits. The address goes there as a line of JSON, another follows
+    when the engine has loaded, and when the other end closes, the server ends at once."""
     log_level: str = _one_of(LOG_LEVELS, "info")
     """debug, info, warning or error."""
     log_format: str = _one_of(LOG_FORMATS, "text")
@@ -321,6 +324,7 @@ class ServerConfig:
             raise ConfigError(f"otlp_endpoint is {self.otlp_endpoint!r}; it must look like http://127.0.0.1:4318")
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
             raise ConfigError("ssl_keyfile is given without ssl_certfile; give both, or a certificate that has its key")
+        _require_at_least("announce_fd", self.announce_fd, 3)
         _require_at_least("sse_keep_alive_s", self.sse_keep_alive_s, 0)
         _require_at_least("drain_timeout_s", self.drain_timeout_s, 0)
         _require_at_least("decode_timeout_s", self.decode_timeout_s, 0.001)
@@ -354,11 +358,20 @@ class ProcessConfig:
     resume: str = _one_of(RESUME_RULES, "exact")
     """What a request that has tokens does when the engine died: exact goes on where the executor gives the same tokens
     as if nothing had happened, and else ends with an error; always goes on; never ends with an error."""
+    sleep_after_s: float | None = None
+    """Without a request for so long (s), the engine's process ends and gives its memory back; the server stays, and the
+    next request starts the engine and waits for it. None never sleeps by itself."""
 
     def __post_init__(self) -> None:
         _require_choices(self)
         _require_at_least("step_timeout_s", self.step_timeout_s, 0.1)
         _require_at_least("max_restarts", self.max_restarts, 0)
+        _require_at_least("sleep_after_s", self.sleep_after_s, 0.1)
+        if self.in_process and self.sleep_after_s is not None:
+            raise ConfigError(
+                "sleep_after_s needs an engine in a process of its own, whose end gives the memory back; "
+                "leave in_process out"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,7 +22,7 @@ class Metric:
 
     name: str
     kind: MetricKind
-    unit: str  # seconds, tokens, requests, tasks, blocks, steps, restarts, frames, lines, looks, ratio or bool
+    unit: str  # seconds, tokens, requests, tasks, blocks, steps, restarts, sleeps, frames, lines, looks, ratio or bool
     help: str
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()  # upper bounds of a histogram, without +Inf
@@ -65,6 +65,9 @@ TOKEN_BUCKETS = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1e3, 2e3,
 
 # the engine: read from ReplicaState when the page is asked for
 ENGINE_UP = _gauge("engine_up", "bool", "1 while the engine can take requests, 0 when it died.")
+ENGINE_ASLEEP = _gauge(
+    "engine_asleep", "bool", "1 while there is no engine on purpose: it sleeps, and the next request wakes it."
+)
 REQUESTS_RUNNING = _gauge("requests_running", "requests", "Samples in the running batch.")
 REQUESTS_WAITING = _gauge("requests_waiting", "requests", "Samples that wait to be scheduled, preempted ones included.")
 KV_BLOCKS_CAPACITY = _gauge("kv_blocks_capacity", "blocks", "Blocks of the KV cache.")
@@ -79,6 +82,8 @@ HEARTBEAT_AGE = _gauge(
     "Time since the engine's process said that it is there; 0 in one process.",
 )
 RESTARTS = _counter("engine_restarts", "restarts", "Times the engine's process died and was started again.")
+SLEEPS = _counter("engine_sleeps", "sleeps", "Times the engine's process was ended because nobody asked.")
+WAKE_SECONDS = _gauge("engine_wake_seconds", "seconds", "What the last start of the engine out of sleep took.")
 RESUMED = _counter("requests_resumed", "requests", "Samples that went on, or began anew, with another engine process.")
 WRONG_FRAMES = _counter(
     "engine_wrong_frames",
@@ -164,6 +169,7 @@ TENANTS_FILE_FAILURES = _counter(
 
 ENGINE_METRICS: tuple[Metric, ...] = (
     ENGINE_UP,
+    ENGINE_ASLEEP,
     REQUESTS_RUNNING,
     REQUESTS_WAITING,
     KV_BLOCKS_CAPACITY,
@@ -174,6 +180,8 @@ ENGINE_METRICS: tuple[Metric, ...] = (
     LAST_STEP_AGE,
     HEARTBEAT_AGE,
     RESTARTS,
+    SLEEPS,
+    WAKE_SECONDS,
     RESUMED,
     WRONG_FRAMES,
     STEPS,

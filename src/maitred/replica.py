@@ -17,6 +17,7 @@ class ReplicaState:
     alive: bool = True
     error: str | None = None  # why it is not alive
     loading: bool = False  # not alive yet, or not yet again
+    asleep: bool = False  # alive, with no engine: it has ended on purpose, and the next request starts another
     # gauges
     num_running: int = 0
     num_waiting: int = 0
@@ -41,6 +42,8 @@ class ReplicaState:
     host_s: float = 0.0  # total time of steps outside the executor
     heartbeat_age_s: float = 0.0  # since the engine's process said that it is there; 0 without one of its own
     num_restarts: int = 0  # of the engine's process
+    num_sleeps: int = 0  # ends of the engine's process on purpose
+    wake_s: float = 0.0  # what the last start out of sleep took
     num_resumed: int = 0  # samples that went on with another engine
     num_wrong_frames: int = 0  # messages from the engine's process that were none, and were dropped
 

@@ -13,7 +13,7 @@ from maitred.api.generate.complete import complete
 from maitred.api.http.app import App
 from maitred.api.http.exchange import Exchange
 from maitred.api.http.routes import Handler, Route, RouteTable
-from maitred.api.ops import admin, fleet, health, live, page, status
+from maitred.api.ops import admin, fleet, health, live, page, sleep, status
 from maitred.api.ops.live_feed import LiveFrame
 from maitred.api.ops.openapi import openapi_document
 from maitred.api.ops.page_files import FILES
@@ -157,6 +157,33 @@ def _routes(ledger: Ledger | None, document: Handler) -> tuple[Route, ...]:
             while_loading=True,
             text="text/plain",
             errors=(401, 403),
+        ),
+        Route(
+            method="POST",
+            path="/sleep",
+            handler=sleep.sleep,
+            summary="End the engine's process once nobody is served; the next request starts it.",
+            admin="put the engine to sleep",
+            errors=(400, 401, 403, 404, 503),
+            query=sleep.SLEEP_QUERY,
+        ),
+        Route(
+            method="POST",
+            path="/wake_up",
+            handler=sleep.wake_up,
+            summary="Start the engine that sleeps.",
+            admin="wake the engine",
+            errors=(401, 403, 404, 503),
+            query=sleep.WAKE_QUERY,
+        ),
+        Route(
+            method="GET",
+            path="/is_sleeping",
+            handler=sleep.is_sleeping,
+            summary="Whether the engine sleeps.",
+            admin="see whether the engine sleeps",
+            answer=sleep.Sleeping,
+            errors=(401, 403, 503),
         ),
         Route(
             method="GET",

@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 
 BEAT_S = 0.25  # between two of `Load`
-Phase = Literal["ready", "loading", "draining", "dead"]
+Phase = Literal["ready", "asleep", "loading", "draining", "dead"]
 MAX_KEYS_AN_EVENT = 2048  # 40 KB
 
 

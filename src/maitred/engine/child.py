@@ -5,7 +5,6 @@ One thread owns the engine and both of its sockets; another beats, so that a lon
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import importlib
 import logging
@@ -25,13 +24,13 @@ from maitred.config import EngineConfig
 from maitred.engine.child_process import HIGH_WATER_MARK, LogLine
 from maitred.engine.frames import Beat, Begin, Command, Hello, Report, decode_command
 from maitred.engine.loop import Builder, LoadedEngine, run_engine
+from maitred.engine.parent import end_with_parent
 from maitred.engine.sockets import COMMANDS, REPORTS, Receiver, Sender, address_of
 from maitred.engine.timeline import process_age_s
 
 logger = logging.getLogger(__name__)
 BEAT_S = 0.25
 LAST_WORDS_MS = 2000
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class SocketLink:
@@ -113,7 +112,7 @@ def _end_unheard() -> None:
 def main(arguments: Sequence[str], build: Builder, prepare: Callable[[], None] = lambda: None) -> int:
     """The exit code: 0 when told to stop. `prepare` is called while the parent says what to build."""
     gc.disable()  # nothing that loading makes is garbage, and looking for some takes a tenth of the time
-    _die_with_the_parent()
+    end_with_parent(0)
     for number in (signal.SIGINT, signal.SIGTERM):  # who stops the group stops the parent, and it stops us
         signal.signal(number, signal.SIG_IGN)
     link = SocketLink(Path(arguments[0]))
@@ -137,19 +136,6 @@ def main(arguments: Sequence[str], build: Builder, prepare: Callable[[], None] =
 def _spare_the_collector() -> None:
     gc.freeze()  # what was loaded stays for good: no collection need walk it between two steps
     gc.enable()
-
-
-def _die_with_the_parent() -> None:
-    """By the kernel on Linux, which needs no thread of ours; everywhere, when standard input ends."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-    def wait_for_the_end() -> None:
-        while os.read(0, 4096):
-            pass
-        os._exit(1)
-
-    threading.Thread(target=wait_for_the_end, name="maitred-parent", daemon=True).start()
 
 
 class _ParentHandler(logging.Handler):

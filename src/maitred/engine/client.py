@@ -44,7 +44,7 @@ from maitred.engine.queries import (
 )
 from maitred.engine.speed_meter import SPEEDS
 from maitred.engine.supervisor import Loss, Start, Supervisor
-from maitred.errors import EngineDead, MaitredError, RequestTooLarge
+from maitred.errors import EngineDead, MaitredError, RequestTooLarge, UnsupportedParameter
 from maitred.replica import ReplicaState
 from maitred.request import FinishReason, RequestSpec
 from maitred.scheduler.queue_view import QueueView
@@ -74,7 +74,7 @@ class EngineClient:
         on_event: Callable[[str], None] = lambda line: None,
     ) -> None:
         self.supervisor = Supervisor(start, clock, self, on_event=on_event)
-        self._rule = start.process.resume
+        self._rule, self._in_process = start.process.resume, start.process.in_process
         self._clock = clock
         self._on_admitted = on_admitted
         self.on_progress: OnProgress = lambda progress, num_queued, now: None
@@ -85,7 +85,7 @@ class EngineClient:
         self._totals = Totals()
         self._isolation = CrashIsolation(self._send)
         self._figures, self._past = Figures(), Figures()  # of this engine, and the counters of those before it
-        self._news_at = clock.now()
+        self._news_at = self._busy_at = clock.now()
         self._on_blocks: OnBlocks | None = None
 
     def start(self) -> Ready:
@@ -115,7 +115,10 @@ class EngineClient:
         live = self._live[request.request_id] = LiveRequest(request, stream)
         if self._on_admitted is not None:
             self._on_admitted(live)
+        self._busy_at = self._clock.now()
         self._isolation.enter(live)  # if there is no engine now, the next one gets it
+        if not self.supervisor.ready:
+            self.supervisor.sleep.wake()
         return stream
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
@@ -135,7 +138,8 @@ class EngineClient:
         return ReplicaState(
             alive=error is None,
             error=error,
-            loading=not supervisor.ready and not supervisor.over and not supervisor.stopping,
+            loading=not (supervisor.ready or supervisor.sleep.asleep or supervisor.over or supervisor.stopping),
+            asleep=not supervisor.ready and supervisor.sleep.asleep,
             num_running=figures.num_running,
             num_waiting=figures.num_waiting if supervisor.ready else len(self._live),
             num_blocks=figures.num_blocks,
@@ -151,10 +155,37 @@ class EngineClient:
             last_step_age_s=max(0.0, self._clock.now() - self._news_at) if self._live else 0.0,
             heartbeat_age_s=supervisor.silent_s,
             num_restarts=supervisor.num_restarts,
+            num_sleeps=supervisor.sleep.num_sleeps,
+            wake_s=supervisor.sleep.wake_s,
             num_resumed=totals.num_resumed,
             num_wrong_frames=supervisor.num_wrong_frames,
             **counters,
         )
+
+    # -- sleep
+
+    async def sleep(self, *, abort: bool = False) -> None:
+        """End the engine's process once there is no request, and return when it is gone; the next request starts it
+        again. `abort` ends those that there are. Raises EngineDead, and UnsupportedParameter for an engine that has no
+        process of its own.
+        """
+        if self._in_process:
+            raise UnsupportedParameter(
+                "an engine in the server's own process cannot sleep, for its memory would stay; "
+                "serve without --in-process"
+            )
+        self.attach(asyncio.get_running_loop())
+        for request_id in list(self._live) if abort else ():
+            self.abort(request_id)
+        await self.supervisor.sleep.fall_asleep()
+
+    async def wake_up(self) -> None:
+        """Returns when there is an engine. Raises EngineDead."""
+        self.attach(asyncio.get_running_loop())
+        await self.supervisor.sleep.wake_up()
+        error = self.supervisor.why_not_alive
+        if error is not None:
+            raise EngineDead(error)
 
     # -- questions to the engine
 
@@ -249,6 +280,14 @@ class EngineClient:
         self._isolation.begin(list(self._live.values()))
         return len(self._live)
 
+    def idle_s(self) -> float:
+        return 0.0 if self._live or self._questions else self._clock.now() - self._busy_at
+
+    def slept(self) -> None:
+        self._keep_counters()
+        for number in list(self._questions):
+            self._settle(number, self.supervisor.death())
+
     def bereft(self, cause: str) -> None:
         self._keep_counters()
         self._end_all(self.supervisor.death())
@@ -280,6 +319,7 @@ class EngineClient:
         if report.blocks is not None and self._on_blocks is not None:
             self._on_blocks(report.blocks)
         if report.progress:
+            self._busy_at = now
             news = []
             for item in report.progress:
                 live = self._live.get(item.request_id)

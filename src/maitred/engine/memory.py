@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import math
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -209,3 +212,10 @@ def physical_cores(cpus: Iterable[int], system: Path = Path("/sys/devices/system
             return str(cpu)
 
     return len({core_of(cpu) for cpu in cpus})
+
+
+def give_memory_back() -> None:
+    """What this process freed and still holds: garbage, and what the C library keeps for later."""
+    gc.collect()
+    with suppress(OSError, AttributeError):  # not the GNU library
+        ctypes.CDLL(None).malloc_trim(0)

@@ -18,8 +18,8 @@ class BackOff:
     engines from outside is given up on too, but much later.
     """
 
-    def __init__(self, max_restarts: int) -> None:
-        self._max_restarts = max_restarts
+    def __init__(self, max_restarts: int, *, max_delay_s: float = MAX_DELAY_S) -> None:
+        self._max_restarts, self._max_delay_s = max_restarts, max_delay_s
         self._weight = 0  # of the row, in tenths of a failure
         self.num_restarts = 0  # in all
 
@@ -34,7 +34,10 @@ class BackOff:
             return None
         self._weight += FAILURE if own_fault else 1
         self.num_restarts += 1
-        return 0.0 if num_in_row == 0 else min(MAX_DELAY_S, FIRST_DELAY_S * 2.0 ** (num_in_row - 1))
+        if num_in_row == 0:
+            return 0.0
+        num_doublings = min(num_in_row - 1, 64)  # who is never given up outgrows any number
+        return min(self._max_delay_s, FIRST_DELAY_S * 2.0**num_doublings)
 
     def found_cause(self) -> None:
         """Who killed the engines will not come back: the row ends."""

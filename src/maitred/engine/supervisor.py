@@ -12,10 +12,12 @@ from typing import NamedTuple, Protocol
 from maitred.clock import Clock
 from maitred.config import EngineConfig, ProcessConfig, SchedulerConfig
 from maitred.engine.child_process import in_child_process
-from maitred.engine.frames import Beat, Begin, Command, Died, Failed, Ready, Report, Stepped, Told, error_of
+from maitred.engine.frames import Beat, Begin, Command, Died, Failed, Ready, Report, Stepped, Stop, Told, error_of
+from maitred.engine.memory import give_memory_back
 from maitred.engine.model_facts import ModelFacts
 from maitred.engine.oom import num_oom_kills
 from maitred.engine.restarts import BackOff, Watchdog, is_own_fault
+from maitred.engine.sleep import Phase, Sleep
 from maitred.engine.transport import OpenTransport, Transport
 from maitred.errors import EngineDead, MaitredError
 
@@ -23,6 +25,7 @@ logger = logging.getLogger(__name__)
 TICK_S = 0.25
 SILENT_S = 2.25  # without a heartbeat for so long, the engine is not healthy; told within three seconds of the last one
 START_POLL_S = 0.05
+STOP_S = 3.0  # an engine that was told to end, and has not by then, is killed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +62,12 @@ class Owner(Protocol):
     def bereft(self, cause: str) -> None:
         """The engine died, and none will come."""
 
+    def idle_s(self) -> float:
+        """Since there was last a request; 0 while there is one."""
+
+    def slept(self) -> None:
+        """The engine was ended on purpose, without a request; `regained` follows when there is one again."""
+
 
 class Supervisor:
     """One engine after the other, over whatever transport. After `wait` everything runs on one event loop."""
@@ -84,6 +93,13 @@ class Supervisor:
         self._failed: MaitredError | None = None  # why it could not load
         self._given_up = False
         self._timers: set[asyncio.TimerHandle] = set()
+        self.sleep = Sleep(
+            start.process.sleep_after_s,
+            clock,
+            end=self._end_on_purpose,
+            start=self._respawn,
+            hindrance=lambda: self.death() if self.over or self.stopping else None,
+        )
 
     # -- what the owner asks
 
@@ -113,7 +129,7 @@ class Supervisor:
         if self.error is not None:
             return f"{self.error}; it is being started again"
         if self._ready is None:
-            return "the engine is loading"
+            return None if self.sleep.asleep else "the engine is loading"  # whoever comes wakes one that sleeps
         if self._stuck:  # and a thread cannot be ended before its step does
             return (
                 f"the engine has been in one step for {self._start.process.step_timeout_s:g} s; it ends with that step"
@@ -125,6 +141,8 @@ class Supervisor:
     def death(self) -> EngineDead:
         if self.error is not None:
             return EngineDead(f"the engine stopped: {self.error}")
+        if self.sleep.asleep and not self.stopping:
+            return EngineDead("the engine is asleep; the next request wakes it, and so does POST /wake_up")
         return EngineDead("the engine was shut down")
 
     def send(self, command: Command) -> bool:
@@ -182,6 +200,7 @@ class Supervisor:
             timer.cancel()
         self._timers.clear()
         self._deafen()
+        self.sleep.changed()
 
     def stop(self) -> None:
         """Stop the child and give everything back; idempotent, from any thread once the loop does nothing more here."""
@@ -236,6 +255,9 @@ class Supervisor:
         self._deafen()
         self._child = None
         self._num_wrong_frames += child.num_wrong_frames
+        if self.sleep.phase is Phase.ENDING:
+            self._ended_on_purpose(child)
+            return
         cause = f"the engine's {child.name} {child.cause()}"
         out_of_memory = num_oom_kills() > self._oom_kills
         if out_of_memory:
@@ -264,6 +286,23 @@ class Supervisor:
             logger.error("%s; %d requests wait for the next one, %d end with an error", cause, kept, ended)
         if delay_s is not None:
             self._later(delay_s, self._respawn)
+        self.sleep.lost()
+
+    def _end_on_purpose(self) -> None:
+        """The engine is to sleep."""
+        child = self._child
+        assert child is not None
+        self._ready = None
+        child.send(Stop())
+        self._later(STOP_S, lambda: child.kill() if child is self._child and not child.ended else None)
+
+    def _ended_on_purpose(self, child: Transport) -> None:
+        self._watchdog = Watchdog(TICK_S)
+        child.close()
+        self._owner.slept()
+        give_memory_back()
+        logger.info("the engine sleeps: its process has ended, and the next request starts another")
+        self.sleep.ended()
 
     # -- what it says
 
@@ -301,9 +340,15 @@ class Supervisor:
             child.kill()
             return
         again = self._loop is not None and self.num_restarts > 0
+        woken = self.sleep.phase is Phase.WAKING
         self._ready, self._ready_at, self.error = ready, self._clock.now(), None
         self._on_event = logger.debug  # the start-up lines are for the first time
-        if again:
+        self.sleep.ready()
+        if woken:
+            logger.info(
+                "the engine is awake after %.2f s; %d requests begin", self.sleep.wake_s, self._owner.regained()
+            )
+        elif again:
             logger.warning("the engine is back, %s; %d requests go on", child.name, self._owner.regained())
 
     # -- time
@@ -314,6 +359,8 @@ class Supervisor:
         self._read()
         watchdog, limit_s = self._watchdog, self._start.process.step_timeout_s
         watchdog.tick(self._clock.now())
+        if self.ready:
+            self.sleep.idle(min(self._owner.idle_s(), self._clock.now() - self._ready_at))
         if self._child is not None and max(watchdog.stuck_s, watchdog.silent_s) >= limit_s:
             self._stuck = watchdog.stuck_s >= limit_s
             what = "in one step" if self._stuck else "silent"

@@ -13,7 +13,8 @@ import httpx
 import pytest
 
 from maitred.cli.main import main
-from maitred.cli.serve.command import _welcome, bind
+from maitred.cli.serve.command import _welcome, bind, url_of
+from maitred.config import ServerConfig
 from maitred.engine.limits import claim_descriptors
 from maitred.errors import ConfigError
 from tests.cli.running import maitred_process
@@ -127,7 +128,7 @@ def test_a_model_that_cannot_be_served_ends_the_server_with_its_cause_in_one_lin
     ("host", "shown"), [("0.0.0.0", "127.0.0.1"), ("127.0.0.1", "127.0.0.1"), ("::", "127.0.0.1"), ("::1", "[::1]")]
 )
 def test_the_welcome_gives_an_address_that_works_and_never_the_key(host, shown):
-    text = _welcome("m", host, 8000, has_keys=True)
+    text = _welcome("m", url_of(ServerConfig(), host, 8000), has_keys=True)
     assert text.startswith(f"maitred serves m on http://{shown}:8000")
     assert "secret" not in text
     assert "--api-key KEY" in text

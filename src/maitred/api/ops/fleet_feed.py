@@ -151,7 +151,9 @@ class FleetFeed:
     def _phase(self, state: ReplicaState) -> Phase:
         if not state.alive:
             return "loading" if state.loading else "dead"
-        return "draining" if self._is_draining() else "ready"
+        if self._is_draining():
+            return "draining"
+        return "asleep" if state.asleep else "ready"
 
     # -- who listens
 

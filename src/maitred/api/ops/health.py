@@ -11,7 +11,7 @@ from maitred.errors import EngineDead, Unavailable
 
 
 class DecodeHealth(msgspec.Struct, frozen=True):
-    """One token came, after so many seconds."""
+    """One token came, after so many seconds; `asleep` asked for none, for that would wake the engine."""
 
     seconds: float
     status: str = "ok"
@@ -51,6 +51,9 @@ class Decode:
         self._probe: DecodeProbe | None = None  # from the first question on
 
     async def __call__(self, app: App, exchange: Exchange) -> None:
+        if app.replica.state().asleep:
+            await exchange.answer_json(DecodeHealth(0.0, "asleep"))
+            return
         if self._probe is None:
             timeout_s = app.config.decode_timeout_s
             self._probe = DecodeProbe(app.replica, app.model, app.clock, app.gate, timeout_s=timeout_s)

@@ -24,6 +24,7 @@ from maitred.tenancy.quota import TenantQuota
 
 _STATE: Mapping[Metric, Callable[[ReplicaState], float]] = {
     m.ENGINE_UP: lambda s: float(s.alive),
+    m.ENGINE_ASLEEP: lambda s: float(s.asleep),
     m.REQUESTS_RUNNING: lambda s: s.num_running,
     m.REQUESTS_WAITING: lambda s: s.num_waiting,
     m.KV_BLOCKS_CAPACITY: lambda s: s.num_blocks,
@@ -33,6 +34,8 @@ _STATE: Mapping[Metric, Callable[[ReplicaState], float]] = {
     m.LAST_STEP_AGE: lambda s: s.last_step_age_s,
     m.HEARTBEAT_AGE: lambda s: s.heartbeat_age_s,
     m.RESTARTS: lambda s: s.num_restarts,
+    m.SLEEPS: lambda s: s.num_sleeps,
+    m.WAKE_SECONDS: lambda s: s.wake_s,
     m.RESUMED: lambda s: s.num_resumed,
     m.WRONG_FRAMES: lambda s: s.num_wrong_frames,
     m.STEPS: lambda s: s.num_steps,

@@ -11,6 +11,7 @@ from maitred.cli.command import Command, Options
 from maitred.cli.console import note
 from maitred.cli.ending import noted
 from maitred.cli.local import ENGINE_PARTS, engine_config
+from maitred.cli.serve.announcer import Announcer
 from maitred.cli.serve.tenancy import open_tenancy
 from maitred.config import AdmissionConfig, EngineConfig, ProcessConfig, ServerConfig, TenancyConfig
 from maitred.errors import ConfigError
@@ -30,6 +31,7 @@ def _run(options: Options) -> int:
 
     timeline = Timeline(WallClock(), age_s=process_age_s())
     server = options[ServerConfig]
+    launcher = Announcer(server.announce_fd)
     num_descriptors = claim_descriptors()
     check_addresses()
     listener = bind(server.host, server.port)  # first, so that a busy port costs no loading time
@@ -51,12 +53,13 @@ def _run(options: Options) -> int:
                     ledger.model = engine.model.names[0]
                 timeline.end_nested(engine.start_phases, "server")
                 tell(timeline.describe())
-                scheme = "https" if server.ssl_certfile is not None else "http"
                 has_keys = bool(server.api_keys or tenants)
-                tell(_welcome(engine.model.names[0], host, port, has_keys=has_keys, scheme=scheme))
+                tell(_welcome(engine.model.names[0], url_of(server, host, port), has_keys=has_keys))
                 _spare_the_collector()
+                launcher.loaded(timeline.phases)
 
             listen(listener, server.host, server.port)
+            launcher.listening(url_of(server, *listener.getsockname()[:2]))
             serve(
                 starting,
                 server,
@@ -127,10 +130,14 @@ def _teller(server: ServerConfig) -> Callable[[str], None]:
     return note if server.log_level in ("debug", "info") else lambda line: None
 
 
-def _welcome(model: str, host: str, port: int, *, has_keys: bool, scheme: str = "http") -> str:
-    """What is served where, and the next thing to type."""
+def url_of(server: ServerConfig, host: str, port: int) -> str:
+    """As a client on this machine writes it."""
     shown = "127.0.0.1" if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
-    url = f"{scheme}://{shown}:{port}"
+    return f"{'https' if server.ssl_certfile is not None else 'http'}://{shown}:{port}"
+
+
+def _welcome(model: str, url: str, *, has_keys: bool) -> str:
+    """What is served where, and the next thing to type."""
     key = " --api-key KEY" if has_keys else ""
     return f"maitred serves {model} on {url}   (open it in a browser, or try: maitred chat --url {url}{key})"
 

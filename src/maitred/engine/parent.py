@@ -1,0 +1,26 @@
+"""A process that ends with the one that began it, however that one ends."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def end_with_parent(fd: int) -> None:
+    """By the kernel on Linux, which needs no thread of ours; everywhere, when `fd` (a pipe or socket that only the
+    parent holds the other end of) comes to its end. For a process that the parent's main thread began.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+    def wait_for_the_end() -> None:
+        while os.read(fd, 4096):
+            pass
+        os._exit(1)
+
+    threading.Thread(target=wait_for_the_end, name="maitred-parent", daemon=True).start()
