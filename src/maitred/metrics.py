@@ -22,7 +22,7 @@ class Metric:
 
     name: str
     kind: MetricKind
-    unit: str  # seconds, tokens, requests, tasks, blocks, steps, restarts, sleeps, frames, lines, looks, ratio or bool
+    unit: str  # of what: seconds, tokens, requests, blocks, replicas, keys, ratio, bool and the like
     help: str
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()  # upper bounds of a histogram, without +Inf
@@ -167,6 +167,43 @@ TENANTS_FILE_FAILURES = _counter(
     "Looks at the changed tenants file, one a second, that could not take it; the keys of before are in force.",
 )
 
+# the fleet: of a router, read from its core when the page is asked for
+FLEET_STATES = ("starting", "ready", "asleep", "draining", "ejected")
+FLEET_REPLICAS = _gauge("fleet_replicas", "replicas", "Replicas by state.", ("state",))
+FLEET_REQUESTS = _counter(
+    "fleet_requests",
+    "requests",
+    "Requests that are over, by the replica that had them last and by how: answered, failed or cancelled.",
+    ("replica", "outcome"),
+)
+FLEET_ATTEMPTS = _counter(
+    "fleet_attempts",
+    "requests",
+    "Requests sent to a replica, repeated ones too (sent), and those that failed there: reset, silent, full, error.",
+    ("outcome",),
+)
+FLEET_RESUMES = _counter("fleet_resumes", "requests", "Answers that another replica went on with.")
+FLEET_HELD = _gauge("fleet_held_requests", "requests", "Requests that wait for a replica with room.")
+FLEET_OLDEST_HELD = _gauge("fleet_oldest_held_seconds", "seconds", "Age of the oldest of those that wait; 0 is none.")
+FLEET_QUEUE_WAIT = _histogram(
+    "fleet_queue_wait_seconds", "seconds", "Time that a request waited for a replica.", LATENCY_BUCKETS_S
+)
+FLEET_PREFIX_KEYS = _counter(
+    "fleet_prefix_keys",
+    "keys",
+    "Prefix keys of requests sent to a replica: those that it was thought to have (hit), and the others (miss).",
+    ("outcome",),
+)
+FLEET_LOAD_RATIO = _gauge(
+    "fleet_load_ratio", "ratio", "Requests in flight to the busiest of the replicas that are ready, beside their mean."
+)
+FLEET_CONNECTIONS = _counter(
+    "fleet_upstream_connections",
+    "connections",
+    "Requests sent to a replica on a new connection, or on one that was kept.",
+    ("kind",),
+)
+
 ENGINE_METRICS: tuple[Metric, ...] = (
     ENGINE_UP,
     ENGINE_ASLEEP,
@@ -228,6 +265,18 @@ TENANT_METRICS: tuple[Metric, ...] = (
     TENANT_WAITING,
     TENANTS_FILE_FAILURES,
 )
+FLEET_METRICS: tuple[Metric, ...] = (
+    FLEET_REPLICAS,
+    FLEET_REQUESTS,
+    FLEET_ATTEMPTS,
+    FLEET_RESUMES,
+    FLEET_HELD,
+    FLEET_OLDEST_HELD,
+    FLEET_QUEUE_WAIT,
+    FLEET_PREFIX_KEYS,
+    FLEET_LOAD_RATIO,
+    FLEET_CONNECTIONS,
+)
 METRICS: tuple[Metric, ...] = ENGINE_METRICS + EDGE_METRICS + ADMISSION_METRICS + TENANT_METRICS
 
 
@@ -245,6 +294,7 @@ def metrics_document() -> str:
             *_table("The HTTP edge", EDGE_METRICS),
             *_table("Admission", ADMISSION_METRICS),
             *_table("Tenants", TENANT_METRICS),
+            *_table("The router", FLEET_METRICS),
         ]
     )
 

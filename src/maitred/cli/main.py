@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 # path -> (module that holds COMMAND, one line for the list)
 COMMANDS: dict[str, tuple[str, str]] = {
     "serve": ("maitred.cli.serve.command", "serve a model over HTTP, as OpenAI's API"),
+    "route": ("maitred.cli.route.command", "one address for many servers: routing, failover, one queue"),
     "top": ("maitred.cli.top.command", "watch a server's slots, queue and KV cache in the terminal"),
     "ps": ("maitred.cli.ps", "list the models that a server holds"),
     "chat": ("maitred.cli.chat.command", "talk to a model in the terminal, in process or at a URL"),
@@ -51,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Without `argv` the words are those of the process, and so are its signals.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    serves = argv is None and [word for word in words if word != "--debug"][:1] == ["serve"]
+    serves = argv is None and [word for word in words if word != "--debug"][:1] in (["serve"], ["route"])
     if serves:
         note_signals()  # before anything else, for there are things to put away from now on
     fill_closed_streams()

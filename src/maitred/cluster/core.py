@@ -130,6 +130,9 @@ class ClusterCore:
         self._health.budget.cover(replica.limit)
         if is_new or replica.state not in (State.DRAINING, State.EJECTED, facts.state):
             self._become(replica, facts.state, now)
+        elif replica.state is State.READY and not replica.is_watched:  # it may have begun to tell of itself
+            replica.heard_at = now
+            self._watch(replica)
         return self._fleet_changed(now)
 
     @core_input
@@ -348,7 +351,7 @@ class ClusterCore:
     def _silence_due(self, replica: Replica, now: float) -> list[Action]:
         """A beat may have come since; if all fell silent at once, it may be us: then a probe tells."""
         replica.is_watched = False
-        if replica.state is not State.READY:
+        if replica.state is not State.READY or not replica.facts.has_beats:
             return []
         if now < replica.heard_at + self.config.silence_s:
             self._watch(replica)

@@ -10,11 +10,11 @@ from functools import partial
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from maitred.api.http.app import App
 from maitred.api.http.errors import ClientGone, HttpError, http_error
 from maitred.api.http.exchange import REQUEST_ID, Exchange, Header
 from maitred.api.http.logs import ERRORS, log_fields
 from maitred.api.http.routes import RouteTable
+from maitred.api.http.service import Service
 from maitred.api.ops.orca import ASKED_BY, TOLD_BY, load_report
 from maitred.clock import Clock
 from maitred.errors import EngineDead, Overloaded, Unavailable
@@ -28,7 +28,7 @@ RATE_LIMIT_HEADERS = tuple(
 class AsgiApp:
     """Makes the Exchange that routes answer through, and is the one place where exceptions become answers."""
 
-    def __init__(self, app: App, routes: RouteTable) -> None:
+    def __init__(self, app: Service, routes: RouteTable) -> None:
         self.app, self.routes = app, routes
         self._outage = Outage(app.clock)
         self._random = random.Random()  # ids are no secrets, and the system's own source costs a system call each

@@ -39,6 +39,11 @@ class Authenticator:
         self._anybody = anybody()
         self._is_open = tenants is None and not api_keys
 
+    @property
+    def is_open(self) -> bool:
+        """Whether no key is asked for."""
+        return self._is_open
+
     def num_file_failures(self) -> int:
         """Times a change of the tenants could not be taken."""
         return self._tenants.num_failures if self._tenants is not None else 0

@@ -19,7 +19,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from uvicorn.server import ServerState
 
 from maitred.api.http.errors import HeadTooLarge, RequestTooSlow, http_error
-from maitred.api.http.exchange import TOO_SLOW
+from maitred.api.http.exchange import CONNECTION, TOO_SLOW
 from maitred.api.http.formats import AnswerFormat
 from maitred.api.http.logs import ACCESS, log_fields
 from maitred.config import ServerConfig
@@ -104,6 +104,7 @@ class GuardedConnection(HttpToolsProtocol):
         self._num_head_bytes = self._num_body_bytes = self._num_framing_bytes = 0
         self._body_began_at = 0.0
         self._refusal: RequestError | Unavailable | None = None
+        self._on_gone: Callable[[], None] | None = None  # of the request in work
         self._reading_timer: asyncio.TimerHandle | None = None
         self._writing_timer: asyncio.TimerHandle | None = None
 
@@ -128,6 +129,8 @@ class GuardedConnection(HttpToolsProtocol):
         self._stop_writing_timer()
         self._unset_keepalive_if_required()
         self.pipeline.clear()
+        if self._on_gone is not None:
+            self._on_gone()
         if self._in_work is not None:
             self.cycle = self._in_work  # it is the one to hear of it
         super().connection_lost(exc)
@@ -286,10 +289,19 @@ class GuardedConnection(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._in_work = cycle
+        cycle.scope[CONNECTION] = self  # type: ignore[literal-required]
         cycle.transport = self._answering = _HeadWithBody(cycle)  # type: ignore[assignment]
         super()._start_asgi_task(cycle, app)
 
+    def when_gone(self, call: Callable[[], None]) -> None:
+        """Have `call` called if the client goes away before the answer in work is complete; its request was read."""
+        self._on_gone = call
+        self.flow.resume_reading()
+        if self.transport.is_closing():
+            call()
+
     def on_response_complete(self) -> None:
+        self._on_gone = None
         self._answering.flush()
         super().on_response_complete()
         self._await_readers_end()

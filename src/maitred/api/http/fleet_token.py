@@ -24,6 +24,10 @@ class FleetToken:
     def is_set(self) -> bool:
         return self._secret is not None
 
+    def shown(self) -> list[tuple[bytes, bytes]]:
+        """The header that shows it, for who may hear it."""
+        return [(HEADER, self._secret)] if self._secret is not None else []
+
     def is_shown_by(self, headers: Mapping[bytes, bytes]) -> bool:
         """Takes as long for a wrong one as for the right one."""
         return self._secret is not None and compare_digest(headers.get(HEADER, b""), self._secret)

@@ -51,9 +51,11 @@ class Route:
 class RouteTable:
     """Finds routes by the path of the request line; what is not listed is not there."""
 
-    def __init__(self, routes: Iterable[Route], format: AnswerFormat) -> None:
-        """`format` is of routes that name none, and of what is said where there is no route."""
-        self.routes, self.format = tuple(routes), format
+    def __init__(self, routes: Iterable[Route], format: AnswerFormat, fallback: Route | None = None) -> None:
+        """`format` is of routes that name none, and of what is said where there is no route. `fallback` answers what is
+        not listed, whatever its method.
+        """
+        self.routes, self.format, self._fallback = tuple(routes), format, fallback
         self._exact: dict[str, dict[str, Route]] = {}
         self._prefixed: dict[str, dict[str, Route]] = {}  # by what stands before the parameter
         for route in self.routes:
@@ -90,6 +92,8 @@ class RouteTable:
         methods, parameter = self._exact.get(path), ""
         if methods is None:
             methods, parameter = self._by_prefix(path)
+        if methods is None and self._fallback is not None:
+            return self._fallback, path
         if methods is None:
             raise RouteNotFound(f"there is nothing at {shortened(path)}; GET /openapi.json lists what there is")
         route = methods.get("GET" if method == "HEAD" else method)

@@ -13,11 +13,11 @@ from typing import Protocol, runtime_checkable
 
 import uvicorn
 
-from maitred.api.http.app import App
 from maitred.api.http.asgi import AsgiApp
 from maitred.api.http.connection import GuardedConnection
 from maitred.api.http.loading import Opened, Starting
 from maitred.api.http.logs import ERRORS
+from maitred.api.http.service import Service
 from maitred.api.http.tls import Certificate
 from maitred.config import ServerConfig
 
@@ -71,7 +71,7 @@ class Server(uvicorn.Server):
             self._certificate = Certificate(config.ssl_certfile, config.ssl_keyfile)
             self.config.load()
             self.config.ssl = self._certificate.context
-        self.app: App = app.app
+        self.app: Service = app.app
         self._drain_timeout_s = config.drain_timeout_s
         self._draining: asyncio.Task[None] | None = None
         self._starting, self._is_ending, self._on_open = starting, is_ending, on_open

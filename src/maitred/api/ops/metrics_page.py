@@ -186,7 +186,7 @@ class EdgeMetrics(Collector):
                 buckets, total = self.histograms[metric].cumulative()
                 yield HistogramMetricFamily(metric.name, metric.help, buckets=buckets, sum_value=total)
             else:
-                yield _family(metric, self._samples(metric, state))
+                yield family_of(metric, self._samples(metric, state))
 
     def _samples(self, metric: Metric, state: ReplicaState) -> dict[tuple[str, ...], float]:
         if metric in _STATE:
@@ -211,7 +211,8 @@ class EdgeMetrics(Collector):
         return own[metric]
 
 
-def _family(metric: Metric, samples: Mapping[tuple[str, ...], float]) -> Family:
+def family_of(metric: Metric, samples: Mapping[tuple[str, ...], float]) -> Family:
+    """A gauge or counter with its values by labels."""
     kind = CounterMetricFamily if metric.kind is MetricKind.COUNTER else GaugeMetricFamily
     family = kind(metric.name, metric.help, labels=metric.labels)
     for labels, value in samples.items():

@@ -76,7 +76,7 @@ class Observer:
         """It has its answer, or nobody is left to answer."""
         self.metrics.num_in_flight -= 1
         self.metrics.http_answered(exchange.route_name, exchange.status or CLIENT_GONE_STATUS)
-        _log_access(exchange, time.monotonic() - observed.began_at)
+        log_access(exchange, time.monotonic() - observed.began_at)
         if self._tracing is not None and observed.span is not None:
             self._tracing.end(observed.span, observed.operation, exchange, self._clock.now())
 
@@ -100,7 +100,8 @@ class Observer:
             self._tracing.close()
 
 
-def _log_access(exchange: Exchange, duration_s: float) -> None:
+def log_access(exchange: Exchange, duration_s: float) -> None:
+    """One line for each request."""
     is_asset = exchange.route is not None and exchange.route.is_asset
     level = logging.DEBUG if is_asset and (exchange.status or CLIENT_GONE_STATUS) < 400 else logging.INFO
     if not ACCESS.isEnabledFor(level):

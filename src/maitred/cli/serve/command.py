@@ -35,7 +35,7 @@ def _run(options: Options) -> int:
     num_descriptors = claim_descriptors()
     check_addresses()
     listener = bind(server.host, server.port)  # first, so that a busy port costs no loading time
-    tell = _teller(server)
+    tell = teller(server)
     if 0 <= num_descriptors - SPARE_DESCRIPTORS < server.max_connections:
         tell(f"connections  fewer than {num_descriptors - SPARE_DESCRIPTORS:,}, for want of descriptors (ulimit -n)")
     with listener, open_tenancy(options[TenancyConfig], server) as (tenants, ledger):
@@ -55,7 +55,7 @@ def _run(options: Options) -> int:
                 tell(timeline.describe())
                 has_keys = bool(server.api_keys or tenants)
                 tell(_welcome(engine.model.names[0], url_of(server, host, port), has_keys=has_keys))
-                _spare_the_collector()
+                spare_the_collector()
                 launcher.loaded(timeline.phases)
 
             listen(listener, server.host, server.port)
@@ -111,14 +111,14 @@ def _engine_config(options: Options) -> EngineConfig:
     return replace(config, scheduler=replace(config.scheduler, policy="interactive"))
 
 
-def _spare_the_collector() -> None:
+def spare_the_collector() -> None:
     """What was loaded stays for good: without this, each full garbage collection walks all of it between two steps."""
     import gc
 
     gc.freeze()  # without a collection before: imports leave next to nothing, and looking for it takes 50 ms
 
 
-def _teller(server: ServerConfig) -> Callable[[str], None]:
+def teller(server: ServerConfig) -> Callable[[str], None]:
     """Start-up lines: plain for a person, log entries where the log is JSON."""
     import logging
 
@@ -142,8 +142,11 @@ def _welcome(model: str, url: str, *, has_keys: bool) -> str:
     return f"maitred serves {model} on {url}   (open it in a browser, or try: maitred chat --url {url}{key})"
 
 
-def bind(host: str, port: int) -> socket:
-    """A bound socket that does not listen yet: until somebody answers, clients are refused, not kept waiting."""
+def bind(host: str, port: int, *, reuse_port: bool = False) -> socket:
+    """A bound socket that does not listen yet: until somebody answers, clients are refused, not kept waiting.
+
+    With `reuse_port` others may be bound to the same port, if they all say so.
+    """
     import socket
 
     try:
@@ -154,6 +157,8 @@ def bind(host: str, port: int) -> socket:
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if reuse_port:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.bind(address)
     except OSError as error:
         listener.close()

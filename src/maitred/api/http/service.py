@@ -1,0 +1,90 @@
+"""What application, connections and server need of whoever answers the routes: one engine's App, or a router."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from maitred.api.http.auth import Authenticator
+from maitred.api.http.bodies import LargeBodies
+from maitred.api.http.exchange import Exchange
+from maitred.api.http.fleet_token import FleetToken
+from maitred.clock import Clock
+from maitred.config import ServerConfig
+from maitred.replica import ReplicaState
+
+
+class HttpCounts(Protocol):
+    """What is counted of every HTTP request."""
+
+    num_in_flight: int
+
+    def http_answered(self, route: str, status: int) -> None: ...
+
+
+class HttpObserver(Protocol):
+    """Is told of every HTTP request, and asked for no decision."""
+
+    @property
+    def metrics(self) -> HttpCounts: ...
+
+    def began(self, exchange: Exchange, operation: str) -> Any: ...
+
+    def client_gone(self, exchange: Exchange) -> None: ...
+
+    def ended(self, exchange: Exchange, observed: Any) -> None:
+        """`observed` is what `began` gave."""
+
+
+class Ending(Protocol):
+    """How a server ends in order."""
+
+    draining: bool
+
+    async def emptied(self) -> None:
+        """Returns when every request has its answer."""
+
+    def cut_all(self) -> None:
+        """End every request in flight with an error."""
+
+
+class HasState(Protocol):
+    def state(self) -> ReplicaState: ...
+
+
+class Service(Protocol):
+    """Routes get it as their first argument, and know which it is."""
+
+    @property
+    def config(self) -> ServerConfig: ...
+
+    @property
+    def clock(self) -> Clock: ...
+
+    @property
+    def authenticator(self) -> Authenticator: ...
+
+    @property
+    def fleet_token(self) -> FleetToken:
+        """What routers show, and are believed by."""
+
+    @property
+    def large_bodies(self) -> LargeBodies: ...
+
+    @property
+    def observer(self) -> HttpObserver: ...
+
+    @property
+    def in_flight(self) -> Ending: ...
+
+    @property
+    def replica(self) -> HasState:
+        """For reports of the load."""
+
+    def check_loaded(self) -> None:
+        """Raises Unavailable before what routes need is there."""
+
+    def open(self, replica: Any, model: Any, admission: Any) -> None:
+        """What the server waited for has come; never called where it waits for nothing."""
+
+    def close(self) -> None:
+        """Give back what is held; nothing is answered any more."""

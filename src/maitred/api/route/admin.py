@@ -1,0 +1,81 @@
+"""The fleet for its administrators: who is there, and what is to become of them."""
+
+from __future__ import annotations
+
+import msgspec
+
+from maitred.api.http.exchange import Exchange
+from maitred.api.route.router import Router
+from maitred.errors import InvalidRequest, UnsupportedParameter, did_you_mean
+
+
+class Named(msgspec.Struct, forbid_unknown_fields=True):
+    """One replica."""
+
+    name: str
+
+
+class MaybeNamed(msgspec.Struct, forbid_unknown_fields=True):
+    """One replica, or all of them, one by one."""
+
+    name: str | None = None
+
+
+class Bounds(msgspec.Struct, forbid_unknown_fields=True):
+    """How many replicas there are to be."""
+
+    min: int
+    max: int
+
+
+class Accepted(msgspec.Struct, frozen=True):
+    """It begins; GET /admin/fleet shows how far it is."""
+
+    status: str = "accepted"
+
+
+_decode_named = msgspec.json.Decoder(Named)
+_decode_maybe_named = msgspec.json.Decoder(MaybeNamed)
+_decode_bounds = msgspec.json.Decoder(Bounds)
+
+
+async def show_fleet(router: Router, exchange: Exchange) -> None:
+    await exchange.answer_json(router.fleet.core.view(router.clock.now()))
+
+
+async def drain(router: Router, exchange: Exchange) -> None:
+    body = await exchange.json(_decode_named)
+    router.fleet.drain(_known(router, body.name))
+    await exchange.answer_json(Accepted(), 202)
+
+
+async def restart(router: Router, exchange: Exchange) -> None:
+    body = await exchange.json(_decode_maybe_named)
+    launching = router.fleet.launching
+    if launching is None:
+        raise UnsupportedParameter(_NOT_LAUNCHED)
+    launching.restart(_known(router, body.name) if body.name is not None else None)
+    await exchange.answer_json(Accepted(), 202)
+
+
+async def scale(router: Router, exchange: Exchange) -> None:
+    body = await exchange.json(_decode_bounds)
+    if router.fleet.launching is None:
+        raise UnsupportedParameter(_NOT_LAUNCHED)
+    if not 0 <= body.min <= body.max or not body.max:
+        raise InvalidRequest(f"min is {body.min} and max {body.max}; 0 <= min <= max, and max is at least 1")
+    router.fleet.scale(body.min, body.max)
+    await exchange.answer_json(Accepted(), 202)
+
+
+_NOT_LAUNCHED = "the replicas of this router run elsewhere; it starts and stops only those of --replicas"
+
+
+def _known(router: Router, name: str) -> str:
+    names = router.fleet.replicas
+    if name not in names:
+        raise InvalidRequest(
+            f"there is no replica {name!r}{did_you_mean(name, names)}; there are: {', '.join(sorted(names)) or 'none'}",
+            param="name",
+        )
+    return name

@@ -1,0 +1,93 @@
+"""What a replica's answer says besides its bytes: failure or not, usage, where its events end. Pure."""
+
+from __future__ import annotations
+
+import msgspec
+
+from maitred.cluster.fleet_request import Failure, FailureKind, Usage
+from maitred.cluster.upstream import Answer
+
+RETRIED = (500, 502, 503)  # others are the request's own doing: 501 never works, 504 was its time limit
+MAX_RETRY_AFTER_S = 60.0
+MAX_EVENT_BYTES = 1024 * 1024  # what is no whole event and longer is passed on as it is
+_USAGE = b'"usage":'
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    prompt_tokens_details: _Details | None = None
+
+
+class _HasUsage(msgspec.Struct):
+    usage: _Usage | None = None
+
+
+_decode = msgspec.json.Decoder(_HasUsage).decode
+
+
+def failure(answer: Answer) -> Failure | None:
+    """Why another replica should be asked; None is an answer for the client. 503 with Retry-After is full."""
+    if answer.status not in RETRIED:
+        return None
+    if answer.status == 503:
+        after = next((value for name, value in answer.headers if name == b"retry-after"), None)
+        if after is not None:
+            return Failure(FailureKind.FULL, retry_after_s=_seconds(after))
+    return Failure(FailureKind.ERROR, message=f"status {answer.status}")
+
+
+def _seconds(value: bytes) -> float:
+    """Of a Retry-After; a date, or nonsense, is taken for a second."""
+    text = value.strip()
+    return min(float(text), MAX_RETRY_AFTER_S) if text.isdigit() and len(text) < 8 else 1.0
+
+
+def is_stream(answer: Answer) -> bool:
+    return any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in answer.headers)
+
+
+def whole_events(piece: bytes) -> tuple[bytes, bytes]:
+    """What of it is whole events, and what begins one."""
+    if piece.endswith((b"\n\n", b"\r\n\r\n")):
+        return piece, b""
+    end = max(piece.rfind(b"\n\n") + 2, piece.rfind(b"\r\n\r\n") + 4)
+    if end < 4:  # none
+        return (b"", piece) if len(piece) < MAX_EVENT_BYTES else (piece, b"")
+    return piece[:end], piece[end:]
+
+
+def usage_of_whole(body: bytes) -> Usage:
+    """Of an answer as one JSON object; nothing where there is none."""
+    try:
+        return _told(_decode(body).usage, None)
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        return Usage()
+
+
+def usage_of_stream(last_events: bytes, num_tokens: int) -> Usage:
+    """Of a stream's last piece, where its usage is if it was asked for; else as many tokens as events were counted."""
+    at = last_events.rfind(_USAGE)
+    begin = last_events.rfind(b"data: ", 0, at) if at >= 0 else -1
+    if begin < 0:
+        return Usage(num_output_tokens=num_tokens)
+    line = last_events[begin + 6 :].split(b"\n", 1)[0]
+    try:
+        return _told(_decode(line).usage, num_tokens)
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        return Usage(num_output_tokens=num_tokens)
+
+
+def _told(usage: _Usage | None, num_tokens: int | None) -> Usage:
+    if usage is None:
+        return Usage(num_output_tokens=num_tokens)
+    details = usage.prompt_tokens_details
+    return Usage(
+        num_prompt_tokens=usage.prompt_tokens,
+        num_output_tokens=usage.completion_tokens,
+        num_cached_tokens=details.cached_tokens if details is not None else None,
+    )

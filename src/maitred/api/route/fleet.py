@@ -1,0 +1,225 @@
+"""Drives the cluster core live: what happens goes in with the time, and what it decides is done."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from maitred.api.http.logs import log_fields
+from maitred.api.route.metrics import RouteMetrics
+from maitred.api.route.routed import Moved, RoutedRequest
+from maitred.clock import Clock
+from maitred.cluster.actions import Action, Bind, Move, Probe, Refuse, Start, Stop
+from maitred.cluster.core import ClusterCore
+from maitred.cluster.fleet_request import Failure, Usage
+from maitred.cluster.origins import Origin
+from maitred.cluster.replicas import Kind, ReplicaFacts, Report
+from maitred.cluster.upstream import ConnectionCounts, Upstream
+
+logger = logging.getLogger("maitred.fleet")
+TICK_S = 0.05  # how late what falls due may be noticed
+
+
+@dataclass(slots=True, eq=False)
+class LiveReplica:
+    """One replica as the router reaches it; what may be sent there the core knows."""
+
+    facts: ReplicaFacts
+    origin: Origin
+    upstream: Upstream
+    name: bytes  # for a header
+    cards: Sequence[dict[str, Any]] = ()  # of its models, as it lists them
+    follower: asyncio.Task[None] | None = field(default=None, repr=False)
+
+    @property
+    def is_ours(self) -> bool:
+        return self.facts.kind is Kind.MAITRED
+
+
+class Launching(Protocol):
+    """Who starts and stops the replicas that the core asks for; a router over URLs has none."""
+
+    def start(self, name: str, origin: str) -> None: ...
+
+    def stop(self, name: str) -> None: ...
+
+    def restart(self, name: str | None) -> None:
+        """None is all of them, one by one."""
+
+
+Follow = Callable[["Fleet", LiveReplica], asyncio.Task[None]]
+Probing = Callable[["Fleet", LiveReplica], Awaitable[None]]
+
+
+class Fleet:
+    """The replicas there are, the requests in flight, and the core between them. One event loop's."""
+
+    def __init__(
+        self,
+        core: ClusterCore,
+        clock: Clock,
+        *,
+        follow: Follow,
+        probe: Probing,
+        metrics: RouteMetrics,
+        launching: Launching | None = None,
+    ) -> None:
+        self.core, self.clock = core, clock
+        self.replicas: dict[str, LiveReplica] = {}
+        self.requests: dict[str, RoutedRequest] = {}
+        self.connections = ConnectionCounts()
+        self.launching = launching
+        self._follow, self._ask_health, self._metrics = follow, probe, metrics
+        self._probes: set[asyncio.Future[None]] = set()
+        self._numbers = itertools.count(2)
+        self._timer: asyncio.TimerHandle | None = None
+        self._empty = asyncio.Event()  # nobody is in flight
+        self._empty.set()
+
+    # -- replicas
+
+    def add(self, facts: ReplicaFacts, origin: Origin) -> LiveReplica:
+        """One more, of which nothing is known but its address; it is asked what it is."""
+        upstream = Upstream(origin, counts=self.connections)
+        live = self.replicas[facts.name] = LiveReplica(facts, origin, upstream, facts.name.encode("latin-1", "replace"))
+        self.tell(live, facts)
+        live.follower = self._follow(self, live)
+        return live
+
+    def tell(self, live: LiveReplica, facts: ReplicaFacts) -> None:
+        """New facts of it."""
+        live.facts = facts
+        self._do(self.core.joined(facts, self.clock.now()))
+
+    def remove(self, name: str) -> None:
+        """It is gone for good."""
+        live = self.replicas.pop(name, None)
+        if live is None:
+            return
+        if live.follower is not None:
+            live.follower.cancel()
+        live.upstream.close()
+        self._do(self.core.left(name, self.clock.now()))
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether requests are welcome: somebody can take them, or would be started for them."""
+        return self.launching is not None or self.core.fleet.ready != 0
+
+    def scale(self, low: int, high: int) -> None:
+        self._do(self.core.scaled(low, high, self.clock.now()))
+
+    def drain(self, name: str) -> None:
+        self._do(self.core.drained(name, self.clock.now()))
+
+    def reported(self, name: str, report: Report) -> None:
+        self._do(self.core.reported(name, report, self.clock.now()))
+
+    def probed(self, name: str, *, ok: bool) -> None:
+        self._do(self.core.probed(name, ok, self.clock.now()))
+
+    # -- requests
+
+    def free_id(self, asked: str) -> str:
+        """`asked`, or with a number where a request of that id is in flight: clients may call two of them the same."""
+        return asked if asked not in self.requests else f"{asked}.{next(self._numbers)}"
+
+    def enter(self, routed: RoutedRequest) -> None:
+        """Until `leave`."""
+        self.requests[routed.request.request_id] = routed
+        self._empty.clear()
+        self._do(self.core.arrived(routed.request, self.clock.now()))
+
+    def leave(self, routed: RoutedRequest, usage: Usage | None) -> None:
+        """It has its answer (`usage`), or needs none (None)."""
+        request_id = routed.request.request_id
+        if self.requests.pop(request_id, None) is None:
+            return
+        now = self.clock.now()
+        actions = self.core.ended(request_id, usage, now) if usage is not None else []
+        if self.core.request(request_id) is not None:  # no answer, or one of a replica that it was just taken from
+            actions += self.core.aborted(request_id, now)
+        self._do(actions)
+        if not self.requests:
+            self._empty.set()
+
+    def failed(self, routed: RoutedRequest, failure: Failure) -> None:
+        """Its replica did not answer; what becomes of it `routed.bound` tells."""
+        now = self.clock.now()
+        routed.held_again(now)
+        self._metrics.failed(failure.kind)
+        self._do(self.core.failed(routed.request.request_id, failure, now))
+
+    async def emptied(self) -> None:
+        await self._empty.wait()
+
+    def interrupt_all(self, reason: Exception) -> None:
+        for routed in list(self.requests.values()):
+            routed.interrupt(reason)
+
+    # -- time
+
+    def start(self) -> None:
+        """From now on what falls due is done."""
+        self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        for name in list(self.replicas):
+            self.remove(name)
+
+    def _tick(self) -> None:
+        self.start()
+        now = self.clock.now()
+        due = self.core.next_tick()
+        if due is not None and due <= now:
+            self._do(self.core.tick(now))
+
+    # -- what comes out
+
+    def _do(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            match action:
+                case Bind(request_id):
+                    routed = self.requests[request_id]
+                    self._metrics.attempted(routed.request, resumes=action.resumes)
+                    routed.decided(action, self.clock.now())
+                case Refuse(request_id):
+                    self._refuse(request_id, action)
+                case Move(request_id):
+                    routed = self.requests[request_id]
+                    routed.held_again(self.clock.now())
+                    routed.interrupt(Moved(action.reason))
+                case Probe(name):
+                    self._probe(name)
+                case Start(name, origin):
+                    self._launch(name, origin)
+                case Stop(name):
+                    if self.launching is not None:
+                        self.launching.stop(name)
+
+    def _refuse(self, request_id: str, action: Refuse) -> None:
+        """The core has forgotten it."""
+        routed = self.requests.pop(request_id)
+        routed.refused(action.error)
+        if routed.held_at is None:  # in the middle of its answer
+            routed.interrupt(action.error)
+        if not self.requests:
+            self._empty.set()
+
+    def _probe(self, name: str) -> None:
+        live = self.replicas.get(name)
+        if live is not None:
+            probe = asyncio.ensure_future(self._ask_health(self, live))
+            self._probes.add(probe)
+            probe.add_done_callback(self._probes.discard)
+
+    def _launch(self, name: str, origin: str) -> None:
+        if self.launching is not None:
+            log_fields(logger, logging.INFO, "a replica starts", {"replica": name, "from": origin})
+            self.launching.start(name, origin)

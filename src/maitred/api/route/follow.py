@@ -1,0 +1,221 @@
+"""Follows one replica: what it is, which models it has, how it does; by its events if it is ours, else by asking."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import log
+from typing import Any
+
+import msgspec
+
+from maitred.api.http.fleet_token import FleetToken
+from maitred.api.http.logs import log_fields
+from maitred.api.route.events import EventReader
+from maitred.api.route.fleet import Fleet, LiveReplica
+from maitred.cluster.replica_events import Began, Fingerprint, FleetEvent, KeysChanged, Load
+from maitred.cluster.replicas import Kind, ReplicaFacts, Report, State
+from maitred.cluster.upstream import Ask, Broken, UpstreamFailed, request_head
+
+logger = logging.getLogger("maitred.fleet")
+FIRST_DELAY_S, MAX_DELAY_S = 0.1, 2.0  # between two looks at one that is not there; doubled with each
+POLL_S = 1.0  # between two looks at one that tells nothing by itself
+ANSWER_S = 5.0  # what is asked here costs nobody more than a moment
+MAX_TOLD_BYTES = 1024 * 1024
+MAX_MODELS = 1000
+NAME = "maitred"  # what `/version` of ours says that it is
+
+
+class _Version(msgspec.Struct):
+    """What is read of ours, and of others as far as they say it."""
+
+    name: str | None = None
+    models: tuple[str, ...] | None = None
+    slots: int | None = None
+    fingerprint: Fingerprint | None = None
+
+
+class _Models(msgspec.Struct):
+    data: list[dict[str, Any]] = msgspec.field(default_factory=list)
+
+
+class Follower:
+    """Follows replicas; `token` is the fleet's, which ours ask for before they tell of themselves."""
+
+    def __init__(self, token: FleetToken) -> None:
+        self._headers = token.shown()
+
+    def start(self, fleet: Fleet, live: LiveReplica) -> asyncio.Task[None]:
+        return asyncio.create_task(self._follow(fleet, live), name=f"follow {live.facts.name}")
+
+    async def probe(self, fleet: Fleet, live: LiveReplica) -> None:
+        """Whether it can serve again."""
+        try:
+            told = await self._look(live)
+        except UpstreamFailed:
+            told = None
+        if fleet.replicas.get(live.facts.name) is not live:
+            return
+        if told is not None:
+            fleet.tell(live, told)
+        fleet.probed(live.facts.name, ok=told is not None and told.state is State.READY)
+
+    async def _follow(self, fleet: Fleet, live: LiveReplica) -> None:
+        delay_s = FIRST_DELAY_S
+        while True:
+            try:
+                told = await self._look(live)
+                self._tell(fleet, live, told)
+                if told.state is State.READY:
+                    delay_s = FIRST_DELAY_S
+                    await self._stay(fleet, live)
+            except UpstreamFailed as failed:
+                self._tell(fleet, live, replace(live.facts, error=str(failed)))
+                if failed.broken in (Broken.REFUSED, Broken.SILENT):
+                    fleet.probed(live.facts.name, ok=False)
+            except Exception:  # a fault of ours costs one look, not the replica
+                logger.exception("following %s failed", live.facts.name)
+            await asyncio.sleep(delay_s)
+            delay_s = min(2 * delay_s, MAX_DELAY_S)
+
+    def _tell(self, fleet: Fleet, live: LiveReplica, told: ReplicaFacts) -> None:
+        if told == live.facts:
+            return
+        if told.state is not live.facts.state or told.error != live.facts.error:
+            fields = {"replica": told.name, "kind": told.kind.value, "state": told.state.value, "error": told.error}
+            log_fields(logger, logging.INFO, "replica", fields)
+        fleet.tell(live, told)
+
+    # -- what it is
+
+    async def _look(self, live: LiveReplica) -> ReplicaFacts:
+        """What it says of itself now. Raises UpstreamFailed when it says nothing."""
+        facts, models = await self._what_it_is(live)
+        why_not = await self._why_not_ready(live, facts)
+        if why_not is not None:
+            return replace(facts, state=State.STARTING, error=why_not)
+        models = await self._models(live, models)
+        return replace(facts, state=State.READY, models=models, error=None)
+
+    async def _what_it_is(self, live: LiveReplica) -> tuple[ReplicaFacts, tuple[str, ...]]:
+        """Told by what `/version` says, never by its status; and its models, if that names them."""
+        _, body = await self._get(live, "/version")
+        told = _decoded(body, _Version)
+        if told.name != NAME:
+            return replace(live.facts, kind=Kind.FOREIGN, has_beats=False), ()
+        fingerprint = " ".join(msgspec.structs.astuple(told.fingerprint)) if told.fingerprint is not None else None
+        facts = replace(live.facts, kind=Kind.MAITRED, slots=told.slots, fingerprint=fingerprint)
+        return facts, told.models or ()
+
+    async def _why_not_ready(self, live: LiveReplica, facts: ReplicaFacts) -> str | None:
+        """None when requests are welcome; a server without such a question is asked for its models."""
+        status, body = await self._get(live, "/ready" if facts.kind is Kind.MAITRED else "/health")
+        if status in (200, 204, 404, 405, 501):
+            return None
+        return _message(body) or f"it answers {status} when asked for its health"
+
+    async def _models(self, live: LiveReplica, named: tuple[str, ...]) -> tuple[str, ...]:
+        """As it lists them; where it lists none without a key, those that it `named`."""
+        status, body = await self._get(live, "/v1/models")
+        if status != 200 and named:
+            live.cards = [{"id": name, "object": "model", "owned_by": NAME} for name in named]
+            return named
+        if status != 200:
+            raise UpstreamFailed(Broken.WRONG, f"{live.origin.url}/v1/models answers {status}: {_message(body)}")
+        cards = [card for card in _decoded(body, _Models).data if isinstance(card.get("id"), str)]
+        live.cards = cards[:MAX_MODELS]
+        return tuple(card["id"] for card in live.cards)
+
+    async def _get(self, live: LiveReplica, path: str) -> tuple[int, bytes]:
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                answer = await live.upstream.send(Ask(request_head("GET", path, live.origin, self._headers, 0)))
+                return answer.status, await answer.whole(MAX_TOLD_BYTES)
+        except TimeoutError:
+            text = f"{live.origin.url}{path} gave no answer within {ANSWER_S:g} s"
+            raise UpstreamFailed(Broken.SILENT, text) from None
+
+    # -- while it is there
+
+    async def _stay(self, fleet: Fleet, live: LiveReplica) -> None:
+        """Returns, or raises UpstreamFailed, when it must be looked at anew."""
+        if live.facts.kind is Kind.MAITRED and self._headers and await self._listen(fleet, live):
+            return
+        while True:
+            await asyncio.sleep(POLL_S)
+            told = await self._look(live)
+            self._tell(fleet, live, told)
+            if told.state is not State.READY or told.kind is not live.facts.kind:
+                return
+
+    async def _listen(self, fleet: Fleet, live: LiveReplica) -> bool:
+        """Take in its events until they end; False when it has none for us."""
+        name = live.facts.name
+        answer = await live.upstream.send(Ask(request_head("GET", "/fleet/events", live.origin, self._headers, 0)))
+        try:
+            if answer.status != 200:
+                body = await answer.whole(MAX_TOLD_BYTES)
+                fields = {"replica": name, "status": answer.status, "error": _message(body)}
+                log_fields(logger, logging.WARNING, "a replica tells nothing of itself; is its token another?", fields)
+                return False
+            self._tell(fleet, live, replace(live.facts, has_beats=True))
+            reader = EventReader()
+            while piece := await answer.piece():
+                for event in reader.feed(piece):
+                    self._take_in(fleet, live, event)
+        finally:
+            answer.abort()
+            if fleet.replicas.get(name) is live:
+                fleet.reported(name, Report(is_broken=True))
+                fleet.tell(live, replace(live.facts, has_beats=False))
+        return True
+
+    def _take_in(self, fleet: Fleet, live: LiveReplica, event: FleetEvent) -> None:
+        name = live.facts.name
+        match event:
+            case Began():
+                fleet.reported(name, Report(is_snapshot=True))
+            case KeysChanged(stored, removed):
+                fleet.reported(name, Report(stored=stored, removed=removed))
+            case Load(state=state):
+                speed = _about(event.prefill_tokens_per_s)
+                is_ready = State.READY if state == "ready" else State.STARTING
+                told = replace(live.facts, state=is_ready, error=event.error, tokens_per_s=speed)
+                self._tell(fleet, live, told)
+                fleet.reported(name, Report(num_in_flight=event.num_running + event.num_waiting))
+
+
+def _about(speed: float) -> float | None:
+    """To a power of 1.1, so that a figure that wavers changes nothing; None while it is not known."""
+    return round(1.1 ** round(log(speed, 1.1)), 1) if speed > 0 else None
+
+
+def _decoded(body: bytes, kind: type[msgspec.Struct]) -> Any:
+    """An empty one where it says something else."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        return kind()
+
+
+def _message(body: bytes) -> str:
+    """What an error says, at most a line of it."""
+    try:
+        found: Any = msgspec.json.decode(body)
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        return body[:200].decode("utf-8", "replace").strip()
+    for key in ("error", "message", "detail"):
+        if isinstance(found, Mapping) and key in found:
+            found = found[key]
+    return str(found)[:200]
+
+
+def union_of_cards(replicas: Sequence[LiveReplica]) -> list[dict[str, Any]]:
+    """Of all models that are served, each once, as the first replica by name lists it."""
+    cards: dict[str, dict[str, Any]] = {}
+    for live in sorted(replicas, key=lambda live: live.facts.name):
+        for card in live.cards:
+            cards.setdefault(card["id"], card)
+    return list(cards.values())

@@ -1,0 +1,136 @@
+"""What goes to a replica: completions, read once for what decides where, and every other path, as it is."""
+
+from __future__ import annotations
+
+from maitred.api.http.exchange import Exchange
+from maitred.api.route.headers import of_caller, towards_replica
+from maitred.api.route.leases import RouteLease, leased
+from maitred.api.route.relay import Outgoing, Relay
+from maitred.api.route.routed import RoutedRequest
+from maitred.api.route.router import Router
+from maitred.cluster.fleet_request import FleetRequest
+from maitred.cluster.prefix_keys import NO_KEYS, prefix_keys
+from maitred.cluster.ring import hash_of
+from maitred.cluster.routed_body import RoutedBody, read_body
+from maitred.errors import RouteNotFound, Unavailable
+
+MAX_TOKENS = 256  # thought of who names no limit
+NOT_PASSED_ON = ("/admin/", "/fleet/")  # of a replica's own administrators, and of routers
+ADMINISTRATIVE = (  # of vLLM, and our own servers' likewise
+    "/sleep",
+    "/wake_up",
+    "/is_sleeping",
+    "/reset_prefix_cache",
+    "/v1/load_lora_adapter",
+    "/v1/unload_lora_adapter",
+    "/start_profile",
+    "/stop_profile",
+    "/collective_rpc",
+)
+SESSION, PRIVACY = b"x-session-id", b"x-maitred-privacy"
+
+
+async def generate(router: Router, exchange: Exchange) -> None:
+    """A chat or text completion."""
+    body = await exchange.body()
+    async with exchange.turn():
+        read = read_body(body)
+        keys = prefix_keys(read, router.salt_of(exchange.caller)).keys
+    await _route(router, exchange, body, read, keys, is_generation=True)
+
+
+async def pass_through(router: Router, exchange: Exchange) -> None:
+    """Any other path: some replica answers it."""
+    path = exchange.scope["path"]
+    if path.startswith(NOT_PASSED_ON):
+        raise RouteNotFound(f"{path} is not passed on to replicas; ask one at its own address")
+    if path in ADMINISTRATIVE:
+        exchange.caller.require_admin(f"use {path}")
+    body = await exchange.body()
+    read = read_body(body) if body else RoutedBody()
+    await _route(router, exchange, body, read, NO_KEYS.keys, is_generation=False)
+
+
+async def _route(
+    router: Router, exchange: Exchange, body: bytes, read: RoutedBody, keys: tuple[int, ...], *, is_generation: bool
+) -> None:
+    if router.draining:
+        raise Unavailable("the router is shutting down; try again", retry_after_s=1.0)
+    with leased(router, exchange, read) as granted:
+        request = _request(router, exchange, body, read, keys, granted)
+        if is_generation:
+            granted.take(request.num_bytes, request.max_tokens * request.num_samples, request.arrived_at)
+        routed = RoutedRequest(request, exchange)
+        outgoing = _outgoing(router, exchange, body, read, is_generation=is_generation)
+        relay = Relay(
+            router.fleet, routed, outgoing, keep_alive_s=router.config.sse_keep_alive_s, on_begin=granted.began
+        )
+        try:
+            await relay.run()
+        finally:
+            granted.usage = relay.usage
+            router.metrics.routed(exchange.log.get("replica", ""), relay.outcome, routed.held_s)
+
+
+def _request(
+    router: Router,
+    exchange: Exchange,
+    body: bytes,
+    read: RoutedBody,
+    keys: tuple[int, ...],
+    granted: RouteLease,
+) -> FleetRequest:
+    tenant, now = exchange.caller.tenant, router.clock.now()
+    return FleetRequest(
+        request_id=router.fleet.free_id(exchange.request_id),
+        arrived_at=now,
+        num_bytes=_num_prompt_bytes(body, read),
+        max_tokens=read.max_completion_tokens or read.max_tokens or MAX_TOKENS,
+        model=read.model,
+        tenant=tenant.name,
+        weight=tenant.weight,
+        priority=granted.lease.priority,
+        ttft_slo_s=granted.limits.ttft_slo_s,
+        start_by=granted.start_by(now),
+        finish_by=granted.finish_by(now),
+        num_samples=max(1, read.n or 1),
+        keys=keys,
+        hash_key=_hash_key(exchange, read, keys),
+        is_local=exchange.headers.get(PRIVACY, b"").strip().lower() == b"local",
+    )
+
+
+def _num_prompt_bytes(body: bytes, read: RoutedBody) -> int:
+    """Of messages or prompt; of another body all of it."""
+    texts = [text for text in (read.messages, read.prompt, read.tools) if isinstance(text, bytes | memoryview)]
+    return sum(map(len, texts)) or len(body)
+
+
+def _hash_key(exchange: Exchange, read: RoutedBody, keys: tuple[int, ...]) -> int | None:
+    """What `hash` and `session` go by."""
+    session = exchange.headers.get(SESSION)
+    named = session.decode("latin-1") if session else read.session_id or read.prompt_cache_key or read.user
+    if named:
+        return hash_of(named)
+    return keys[0] if keys else None
+
+
+def _outgoing(router: Router, exchange: Exchange, body: bytes, read: RoutedBody, *, is_generation: bool) -> Outgoing:
+    scope = exchange.scope
+    headers = towards_replica(exchange)
+    secret = router.fleet_token.shown()
+    if secret:
+        secret += of_caller(exchange.caller, router.salt_of(exchange.caller))
+    elif router.authenticator.is_open and b"authorization" in exchange.headers:  # it is for the replicas
+        headers.append((b"authorization", exchange.headers[b"authorization"]))
+    query = scope["query_string"]
+    target = scope["raw_path"].decode("latin-1") + (f"?{query.decode('latin-1')}" if query else "")
+    return Outgoing(
+        method=scope["method"],
+        target=target,
+        headers=headers,
+        body=body,
+        secret=secret,
+        is_generation=is_generation,
+        is_stream=is_generation and bool(read.stream),
+    )

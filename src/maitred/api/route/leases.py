@@ -1,0 +1,106 @@
+"""The gate as the router meets it: a request's lease, in estimated tokens until its usage tells."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import reduce
+
+from maitred.api.generate.time_limits import HEADERS
+from maitred.api.http.exchange import Exchange
+from maitred.api.route.router import Router
+from maitred.cluster.fleet_request import Usage
+from maitred.cluster.routed_body import RoutedBody
+from maitred.errors import RateLimited
+from maitred.gate.gate import Ask, Lease
+from maitred.gate.terms import NO_LIMITS, TimeLimits
+from maitred.tenancy.caller import Caller
+from maitred.tenancy.tenant import TIERS
+
+BYTES_A_TOKEN = 4  # of English
+_HEADERS = [(field, name.encode()) for field, name in HEADERS.items()]
+_NAMES = frozenset(name for _, name in _HEADERS)
+
+
+@dataclass(slots=True)
+class RouteLease:
+    """What was granted. `usage` is set at the end, and settles what was taken."""
+
+    lease: Lease
+    limits: TimeLimits  # of request, tenant and router, the strictest
+    usage: Usage | None = None
+
+    def start_by(self, now: float) -> float | None:
+        return None if self.limits.queue_timeout_s is None else now + self.limits.queue_timeout_s
+
+    def finish_by(self, now: float) -> float | None:
+        return None if self.limits.timeout_s is None else now + self.limits.timeout_s
+
+    def take(self, num_prompt_bytes: int, max_tokens: int, now: float) -> None:
+        """Of the tenant's quota, for a prompt and at most so many tokens of all samples. Raises RateLimited."""
+        if self.lease.quota is not None:
+            self.lease.quota.reserve(num_prompt_bytes // BYTES_A_TOKEN + max_tokens, now)
+
+    def began(self) -> None:
+        """The first byte of its answer came."""
+        if self.lease.quota is not None:
+            for _ in range(self.lease.num_samples):
+                self.lease.quota.first_token()
+
+
+@contextmanager
+def leased(router: Router, exchange: Exchange, read: RoutedBody) -> Iterator[RouteLease]:
+    """Until the request has its answer. Raises as `Gate.enter`, and RateLimited for what is taken inside."""
+    caller = exchange.caller
+    asked = _limits(read, exchange.headers)
+    ask = Ask(num_samples=max(1, read.n or 1), priority=_priority(caller, read), limits=asked)
+    try:
+        lease = router.gate.enter(caller, ask, router.clock.now())
+        granted = RouteLease(lease, _strictest(asked, lease.limits, router.limits))
+        if not caller.is_anybody:
+            router.metrics.tenants.entered(caller.quota)
+        try:
+            yield granted
+        finally:
+            _settle(router, caller, granted)
+    except RateLimited as error:
+        if not caller.is_anybody:
+            router.metrics.tenants.refused(caller.tenant.name, error)
+        raise
+
+
+def _settle(router: Router, caller: Caller, granted: RouteLease) -> None:
+    usage = granted.usage or Usage()
+    prompt, output = usage.num_prompt_tokens or 0, usage.num_output_tokens or 0
+    granted.lease.end(prompt + output)
+    if not caller.is_anybody:
+        router.metrics.tenants.left(caller.quota, prompt, output)
+
+
+def _priority(caller: Caller, read: RoutedBody) -> int:
+    """What is asked for, which the gate checks; what is no tier the replica refuses."""
+    if read.priority is not None:
+        return read.priority
+    known = not caller.is_anybody and read.service_tier in TIERS
+    return caller.tenant.priority_of_tier(read.service_tier if known else None)
+
+
+def _limits(read: RoutedBody, headers: Mapping[bytes, bytes]) -> TimeLimits:
+    """What the request asks, a field before its header; of what is no number of milliseconds the replica tells."""
+    if read.ttft_slo_ms is read.queue_timeout_ms is read.timeout_ms is None and _NAMES.isdisjoint(headers):
+        return NO_LIMITS
+    return TimeLimits(*(_seconds(getattr(read, field), headers.get(name)) for field, name in _HEADERS))
+
+
+def _strictest(*limits: TimeLimits) -> TimeLimits:
+    """Most say nothing, and then there is nothing to compare."""
+    said = [limit for limit in limits if limit != NO_LIMITS]
+    return reduce(TimeLimits.and_also, said, NO_LIMITS)
+
+
+def _seconds(field: float | None, header: bytes | None) -> float | None:
+    if field is None and header is not None:
+        with suppress(ValueError):
+            field = float(header)
+    return field / 1000.0 if field is not None and field > 0 else None

@@ -1,0 +1,116 @@
+"""The router's metrics: counts of its HTTP side, and the fleet as the core sees it when the page is asked for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.core import Metric as Family
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
+
+import maitred
+from maitred import metrics as m
+from maitred.api.ops.metrics_page import Histogram, TenantCounts, family_of
+from maitred.clock import Clock
+from maitred.cluster.core import ClusterCore
+from maitred.cluster.fleet_request import FailureKind, FleetRequest
+from maitred.cluster.upstream import ConnectionCounts
+from maitred.metrics import Metric
+
+
+class RouteMetrics(Collector):
+    """One router's counts, and its page."""
+
+    def __init__(self, *, num_tenants_file_failures: Callable[[], int] = int) -> None:
+        self.num_in_flight = 0
+        self.num_cancelled = 0
+        self.num_log_lines_dropped: Callable[[], int] = lambda: 0
+        self.tenants = TenantCounts(num_tenants_file_failures)
+        self.queue_wait = Histogram(m.FLEET_QUEUE_WAIT)
+        self._answered: Counter[tuple[str, ...]] = Counter()
+        self._attempts: Counter[tuple[str, ...]] = Counter()
+        self._requests: Counter[tuple[str, ...]] = Counter()
+        self._num_resumed = 0
+        self._num_keys_hit = self._num_keys_missed = 0
+        self._fleet: tuple[ClusterCore, Clock, ConnectionCounts] | None = None
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(self)
+
+    def looks_at(self, core: ClusterCore, clock: Clock, connections: ConnectionCounts) -> None:
+        """From now on the page tells of this fleet."""
+        self._fleet = core, clock, connections
+
+    def http_answered(self, route: str, status: int) -> None:
+        self._answered[route, str(status)] += 1
+
+    def attempted(self, request: FleetRequest, *, resumes: bool) -> None:
+        """A request goes to a replica, for the first time or again."""
+        self._attempts["sent",] += 1
+        self._num_resumed += resumes
+        num_hit = round(len(request.keys) * min(1.0, request.num_cached / request.num_inputs))
+        self._num_keys_hit += num_hit
+        self._num_keys_missed += len(request.keys) - num_hit
+
+    def failed(self, kind: FailureKind) -> None:
+        """An attempt failed."""
+        self._attempts[kind.value,] += 1
+
+    def routed(self, replica: str, outcome: str, held_s: float) -> None:
+        """A request is over: answered, failed or cancelled; `replica` is the last that it was with."""
+        self._requests[replica, outcome] += 1
+        self.queue_wait.observe(held_s)
+
+    def page(self, accept: str) -> tuple[bytes, str]:
+        """The page and its content type, in the format `accept` asks for. Called in the event loop."""
+        encode, content_type = choose_encoder(accept)
+        return encode(self._registry), content_type
+
+    def collect(self) -> Iterator[Family]:
+        """Called by the registry for each page."""
+        buckets, total = self.queue_wait.cumulative()
+        yield HistogramMetricFamily(m.FLEET_QUEUE_WAIT.name, m.FLEET_QUEUE_WAIT.help, buckets=buckets, sum_value=total)
+        for metric in m.TENANT_METRICS:
+            yield family_of(metric, self.tenants.samples(metric))
+        samples = self._http_samples() | self._fleet_samples()
+        for metric, values in samples.items():
+            yield family_of(metric, values)
+
+    def _http_samples(self) -> dict[Metric, dict[tuple[str, ...], float]]:
+        return {
+            m.INFO: {(maitred.__version__, ""): 1.0},
+            m.HTTP_IN_FLIGHT: {(): float(self.num_in_flight)},
+            m.LOOP_TASKS: {(): float(len(asyncio.all_tasks()))},
+            m.HTTP_REQUESTS: {labels: float(count) for labels, count in self._answered.items()},
+            m.REQUESTS_CANCELLED: {(): float(self.num_cancelled)},
+            m.LOG_LINES_DROPPED: {(): float(self.num_log_lines_dropped())},
+        }
+
+    def _fleet_samples(self) -> dict[Metric, dict[tuple[str, ...], float]]:
+        if self._fleet is None:
+            return {}
+        core, clock, connections = self._fleet
+        view = core.view(clock.now())
+        states = Counter(replica.state for replica in view.replicas)
+        return {
+            m.FLEET_REPLICAS: {(state,): float(states[state]) for state in m.FLEET_STATES},
+            m.FLEET_REQUESTS: {labels: float(count) for labels, count in self._requests.items()},
+            m.FLEET_ATTEMPTS: {labels: float(count) for labels, count in self._attempts.items()},
+            m.FLEET_RESUMES: {(): float(self._num_resumed)},
+            m.FLEET_HELD: {(): float(view.held)},
+            m.FLEET_OLDEST_HELD: {(): view.oldest_held_s},
+            m.FLEET_PREFIX_KEYS: {("hit",): float(self._num_keys_hit), ("miss",): float(self._num_keys_missed)},
+            m.FLEET_LOAD_RATIO: {(): _load_ratio([r.in_flight for r in view.replicas if r.state == "ready"])},
+            m.FLEET_CONNECTIONS: {
+                ("new",): float(connections.num_new),
+                ("reused",): float(connections.num_reused),
+            },
+        }
+
+
+def _load_ratio(loads: list[int]) -> float:
+    """The largest beside the mean; 1 is even, and idle."""
+    return max(loads) * len(loads) / sum(loads) if sum(loads) else 1.0

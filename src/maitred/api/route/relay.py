@@ -1,0 +1,268 @@
+"""A request's relay: sent where the core says, again elsewhere if it must, and its answer passed on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from maitred.api.http.errors import ClientGone
+from maitred.api.http.exchange import CONNECTION, Exchange, Header
+from maitred.api.http.sse import EventStream
+from maitred.api.route import answers
+from maitred.api.route.fleet import Fleet, LiveReplica
+from maitred.api.route.headers import towards_client
+from maitred.api.route.routed import Moved, RoutedRequest
+from maitred.cluster.actions import Bind
+from maitred.cluster.fleet_request import Failure, FailureKind, Usage
+from maitred.cluster.upstream import Answer, Ask, Broken, UpstreamFailed, request_head
+from maitred.errors import MaitredError, ServerError
+
+MAX_KEPT_BYTES = 256 * 1024  # of an answer that is not streamed: while it is shorter another replica can begin anew
+MAX_ERROR_BYTES = 64 * 1024
+TOKENS_AT_ONCE = 16  # the core is told of the tokens of a stream by so many
+
+
+class ReplicaFailed(ServerError):
+    """A replica broke its answer off, and no other may go on with it."""
+
+
+@dataclass(slots=True)
+class Outgoing:
+    """A request as every replica gets it."""
+
+    method: str
+    target: str  # path and query
+    headers: list[Header]
+    body: bytes
+    secret: list[Header] = field(default_factory=list)  # only for replicas that hold the fleet's token
+    is_generation: bool = False  # its answer has usage and tokens
+    is_stream: bool = False
+
+    def ask(self, live: LiveReplica) -> Ask:
+        headers = [*self.headers, *self.secret] if live.is_ours and self.secret else self.headers
+        head = request_head(self.method, self.target, live.origin, headers, len(self.body))
+        return Ask(head, self.body, is_head=self.method == "HEAD")
+
+
+class Relay:
+    """One request's way. `run` returns when the client has its answer, and raises what it hears instead."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        routed: RoutedRequest,
+        outgoing: Outgoing,
+        *,
+        keep_alive_s: float,
+        on_begin: Callable[[], None],
+    ) -> None:
+        self._fleet, self._routed, self._outgoing = fleet, routed, outgoing
+        self._exchange: Exchange = routed.exchange
+        self._events = EventStream(self._exchange, silence_s=keep_alive_s) if outgoing.is_stream else None
+        self._keep_alive_s, self._on_begin = keep_alive_s, on_begin
+        self._num_tokens = 0
+        self._is_cancelled = False
+        self._num_untold = 0  # of these, to the core
+        self._refusal: tuple[Answer, bytes] | None = None  # what the last replica said, with a status of 5xx
+        self.usage: Usage | None = None  # once the answer is complete
+
+    @property
+    def outcome(self) -> str:
+        """For the metrics, once it is over."""
+        return "answered" if self.usage is not None else "cancelled" if self._is_cancelled else "failed"
+
+    async def run(self) -> None:
+        """The request is with the core from here to the end."""
+        exchange, routed = self._exchange, self._routed
+        connection = exchange.scope.get(CONNECTION)
+        if connection is not None:
+            connection.when_gone(lambda: routed.interrupt(ClientGone()))
+        self._fleet.enter(routed)
+        try:
+            while not await self._uninterrupted():
+                pass
+        finally:
+            self._fleet.leave(routed, self.usage)
+            exchange.log["held_ms"] = round(routed.held_s * 1000, 1) or None
+
+    async def _uninterrupted(self) -> bool:
+        """One attempt; whether it was the last."""
+        try:
+            return await self._attempt()
+        except asyncio.CancelledError:
+            reason = self._routed.interruption()
+            if reason is None:
+                raise
+            if isinstance(reason, Moved):
+                return False
+            self._is_cancelled = isinstance(reason, ClientGone)
+            raise reason from None
+
+    async def _attempt(self) -> bool:
+        try:
+            bind = await self._bound()
+        except MaitredError:
+            if self._refusal is not None and not self._exchange.started:
+                await self._pass_on_refusal(*self._refusal)
+                return True
+            raise
+        live = self._fleet.replicas[bind.choice.replica]
+        self._refusal = None
+        try:
+            answer = await live.upstream.send(self._outgoing.ask(live))
+        except UpstreamFailed as failed:
+            self._fleet.failed(self._routed, failure_of(failed))
+            return False
+        try:
+            return await self._answered(answer, live)
+        except UpstreamFailed as failed:
+            self._broke_off(failed)
+            return False
+        finally:
+            answer.abort()
+
+    async def _bound(self) -> Bind:
+        """Held streams get comments meanwhile."""
+        routed, events = self._routed, self._events
+        if routed.is_decided or events is None or not self._keep_alive_s:
+            return await routed.bound()
+        while True:
+            try:
+                async with asyncio.timeout(self._keep_alive_s / 3):
+                    return await routed.bound()
+            except TimeoutError:
+                await events.keep_alive()
+
+    async def _answered(self, answer: Answer, live: LiveReplica) -> bool:
+        failure = answers.failure(answer)
+        if failure is not None:
+            body = await answer.whole(MAX_ERROR_BYTES)
+            if failure.kind is FailureKind.ERROR:
+                self._refusal = answer, body
+            self._fleet.failed(self._routed, failure)
+            return False
+        if self._events is not None and answers.is_stream(answer):
+            await self._stream(answer, live)
+        else:
+            await self._whole(answer, live)
+        return True
+
+    def _broke_off(self, failed: UpstreamFailed) -> None:
+        """In the middle of its answer. Raises when the client has a part of it."""
+        self._fleet.failed(self._routed, failure_of(failed))
+        if self._routed.began and not self._routed.is_decided:
+            raise ReplicaFailed(f"the replica broke its answer off: {failed}")
+
+    # -- what is not streamed
+
+    async def _whole(self, answer: Answer, live: LiveReplica) -> None:
+        """As long as it fits it is kept, so that the client hears nothing of a replica that dies in the middle."""
+        pieces: list[bytes] = []
+        num_bytes = 0
+        while num_bytes <= MAX_KEPT_BYTES:
+            piece = await answer.piece()
+            if not piece:
+                await self._send_whole(answer, live, b"".join(pieces))
+                return
+            pieces.append(piece)
+            num_bytes += len(piece)
+        self._begin()
+        await self._send_head(answer, live)
+        await self._send_piece(b"".join(pieces))
+        while piece := await answer.piece():
+            await self._send_piece(piece)
+        self.usage = Usage()
+        await self._send_end()
+
+    async def _send_whole(self, answer: Answer, live: LiveReplica, body: bytes) -> None:
+        self._begin()
+        if self._outgoing.is_generation and answer.status == 200:
+            self.usage = answers.usage_of_whole(body)
+        else:
+            self.usage = Usage(num_output_tokens=0)
+        if self._exchange.started:  # a comment was sent while it was held, so it goes on as a stream
+            await self._send_end(b"data: " + body.replace(b"\n", b" ") + b"\n\n" + self._exchange.format.stream.end)
+            return
+        headers = self._headers(answer, live)
+        if self._outgoing.method == "HEAD" or answer.status in (204, 304):  # their length is not the body's
+            await self._exchange.send({"type": "http.response.start", "status": answer.status, "headers": headers})
+            await self._send_end()
+            return
+        headers = [header for header in headers if header[0] != b"content-length"]
+        await self._exchange.answer(body, answer.status, tuple(headers))
+
+    async def _pass_on_refusal(self, answer: Answer, body: bytes) -> None:
+        headers = [header for header in answer.headers if header[0] in (b"content-type", b"retry-after")]
+        await self._exchange.answer(body, answer.status, tuple(headers))
+
+    # -- streams
+
+    async def _stream(self, answer: Answer, live: LiveReplica) -> None:
+        """Whole events only, so that an error can follow wherever it breaks off."""
+        exchange, rest, last = self._exchange, b"", b""
+        while piece := await answer.piece():
+            if not self._routed.began:
+                self._begin()
+                if not exchange.started:
+                    exchange.streaming = True
+                    await self._send_head(answer, live)
+            if rest:
+                piece = rest + piece
+            piece, rest = answers.whole_events(piece)
+            if piece:
+                self._count(piece)
+                last = piece
+                await exchange.raw_send({"type": "http.response.body", "body": piece, "more_body": True})
+        self._tell_tokens()
+        self.usage = answers.usage_of_stream(last, self._num_tokens)
+        await self._send_end(rest)
+
+    def _count(self, events: bytes) -> None:
+        num_events = events.count(b"data: ")
+        self._num_tokens += num_events
+        self._num_untold += num_events
+        if self._num_untold >= TOKENS_AT_ONCE:
+            self._tell_tokens()
+
+    def _tell_tokens(self) -> None:
+        if self._num_untold:
+            self._fleet.core.progressed(self._routed.request.request_id, self._num_untold, self._fleet.clock.now())
+            self._num_untold = 0
+
+    # -- to the client
+
+    def _begin(self) -> None:
+        """From here on no other replica may begin anew, and the body is not needed any more."""
+        routed = self._routed
+        if not routed.began:
+            routed.began = True
+            self._on_begin()
+            self._fleet.core.progressed(routed.request.request_id, 0, self._fleet.clock.now())
+            self._outgoing.body = b""
+            self._exchange.large_bodies.release(self._exchange)
+
+    def _headers(self, answer: Answer, live: LiveReplica) -> list[Header]:
+        self._exchange.log["replica"] = live.facts.name
+        return towards_client(answer.headers, live.name, round(self._routed.held_s * 1000))
+
+    async def _send_head(self, answer: Answer, live: LiveReplica) -> None:
+        headers = self._headers(answer, live)
+        await self._exchange.send({"type": "http.response.start", "status": answer.status, "headers": headers})
+
+    async def _send_piece(self, piece: bytes) -> None:
+        await self._exchange.raw_send({"type": "http.response.body", "body": piece, "more_body": True})
+
+    async def _send_end(self, last: bytes = b"") -> None:
+        await self._exchange.send({"type": "http.response.body", "body": last})
+
+
+def failure_of(failed: UpstreamFailed) -> Failure:
+    """As the core counts it."""
+    kinds = {
+        Broken.REFUSED: FailureKind.RESET,
+        Broken.RESET: FailureKind.RESET,
+        Broken.SILENT: FailureKind.SILENT,
+        Broken.WRONG: FailureKind.ERROR,
+    }
+    return Failure(kinds[failed.broken], message=str(failed))

@@ -1,0 +1,103 @@
+"""One request on its way through the router: held, bound to a replica, perhaps again to another, answered."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from maitred.api.http.exchange import Exchange
+from maitred.cluster.fleet_request import FleetRequest
+
+if TYPE_CHECKING:
+    from maitred.cluster.actions import Bind
+
+
+class Moved(Exception):
+    """Its replica is not to have it any more; it will be bound again, or refused."""
+
+
+class RoutedRequest:
+    """Its own task waits here for what the core decides; what interrupts it, a client that left say, comes from
+    outside.
+    """
+
+    __slots__ = (
+        "_bind",
+        "_decision",
+        "_error",
+        "_reason",
+        "_task",
+        "began",
+        "exchange",
+        "held_at",
+        "held_s",
+        "request",
+    )
+
+    def __init__(self, request: FleetRequest, exchange: Exchange) -> None:
+        """Made by the task that answers it."""
+        task = asyncio.current_task()
+        assert task is not None, "a request has a task"
+        self.request, self.exchange = request, exchange
+        self.began = False  # a byte of a replica's answer came, and no other replica may begin anew
+        self.held_at: float | None = request.arrived_at  # since when it is waiting for a replica
+        self.held_s = 0.0  # before that
+        self._task = task
+        self._bind: Bind | None = None
+        self._error: Exception | None = None
+        self._decision: asyncio.Future[None] | None = None  # while the task waits for one
+        self._reason: Exception | None = None  # why the task was cancelled
+
+    # the task's side
+
+    async def bound(self) -> Bind:
+        """Where it goes next. Raises why it goes nowhere."""
+        while self._bind is None and self._error is None:
+            self._decision = asyncio.get_running_loop().create_future()
+            try:
+                await self._decision
+            finally:
+                self._decision = None
+        if self._error is not None:
+            raise self._error
+        bind, self._bind = self._bind, None
+        assert bind is not None
+        return bind
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether `bound` will not wait."""
+        return self._bind is not None or self._error is not None
+
+    def interruption(self) -> Exception | None:
+        """Why the task was cancelled, if that was our doing; the cancellation is over then."""
+        reason, self._reason = self._reason, None
+        if reason is not None:
+            self._task.uncancel()
+        return reason
+
+    # from outside
+
+    def decided(self, bind: Bind, now: float) -> None:
+        if self.held_at is not None:
+            self.held_s, self.held_at = self.held_s + now - self.held_at, None
+        self._bind = bind
+        self._wake()
+
+    def refused(self, error: Exception) -> None:
+        self._error = error
+        self._wake()
+
+    def held_again(self, now: float) -> None:
+        if self.held_at is None:
+            self.held_at = now
+
+    def interrupt(self, reason: Exception) -> None:
+        """End what the task is doing; the first reason counts."""
+        if self._reason is None and not self.exchange.complete:
+            self._reason = reason
+            self._task.cancel()
+
+    def _wake(self) -> None:
+        if self._decision is not None and not self._decision.done():
+            self._decision.set_result(None)

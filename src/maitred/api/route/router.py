@@ -1,0 +1,146 @@
+"""The router as the HTTP layer sees it: keys and limits of clients, the fleet, who is in flight, an orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import socket
+from typing import Any
+
+from maitred.api.http.auth import Authenticator
+from maitred.api.http.bodies import LargeBodies
+from maitred.api.http.fleet_token import FleetToken
+from maitred.api.route.fleet import Fleet
+from maitred.api.route.follow import Follower
+from maitred.api.route.metrics import RouteMetrics
+from maitred.api.route.observer import RouteObserver
+from maitred.clock import Clock, WallClock
+from maitred.cluster.config import FleetConfig
+from maitred.cluster.core import ClusterCore
+from maitred.cluster.origins import Origin, Target
+from maitred.cluster.replicas import Kind, ReplicaFacts, State
+from maitred.config import AdmissionConfig, SchedulerConfig, ServerConfig
+from maitred.errors import Unavailable
+from maitred.gate.gate import Gate
+from maitred.gate.terms import TimeLimits
+from maitred.replica import ReplicaState
+from maitred.tenancy.caller import Caller
+
+RESOLVE_S = 3.0  # between two looks at what a name stands for
+
+
+class Router:
+    """A `Service`: many replicas behind one address."""
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        fleet_config: FleetConfig,
+        scheduler: SchedulerConfig,
+        targets: tuple[Target, ...] = (),
+        *,
+        admission: AdmissionConfig | None = None,
+        token: FleetToken | None = None,
+        authenticator: Authenticator | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self.config = config
+        self.clock = clock or WallClock()
+        self.authenticator = authenticator or Authenticator(config.api_keys)
+        self.large_bodies = LargeBodies(config.max_body_bytes)
+        self.metrics = RouteMetrics(num_tenants_file_failures=self.authenticator.num_file_failures)
+        self.observer = RouteObserver(self.metrics)
+        self.draining = False
+        self.gate = Gate(max_concurrent_requests=config.max_concurrent_requests)
+        terms = admission or AdmissionConfig()
+        self.limits = TimeLimits(terms.ttft_objective_s, terms.queue_timeout_s, terms.request_timeout_s)
+        self.fleet_token = token or FleetToken(None)
+        follower = Follower(self.fleet_token)
+        self.fleet = Fleet(
+            ClusterCore(fleet_config, scheduler),
+            self.clock,
+            follow=follower.start,
+            probe=follower.probe,
+            metrics=self.metrics,
+        )
+        self.metrics.looks_at(self.fleet.core, self.clock, self.fleet.connections)
+        self._salt_secret = b"".join(secret for _, secret in self.fleet_token.shown()) or secrets.token_bytes(32)
+        self._targets = targets
+        self._resolving: list[asyncio.Task[None]] = []
+
+    def salt_of(self, caller: Caller) -> str:
+        """What a tenant's prefix keys begin with: only tenants of one cache group share any, and nobody can make it."""
+        return "" if caller.is_anybody else caller.tenant.cache_salt(self._salt_secret)
+
+    @property
+    def replica(self) -> Router:
+        return self
+
+    @property
+    def in_flight(self) -> Router:
+        return self
+
+    def state(self) -> ReplicaState:
+        """Of all replicas together, as far as the router knows."""
+        core = self.fleet.core
+        num_held = core.num_held
+        return ReplicaState(alive=True, num_running=core.num_requests - num_held, num_waiting=num_held)
+
+    # -- its life
+
+    def start(self) -> None:
+        """In the event loop: look for the replicas. Requests may come before any is found."""
+        self.fleet.start()
+        for target in self._targets:
+            if target.follows_name:
+                self._resolving.append(asyncio.create_task(self._follow_name(target)))
+            else:
+                self._add(target.origin, target)
+
+    def close(self) -> None:
+        for task in self._resolving:
+            task.cancel()
+        self.fleet.close()
+
+    async def emptied(self) -> None:
+        await self.fleet.emptied()
+
+    def cut_all(self) -> None:
+        error = Unavailable("the router is shutting down; send the request again", retry_after_s=1.0)
+        self.fleet.interrupt_all(error)
+
+    def check_loaded(self) -> None:
+        """Requests that come before their replicas are held."""
+
+    def open(self, replica: Any, model: Any, admission: Any) -> None:
+        raise AssertionError("a router waits for nothing to open")
+
+    # -- replicas
+
+    def _add(self, origin: Origin, target: Target) -> None:
+        name = origin.authority + origin.prefix
+        weight = target.weight if target.weight != 1.0 else None
+        facts = ReplicaFacts(name=name, url=origin.url, kind=Kind.FOREIGN, state=State.STARTING, weight=weight)
+        self.fleet.add(facts, origin)
+
+    async def _follow_name(self, target: Target) -> None:
+        """Add and drop replicas as the addresses behind a name change; while nobody can tell, they stay."""
+        present: set[Origin] = set()
+        while True:
+            try:
+                found = set(await resolve(target.origin))
+            except OSError:
+                found = present
+            for origin in found - present:
+                self._add(origin, target)
+            for origin in present - found:
+                self.fleet.remove(origin.authority)
+            present = found
+            await asyncio.sleep(RESOLVE_S)
+
+
+async def resolve(name: Origin) -> list[Origin]:
+    """The addresses behind a name, sorted. Raises OSError when nobody can tell."""
+    loop = asyncio.get_running_loop()
+    found = await loop.getaddrinfo(name.host, name.port, type=socket.SOCK_STREAM)
+    return [Origin(host, name.port) for host in sorted({str(address[0]) for *_, address in found})]

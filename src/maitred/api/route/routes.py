@@ -1,0 +1,162 @@
+"""Every route of the router. What is not listed goes to a replica."""
+
+from __future__ import annotations
+
+import maitred
+from maitred.api.dialects.openai.format import OPENAI
+from maitred.api.http.exchange import Exchange
+from maitred.api.http.routes import Route, RouteTable
+from maitred.api.route import admin
+from maitred.api.route.follow import union_of_cards
+from maitred.api.route.generate import generate, pass_through
+from maitred.api.route.router import Router
+from maitred.errors import ModelNotFound, Unavailable
+
+_ERRORS = (400, 401, 403, 404, 413, 429, 500, 502, 503, 504)
+
+
+async def _models(router: Router, exchange: Exchange) -> None:
+    """The union: what any replica serves."""
+    cards = union_of_cards(list(router.fleet.replicas.values()))
+    await exchange.answer_json({"object": "list", "data": cards})
+
+
+async def _model(router: Router, exchange: Exchange) -> None:
+    cards = union_of_cards(list(router.fleet.replicas.values()))
+    card = next((card for card in cards if card["id"] == exchange.parameter), None)
+    if card is None:
+        names = ", ".join(card["id"] for card in cards) or "none yet"
+        raise ModelNotFound(f"no replica serves the model {exchange.parameter!r}; there are: {names}", param="model")
+    await exchange.answer_json(card)
+
+
+async def _health(router: Router, exchange: Exchange) -> None:
+    await exchange.answer(b"", 200, ())
+
+
+async def _ready(router: Router, exchange: Exchange) -> None:
+    """200 while requests are welcome: a replica is there, or one would be started for them."""
+    if router.draining:
+        raise Unavailable("the router is shutting down; send requests elsewhere")
+    if not router.fleet.is_ready:
+        raise Unavailable("no replica is ready yet; requests are held")
+    await exchange.answer(b"", 200, ())
+
+
+async def _version(router: Router, exchange: Exchange) -> None:
+    await exchange.answer_json({"version": maitred.__version__, "name": "maitred-route"})
+
+
+async def _metrics(router: Router, exchange: Exchange) -> None:
+    page, content_type = router.metrics.page(exchange.headers.get(b"accept", b"").decode("latin-1"))
+    await exchange.answer(page, 200, ((b"content-type", content_type.encode()),))
+
+
+FALLBACK = Route(
+    method="*", path="/{path:path}", handler=pass_through, summary="Whatever a replica answers.", errors=_ERRORS
+)
+
+ROUTES = RouteTable(
+    (
+        Route(
+            method="POST",
+            path="/v1/chat/completions",
+            handler=generate,
+            summary="Answer a conversation.",
+            span="chat",
+            errors=_ERRORS,
+        ),
+        Route(
+            method="POST",
+            path="/v1/completions",
+            handler=generate,
+            summary="Continue one or more texts.",
+            span="text_completion",
+            errors=_ERRORS,
+        ),
+        Route(method="GET", path="/v1/models", handler=_models, summary="The models of all replicas."),
+        Route(method="GET", path="/v1/models/{model:path}", handler=_model, summary="One model.", errors=(401, 404)),
+        Route(
+            method="GET",
+            path="/health",
+            handler=_health,
+            summary="Whether the router lives.",
+            is_open=True,
+            is_polled=True,
+            errors=(),
+        ),
+        Route(
+            method="GET",
+            path="/ready",
+            handler=_ready,
+            summary="Whether new requests are welcome.",
+            is_open=True,
+            is_polled=True,
+            errors=(503,),
+        ),
+        Route(
+            method="GET",
+            path="/readyz",
+            handler=_ready,
+            summary="The same as /ready.",
+            is_open=True,
+            is_polled=True,
+            errors=(503,),
+        ),
+        Route(
+            method="GET",
+            path="/version",
+            handler=_version,
+            summary="The version of the router.",
+        ),
+        Route(
+            method="GET",
+            path="/metrics",
+            handler=_metrics,
+            summary="Metrics for Prometheus.",
+            admin="read metrics",
+            text="text/plain",
+            errors=(401, 403),
+        ),
+        Route(
+            method="GET",
+            path="/admin/fleet",
+            handler=admin.show_fleet,
+            summary="Who is held, and which replicas there are.",
+            admin="see the fleet",
+            errors=(401, 403),
+        ),
+        Route(
+            method="POST",
+            path="/admin/fleet/drain",
+            handler=admin.drain,
+            summary="Let a replica finish what it has, and give it no more.",
+            admin="drain a replica",
+            body=admin.Named,
+            answer=admin.Accepted,
+            errors=(400, 401, 403, 413, 415),
+        ),
+        Route(
+            method="POST",
+            path="/admin/fleet/restart",
+            handler=admin.restart,
+            summary="Start one replica anew, or all one by one; no request is lost.",
+            admin="restart replicas",
+            body=admin.MaybeNamed,
+            answer=admin.Accepted,
+            errors=(400, 401, 403, 413, 415),
+        ),
+        Route(
+            method="POST",
+            path="/admin/fleet/scale",
+            handler=admin.scale,
+            summary="Change how many replicas there may be.",
+            admin="scale the fleet",
+            body=admin.Bounds,
+            answer=admin.Accepted,
+            errors=(400, 401, 403, 413, 415),
+        ),
+    ),
+    OPENAI,
+    fallback=FALLBACK,
+)

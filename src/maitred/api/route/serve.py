@@ -1,0 +1,39 @@
+"""Listens for a router: the same server, connections, limits and end as `serve` has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from socket import socket
+
+from maitred.api.http.asgi import AsgiApp
+from maitred.api.http.logs import configure_logging
+from maitred.api.http.server import Server
+from maitred.api.route.router import Router
+from maitred.api.route.routes import ROUTES
+
+
+def make_server(
+    router: Router,
+    *,
+    is_ending: Callable[[], bool] = lambda: False,
+    on_open: Callable[[str, int], None] = lambda host, port: None,
+) -> Server:
+    """`on_open` is told host and port once requests are welcome; the search for replicas begins then."""
+
+    def opened(host: str, port: int) -> None:
+        router.start()
+        on_open(host, port)
+
+    return Server(AsgiApp(router, ROUTES), router.config, is_ending=is_ending, on_open=opened)
+
+
+def route(
+    router: Router,
+    listener: socket | None = None,
+    *,
+    is_ending: Callable[[], bool] = lambda: False,
+    on_open: Callable[[str, int], None] = lambda host, port: None,
+) -> None:
+    """Serve until SIGTERM or SIGINT; then finish what is in flight and return. `listener` is a bound socket."""
+    router.metrics.num_log_lines_dropped = configure_logging(router.config)
+    make_server(router, is_ending=is_ending, on_open=on_open).run([listener] if listener is not None else None)

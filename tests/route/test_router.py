@@ -1,0 +1,292 @@
+"""What clients and replicas see of a router, whatever the replicas do."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import httpx
+import pytest
+
+from maitred.api.http.fleet_token import FleetToken
+from tests.api.test_tenants import table_of
+from tests.conftest import free_port
+from tests.fakes_api import FakeTenants
+from tests.route.fake_upstream import LAST_CHUNK, STREAM_HEAD, Seen, chunk, fake_upstream, says, whole
+from tests.route.routers import (
+    DONE,
+    WHOLE_STREAM,
+    a_server,
+    asked,
+    chat,
+    client_of,
+    completion,
+    event,
+    one_of_ours,
+    routed,
+    running_router,
+)
+from tests.waiting import until_async
+
+CHAT = "/v1/chat/completions"
+WELL = says(whole(completion()))
+FULL = says(whole(b'{"error":{"message":"busy"}}', "503 Service Unavailable", "retry-after: 1\r\n"))
+
+
+async def test_an_answer_comes_as_the_replica_gave_it():
+    given = whole(
+        completion(),
+        headers="content-type: application/json\r\nconnection: keep-alive, x-private\r\n"
+        "x-private: no\r\nx-kept: yes\r\nx-maitred-tenant: me\r\n",
+    )
+    async with routed(says(given)) as (running, [fake]), client_of(running) as client:
+        told = await client.post(
+            CHAT,
+            json=chat(),
+            headers={"x-request-id": "mine", "x-maitred-tenant": "admin", "x-forwarded-for": "10.1.1.1", "te": "gzip"},
+        )
+        assert told.content == completion()
+        assert told.headers["x-maitred-replica"] == fake.url.removeprefix("http://")
+        assert told.headers["x-maitred-held-ms"].isdigit()
+        assert told.headers["x-request-id"] == "mine"
+        assert told.headers["x-kept"] == "yes"
+        assert not {"x-private", "x-maitred-tenant"} & set(told.headers)
+        [seen] = asked(fake)
+        assert json.loads(seen.body) == chat()
+        assert seen.headers["x-request-id"] == "mine"
+        assert seen.headers["x-forwarded-for"] == "10.1.1.1, 127.0.0.1"
+        assert not {"x-maitred-tenant", "te", "accept-encoding"} & set(seen.headers)
+
+
+async def test_streams_come_piece_by_piece():
+    turn = asyncio.Event()
+
+    async def in_turns(seen: Seen, writer: asyncio.StreamWriter) -> None:
+        writer.write(STREAM_HEAD + chunk(event("one")[:10]))
+        await writer.drain()
+        writer.write(chunk(event("one")[10:]))
+        await turn.wait()
+        writer.write(chunk(event("two")) + chunk(DONE) + LAST_CHUNK)
+
+    async with (
+        routed(in_turns) as (running, _),
+        client_of(running) as client,
+        client.stream("POST", CHAT, json=chat(stream=True)) as told,
+    ):
+        pieces = told.aiter_bytes()
+        assert await anext(pieces) == event("one")
+        turn.set()
+        assert b"".join([piece async for piece in pieces]) == event("two") + DONE
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        says(then="reset"),
+        says(b"HTTP/1.1 200 OK\r\ncontent-le", then="close"),
+        says(whole(completion())[:-5], then="close"),
+        says(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n"),
+        says(b"HTTP/1.1 200 OK\r\n" + b"a: b\r\n" * 200, then="wait"),
+        says(b"nonsense\r\n\r\n"),
+        says(whole(b"{}", "500 Internal Server Error")),
+        FULL,
+    ],
+)
+async def test_before_the_first_byte_another_replica_is_asked(fault):
+    async with routed(fault, WELL, balance="round_robin") as (running, fakes), client_of(running) as client:
+        for _ in range(4):
+            told = await client.post(CHAT, json=chat())
+            assert told.content == completion()
+            assert told.headers["x-maitred-replica"] == fakes[1].url.removeprefix("http://")
+        assert asked(fakes[0])
+
+
+async def test_a_stream_that_breaks_off_ends_with_an_error_after_its_last_whole_event():
+    broken = says(STREAM_HEAD + chunk(event("one")) + chunk(event("two")[:9]), then="close")
+    async with routed(broken) as (running, _), client_of(running) as client:
+        told = await client.post(CHAT, json=chat(stream=True))
+        first, error, done = told.content.split(b"\n\n", 2)
+        assert first + b"\n\n" == event("one")
+        assert json.loads(error.removeprefix(b"data: "))["error"]["type"] == "server_error"
+        assert done == DONE
+
+
+async def test_an_error_that_all_replicas_give_is_the_replicas_own():
+    async with routed(says(whole(b'{"error":"mine"}', "500 Oh"))) as (running, _), client_of(running) as client:
+        told = await client.post(CHAT, json=chat())
+        assert (told.status_code, told.content) == (500, b'{"error":"mine"}')
+
+
+async def test_who_finds_all_full_is_held_until_one_has_room():
+    num_refused = 0
+
+    async def full_at_first(seen: Seen, writer: asyncio.StreamWriter) -> None:
+        nonlocal num_refused
+        num_refused += 1
+        await (FULL if num_refused == 1 else WELL)(seen, writer)
+
+    async with routed(full_at_first) as (running, [fake]), client_of(running) as client:
+        told = await client.post(CHAT, json=chat())
+        assert told.content == completion()
+        assert int(told.headers["x-maitred-held-ms"]) >= 900
+        assert running.states == ["ready"]
+        assert len(asked(fake)) == 2
+
+
+async def test_with_nobody_there_requests_are_held_and_served_when_somebody_comes():
+    port = free_port()
+    with running_router(f"http://127.0.0.1:{port}") as running:
+        async with client_of(running) as client:
+            told = asyncio.create_task(client.post(CHAT, json=chat()))
+            await until_async(lambda: running.router.fleet.core.num_held == 1)
+            async with fake_upstream(a_server(WELL), port):
+                assert (await told).content == completion()
+                assert int((await told).headers["x-maitred-held-ms"]) > 0
+
+
+async def test_who_is_held_too_long_hears_so():
+    with running_router(f"http://127.0.0.1:{free_port()}", hold_timeout_s=0.1) as running:
+        async with client_of(running) as client:
+            told = await client.post(CHAT, json=chat())
+            assert told.status_code == 503
+            assert told.headers["retry-after"]
+            assert told.json()["error"]["code"] == "queue_timeout"
+            assert (await client.get("/ready")).status_code == 503
+            assert (await client.get("/health")).status_code == 200
+
+
+async def test_held_streams_are_kept_open():
+    port = free_port()
+    with running_router(f"http://127.0.0.1:{port}", server={"sse_keep_alive_s": 0.1}) as running:
+        async with client_of(running) as client, client.stream("POST", CHAT, json=chat(stream=True)) as told:
+            pieces = told.aiter_bytes()
+            assert await anext(pieces) == b": keep-alive\n\n"
+            async with fake_upstream(a_server(says(WHOLE_STREAM)), port):
+                rest = b"".join([piece async for piece in pieces])
+            assert rest.replace(b": keep-alive\n\n", b"") == event("one") + event("two") + DONE
+
+
+async def test_who_leaves_frees_the_slot_and_the_replica_hears():
+    async with routed(says(STREAM_HEAD + chunk(event("one")), then="wait"), slots=1, reserve=0.0) as (running, [fake]):
+        async with client_of(running) as client:
+            async with client.stream("POST", CHAT, json=chat(stream=True)) as told:
+                pieces = told.aiter_bytes()
+                assert await anext(pieces) == event("one")
+                held = asyncio.create_task(client.post(CHAT, json=chat()))
+                await until_async(lambda: running.router.fleet.core.num_held == 1)
+                fake.script = a_server(WELL)
+            assert (await held).content == completion()
+        await until_async(lambda: running.router.fleet.core.num_requests == 0)
+
+
+async def test_who_leaves_while_held_is_forgotten():
+    with running_router(f"http://127.0.0.1:{free_port()}") as running:
+        async with client_of(running) as client:
+            task = asyncio.create_task(client.post(CHAT, json=chat()))
+            await until_async(lambda: running.router.fleet.core.num_held == 1)
+            task.cancel()
+            await until_async(lambda: running.router.fleet.core.num_held == 0)
+            assert 'outcome="cancelled"' in (await client.get("/metrics")).text
+
+
+async def test_other_paths_go_to_a_replica_as_they_are():
+    async def echo(seen: Seen, writer: asyncio.StreamWriter) -> None:
+        writer.write(whole(seen.start.encode() + b"|" + seen.body))
+
+    async with routed(echo) as (running, _), client_of(running) as client:
+        told = await client.put("/v1/some%2Fthing?a=b&c", content=b"\x00binary")
+        assert told.content == b"PUT /v1/some%2Fthing?a=b&c HTTP/1.1|\x00binary"
+        assert (await client.head("/anything")).status_code == 200
+        assert (await client.get("/admin/queue")).status_code == 404
+        assert (await client.delete("/fleet/events")).status_code == 404
+
+
+async def test_the_models_are_those_of_all():
+    async with (
+        fake_upstream(a_server(WELL, models=("a", "b"))) as one,
+        fake_upstream(a_server(WELL, models=("b",))) as two,
+    ):
+        with running_router(one.url, two.url) as running:
+            await running.wait_for("ready", "ready")
+            async with client_of(running) as client:
+                cards = (await client.get("/v1/models")).json()["data"]
+                assert sorted(card["id"] for card in cards) == ["a", "b"]
+                assert (await client.get("/v1/models/b")).json()["owned_by"] == "somebody"
+                told = await client.post(CHAT, json={**chat(), "model": "c"})
+                assert told.status_code == 404
+                assert "no replica serves the model 'c'" in told.json()["error"]["message"]
+                for _ in range(3):
+                    await client.post(CHAT, json={**chat(), "model": "a"})
+                assert len(asked(one)) == 3
+
+
+async def test_a_drained_replica_gets_no_more():
+    async with routed(WELL, WELL) as (running, fakes), client_of(running) as client:
+        name = fakes[0].url.removeprefix("http://")
+        told = await client.post("/admin/fleet/drain", json={"name": name})
+        assert told.status_code == 202
+        for _ in range(5):
+            assert (await client.post(CHAT, json=chat())).content == completion()
+        assert not asked(fakes[0])
+        assert "draining" in running.states
+        wrong = await client.post("/admin/fleet/drain", json={"name": "nobody"})
+        assert wrong.status_code == 400
+        assert name in wrong.json()["error"]["message"]
+        for path, body in (("restart", {}), ("scale", {"min": 1, "max": 2})):
+            assert "run elsewhere" in (await client.post(f"/admin/fleet/{path}", json=body)).json()["error"]["message"]
+
+
+async def test_the_limits_of_a_server_hold_here_too():
+    async with routed(WELL, server={"api_keys": ("key",), "max_body_bytes": 1000}) as (running, [fake]):
+        async with client_of(running) as client:
+            assert (await client.post(CHAT, json=chat())).status_code == 401
+            assert (await client.get("/admin/fleet")).status_code == 401
+            client.headers["authorization"] = "Bearer key"
+            assert (await client.post(CHAT, json=chat("x" * 1000))).status_code == 413
+            assert (await client.post(CHAT, json=chat())).status_code == 200
+            assert (await client.get(CHAT)).status_code == 405
+        assert "authorization" not in asked(fake)[0].headers
+        reader, writer = await asyncio.open_connection("127.0.0.1", httpx.URL(running.url).port)
+        writer.write(b"GET / HTTP/1.1\r\nhost: a\r\nhost: b\r\n\r\n")
+        assert (await reader.readline()).startswith(b"HTTP/1.1 400")
+        writer.close()
+
+
+async def test_a_clients_key_is_the_replicas_affair_where_the_router_asks_for_none():
+    async with routed(WELL) as (running, [fake]), client_of(running) as client:
+        await client.post(CHAT, json=chat(), headers={"authorization": "Bearer theirs"})
+        assert asked(fake)[0].headers["authorization"] == "Bearer theirs"
+
+
+async def test_what_fails_at_a_replica_is_seen_in_the_metrics():
+    async with routed(says(then="reset"), WELL, balance="round_robin") as (running, _), client_of(running) as client:
+        await client.post(CHAT, json=chat())
+        await client.post(CHAT, json=chat())
+        page = (await client.get("/metrics")).text
+        assert 'maitred_fleet_attempts_total{outcome="reset"} 1.0' in page
+        assert 'outcome="answered"' in page
+        assert "maitred_fleet_queue_wait_seconds_count 2.0" in page
+
+
+async def test_a_tenants_limits_hold_at_the_router_and_replicas_are_told_who_asks():
+    terms = {"small": {"weight": 3.0, "requests_per_minute": 2}, "poor": {"token_budget": 100}}
+    tenants, token = FakeTenants(table_of(terms)), FleetToken(b"0123456789abcdef")
+    async with fake_upstream(one_of_ours(WELL)) as fake:
+        with running_router(fake.url, tenants=tenants, token=token) as running:
+            await running.wait_for("ready")
+            async with client_of(running) as client:
+                keys = {name: {"authorization": f"Bearer {name}"} for name in terms}
+                told = [await client.post(CHAT, json=chat(max_tokens=20), headers=keys["small"]) for _ in range(3)]
+                assert [answer.status_code for answer in told] == [200, 200, 429]
+                assert told[0].headers["x-ratelimit-limit-requests"] == "2"
+                assert (await client.post(CHAT, json=chat(max_tokens=200), headers=keys["poor"])).status_code == 429
+                assert (await client.post(CHAT, json=chat(max_tokens=20), headers=keys["poor"])).status_code == 200
+                assert (await client.get("/admin/fleet", headers=keys["poor"])).status_code == 403
+        first, *_, last = asked(fake)
+        assert first.headers["x-maitred-fleet-token"] == "0123456789abcdef"
+        assert first.headers["x-maitred-tenant"] == "small"
+        assert first.headers["x-maitred-weight"] == "3"
+        assert first.headers["x-maitred-salt"] != last.headers["x-maitred-salt"]
+        assert "authorization" not in first.headers
+        quota = running.router.authenticator._quotas
+        assert quota.of(tenants.table.tenants["poor"]).spent_tokens == 7
