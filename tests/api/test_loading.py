@@ -1,4 +1,4 @@
-"""While the engine loads the server says so, and turns from one to the other without a refused connection in between."""
+"""While the engine loads the server says so, and turns from one to the other without refusing a connection."""
 
 from __future__ import annotations
 
