@@ -72,7 +72,7 @@ def change_byte(path: Path, place: int) -> None:
 def test_the_second_start_maps_what_the_first_packed(world: World):
     first = world.load()
     assert first.origin == "kept"
-    assert str(world.cache.folder) in first.story
+    assert str(world.cache.folder) in first.summary
     second = world.load()
     assert second.origin == "mapped"
     assert_equal(first.weights, world.packed_anew())
@@ -114,7 +114,7 @@ def test_a_corrupt_byte_is_found_and_the_file_made_anew(world: World, place: Cal
     change_byte(path, place(path.stat().st_size))
     repaired = world.load()
     assert repaired.origin == "kept"
-    assert "and is replaced" in repaired.story
+    assert "and is replaced" in repaired.summary
     assert_equal(repaired.weights, world.packed_anew())
     assert world.load().origin == "mapped"
 
@@ -138,7 +138,7 @@ def test_the_file_is_read_only_and_one_that_others_could_write_is_not_believed(w
     path.chmod(0o620)
     repaired = world.load()
     assert repaired.origin == "kept"
-    assert "open to changes by others" in repaired.story
+    assert "open to changes by others" in repaired.summary
     path.chmod(0o644)  # others may have read it, and no more
     assert world.load().origin == "mapped"
     assert path.stat().st_mode & 0o777 == 0o400
@@ -181,7 +181,7 @@ def test_a_folder_that_cannot_be_written_is_told_and_weights_are_served_from_mem
     world.cache.folder.write_text("a file where the folder should be")  # even root cannot write into that
     loaded = world.load()
     assert loaded.origin == "packed"
-    assert "into memory (unusable: " in loaded.story
+    assert "into memory (unusable: " in loaded.summary
     assert_equal(loaded.weights, world.packed_anew())
 
 
@@ -190,7 +190,7 @@ def test_a_read_only_folder_is_told_and_weights_are_served_from_memory(world: Wo
     world.cache.folder.mkdir(parents=True, mode=0o500)
     loaded = world.load()
     assert loaded.origin == "packed"
-    assert "Permission denied" in loaded.story
+    assert "Permission denied" in loaded.summary
     assert_equal(loaded.weights, world.packed_anew())
 
 
@@ -208,7 +208,7 @@ def test_a_full_disk_is_told_and_leaves_nothing_behind(world: World, monkeypatch
     monkeypatch.setattr(packed_cache, "_allocate", full)
     loaded = world.load()
     assert loaded.origin == "packed"
-    assert "No space left on device" in loaded.story
+    assert "No space left on device" in loaded.summary
     assert_equal(loaded.weights, world.packed_anew())
     assert world.files == []
 
@@ -216,7 +216,7 @@ def test_a_full_disk_is_told_and_leaves_nothing_behind(world: World, monkeypatch
 def test_space_is_left_on_the_disk(world: World):
     loaded = world.load(spare_bytes=2**62)
     assert loaded.origin == "packed"
-    assert "are needed" in loaded.story
+    assert "are needed" in loaded.summary
     assert world.files == []
 
 
@@ -238,7 +238,7 @@ def test_the_file_used_longest_ago_makes_room(world: World):
 def test_what_is_larger_than_the_cache_is_not_kept(world: World):
     loaded = world.load(max_bytes=1000)
     assert loaded.origin == "packed"
-    assert "more than the cache may hold" in loaded.story
+    assert "more than the cache may hold" in loaded.summary
     assert world.files == []
 
 
@@ -282,7 +282,7 @@ world = World(model, WeightCache(folder=folder, max_bytes=2**40, min_bytes=0, sp
 print("ready", flush=True)
 sys.stdin.readline()
 loaded = world.load()
-assert loaded.origin in ("kept", "mapped"), loaded.story
+assert loaded.origin in ("kept", "mapped"), loaded.summary
 print(hash(tuple(t.buffer.tobytes() for t in loaded.weights.tensors.values())))
 """
     command = [sys.executable, "-c", code, str(world.model), str(world.cache.folder)]

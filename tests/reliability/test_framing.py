@@ -281,15 +281,10 @@ def test_a_body_in_65537_chunks_of_a_byte_is_read(server):
 
 
 def test_no_method_on_any_path_makes_a_5xx(server):
-    paths = [
-        *(
-            path.replace("{model:path}", "tiny").replace("{name}", "x.js")
-            for path in {route.path for route in make_routes().routes}
-        ),
-        "/x",
-        "/%00",
-    ]
-    endless = ("/admin/live", "/health/decode")
+    routes = make_routes().routes
+    known = {route.path.replace("{model:path}", "tiny").replace("{name}", "x.js") for route in routes}
+    paths = [*known, "/x", "/%00"]
+    endless = {route.path for route in routes if route.method == "GET" and route.event is not None} | {"/health/decode"}
     with httpx.Client(base_url=server.url, timeout=HANGS_S) as web:
         for method in ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE"):
             for path in paths:
