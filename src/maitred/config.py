@@ -270,6 +270,11 @@ class ServerConfig:
     """Origins a browser page may call from; none by default."""
     max_body_bytes: int = 8 * 1024 * 1024
     """Largest request body in bytes. One of 8 MiB can keep other requests waiting for 0.1 s."""
+    result_cache_bytes: int = 0
+    """Memory for answers that are given again to the same request of the same tenant, byte by byte; only those with
+    temperature 0 or a seed. 0 keeps none."""
+    result_cache_ttl_s: float = 3600.0
+    """An answer in the result cache is given again for this long (s)."""
     sse_keep_alive_s: float = 15.0
     """A comment is sent on a silent stream this often (s), so that proxies keep it open; 0 is never."""
     default_max_n: int = 16
@@ -325,6 +330,8 @@ class ServerConfig:
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
             raise ConfigError("ssl_keyfile is given without ssl_certfile; give both, or a certificate that has its key")
         _require_at_least("announce_fd", self.announce_fd, 3)
+        _require_at_least("result_cache_bytes", self.result_cache_bytes, 0)
+        _require_at_least("result_cache_ttl_s", self.result_cache_ttl_s, 0.001)
         _require_at_least("sse_keep_alive_s", self.sse_keep_alive_s, 0)
         _require_at_least("drain_timeout_s", self.drain_timeout_s, 0)
         _require_at_least("decode_timeout_s", self.decode_timeout_s, 0.001)
@@ -338,6 +345,19 @@ class TenancyConfig:
     """YAML file with tenants, their limits and hashed keys, in force as soon as it changes; None knows no tenants."""
     ledger: str | None = None
     """SQLite file with a row for each request: tenant, key, tokens, how it ended; None keeps none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedConfig:
+    """What several routers share."""
+
+    redis: str | None = None
+    """Redis that routers share for quotas and the result cache, redis://[[user]:password@]host[:port][/db],
+    rediss:// for TLS, redis+cluster:// for a cluster; needs the extra `redis`. While it is gone each goes on alone."""
+
+    def __post_init__(self) -> None:
+        if self.redis is not None and not re.match(r"(rediss?|rediss?\+cluster)://[^/]|unix://", self.redis):
+            raise ConfigError("redis must look like redis://127.0.0.1:6379, rediss:// or redis+cluster://")
 
 
 RESUME_RULES = ("exact", "always", "never")

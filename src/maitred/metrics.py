@@ -151,6 +151,23 @@ ADMISSION_WAIT = _gauge(
     "admission_wait_seconds", "seconds", "Time to the first token foretold to one that came now; 0 while unknown."
 )
 
+# the result cache; a router in front of many has it too
+RESULT_CACHE_REQUESTS = _counter(
+    "result_cache_requests",
+    "requests",
+    "Requests that could be answered from the result cache, hit or miss.",
+    ("result",),
+)
+RESULT_CACHE_BYTES = _gauge("result_cache_bytes", "bytes", "Memory that the result cache holds.")
+# Redis that routers share
+REDIS_UP = _gauge("redis_up", "bool", "1 while Redis answers, 0 while the router goes on without it.")
+REDIS_DROPPED = _counter(
+    "redis_dropped_writes", "requests", "Writes to Redis given up, because it was gone or could not keep up."
+)
+REDIS_CORRUPT = _counter(
+    "redis_corrupt_entries", "requests", "Entries of the result cache in Redis that were damaged, and deleted."
+)
+
 # tenants: only those of the tenants file, so there are as many label values as lines in it
 TENANT_REQUESTS = _counter("tenant_requests", "requests", "HTTP requests let in at the tenant's limits.", ("tenant",))
 TENANT_REFUSALS = _counter(
@@ -257,6 +274,9 @@ ADMISSION_METRICS: tuple[Metric, ...] = (
     ADMISSION_DRAIN_RATE,
     ADMISSION_WAIT,
 )
+RESULT_CACHE_METRICS: tuple[Metric, ...] = (RESULT_CACHE_REQUESTS, RESULT_CACHE_BYTES)
+REDIS_METRICS: tuple[Metric, ...] = (REDIS_UP, REDIS_DROPPED, REDIS_CORRUPT)
+"""Of routers alone."""
 TENANT_METRICS: tuple[Metric, ...] = (
     TENANT_REQUESTS,
     TENANT_REFUSALS,
@@ -277,7 +297,7 @@ FLEET_METRICS: tuple[Metric, ...] = (
     FLEET_LOAD_RATIO,
     FLEET_CONNECTIONS,
 )
-METRICS: tuple[Metric, ...] = ENGINE_METRICS + EDGE_METRICS + ADMISSION_METRICS + TENANT_METRICS
+METRICS: tuple[Metric, ...] = ENGINE_METRICS + EDGE_METRICS + ADMISSION_METRICS + RESULT_CACHE_METRICS + TENANT_METRICS
 
 
 def metrics_document() -> str:
@@ -293,6 +313,8 @@ def metrics_document() -> str:
             *_table("The engine", ENGINE_METRICS),
             *_table("The HTTP edge", EDGE_METRICS),
             *_table("Admission", ADMISSION_METRICS),
+            *_table("The result cache", RESULT_CACHE_METRICS),
+            *_table("Redis, of routers", REDIS_METRICS),
             *_table("Tenants", TENANT_METRICS),
             *_table("The router", FLEET_METRICS),
         ]

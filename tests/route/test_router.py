@@ -288,5 +288,5 @@ async def test_a_tenants_limits_hold_at_the_router_and_replicas_are_told_who_ask
         assert first.headers["x-maitred-weight"] == "3"
         assert first.headers["x-maitred-salt"] != last.headers["x-maitred-salt"]
         assert "authorization" not in first.headers
-        quota = running.router.authenticator._quotas
+        quota = running.router.authenticator.quotas
         assert quota.of(tenants.table.tenants["poor"]).spent_tokens == 7

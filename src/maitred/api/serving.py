@@ -99,4 +99,7 @@ def _loading_app(
     authenticator = Authenticator(config.api_keys, tenants, spent_tokens)
     failures = authenticator.num_file_failures
     observer = Observer(config, clock, start_phases=start_phases, num_tenants_file_failures=failures)
-    return App(config, clock=clock, observer=observer, authenticator=authenticator, policy=policy, is_ready=is_ready)
+    app = App(config, clock=clock, observer=observer, authenticator=authenticator, policy=policy, is_ready=is_ready)
+    if ledger is not None:
+        app.on_replayed = ledger.replayed
+    return app

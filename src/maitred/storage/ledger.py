@@ -22,8 +22,17 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from maitred.errors import Unavailable
-from maitred.request import Charges, FinishReason, RequestSpec
-from maitred.storage.ledger_file import INTERRUPTED, LedgerFile, connect, is_damage, loss_of, open_ledger, transaction
+from maitred.request import NO_CHARGES, Charges, FinishReason, RequestSpec
+from maitred.storage.ledger_file import (
+    CACHED,
+    INTERRUPTED,
+    LedgerFile,
+    connect,
+    is_damage,
+    loss_of,
+    open_ledger,
+    transaction,
+)
 from maitred.tenancy.tenant import tier_of_priority
 from maitred.tenancy.usage import UsageKey, UsageQuery, UsageSum
 
@@ -62,13 +71,23 @@ class Metered(Protocol):
         """Once it is there the others stand still."""
 
 
+class _Replayed(NamedTuple):
+    """An answer from the result cache, which ended before it began."""
+
+    spec: RequestSpec
+    charges: Charges = NO_CHARGES
+    num_output_tokens: int = 0
+    finish_reason: FinishReason | None = FinishReason.STOP
+
+
 class _OpenRow:
     """A request that has no closed row yet."""
 
-    __slots__ = ("closed", "opened_at", "request", "row_id", "written")
+    __slots__ = ("closed", "opened_at", "request", "row_id", "status", "written")
 
-    def __init__(self, request: Metered, opened_at: float) -> None:
+    def __init__(self, request: Metered, opened_at: float, status: str | None = None) -> None:
         self.request, self.opened_at = request, opened_at
+        self.status = status  # in place of how it ended
         self.row_id: str | None = None  # once it has a row
         self.written: _Counts | None = None
         self.closed = False
@@ -119,6 +138,10 @@ class Ledger:
     def opened(self, request: Metered) -> None:
         """`request` was taken in by the engine; from now on it is followed to its end. From any thread."""
         self._arrived.append(_OpenRow(request, self._wall_time()))
+
+    def replayed(self, spec: RequestSpec) -> None:
+        """`spec` was answered from the result cache: a row that says so, without tokens, for no engine computed any."""
+        self._arrived.append(_OpenRow(_Replayed(spec), self._wall_time(), CACHED))
 
     def flush(self) -> None:
         """Return when everything up to now is on disk, or has failed to be."""
@@ -239,7 +262,7 @@ class Ledger:
             if not ended and not last and entry.stands_still():
                 continue
             counts = entry.counts()
-            status = reason.value if reason is not None else INTERRUPTED if last else "open"
+            status = entry.status or reason.value if reason is not None else INTERRUPTED if last else "open"
             row = (
                 *(file.run, self._row_id(file, entry), *self._owner(entry, now)),
                 *(now if ended or last else None, status, int(request.spec.sample_index == 0), *counts),

@@ -23,6 +23,7 @@ VERSION = 1
 _MAGIC = b"SQLite format 3\0"  # how every such file begins
 _DAMAGE = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 INTERRUPTED = "interrupted"  # the process ended before the request did
+CACHED = "cached"  # answered from the result cache, by no engine
 _SCHEMA = """
 CREATE TABLE run (
     run INTEGER PRIMARY KEY,
@@ -42,7 +43,7 @@ CREATE TABLE request (
     opened_at REAL NOT NULL,
     checkpoint_at REAL NOT NULL,
     closed_at REAL,                 -- NULL while it runs
-    status TEXT NOT NULL,           -- open, interrupted, or how it ended: stop, length, abort ...
+    status TEXT NOT NULL,           -- open, interrupted, cached, or how it ended: stop, length, abort ...
     num_requests INTEGER NOT NULL,  -- 1 for the first sample of a prompt, else 0
     prompt_tokens INTEGER NOT NULL,
     cached_tokens INTEGER NOT NULL, -- of the prompt tokens

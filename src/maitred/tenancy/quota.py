@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 
 from maitred.errors import InsufficientQuota, RateLimited
+from maitred.tenancy.shared import SharedQuota, SharedQuotas, SharedWindow
 from maitred.tenancy.tenant import Limits, Tenant
 
 WINDOW_S = 60.0
@@ -40,14 +41,16 @@ class SlidingWindow:
         self.total += amount
         return self._slots[-1][0]
 
-    def give_back(self, slot: int, amount: int) -> None:
-        """Uncount a part of what was taken then; nothing when it has left the window."""
+    def give_back(self, slot: int, amount: int) -> int:
+        """Uncount a part of what was taken then, and say how much: nothing when it has left the window."""
         for entry in reversed(self._slots):
             if entry[0] <= slot:
-                if entry[0] == slot:
-                    entry[1] -= amount
-                    self.total -= amount
-                return
+                if entry[0] < slot:
+                    return 0
+                entry[1] -= amount
+                self.total -= amount
+                return amount
+        return 0
 
     def expire(self, now: float) -> None:
         while self._slots and _ends(self._slots[0][0]) <= now:
@@ -83,6 +86,7 @@ class TenantQuota:
         self.reserved_tokens = 0  # of those in flight
         self.num_in_flight = 0  # samples
         self.num_waiting = 0  # of those, without a first token
+        self.shared: SharedQuota | None = None  # where other routers let the same tenant in
         self._requests, self._tokens = SlidingWindow(), SlidingWindow()
 
     def enter(self, num_samples: int, now: float) -> QuotaLease:
@@ -103,6 +107,8 @@ class TenantQuota:
                 limit="requests_per_minute",
                 retry_after_s=self._requests.until_free(1, per_minute, now),
             )
+        if per_minute is not None and self.shared is not None:
+            self._take_shared(self.shared.requests, "requests_per_minute", 1, per_minute, now)
         self._requests.take(1, now)
         self.num_in_flight += num_samples
         self.num_waiting += num_samples
@@ -149,8 +155,21 @@ class TenantQuota:
                 limit="tokens_per_minute",
                 retry_after_s=self._tokens.until_free(num_tokens, limit, now) if fits else None,
             )
+        if limit is not None and self.shared is not None:
+            self._take_shared(self.shared.tokens, "tokens_per_minute", num_tokens, limit, now)
         self.reserved_tokens += num_tokens
         return self._tokens.take(num_tokens, now)
+
+    def _take_shared(self, window: SharedWindow, name: str, amount: int, limit: int, now: float) -> None:
+        left = window.left(now, limit)
+        if left is not None and amount > left:
+            raise RateLimited(
+                f"tenant {self.name!r} has {left} left of its {name} of {limit}, and this request takes {amount}; what "
+                "other routers let in counts too; try again later",
+                limit=name,
+                retry_after_s=FULL_RETRY_S,
+            )
+        window.take(amount)
 
     def _check_budget(self, num_tokens: int) -> None:
         budget = self.limits.token_budget
@@ -173,7 +192,9 @@ class TenantQuota:
         """The request ended: `used` of its `reserved` tokens stay counted."""
         self.reserved_tokens -= reserved
         self.spent_tokens += used
-        self._tokens.give_back(slot, max(0, reserved - used))
+        unused = self._tokens.give_back(slot, max(0, reserved - used))
+        if self.shared is not None and self.limits.tokens_per_minute is not None:
+            self.shared.tokens.give_back(unused)
 
     def headers(self, now: float) -> Iterator[tuple[str, str]]:
         """The x-ratelimit headers, for the limits there are."""
@@ -234,6 +255,7 @@ class QuotaBook:
     def __init__(self, spent_tokens: Mapping[str, int]) -> None:
         self._spent = spent_tokens  # by tenant, before this process
         self._quotas: dict[str, TenantQuota] = {}
+        self.shared: SharedQuotas | None = None  # set where several routers let the same tenants in
 
     def of(self, tenant: Tenant) -> TenantQuota:
         quota = self._quotas.get(tenant.name)
@@ -241,6 +263,8 @@ class QuotaBook:
             quota = TenantQuota(tenant.name, tenant.limits, self._spent.get(tenant.name, 0))
             self._quotas[tenant.name] = quota
         quota.limits = tenant.limits
+        if self.shared is not None and quota.shared is None:
+            quota.shared = self.shared.of(tenant.name)
         return quota
 
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import aclosing
 from functools import partial
+from typing import NamedTuple
 
 from maitred.api.generate.dialect import Dialect, GenerationAsk, Prompt, StreamWriter
 from maitred.api.generate.generation import Generation
-from maitred.api.generate.lease import cache_salt, leased
+from maitred.api.generate.lease import HttpLease, cache_salt, leased
 from maitred.api.generate.outcome import Outcome, timing_parts_ms
 from maitred.api.generate.time_limits import time_limits
 from maitred.api.http.app import App
 from maitred.api.http.exchange import JSON_HEADERS, Exchange
+from maitred.api.http.results import Wanted
 from maitred.api.http.sse import EventStream
 from maitred.api.ops.fleet_feed import NoteTokens
 from maitred.engine.intake import make_requests
@@ -27,9 +29,12 @@ MANY_LOGPROBS = 4096  # 3 ms to write, 0.8 us each: beside the event loop
 
 async def complete(dialect: Dialect, app: App, exchange: Exchange) -> None:
     """Decode, tokenise, generate; answer whole or as a stream."""
-    ask, note_tokens = await _decoded(dialect, app, exchange)
+    ask, wanted, note_tokens = await _decoded(dialect, app, exchange)
     limits, salt = time_limits(ask.limits, exchange.headers), cache_salt(app, exchange.caller, ask.cache_salt)
     with leased(app, exchange.caller, ask, limits) as lease, app.kept_logprobs.answer() as keep:
+        if await app.results.replay(exchange, wanted):
+            _replayed(app, exchange, lease)
+            return
         events = EventStream(exchange, silence_s=app.config.sse_keep_alive_s) if ask.stream else None
         async with app.in_flight.watch(exchange, events):
             work = partial(_make_batches, app, ask, salt, limits, note_tokens)
@@ -50,13 +55,46 @@ async def complete(dialect: Dialect, app: App, exchange: Exchange) -> None:
             takes_long, write = outcome.num_logprobs > MANY_LOGPROBS, partial(ask.answer.whole, outcome)
             whole = await app.text.run_long(write) if takes_long else write()
             await exchange.answer(whole, 200, (*JSON_HEADERS, *_server_timing(outcome)))
+        app.results.keep(exchange, wanted)
 
 
-async def _decoded(dialect: Dialect, app: App, exchange: Exchange) -> tuple[GenerationAsk, NoteTokens | None]:
+class _Decoded(NamedTuple):
+    ask: GenerationAsk
+    wanted: Wanted | None  # of the result cache
+    note_tokens: NoteTokens | None
+
+
+async def _decoded(dialect: Dialect, app: App, exchange: Exchange) -> _Decoded:
     """Nobody keeps the body as it was sent, unless routers listen: then until its keys are known."""
     body = await exchange.json_body()
     async with exchange.turn():
-        return dialect.decode(app, exchange, body), app.fleet.noting(body, exchange.headers)
+        ask = dialect.decode(app, exchange, body)
+        return _Decoded(ask, _wanted(app, exchange, ask, body), app.fleet.noting(body, exchange.headers))
+
+
+def _wanted(app: App, exchange: Exchange, ask: GenerationAsk, body: bytes) -> Wanted | None:
+    """None too where a quota may cut the answer short: another time it is longer."""
+    tenant, sampling = exchange.caller.tenant, ask.sampling
+    limits = tenant.limits
+    if sampling.max_tokens is None and (limits.tokens_per_minute, limits.token_budget) != (None, None):
+        return None
+    revision = f"{app.model.revision}:{tenant.default_max_tokens}"
+    return app.results.wanted(exchange, body, revision=revision, temperature=sampling.temperature, seed=sampling.seed)
+
+
+def _replayed(app: App, exchange: Exchange, lease: HttpLease) -> None:
+    """A request of its tenant's, and no tokens: nothing was computed."""
+    caller = exchange.caller
+    spec = RequestSpec(
+        request_id=f"{next(app.request_numbers):x}.{exchange.request_id}",
+        arrived_at=app.clock.now(),
+        num_prompt_tokens=0,
+        max_tokens=0,
+        priority=lease.priority,
+        tenant=caller.tenant.name,
+        key_id=caller.key_id,
+    )
+    app.on_replayed(spec)
 
 
 async def _stream(generation: Generation, events: EventStream, writer: StreamWriter) -> None:

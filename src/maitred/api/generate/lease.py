@@ -22,6 +22,11 @@ class HttpLease:
         self._app, self._caller, self._lease = app, caller, lease
         self.outcome: Outcome | None = None  # once there is one
 
+    @property
+    def priority(self) -> int:
+        """Granted."""
+        return self._lease.priority
+
     def admit(self, batches: Sequence[Sequence[RequestSpec]]) -> list[list[RequestSpec]]:
         """The samples of each prompt under their terms, to be submitted now. Raises as `Gate.admit`."""
         app, num_each = self._app, len(batches[0])

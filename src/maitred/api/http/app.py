@@ -16,6 +16,7 @@ from maitred.api.http.fleet_token import read_fleet_token
 from maitred.api.http.in_flight import InFlight
 from maitred.api.http.kept_logprobs import KeptLogprobs
 from maitred.api.http.loading import LOADING, LoadingReplica
+from maitred.api.http.results import Results
 from maitred.api.http.text_threads import TextThreads
 from maitred.api.ops.fleet_feed import FleetFeed
 from maitred.api.ops.observer import Observer
@@ -27,6 +28,7 @@ from maitred.errors import ModelNotFound, Unavailable
 from maitred.gate.admission import AdmissionController
 from maitred.gate.gate import Gate
 from maitred.replica import Replica
+from maitred.request import RequestSpec
 from maitred.step import RequestProgress
 
 
@@ -64,6 +66,10 @@ class App:
         self.kept_logprobs = KeptLogprobs()
         self.text = TextThreads()
         self.fleet_token = read_fleet_token(config.fleet_token_file)
+        self.results = Results(config.result_cache_bytes, config.result_cache_ttl_s, clock)
+        observer.metrics.results = self.results
+        self.on_replayed: Callable[[RequestSpec], None] = lambda spec: None
+        """Told of each answer from the result cache; without tokens."""
         self.request_numbers = itertools.count()
         self.salt_secret = secrets.token_bytes(32)  # the cache it protects does not outlive this process either
 

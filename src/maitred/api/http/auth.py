@@ -35,7 +35,7 @@ class Authenticator:
     ) -> None:
         self._own = KeyRing([Key(id="", tenant="", digest=digest_of(key.encode()), admin=True) for key in api_keys])
         self._tenants = tenants
-        self._quotas = QuotaBook(spent_tokens or {})
+        self.quotas = QuotaBook(spent_tokens or {})
         self._anybody = anybody()
         self._is_open = tenants is None and not api_keys
 
@@ -72,4 +72,4 @@ class Authenticator:
         if key is None:
             return None
         tenant = table.tenants[key.tenant]
-        return Caller(tenant, self._quotas.of(tenant), key.id, key.admin)
+        return Caller(tenant, self.quotas.of(tenant), key.id, key.admin)

@@ -44,6 +44,7 @@ class Exchange:
     parameter: str = ""  # of its path
     log: dict[str, Any] = field(default_factory=dict)  # what the access line says besides
     outcome: Outcome | None = None  # what the answer is made of, on the routes that generate
+    recording: object = None  # of what is answered, for the result cache
     trace_header: Header | None = None  # of a request that is traced
     status: int | None = None  # set once the answer began
     streaming: bool = False  # the answer that began is an event stream

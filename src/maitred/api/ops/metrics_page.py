@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -21,6 +22,9 @@ from maitred.metrics import Metric, MetricKind
 from maitred.replica import Replica, ReplicaState
 from maitred.request import FinishReason, RequestTiming
 from maitred.tenancy.quota import TenantQuota
+
+if TYPE_CHECKING:
+    from maitred.api.http.results import Results
 
 _STATE: Mapping[Metric, Callable[[ReplicaState], float]] = {
     m.ENGINE_UP: lambda s: float(s.alive),
@@ -142,6 +146,7 @@ class EdgeMetrics(Collector):
         self.num_cancelled = 0
         self.num_log_lines_dropped: Callable[[], int] = lambda: 0
         self._answered: dict[tuple[str, str], int] = {}
+        self.results: Results | None = None
         self.tenants = TenantCounts(num_tenants_file_failures)
 
     def engine_came(self, replica: Replica, model: str, block_size: int, admission: AdmissionController | None) -> None:
@@ -204,11 +209,20 @@ class EdgeMetrics(Collector):
             m.INFO: {(self._version, self._model): 1.0} if self._model is not None else {},
             m.START_SECONDS: {(phase,): seconds for phase, seconds in self._start_phases.items()},
             m.HTTP_IN_FLIGHT: {(): float(self.num_in_flight)},
+            **result_cache_samples(self.results),
             m.LOOP_TASKS: {(): float(len(asyncio.all_tasks()))},
             m.REQUESTS_CANCELLED: {(): float(self.num_cancelled)},
             m.LOG_LINES_DROPPED: {(): float(self.num_log_lines_dropped())},
         }
         return own[metric]
+
+
+def result_cache_samples(results: Results | None) -> dict[Metric, dict[tuple[str, ...], float]]:
+    """Of RESULT_CACHE_METRICS; a server that keeps none tells of none."""
+    if results is None or not results.cache.max_bytes:
+        return {metric: {} for metric in m.RESULT_CACHE_METRICS}
+    counts: dict[tuple[str, ...], float] = {("hit",): float(results.num_hits), ("miss",): float(results.num_misses)}
+    return {m.RESULT_CACHE_REQUESTS: counts, m.RESULT_CACHE_BYTES: {(): float(results.cache.num_bytes)}}
 
 
 def family_of(metric: Metric, samples: Mapping[tuple[str, ...], float]) -> Family:

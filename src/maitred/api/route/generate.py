@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from maitred.api.http.exchange import Exchange
+from maitred.api.http.results import Wanted
 from maitred.api.route.headers import of_caller, towards_replica
 from maitred.api.route.leases import RouteLease, leased
 from maitred.api.route.relay import Outgoing, Relay
@@ -56,7 +57,10 @@ async def _route(
 ) -> None:
     if router.draining:
         raise Unavailable("the router is shutting down; try again", retry_after_s=1.0)
+    wanted = _wanted(router, exchange, body, read) if is_generation else None
     with leased(router, exchange, read) as granted:
+        if await router.results.replay(exchange, wanted):
+            return
         request = _request(router, exchange, body, read, keys, granted)
         if is_generation:
             granted.take(request.num_bytes, request.max_tokens * request.num_samples, request.arrived_at)
@@ -70,6 +74,18 @@ async def _route(
         finally:
             granted.usage = relay.usage
             router.metrics.routed(exchange.log.get("replica", ""), relay.outcome, routed.held_s)
+        router.results.keep(exchange, wanted)
+
+
+def _wanted(router: Router, exchange: Exchange, body: bytes, read: RoutedBody) -> Wanted | None:
+    """What the result cache may answer; nothing where a quota may cut an answer short, another time it is longer."""
+    tenant = exchange.caller.tenant
+    limits = tenant.limits
+    names_no_most = read.max_tokens is None and read.max_completion_tokens is None
+    if names_no_most and (limits.tokens_per_minute, limits.token_budget) != (None, None):
+        return None
+    revision = f"{router.fingerprints()}:{tenant.default_max_tokens}"
+    return router.results.wanted(exchange, body, revision=revision, temperature=read.temperature, seed=read.seed)
 
 
 def _request(

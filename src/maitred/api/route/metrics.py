@@ -14,12 +14,14 @@ from prometheus_client.registry import Collector
 
 import maitred
 from maitred import metrics as m
-from maitred.api.ops.metrics_page import Histogram, TenantCounts, family_of
+from maitred.api.http.results import Results
+from maitred.api.ops.metrics_page import Histogram, TenantCounts, family_of, result_cache_samples
 from maitred.clock import Clock
 from maitred.cluster.core import ClusterCore
 from maitred.cluster.fleet_request import FailureKind, FleetRequest
 from maitred.cluster.upstream import ConnectionCounts
 from maitred.metrics import Metric
+from maitred.storage.redis import RedisStore
 
 
 class RouteMetrics(Collector):
@@ -31,6 +33,8 @@ class RouteMetrics(Collector):
         self.num_log_lines_dropped: Callable[[], int] = lambda: 0
         self.tenants = TenantCounts(num_tenants_file_failures)
         self.queue_wait = Histogram(m.FLEET_QUEUE_WAIT)
+        self.results: Results | None = None
+        self.store: RedisStore | None = None
         self._answered: Counter[tuple[str, ...]] = Counter()
         self._attempts: Counter[tuple[str, ...]] = Counter()
         self._requests: Counter[tuple[str, ...]] = Counter()
@@ -75,7 +79,8 @@ class RouteMetrics(Collector):
         yield HistogramMetricFamily(m.FLEET_QUEUE_WAIT.name, m.FLEET_QUEUE_WAIT.help, buckets=buckets, sum_value=total)
         for metric in m.TENANT_METRICS:
             yield family_of(metric, self.tenants.samples(metric))
-        samples = self._http_samples() | self._fleet_samples()
+        samples = self._http_samples() | self._fleet_samples() | result_cache_samples(self.results)
+        samples |= self._redis_samples()
         for metric, values in samples.items():
             yield family_of(metric, values)
 
@@ -87,6 +92,15 @@ class RouteMetrics(Collector):
             m.HTTP_REQUESTS: {labels: float(count) for labels, count in self._answered.items()},
             m.REQUESTS_CANCELLED: {(): float(self.num_cancelled)},
             m.LOG_LINES_DROPPED: {(): float(self.num_log_lines_dropped())},
+        }
+
+    def _redis_samples(self) -> dict[Metric, dict[tuple[str, ...], float]]:
+        if self.store is None or self.results is None:
+            return {}
+        return {
+            m.REDIS_UP: {(): float(self.store.is_up)},
+            m.REDIS_DROPPED: {(): float(self.store.num_dropped)},
+            m.REDIS_CORRUPT: {(): float(self.results.num_corrupt)},
         }
 
     def _fleet_samples(self) -> dict[Metric, dict[tuple[str, ...], float]]:

@@ -10,16 +10,18 @@ from typing import Any
 from maitred.api.http.auth import Authenticator
 from maitred.api.http.bodies import LargeBodies
 from maitred.api.http.fleet_token import FleetToken
+from maitred.api.http.results import Results
 from maitred.api.route.fleet import Fleet
 from maitred.api.route.follow import Follower
 from maitred.api.route.metrics import RouteMetrics
 from maitred.api.route.observer import RouteObserver
+from maitred.api.route.shared import Shared
 from maitred.clock import Clock, WallClock
 from maitred.cluster.config import FleetConfig
 from maitred.cluster.core import ClusterCore
 from maitred.cluster.origins import Origin, Target
 from maitred.cluster.replicas import Kind, ReplicaFacts, State
-from maitred.config import AdmissionConfig, SchedulerConfig, ServerConfig
+from maitred.config import AdmissionConfig, SchedulerConfig, ServerConfig, SharedConfig
 from maitred.errors import Unavailable
 from maitred.gate.gate import Gate
 from maitred.gate.terms import TimeLimits
@@ -43,7 +45,9 @@ class Router:
         token: FleetToken | None = None,
         authenticator: Authenticator | None = None,
         clock: Clock | None = None,
+        shared: SharedConfig | None = None,
     ) -> None:
+        """Raises ConfigError for a Redis that cannot be one."""
         self.config = config
         self.clock = clock or WallClock()
         self.authenticator = authenticator or Authenticator(config.api_keys)
@@ -64,6 +68,11 @@ class Router:
             metrics=self.metrics,
         )
         self.metrics.looks_at(self.fleet.core, self.clock, self.fleet.connections)
+        redis = shared.redis if shared is not None else None
+        self.shared = Shared(redis, self.authenticator.quotas, self.clock) if redis is not None else None
+        store = self.shared.store if self.shared is not None else None
+        self.results = Results(config.result_cache_bytes, config.result_cache_ttl_s, self.clock, shared=store)
+        self.metrics.results, self.metrics.store = self.results, store
         self._salt_secret = b"".join(secret for _, secret in self.fleet_token.shown()) or secrets.token_bytes(32)
         self._targets = targets
         self._resolving: list[asyncio.Task[None]] = []
@@ -71,6 +80,11 @@ class Router:
     def salt_of(self, caller: Caller) -> str:
         """What a tenant's prefix keys begin with: only tenants of one cache group share any, and nobody can make it."""
         return "" if caller.is_anybody else caller.tenant.cache_salt(self._salt_secret)
+
+    def fingerprints(self) -> str:
+        """Of all replicas there are: where these change, an answer may too. Foreign servers tell of none."""
+        told = {live.facts.fingerprint for live in self.fleet.replicas.values() if live.facts.fingerprint is not None}
+        return " ".join(sorted(told))
 
     @property
     def replica(self) -> Router:
@@ -91,6 +105,8 @@ class Router:
     def start(self) -> None:
         """In the event loop: look for the replicas. Requests may come before any is found."""
         self.fleet.start()
+        if self.shared is not None:
+            self.shared.start()
         for target in self._targets:
             if target.follows_name:
                 self._resolving.append(asyncio.create_task(self._follow_name(target)))
@@ -100,6 +116,8 @@ class Router:
     def close(self) -> None:
         for task in self._resolving:
             task.cancel()
+        if self.shared is not None:
+            self.shared.stop()
         self.fleet.close()
 
     async def emptied(self) -> None:

@@ -11,7 +11,7 @@ from maitred.cli.serve.command import bind, listen, spare_the_collector, teller,
 from maitred.cli.serve.tenancy import open_tenancy
 from maitred.cluster.config import FleetConfig
 from maitred.cluster.origins import Target, parse_target
-from maitred.config import AdmissionConfig, SchedulerConfig, ServerConfig, TenancyConfig
+from maitred.config import AdmissionConfig, SchedulerConfig, ServerConfig, SharedConfig, TenancyConfig
 from maitred.errors import ConfigError
 
 _OF_REPLICAS = ("max_num_batched_tokens", "max_num_seqs", "served_model_names", "default_max_n", "decode_timeout_s")
@@ -58,6 +58,7 @@ def _run(options: Options) -> int:
             admission=options[AdmissionConfig],
             token=token,
             authenticator=Authenticator(server.api_keys, tenants, spent),
+            shared=options[SharedConfig],
         )
 
         def on_open(host: str, port: int) -> None:
@@ -88,7 +89,7 @@ COMMAND = Command(
     path="route",
     summary="One address for many servers: holds requests until one has room, and sends each where its prefix is.",
     run=_run,
-    parts=(RouteOptions, FleetConfig, ServerConfig, SchedulerConfig, AdmissionConfig, TenancyConfig),
+    parts=(RouteOptions, FleetConfig, ServerConfig, SchedulerConfig, AdmissionConfig, TenancyConfig, SharedConfig),
     positional="urls",
     first=("urls", "host", "port", "balance", "policy", "tenants", "ledger", "fleet_token_file", "api_keys"),
     examples=(

@@ -1,0 +1,183 @@
+"""The result cache in front of an engine or a fleet: looked up, replayed, and filled while answers leave."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from starlette.types import Message
+
+from maitred.api.http.exchange import Exchange, Header
+from maitred.clock import Clock
+from maitred.cluster.result_cache import (
+    Answer,
+    CacheControl,
+    ResultCache,
+    cache_control,
+    is_exact,
+    is_fresh,
+    packed,
+    result_key,
+    unpacked,
+    without_comments,
+)
+
+HEADER = b"x-maitred-cache"
+CACHE_CONTROL = b"cache-control"
+KEPT_HEADERS = (b"content-type",)
+EVENTS = b"text/event-stream"
+ERROR_EVENT = b'data: {"error"'
+
+
+class SharedStore(Protocol):
+    """Values that several routers share; neither call raises."""
+
+    async def get(self, key: bytes) -> bytes | None:
+        """Returns within 30 ms, with None where it takes longer."""
+
+    def put(self, key: bytes, value: bytes, ttl_s: float) -> None:
+        """Written behind, or dropped."""
+
+    def drop(self, key: bytes) -> None: ...
+
+
+@dataclass(slots=True)
+class Wanted:
+    """An answer that may be replayed, or kept for later."""
+
+    key: bytes
+    control: CacheControl
+
+
+class Results:
+    """The result cache of one server or router. With `max_bytes` 0 and no store it does nothing."""
+
+    def __init__(
+        self,
+        max_bytes: int,
+        ttl_s: float,
+        clock: Clock,
+        *,
+        shared: SharedStore | None = None,
+        wall_time: Callable[[], float] = time.time,
+    ) -> None:
+        self.cache = ResultCache(max_bytes, ttl_s)
+        self.num_hits = self.num_misses = self.num_corrupt = 0
+        self._shared, self._clock, self._wall_time = shared, clock, wall_time
+
+    def wanted(
+        self, exchange: Exchange, body: bytes, *, revision: str, temperature: float | None, seed: int | None
+    ) -> Wanted | None:
+        """None for what is never cached. `revision` says what besides the body makes the answer."""
+        if not self.cache.max_bytes or not is_exact(temperature, seed):
+            return None
+        path, tenant = exchange.scope["path"], exchange.caller.tenant.name
+        key = result_key(body, path=path, tenant=tenant, revision=revision)
+        return Wanted(key, cache_control(exchange.headers.get(CACHE_CONTROL)))
+
+    async def replay(self, exchange: Exchange, wanted: Wanted | None) -> bool:
+        """Answer from the cache, if it is there; else note what is answered, until `keep`. Tells the client which."""
+        if wanted is None:
+            return False
+        answer = await self._find(wanted)
+        if answer is None:
+            self.num_misses += 1
+            Recording(exchange, self.cache.max_answer_bytes)
+            exchange.log["cache"] = "miss"
+            return False
+        self.num_hits += 1
+        exchange.log["cache"] = "hit"
+        age = max(0, int(self._clock.now() - answer.stored_at))
+        headers: tuple[Header, ...] = (
+            (b"content-type", answer.content_type),
+            (b"age", str(age).encode()),
+            (HEADER, b"hit"),
+        )
+        if answer.content_type.startswith(EVENTS):
+            exchange.streaming = True
+            headers += tuple(header for header in exchange.format.stream.headers if header[0] not in KEPT_HEADERS)
+        await exchange.answer(answer.body, 200, headers)
+        return True
+
+    def keep(self, exchange: Exchange, wanted: Wanted | None) -> None:
+        """What was answered is complete and right; call it once the last byte was sent."""
+        recording = exchange.recording
+        if wanted is None or wanted.control.no_store or not isinstance(recording, Recording):
+            return
+        now = self._clock.now()
+        answer = recording.answer(now)
+        if answer is None:
+            return
+        self.cache.keep(wanted.key, answer)
+        if self._shared is not None:
+            value = packed(wanted.key, answer, self._wall_time(), now)
+            self._shared.put(wanted.key, value, self.cache.ttl_s)
+
+    async def _find(self, wanted: Wanted) -> Answer | None:
+        key, now = wanted.key, self._clock.now()
+        if wanted.control.max_age_s == 0:
+            return None
+        answer = self.cache.find(key, now)
+        if answer is None and self._shared is not None:
+            answer = await self._find_shared(self._shared, key)
+        return answer if answer is not None and is_fresh(answer, wanted.control, now) else None
+
+    async def _find_shared(self, shared: SharedStore, key: bytes) -> Answer | None:
+        value = await shared.get(key)
+        if value is None:
+            return None
+        now = self._clock.now()
+        answer = unpacked(key, value, self._wall_time(), now)
+        if answer is None:
+            self.num_corrupt += 1
+            shared.drop(key)
+            return None
+        if now - answer.stored_at >= self.cache.ttl_s:
+            return None
+        self.cache.keep(key, answer)
+        return answer
+
+
+class Recording:
+    """Keeps what goes through `exchange.raw_send`, while it is no longer than `max_bytes`, and tells of the miss."""
+
+    def __init__(self, exchange: Exchange, max_bytes: int) -> None:
+        self._send: Callable[[Message], Awaitable[None]] = exchange.raw_send
+        self._room, self._end = max_bytes, exchange.format.stream.end
+        self._status: int | None = None
+        self._content_type = b""
+        self._pieces: list[bytes] = []
+        self._complete = False
+        exchange.raw_send, exchange.recording = self._sent, self
+
+    def answer(self, now: float) -> Answer | None:
+        """None for what was no success, is too long, or has no end."""
+        if self._status != 200 or not self._complete or self._room < 0:
+            return None
+        body = b"".join(self._pieces)
+        if self._content_type.startswith(EVENTS):
+            body = without_comments(body)
+            if ERROR_EVENT in body or not body.endswith(self._end):  # it could not go on, or was cut
+                return None
+        return Answer(self._content_type, body, now)
+
+    async def _sent(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._status = message["status"]
+            headers: list[Header] = list(message["headers"])
+            self._content_type = next((value for name, value in headers if name == b"content-type"), b"")
+            message["headers"] = [*headers, (HEADER, b"miss")]
+        else:
+            self._note(message)
+        await self._send(message)
+
+    def _note(self, message: Message) -> None:
+        piece = message.get("body", b"")
+        self._room -= len(piece)
+        if self._room >= 0:
+            self._pieces.append(piece)
+        else:
+            self._pieces.clear()
+        self._complete = not message.get("more_body", False)

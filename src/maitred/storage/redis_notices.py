@@ -1,0 +1,97 @@
+"""What routers tell each other through Redis: where a session is, and which prefixes were sent to a foreign server.
+
+One stream, bounded, that each router writes behind and reads on its own; nobody waits for it. What is lost costs a
+session its place, or a prefix a hit, and no request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from maitred.storage.redis import PREFIX, PROBE_S, RedisStore
+
+STREAM = PREFIX + b"notices"
+MAX_KEPT = 16_384  # in the stream; about
+READ_S = 0.2  # between two looks
+MAX_READ = 4096
+
+
+class SessionAt(msgspec.Struct, frozen=True, tag="session"):
+    """A session's requests go to `replica` from now on. `hash_key` has 64 bits."""
+
+    hash_key: int
+    replica: str
+
+
+class PrefixSent(msgspec.Struct, frozen=True, tag="prefix"):
+    """A prompt with these prefix keys went to a server that does not tell what it has."""
+
+    replica: str
+    keys: tuple[int, ...]
+
+
+Notice = SessionAt | PrefixSent
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(Notice).decode
+
+
+@dataclass(slots=True, eq=False)
+class Notices:
+    """One router's side. `on_notice` is told what the others say, oldest first; at the start all the stream has."""
+
+    store: RedisStore
+    on_notice: Callable[[Notice], None]
+    num_unreadable: int = 0
+    _router: bytes = field(default_factory=lambda: secrets.token_hex(8).encode())
+    _last: bytes = b"0-0"
+    _task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """In the event loop."""
+        self._task = asyncio.create_task(self._run())
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    def tell(self, notice: Notice) -> None:
+        payload = _encode(notice)
+        added = ("XADD", STREAM, "MAXLEN", "~", MAX_KEPT, "*", "router", self._router, "notice", payload)
+        self.store.write(added, len(payload))
+
+    async def look(self) -> int:
+        """Read what came since the last look; how much."""
+        answers = await self.store.ask([("XRANGE", STREAM, b"(" + self._last, "+", "COUNT", MAX_READ)])
+        if answers is None or not isinstance(answers[0], list):
+            return 0
+        for entry in answers[0]:
+            self._last, fields = entry[0], _fields(entry[1])
+            if fields.get(b"router") != self._router:
+                self._note(fields.get(b"notice", b""))
+        return len(answers[0])
+
+    def _note(self, payload: bytes) -> None:
+        try:
+            notice: Notice = _decode(payload)
+        except (msgspec.DecodeError, ValueError):
+            self.num_unreadable += 1
+            return
+        self.on_notice(notice)
+
+    async def _run(self) -> None:
+        while True:
+            num_read = await self.look()
+            if num_read < MAX_READ:
+                await asyncio.sleep(READ_S if self.store.is_up else PROBE_S)
+
+
+def _fields(sent: Any) -> dict[bytes, bytes]:
+    """As a list of names and values, or as the client's own dict of them."""
+    return sent if isinstance(sent, dict) else dict(zip(sent[::2], sent[1::2], strict=False))
