@@ -163,3 +163,11 @@ def test_a_balance_that_is_not_there_is_refused_with_the_choices():
 def test_a_wrong_tier_is_refused(tiers: dict[str, object], says: str):
     with pytest.raises(ConfigError, match=says):
         FleetConfig(tiers=tiers)
+
+
+def test_what_another_router_sent_is_known_here_of_sessions_and_of_foreign_servers():
+    replicas = [facts(name, url=f"http://{name}:1", kind=Kind.FOREIGN) for name in "ab"]
+    fleet = Driver(make_core(*replicas, balance="session", slots=64))
+    for url in ("http://b:1", "http://nobody:1"):
+        fleet.core.bound_elsewhere(url, 7, KEYS, fleet.now)
+    assert [fleet.arrive("session", hash_key=7), fleet.arrive("prefix", keys=KEYS)] == ["b", "b"]

@@ -16,7 +16,7 @@ import pytest
 from maitred.errors import ConfigError
 from maitred.storage import redis
 from maitred.storage.redis import LOOK_UP_S, MAX_FAILURES, MAX_QUEUED, Breaker, RedisStore
-from maitred.storage.redis_notices import Notice, Notices, PrefixSent, SessionAt
+from maitred.storage.redis_notices import Bound, Notices
 from tests.storage.redis_server import RunningRedis, needs_redis, running_redis, slow_proxy
 from tests.waiting import until_async
 
@@ -188,10 +188,10 @@ async def test_what_waits_to_be_written_is_bounded(server: RunningRedis):
 
 
 async def test_routers_hear_of_each_others_sessions_and_prefixes(server: RunningRedis):
-    heard: list[Notice] = []
+    heard: list[Bound] = []
     async with store_at(server.url) as one, store_at(server.url) as other:
         speaker, listener = Notices(one, heard.append), Notices(other, heard.append)
-        sent = [SessionAt(2**64 - 1, "a"), PrefixSent("b", (1, 2**63))]
+        sent = [Bound("http://a:1", 2**64 - 1, ()), Bound("http://b:1", None, (1, 2**63))]
         for notice in sent:
             speaker.tell(notice)
         one.write(("XADD", redis.PREFIX + b"notices", "*", "notice", b"\xc1"))
@@ -200,7 +200,7 @@ async def test_routers_hear_of_each_others_sessions_and_prefixes(server: Running
         assert heard == sent
         assert await speaker.look() == 3
         assert heard == sent, "its own are no news to it"
-        await listener.close()
+        listener.stop()
 
 
 def test_a_breaker_opens_after_failures_in_a_row_and_tells_each_change_once():

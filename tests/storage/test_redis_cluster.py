@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from maitred.clock import ManualClock
-from maitred.storage.redis_notices import Notice, Notices, SessionAt
+from maitred.storage.redis_notices import Bound, Notices
 from maitred.storage.redis_quota import QuotaExchange
 from maitred.tenancy.shared import SharedQuotas
 from tests.storage.redis_server import RunningRedis, free_port, needs_redis, running_redis
@@ -45,7 +45,8 @@ def nodes(tmp_path: Path) -> Iterator[list[RunningRedis]]:
 
 
 async def test_a_cluster_serves_and_goes_on_without_one_of_its_primaries(nodes: list[RunningRedis]):
-    heard: list[Notice] = []
+    heard: list[Bound] = []
+    bound = Bound("http://a:1", 1, ())
     url = nodes[1].url.replace("redis://", "redis+cluster://")
     keys = [f"key{number}".encode() for number in range(NUM_KEYS)]
     async with store_at(url) as one, store_at(url) as other:
@@ -57,13 +58,13 @@ async def test_a_cluster_serves_and_goes_on_without_one_of_its_primaries(nodes: 
         quotas.of("a").requests.left(1000.0, 80)
         await exchange.exchange()
         assert quotas.of("a").requests.left(1000.0, 80) == 80
-        Notices(one, heard.append).tell(SessionAt(1, "a"))
-        await until_async(lambda: heard == [SessionAt(1, "a")])
+        Notices(one, heard.append).tell(bound)
+        await until_async(lambda: heard == [bound])
 
         nodes[0].kill()
         await _all_written(one, keys)
         await _all_written(other, keys)
-        await listener.close()
+        listener.stop()
 
 
 async def _all_written(store, keys: list[bytes]) -> None:

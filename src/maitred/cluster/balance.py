@@ -59,6 +59,8 @@ class Balance:
     source: str
     score: Score
     chosen: Callable[[FleetRequest, Replica], None] | None = None
+    met: Callable[[int, Replica], None] | None = None
+    """Another router sent this session there."""
     looks_at_prefixes: bool = False
 
 
@@ -231,14 +233,17 @@ def session(fleet: Replicas) -> Balance:
             scores if last is None else [0.0 if r.name == last else s for r, s in zip(candidates, scores, strict=True)]
         )
 
+    def met(hash_key: int, replica: Replica) -> None:
+        sessions[hash_key] = replica.name
+        sessions.move_to_end(hash_key)
+        if len(sessions) > MAX_SESSIONS:
+            sessions.popitem(last=False)
+
     def chosen(request: FleetRequest, replica: Replica) -> None:
         if request.hash_key is not None:
-            sessions[request.hash_key] = replica.name
-            sessions.move_to_end(request.hash_key)
-            if len(sessions) > MAX_SESSIONS:
-                sessions.popitem(last=False)
+            met(request.hash_key, replica)
 
-    return Balance(source="sticky sessions", score=score, chosen=chosen, looks_at_prefixes=True)
+    return Balance(source="sticky sessions", score=score, chosen=chosen, met=met, looks_at_prefixes=True)
 
 
 BALANCES: dict[str, Callable[[Replicas], Balance]] = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from maitred.cluster.actions import Bind
 from maitred.cluster.balance import BALANCES, choose
@@ -51,6 +51,12 @@ class Binder:
         while (found := self._next()) is not None:
             bound.append(self._bind(*found, now))
         return bound
+
+    def bound_elsewhere(self, replica: Replica, hash_key: int | None, keys: Sequence[int]) -> None:
+        """By another router, which shares its sessions and the history of foreign servers."""
+        if hash_key is not None and self._balance.met is not None:
+            self._balance.met(hash_key, replica)
+        self._lessons.sent_elsewhere(keys, replica)
 
     def release(self, request: FleetRequest) -> None:
         """Its place is free: it ended, or is to be held again."""

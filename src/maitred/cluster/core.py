@@ -63,6 +63,7 @@ class ClusterCore:
         self._lessons = Lessons(predictor, self.index)
         binder = Binder(config, scheduler, policies, self.fleet, self.index, self._lessons)
         self.policy = binder.policy
+        self._binder = binder
         self._health = Health(config, self.fleet)
         self._sizing = Sizing(self.fleet, autoscale)
         self._requests = Requests(config, self.fleet, binder, self._lessons, self._health, self._sizing)
@@ -118,6 +119,15 @@ class ClusterCore:
         if self._health.failed(replica, failure, now):
             self._expect_probe(replica, now)
         return self._requests.fail([request], replica, failure, now)
+
+    @core_input
+    def bound_elsewhere(self, url: str, hash_key: int | None, keys: tuple[int, ...], now: float) -> None:
+        """Another router sent a request to the replica at `url`, which may be unknown here; `keys` where that tells
+        nothing of its cache.
+        """
+        replica = next((r for r in self.fleet if r.facts.url == url), None)
+        if replica is not None:
+            self._binder.bound_elsewhere(replica, hash_key, keys)
 
     # -- replicas
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 
 from maitred.cluster.fleet_request import FleetRequest, TokenRatio, Usage
 from maitred.cluster.foreign_history import Expected, ForeignHistory
@@ -30,6 +31,11 @@ class Lessons:
     def sent(self, request: FleetRequest, replica: Replica) -> None:
         if replica.facts.kind is Kind.FOREIGN and request.keys:
             self._expected[request.request_id] = self._history.sent(replica.bit, request.keys)
+
+    def sent_elsewhere(self, keys: Sequence[int], replica: Replica) -> None:
+        """Another router sent a prompt with these keys there."""
+        if replica.facts.kind is Kind.FOREIGN and keys:
+            self._history.sent(replica.bit, keys)
 
     def told(self, request: FleetRequest, replica: Replica, usage: Usage) -> None:
         """The usage of its whole answer."""

@@ -1,4 +1,4 @@
-"""What routers tell each other through Redis: where a session is, and which prefixes were sent to a foreign server.
+"""What routers tell each other through Redis: where a session went, and which prefixes a foreign server was sent.
 
 One stream, bounded, that each router writes behind and reads on its own; nobody waits for it. What is lost costs a
 session its place, or a prefix a hit, and no request.
@@ -22,23 +22,16 @@ READ_S = 0.2  # between two looks
 MAX_READ = 4096
 
 
-class SessionAt(msgspec.Struct, frozen=True, tag="session"):
-    """A session's requests go to `replica` from now on. `hash_key` has 64 bits."""
+class Bound(msgspec.Struct, frozen=True, array_like=True):
+    """A request went to the replica at `url`."""
 
-    hash_key: int
-    replica: str
-
-
-class PrefixSent(msgspec.Struct, frozen=True, tag="prefix"):
-    """A prompt with these prefix keys went to a server that does not tell what it has."""
-
-    replica: str
-    keys: tuple[int, ...]
+    url: str
+    hash_key: int | None  # 64 bits; its session stays there
+    keys: tuple[int, ...]  # of its prompt, where the replica does not tell what it has
 
 
-Notice = SessionAt | PrefixSent
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(Notice).decode
+_decode = msgspec.msgpack.Decoder(Bound).decode
 
 
 @dataclass(slots=True, eq=False)
@@ -46,7 +39,7 @@ class Notices:
     """One router's side. `on_notice` is told what the others say, oldest first; at the start all the stream has."""
 
     store: RedisStore
-    on_notice: Callable[[Notice], None]
+    on_notice: Callable[[Bound], None]
     num_unreadable: int = 0
     _router: bytes = field(default_factory=lambda: secrets.token_hex(8).encode())
     _last: bytes = b"0-0"
@@ -56,12 +49,11 @@ class Notices:
         """In the event loop."""
         self._task = asyncio.create_task(self._run())
 
-    async def close(self) -> None:
+    def stop(self) -> None:
         if self._task is not None:
             self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
 
-    def tell(self, notice: Notice) -> None:
+    def tell(self, notice: Bound) -> None:
         payload = _encode(notice)
         added = ("XADD", STREAM, "MAXLEN", "~", MAX_KEPT, "*", "router", self._router, "notice", payload)
         self.store.write(added, len(payload))
@@ -79,7 +71,7 @@ class Notices:
 
     def _note(self, payload: bytes) -> None:
         try:
-            notice: Notice = _decode(payload)
+            notice: Bound = _decode(payload)
         except (msgspec.DecodeError, ValueError):
             self.num_unreadable += 1
             return

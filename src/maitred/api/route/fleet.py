@@ -15,10 +15,11 @@ from maitred.api.route.routed import Moved, RoutedRequest
 from maitred.clock import Clock
 from maitred.cluster.actions import Action, Bind, Move, Probe, Refuse, Start, Stop
 from maitred.cluster.core import ClusterCore
-from maitred.cluster.fleet_request import Failure, Usage
+from maitred.cluster.fleet_request import Failure, FleetRequest, Usage
 from maitred.cluster.origins import Origin
 from maitred.cluster.replicas import Kind, ReplicaFacts, Report
 from maitred.cluster.upstream import ConnectionCounts, Upstream
+from maitred.storage.redis_notices import Bound
 
 logger = logging.getLogger("maitred.fleet")
 TICK_S = 0.05  # how late what falls due may be noticed
@@ -73,6 +74,7 @@ class Fleet:
         self.requests: dict[str, RoutedRequest] = {}
         self.connections = ConnectionCounts()
         self.launching = launching
+        self.on_bound: Callable[[FleetRequest, ReplicaFacts], None] | None = None
         self._follow, self._ask_health, self._metrics = follow, probe, metrics
         self._probes: set[asyncio.Future[None]] = set()
         self._numbers = itertools.count(2)
@@ -115,6 +117,9 @@ class Fleet:
 
     def drain(self, name: str) -> None:
         self._do(self.core.drained(name, self.clock.now()))
+
+    def bound_elsewhere(self, bound: Bound) -> None:
+        self.core.bound_elsewhere(bound.url, bound.hash_key, bound.keys, self.clock.now())
 
     def reported(self, name: str, report: Report) -> None:
         self._do(self.core.reported(name, report, self.clock.now()))
@@ -188,6 +193,8 @@ class Fleet:
                 case Bind(request_id):
                     routed = self.requests[request_id]
                     self._metrics.attempted(routed.request, resumes=action.resumes)
+                    if self.on_bound is not None:
+                        self.on_bound(routed.request, self.replicas[action.choice.replica].facts)
                     routed.decided(action, self.clock.now())
                 case Refuse(request_id):
                     self._refuse(request_id, action)

@@ -69,7 +69,10 @@ class Router:
         )
         self.metrics.looks_at(self.fleet.core, self.clock, self.fleet.connections)
         redis = shared.redis if shared is not None else None
-        self.shared = Shared(redis, self.authenticator.quotas, self.clock) if redis is not None else None
+        self.shared: Shared | None = None
+        if redis is not None:
+            self.shared = Shared(redis, self.authenticator.quotas, self.clock, self.fleet.bound_elsewhere)
+            self.fleet.on_bound = self.shared.bound
         store = self.shared.store if self.shared is not None else None
         self.results = Results(config.result_cache_bytes, config.result_cache_ttl_s, self.clock, shared=store)
         self.metrics.results, self.metrics.store = self.results, store
