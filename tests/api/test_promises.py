@@ -19,8 +19,8 @@ from maitred.step import RequestProgress
 from tests.cli.running import maitred_thread
 from tests.fakes_api import FakeReplica, running_server
 
-SLOS = {"ttft": 0.25, "itl": 10.0, "tpot": 10.0, "e2e": 20.0}
-LOAD = "--endpoint chat --num-requests 40 --concurrency 20 --input-len 8 --output-len 8"
+SLOS = {"ttft": 2.0, "itl": 10.0, "tpot": 10.0, "e2e": 20.0}
+LOAD = "--endpoint chat --num-requests 40 --concurrency 40 --input-len 8 --output-len 8"
 WORDS = [word for name, bound in SLOS.items() for word in ("--slo", f"{name}:{bound}s")]
 
 
@@ -30,7 +30,7 @@ class Uneven(FakeReplica):
     async def _progress(self, request: RequestSpec) -> AsyncIterator[RequestProgress]:
         number = self.submitted.index(request)
         if number % 4 == 1:
-            await asyncio.sleep(2 * SLOS["ttft"])
+            await asyncio.sleep(1.5 * SLOS["ttft"])
         if number % 4 == 3:
             yield RequestProgress(request.request_id, finish_reason=FinishReason.ERROR, error="logits are NaN")
             return
