@@ -13,6 +13,8 @@ from typing import NamedTuple
 DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
 WIDTH, PANEL_HEIGHT, STAT_HEIGHT = 24, 8, 4
 WHERE = '{instance=~"$instance"}'
+IN_OBJECTIVE, ALL = "maitred_requests_in_objective_total", 'objective="all"'
+KEYS = "maitred_fleet_prefix_keys_total"
 
 
 class Panel(NamedTuple):
@@ -23,8 +25,10 @@ class Panel(NamedTuple):
     help: str = ""
 
 
-def rate(metric: str, by: str = "") -> str:
-    return f"sum{f' by ({by})' if by else ''} (rate({metric}{WHERE}[$__rate_interval]))"
+def rate(metric: str, by: str = "", only: str = "") -> str:
+    """`only` are further matchers, such as met="true"."""
+    where = f'{{{only}, instance=~"$instance"}}' if only else WHERE
+    return f"sum{f' by ({by})' if by else ''} (rate({metric}{where}[$__rate_interval]))"
 
 
 def ratio(part: str, whole: str) -> str:
@@ -46,6 +50,12 @@ def total(metric: str) -> str:
     return f"sum({metric}{WHERE})"
 
 
+def in_objective(by: str, only: str) -> str:
+    """Share of requests that met their objective."""
+    met, all_of_them = (rate(IN_OBJECTIVE, by, f"{only}{also}") for also in (', met="true"', ""))
+    return f"{met} / {all_of_them}"
+
+
 ROWS: dict[str, Sequence[Panel]] = {
     "Now": (
         Panel("Engines up", "none", [("", total("maitred_engine_up"))], "stat"),
@@ -59,6 +69,19 @@ ROWS: dict[str, Sequence[Panel]] = {
         Panel("Time to first token", "s", quantiles("maitred_request_ttft_seconds")),
         Panel("Time between tokens", "s", quantiles("maitred_request_inter_token_latency_seconds")),
         Panel("Whole answer", "s", quantiles("maitred_request_e2e_seconds")),
+    ),
+    "Are promises kept? (--slo)": (
+        Panel(
+            "Goodput",
+            "reqps",
+            [
+                ("met", rate(IN_OBJECTIVE, only=f'{ALL}, met="true"')),
+                ("not met", rate(IN_OBJECTIVE, only=f'{ALL}, met="false"')),
+            ],
+            help="Requests that met all their objectives, and those that did not.",
+        ),
+        Panel("Met, by objective", "percentunit", [("{{objective}}", in_objective("objective", 'objective!=""'))]),
+        Panel("Met, by tenant", "percentunit", [("{{tenant}}", in_objective("tenant", ALL))]),
     ),
     "Where does the time go?": (
         Panel("In the queue", "s", quantiles("maitred_request_queue_seconds")),
@@ -98,6 +121,7 @@ ROWS: dict[str, Sequence[Panel]] = {
         ),
         Panel("Requests that went on with another engine", "none", [("", grown("maitred_requests_resumed_total"))]),
         Panel("Since the last heartbeat", "s", [("{{instance}}", f"maitred_engine_heartbeat_age_seconds{WHERE}")]),
+        Panel("What the start took", "s", [("{{phase}}", f"max by (phase) (maitred_start_seconds{WHERE})")]),
     ),
     "Memory": (
         Panel("KV blocks", "none", [
@@ -127,6 +151,35 @@ ROWS: dict[str, Sequence[Panel]] = {
         Panel("In flight by tenant", "none", [
             ("{{tenant}}", f"sum by (tenant) (maitred_tenant_samples_in_flight{WHERE})")
         ]),
+    ),
+    "The fleet: who is there?": (
+        Panel("Replicas", "none", [("{{state}}", f"sum by (state) (maitred_fleet_replicas{WHERE})")]),
+        Panel("Requests by replica", "reqps", [
+            ("{{replica}} {{outcome}}", rate("maitred_fleet_requests_total", "replica, outcome"))
+        ]),
+        Panel("Attempts, and answers that went on elsewhere", "reqps", [
+            ("{{outcome}}", rate("maitred_fleet_attempts_total", "outcome")),
+            ("resumed", rate("maitred_fleet_resumes_total")),
+        ]),
+        Panel("New and reused connections to replicas", "reqps", [
+            ("{{kind}}", rate("maitred_fleet_upstream_connections_total", "kind"))
+        ]),
+    ),
+    "The fleet: who waits, and where do requests go?": (
+        Panel("Held at the router", "none", [("held", total("maitred_fleet_held_requests"))]),
+        Panel("Wait for a replica", "s", [
+            *quantiles("maitred_fleet_queue_wait_seconds"),
+            ("oldest", f"max(maitred_fleet_oldest_held_seconds{WHERE})"),
+        ]),
+        Panel("Prefix keys thought to be there", "percentunit", [
+            ("hit", rate(KEYS, only='outcome="hit"') + " / " + rate(KEYS))
+        ]),
+        Panel(
+            "Busiest replica beside the mean",
+            "none",
+            [("{{instance}}", f"maitred_fleet_load_ratio{WHERE}")],
+            help="Requests in flight; --max-load-ratio bounds it, plus one.",
+        ),
     ),
 }  # fmt: skip
 
@@ -160,7 +213,7 @@ def _variables() -> Iterable[dict[str, object]]:
         "name": "instance",
         "type": "query",
         "datasource": DATASOURCE,
-        "query": {"query": "label_values(maitred_engine_up, instance)", "refId": "instance"},
+        "query": {"query": "label_values(maitred_http_requests_in_flight, instance)", "refId": "instance"},
         "refresh": 2,
         "multi": True,
         "includeAll": True,

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING
 
 from maitred.errors import ConfigError, did_you_mean
+from maitred.objectives import parse_slo
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -306,6 +307,11 @@ class ServerConfig:
     """OpenTelemetry receiver (OTLP over HTTP) for traces, such as http://127.0.0.1:4318; needs the extra `otel`."""
     metrics_compat: str = _one_of(METRICS_COMPAT, "none")
     """none, or vllm: /metrics shows the same figures under vLLM's names besides, for dashboards that know those."""
+    slo: tuple[str, ...] = ()
+    """Objective of requests, such as ttft:1s, itl:80ms, tpot:50ms or e2e:20s, written and judged as `bench serve --slo`
+    does; maitred_requests_in_objective_total counts who met it."""
+    start_budget_s: float = 30.0
+    """A start that takes longer (s) names its longest phase in the log, and has an alert."""
     announce_fd: int | None = None
     """For a launcher: a socket that this process inherits. The address goes there as a line of JSON, another follows
     when the engine has loaded, and when the other end closes, the server ends at once."""
@@ -329,6 +335,9 @@ class ServerConfig:
             raise ConfigError(f"otlp_endpoint is {self.otlp_endpoint!r}; it must look like http://127.0.0.1:4318")
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
             raise ConfigError("ssl_keyfile is given without ssl_certfile; give both, or a certificate that has its key")
+        for text in self.slo:
+            parse_slo(text)
+        _require_at_least("start_budget_s", self.start_budget_s, 0)
         _require_at_least("announce_fd", self.announce_fd, 3)
         _require_at_least("result_cache_bytes", self.result_cache_bytes, 0)
         _require_at_least("result_cache_ttl_s", self.result_cache_ttl_s, 0.001)

@@ -111,6 +111,7 @@ INFO = _gauge("info", "bool", "Always 1; the labels say what is served.", ("vers
 START_SECONDS = _gauge(
     "start_seconds", "seconds", "What the start of the server took, by phase; they add up to the whole.", ("phase",)
 )
+START_BUDGET = _gauge("start_budget_seconds", "seconds", "What the start of the server may take (--start-budget-s).")
 HTTP_IN_FLIGHT = _gauge("http_requests_in_flight", "requests", "HTTP requests being answered.")
 LOOP_TASKS = _gauge("event_loop_tasks", "tasks", "Tasks of the server's event loop; as few as before when nobody asks.")
 HTTP_REQUESTS = _counter(
@@ -133,6 +134,14 @@ PREFILL = _histogram("request_prefill_seconds", "seconds", "First step to first 
 DECODE = _histogram("request_decode_seconds", "seconds", "First token to last, per sample.", LATENCY_BUCKETS_S)
 REQUEST_PROMPT_TOKENS = _histogram("request_prompt_tokens", "tokens", "Prompt length by sample.", TOKEN_BUCKETS)
 REQUEST_GENERATION_TOKENS = _histogram("request_generation_tokens", "tokens", "Output length by sample.", TOKEN_BUCKETS)
+
+REQUESTS_IN_OBJECTIVE = _counter(
+    "requests_in_objective",
+    "requests",
+    "Requests that generate, by objective of --slo (ttft, itl, tpot, e2e, and all together) and by whether they met "
+    "it; what failed met none, what was the client's fault (4xx) does not count.",
+    ("objective", "met", "tenant"),
+)
 
 # admission: who is refused before the queue
 ADMISSION_REFUSED = _counter(
@@ -254,6 +263,7 @@ ENGINE_METRICS: tuple[Metric, ...] = (
 EDGE_METRICS: tuple[Metric, ...] = (
     INFO,
     START_SECONDS,
+    START_BUDGET,
     HTTP_IN_FLIGHT,
     LOOP_TASKS,
     HTTP_REQUESTS,
@@ -267,6 +277,7 @@ EDGE_METRICS: tuple[Metric, ...] = (
     DECODE,
     REQUEST_PROMPT_TOKENS,
     REQUEST_GENERATION_TOKENS,
+    REQUESTS_IN_OBJECTIVE,
 )
 ADMISSION_METRICS: tuple[Metric, ...] = (
     ADMISSION_REFUSED,

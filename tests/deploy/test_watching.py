@@ -7,7 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,14 +18,17 @@ import pytest
 import yaml
 
 from maitred.config import ServerConfig
-from maitred.metrics import METRICS
+from maitred.metrics import FLEET_METRICS, METRICS
 from maitred.storage.key_files import make_key
 from tests.conftest import free_port, start_server
 from tests.fakes_api import running_server
+from tests.route.test_end_to_end import start_router
 from tests.waiting import HANGS_S, until
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 PROMTOOL, PROMETHEUS = shutil.which("promtool"), shutil.which("prometheus")
+TESTS = ("alerts_test.yml", "alerts_budget_test.yml")
+PROMISE = ("--slo", "ttft:10s")
 needs_promtool = pytest.mark.skipif(PROMTOOL is None, reason="needs promtool (Debian package prometheus)")
 needs_prometheus = pytest.mark.skipif(PROMETHEUS is None, reason="needs prometheus (Debian package prometheus)")
 
@@ -54,9 +57,9 @@ def alert_queries() -> list[tuple[str, str]]:
 
 @dataclass(frozen=True)
 class House:
-    """A server with tenants, and everybody's key."""
+    """A router with tenants in front of a server, and everybody's key."""
 
-    url: str
+    urls: tuple[str, str]  # of the router, and of the server
     keys: dict[str, str]
 
     def ask(self) -> None:
@@ -64,16 +67,16 @@ class House:
         body = {"model": "maitred-mini", "prompt": "What is maitred? " * 20, "max_tokens": 8}
         for tenant in ("guest", "hasty"):
             headers = {"authorization": f"Bearer {self.keys[tenant]}"}
-            answer = httpx.post(f"{self.url}/v1/completions", json=body, headers=headers)
+            answer = httpx.post(f"{self.urls[0]}/v1/completions", json=body, headers=headers)
             assert answer.status_code in (200, 429), answer.text
 
 
 @contextmanager
-def prometheus_of(target: str, folder: Path, key: str) -> Iterator[str]:
-    """Prometheus with the committed configuration, our target in place of the container's name; `key` opens it."""
+def prometheus_of(targets: Sequence[str], folder: Path, key: str) -> Iterator[str]:
+    """Prometheus with the committed configuration, our targets in place of the container's name; `key` opens it."""
     config = yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text())
     config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
-    config["scrape_configs"][0]["static_configs"] = [{"targets": [target]}]
+    config["scrape_configs"][0]["static_configs"] = [{"targets": list(targets)}]
     config["scrape_configs"][0]["authorization"] = {"credentials": key}
     shutil.copy(DEPLOY / "prometheus/alerts.yml", folder)
     (folder / "prometheus.yml").write_text(yaml.safe_dump(config))
@@ -118,7 +121,7 @@ def test_promtool_has_nothing_to_say_about_the_metrics_page():
 @needs_promtool
 @pytest.mark.parametrize(
     "words",
-    [("check", "rules", "alerts.yml"), ("check", "config", "prometheus.yml"), ("test", "rules", "alerts_test.yml")],
+    [("check", "rules", "alerts.yml"), ("check", "config", "prometheus.yml"), ("test", "rules", *TESTS)],
 )
 def test_promtool_accepts_what_we_ship(words: tuple[str, ...]):
     checked = subprocess.run(
@@ -128,21 +131,22 @@ def test_promtool_accepts_what_we_ship(words: tuple[str, ...]):
 
 
 def test_every_alert_has_a_case_in_which_it_fires():
-    tested = yaml.safe_load((DEPLOY / "prometheus/alerts_test.yml").read_text())["tests"]
+    files = (yaml.safe_load((DEPLOY / "prometheus" / name).read_text()) for name in TESTS)
+    tested = [test for file in files for test in file["tests"]]
     fires = {case["alertname"] for test in tested for case in test["alert_rule_test"] if case.get("exp_alerts")}
     assert fires == {name for name, _ in alert_queries()}
 
 
 @pytest.mark.parametrize(("name", "text"), [*queries(), *alert_queries()])
 def test_queries_name_metrics_that_exist(name: str, text: str):
-    ours = {metric.name for metric in METRICS}
+    ours = {metric.name for metric in (*METRICS, *FLEET_METRICS)}
     named = {re.sub(r"_(bucket|sum|count)$", "", word) for word in re.findall(r"\bmaitred_\w+", text)}
     assert named <= ours, f"{name} asks for {sorted(named - ours)}"
 
 
 @pytest.fixture
 def house(tmp_path: Path) -> Iterator[House]:
-    """`maitred serve` with the built-in model for two tenants, one of whom asks more than it may."""
+    """`maitred serve` with the built-in model behind a router for two tenants, one of whom asks more than it may."""
     made = {name: make_key(name, admin=name == "boss") for name in ("guest", "hasty", "boss")}
     tenants: dict[str, dict[str, Any]] = {
         name: {"keys": [{"id": new.key.id, "sha256": new.key.digest.hex(), "admin": new.key.admin}]}
@@ -151,18 +155,24 @@ def house(tmp_path: Path) -> Iterator[House]:
     tenants["hasty"]["requests_per_minute"] = 1
     path = tmp_path / "tenants.yaml"
     path.write_text(yaml.safe_dump({"tenants": tenants}))
-    server = start_server("--tenants", str(path))
+    token = tmp_path / "token"
+    token.write_text("a-secret-of-the-fleet" * 2)
+    flags = ("--fleet-token-file", str(token), *PROMISE)
+    server = start_server(*flags)
+    router = start_router(server.url, "--tenants", str(path), *flags)
     try:
-        yield House(server.url, {name: new.secret for name, new in made.items()})
+        yield House((router.url, server.url), {name: new.secret for name, new in made.items()})
     finally:
+        router.stop()
         server.stop()
 
 
 @needs_prometheus
 def test_a_real_prometheus_has_figures_for_every_panel_and_evaluates_every_alert(house: House, tmp_path: Path):
-    with prometheus_of(house.url.removeprefix("http://"), tmp_path, house.keys["boss"]) as prometheus:
+    targets = [url.removeprefix("http://") for url in house.urls]
+    with prometheus_of(targets, tmp_path, house.keys["boss"]) as prometheus:
         for _panel, text in queries():
-            until(lambda text=text: house.ask() or has_figures(prometheus, text))  # type: ignore[misc]
+            until(lambda text=text: has_figures(prometheus, text) or house.ask())  # type: ignore[misc]
 
         def rules() -> list[dict[str, Any]]:
             found: list[dict[str, Any]] = httpx.get(f"{prometheus}/api/v1/rules").json()["data"]["groups"][0]["rules"]
@@ -170,7 +180,7 @@ def test_a_real_prometheus_has_figures_for_every_panel_and_evaluates_every_alert
 
         until(lambda: all(rule["health"] == "ok" for rule in rules()))
         assert {rule["name"] for rule in rules()} == {name for name, _ in alert_queries()}
-        assert query(prometheus, 'up{job="maitred"}')[0]["value"][1] == "1"
+        assert [row["value"][1] for row in query(prometheus, 'up{job="maitred"}')] == ["1", "1"]
 
 
 def test_the_dashboard_is_what_its_script_writes():

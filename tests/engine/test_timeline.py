@@ -41,6 +41,16 @@ def test_the_line_for_people_names_what_took_long():
     assert timeline.describe() == "started in 1.51 s: weights 1.50, others 0.01"
 
 
+def test_a_start_over_its_budget_names_its_longest_phase():
+    clock = ManualClock()
+    timeline = Timeline(clock)
+    for phase, seconds in (("plan", 4.0), ("weights", 30.0), ("program", 6.0)):
+        clock.advance(seconds)
+        timeline.end(phase)
+    assert timeline.over(40.0) is None
+    assert timeline.over(30.0) == "slow start: 40.00 s, over --start-budget-s 30; weights took 30.00 s"
+
+
 def test_the_age_of_this_process_is_more_than_what_it_spent_and_goes_on():
     first = process_age_s()
     if first == 0.0:

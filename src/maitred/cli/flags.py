@@ -133,7 +133,7 @@ _SAYS: dict[str, dict[str, object]] = {
 _METAVARS = {
     "model": "MODEL", "revision": "REV", "host": "ADDRESS", "port": "PORT", "api_keys": "KEY", "policy": "NAME",
     "served_model_names": "NAME", "cors_origins": "ORIGIN", "chat_template": "FILE", "tenants": "FILE",
-    "fleet_token_file": "FILE", "ledger": "FILE", "decision_log": "DIR", "block_size": "TOKENS",
+    "fleet_token_file": "FILE", "ledger": "FILE", "slo": "NAME:TIME", "decision_log": "DIR", "block_size": "TOKENS",
     "num_threads": "THREADS", "int4_group_size": "WEIGHTS", "default_max_n": "SAMPLES",
 }  # fmt: skip
 _UNITS = {"tokens_per_s": "TOKENS", "s": "SECONDS", "bytes": "BYTES", "tokens": "TOKENS", "len": "TOKENS",

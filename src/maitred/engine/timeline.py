@@ -47,6 +47,13 @@ class Timeline:
         told = ", ".join(f"{phase} {seconds:.2f}" for phase, seconds in long.items())
         return f"started in {self.total_s:.2f} s: {told}, others {others:.2f}"
 
+    def over(self, budget_s: float) -> str | None:
+        """What to say of a start that took longer: its longest phase; None says nothing."""
+        if self.total_s <= budget_s:
+            return None
+        phase, seconds = max(self.phases.items(), key=lambda item: item[1])
+        return f"slow start: {self.total_s:.2f} s, over --start-budget-s {budget_s:g}; {phase} took {seconds:.2f} s"
+
     def _add(self, phase: str, seconds: float) -> None:
         self.phases[phase] = self.phases.get(phase, 0.0) + seconds
 

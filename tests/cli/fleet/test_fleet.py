@@ -132,3 +132,13 @@ def test_a_wrong_number_of_replicas_is_refused(word: str):
 
 def test_a_number_or_a_range_are_bounds():
     assert (Bounds.parse("3"), Bounds.parse("0:8")) == ((3, 3), (0, 8))
+
+
+def test_top_shows_the_replicas_of_a_router_and_who_is_held(capsys):
+    with routing(200, {**FLEET, "version": "1", "name": "maitred-route"}) as router:
+        assert main(["top", router.url, "--once"]) == 0
+    shown = capsys.readouterr().out
+    assert "1 ready of 2 wanted; 5 held, the oldest for 1.2 s" in shown
+    assert "3 of 64" in shown
+    assert "ejected (foreign)" in shown
+    assert "\x1b" not in shown

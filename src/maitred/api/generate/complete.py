@@ -44,6 +44,7 @@ async def complete(dialect: Dialect, app: App, exchange: Exchange) -> None:
             batches = lease.admit(batches)
             generation = Generation(app, batches, score_only=ask.score_only)
             outcome = exchange.outcome = lease.outcome = generation.outcome
+            exchange.paces = [sample.pace for sample in outcome.samples]
             if events is not None:
                 await _stream(generation, events, ask.answer.stream(outcome))
             else:

@@ -27,7 +27,7 @@ class Generation:
 
     def __init__(self, app: App, batches: Sequence[Sequence[RequestSpec]], *, score_only: bool = False) -> None:
         self._app, self._batches, self._score_only = app, batches, score_only
-        self.outcome = Outcome(batches)
+        self.outcome = Outcome(batches, keeps_gaps=app.observer.keeps_gaps)
 
     async def deltas(self) -> AsyncGenerator[tuple[Sample, TextDelta], None]:
         """What each sample gained, as it comes; closing it ends all. Raises a ServerError when one cannot go on."""
@@ -77,9 +77,8 @@ class Generation:
     def _count(self, prompt_index: int, sample: Sample, delta: TextDelta) -> None:
         new, outcome, observer = len(delta.token_ids), self.outcome, self._app.observer
         if new:
-            now, last = time.monotonic(), sample.last_token_at
-            observer.tokens_came(sample.request.tenant, new, None if last is None else (now - last) / new)
-            sample.last_token_at = now
+            gap_s = sample.pace.came(time.monotonic(), new)
+            observer.tokens_came(sample.request.tenant, new, gap_s)
             outcome.num_tokens_seen[sample.index] += new
             if not self._score_only:
                 sample.num_tokens += new

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from maitred.objectives import Pace, new_pace
 from maitred.request import NO_CHARGES, FinishReason, RequestSpec, RequestTiming
 from maitred.step import TokenLogprobs
 
@@ -30,7 +31,7 @@ class Sample:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     num_tokens: int = 0
-    last_token_at: float | None = None  # s, monotonic
+    pace: Pace = field(default_factory=Pace)  # monotonic
     timing: RequestTiming | None = None  # once it has ended
 
     @property
@@ -41,12 +42,14 @@ class Sample:
 class Outcome:
     """All samples of one HTTP request. `Generation` writes it, dialects and traces read it."""
 
-    def __init__(self, batches: Sequence[Sequence[RequestSpec]]) -> None:
+    def __init__(self, batches: Sequence[Sequence[RequestSpec]], *, keeps_gaps: bool = False) -> None:
         """The samples of each prompt; as many of each."""
         self.batches = batches
         self.num_samples_per_prompt = len(batches[0])
         requests = [request for batch in batches for request in batch]
-        self.samples = [Sample(index, request) for index, request in enumerate(requests)]
+        self.samples = [
+            Sample(index, request, pace=new_pace(keeps_gaps=keeps_gaps)) for index, request in enumerate(requests)
+        ]
         self.prompt_logprobs: list[list[TokenLogprobs]] = [[] for _ in batches]  # by prompt, positions 1..
         self.charges = [NO_CHARGES] * len(requests)  # by sample, as told last
         self.num_tokens_seen = [0] * len(requests)  # by sample, hidden ones too

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -17,6 +17,7 @@ from maitred.api.http.errors import ClientGone, HttpError, RequestTooSlow, Unsup
 from maitred.api.http.formats import AnswerFormat
 from maitred.api.http.routes import Route
 from maitred.errors import RequestTooLarge
+from maitred.objectives import Pace
 from maitred.tenancy.caller import Caller
 
 T = TypeVar("T")
@@ -45,6 +46,7 @@ class Exchange:
     log: dict[str, Any] = field(default_factory=dict)  # what the access line says besides
     outcome: Outcome | None = None  # what the answer is made of, on the routes that generate
     recording: object = None  # of what is answered, for the result cache
+    paces: Sequence[Pace] = ()  # when the tokens of its answer came, on those routes, by sample
     trace_header: Header | None = None  # of a request that is traced
     status: int | None = None  # set once the answer began
     streaming: bool = False  # the answer that began is an event stream

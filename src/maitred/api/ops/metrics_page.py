@@ -16,6 +16,7 @@ from prometheus_client.utils import floatToGoString
 
 from maitred import metrics as m
 from maitred.api.ops.metrics_compat import vllm_families
+from maitred.api.ops.promises import Promises
 from maitred.errors import RateLimited
 from maitred.gate.admission import AdmissionController
 from maitred.metrics import Metric, MetricKind
@@ -130,11 +131,15 @@ class EdgeMetrics(Collector):
         version: str,
         compat: str = "none",
         start_phases: Mapping[str, float] | None = None,
+        start_budget_s: float = 0.0,
+        promises: Promises | None = None,
         num_tenants_file_failures: Callable[[], int] = int,
     ) -> None:
         self._replica = replica
         self._admission: AdmissionController | None = None
         self._start_phases = start_phases if start_phases is not None else {}
+        self._start_budget_s = start_budget_s
+        self._promises = promises or Promises(())
         self._version, self._compat = version, compat
         self._model: str | None = None
         self._block_size = 0
@@ -208,6 +213,8 @@ class EdgeMetrics(Collector):
             m.CACHE_INFO: {(str(self._block_size), str(state.num_blocks)): 1.0},
             m.INFO: {(self._version, self._model): 1.0} if self._model is not None else {},
             m.START_SECONDS: {(phase,): seconds for phase, seconds in self._start_phases.items()},
+            m.START_BUDGET: {(): self._start_budget_s},
+            m.REQUESTS_IN_OBJECTIVE: self._promises.samples(),
             m.HTTP_IN_FLIGHT: {(): float(self.num_in_flight)},
             **result_cache_samples(self.results),
             m.LOOP_TASKS: {(): float(len(asyncio.all_tasks()))},

@@ -16,6 +16,7 @@ from maitred.api.http.loading import LoadingReplica
 from maitred.api.http.logs import ACCESS, log_fields
 from maitred.api.ops.latencies import Latencies
 from maitred.api.ops.metrics_page import EdgeMetrics
+from maitred.api.ops.promises import Promises
 from maitred.clock import Clock
 from maitred.config import ServerConfig
 from maitred.errors import ConfigError
@@ -47,11 +48,15 @@ class Observer:
         num_tenants_file_failures: Callable[[], int] = int,
     ) -> None:
         """`clock` is the one that requests' times are of. Raises ConfigError for traces without what they need."""
+        self._promises = Promises(config.slo)
+        self.keeps_gaps = self._promises.keeps_gaps
         self.metrics = EdgeMetrics(
             LoadingReplica(),
             version=maitred.__version__,
             compat=config.metrics_compat,
             start_phases=start_phases,
+            start_budget_s=config.start_budget_s,
+            promises=self._promises,
             num_tenants_file_failures=num_tenants_file_failures,
         )
         self.latencies = Latencies()
@@ -77,6 +82,8 @@ class Observer:
         self.metrics.num_in_flight -= 1
         self.metrics.http_answered(exchange.route_name, exchange.status or CLIENT_GONE_STATUS)
         log_access(exchange, time.monotonic() - observed.began_at)
+        if observed.operation:
+            self._promises.ended(exchange, observed.began_at)
         if self._tracing is not None and observed.span is not None:
             self._tracing.end(observed.span, observed.operation, exchange, self._clock.now())
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import msgspec
 
 from maitred.api.http.exchange import Exchange
+from maitred.api.route.choices import MAX_REQUESTS
 from maitred.api.route.router import Router
-from maitred.errors import InvalidRequest, UnsupportedParameter, did_you_mean
+from maitred.errors import InvalidRequest, RouteNotFound, UnsupportedParameter, did_you_mean
 
 
 class Named(msgspec.Struct, forbid_unknown_fields=True):
@@ -41,6 +42,14 @@ _decode_bounds = msgspec.json.Decoder(Bounds)
 
 async def show_fleet(router: Router, exchange: Exchange) -> None:
     await exchange.answer_json(router.fleet.core.view(router.clock.now()))
+
+
+async def show_choices(router: Router, exchange: Exchange) -> None:
+    """Where one of the last requests went, and why."""
+    made = router.fleet.choices.of(exchange.parameter)
+    if made is None:
+        raise RouteNotFound(f"{exchange.parameter!r} is none of the last {MAX_REQUESTS:,} requests that were sent")
+    await exchange.answer_json(made)
 
 
 async def drain(router: Router, exchange: Exchange) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from maitred.api.http.logs import log_fields
+from maitred.api.route.choices import Choices
 from maitred.api.route.metrics import RouteMetrics
 from maitred.api.route.routed import Moved, RoutedRequest
 from maitred.clock import Clock
@@ -72,6 +73,7 @@ class Fleet:
         self.core, self.clock = core, clock
         self.replicas: dict[str, LiveReplica] = {}
         self.requests: dict[str, RoutedRequest] = {}
+        self.choices = Choices()
         self.connections = ConnectionCounts()
         self.launching = launching
         self.on_bound: Callable[[FleetRequest, ReplicaFacts], None] | None = None
@@ -196,6 +198,7 @@ class Fleet:
                     if self.on_bound is not None:
                         self.on_bound(routed.request, self.replicas[action.choice.replica].facts)
                     routed.decided(action, self.clock.now())
+                    self.choices.bound(action, routed.held_s)
                 case Refuse(request_id):
                     self._refuse(request_id, action)
                 case Move(request_id):

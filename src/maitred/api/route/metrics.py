@@ -16,6 +16,7 @@ import maitred
 from maitred import metrics as m
 from maitred.api.http.results import Results
 from maitred.api.ops.metrics_page import Histogram, TenantCounts, family_of, result_cache_samples
+from maitred.api.ops.promises import Promises
 from maitred.clock import Clock
 from maitred.cluster.core import ClusterCore
 from maitred.cluster.fleet_request import FailureKind, FleetRequest
@@ -27,7 +28,8 @@ from maitred.storage.redis import RedisStore
 class RouteMetrics(Collector):
     """One router's counts, and its page."""
 
-    def __init__(self, *, num_tenants_file_failures: Callable[[], int] = int) -> None:
+    def __init__(self, *, promises: Promises | None = None, num_tenants_file_failures: Callable[[], int] = int) -> None:
+        self._promises = promises or Promises(())
         self.num_in_flight = 0
         self.num_cancelled = 0
         self.num_log_lines_dropped: Callable[[], int] = lambda: 0
@@ -90,6 +92,7 @@ class RouteMetrics(Collector):
             m.HTTP_IN_FLIGHT: {(): float(self.num_in_flight)},
             m.LOOP_TASKS: {(): float(len(asyncio.all_tasks()))},
             m.HTTP_REQUESTS: {labels: float(count) for labels, count in self._answered.items()},
+            m.REQUESTS_IN_OBJECTIVE: self._promises.samples(),
             m.REQUESTS_CANCELLED: {(): float(self.num_cancelled)},
             m.LOG_LINES_DROPPED: {(): float(self.num_log_lines_dropped())},
         }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -61,6 +62,7 @@ class Relay:
         self._exchange: Exchange = routed.exchange
         self._events = EventStream(self._exchange, silence_s=keep_alive_s) if outgoing.is_stream else None
         self._keep_alive_s, self._on_begin = keep_alive_s, on_begin
+        self._pace = self._exchange.paces[0] if self._exchange.paces else None
         self._num_tokens = 0
         self._is_cancelled = False
         self._num_untold = 0  # of these, to the core
@@ -173,10 +175,12 @@ class Relay:
         while piece := await answer.piece():
             await self._send_piece(piece)
         self.usage = Usage()
+        self._ends()
         await self._send_end()
 
     async def _send_whole(self, answer: Answer, live: LiveReplica, body: bytes) -> None:
         self._begin()
+        self._ends()
         if self._outgoing.is_generation and answer.status == 200:
             self.usage = answers.usage_of_whole(body)
         else:
@@ -216,10 +220,14 @@ class Relay:
                 await exchange.raw_send({"type": "http.response.body", "body": piece, "more_body": True})
         self._tell_tokens()
         self.usage = answers.usage_of_stream(last, self._num_tokens)
+        if self._pace is not None and self.usage.num_output_tokens:  # better than events
+            self._pace.num_tokens = self.usage.num_output_tokens
         await self._send_end(rest)
 
     def _count(self, events: bytes) -> None:
         num_events = events.count(b"data: ")
+        if self._pace is not None and num_events:
+            self._pace.came(time.monotonic(), num_events)
         self._num_tokens += num_events
         self._num_untold += num_events
         if self._num_untold >= TOKENS_AT_ONCE:
@@ -252,6 +260,11 @@ class Relay:
 
     async def _send_piece(self, piece: bytes) -> None:
         await self._exchange.raw_send({"type": "http.response.body", "body": piece, "more_body": True})
+
+    def _ends(self) -> None:
+        """Of what is not streamed nobody here sees the tokens come, only that all are there."""
+        if self._pace is not None:
+            self._pace.last_at = time.monotonic()
 
     async def _send_end(self, last: bytes = b"") -> None:
         await self._exchange.send({"type": "http.response.body", "body": last})

@@ -11,6 +11,7 @@ from maitred.api.http.auth import Authenticator
 from maitred.api.http.bodies import LargeBodies
 from maitred.api.http.fleet_token import FleetToken
 from maitred.api.http.results import Results
+from maitred.api.ops.promises import Promises
 from maitred.api.route.fleet import Fleet
 from maitred.api.route.follow import Follower
 from maitred.api.route.metrics import RouteMetrics
@@ -52,8 +53,10 @@ class Router:
         self.clock = clock or WallClock()
         self.authenticator = authenticator or Authenticator(config.api_keys)
         self.large_bodies = LargeBodies(config.max_body_bytes)
-        self.metrics = RouteMetrics(num_tenants_file_failures=self.authenticator.num_file_failures)
-        self.observer = RouteObserver(self.metrics)
+        promises = Promises(config.slo)
+        failures = self.authenticator.num_file_failures
+        self.metrics = RouteMetrics(promises=promises, num_tenants_file_failures=failures)
+        self.observer = RouteObserver(self.metrics, promises)
         self.draining = False
         self.gate = Gate(max_concurrent_requests=config.max_concurrent_requests)
         terms = admission or AdmissionConfig()

@@ -127,6 +127,14 @@ ROUTES = RouteTable(
             errors=(401, 403),
         ),
         Route(
+            method="GET",
+            path="/admin/fleet/choices/{id:path}",
+            handler=admin.show_choices,
+            summary="Where one of the last requests went, and each term of the choice.",
+            admin="see choices",
+            errors=(401, 403, 404),
+        ),
+        Route(
             method="POST",
             path="/admin/fleet/drain",
             handler=admin.drain,

@@ -7,16 +7,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 
 from maitred.cli.bench.record import Record
+from maitred.objectives import percentile
 
 PERCENTILES = (50, 90, 99)
-
-
-def percentile(values: Sequence[float], percent: float) -> float:
-    """Of sorted, non-empty `values`; between two of them linearly, as numpy's default."""
-    at = (len(values) - 1) * percent / 100
-    low = math.floor(at)
-    high = min(low + 1, len(values) - 1)
-    return values[low] + (values[high] - values[low]) * (at - low)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,16 +20,20 @@ def _run(options: Options) -> int:
     if asked.json:
         print(answer.decode())
         return 0
+    print("\n".join(lines(read_fleet(answer))))
+    return 0
+
+
+def read_fleet(answer: bytes) -> FleetView:
+    """Of GET /admin/fleet. Raises ServerError."""
     import msgspec
 
     from maitred.cluster.view import FleetView
 
     try:
-        fleet = msgspec.json.decode(answer, type=FleetView)
+        return msgspec.json.decode(answer, type=FleetView)
     except msgspec.MsgspecError as error:
-        raise ServerError(f"{asked.url} answers /admin/fleet in a form unknown here: {error}") from None
-    print("\n".join(lines(fleet)))
-    return 0
+        raise ServerError(f"/admin/fleet is answered in a form unknown here: {error}") from None
 
 
 def lines(fleet: FleetView) -> list[str]:

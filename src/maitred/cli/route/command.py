@@ -14,7 +14,14 @@ from maitred.cluster.origins import Target, parse_target
 from maitred.config import AdmissionConfig, SchedulerConfig, ServerConfig, SharedConfig, TenancyConfig
 from maitred.errors import ConfigError
 
-_OF_REPLICAS = ("max_num_batched_tokens", "max_num_seqs", "served_model_names", "default_max_n", "decode_timeout_s")
+_OF_REPLICAS = (
+    "max_num_batched_tokens",
+    "max_num_seqs",
+    "served_model_names",
+    "default_max_n",
+    "decode_timeout_s",
+    "start_budget_s",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 
 def _run(options: Options) -> int:
+    import logging
+
     from maitred.clock import WallClock
     from maitred.engine.limits import SPARE_DESCRIPTORS, check_addresses, claim_descriptors
     from maitred.engine.timeline import Timeline, process_age_s
@@ -53,6 +55,8 @@ def _run(options: Options) -> int:
                     ledger.model = engine.model.names[0]
                 timeline.end_nested(engine.start_phases, "server")
                 tell(timeline.describe())
+                if slow := timeline.over(server.start_budget_s):
+                    logging.getLogger("maitred.start").warning(slow)
                 has_keys = bool(server.api_keys or tenants)
                 tell(_welcome(engine.model.names[0], url_of(server, host, port), has_keys=has_keys))
                 spare_the_collector()

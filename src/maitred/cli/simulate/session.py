@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 
 from maitred.cli.console import note
 from maitred.cli.flags import UsageError
-from maitred.cli.objectives import parse_slo
 from maitred.cli.simulate.sources import Target, find_target, read_workload
 from maitred.cli.simulate.table import table
 from maitred.config import AdmissionConfig, CacheConfig, SchedulerConfig
 from maitred.engine.installed import installed_policies
 from maitred.errors import did_you_mean
 from maitred.gate.admission import admission_of
+from maitred.objectives import parse_slo
 from maitred.policy.parameters import parameters_of
 from maitred.policy.predictor import PREDICTORS
 from maitred.sim.jitter import Jitter

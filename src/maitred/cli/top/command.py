@@ -56,11 +56,14 @@ def _run(options: Options) -> int:
 async def _plain(asked: TopOptions) -> int:
     """One view after the other, as text that a script can read."""
     from maitred.cli.endpoint import HttpEndpoint
+    from maitred.cli.top.fleet import is_router
     from maitred.cli.top.screen import Rates, in_ascii, view
 
     draws = (sys.stdout.encoding or "").lower().startswith("utf")
     rates, shown_at = Rates(), None
     async with HttpEndpoint(asked.url, api_key=asked.api_key) as endpoint, aclosing(frames(endpoint)) as stream:
+        if await is_router(endpoint):
+            return await _plain_fleet(endpoint, asked)
         async for frame in stream:
             rates.take(frame.engine)
             if not rates.known or (shown_at is not None and time.monotonic() - shown_at < asked.interval):
@@ -73,6 +76,18 @@ async def _plain(asked: TopOptions) -> int:
             if asked.once:
                 return 0
     raise Ended("the server is going, so there is no more to see")
+
+
+async def _plain_fleet(router: Endpoint, asked: TopOptions) -> int:
+    from maitred.cli.top.fleet import fleet_views
+
+    async with aclosing(fleet_views(router, asked.interval)) as views:
+        async for lines in views:
+            print("\n".join(lines), flush=True)
+            if asked.once:
+                break
+            print()
+    return 0
 
 
 async def _screen(asked: TopOptions) -> int:
@@ -127,23 +142,19 @@ async def _watch(asked: TopOptions) -> None:
     from rich.live import Live
 
     from maitred.cli.endpoint import HttpEndpoint, Refused, Unreachable
-    from maitred.cli.top.screen import Rates, as_text, view
+    from maitred.cli.top.screen import as_text
 
     keys = "q or Ctrl-C leaves" if sys.stdin.isatty() else "Ctrl-C leaves"
     console, failures = Console(), 0
     with Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
             try:
-                rates = Rates()
                 async with (
                     HttpEndpoint(asked.url, api_key=asked.api_key) as endpoint,
-                    aclosing(frames(endpoint)) as stream,
+                    aclosing(_views(endpoint)) as views,
                 ):
-                    async for frame in stream:
+                    async for lines in views:
                         failures = 0
-                        rates.take(frame.engine)
-                        size = shutil.get_terminal_size()
-                        lines = view(frame, rates, width=size.columns, height=size.lines - 2)
                         live.update(as_text([*lines, "", keys]), refresh=True)
                 cause = "the server is going"
             except (Unreachable, Ended) as error:
@@ -156,6 +167,23 @@ async def _watch(asked: TopOptions) -> None:
             failures += 1
             live.update(as_text([f"{cause}; trying again in {pause_s:g} s. {keys}."]), refresh=True)
             await asyncio.sleep(pause_s)
+
+
+async def _views(endpoint: Endpoint) -> AsyncGenerator[list[str], None]:
+    """The lines of one view after the other, as the terminal has room: of a router its fleet, else of the engine."""
+    from maitred.cli.top.fleet import fleet_views, is_router
+    from maitred.cli.top.screen import Rates, view
+
+    rates = Rates()
+    if await is_router(endpoint):
+        async with aclosing(fleet_views(endpoint)) as views:
+            async for lines in views:
+                yield lines
+    async with aclosing(frames(endpoint)) as stream:
+        async for frame in stream:
+            rates.take(frame.engine)
+            size = shutil.get_terminal_size()
+            yield view(frame, rates, width=size.columns, height=size.lines - 2)
 
 
 async def frames(endpoint: Endpoint) -> AsyncGenerator[LiveFrame, None]:
@@ -188,7 +216,7 @@ async def frames(endpoint: Endpoint) -> AsyncGenerator[LiveFrame, None]:
 
 COMMAND = Command(
     path="top",
-    summary="Watch a server's slots, queue, KV cache, latencies and tenants in the terminal; q or Ctrl-C leaves.",
+    summary="Watch a server's slots, queue, KV cache and tenants, or a router's replicas; q or Ctrl-C leaves.",
     run=_run,
     parts=(TopOptions,),
     positional="url",

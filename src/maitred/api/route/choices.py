@@ -1,0 +1,62 @@
+"""The choices of a router's last requests, for people who ask why a request went where it did."""
+
+from __future__ import annotations
+
+import msgspec
+
+from maitred.cluster.actions import Bind
+
+MAX_REQUESTS = 1000  # that are remembered
+
+
+class Term(msgspec.Struct, frozen=True):
+    """A candidate as the choice saw it: smaller scores are better; `load` is in flight over its speed."""
+
+    replica: str
+    score: float | None  # null is never picked
+    load: float
+    cached_tokens: int
+
+
+class ChoiceMade(msgspec.Struct, frozen=True):
+    """One attempt: who was chosen, after how long a wait, and who else could have been, the best first."""
+
+    attempt: int
+    replica: str
+    held_s: float
+    resumes: bool
+    candidates: tuple[Term, ...]
+
+
+class ChoicesMade(msgspec.Struct, frozen=True):
+    """Of one request, in order."""
+
+    request_id: str
+    choices: tuple[ChoiceMade, ...]
+
+
+class Choices:
+    """Remembers those of the last MAX_REQUESTS requests that were bound."""
+
+    def __init__(self) -> None:
+        self._of: dict[str, list[tuple[Bind, float]]] = {}
+
+    def bound(self, bind: Bind, held_s: float) -> None:
+        """A request goes to a replica, for the first time or again."""
+        if bind.attempt == 1:  # an id that was used before begins anew, and is the newest
+            self._of.pop(bind.request_id, None)
+            if len(self._of) >= MAX_REQUESTS:
+                del self._of[next(iter(self._of))]
+        self._of.setdefault(bind.request_id, []).append((bind, held_s))
+
+    def of(self, words: str) -> ChoicesMade | None:
+        """Of the newest request of that id, or whose id is a part of `words`, as it is of an answer's id."""
+        found = words if words in self._of else next((name for name in reversed(self._of) if name in words), None)
+        if found is None:
+            return None
+        return ChoicesMade(found, tuple(_made(bind, held_s) for bind, held_s in self._of[found]))
+
+
+def _made(bind: Bind, held_s: float) -> ChoiceMade:
+    terms = (Term(c.replica, c.score, c.load, c.num_cached) for c in bind.choice.candidates)
+    return ChoiceMade(bind.attempt, bind.choice.replica, held_s, bind.resumes, tuple(terms))
