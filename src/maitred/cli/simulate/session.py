@@ -21,10 +21,11 @@ from maitred.errors import did_you_mean
 from maitred.gate.admission import admission_of
 from maitred.policy.parameters import parameters_of
 from maitred.policy.predictor import PREDICTORS
+from maitred.sim.engine import EngineSetup
 from maitred.sim.jitter import Jitter
 from maitred.sim.report import html_report, svg_report
 from maitred.sim.results import Objectives, Results
-from maitred.sim.simulator import EngineSetup, Simulation
+from maitred.sim.simulator import Simulation
 from maitred.sim.workload import Workload, of_known_tenants
 from maitred.storage.key_files import read_tenant_file
 from maitred.tenancy.tenant import Tenant
