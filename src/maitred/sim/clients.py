@@ -35,6 +35,11 @@ class SimulatedRequest:
     lease: Lease | None = None  # once the gate let it in
     slots: list[list[float]] = field(default_factory=list)  # from, to (s): when it had one; the last may lack its end
 
+    def begin_again(self) -> None:
+        """It is on no engine any more; whatever it had there is lost."""
+        self.state, self.last_token_at, self.num_slow_gaps = None, -1.0, 0
+        self.slots.clear()
+
 
 class Clients:
     """Requests of `tenants` are under their terms and limits; whom those or `admission` turn away counts as failed."""
@@ -106,6 +111,12 @@ class Clients:
         if live.lease is not None:
             live.lease.end(0)
         self.results.failed(live.group, now, _reason_of(error))
+
+    def given_up(self, live: SimulatedRequest, reason: FinishReason, now: float) -> None:
+        """Before any engine had begun with it."""
+        assert live.lease is not None
+        live.lease.end(0)
+        self.results.failed(live.group, now, reason.value)
 
     def ended(self, live: SimulatedRequest, reason: FinishReason, now: float) -> None:
         assert live.state is not None
