@@ -12,6 +12,7 @@ from enum import IntEnum
 from heapq import heappop, heappush
 from math import floor
 from random import Random
+from typing import Any
 
 from xxhash import xxh3_64_intdigest as key_of
 
@@ -141,6 +142,13 @@ class FleetSimulation:
             self._advance()
         self.figures.ended(max(self._now, self.results.ended_at))
         return self.results
+
+    def to_json(self) -> dict[str, Any]:
+        """The figures of `maitred simulate --fleet --json`, once it has run; busy is a share of all replicas' time."""
+        figures = self.results.to_json()
+        replica_s = self.figures.replica_s
+        figures["utilisation"] = self.results.busy_s / replica_s if replica_s > 0 else 0.0
+        return {**figures, **self.figures.to_json(self.results)}
 
     # -- what happens next
 
