@@ -128,6 +128,8 @@ class FleetSimulation:
         self.core = ClusterCore(
             setup.config, setup.scheduler, policies=engine.policies, predictor=predictor, autoscale=setup.autoscale
         )
+        rules = self.core.policy.groups, self.core.policy.outranks
+        self._counts_tokens = rules != (None, None)  # else the first tells all, and the end how many
         mean_speed = sum(r.tokens_per_s for r in setup.replicas) / len(setup.replicas)
         self._speeds = [r.tokens_per_s / mean_speed for r in setup.replicas]
         self._events: list[Event] = []
@@ -168,6 +170,11 @@ class FleetSimulation:
             _, _, _, happen, replica = heappop(events)
             if not replica.is_gone:
                 happen(replica, at)
+
+    def _happens_at(self, now: float) -> bool:
+        """Whether something else does, which the next step may be about."""
+        arrives_at = self._clients.next_at
+        return bool(self._events) and self._events[0][0] <= now or arrives_at is not None and arrives_at <= now
 
     def _expect(self, at: float, phase: _Phase, happen: Callable[[_Replica, float], None], replica: _Replica) -> None:
         self._num_events += 1
@@ -276,13 +283,17 @@ class FleetSimulation:
         if progress:
             self._clients.progressed(progress, core.num_held, now)
         for told in progress:
-            if told.new_token_ids:
+            if told.new_token_ids and (self._counts_tokens or told.charges is not None):
                 core.progressed(told.request_id, len(told.new_token_ids), now)
             if told.finish_reason is not None:
                 self._end(told.request_id, told.finish_reason, replica, now)
         self._note_changes(replica, now)
         engine.rest()
-        self._expect(engine.clock.now(), _Phase.STEP, self._step, replica)
+        at = engine.clock.now()
+        if at > now or self._happens_at(now):
+            self._expect(at, _Phase.STEP, self._step, replica)
+        else:
+            self._step(replica, now)
 
     def _end(self, request_id: str, reason: FinishReason, replica: _Replica, now: float) -> None:
         live = self._live.pop(request_id)
