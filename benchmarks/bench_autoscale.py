@@ -126,10 +126,11 @@ def run(shape: str, scale: Autoscale, seconds: float, seed: int) -> tuple[Result
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--hours", type=float, default=1.0)
+    parser.add_argument("--shapes", default=",".join(SHAPES))
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     print(f"{'':10} {'':12} {'replica-s':>10} {'kept':>7} {'starts':>7} {'reversals':>10}")
-    for shape in SHAPES:
+    for shape in options.shapes.split(","):
         costs = {}
         rules = {"hpa": HpaRule(OBJECTIVE_S), "autoscaler": Autoscaler(AutoscaleConfig(ttft_objective_s=OBJECTIVE_S))}
         for name, rule in rules.items():

@@ -53,7 +53,7 @@ def simulate(
 
 # -- stateless
 
-USERS, SESSION_EVERY_S, REPLICAS = 700e6, 28 * 86_400, 3200
+USERS, SESSION_EVERY_S, REPLICAS = 700e6, 7 * 86_400, 3200
 ROUTINGS = {"stateless": "two_choices", "hashed": "hash", "prefix-aware": "prefix"}
 NUM_HALVINGS = 6
 

@@ -174,7 +174,7 @@ class FleetSimulation:
     def _happens_at(self, now: float) -> bool:
         """Whether something else does, which the next step may be about."""
         arrives_at = self._clients.next_at
-        return bool(self._events) and self._events[0][0] <= now or arrives_at is not None and arrives_at <= now
+        return (bool(self._events) and self._events[0][0] <= now) or (arrives_at is not None and arrives_at <= now)
 
     def _expect(self, at: float, phase: _Phase, happen: Callable[[_Replica, float], None], replica: _Replica) -> None:
         self._num_events += 1

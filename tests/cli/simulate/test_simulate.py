@@ -163,7 +163,7 @@ def test_every_predictor_can_be_tried(trace: str, predictor: str, capsys):
         (("--model", "llama"), 1, "choose one of"),
         (("--device", "h100", "--model", "llama-3.1-70b"), 1, "141 GB of weights"),
         (("--balance", "hash"), 2, "add --fleet"),
-        (("--fleet", "4:2"), 1, "must look like 3"),
+        (("--fleet", "4:2"), 2, "at least the fewest"),
         (("--fleet", "2", "--balance", "prefx"), 2, "did you mean prefix?"),
         (("--fleet", "2", "--balance", "hash,prefix", "--policy", "fcfs,srpt"), 2, "one of them at a time"),
         (("--fleet", "2", "--fleet-devices", "h100:3"), 2, "names 3 devices"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING
 
 from maitred.cli.flags import UsageError
@@ -11,6 +12,7 @@ from maitred.cluster.autoscale import AutoscaleConfig, Autoscaler
 from maitred.cluster.bounds import Bounds
 from maitred.cluster.config import FleetConfig
 from maitred.config import SchedulerConfig
+from maitred.errors import ConfigError
 from maitred.sim.engine import EngineSetup
 from maitred.sim.fleet import FleetSetup, ReplicaSetup
 
@@ -26,7 +28,10 @@ def bounds_of(options: SimulatedFleetOptions) -> Bounds | None:
     if options.fleet is None:
         _refuse_without_fleet(options)
         return None
-    bounds = Bounds.parse(options.fleet)
+    try:
+        bounds = Bounds.parse(options.fleet)
+    except ConfigError as error:
+        raise UsageError(f"--fleet {error}") from None
     if bounds.high > MAX_REPLICAS:
         raise UsageError(f"--fleet is {options.fleet!r}; at most {MAX_REPLICAS:,} replicas are simulated")
     return bounds
@@ -34,9 +39,11 @@ def bounds_of(options: SimulatedFleetOptions) -> Bounds | None:
 
 def _refuse_without_fleet(options: SimulatedFleetOptions) -> None:
     defaults = type(options)()
-    for name in type(options).__dataclass_fields__:
-        if getattr(options, name) != getattr(defaults, name):
-            raise UsageError(f"--{name.replace('_', '-')} is for --fleet, which was not given; add --fleet N|MIN:MAX")
+    for field in fields(options):
+        if getattr(options, field.name) != getattr(defaults, field.name):
+            raise UsageError(
+                f"--{field.name.replace('_', '-')} is for --fleet, which was not given; add --fleet N|MIN:MAX"
+            )
 
 
 def devices_of(options: SimulatedFleetOptions, bounds: Bounds, device: str | None) -> list[str | None]:
@@ -84,7 +91,5 @@ def fleet_setup(
 
 
 def _autoscaled(setup: FleetSetup, bounds: Bounds, idle_s: float, ttft_objective_s: float | None) -> FleetSetup:
-    from dataclasses import replace
-
     config = AutoscaleConfig(idle_s=idle_s, ttft_objective_s=ttft_objective_s)
     return replace(setup, low=bounds.low, autoscale=Autoscaler(config))
