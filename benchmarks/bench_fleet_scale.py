@@ -67,7 +67,7 @@ def main() -> None:
     print(
         f"{results.total.num_finished:,} requests, {results.num_row_steps:,} request-steps in {results.num_steps:,} "
         f"steps, {results.duration_s:,.1f} s simulated in {took_s:.1f} s of processor time; "
-        f"{resident_mib():.0f} MiB, {resident_mib() / marks[len(marks) // 2]:.2f} of that after half, when all caches are full"
+        f"{resident_mib():.0f} MiB, {resident_mib() / marks[len(marks) // 2]:.2f} of that after half, with full caches"
     )
 
 
