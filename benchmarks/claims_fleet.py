@@ -4,8 +4,8 @@
     python benchmarks/claims_fleet.py hashing [--rate 24]
 
 `stateless`: "stateless, simple routing is enough", even for 700 million users. A slice of so many is simulated
-before as many replicas as its part of 3,200, and the load is scaled until 95% of first tokens come within 2 s:
-3,200 over that scale are the replicas that all users need. Routing is stateless (two choices), hashed (a ring by
+before as many replicas as its part of 1,600, and the load is scaled until 95% of first tokens come within 2 s:
+1,600 over that scale are the replicas that all users need. Routing is stateless (two choices), hashed (a ring by
 session) or prefix-aware; slices should agree.
 
 `hashing`: HAProxy with consistent hashing, plain and with bounded loads, and `prefix`: hits and waits with many keys
@@ -53,9 +53,9 @@ def simulate(
 
 # -- stateless
 
-USERS, SESSION_EVERY_S, REPLICAS = 700e6, 7 * 86_400, 3200
+USERS, SESSION_EVERY_S, REPLICAS = 700e6, 7 * 86_400, 1600
 ROUTINGS = {"stateless": "two_choices", "hashed": "hash", "prefix-aware": "prefix"}
-NUM_HALVINGS = 6
+NUM_HALVINGS = 5
 
 
 def users(part: float, scale: float, seconds: float) -> Iterator[Arrival]:
@@ -76,7 +76,7 @@ def users(part: float, scale: float, seconds: float) -> Iterator[Arrival]:
 def scale_kept(balance: str, divisor: int, seconds: float) -> tuple[float, FleetSimulation]:
     """The largest load, beside all users', at which the promise is kept, and a run near it."""
     blocks = num_kv_blocks(DEVICE, MODEL, BLOCK)
-    low, high = 0.25, 4.0
+    low, high = 1.0, 8.0
     for _ in range(NUM_HALVINGS):
         scale = math.sqrt(low * high)
         simulation = simulate(users(1 / divisor, scale, seconds), REPLICAS // divisor, balance, blocks=blocks)
