@@ -14,8 +14,9 @@ import time
 from maitred.config import SchedulerConfig
 from maitred.cost_model import CostModel
 from maitred.policy.policies import POLICIES
+from maitred.sim.engine import EngineSetup
 from maitred.sim.results import Results
-from maitred.sim.simulator import EngineSetup, Simulation
+from maitred.sim.simulator import Simulation
 from maitred.sim.synthetic import ClassSpec, SyntheticWorkload, WorkloadSpec
 
 SLOTS, OUTPUT = 64, 128

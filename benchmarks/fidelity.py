@@ -55,10 +55,11 @@ from machine_speed import Probe, Quiet, Times, Trace, Watch, median_of, probe_en
 from maitred.cli.profile.live import CLOCKS, live_engine, record
 from maitred.config import EngineConfig, ModelConfig, SchedulerConfig
 from maitred.cost_model import CostModel, Slowness
+from maitred.sim.engine import EngineSetup, SlownessAt
 from maitred.sim.jitter import Jitter
 from maitred.sim.recorded import measured_steps, read_run
 from maitred.sim.results import Results
-from maitred.sim.simulator import EngineSetup, Simulation, SlownessAt
+from maitred.sim.simulator import Simulation
 from maitred.sim.synthetic import ClassSpec, SyntheticWorkload, WorkloadSpec
 from maitred.sim.workload import Arrival
 

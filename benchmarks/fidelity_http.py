@@ -44,11 +44,12 @@ from maitred.cli.profile.measure import describe, measured_profile
 from maitred.cli.profile.served import served
 from maitred.config import EngineConfig, SchedulerConfig
 from maitred.decisions.log import Step
+from maitred.sim.engine import EngineSetup
 from maitred.sim.jitter import Jitter
 from maitred.sim.profile import Profile
 from maitred.sim.recorded import read_run
 from maitred.sim.results import Results
-from maitred.sim.simulator import EngineSetup, Simulation
+from maitred.sim.simulator import Simulation
 from maitred.sim.workload import Arrival
 
 AIM = 0.15  # of what is not p99

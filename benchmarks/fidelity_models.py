@@ -11,9 +11,9 @@ from random import Random
 from machine_speed import Times, Trace
 
 from maitred.cost_model import CostModel, Slowness
+from maitred.sim.engine import SlownessAt
 from maitred.sim.fit import fit_steps
 from maitred.sim.recorded import MeasuredStep, RecordedRun
-from maitred.sim.simulator import SlownessAt
 
 MAX_FITTED_STEPS = 3000
 SPAN_S = 0.5

@@ -15,8 +15,9 @@ from pathlib import Path
 
 from maitred.config import SchedulerConfig
 from maitred.cost_model import CostModel
+from maitred.sim.engine import EngineSetup
 from maitred.sim.results import Results
-from maitred.sim.simulator import EngineSetup, Simulation
+from maitred.sim.simulator import Simulation
 from maitred.sim.synthetic import ClassSpec, SyntheticWorkload, TenantSpec, WorkloadSpec
 from maitred.sim.workload import Arrival
 

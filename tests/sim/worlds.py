@@ -6,8 +6,9 @@ from typing import Any
 
 from maitred.config import SchedulerConfig
 from maitred.cost_model import CostModel
+from maitred.sim.engine import EngineSetup
 from maitred.sim.results import Objectives, Results
-from maitred.sim.simulator import EngineSetup, Simulation
+from maitred.sim.simulator import Simulation
 from maitred.sim.synthetic import SyntheticWorkload, parse_spec
 from maitred.sim.workload import Arrival
 from maitred.step import SchedulerOutput

@@ -10,6 +10,7 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 from maitred.cluster.actions import Action, Probe
+from maitred.cluster.autoscale import FleetFigures
 from maitred.cluster.binding import Binder
 from maitred.cluster.config import FleetConfig
 from maitred.cluster.fleet_request import Failure, FailureKind, FleetRequest, Usage
@@ -19,7 +20,7 @@ from maitred.cluster.prefix_index import PrefixIndex
 from maitred.cluster.record import Recorder, core_input
 from maitred.cluster.replicas import Replica, ReplicaFacts, Replicas, Report, State
 from maitred.cluster.requests import Requests
-from maitred.cluster.sizing import EVERY_S, Autoscale, FleetFigures, Sizing, as_asked
+from maitred.cluster.sizing import EVERY_S, Autoscale, Sizing, as_asked
 from maitred.cluster.timers import Timers
 from maitred.cluster.view import FleetView, view_of
 from maitred.config import SchedulerConfig
@@ -98,7 +99,7 @@ class ClusterCore:
             return []
         replica = self.fleet.at(request.replica)
         replica.num_failures, replica.heard_at = 0, now
-        return self._requests.finish(request, usage) + self._requests.dispatch(now)
+        return self._requests.finish(request, usage, now) + self._requests.dispatch(now)
 
     @core_input
     def aborted(self, request_id: str, now: float) -> list[Action]:
@@ -269,8 +270,7 @@ class ClusterCore:
 
     def figures(self, now: float) -> FleetFigures:
         """What the autoscaler looks at."""
-        waiting = self._requests.waiting
-        return self._sizing.figures(waiting, len(self._requests), self._requests.finished_tokens, now)
+        return self._sizing.figures(self._requests.counts(), now)
 
     def check_invariants(self) -> None:
         """Asserts that every request is in one place; slow."""

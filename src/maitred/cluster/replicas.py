@@ -122,6 +122,11 @@ class Replicas:
         self._usable: dict[Use, int] = {}
         self._listed: dict[int, tuple[Replica, ...]] = {}
 
+    @property
+    def slots(self) -> int:
+        """Of one that tells none."""
+        return self._config.slots
+
     def __iter__(self) -> Iterator[Replica]:
         return iter(self.by_name.values())
 

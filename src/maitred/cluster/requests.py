@@ -14,7 +14,7 @@ from maitred.cluster.fleet_request import Failure, FleetRequest, Place, Usage
 from maitred.cluster.health import Health
 from maitred.cluster.lessons import Lessons
 from maitred.cluster.replicas import Replica, Replicas
-from maitred.cluster.sizing import Sizing
+from maitred.cluster.sizing import Counts, Sizing
 from maitred.cluster.timers import Timers
 from maitred.errors import EngineDead, MaitredError, QueueTimeout, RequestTimeout
 
@@ -53,7 +53,12 @@ class Requests:
         self.waiting = binder.waiting
         self.timers: Timers[RequestDue] = Timers(lambda due: due.request.place is not Place.GONE)
         self.models: tuple[str, ...] = ()  # that are served, or were by the last that served any
-        self.finished_tokens = 0.0
+        self.num_arrived = self.num_ended = 0
+        self.served_s = 0.0  # of those that ended, from their slot to their end
+
+    def counts(self) -> Counts:
+        num_held = self.waiting.num_held
+        return Counts(num_held, len(self) - num_held, self.num_arrived, self.num_ended, self.served_s)
 
     def __len__(self) -> int:
         return len(self._living)
@@ -73,6 +78,7 @@ class Requests:
 
     def arrive(self, request: FleetRequest, now: float) -> list[Action]:
         self._health.budget.arrived()
+        self.num_arrived += 1
         self._lessons.estimate(request)
         error = why_never(request, self._fleet, self.models)
         if error is not None:
@@ -106,14 +112,15 @@ class Requests:
 
     # -- they go
 
-    def finish(self, request: FleetRequest, usage: Usage | None) -> list[Action]:
+    def finish(self, request: FleetRequest, usage: Usage | None, now: float) -> list[Action]:
         """Its answer came to its end."""
         if usage is not None:
             if usage.num_output_tokens is not None:
                 self.waiting.progressed(request, max(0, usage.num_output_tokens - request.num_outputs))
                 request.num_outputs = usage.num_output_tokens
             self._lessons.told(request, self._fleet.at(request.replica), usage)
-        self.finished_tokens += request.num_inputs + request.num_outputs
+        self.num_ended += 1
+        self.served_s += now - (now if request.bound_at is None else request.bound_at)
         return self.end(request)
 
     def end(self, request: FleetRequest) -> list[Action]:

@@ -4,35 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from maitred.cluster.actions import Start, Stop
+from maitred.cluster.autoscale import FleetFigures
 from maitred.cluster.replicas import Replica, ReplicaFacts, Replicas, State
-from maitred.cluster.waiting import Waiting
 
 EVERY_S = 1.0  # the autoscaler is asked
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FleetFigures:
-    """What an autoscaler looks at. Replicas are the launched ones; work is in estimated tokens, an output counts as
-    one."""
-
-    low: int  # least replicas there are to be
-    high: int
-    target: int  # as decided last
-    num_ready: int
-    num_starting: int
-    num_asleep: int
-    num_held: int
-    num_in_flight: int
-    num_slots: int  # of those ready
-    oldest_held_s: float
-    held_tokens: float  # prompts and expected outputs of those held
-    finished_tokens: float  # of all that ended so far, prompts and outputs: its rise tells throughput
-    start_s: float | None  # that starts took lately; None until one was seen
-    idle_s: float  # since anybody was held or in flight; 0 while somebody is
-
+START_S = 10.0  # what a start is thought to take before one was seen
 
 Autoscale = Callable[[FleetFigures, float], int]
 """(figures, now) -> how many launched replicas there should be; brought into [low, high]. Asked every second, and when
@@ -44,6 +23,21 @@ def as_asked(figures: FleetFigures, now: float) -> int:
     return max(figures.target, int(figures.num_held + figures.num_in_flight > 0))
 
 
+class Counts(NamedTuple):
+    """Of requests, since the beginning; those in flight too at the moment."""
+
+    num_held: int
+    num_in_flight: int
+    num_arrived: int
+    num_ended: int  # on a replica
+    served_s: float  # from a replica's slot to the end
+
+
+class _Begun(NamedTuple):
+    at: float
+    origin: str
+
+
 class Sizing:
     """Starts launched replicas until there are as many as there should be, and says which may go."""
 
@@ -53,9 +47,8 @@ class Sizing:
         self._fleet, self._autoscale = fleet, autoscale
         self.low = self.high = self.target = 0
         self._num_started = 0
-        self._started_at: dict[str, float] = {}
-        self.start_s: float | None = None
-        self._busy_at = 0.0
+        self._begun: dict[str, _Begun] = {}  # starts under way, by name
+        self._start_s: dict[str, float] = {}  # what starts took lately, by origin
         self._restarts: deque[str] = deque()  # to be replaced by new ones, one by one
         self._replacing: tuple[str, str] | None = None  # (new, old)
 
@@ -73,28 +66,27 @@ class Sizing:
         """Or there; or replicas are not ours to start."""
         return not self.is_on or bool(self._serving())
 
-    def figures(self, waiting: Waiting, num_requests: int, finished_tokens: float, now: float) -> FleetFigures:
-        """Looks at all that are held."""
+    def figures(self, counts: Counts, now: float) -> FleetFigures:
+        """What the autoscaler looks at."""
         launched = [r for r in self._fleet if r.facts.is_launched]
-        states, held = [r.state for r in launched], list(waiting)
-        if num_requests:
-            self._busy_at = now
+        states = [r.state for r in launched]
+        slots = [r.slots for r in launched if r.state is State.READY] or [self._fleet.slots]
+        starts = ["asleep"] * states.count(State.ASLEEP) + ["cold"]
         return FleetFigures(
             low=self.low,
             high=self.high,
             target=self.target,
             num_ready=states.count(State.READY),
-            num_starting=states.count(State.STARTING),
-            num_asleep=states.count(State.ASLEEP),
-            num_held=len(held),
-            num_in_flight=num_requests - len(held),
-            num_slots=sum(r.slots for r in launched if r.state is State.READY),
-            oldest_held_s=max((now - r.held_at for r in held), default=0.0),
-            held_tokens=sum(r.num_inputs + (r.expected_outputs or 0.0) for r in held),
-            finished_tokens=finished_tokens,
-            start_s=self.start_s,
-            idle_s=now - self._busy_at,
+            ready_in_s=[self._ready_in_s(r.name, now) for r in launched if r.state is State.STARTING],
+            next_start_s=[self._start_s.get(origin, START_S) for origin in starts],
+            slots=sum(slots) / len(slots),
+            **counts._asdict(),
         )
+
+    def _ready_in_s(self, name: str, now: float) -> float:
+        """Of one that is started again nobody knows since when: as of one that begins."""
+        begun = self._begun.get(name, _Begun(now, "cold"))
+        return max(0.0, begun.at + self._start_s.get(begun.origin, START_S) - now)
 
     def restart(self, names: Iterable[str]) -> None:
         """Replace these one after another, each by a new one that is there before it goes."""
@@ -119,7 +111,7 @@ class Sizing:
             facts = ReplicaFacts(name=actions[-1].name, state=State.STARTING, is_launched=True)
             self._fleet.put(facts, now)
         for action in actions:
-            self._started_at[action.name] = now
+            self._begun[action.name] = _Begun(now, action.origin)
         if self._replacing is not None and not self._replacing[0]:
             self._replacing = (actions[-1].name, self._replacing[1])
         return actions
@@ -140,10 +132,11 @@ class Sizing:
 
     def is_there(self, replica: Replica, now: float) -> None:
         """It is ready: its start is over."""
-        began = self._started_at.pop(replica.name, None)
-        if began is not None:
-            last = self.start_s if self.start_s is not None else now - began
-            self.start_s = last + self.MEMORY * (now - began - last)
+        begun = self._begun.pop(replica.name, None)
+        if begun is not None:
+            took_s = now - begun.at
+            last = self._start_s.get(begun.origin, took_s)
+            self._start_s[begun.origin] = last + self.MEMORY * (took_s - last)
 
     def emptied(self, replica: Replica) -> list[Stop]:
         """Nobody may be in flight there any more."""

@@ -71,6 +71,25 @@ def test_policies_are_compared_as_json(trace: str, capsys):
     assert figures(capsys, *words) == compared
 
 
+LLAMA = ("--model", "llama-3.1-8b", "--json")
+
+
+def test_balances_of_a_fleet_are_compared_as_json(trace: str, capsys):
+    words = ("--workload", trace, "--fleet", "2", "--fleet-devices", "h100:1,a100:1", *LLAMA)
+    compared = figures(capsys, *words, "--balance", "round_robin,prefix")
+    assert set(compared) == {"round_robin", "prefix"}
+    for whole in compared.values():
+        assert whole["num_finished"] == 30
+        assert {"prefix_hit_ratio", "load_max_over_mean", "replica_s", "num_starts"} < set(whole)
+
+
+def test_policies_of_a_fleet_that_scales_name_the_figures(trace: str, capsys):
+    words = ("--workload", trace, "--fleet", "0:2", "--cold-start-s", "1", "--device", "h100", *LLAMA)
+    compared = figures(capsys, *words, "--policy", "fcfs,srpt")
+    assert set(compared) == {"fcfs", "srpt"}
+    assert all(whole["num_starts"] >= 1 for whole in compared.values())
+
+
 def test_json_to_a_file_leaves_the_table_on_the_terminal(trace: str, tmp_path: Path, capsys):
     result = tmp_path / "result.json"
     assert main(["simulate", "--workload", trace, "--json", str(result)]) == 0
@@ -143,6 +162,13 @@ def test_every_predictor_can_be_tried(trace: str, predictor: str, capsys):
         (("--device", "none.json"), 1, "maitred profile"),
         (("--model", "llama"), 1, "choose one of"),
         (("--device", "h100", "--model", "llama-3.1-70b"), 1, "141 GB of weights"),
+        (("--balance", "hash"), 2, "add --fleet"),
+        (("--fleet", "4:2"), 2, "at least the fewest"),
+        (("--fleet", "2", "--balance", "prefx"), 2, "did you mean prefix?"),
+        (("--fleet", "2", "--balance", "hash,prefix", "--policy", "fcfs,srpt"), 2, "one of them at a time"),
+        (("--fleet", "2", "--fleet-devices", "h100:3"), 2, "names 3 devices"),
+        (("--fleet", "2", "--fleet-devices", "h100"), 2, "write NAME:COUNT"),
+        (("--fleet", "2", "--fleet-devices", "h10:2", "--model", "llama-3.1-8b"), 1, "did you mean h100?"),
     ],
 )
 def test_a_slip_is_one_line_with_a_remedy(trace: str, words: tuple[str, ...], code: int, told: str, capsys):

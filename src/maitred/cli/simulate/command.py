@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from maitred.cli.command import Command, Options
-from maitred.cli.simulate.options import SimulatedSchedulerConfig, SimulateOptions
+from maitred.cli.simulate.options import SimulatedFleetOptions, SimulatedSchedulerConfig, SimulateOptions
 from maitred.config import AdmissionConfig, CacheConfig
 
 
 def _run(options: Options) -> int:
-    from maitred.cli.simulate.session import run_simulations
+    from maitred.cli.simulate.session import Simulated, run_simulations
 
     return run_simulations(
-        options[SimulateOptions], options[SimulatedSchedulerConfig], options[AdmissionConfig], options[CacheConfig]
+        Simulated(
+            options[SimulateOptions],
+            options[SimulatedSchedulerConfig],
+            options[SimulatedFleetOptions],
+            options[AdmissionConfig],
+            options[CacheConfig],
+        )
     )
 
 
@@ -19,7 +25,7 @@ COMMAND = Command(
     path="simulate",
     summary="Compare scheduling policies on a workload, with the scheduler that serves and a model of the machine.",
     run=_run,
-    parts=(SimulateOptions, SimulatedSchedulerConfig, AdmissionConfig, CacheConfig),
+    parts=(SimulateOptions, SimulatedFleetOptions, SimulatedSchedulerConfig, AdmissionConfig, CacheConfig),
     first=(
         "workload",
         "policy",
@@ -29,6 +35,9 @@ COMMAND = Command(
         "tenants",
         "admission",
         "rate_scale",
+        "fleet",
+        "balance",
+        "fleet_devices",
         "max_num_seqs",
         "max_num_batched_tokens",
         "json",
@@ -39,5 +48,6 @@ COMMAND = Command(
         "maitred simulate --workload trace.jsonl --device h100 --model llama-3.1-8b --rate-scale 2 --json",
         "maitred simulate --workload examples/workloads/tenants.yaml --slo ttft:1s --report report.html",
         "maitred simulate --workload trace.jsonl --tenants tenants.yaml --admission --ttft-objective-s 1",
+        "maitred simulate -w trace.jsonl --model llama-3.1-8b --fleet 8 --device h100 --balance hash,prefix",
     ),
 )

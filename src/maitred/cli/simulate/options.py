@@ -47,6 +47,29 @@ class SimulateOptions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedFleetOptions:
+    """Several replicas behind a router"""
+
+    fleet: str | None = option(None, metavar="N|MIN:MAX")
+    """Simulate so many replicas behind `maitred route`; with MIN:MAX its autoscaler decides how many, from MIN on."""
+    balance: str = option("prefix", metavar="NAME[,NAME...]")
+    """Balances to compare: round_robin, least_load, two_choices, hash, session, prefix. If there are several, there is
+    one policy, and figures go by balance."""
+    fleet_devices: str | None = option(None, metavar="NAME:COUNT,...")
+    """Devices of the replicas, in the order in which they start: h100:4,a100:4; None is --device for all."""
+    max_load_ratio: float = 1.25
+    """As of `maitred route`: nobody is sent to a replica with more than this times the mean in flight, plus one."""
+    idle_s: float = 300.0
+    """As of `maitred route`: without a request for so long (s), the last replica stops, where MIN is 0."""
+    cold_start_s: float = 30.0
+    """A replica takes so long (s) to start."""
+    wake_s: float = 3.0
+    """A replica that is asleep takes so long (s) to wake up."""
+    asleep: int = 0
+    """So many of the replicas that stop sleep instead."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedSchedulerConfig(SchedulerConfig):
     """The scheduler, as it would be served."""
 

@@ -1,63 +1,154 @@
-"""Session of `simulate`: one simulation for each policy, then the report."""
+"""Session of `simulate`: one simulation for each policy, or for each balance of a fleet, then the report."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
-from dataclasses import fields
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from maitred.cli.console import note
 from maitred.cli.flags import UsageError
+from maitred.cli.simulate.fleet import bounds_of, devices_of, fleet_setup
 from maitred.cli.simulate.sources import Target, find_target, read_workload
 from maitred.cli.simulate.table import table
+from maitred.cluster.bounds import Bounds
+from maitred.cluster.config import BALANCES
 from maitred.config import AdmissionConfig, CacheConfig, SchedulerConfig
 from maitred.engine.installed import installed_policies
 from maitred.errors import did_you_mean
-from maitred.gate.admission import admission_of
+from maitred.gate.admission import AdmissionController, admission_of
 from maitred.objectives import parse_slo
 from maitred.policy.parameters import parameters_of
 from maitred.policy.predictor import PREDICTORS
+from maitred.sim.engine import EngineSetup
+from maitred.sim.fleet import FleetSimulation
 from maitred.sim.jitter import Jitter
 from maitred.sim.report import html_report, svg_report
 from maitred.sim.results import Objectives, Results
-from maitred.sim.simulator import EngineSetup, Simulation
-from maitred.sim.workload import Workload, of_known_tenants
+from maitred.sim.simulator import Simulation
+from maitred.sim.workload import Arrival, Workload, of_known_tenants
 from maitred.storage.key_files import read_tenant_file
 from maitred.tenancy.tenant import Tenant
 
 if TYPE_CHECKING:
-    from maitred.cli.simulate.options import SimulatedSchedulerConfig, SimulateOptions
+    from maitred.cli.simulate.options import SimulatedFleetOptions, SimulatedSchedulerConfig, SimulateOptions
 
 
-def run_simulations(
-    options: SimulateOptions, scheduler: SimulatedSchedulerConfig, admission: AdmissionConfig, cache: CacheConfig
-) -> int:
-    applied = _admission(options, admission)
-    policies = _policies(scheduler.policy, list(installed_policies()))
-    _known("--predictor", scheduler.predictor, list(PREDICTORS))
-    choices = sorted({argument for policy in policies for argument in parameters_of(installed_policies()[policy])})
-    for argument in scheduler.policy_args:
-        _known("--policy-arg", argument, choices)
-    objectives = Objectives(**{f"{name}_s": bound for name, bound in map(parse_slo, options.slo)})
-    target = find_target(options.device, options.model)
-    workload = read_workload(options.workload, options.rate_scale)
-    tenants = None if options.tenants is None else read_tenant_file(Path(options.tenants)).tenants
-    note(f"{target.label}; {options.workload}, policies {', '.join(policies)}")
-    if target.doubt is not None:
-        note(f"warning: {target.doubt}")
+@dataclass(frozen=True, slots=True)
+class Simulated:
+    """What was asked for, as its flags say."""
+
+    options: SimulateOptions
+    scheduler: SimulatedSchedulerConfig
+    fleet: SimulatedFleetOptions
+    admission: AdmissionConfig
+    cache: CacheConfig
+
+
+class Inputs(NamedTuple):
+    """What all compared runs have in common."""
+
+    workload: Workload
+    objectives: Objectives
+    seed: int | None  # of the jitter; None has none
+    tenants: Mapping[str, Tenant] | None = None  # in place of the workload's own
+    admission: AdmissionConfig | None = None  # without it everybody gets in whom no limit keeps out
+
+    def arrivals(self) -> Iterator[Arrival]:
+        """Raises ConfigError for a request of none of the tenants given."""
+        arrivals = self.workload.arrivals()
+        return arrivals if self.tenants is None else of_known_tenants(arrivals, self.tenants)
+
+    @property
+    def terms(self) -> Mapping[str, Tenant]:
+        return self.workload.tenants if self.tenants is None else self.tenants
+
+    def controller(self, scheduler: SchedulerConfig) -> AdmissionController | None:
+        return None if self.admission is None else admission_of(self.admission, scheduler)
+
+
+def run_simulations(asked: Simulated) -> int:
+    options, scheduler = asked.options, asked.scheduler
+    applied = _admission(options, asked.admission)
+    bounds = bounds_of(asked.fleet)
+    policies, balances = _policies(scheduler), _balances(asked.fleet)
+    if len(policies) > 1 and len(balances) > 1:
+        raise UsageError("--policy and --balance both name several; compare one of them at a time")
+    targets = _targets(asked, bounds)
+    inputs = Inputs(
+        workload=read_workload(options.workload, options.rate_scale),
+        objectives=Objectives(**{f"{name}_s": bound for name, bound in map(parse_slo, options.slo)}),
+        seed=options.seed if options.jitter else None,
+        tenants=None if options.tenants is None else read_tenant_file(Path(options.tenants)).tenants,
+        admission=applied,
+    )
+    label = _label(targets, bounds)
+    note(f"{label}; {options.workload}, policies {', '.join(policies)}")
+    for doubt in dict.fromkeys(target.doubt for target in targets if target.doubt is not None):
+        note(f"warning: {doubt}")
+    figures: dict[str, dict[str, Any]] = {}
     outcomes: dict[str, Results] = {}
     for policy in policies:
-        began = time.perf_counter()
-        setup = engine_setup(scheduler, cache, target, policy)
-        seed = options.seed if options.jitter else None
-        outcomes[policy] = simulate(setup, target, workload, objectives, seed=seed, tenants=tenants, admission=applied)
-        _note_speed(policy, outcomes[policy], time.perf_counter() - began)
-    _tell(options, outcomes, target)
+        for balance in balances if bounds is not None else [""]:
+            name = policy if bounds is None or len(policies) > 1 else balance
+            began = time.perf_counter()
+            if bounds is None:
+                results = simulate(engine_setup(scheduler, asked.cache, targets[0], policy), targets[0], inputs)
+                figures[name] = results.to_json()
+            else:
+                results, figures[name] = _simulate_fleet(asked, bounds, targets, inputs, policy, balance)
+            outcomes[name] = results
+            _note_speed(name, results, time.perf_counter() - began)
+    _tell(options, outcomes, figures, label)
     return 0
+
+
+def _targets(asked: Simulated, bounds: Bounds | None) -> list[Target]:
+    """One for each replica; one without a fleet."""
+    device = asked.options.device
+    devices = [device] if bounds is None else devices_of(asked.fleet, bounds, device)
+    found = {name: find_target(name, asked.options.model) for name in dict.fromkeys(devices)}
+    return [found[name] for name in devices]
+
+
+def _label(targets: list[Target], bounds: Bounds | None) -> str:
+    if bounds is None:
+        return targets[0].label
+    counts = Counter(target.label for target in targets)
+    at_most = "up to " if bounds.low < bounds.high else ""
+    return ", ".join(f"{at_most}{count} x {label}" for label, count in counts.items())
+
+
+def _simulate_fleet(
+    asked: Simulated, bounds: Bounds, targets: list[Target], inputs: Inputs, policy: str, balance: str
+) -> tuple[Results, dict[str, Any]]:
+    def setup_of(target: Target) -> EngineSetup:
+        return engine_setup(asked.scheduler, asked.cache, target, policy)
+
+    queue = setup_of(targets[0]).scheduler
+    setup = fleet_setup(
+        asked.fleet,
+        bounds,
+        targets,
+        balance=balance,
+        scheduler=queue,
+        setup_of=setup_of,
+        ttft_objective_s=inputs.objectives.ttft_s,
+    )
+    simulation = FleetSimulation(
+        setup,
+        Results(inputs.objectives, targets[0].edge),
+        seed=inputs.seed,
+        tenants=inputs.terms,
+        admission=inputs.controller(queue),
+    )
+    results = simulation.run(inputs.arrivals())
+    return results, simulation.to_json()
 
 
 def engine_setup(scheduler: SimulatedSchedulerConfig, cache: CacheConfig, target: Target, policy: str) -> EngineSetup:
@@ -78,29 +169,17 @@ def engine_setup(scheduler: SimulatedSchedulerConfig, cache: CacheConfig, target
     )
 
 
-def simulate(
-    setup: EngineSetup,
-    target: Target,
-    workload: Workload,
-    objectives: Objectives,
-    *,
-    seed: int | None,
-    tenants: Mapping[str, Tenant] | None = None,
-    admission: AdmissionConfig | None = None,
-) -> Results:
-    """`seed` of the jitter; None has none. `tenants` in place of the workload's own. Without `admission` everybody gets
-    in whom no limit keeps out. Raises ConfigError for a request of none of the tenants given.
-    """
-    arrivals = workload.arrivals() if tenants is None else of_known_tenants(workload.arrivals(), tenants)
+def simulate(setup: EngineSetup, target: Target, inputs: Inputs) -> Results:
+    """One engine."""
     simulation = Simulation(
         setup,
         target.cost_model,
-        Results(objectives, target.edge),
-        jitter=None if seed is None else Jitter(target.cost_model, Random(seed)),
-        tenants=workload.tenants if tenants is None else tenants,
-        admission=None if admission is None else admission_of(admission, setup.scheduler),
+        Results(inputs.objectives, target.edge),
+        jitter=None if inputs.seed is None else Jitter(target.cost_model, Random(inputs.seed)),
+        tenants=inputs.terms,
+        admission=inputs.controller(setup.scheduler),
     )
-    return simulation.run(arrivals)
+    return simulation.run(inputs.arrivals())
 
 
 def _admission(options: SimulateOptions, admission: AdmissionConfig) -> AdmissionConfig | None:
@@ -112,13 +191,26 @@ def _admission(options: SimulateOptions, admission: AdmissionConfig) -> Admissio
     return None
 
 
-def _policies(names: str, known: list[str]) -> list[str]:
-    policies = [name.strip() for name in names.split(",") if name.strip()]
-    for name in policies:
-        _known("--policy", name, known)
-    if not policies:
-        raise UsageError("--policy names none; give one or more of " + ", ".join(known))
-    return list(dict.fromkeys(policies))
+def _policies(scheduler: SimulatedSchedulerConfig) -> list[str]:
+    policies = _names("--policy", scheduler.policy, list(installed_policies()))
+    _known("--predictor", scheduler.predictor, list(PREDICTORS))
+    choices = sorted({argument for policy in policies for argument in parameters_of(installed_policies()[policy])})
+    for argument in scheduler.policy_args:
+        _known("--policy-arg", argument, choices)
+    return policies
+
+
+def _balances(fleet: SimulatedFleetOptions) -> list[str]:
+    return _names("--balance", fleet.balance, list(BALANCES))
+
+
+def _names(flag: str, listed: str, known: list[str]) -> list[str]:
+    names = [name.strip() for name in listed.split(",") if name.strip()]
+    for name in names:
+        _known(flag, name, known)
+    if not names:
+        raise UsageError(f"{flag} names none; give one or more of " + ", ".join(known))
+    return list(dict.fromkeys(names))
 
 
 def _known(flag: str, name: str, choices: list[str]) -> None:
@@ -127,20 +219,21 @@ def _known(flag: str, name: str, choices: list[str]) -> None:
         raise UsageError(f"{flag} is {name!r}{hint}; choose from {', '.join(sorted(choices))}")
 
 
-def _note_speed(policy: str, results: Results, wall_s: float) -> None:
+def _note_speed(name: str, results: Results, wall_s: float) -> None:
     total = results.total
     note(
-        f"{policy}: {total.num_finished + total.num_failed:,} requests, {results.num_row_steps:,} request-steps, "
+        f"{name}: {total.num_finished + total.num_failed:,} requests, {results.num_row_steps:,} request-steps, "
         f"{results.duration_s:,.1f} s simulated in {wall_s:.1f} s"
     )
 
 
-def _tell(options: SimulateOptions, outcomes: dict[str, Results], target: Target) -> None:
+def _tell(
+    options: SimulateOptions, outcomes: dict[str, Results], figures: dict[str, dict[str, Any]], label: str
+) -> None:
     if options.report is not None:
         draw = html_report if options.report.endswith(".html") else svg_report
-        Path(options.report).write_text(draw(outcomes, f"{options.workload}, {target.label}"), encoding="utf-8")
+        Path(options.report).write_text(draw(outcomes, f"{options.workload}, {label}"), encoding="utf-8")
         note(f"report: {options.report}")
-    figures = {policy: results.to_json() for policy, results in outcomes.items()}
     if options.json == "-":
         print(json.dumps(figures, indent=1))
         return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 COLUMNS: tuple[tuple[str, str, str], ...] = (  # heading, part, figure
@@ -20,6 +20,20 @@ COLUMNS: tuple[tuple[str, str, str], ...] = (  # heading, part, figure
 )
 
 
+FLEET_COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (  # heading, figure, how it is shown
+    ("hits", "prefix_hit_ratio", lambda share: f"{share:.1%}"),
+    ("max/mean", "load_max_over_mean", lambda ratio: "-" if ratio is None else f"{ratio:.2f}"),
+    ("replica time", "replica_s", lambda seconds: f"{seconds:,.0f}s"),
+    ("starts", "num_starts", str),
+)
+
+
+def _fleet_columns(
+    figures: Mapping[str, Mapping[str, Any]],
+) -> tuple[tuple[str, str, Callable[[Any], str]], ...]:
+    return FLEET_COLUMNS if all("replica_s" in whole for whole in figures.values()) else ()
+
+
 def table(figures: Mapping[str, Mapping[str, Any]]) -> str:
     """One row a policy; below it one a tenant where there are several."""
     rows = [
@@ -33,13 +47,15 @@ def table(figures: Mapping[str, Mapping[str, Any]]) -> str:
             "preempted",
             "busy",
             "failed",
+            *(heading for heading, _, _ in _fleet_columns(figures)),
         ]
     ]
     for policy, whole in figures.items():
-        rows.append([policy, *_cells(whole)])
+        rows.append([policy, *_cells(whole), *(show(whole[name]) for _, name, show in _fleet_columns(figures))])
         tenants = whole["tenants"]
         if len(tenants) > 1:
-            rows += [[f"  {name}", *_cells(part)] for name, part in tenants.items()]
+            blank = [""] * len(_fleet_columns(figures))
+            rows += [[f"  {name}", *_cells(part), *blank] for name, part in tenants.items()]
     return _aligned(rows)
 
 

@@ -1,0 +1,199 @@
+"""One simulated engine: the real core, scheduler and KV bookkeeping, on a clock that a cost model turns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from maitred.clock import ManualClock
+from maitred.config import SchedulerConfig
+from maitred.cost_model import CostModel, Slowness, StepShape, shape_of
+from maitred.engine.core import EngineCore, StepObserver
+from maitred.errors import MaitredError
+from maitred.kvcache.manager import KVCacheManager
+from maitred.policy.policies import POLICIES
+from maitred.policy.policy import PolicyFactory
+from maitred.policy.predictor import Foretold, predictor_named
+from maitred.request import FinishReason, RequestState
+from maitred.scheduler.scheduler import Scheduler
+from maitred.sim.clients import SimulatedRequest
+from maitred.sim.jitter import Jitter
+from maitred.sim.results import GroupResults, Results
+from maitred.sim.workload import block_hashes
+from maitred.step import ModelOutput, RequestProgress, SampledRow, SchedulerOutput
+
+SlownessAt = Callable[[float], Slowness]
+"""Of the machine at a time (s since the first arrival)."""
+IDLE_STEP_S = 1e-3  # a step with nothing to do, while everybody waits for something other than a slot
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSetup:
+    """What of an engine's configuration its scheduling depends on."""
+
+    scheduler: SchedulerConfig
+    num_blocks: int
+    block_size: int = 16
+    enable_prefix_caching: bool = True
+    predictor: str = "oracle"
+    """One of PREDICTORS, in place of `scheduler.predictor`: the oracle's truth is only known here."""
+    policies: Mapping[str, PolicyFactory] = field(default_factory=lambda: POLICIES)
+    """By name; installed ones may be among them."""
+
+
+class SimulatedEngine:
+    """Without `jitter` every step takes what the cost model says, and without `slowness` the machine's speed is always
+    that of the cost model. Steps and gaps between tokens are counted in `results`; ends are its user's to count.
+    """
+
+    def __init__(
+        self,
+        setup: EngineSetup,
+        cost_model: CostModel,
+        results: Results,
+        *,
+        jitter: Jitter | None = None,
+        slowness: SlownessAt | None = None,
+        observer: StepObserver | None = None,
+    ) -> None:
+        self._setup = setup
+        self.clock = ManualClock()
+        self._executor = _SimulatedExecutor(self.clock, cost_model, results, jitter, slowness)
+        self.live = self._executor.live_requests  # by id; whoever ends one takes it out
+        self.kv_cache = KVCacheManager(
+            num_blocks=setup.num_blocks,
+            block_size=setup.block_size,
+            hasher=self._hash_output,
+            enable_prefix_caching=setup.enable_prefix_caching,
+        )
+        predictor = predictor_named(setup.predictor, self._true_length)
+        self.scheduler = Scheduler(setup.scheduler, self.kv_cache, self._stop_rule, predictor, setup.policies)
+        self.core = EngineCore(self.scheduler, self._executor, self.clock, observer)
+
+    @property
+    def has_work(self) -> bool:
+        return self.core.has_work
+
+    def wait_until(self, now: float) -> None:
+        """Nothing if its clock is further already, for it has executed a step that ends later."""
+        self.clock.advance(max(0.0, now - self.clock.now()))
+
+    def add(self, live: SimulatedRequest) -> None:
+        """It is in the next step at the earliest. Raises RequestError when it can never be served."""
+        self.live[live.spec.request_id] = live
+        try:
+            live.state = self.core.add(live.spec)
+        except MaitredError:
+            del self.live[live.spec.request_id]
+            raise
+
+    def step(self) -> list[RequestProgress]:
+        """What came of it is known when its clock says."""
+        return self.core.step()
+
+    def rest(self) -> None:
+        """The gap after a step."""
+        self.clock.advance(self._executor.gap_s)
+
+    def take_back(self, request_id: str) -> None:
+        """It is to go on elsewhere, or nowhere."""
+        self.core.abort(request_id)
+        self.live.pop(request_id, None)
+
+    def _stop_rule(self, request: RequestState) -> FinishReason | None:
+        arrival = self.live[request.request_id].arrival
+        num_output = len(request.output_token_ids)
+        if num_output < arrival.output_tokens:
+            return None
+        return FinishReason.STOP if num_output < arrival.max_tokens else FinishReason.LENGTH
+
+    def _true_length(self, request: Foretold) -> float:
+        return float(self.live[request.request_id].arrival.output_tokens)
+
+    def _hash_output(self, request: RequestState, num_blocks: int) -> list[bytes]:
+        arrival = self.live[request.request_id].arrival
+        return block_hashes(arrival, len(request.block_hashes), num_blocks, self._setup.block_size)
+
+
+class _SimulatedExecutor:
+    """Turns the clock by the step's time and gives every row that samples a token."""
+
+    def __init__(
+        self,
+        clock: ManualClock,
+        cost_model: CostModel,
+        results: Results,
+        jitter: Jitter | None,
+        slowness: SlownessAt | None,
+    ) -> None:
+        self.live_requests: dict[str, SimulatedRequest] = {}
+        self.gap_s = 0.0  # after the last step
+        self._clock, self._cost_model, self._results, self._jitter = clock, cost_model, results, jitter
+        self._slowness = slowness
+        self._edge_gap_s = results.edge.output_token_s
+        self._slow_gap_s = results.objectives.itl_s
+
+    def execute(self, plan: SchedulerOutput) -> ModelOutput:
+        self._note_slots(plan)
+        if not plan.rows:
+            self.gap_s = IDLE_STEP_S
+            return ModelOutput(())
+        results, num_rows = self._results, len(plan.rows)
+        step_s, gap_s = self._times(shape_of(plan.rows))
+        self._clock.advance(step_s)
+        self.gap_s = gap_s
+        results.num_steps += 1
+        results.num_row_steps += num_rows
+        results.busy_s += step_s
+        return ModelOutput(tuple(self._sample(plan, self._clock.now())))
+
+    def _times(self, shape: StepShape) -> tuple[float, float]:
+        """(the step's, the gap's after it)."""
+        costs, jitter = self._cost_model, self._jitter
+        gap_s, times = costs.gap_s(shape.rows), 1.0
+        if self._slowness is None:
+            step_s = costs.step_s(shape)
+        else:
+            slowness = self._slowness(self._clock.now())
+            times = slowness.rest
+            step_s = costs.slowed_s(shape, slowness) / times  # jitter knows steps of the usual length
+        if jitter is not None:
+            step_s, gap_s = jitter.step_s(step_s), jitter.gap_s(gap_s)
+        return step_s * times, gap_s * times
+
+    def _note_slots(self, plan: SchedulerOutput) -> None:
+        now = self._clock.now()
+        for request_id in plan.forgotten_request_ids:
+            live = self.live_requests.get(request_id)
+            if live is not None:  # put out, not ended
+                live.slots[-1].append(now)
+        for new in plan.new_requests:
+            self.live_requests[new.request_id].slots.append([now])
+
+    def _sample(self, plan: SchedulerOutput, now: float) -> list[SampledRow]:
+        """The rows' answers; gaps between tokens are counted here, equal ones of a tenant at once."""
+        live_requests, sampled = self.live_requests, []
+        gaps: dict[tuple[int, float], int] = {}
+        groups: dict[int, GroupResults] = {}
+        for row in plan.rows:
+            if not row.samples:
+                continue
+            live = live_requests[row.request_id]
+            sampled.append(live.sampled)
+            last_at = live.last_token_at
+            if last_at >= 0.0:
+                key = (id(live.group), last_at)
+                if key in gaps:
+                    gaps[key] += 1
+                else:
+                    gaps[key] = 1
+                    groups[key[0]] = live.group
+                if self._slow_gap_s is not None and now - last_at + self._edge_gap_s > self._slow_gap_s:
+                    live.num_slow_gaps += 1
+            live.last_token_at = now
+        for (group_id, last_at), times in gaps.items():
+            groups[group_id].itl_s.add(now - last_at + self._edge_gap_s, times)
+        return sampled
+
+    def close(self) -> None:
+        """Holds nothing."""

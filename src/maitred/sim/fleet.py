@@ -1,0 +1,385 @@
+"""A fleet without models: simulated engines behind the router's own core, and its autoscaler, on one clock.
+
+The router's way to its replicas takes no time. Prefix keys are told four times a second, as by live replicas; the keys
+of a prompt are made of its blocks' names, one for as many tokens as a live key covers of English.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
+from heapq import heappop, heappush
+from math import floor
+from random import Random
+from typing import Any
+
+from xxhash import xxh3_64_intdigest as key_of
+
+from maitred.cluster.actions import Action, Bind, Move, Refuse, Start, Stop
+from maitred.cluster.config import FleetConfig
+from maitred.cluster.core import ClusterCore
+from maitred.cluster.fleet_request import FleetRequest, Usage
+from maitred.cluster.replicas import ReplicaFacts, Report, State
+from maitred.cluster.sizing import Autoscale, as_asked
+from maitred.config import DEFAULT_TOKEN_BUDGET, SchedulerConfig
+from maitred.cost_model import CostModel, StepShape
+from maitred.errors import MaitredError
+from maitred.gate.admission import AdmissionController
+from maitred.policy.predictor import Foretold, predictor_named
+from maitred.request import FinishReason
+from maitred.sim.clients import ENDED_BY_ITSELF, Clients, SimulatedRequest
+from maitred.sim.engine import EngineSetup, SimulatedEngine
+from maitred.sim.fleet_figures import FleetFigures
+from maitred.sim.jitter import Jitter
+from maitred.sim.results import Results
+from maitred.sim.workload import Arrival
+from maitred.step import RequestProgress
+from maitred.tenancy.tenant import Tenant
+
+BEAT_S = 0.25
+KEY_TOKENS = 64  # of a prefix key: 256 bytes of English
+BYTES_PER_TOKEN = 4
+MOST_CHANGES = 1 << 30  # all
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaSetup:
+    """One replica: an engine on a device."""
+
+    engine: EngineSetup
+    cost_model: CostModel
+    tells_speed: bool = True
+    """Whether the router knows how fast its device is."""
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of prompts, in steps of as many tokens as there may be."""
+        budget = self.engine.scheduler.max_num_batched_tokens or DEFAULT_TOKEN_BUDGET
+        return budget / self.cost_model.step_s(StepShape(prefill_tokens=budget, rows=1))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetSetup:
+    """A router and what is behind it."""
+
+    config: FleetConfig
+    scheduler: SchedulerConfig
+    """Of the router's queue: its policy."""
+    replicas: Sequence[ReplicaSetup]
+    """As many as there may be at once, in the order in which they are started."""
+    low: int | None = None
+    """Fewest there are to be, and as many are there at the beginning; None keeps all of them."""
+    autoscale: Autoscale = as_asked
+    cold_start_s: float = 30.0
+    wake_s: float = 3.0
+    num_asleep: int = 0
+    """Replicas that are kept asleep when they are stopped, and so need `wake_s` to start."""
+
+
+class _Phase(IntEnum):
+    """What comes first of what happens at one moment."""
+
+    STEP_ENDS = 0
+    REPORT = 1
+    READY = 2
+    ARRIVAL = 3
+    TICK = 4
+    STEP = 5
+
+
+@dataclass(slots=True, eq=False)
+class _Replica:
+    name: str
+    number: int  # of its setup
+    facts: ReplicaFacts
+    engine: SimulatedEngine
+    progress: list[RequestProgress] = field(default_factory=list)  # of the step under way, told when it ends
+    is_stepping: bool = False  # or is to, at a time that is set
+    is_reporting: bool = False  # at the next beat
+    is_gone: bool = False
+
+
+Event = tuple[float, int, int, Callable[[_Replica, float], None], _Replica]
+
+
+class FleetSimulation:
+    """One fleet and one workload. A request's tenant, gate and edge are as in `Simulation`."""
+
+    def __init__(
+        self,
+        setup: FleetSetup,
+        results: Results,
+        *,
+        seed: int | None = None,  # of the jitter; None has none
+        tenants: Mapping[str, Tenant] | None = None,
+        admission: AdmissionController | None = None,
+    ) -> None:
+        self.results, self.figures = results, FleetFigures()
+        self._setup, self._seed = setup, seed
+        engine = setup.replicas[0].engine
+        self._block_size, self._key_blocks = engine.block_size, max(1, KEY_TOKENS // engine.block_size)
+        self._clients = Clients(results, engine.block_size, tenants, admission)
+        self._live: dict[str, SimulatedRequest] = {}
+        self._at: dict[str, _Replica] = {}  # request -> where it is bound to
+        self._replicas: dict[str, _Replica] = {}
+        self._unused = list(range(len(setup.replicas)))  # numbers of setups, a heap
+        predictor = predictor_named(engine.predictor, self._true_length)
+        self.core = ClusterCore(
+            setup.config, setup.scheduler, policies=engine.policies, predictor=predictor, autoscale=setup.autoscale
+        )
+        rules = self.core.policy.groups, self.core.policy.outranks
+        self._counts_tokens = rules != (None, None)  # else the first tells all, and the end how many
+        mean_speed = sum(r.tokens_per_s for r in setup.replicas) / len(setup.replicas)
+        self._speeds = [r.tokens_per_s / mean_speed for r in setup.replicas]
+        self._events: list[Event] = []
+        self._num_events = 0
+        self._now = 0.0
+
+    def run(self, arrivals: Iterator[Arrival]) -> Results:
+        """Until the last request has ended; `arrivals` is read as time goes on, one ahead."""
+        self._clients.begin(arrivals)
+        self._open()
+        while self._live or self._clients.next_at is not None:
+            self._advance()
+        self.figures.ended(max(self._now, self.results.ended_at))
+        return self.results
+
+    def to_json(self) -> dict[str, Any]:
+        """The figures of `maitred simulate --fleet --json`, once it has run; busy is a share of all replicas' time."""
+        figures = self.results.to_json()
+        replica_s = self.figures.replica_s
+        figures["utilisation"] = self.results.busy_s / replica_s if replica_s > 0 else 0.0
+        return {**figures, **self.figures.to_json(self.results)}
+
+    # -- what happens next
+
+    def _advance(self) -> None:
+        events, arrives_at, tick_at = self._events, self._clients.next_at, self.core.next_tick()
+        at, phase = (events[0][0], events[0][1]) if events else (float("inf"), _Phase.STEP)
+        if arrives_at is not None and (arrives_at, _Phase.ARRIVAL) < (at, phase):
+            at, phase = arrives_at, _Phase.ARRIVAL
+        if tick_at is not None and (tick_at, _Phase.TICK) < (at, phase):
+            at, phase = max(tick_at, self._now), _Phase.TICK
+        self._now = at
+        if phase == _Phase.ARRIVAL:
+            self._arrive(self._clients.take())
+        elif phase == _Phase.TICK:
+            self._carry_out(self.core.tick(at))
+        else:
+            _, _, _, happen, replica = heappop(events)
+            if not replica.is_gone:
+                happen(replica, at)
+
+    def _happens_at(self, now: float) -> bool:
+        """Whether something else does, which the next step may be about."""
+        arrives_at = self._clients.next_at
+        return (bool(self._events) and self._events[0][0] <= now) or (arrives_at is not None and arrives_at <= now)
+
+    def _expect(self, at: float, phase: _Phase, happen: Callable[[_Replica, float], None], replica: _Replica) -> None:
+        self._num_events += 1
+        heappush(self._events, (at, phase, self._num_events, happen, replica))
+
+    # -- requests
+
+    def _arrive(self, live: SimulatedRequest) -> None:
+        at, request_id = live.arrival.at, live.spec.request_id
+        self._live[request_id] = live
+        try:
+            for shed in self._clients.pass_gate(live):
+                self._shed(shed, at)
+            self._carry_out(self.core.arrived(self._request_of(live), at))
+        except MaitredError as error:
+            self._refuse(request_id, error)
+        self.results.queue_length.add(at, self.core.num_held)
+
+    def _request_of(self, live: SimulatedRequest) -> FleetRequest:
+        arrival, spec = live.arrival, live.spec
+        conversation, _, _ = arrival.request_id.rpartition("#")
+        session = conversation or (arrival.request_id if arrival.turns else "")
+        return FleetRequest(
+            request_id=spec.request_id,
+            arrived_at=arrival.at,
+            num_bytes=BYTES_PER_TOKEN * arrival.prompt_tokens,
+            max_tokens=spec.max_tokens,
+            tenant=spec.tenant,
+            weight=spec.weight,
+            priority=spec.priority,
+            ttft_slo_s=spec.ttft_slo_s,
+            start_by=spec.start_by,
+            finish_by=spec.finish_by,
+            keys=tuple([key_of(name) for name in spec.block_hashes[self._key_blocks - 1 :: self._key_blocks]]),
+            hash_key=key_of(session.encode()) if session else None,
+        )
+
+    def _shed(self, request_id: str, now: float) -> None:
+        """Where it has not begun."""
+        replica = self._at.get(request_id)
+        if replica is not None and not replica.engine.scheduler.waits_to_start(request_id):
+            return
+        live = self._live.pop(request_id)
+        self._take_back(request_id)
+        self._clients.given_up(live, FinishReason.SHED, now)
+        self._carry_out(self.core.aborted(request_id, now))
+
+    def _refuse(self, request_id: str, error: MaitredError) -> None:
+        self._take_back(request_id)
+        self._clients.refused(self._live.pop(request_id), error, self._now)
+
+    def _take_back(self, request_id: str) -> None:
+        """From its replica, if it has one; whatever the step under way gives it is lost."""
+        replica = self._at.pop(request_id, None)
+        if replica is None:
+            return
+        replica.engine.take_back(request_id)
+        replica.progress = [told for told in replica.progress if told.request_id != request_id]
+        self.figures.changed(replica.name, -1, self._now)
+        self._live[request_id].begin_again()
+
+    # -- what the core decides
+
+    def _carry_out(self, actions: list[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Bind):
+                self._bind(action)
+            elif isinstance(action, Move):
+                self._take_back(action.request_id)
+            elif isinstance(action, Refuse):
+                self._refuse(action.request_id, action.error)
+            elif isinstance(action, Start):
+                self._start(action)
+            elif isinstance(action, Stop):
+                self._stop(action)
+
+    def _bind(self, bind: Bind) -> None:
+        now, live, replica = self._now, self._live[bind.request_id], self._replicas[bind.choice.replica]
+        replica.engine.wait_until(now)
+        try:
+            replica.engine.add(live)
+        except MaitredError as error:
+            self._refuse(bind.request_id, error)
+            self._carry_out(self.core.ended(bind.request_id, None, now))
+            return
+        self._at[bind.request_id] = replica
+        self.figures.changed(replica.name, 1, now)
+        if not replica.is_stepping:
+            replica.is_stepping = True
+            self._expect(replica.engine.clock.now(), _Phase.STEP, self._step, replica)
+
+    # -- replicas work
+
+    def _step(self, replica: _Replica, now: float) -> None:
+        engine = replica.engine
+        if not engine.has_work:
+            replica.is_stepping = False
+            return
+        engine.wait_until(now)
+        replica.progress = engine.step()
+        self._expect(engine.clock.now(), _Phase.STEP_ENDS, self._end_step, replica)
+
+    def _end_step(self, replica: _Replica, now: float) -> None:
+        progress, replica.progress = replica.progress, []
+        core, engine = self.core, replica.engine
+        if progress:
+            self._clients.progressed(progress, core.num_held, now)
+        for told in progress:
+            if told.new_token_ids and (self._counts_tokens or told.charges is not None):
+                core.progressed(told.request_id, len(told.new_token_ids), now)
+            if told.finish_reason is not None:
+                self._end(told.request_id, told.finish_reason, replica, now)
+        self._note_changes(replica, now)
+        engine.rest()
+        at = engine.clock.now()
+        if at > now or self._happens_at(now):
+            self._expect(at, _Phase.STEP, self._step, replica)
+        else:
+            self._step(replica, now)
+
+    def _end(self, request_id: str, reason: FinishReason, replica: _Replica, now: float) -> None:
+        live = self._live.pop(request_id)
+        del self._at[request_id], replica.engine.live[request_id]
+        self.figures.changed(replica.name, -1, now)
+        self._clients.ended(live, reason, now)
+        state = live.state
+        assert state is not None
+        complete = reason in ENDED_BY_ITSELF
+        if complete:
+            self.figures.num_prompt_tokens += state.num_prompt_tokens
+        usage = Usage(state.num_prompt_tokens, state.num_output_tokens, state.num_cached_tokens, complete)
+        self._carry_out(self.core.ended(request_id, usage, now))
+
+    def _note_changes(self, replica: _Replica, now: float) -> None:
+        """What its cache has, or has no more, is told at its next beat."""
+        if replica.is_reporting or not replica.engine.kv_cache.changes:
+            return
+        replica.is_reporting = True
+        offset = BEAT_S * replica.number / len(self._setup.replicas)
+        self._expect(BEAT_S * (floor((now - offset) / BEAT_S) + 1) + offset, _Phase.REPORT, self._report, replica)
+
+    def _report(self, replica: _Replica, now: float) -> None:
+        replica.is_reporting = False
+        changes = replica.engine.kv_cache.changes
+        assert changes is not None
+        stored, removed = (self._keys_of(names) for names in changes.take(MOST_CHANGES))
+        if stored or removed:
+            self._carry_out(self.core.reported(replica.name, Report(stored=stored, removed=removed), now))
+
+    def _keys_of(self, names: Sequence[bytes]) -> list[int]:
+        """Of blocks that are the last of a key."""
+        every = self._key_blocks
+        return [key_of(name) for name in names if (int.from_bytes(name[-4:], "little") + 1) % every == 0]
+
+    # -- replicas come and go
+
+    def _open(self) -> None:
+        """Those that are there at the beginning."""
+        low, high = self._setup.low, len(self._setup.replicas)
+        names = [f"replica-{number + 1}" for number in range(high)]
+        if low is not None:
+            names = [start.name for start in self.core.scaled(low, high, 0.0) if isinstance(start, Start)]
+        for name in names:
+            replica = self._make(name, State.READY)
+            self.figures.started(name, self._speeds[replica.number], 0.0)
+            self._is_ready(replica, 0.0)
+
+    def _start(self, start: Start) -> None:
+        takes_s = self._setup.cold_start_s if start.origin == "cold" else self._setup.wake_s
+        replica = self._replicas.get(start.name) or self._make(start.name, State.READY)
+        replica.facts = replace(replica.facts, state=State.READY)
+        self.figures.num_starts += 1
+        self.figures.started(replica.name, self._speeds[replica.number], self._now)
+        self._expect(self._now + takes_s, _Phase.READY, self._is_ready, replica)
+
+    def _is_ready(self, replica: _Replica, now: float) -> None:
+        self.figures.ready(replica.name)
+        self._carry_out(self.core.joined(replica.facts, now))
+
+    def _stop(self, stop: Stop) -> None:
+        """It ends, or falls asleep: either way its cache is gone."""
+        replica = self._replicas.pop(stop.name)
+        replica.is_gone = True
+        heappush(self._unused, replica.number)
+        self.figures.stopped(stop.name, self._now)
+        self._carry_out(self.core.left(stop.name, self._now))
+        num_asleep = sum(1 for other in self._replicas.values() if other.facts.state is State.ASLEEP)
+        if num_asleep < self._setup.num_asleep and stop.name not in self._replicas:
+            self._carry_out(self.core.joined(self._make(stop.name, State.ASLEEP).facts, self._now))
+
+    def _make(self, name: str, state: State) -> _Replica:
+        number = heappop(self._unused)
+        setup = self._setup.replicas[number]
+        facts = ReplicaFacts(
+            name=name,
+            state=state,
+            slots=setup.engine.scheduler.max_num_seqs,
+            tokens_per_s=setup.tokens_per_s if setup.tells_speed else None,
+            is_launched=self._setup.low is not None,
+        )
+        jitter = None if self._seed is None else Jitter(setup.cost_model, Random(f"{self._seed}/{name}"))
+        engine = SimulatedEngine(setup.engine, setup.cost_model, self.results, jitter=jitter)
+        engine.kv_cache.tell_changes(True)
+        self._replicas[name] = made = _Replica(name, number, facts, engine)
+        return made
+
+    def _true_length(self, request: Foretold) -> float:
+        return float(self._live[request.request_id].arrival.output_tokens)
