@@ -46,7 +46,7 @@ class Frame(msgspec.Struct, frozen=True):
     samples: tuple[ToldSample, ...]
 
 
-class ResumeRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class ResumeRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The body of POST /fleet/resume: a stream that another replica began."""
 
     path: str  # the client asked for
@@ -118,6 +118,11 @@ class ToldTokens:
     def broke_off(self) -> None:
         """The replica is gone: what is not whole never was."""
         self._pending = b""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing has begun that has not ended."""
+        return not self._pending
 
     @property
     def num_tokens(self) -> int:
