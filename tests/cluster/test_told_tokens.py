@@ -93,6 +93,11 @@ def test_what_is_no_frame_is_not_believed():
     for sent in (b": tokens nonsense\n", b": resume {}\n", b": tokens " + b"1" * (MAX_LINE_BYTES + 1)):
         with pytest.raises(BrokenFrame):
             ToldTokens().feed(sent)
+        told, good = ToldTokens(), frame([ToldSample(0, [1])], b"data: 1\n\n")
+        assert told.feed(good + sent) == b"data: 1\n\n"
+        assert told.num_tokens == 1
+        with pytest.raises(BrokenFrame):
+            told.feed(b"")
 
 
 def test_the_end_of_a_stream_is_of_its_last_tokens():
