@@ -90,6 +90,16 @@ def test_a_stream_goes_on_from_wherever_it_broke_off(replica, name):
         assert {**both, "generated": 0} == {**undisturbed, "generated": 0}
 
 
+def test_a_large_body_goes_on_as_it_came(replica):
+    body = json.dumps({"messages": SAYS, "stream": True, "max_tokens": 6, "seed": 4}).encode()
+    body = body[:-1] + b" " * 20_000 + b"}"
+    pieces = writes(told_stream(replica, CHAT, body))
+    told = ToldTokens()
+    relayed = told.feed(b"".join(pieces[:2]))
+    rest = ToldTokens().feed(resumed(replica, CHAT, body, told))
+    assert client_has(relayed + rest)["choices"] == client_has(ToldTokens().feed(b"".join(pieces)))["choices"]
+
+
 def test_a_resumed_stream_breaks_off_and_goes_on_too(replica):
     body = json.dumps({"messages": SAYS, "stream": True, "max_tokens": 12, "seed": 4, "n": 2}).encode()
     pieces = writes(told_stream(replica, CHAT, body))
