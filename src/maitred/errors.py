@@ -130,6 +130,12 @@ class ModelNotFound(RequestError):
     code = "model_not_found"
 
 
+class CannotResume(RequestError):
+    """A stream that another replica began cannot go on with exactly the tokens that would have come."""
+
+    code = "cannot_resume"
+
+
 class RouteNotFound(RequestError):
     """No such path, or not with that method."""
 

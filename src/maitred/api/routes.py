@@ -10,6 +10,7 @@ from maitred.api.dialects.openai.chat import CHAT
 from maitred.api.dialects.openai.completions import COMPLETIONS
 from maitred.api.dialects.openai.format import OPENAI
 from maitred.api.generate.complete import complete
+from maitred.api.generate.resume import Resume
 from maitred.api.http.app import App
 from maitred.api.http.exchange import Exchange
 from maitred.api.http.routes import Handler, Route, RouteTable
@@ -18,9 +19,11 @@ from maitred.api.ops.live_feed import LiveFrame
 from maitred.api.ops.openapi import openapi_document
 from maitred.api.ops.page_files import FILES
 from maitred.cluster.replica_events import FleetEvent, VersionResponse
+from maitred.cluster.told_tokens import ResumeRequest
 from maitred.scheduler.queue_view import QueueView
 from maitred.storage.ledger import Ledger
 
+DIALECTS = {"/v1/chat/completions": CHAT, "/v1/completions": COMPLETIONS}
 _GENERATION_ERRORS = (400, 401, 403, 404, 413, 415, 429, 500, 503, 504)
 _TEXT_ERRORS = (400, 401, 404, 413, 415)
 
@@ -240,6 +243,15 @@ def _routes(ledger: Ledger | None, document: Handler) -> tuple[Route, ...]:
             admin=fleet.LISTENING,
             event=FleetEvent,
             errors=(401, 403, 503),
+        ),
+        Route(
+            method="POST",
+            path="/fleet/resume",
+            handler=Resume(DIALECTS),
+            summary="For a router: go on with a stream that another replica began.",
+            body=ResumeRequest,
+            event=s.Completion,
+            errors=(*_GENERATION_ERRORS, 409),
         ),
         Route(
             method="GET",

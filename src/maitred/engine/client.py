@@ -12,7 +12,7 @@ import msgspec
 
 from maitred.clock import Clock
 from maitred.config import SchedulerConfig
-from maitred.engine.crash_isolation import CrashIsolation, refusal
+from maitred.engine.crash_isolation import CrashIsolation, refusal, refusal_of_foreign
 from maitred.engine.frames import (
     Abort,
     Answer,
@@ -129,6 +129,11 @@ class EngineClient:
             live.ending = reason
         if not (live.sent and self.supervisor.send(Abort(request_id, reason))):
             self._deliver([live.ended(reason, self._clock.now())])
+
+    def why_not_resumed(self, *, same_numbers: bool) -> str | None:
+        """None where a stream may go on that another server began; `same_numbers` is whether their fingerprints are."""
+        deterministic = self.supervisor.is_deterministic
+        return refusal_of_foreign(self._rule, deterministic=deterministic, same_numbers=same_numbers)
 
     def state(self) -> ReplicaState:
         """Counters of all engines so far; gauges of the present one."""

@@ -22,6 +22,17 @@ def refusal(live: LiveRequest, rule: str, *, deterministic: bool, is_cause: bool
     return None
 
 
+def refusal_of_foreign(rule: str, *, deterministic: bool, same_numbers: bool) -> str | None:
+    """Why a stream that another server began cannot go on here; None when it can."""
+    if rule == "never":
+        return "requests are not resumed here (--resume never)"
+    if rule == "exact" and not same_numbers:
+        return "another model, or other numerics, made its first tokens (see --resume)"
+    if rule == "exact" and not deterministic:
+        return "this executor would not go on with exactly the same tokens (see --resume)"
+    return None
+
+
 class CrashIsolation:
     """Finds the request that kills engines, and no other.
 

@@ -40,13 +40,21 @@ class LiveRequest:
     num_prompt_logprobs: int = 0  # positions delivered
     num_repeated: int = 0  # prompt positions that the present engine reported again
 
+    def __post_init__(self) -> None:
+        point = self.spec.resumed
+        if point is not None:  # another server began it
+            self.output_token_ids = list(point.output_token_ids)
+            self.charges, self.last_token_at = point.charges, point.last_token_at
+
     @property
     def request_id(self) -> str:
         return self.spec.request_id
 
     @property
     def num_output_tokens(self) -> int:
-        return len(self.output_token_ids)
+        """Made here; those that it came with were counted where they were made."""
+        point = self.spec.resumed
+        return len(self.output_token_ids) - (len(point.output_token_ids) if point is not None else 0)
 
     def take(self, progress: RequestProgress, now: float) -> RequestProgress:
         """Note what came; what of `progress` is news to whoever listens."""

@@ -49,6 +49,8 @@ class SampleText:
         self._hide_stop_token = not sampling.include_stop_str_in_output
         self._num_tokens = 0
         self.stopped = False  # by a stop string: the request must be ended, later progress is dropped
+        if request.resumed is not None:  # another server gave the text of these
+            self.push(RequestProgress(request.request_id, tuple(request.resumed.output_token_ids)))
 
     def push(self, progress: RequestProgress) -> TextDelta:
         """The delta for `progress`; when it completes a stop string, `stopped` is set and the delta is the last."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from functools import partial
 from typing import NamedTuple
@@ -11,16 +12,19 @@ from maitred.api.generate.dialect import Dialect, GenerationAsk, Prompt, StreamW
 from maitred.api.generate.generation import Generation
 from maitred.api.generate.lease import HttpLease, cache_salt, leased
 from maitred.api.generate.outcome import Outcome, timing_parts_ms
+from maitred.api.generate.resumption import Resumption
+from maitred.api.generate.telling import Teller, fingerprint_of
 from maitred.api.generate.time_limits import time_limits
 from maitred.api.http.app import App
 from maitred.api.http.exchange import JSON_HEADERS, Exchange
 from maitred.api.http.results import Wanted
 from maitred.api.http.sse import EventStream
 from maitred.api.ops.fleet_feed import NoteTokens
-from maitred.engine.intake import make_requests
+from maitred.cluster.told_tokens import SEED, TELL, StreamHead
+from maitred.engine.intake import make_requests, random_seed
 from maitred.errors import InvalidRequest, RequestError
 from maitred.gate.terms import TimeLimits, cap_max_tokens
-from maitred.request import RequestSpec
+from maitred.request import MAX_SEED, RequestSpec
 
 # in one answer; all are kept until it ends, some 300 bytes each, and writing so many takes 0.2 s
 MAX_PROMPT_LOGPROBS = 256 * 1024
@@ -29,24 +33,39 @@ MANY_LOGPROBS = 4096  # 3 ms to write, 0.8 us each: beside the event loop
 
 async def complete(dialect: Dialect, app: App, exchange: Exchange) -> None:
     """Decode, tokenise, generate; answer whole or as a stream."""
-    ask, wanted, note_tokens = await _decoded(dialect, app, exchange)
+    await generate(app, exchange, *await _decoded(dialect, app, exchange))
+
+
+async def generate(
+    app: App,
+    exchange: Exchange,
+    ask: GenerationAsk,
+    wanted: Wanted | None,
+    note_tokens: NoteTokens | None,
+    resumption: Resumption | None = None,
+) -> None:
+    """What was asked from here to its last byte; from where another replica left off, if there is a `resumption`."""
     limits, salt = time_limits(ask.limits, exchange.headers), cache_salt(app, exchange.caller, ask.cache_salt)
+    new_seed = resumption.seeds() if resumption is not None else _seeds(app, exchange)
     with leased(app, exchange.caller, ask, limits) as lease, app.kept_logprobs.answer() as keep:
         if await app.results.replay(exchange, wanted):
             _replayed(app, exchange, lease)
             return
         events = EventStream(exchange, silence_s=app.config.sse_keep_alive_s) if ask.stream else None
         async with app.in_flight.watch(exchange, events):
-            work = partial(_make_batches, app, ask, salt, limits, note_tokens)
+            work = partial(_make_batches, app, ask, salt, limits, new_seed, note_tokens)
             batches = await app.text.run(exchange.num_body_bytes, work, may_take_long=ask.may_take_long)
             if not ask.keeps_text:
                 exchange.large_bodies.release(exchange)
-            batches = lease.admit(batches)
-            generation = Generation(app, batches, score_only=ask.score_only)
+            batches, ended = _placed(app, lease.admit(batches), lease, resumption)
+            generation = Generation(app, batches, score_only=ask.score_only, ended=ended)
             outcome = exchange.outcome = lease.outcome = generation.outcome
             exchange.paces = [sample.pace for sample in outcome.samples]
             if events is not None:
-                await _stream(generation, events, ask.answer.stream(outcome))
+                writer = ask.answer.stream(outcome)
+                if resumption is not None:
+                    await app.text.run_long(partial(resumption.replay, outcome, writer))
+                await _stream(generation, events, writer, _teller(app, exchange, ask, outcome))
             else:
                 await generation.gather(keep)
         usage = outcome.usage()
@@ -75,6 +94,8 @@ async def _decoded(dialect: Dialect, app: App, exchange: Exchange) -> _Decoded:
 
 def _wanted(app: App, exchange: Exchange, ask: GenerationAsk, body: bytes) -> Wanted | None:
     """None too where a quota may cut the answer short: another time it is longer."""
+    if _is_told(app, exchange):  # it keeps answers itself, without what is told beside them
+        return None
     tenant, sampling = exchange.caller.tenant, ask.sampling
     limits = tenant.limits
     if sampling.max_tokens is None and (limits.tokens_per_minute, limits.token_budget) != (None, None):
@@ -98,18 +119,64 @@ def _replayed(app: App, exchange: Exchange, lease: HttpLease) -> None:
     app.on_replayed(spec)
 
 
-async def _stream(generation: Generation, events: EventStream, writer: StreamWriter) -> None:
+def _placed(
+    app: App, batches: list[list[RequestSpec]], lease: HttpLease, resumption: Resumption | None
+) -> tuple[list[list[RequestSpec]], frozenset[str]]:
+    """Where each sample begins, and the ids of those that have ended."""
+    if resumption is None:
+        return batches, frozenset()
+    batches = resumption.placed(batches, app.clock.now())
+    for request_id in resumption.ended:
+        lease.sample_ended(request_id)
+    return batches, resumption.ended
+
+
+def _seeds(app: App, exchange: Exchange) -> Callable[[], int]:
+    """Of prompts that bring none: from the router's, if it sent one, else drawn here. Raises InvalidRequest."""
+    sent = exchange.headers.get(SEED)
+    if sent is None or not app.fleet_token.is_shown_by(exchange.headers):
+        return random_seed
+    if not sent.isdigit() or len(sent) > len(str(MAX_SEED)):
+        raise InvalidRequest(f"the header {SEED.decode()} must be an integer from 0 to {MAX_SEED}")
+    return map(MAX_SEED.__and__, itertools.count(int(sent))).__next__
+
+
+def _is_told(app: App, exchange: Exchange) -> bool:
+    return TELL in exchange.headers and app.fleet_token.is_shown_by(exchange.headers)
+
+
+def _teller(app: App, exchange: Exchange, ask: GenerationAsk, outcome: Outcome) -> Teller | None:
+    """For a router that shows the fleet's token and asks for it; nobody else hears of tokens."""
+    if not _is_told(app, exchange):
+        return None
+    firsts = [batch[0] for batch in outcome.batches]
+    head = StreamHead(
+        id=ask.answer.id,
+        created=ask.answer.created,
+        fingerprint=fingerprint_of(app.model),
+        seeds=tuple(spec.seed for spec in firsts),
+        max_tokens=tuple(spec.max_tokens for spec in firsts),
+    )
+    return Teller(head, outcome)
+
+
+async def _stream(generation: Generation, events: EventStream, writer: StreamWriter, teller: Teller | None) -> None:
     """Send what `writer` makes of every delta, then the end."""
-    unfinished, last = len(generation.outcome.samples), b""
+    unfinished = generation.num_running
+    last = b"" if unfinished else writer.last()
     async with aclosing(generation.deltas()) as deltas:
         async for sample, delta in deltas:
             unfinished -= delta.finish_reason is not None
             written = writer.delta(sample, delta)
             if not unfinished:
-                last += written  # goes out with what follows, in one write
+                written += writer.last()
+            if teller is not None:
+                written = teller.frame(sample, delta, written, 0 if unfinished else events.num_end_bytes)
+            if not unfinished:
+                last = written  # goes out with the end of the stream, in one write
             elif written:
                 await events.write(written)
-    await events.done(last + writer.last())
+    await events.done(last)
 
 
 def _server_timing(outcome: Outcome) -> tuple[tuple[bytes, bytes], ...]:
@@ -122,12 +189,17 @@ def _server_timing(outcome: Outcome) -> tuple[tuple[bytes, bytes], ...]:
 
 
 def _make_batches(
-    app: App, ask: GenerationAsk, cache_salt: str, limits: TimeLimits, note_tokens: NoteTokens | None
+    app: App,
+    ask: GenerationAsk,
+    cache_salt: str,
+    limits: TimeLimits,
+    new_seed: Callable[[], int],
+    note_tokens: NoteTokens | None,
 ) -> list[list[RequestSpec]]:
     """The samples of each prompt. Ids are unique even when clients repeat theirs. Raises RequestError."""
     try:
         prompts = ask.prompts()
-        batches = _batches(app, ask, prompts, cache_salt, limits)
+        batches = _batches(app, ask, prompts, cache_salt, limits, new_seed)
     except RequestError as error:
         error.param = ask.field_names.get(error.param or "", error.param)
         raise
@@ -139,7 +211,12 @@ def _make_batches(
 
 
 def _batches(
-    app: App, ask: GenerationAsk, prompts: Sequence[Prompt], cache_salt: str, limits: TimeLimits
+    app: App,
+    ask: GenerationAsk,
+    prompts: Sequence[Prompt],
+    cache_salt: str,
+    limits: TimeLimits,
+    new_seed: Callable[[], int],
 ) -> list[list[RequestSpec]]:
     now, num_tokens = app.clock.now(), 0
     batches: list[list[RequestSpec]] = []
@@ -156,6 +233,7 @@ def _batches(
                 start_by=_after(now, limits.queue_timeout_s),
                 finish_by=_after(now, limits.timeout_s),
                 add_special_tokens=ask.add_special_tokens,
+                new_seed=new_seed,
             )
         except RequestError as error:
             if error.param == "prompt" and len(prompts) > 1:

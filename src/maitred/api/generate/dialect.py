@@ -30,6 +30,9 @@ class StreamWriter(Protocol):
 class Answer(Protocol):
     """Writes what came of one `GenerationAsk`."""
 
+    id: str
+    created: int  # unix s; a stream that another replica began keeps both
+
     def whole(self, outcome: Outcome) -> bytes:
         """The body of an answer that is not streamed. Called in a thread where it takes long."""
 

@@ -22,15 +22,28 @@ _Queue = asyncio.Queue[tuple[int, TextDelta] | Exception | None]
 class Generation:
     """Runs all samples of one HTTP request, and writes what comes into its outcome.
 
-    `score_only` hides the one token that was sampled because every request must (max_tokens 0).
+    `score_only` hides the one token that was sampled because every request must (max_tokens 0). Samples whose ids are
+    in `ended` are of the outcome, and there is nothing left of them to run.
     """
 
-    def __init__(self, app: App, batches: Sequence[Sequence[RequestSpec]], *, score_only: bool = False) -> None:
-        self._app, self._batches, self._score_only = app, batches, score_only
+    def __init__(
+        self,
+        app: App,
+        batches: Sequence[Sequence[RequestSpec]],
+        *,
+        score_only: bool = False,
+        ended: frozenset[str] = frozenset(),
+    ) -> None:
+        self._app, self._score_only = app, score_only
+        self._batches = [[spec for spec in batch if spec.request_id not in ended] for batch in batches]
+        self.num_running = sum(map(len, self._batches))
+        self._leads = [batch[0].sample_index if batch else 0 for batch in self._batches]  # each computes its prompt
         self.outcome = Outcome(batches, keeps_gaps=app.observer.keeps_gaps)
 
     async def deltas(self) -> AsyncGenerator[tuple[Sample, TextDelta], None]:
         """What each sample gained, as it comes; closing it ends all. Raises a ServerError when one cannot go on."""
+        if not self.num_running:
+            return
         if len(self._batches) == 1:
             async with aclosing(_stream(self._app, self._batches[0])) as alone:
                 async for delta in alone:
@@ -84,7 +97,7 @@ class Generation:
                 sample.num_tokens += new
         if delta.charges is not None:
             outcome.charges[sample.index] = delta.charges
-        if delta.index == 0 and delta.prompt_logprobs is not None:
+        if delta.index == self._leads[prompt_index] and delta.prompt_logprobs is not None:
             outcome.prompt_logprobs[prompt_index].extend(delta.prompt_logprobs)
         if delta.finish_reason is not None:
             sample.timing = delta.timing
@@ -97,7 +110,7 @@ class Generation:
     async def _merged(self) -> AsyncGenerator[tuple[int, TextDelta], None]:
         app = self._app
         queue: _Queue = asyncio.Queue(MAX_MERGED)
-        tasks = [asyncio.create_task(_pump(app, i, batch, queue)) for i, batch in enumerate(self._batches)]
+        tasks = [asyncio.create_task(_pump(app, i, batch, queue)) for i, batch in enumerate(self._batches) if batch]
         try:
             left = len(tasks)
             while left:

@@ -37,6 +37,10 @@ class HttpLease:
             app.replica.abort(request_id, FinishReason.SHED)
         return [admitted.specs[first : first + num_each] for first in range(0, len(specs), num_each)]
 
+    def sample_ended(self, request_id: str) -> None:
+        """It takes no place: another replica had ended it."""
+        self._lease.sample_ended(request_id)
+
     def end(self) -> None:
         """Give back what was taken and not used; idempotent."""
         if self._lease.ended:

@@ -6,6 +6,7 @@ import math
 from typing import NamedTuple
 
 from maitred.errors import (
+    CannotResume,
     EngineDead,
     GenerationFailed,
     InvalidApiKey,
@@ -77,6 +78,7 @@ _STATUS: tuple[tuple[type[BaseException], int, str | None], ...] = (
     (ModelNotFound, 404, None),
     (RouteNotFound, 404, None),
     (MethodNotAllowed, 405, None),
+    (CannotResume, 409, None),
     (RequestTooLarge, 413, None),
     (UnsupportedMediaType, 415, None),
     (RequestTooSlow, 408, None),

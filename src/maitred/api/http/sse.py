@@ -43,6 +43,11 @@ class EventStream:
             {"type": "http.response.body", "body": last_events + self._exchange.format.stream.end}
         )
 
+    @property
+    def num_end_bytes(self) -> int:
+        """That `done` writes after the last events."""
+        return len(self._exchange.format.stream.end)
+
     async def _start(self) -> None:
         async with self._starting:
             if not self._exchange.started:

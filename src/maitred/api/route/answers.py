@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 
 from maitred.cluster.fleet_request import Failure, FailureKind, Usage
@@ -49,6 +51,32 @@ def _seconds(value: bytes) -> float:
 
 def is_stream(answer: Answer) -> bool:
     return any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in answer.headers)
+
+
+class WholeEvents:
+    """Cuts a stream of a server that tells no tokens into whole events."""
+
+    __slots__ = ("rest",)
+
+    def __init__(self) -> None:
+        self.rest = b""  # begins an event
+
+    def feed(self, piece: bytes) -> bytes:
+        """What the client gets now."""
+        whole, self.rest = whole_events(self.rest + piece if self.rest else piece)
+        return whole
+
+
+def message_of(body: bytes) -> str:
+    """What an error says, at most a line of it."""
+    try:
+        found = msgspec.json.decode(body)
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        return body[:200].decode("utf-8", "replace").strip()
+    for key in ("error", "message", "detail"):
+        if isinstance(found, Mapping) and key in found:
+            found = found[key]
+    return str(found)[:200]
 
 
 def whole_events(piece: bytes) -> tuple[bytes, bytes]:

@@ -57,6 +57,30 @@ Follow = Callable[["Fleet", LiveReplica], asyncio.Task[None]]
 Probing = Callable[["Fleet", LiveReplica], Awaitable[None]]
 
 
+class KeptBodies:
+    """Bodies of streams under way, which the next replica would need. Past a bound of all, large ones are not kept."""
+
+    MAX_BYTES = 256 * 1024 * 1024
+    SMALL_BYTES = 16 * 1024  # are always
+
+    def __init__(self) -> None:
+        self._num_bytes = 0
+        self._of: dict[object, int] = {}
+
+    def keep(self, owner: object, num_bytes: int) -> bool:
+        """Whether there is room for it; until `let_go`."""
+        if num_bytes <= self.SMALL_BYTES:
+            return True
+        if self._num_bytes + num_bytes > self.MAX_BYTES:
+            return False
+        self._of[owner] = num_bytes
+        self._num_bytes += num_bytes
+        return True
+
+    def let_go(self, owner: object) -> None:
+        self._num_bytes -= self._of.pop(owner, 0)
+
+
 class Fleet:
     """The replicas there are, the requests in flight, and the core between them. One event loop's."""
 
@@ -77,6 +101,7 @@ class Fleet:
         self.connections = ConnectionCounts()
         self.launching = launching
         self.on_bound: Callable[[FleetRequest, ReplicaFacts], None] | None = None
+        self.kept_bodies = KeptBodies()
         self._follow, self._ask_health, self._metrics = follow, probe, metrics
         self._probes: set[asyncio.Future[None]] = set()
         self._numbers = itertools.count(2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from math import log
 from typing import Any
@@ -13,6 +13,7 @@ import msgspec
 
 from maitred.api.http.fleet_token import FleetToken
 from maitred.api.http.logs import log_fields
+from maitred.api.route.answers import message_of
 from maitred.api.route.events import EventReader
 from maitred.api.route.fleet import Fleet, LiveReplica
 from maitred.cluster.replica_events import Began, Fingerprint, FleetEvent, KeysChanged, Load
@@ -114,7 +115,7 @@ class Follower:
         status, body = await self._get(live, "/ready" if facts.kind is Kind.MAITRED else "/health")
         if status in (200, 204, 404, 405, 501):
             return None
-        return _message(body) or f"it answers {status} when asked for its health"
+        return message_of(body) or f"it answers {status} when asked for its health"
 
     async def _models(self, live: LiveReplica, named: tuple[str, ...]) -> tuple[str, ...]:
         """As it lists them; where it lists none without a key, those that it `named`."""
@@ -123,7 +124,7 @@ class Follower:
             live.cards = [{"id": name, "object": "model", "owned_by": NAME} for name in named]
             return named
         if status != 200:
-            raise UpstreamFailed(Broken.WRONG, f"{live.origin.url}/v1/models answers {status}: {_message(body)}")
+            raise UpstreamFailed(Broken.WRONG, f"{live.origin.url}/v1/models answers {status}: {message_of(body)}")
         cards = [card for card in _decoded(body, _Models).data if isinstance(card.get("id"), str)]
         live.cards = cards[:MAX_MODELS]
         return tuple(card["id"] for card in live.cards)
@@ -157,7 +158,7 @@ class Follower:
         try:
             if answer.status != 200:
                 body = await answer.whole(MAX_TOLD_BYTES)
-                fields = {"replica": name, "status": answer.status, "error": _message(body)}
+                fields = {"replica": name, "status": answer.status, "error": message_of(body)}
                 log_fields(logger, logging.WARNING, "a replica tells nothing of itself; is its token another?", fields)
                 return False
             self._tell(fleet, live, replace(live.facts, has_beats=True))
@@ -198,18 +199,6 @@ def _decoded(body: bytes, kind: type[msgspec.Struct]) -> Any:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.DecodeError, ValueError, RecursionError):
         return kind()
-
-
-def _message(body: bytes) -> str:
-    """What an error says, at most a line of it."""
-    try:
-        found: Any = msgspec.json.decode(body)
-    except (msgspec.DecodeError, ValueError, RecursionError):
-        return body[:200].decode("utf-8", "replace").strip()
-    for key in ("error", "message", "detail"):
-        if isinstance(found, Mapping) and key in found:
-            found = found[key]
-    return str(found)[:200]
 
 
 def union_of_cards(replicas: Sequence[LiveReplica]) -> list[dict[str, Any]]:

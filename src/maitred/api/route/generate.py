@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 from maitred.api.http.exchange import Exchange
 from maitred.api.http.results import Wanted
 from maitred.api.route.headers import of_caller, towards_replica
@@ -13,6 +15,7 @@ from maitred.cluster.fleet_request import FleetRequest
 from maitred.cluster.prefix_keys import NO_KEYS, prefix_keys
 from maitred.cluster.ring import hash_of
 from maitred.cluster.routed_body import RoutedBody, read_body
+from maitred.cluster.told_tokens import SEED, TELL
 from maitred.errors import RouteNotFound, Unavailable
 
 MAX_TOKENS = 256  # thought of who names no limit
@@ -28,6 +31,7 @@ ADMINISTRATIVE = (  # of vLLM, and our own servers' likewise
     "/stop_profile",
     "/collective_rpc",
 )
+_random = random.Random()  # seeds are no secrets
 SESSION, PRIVACY = b"x-session-id", b"x-maitred-privacy"
 
 
@@ -112,6 +116,7 @@ def _request(
         num_samples=max(1, read.n or 1),
         keys=keys,
         hash_key=_hash_key(exchange, read, keys),
+        can_resume=bool(read.stream) and router.fleet_token.is_set,
         is_local=exchange.headers.get(PRIVACY, b"").strip().lower() == b"local",
     )
 
@@ -131,12 +136,20 @@ def _hash_key(exchange: Exchange, read: RoutedBody, keys: tuple[int, ...]) -> in
     return keys[0] if keys else None
 
 
+def _to_go_on(read: RoutedBody) -> list[tuple[bytes, bytes]]:
+    """That another replica can give the same answer, or the rest of it."""
+    seed = (SEED, b"%d" % _random.getrandbits(63))
+    return [seed, (TELL, b"1")] if read.stream else [seed]
+
+
 def _outgoing(router: Router, exchange: Exchange, body: bytes, read: RoutedBody, *, is_generation: bool) -> Outgoing:
     scope = exchange.scope
     headers = towards_replica(exchange)
     secret = router.fleet_token.shown()
     if secret:
         secret += of_caller(exchange.caller, router.salt_of(exchange.caller))
+        if is_generation:
+            secret += _to_go_on(read)
     elif router.authenticator.is_open and b"authorization" in exchange.headers:  # it is for the replicas
         headers.append((b"authorization", exchange.headers[b"authorization"]))
     query = scope["query_string"]

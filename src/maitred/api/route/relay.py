@@ -16,6 +16,7 @@ from maitred.api.route.headers import towards_client
 from maitred.api.route.routed import Moved, RoutedRequest
 from maitred.cluster.actions import Bind
 from maitred.cluster.fleet_request import Failure, FailureKind, Usage
+from maitred.cluster.told_tokens import BrokenFrame, ToldTokens
 from maitred.cluster.upstream import Answer, Ask, Broken, UpstreamFailed, request_head
 from maitred.errors import MaitredError, ServerError
 
@@ -40,10 +41,20 @@ class Outgoing:
     is_generation: bool = False  # its answer has usage and tokens
     is_stream: bool = False
 
+    @property
+    def tells(self) -> bool:
+        """Whether replicas of ours are asked to tell the tokens of its answer."""
+        return self.is_stream and bool(self.secret)
+
     def ask(self, live: LiveReplica) -> Ask:
         headers = [*self.headers, *self.secret] if live.is_ours and self.secret else self.headers
         head = request_head(self.method, self.target, live.origin, headers, len(self.body))
         return Ask(head, self.body, is_head=self.method == "HEAD")
+
+    def resume(self, live: LiveReplica, told: bytes) -> Ask:
+        """To go on where another replica left off."""
+        headers = [*self.headers, *self.secret]
+        return Ask(request_head("POST", "/fleet/resume", live.origin, headers, len(told)), told)
 
 
 class Relay:
@@ -63,6 +74,9 @@ class Relay:
         self._events = EventStream(self._exchange, silence_s=keep_alive_s) if outgoing.is_stream else None
         self._keep_alive_s, self._on_begin = keep_alive_s, on_begin
         self._pace = self._exchange.paces[0] if self._exchange.paces else None
+        self._told = ToldTokens() if outgoing.tells else None
+        self._first_byte_at = 0.0  # s
+        self._unsent = b""  # of the client's, if sending it was interrupted
         self._num_tokens = 0
         self._is_cancelled = False
         self._num_untold = 0  # of these, to the core
@@ -86,6 +100,7 @@ class Relay:
                 pass
         finally:
             self._fleet.leave(routed, self.usage)
+            self._fleet.kept_bodies.let_go(routed)
             exchange.log["held_ms"] = round(routed.held_s * 1000, 1) or None
 
     async def _uninterrupted(self) -> bool:
@@ -112,7 +127,7 @@ class Relay:
         live = self._fleet.replicas[bind.choice.replica]
         self._refusal = None
         try:
-            answer = await live.upstream.send(self._outgoing.ask(live))
+            answer = await live.upstream.send(self._ask(live))
         except UpstreamFailed as failed:
             self._fleet.failed(self._routed, failure_of(failed))
             return False
@@ -123,6 +138,24 @@ class Relay:
             return False
         finally:
             answer.abort()
+
+    def _ask(self, live: LiveReplica) -> Ask:
+        """From the beginning, or for the rest. Raises ReplicaFailed where nobody knows how to go on."""
+        if self._told is not None:
+            self._told.broke_off()
+        if not self._routed.began:
+            return self._outgoing.ask(live)
+        if self._told is None or not self._goes_on:
+            raise ReplicaFailed("the replica broke its answer off, and no other can go on with it")
+        arrived_at = self._routed.request.arrived_at
+        age_s, ttft_s = self._fleet.clock.now() - arrived_at, self._first_byte_at - arrived_at
+        path, body = self._exchange.scope["path"], self._outgoing.body
+        return self._outgoing.resume(live, self._told.resume_body(path, body, age_s=age_s, ttft_s=ttft_s))
+
+    @property
+    def _goes_on(self) -> bool:
+        """Whether another replica could go on with what the client has of it."""
+        return self._told is not None and self._told.can_resume and bool(self._outgoing.body)
 
     async def _bound(self) -> Bind:
         """Held streams get comments meanwhile."""
@@ -144,6 +177,9 @@ class Relay:
                 self._refusal = answer, body
             self._fleet.failed(self._routed, failure)
             return False
+        if self._routed.began and not (answer.status == 200 and answers.is_stream(answer)):
+            why = answers.message_of(await answer.whole(MAX_ERROR_BYTES))
+            raise ReplicaFailed(f"the replica broke its answer off, and no other can go on with it: {why}")
         if self._events is not None and answers.is_stream(answer):
             await self._stream(answer, live)
         else:
@@ -153,7 +189,7 @@ class Relay:
     def _broke_off(self, failed: UpstreamFailed) -> None:
         """In the middle of its answer. Raises when the client has a part of it."""
         self._fleet.failed(self._routed, failure_of(failed))
-        if self._routed.began and not self._routed.is_decided:
+        if self._routed.began and not self._routed.is_decided and not self._goes_on:
             raise ReplicaFailed(f"the replica broke its answer off: {failed}")
 
     # -- what is not streamed
@@ -203,26 +239,38 @@ class Relay:
     # -- streams
 
     async def _stream(self, answer: Answer, live: LiveReplica) -> None:
-        """Whole events only, so that an error can follow wherever it breaks off."""
-        exchange, rest, last = self._exchange, b"", b""
+        """Whole events only, so that an error or another replica's can follow wherever it breaks off."""
+        told = self._told if live.is_ours else None
+        cutter = told or answers.WholeEvents()
+        last = b""
+        await self._send_events(answer, live, self._unsent)
         while piece := await answer.piece():
-            if not self._routed.began:
+            events = _cut(cutter, piece)
+            if not self._routed.began and (told is None or told.head is not None or b"data: " in events):
                 self._begin()
-                if not exchange.started:
-                    exchange.streaming = True
-                    await self._send_head(answer, live)
-            if rest:
-                piece = rest + piece
-            piece, rest = answers.whole_events(piece)
-            if piece:
-                self._count(piece)
-                last = piece
-                await exchange.raw_send({"type": "http.response.body", "body": piece, "more_body": True})
+            if events:
+                self._count(events)
+                last = events
+                await self._send_events(answer, live, events)
+        if told is not None and not told.is_whole:
+            raise UpstreamFailed(Broken.WRONG, "its answer ended within a frame")
         self._tell_tokens()
         self.usage = answers.usage_of_stream(last, self._num_tokens)
         if self._pace is not None and self.usage.num_output_tokens:  # better than events
             self._pace.num_tokens = self.usage.num_output_tokens
-        await self._send_end(rest)
+        await self._send_end(cutter.rest if isinstance(cutter, answers.WholeEvents) else b"")
+
+    async def _send_events(self, answer: Answer, live: LiveReplica, events: bytes) -> None:
+        """What an interruption keeps from being written goes out with the next replica's."""
+        exchange = self._exchange
+        if not events:
+            return
+        self._unsent = events
+        if not exchange.started:
+            exchange.streaming = True
+            await self._send_head(answer, live)
+        await exchange.raw_send({"type": "http.response.body", "body": events, "more_body": True})
+        self._unsent = b""
 
     def _count(self, events: bytes) -> None:
         num_events = events.count(b"data: ")
@@ -241,13 +289,15 @@ class Relay:
     # -- to the client
 
     def _begin(self) -> None:
-        """From here on no other replica may begin anew, and the body is not needed any more."""
+        """From here on no other replica may begin anew. The body is needed only where one could go on."""
         routed = self._routed
         if not routed.began:
             routed.began = True
+            now = self._first_byte_at = self._fleet.clock.now()
             self._on_begin()
-            self._fleet.core.progressed(routed.request.request_id, 0, self._fleet.clock.now())
-            self._outgoing.body = b""
+            self._fleet.core.progressed(routed.request.request_id, 0, now)
+            if not (self._goes_on and self._fleet.kept_bodies.keep(routed, len(self._outgoing.body))):
+                self._outgoing.body = b""
             self._exchange.large_bodies.release(self._exchange)
 
     def _headers(self, answer: Answer, live: LiveReplica) -> list[Header]:
@@ -268,6 +318,13 @@ class Relay:
 
     async def _send_end(self, last: bytes = b"") -> None:
         await self._exchange.send({"type": "http.response.body", "body": last})
+
+
+def _cut(cutter: ToldTokens | answers.WholeEvents, piece: bytes) -> bytes:
+    try:
+        return cutter.feed(piece)
+    except BrokenFrame as error:
+        raise UpstreamFailed(Broken.WRONG, f"it told of tokens what cannot be read: {error}") from None
 
 
 def failure_of(failed: UpstreamFailed) -> Failure:

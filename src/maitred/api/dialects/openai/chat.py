@@ -94,7 +94,7 @@ class ChatAnswer:
         """`name` is the model's in the answer."""
         self.id, self._name = completion_id, name
         self._body, self._usage = body, usage
-        self._created = int(time.time())
+        self.created = int(time.time())
         self._names = TokenNames(model.tokenizer, as_ids=bool(body.return_tokens_as_token_ids))
         self._num_top = (body.top_logprobs or 0) if body.logprobs else None
         last = body.messages[-1] if body.messages else None
@@ -104,7 +104,7 @@ class ChatAnswer:
         body, request = self._body, outcome.samples[0].request
         answer = ChatCompletion(
             id=self.id,
-            created=self._created,
+            created=self.created,
             model=self._name,
             choices=[self._choice(sample) for sample in outcome.samples],
             usage=usage_of(outcome),
@@ -134,7 +134,7 @@ class ChatAnswer:
         envelope = {
             "id": self.id,
             "object": "chat.completion.chunk",
-            "created": self._created,
+            "created": self.created,
             "model": self._name,
             "system_fingerprint": FINGERPRINT,
         }

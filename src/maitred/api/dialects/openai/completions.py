@@ -82,7 +82,7 @@ class CompletionAnswer:
         """`name` is the model's in the answer."""
         self.id, self._name = completion_id, name
         self._body, self._prompts, self._usage = body, prompts, usage
-        self._created = int(time.time())
+        self.created = int(time.time())
         self._tokenizer = model.tokenizer
         self._names = TokenNames(model.tokenizer, as_ids=bool(body.return_tokens_as_token_ids))
         self._skip_special = body.skip_special_tokens is not False
@@ -93,7 +93,7 @@ class CompletionAnswer:
         return encode(
             Completion(
                 id=self.id,
-                created=self._created,
+                created=self.created,
                 model=self._name,
                 system_fingerprint=FINGERPRINT,
                 choices=[self._choice(outcome, sample) for sample in outcome.samples],
@@ -127,7 +127,7 @@ class CompletionAnswer:
         envelope = {
             "id": self.id,
             "object": "text_completion",
-            "created": self._created,
+            "created": self.created,
             "model": self._name,
             "system_fingerprint": FINGERPRINT,
         }

@@ -1,0 +1,63 @@
+"""POST /fleet/resume: go on with a stream that another replica began."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol, runtime_checkable
+
+import msgspec
+
+from maitred.api.generate.complete import generate
+from maitred.api.generate.dialect import Dialect
+from maitred.api.generate.resumption import Resumption
+from maitred.api.generate.telling import fingerprint_of
+from maitred.api.http.app import App
+from maitred.api.http.exchange import Exchange
+from maitred.cluster.told_tokens import ResumeRequest
+from maitred.errors import CannotResume, InvalidRequest, PermissionDenied
+
+MAX_TOLD_BYTES = 32 * 1024 * 1024  # of tokens, beside as much body as any request may have
+_decoder = msgspec.json.Decoder(ResumeRequest)
+
+
+@runtime_checkable
+class DecidesResume(Protocol):
+    """A replica that knows whether its tokens would be those that the first one would have made."""
+
+    def why_not_resumed(self, *, same_numbers: bool) -> str | None: ...
+
+
+class Resume:
+    """The route; `dialects` by the paths of theirs."""
+
+    def __init__(self, dialects: Mapping[str, Dialect]) -> None:
+        self._dialects = dialects
+
+    async def __call__(self, app: App, exchange: Exchange) -> None:
+        if not app.fleet_token.is_shown_by(exchange.headers):
+            raise PermissionDenied("this takes the fleet's token, in the header x-maitred-fleet-token")
+        exchange.max_body_bytes += MAX_TOLD_BYTES
+        asked = await exchange.json(_decoder)
+        dialect = self._dialects.get(asked.path)
+        if dialect is None:
+            paths = ", ".join(self._dialects)
+            raise InvalidRequest(f"{asked.path[:100]!r} is none of the paths that are resumed: {paths}", param="path")
+        _check_numerics(app, asked.head.fingerprint)
+        exchange.format = dialect.format
+        async with exchange.turn():
+            body = bytes(asked.body)
+            ask, note_tokens = dialect.decode(app, exchange, body), app.fleet.noting(body, exchange.headers)
+        await generate(app, exchange, ask, None, note_tokens, Resumption(asked, ask, app.model))
+
+
+def _check_numerics(app: App, fingerprint: str) -> None:
+    own = fingerprint_of(app.model)
+    same = own == fingerprint
+    if isinstance(app.replica, DecidesResume):
+        why_not = app.replica.why_not_resumed(same_numbers=same)
+    else:
+        why_not = None if same else "another model, or other numerics, made its first tokens"
+    if why_not is not None:
+        raise CannotResume(
+            f"the stream cannot go on here: {why_not}; it was begun by {fingerprint[:200]!r}, and this is {own!r}"
+        )

@@ -1,0 +1,219 @@
+"""What a replica tells a router of a stream beside its text, and what the router keeps of it to go on elsewhere. Pure.
+
+Each write of such a stream is a frame: a comment with the tokens that made it and how many bytes follow that are
+theirs, then these bytes. A frame counts as a whole or not at all, so wherever a stream breaks off, the client has
+exactly the text of the tokens that were told.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+
+import msgspec
+
+TELL = b"x-maitred-tell-tokens"  # asks for it; heeded from who shows the fleet's token
+SEED = b"x-maitred-seed"  # of a request that brings none, so that the same request asked again has the same answer
+HEAD, FRAME = b": resume ", b": tokens "
+MAX_TOLD_TOKENS = 4 * 1024 * 1024  # of one stream, 4 bytes each; beyond, it cannot go on elsewhere
+MAX_PENDING_BYTES = 16 * 1024 * 1024  # of a frame that is not whole
+MAX_LINE_BYTES = 4 * 1024 * 1024
+
+
+class StreamHead(msgspec.Struct, frozen=True):
+    """What a resume needs besides the request's body: told once, before the first tokens."""
+
+    id: str
+    created: int  # unix s
+    fingerprint: str  # of model and numerics
+    seeds: tuple[int, ...]  # by prompt
+    max_tokens: tuple[int, ...]  # by prompt
+
+
+class ToldSample(msgspec.Struct, omit_defaults=True):
+    """Tokens of one sample: those of a frame, or all that the client has the text of."""
+
+    index: int  # of the choice
+    token_ids: list[int]
+    ended: bool = False
+    num_cached_tokens: int | None = None  # of its prompt, once that is known
+
+
+class Frame(msgspec.Struct, frozen=True):
+    """One write: whose tokens made the `num_bytes` that follow."""
+
+    num_bytes: int
+    samples: tuple[ToldSample, ...]
+
+
+class ResumeRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """The body of POST /fleet/resume: a stream that another replica began."""
+
+    path: str  # the client asked for
+    body: msgspec.Raw  # of the client, as it came
+    head: StreamHead
+    samples: list[ToldSample]  # those with tokens
+    age_s: float = 0.0  # since the request arrived
+    ttft_s: float = 0.0  # of that, until its first token
+
+
+class BrokenFrame(Exception):
+    """A replica of ours sent what is no frame."""
+
+
+_encode = msgspec.json.Encoder().encode
+_read_head = msgspec.json.Decoder(StreamHead).decode
+_read_frame = msgspec.json.Decoder(Frame).decode
+
+
+def head_line(head: StreamHead) -> bytes:
+    return HEAD + _encode(head) + b"\n"
+
+
+def frame(samples: Iterable[ToldSample], events: bytes, num_more: int = 0) -> bytes:
+    """`events` as one frame; `num_more` bytes that follow are its as well."""
+    return FRAME + _encode(Frame(len(events) + num_more, tuple(samples))) + b"\n" + events
+
+
+class _Sample:
+    """All that was told of one sample."""
+
+    __slots__ = ("ended", "num_cached_tokens", "token_ids")
+
+    def __init__(self) -> None:
+        self.token_ids = array("i")
+        self.ended = False
+        self.num_cached_tokens: int | None = None
+
+
+class ToldTokens:
+    """One stream's tokens, over all replicas that had it. `feed` gives what is for the client."""
+
+    __slots__ = ("_num_tokens", "_pending", "_samples", "head")
+
+    def __init__(self) -> None:
+        self.head: StreamHead | None = None  # once it was told
+        self._samples: dict[int, _Sample] = {}
+        self._num_tokens = 0
+        self._pending = b""  # of a line, an event or a frame that is not whole
+
+    def feed(self, piece: bytes) -> bytes:
+        """What of it the client gets now: whole frames and whole events, without the comments that are for us.
+
+        Raises BrokenFrame.
+        """
+        data = self._pending + piece if self._pending else piece
+        out: list[bytes] = []
+        start, end = 0, len(data)
+        while start < end:
+            try:
+                following = self._one(data, start, out)
+            except BrokenFrame:
+                if start == 0:
+                    raise
+                break  # what came before is the client's; the next call raises it again
+            if following is None:
+                break
+            start = following
+        self._pending = data[start:]
+        if len(self._pending) > MAX_PENDING_BYTES:
+            raise BrokenFrame(f"a write of {len(self._pending)} bytes and more")
+        return out[0] if len(out) == 1 else b"".join(out)
+
+    def broke_off(self) -> None:
+        """The replica is gone: what is not whole never was."""
+        self._pending = b""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing has begun that has not ended."""
+        return not self._pending
+
+    @property
+    def num_tokens(self) -> int:
+        """Told so far, of all samples."""
+        return self._num_tokens
+
+    @property
+    def can_resume(self) -> bool:
+        return self.head is not None and self._num_tokens <= MAX_TOLD_TOKENS
+
+    def resume_body(self, path: str, body: bytes, *, age_s: float = 0.0, ttft_s: float = 0.0) -> bytes:
+        """What to ask the next replica; `can_resume` must be."""
+        assert self.head is not None, "nothing was told"
+        samples = [
+            ToldSample(index, told.token_ids.tolist(), told.ended, told.num_cached_tokens)
+            for index, told in sorted(self._samples.items())
+        ]
+        asked = ResumeRequest(
+            path=path, body=msgspec.Raw(body), head=self.head, samples=samples, age_s=age_s, ttft_s=ttft_s
+        )
+        return _encode(asked)
+
+    def _one(self, data: bytes, start: int, out: list[bytes]) -> int | None:
+        """Take the next frame, head or event; where it ends, or None while it is not whole."""
+        if not data.startswith(b": ", start):
+            return None if len(data) - start < 2 and b": ".startswith(data[start:]) else _event(data, start, out)
+        if data.startswith(FRAME, start):
+            return self._frame(data, start, out)
+        if data.startswith(HEAD, start):
+            return self._head(data, start)
+        shown = data[start : start + len(FRAME)]
+        return None if FRAME.startswith(shown) or HEAD.startswith(shown) else _event(data, start, out)
+
+    def _frame(self, data: bytes, start: int, out: list[bytes]) -> int | None:
+        line_end = _line_end(data, start)
+        if line_end is None:
+            return None
+        try:
+            told = _read_frame(data[start + len(FRAME) : line_end])
+        except (msgspec.DecodeError, ValueError, RecursionError) as error:
+            raise BrokenFrame(str(error)) from None
+        begin = line_end + 1
+        end = begin + told.num_bytes
+        if end > len(data):
+            return None
+        if told.num_bytes:
+            out.append(data[begin:end])
+        for sample in told.samples:
+            self._keep(sample)
+        return end
+
+    def _head(self, data: bytes, start: int) -> int | None:
+        line_end = _line_end(data, start)
+        if line_end is None:
+            return None
+        try:
+            head = _read_head(data[start + len(HEAD) : line_end])
+        except (msgspec.DecodeError, ValueError, RecursionError) as error:
+            raise BrokenFrame(str(error)) from None
+        if not self._samples:  # else the client has tokens of the first
+            self.head = head
+        return line_end + 1
+
+    def _keep(self, told: ToldSample) -> None:
+        sample = self._samples.get(told.index)
+        if sample is None:
+            sample = self._samples[told.index] = _Sample()
+        self._num_tokens += len(told.token_ids)
+        if self._num_tokens <= MAX_TOLD_TOKENS:
+            sample.token_ids.extend(told.token_ids)
+        sample.ended = sample.ended or told.ended
+        if told.num_cached_tokens is not None and sample.num_cached_tokens is None:
+            sample.num_cached_tokens = told.num_cached_tokens
+
+
+def _line_end(data: bytes, start: int) -> int | None:
+    end = data.find(b"\n", start)
+    if end < 0 and len(data) - start > MAX_LINE_BYTES:
+        raise BrokenFrame(f"a line of {len(data) - start} bytes and more")
+    return end if end >= 0 else None
+
+
+def _event(data: bytes, start: int, out: list[bytes]) -> int | None:
+    """An event or comment that is the client's."""
+    end = data.find(b"\n\n", start)
+    if end < 0:
+        return None
+    out.append(data[start : end + 2])
+    return end + 2
