@@ -71,7 +71,7 @@ def without_what_differs(had: dict[str, Any]) -> dict[str, Any]:
 
 
 def streams_while(fleet: RealFleet, happens: Callable[[ServerProcess], object]) -> list[dict[str, Any]]:
-    """All of ASKED at once; once each has something of its answer, it `happens` to a replica that has some of them."""
+    """All of ASKED at once; once each has something of its answer, it `happens` to the replica that has most of them."""
     have_begun = threading.Barrier(len(ASKED) + 1)
 
     def stream(number: int) -> dict[str, Any]:
@@ -86,8 +86,14 @@ def streams_while(fleet: RealFleet, happens: Callable[[ServerProcess], object]) 
     with ThreadPoolExecutor(len(ASKED)) as pool:
         told = [pool.submit(stream, number) for number in range(len(ASKED))]
         have_begun.wait(HANGS_S)
-        happens(fleet.replicas[0])
+        happens(busiest(fleet))
         return [answer.result() for answer in told]
+
+
+def busiest(fleet: RealFleet) -> ServerProcess:
+    told = max(fleet.view()["replicas"], key=lambda replica: replica["in_flight"])
+    assert told["in_flight"]
+    return next(replica for replica in fleet.replicas if replica.url == told["url"])
 
 
 def num_resumed(fleet: RealFleet) -> float:
@@ -98,11 +104,16 @@ def num_resumed(fleet: RealFleet) -> float:
 def test_streams_of_a_replica_that_hangs_or_dies_go_on_as_undisturbed(fleet):
     expected = [undisturbed(fleet, number) for number in range(len(ASKED))]
     for sent in (signal.SIGSTOP, signal.SIGKILL):
-        before = num_resumed(fleet)
-        had = streams_while(fleet, lambda replica, sent=sent: os.kill(replica.process.pid, sent))
+        before, hit = num_resumed(fleet), list[int]()
+
+        def strike(replica: ServerProcess, sent=sent, hit=hit) -> None:
+            hit.append(replica.process.pid)
+            os.kill(replica.process.pid, sent)
+
+        had = streams_while(fleet, strike)
         for number, (told, wanted) in enumerate(zip(had, expected, strict=True)):
             assert told == wanted, ASKED[number]
         assert num_resumed(fleet) > before
         if sent is signal.SIGSTOP:
-            os.kill(fleet.replicas[0].process.pid, signal.SIGCONT)
+            os.kill(hit[0], signal.SIGCONT)
             until(lambda: fleet.states == ["ready"] * 3)
