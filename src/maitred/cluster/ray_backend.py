@@ -332,7 +332,7 @@ class EngineReplica:
 class FleetRouter(RequestRouter):  # type: ignore[misc]
     """Serve's RequestRouter by our balances; Serve passes on to the next of those ranked where one is full."""
 
-    def initialize_state(self, balance: str = "session", max_load_ratio: float = 1.25) -> None:
+    def initialize_state(self, balance: str = "hash", max_load_ratio: float = 1.25) -> None:
         self._choice = ServeChoice(balance, max_load_ratio)
         self._in_flight: dict[Any, set[str]] = {}  # sent from here, by replica
         self._clock = WallClock()

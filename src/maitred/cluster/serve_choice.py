@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from maitred.cluster.balance import BALANCES, choose
+from maitred.cluster.balance import BALANCES, choose, least_load
 from maitred.cluster.config import FleetConfig
 from maitred.cluster.fleet_request import FleetRequest
 from maitred.cluster.prefix_index import PrefixIndex
 from maitred.cluster.replicas import Replica, ReplicaFacts, Replicas, State
 from maitred.cluster.ring import hash_of
 
+KEYED = ("hash", "session", "prefix")
 KEY_HEADERS = (b"x-session-id", b"x-prompt-cache-key")  # the first that a request has is the key of its conversation
 
 
@@ -24,14 +25,17 @@ class Seen(NamedTuple):
 
 
 class ServeChoice:
-    """One balance over the replicas of a deployment."""
+    """One balance over the replicas of a deployment; without a key it is least load. `hash` alone needs no memory,
+    so the routers of all proxies send a conversation to the same replica.
+    """
 
-    def __init__(self, balance: str = "session", max_load_ratio: float = 1.25) -> None:
+    def __init__(self, balance: str = "hash", max_load_ratio: float = 1.25) -> None:
         """Raises ConfigError for a balance that there is not."""
         config = FleetConfig(balance=balance, max_load_ratio=max_load_ratio)
         self._fleet = Replicas(config)
         self._ratio = config.max_load_ratio
         self._balance = BALANCES[balance](self._fleet)
+        self._keyless = least_load(self._fleet) if balance in KEYED else self._balance
         self._index = PrefixIndex()  # of prompts nothing is known here
 
     def ranked(self, replicas: Sequence[Seen], key: int | None, request_id: str, now: float) -> list[str]:
@@ -42,8 +46,9 @@ class ServeChoice:
         request = FleetRequest(request_id=request_id, arrived_at=now, num_bytes=0, max_tokens=1, hash_key=key)
         room = self._bits(seen.name for seen in replicas if seen.load < seen.slots)
         usable = self._bits(seen.name for seen in replicas)
+        balance = self._balance if key is not None else self._keyless
         chosen, choice = choose(
-            request, self._fleet, room or usable, usable, balance=self._balance, index=self._index, ratio=self._ratio
+            request, self._fleet, room or usable, usable, balance=balance, index=self._index, ratio=self._ratio
         )
         rest = sorted(replicas, key=lambda seen: (seen.load, seen.name))
         names = (chosen.name, *(candidate.replica for candidate in choice.candidates), *(seen.name for seen in rest))

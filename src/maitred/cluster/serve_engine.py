@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from maitred.clock import Clock, WallClock
+from maitred.cluster.config import FleetConfig
 from maitred.cluster.serve_scaling import ARRIVED, ENDED, SERVED_S, START_S
 from maitred.config import (
     AdmissionConfig,
@@ -37,8 +38,9 @@ class ServeOptions:
     """Fewest replicas; 0 lets the last one go after `idle_s`."""
     max_replicas: int = 1
     """Most of them."""
-    balance: str = "session"
-    """Which replica a request goes to: session, hash, least_load, two_choices or round_robin."""
+    balance: str = "hash"
+    """Which replica a request goes to: hash or session (by its conversation's header, without one by least load),
+    least_load, two_choices or round_robin."""
     max_load_ratio: float = 1.25
     """Nobody is sent to a replica with more than this times the mean in flight, plus one, while another has room."""
     idle_s: float = 300.0
@@ -51,6 +53,7 @@ class ServeOptions:
     """Of the parts of the configuration, as given."""
 
     def __post_init__(self) -> None:
+        FleetConfig(balance=self.balance, max_load_ratio=self.max_load_ratio)
         if not 0 <= self.min_replicas <= self.max_replicas or self.max_replicas < 1:
             raise ConfigError(
                 f"min_replicas is {self.min_replicas} and max_replicas {self.max_replicas}; "
