@@ -342,8 +342,8 @@ class FleetRouter(RequestRouter):  # type: ignore[misc]
         seen = [Seen(name, self._load(of.replica_id), of.max_ongoing_requests) for name, of in by_name.items()]
         key, request_id = None, ""
         if pending_request is not None:
-            scope = getattr(next(iter(pending_request.args), None), "_asgi_scope", None) or {}
-            key, request_id = key_of(scope.get("headers", ())), pending_request.metadata.internal_request_id
+            metadata = pending_request.metadata  # Serve has read x-session-id; the rest it hands on pickled
+            key, request_id = key_of(metadata.session_id), metadata.internal_request_id
         ranked = self._choice.ranked(seen, key, request_id, self._clock.now())
         return [[by_name[name]] for name in ranked]
 

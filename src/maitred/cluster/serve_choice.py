@@ -1,4 +1,4 @@
-"""Ray Serve's choice of a replica by the fleet's balances. Serve hands its routers no body: headers decide. Pure."""
+"""Ray Serve's choice of a replica by the fleet's balances. Of a request Serve hands routers the session alone. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from maitred.cluster.replicas import Replica, ReplicaFacts, Replicas, State
 from maitred.cluster.ring import hash_of
 
 KEYED = ("hash", "session", "prefix")
-KEY_HEADERS = (b"x-session-id", b"x-prompt-cache-key")  # the first that a request has is the key of its conversation
 
 
 class Seen(NamedTuple):
@@ -70,8 +69,6 @@ class ServeChoice:
         return sum(1 << self._fleet.by_name[name].bit for name in names)
 
 
-def key_of(headers: Iterable[tuple[bytes, bytes]]) -> int | None:
-    """Of the conversation that a request belongs to, 64 bits. `headers` are ASGI's: lower-case names, raw values."""
-    given = dict(headers)
-    key = next((given[name] for name in KEY_HEADERS if given.get(name)), None)
-    return None if key is None else hash_of(key.decode("latin-1"))
+def key_of(session_id: str) -> int | None:
+    """Of the conversation that a request belongs to, 64 bits; None where it names none."""
+    return hash_of(session_id) if session_id else None
