@@ -115,13 +115,14 @@ class LocalLauncher:
         on_event: Callable[[LaunchEvent], None],
         write_line: Callable[[str], None] | None = None,
         command: Sequence[str] = SERVE,
+        host: str = "127.0.0.1",
         clock: Clock | None = None,
         stop_s: float = STOP_S,
     ) -> None:
-        """`words` are for `maitred serve`: model and flags; address and port are ours. `token` is the fleet's secret.
+        """`words` are for `maitred serve`: model and flags, but for address and port. `token` is the fleet's secret.
         `write_line` gets what replicas write, from threads.
         """
-        self._command = [*command, *words, "--host", "127.0.0.1", "--port", "0"]
+        self._command = [*command, *words, "--host", host, "--port", "0"]
         self._token, self._on_event, self._stop_s = token, on_event, stop_s
         self._write_line = write_line or write_to_stderr
         self._clock = clock or WallClock()
