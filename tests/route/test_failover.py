@@ -71,7 +71,7 @@ def without_what_differs(had: dict[str, Any]) -> dict[str, Any]:
 
 
 def streams_while(fleet: RealFleet, happens: Callable[[ServerProcess], object]) -> list[dict[str, Any]]:
-    """All of ASKED at once; once each has something of its answer, it `happens` to the replica that has most of them."""
+    """All of ASKED at once; once each has something of its answer, it `happens` to the busiest replica."""
     have_begun = threading.Barrier(len(ASKED) + 1)
 
     def stream(number: int) -> dict[str, Any]:
