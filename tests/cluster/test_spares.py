@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
 from maitred.cluster.actions import Action, Sleep, Start, Stop
 from maitred.cluster.replicas import ReplicaFacts, State
 from tests.cluster.fleets import Driver, facts, make_core
@@ -96,3 +102,56 @@ def test_a_restart_replaces_spares_too_and_leaves_as_many():
     assert states(fleet) == ["asleep", "ready", "warm"]
     assert {"replica-1", "replica-2", "replica-3"}.isdisjoint(fleet.core.fleet.by_name)
     assert len(fleet.core.fleet) == 3
+
+
+def settle(fleet: Driver) -> None:
+    """Until nothing changes: those on their way are there, those stopped are gone, those out are well again."""
+    for _ in range(30):
+        get_ready(fleet)
+        for replica in list(fleet.core.fleet):
+            if replica.state is State.EJECTED:
+                fleet.do(fleet.core.probed(replica.name, True, fleet.now))
+        for stop in of(fleet, Stop):
+            fleet.do(fleet.core.left(stop.name, fleet.now))
+        fleet.wait(1.0)
+
+
+NAMES = st.sampled_from([f"replica-{number}" for number in range(1, 9)])
+STEPS = st.one_of(
+    st.tuples(st.just("scaled"), st.sampled_from([(1, 1), (2, 2), (3, 3)])),
+    st.tuples(st.sampled_from(["killed", "lost", "drained", "silent", "ready"]), NAMES),
+    st.tuples(st.just("restarted"), st.lists(NAMES, max_size=4)),
+    st.tuples(st.just("waited"), st.sampled_from([0.5, 3.0])),
+)
+
+
+@given(warm=st.integers(0, 2), asleep=st.integers(0, 2), steps=st.lists(STEPS, max_size=12))
+def test_whatever_happens_there_are_in_the_end_as_many_as_are_wanted_and_as_many_spares(
+    warm: int, asleep: int, steps: list[tuple[str, Any]]
+) -> None:
+    fleet = launching(1, 1, warm=warm, asleep=asleep)
+    for what, given_ in steps:
+        take_step(fleet, what, given_)
+    settle(fleet)
+    target = fleet.core.view(fleet.now).target
+    assert Counter(states(fleet)) == Counter({"ready": target, "warm": warm, "asleep": asleep})
+    fleet.core.check_invariants()
+
+
+def take_step(fleet: Driver, what: str, given_: Any) -> None:
+    core, now = fleet.core, fleet.now
+    if what == "scaled":
+        fleet.do(core.scaled(*given_, now))
+    elif what == "restarted":
+        fleet.do(core.restarted(given_, now))
+    elif what == "waited":
+        fleet.wait(given_)
+    elif given_ in core.fleet.by_name:
+        if what in ("killed", "lost"):
+            fleet.do(core.left(given_, now, what == "killed"))
+        elif what == "drained":
+            fleet.do(core.drained(given_, now))
+        elif what == "silent":
+            fleet.do(core.probed(given_, False, now))
+        else:
+            fleet.do(core.joined(told(given_, State.READY), now))
