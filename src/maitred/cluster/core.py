@@ -286,6 +286,8 @@ class ClusterCore:
         """It is new, or was away; a spare stays out of rotation."""
         replica.heard_at, replica.num_failures, replica.is_full = now, 0, False
         self.fleet.note_others(replica, replica.num_own)
+        if state is State.ASLEEP:
+            self._sizing.keep(replica)
         is_spare = state is State.READY and self._sizing.is_spare(replica)
         self.fleet.set_state(replica, State.WARM if is_spare else state, now)
         if state is State.READY:

@@ -75,6 +75,10 @@ class Sizing:
         """It stays out of rotation when it is ready."""
         return replica.name in self._spares
 
+    def keep(self, replica: Replica) -> None:
+        """It sleeps, so it is a spare, wanted or not."""
+        self._spares.add(replica.name)
+
     def forget(self, replica: Replica) -> None:
         """It goes for good: if it was a spare, another takes its place."""
         self._spares.discard(replica.name)
