@@ -194,8 +194,15 @@ TENANTS_FILE_FAILURES = _counter(
 )
 
 # the fleet: of a router, read from its core when the page is asked for
-FLEET_STATES = ("starting", "ready", "asleep", "draining", "ejected")
+FLEET_STATES = ("starting", "ready", "warm", "asleep", "draining", "ejected")
 FLEET_REPLICAS = _gauge("fleet_replicas", "replicas", "Replicas by state.", ("state",))
+FLEET_ORIGINS = ("warm", "asleep", "cold")
+FLEET_STARTS = _counter(
+    "fleet_starts",
+    "starts",
+    "Replicas of the router's own that were begun (cold), woken (asleep) or taken into rotation (warm).",
+    ("from",),
+)
 FLEET_REQUESTS = _counter(
     "fleet_requests",
     "requests",
@@ -298,6 +305,7 @@ TENANT_METRICS: tuple[Metric, ...] = (
 )
 FLEET_METRICS: tuple[Metric, ...] = (
     FLEET_REPLICAS,
+    FLEET_STARTS,
     FLEET_REQUESTS,
     FLEET_ATTEMPTS,
     FLEET_RESUMES,

@@ -30,8 +30,12 @@ class CommonOptions:
 class Options:
     """What the user asked for: one instance for each part of the command."""
 
-    def __init__(self, parts: Mapping[type, object], given: Container[str] = ()) -> None:
+    def __init__(
+        self, parts: Mapping[type, object], given: Container[str] = (), after_dashes: tuple[str, ...] = ()
+    ) -> None:
         self._parts, self._given = parts, given
+        self.after_dashes = after_dashes
+        """Words after `--`, of a command that takes them."""
 
     def __getitem__(self, part: type[T]) -> T:
         value = self._parts[part]
@@ -54,6 +58,7 @@ class Command:
     positional: str | None = None  # the field that may also stand without its flag
     first: tuple[str, ...] = ()  # fields whose flags are wanted most often, shown before all parts in this order
     examples: tuple[str, ...] = ()
+    after_dashes: str = ""  # what may follow `--`, as the usage line shows it; empty for nothing
 
     def flags(self) -> Iterator[Flag]:
         for part in (*self.parts, CommonOptions):
@@ -61,6 +66,7 @@ class Command:
 
     def parse(self, words: Sequence[str], environ: Mapping[str, str] = os.environ) -> Options:
         """Raises UsageError. Defaults < config file < environment < command line."""
+        words, after = _cut(words) if self.after_dashes else (words, ())
         given = _parse_words(self, words)
         values: dict[str, object] = {}
         if "config" in given:
@@ -77,7 +83,13 @@ class Command:
 
             hint = f"; {COMMANDS[self.path]}" if self.path in COMMANDS else ""
             raise UsageError(f"{missing[0]} is required{hint}; see maitred {self.path} --help")
-        return Options({part: _build(part, values) for part in (*self.parts, CommonOptions)}, values)
+        return Options({part: _build(part, values) for part in (*self.parts, CommonOptions)}, values, after)
+
+
+def _cut(words: Sequence[str]) -> tuple[Sequence[str], tuple[str, ...]]:
+    """What stands before the first `--`, and after it."""
+    at = words.index("--") if "--" in words else len(words)
+    return words[:at], tuple(words[at + 1 :])
 
 
 def _build(part: type, values: Mapping[str, object]) -> object:
@@ -140,7 +152,8 @@ def _usage(command: Command) -> str:
             words.append(word if flag.required else f"[{word}]")
         elif flag.required:
             words.append(f"{flag.short or flag.name} {flag.metavar}")
-    return " ".join([*words, "[OPTION ...]"])
+    after = [f"[-- {command.after_dashes}]"] if command.after_dashes else []
+    return " ".join([*words, "[OPTION ...]", *after])
 
 
 def _add(group: argparse._ArgumentGroup, flag: Flag) -> None:

@@ -41,10 +41,19 @@ class Refuse:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """A launched replica, new under this name, or one that is asleep; tell `joined` when it is ready."""
+    """A launched replica: a new one under this name, or one that is asleep; tell `joined` when it is ready. One kept
+    warm is there already.
+    """
 
     name: str
-    origin: str  # cold, asleep
+    origin: str  # warm, asleep, cold
+
+
+@dataclass(frozen=True, slots=True)
+class Sleep:
+    """A launched replica that is not needed, and has nothing in flight: it is to give its memory back."""
+
+    name: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,4 +70,4 @@ class Probe:
     name: str
 
 
-Action = Bind | Move | Refuse | Start | Stop | Probe
+Action = Bind | Move | Refuse | Start | Sleep | Stop | Probe

@@ -54,6 +54,10 @@ class FleetConfig:
     """Failures in a row after which a replica is taken out."""
     replica_drain_s: float = 30.0
     """A drained replica may finish what it has for this long (s); then the rest goes on elsewhere."""
+    warm: int = 0
+    """Replicas kept loaded and out of rotation, beyond those that there is need for: each takes over at once."""
+    asleep: int = 0
+    """Replicas kept asleep beyond those: their memory is given back, and they are there sooner than new ones."""
     resume: str = field(default="exact", metadata={"choices": RESUME_RULES})
     """What a request that has tokens does when its replica is gone: exact goes on where the same numbers are computed,
     and else ends with an error; always goes on; never ends with an error."""
@@ -87,6 +91,8 @@ _RANGES = (
     ("silence_s", 0.1, 1e6),
     ("max_failures", 1, 1000),
     ("replica_drain_s", 0.0, 1e6),
+    ("warm", 0, 1000),
+    ("asleep", 0, 1000),
 )
 
 

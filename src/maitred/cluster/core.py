@@ -31,6 +31,7 @@ from maitred.policy.predictor import Predictor, predictor_named
 
 GONE = Failure(FailureKind.RESET, message="it is gone")
 SILENT = Failure(FailureKind.SILENT, message="nothing was heard of it")
+_KEPT = {(State.WARM, State.READY), (State.ASLEEP, State.READY), (State.ASLEEP, State.STARTING)}
 
 
 class _Due(Enum):
@@ -66,7 +67,7 @@ class ClusterCore:
         self.policy = binder.policy
         self._binder = binder
         self._health = Health(config, self.fleet)
-        self._sizing = Sizing(self.fleet, autoscale)
+        self._sizing = Sizing(config, self.fleet, autoscale)
         self._requests = Requests(config, self.fleet, binder, self._lessons, self._health, self._sizing)
         self._timers: Timers[_ReplicaDue] = Timers(self._is_living)
         self._facts_version = -1
@@ -139,7 +140,7 @@ class ClusterCore:
         replica = self.fleet.put(facts, now)
         replica.error = facts.error
         self._health.budget.cover(replica.limit)
-        if is_new or replica.state not in (State.DRAINING, State.EJECTED, facts.state):
+        if is_new or self._is_news(replica, facts.state):
             self._become(replica, facts.state, now)
         elif replica.state is State.READY and not replica.is_watched:  # it may have begun to tell of itself
             replica.heard_at = now
@@ -156,6 +157,7 @@ class ClusterCore:
         self._lessons.forgot(replica)
         actions = self._requests.abandon(replica, GONE, now)
         if not returns:
+            self._sizing.forget(replica)
             self.fleet.remove(replica, now)
             self._requests.unbar(replica.bit)
         return actions + self._fleet_changed(now)
@@ -281,13 +283,22 @@ class ClusterCore:
     # -- replicas come and go
 
     def _become(self, replica: Replica, state: State, now: float) -> None:
-        """It is new, or was away."""
+        """It is new, or was away; a spare stays out of rotation."""
         replica.heard_at, replica.num_failures, replica.is_full = now, 0, False
         self.fleet.note_others(replica, replica.num_own)
-        self.fleet.set_state(replica, state, now)
+        if state is State.ASLEEP:
+            self._sizing.keep(replica)
+        is_spare = state is State.READY and self._sizing.is_spare(replica)
+        self.fleet.set_state(replica, State.WARM if is_spare else state, now)
         if state is State.READY:
             self._sizing.is_there(replica, now)
             self._watch(replica)
+
+    def _is_news(self, replica: Replica, told: State) -> bool:
+        """Draining, ejected, asleep and warm are the router's to say; a replica itself only knows if it could serve."""
+        if replica.state in (State.DRAINING, State.EJECTED, told):
+            return False
+        return not self._sizing.is_spare(replica) or (replica.state, told) not in _KEPT
 
     def _is_well(self, replica: Replica, now: float) -> list[Action]:
         replica.heard_at, replica.num_failures, replica.error = now, 0, None
@@ -313,14 +324,21 @@ class ClusterCore:
             self._scale_at = None
             return []
         self._sizing.aim(self.figures(now), now)
-        actions: list[Action] = [*self._sizing.starts(now)]
+        starts = self._sizing.starts(now)
+        actions: list[Action] = [*starts, *self._sizing.sleeps(now)]
         for name in self._sizing.surplus():
             actions += self._drain(self.fleet.by_name[name], now)
         if self._scale_at is None or self._scale_at <= now:
             self._scale_at = now + EVERY_S
-        return actions
+        return actions + self._rotate_in([start.name for start in starts if start.origin == "warm"], now)
+
+    def _rotate_in(self, names: list[str], now: float) -> list[Action]:
+        for name in names:
+            self._become(self.fleet.by_name[name], State.READY, now)
+        return self._requests.dispatch(now) if names else []
 
     def _drain(self, replica: Replica, now: float) -> list[Action]:
+        self._sizing.forget(replica)
         self.fleet.set_state(replica, State.DRAINING, now)
         self._timers.add(now + self.config.replica_drain_s, _ReplicaDue(_Due.DRAIN, replica))
         without_token = [r for r in replica.in_flight.values() if not r.has_begun]

@@ -288,7 +288,9 @@ class LocalLauncher:
         if replica.stopping:
             self._forget(replica, cause)
             return
-        is_hopeless = code == USAGE or (code == FAILURE and replica.ready_at is None and not self._any_was_ready)
+        never_ready = replica.ready_at is None and not self._any_was_ready
+        is_second = replica.backoff.num_restarts > 0  # the first may have been unlucky: a port, a file that changes
+        is_hopeless = code == USAGE or (code == FAILURE and never_ready and is_second)
         own_fault = is_own_fault(code, stuck=False, out_of_memory=False)
         self._lost(replica, cause, own_fault=own_fault, is_hopeless=is_hopeless)
 

@@ -16,6 +16,7 @@ MAX_CACHED_SETS = 64
 class State(str, Enum):
     STARTING = "starting"
     READY = "ready"
+    WARM = "warm"  # loaded, and kept out of rotation until there is need
     ASLEEP = "asleep"
     DRAINING = "draining"
     EJECTED = "ejected"

@@ -60,10 +60,9 @@ async def drain(router: Router, exchange: Exchange) -> None:
 
 async def restart(router: Router, exchange: Exchange) -> None:
     body = await exchange.json(_decode_maybe_named)
-    launching = router.fleet.launching
-    if launching is None:
+    if router.fleet.launching is None:
         raise UnsupportedParameter(_NOT_LAUNCHED)
-    launching.restart(_known(router, body.name) if body.name is not None else None)
+    router.fleet.restart(_known(router, body.name) if body.name is not None else None)
     await exchange.answer_json(Accepted(), 202)
 
 
@@ -81,7 +80,7 @@ _NOT_LAUNCHED = "the replicas of this router run elsewhere; it starts and stops 
 
 
 def _known(router: Router, name: str) -> str:
-    names = router.fleet.replicas
+    names = router.fleet.core.fleet.by_name
     if name not in names:
         raise InvalidRequest(
             f"there is no replica {name!r}{did_you_mean(name, names)}; there are: {', '.join(sorted(names)) or 'none'}",

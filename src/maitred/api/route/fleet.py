@@ -14,7 +14,7 @@ from maitred.api.route.choices import Choices
 from maitred.api.route.metrics import RouteMetrics
 from maitred.api.route.routed import Moved, RoutedRequest
 from maitred.clock import Clock
-from maitred.cluster.actions import Action, Bind, Move, Probe, Refuse, Start, Stop
+from maitred.cluster.actions import Action, Bind, Move, Probe, Refuse, Sleep, Start, Stop
 from maitred.cluster.core import ClusterCore
 from maitred.cluster.fleet_request import Failure, FleetRequest, Usage
 from maitred.cluster.origins import Origin
@@ -47,10 +47,12 @@ class Launching(Protocol):
 
     def start(self, name: str, origin: str) -> None: ...
 
+    def sleep(self, name: str) -> None: ...
+
     def stop(self, name: str) -> None: ...
 
-    def restart(self, name: str | None) -> None:
-        """None is all of them, one by one."""
+    def end(self) -> None:
+        """Stop all, and return when they are gone; in the end."""
 
 
 Follow = Callable[["Fleet", LiveReplica], asyncio.Task[None]]
@@ -119,20 +121,30 @@ class Fleet:
         live.follower = self._follow(self, live)
         return live
 
+    def announce(self, facts: ReplicaFacts) -> None:
+        """It is on its way, and not to be asked yet."""
+        self._do(self.core.joined(facts, self.clock.now()))
+
     def tell(self, live: LiveReplica, facts: ReplicaFacts) -> None:
         """New facts of it."""
         live.facts = facts
         self._do(self.core.joined(facts, self.clock.now()))
 
-    def remove(self, name: str) -> None:
-        """It is gone for good."""
+    def remove(self, name: str, *, returns: bool = False) -> None:
+        """It is gone; for good, unless it `returns`: then it is being started again under its name."""
+        if returns:
+            self._metrics.started("cold")
         live = self.replicas.pop(name, None)
-        if live is None:
-            return
-        if live.follower is not None:
-            live.follower.cancel()
-        live.upstream.close()
-        self._do(self.core.left(name, self.clock.now()))
+        if live is not None:
+            if live.follower is not None:
+                live.follower.cancel()
+            live.upstream.close()
+        self._do(self.core.left(name, self.clock.now(), returns=returns))
+
+    def restart(self, name: str | None) -> None:
+        """Replace it, or each, by a new one that is there first."""
+        names = sorted(self.core.fleet.by_name) if name is None else [name]
+        self._do(self.core.restarted(names, self.clock.now()))
 
     @property
     def is_ready(self) -> bool:
@@ -202,6 +214,9 @@ class Fleet:
     def close(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
+        if self.launching is not None:
+            self.launching.end()
+            return
         for name in list(self.replicas):
             self.remove(name)
 
@@ -234,6 +249,9 @@ class Fleet:
                     self._probe(name)
                 case Start(name, origin):
                     self._launch(name, origin)
+                case Sleep(name):
+                    if self.launching is not None:
+                        self.launching.sleep(name)
                 case Stop(name):
                     if self.launching is not None:
                         self.launching.stop(name)
@@ -257,4 +275,5 @@ class Fleet:
     def _launch(self, name: str, origin: str) -> None:
         if self.launching is not None:
             log_fields(logger, logging.INFO, "a replica starts", {"replica": name, "from": origin})
+            self._metrics.started(origin)
             self.launching.start(name, origin)

@@ -40,6 +40,7 @@ class RouteMetrics(Collector):
         self._answered: Counter[tuple[str, ...]] = Counter()
         self._attempts: Counter[tuple[str, ...]] = Counter()
         self._requests: Counter[tuple[str, ...]] = Counter()
+        self._starts = Counter({(origin,): 0 for origin in m.FLEET_ORIGINS})
         self._num_resumed = 0
         self._num_keys_hit = self._num_keys_missed = 0
         self._fleet: tuple[ClusterCore, Clock, ConnectionCounts] | None = None
@@ -60,6 +61,10 @@ class RouteMetrics(Collector):
         num_hit = round(len(request.keys) * min(1.0, request.num_cached / request.num_inputs))
         self._num_keys_hit += num_hit
         self._num_keys_missed += len(request.keys) - num_hit
+
+    def started(self, origin: str) -> None:
+        """A replica of the router's own is to take requests."""
+        self._starts[origin,] += 1
 
     def failed(self, kind: FailureKind) -> None:
         """An attempt failed."""
@@ -115,6 +120,7 @@ class RouteMetrics(Collector):
         return {
             m.FLEET_REPLICAS: {(state,): float(states[state]) for state in m.FLEET_STATES},
             m.FLEET_REQUESTS: {labels: float(count) for labels, count in self._requests.items()},
+            m.FLEET_STARTS: {labels: float(count) for labels, count in self._starts.items()},
             m.FLEET_ATTEMPTS: {labels: float(count) for labels, count in self._attempts.items()},
             m.FLEET_RESUMES: {(): float(self._num_resumed)},
             m.FLEET_HELD: {(): float(view.held)},

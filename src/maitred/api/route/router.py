@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import socket
+from collections.abc import Callable
 from typing import Any
 
 from maitred.api.http.auth import Authenticator
@@ -14,14 +15,17 @@ from maitred.api.http.results import Results
 from maitred.api.ops.promises import Promises
 from maitred.api.route.fleet import Fleet
 from maitred.api.route.follow import Follower
+from maitred.api.route.launching import LaunchedReplicas, MakeLauncher
 from maitred.api.route.metrics import RouteMetrics
 from maitred.api.route.observer import RouteObserver
 from maitred.api.route.shared import Shared
 from maitred.clock import Clock, WallClock
+from maitred.cluster.bounds import Bounds
 from maitred.cluster.config import FleetConfig
 from maitred.cluster.core import ClusterCore
 from maitred.cluster.origins import Origin, Target
 from maitred.cluster.replicas import Kind, ReplicaFacts, State
+from maitred.cluster.sizing import Autoscale, as_asked
 from maitred.config import AdmissionConfig, SchedulerConfig, ServerConfig, SharedConfig
 from maitred.errors import Unavailable
 from maitred.gate.gate import Gate
@@ -47,6 +51,9 @@ class Router:
         authenticator: Authenticator | None = None,
         clock: Clock | None = None,
         shared: SharedConfig | None = None,
+        autoscale: Autoscale = as_asked,
+        launch: MakeLauncher | None = None,  # replicas of its own, as many as `bounds` says
+        bounds: Bounds | None = None,
     ) -> None:
         """Raises ConfigError for a Redis that cannot be one."""
         self.config = config
@@ -64,7 +71,7 @@ class Router:
         self.fleet_token = token or FleetToken(None)
         follower = Follower(self.fleet_token)
         self.fleet = Fleet(
-            ClusterCore(fleet_config, scheduler),
+            ClusterCore(fleet_config, scheduler, autoscale=autoscale),
             self.clock,
             follow=follower.start,
             probe=follower.probe,
@@ -79,8 +86,10 @@ class Router:
         store = self.shared.store if self.shared is not None else None
         self.results = Results(config.result_cache_bytes, config.result_cache_ttl_s, self.clock, shared=store)
         self.metrics.results, self.metrics.store = self.results, store
+        self._targets, self._launch, self._bounds = targets, launch, bounds
+        self.give_up: Callable[[str], None] = lambda cause: None
+        """Told why no replica can be started; the server's to set."""
         self._salt_secret = b"".join(secret for _, secret in self.fleet_token.shown()) or secrets.token_bytes(32)
-        self._targets = targets
         self._resolving: list[asyncio.Task[None]] = []
 
     def salt_of(self, caller: Caller) -> str:
@@ -113,6 +122,11 @@ class Router:
         self.fleet.start()
         if self.shared is not None:
             self.shared.start()
+        if self._launch is not None and self._bounds is not None:
+            self.fleet.launching = LaunchedReplicas(
+                self.fleet, self._launch, headers=self.fleet_token.shown(), give_up=self.give_up
+            )
+            self.fleet.scale(*self._bounds)
         for target in self._targets:
             if target.follows_name:
                 self._resolving.append(asyncio.create_task(self._follow_name(target)))

@@ -10,6 +10,7 @@ from maitred.api.http.logs import configure_logging
 from maitred.api.http.server import Server
 from maitred.api.route.router import Router
 from maitred.api.route.routes import ROUTES
+from maitred.errors import ConfigError
 
 
 def make_server(
@@ -24,7 +25,12 @@ def make_server(
         router.start()
         on_open(host, port)
 
-    return Server(AsgiApp(router, ROUTES), router.config, is_ending=is_ending, on_open=opened)
+    def give_up(cause: str) -> None:
+        server.failure, server.should_exit = ConfigError(cause), True
+
+    server = Server(AsgiApp(router, ROUTES), router.config, is_ending=is_ending, on_open=opened)
+    router.give_up = give_up
+    return server
 
 
 def route(
@@ -34,6 +40,11 @@ def route(
     is_ending: Callable[[], bool] = lambda: False,
     on_open: Callable[[str, int], None] = lambda host, port: None,
 ) -> None:
-    """Serve until SIGTERM or SIGINT; then finish what is in flight and return. `listener` is a bound socket."""
+    """Serve until SIGTERM or SIGINT; then finish what is in flight and return. `listener` is a bound socket. Raises why
+    no replica can be started.
+    """
     router.metrics.num_log_lines_dropped = configure_logging(router.config)
-    make_server(router, is_ending=is_ending, on_open=on_open).run([listener] if listener is not None else None)
+    server = make_server(router, is_ending=is_ending, on_open=on_open)
+    server.run([listener] if listener is not None else None)
+    if server.failure is not None:
+        raise server.failure

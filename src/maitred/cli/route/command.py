@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from maitred.cli.command import Command, Options
 from maitred.cli.ending import noted
 from maitred.cli.flags import UsageError, option
+from maitred.cli.route.launchers import LAUNCHERS
 from maitred.cli.serve.command import bind, listen, spare_the_collector, teller, url_of
 from maitred.cli.serve.tenancy import open_tenancy
+from maitred.cluster.autoscale import AutoscaleConfig, Autoscaler
+from maitred.cluster.bounds import Bounds
 from maitred.cluster.config import FleetConfig
 from maitred.cluster.origins import Target, parse_target
 from maitred.config import AdmissionConfig, SchedulerConfig, ServerConfig, SharedConfig, TenancyConfig
 from maitred.errors import ConfigError
+
+if TYPE_CHECKING:
+    from maitred.api.http.fleet_token import FleetToken
+    from maitred.api.route.launching import MakeLauncher
 
 _OF_REPLICAS = (
     "max_num_batched_tokens",
@@ -22,6 +31,7 @@ _OF_REPLICAS = (
     "decode_timeout_s",
     "start_budget_s",
 )
+_OF_LAUNCHED = ("launch", "idle_s", "warm", "asleep")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,20 +41,38 @@ class RouteOptions:
     urls: tuple[str, ...] = option((), name="--url", metavar="URL[=WEIGHT]")
     """A replica: http://HOST:PORT or https://HOST:PORT, any server that speaks OpenAI's API; or dns://NAME:PORT, all
     addresses of a name, looked up every few seconds. =WEIGHT is its speed beside the others', where it tells none."""
+    replicas: str | None = option(None, metavar="N|MIN:MAX")
+    """So many replicas of the router's own, or from MIN to MAX as there is need: `maitred serve` with what follows
+    `--`, the built-in model where nothing does. MIN 0 lets the last one stop."""
+    launch: str = option("local", choices=tuple(LAUNCHERS))
+    """Where they are started: local is this machine, ray the nodes of a Ray cluster."""
+    idle_s: float = 300.0
+    """With MIN 0: the last replica stops after so long (s) without a request."""
     reuse_port: bool = False
     """Listen beside other routers on the same port; a new one takes over when the old one ends."""
 
+    def __post_init__(self) -> None:
+        if self.launch not in LAUNCHERS:
+            raise ConfigError(f"launch is {self.launch!r}; choose one of {', '.join(LAUNCHERS)}")
+        if self.replicas is not None and (self.urls or self.reuse_port):
+            raise ConfigError(
+                "replicas end with the router that launched them, so it has neither URLs nor reuse_port beside them"
+            )
+        if self.replicas is not None:
+            Bounds.parse(self.replicas)
+
 
 def _run(options: Options) -> int:
-    from maitred.api.http.fleet_token import read_fleet_token
+    from maitred.api.http.fleet_token import FleetToken, read_fleet_token
     from maitred.engine.limits import claim_descriptors
 
     given, server = options[RouteOptions], options[ServerConfig]
-    for field in _OF_REPLICAS:
-        if options.was_given(field):
-            raise UsageError(f"{field.replace('_', '-')} is a setting of replicas; give it to `maitred serve`")
-    targets = targets_of(given.urls)
+    _check(options)
+    targets = targets_of(given.urls) if given.replicas is None else ()
     token = read_fleet_token(server.fleet_token_file)
+    if given.replicas is not None and not token.is_set:
+        token = FleetToken(secrets.token_hex(32).encode())
+    launch = _launched(options, token) if given.replicas is not None else None
     claim_descriptors()
     listener = bind(server.host, server.port, reuse_port=given.reuse_port)
     tell = teller(server)
@@ -56,6 +84,8 @@ def _run(options: Options) -> int:
         from maitred.api.route.router import Router
         from maitred.api.route.serve import route
 
+        bounds = Bounds.parse(given.replicas) if given.replicas is not None else None
+        objective_s = options[AdmissionConfig].ttft_objective_s
         spent = ledger.spent_tokens() if ledger is not None else None
         router = Router(
             server,
@@ -66,21 +96,42 @@ def _run(options: Options) -> int:
             token=token,
             authenticator=Authenticator(server.api_keys, tenants, spent),
             shared=options[SharedConfig],
+            autoscale=Autoscaler(AutoscaleConfig(idle_s=given.idle_s, ttft_objective_s=objective_s)),
+            launch=launch,
+            bounds=bounds,
         )
 
         def on_open(host: str, port: int) -> None:
             spare_the_collector()
-            tell(f"maitred routes to {_listed(given.urls)} on {url_of(server, host, port)}")
+            tell(f"maitred routes to {_listed(given)} on {url_of(server, host, port)}")
 
         listen(listener, server.host, server.port)
         route(router, listener, is_ending=lambda: ending.came, on_open=on_open)
     return 0
 
 
+def _check(options: Options) -> None:
+    """Raises UsageError for flags that mean nothing here."""
+    launches = options[RouteOptions].replicas is not None
+    for field in _OF_REPLICAS:
+        if options.was_given(field):
+            where = "put it behind --" if launches else "give it to `maitred serve`"
+            raise UsageError(f"{field.replace('_', '-')} is a setting of replicas; {where}")
+    given = ["what follows --"] if options.after_dashes else []
+    given += [f"--{field.replace('_', '-')}" for field in _OF_LAUNCHED if options.was_given(field)]
+    if given and not launches:
+        raise UsageError(f"{given[0]} is for replicas that the router launches; add --replicas N")
+
+
+def _launched(options: Options, token: FleetToken) -> MakeLauncher:
+    ((_, secret),) = token.shown()
+    return LAUNCHERS[options[RouteOptions].launch](options.after_dashes, secret.decode())
+
+
 def targets_of(urls: tuple[str, ...]) -> tuple[Target, ...]:
     """Raises ConfigError for none, for a wrong one, and for one that is there twice."""
     if not urls:
-        raise UsageError("a router needs a replica: maitred route http://HOST:PORT ...")
+        raise UsageError("a router needs a replica: maitred route http://HOST:PORT ..., or --replicas N to launch some")
     targets = tuple(parse_target(url) for url in urls)
     for at, target in enumerate(targets):
         if any(target.origin == before.origin for before in targets[:at]):
@@ -88,8 +139,10 @@ def targets_of(urls: tuple[str, ...]) -> tuple[Target, ...]:
     return targets
 
 
-def _listed(urls: tuple[str, ...]) -> str:
-    return urls[0] if len(urls) == 1 else f"{len(urls)} addresses"
+def _listed(given: RouteOptions) -> str:
+    if given.replicas is not None:
+        return f"{given.replicas} replica{'' if given.replicas == '1' else 's'} of its own"
+    return given.urls[0] if len(given.urls) == 1 else f"{len(given.urls)} addresses"
 
 
 COMMAND = Command(
@@ -98,10 +151,23 @@ COMMAND = Command(
     run=_run,
     parts=(RouteOptions, FleetConfig, ServerConfig, SchedulerConfig, AdmissionConfig, TenancyConfig, SharedConfig),
     positional="urls",
-    first=("urls", "host", "port", "balance", "policy", "tenants", "ledger", "fleet_token_file", "api_keys"),
+    after_dashes="WORD OF maitred serve ...",
+    first=(
+        "urls",
+        "replicas",
+        "host",
+        "port",
+        "balance",
+        "policy",
+        "tenants",
+        "ledger",
+        "fleet_token_file",
+        "api_keys",
+    ),
     examples=(
         "maitred route http://10.0.0.1:8000 http://10.0.0.2:8000",
         "maitred route http://fast:8000=2 http://slow:8000 --balance least_load",
+        "maitred route --replicas 0:4 -- ./Llama-3.2-1B --max-num-seqs 32",
         "maitred route dns://replicas.default.svc:8000 --tenants tenants.yaml --fleet-token-file token",
     ),
 )
