@@ -17,6 +17,7 @@ from maitred.api.generate.telling import Teller, fingerprint_of
 from maitred.api.generate.time_limits import time_limits
 from maitred.api.http.app import App
 from maitred.api.http.exchange import JSON_HEADERS, Exchange
+from maitred.api.http.fleet_headers import time_left
 from maitred.api.http.results import Wanted
 from maitred.api.http.sse import EventStream
 from maitred.api.ops.fleet_feed import NoteTokens
@@ -45,7 +46,8 @@ async def generate(
     resumption: Resumption | None = None,
 ) -> None:
     """What was asked from here to its last byte; from where another replica left off, if there is a `resumption`."""
-    limits, salt = time_limits(ask.limits, exchange.headers), cache_salt(app, exchange.caller, ask.cache_salt)
+    limits = time_limits(ask.limits, exchange.headers).and_also(time_left(exchange.headers))
+    salt = cache_salt(app, exchange.caller, ask.cache_salt)
     new_seed = resumption.seeds() if resumption is not None else _seeds(app, exchange)
     with leased(app, exchange.caller, ask, limits) as lease, app.kept_logprobs.answer() as keep:
         if await app.results.replay(exchange, wanted):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Mapping
 from functools import partial
 
 from starlette.middleware.cors import CORSMiddleware
@@ -12,12 +11,15 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from maitred.api.http.errors import ClientGone, HttpError, http_error
 from maitred.api.http.exchange import REQUEST_ID, Exchange, Header
+from maitred.api.http.fleet_headers import TENANT, without_believed
+from maitred.api.http.fleet_token import HEADER as FLEET_TOKEN
 from maitred.api.http.logs import ERRORS, log_fields
 from maitred.api.http.routes import RouteTable
 from maitred.api.http.service import Service
 from maitred.api.ops.orca import ASKED_BY, TOLD_BY, load_report
 from maitred.clock import Clock
 from maitred.errors import EngineDead, Overloaded, Unavailable
+from maitred.tenancy.caller import Caller
 
 TOLD_AGAIN_S = 60.0
 RATE_LIMIT_HEADERS = tuple(
@@ -63,9 +65,7 @@ class AsgiApp:
         observer = self.app.observer
         observed = observer.began(exchange, self.routes.span_of(method, path))
         try:
-            exchange.caller = self.app.authenticator.check(
-                headers.get(b"authorization"), is_open=self._is_open(path, headers)
-            )
+            exchange.caller = self._caller(path, headers)
             if self.routes.needs_engine(path):
                 self.app.check_loaded()
             exchange.route, exchange.parameter = self.routes.find(method, path)
@@ -80,11 +80,17 @@ class AsgiApp:
             exchange.large_bodies.release(exchange)
             observer.ended(exchange, observed)
 
-    def _is_open(self, path: str, headers: Mapping[bytes, bytes]) -> bool:
-        """A router shows the fleet's token, and needs no key for what routers ask."""
-        if not self.routes.needs_key(path):
-            return True
-        return self.routes.is_for_routers(path) and self.app.fleet_token.is_shown_by(headers)
+    def _caller(self, path: str, headers: dict[bytes, bytes]) -> Caller:
+        """A router shows the fleet's token: what it says of who asks is believed, and it needs no key for what routers
+        ask. From everybody else such headers are dropped. Raises InvalidApiKey.
+        """
+        is_router = FLEET_TOKEN in headers and self.app.fleet_token.is_shown_by(headers)
+        if not is_router:
+            without_believed(headers)
+        elif TENANT in headers:
+            return self.app.authenticator.vouched(headers)
+        is_open = not self.routes.needs_key(path) or (is_router and self.routes.is_for_routers(path))
+        return self.app.authenticator.check(headers.get(b"authorization"), is_open=is_open)
 
     def _standing(self, exchange: Exchange) -> list[Header]:
         """Of every answer, as they are when it begins: the caller's limits, the load for balancers that ask, and that a

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import random
 
-from maitred.api.http.exchange import Exchange
+from maitred.api.http.exchange import Exchange, Header
+from maitred.api.http.fleet_headers import vouching
 from maitred.api.http.results import Wanted
-from maitred.api.route.headers import of_caller, towards_replica
+from maitred.api.route.headers import towards_replica
 from maitred.api.route.leases import RouteLease, leased
 from maitred.api.route.relay import Outgoing, Relay
 from maitred.api.route.routed import RoutedRequest
@@ -67,9 +68,9 @@ async def _route(
             return
         request = _request(router, exchange, body, read, keys, granted)
         if is_generation:
-            granted.take(request.num_bytes, request.max_tokens * request.num_samples, request.arrived_at)
+            granted.take(request, is_silent=_names_no_limit(read))
         routed = RoutedRequest(request, exchange)
-        outgoing = _outgoing(router, exchange, body, read, is_generation=is_generation)
+        outgoing = _outgoing(router, exchange, body, read, granted, is_generation=is_generation)
         relay = Relay(
             router.fleet, routed, outgoing, keep_alive_s=router.config.sse_keep_alive_s, on_begin=granted.began
         )
@@ -90,6 +91,10 @@ def _wanted(router: Router, exchange: Exchange, body: bytes, read: RoutedBody) -
         return None
     revision = f"{router.fingerprints()}:{tenant.default_max_tokens}"
     return router.results.wanted(exchange, body, revision=revision, temperature=read.temperature, seed=read.seed)
+
+
+def _names_no_limit(read: RoutedBody) -> bool:
+    return read.max_completion_tokens is None and read.max_tokens is None
 
 
 def _request(
@@ -136,21 +141,36 @@ def _hash_key(exchange: Exchange, read: RoutedBody, keys: tuple[int, ...]) -> in
     return keys[0] if keys else None
 
 
-def _to_go_on(read: RoutedBody) -> list[tuple[bytes, bytes]]:
+def _to_go_on(read: RoutedBody) -> list[Header]:
     """That another replica can give the same answer, or the rest of it."""
     seed = (SEED, b"%d" % _random.getrandbits(63))
     return [seed, (TELL, b"1")] if read.stream else [seed]
 
 
-def _outgoing(router: Router, exchange: Exchange, body: bytes, read: RoutedBody, *, is_generation: bool) -> Outgoing:
+def _vouched(router: Router, exchange: Exchange, granted: RouteLease) -> list[Header]:
+    """A router that asks for no key vouches for nobody."""
+    if router.authenticator.is_open:
+        return []
+    caller = exchange.caller
+    return vouching(
+        caller,
+        salt=router.salt_of(caller),
+        priority=granted.lease.priority,
+        default_max_tokens=granted.default_max_tokens,
+    )
+
+
+def _outgoing(
+    router: Router, exchange: Exchange, body: bytes, read: RoutedBody, granted: RouteLease, *, is_generation: bool
+) -> Outgoing:
     scope = exchange.scope
     headers = towards_replica(exchange)
     secret = router.fleet_token.shown()
     if secret:
-        secret += of_caller(exchange.caller, router.salt_of(exchange.caller))
+        secret += _vouched(router, exchange, granted)
         if is_generation:
             secret += _to_go_on(read)
-    elif router.authenticator.is_open and b"authorization" in exchange.headers:  # it is for the replicas
+    if router.authenticator.is_open and b"authorization" in exchange.headers:  # it is for the replicas
         headers.append((b"authorization", exchange.headers[b"authorization"]))
     query = scope["query_string"]
     target = scope["raw_path"].decode("latin-1") + (f"?{query.decode('latin-1')}" if query else "")
@@ -162,4 +182,5 @@ def _outgoing(router: Router, exchange: Exchange, body: bytes, read: RoutedBody,
         secret=secret,
         is_generation=is_generation,
         is_stream=is_generation and bool(read.stream),
+        limits=granted.limits,
     )

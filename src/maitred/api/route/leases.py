@@ -10,7 +10,7 @@ from functools import reduce
 from maitred.api.generate.time_limits import HEADERS
 from maitred.api.http.exchange import Exchange
 from maitred.api.route.router import Router
-from maitred.cluster.fleet_request import Usage
+from maitred.cluster.fleet_request import FleetRequest, Usage
 from maitred.cluster.routed_body import RoutedBody
 from maitred.errors import RateLimited
 from maitred.gate.gate import Ask, Lease
@@ -30,6 +30,7 @@ class RouteLease:
     lease: Lease
     limits: TimeLimits  # of request, tenant and router, the strictest
     usage: Usage | None = None
+    default_max_tokens: int | None = None  # of each sample, where the request names none
 
     def start_by(self, now: float) -> float | None:
         return None if self.limits.queue_timeout_s is None else now + self.limits.queue_timeout_s
@@ -37,10 +38,24 @@ class RouteLease:
     def finish_by(self, now: float) -> float | None:
         return None if self.limits.timeout_s is None else now + self.limits.timeout_s
 
-    def take(self, num_prompt_bytes: int, max_tokens: int, now: float) -> None:
-        """Of the tenant's quota, for a prompt and at most so many tokens of all samples. Raises RateLimited."""
-        if self.lease.quota is not None:
-            self.lease.quota.reserve(num_prompt_bytes // BYTES_A_TOKEN + max_tokens, now)
+    def take(self, request: FleetRequest, *, is_silent: bool) -> None:
+        """Of the tenant's quota, for the prompt and most tokens of all samples. Raises RateLimited.
+
+        A request that is silent of a limit gets the tenant's own, or a share of what is left.
+        """
+        if self.lease.quota is None:
+            return
+        num_prompt, now = request.num_bytes // BYTES_A_TOKEN, request.arrived_at
+        if is_silent:
+            self._limit_silent(request, num_prompt, now)
+        self.lease.quota.reserve(num_prompt + request.max_tokens * request.num_samples, now)
+
+    def _limit_silent(self, request: FleetRequest, num_prompt: int, now: float) -> None:
+        caller = self.lease.caller
+        share = caller.quota.silent_max_tokens(num_prompt, request.num_samples, now)
+        limits = [limit for limit in (caller.tenant.default_max_tokens, share) if limit is not None]
+        if limits:
+            self.default_max_tokens = request.max_tokens = max(1, min(limits))
 
     def began(self) -> None:
         """The first byte of its answer came."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from maitred.api.http.errors import ClientGone
 from maitred.api.http.exchange import CONNECTION, Exchange, Header
+from maitred.api.http.fleet_headers import time_left_headers
 from maitred.api.http.sse import EventStream
 from maitred.api.route import answers
 from maitred.api.route.fleet import Fleet, LiveReplica
@@ -19,6 +20,7 @@ from maitred.cluster.fleet_request import Failure, FailureKind, Usage
 from maitred.cluster.told_tokens import BrokenFrame, ToldTokens
 from maitred.cluster.upstream import Answer, Ask, Broken, UpstreamFailed, request_head
 from maitred.errors import MaitredError, ServerError
+from maitred.gate.terms import NO_LIMITS, TimeLimits
 
 MAX_KEPT_BYTES = 256 * 1024  # of an answer that is not streamed: while it is shorter another replica can begin anew
 MAX_ERROR_BYTES = 64 * 1024
@@ -40,21 +42,27 @@ class Outgoing:
     secret: list[Header] = field(default_factory=list)  # only for replicas that hold the fleet's token
     is_generation: bool = False  # its answer has usage and tokens
     is_stream: bool = False
+    limits: TimeLimits = NO_LIMITS  # from its arrival
 
     @property
     def tells(self) -> bool:
         """Whether replicas of ours are asked to tell the tokens of its answer."""
         return self.is_stream and bool(self.secret)
 
-    def ask(self, live: LiveReplica) -> Ask:
-        headers = [*self.headers, *self.secret] if live.is_ours and self.secret else self.headers
+    def ask(self, live: LiveReplica, age_s: float) -> Ask:
+        """`age_s` ago it arrived."""
+        headers = self._secretly(age_s) if live.is_ours and self.secret else self.headers
         head = request_head(self.method, self.target, live.origin, headers, len(self.body))
         return Ask(head, self.body, is_head=self.method == "HEAD")
 
-    def resume(self, live: LiveReplica, told: bytes) -> Ask:
+    def resume(self, live: LiveReplica, told: bytes, age_s: float) -> Ask:
         """To go on where another replica left off."""
-        headers = [*self.headers, *self.secret]
-        return Ask(request_head("POST", "/fleet/resume", live.origin, headers, len(told)), told)
+        head = request_head("POST", "/fleet/resume", live.origin, self._secretly(age_s), len(told))
+        return Ask(head, told)
+
+    def _secretly(self, age_s: float) -> list[Header]:
+        left = time_left_headers(self.limits, age_s) if self.limits is not NO_LIMITS else ()
+        return [*self.headers, *self.secret, *left]
 
 
 class Relay:
@@ -143,14 +151,15 @@ class Relay:
         """From the beginning, or for the rest. Raises ReplicaFailed where nobody knows how to go on."""
         if self._told is not None:
             self._told.broke_off()
+        arrived_at = self._routed.request.arrived_at
+        age_s = self._fleet.clock.now() - arrived_at
         if not self._routed.began:
-            return self._outgoing.ask(live)
+            return self._outgoing.ask(live, age_s)
         if self._told is None or not self._goes_on:
             raise ReplicaFailed("the replica broke its answer off, and no other can go on with it")
-        arrived_at = self._routed.request.arrived_at
-        age_s, ttft_s = self._fleet.clock.now() - arrived_at, self._first_byte_at - arrived_at
+        ttft_s = self._first_byte_at - arrived_at
         path, body = self._exchange.scope["path"], self._outgoing.body
-        return self._outgoing.resume(live, self._told.resume_body(path, body, age_s=age_s, ttft_s=ttft_s))
+        return self._outgoing.resume(live, self._told.resume_body(path, body, age_s=age_s, ttft_s=ttft_s), age_s)
 
     @property
     def _goes_on(self) -> bool:

@@ -80,12 +80,19 @@ class Router:
         self.results = Results(config.result_cache_bytes, config.result_cache_ttl_s, self.clock, shared=store)
         self.metrics.results, self.metrics.store = self.results, store
         self._salt_secret = b"".join(secret for _, secret in self.fleet_token.shown()) or secrets.token_bytes(32)
+        self._salts: dict[tuple[str, str | None], str] = {}  # of each tenant and group
         self._targets = targets
         self._resolving: list[asyncio.Task[None]] = []
 
     def salt_of(self, caller: Caller) -> str:
         """What a tenant's prefix keys begin with: only tenants of one cache group share any, and nobody can make it."""
-        return "" if caller.is_anybody else caller.tenant.cache_salt(self._salt_secret)
+        if caller.is_anybody:
+            return ""
+        whose = caller.tenant.name, caller.tenant.shared_cache_group
+        salt = self._salts.get(whose)
+        if salt is None:
+            salt = self._salts[whose] = caller.tenant.cache_salt(self._salt_secret)
+        return salt
 
     def fingerprints(self) -> str:
         """Of all replicas there are: where these change, an answer may too. Foreign servers tell of none."""
