@@ -9,6 +9,7 @@ from maitred.api.http.fleet_headers import vouching
 from maitred.api.http.results import Wanted
 from maitred.api.route.headers import towards_replica
 from maitred.api.route.leases import RouteLease, leased
+from maitred.api.route.metered import MeteredRoute, Owner
 from maitred.api.route.relay import Outgoing, Relay
 from maitred.api.route.routed import RoutedRequest
 from maitred.api.route.router import Router
@@ -74,10 +75,13 @@ async def _route(
         relay = Relay(
             router.fleet, routed, outgoing, keep_alive_s=router.config.sse_keep_alive_s, on_begin=granted.began
         )
+        row = _row(router, exchange, request, relay) if is_generation else None
         try:
             await relay.run()
         finally:
-            granted.usage = relay.usage
+            granted.usage = relay.spent
+            if row is not None:
+                row.ended()
             router.metrics.routed(exchange.log.get("replica", ""), relay.outcome, routed.held_s)
         router.results.keep(exchange, wanted)
 
@@ -91,6 +95,16 @@ def _wanted(router: Router, exchange: Exchange, body: bytes, read: RoutedBody) -
         return None
     revision = f"{router.fingerprints()}:{tenant.default_max_tokens}"
     return router.results.wanted(exchange, body, revision=revision, temperature=read.temperature, seed=read.seed)
+
+
+def _row(router: Router, exchange: Exchange, request: FleetRequest, relay: Relay) -> MeteredRoute | None:
+    """Its row of the ledger, if there is one."""
+    if router.ledger is None:
+        return None
+    owner = Owner(request.request_id, request.tenant, exchange.caller.key_id, request.priority)
+    row = MeteredRoute(owner, relay)
+    router.ledger.opened(row, request.model or "")
+    return row
 
 
 def _names_no_limit(read: RoutedBody) -> bool:

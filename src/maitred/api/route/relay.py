@@ -17,7 +17,7 @@ from maitred.api.route.headers import towards_client
 from maitred.api.route.routed import Moved, RoutedRequest
 from maitred.cluster.actions import Bind
 from maitred.cluster.fleet_request import Failure, FailureKind, Usage
-from maitred.cluster.told_tokens import BrokenFrame, ToldTokens
+from maitred.cluster.told_tokens import BrokenFrame, ToldTokens, ToldUsage, usage_in
 from maitred.cluster.upstream import Answer, Ask, Broken, UpstreamFailed, request_head
 from maitred.errors import MaitredError, ServerError
 from maitred.gate.terms import NO_LIMITS, TimeLimits
@@ -95,6 +95,15 @@ class Relay:
     def outcome(self) -> str:
         """For the metrics, once it is over."""
         return "answered" if self.usage is not None else "cancelled" if self._is_cancelled else "failed"
+
+    @property
+    def spent(self) -> Usage:
+        """What is known to have been computed for it, until now. From any thread."""
+        if self.usage is not None:
+            return self.usage
+        if self._told is None:
+            return Usage(num_output_tokens=self._num_tokens)
+        return _as_usage(self._told.usage_so_far())
 
     async def run(self) -> None:
         """The request is with the core from here to the end."""
@@ -219,7 +228,8 @@ class Relay:
         await self._send_piece(b"".join(pieces))
         while piece := await answer.piece():
             await self._send_piece(piece)
-        self.usage = Usage()
+        told = usage_in(answer.headers) if live.is_ours else None
+        self.usage = Usage() if told is None else _as_usage(told)
         self._ends()
         await self._send_end()
 
@@ -227,7 +237,8 @@ class Relay:
         self._begin()
         self._ends()
         if self._outgoing.is_generation and answer.status == 200:
-            self.usage = answers.usage_of_whole(body)
+            told = usage_in(answer.headers) if live.is_ours else None
+            self.usage = answers.usage_of_whole(body) if told is None else _as_usage(told)
         else:
             self.usage = Usage(num_output_tokens=0)
         if self._exchange.started:  # a comment was sent while it was held, so it goes on as a stream
@@ -264,7 +275,8 @@ class Relay:
         if told is not None and not told.is_whole:
             raise UpstreamFailed(Broken.WRONG, "its answer ended within a frame")
         self._tell_tokens()
-        self.usage = answers.usage_of_stream(last, self._num_tokens)
+        so_far = told.usage_so_far() if told is not None else None
+        self.usage = answers.usage_of_stream(last, self._num_tokens) if so_far is None else _as_usage(so_far)
         if self._pace is not None and self.usage.num_output_tokens:  # better than events
             self._pace.num_tokens = self.usage.num_output_tokens
         await self._send_end(cutter.rest if isinstance(cutter, answers.WholeEvents) else b"")
@@ -327,6 +339,10 @@ class Relay:
 
     async def _send_end(self, last: bytes = b"") -> None:
         await self._exchange.send({"type": "http.response.body", "body": last})
+
+
+def _as_usage(told: ToldUsage) -> Usage:
+    return Usage(told.num_prompt_tokens, told.num_output_tokens, told.num_cached_tokens)
 
 
 def _cut(cutter: ToldTokens | answers.WholeEvents, piece: bytes) -> bytes:

@@ -27,6 +27,7 @@ from maitred.errors import Unavailable
 from maitred.gate.gate import Gate
 from maitred.gate.terms import TimeLimits
 from maitred.replica import ReplicaState
+from maitred.storage.ledger import Ledger
 from maitred.tenancy.caller import Caller
 
 RESOLVE_S = 3.0  # between two looks at what a name stands for
@@ -45,6 +46,7 @@ class Router:
         admission: AdmissionConfig | None = None,
         token: FleetToken | None = None,
         authenticator: Authenticator | None = None,
+        ledger: Ledger | None = None,
         clock: Clock | None = None,
         shared: SharedConfig | None = None,
     ) -> None:
@@ -57,6 +59,7 @@ class Router:
         failures = self.authenticator.num_file_failures
         self.metrics = RouteMetrics(promises=promises, num_tenants_file_failures=failures)
         self.observer = RouteObserver(self.metrics, promises)
+        self.ledger = ledger
         self.draining = False
         self.gate = Gate(max_concurrent_requests=config.max_concurrent_requests)
         terms = admission or AdmissionConfig()

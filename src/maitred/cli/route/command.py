@@ -66,6 +66,7 @@ def _run(options: Options) -> int:
             token=token,
             authenticator=Authenticator(server.api_keys, tenants, spent),
             shared=options[SharedConfig],
+            ledger=ledger,
         )
 
         def on_open(host: str, port: int) -> None:
