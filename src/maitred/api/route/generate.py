@@ -8,7 +8,7 @@ from maitred.api.http.exchange import Exchange, Header
 from maitred.api.http.fleet_headers import vouching
 from maitred.api.http.results import Wanted
 from maitred.api.route.headers import towards_replica
-from maitred.api.route.leases import RouteLease, leased
+from maitred.api.route.leases import BYTES_A_TOKEN, RouteLease, leased
 from maitred.api.route.metered import MeteredRoute, Owner
 from maitred.api.route.relay import Outgoing, Relay
 from maitred.api.route.routed import RoutedRequest
@@ -69,17 +69,17 @@ async def _route(
             return
         request = _request(router, exchange, body, read, keys, granted)
         if is_generation:
-            granted.take(request, is_silent=_names_no_limit(read))
+            router.shed(granted.take(request, is_silent=_names_no_limit(read)))
         routed = RoutedRequest(request, exchange)
         outgoing = _outgoing(router, exchange, body, read, granted, is_generation=is_generation)
         relay = Relay(
-            router.fleet, routed, outgoing, keep_alive_s=router.config.sse_keep_alive_s, on_begin=granted.began
+            router.fleet, routed, outgoing, keep_alive_s=router.config.sse_keep_alive_s, on_tokens=granted.tokens_came
         )
         row = _row(router, exchange, request, relay) if is_generation else None
         try:
             await relay.run()
         finally:
-            granted.usage = relay.spent
+            granted.ended(relay.spent)
             if row is not None:
                 row.ended()
             router.metrics.routed(exchange.log.get("replica", ""), relay.outcome, routed.held_s)
@@ -120,10 +120,12 @@ def _request(
     granted: RouteLease,
 ) -> FleetRequest:
     tenant, now = exchange.caller.tenant, router.clock.now()
+    num_bytes = _num_prompt_bytes(body, read)
     return FleetRequest(
         request_id=router.fleet.free_id(exchange.request_id),
         arrived_at=now,
-        num_bytes=_num_prompt_bytes(body, read),
+        num_bytes=num_bytes,
+        num_inputs=max(1, num_bytes // BYTES_A_TOKEN),
         max_tokens=read.max_completion_tokens or read.max_tokens or MAX_TOKENS,
         model=read.model,
         tenant=tenant.name,

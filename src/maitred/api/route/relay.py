@@ -75,12 +75,12 @@ class Relay:
         outgoing: Outgoing,
         *,
         keep_alive_s: float,
-        on_begin: Callable[[], None],
+        on_tokens: Callable[[int, float], None],
     ) -> None:
         self._fleet, self._routed, self._outgoing = fleet, routed, outgoing
         self._exchange: Exchange = routed.exchange
         self._events = EventStream(self._exchange, silence_s=keep_alive_s) if outgoing.is_stream else None
-        self._keep_alive_s, self._on_begin = keep_alive_s, on_begin
+        self._keep_alive_s, self._on_tokens = keep_alive_s, on_tokens
         self._pace = self._exchange.paces[0] if self._exchange.paces else None
         self._told = ToldTokens() if outgoing.tells else None
         self._first_byte_at = 0.0  # s
@@ -102,8 +102,8 @@ class Relay:
         if self.usage is not None:
             return self.usage
         if self._told is None:
-            return Usage(num_output_tokens=self._num_tokens)
-        return _as_usage(self._told.usage_so_far())
+            return Usage(num_output_tokens=self._num_tokens, complete=False)
+        return _as_usage(self._told.usage_so_far(), complete=False)
 
     async def run(self) -> None:
         """The request is with the core from here to the end."""
@@ -141,6 +141,8 @@ class Relay:
                 await self._pass_on_refusal(*self._refusal)
                 return True
             raise
+        if self._events is None:  # its first token nobody will see
+            self._on_tokens(0, self._fleet.clock.now())
         live = self._fleet.replicas[bind.choice.replica]
         self._refusal = None
         try:
@@ -241,6 +243,8 @@ class Relay:
             self.usage = answers.usage_of_whole(body) if told is None else _as_usage(told)
         else:
             self.usage = Usage(num_output_tokens=0)
+        if self.usage.num_output_tokens:
+            self._on_tokens(self.usage.num_output_tokens, self._fleet.clock.now())
         if self._exchange.started:  # a comment was sent while it was held, so it goes on as a stream
             await self._send_end(b"data: " + body.replace(b"\n", b" ") + b"\n\n" + self._exchange.format.stream.end)
             return
@@ -304,7 +308,9 @@ class Relay:
 
     def _tell_tokens(self) -> None:
         if self._num_untold:
-            self._fleet.core.progressed(self._routed.request.request_id, self._num_untold, self._fleet.clock.now())
+            now = self._fleet.clock.now()
+            self._on_tokens(self._num_untold, now)
+            self._fleet.core.progressed(self._routed.request.request_id, self._num_untold, now)
             self._num_untold = 0
 
     # -- to the client
@@ -315,7 +321,7 @@ class Relay:
         if not routed.began:
             routed.began = True
             now = self._first_byte_at = self._fleet.clock.now()
-            self._on_begin()
+            self._on_tokens(0, now)
             self._fleet.core.progressed(routed.request.request_id, 0, now)
             if not (self._goes_on and self._fleet.kept_bodies.keep(routed, len(self._outgoing.body))):
                 self._outgoing.body = b""
@@ -341,8 +347,8 @@ class Relay:
         await self._exchange.send({"type": "http.response.body", "body": last})
 
 
-def _as_usage(told: ToldUsage) -> Usage:
-    return Usage(told.num_prompt_tokens, told.num_output_tokens, told.num_cached_tokens)
+def _as_usage(told: ToldUsage, *, complete: bool = True) -> Usage:
+    return Usage(told.num_prompt_tokens, told.num_output_tokens, told.num_cached_tokens, complete)
 
 
 def _cut(cutter: ToldTokens | answers.WholeEvents, piece: bytes) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import socket
+from collections.abc import Sequence
 from typing import Any
 
 from maitred.api.http.auth import Authenticator
@@ -23,9 +24,9 @@ from maitred.cluster.core import ClusterCore
 from maitred.cluster.origins import Origin, Target
 from maitred.cluster.replicas import Kind, ReplicaFacts, State
 from maitred.config import AdmissionConfig, SchedulerConfig, ServerConfig, SharedConfig
-from maitred.errors import Unavailable
+from maitred.errors import Overloaded, Unavailable
+from maitred.gate.admission import UNKNOWN_SHARE, admission_of
 from maitred.gate.gate import Gate
-from maitred.gate.terms import TimeLimits
 from maitred.replica import ReplicaState
 from maitred.storage.ledger import Ledger
 from maitred.tenancy.caller import Caller
@@ -61,9 +62,9 @@ class Router:
         self.observer = RouteObserver(self.metrics, promises)
         self.ledger = ledger
         self.draining = False
-        self.gate = Gate(max_concurrent_requests=config.max_concurrent_requests)
         terms = admission or AdmissionConfig()
-        self.limits = TimeLimits(terms.ttft_objective_s, terms.queue_timeout_s, terms.request_timeout_s)
+        self.admission = admission_of(terms, scheduler)
+        self.gate = Gate(self.admission, max_concurrent_requests=config.max_concurrent_requests)
         self.fleet_token = token or FleetToken(None)
         follower = Follower(self.fleet_token)
         self.fleet = Fleet(
@@ -72,6 +73,7 @@ class Router:
             follow=follower.start,
             probe=follower.probe,
             metrics=self.metrics,
+            on_tick=self._look,
         )
         self.metrics.looks_at(self.fleet.core, self.clock, self.fleet.connections)
         redis = shared.redis if shared is not None else None
@@ -115,6 +117,21 @@ class Router:
         core = self.fleet.core
         num_held = core.num_held
         return ReplicaState(alive=True, num_running=core.num_requests - num_held, num_waiting=num_held)
+
+    def shed(self, request_ids: Sequence[str]) -> None:
+        """Those leave the queue for one that is more urgent."""
+        for request_id in request_ids:
+            now = self.clock.now()
+            routed = self.fleet.requests[request_id]
+            waited_s = now - routed.request.arrived_at
+            text = f"after {waited_s:.3g} s in the queue the request made room for a more urgent one"
+            routed.interrupt(Overloaded(text, retry_after_s=self.gate.retry_after_s(now)))
+
+    def _look(self, now: float) -> None:
+        """Admission goes by all slots there are; while there are none, all are held up to the queue's own limit."""
+        core = self.fleet.core
+        self.admission.resize(core.num_slots or UNKNOWN_SHARE * self.admission.config.max_queued_requests)
+        self.admission.look(core.num_held, now)
 
     # -- its life
 
