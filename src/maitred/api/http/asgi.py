@@ -14,7 +14,7 @@ from maitred.api.http.exchange import REQUEST_ID, Exchange, Header
 from maitred.api.http.fleet_headers import TENANT, without_believed
 from maitred.api.http.fleet_token import HEADER as FLEET_TOKEN
 from maitred.api.http.logs import ERRORS, log_fields
-from maitred.api.http.routes import RouteTable
+from maitred.api.http.routes import Found, RouteTable
 from maitred.api.http.service import Service
 from maitred.api.ops.orca import ASKED_BY, TOLD_BY, load_report
 from maitred.clock import Clock
@@ -50,6 +50,8 @@ class AsgiApp:
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers: dict[bytes, bytes] = dict(reversed(scope["headers"]))
+        method, path = scope["method"], scope["path"]
+        found = self.routes.look(method, path)
         exchange = Exchange(
             scope=scope,
             receive=receive,
@@ -58,20 +60,21 @@ class AsgiApp:
             max_body_bytes=self.app.config.max_body_bytes,
             large_bodies=self.app.large_bodies,
             headers=headers,
-            format=self.routes.format_of(scope["path"]),
+            format=found.format,
         )
         exchange.standing_headers = partial(self._standing, exchange)
-        method, path = scope["method"], scope["path"]
         observer = self.app.observer
-        observed = observer.began(exchange, self.routes.span_of(method, path))
+        observed = observer.began(exchange, found.span)
         try:
-            exchange.caller = self._caller(path, headers)
-            if self.routes.needs_engine(path):
+            exchange.caller = self._caller(found, headers)
+            if found.needs_engine:
                 self.app.check_loaded()
-            exchange.route, exchange.parameter = self.routes.find(method, path)
-            if exchange.route.admin:
-                exchange.caller.require_admin(exchange.route.admin)
-            await exchange.route.handler(self.app, exchange)
+            route, exchange.parameter = found[:2] if found.route is not None else self.routes.find(method, path)
+            assert route is not None, "else it was told what there is"
+            exchange.route = route
+            if route.admin:
+                exchange.caller.require_admin(route.admin)
+            await route.handler(self.app, exchange)
         except ClientGone:
             observer.client_gone(exchange)
         except Exception as error:
@@ -80,7 +83,7 @@ class AsgiApp:
             exchange.large_bodies.release(exchange)
             observer.ended(exchange, observed)
 
-    def _caller(self, path: str, headers: dict[bytes, bytes]) -> Caller:
+    def _caller(self, found: Found, headers: dict[bytes, bytes]) -> Caller:
         """A router shows the fleet's token: what it says of who asks is believed, and it needs no key for what routers
         ask. From everybody else such headers are dropped. Raises InvalidApiKey.
         """
@@ -89,7 +92,7 @@ class AsgiApp:
             without_believed(headers)
         elif TENANT in headers:
             return self.app.authenticator.vouched(headers)
-        is_open = not self.routes.needs_key(path) or (is_router and self.routes.is_for_routers(path))
+        is_open = not found.needs_key or (is_router and found.is_for_routers)
         return self.app.authenticator.check(headers.get(b"authorization"), is_open=is_open)
 
     def _standing(self, exchange: Exchange) -> list[Header]:
