@@ -18,7 +18,7 @@ from maitred.api.route.router import Router
 from maitred.api.route.serve import make_server
 from maitred.cluster.config import FleetConfig
 from maitred.cluster.origins import parse_target
-from maitred.config import SchedulerConfig, ServerConfig, SharedConfig
+from maitred.config import AdmissionConfig, SchedulerConfig, ServerConfig, SharedConfig
 from tests.route.fake_upstream import LAST_CHUNK, STREAM_HEAD, FakeUpstream, Script, Seen, chunk, fake_upstream, whole
 from tests.waiting import HANGS_S, joined, until_async
 
@@ -45,6 +45,7 @@ def running_router(
     tenants: TenantSource | None = None,
     policy: str = "fcfs",
     redis: str | None = None,
+    admission: AdmissionConfig | None = None,
     server: dict[str, Any] | None = None,
     **fleet: Any,
 ) -> Iterator[RunningRouter]:
@@ -55,6 +56,7 @@ def running_router(
         FleetConfig(**fleet),
         SchedulerConfig(policy=policy),
         tuple(parse_target(url) for url in urls),
+        admission=admission,
         token=token,
         authenticator=Authenticator(config.api_keys, tenants),
         shared=SharedConfig(redis=redis),

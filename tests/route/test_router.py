@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+from typing import Any
 
 import httpx
 import pytest
 
 from maitred.api.http.fleet_token import FleetToken
+from maitred.config import AdmissionConfig
 from tests.api.test_tenants import table_of
 from tests.conftest import free_port
 from tests.fakes_api import FakeTenants
@@ -290,3 +292,44 @@ async def test_a_tenants_limits_hold_at_the_router_and_replicas_are_told_who_ask
         assert "authorization" not in first.headers
         quota = running.router.authenticator.quotas
         assert quota.of(tenants.table.tenants["poor"]).spent_tokens == 7
+
+
+async def test_a_queue_has_its_limit_at_the_router_and_the_more_urgent_take_the_place_of_others():
+    release = asyncio.Event()
+
+    async def waits(seen: Seen, writer: asyncio.StreamWriter) -> None:
+        await release.wait()
+        writer.write(whole(completion()))
+
+    terms = AdmissionConfig(max_queued_requests=1)
+    async with routed(waits, slots=1, policy="priority", admission=terms) as (running, [fake]):
+        async with client_of(running) as client:
+
+            def send(**fields: Any) -> asyncio.Task[httpx.Response]:
+                return asyncio.create_task(client.post(CHAT, json=chat(**fields)))
+
+            runs = [send(), send()]  # a slot and the reserve
+            await until_async(lambda: len(asked(fake)) == 2)
+            held = send(priority=5)
+            await until_async(lambda: running.router.fleet.core.num_held == 1)
+            refused = await client.post(CHAT, json=chat(priority=5))
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "server_overloaded")
+            assert "retry-after" in refused.headers
+            urgent = send(priority=0)
+            assert (await held).status_code == 503
+            assert "more urgent" in (await held).json()["error"]["message"]
+            release.set()
+            assert [(await task).status_code for task in (*runs, urgent)] == [200] * 3
+        assert running.router.admission.num_inside == 0
+
+
+async def test_while_no_replica_is_there_everybody_is_held_whatever_the_objective():
+    terms = AdmissionConfig(ttft_objective_s=0.001)
+    port = free_port()
+    with running_router(f"http://127.0.0.1:{port}", admission=terms) as running:
+        async with client_of(running) as client:
+            tasks = [asyncio.create_task(client.post(CHAT, json=chat())) for _ in range(5)]
+            await until_async(lambda: running.router.fleet.core.num_held == 5)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)

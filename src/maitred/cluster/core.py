@@ -75,6 +75,11 @@ class ClusterCore:
 
     # -- requests
 
+    @property
+    def num_slots(self) -> int:
+        """Of all replicas that are ready."""
+        return sum(replica.slots for replica in self.fleet.by_name.values() if replica.state is State.READY)
+
     @core_input
     def arrived(self, request: FleetRequest, now: float) -> list[Action]:
         """A new one. Raises InvalidRequest when its id is in use."""

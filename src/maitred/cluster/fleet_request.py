@@ -59,6 +59,16 @@ class FleetRequest:
         return self.max_tokens
 
     @property
+    def num_prompt_tokens(self) -> int:
+        """As far as it is known before usage tells."""
+        return self.num_inputs
+
+    @property
+    def sample_index(self) -> int:
+        """All samples are one request here."""
+        return 0
+
+    @property
     def block_hashes(self) -> Sequence[int]:
         """A prefix key stands for the blocks that it covers."""
         return self.keys

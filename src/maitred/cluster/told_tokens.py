@@ -9,15 +9,25 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import msgspec
 
 TELL = b"x-maitred-tell-tokens"  # asks for it; heeded from who shows the fleet's token
 SEED = b"x-maitred-seed"  # of a request that brings none, so that the same request asked again has the same answer
 HEAD, FRAME = b": resume ", b": tokens "
+USAGE = b"x-maitred-usage"  # of an answer that is no stream: what it cost, as three numbers with commas between
 MAX_TOLD_TOKENS = 4 * 1024 * 1024  # of one stream, 4 bytes each; beyond, it cannot go on elsewhere
 MAX_PENDING_BYTES = 16 * 1024 * 1024  # of a frame that is not whole
 MAX_LINE_BYTES = 4 * 1024 * 1024
+
+
+class ToldUsage(NamedTuple):
+    """Tokens that the engine computed for an answer; those that its text hides too, as the counters have them."""
+
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
 
 
 class StreamHead(msgspec.Struct, frozen=True):
@@ -28,6 +38,7 @@ class StreamHead(msgspec.Struct, frozen=True):
     fingerprint: str  # of model and numerics
     seeds: tuple[int, ...]  # by prompt
     max_tokens: tuple[int, ...]  # by prompt
+    num_prompt_tokens: int = 0  # of all prompts
 
 
 class ToldSample(msgspec.Struct, omit_defaults=True):
@@ -39,11 +50,12 @@ class ToldSample(msgspec.Struct, omit_defaults=True):
     num_cached_tokens: int | None = None  # of its prompt, once that is known
 
 
-class Frame(msgspec.Struct, frozen=True):
+class Frame(msgspec.Struct, frozen=True, omit_defaults=True):
     """One write: whose tokens made the `num_bytes` that follow."""
 
     num_bytes: int
     samples: tuple[ToldSample, ...]
+    usage: ToldUsage | None = None  # with the last
 
 
 class ResumeRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -70,9 +82,22 @@ def head_line(head: StreamHead) -> bytes:
     return HEAD + _encode(head) + b"\n"
 
 
-def frame(samples: Iterable[ToldSample], events: bytes, num_more: int = 0) -> bytes:
+def frame(samples: Iterable[ToldSample], events: bytes, num_more: int = 0, usage: ToldUsage | None = None) -> bytes:
     """`events` as one frame; `num_more` bytes that follow are its as well."""
-    return FRAME + _encode(Frame(len(events) + num_more, tuple(samples))) + b"\n" + events
+    return FRAME + _encode(Frame(len(events) + num_more, tuple(samples), usage)) + b"\n" + events
+
+
+def usage_header(usage: ToldUsage) -> tuple[bytes, bytes]:
+    return USAGE, b"%d,%d,%d" % usage
+
+
+def usage_in(headers: Iterable[tuple[bytes, bytes]]) -> ToldUsage | None:
+    """As a replica's answer tells it; None where it does not, or not so."""
+    for name, value in headers:
+        if name == USAGE:
+            told = value.split(b",")
+            return ToldUsage(*map(int, told)) if len(told) == 3 and all(map(bytes.isdigit, told)) else None
+    return None
 
 
 class _Sample:
@@ -89,10 +114,11 @@ class _Sample:
 class ToldTokens:
     """One stream's tokens, over all replicas that had it. `feed` gives what is for the client."""
 
-    __slots__ = ("_num_tokens", "_pending", "_samples", "head")
+    __slots__ = ("_num_tokens", "_pending", "_samples", "head", "usage")
 
     def __init__(self) -> None:
         self.head: StreamHead | None = None  # once it was told
+        self.usage: ToldUsage | None = None  # once it came to its end
         self._samples: dict[int, _Sample] = {}
         self._num_tokens = 0
         self._pending = b""  # of a line, an event or a frame that is not whole
@@ -138,6 +164,13 @@ class ToldTokens:
     def can_resume(self) -> bool:
         return self.head is not None and self._num_tokens <= MAX_TOLD_TOKENS
 
+    def usage_so_far(self) -> ToldUsage:
+        """What the client has the text of, or all of it once it has ended."""
+        if self.usage is not None:
+            return self.usage
+        num_cached = sum(sample.num_cached_tokens or 0 for sample in self._samples.values())
+        return ToldUsage(self.head.num_prompt_tokens if self.head is not None else 0, num_cached, self._num_tokens)
+
     def resume_body(self, path: str, body: bytes, *, age_s: float = 0.0, ttft_s: float = 0.0) -> bytes:
         """What to ask the next replica; `can_resume` must be."""
         assert self.head is not None, "nothing was told"
@@ -177,6 +210,7 @@ class ToldTokens:
             out.append(data[begin:end])
         for sample in told.samples:
             self._keep(sample)
+        self.usage = told.usage or self.usage
         return end
 
     def _head(self, data: bytes, start: int) -> int | None:

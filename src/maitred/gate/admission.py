@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from maitred.config import AdmissionConfig, SchedulerConfig
 from maitred.errors import Overloaded
 from maitred.gate.drain_rate import PROMPT_WEIGHT, DrainRate, LateBy, MeanOutput
-from maitred.request import FinishReason, RequestSpec
+from maitred.request import FinishReason
 
 MIN_RETRY_S, MAX_RETRY_S = 1.0, 120.0  # OpenAI's clients do not come again at all after more
 REASONS = ("requests", "tokens", "class", "objective")
@@ -45,6 +45,31 @@ class _Caller(NamedTuple):
     ttft_slo_s: float | None
     num_prompt_tokens: int = 0
     arrived_at: float = 0.0
+
+
+class Queueable(Protocol):
+    """What is asked of a request that wants to queue; a `RequestSpec` is one, and a router's estimate of one."""
+
+    @property
+    def request_id(self) -> str: ...
+
+    @property
+    def sample_index(self) -> int: ...
+
+    @property
+    def num_prompt_tokens(self) -> int: ...
+
+    @property
+    def max_tokens(self) -> int: ...
+
+    @property
+    def priority(self) -> int: ...
+
+    @property
+    def ttft_slo_s(self) -> float | None: ...
+
+    @property
+    def arrived_at(self) -> float: ...
 
 
 class _Verdict(NamedTuple):
@@ -80,7 +105,12 @@ class AdmissionController:
 
     def reconfigure(self, scheduler: SchedulerConfig) -> None:
         """The engine has another number of slots, or another policy."""
-        self._max_num_seqs, self._priority_first = scheduler.max_num_seqs, scheduler.policy in PRIORITY_FIRST
+        self.resize(scheduler.max_num_seqs)
+        self._priority_first = scheduler.policy in PRIORITY_FIRST
+
+    def resize(self, max_num_seqs: int) -> None:
+        """There are so many slots now: of one engine, or of all of a fleet."""
+        self._max_num_seqs = max_num_seqs
 
     # -- before the queue
 
@@ -91,12 +121,12 @@ class AdmissionController:
         if verdict.reason is not None:
             raise self._turned_away(verdict.reason, self._mean_output.mean, now)
 
-    def admit(self, request: RequestSpec, now: float) -> tuple[str, ...]:
+    def admit(self, request: Queueable, now: float) -> tuple[str, ...]:
         """Lets it in, and names those that must leave the queue for it (see `FinishReason.SHED`).
 
         Raises Overloaded. Further samples of a prompt go with the first, which was admitted just before.
         """
-        work = PROMPT_WEIGHT * request.num_prompt_tokens + self._mean_output.expected(request)
+        work = PROMPT_WEIGHT * request.num_prompt_tokens + self._mean_output.expected(request.max_tokens)
         caller = _Caller(request.priority, request.ttft_slo_s, request.num_prompt_tokens, request.arrived_at)
         verdict = self._judge(caller, now) if request.sample_index == 0 else _Verdict()
         if verdict.reason is not None:
@@ -114,7 +144,7 @@ class AdmissionController:
         self._wait(request.request_id, entry)
         return verdict.shed
 
-    def admit_all(self, requests: Sequence[RequestSpec], now: float) -> tuple[str, ...]:
+    def admit_all(self, requests: Sequence[Queueable], now: float) -> tuple[str, ...]:
         """As `admit`, all or none of them: a refusal of one takes the others out again, and nobody leaves for them."""
         shed: list[str] = []
         for position, request in enumerate(requests):

@@ -11,8 +11,6 @@ from bisect import bisect_left, insort
 from collections import deque
 from math import exp
 
-from maitred.request import RequestSpec
-
 PROMPT_WEIGHT = 0.25
 UNKNOWN_OUTPUT = 128  # tokens, until answers were seen
 
@@ -60,8 +58,8 @@ class MeanOutput:
     def mean(self) -> float:
         return self._mean if self._num_seen else float(UNKNOWN_OUTPUT)
 
-    def expected(self, request: RequestSpec) -> float:
-        return min(float(request.max_tokens), self.mean)
+    def expected(self, max_tokens: int) -> float:
+        return min(float(max_tokens), self.mean)
 
 
 class LateBy:

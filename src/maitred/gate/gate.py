@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from maitred.config import AdmissionConfig, SchedulerConfig
 from maitred.errors import InvalidRequest, MaitredError, Overloaded
-from maitred.gate.admission import MIN_RETRY_S, AdmissionController
+from maitred.gate.admission import MIN_RETRY_S, AdmissionController, Queueable
 from maitred.gate.terms import (
     NO_LIMITS,
     TimeLimits,
@@ -130,18 +130,23 @@ class Gate:
         Raises RateLimited, InsufficientQuota or Overloaded; the lease has ended then.
         """
         specs = self._under_terms(lease, specs, now)
+        num_tokens = num_prompt_tokens(specs) + sum(spec.max_tokens for spec in specs)
+        return Admitted(specs, self.let_in(lease, specs, num_tokens, now))
+
+    def let_in(self, lease: Lease, requests: Sequence[Queueable], num_tokens: int, now: float) -> tuple[str, ...]:
+        """As `admit`, of requests that are under their terms and take so many tokens; gives those that are shed."""
         try:
             if lease.quota is not None:
-                lease.quota.reserve(num_prompt_tokens(specs) + sum(spec.max_tokens for spec in specs), now)
-            shed = self.admission.admit_all(specs, now) if self.admission is not None else ()
+                lease.quota.reserve(num_tokens, now)
+            shed = self.admission.admit_all(requests, now) if self.admission is not None else ()
         except MaitredError:
             lease.end(0)
             raise
-        lease.request_ids = tuple(spec.request_id for spec in specs)
+        lease.request_ids = tuple(request.request_id for request in requests)
         lease.waiting.update(lease.request_ids)
         if self.admission is not None or lease.quota is not None:
             self.leases.update(dict.fromkeys(lease.request_ids, lease))
-        return Admitted(specs, shed)
+        return shed
 
     def progressed(self, progress: Iterable[RequestProgress], num_queued: int, now: float) -> None:
         """What came out of the engine at once, and how many requests had no place in it then."""

@@ -54,11 +54,30 @@ class _Counts(NamedTuple):
     generated: int
 
 
+class Owned(Protocol):
+    """Whose request it is; a `RequestSpec` is one."""
+
+    @property
+    def request_id(self) -> str: ...
+
+    @property
+    def tenant(self) -> str: ...
+
+    @property
+    def key_id(self) -> str: ...
+
+    @property
+    def priority(self) -> int: ...
+
+    @property
+    def sample_index(self) -> int: ...
+
+
 class Metered(Protocol):
     """A request that is followed to its end, as whoever listens to its engine notes it."""
 
     @property
-    def spec(self) -> RequestSpec: ...
+    def spec(self) -> Owned: ...
 
     @property
     def charges(self) -> Charges: ...
@@ -83,10 +102,12 @@ class _Replayed(NamedTuple):
 class _OpenRow:
     """A request that has no closed row yet."""
 
-    __slots__ = ("closed", "opened_at", "request", "row_id", "status", "written")
+    __slots__ = ("closed", "model", "opened_at", "request", "row_id", "status", "written")
 
-    def __init__(self, request: Metered, opened_at: float, status: str | None = None) -> None:
-        self.request, self.opened_at = request, opened_at
+    def __init__(
+        self, request: Metered, opened_at: float, *, model: str | None = None, status: str | None = None
+    ) -> None:
+        self.request, self.opened_at, self.model = request, opened_at, model
         self.status = status  # in place of how it ended
         self.row_id: str | None = None  # once it has a row
         self.written: _Counts | None = None
@@ -135,13 +156,16 @@ class Ledger:
         self._thread = threading.Thread(target=self._run, name="maitred-ledger", daemon=True)
         self._thread.start()
 
-    def opened(self, request: Metered) -> None:
-        """`request` was taken in by the engine; from now on it is followed to its end. From any thread."""
-        self._arrived.append(_OpenRow(request, self._wall_time()))
+    def opened(self, request: Metered, model: str | None = None) -> None:
+        """`request` was taken in by the engine; from now on it is followed to its end. From any thread.
+
+        Of a router each has its own `model`; None is the ledger's.
+        """
+        self._arrived.append(_OpenRow(request, self._wall_time(), model=model))
 
     def replayed(self, spec: RequestSpec) -> None:
         """`spec` was answered from the result cache: a row that says so, without tokens, for no engine computed any."""
-        self._arrived.append(_OpenRow(_Replayed(spec), self._wall_time(), CACHED))
+        self._arrived.append(_OpenRow(_Replayed(spec), self._wall_time(), status=CACHED))
 
     def flush(self) -> None:
         """Return when everything up to now is on disk, or has failed to be."""
@@ -272,8 +296,8 @@ class Ledger:
         return written
 
     def _owner(self, entry: _OpenRow, now: float) -> tuple[str, str, str, str, float, float]:
-        request = entry.request.spec
-        return request.tenant, request.key_id, self.model, tier_of_priority(request.priority), entry.opened_at, now
+        request, model = entry.request.spec, self.model if entry.model is None else entry.model
+        return request.tenant, request.key_id, model, tier_of_priority(request.priority), entry.opened_at, now
 
     def _row_id(self, file: LedgerFile, entry: _OpenRow) -> str:
         """Its request id, if no other request of this run had it."""

@@ -13,14 +13,15 @@ from maitred.api.generate.generation import Generation
 from maitred.api.generate.lease import HttpLease, cache_salt, leased
 from maitred.api.generate.outcome import Outcome, timing_parts_ms
 from maitred.api.generate.resumption import Resumption
-from maitred.api.generate.telling import Teller, fingerprint_of
+from maitred.api.generate.telling import Teller, fingerprint_of, told_usage
 from maitred.api.generate.time_limits import time_limits
 from maitred.api.http.app import App
-from maitred.api.http.exchange import JSON_HEADERS, Exchange
+from maitred.api.http.exchange import JSON_HEADERS, Exchange, Header
+from maitred.api.http.fleet_headers import time_left
 from maitred.api.http.results import Wanted
 from maitred.api.http.sse import EventStream
 from maitred.api.ops.fleet_feed import NoteTokens
-from maitred.cluster.told_tokens import SEED, TELL, StreamHead
+from maitred.cluster.told_tokens import SEED, TELL, StreamHead, usage_header
 from maitred.engine.intake import make_requests, random_seed
 from maitred.errors import InvalidRequest, RequestError
 from maitred.gate.terms import TimeLimits, cap_max_tokens
@@ -45,7 +46,8 @@ async def generate(
     resumption: Resumption | None = None,
 ) -> None:
     """What was asked from here to its last byte; from where another replica left off, if there is a `resumption`."""
-    limits, salt = time_limits(ask.limits, exchange.headers), cache_salt(app, exchange.caller, ask.cache_salt)
+    limits = time_limits(ask.limits, exchange.headers).and_also(time_left(exchange.headers))
+    salt = cache_salt(app, exchange.caller, ask.cache_salt)
     new_seed = resumption.seeds() if resumption is not None else _seeds(app, exchange)
     with leased(app, exchange.caller, ask, limits) as lease, app.kept_logprobs.answer() as keep:
         if await app.results.replay(exchange, wanted):
@@ -74,7 +76,8 @@ async def generate(
         if events is None:
             takes_long, write = outcome.num_logprobs > MANY_LOGPROBS, partial(ask.answer.whole, outcome)
             whole = await app.text.run_long(write) if takes_long else write()
-            await exchange.answer(whole, 200, (*JSON_HEADERS, *_server_timing(outcome)))
+            headers = (*JSON_HEADERS, *_server_timing(outcome), *_usage(app, exchange, outcome))
+            await exchange.answer(whole, 200, headers)
         app.results.keep(exchange, wanted)
 
 
@@ -156,6 +159,7 @@ def _teller(app: App, exchange: Exchange, ask: GenerationAsk, outcome: Outcome) 
         fingerprint=fingerprint_of(app.model),
         seeds=tuple(spec.seed for spec in firsts),
         max_tokens=tuple(spec.max_tokens for spec in firsts),
+        num_prompt_tokens=sum(spec.num_prompt_tokens for spec in firsts),
     )
     return Teller(head, outcome)
 
@@ -171,7 +175,8 @@ async def _stream(generation: Generation, events: EventStream, writer: StreamWri
             if not unfinished:
                 written += writer.last()
             if teller is not None:
-                written = teller.frame(sample, delta, written, 0 if unfinished else events.num_end_bytes)
+                num_more = 0 if unfinished else events.num_end_bytes
+                written = teller.frame(sample, delta, written, num_more, is_last=not unfinished)
             if not unfinished:
                 last = written  # goes out with the end of the stream, in one write
             elif written:
@@ -186,6 +191,11 @@ def _server_timing(outcome: Outcome) -> tuple[tuple[bytes, bytes], ...]:
         return ()
     parts = ", ".join(f"{name};dur={ms:g}" for name, ms in timing_parts_ms(timing).items())
     return ((b"server-timing", parts.encode()),)
+
+
+def _usage(app: App, exchange: Exchange, outcome: Outcome) -> tuple[Header, ...]:
+    """For a router, which bills by it."""
+    return (usage_header(told_usage(outcome)),) if app.fleet_token.is_shown_by(exchange.headers) else ()
 
 
 def _make_batches(

@@ -6,7 +6,7 @@ import msgspec
 
 from maitred.api.generate.outcome import Outcome, Sample
 from maitred.api.ops.fleet_feed import identity
-from maitred.cluster.told_tokens import StreamHead, ToldSample, frame, head_line
+from maitred.cluster.told_tokens import StreamHead, ToldSample, ToldUsage, frame, head_line
 from maitred.engine.intake import ServedModel
 from maitred.engine.output import TextDelta
 
@@ -15,6 +15,12 @@ def fingerprint_of(model: ServedModel) -> str:
     """What tokens depend on besides the request: equal ones give equal tokens."""
     told = identity(model).fingerprint
     return model.revision if told is None else " ".join(msgspec.structs.astuple(told))
+
+
+def told_usage(outcome: Outcome) -> ToldUsage:
+    """As the engine's counters have it; a router bills by it."""
+    num_prompt, num_output = outcome.num_tokens_used()
+    return ToldUsage(num_prompt, outcome.usage().num_cached_tokens, num_output)
 
 
 class Teller:
@@ -28,7 +34,7 @@ class Teller:
         # would begin them anew, and their seed gives the same tokens.
         self._untold: dict[int, ToldSample] = {}
 
-    def frame(self, sample: Sample, delta: TextDelta, written: bytes, num_more: int = 0) -> bytes:
+    def frame(self, sample: Sample, delta: TextDelta, written: bytes, num_more: int = 0, *, is_last: bool) -> bytes:
         """What is written for `delta`, and of what it is made. `num_more` bytes that follow are the frame's too."""
         told = self._told(sample, delta)
         if not written and not self._begun[sample.index]:
@@ -41,7 +47,7 @@ class Teller:
         if not written and not told.token_ids and not told.ended:
             return b""
         first, self._first = self._first, b""
-        return first + frame(samples, written, num_more)
+        return first + frame(samples, written, num_more, told_usage(self._outcome) if is_last else None)
 
     def _told(self, sample: Sample, delta: TextDelta) -> ToldSample:
         token_ids = list(delta.token_ids)

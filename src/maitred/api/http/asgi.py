@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Mapping
 from functools import partial
 
 from starlette.middleware.cors import CORSMiddleware
@@ -12,12 +11,15 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from maitred.api.http.errors import ClientGone, HttpError, http_error
 from maitred.api.http.exchange import REQUEST_ID, Exchange, Header
+from maitred.api.http.fleet_headers import TENANT, without_believed
+from maitred.api.http.fleet_token import HEADER as FLEET_TOKEN
 from maitred.api.http.logs import ERRORS, log_fields
-from maitred.api.http.routes import RouteTable
+from maitred.api.http.routes import Found, RouteTable
 from maitred.api.http.service import Service
 from maitred.api.ops.orca import ASKED_BY, TOLD_BY, load_report
 from maitred.clock import Clock
 from maitred.errors import EngineDead, Overloaded, Unavailable
+from maitred.tenancy.caller import Caller
 
 TOLD_AGAIN_S = 60.0
 RATE_LIMIT_HEADERS = tuple(
@@ -48,6 +50,8 @@ class AsgiApp:
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers: dict[bytes, bytes] = dict(reversed(scope["headers"]))
+        method, path = scope["method"], scope["path"]
+        found = self.routes.look(method, path)
         exchange = Exchange(
             scope=scope,
             receive=receive,
@@ -56,22 +60,21 @@ class AsgiApp:
             max_body_bytes=self.app.config.max_body_bytes,
             large_bodies=self.app.large_bodies,
             headers=headers,
-            format=self.routes.format_of(scope["path"]),
+            format=found.format,
         )
         exchange.standing_headers = partial(self._standing, exchange)
-        method, path = scope["method"], scope["path"]
         observer = self.app.observer
-        observed = observer.began(exchange, self.routes.span_of(method, path))
+        observed = observer.began(exchange, found.span)
         try:
-            exchange.caller = self.app.authenticator.check(
-                headers.get(b"authorization"), is_open=self._is_open(path, headers)
-            )
-            if self.routes.needs_engine(path):
+            exchange.caller = self._caller(found, headers)
+            if found.needs_engine:
                 self.app.check_loaded()
-            exchange.route, exchange.parameter = self.routes.find(method, path)
-            if exchange.route.admin:
-                exchange.caller.require_admin(exchange.route.admin)
-            await exchange.route.handler(self.app, exchange)
+            route, exchange.parameter = found[:2] if found.route is not None else self.routes.find(method, path)
+            assert route is not None, "else it was told what there is"
+            exchange.route = route
+            if route.admin:
+                exchange.caller.require_admin(route.admin)
+            await route.handler(self.app, exchange)
         except ClientGone:
             observer.client_gone(exchange)
         except Exception as error:
@@ -80,11 +83,17 @@ class AsgiApp:
             exchange.large_bodies.release(exchange)
             observer.ended(exchange, observed)
 
-    def _is_open(self, path: str, headers: Mapping[bytes, bytes]) -> bool:
-        """A router shows the fleet's token, and needs no key for what routers ask."""
-        if not self.routes.needs_key(path):
-            return True
-        return self.routes.is_for_routers(path) and self.app.fleet_token.is_shown_by(headers)
+    def _caller(self, found: Found, headers: dict[bytes, bytes]) -> Caller:
+        """A router shows the fleet's token: what it says of who asks is believed, and it needs no key for what routers
+        ask. From everybody else such headers are dropped. Raises InvalidApiKey.
+        """
+        is_router = FLEET_TOKEN in headers and self.app.fleet_token.is_shown_by(headers)
+        if not is_router:
+            without_believed(headers)
+        elif TENANT in headers:
+            return self.app.authenticator.vouched(headers)
+        is_open = not found.needs_key or (is_router and found.is_for_routers)
+        return self.app.authenticator.check(headers.get(b"authorization"), is_open=is_open)
 
     def _standing(self, exchange: Exchange) -> list[Header]:
         """Of every answer, as they are when it begins: the caller's limits, the load for balancers that ask, and that a

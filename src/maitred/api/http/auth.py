@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+from maitred.api.http.fleet_headers import vouched_caller
 from maitred.errors import InvalidApiKey
 from maitred.tenancy.caller import Caller, anybody
 from maitred.tenancy.keys import Key, KeyRing, digest_of
@@ -37,6 +38,7 @@ class Authenticator:
         self._tenants = tenants
         self.quotas = QuotaBook(spent_tokens or {})
         self._anybody = anybody()
+        self._vouched = QuotaBook({})  # counted, and without limits
         self._is_open = tenants is None and not api_keys
 
     @property
@@ -63,6 +65,10 @@ class Authenticator:
         if caller is None:
             raise InvalidApiKey("the API key is not valid here")
         return caller
+
+    def vouched(self, headers: Mapping[bytes, bytes]) -> Caller:
+        """Who asks, as a router that shows the fleet's token says, which has asked for key and quota already."""
+        return vouched_caller(headers, self._vouched, self._anybody)
 
     def _find(self, secret: bytes) -> Caller | None:
         if self._tenants is None:

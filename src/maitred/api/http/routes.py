@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -48,6 +48,18 @@ class Route:
         return self.path.replace(":path", "")
 
 
+class Found(NamedTuple):
+    """What there is at a path, all that a request's way there asks of it."""
+
+    route: Route | None  # None where `find` raises why
+    parameter: str
+    format: AnswerFormat  # for its errors too, whatever comes before its route is asked
+    span: str
+    needs_key: bool  # unknown paths too, so that a new route cannot be forgotten
+    is_for_routers: bool
+    needs_engine: bool
+
+
 class RouteTable:
     """Finds routes by the path of the request line; what is not listed is not there."""
 
@@ -67,25 +79,32 @@ class RouteTable:
             self._open |= {route.path.partition("{")[0] + name for name in route.open_names}
         self._for_routers = {route.path for route in self.routes if route.is_for_routers}
         self._while_loading = {route.path for route in self.routes if route.while_loading} | self._open
+        self._known = {
+            (method, path): self._look(method, path) for path, methods in self._exact.items() for method in methods
+        }
 
-    def needs_key(self, path: str) -> bool:
-        """Unknown paths too, so that a new route cannot be forgotten."""
-        return path not in self._open
+    def look(self, method: str, path: str) -> Found:
+        """For what is asked most it is one look into a dict."""
+        return self._known.get((method, path)) or self._look(method, path)
 
-    def is_for_routers(self, path: str) -> bool:
-        return path in self._for_routers
+    def _look(self, method: str, path: str) -> Found:
+        try:
+            route, parameter = self.find(method, path)
+        except (RouteNotFound, MethodNotAllowed):
+            route, parameter = None, ""
+        return Found(
+            route=route,
+            parameter=parameter,
+            format=self._format_of(path),
+            span=route.span if route is not None and route.path == path else "",
+            needs_key=path not in self._open,
+            is_for_routers=path in self._for_routers,
+            needs_engine=path not in self._while_loading,
+        )
 
-    def needs_engine(self, path: str) -> bool:
-        return path not in self._while_loading
-
-    def format_of(self, path: str) -> AnswerFormat:
-        """The one of the dialect that has this path; for its errors too, whatever comes before its route is asked."""
+    def _format_of(self, path: str) -> AnswerFormat:
         methods = self._exact.get(path) or self._by_prefix(path)[0]
         return next((route.format for route in (methods or {}).values() if route.format is not None), self.format)
-
-    def span_of(self, method: str, path: str) -> str:
-        route = self._exact.get(path, {}).get(method)
-        return route.span if route is not None else ""
 
     def find(self, method: str, path: str) -> tuple[Route, str]:
         """The route, and its parameter. HEAD is a GET. Raises RouteNotFound or MethodNotAllowed."""

@@ -10,6 +10,7 @@ from typing import Protocol, runtime_checkable
 import msgspec
 
 import maitred
+from maitred.api.http.fleet_headers import SALT
 from maitred.api.http.fleet_token import FleetToken
 from maitred.cluster.key_tokens import TokenLengths, ends_of_tokens, tokens_of_keys
 from maitred.cluster.prefix_keys import prefix_keys
@@ -32,7 +33,6 @@ from maitred.errors import Overloaded
 from maitred.replica import Replica, ReplicaState
 from maitred.request import RequestSpec
 
-SALT = b"x-maitred-salt"  # a router's, of the tenant's cache group
 MAX_LISTENERS = 16
 PAUSE_S = 0.02  # what changes meanwhile is told at once
 LINGER_S = 60.0  # after the last listener: a router whose stream broke comes back within it

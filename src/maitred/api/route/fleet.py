@@ -95,13 +95,14 @@ class Fleet:
         probe: Probing,
         metrics: RouteMetrics,
         launching: Launching | None = None,
+        on_tick: Callable[[float], None] = lambda now: None,
     ) -> None:
         self.core, self.clock = core, clock
         self.replicas: dict[str, LiveReplica] = {}
         self.requests: dict[str, RoutedRequest] = {}
         self.choices = Choices()
         self.connections = ConnectionCounts()
-        self.launching = launching
+        self.launching, self._on_tick = launching, on_tick
         self.on_bound: Callable[[FleetRequest, ReplicaFacts], None] | None = None
         self.kept_bodies = KeptBodies()
         self._follow, self._ask_health, self._metrics = follow, probe, metrics
@@ -223,6 +224,7 @@ class Fleet:
     def _tick(self) -> None:
         self.start()
         now = self.clock.now()
+        self._on_tick(now)
         due = self.core.next_tick()
         if due is not None and due <= now:
             self._do(self.core.tick(now))

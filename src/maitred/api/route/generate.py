@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import random
 
-from maitred.api.http.exchange import Exchange
+from maitred.api.http.exchange import Exchange, Header
+from maitred.api.http.fleet_headers import vouching
 from maitred.api.http.results import Wanted
-from maitred.api.route.headers import of_caller, towards_replica
-from maitred.api.route.leases import RouteLease, leased
+from maitred.api.route.headers import towards_replica
+from maitred.api.route.leases import BYTES_A_TOKEN, RouteLease, leased
+from maitred.api.route.metered import MeteredRoute, Owner
 from maitred.api.route.relay import Outgoing, Relay
 from maitred.api.route.routed import RoutedRequest
 from maitred.api.route.router import Router
@@ -67,16 +69,19 @@ async def _route(
             return
         request = _request(router, exchange, body, read, keys, granted)
         if is_generation:
-            granted.take(request.num_bytes, request.max_tokens * request.num_samples, request.arrived_at)
+            router.shed(granted.take(request, is_silent=_names_no_limit(read)))
         routed = RoutedRequest(request, exchange)
-        outgoing = _outgoing(router, exchange, body, read, is_generation=is_generation)
+        outgoing = _outgoing(router, exchange, body, read, granted, is_generation=is_generation)
         relay = Relay(
-            router.fleet, routed, outgoing, keep_alive_s=router.config.sse_keep_alive_s, on_begin=granted.began
+            router.fleet, routed, outgoing, keep_alive_s=router.config.sse_keep_alive_s, on_tokens=granted.tokens_came
         )
+        row = _row(router, exchange, request, relay) if is_generation else None
         try:
             await relay.run()
         finally:
-            granted.usage = relay.usage
+            granted.ended(relay.spent)
+            if row is not None:
+                row.ended()
             router.metrics.routed(exchange.log.get("replica", ""), relay.outcome, routed.held_s)
         router.results.keep(exchange, wanted)
 
@@ -92,6 +97,20 @@ def _wanted(router: Router, exchange: Exchange, body: bytes, read: RoutedBody) -
     return router.results.wanted(exchange, body, revision=revision, temperature=read.temperature, seed=read.seed)
 
 
+def _row(router: Router, exchange: Exchange, request: FleetRequest, relay: Relay) -> MeteredRoute | None:
+    """Its row of the ledger, if there is one."""
+    if router.ledger is None:
+        return None
+    owner = Owner(request.request_id, request.tenant, exchange.caller.key_id, request.priority)
+    row = MeteredRoute(owner, relay)
+    router.ledger.opened(row, request.model or "")
+    return row
+
+
+def _names_no_limit(read: RoutedBody) -> bool:
+    return read.max_completion_tokens is None and read.max_tokens is None
+
+
 def _request(
     router: Router,
     exchange: Exchange,
@@ -101,10 +120,12 @@ def _request(
     granted: RouteLease,
 ) -> FleetRequest:
     tenant, now = exchange.caller.tenant, router.clock.now()
+    num_bytes = _num_prompt_bytes(body, read)
     return FleetRequest(
         request_id=router.fleet.free_id(exchange.request_id),
         arrived_at=now,
-        num_bytes=_num_prompt_bytes(body, read),
+        num_bytes=num_bytes,
+        num_inputs=max(1, num_bytes // BYTES_A_TOKEN),
         max_tokens=read.max_completion_tokens or read.max_tokens or MAX_TOKENS,
         model=read.model,
         tenant=tenant.name,
@@ -136,21 +157,36 @@ def _hash_key(exchange: Exchange, read: RoutedBody, keys: tuple[int, ...]) -> in
     return keys[0] if keys else None
 
 
-def _to_go_on(read: RoutedBody) -> list[tuple[bytes, bytes]]:
+def _to_go_on(read: RoutedBody) -> list[Header]:
     """That another replica can give the same answer, or the rest of it."""
     seed = (SEED, b"%d" % _random.getrandbits(63))
     return [seed, (TELL, b"1")] if read.stream else [seed]
 
 
-def _outgoing(router: Router, exchange: Exchange, body: bytes, read: RoutedBody, *, is_generation: bool) -> Outgoing:
+def _vouched(router: Router, exchange: Exchange, granted: RouteLease) -> list[Header]:
+    """A router that asks for no key vouches for nobody."""
+    if router.authenticator.is_open:
+        return []
+    caller = exchange.caller
+    return vouching(
+        caller,
+        salt=router.salt_of(caller),
+        priority=granted.lease.priority,
+        default_max_tokens=granted.default_max_tokens,
+    )
+
+
+def _outgoing(
+    router: Router, exchange: Exchange, body: bytes, read: RoutedBody, granted: RouteLease, *, is_generation: bool
+) -> Outgoing:
     scope = exchange.scope
     headers = towards_replica(exchange)
     secret = router.fleet_token.shown()
     if secret:
-        secret += of_caller(exchange.caller, router.salt_of(exchange.caller))
+        secret += _vouched(router, exchange, granted)
         if is_generation:
             secret += _to_go_on(read)
-    elif router.authenticator.is_open and b"authorization" in exchange.headers:  # it is for the replicas
+    if router.authenticator.is_open and b"authorization" in exchange.headers:  # it is for the replicas
         headers.append((b"authorization", exchange.headers[b"authorization"]))
     query = scope["query_string"]
     target = scope["raw_path"].decode("latin-1") + (f"?{query.decode('latin-1')}" if query else "")
@@ -162,4 +198,5 @@ def _outgoing(router: Router, exchange: Exchange, body: bytes, read: RoutedBody,
         secret=secret,
         is_generation=is_generation,
         is_stream=is_generation and bool(read.stream),
+        limits=granted.limits,
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from maitred.api.http.exchange import Exchange, Header
-from maitred.tenancy.caller import Caller
 
 # of one connection, RFC 9110, 7.6.1, and what is written anew for each
 HOP_BY_HOP = frozenset(
@@ -48,15 +47,6 @@ def towards_replica(exchange: Exchange) -> list[Header]:
         address = client[0].encode("latin-1", "replace")
         kept.append((b"x-forwarded-for", b"%b, %b" % (before, address) if before else address))
     return kept
-
-
-def of_caller(caller: Caller, salt: str) -> list[Header]:
-    """Who asks, as the gate found it; only for replicas that hold the fleet's token."""
-    if caller.is_anybody:
-        return []
-    tenant = caller.tenant
-    told = {"tenant": tenant.name, "weight": f"{tenant.weight:g}", "key-id": caller.key_id, "salt": salt}
-    return [(OWN + name.encode(), value.encode()) for name, value in told.items() if value]
 
 
 def towards_client(sent: Sequence[Header], replica: bytes, held_ms: int) -> list[Header]:

@@ -10,11 +10,12 @@ from functools import reduce
 from maitred.api.generate.time_limits import HEADERS
 from maitred.api.http.exchange import Exchange
 from maitred.api.route.router import Router
-from maitred.cluster.fleet_request import Usage
+from maitred.cluster.fleet_request import FleetRequest, Usage
 from maitred.cluster.routed_body import RoutedBody
 from maitred.errors import RateLimited
 from maitred.gate.gate import Ask, Lease
 from maitred.gate.terms import NO_LIMITS, TimeLimits
+from maitred.request import FinishReason
 from maitred.tenancy.caller import Caller
 from maitred.tenancy.tenant import TIERS
 
@@ -30,6 +31,7 @@ class RouteLease:
     lease: Lease
     limits: TimeLimits  # of request, tenant and router, the strictest
     usage: Usage | None = None
+    default_max_tokens: int | None = None  # of each sample, where the request names none
 
     def start_by(self, now: float) -> float | None:
         return None if self.limits.queue_timeout_s is None else now + self.limits.queue_timeout_s
@@ -37,16 +39,40 @@ class RouteLease:
     def finish_by(self, now: float) -> float | None:
         return None if self.limits.timeout_s is None else now + self.limits.timeout_s
 
-    def take(self, num_prompt_bytes: int, max_tokens: int, now: float) -> None:
-        """Of the tenant's quota, for a prompt and at most so many tokens of all samples. Raises RateLimited."""
-        if self.lease.quota is not None:
-            self.lease.quota.reserve(num_prompt_bytes // BYTES_A_TOKEN + max_tokens, now)
+    def take(self, request: FleetRequest, *, is_silent: bool) -> tuple[str, ...]:
+        """A place in the queue, and of the tenant's quota the prompt and most tokens of all samples; gives the ids of
+        those that leave the queue for it. Raises as `Gate.admit`.
 
-    def began(self) -> None:
-        """The first byte of its answer came."""
-        if self.lease.quota is not None:
-            for _ in range(self.lease.num_samples):
-                self.lease.quota.first_token()
+        A request that is silent of a limit gets the tenant's own, or a share of what is left.
+        """
+        lease, now = self.lease, request.arrived_at
+        if is_silent and lease.quota is not None:
+            self._limit_silent(request, now)
+        num_tokens = request.num_prompt_tokens + request.max_tokens * request.num_samples
+        return lease.gate.let_in(lease, (request,), num_tokens, now)
+
+    def _limit_silent(self, request: FleetRequest, now: float) -> None:
+        caller = self.lease.caller
+        share = caller.quota.silent_max_tokens(request.num_prompt_tokens, request.num_samples, now)
+        limits = [limit for limit in (caller.tenant.default_max_tokens, share) if limit is not None]
+        if limits:
+            self.default_max_tokens = request.max_tokens = max(1, min(limits))
+
+    def tokens_came(self, num_tokens: int, now: float) -> None:
+        """So many more of its answer; with the first call it waits no longer."""
+        lease = self.lease
+        if lease.waiting and lease.quota is not None:
+            for _ in range(lease.num_samples - 1):  # the gate knows them for one
+                lease.quota.first_token()
+        for request_id in lease.request_ids:
+            lease.tokens_came(request_id, num_tokens, now)
+
+    def ended(self, usage: Usage) -> None:
+        """What it cost; it came to its end if usage says so."""
+        self.usage = usage
+        if usage.complete:
+            for request_id in self.lease.request_ids:
+                self.lease.sample_ended(request_id, FinishReason.STOP)
 
 
 @contextmanager
@@ -57,7 +83,7 @@ def leased(router: Router, exchange: Exchange, read: RoutedBody) -> Iterator[Rou
     ask = Ask(num_samples=max(1, read.n or 1), priority=_priority(caller, read), limits=asked)
     try:
         lease = router.gate.enter(caller, ask, router.clock.now())
-        granted = RouteLease(lease, _strictest(asked, lease.limits, router.limits))
+        granted = RouteLease(lease, _strictest(asked, lease.limits))
         if not caller.is_anybody:
             router.metrics.tenants.entered(caller.quota)
         try:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from maitred.api.http.errors import ClientGone
 from maitred.api.http.exchange import CONNECTION, Exchange, Header
+from maitred.api.http.fleet_headers import time_left_headers
 from maitred.api.http.sse import EventStream
 from maitred.api.route import answers
 from maitred.api.route.fleet import Fleet, LiveReplica
@@ -16,9 +17,10 @@ from maitred.api.route.headers import towards_client
 from maitred.api.route.routed import Moved, RoutedRequest
 from maitred.cluster.actions import Bind
 from maitred.cluster.fleet_request import Failure, FailureKind, Usage
-from maitred.cluster.told_tokens import BrokenFrame, ToldTokens
+from maitred.cluster.told_tokens import BrokenFrame, ToldTokens, ToldUsage, usage_in
 from maitred.cluster.upstream import Answer, Ask, Broken, UpstreamFailed, request_head
 from maitred.errors import MaitredError, ServerError
+from maitred.gate.terms import NO_LIMITS, TimeLimits
 
 MAX_KEPT_BYTES = 256 * 1024  # of an answer that is not streamed: while it is shorter another replica can begin anew
 MAX_ERROR_BYTES = 64 * 1024
@@ -40,21 +42,27 @@ class Outgoing:
     secret: list[Header] = field(default_factory=list)  # only for replicas that hold the fleet's token
     is_generation: bool = False  # its answer has usage and tokens
     is_stream: bool = False
+    limits: TimeLimits = NO_LIMITS  # from its arrival
 
     @property
     def tells(self) -> bool:
         """Whether replicas of ours are asked to tell the tokens of its answer."""
         return self.is_stream and bool(self.secret)
 
-    def ask(self, live: LiveReplica) -> Ask:
-        headers = [*self.headers, *self.secret] if live.is_ours and self.secret else self.headers
+    def ask(self, live: LiveReplica, age_s: float) -> Ask:
+        """`age_s` ago it arrived."""
+        headers = self._secretly(age_s) if live.is_ours and self.secret else self.headers
         head = request_head(self.method, self.target, live.origin, headers, len(self.body))
         return Ask(head, self.body, is_head=self.method == "HEAD")
 
-    def resume(self, live: LiveReplica, told: bytes) -> Ask:
+    def resume(self, live: LiveReplica, told: bytes, age_s: float) -> Ask:
         """To go on where another replica left off."""
-        headers = [*self.headers, *self.secret]
-        return Ask(request_head("POST", "/fleet/resume", live.origin, headers, len(told)), told)
+        head = request_head("POST", "/fleet/resume", live.origin, self._secretly(age_s), len(told))
+        return Ask(head, told)
+
+    def _secretly(self, age_s: float) -> list[Header]:
+        left = time_left_headers(self.limits, age_s) if self.limits is not NO_LIMITS else ()
+        return [*self.headers, *self.secret, *left]
 
 
 class Relay:
@@ -67,12 +75,12 @@ class Relay:
         outgoing: Outgoing,
         *,
         keep_alive_s: float,
-        on_begin: Callable[[], None],
+        on_tokens: Callable[[int, float], None],
     ) -> None:
         self._fleet, self._routed, self._outgoing = fleet, routed, outgoing
         self._exchange: Exchange = routed.exchange
         self._events = EventStream(self._exchange, silence_s=keep_alive_s) if outgoing.is_stream else None
-        self._keep_alive_s, self._on_begin = keep_alive_s, on_begin
+        self._keep_alive_s, self._on_tokens = keep_alive_s, on_tokens
         self._pace = self._exchange.paces[0] if self._exchange.paces else None
         self._told = ToldTokens() if outgoing.tells else None
         self._first_byte_at = 0.0  # s
@@ -87,6 +95,15 @@ class Relay:
     def outcome(self) -> str:
         """For the metrics, once it is over."""
         return "answered" if self.usage is not None else "cancelled" if self._is_cancelled else "failed"
+
+    @property
+    def spent(self) -> Usage:
+        """What is known to have been computed for it, until now. From any thread."""
+        if self.usage is not None:
+            return self.usage
+        if self._told is None:
+            return Usage(num_output_tokens=self._num_tokens, complete=False)
+        return _as_usage(self._told.usage_so_far(), complete=False)
 
     async def run(self) -> None:
         """The request is with the core from here to the end."""
@@ -124,6 +141,8 @@ class Relay:
                 await self._pass_on_refusal(*self._refusal)
                 return True
             raise
+        if self._events is None:  # its first token nobody will see
+            self._on_tokens(0, self._fleet.clock.now())
         live = self._fleet.replicas[bind.choice.replica]
         self._refusal = None
         try:
@@ -143,14 +162,15 @@ class Relay:
         """From the beginning, or for the rest. Raises ReplicaFailed where nobody knows how to go on."""
         if self._told is not None:
             self._told.broke_off()
+        arrived_at = self._routed.request.arrived_at
+        age_s = self._fleet.clock.now() - arrived_at
         if not self._routed.began:
-            return self._outgoing.ask(live)
+            return self._outgoing.ask(live, age_s)
         if self._told is None or not self._goes_on:
             raise ReplicaFailed("the replica broke its answer off, and no other can go on with it")
-        arrived_at = self._routed.request.arrived_at
-        age_s, ttft_s = self._fleet.clock.now() - arrived_at, self._first_byte_at - arrived_at
+        ttft_s = self._first_byte_at - arrived_at
         path, body = self._exchange.scope["path"], self._outgoing.body
-        return self._outgoing.resume(live, self._told.resume_body(path, body, age_s=age_s, ttft_s=ttft_s))
+        return self._outgoing.resume(live, self._told.resume_body(path, body, age_s=age_s, ttft_s=ttft_s), age_s)
 
     @property
     def _goes_on(self) -> bool:
@@ -210,7 +230,8 @@ class Relay:
         await self._send_piece(b"".join(pieces))
         while piece := await answer.piece():
             await self._send_piece(piece)
-        self.usage = Usage()
+        told = usage_in(answer.headers) if live.is_ours else None
+        self.usage = Usage() if told is None else _as_usage(told)
         self._ends()
         await self._send_end()
 
@@ -218,9 +239,12 @@ class Relay:
         self._begin()
         self._ends()
         if self._outgoing.is_generation and answer.status == 200:
-            self.usage = answers.usage_of_whole(body)
+            told = usage_in(answer.headers) if live.is_ours else None
+            self.usage = answers.usage_of_whole(body) if told is None else _as_usage(told)
         else:
             self.usage = Usage(num_output_tokens=0)
+        if self.usage.num_output_tokens:
+            self._on_tokens(self.usage.num_output_tokens, self._fleet.clock.now())
         if self._exchange.started:  # a comment was sent while it was held, so it goes on as a stream
             await self._send_end(b"data: " + body.replace(b"\n", b" ") + b"\n\n" + self._exchange.format.stream.end)
             return
@@ -255,7 +279,8 @@ class Relay:
         if told is not None and not told.is_whole:
             raise UpstreamFailed(Broken.WRONG, "its answer ended within a frame")
         self._tell_tokens()
-        self.usage = answers.usage_of_stream(last, self._num_tokens)
+        so_far = told.usage_so_far() if told is not None else None
+        self.usage = answers.usage_of_stream(last, self._num_tokens) if so_far is None else _as_usage(so_far)
         if self._pace is not None and self.usage.num_output_tokens:  # better than events
             self._pace.num_tokens = self.usage.num_output_tokens
         await self._send_end(cutter.rest if isinstance(cutter, answers.WholeEvents) else b"")
@@ -283,7 +308,9 @@ class Relay:
 
     def _tell_tokens(self) -> None:
         if self._num_untold:
-            self._fleet.core.progressed(self._routed.request.request_id, self._num_untold, self._fleet.clock.now())
+            now = self._fleet.clock.now()
+            self._on_tokens(self._num_untold, now)
+            self._fleet.core.progressed(self._routed.request.request_id, self._num_untold, now)
             self._num_untold = 0
 
     # -- to the client
@@ -294,7 +321,7 @@ class Relay:
         if not routed.began:
             routed.began = True
             now = self._first_byte_at = self._fleet.clock.now()
-            self._on_begin()
+            self._on_tokens(0, now)
             self._fleet.core.progressed(routed.request.request_id, 0, now)
             if not (self._goes_on and self._fleet.kept_bodies.keep(routed, len(self._outgoing.body))):
                 self._outgoing.body = b""
@@ -318,6 +345,10 @@ class Relay:
 
     async def _send_end(self, last: bytes = b"") -> None:
         await self._exchange.send({"type": "http.response.body", "body": last})
+
+
+def _as_usage(told: ToldUsage, *, complete: bool = True) -> Usage:
+    return Usage(told.num_prompt_tokens, told.num_output_tokens, told.num_cached_tokens, complete)
 
 
 def _cut(cutter: ToldTokens | answers.WholeEvents, piece: bytes) -> bytes:

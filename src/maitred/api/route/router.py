@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from maitred.api.http.auth import Authenticator
@@ -27,10 +27,11 @@ from maitred.cluster.origins import Origin, Target
 from maitred.cluster.replicas import Kind, ReplicaFacts, State
 from maitred.cluster.sizing import Autoscale, as_asked
 from maitred.config import AdmissionConfig, SchedulerConfig, ServerConfig, SharedConfig
-from maitred.errors import Unavailable
+from maitred.errors import Overloaded, Unavailable
+from maitred.gate.admission import UNKNOWN_SHARE, admission_of
 from maitred.gate.gate import Gate
-from maitred.gate.terms import TimeLimits
 from maitred.replica import ReplicaState
+from maitred.storage.ledger import Ledger
 from maitred.tenancy.caller import Caller
 
 RESOLVE_S = 3.0  # between two looks at what a name stands for
@@ -49,6 +50,7 @@ class Router:
         admission: AdmissionConfig | None = None,
         token: FleetToken | None = None,
         authenticator: Authenticator | None = None,
+        ledger: Ledger | None = None,
         clock: Clock | None = None,
         shared: SharedConfig | None = None,
         autoscale: Autoscale = as_asked,
@@ -64,10 +66,11 @@ class Router:
         failures = self.authenticator.num_file_failures
         self.metrics = RouteMetrics(promises=promises, num_tenants_file_failures=failures)
         self.observer = RouteObserver(self.metrics, promises)
+        self.ledger = ledger
         self.draining = False
-        self.gate = Gate(max_concurrent_requests=config.max_concurrent_requests)
         terms = admission or AdmissionConfig()
-        self.limits = TimeLimits(terms.ttft_objective_s, terms.queue_timeout_s, terms.request_timeout_s)
+        self.admission = admission_of(terms, scheduler)
+        self.gate = Gate(self.admission, max_concurrent_requests=config.max_concurrent_requests)
         self.fleet_token = token or FleetToken(None)
         follower = Follower(self.fleet_token)
         self.fleet = Fleet(
@@ -76,6 +79,7 @@ class Router:
             follow=follower.start,
             probe=follower.probe,
             metrics=self.metrics,
+            on_tick=self._look,
         )
         self.metrics.looks_at(self.fleet.core, self.clock, self.fleet.connections)
         redis = shared.redis if shared is not None else None
@@ -90,11 +94,18 @@ class Router:
         self.give_up: Callable[[str], None] = lambda cause: None
         """Told why no replica can be started; the server's to set."""
         self._salt_secret = b"".join(secret for _, secret in self.fleet_token.shown()) or secrets.token_bytes(32)
+        self._salts: dict[tuple[str, str | None], str] = {}  # of each tenant and group
         self._resolving: list[asyncio.Task[None]] = []
 
     def salt_of(self, caller: Caller) -> str:
         """What a tenant's prefix keys begin with: only tenants of one cache group share any, and nobody can make it."""
-        return "" if caller.is_anybody else caller.tenant.cache_salt(self._salt_secret)
+        if caller.is_anybody:
+            return ""
+        whose = caller.tenant.name, caller.tenant.shared_cache_group
+        salt = self._salts.get(whose)
+        if salt is None:
+            salt = self._salts[whose] = caller.tenant.cache_salt(self._salt_secret)
+        return salt
 
     def fingerprints(self) -> str:
         """Of all replicas there are: where these change, an answer may too. Foreign servers tell of none."""
@@ -114,6 +125,21 @@ class Router:
         core = self.fleet.core
         num_held = core.num_held
         return ReplicaState(alive=True, num_running=core.num_requests - num_held, num_waiting=num_held)
+
+    def shed(self, request_ids: Sequence[str]) -> None:
+        """Those leave the queue for one that is more urgent."""
+        for request_id in request_ids:
+            now = self.clock.now()
+            routed = self.fleet.requests[request_id]
+            waited_s = now - routed.request.arrived_at
+            text = f"after {waited_s:.3g} s in the queue the request made room for a more urgent one"
+            routed.interrupt(Overloaded(text, retry_after_s=self.gate.retry_after_s(now)))
+
+    def _look(self, now: float) -> None:
+        """Admission goes by all slots there are; while there are none, all are held up to the queue's own limit."""
+        core = self.fleet.core
+        self.admission.resize(core.num_slots or UNKNOWN_SHARE * self.admission.config.max_queued_requests)
+        self.admission.look(core.num_held, now)
 
     # -- its life
 

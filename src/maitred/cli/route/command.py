@@ -99,6 +99,7 @@ def _run(options: Options) -> int:
             autoscale=Autoscaler(AutoscaleConfig(idle_s=given.idle_s, ttft_objective_s=objective_s)),
             launch=launch,
             bounds=bounds,
+            ledger=ledger,
         )
 
         def on_open(host: str, port: int) -> None:

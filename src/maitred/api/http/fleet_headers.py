@@ -1,0 +1,92 @@
+"""Headers by which a router vouches for a request: who asks, on which terms, how long it may still take.
+
+A replica believes them of who shows the fleet's token, and drops them from everybody else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import isfinite
+from urllib.parse import quote, unquote
+
+from maitred.cluster.told_tokens import SEED, TELL
+from maitred.errors import InvalidRequest
+from maitred.gate.terms import NO_LIMITS, TimeLimits
+from maitred.tenancy.caller import ANYBODY, Caller
+from maitred.tenancy.quota import QuotaBook
+from maitred.tenancy.tenant import LEAST_URGENT, Tenant
+
+Header = tuple[bytes, bytes]
+TENANT = b"x-maitred-tenant"  # empty where clients have keys and no tenants; without it a router vouches for nobody
+WEIGHT, PRIORITY = b"x-maitred-weight", b"x-maitred-priority"
+SALT = b"x-maitred-salt"  # of the tenant's cache group
+KEY_ID, ADMIN = b"x-maitred-key-id", b"x-maitred-admin"
+MAX_TOKENS = b"x-maitred-default-max-tokens"  # of a request that names none
+TIME_LEFT = (b"x-maitred-ttft-left-ms", b"x-maitred-queue-left-ms", b"x-maitred-time-left-ms")  # as TimeLimits
+BELIEVED = frozenset((TENANT, WEIGHT, PRIORITY, SALT, KEY_ID, ADMIN, MAX_TOKENS, *TIME_LEFT, SEED, TELL))
+LEAST_LEFT_S = 0.001
+
+
+def vouching(caller: Caller, *, salt: str, priority: int, default_max_tokens: int | None = None) -> list[Header]:
+    """What a router says of who asks, whose key it has seen; the gate granted the priority."""
+    told: list[Header] = [(ADMIN, b"1")] if caller.is_admin else []
+    if caller.is_anybody:
+        return [(TENANT, b""), *told]
+    tenant = caller.tenant
+    told += ((TENANT, tenant.name.encode()), (WEIGHT, b"%.12g" % tenant.weight), (PRIORITY, b"%d" % priority))
+    told += ((SALT, salt.encode()), (KEY_ID, quote(caller.key_id).encode()))
+    return told if default_max_tokens is None else [*told, (MAX_TOKENS, b"%d" % default_max_tokens)]
+
+
+def time_left_headers(limits: TimeLimits, age_s: float) -> list[Header]:
+    """What is left of the limits of a request that came `age_s` ago."""
+    return [
+        (name, b"%d" % round(1000 * max(LEAST_LEFT_S, limit - age_s)))
+        for name, limit in zip(TIME_LEFT, limits, strict=True)
+        if limit is not None
+    ]
+
+
+def without_believed(headers: dict[bytes, bytes]) -> None:
+    """Drop what is believed of routers alone."""
+    for name in BELIEVED & headers.keys():
+        del headers[name]
+
+
+def time_left(headers: Mapping[bytes, bytes]) -> TimeLimits:
+    """In a replica, of headers that are believed. Raises InvalidRequest."""
+    if TIME_LEFT[0] not in headers and TIME_LEFT[1] not in headers and TIME_LEFT[2] not in headers:
+        return NO_LIMITS
+    return TimeLimits(*(_number(headers, name) / 1000 if name in headers else None for name in TIME_LEFT))
+
+
+def vouched_caller(headers: Mapping[bytes, bytes], quotas: QuotaBook, anybody: Caller) -> Caller:
+    """Who asks, by headers that are believed: with the terms of the router's tenant, and no limits left to check.
+
+    `quotas` counts them, `anybody` is the server's own. Raises InvalidRequest for a value that is none.
+    """
+    is_admin = anybody.is_admin and ADMIN in headers
+    name = headers[TENANT].decode("latin-1")
+    if not name:
+        return Caller(ANYBODY, anybody.quota, is_admin=is_admin)
+    priority = int(_number(headers, PRIORITY))
+    tenant = Tenant(
+        name=name,
+        weight=_number(headers, WEIGHT) or 1.0,
+        priorities=(priority, priority),
+        default_priority=priority,
+        default_max_tokens=int(_number(headers, MAX_TOKENS)) if MAX_TOKENS in headers else None,
+        shared_cache_group=headers.get(SALT, b"").decode("latin-1"),
+    )
+    return Caller(tenant, quotas.of(tenant), unquote(headers.get(KEY_ID, b"").decode("latin-1")), is_admin)
+
+
+def _number(headers: Mapping[bytes, bytes], name: bytes) -> float:
+    """At least 0, and a priority at most LEAST_URGENT."""
+    try:
+        value = float(headers.get(name, b"0"))
+    except ValueError:
+        value = -1.0
+    if not isfinite(value) or value < 0 or (name == PRIORITY and value > LEAST_URGENT):
+        raise InvalidRequest(f"the header {name.decode()} of a router is no number that it could be")
+    return value

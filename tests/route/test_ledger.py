@@ -1,0 +1,136 @@
+"""The router's ledger: its sums are the token counters of its replicas."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sqlite3
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+import pytest
+
+from tests.conftest import ServerProcess, start_server
+from tests.route.test_end_to_end import start_router
+from tests.waiting import HANGS_S, until
+
+CHAT = "/v1/chat/completions"
+SAYS = [{"role": "user", "content": "Tell me of the sea."}]
+
+
+class Tokens(NamedTuple):
+    prompt: int
+    generated: int
+
+    def plus(self, other: Tokens) -> Tokens:
+        return Tokens(self.prompt + other.prompt, self.generated + other.generated)
+
+
+@dataclass(slots=True)
+class Billed:
+    replicas: dict[str, ServerProcess]
+    client: httpx.Client
+    path: Path
+
+    def rows(self) -> list[tuple[str, str, Tokens]]:
+        """Model, status, tokens of each request that has its row closed."""
+        with closing(sqlite3.connect(self.path)) as db:
+            found = db.execute(
+                "SELECT model, status, prompt_tokens, generated_tokens FROM request WHERE closed_at IS NOT NULL "
+                "ORDER BY opened_at"
+            )
+            return [(model, status, Tokens(*tokens)) for model, status, *tokens in found]
+
+    def counted(self) -> Tokens:
+        """By the replicas that live."""
+        told = [_counters(running.url) for running in self.replicas.values() if running.process.poll() is None]
+        return Tokens(*map(sum, zip(*told, strict=True)))
+
+    def waits_for_rows(self, number: int) -> list[tuple[str, str, Tokens]]:
+        until(lambda: len(self.rows()) == number)
+        return self.rows()
+
+
+def _counters(url: str) -> Tokens:
+    values = {}
+    for line in httpx.get(url + "/metrics", timeout=HANGS_S).text.splitlines():
+        name, _, value = line.rpartition(" ")
+        values[name.partition("{")[0]] = value
+    return Tokens(*(int(float(values[f"maitred_{of}_tokens_total"])) for of in ("prompt", "generation")))
+
+
+@pytest.fixture(scope="module")
+def billed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Billed]:
+    folder = tmp_path_factory.mktemp("fleet")
+    token, ledger = folder / "token", folder / "ledger.sqlite"
+    token.write_text("0123456789abcdef0123456789abcdef\n")
+    flags = ("--fleet-token-file", str(token))
+    with ThreadPoolExecutor() as pool:
+        replicas = list(pool.map(lambda _: start_server(*flags), range(2)))
+    urls = [replica.url for replica in replicas]
+    router = start_router(*urls, *flags, "--ledger", str(ledger), "--balance", "round_robin")
+    with httpx.Client(base_url=router.url, timeout=HANGS_S) as client:
+        named = {url.removeprefix("http://"): replica for url, replica in zip(urls, replicas, strict=True)}
+        until(lambda: client.get("/ready").status_code == 200)
+        yield Billed(named, client, ledger)
+    router.stop()
+    for replica in replicas:
+        replica.stop()
+
+
+def test_its_sums_are_the_replicas_counters(billed):
+    wanted: tuple[dict[str, Any], ...] = (
+        {"max_tokens": 9},
+        {"max_tokens": 20, "n": 3, "seed": 1},
+        {"max_tokens": 30, "stream": True},  # which says nothing of usage
+        {"max_tokens": 30, "stream": True, "n": 2, "stream_options": {"include_usage": True}},
+        {"max_tokens": 40, "stop": ["e"]},
+        {"max_tokens": 40, "stop": ["e"], "stream": True},
+        {"max_tokens": 5, "seed": 3, "model": "no such model"},
+    )
+    for fields in wanted:
+        answer = billed.client.post(CHAT, json={"messages": SAYS, **fields})
+        assert answer.status_code == 200 or "model" in fields
+    rows = billed.waits_for_rows(len(wanted))
+    total = Tokens(0, 0)
+    for _, _, tokens in rows:
+        total = total.plus(tokens)
+    assert total == billed.counted() != Tokens(0, 0)
+    assert rows[0][2].generated == 9
+    assert [status for _, status, _ in rows][:6] == ["stop"] * 6
+
+
+def test_a_stream_that_a_killed_replica_began_is_one_row_of_all_that_its_client_has(billed):
+    num_before, before = len(billed.rows()), billed.counted()
+    asked = {"messages": SAYS, "max_tokens": 300, "ignore_eos": True, "stream": True}
+    with billed.client.stream("POST", CHAT, json=asked) as answer:
+        lines = answer.iter_lines()
+        next(line for line in lines if "content" in line)
+        name = answer.headers["x-maitred-replica"]
+        survivor = next(other for other in billed.replicas if other != name)
+        counted = _counters(billed.replicas[survivor].url)
+        os.kill(billed.replicas[name].process.pid, signal.SIGKILL)
+        assert list(lines)[-2:] == ["data: [DONE]", ""]
+    [(_, status, tokens)] = billed.waits_for_rows(num_before + 1)[num_before:]
+    assert (status, tokens.generated) == ("stop", 300)
+    assert tokens.prompt == billed.rows()[0][2].prompt
+    billed.replicas[name].process.wait(HANGS_S)
+    rest = billed.counted().generated - counted.generated
+    assert 0 < rest < 300
+    assert before.generated >= counted.generated
+
+
+def test_who_goes_away_pays_for_what_was_computed(billed):
+    num_before, before = len(billed.rows()), billed.counted()
+    asked = {"messages": SAYS, "max_tokens": 490, "n": 8, "ignore_eos": True, "stream": True}
+    with billed.client.stream("POST", CHAT, json=asked) as answer:
+        assert [line for _, line in zip(range(40), answer.iter_lines(), strict=False)]
+    [(_, status, tokens)] = billed.waits_for_rows(num_before + 1)[num_before:]
+    assert status == "abort"
+    assert tokens.prompt == billed.rows()[0][2].prompt
+    assert 8 <= tokens.generated <= billed.counted().generated - before.generated
