@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from maitred.cli.command import Command, Options
 from maitred.cli.ending import noted
 from maitred.cli.flags import UsageError, option
-from maitred.cli.route.launchers import LAUNCHERS
+from maitred.cli.route.launchers import LAUNCHERS, PLACEMENTS, LaunchOptions
 from maitred.cli.serve.command import bind, listen, spare_the_collector, teller, url_of
 from maitred.cli.serve.tenancy import open_tenancy
 from maitred.cluster.autoscale import AutoscaleConfig, Autoscaler
@@ -31,7 +31,7 @@ _OF_REPLICAS = (
     "decode_timeout_s",
     "start_budget_s",
 )
-_OF_LAUNCHED = ("launch", "idle_s", "warm", "asleep")
+_OF_LAUNCHED = ("launch", "placement", "idle_s", "warm", "asleep")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +46,8 @@ class RouteOptions:
     `--`, the built-in model where nothing does. MIN 0 lets the last one stop."""
     launch: str = option("local", choices=tuple(LAUNCHERS))
     """Where they are started: local is this machine, ray the nodes of a Ray cluster."""
+    placement: str = option("pack", choices=PLACEMENTS)
+    """With ray: pack puts the first MIN replicas on as few nodes as hold them, spread on as many as there are."""
     idle_s: float = 300.0
     """With MIN 0: the last replica stops after so long (s) without a request."""
     reuse_port: bool = False
@@ -54,6 +56,8 @@ class RouteOptions:
     def __post_init__(self) -> None:
         if self.launch not in LAUNCHERS:
             raise ConfigError(f"launch is {self.launch!r}; choose one of {', '.join(LAUNCHERS)}")
+        if self.placement not in PLACEMENTS:
+            raise ConfigError(f"placement is {self.placement!r}; choose one of {', '.join(PLACEMENTS)}")
         if self.replicas is not None and (self.urls or self.reuse_port):
             raise ConfigError(
                 "replicas end with the router that launched them, so it has neither URLs nor reuse_port beside them"
@@ -72,7 +76,8 @@ def _run(options: Options) -> int:
     token = read_fleet_token(server.fleet_token_file)
     if given.replicas is not None and not token.is_set:
         token = FleetToken(secrets.token_hex(32).encode())
-    launch = _launched(options, token) if given.replicas is not None else None
+    bounds = Bounds.parse(given.replicas) if given.replicas is not None else None
+    launch = _launched(options, token, bounds) if bounds is not None else None
     claim_descriptors()
     listener = bind(server.host, server.port, reuse_port=given.reuse_port)
     tell = teller(server)
@@ -84,7 +89,6 @@ def _run(options: Options) -> int:
         from maitred.api.route.router import Router
         from maitred.api.route.serve import route
 
-        bounds = Bounds.parse(given.replicas) if given.replicas is not None else None
         objective_s = options[AdmissionConfig].ttft_objective_s
         spent = ledger.spent_tokens() if ledger is not None else None
         router = Router(
@@ -124,9 +128,17 @@ def _check(options: Options) -> None:
         raise UsageError(f"{given[0]} is for replicas that the router launches; add --replicas N")
 
 
-def _launched(options: Options, token: FleetToken) -> MakeLauncher:
+def _launched(options: Options, token: FleetToken, bounds: Bounds) -> MakeLauncher:
     ((_, secret),) = token.shown()
-    return LAUNCHERS[options[RouteOptions].launch](options.after_dashes, secret.decode())
+    given = options[RouteOptions]
+    return LAUNCHERS[given.launch](
+        LaunchOptions(
+            words=options.after_dashes,
+            secret=secret.decode(),
+            placement=given.placement,
+            num_shared=max(1, bounds.low),
+        )
+    )
 
 
 def targets_of(urls: tuple[str, ...]) -> tuple[Target, ...]:

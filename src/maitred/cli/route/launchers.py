@@ -3,24 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
-
-from maitred.errors import ConfigError
 
 if TYPE_CHECKING:
     from maitred.api.route.launching import MakeLauncher
 
+PLACEMENTS = ("pack", "spread")
 
-def local(words: tuple[str, ...], secret: str) -> MakeLauncher:
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchOptions:
+    """What is started, and where."""
+
+    words: tuple[str, ...]  # of `maitred serve`
+    secret: str  # the fleet's
+    placement: str
+    num_shared: int  # replicas that are always there, placed together
+
+
+def local(options: LaunchOptions) -> MakeLauncher:
     """On this machine, as processes."""
     from maitred.cluster.launch import LocalLauncher
 
-    return lambda on_event: LocalLauncher(words, token=secret, on_event=on_event)
+    return lambda on_event: LocalLauncher(options.words, token=options.secret, on_event=on_event)
 
 
-def ray(words: tuple[str, ...], secret: str) -> MakeLauncher:
-    raise ConfigError("launch is ray, which this version cannot do; --launch local starts replicas on this machine")
+def ray(options: LaunchOptions) -> MakeLauncher:
+    """On the nodes of a Ray cluster, as actors. Raises ConfigError without the extra `ray`."""
+    from maitred.cluster.ray_backend import RayLauncher
+
+    return lambda on_event: RayLauncher(
+        options.words,
+        token=options.secret,
+        on_event=on_event,
+        placement=options.placement,
+        num_shared=options.num_shared,
+    )
 
 
-LAUNCHERS: dict[str, Callable[[tuple[str, ...], str], MakeLauncher]] = {"local": local, "ray": ray}
-"""(words of `maitred serve`, the fleet's secret) -> what makes a launcher. Raises ConfigError where it cannot."""
+LAUNCHERS: dict[str, Callable[[LaunchOptions], MakeLauncher]] = {"local": local, "ray": ray}
+"""Raises ConfigError where it cannot."""
