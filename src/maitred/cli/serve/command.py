@@ -160,7 +160,8 @@ def bind(host: str, port: int, *, reuse_port: bool = False) -> socket:
         raise ConfigError(text) from None
     listener = socket.socket(family, kind, protocol)
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if port:  # a free port needs none of it, and two that look for one at once must not find the same
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if reuse_port:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.bind(address)
