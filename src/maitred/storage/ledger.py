@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from maitred.errors import Unavailable
-from maitred.request import NO_CHARGES, Charges, FinishReason, RequestSpec
+from maitred.request import NO_CHARGES, Charges, FinishReason
 from maitred.storage.ledger_file import (
     CACHED,
     INTERRUPTED,
@@ -93,7 +93,7 @@ class Metered(Protocol):
 class _Replayed(NamedTuple):
     """An answer from the result cache, which ended before it began."""
 
-    spec: RequestSpec
+    spec: Owned
     charges: Charges = NO_CHARGES
     num_output_tokens: int = 0
     finish_reason: FinishReason | None = FinishReason.STOP
@@ -163,9 +163,9 @@ class Ledger:
         """
         self._arrived.append(_OpenRow(request, self._wall_time(), model=model))
 
-    def replayed(self, spec: RequestSpec) -> None:
+    def replayed(self, spec: Owned, model: str | None = None) -> None:
         """`spec` was answered from the result cache: a row that says so, without tokens, for no engine computed any."""
-        self._arrived.append(_OpenRow(_Replayed(spec), self._wall_time(), status=CACHED))
+        self._arrived.append(_OpenRow(_Replayed(spec), self._wall_time(), model=model, status=CACHED))
 
     def flush(self) -> None:
         """Return when everything up to now is on disk, or has failed to be."""

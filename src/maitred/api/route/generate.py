@@ -66,6 +66,9 @@ async def _route(
     wanted = _wanted(router, exchange, body, read) if is_generation else None
     with leased(router, exchange, read) as granted:
         if await router.results.replay(exchange, wanted):
+            if router.ledger is not None:
+                owner = _owner(exchange, exchange.request_id, granted.lease.priority)
+                router.ledger.replayed(owner, read.model or "")
             return
         request = _request(router, exchange, body, read, keys, granted)
         if is_generation:
@@ -97,12 +100,15 @@ def _wanted(router: Router, exchange: Exchange, body: bytes, read: RoutedBody) -
     return router.results.wanted(exchange, body, revision=revision, temperature=read.temperature, seed=read.seed)
 
 
+def _owner(exchange: Exchange, request_id: str, priority: int) -> Owner:
+    return Owner(request_id, exchange.caller.tenant.name, exchange.caller.key_id, priority)
+
+
 def _row(router: Router, exchange: Exchange, request: FleetRequest, relay: Relay) -> MeteredRoute | None:
     """Its row of the ledger, if there is one."""
     if router.ledger is None:
         return None
-    owner = Owner(request.request_id, request.tenant, exchange.caller.key_id, request.priority)
-    row = MeteredRoute(owner, relay)
+    row = MeteredRoute(_owner(exchange, request.request_id, request.priority), relay)
     router.ledger.opened(row, request.model or "")
     return row
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from maitred.api.http.errors import ClientGone
 from maitred.api.http.exchange import CONNECTION, Exchange, Header
 from maitred.api.http.fleet_headers import time_left_headers
+from maitred.api.http.results import HEADER as CACHE
 from maitred.api.http.sse import EventStream
 from maitred.api.route import answers
 from maitred.api.route.fleet import Fleet, LiveReplica
@@ -230,8 +231,7 @@ class Relay:
         await self._send_piece(b"".join(pieces))
         while piece := await answer.piece():
             await self._send_piece(piece)
-        told = usage_in(answer.headers) if live.is_ours else None
-        self.usage = Usage() if told is None else _as_usage(told)
+        self.usage = _cost_told(answer, live) or Usage()
         self._ends()
         await self._send_end()
 
@@ -239,8 +239,7 @@ class Relay:
         self._begin()
         self._ends()
         if self._outgoing.is_generation and answer.status == 200:
-            told = usage_in(answer.headers) if live.is_ours else None
-            self.usage = answers.usage_of_whole(body) if told is None else _as_usage(told)
+            self.usage = _cost_told(answer, live) or answers.usage_of_whole(body)
         else:
             self.usage = Usage(num_output_tokens=0)
         if self.usage.num_output_tokens:
@@ -279,8 +278,10 @@ class Relay:
         if told is not None and not told.is_whole:
             raise UpstreamFailed(Broken.WRONG, "its answer ended within a frame")
         self._tell_tokens()
-        so_far = told.usage_so_far() if told is not None else None
-        self.usage = answers.usage_of_stream(last, self._num_tokens) if so_far is None else _as_usage(so_far)
+        self.usage = _cost_told(answer, live)
+        if self.usage is None and told is not None:
+            self.usage = _as_usage(told.usage_so_far())
+        self.usage = self.usage or answers.usage_of_stream(last, self._num_tokens)
         if self._pace is not None and self.usage.num_output_tokens:  # better than events
             self._pace.num_tokens = self.usage.num_output_tokens
         await self._send_end(cutter.rest if isinstance(cutter, answers.WholeEvents) else b"")
@@ -349,6 +350,16 @@ class Relay:
 
 def _as_usage(told: ToldUsage, *, complete: bool = True) -> Usage:
     return Usage(told.num_prompt_tokens, told.num_output_tokens, told.num_cached_tokens, complete)
+
+
+def _cost_told(answer: Answer, live: LiveReplica) -> Usage | None:
+    """As the head of an answer of ours tells it: nothing, where its result cache had it."""
+    if not live.is_ours:
+        return None
+    if (CACHE, b"hit") in answer.headers:
+        return Usage(0, 0, 0)
+    told = usage_in(answer.headers)
+    return None if told is None else _as_usage(told)
 
 
 def _cut(cutter: ToldTokens | answers.WholeEvents, piece: bytes) -> bytes:
