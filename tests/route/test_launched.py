@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -189,3 +190,26 @@ def test_flags_that_no_replica_can_start_with_end_the_router_with_one_line():
 def test_urls_and_replicas_exclude_each_other():
     assert maitred_process("route", "http://127.0.0.1:1", "--replicas", "1").code == 2
     assert "add --replicas N" in maitred_process("route", "http://127.0.0.1:1", "--", "--max-num-seqs", "4").err
+
+
+def told(client: httpx.Client, interrupt: Callable[[str], None]) -> tuple[dict[int, str], str]:
+    """The texts of a long stream and its last event; `interrupt` gets its replica's name after the first event."""
+    long = ASK | {"max_tokens": 1500, "n": 4, "stream": True, "ignore_eos": True, "seed": 7, "temperature": 1.0}
+    texts: dict[int, str] = {}
+    with client.stream("POST", "/v1/completions", json=long) as answer:
+        lines = answer.iter_lines()
+        first = next(lines)
+        interrupt(answer.headers["x-maitred-replica"])
+        *events, last = [line.removeprefix("data: ") for line in (first, *lines) if line.startswith("data: ")]
+    for event in events:
+        (choice,) = json.loads(event)["choices"]
+        texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
+    return texts, last
+
+
+def test_at_the_deadline_of_a_drain_the_rest_goes_on_elsewhere_token_for_token():
+    with launching_router("--replicas", "2", "--replica-drain-s", "0.1") as (client, _, _):
+        until(lambda: states(client) == {"replica-1": "ready", "replica-2": "ready"})
+        undisturbed = told(client, lambda name: None)
+        assert told(client, lambda name: order(client, "drain", name)) == undisturbed
+        assert "maitred_fleet_resumes_total 1.0" in client.get("/metrics").text
