@@ -22,6 +22,7 @@ from tests.route.fake_upstream import (
     whole,
 )
 from tests.route.routers import DONE, MODEL, RunningRouter, chat, client_of, event, running_router
+from tests.waiting import until_async
 
 TOKEN = FleetToken(b"0123456789abcdef")
 CHAT, RESUME = "/v1/chat/completions", "/fleet/resume"
@@ -36,8 +37,8 @@ LOAD = {
 }  # fmt: skip
 
 
-def ours(answer: Script, rest: Script) -> Script:
-    """A replica of ours that is well."""
+def ours(answer: Script, rest: Script, state: str = "ready") -> Script:
+    """A replica of ours that tells that it is in this state."""
     version = {"version": "1", "name": "maitred", "models": [MODEL], "slots": 4, "fingerprint": NUMERICS}
     cards = {"object": "list", "data": [{"id": MODEL, "object": "model"}]}
 
@@ -51,7 +52,7 @@ def ours(answer: Script, rest: Script) -> Script:
         elif seen.path == "/fleet/events":
             writer.write(STREAM_HEAD)
             while not writer.is_closing():
-                writer.write(chunk(b"data: " + json.dumps(LOAD).encode() + b"\n\n"))
+                writer.write(chunk(b"data: " + json.dumps(LOAD | {"state": state}).encode() + b"\n\n"))
                 await asyncio.sleep(0.2)
         else:
             await (rest if seen.path == RESUME else answer)(seen, writer)
@@ -155,3 +156,16 @@ async def test_who_asks_for_no_stream_gets_a_seed_and_no_frames():
         assert told.status_code == 200
         assert TELL.decode() not in seen[0].headers
         assert int(seen[0].headers[SEED.decode()]) != 3
+
+
+async def test_one_that_sleeps_by_itself_gets_requests_which_wake_it():
+    async with fake_upstream(ours(says(whole(b"{}")), says(), "asleep")) as fake:
+        with running_router(fake.url, token=TOKEN) as running:
+            await running.wait_for("ready")
+            await until_async(lambda: _has_beats(running))
+            async with client_of(running) as client:
+                assert (await client.post(CHAT, json=chat())).status_code == 200
+
+
+def _has_beats(running: RunningRouter) -> bool:
+    return all(live.facts.has_beats for live in running.router.fleet.replicas.values())

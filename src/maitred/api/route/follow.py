@@ -180,10 +180,11 @@ class Follower:
                 fleet.reported(name, Report(is_snapshot=True))
             case KeysChanged(stored, removed):
                 fleet.reported(name, Report(stored=stored, removed=removed))
-            case Load(state=state):
+            case Load(state=told_state):
                 speed = _about(event.prefill_tokens_per_s)
-                is_ready = State.READY if state == "ready" else State.STARTING
-                told = replace(live.facts, state=is_ready, error=event.error, tokens_per_s=speed)
+                is_welcome = told_state in ("ready", "asleep")  # who sleeps by itself wakes up for whoever comes
+                state = State.READY if is_welcome else State.STARTING
+                told = replace(live.facts, state=state, error=event.error, tokens_per_s=speed)
                 self._tell(fleet, live, told)
                 fleet.reported(name, Report(num_in_flight=event.num_running + event.num_waiting))
 
