@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import msgspec
 
@@ -17,11 +18,19 @@ from maitred.text import Detokenizer, StopStringMatcher, Tokenizer
 MAX_MERGED = 64  # deltas of a prompt's samples on their way together; what a slow consumer leaves stays in its streams
 
 
+class Piece(NamedTuple):
+    """What became certain with one token: text, then the token itself if it is a mark."""
+
+    text: str
+    mark: int | None = None
+
+
 class TextDelta(msgspec.Struct, frozen=True):
     """What one sample gained. The last one has a finish_reason; text may lag behind tokens (stop strings, UTF-8)."""
 
     index: int
     text: str = ""
+    pieces: tuple[Piece, ...] = ()  # where marks are looked for, in place of text: one a token, and one of the end
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] | None = None  # one per token
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # chunk by chunk, for prompt positions 1..
@@ -35,9 +44,11 @@ class TextDelta(msgspec.Struct, frozen=True):
 class SampleText:
     """Turns one request's progress into text: the state between two deltas."""
 
-    def __init__(self, tokenizer: Tokenizer, request: RequestSpec) -> None:
+    def __init__(self, tokenizer: Tokenizer, request: RequestSpec, marks: Collection[int] | None = None) -> None:
+        """With `marks`, ids of tokens, the text comes in pieces, and these tokens are no text."""
         sampling = request.sampling
-        self.index = request.sample_index
+        self.index, self.request_id = request.sample_index, request.request_id
+        self._tokenizer, self._marks = tokenizer, marks
         self._detokenizer = Detokenizer(
             tokenizer,
             prompt_token_ids=request.prompt_token_ids,
@@ -46,7 +57,8 @@ class SampleText:
         self._matcher = StopStringMatcher(sampling.stop, include=sampling.include_stop_str_in_output)
         self._stops = any(sampling.stop)
         self._min_tokens = sampling.min_tokens
-        self._hide_stop_token = not sampling.include_stop_str_in_output
+        hidden = () if sampling.include_stop_str_in_output else (*request.eos_token_ids, *sampling.stop_token_ids)
+        self._hidden_ends = frozenset(hidden)
         self._num_tokens = 0
         self.stopped = False  # by a stop string: the request must be ended, later progress is dropped
         if request.resumed is not None:  # another server gave the text of these
@@ -54,21 +66,28 @@ class SampleText:
 
     def push(self, progress: RequestProgress) -> TextDelta:
         """The delta for `progress`; when it completes a stop string, `stopped` is set and the delta is the last."""
-        pieces: list[str] = []
-        taken, stop_string = self._take(progress, pieces)
+        texts: list[str] = []
+        pieces: list[Piece] = []
+        if self._marks is not None:
+            taken, stop_string = self._take_pieces(progress, self._marks, pieces)
+        else:
+            taken, stop_string = self._take(progress, texts)
         finish, stop_reason = progress.finish_reason, progress.stop_reason
         if stop_string is not None:
             self.stopped = True
             finish, stop_reason = FinishReason.STOP, stop_string
         elif finish is not None:
-            stop_string = self._feed(self._detokenizer.flush(), pieces)
+            stop_string = self._feed(self._detokenizer.flush(), texts)
             if stop_string is not None:
                 finish, stop_reason = FinishReason.STOP, stop_string
             else:
-                pieces.append(self._matcher.flush())
+                texts.append(self._matcher.flush())
+        if self._marks is not None and texts:
+            pieces.append(Piece("".join(texts)))
         return TextDelta(
             index=self.index,
-            text="".join(pieces),
+            text="".join(piece.text for piece in pieces) if pieces else "".join(texts),
+            pieces=tuple(pieces),
             token_ids=progress.new_token_ids[:taken],
             logprobs=progress.logprobs[:taken] if progress.logprobs is not None else None,
             prompt_logprobs=progress.prompt_logprobs,
@@ -79,10 +98,49 @@ class SampleText:
             timing=progress.timing,
         )
 
+    def _ended_by_token(self, progress: RequestProgress) -> bool:
+        """Whether the last new token says that it was the end, and is no part of the text."""
+        tokens = progress.new_token_ids
+        return progress.finish_reason is FinishReason.STOP and bool(tokens) and tokens[-1] in self._hidden_ends
+
+    def _take_pieces(
+        self, progress: RequestProgress, marks: Collection[int], pieces: list[Piece]
+    ) -> tuple[int, str | None]:
+        """As `_take`, token by token, so that whoever reads the pieces knows where a mark stood among them."""
+        tokens = progress.new_token_ids
+        ended_by_token = self._ended_by_token(progress)
+        for position, token in enumerate(tokens):
+            self._num_tokens += 1
+            texts: list[str] = []
+            if ended_by_token and position == len(tokens) - 1:
+                stop_string = None
+            elif token in marks:
+                stop_string = self._feed_mark(token, texts)
+            else:
+                stop_string = self._feed(self._detokenizer.push((token,)), texts)
+            pieces.append(Piece("".join(texts), token if token in marks and stop_string is None else None))
+            if stop_string is not None:
+                return position + 1, stop_string
+        return len(tokens), None
+
+    def _feed_mark(self, token: int, texts: list[str]) -> str | None:
+        """Its letters may end a stop string; else nothing before it is held back any more."""
+        letters = self._tokenizer.token_text(token)
+        self._feed(self._detokenizer.flush(), texts)
+        if not self._stops or token in self._tokenizer.special_token_ids:
+            texts.append(self._matcher.flush())
+            return None
+        stop_string = self._feed(letters, texts)
+        if stop_string is None:
+            texts.append(self._matcher.flush())
+            held = "".join(texts).removesuffix(letters)
+            texts[:] = [held]
+        return stop_string
+
     def _take(self, progress: RequestProgress, pieces: list[str]) -> tuple[int, str | None]:
         """Feed the new tokens, one by one where a stop string may end it; how many were used, and that stop string."""
         tokens = progress.new_token_ids
-        ended_by_token = progress.finish_reason is FinishReason.STOP and self._hide_stop_token
+        ended_by_token = self._ended_by_token(progress)
         if not self._stops:
             pieces.append(self._detokenizer.push(tokens[:-1] if ended_by_token else tokens))
             return len(tokens), None
@@ -107,16 +165,16 @@ class SampleText:
 
 
 async def stream_text(
-    replica: Replica, model: ServedModel, requests: Sequence[RequestSpec]
+    replica: Replica, model: ServedModel, requests: Sequence[RequestSpec], marks: Collection[int] | None = None
 ) -> AsyncIterator[TextDelta]:
     """Deltas of all samples of one prompt as they come; closing the iterator ends every unfinished sample.
 
-    Raises EngineDead when the replica dies.
+    With `marks` the text is in pieces. Raises EngineDead when the replica dies.
     """
     unfinished = {request.request_id for request in requests}
-    streams = [(request, replica.submit(request)) for request in requests]
+    streams = [(SampleText(model.tokenizer, request, marks), replica.submit(request)) for request in requests]
     try:
-        merged = _one(replica, model, *streams[0]) if len(streams) == 1 else _merge(replica, model, streams)
+        merged = _one(replica, *streams[0]) if len(streams) == 1 else _merge(replica, streams)
         async for request_id, delta in merged:
             if delta.finish_reason is not None:
                 unfinished.discard(request_id)
@@ -127,15 +185,15 @@ async def stream_text(
 
 
 async def _one(
-    replica: Replica, model: ServedModel, request: RequestSpec, stream: AsyncIterator[RequestProgress]
+    replica: Replica, sample: SampleText, stream: AsyncIterator[RequestProgress]
 ) -> AsyncIterator[tuple[str, TextDelta]]:
-    sample = SampleText(model.tokenizer, request)
+    request_id = sample.request_id
     async for progress in stream:
         delta = sample.push(progress)
         if sample.stopped and progress.finish_reason is None:
-            replica.abort(request.request_id, FinishReason.STOP)
+            replica.abort(request_id, FinishReason.STOP)
             delta = await _completed(delta, stream)
-        yield request.request_id, delta
+        yield request_id, delta
         if delta.finish_reason is not None:
             return
 
@@ -149,18 +207,18 @@ async def _completed(delta: TextDelta, stream: AsyncIterator[RequestProgress]) -
 
 
 async def _merge(
-    replica: Replica, model: ServedModel, streams: Sequence[tuple[RequestSpec, AsyncIterator[RequestProgress]]]
+    replica: Replica, streams: Sequence[tuple[SampleText, AsyncIterator[RequestProgress]]]
 ) -> AsyncIterator[tuple[str, TextDelta]]:
     queue: asyncio.Queue[tuple[str, TextDelta] | BaseException] = asyncio.Queue(MAX_MERGED)
 
-    async def pump(request: RequestSpec, stream: AsyncIterator[RequestProgress]) -> None:
+    async def pump(sample: SampleText, stream: AsyncIterator[RequestProgress]) -> None:
         try:
-            async for item in _one(replica, model, request, stream):
+            async for item in _one(replica, sample, stream):
                 await queue.put(item)
         except Exception as error:  # raised again in the consumer
             await queue.put(error)
 
-    tasks = [asyncio.create_task(pump(request, stream)) for request, stream in streams]
+    tasks = [asyncio.create_task(pump(sample, stream)) for sample, stream in streams]
     try:
         left = len(tasks)
         while left:

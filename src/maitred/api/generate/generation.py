@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Collection, Sequence
 from contextlib import aclosing
 from typing import cast
 
@@ -33,8 +33,9 @@ class Generation:
         *,
         score_only: bool = False,
         ended: frozenset[str] = frozenset(),
+        marks: Collection[int] | None = None,
     ) -> None:
-        self._app, self._score_only = app, score_only
+        self._app, self._score_only, self._marks = app, score_only, marks
         self._batches = [[spec for spec in batch if spec.request_id not in ended] for batch in batches]
         self.num_running = sum(map(len, self._batches))
         self._leads = [batch[0].sample_index if batch else 0 for batch in self._batches]  # each computes its prompt
@@ -45,7 +46,7 @@ class Generation:
         if not self.num_running:
             return
         if len(self._batches) == 1:
-            async with aclosing(_stream(self._app, self._batches[0])) as alone:
+            async with aclosing(self._stream(self._batches[0])) as alone:
                 async for delta in alone:
                     yield self._noted(0, delta)
             return
@@ -78,6 +79,7 @@ class Generation:
             async for sample, delta in deltas:
                 if delta.text:
                     sample.texts.append(delta.text)
+                sample.pieces.extend(delta.pieces)
                 sample.token_ids.extend(delta.token_ids)
                 if delta.logprobs is not None:
                     keep(delta.logprobs)
@@ -108,9 +110,8 @@ class Generation:
         return TextDelta(index=delta.index, finish_reason=finish)
 
     async def _merged(self) -> AsyncGenerator[tuple[int, TextDelta], None]:
-        app = self._app
         queue: _Queue = asyncio.Queue(MAX_MERGED)
-        tasks = [asyncio.create_task(_pump(app, i, batch, queue)) for i, batch in enumerate(self._batches) if batch]
+        tasks = [asyncio.create_task(self._pump(i, batch, queue)) for i, batch in enumerate(self._batches) if batch]
         try:
             left = len(tasks)
             while left:
@@ -126,17 +127,16 @@ class Generation:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)  # their aborts are done when we return
 
+    def _stream(self, batch: Sequence[RequestSpec]) -> AsyncGenerator[TextDelta, None]:
+        deltas = stream_text(self._app.replica, self._app.model, batch, self._marks)
+        return cast(AsyncGenerator[TextDelta, None], deltas)
 
-def _stream(app: App, batch: Sequence[RequestSpec]) -> AsyncGenerator[TextDelta, None]:
-    return cast(AsyncGenerator[TextDelta, None], stream_text(app.replica, app.model, batch))
-
-
-async def _pump(app: App, prompt_index: int, batch: Sequence[RequestSpec], queue: _Queue) -> None:
-    """Carry one prompt's deltas into the common queue; None marks its end."""
-    try:
-        async with aclosing(_stream(app, batch)) as deltas:
-            async for delta in deltas:
-                await queue.put((prompt_index, delta))
-        await queue.put(None)
-    except Exception as error:  # raised again by whoever reads the queue
-        await queue.put(error)
+    async def _pump(self, prompt_index: int, batch: Sequence[RequestSpec], queue: _Queue) -> None:
+        """Carry one prompt's deltas into the common queue; None marks its end."""
+        try:
+            async with aclosing(self._stream(batch)) as deltas:
+                async for delta in deltas:
+                    await queue.put((prompt_index, delta))
+            await queue.put(None)
+        except Exception as error:  # raised again by whoever reads the queue
+            await queue.put(error)

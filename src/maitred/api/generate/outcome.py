@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from maitred.engine.output import Piece
 from maitred.objectives import Pace, new_pace
 from maitred.request import NO_CHARGES, FinishReason, RequestSpec, RequestTiming
 from maitred.step import TokenLogprobs
@@ -17,6 +18,7 @@ class TokenUsage(NamedTuple):
     num_prompt_tokens: int
     num_cached_tokens: int  # of the prompts, taken from the prefix cache
     num_generated_tokens: int
+    num_reasoning_tokens: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -26,11 +28,13 @@ class Sample:
     index: int  # of the choice: prompts in order, the n samples of each together
     request: RequestSpec
     texts: list[str] = field(default_factory=list)
+    pieces: list[Piece] = field(default_factory=list)  # where marks are looked for
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     num_tokens: int = 0
+    num_reasoning_tokens: int = 0  # of them, as far as the answer's writer has told them apart
     pace: Pace = field(default_factory=Pace)  # monotonic
     timing: RequestTiming | None = None  # once it has ended
 
@@ -86,6 +90,7 @@ class Outcome:
             num_prompt_tokens=sum(batch[0].num_prompt_tokens for batch in self.batches),
             num_cached_tokens=sum(c.num_cached_tokens for c in self.charges[:: self.num_samples_per_prompt]),
             num_generated_tokens=sum(sample.num_tokens for sample in self.samples),
+            num_reasoning_tokens=sum(sample.num_reasoning_tokens for sample in self.samples),
         )
 
     def num_tokens_used(self) -> tuple[int, int]:

@@ -20,8 +20,6 @@ R = TypeVar("R", bound=msgspec.Struct)
 
 # field -> values that change nothing
 _BOTH: Mapping[str, tuple[Any, ...]] = {
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
     "use_beam_search": (False,),
     "length_penalty": (1, 1.0),
     "spaces_between_special_tokens": (True,),
@@ -32,15 +30,11 @@ _BOTH: Mapping[str, tuple[Any, ...]] = {
     "kv_transfer_params": ({},),
     "vllm_xargs": ({},),
     "repetition_detection": (),
-    "thinking_token_budget": (),
     "stream_interval": (1,),
-    "include_reasoning": (True,),
     "return_prompt_text": (False,),
 }
 CHAT_REFUSED: Mapping[str, tuple[Any, ...]] = {
     **_BOTH,
-    "tools": ([],),
-    "tool_choice": ("none",),
     "functions": ([],),
     "function_call": ("none",),
     "modalities": (["text"],),
@@ -48,7 +42,6 @@ CHAT_REFUSED: Mapping[str, tuple[Any, ...]] = {
     "prediction": (),
     "moderation": (),
     "web_search_options": (),
-    "reasoning_effort": ("none",),
     "verbosity": ("medium",),
     "documents": ([],),
     "chat_template": (),
@@ -80,7 +73,7 @@ _WHY: Mapping[str, str] = {
     "chat_template": "a template may not come with a request; start the server with --chat-template FILE",
     "truncate_prompt_tokens": "prompts are never cut; shorten it yourself",
     "truncation_side": "prompts are never cut; shorten it yourself",
-    **dict.fromkeys(_REMOVED, "guided_* fields were removed in favour of structured_outputs, which is not built yet"),
+    **dict.fromkeys(_REMOVED, "send structured_outputs in its place; guided_* fields were removed"),
     **{name: f"send {ours}, which is its name here" for name, ours in _RENAMED.items()},
 }
 

@@ -33,6 +33,7 @@ PROMPT_SCHEMA: dict[str, Any] = {
     ]
 }
 AnyObject = Annotated[Raw | UnsetType, Meta(extra_json_schema={"type": ["object", "null"]})]
+AnyList = Annotated[Raw | UnsetType, Meta(extra_json_schema={"type": ["array", "null"], "items": {"type": "object"}})]
 Count = Annotated[int | None, Meta(extra_json_schema={"minimum": 0})]
 Positive = Annotated[int | None, Meta(extra_json_schema={"minimum": 1})]
 Penalty = Annotated[float | None, Meta(extra_json_schema=_between(-2, 2))]
@@ -43,6 +44,9 @@ TokenIds = list[int]
 SentTokenIds = list[Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]]
 SERVICE_TIERS = ("auto", *TIERS)  # where there are no tenants, auto and default
 ServiceTierName = Annotated[str, Meta(extra_json_schema={"enum": [*TIERS]})]
+
+
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
@@ -79,6 +83,9 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     allowed_token_ids: SentTokenIds | None = None
     bad_words: list[str] | None = None
     prompt_logprobs: Annotated[int | None, Meta(extra_json_schema=_between(0, 20))] = None
+    # the answer's shape; decoded where a thread has the time
+    response_format: AnyObject = UNSET
+    structured_outputs: AnyObject = UNSET
     # what the answer shows, and how the request is treated
     echo: bool | None = None
     return_token_ids: bool | None = None
@@ -113,8 +120,8 @@ class ChatMessage(msgspec.Struct, kw_only=True):
     reasoning: str | None = None
     reasoning_content: str | None = None
     refusal: str | None = None
-    tool_calls: Raw | UnsetType = UNSET
-    tool_call_id: Raw | UnsetType = UNSET
+    tool_calls: AnyList = UNSET
+    tool_call_id: str | None = None
     function_call: Raw | UnsetType = UNSET
     audio: Raw | UnsetType = UNSET
 
@@ -129,8 +136,14 @@ class ChatCompletionRequest(GenerationFields, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: AnyObject = UNSET
-    # accepted, and without effect on the answer
+    # calls of tools, and thoughts
+    tools: AnyList = UNSET
+    tool_choice: Annotated[Raw | UnsetType, Meta(extra_json_schema={"type": ["string", "object", "null"]})] = UNSET
     parallel_tool_calls: bool | None = None
+    reasoning_effort: Annotated[str | None, Meta(extra_json_schema={"enum": [*EFFORTS, None]})] = None
+    include_reasoning: bool | None = None
+    thinking_token_budget: Count = None
+    # accepted, and without effect on the answer
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     prompt_cache_options: AnyObject = UNSET
@@ -237,13 +250,40 @@ class NamedLogprob(msgspec.Struct):
 
 
 PromptLogprobs = list[dict[str, NamedLogprob] | None]
-FinishReasonName = Literal["stop", "length"]
+FinishReasonName = Literal["stop", "length", "tool_calls"]
+
+
+class CalledFunction(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """`arguments` is JSON as text; in a stream a piece of it."""
+
+    name: str | UnsetType = UNSET
+    arguments: str
+
+
+class ToolCall(msgspec.Struct, kw_only=True):
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class ToolCallDelta(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """The first of a call has id, type and name, those after it pieces of the arguments."""
+
+    index: int
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+    function: CalledFunction
 
 
 class AssistantMessage(msgspec.Struct):
-    content: str
+    """Thoughts stand under both names that clients know."""
+
+    content: str | None
     role: Literal["assistant"] = "assistant"
     refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):
@@ -271,6 +311,9 @@ class ChatCompletion(msgspec.Struct, kw_only=True):
 class ChatDelta(msgspec.Struct, omit_defaults=True):
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct):

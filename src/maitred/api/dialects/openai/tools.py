@@ -1,0 +1,176 @@
+"""What a chat's body binds of the answer's shape: tools, which of them may be called, and the form of the content."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+from msgspec import Raw, UnsetType
+
+from maitred.api.dialects.openai.bounded import any_object
+from maitred.api.dialects.openai.schemas import ChatCompletionRequest, GenerationFields
+from maitred.api.http.bodies import decode_json
+from maitred.errors import InvalidRequest
+from maitred.structured_outputs import KINDS, StructuredOutputsParams
+from maitred.text.schema import Source, json_source, source_of
+from maitred.text.shape import Tool, ToolChoice
+
+MAX_TOOLS = 128
+MAX_SHAPE_BYTES = 4 * 1024 * 1024  # of tools, and of a schema
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_LIST = msgspec.json.Decoder(list[Any])
+_VALUE = msgspec.json.Decoder(Any)
+_NOT_BUILT = "disable_any_whitespace", "disable_additional_properties", "disable_fallback"
+
+
+def sent_value(raw: Raw | UnsetType, name: str) -> Any:
+    """Whatever was sent, decoded; None when it is absent or null."""
+    if isinstance(raw, UnsetType):
+        return None
+    if len(bytes(raw)) > MAX_SHAPE_BYTES:
+        raise InvalidRequest(f"{name} has {len(bytes(raw))} bytes; at most {MAX_SHAPE_BYTES}", param=name)
+    return decode_json(raw, _VALUE, at=name)
+
+
+def tools_of(body: ChatCompletionRequest) -> list[Tool]:
+    """Raises InvalidRequest with the path of what is wrong."""
+    sent = sent_value(body.tools, "tools") or []
+    if not isinstance(sent, list) or len(sent) > MAX_TOOLS:
+        raise InvalidRequest(f"tools must be a list of at most {MAX_TOOLS}", param="tools")
+    tools = [_tool(tool, f"tools[{number}]") for number, tool in enumerate(sent)]
+    names = [tool.name for tool in tools]
+    for number, name in enumerate(names):
+        if name in names[:number]:
+            raise InvalidRequest(f"two tools are named {name!r}", param=f"tools[{number}].function.name")
+    return tools
+
+
+def _tool(sent: Any, path: str) -> Tool:
+    if not isinstance(sent, Mapping) or sent.get("type") != "function":
+        told = sent.get("type") if isinstance(sent, Mapping) else sent
+        raise InvalidRequest(f"{path}.type is {_shown(told)}; only function is known", param=f"{path}.type")
+    function = sent.get("function")
+    if not isinstance(function, Mapping):
+        raise InvalidRequest(f"{path}.function is missing", param=f"{path}.function")
+    name, parameters = function.get("name"), function.get("parameters")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise InvalidRequest(
+            f"{path}.function.name is {_shown(name)}; it must be 1 to 64 characters of A-Z a-z 0-9 _ . -",
+            param=f"{path}.function.name",
+        )
+    if parameters is not None and not isinstance(parameters, Mapping):
+        raise InvalidRequest(f"{path}.function.parameters must be an object", param=f"{path}.function.parameters")
+    at = f"{path}.function.parameters"
+    schema = parameters or {"type": "object", "properties": {}}
+    source = json_source(schema, at, is_strict=function.get("strict") is True)
+    return Tool(name=name, parameters=schema, source=source, definition=dict(sent))
+
+
+def choice_of(body: ChatCompletionRequest, tools: Sequence[Tool]) -> ToolChoice:
+    """Which tools may be called, and whether one must be. Raises InvalidRequest."""
+    sent = sent_value(body.tool_choice, "tool_choice")
+    parallel = body.parallel_tool_calls is not False
+    names = tuple(tool.name for tool in tools)
+    if sent in (None, "auto", "none"):
+        allowed = names if sent != "none" else ()
+        return ToolChoice(names=allowed, parallel=parallel)
+    if not tools:
+        raise InvalidRequest(f"tool_choice is {_shown(sent)}, but there are no tools", param="tool_choice")
+    if sent == "required":
+        return ToolChoice(names=names, is_required=True, parallel=parallel)
+    if isinstance(sent, Mapping) and sent.get("type") == "function":
+        return ToolChoice(names=_named([sent], names), is_required=True, parallel=False)
+    if isinstance(sent, Mapping) and isinstance(sent.get("allowed_tools"), Mapping):
+        allowed_tools = sent["allowed_tools"]
+        listed = _named(allowed_tools.get("tools") or [], names)
+        return ToolChoice(names=listed, is_required=allowed_tools.get("mode") == "required", parallel=parallel)
+    raise InvalidRequest(
+        f"tool_choice is {_shown(sent)}; send none, auto, required, or "
+        '{"type": "function", "function": {"name": ...}}',
+        param="tool_choice",
+    )
+
+
+def _named(listed: Sequence[Any], names: Sequence[str]) -> tuple[str, ...]:
+    found = tuple(
+        tool["function"].get("name") if isinstance(tool, Mapping) and isinstance(tool.get("function"), Mapping) else None
+        for tool in listed
+    )
+    for name in found:
+        if name not in names:
+            raise InvalidRequest(
+                f"tool_choice names {_shown(name)}, which is none of the tools: {', '.join(names)}", param="tool_choice"
+            )
+    return found
+
+
+def content_source(body: GenerationFields) -> tuple[Source | None, bool]:
+    """What binds the answer's text, and whether all of it as the model writes it. Raises InvalidRequest."""
+    wanted = any_shape(body)
+    form = sent_value(body.response_format, "response_format")
+    if form is not None and not isinstance(form, Mapping):
+        raise InvalidRequest("response_format must be an object", param="response_format")
+    kind = None if form is None else form.get("type")
+    if kind in (None, "text") and form is not None and kind is None:
+        raise InvalidRequest("response_format.type is missing", param="response_format.type")
+    if kind in (None, "text"):
+        return (None, False) if wanted is None else _from_params(wanted)
+    if wanted is not None:
+        raise InvalidRequest("send either response_format or structured_outputs, not both", param="structured_outputs")
+    assert form is not None
+    return _from_format(form, kind)
+
+
+def _from_params(wanted: StructuredOutputsParams) -> tuple[Source, bool]:
+    return source_of(wanted, "structured_outputs"), wanted.kind not in ("json", "json_object")
+
+
+def _from_format(form: Mapping[str, Any], kind: Any) -> tuple[Source, bool]:
+    if kind == "json_object":
+        return source_of(StructuredOutputsParams(json_object=True), "response_format"), False
+    if kind == "structural_tag":
+        return source_of(StructuredOutputsParams(structural_tag=form), "response_format"), True
+    if kind != "json_schema":
+        raise InvalidRequest(
+            f"response_format.type is {_shown(kind)}; choose one of text, json_object, json_schema, structural_tag",
+            param="response_format.type",
+        )
+    told = form.get("json_schema")
+    if not isinstance(told, Mapping) or told.get("schema") is None:
+        raise InvalidRequest("response_format.json_schema.schema is missing", param="response_format.json_schema")
+    path = "response_format.json_schema.schema"
+    return json_source(told["schema"], path, is_strict=told.get("strict") is True), False
+
+
+def any_shape(body: GenerationFields) -> StructuredOutputsParams | None:
+    """The body's structured_outputs. Raises InvalidRequest for a field that it has not."""
+    sent = sent_value(body.structured_outputs, "structured_outputs")
+    if sent is None:
+        return None
+    if not isinstance(sent, Mapping):
+        raise InvalidRequest("structured_outputs must be an object", param="structured_outputs")
+    given = {name: value for name, value in sent.items() if value not in (None, False) or name == "json"}
+    for name in given:
+        if name not in (*KINDS, "whitespace_pattern"):
+            raise InvalidRequest(
+                f"structured_outputs.{name[:64]} is not known; it has {', '.join(KINDS)} and whitespace_pattern",
+                param=f"structured_outputs.{name[:64]}",
+            )
+    return StructuredOutputsParams(**given)
+
+
+def template_variables(body: ChatCompletionRequest) -> dict[str, Any]:
+    """The client's variables of the chat template, and what the fields about thoughts are called there."""
+    sent = any_object(body.chat_template_kwargs, "chat_template_kwargs") or {}
+    effort = body.reasoning_effort
+    if effort is None:
+        return sent
+    thinks = effort != "none"
+    return {"reasoning_effort": effort, "enable_thinking": thinks, "thinking": thinks, **sent}
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,161 @@
+"""Compiles grammars that nobody has seen before in a small process with limits, so that a hostile one harms nobody.
+
+    python -P -m maitred.engine.grammar_check
+
+reads msgpack `Question`s from stdin and answers with `Verdict`s on stdout, each after its length in four bytes. It has
+no vocabulary, and needs none to find out whether a grammar can be compiled.
+"""
+
+from __future__ import annotations
+
+import resource
+import struct
+import subprocess
+import sys
+import threading
+from collections import OrderedDict
+from contextlib import suppress
+from hashlib import sha256
+from select import select
+from typing import Any
+
+import msgspec
+
+COMMAND = (sys.executable, "-P", "-m", "maitred.engine.grammar_check")
+TIME_LIMIT_S = 4.0  # for one grammar; of processor time, and of the clock beside a busy machine twice as long
+MEMORY_LIMIT_BYTES = 1 << 30
+MAX_GRAMMAR_BYTES = 4 * 1024 * 1024
+MAX_VERDICTS = 1024  # kept
+_NO_VOCABULARY = "no tokenizer - can't validate"
+_LENGTH = struct.Struct("<I")
+
+
+class Question(msgspec.Struct, frozen=True):
+    """`kind` as `llguidance.grammar_from` has it; "llguidance" is a grammar in its own form."""
+
+    kind: str
+    text: str
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """What became of a grammar: `grammar` as llguidance takes it, or the `error` in it."""
+
+    grammar: str = ""
+    error: str | None = None
+    warnings: tuple[str, ...] = ()  # what was left out of it, in llguidance's words
+
+
+_TOO_LONG = f"it was not compiled in {TIME_LIMIT_S:g} s; make it smaller"
+_DIED = f"it cannot be compiled in {MEMORY_LIMIT_BYTES >> 20} MiB; make it smaller"
+
+
+class GrammarChecker:
+    """Asks a process, begun when it is first needed, and remembers. Threads may share it: one asks at a time."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def check(self, kind: str, text: str) -> Verdict:
+        """Waits for at most twice TIME_LIMIT_S, and for those that asked before."""
+        key = sha256(f"{kind}:{text}".encode("utf-8", "surrogatepass")).digest()
+        known = self._verdicts.get(key)
+        if known is not None:
+            return known
+        if len(text) > MAX_GRAMMAR_BYTES:
+            return Verdict(error=f"it has {len(text)} characters; at most {MAX_GRAMMAR_BYTES}")
+        with self._lock:
+            verdict = self._ask(Question(kind, text))
+            self._verdicts[key] = verdict
+            if len(self._verdicts) > MAX_VERDICTS:
+                self._verdicts.popitem(last=False)
+        return verdict
+
+    def close(self) -> None:
+        """End the process."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.wait()
+
+    def _ask(self, question: Question) -> Verdict:
+        process = self._process
+        if process is None or process.poll() is not None:
+            process = self._process = subprocess.Popen(
+                COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
+            )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            _write(process.stdin, msgspec.msgpack.encode(question))
+            if not select([process.stdout], [], [], 2 * TIME_LIMIT_S)[0]:
+                self.close()
+                return Verdict(error=_TOO_LONG)
+            return msgspec.msgpack.decode(_read(process.stdout), type=Verdict)
+        except (OSError, EOFError, msgspec.DecodeError):
+            was_slow = process.wait() == -24  # SIGXCPU
+            self.close()
+            return Verdict(error=_TOO_LONG if was_slow else _DIED)
+
+
+def _write(stream: Any, frame: bytes) -> None:
+    stream.write(_LENGTH.pack(len(frame)) + frame)
+    stream.flush()
+
+
+def _read(stream: Any) -> bytes:
+    """Raises EOFError at the stream's end."""
+    head = stream.read(_LENGTH.size)
+    if len(head) < _LENGTH.size:
+        raise EOFError
+    frame: bytes = stream.read(_LENGTH.unpack(head)[0])
+    return frame
+
+
+def _compiled(question: Question) -> Verdict:
+    from llguidance import LLMatcher, grammar_from  # noqa: PLC0415  the server needs it only here
+
+    try:
+        kind: Any = question.kind
+        grammar = grammar_from(kind, question.text)
+        is_error, told = LLMatcher.validate_grammar_with_warnings(grammar)
+    except RecursionError:
+        return Verdict(error="it is nested too deeply")
+    except Exception as error:  # of the converters, whose kinds are not documented
+        return Verdict(error=str(error) or type(error).__name__)
+    if is_error:
+        return Verdict(error=told[0])
+    warnings = tuple(text for text in told if not text.startswith(_NO_VOCABULARY))
+    return Verdict(grammar, None if len(warnings) < len(told) else _why_nothing_fits(grammar), warnings)
+
+
+def _why_nothing_fits(grammar: str) -> str | None:
+    """What is wrong with a grammar that can be compiled, and that no text begins; of one without special tokens."""
+    from llguidance import LLMatcher, LLTokenizer  # noqa: PLC0415
+
+    matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0)
+    matcher.compute_bitmask()
+    return f"no text fits it: {matcher.get_error().splitlines()[0]}" if matcher.is_error() else None
+
+
+def _limit_time() -> None:
+    """From here on: a process that has answered many may answer more."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    used_s = usage.ru_utime + usage.ru_stime
+    resource.setrlimit(resource.RLIMIT_CPU, (int(used_s + TIME_LIMIT_S) + 1, resource.RLIM_INFINITY))
+
+
+def main() -> None:
+    """Until stdin ends, with the server."""
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT_BYTES, MEMORY_LIMIT_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with suppress(EOFError):
+        while True:
+            question = msgspec.msgpack.decode(_read(sys.stdin.buffer), type=Question)
+            _limit_time()
+            _write(sys.stdout.buffer, msgspec.msgpack.encode(_compiled(question)))
+
+
+if __name__ == "__main__":
+    main()

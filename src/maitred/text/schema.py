@@ -1,0 +1,115 @@
+"""JSON schemas and other shapes from clients, as llguidance takes them, and what it says of them in a client's words."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from maitred.errors import InvalidRequest
+from maitred.structured_outputs import StructuredOutputsParams
+
+# As Python's json.dumps writes it, which is what models have read most; nothing may be blank without end.
+_SPACED_AS_DUMPS = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
+MAX_BLANKS = 16  # where a client's pattern has no bound
+# an escaped character or a class, which are left alone, or a repetition without end
+_UNBOUNDED = re.compile(r"(?P<whole>\\.|\[(?:\\.|[^\]\\])*\])|(?P<sign>[*+])|\{(?P<least>\d+),\}")
+ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
+
+
+class Source(NamedTuple):
+    """A shape in a client's words, to be compiled alone: so that a fault has its place."""
+
+    kind: str  # of `llguidance.grammar_from`
+    text: str
+    path: str  # of the client's field
+    is_strict: bool = False  # what cannot be enforced is refused, and not left out
+
+
+def json_source(schema: object, path: str, *, whitespace_pattern: str | None = None, is_strict: bool = False) -> Source:
+    """Of a JSON schema: an object, true, or the text of one. Raises InvalidRequest for anything else."""
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(schema)
+        except (ValueError, RecursionError) as error:
+            raise InvalidRequest(f"the schema is no JSON: {error}", param=path, code="unsupported_schema") from None
+    if schema is True:
+        schema = {}
+    if not isinstance(schema, Mapping):
+        raise InvalidRequest("the schema must be a JSON object", param=path, code="unsupported_schema")
+    options: dict[str, Any] = {"lenient": True, **_SPACED_AS_DUMPS}
+    if whitespace_pattern is not None:
+        options = {"lenient": True, "whitespace_pattern": bounded_pattern(whitespace_pattern)}
+    text = json.dumps({**schema, "x-guidance": options}, ensure_ascii=False)
+    return Source("json_schema", text, path, is_strict)
+
+
+def source_of(shape: StructuredOutputsParams, path: str, *, is_strict: bool = False) -> Source:
+    """Of the one kind that is given. Raises InvalidRequest."""
+    kind, at = shape.kind, f"{path}.{shape.kind}"
+    if kind in ("json", "json_object"):
+        schema = shape.json if kind == "json" else ANY_OBJECT
+        return json_source(schema, at, whitespace_pattern=shape.whitespace_pattern, is_strict=is_strict)
+    if kind == "choice":
+        return Source("choice", json.dumps(list(shape.choice or ()), ensure_ascii=False), at)
+    if kind == "structural_tag":
+        return Source("llguidance", _of_tags(shape.structural_tag, at), at)
+    return Source(kind, getattr(shape, kind), at)
+
+
+def bounded_pattern(pattern: str) -> str:
+    """The same regular expression, in which no repetition is without end."""
+    return _UNBOUNDED.sub(lambda found: found["whole"] or _bounded(found), pattern)
+
+
+def _bounded(found: re.Match[str]) -> str:
+    least = found["least"] or "01"["*+".index(found["sign"])]
+    return f"{{{least},{max(MAX_BLANKS, int(least))}}}"
+
+
+def ignored_keywords(warnings: Sequence[str]) -> list[str]:
+    """Names of what was left out of a schema, from llguidance's warnings."""
+    names: dict[str, None] = {}
+    for text in warnings:
+        listed = re.match(r"Unimplemented keys: (\[.*\])", text, re.DOTALL)
+        for name in json.loads(listed[1]) if listed else [_keyword_of(text)]:
+            names[name] = None
+    return list(names)
+
+
+def _keyword_of(warning: str) -> str:
+    if warning.startswith("Unknown format"):
+        return "format"
+    return warning.split(maxsplit=1)[0].strip(":")
+
+
+def _of_tags(tag: object, path: str) -> str:
+    """vLLM's structural tags: free text, in which a trigger begins one of the structures."""
+    tag = json.loads(tag) if isinstance(tag, str) else tag
+    structures = tag.get("structures") if isinstance(tag, Mapping) else None
+    triggers = tag.get("triggers") if isinstance(tag, Mapping) else None
+    if not structures or not triggers or not isinstance(structures, list) or not isinstance(triggers, list):
+        raise InvalidRequest(
+            'send {"type": "structural_tag", "structures": [{"begin", "schema", "end"}], "triggers": [...]}', param=path
+        )
+    rules, grammars = [], []
+    for number, structure in enumerate(structures):
+        begin, schema, end = (structure.get(name) for name in ("begin", "schema", "end"))
+        trigger = next((text for text in triggers if text and str(begin).startswith(text)), None)
+        if trigger is None:
+            raise InvalidRequest(f"no trigger begins {begin!r}", param=f"{path}.structures[{number}].begin")
+        source = json_source(schema, f"{path}.structures[{number}].schema")
+        rules.append(f"head_{number}[lazy]: TEXT {json.dumps(trigger)}")
+        rules.append(
+            f"tag_{number}: head_{number} {quoted(str(begin)[len(trigger) :])} @schema_{number} {quoted(str(end or ''))}"
+        )
+        grammars.append({"name": f"schema_{number}", "json_schema": json.loads(source.text)})
+    any_tag = " | ".join(f"tag_{number}" for number in range(len(structures)))
+    lark = "\n".join([f"start: ({any_tag})* TEXT", "TEXT: /(.|\\n)*/", *rules])
+    return json.dumps({"grammars": [{"lark_grammar": lark}, *grammars]})
+
+
+def quoted(text: str) -> str:
+    """As a literal of a Lark grammar; nothing for no text."""
+    return json.dumps(text, ensure_ascii=False) if text else ""
