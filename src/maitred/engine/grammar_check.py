@@ -83,7 +83,11 @@ class GrammarChecker:
         process = self._process
         if process is None or process.poll() is not None:
             process = self._process = subprocess.Popen(
-                COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
+                COMMAND,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
             )
         assert process.stdin is not None
         assert process.stdout is not None

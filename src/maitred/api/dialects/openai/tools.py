@@ -95,7 +95,9 @@ def choice_of(body: ChatCompletionRequest, tools: Sequence[Tool]) -> ToolChoice:
 
 def _named(listed: Sequence[Any], names: Sequence[str]) -> tuple[str, ...]:
     found = tuple(
-        tool["function"].get("name") if isinstance(tool, Mapping) and isinstance(tool.get("function"), Mapping) else None
+        tool["function"].get("name")
+        if isinstance(tool, Mapping) and isinstance(tool.get("function"), Mapping)
+        else None
         for tool in listed
     )
     for name in found:
