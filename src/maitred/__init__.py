@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from maitred.engine.output import Logprob as Logprob
     from maitred.engine.output import RequestOutput as RequestOutput
     from maitred.request import SamplingParams as SamplingParams
+    from maitred.structured_outputs import StructuredOutputsParams as StructuredOutputsParams
 
 __version__ = "0.1.0"
 
@@ -26,8 +27,17 @@ _HOME = {
     "Logprob": "maitred.engine.output",
     "RequestOutput": "maitred.engine.output",
     "SamplingParams": "maitred.request",
+    "StructuredOutputsParams": "maitred.structured_outputs",
 }
-__all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "Logprob",
+    "RequestOutput",
+    "SamplingParams",
+    "StructuredOutputsParams",
+    "__version__",
+]
 
 
 def __dir__() -> list[str]:

@@ -93,6 +93,8 @@ class ModelConfig:
     on, off, or auto, which is on in an engine's own process, as under maitred serve."""
     chat_template: str | None = None
     """Path of a Jinja file that replaces the model's chat template."""
+    tool_format: str | None = None
+    """How the model writes calls of tools, by name; None reads it off the chat template."""
     allow_special_tokens_in_content: bool = False
     """Read `<|im_end|>` and the like in a message as the token, so that whoever wrote it can end the turn and begin one
     of any role; else they are plain text."""

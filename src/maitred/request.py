@@ -10,6 +10,7 @@ from typing import NamedTuple
 import msgspec
 
 from maitred.errors import InvalidRequest
+from maitred.structured_outputs import StructuredOutputsParams
 
 MAX_N = 128
 MAX_STOP_STRINGS = 16
@@ -82,6 +83,8 @@ class SamplingParams:
     """Same seed, same text, whatever shares the batch; random if None."""
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
+    structured_outputs: StructuredOutputsParams | None = None
+    """The shape that the text must have."""
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):

@@ -67,6 +67,7 @@ def facts_of(
         max_num_seqs=config.scheduler.max_num_seqs,
         footprint=_footprint(spec, executor_plan, plan),
         allow_special_tokens_in_content=config.model.allow_special_tokens_in_content,
+        tool_format=config.model.tool_format,
     )
 
 

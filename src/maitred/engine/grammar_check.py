@@ -17,9 +17,12 @@ from collections import OrderedDict
 from contextlib import suppress
 from hashlib import sha256
 from select import select
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
+
+from maitred.errors import InvalidRequest
+from maitred.text.schema import UNSUPPORTED_SCHEMA, Source, ignored_keywords
 
 COMMAND = (sys.executable, "-P", "-m", "maitred.engine.grammar_check")
 TIME_LIMIT_S = 4.0  # for one grammar; of processor time, and of the clock beside a busy machine twice as long
@@ -45,6 +48,13 @@ class Verdict(msgspec.Struct, frozen=True):
     warnings: tuple[str, ...] = ()  # what was left out of it, in llguidance's words
 
 
+class Checked(NamedTuple):
+    """A client's shape that can be enforced, as far as `ignored` leaves it."""
+
+    grammar: str  # as llguidance takes it
+    ignored: tuple[str, ...]  # keywords
+
+
 _TOO_LONG = f"it was not compiled in {TIME_LIMIT_S:g} s; make it smaller"
 _DIED = f"it cannot be compiled in {MEMORY_LIMIT_BYTES >> 20} MiB; make it smaller"
 
@@ -56,6 +66,18 @@ class GrammarChecker:
         self._process: subprocess.Popen[bytes] | None = None
         self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
         self._lock = threading.Lock()
+
+    def checked(self, source: Source) -> Checked:
+        """Raises InvalidRequest, `unsupported_schema`, that names what is wrong or cannot be enforced."""
+        verdict = self.check(source.kind, source.text)
+        if verdict.error is not None:
+            message = f"{source.path} cannot be compiled: {verdict.error}"
+            raise InvalidRequest(message, param=source.path, code=UNSUPPORTED_SCHEMA)
+        ignored = tuple(ignored_keywords(verdict.warnings))
+        if ignored and source.is_strict:
+            message = f"{source.path} is strict, and has what cannot be enforced: {', '.join(ignored)}"
+            raise InvalidRequest(message, param=source.path, code=UNSUPPORTED_SCHEMA)
+        return Checked(verdict.grammar, ignored)
 
     def check(self, kind: str, text: str) -> Verdict:
         """Waits for at most twice TIME_LIMIT_S, and for those that asked before."""

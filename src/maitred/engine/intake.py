@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from maitred.engine.model_facts import Footprint
@@ -12,10 +12,11 @@ from maitred.errors import InvalidRequest, PromptTooLong, TooManyTokens
 from maitred.executor.sampling_checks import check_sampling_tokens
 from maitred.kvcache.prefix_cache import hash_blocks, root_hash
 from maitred.policy.features import prompt_features
-from maitred.request import MAX_SEED, RequestSpec, SamplingParams
+from maitred.request import MAX_SEED, RequestSpec, SamplingParams, ThinkingLimit
 
 if TYPE_CHECKING:
     from maitred.text import ChatTemplate, Text, Tokenizer
+    from maitred.text.answer_format import AnswerFormat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +44,10 @@ class ServedModel:
     def chat_template(self) -> ChatTemplate | None:
         return self.text.chat_template
 
+    @property
+    def answer_format(self) -> AnswerFormat:
+        return self.text.answer_format
+
 
 def random_seed() -> int:
     """A seed for a request that brought none."""
@@ -64,10 +69,12 @@ def make_requests(
     finish_by: float | None = None,
     add_special_tokens: bool = True,
     new_seed: Callable[[], int] = random_seed,
+    grammar: str = "",
+    thinking: ThinkingLimit | None = None,
 ) -> list[RequestSpec]:
     """One RequestSpec for each of `sampling.n` samples, sample 0 first, checked and ready for the queue.
 
-    Tokenises and hashes, so call it off the event loop. Raises PromptTooLong with both numbers (before tokenising
+    `grammar` and `thinking` bind each of them. Tokenises and hashes, so call it off the event loop. Raises PromptTooLong with both numbers (before tokenising
     when the text's length alone proves it) and InvalidRequest for tokens that the vocabulary does not have.
     """
     check_sampling_tokens(sampling, model.vocab_size)
@@ -78,6 +85,8 @@ def make_requests(
     hashes = hash_blocks(token_ids, model.block_size, root_hash(model.revision, cache_salt))
     bad_words = _bad_word_tokens(model, sampling.bad_words)
     _check_can_sample(model, sampling, bad_words)
+    if sampling.structured_outputs is not None:
+        sampling = replace(sampling, structured_outputs=None)  # `grammar` is what became of it
     many = sampling.n > 1
     return [
         RequestSpec(
@@ -100,6 +109,8 @@ def make_requests(
             bad_word_token_ids=bad_words,
             block_hashes=list(hashes),
             features=features,
+            grammar=grammar,
+            thinking=thinking,
         )
         for index in range(sampling.n)
     ]

@@ -38,4 +38,5 @@ class ModelFacts(msgspec.Struct, frozen=True):
     block_size: int
     footprint: Footprint | None
     allow_special_tokens_in_content: bool = False
+    tool_format: str | None = None  # None is what the chat template shows
     max_num_seqs: int = 0  # requests in one step; 0 where it is not known

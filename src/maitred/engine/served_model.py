@@ -45,6 +45,7 @@ def served_model(facts: ModelFacts, read_tokenizer: Callable[[Path], Tokenizer] 
             facts.chat_template,
             read_tokenizer,
             allow_special_tokens_in_content=facts.allow_special_tokens_in_content,
+            tool_format=facts.tool_format,
         ),
         max_model_len=facts.max_model_len,
         vocab_size=facts.vocab_size,

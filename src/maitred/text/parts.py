@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from maitred.text.folder import read_named_tokens
 
 if TYPE_CHECKING:
+    from maitred.text.answer_format import AnswerFormat
     from maitred.text.chat_template import ChatTemplate
     from maitred.text.tokenizer import Tokenizer
 
@@ -23,6 +24,10 @@ class Text(Protocol):
     @property
     def chat_template(self) -> ChatTemplate | None: ...
 
+    @property
+    def answer_format(self) -> AnswerFormat:
+        """How the model writes thoughts and calls of tools."""
+
     def read(self) -> object:
         """So that nobody waits later; raises CheckpointError for what cannot be read."""
 
@@ -32,6 +37,11 @@ class TextParts(NamedTuple):
 
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
+    tool_format: str | None = None
+
+    @property
+    def answer_format(self) -> AnswerFormat:
+        return answer_format_of(self)
 
     def read(self) -> TextParts:
         return self
@@ -51,9 +61,11 @@ class FolderText:
         read_tokenizer: Callable[[Path], Tokenizer] | None = None,
         *,
         allow_special_tokens_in_content: bool = False,
+        tool_format: str | None = None,
     ) -> None:
         """`chat_template` is a template's text; `read_tokenizer` None is `Tokenizer.from_folder`."""
-        self._allow_special_tokens = allow_special_tokens_in_content
+        self._allow_special_tokens, self._tool_format = allow_special_tokens_in_content, tool_format
+        self._answer_format: AnswerFormat | None = None
         self._folder, self._template, self._read_tokenizer = folder, chat_template, read_tokenizer
         self._parts: TextParts | None = None
         self._lock = threading.Lock()
@@ -65,6 +77,12 @@ class FolderText:
     @property
     def chat_template(self) -> ChatTemplate | None:
         return self.read().chat_template
+
+    @property
+    def answer_format(self) -> AnswerFormat:
+        if self._answer_format is None:
+            self._answer_format = self.read().answer_format
+        return self._answer_format
 
     def read(self) -> TextParts:
         """Now, unless it was done before."""
@@ -79,8 +97,19 @@ class FolderText:
 
         tokenizer = (self._read_tokenizer or Tokenizer.from_folder)(self._folder)
         if self._template is None:
-            return TextParts(tokenizer, None)
+            return TextParts(tokenizer, None, self._tool_format)
         from maitred.text.chat_template import ChatTemplate  # noqa: PLC0415
 
         added = None if self._allow_special_tokens else tokenizer.added_tokens
-        return TextParts(tokenizer, ChatTemplate(self._template, read_named_tokens(self._folder), added_tokens=added))
+        template = ChatTemplate(self._template, read_named_tokens(self._folder), added_tokens=added)
+        return TextParts(tokenizer, template, self._tool_format)
+
+
+def answer_format_of(parts: TextParts) -> AnswerFormat:
+    """Read anew, in some tens of milliseconds; without a chat template nothing is known."""
+    from maitred.text.answer_format import AnswerFormat  # noqa: PLC0415
+    from maitred.text.tool_format import read_answer_format  # noqa: PLC0415
+
+    if parts.chat_template is None:
+        return AnswerFormat("none")
+    return read_answer_format(parts.chat_template, parts.tokenizer, parts.tool_format)

@@ -1,4 +1,4 @@
-"""JSON schemas and other shapes from clients, as llguidance takes them, and what it says of them in a client's words."""
+"""JSON schemas and other shapes from clients, as llguidance takes them, and its warnings in a client's words."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from maitred.structured_outputs import StructuredOutputsParams
 
 # As Python's json.dumps writes it, which is what models have read most; nothing may be blank without end.
 _SPACED_AS_DUMPS = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
+UNSUPPORTED_SCHEMA = "unsupported_schema"  # the error's code
 MAX_BLANKS = 16  # where a client's pattern has no bound
 # an escaped character or a class, which are left alone, or a repetition without end
 _UNBOUNDED = re.compile(r"(?P<whole>\\.|\[(?:\\.|[^\]\\])*\])|(?P<sign>[*+])|\{(?P<least>\d+),\}")
@@ -33,11 +34,11 @@ def json_source(schema: object, path: str, *, whitespace_pattern: str | None = N
         try:
             schema = json.loads(schema)
         except (ValueError, RecursionError) as error:
-            raise InvalidRequest(f"the schema is no JSON: {error}", param=path, code="unsupported_schema") from None
+            raise InvalidRequest(f"the schema is no JSON: {error}", param=path, code=UNSUPPORTED_SCHEMA) from None
     if schema is True:
         schema = {}
     if not isinstance(schema, Mapping):
-        raise InvalidRequest("the schema must be a JSON object", param=path, code="unsupported_schema")
+        raise InvalidRequest("the schema must be a JSON object", param=path, code=UNSUPPORTED_SCHEMA)
     options: dict[str, Any] = {"lenient": True, **_SPACED_AS_DUMPS}
     if whitespace_pattern is not None:
         options = {"lenient": True, "whitespace_pattern": bounded_pattern(whitespace_pattern)}
@@ -101,9 +102,8 @@ def _of_tags(tag: object, path: str) -> str:
             raise InvalidRequest(f"no trigger begins {begin!r}", param=f"{path}.structures[{number}].begin")
         source = json_source(schema, f"{path}.structures[{number}].schema")
         rules.append(f"head_{number}[lazy]: TEXT {json.dumps(trigger)}")
-        rules.append(
-            f"tag_{number}: head_{number} {quoted(str(begin)[len(trigger) :])} @schema_{number} {quoted(str(end or ''))}"
-        )
+        more = quoted(str(begin)[len(trigger) :])
+        rules.append(f"tag_{number}: head_{number} {more} @schema_{number} {quoted(str(end or ''))}")
         grammars.append({"name": f"schema_{number}", "json_schema": json.loads(source.text)})
     any_tag = " | ".join(f"tag_{number}" for number in range(len(structures)))
     lark = "\n".join([f"start: ({any_tag})* TEXT", "TEXT: /(.|\\n)*/", *rules])

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
+from maitred.request import ThinkingLimit
 from maitred.text.answer_format import AnswerFormat, CallFormat, Mark, PairsFormat, Pieces, Slot, Text
 from maitred.text.schema import Source, quoted
 
@@ -22,6 +23,18 @@ _TERMINALS = [
     r"INDEX: /[0-9]{1,3}/",
     r"NO_OBJECT: /([^{ \t\r\n](.|\n)*)?/",
 ]
+
+
+class Shape(NamedTuple):
+    """What binds the answers to a prompt, and how they are read."""
+
+    grammar: str = ""  # empty binds nothing
+    thinking: ThinkingLimit | None = None
+    marks: Collection[int] | None = None  # tokens that are no text; None where nobody looks for any
+    ignored: tuple[str, ...] = ()  # keywords of schemas that were left out
+
+
+NO_SHAPE = Shape()
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +68,8 @@ def compose(
 ) -> str:
     """The grammar of an answer; empty where nothing binds it.
 
-    `content` is a JSON schema that what is neither thought nor call fits. The prompt ends in thoughts that it began where
-    it says `in_thoughts`; without `may_think` there are none else.
+    `content` is a JSON schema for what is neither thought nor call. With `in_thoughts` the prompt ends in thoughts that
+    it began; without `may_think` there are no others.
     """
     called = [tool for tool in tools if tool.name in choice.names] if format.calls is not None else []
     if content is None and not called:
@@ -186,8 +199,7 @@ class _Grammar:
         pairs: list[str] = []
         for place, (key, value) in enumerate(properties.items()):
             name = f"pair_{number}_{place}"
-            value = {**shared, **value} if isinstance(value, Mapping) else shared
-            self._pair(form, name, key, value)
+            self._pair(form, name, key, {**shared, **value} if isinstance(value, Mapping) else shared)
             pairs.append(name if key in required else f"{name}?")
         if not form.separator:
             return " ".join(pairs) or '""'

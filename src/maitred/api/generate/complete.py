@@ -59,8 +59,9 @@ async def generate(
             batches = await app.text.run(exchange.num_body_bytes, work, may_take_long=ask.may_take_long)
             if not ask.keeps_text:
                 exchange.large_bodies.release(exchange)
+            shape = ask.shape_found
             batches, ended = _placed(app, lease.admit(batches), lease, resumption)
-            generation = Generation(app, batches, score_only=ask.score_only, ended=ended)
+            generation = Generation(app, batches, score_only=ask.score_only, ended=ended, marks=shape.marks)
             outcome = exchange.outcome = lease.outcome = generation.outcome
             exchange.paces = [sample.pace for sample in outcome.samples]
             if events is not None:
@@ -209,6 +210,7 @@ def _make_batches(
     """The samples of each prompt. Ids are unique even when clients repeat theirs. Raises RequestError."""
     try:
         prompts = ask.prompts()
+        ask.shape_found = ask.shape()
         batches = _batches(app, ask, prompts, cache_salt, limits, new_seed)
     except RequestError as error:
         error.param = ask.field_names.get(error.param or "", error.param)
@@ -244,6 +246,8 @@ def _batches(
                 finish_by=_after(now, limits.timeout_s),
                 add_special_tokens=ask.add_special_tokens,
                 new_seed=new_seed,
+                grammar=ask.shape_found.grammar,
+                thinking=ask.shape_found.thinking,
             )
         except RequestError as error:
             if error.param == "prompt" and len(prompts) > 1:

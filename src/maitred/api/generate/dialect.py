@@ -13,6 +13,7 @@ from maitred.api.http.exchange import Exchange
 from maitred.api.http.formats import AnswerFormat
 from maitred.engine.output import TextDelta
 from maitred.request import SamplingParams
+from maitred.text.shape import NO_SHAPE, Shape
 
 Prompt = str | list[int]
 
@@ -51,6 +52,9 @@ class GenerationAsk:
     prompts: Callable[[], list[Prompt]]
     """Templates are rendered here: called once, in a thread. The list is emptied once it is tokenised, but with
     `keeps_text`."""
+    shape: Callable[[], Shape] = lambda: NO_SHAPE
+    """What binds the answers; called once, in the same thread, after `prompts`."""
+    shape_found: Shape = NO_SHAPE  # what `shape` gave
     keeps_text: bool = False  # the answer repeats it
     may_take_long: bool = False  # however short: a template reads variables of the client's
     add_special_tokens: bool

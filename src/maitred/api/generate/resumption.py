@@ -22,7 +22,7 @@ class Resumption:
 
     def __init__(self, asked: ResumeRequest, ask: GenerationAsk, model: ServedModel) -> None:
         """Raises InvalidRequest for what cannot be of this request."""
-        self._asked, self._model = asked, model
+        self._asked, self._ask, self._model = asked, ask, model
         self._told = _by_index(asked.samples)
         _check(asked, ask, self._told, model.vocab_size)
         ask.id = ask.answer.id = asked.head.id
@@ -63,7 +63,9 @@ class Resumption:
         if ended:
             return
         fresh = msgspec.structs.replace(sample.request, resumed=None)
-        delta = SampleText(self._model.tokenizer, fresh).push(replayed(fresh, point.output_token_ids))
+        delta = SampleText(self._model.tokenizer, fresh, self._ask.shape_found.marks).push(
+            replayed(fresh, point.output_token_ids)
+        )
         if delta.finish_reason is not None:
             raise InvalidRequest(
                 f"the tokens of sample {sample.index} hold a stop string, so it had ended", param="samples"

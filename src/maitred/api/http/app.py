@@ -22,6 +22,7 @@ from maitred.api.ops.fleet_feed import FleetFeed
 from maitred.api.ops.observer import Observer
 from maitred.clock import Clock
 from maitred.config import SchedulerConfig, ServerConfig
+from maitred.engine.grammar_check import GrammarChecker
 from maitred.engine.installed import policy_of
 from maitred.engine.intake import ServedModel
 from maitred.errors import ModelNotFound, Unavailable
@@ -65,6 +66,7 @@ class App:
         self.large_bodies = LargeBodies(config.max_body_bytes)
         self.kept_logprobs = KeptLogprobs()
         self.text = TextThreads()
+        self.grammars = GrammarChecker()
         self.fleet_token = read_fleet_token(config.fleet_token_file)
         self.results = Results(config.result_cache_bytes, config.result_cache_ttl_s, clock)
         observer.metrics.results = self.results
@@ -130,6 +132,7 @@ class App:
         """Give back the threads, send the last traces; the app answers no more."""
         self.observer.close()
         self.text.close()
+        self.grammars.close()
 
 
 def _without_priorities(policy: str) -> str | None:

@@ -75,7 +75,7 @@ def usage_of(outcome: Outcome) -> Usage:
         completion_tokens=used.num_generated_tokens,
         total_tokens=used.num_prompt_tokens + used.num_generated_tokens,
         prompt_tokens_details=PromptTokensDetails(used.num_cached_tokens),
-        completion_tokens_details=CompletionTokensDetails(),
+        completion_tokens_details=CompletionTokensDetails(used.num_reasoning_tokens),
         timing_ms=UNSET if timing is None else _timing_ms(timing),
     )
 
@@ -84,6 +84,8 @@ def _timing_ms(timing: RequestTiming) -> TimingMs:
     return TimingMs(**timing_parts_ms(timing), ttft=round(timing.ttft_s * 1000, 3))
 
 
-def finish_name(reason: FinishReason | None) -> Any:
-    """As the wire has it; a outcome that failed never gets here."""
-    return "stop" if reason is FinishReason.STOP else "length"
+def finish_name(reason: FinishReason | None, *, calls: bool = False) -> Any:
+    """As the wire has it; an outcome that failed never gets here."""
+    if reason is not FinishReason.STOP:
+        return "length"
+    return "tool_calls" if calls else "stop"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -18,22 +18,26 @@ from maitred.api.dialects.openai.answers import (
     finish_name,
     usage_of,
 )
-from maitred.api.dialects.openai.bounded import any_object, check_object
+from maitred.api.dialects.openai.bounded import check_object
 from maitred.api.dialects.openai.format import OPENAI
 from maitred.api.dialects.openai.logprobs import TokenNames, chat_logprobs, named_prompt_logprobs, packed_chat_logprobs
-from maitred.api.dialects.openai.messages import render_chat, text_of
+from maitred.api.dialects.openai.messages import text_of
+from maitred.api.dialects.openai.reading import AnswerReader, ChatReading
 from maitred.api.dialects.openai.refusals import CHAT_REFUSED, ChatAsSent, refuse_unbuilt
 from maitred.api.dialects.openai.sampling import chat_sampling, check_common, make_ask, wanted_usage
 from maitred.api.dialects.openai.schemas import (
     AssistantMessage,
+    CalledFunction,
     ChatChoice,
     ChatChunkChoice,
     ChatCompletion,
     ChatCompletionRequest,
     ChatDelta,
     ChatLogprobs,
+    ToolCall,
+    ToolCallDelta,
 )
-from maitred.api.generate.dialect import Dialect, GenerationAsk, Prompt
+from maitred.api.generate.dialect import Dialect, GenerationAsk
 from maitred.api.generate.outcome import Outcome, Sample
 from maitred.api.http.app import App
 from maitred.api.http.bodies import decode_body
@@ -42,6 +46,7 @@ from maitred.engine.intake import ServedModel
 from maitred.engine.output import TextDelta
 from maitred.request import RequestSpec
 from maitred.tenancy.tenant import tier_of_priority
+from maitred.text.answer_parser import ArgumentsText, CallBegun
 
 _DECODER = msgspec.json.Decoder(ChatAsSent)
 
@@ -54,32 +59,23 @@ def decode_chat(app: App, exchange: Exchange, sent: bytes) -> GenerationAsk:
     check_common(body, exchange.caller, policy_without_priorities=app.policy_without_priorities)
     check_object(body.prompt_cache_options, "prompt_cache_options")
     sampling = chat_sampling(body, app.model, app.config.default_max_n)
-    answer = ChatAnswer(app.model, body, model, completion_id("chatcmpl", body, exchange), wanted_usage(body))
+    id = completion_id("chatcmpl", body, exchange)
+    reading = ChatReading(app.model, app.grammars, body, id)
+    answer = ChatAnswer(app.model, body, model, reading, wanted_usage(body))
     exchange.log |= {"model": model, "stream": bool(body.stream), "n": sampling.n}
     max_tokens = "max_completion_tokens" if body.max_tokens is None else "max_tokens"
     return make_ask(
         body,
         answer,
-        id=answer.id,
+        id=id,
         sampling=sampling,
-        prompts=partial(_rendered, app.model, body),
+        prompts=reading.prompts,
+        shape=reading.shape,
         may_take_long=body.chat_template_kwargs is not UNSET,
         add_special_tokens=bool(body.add_special_tokens),  # the template writes them
         default_max_tokens=app.model.generation_defaults.get("max_tokens"),
         field_names={"prompt": "messages", "max_tokens": max_tokens},
     )
-
-
-def _rendered(model: ServedModel, body: ChatCompletionRequest) -> list[Prompt]:
-    prompt = render_chat(
-        model,
-        body.messages,
-        add_generation_prompt=body.add_generation_prompt,
-        continue_final_message=body.continue_final_message,
-        chat_template_kwargs=any_object(body.chat_template_kwargs, "chat_template_kwargs"),
-    )
-    body.messages.clear()
-    return [prompt]
 
 
 CHAT = Dialect(OPENAI, decode_chat)
@@ -89,10 +85,10 @@ class ChatAnswer:
     """Writes one chat completion, whole or in chunks."""
 
     def __init__(
-        self, model: ServedModel, body: ChatCompletionRequest, name: str, completion_id: str, usage: WantedUsage
+        self, model: ServedModel, body: ChatCompletionRequest, name: str, reading: ChatReading, usage: WantedUsage
     ) -> None:
         """`name` is the model's in the answer."""
-        self.id, self._name = completion_id, name
+        self.id, self._name, self._reading = reading.id, name, reading
         self._body, self._usage = body, usage
         self.created = int(time.time())
         self._names = TokenNames(model.tokenizer, as_ids=bool(body.return_tokens_as_token_ids))
@@ -121,14 +117,28 @@ class ChatAnswer:
 
     def _choice(self, sample: Sample) -> ChatChoice:
         logprobs = None if self._num_top is None else packed_chat_logprobs(sample.logprobs, self._names, self._num_top)
+        message = self._message(sample)
         return ChatChoice(
             index=sample.index,
-            message=AssistantMessage(self._echoed + sample.text),
+            message=message,
             logprobs=logprobs,
-            finish_reason=finish_name(sample.finish_reason),
+            finish_reason=finish_name(sample.finish_reason, calls=message.tool_calls is not UNSET),
             stop_reason=sample.stop_reason,
             token_ids=sample.token_ids if self._body.return_token_ids else UNSET,
         )
+
+    def _message(self, sample: Sample) -> AssistantMessage:
+        reader = self._reading.reader(sample)
+        if reader is None:
+            return AssistantMessage(self._echoed + sample.text)
+        read = reader.push(sample.pieces, is_last=True)
+        content = self._echoed + read.content
+        message = AssistantMessage(content or None if read.calls else content)
+        if read.reasoning:
+            message.reasoning = message.reasoning_content = read.reasoning
+        if read.calls:
+            message.tool_calls = _whole_calls(read.calls)
+        return message
 
     def stream(self, outcome: Outcome) -> ChatStream:
         envelope = {
@@ -140,7 +150,8 @@ class ChatAnswer:
         }
         if self._body.service_tier is not None:
             envelope["service_tier"] = _tier_of(outcome.samples[0].request)
-        return ChatStream(self, ChunkWriter(envelope, outcome, self._usage), len(outcome.samples))
+        readers = [self._reading.reader(sample) for sample in outcome.samples]
+        return ChatStream(self, ChunkWriter(envelope, outcome, self._usage), readers)
 
     def first(self, chunks: ChunkWriter, sample: Sample) -> bytes:
         """The role, and the message that is continued, if it is to be repeated."""
@@ -150,31 +161,37 @@ class ChatAnswer:
         choice = ChatChunkChoice(sample.index, ChatDelta(role="assistant", content=self._echoed))
         return chunks.event(choice, **more)
 
-    def piece(self, chunks: ChunkWriter, sample: Sample, delta: TextDelta) -> bytes:
+    def piece(self, chunks: ChunkWriter, sample: Sample, delta: TextDelta, reader: AnswerReader | None) -> bytes:
         """The new text, then the end: clients may stop reading a chunk once they see its finish_reason."""
         logprobs: ChatLogprobs | None = None
         if self._num_top is not None and delta.logprobs:
             logprobs = chat_logprobs(delta.logprobs, self._names, self._num_top)
         shows_ids = bool(self._body.return_token_ids and delta.token_ids)
+        told = ChatDelta(content=delta.text) if reader is None else _read_delta(reader, delta)
         piece = b""
-        if delta.text or logprobs is not None or shows_ids:
-            choice = ChatChunkChoice(sample.index, ChatDelta(content=delta.text), logprobs)
+        if (delta.text if reader is None else told != _NOTHING) or logprobs is not None or shows_ids:
+            choice = ChatChunkChoice(sample.index, told, logprobs)
             if shows_ids:
                 choice.token_ids = list(delta.token_ids)
             piece = chunks.event(choice)
         if delta.finish_reason is not None:
-            last = ChatChunkChoice(sample.index, ChatDelta(), finish_reason=finish_name(delta.finish_reason))
+            finish = finish_name(delta.finish_reason, calls=reader is not None and reader.num_calls > 0)
+            last = ChatChunkChoice(sample.index, ChatDelta(), finish_reason=finish)
             if delta.stop_reason is not None:
                 last.stop_reason = delta.stop_reason
             piece += chunks.event(last)
         return piece
 
 
+_NOTHING = ChatDelta()
+
+
 class ChatStream:
     """Writes the chunks of one."""
 
-    def __init__(self, answer: ChatAnswer, chunks: ChunkWriter, num_samples: int) -> None:
-        self._answer, self._chunks, self._begun = answer, chunks, [False] * num_samples
+    def __init__(self, answer: ChatAnswer, chunks: ChunkWriter, readers: Sequence[AnswerReader | None]) -> None:
+        self._answer, self._chunks, self._readers = answer, chunks, readers
+        self._begun = [False] * len(readers)
         self.last = chunks.last
 
     def delta(self, sample: Sample, delta: TextDelta) -> bytes:
@@ -182,7 +199,36 @@ class ChatStream:
         if not self._begun[sample.index]:
             self._begun[sample.index] = True
             first = self._answer.first(self._chunks, sample)
-        return first + self._answer.piece(self._chunks, sample, delta)
+        return first + self._answer.piece(self._chunks, sample, delta, self._readers[sample.index])
+
+
+def _read_delta(reader: AnswerReader, delta: TextDelta) -> ChatDelta:
+    read = reader.push(delta.pieces, is_last=delta.finish_reason is not None)
+    told = ChatDelta()
+    if read.content:
+        told.content = read.content
+    if read.reasoning:
+        told.reasoning = told.reasoning_content = read.reasoning
+    if read.calls:
+        told.tool_calls = [_call_delta(event) for event in read.calls]
+    return told
+
+
+def _call_delta(event: CallBegun | ArgumentsText) -> ToolCallDelta:
+    if isinstance(event, CallBegun):
+        function = CalledFunction(name=event.name, arguments="")
+        return ToolCallDelta(index=event.index, id=event.id, type="function", function=function)
+    return ToolCallDelta(index=event.index, function=CalledFunction(arguments=event.text))
+
+
+def _whole_calls(events: Sequence[CallBegun | ArgumentsText]) -> list[ToolCall]:
+    calls: list[ToolCall] = []
+    for event in events:
+        if isinstance(event, CallBegun):
+            calls.append(ToolCall(id=event.id, function=CalledFunction(name=event.name, arguments="")))
+        else:
+            calls[event.index].function.arguments += event.text
+    return calls
 
 
 def _tier_of(request: RequestSpec) -> str:

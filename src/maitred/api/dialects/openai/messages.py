@@ -6,13 +6,18 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
+from msgspec import UnsetType
+
 from maitred.api.dialects.openai.refusals import refuse_raw, unsupported
 from maitred.api.dialects.openai.schemas import ChatMessage
+from maitred.api.http.bodies import decode_json
 from maitred.api.http.errors import shortened
 from maitred.engine.intake import ServedModel
 from maitred.errors import InvalidRequest, PromptTooLong
 from maitred.text.folder import NAMED_TOKENS
 
+_CALLS = msgspec.json.Decoder(list[Any] | None)
 MIN_MAX_MESSAGES = 1024  # else as many as the context has tokens: each is one at least
 ROLES = ("system", "developer", "user", "assistant", "tool")
 # Names that mean something to the renderer, or would let a request replace what the server decides
@@ -34,8 +39,9 @@ def render_chat(
     add_generation_prompt: bool | None,
     continue_final_message: bool | None,
     chat_template_kwargs: Mapping[str, Any] | None,
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> str:
-    """The prompt for `messages`; call it in a thread."""
+    """The prompt for `messages`, with `tools` as they were sent; call it in a thread."""
     if model.chat_template is None:
         raise InvalidRequest(
             "this model has no chat template; use /v1/completions, or start the server with --chat-template FILE",
@@ -57,11 +63,18 @@ def render_chat(
     source = model.chat_template.source
     knows_developer = "developer" in source
     plain = [_plain(message, f"messages[{index}]", knows_developer) for index, message in enumerate(messages)]
+    variables = _variables(chat_template_kwargs or {}, source)
+    if tools:
+        format = model.answer_format
+        if format.tools_system_text is not None:
+            plain[0]["content"] = f"{format.tools_system_text(tools)}\n\n{plain[0]['content'] or ''}"
+        else:
+            variables[format.tools_variable] = tools
     return model.chat_template.render(
         plain,
         add_generation_prompt=not continue_final_message if add_generation_prompt is None else add_generation_prompt,
         continue_final_message=bool(continue_final_message),
-        **_variables(chat_template_kwargs or {}, source),
+        **variables,
     )
 
 
@@ -76,23 +89,41 @@ def _plain(message: ChatMessage, at: str, knows_developer: bool) -> dict[str, An
     if message.role not in ROLES:
         role = shortened(repr(message.role))
         raise InvalidRequest(f"{at}.role is {role}; choose one of {', '.join(ROLES)}", param=f"{at}.role")
-    if message.role == "tool":
-        raise unsupported(f"{at}.role", "tool messages are not built yet")
-    for name in ("tool_calls", "tool_call_id", "function_call", "audio"):
+    calls = _calls(message, at)
+    if message.role == "tool" and message.tool_call_id is None:
+        raise InvalidRequest(f"{at}.tool_call_id is missing: which call was answered?", param=f"{at}.tool_call_id")
+    for name in ("function_call", "audio"):
         refuse_raw(getattr(message, name), f"{at}.{name}")
     if message.refusal is not None:
         raise unsupported(f"{at}.refusal")
-    if message.content is None:
+    if message.content is None and not calls:
         raise InvalidRequest(f"{at}.content is missing; send a string or a list of text parts", param=f"{at}.content")
     if isinstance(message.content, list):
         _check_parts(message, at)
     # Templates that know only the older name take a developer's message as a system message, which it replaced.
     role = "system" if message.role == "developer" and not knows_developer else message.role
     plain: dict[str, Any] = {"role": role, "content": text_of(message)}
-    for name in ("name", "reasoning", "reasoning_content"):
+    if calls:
+        plain["tool_calls"] = calls
+    for name in ("name", "reasoning", "reasoning_content", "tool_call_id"):
         if getattr(message, name) is not None:
             plain[name] = getattr(message, name)
     return plain
+
+
+def _calls(message: ChatMessage, at: str) -> list[Any]:
+    """Calls that the assistant made. Raises InvalidRequest for what is none."""
+    if isinstance(message.tool_calls, UnsetType):
+        return []
+    calls = decode_json(message.tool_calls, _CALLS, at=f"{at}.tool_calls") or []
+    if calls and message.role != "assistant":
+        raise InvalidRequest(f"{at} has tool_calls; only the assistant calls tools", param=f"{at}.tool_calls")
+    for number, call in enumerate(calls):
+        where = f"{at}.tool_calls[{number}].function"
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise InvalidRequest(f"{where}.name is missing", param=f"{where}.name")
+    return calls
 
 
 def _check_parts(message: ChatMessage, at: str) -> None:

@@ -1,0 +1,155 @@
+"""How one chat is asked and its answers are read: the prompt, the shape that binds them, and a parser for each sample."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property, partial
+from typing import NamedTuple
+
+from maitred.api.dialects.openai.messages import render_chat
+from maitred.api.dialects.openai.schemas import ChatCompletionRequest
+from maitred.api.dialects.openai.tools import choice_of, content_source, template_variables, tools_of
+from maitred.api.generate.dialect import Prompt
+from maitred.api.generate.outcome import Sample
+from maitred.engine.grammar_check import GrammarChecker
+from maitred.engine.intake import ServedModel
+from maitred.engine.output import Piece
+from maitred.errors import InvalidRequest
+from maitred.request import ThinkingLimit
+from maitred.text.answer_format import AnswerFormat, call_id, plain
+from maitred.text.answer_parser import AnswerDelta, AnswerParser, CallBegun
+from maitred.text.schema import Source
+from maitred.text.shape import Shape, Tool, ToolChoice, compose
+
+
+class Wanted(NamedTuple):
+    """What a body asks of an answer's shape."""
+
+    tools: Sequence[Tool]
+    choice: ToolChoice
+    content: Source | None
+    is_raw: bool  # `content` binds all that the model writes, thoughts and marks too
+
+
+class ChatReading:
+    """Of one request. Its first two methods are called in a thread, in order; then there is a parser for each sample."""
+
+    def __init__(self, model: ServedModel, checker: GrammarChecker, body: ChatCompletionRequest, id: str) -> None:
+        self._model, self._checker, self._body, self.id = model, checker, body, id
+        self._prompt = ""
+        self._may_think = True
+
+    @cached_property
+    def wanted(self) -> Wanted:
+        """Raises InvalidRequest for what cannot be asked."""
+        tools = tools_of(self._body)
+        content, is_raw = content_source(self._body)
+        return Wanted(tools, choice_of(self._body, tools), content, is_raw)
+
+    @property
+    def format(self) -> AnswerFormat:
+        return self._model.answer_format
+
+    def prompts(self) -> list[Prompt]:
+        """The conversation as the model reads it."""
+        body, wanted = self._body, self.wanted
+        variables = template_variables(body)
+        self._may_think = variables.get("enable_thinking") is not False
+        self._prompt = render_chat(
+            self._model,
+            body.messages,
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
+            chat_template_kwargs=variables,
+            tools=[tool.definition for tool in wanted.tools] if wanted.choice.names or wanted.tools else (),
+        )
+        body.messages.clear()
+        return [self._prompt]
+
+    def shape(self) -> Shape:
+        """Raises InvalidRequest for what cannot be enforced."""
+        wanted = self.wanted
+        sources = [tool.source for tool in wanted.tools] + ([] if wanted.content is None else [wanted.content])
+        if wanted.choice.is_required and self.format.calls is None:
+            raise InvalidRequest(
+                "tool_choice asks for a call, and how this model writes one is not known; name it with --tool-format",
+                param="tool_choice",
+            )
+        checked = [self._checker.checked(source) for source in sources]
+        ignored = dict.fromkeys(name for found in checked for name in found.ignored)
+        grammar = checked[-1].grammar if wanted.is_raw else self._composed(wanted)
+        marks = self.format.mark_ids if self.is_read else None
+        return Shape(grammar, self._thinking_limit(), marks, tuple(ignored))
+
+    def _composed(self, wanted: Wanted) -> str:
+        return compose(
+            self.format,
+            content=wanted.content,
+            tools=wanted.tools,
+            choice=wanted.choice,
+            in_thoughts=self.in_thoughts,
+            may_think=self._may_think,
+        )
+
+    @cached_property
+    def in_thoughts(self) -> bool:
+        """Whether the prompt ends in thoughts that it began."""
+        reasoning = self.format.reasoning
+        return reasoning is not None and reasoning.opened_by(self._prompt)
+
+    @property
+    def is_read(self) -> bool:
+        """Whether an answer may hold more than content."""
+        return self.format.reasoning is not None or bool(self.wanted.choice.names and self.format.calls)
+
+    def _thinking_limit(self) -> ThinkingLimit | None:
+        budget, reasoning = self._body.thinking_token_budget, self.format.reasoning
+        if budget is None or reasoning is None:
+            return None
+        tokens = partial(self._model.tokenizer.encode, add_special_tokens=False)
+        begin, end = tuple(tokens(plain(reasoning.begin))), tuple(tokens(reasoning.after + plain(reasoning.end)))
+        return ThinkingLimit(budget, begin, end, self.in_thoughts)
+
+    def reader(self, sample: Sample) -> AnswerReader | None:
+        """A new one; None where all of the text is content."""
+        if not self.is_read:
+            return None
+        calls = self.format.calls
+        length = None if calls is None else calls.id_length
+        parser = AnswerParser(
+            self.format,
+            make_id=lambda index: call_id(f"{self.id}/{sample.index}", index, length),
+            tools={tool.name: tool.parameters for tool in self.wanted.tools},
+            starts_in_reasoning=self.in_thoughts,
+            parse_calls=bool(self.wanted.choice.names),
+        )
+        return AnswerReader(parser, sample, shows_reasoning=self._body.include_reasoning is not False)
+
+
+class AnswerReader:
+    """Reads one sample, and counts the tokens of its thoughts."""
+
+    def __init__(self, parser: AnswerParser, sample: Sample, *, shows_reasoning: bool) -> None:
+        self._parser, self._sample, self._shows_reasoning = parser, sample, shows_reasoning
+        self.num_calls = 0
+
+    def push(self, pieces: Sequence[Piece], *, is_last: bool) -> AnswerDelta:
+        """What became certain."""
+        parser, whole = self._parser, AnswerDelta()
+        for text, mark in pieces:
+            was_thought = parser.in_reasoning
+            read: list[str | int] = [text] if text else []
+            if mark is not None:
+                read.append(mark)
+            self._add(whole, parser.push(read))
+            self._sample.num_reasoning_tokens += was_thought or parser.in_reasoning
+        if is_last:
+            self._add(whole, parser.flush())
+        return whole
+
+    def _add(self, whole: AnswerDelta, more: AnswerDelta) -> None:
+        whole.content += more.content
+        if self._shows_reasoning:
+            whole.reasoning += more.reasoning
+        whole.calls += more.calls
+        self.num_calls += sum(isinstance(event, CallBegun) for event in more.calls)
