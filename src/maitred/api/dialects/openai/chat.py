@@ -6,7 +6,6 @@ import time
 from functools import partial
 from typing import Any
 
-import msgspec
 from msgspec import UNSET
 
 from maitred.api.dialects.openai.answers import (
@@ -22,7 +21,7 @@ from maitred.api.dialects.openai.bounded import any_object, check_object
 from maitred.api.dialects.openai.format import OPENAI
 from maitred.api.dialects.openai.logprobs import TokenNames, chat_logprobs, named_prompt_logprobs, packed_chat_logprobs
 from maitred.api.dialects.openai.messages import render_chat, text_of
-from maitred.api.dialects.openai.refusals import CHAT_REFUSED, ChatAsSent, refuse_unbuilt
+from maitred.api.dialects.openai.refusals import CHAT_REFUSED, heed_others
 from maitred.api.dialects.openai.sampling import chat_sampling, check_common, make_ask, wanted_usage
 from maitred.api.dialects.openai.schemas import (
     AssistantMessage,
@@ -36,21 +35,22 @@ from maitred.api.dialects.openai.schemas import (
 from maitred.api.generate.dialect import Dialect, GenerationAsk, Prompt
 from maitred.api.generate.outcome import Outcome, Sample
 from maitred.api.http.app import App
-from maitred.api.http.bodies import decode_body
+from maitred.api.http.body_decoder import BodyDecoder
 from maitred.api.http.exchange import Exchange
 from maitred.engine.intake import ServedModel
 from maitred.engine.output import TextDelta
 from maitred.request import RequestSpec
 from maitred.tenancy.tenant import tier_of_priority
 
-_DECODER = msgspec.json.Decoder(ChatAsSent)
+_DECODER = BodyDecoder(ChatCompletionRequest, CHAT_REFUSED)
 
 
 def decode_chat(app: App, exchange: Exchange, sent: bytes) -> GenerationAsk:
     """POST /v1/chat/completions. Raises InvalidRequest, UnsupportedParameter or ModelNotFound."""
-    body = decode_body(sent, _DECODER)
+    as_sent = _DECODER.decode(sent)
+    body = as_sent.body
     model = app.check_model(body.model)
-    refuse_unbuilt(body, CHAT_REFUSED)
+    heed_others(app, exchange, as_sent, _DECODER, CHAT_REFUSED)
     check_common(body, exchange.caller, policy_without_priorities=app.policy_without_priorities)
     check_object(body.prompt_cache_options, "prompt_cache_options")
     sampling = chat_sampling(body, app.model, app.config.default_max_n)

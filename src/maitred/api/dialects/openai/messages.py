@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from maitred.api.dialects.openai.refusals import refuse_raw, unsupported
+from maitred.api.dialects.openai.refusals import has_value, refuse_raw, unsupported, unsupported_content
 from maitred.api.dialects.openai.schemas import ChatMessage
 from maitred.api.http.errors import shortened
 from maitred.engine.intake import ServedModel
@@ -78,8 +78,13 @@ def _plain(message: ChatMessage, at: str, knows_developer: bool) -> dict[str, An
         raise InvalidRequest(f"{at}.role is {role}; choose one of {', '.join(ROLES)}", param=f"{at}.role")
     if message.role == "tool":
         raise unsupported(f"{at}.role", "tool messages are not built yet")
-    for name in ("tool_calls", "tool_call_id", "function_call", "audio"):
+    for name in ("tool_calls", "tool_call_id", "function_call"):
         refuse_raw(getattr(message, name), f"{at}.{name}")
+    for name in ("audio", "images"):
+        if has_value(getattr(message, name)):
+            raise unsupported_content(f"{at}.{name}", name)
+    if message.prefix:
+        raise unsupported(f"{at}.prefix", "send continue_final_message: true")
     if message.refusal is not None:
         raise unsupported(f"{at}.refusal")
     if message.content is None:
@@ -100,7 +105,7 @@ def _check_parts(message: ChatMessage, at: str) -> None:
     for index, part in enumerate(message.content):
         where = f"{at}.content[{index}]"
         if part.type != "text":
-            raise unsupported(f"{where}.type", f"{shortened(repr(part.type))} is not text; this model reads only text")
+            raise unsupported_content(where, f"a part of type {shortened(repr(part.type))}")
         if part.text is None:
             raise InvalidRequest(f"{where}.text is missing", param=f"{where}.text")
 
