@@ -271,6 +271,9 @@ class ServerConfig:
     """Names under which the model answers, the first is canonical; empty uses the model's own name."""
     cors_origins: tuple[str, ...] = ()
     """Origins a browser page may call from; none by default."""
+    strict_fields: bool = False
+    """Refuse a request with a field that nobody knows (400); else it is served, and the header
+    x-maitred-ignored-fields names the field."""
     max_body_bytes: int = 8 * 1024 * 1024
     """Largest request body in bytes. One of 8 MiB can keep other requests waiting for 0.1 s."""
     result_cache_bytes: int = 0

@@ -4,6 +4,7 @@
     ├── RequestError                the client's fault; api/ answers 4xx
     │   ├── InvalidRequest          a field has a wrong type or value (400)
     │   ├── UnsupportedParameter    a known field that this version does not do (400 unsupported_parameter)
+    │   ├── UnsupportedContent      a part of a message that is not text (400 unsupported_content)
     │   ├── PromptTooLong           prompt, or prompt + max_tokens, over the context (400 context_length_exceeded)
     │   ├── RequestTooLarge         the body is over the limit (413)
     │   ├── ReadTooSlowly           the client is so far behind its answer that it was ended (408)
@@ -65,6 +66,12 @@ class UnsupportedParameter(RequestError):
     """A field of the public API that this version does not implement; refused, never ignored."""
 
     code = "unsupported_parameter"
+
+
+class UnsupportedContent(RequestError):
+    """An image, audio, a file, or another part of a message that is not text."""
+
+    code = "unsupported_content"
 
 
 class PromptTooLong(RequestError):

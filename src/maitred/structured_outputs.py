@@ -43,7 +43,7 @@ class StructuredOutputsParams:
             )
         if self.choice is not None:
             _check_choice(self.choice)
-        if self.whitespace_pattern is not None and self.kind not in ("json", "json_object"):
+        if self.whitespace_pattern is not None and not self.binds_content:
             raise InvalidRequest(
                 f"whitespace_pattern is for json and json_object, not for {self.kind}",
                 param="structured_outputs.whitespace_pattern",
@@ -59,6 +59,11 @@ class StructuredOutputsParams:
     @property
     def kind(self) -> str:
         return self.given[0]
+
+    @property
+    def binds_content(self) -> bool:
+        """Only what is neither thought nor call; else all of the text as the model writes it."""
+        return self.kind in ("json", "json_object")
 
 
 def _check_choice(choice: Sequence[str]) -> None:

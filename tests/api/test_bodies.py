@@ -9,15 +9,22 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from itertools import pairwise
+from typing import Any
 
 import httpx
 import msgspec
 import pytest
 
 from maitred.api.dialects.openai.bounded import MAX_LISTED, prompts_of
-from maitred.api.dialects.openai.refusals import ChatAsSent, CompletionAsSent
-from maitred.api.dialects.openai.schemas import DetokenizeRequest, TokenizeRequest
-from maitred.api.http.bodies import MAX_TEXTS, SMALL_BYTES, LargeBodies, decode_body
+from maitred.api.dialects.openai.refusals import CHAT_REFUSED, COMPLETION_REFUSED, TOKENIZE_REFUSED
+from maitred.api.dialects.openai.schemas import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+from maitred.api.http.bodies import MAX_TEXTS, SMALL_BYTES, LargeBodies, decode_small
+from maitred.api.http.body_decoder import BodyDecoder
 from maitred.config import ServerConfig
 from maitred.errors import InvalidRequest, Overloaded, RequestTooLarge
 from tests.api.conftest import MESSAGES
@@ -233,6 +240,7 @@ AT_THE_LIMIT = {  # path, head, what is repeated up to the limit or so many time
     "a key": (PATHS[1], b'{"', b"\\n", None, b'":1}'),
     "digits": (PATHS[1], PROMPT + b'"a","temperature":', b"1", None, b"}"),
     "numbers in vain": (PATHS[1], PROMPT + b'"a",', b'"top_p":1e300,', 200_000, b'"top_p":2}'),
+    "one unknown field": (PATHS[1], PROMPT + b'"a",', b'"x":1,', 200_000, b'"top_p":2}'),
     "quotes": (PATHS[1], PROMPT + b'"a","x":', b'""', None, b"}"),
     "spaces": (PATHS[1], b"{", b" ", None, b'"model":"tiny"}'),
     "depth": (PATHS[1], PROMPT, b"[", None, b""),
@@ -274,14 +282,29 @@ def processor_s(call: Callable[..., object], *args: object) -> float:
     return time.thread_time() - began
 
 
-SENT = {PATHS[0]: ChatAsSent, PATHS[1]: CompletionAsSent, PATHS[2]: TokenizeRequest, PATHS[3]: DetokenizeRequest}
+CHAT_BODY = BodyDecoder(ChatCompletionRequest, CHAT_REFUSED)
+TEXT_BODY = BodyDecoder(CompletionRequest, COMPLETION_REFUSED)
+DECODERS: dict[str, BodyDecoder[Any]] = {
+    PATHS[0]: CHAT_BODY,
+    PATHS[1]: TEXT_BODY,
+    PATHS[2]: BodyDecoder(TokenizeRequest, TOKENIZE_REFUSED),
+    PATHS[3]: BodyDecoder(DetokenizeRequest),
+}
 
 
 def decode_as_sent(path: str, body: bytes) -> None:
     with contextlib.suppress(InvalidRequest):
-        sent = decode_body(body, msgspec.json.Decoder(SENT[path]))
-        if isinstance(sent, CompletionAsSent):
+        sent = DECODERS[path].decode(body).body
+        if isinstance(sent, CompletionRequest):
             prompts_of(sent.prompt)
+
+
+def test_a_flood_of_fields_that_nobody_knows_is_decoded_as_soon_and_one_is_named(token_ids_s):
+    flood = PROMPT + b'"a",' + b",".join(b'"k%d":1' % i for i in range(250_000)) + b',"typical_p":0.5}'
+    assert any(processor_s(decode_as_sent, PATHS[1], flood) < 2.5 * token_ids_s for _ in range(3))
+    sent = TEXT_BODY.decode(flood)
+    assert sent.unknown == ("k0",)
+    assert bytes(sent.refused["typical_p"]) == b"0.5", "what is refused is found in any crowd"
 
 
 def test_a_long_text_arrives_to_its_last_character():
@@ -307,39 +330,39 @@ def test_a_long_field_without_effect_is_taken(http):
 PAD = b'"user":"' + b"x" * SMALL_BYTES + b'"'
 WRONG = {
     "messages[3].content[1].text": (
-        ChatAsSent,
+        CHAT_BODY,
         b'{%b,"messages":[%b{"role":"user","content":[{"type":"text"},{"type":"text","text":3}]}]}'
         % (PAD, b'{"role":"user","content":"hello"},' * 3),
     ),
-    "messages[2].role": (ChatAsSent, b'{"messages":[%b{}],%b}' % (b'{"role":"user","content":"hello"},' * 2, PAD)),
-    "messages": (ChatAsSent, b'{%b,"messages":{"role":"user"}}' % PAD),
-    "prompt": (CompletionAsSent, b'{%b,"stop_token_ids":[1,2,3]}' % PAD),
-    "stop_token_ids[9]": (ChatAsSent, b'{"messages":[],%b,"stop_token_ids":[%b"a,b"]}' % (PAD, b"1000, " * 9)),
-    "temperature": (ChatAsSent, b'{"temperature":1,"messages":[],%b,"temperature":"hot"}' % PAD),
+    "messages[2].role": (CHAT_BODY, b'{"messages":[%b{}],%b}' % (b'{"role":"user","content":"hello"},' * 2, PAD)),
+    "messages": (CHAT_BODY, b'{%b,"messages":{"role":"user"}}' % PAD),
+    "prompt": (TEXT_BODY, b'{%b,"stop_token_ids":[1,2,3]}' % PAD),
+    "stop_token_ids[9]": (CHAT_BODY, b'{"messages":[],%b,"stop_token_ids":[%b"a,b"]}' % (PAD, b"1000, " * 9)),
+    "temperature": (CHAT_BODY, b'{"temperature":1,"messages":[],%b,"temperature":"hot"}' % PAD),
 }
 
 
 @pytest.mark.parametrize("param", WRONG)
 def test_a_complaint_about_a_large_body_names_the_same_place_as_about_a_small_one(param):
-    kind, sent = WRONG[param]
+    decoder, sent = WRONG[param]
     with pytest.raises(InvalidRequest) as large:
-        decode_body(sent, msgspec.json.Decoder(kind))
+        decoder.decode(sent)
     with pytest.raises(InvalidRequest) as small:
-        decode_body(sent.replace(PAD, b'"user":"x"'), msgspec.json.Decoder(kind))
+        decoder.decode(sent.replace(PAD, b'"user":"x"'))
     assert large.value.param == small.value.param == param
     assert str(large.value) == str(small.value)
 
 
 def test_a_field_kept_as_it_was_sent_does_not_keep_the_whole_body():
     body = PROMPT + b'"ab","metadata":{"a":"b"},' + PAD + b"}"
-    sent = decode_body(body, msgspec.json.Decoder(CompletionAsSent))
+    sent = TEXT_BODY.decode(body).body
     assert (bytes(sent.prompt), bytes(sent.metadata)) == (b'"ab"', b'{"a":"b"}')
     assert len(memoryview(sent.metadata).obj) < SMALL_BYTES
 
 
 def test_a_large_body_that_may_have_any_field_is_refused():
     with pytest.raises(RequestTooLarge, match=f"at most {SMALL_BYTES}"):
-        decode_body(b'{"policy":"%b"}' % (b"x" * SMALL_BYTES), msgspec.json.Decoder(dict[str, str]))
+        decode_small(b'{"policy":"%b"}' % (b"x" * SMALL_BYTES), msgspec.json.Decoder(dict[str, str]))
 
 
 def test_large_bodies_are_decoded_in_order_and_what_comes_meanwhile_is_answered_before_the_next():

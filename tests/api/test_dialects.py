@@ -14,7 +14,7 @@ from maitred.api.generate.complete import complete
 from maitred.api.generate.dialect import Dialect, GenerationAsk
 from maitred.api.generate.outcome import Outcome, Sample
 from maitred.api.http.app import App
-from maitred.api.http.bodies import decode_body
+from maitred.api.http.body_decoder import BodyDecoder
 from maitred.api.http.errors import HttpError
 from maitred.api.http.exchange import Exchange
 from maitred.api.http.formats import StreamFormat
@@ -35,6 +35,9 @@ class Question(msgspec.Struct, kw_only=True):
     piecemeal: bool = False
     hurry: int | None = None
     poems: bool | None = None
+
+
+QUESTION = BodyDecoder(Question)
 
 
 class Complaint(msgspec.Struct):
@@ -72,7 +75,7 @@ class Reply:
 
 
 def decode(app: App, exchange: Exchange, sent: bytes) -> GenerationAsk:
-    question = decode_body(sent, msgspec.json.Decoder(Question))
+    question = QUESTION.decode(sent).body
     if question.poems:
         raise UnsupportedParameter("poems are not written here", param="poems")
     return GenerationAsk(

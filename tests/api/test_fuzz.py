@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import string
+from collections.abc import Collection
 from typing import Any
 
 import httpx
@@ -13,8 +14,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from maitred.api.dialects.openai.refusals import ChatAsSent, CompletionAsSent
-from maitred.api.dialects.openai.schemas import DetokenizeRequest, TokenizeRequest
+from maitred.api.dialects.openai.refusals import CHAT_REFUSED, COMPLETION_REFUSED, TOKENIZE_REFUSED
+from maitred.api.dialects.openai.schemas import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
 from tests.api.conftest import MESSAGES
 from tests.waiting import HANGS_S
 
@@ -40,15 +46,21 @@ anything = st.recursive(
 )
 
 
-def names_of(body: type[msgspec.Struct]) -> list[str]:
-    return list(body.__struct_fields__)
+def names_of(body: type[msgspec.Struct], refused: Collection[str] = ()) -> list[str]:
+    return [*body.__struct_fields__, *refused, "nobody_knows"]
 
 
-BASES: dict[str, tuple[type[msgspec.Struct], dict[str, Any]]] = {
-    "/v1/chat/completions": (ChatAsSent, {"model": "tiny", "messages": MESSAGES, "max_tokens": 2}),
-    "/v1/completions": (CompletionAsSent, {"model": "tiny", "prompt": "ab", "max_tokens": 2}),
-    "/tokenize": (TokenizeRequest, {"prompt": "ab"}),
-    "/detokenize": (DetokenizeRequest, {"tokens": [1, 2]}),
+BASES: dict[str, tuple[list[str], dict[str, Any]]] = {
+    "/v1/chat/completions": (
+        names_of(ChatCompletionRequest, CHAT_REFUSED),
+        {"model": "tiny", "messages": MESSAGES, "max_tokens": 2},
+    ),
+    "/v1/completions": (
+        names_of(CompletionRequest, COMPLETION_REFUSED),
+        {"model": "tiny", "prompt": "ab", "max_tokens": 2},
+    ),
+    "/tokenize": (names_of(TokenizeRequest, TOKENIZE_REFUSED), {"prompt": "ab"}),
+    "/detokenize": (names_of(DetokenizeRequest), {"tokens": [1, 2]}),
 }
 
 
@@ -63,10 +75,10 @@ def check(response: httpx.Response) -> None:
 
 @pytest.mark.parametrize("path", BASES)
 def test_no_value_of_any_field_makes_a_5xx(http, path):
-    body, base = BASES[path]
+    names, base = BASES[path]
 
     @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
-    @given(st.dictionaries(st.sampled_from(names_of(body)), anything, min_size=1, max_size=3))
+    @given(st.dictionaries(st.sampled_from(names), anything, min_size=1, max_size=3))
     def run(fields: dict[str, Any]) -> None:
         check(http.post(path, json={**base, **fields}))
 

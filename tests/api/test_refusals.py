@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from maitred.api.dialects.openai.refusals import CHAT_REFUSED, COMPLETION_REFUSED
+from maitred.api.dialects.openai.refusals import CHAT_REFUSED, COMPLETION_REFUSED, TOKENIZE_REFUSED
+from maitred.api.dialects.openai.schemas import ChatCompletionRequest, CompletionRequest, TokenizeRequest
 from tests.api.conftest import MESSAGES
 
+ROOT = Path(__file__).parents[2]
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
 
@@ -86,13 +90,35 @@ def test_what_clients_send_by_default_is_accepted(http, name):
 @pytest.mark.parametrize("path", [CHAT, TEXT])
 @pytest.mark.parametrize(
     ("theirs", "ours"),
-    [("max_new_tokens", "max_tokens"), ("repeat_penalty", "repetition_penalty"), ("n_predict", "max")],
+    [
+        ("max_new_tokens", "max_tokens"),
+        ("repeat_penalty", "repetition_penalty"),
+        ("n_predict", "max"),
+        ("grammar", "structured_outputs"),
+        ("json_schema", "response_format"),
+        ("rid", "request_id"),
+        ("enable_thinking", "chat_template_kwargs"),
+        ("t_max_predict_ms", "timeout_ms"),
+    ],
 )
 def test_a_field_that_has_another_name_here_is_told_it(http, path, theirs, ours):
     """Left alone, it would change nothing, and nobody would hear of it."""
     error = refused(http, path, {theirs: 3})
     assert (error["code"], error["param"]) == ("unsupported_parameter", theirs)
     assert f"send {ours}" in error["message"]
+
+
+def test_what_is_refused_is_no_field_of_the_route():
+    assert not set(CHAT_REFUSED) & set(ChatCompletionRequest.__struct_fields__)
+    assert not set(COMPLETION_REFUSED) & set(CompletionRequest.__struct_fields__)
+    assert not set(TOKENIZE_REFUSED) & set(TokenizeRequest.__struct_fields__)
+
+
+def test_the_page_lists_as_refused_what_is_and_sends_to_what_there_is():
+    table = [row.split("|")[1:3] for row in (ROOT / "docs/api.md").read_text().splitlines() if row.startswith("| `")]
+    names = [set(re.findall(r"`([a-z_]+)", column)) for column in map(" ".join, zip(*table, strict=True))]
+    assert names[0] - {"guided_"} <= set(CHAT_REFUSED)
+    assert names[1] - {"system"} <= {*ChatCompletionRequest.__struct_fields__, *CHAT_REFUSED}
 
 
 def test_removed_fields_are_told_their_successor(http):
@@ -105,16 +131,40 @@ def test_removed_fields_are_told_their_successor(http):
         ({"role": "tool", "content": "x", "tool_call_id": "1"}, "messages[0].role"),
         ({"role": "assistant", "content": "x", "tool_calls": [{"id": "1"}]}, "messages[0].tool_calls"),
         ({"role": "assistant", "content": "x", "function_call": {"name": "f"}}, "messages[0].function_call"),
-        ({"role": "assistant", "content": "x", "audio": {"id": "1"}}, "messages[0].audio"),
-        (
-            {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
-            "messages[0].content[0].type",
-        ),
+        ({"role": "assistant", "content": "x", "prefix": True}, "messages[0].prefix"),
     ],
 )
 def test_messages_this_version_cannot_read_are_refused(http, message, param):
     error = refused(http, CHAT, {"messages": [message]})
     assert (error["code"], error["param"]) == ("unsupported_parameter", param)
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "image_url", "image_url": {"url": "x"}},
+        {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}},
+        {"type": "video_url", "video_url": {"url": "x"}},
+        {"type": "file", "file": {"file_id": "x"}},
+        {"type": "x" * 500},
+    ],
+)
+def test_a_part_that_is_no_text_is_refused_by_its_type_and_place(http, part):
+    """In /tokenize too, which renders messages alike."""
+    text = {"role": "user", "content": [{"type": "text", "text": "what is this?"}]}
+    messages = [*MESSAGES, *MESSAGES, *MESSAGES, {"role": "user", "content": [*text["content"], part]}]
+    errors = [refused(http, CHAT, {"messages": messages})]
+    errors.append(http.post("/tokenize", json={"messages": messages}).json()["error"])
+    for error in errors:
+        assert (error["code"], error["param"]) == ("unsupported_content", "messages[3].content[1]")
+        assert part["type"][:20] in error["message"]
+        assert len(error["message"]) < 400
+
+
+@pytest.mark.parametrize("name", ["audio", "images"])
+def test_what_stands_beside_the_text_of_a_message_and_is_none_is_refused(http, name):
+    error = refused(http, CHAT, {"messages": [{"role": "assistant", "content": "x", name: ["AAAA"]}]})
+    assert (error["code"], error["param"]) == ("unsupported_content", f"messages[0].{name}")
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,13 @@ def test_the_second_answer_is_the_first_one_again(caching: RunningServer, more: 
     assert len(caching.replica.submitted) == more.get("n", 1)
 
 
+def test_a_hit_names_the_fields_that_nobody_knows_as_the_first_answer_did(caching: RunningServer):
+    for came in ("miss", "hit"):
+        headers = ask(caching, EXACT | {"poems": 1}).headers
+        assert headers["x-maitred-cache"] == came
+        assert headers.get_list("x-maitred-ignored-fields") == ["poems"]
+
+
 def test_what_is_drawn_anew_is_never_kept(caching: RunningServer):
     for _ in range(2):
         assert "x-maitred-cache" not in ask(caching, {"messages": MESSAGES}).headers

@@ -89,8 +89,9 @@ def test_events_lose_their_comments_and_nothing_else():
 
 
 def test_what_others_kept_is_whole_and_for_this_key_or_is_nothing():
-    sent = packed(KEY, answer(b"body", stored_at=7.0), unix_now=1000.0, now=10.0)
-    assert unpacked(KEY, sent, 1005.0, 50.0) == Answer(JSON, b"body", 50.0 - 8.0)
+    told = ((b"x-a", b"b"),)
+    sent = packed(KEY, answer(b"body", stored_at=7.0)._replace(told=told), unix_now=1000.0, now=10.0)
+    assert unpacked(KEY, sent, 1005.0, 50.0) == Answer(JSON, b"body", 50.0 - 8.0, told)
     assert unpacked(bytes([1]) * 32, sent, 1005.0, 50.0) is None
     assert all(
         unpacked(KEY, sent[:i] + bytes([sent[i] ^ 1]) + sent[i + 1 :], 0.0, 0.0) is None for i in range(len(sent))

@@ -191,4 +191,5 @@ def test_wrong_words_are_told_at_once(tmp_path: Path):
     assert "given twice" in error("http://a:1", "http://a:1=2")
     assert "did you mean" in error("http://a:1", "--balance", "prefx")
     assert "setting of replicas" in error("http://a:1", "--max-num-seqs", "4")
+    assert "setting of replicas" in error("http://a:1", "--strict-fields")
     assert "cannot read the fleet's token" in error("http://a:1", "--fleet-token-file", str(tmp_path / "none"))

@@ -39,7 +39,7 @@ async def test_an_answer_comes_as_the_replica_gave_it():
     given = whole(
         completion(),
         headers="content-type: application/json\r\nconnection: keep-alive, x-private\r\n"
-        "x-private: no\r\nx-kept: yes\r\nx-maitred-tenant: me\r\n",
+        "x-private: no\r\nx-kept: yes\r\nx-maitred-tenant: me\r\nx-maitred-ignored-fields: poems\r\n",
     )
     async with routed(says(given)) as (running, [fake]), client_of(running) as client:
         told = await client.post(
@@ -52,6 +52,7 @@ async def test_an_answer_comes_as_the_replica_gave_it():
         assert told.headers["x-maitred-held-ms"].isdigit()
         assert told.headers["x-request-id"] == "mine"
         assert told.headers["x-kept"] == "yes"
+        assert told.headers["x-maitred-ignored-fields"] == "poems"
         assert not {"x-private", "x-maitred-tenant"} & set(told.headers)
         [seen] = asked(fake)
         assert json.loads(seen.body) == chat()

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from maitred.errors import CheckpointError, InvalidRequest, UnsupportedParameter
+from maitred.errors import CheckpointError, InvalidRequest, UnsupportedContent
 from maitred.text import ChatTemplate
 from tests.text.kinds import NAMED, byte_level
 from tests.waiting import joined
@@ -145,9 +145,9 @@ def test_text_parts_become_one_text_and_others_are_refused():
     template = ChatTemplate("{{ messages[0].content }}")
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     assert template.render([{"role": "user", "content": parts}]) == "one\ntwo"
-    with pytest.raises(UnsupportedParameter, match=r"messages\[0\] has a content part of type 'image_url'"):
+    with pytest.raises(UnsupportedContent, match=r"messages\[0\] has a content part of type 'image_url'"):
         template.render([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}])
-    with pytest.raises(UnsupportedParameter):
+    with pytest.raises(UnsupportedContent):
         template.render([{"role": "user", "content": ["text"]}])
     with pytest.raises(InvalidRequest, match="without text"):
         template.render([{"role": "user", "content": [{"type": "text"}]}])

@@ -15,7 +15,7 @@ import msgspec
 
 MAX_SHARE = 8  # an answer larger than an eighth of the cache would push out too many others
 ENTRY_BYTES = 512  # of an entry besides its answer: key, dict, objects
-FORMAT = b"maitred1"
+FORMAT = b"maitred2"
 CHECKSUM_BYTES = 16
 MAX_AGE_S = 2**31  # more says nothing; RFC 9111, section 1.2.2
 _COMMENT = re.compile(rb"(?m)^:[^\n]*\n")
@@ -35,6 +35,7 @@ class Answer(NamedTuple):
     content_type: bytes
     body: bytes
     stored_at: float  # s
+    told: tuple[tuple[bytes, bytes], ...] = ()  # headers that say something of the request
 
 
 def is_exact(temperature: float | None, seed: int | None) -> bool:
@@ -138,12 +139,12 @@ def is_fresh(answer: Answer, control: CacheControl, now: float) -> bool:
 # ---- as others keep it
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(tuple[bytes, bytes, float]).decode
+_decode = msgspec.msgpack.Decoder(tuple[bytes, bytes, float, tuple[tuple[bytes, bytes], ...]]).decode
 
 
 def packed(key: bytes, answer: Answer, unix_now: float, now: float) -> bytes:
-    """Format, checksum, content type, body and unix time. The key is in the checksum, so that it fits no other."""
-    content = _encode((answer.content_type, answer.body, unix_now - (now - answer.stored_at)))
+    """Format, checksum, content type, body, time, headers. The key is in the checksum, so that it fits no other."""
+    content = _encode((answer.content_type, answer.body, unix_now - (now - answer.stored_at), answer.told))
     return FORMAT + _checksum(key, content) + content
 
 
@@ -154,10 +155,10 @@ def unpacked(key: bytes, sent: bytes, unix_now: float, now: float) -> Answer | N
     if not sent.startswith(FORMAT) or sent[len(FORMAT) : begin] != _checksum(key, content):
         return None
     try:
-        content_type, body, stored_at = _decode(content)
+        content_type, body, stored_at, told = _decode(content)
     except (msgspec.DecodeError, ValueError):
         return None
-    return Answer(content_type, body, now - max(0.0, unix_now - stored_at))
+    return Answer(content_type, body, now - max(0.0, unix_now - stored_at), told)
 
 
 def _checksum(key: bytes, content: bytes) -> bytes:

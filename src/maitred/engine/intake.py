@@ -74,8 +74,9 @@ def make_requests(
 ) -> list[RequestSpec]:
     """One RequestSpec for each of `sampling.n` samples, sample 0 first, checked and ready for the queue.
 
-    `grammar` and `thinking` bind each of them. Tokenises and hashes, so call it off the event loop. Raises PromptTooLong with both numbers (before tokenising
-    when the text's length alone proves it) and InvalidRequest for tokens that the vocabulary does not have.
+    `grammar` and `thinking` bind them. Tokenises and hashes, so call it off the event loop. Raises PromptTooLong
+    with both numbers (before tokenising when the text's length alone proves it) and InvalidRequest for tokens that the
+    vocabulary does not have.
     """
     check_sampling_tokens(sampling, model.vocab_size)
     token_ids = _prompt_tokens(model, prompt, add_special_tokens)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import logging
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -12,13 +13,19 @@ from typing import Any, Never, TypeVar, cast
 from maitred.clock import WallClock
 from maitred.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from maitred.engine.build import EngineParts, build_parts
+from maitred.engine.grammar_check import GrammarChecker
 from maitred.engine.intake import ServedModel, make_requests
 from maitred.engine.memory import MemoryPlan
 from maitred.engine.output import OutputBuilder, RequestOutput
 from maitred.errors import EngineDead, InvalidRequest, did_you_mean
 from maitred.request import FinishReason, SamplingParams
+from maitred.structured_outputs import StructuredOutputsParams
+from maitred.text.answer_format import AnswerFormat
+from maitred.text.schema import source_of
+from maitred.text.shape import compose
 from maitred.text.tokenizer import Tokenizer
 
+logger = logging.getLogger(__name__)
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
 T = TypeVar("T")
@@ -97,6 +104,7 @@ class LLM:
         self._parts: EngineParts | None = build_parts(config, clock=self._clock)
         self._parts.model.text.read()  # what is wrong with it is told now
         self._ids = itertools.count()
+        self._checker = GrammarChecker()
 
     @property
     def model(self) -> ServedModel:
@@ -136,6 +144,7 @@ class LLM:
         priorities = _one_each(priority, len(listed), "priority")
         parts = self._open()
         now = self._clock.now()
+        grammars = self._grammars(listed, sampling, is_chat=not add_special_tokens)
         batches = [
             make_requests(
                 parts.model,
@@ -145,8 +154,9 @@ class LLM:
                 now=now,
                 priority=urgency,
                 add_special_tokens=add_special_tokens,
+                grammar=grammar,
             )
-            for prompt, params, urgency in zip(listed, sampling, priorities, strict=True)
+            for prompt, params, urgency, grammar in zip(listed, sampling, priorities, grammars, strict=True)
         ]
         builders: dict[str, OutputBuilder] = {}
         outputs: list[RequestOutput] = []
@@ -189,11 +199,32 @@ class LLM:
         ]
         return self.generate(prompts, sampling_params, add_special_tokens=False, use_tqdm=use_tqdm)
 
+    def _grammars(self, prompts: Sequence[Prompt], sampling: Sequence[SamplingParams], *, is_chat: bool) -> list[str]:
+        """What binds each answer; a chat's may begin with thoughts. Raises InvalidRequest."""
+        shapes = [params.structured_outputs for params in sampling]
+        return [
+            "" if shape is None else self._grammar(prompt, shape, is_chat=is_chat)
+            for prompt, shape in zip(prompts, shapes, strict=True)
+        ]
+
+    def _grammar(self, prompt: Prompt, shape: StructuredOutputsParams, *, is_chat: bool) -> str:
+        source = source_of(shape, "structured_outputs")
+        checked = self._checker.checked(source)
+        if checked.ignored:
+            logger.warning("structured_outputs: not enforced, and ignored: %s", ", ".join(checked.ignored))
+        if not shape.binds_content:
+            return checked.grammar
+        format = self.model.answer_format if is_chat else AnswerFormat("none")
+        reasoning = format.reasoning
+        in_thoughts = reasoning is not None and isinstance(prompt, str) and reasoning.opened_by(prompt)
+        return compose(format, content=source, in_thoughts=in_thoughts)
+
     def close(self) -> None:
         """Give back memory and threads; the object is not used again."""
         if self._parts is not None:
             parts, self._parts = self._parts, None
             parts.close()
+            self._checker.close()
 
     def __enter__(self) -> LLM:
         return self

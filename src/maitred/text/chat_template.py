@@ -12,7 +12,7 @@ from typing import Any
 import jinja2
 import jinja2.exceptions
 
-from maitred.errors import CheckpointError, InvalidRequest, UnsupportedParameter
+from maitred.errors import CheckpointError, InvalidRequest, UnsupportedContent
 from maitred.text.folder import read_chat_template, read_named_tokens
 from maitred.text.marks import HiddenMarks, Marks
 from maitred.text.sandbox import LimitReached, TemplateSandbox
@@ -76,7 +76,7 @@ class ChatTemplate:
         Contents given as parts are joined by newlines. With `continue_final_message` the prompt ends where the last
         message ends, and no generation prompt follows. Where a value holds a token's letters, the prompt is a
         MarkedText, which `Tokenizer.encode` reads. Raises InvalidRequest when the template refuses the messages,
-        UnsupportedParameter for parts that are not text, CheckpointError when the template reaches a limit.
+        UnsupportedContent for parts that are not text, CheckpointError when the template reaches a limit.
         """
         chat = [_plain_message(message, index) for index, message in enumerate(messages)]
         hidden = HiddenMarks(self._marks, self.source, chat, kwargs)
@@ -147,7 +147,7 @@ def _plain_message(message: Mapping[str, Any], index: int) -> dict[str, Any]:
 def _part_text(part: Any, index: int) -> str:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind != "text":
-        raise UnsupportedParameter(
+        raise UnsupportedContent(
             f"messages[{index}] has a content part of type {kind!r}; this model takes only text", param="messages"
         )
     text = part.get("text")

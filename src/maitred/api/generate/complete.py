@@ -18,6 +18,7 @@ from maitred.api.generate.time_limits import time_limits
 from maitred.api.http.app import App
 from maitred.api.http.exchange import JSON_HEADERS, Exchange, Header
 from maitred.api.http.fleet_headers import time_left
+from maitred.api.http.ignored_fields import SCHEMA_IGNORED, names_told
 from maitred.api.http.results import Wanted
 from maitred.api.http.sse import EventStream
 from maitred.api.ops.fleet_feed import NoteTokens
@@ -56,10 +57,15 @@ async def generate(
         events = EventStream(exchange, silence_s=app.config.sse_keep_alive_s) if ask.stream else None
         async with app.in_flight.watch(exchange, events):
             work = partial(_make_batches, app, ask, salt, limits, new_seed, note_tokens)
-            batches = await app.text.run(exchange.num_body_bytes, work, may_take_long=ask.may_take_long)
+            if ask.is_shaped:
+                batches = await app.text.run_shaped(work)
+            else:
+                batches = await app.text.run(exchange.num_body_bytes, work, may_take_long=ask.may_take_long)
             if not ask.keeps_text:
                 exchange.large_bodies.release(exchange)
             shape = ask.shape_found
+            if shape.ignored:
+                exchange.told += ((SCHEMA_IGNORED, names_told(shape.ignored)),)
             batches, ended = _placed(app, lease.admit(batches), lease, resumption)
             generation = Generation(app, batches, score_only=ask.score_only, ended=ended, marks=shape.marks)
             outcome = exchange.outcome = lease.outcome = generation.outcome

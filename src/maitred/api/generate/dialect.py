@@ -54,6 +54,7 @@ class GenerationAsk:
     `keeps_text`."""
     shape: Callable[[], Shape] = lambda: NO_SHAPE
     """What binds the answers; called once, in the same thread, after `prompts`."""
+    is_shaped: bool = False  # so `shape` may take long
     shape_found: Shape = NO_SHAPE  # what `shape` gave
     keeps_text: bool = False  # the answer repeats it
     may_take_long: bool = False  # however short: a template reads variables of the client's

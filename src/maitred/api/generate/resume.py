@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
 
-import msgspec
-
 from maitred.api.generate.complete import generate
 from maitred.api.generate.dialect import Dialect
 from maitred.api.generate.resumption import Resumption
 from maitred.api.generate.telling import fingerprint_of
 from maitred.api.http.app import App
+from maitred.api.http.body_decoder import BodyDecoder
 from maitred.api.http.exchange import Exchange
 from maitred.cluster.told_tokens import ResumeRequest
 from maitred.errors import CannotResume, InvalidRequest, PermissionDenied
 
 MAX_TOLD_BYTES = 32 * 1024 * 1024  # of tokens, beside as much body as any request may have
-_decoder = msgspec.json.Decoder(ResumeRequest)
+_decoder = BodyDecoder(ResumeRequest)
 
 
 @runtime_checkable
@@ -37,7 +36,7 @@ class Resume:
         if not app.fleet_token.is_shown_by(exchange.headers):
             raise PermissionDenied("this takes the fleet's token, in the header x-maitred-fleet-token")
         exchange.max_body_bytes += MAX_TOLD_BYTES
-        asked = await exchange.json(_decoder)
+        asked = (await exchange.sent(_decoder)).body
         dialect = self._dialects.get(asked.path)
         if dialect is None:
             paths = ", ".join(self._dialects)

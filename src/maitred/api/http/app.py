@@ -13,6 +13,7 @@ from maitred.api.http.auth import Authenticator
 from maitred.api.http.bodies import LargeBodies
 from maitred.api.http.errors import shortened
 from maitred.api.http.fleet_token import read_fleet_token
+from maitred.api.http.ignored_fields import IgnoredFields
 from maitred.api.http.in_flight import InFlight
 from maitred.api.http.kept_logprobs import KeptLogprobs
 from maitred.api.http.loading import LOADING, LoadingReplica
@@ -64,6 +65,7 @@ class App:
         self.policy_without_priorities = None if policy is None else _without_priorities(policy)
         self.in_flight = InFlight(is_ready=is_ready, silence_s=config.sse_keep_alive_s)
         self.large_bodies = LargeBodies(config.max_body_bytes)
+        self.ignored_fields = IgnoredFields(strict=config.strict_fields)
         self.kept_logprobs = KeptLogprobs()
         self.text = TextThreads()
         self.grammars = GrammarChecker()

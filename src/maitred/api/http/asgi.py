@@ -13,6 +13,7 @@ from maitred.api.http.errors import ClientGone, HttpError, http_error
 from maitred.api.http.exchange import REQUEST_ID, Exchange, Header
 from maitred.api.http.fleet_headers import TENANT, without_believed
 from maitred.api.http.fleet_token import HEADER as FLEET_TOKEN
+from maitred.api.http.ignored_fields import TOLD_OF_BODIES
 from maitred.api.http.logs import ERRORS, log_fields
 from maitred.api.http.routes import Found, RouteTable
 from maitred.api.http.service import Service
@@ -24,6 +25,10 @@ from maitred.tenancy.caller import Caller
 TOLD_AGAIN_S = 60.0
 RATE_LIMIT_HEADERS = tuple(
     f"x-ratelimit-{what}-{of}" for of in ("requests", "tokens") for what in ("limit", "remaining", "reset")
+)
+EXPOSED_HEADERS = (
+    *("x-request-id", "retry-after", "retry-after-ms", "x-should-retry", *(h.decode() for h in TOLD_OF_BODIES)),
+    *RATE_LIMIT_HEADERS,
 )
 
 
@@ -41,7 +46,7 @@ class AsgiApp:
                 allow_origins=app.config.cors_origins,
                 allow_methods=("GET", "POST"),
                 allow_headers=("*",),
-                expose_headers=("x-request-id", "retry-after", "retry-after-ms", "x-should-retry", *RATE_LIMIT_HEADERS),
+                expose_headers=EXPOSED_HEADERS,
             )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

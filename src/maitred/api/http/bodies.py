@@ -7,11 +7,10 @@ import gc
 import re
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from functools import cache
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
-from msgspec import UNSET, Raw, UnsetType
+from msgspec import Raw
 
 from maitred.errors import InvalidRequest, Overloaded, RequestTooLarge
 
@@ -74,21 +73,8 @@ class LargeBodies:
             yield
 
 
-def decode_body(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
-    """`body` decoded and checked, in one call. Raises InvalidRequest, whose `param` is the path of the wrong field."""
-    if len(body) <= SMALL_BYTES:
-        return decode_json(body, decoder)
-    with _nothing_collected():
-        decoded = decode_json(_bounded(body, decoder.type), decoder)
-    for name in decoded.__struct_fields__:  # type: ignore[attr-defined]
-        value = getattr(decoded, name)
-        if isinstance(value, Raw):
-            setattr(decoded, name, value.copy())  # it would keep the whole body for as long as it is there
-    return decoded
-
-
 @contextmanager
-def _nothing_collected() -> Iterator[None]:
+def nothing_collected() -> Iterator[None]:
     """Nothing that decoding makes is garbage, and looking for some, in the whole process, takes four times as long."""
     was_enabled = gc.isenabled()
     gc.disable()
@@ -99,27 +85,18 @@ def _nothing_collected() -> Iterator[None]:
             gc.enable()
 
 
-def _bounded(body: bytes, kind: Any) -> bytes:
-    """The same body, if it is made of bounded work: 8 MiB of any content then take 3 to 120 ms.
-
-    Of a field that is there twice the last counts, as the decoder has it, but others it would have read too, and a
-    number such as 1e300 takes it 9 us. So the fields are found first, and each is decoded once. What is in them is
-    made of texts; a list of anything else is short, or its items are cheap.
-    """
-    if not issubclass(kind, msgspec.Struct):
-        raise RequestTooLarge(f"the body has {len(body)} bytes; this path takes at most {SMALL_BYTES}")
+def check_num_texts(body: bytes) -> None:
+    """Raises InvalidRequest for a body that has more texts and keys than can be decoded in a turn."""
     # all that open a text, and those that close one unless a backslash ends it; none that stands within
     if body.count(b'"') - body.count(b'\\"') > 2 * MAX_TEXTS:
         raise InvalidRequest(f"the body has over {MAX_TEXTS} texts and keys in JSON; send fewer", code="too_many_items")
-    return msgspec.json.encode(decode_json(body, _undecoded(kind)))
 
 
-@cache
-def _undecoded(kind: type[msgspec.Struct]) -> msgspec.json.Decoder[msgspec.Struct]:
-    """Finds the fields of a struct."""
-    names = [field.encode_name for field in msgspec.structs.fields(kind)]
-    fields: list[tuple[str, Any, Any]] = [(name, Raw | UnsetType, UNSET) for name in names]
-    return msgspec.json.Decoder(msgspec.defstruct(f"{kind.__name__}Undecoded", fields))
+def decode_small(body: bytes, decoder: msgspec.json.Decoder[T]) -> T:
+    """`body` decoded and checked; none is long where it may hold anything. Raises InvalidRequest, RequestTooLarge."""
+    if len(body) > SMALL_BYTES:
+        raise RequestTooLarge(f"the body has {len(body)} bytes; this path takes at most {SMALL_BYTES}")
+    return decode_json(body, decoder)
 
 
 def decode_json(sent: bytes | Raw, decoder: msgspec.json.Decoder[T], *, at: str = "") -> T:

@@ -12,7 +12,8 @@ import msgspec
 from starlette.types import Message, Receive, Scope, Send
 
 from maitred.api.generate.outcome import Outcome
-from maitred.api.http.bodies import SMALL_BYTES, LargeBodies, decode_body
+from maitred.api.http.bodies import SMALL_BYTES, LargeBodies, decode_small
+from maitred.api.http.body_decoder import BodyDecoder, Sent
 from maitred.api.http.errors import ClientGone, HttpError, RequestTooSlow, UnsupportedMediaType
 from maitred.api.http.formats import AnswerFormat
 from maitred.api.http.routes import Route
@@ -21,6 +22,7 @@ from maitred.objectives import Pace
 from maitred.tenancy.caller import Caller
 
 T = TypeVar("T")
+S = TypeVar("S", bound=msgspec.Struct)
 Header = tuple[bytes, bytes]
 REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")  # what a client may call its request
 CONNECTION = "maitred.connection"  # in the scope: the GuardedConnection that the request came on
@@ -52,6 +54,7 @@ class Exchange:
     streaming: bool = False  # the answer that began is an event stream
     complete: bool = False
     num_body_bytes: int = 0  # of the request, as far as they were read
+    told: tuple[Header, ...] = ()  # headers of its answer, whatever that is
     standing_headers: Callable[[], Iterable[Header]] = tuple  # of every answer, asked when it begins
 
     @property
@@ -67,7 +70,7 @@ class Exchange:
         """Send an ASGI message; every answer carries its x-request-id."""
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            own = ((b"x-request-id", self.request_id.encode()), *self.standing_headers())
+            own = ((b"x-request-id", self.request_id.encode()), *self.told, *self.standing_headers())
             message["headers"] = [*message.get("headers", ()), *own]
         elif not message.get("more_body", False):
             self.complete = True
@@ -130,10 +133,14 @@ class Exchange:
         return await self.body()
 
     async def json(self, decoder: msgspec.json.Decoder[T]) -> T:
-        """The body as a struct; raises InvalidRequest whose `param` is the path of the wrong field."""
+        """A short body decoded; raises InvalidRequest whose `param` is the path of the wrong field."""
+        return decode_small(await self.json_body(), decoder)
+
+    async def sent(self, decoder: BodyDecoder[S]) -> Sent[S]:
+        """The body as a struct, and what else is in it; raises InvalidRequest as `json` does."""
         body = await self.json_body()
         async with self.turn():
-            return decode_body(body, decoder)
+            return decoder.decode(body)
 
     async def answer_json(self, value: Any, status: int = 200, headers: tuple[tuple[bytes, bytes], ...] = ()) -> None:
         await self.answer(msgspec.json.encode(value), status, (*JSON_HEADERS, *headers))

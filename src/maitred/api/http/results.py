@@ -10,6 +10,7 @@ from typing import Protocol
 from starlette.types import Message
 
 from maitred.api.http.exchange import Exchange, Header
+from maitred.api.http.ignored_fields import TOLD_OF_BODIES
 from maitred.clock import Clock
 from maitred.cluster.result_cache import (
     Answer,
@@ -94,6 +95,7 @@ class Results:
             (b"content-type", answer.content_type),
             (b"age", str(age).encode()),
             (HEADER, b"hit"),
+            *(header for header in answer.told if header not in exchange.told),
         )
         if answer.content_type.startswith(EVENTS):
             exchange.streaming = True
@@ -148,6 +150,7 @@ class Recording:
         self._room, self._end = max_bytes, exchange.format.stream.end
         self._status: int | None = None
         self._content_type = b""
+        self._told: tuple[Header, ...] = ()
         self._pieces: list[bytes] = []
         self._complete = False
         exchange.raw_send, exchange.recording = self._sent, self
@@ -161,13 +164,14 @@ class Recording:
             body = without_comments(body)
             if ERROR_EVENT in body or not body.endswith(self._end):  # it could not go on, or was cut
                 return None
-        return Answer(self._content_type, body, now)
+        return Answer(self._content_type, body, now, self._told)
 
     async def _sent(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self._status = message["status"]
             headers: list[Header] = list(message["headers"])
             self._content_type = next((value for name, value in headers if name == b"content-type"), b"")
+            self._told = tuple(header for header in headers if header[0] in TOLD_OF_BODIES)
             message["headers"] = [*headers, (HEADER, b"miss")]
         else:
             self._note(message)

@@ -39,6 +39,7 @@ class Route:
     answer: type[msgspec.Struct] | None = None
     event: Any = None  # of the streamed form: a struct, or a union of them
     text: str | None = None  # content type of an answer that is not JSON
+    tells_ignored: bool = False  # in a header: the fields of a body that it does not know
     errors: tuple[int, ...] = (401,)
     query: Mapping[str, dict[str, Any]] = field(default_factory=dict)  # name -> schema
 

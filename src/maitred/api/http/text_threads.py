@@ -33,6 +33,7 @@ class TextThreads:
         self._monotonic = monotonic
         self._short = ThreadPoolExecutor(SHORT_THREADS, thread_name_prefix="maitred-text")
         self._long = ThreadPoolExecutor(1, thread_name_prefix="maitred-long-text")
+        self._shaped = ThreadPoolExecutor(1, thread_name_prefix="maitred-shapes")
         self._is_quick = False  # so the last tiny work was; the first reads the tokenizer
 
     async def run(self, num_bytes: int, function: Callable[[], T], *, may_take_long: bool = False) -> T:
@@ -58,6 +59,10 @@ class TextThreads:
         """In the lane of those that take long."""
         return await asyncio.get_running_loop().run_in_executor(self._long, function)
 
+    async def run_shaped(self, function: Callable[[], T]) -> T:
+        """In the lane of those whose grammar may have to be checked: an unknown one may take seconds."""
+        return await asyncio.get_running_loop().run_in_executor(self._shaped, function)
+
     def close(self) -> None:
-        for lane in (self._short, self._long):
+        for lane in (self._short, self._long, self._shaped):
             lane.shutdown(wait=False, cancel_futures=True)

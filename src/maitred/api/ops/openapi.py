@@ -10,6 +10,7 @@ import msgspec
 import maitred
 from maitred.api.generate.time_limits import HEADERS, MAX_MS
 from maitred.api.http.formats import AnswerFormat
+from maitred.api.http.ignored_fields import IGNORED_FIELDS, MAX_TOLD
 from maitred.api.http.routes import Route, RouteTable
 
 _REF = "#/components/schemas/{name}"
@@ -31,8 +32,10 @@ def openapi_document(table: RouteTable) -> dict[str, Any]:
         "info": {
             "title": "maitred",
             "version": maitred.__version__,
-            "description": "OpenAI's API with vLLM's extensions. Unknown fields are accepted; known fields that this "
-            "version does not do are refused with code unsupported_parameter.",
+            "description": "OpenAI's API with vLLM's extensions. Known fields that this version does "
+            "not do are refused with code unsupported_parameter; fields that nobody knows are ignored and named in the "
+            f"header {IGNORED_FIELDS.decode()}, or, by a server with --strict-fields, refused with code "
+            "unknown_parameter.",
         },
         "paths": paths,
         "components": {
@@ -48,7 +51,7 @@ def _operation(route: Route, answers: AnswerFormat) -> dict[str, Any]:
         "summary": route.summary,
         "operationId": f"{route.method.lower()}{route.template}".translate(str.maketrans("/{}.", "____")),
         "responses": {
-            "200": {"description": "The answer.", **_content(route, answers)},
+            "200": {"description": "The answer.", **_told(route), **_content(route, answers)},
             **{str(status): _error(status, answers) for status in route.errors},
         },
     }
@@ -72,6 +75,13 @@ def _milliseconds(field: str, header: str) -> dict[str, Any]:
     description = f"As the field {field}, which counts where both are sent."
     schema = {"type": "number", "exclusiveMinimum": 0, "maximum": MAX_MS}
     return {"name": header, "in": "header", "description": description, "schema": schema}
+
+
+def _told(route: Route) -> dict[str, Any]:
+    if not route.tells_ignored:
+        return {}
+    text = f"Fields of the body that nobody knows: at most {MAX_TOLD} names, then how many more."
+    return {"headers": {IGNORED_FIELDS.decode(): {"description": text, "schema": {"type": "string"}}}}
 
 
 def _content(route: Route, answers: AnswerFormat) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from maitred.api.http.exchange import Exchange, Header
+from maitred.api.http.ignored_fields import TOLD_OF_BODIES
 
 # of one connection, RFC 9110, 7.6.1, and what is written anew for each
 HOP_BY_HOP = frozenset(
@@ -53,7 +54,11 @@ def towards_client(sent: Sequence[Header], replica: bytes, held_ms: int) -> list
     """What the client gets of an answer's headers, and who gave it."""
     named = _named_by_connection(sent)
     dropped = _NOT_RETURNED | named if named else _NOT_RETURNED
-    kept = [header for header in sent if header[0] not in dropped and not header[0].startswith(OWN)]
+    kept = [
+        header
+        for header in sent
+        if header[0] in TOLD_OF_BODIES or not (header[0] in dropped or header[0].startswith(OWN))
+    ]
     kept.append((REPLICA, replica))
     kept.append((HELD_MS, b"%d" % held_ms))
     return kept

@@ -28,6 +28,7 @@ _OF_REPLICAS = (
     "max_num_seqs",
     "served_model_names",
     "default_max_n",
+    "strict_fields",
     "decode_timeout_s",
     "start_budget_s",
 )

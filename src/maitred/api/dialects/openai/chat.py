@@ -6,7 +6,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
 from msgspec import UNSET
 
 from maitred.api.dialects.openai.answers import (
@@ -22,8 +21,8 @@ from maitred.api.dialects.openai.bounded import check_object
 from maitred.api.dialects.openai.format import OPENAI
 from maitred.api.dialects.openai.logprobs import TokenNames, chat_logprobs, named_prompt_logprobs, packed_chat_logprobs
 from maitred.api.dialects.openai.messages import text_of
-from maitred.api.dialects.openai.reading import AnswerReader, ChatReading
-from maitred.api.dialects.openai.refusals import CHAT_REFUSED, ChatAsSent, refuse_unbuilt
+from maitred.api.dialects.openai.reading import AnswerReader, ChatReading, is_shaped
+from maitred.api.dialects.openai.refusals import CHAT_REFUSED, heed_others
 from maitred.api.dialects.openai.sampling import chat_sampling, check_common, make_ask, wanted_usage
 from maitred.api.dialects.openai.schemas import (
     AssistantMessage,
@@ -40,7 +39,7 @@ from maitred.api.dialects.openai.schemas import (
 from maitred.api.generate.dialect import Dialect, GenerationAsk
 from maitred.api.generate.outcome import Outcome, Sample
 from maitred.api.http.app import App
-from maitred.api.http.bodies import decode_body
+from maitred.api.http.body_decoder import BodyDecoder
 from maitred.api.http.exchange import Exchange
 from maitred.engine.intake import ServedModel
 from maitred.engine.output import TextDelta
@@ -48,14 +47,15 @@ from maitred.request import RequestSpec
 from maitred.tenancy.tenant import tier_of_priority
 from maitred.text.answer_parser import ArgumentsText, CallBegun
 
-_DECODER = msgspec.json.Decoder(ChatAsSent)
+_DECODER = BodyDecoder(ChatCompletionRequest, CHAT_REFUSED)
 
 
 def decode_chat(app: App, exchange: Exchange, sent: bytes) -> GenerationAsk:
     """POST /v1/chat/completions. Raises InvalidRequest, UnsupportedParameter or ModelNotFound."""
-    body = decode_body(sent, _DECODER)
+    as_sent = _DECODER.decode(sent)
+    body = as_sent.body
     model = app.check_model(body.model)
-    refuse_unbuilt(body, CHAT_REFUSED)
+    heed_others(app, exchange, as_sent, _DECODER, CHAT_REFUSED)
     check_common(body, exchange.caller, policy_without_priorities=app.policy_without_priorities)
     check_object(body.prompt_cache_options, "prompt_cache_options")
     sampling = chat_sampling(body, app.model, app.config.default_max_n)
@@ -71,6 +71,7 @@ def decode_chat(app: App, exchange: Exchange, sent: bytes) -> GenerationAsk:
         sampling=sampling,
         prompts=reading.prompts,
         shape=reading.shape,
+        is_shaped=is_shaped(body),
         may_take_long=body.chat_template_kwargs is not UNSET,
         add_special_tokens=bool(body.add_special_tokens),  # the template writes them
         default_max_tokens=app.model.generation_defaults.get("max_tokens"),

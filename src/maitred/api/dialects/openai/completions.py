@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 
 import msgspec
 
@@ -19,7 +20,8 @@ from maitred.api.dialects.openai.answers import (
 from maitred.api.dialects.openai.bounded import MAX_LISTED, prompts_of
 from maitred.api.dialects.openai.format import OPENAI
 from maitred.api.dialects.openai.logprobs import CompletionLogprobsWriter, TokenNames, joined, named_prompt_logprobs
-from maitred.api.dialects.openai.refusals import COMPLETION_REFUSED, CompletionAsSent, refuse_unbuilt
+from maitred.api.dialects.openai.reading import is_shaped, text_shape
+from maitred.api.dialects.openai.refusals import COMPLETION_REFUSED, heed_others
 from maitred.api.dialects.openai.sampling import (
     COMPLETION_MAX_TOKENS,
     check_common,
@@ -31,19 +33,20 @@ from maitred.api.dialects.openai.schemas import Completion, CompletionChoice, Co
 from maitred.api.generate.dialect import Dialect, GenerationAsk, Prompt
 from maitred.api.generate.outcome import Outcome, Sample
 from maitred.api.http.app import App
-from maitred.api.http.bodies import decode_body
+from maitred.api.http.body_decoder import BodyDecoder
 from maitred.api.http.exchange import Exchange
 from maitred.engine.intake import ServedModel
 from maitred.engine.output import TextDelta
 
-_DECODER = msgspec.json.Decoder(CompletionAsSent)
+_DECODER = BodyDecoder(CompletionRequest, COMPLETION_REFUSED)
 
 
 def decode_completion(app: App, exchange: Exchange, sent: bytes) -> GenerationAsk:
     """POST /v1/completions. Raises InvalidRequest, UnsupportedParameter or ModelNotFound."""
-    body = decode_body(sent, _DECODER)
+    as_sent = _DECODER.decode(sent)
+    body = as_sent.body
     model = app.check_model(body.model)
-    refuse_unbuilt(body, COMPLETION_REFUSED)
+    heed_others(app, exchange, as_sent, _DECODER, COMPLETION_REFUSED)
     check_common(body, exchange.caller, policy_without_priorities=app.policy_without_priorities)
     sampling = completion_sampling(body, app.model, app.config.default_max_n)
     prompts = prompts_of(body.prompt, max_listed=max(MAX_LISTED, 2 * app.model.max_model_len))
@@ -60,6 +63,8 @@ def decode_completion(app: App, exchange: Exchange, sent: bytes) -> GenerationAs
         add_special_tokens=body.add_special_tokens is not False,
         default_max_tokens=COMPLETION_MAX_TOKENS,
         score_only=body.max_tokens == 0,
+        is_shaped=is_shaped(body),
+        shape=partial(text_shape, app.grammars, body),
         field_names={"prompt_logprobs": "logprobs"} if body.prompt_logprobs is None else {},  # those of an echo
     )
 

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 from msgspec import UnsetType
 
-from maitred.api.dialects.openai.refusals import refuse_raw, unsupported
+from maitred.api.dialects.openai.refusals import has_value, refuse_raw, unsupported, unsupported_content
 from maitred.api.dialects.openai.schemas import ChatMessage
 from maitred.api.http.bodies import decode_json
 from maitred.api.http.errors import shortened
@@ -92,8 +92,13 @@ def _plain(message: ChatMessage, at: str, knows_developer: bool) -> dict[str, An
     calls = _calls(message, at)
     if message.role == "tool" and message.tool_call_id is None:
         raise InvalidRequest(f"{at}.tool_call_id is missing: which call was answered?", param=f"{at}.tool_call_id")
-    for name in ("function_call", "audio"):
+    for name in ("function_call",):
         refuse_raw(getattr(message, name), f"{at}.{name}")
+    for name in ("audio", "images"):
+        if has_value(getattr(message, name)):
+            raise unsupported_content(f"{at}.{name}", name)
+    if message.prefix:
+        raise unsupported(f"{at}.prefix", "send continue_final_message: true")
     if message.refusal is not None:
         raise unsupported(f"{at}.refusal")
     if message.content is None and not calls:
@@ -131,7 +136,7 @@ def _check_parts(message: ChatMessage, at: str) -> None:
     for index, part in enumerate(message.content):
         where = f"{at}.content[{index}]"
         if part.type != "text":
-            raise unsupported(f"{where}.type", f"{shortened(repr(part.type))} is not text; this model reads only text")
+            raise unsupported_content(where, f"a part of type {shortened(repr(part.type))}")
         if part.text is None:
             raise InvalidRequest(f"{where}.text is missing", param=f"{where}.text")
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from functools import partial
 
-import msgspec
 from msgspec import UNSET
 
 from maitred.api.dialects.openai.bounded import MAX_LISTED, any_object
 from maitred.api.dialects.openai.messages import render_chat
+from maitred.api.dialects.openai.refusals import TOKENIZE_REFUSED, heed_others
 from maitred.api.dialects.openai.schemas import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -18,11 +18,12 @@ from maitred.api.dialects.openai.schemas import (
     TokenizeResponse,
 )
 from maitred.api.http.app import App
+from maitred.api.http.body_decoder import BodyDecoder
 from maitred.api.http.exchange import Exchange
 from maitred.errors import InvalidRequest, PromptTooLong
 
-_TOKENIZE = msgspec.json.Decoder(TokenizeRequest)
-_DETOKENIZE = msgspec.json.Decoder(DetokenizeRequest)
+_TOKENIZE = BodyDecoder(TokenizeRequest, TOKENIZE_REFUSED)
+_DETOKENIZE = BodyDecoder(DetokenizeRequest)
 # /tokenize takes texts of so many tokens, or so many contexts where that is more
 MOST_TOKENS = 32 * 1024
 MOST_CONTEXTS = 2
@@ -51,8 +52,10 @@ def _card(app: App, name: str) -> ModelCard:
 
 async def tokenize(app: App, exchange: Exchange) -> None:
     """Tokens of a prompt, or of messages as the chat route would render them."""
-    body = await exchange.json(_TOKENIZE)
+    sent = await exchange.sent(_TOKENIZE)
+    body = sent.body
     app.check_model(body.model)
+    heed_others(app, exchange, sent, _TOKENIZE, TOKENIZE_REFUSED)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("send either prompt or messages", param="prompt")
     async with app.in_flight.watch(exchange):
@@ -89,8 +92,10 @@ def _tokenize(app: App, body: TokenizeRequest) -> TokenizeResponse:
 
 async def detokenize(app: App, exchange: Exchange) -> None:
     """Text of tokens, special ones included."""
-    body = await exchange.json(_DETOKENIZE)
+    sent = await exchange.sent(_DETOKENIZE)
+    body = sent.body
     app.check_model(body.model)
+    heed_others(app, exchange, sent, _DETOKENIZE, {})
     await exchange.answer_json(await app.text.run(exchange.num_body_bytes, partial(_detokenize, app, body)))
 
 

@@ -1,4 +1,4 @@
-"""How one chat is asked and its answers are read: the prompt, the shape that binds them, and a parser for each sample."""
+"""How a chat is asked and its answers are read: prompt, the shape that binds them, a parser for each sample."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from functools import cached_property, partial
 from typing import NamedTuple
 
+from msgspec import UNSET
+
 from maitred.api.dialects.openai.messages import render_chat
-from maitred.api.dialects.openai.schemas import ChatCompletionRequest
+from maitred.api.dialects.openai.schemas import ChatCompletionRequest, GenerationFields
 from maitred.api.dialects.openai.tools import choice_of, content_source, template_variables, tools_of
 from maitred.api.generate.dialect import Prompt
 from maitred.api.generate.outcome import Sample
@@ -19,7 +21,22 @@ from maitred.request import ThinkingLimit
 from maitred.text.answer_format import AnswerFormat, call_id, plain
 from maitred.text.answer_parser import AnswerDelta, AnswerParser, CallBegun
 from maitred.text.schema import Source
-from maitred.text.shape import Shape, Tool, ToolChoice, compose
+from maitred.text.shape import NO_SHAPE, Shape, Tool, ToolChoice, compose
+
+
+def is_shaped(body: GenerationFields) -> bool:
+    """Whether anything may bind the answer's form."""
+    fields = (body.response_format, body.structured_outputs, getattr(body, "tools", UNSET))
+    return any(field is not UNSET and bytes(field) != b"null" for field in fields)
+
+
+def text_shape(checker: GrammarChecker, body: GenerationFields) -> Shape:
+    """What binds a text that has no thoughts and no calls. Raises InvalidRequest."""
+    content, is_raw = content_source(body)
+    if content is None:
+        return NO_SHAPE
+    grammar, ignored = checker.checked(content)
+    return Shape(grammar if is_raw else compose(AnswerFormat("none"), content=content), ignored=ignored)
 
 
 class Wanted(NamedTuple):
@@ -32,7 +49,7 @@ class Wanted(NamedTuple):
 
 
 class ChatReading:
-    """Of one request. Its first two methods are called in a thread, in order; then there is a parser for each sample."""
+    """Of one request. `prompts` and `shape` are called in a thread, in order; then there is a reader a sample."""
 
     def __init__(self, model: ServedModel, checker: GrammarChecker, body: ChatCompletionRequest, id: str) -> None:
         self._model, self._checker, self._body, self.id = model, checker, body, id

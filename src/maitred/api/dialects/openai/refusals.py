@@ -1,27 +1,28 @@
 """Known fields that this version does not do: refused when they would change the answer, never ignored.
 
-Each is kept undecoded beside the fields that are understood. A value that changes nothing (null, or one of those
-listed) passes, because clients send their defaults.
+They are those of OpenAI, vLLM, SGLang, llama.cpp's server and others whose clients come here. A value that changes
+nothing (null, or one of those listed) passes, because clients send their defaults. What others know and no answer
+depends on (where a cache lies, which replica is meant) is unknown here, and told as such.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
-from maitred.api.dialects.openai.schemas import ChatCompletionRequest, CompletionRequest
-from maitred.errors import UnsupportedParameter
+from maitred.api.http.app import App
+from maitred.api.http.body_decoder import BodyDecoder, Fields, Sent
+from maitred.api.http.exchange import Exchange
+from maitred.errors import UnsupportedContent, UnsupportedParameter
 
-R = TypeVar("R", bound=msgspec.Struct)
+Refused = Mapping[str, tuple[Any, ...]]  # field -> values that change nothing
 
-# field -> values that change nothing
-_BOTH: Mapping[str, tuple[Any, ...]] = {
+_BOTH: Refused = {
     "use_beam_search": (False,),
-    "length_penalty": (1, 1.0),
+    "length_penalty": (1,),
     "spaces_between_special_tokens": (True,),
     "truncate_prompt_tokens": (),
     "truncation_side": (),
@@ -32,9 +33,150 @@ _BOTH: Mapping[str, tuple[Any, ...]] = {
     "repetition_detection": (),
     "stream_interval": (1,),
     "return_prompt_text": (False,),
+    "ec_transfer_params": ({},),
+    "watermarking": (False,),
+    "routed_experts_prompt_start": (0,),
+    "return_token_offsets": (False,),
 }
-CHAT_REFUSED: Mapping[str, tuple[Any, ...]] = {
+# llama.cpp's server, and front ends that were written for it or for text-generation-webui. Parameters of a sampler
+# (mirostat_tau, dry_base, ...) are not listed: without the field that turns it on they do nothing there either.
+_SAMPLERS: Refused = {
+    "typical_p": (1,),
+    "mirostat": (0,),
+    "mirostat_mode": (0,),
+    "dry_multiplier": (0,),
+    "xtc_probability": (0,),
+    "dynatemp_range": (0,),
+    "top_n_sigma": (-1,),
+    "adaptive_target": (-1,),
+    "top_a": (0,),
+    "tfs": (1,),
+    "tfs_z": (1,),
+    "epsilon_cutoff": (0,),
+    "eta_cutoff": (0,),
+    "smoothing_factor": (0,),
+    "no_repeat_ngram_size": (0,),
+    "penalty_alpha": (0,),
+    "guidance_scale": (1,),
+    "watermark": (False,),
+}
+_ORDER: Refused = {"samplers": ([],), "sampler_order": ([],), "sampler_priority": ([],), "temperature_last": (False,)}
+_LLAMA_CPP: Refused = {
+    "grammar": ("",),
+    "json_schema": (),
+    "grammar_lazy": (False,),
+    "grammar_triggers": ([],),
+    "repeat_last_n": (-1,),
+    "min_keep": (0,),
+    "n_probs": (0,),
+    "post_sampling_probs": (False,),
+    "response_fields": ([],),
+    "timings_per_token": (False,),
+    "return_progress": (False,),
+    "t_max_predict_ms": (-1, 0),
+    "n_indent": (0,),
+    "lora": ([],),
+    "reasoning_format": ("auto", "deepseek", "parsed"),
+    "parse_tool_calls": (True,),
+    "reasoning_budget": (-1,),
+    "reasoning_budget_tokens": (-1,),
+}
+_SGLANG: Refused = {
+    "regex": (),
+    "ebnf": (),
+    "stop_regex": ([],),
+    "lora_path": (),
+    "session_params": ({},),
+    "custom_params": ({},),
+    "custom_logit_processor": (),
+    "return_hidden_states": (False,),
+    "return_routed_experts": (False,),
+    "return_cached_tokens_details": (False,),
+    "return_meta_info": (False,),
+    "bootstrap_host": (),
+    "bootstrap_room": (),
+    "separate_reasoning": (True,),
+    "stream_reasoning": (True,),
+    "task": (),
+    "images_config": ({},),
+}
+# transformers and TGI, Ollama, Mistral, Alibaba, OpenRouter, Anthropic, OpenAI's Responses
+_OTHERS: Refused = {
+    "do_sample": (True,),
+    "num_beams": (1,),
+    "max_length": (),
+    "truncate": (),
+    "parameters": ({},),
+    "adapter_id": (),
+    "options": ({},),
+    "format": ("",),
+    "template": ("",),
+    "raw": (False,),
+    "num_ctx": (),
+    "images": ([],),
+    "think": (),
+    "thinking": (),
+    "enable_thinking": (),
+    "reasoning": ({},),
+    "enable_search": (False,),
+    "safe_prompt": (False,),
+    "prompt_mode": (),
+    "transforms": ([],),
+    "plugins": ([],),
+    "system": ("",),
+    "instructions": ("",),
+    "previous_response_id": (),
+    "conversation": (),
+    "max_tool_calls": (),
+    "text": ({}, {"format": {"type": "text"}}),
+}
+# vLLM removed these; their users should hear by which name to ask
+_REMOVED: Mapping[str, str] = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "guided_decoding_backend": "...",
+    "guided_whitespace_pattern": "whitespace_pattern",
+}
+# what is known here by another name -> that name
+_RENAMED: Mapping[str, str] = {
+    "max_new_tokens": "max_tokens",
+    "max_output_tokens": "max_tokens",
+    "n_predict": "max_tokens",
+    "num_predict": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "min_length": "min_tokens",
+    "num_return_sequences": "n",
+    "n_cmpl": "n",
+    "repeat_penalty": "repetition_penalty",
+    "rep_pen": "repetition_penalty",
+    "stop_strings": "stop",
+    "stop_sequences": "stop",
+    "banned_strings": "bad_words",
+    "ban_eos_token": "ignore_eos",
+    "no_stop_trim": "include_stop_str_in_output",
+    "random_seed": "seed",
+    "sampling_seed": "seed",
+    "rid": "request_id",
+    "extra_key": "cache_salt",
+    "return_tokens": "return_token_ids",
+    "return_prompt_token_ids": "return_token_ids",
+    "return_full_text": "echo",
+    "thinking_budget": "thinking_token_budget",
+}
+_EVERYWHERE: Refused = {
     **_BOTH,
+    **_SAMPLERS,
+    **_ORDER,
+    **_LLAMA_CPP,
+    **_SGLANG,
+    **_OTHERS,
+    **dict.fromkeys(_REMOVED, ()),
+    **dict.fromkeys(_RENAMED, (False, [])),
+}
+CHAT_REFUSED: Refused = {
+    **_EVERYWHERE,
     "functions": ([],),
     "function_call": ("none",),
     "modalities": (["text"],),
@@ -47,63 +189,112 @@ CHAT_REFUSED: Mapping[str, tuple[Any, ...]] = {
     "chat_template": (),
     "mm_processor_kwargs": ({},),
     "media_io_kwargs": ({},),
+    "use_audio_in_video": (False,),
+    "best_of": (1,),
+    "suffix": ("",),
+    "input_ids": (),
 }
-COMPLETION_REFUSED: Mapping[str, tuple[Any, ...]] = {**_BOTH, "suffix": ("",)}
+COMPLETION_REFUSED: Refused = {
+    **_EVERYWHERE,
+    "thinking_token_budget": (),
+    "include_reasoning": (True,),
+    "suffix": ("",),
+    "tools": ([],),
+    "max_completion_tokens": (),
+    "top_logprobs": (0,),
+}
+TOKENIZE_REFUSED: Refused = {"tools": ([],), "chat_template": (), "mm_processor_kwargs": ({},)}
 
-# vLLM removed these; their users should hear by which name to ask
-_REMOVED = (
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
-    "guided_decoding_backend",
-    "guided_whitespace_pattern",
-)
-# what is known here by another name -> that name: transformers, llama.cpp, Ollama, OpenAI's Responses
-_RENAMED: Mapping[str, str] = {
-    "max_new_tokens": "max_tokens",
-    "max_output_tokens": "max_tokens",
-    "n_predict": "max_tokens",
-    "num_predict": "max_tokens",
-    "num_return_sequences": "n",
-    "repeat_penalty": "repetition_penalty",
-    "stop_strings": "stop",
-}
+_ONE_AFTER_THE_OTHER = "their order is fixed: penalties, temperature, min_p, top_k, top_p"
+_NEVER_CUT = "prompts are never cut; shorten it yourself"
+_NO_ADAPTERS = "there are no adapters; serve the merged model"
+_THOUGHTS = "send reasoning_effort (none is off)"
 _WHY: Mapping[str, str] = {
+    **dict.fromkeys(_SAMPLERS, "there is no such sampler; shape the draw by temperature, min_p, top_k and top_p"),
+    **dict.fromkeys(_ORDER, _ONE_AFTER_THE_OTHER),
     "chat_template": "a template may not come with a request; start the server with --chat-template FILE",
-    "truncate_prompt_tokens": "prompts are never cut; shorten it yourself",
-    "truncation_side": "prompts are never cut; shorten it yourself",
-    **dict.fromkeys(_REMOVED, "send structured_outputs in its place; guided_* fields were removed"),
+    "template": "a template may not come with a request; start the server with --chat-template FILE",
+    **dict.fromkeys(("truncate_prompt_tokens", "truncation_side", "truncate", "transforms"), _NEVER_CUT),
+    **dict.fromkeys(("lora", "lora_path", "adapter_id"), _NO_ADAPTERS),
+    "grammar": 'send structured_outputs: {"grammar": ...}',
+    "ebnf": 'send structured_outputs: {"grammar": ...}',
+    "regex": 'send structured_outputs: {"regex": ...}',
+    "json_schema": 'send response_format: {"type": "json_schema", "json_schema": {...}}',
+    "format": "send response_format",
+    "text": "send response_format",
+    **dict.fromkeys(("grammar_lazy", "grammar_triggers", "parse_tool_calls"), "send tools, which bring their grammar"),
+    "stop_regex": "send stop, which are plain texts",
+    "repeat_last_n": "repetition_penalty looks at the whole prompt and answer",
+    "min_keep": "min_p and top_p keep one token at least",
+    "n_probs": "send logprobs",
+    "post_sampling_probs": "send logprobs, which are those of the model",
+    "logprob_token_ids": "send logprobs, which name the likeliest tokens",
+    "timings_per_token": 'send stream_options: {"include_usage": true}, whose timing_ms has them',
+    "return_meta_info": "the fields of usage have it",
+    "return_cached_tokens_details": "usage.prompt_tokens_details has cached_tokens",
+    "t_max_predict_ms": "send timeout_ms, which ends the request with an error",
+    **dict.fromkeys(("reasoning_budget", "reasoning_budget_tokens"), "send thinking_token_budget"),
+    **dict.fromkeys(("reasoning_format", "separate_reasoning"), "send include_reasoning: false to leave thoughts out"),
+    **dict.fromkeys(("think", "thinking", "reasoning"), _THOUGHTS),
+    "enable_thinking": 'send chat_template_kwargs: {"enable_thinking": ...}',
+    "do_sample": "send temperature: 0 for the likeliest token",
+    "num_beams": "there is no beam search; send n for several answers",
+    "use_beam_search": "there is no beam search; send n for several answers",
+    "max_length": "send max_tokens, which counts new tokens alone",
+    "num_ctx": "the server's --max-model-len sets it",
+    "parameters": "send its fields beside the others",
+    "options": "send its fields beside the others",
+    "raw": "send the text to /v1/completions",
+    "images": "only text is read",
+    "use_audio_in_video": "only text is read",
+    "system": "send a message with the role system",
+    "instructions": "send a message with the role system",
+    "safe_prompt": "send a message with the role system",
+    **dict.fromkeys(("previous_response_id", "conversation"), "nothing is kept; send the whole conversation"),
+    "functions": "send tools",
+    "function_call": "send tool_choice",
+    "best_of": "send n",
+    "input_ids": "send the tokens as the prompt of /v1/completions",
+    "max_completion_tokens": "send max_tokens, which is its name here",
+    "top_logprobs": "send logprobs, which is the number here",
+    **{name: f'send structured_outputs: {{"{ours}": ...}}' for name, ours in _REMOVED.items()},
+    "guided_decoding_backend": "there is one; leave it out",
     **{name: f"send {ours}, which is its name here" for name, ours in _RENAMED.items()},
 }
 
 
-def with_refused(body: type[R], refused: Mapping[str, tuple[Any, ...]]) -> type[R]:
-    """`body` with the refused fields beside its own, undecoded."""
-    fields: list[tuple[str, Any, Any]] = [(name, Raw | UnsetType, UNSET) for name in (*refused, *_REMOVED, *_RENAMED)]
-    return msgspec.defstruct(f"{body.__name__}AsSent", fields, bases=(body,), kw_only=True)  # type: ignore[return-value]
+def heed_others(app: App, exchange: Exchange, sent: Sent[Any], decoder: BodyDecoder[Any], refused: Refused) -> None:
+    """What a body has besides its own fields: UnsupportedParameter for the first that would change the answer, then
+    what nobody knows is told, or refused.
+    """
+    refuse_unbuilt(sent.refused, refused)
+    app.ignored_fields.heed(exchange, sent.unknown, decoder.known)
 
 
-ChatAsSent = with_refused(ChatCompletionRequest, CHAT_REFUSED)
-CompletionAsSent = with_refused(CompletionRequest, COMPLETION_REFUSED)
-
-
-def refuse_unbuilt(body: msgspec.Struct, refused: Mapping[str, tuple[Any, ...]]) -> None:
-    """Raise UnsupportedParameter for the first refused field whose value would change the answer."""
-    names = (*refused, *_REMOVED, *_RENAMED)
-    for name, sent in zip(names, attrgetter(*names)(body), strict=True):
-        if sent is not UNSET and _changes_something(bytes(sent), refused.get(name, ())):
+def refuse_unbuilt(sent: Fields, refused: Refused) -> None:
+    for name, value in sent.items():
+        if _changes_something(bytes(value), refused[name]):
             raise unsupported(name, _WHY.get(name))
 
 
 def refuse_raw(sent: Raw | UnsetType, param: str) -> None:
     """Raise UnsupportedParameter when a refused field of a nested object has a value."""
-    if sent is not UNSET and _changes_something(bytes(sent), ([],)):
+    if has_value(sent):
         raise unsupported(param)
+
+
+def has_value(sent: Raw | UnsetType) -> bool:
+    """Whether a field that came undecoded has one that is not empty."""
+    return sent is not UNSET and _changes_something(bytes(sent), ([],))
 
 
 def unsupported(name: str, why: str | None = None) -> UnsupportedParameter:
     return UnsupportedParameter(f"{name} is not supported: {why or 'this version does not do it'}", param=name)
+
+
+def unsupported_content(at: str, what: str) -> UnsupportedContent:
+    """`what` stands at `at`, a path in the body."""
+    return UnsupportedContent(f"{at} is not supported: it is {what}, and this model reads only text", param=at)
 
 
 def _changes_something(sent: bytes, neutral: tuple[Any, ...]) -> bool:
@@ -115,4 +306,9 @@ def _changes_something(sent: bytes, neutral: tuple[Any, ...]) -> bool:
         value = msgspec.json.decode(sent)
     except (msgspec.DecodeError, UnicodeDecodeError):
         return True
-    return not any(value == harmless and type(value) is type(harmless) for harmless in neutral)
+    return not any(value == harmless and _kind(value) is _kind(harmless) for harmless in neutral)
+
+
+def _kind(value: object) -> type:
+    """1 is 1.0, and not True."""
+    return float if type(value) is int else type(value)

@@ -124,6 +124,8 @@ class ChatMessage(msgspec.Struct, kw_only=True):
     tool_call_id: str | None = None
     function_call: Raw | UnsetType = UNSET
     audio: Raw | UnsetType = UNSET
+    images: Raw | UnsetType = UNSET
+    prefix: bool | None = None
 
 
 class ChatCompletionRequest(GenerationFields, kw_only=True):

@@ -126,7 +126,7 @@ def content_source(body: GenerationFields) -> tuple[Source | None, bool]:
 
 
 def _from_params(wanted: StructuredOutputsParams) -> tuple[Source, bool]:
-    return source_of(wanted, "structured_outputs"), wanted.kind not in ("json", "json_object")
+    return source_of(wanted, "structured_outputs"), not wanted.binds_content
 
 
 def _from_format(form: Mapping[str, Any], kind: Any) -> tuple[Source, bool]:
