@@ -25,6 +25,8 @@ class LoadedModel(msgspec.Struct, frozen=True):
     root: str
     since: int  # unix s
     max_model_len: int  # tokens
+    tool_format: str  # how it writes calls of tools, by name; none where that is not known
+    reasoning_format: str  # and thoughts
     architecture: str | None = None
     num_parameters: int | None = None
     executor: str | None = None
@@ -66,12 +68,15 @@ async def loaded_models(app: App, exchange: Exchange) -> None:
     """What is in memory, how it is held, and since when."""
     model, held = app.model, app.model.footprint
     known = {} if held is None else {name: getattr(held, name) for name in held.__dataclass_fields__}
+    format = await app.text.run(0, lambda: model.answer_format)
     row = LoadedModel(
         id=model.names[0],
         aliases=model.names[1:],
         root=model.root or model.names[0],
         since=model.created,
         max_model_len=model.max_model_len,
+        tool_format=format.name,
+        reasoning_format=format.reasoning_name,
         **known,
     )
     await exchange.answer_json(LoadedModels((row,)))

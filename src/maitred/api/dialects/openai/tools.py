@@ -94,18 +94,18 @@ def choice_of(body: ChatCompletionRequest, tools: Sequence[Tool]) -> ToolChoice:
 
 
 def _named(listed: Sequence[Any], names: Sequence[str]) -> tuple[str, ...]:
-    found = tuple(
+    found: list[Any] = [
         tool["function"].get("name")
         if isinstance(tool, Mapping) and isinstance(tool.get("function"), Mapping)
         else None
         for tool in listed
-    )
+    ]
     for name in found:
         if name not in names:
             raise InvalidRequest(
                 f"tool_choice names {_shown(name)}, which is none of the tools: {', '.join(names)}", param="tool_choice"
             )
-    return found
+    return tuple(found)
 
 
 def content_source(body: GenerationFields) -> tuple[Source | None, bool]:
