@@ -67,12 +67,16 @@ class CallFormat:
     call_end: Text
     separator: Text = ()
     end: Text = ()
+    opener: Text = ()
+    """May stand before the first call, and means nothing: `<|python_tag|>` of Llama 3."""
     several: bool = True
     """Whether an answer may hold more than one call."""
     name_key: str = "name"
     arguments_key: str = "arguments"
     id_key: str | None = None
     pairs: PairsFormat | None = None
+    index_from: int = 0
+    """The first call's INDEX."""
     id_length: int | None = None
     """Letters and digits that the chat template demands of an id; None where any id will do."""
 
@@ -104,10 +108,18 @@ class AnswerFormat:
     reasoning_name: str = "none"
     channels: bool = False
     """Harmony (gpt-oss): thoughts, calls and content are messages on channels, see `answer_parser`."""
+    content_begin: Text = ()
+    """What stands before content, where it is marked."""
+    message_begin: Text = ()
+    """What begins each message of an answer but the first, which the prompt has begun."""
     tools_variable: str = "tools"
     """By what name the template takes the tools."""
+    tools_in_system: bool = False
+    """Whether it takes them as JSON text in the field `tools` of a system message."""
     tools_system_text: Callable[[Any], str] | None = None
     """For a template that knows no tools: the text about them that goes before the first message."""
+    writes_calls: bool = True
+    """Whether the template writes calls that were made; otherwise they must be content."""
 
     @property
     def mark_ids(self) -> frozenset[int]:
@@ -115,15 +127,25 @@ class AnswerFormat:
         return frozenset(mark.token_id for mark in self.marks())
 
     def marks(self) -> Iterator[Mark]:
-        for text in self._texts():
+        for text in self.texts():
             yield from (piece for piece in text if isinstance(piece, Mark))
 
-    def _texts(self) -> Iterable[Pieces]:
+    def texts(self) -> Iterable[Pieces]:
+        """Every literal, and the calls' slots."""
         if self.reasoning:
             yield from (self.reasoning.begin, self.reasoning.end)
+        yield from (self.content_begin, self.message_begin)
         if self.calls:
             calls = self.calls
-            yield from (calls.begin, calls.call_begin, calls.call, calls.call_end, calls.separator, calls.end)
+            yield from (
+                calls.opener,
+                calls.begin,
+                calls.call_begin,
+                calls.call,
+                calls.call_end,
+                calls.separator,
+                calls.end,
+            )
             if calls.pairs:
                 pairs = calls.pairs
                 yield from (pairs.key_begin, pairs.value_begin, pairs.value_end, pairs.separator, pairs.quote)

@@ -25,6 +25,11 @@ class Marks:
         self.pattern = re.compile(_any_of(self.texts) or "(?!)")
 
 
+def is_bracketed(text: str) -> bool:
+    """As `<x>` and `[x]`, and not as a word or a line's end, which may be added tokens too."""
+    return len(text) > 2 and not (text[0].isalnum() or text[0].isspace() or text[-1].isalnum() or text[-1].isspace())
+
+
 class MarkedText(str):
     """A prompt in which the marks at `spans`, from and to, in order, are a client's and not the template's."""
 
