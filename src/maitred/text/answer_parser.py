@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from maitred.text.answer_format import AnswerFormat, Pieces, Slot
-from maitred.text.channels import ChannelReader
 from maitred.text.call_reader import CallReader, Schemas, Sink
+from maitred.text.channels import ChannelReader
 from maitred.text.feed import Feed, Reading, held_from, match, skip_space, skip_words, words
 
 _MAX_SPACE = 64

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from maitred.text.answer_format import PairsFormat, Text
-from maitred.text.feed import Feed, Reading, find, held_from, skip_space, skip_words, words
+from maitred.text.feed import Feed, Reading, find, held_from, skip_words, words
 
 _PYTHON_NAMES = {"True": "true", "False": "false", "None": "null"}
 _MAX_REFS = 8

@@ -8,8 +8,18 @@ from typing import Any, NamedTuple
 
 from maitred.text.answer_format import CallFormat, Pieces, Slot
 from maitred.text.argument_pairs import PairReader
-from maitred.text.feed import Feed, Reading, json_string, match, pass_json, skip_json, skip_one, skip_space
-from maitred.text.feed import skip_words, words
+from maitred.text.feed import (
+    Feed,
+    Reading,
+    json_string,
+    match,
+    pass_json,
+    skip_json,
+    skip_one,
+    skip_space,
+    skip_words,
+    words,
+)
 
 _ARGUMENT_KEYS = ("arguments", "parameters")  # models mix them up
 _NAME = re.compile(r"[\w.:/-]*")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -65,7 +66,6 @@ class FolderText:
     ) -> None:
         """`chat_template` is a template's text; `read_tokenizer` None is `Tokenizer.from_folder`."""
         self._allow_special_tokens, self._tool_format = allow_special_tokens_in_content, tool_format
-        self._answer_format: AnswerFormat | None = None
         self._folder, self._template, self._read_tokenizer = folder, chat_template, read_tokenizer
         self._parts: TextParts | None = None
         self._lock = threading.Lock()
@@ -80,9 +80,7 @@ class FolderText:
 
     @property
     def answer_format(self) -> AnswerFormat:
-        if self._answer_format is None:
-            self._answer_format = self.read().answer_format
-        return self._answer_format
+        return self.read().answer_format
 
     def read(self) -> TextParts:
         """Now, unless it was done before."""
@@ -105,8 +103,9 @@ class FolderText:
         return TextParts(tokenizer, template, self._tool_format)
 
 
+@lru_cache(maxsize=4)
 def answer_format_of(parts: TextParts) -> AnswerFormat:
-    """Read anew, in some tens of milliseconds; without a chat template nothing is known."""
+    """Takes tens of milliseconds, once; without a chat template nothing is known."""
     from maitred.text.answer_format import AnswerFormat  # noqa: PLC0415
     from maitred.text.tool_format import read_answer_format  # noqa: PLC0415
 

@@ -70,13 +70,13 @@ def _bounded(found: re.Match[str]) -> str:
 
 
 def ignored_keywords(warnings: Sequence[str]) -> list[str]:
-    """Names of what was left out of a schema, from llguidance's warnings."""
-    names: dict[str, None] = {}
+    """Names of what was left out of a schema, from llguidance's warnings, whose order is no order."""
+    names: set[str] = set()
     for text in warnings:
         listed = re.match(r"Unimplemented keys: (\[.*\])", text, re.DOTALL)
         for name in json.loads(listed[1]) if listed else [_keyword_of(text)]:
-            names[name] = None
-    return list(names)
+            names.add(name)
+    return sorted(names)
 
 
 def _keyword_of(warning: str) -> str:
