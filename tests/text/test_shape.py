@@ -210,7 +210,10 @@ def test_a_pattern_for_blanks_takes_the_place_of_dumps():
 
 
 def test_what_is_no_schema_is_refused_with_its_place():
-    for schema in ("{", "[1]", 3, None):
+    deep: list[Any] = []
+    for _ in range(100_000):
+        deep = [deep]
+    for schema in ("{", "[1]", 3, None, "[" * 100_000, {"a": deep}):
         with pytest.raises(InvalidRequest) as told:
             json_source(schema, "response_format.json_schema.schema")
         assert told.value.param == "response_format.json_schema.schema"

@@ -42,7 +42,10 @@ def json_source(schema: object, path: str, *, whitespace_pattern: str | None = N
     options: dict[str, Any] = {"lenient": True, **_SPACED_AS_DUMPS}
     if whitespace_pattern is not None:
         options = {"lenient": True, "whitespace_pattern": bounded_pattern(whitespace_pattern)}
-    text = json.dumps({**schema, "x-guidance": options}, ensure_ascii=False)
+    try:
+        text = json.dumps({**schema, "x-guidance": options}, ensure_ascii=False)
+    except RecursionError:
+        raise InvalidRequest("the schema is nested too deeply", param=path, code=UNSUPPORTED_SCHEMA) from None
     return Source("json_schema", text, path, is_strict)
 
 
