@@ -109,7 +109,8 @@ def test_figures_and_their_labels_fit_their_tiles(house, open_page, expect, widt
 def test_every_control_has_a_name(house, open_page, expect):
     page = open_page(house.url)
     expect(page.locator("#engine")).to_be_visible()
-    page.get_by_text("Sampling and system prompt").click()
+    for fold in ("Sampling and system prompt", "Schema, tools and thoughts"):
+        page.get_by_text(fold).click()
     nameless = page.evaluate(
         """[...document.querySelectorAll("button, input, select, textarea, canvas[role=img]")].filter((e) =>
             !(e.labels?.length || e.getAttribute("aria-label") || e.textContent.trim())).map((e) => e.outerHTML)"""
