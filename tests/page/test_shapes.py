@@ -225,3 +225,13 @@ def test_where_the_browser_has_no_clipboard_for_pages_copying_works_all_the_same
         expect(page.locator(".actions .done")).to_be_visible()
         page.get_by_label("Message").press("ControlOrMeta+v")
         expect(page.get_by_label("Message")).to_have_value("Soup.")
+
+
+def test_of_an_answer_that_only_calls_the_arguments_are_copied(open_page, expect):
+    with scripted(calls("weather", '{"city": "Oslo"}')) as script:
+        page = open_page(script.url, expected=NO_ENGINE)
+        page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+        ask(page)
+        page.get_by_role("button", name="Copy the answer").click()
+        expect(page.locator(".actions .done")).to_be_visible()
+        assert page.evaluate("navigator.clipboard.readText()") == '{"city": "Oslo"}'

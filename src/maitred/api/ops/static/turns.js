@@ -64,7 +64,7 @@ export class Reply {
     this.facts = h("p", { class: "facts" });
     this.bubble = h("div", { class: "turn assistant" }, this.thoughts, this.text, this.calls, this.facts);
     const again = h("button", { type: "button", class: "tool again", "aria-label": "Answer again", title: "Answer again", onclick: onAgain });
-    const buttons = h("div", { class: "actions" }, copyButton("Copy the answer", () => turn.content), again);
+    const buttons = h("div", { class: "actions" }, copyButton("Copy the answer", () => textOf(turn)), again);
     this.node = h("div", { class: "entry" }, this.bubble, buttons);
   }
 
@@ -96,6 +96,11 @@ export class Reply {
     const asks = result === undefined && isWhole(this.turn);
     return card(call, result, asks ? (given) => this.onResult(call, given) : null);
   }
+}
+
+/** What is copied: of an answer that only calls, what it calls with. */
+function textOf({ content, calls }) {
+  return content || calls.map((call) => call.arguments).join("\n");
 }
 
 /** The engine's figures where it told them; else what this page saw: no rate, for it cannot know one. */
