@@ -4,7 +4,10 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,36 +24,12 @@ class Dish:
         return f"{quantity} {self.name if quantity == 1 else self.plural}"
 
 
-def _dish(name: str, price: int, course: str, vegetarian: bool = True, plural: str | None = None) -> Dish:
-    return Dish(name, plural or name + "s", price, course, vegetarian)
-
-
-DISHES: tuple[Dish, ...] = (
-    _dish("soup", 5, "starter"),
-    _dish("salad", 6, "starter"),
-    _dish("toast", 4, "starter"),
-    _dish("shrimp cocktail", 9, "starter", vegetarian=False),
-    _dish("steak", 19, "main", vegetarian=False),
-    _dish("burger", 12, "main", vegetarian=False),
-    _dish("pizza", 11, "main"),
-    _dish("risotto", 13, "main"),
-    _dish("omelette", 8, "main"),
-    _dish("kebab", 10, "main", vegetarian=False),
-    _dish("curry", 14, "main", plural="curries"),
-    _dish("lobster", 24, "main", vegetarian=False),
-    _dish("cake", 5, "dessert"),
-    _dish("ice cream", 4, "dessert"),
-    _dish("tart", 6, "dessert"),
-    _dish("waffle", 7, "dessert"),
-    _dish("water", 2, "drink"),
-    _dish("tea", 3, "drink"),
-    _dish("coffee", 3, "drink"),
-    _dish("juice", 4, "drink"),
-    _dish("beer", 5, "drink"),
-    _dish("wine", 8, "drink"),
-    _dish("lemonade", 4, "drink"),
-    _dish("cola", 3, "drink"),
+HOUSE: dict[str, Any] = json.loads(
+    (Path(__file__).parents[1] / "src/maitred/api/ops/static/restaurant.json").read_text(encoding="utf-8")
 )
+"""The card, the tools and the tables, in the one file that the page reads too."""
+
+DISHES: tuple[Dish, ...] = tuple(Dish(**dish) for dish in HOUSE["dishes"])
 
 BY_NAME = {dish.name: dish for dish in DISHES}
 COURSES = ("starter", "main", "dessert", "drink")

@@ -29,6 +29,7 @@ class FakeServer:
     timing_ms: dict[str, float] | None = None  # in the usage of streams
     strict: bool = False  # refuses fields that OpenAI does not have
     text_of: Callable[[int], str] = lambda position: f"word{position} "
+    deltas: Callable[[int], list[dict[str, Any]]] | None = None  # request number -> of its stream, in place of words
     refuse: Callable[[int], int | None] = lambda number: None  # request number -> status to refuse it with
     break_stream: bool = False  # ends streams without their end
     bodies: list[dict[str, Any]] = field(default_factory=list)
@@ -89,6 +90,8 @@ class FakeServer:
     async def _stream(self, request: web.Request, body: dict[str, Any], chat: bool) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
+        if self.deltas is not None:
+            return await self._script(response, self.deltas(len(self.bodies) - 1))
         num_tokens = body.get("max_tokens", 4)
         continuous = body.get("stream_options", {}).get("continuous_usage_stats") and self.sends_usage
         for start in range(0, num_tokens, self.tokens_per_chunk):
@@ -105,6 +108,16 @@ class FakeServer:
             timing = {} if self.timing_ms is None else {"timing_ms": self.timing_ms}
             await _event(response, {"choices": [], "usage": _usage(body, num_tokens) | timing})
         await response.write(b": keep-alive\n\ndata: [DONE]\n\n")
+        return response
+
+    async def _script(self, response: web.StreamResponse, deltas: list[dict[str, Any]]) -> web.StreamResponse:
+        for delta in deltas:
+            await _event(response, {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]})
+            if self.break_stream and delta is deltas[-1]:
+                return response
+        finish = "tool_calls" if any("tool_calls" in delta for delta in deltas) else "stop"
+        await _event(response, {"choices": [{"index": 0, "delta": {}, "finish_reason": finish}]})
+        await response.write(b"data: [DONE]\n\n")
         return response
 
 

@@ -41,7 +41,7 @@ def ask(page, text: str = "What is there?") -> None:
 
 def test_an_answer_is_shown_as_markdown_with_its_times(server, open_page, expect):
     page = open_page(server.url)
-    expect(page.locator("#model")).to_have_text("tiny")
+    expect(page.locator("#model")).to_have_value("tiny")
     ask(page)
     answer = page.locator(".turn.assistant")
     expect(answer.locator(".facts")).to_contain_text("to the first token")
@@ -259,12 +259,12 @@ def test_a_key_is_asked_for_kept_in_the_tab_and_forgotten(open_page, expect):
         expect(dialog.get_by_role("alert")).to_contain_text("not valid")
         page.get_by_label("API key").fill("secret")
         page.get_by_role("button", name="Use it").click()
-        expect(page.locator("#model")).to_have_text("tiny")
+        expect(page.locator("#model")).to_have_value("tiny")
         expect(dialog).to_be_hidden()
         ask(page)
         expect(page.locator(".turn.assistant .text")).to_have_text("Hello.")
         page.reload()
-        expect(page.locator("#model")).to_have_text("tiny")
+        expect(page.locator("#model")).to_have_value("tiny")
         assert page.evaluate("Object.keys(localStorage).filter((k) => localStorage[k].includes('secret')).length") == 0
         page.get_by_role("button", name="Key").click()
         page.get_by_role("button", name="Forget it").click()
@@ -287,7 +287,7 @@ def test_a_tenant_has_the_chat_and_an_administrator_the_engine_too(open_page, ex
 
 def test_the_keyboard_is_enough(server, open_page, expect):
     page = open_page(server.url)
-    expect(page.locator("#model")).to_have_text("tiny")
+    expect(page.locator("#model")).to_have_value("tiny")
     page.keyboard.press("Tab")
     assert page.evaluate("document.activeElement.className") == "skip"
     page.keyboard.press("Enter")

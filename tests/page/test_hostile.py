@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.fakes_api import FakeReplica, running_server, says
+from tests.page.scripted import calls, scripted
+from tests.page.scripted import says as says_scripted
 from tests.page.test_chat import NO_ENGINE, ask
 from tests.page.worlds import page_model, serving
 
@@ -48,12 +50,16 @@ def test_no_attack_becomes_an_element_or_a_request(attacked, open_page, expect):
     ):
         expect(answer).to_contain_text(text)
     made = page.evaluate("[...new Set([...document.querySelectorAll('#log *')].map((e) => e.tagName.toLowerCase()))]")
-    allowed = "a b blockquote br code del div em h3 h4 h5 hr li ol p pre span strong table tbody td th thead tr ul"
+    allowed = "a b blockquote br button code del details div em h3 h4 h5 hr li ol p pre span strong summary"
+    allowed += " table tbody td th thead tr ul"
     assert set(made) <= set(allowed.split())
     attributes = page.evaluate(
         "[...new Set([...document.querySelectorAll('#log *')].flatMap((e) => e.getAttributeNames()))]"
     )
-    assert set(attributes) <= {"class", "dir", "href", "rel", "target", "title", "start", "tabindex"}
+    assert set(attributes) <= {
+        *("class", "dir", "href", "rel", "target", "title", "start", "tabindex"),
+        *("type", "aria-label", "hidden"),
+    }
     links = page.evaluate("[...document.querySelectorAll('#log a')].map((a) => [a.protocol, a.rel, a.host])")
     assert links  # addresses that were written out, and that of a picture: to click on, not fetched
     assert all(link == ["http:", "noopener noreferrer nofollow", "evil.example"] for link in links)
@@ -66,16 +72,29 @@ def test_no_attack_becomes_an_element_or_a_request(attacked, open_page, expect):
 
 def test_inline_scripts_styles_and_strangers_are_refused_by_the_policy(attacked, open_page, expect):
     """If a hole were found in the page, this is what would still stand."""
-    page = open_page(attacked.url, expected=("Content Security Policy", "violates", "404"))
-    expect(page.locator("#model")).to_have_text("tiny")
-    page.evaluate(
+    page = open_page(
+        attacked.url,
+        expected=("Content Security Policy", "violates", "404", "TrustedHTML", "TrustedScript", "not be executed"),
+    )
+    expect(page.locator("#model")).to_have_value("tiny")
+    tried = page.evaluate(
         """() => {
-            document.body.insertAdjacentHTML("beforeend", "<img src='/none' onerror='window.pwned = 1'>");
             const script = document.createElement("script");
-            script.textContent = "window.pwned = 1";
-            document.body.append(script);
+            script.append("window.pwned = 1");
+            const picture = document.createElement("img");
+            const tries = [
+                () => document.body.insertAdjacentHTML("beforeend", "<img src='/none' onerror='window.pwned = 1'>"),
+                () => (document.body.innerHTML = "<b>mine</b>"),
+                () => document.body.append(script),
+                () => picture.setAttribute("onerror", "window.pwned = 1"),
+                () => (picture.src = "/none"),
+            ];
+            return tries.map((attempt) => {
+                try { attempt(); return "done"; } catch (error) { return error.name; }
+            });
         }"""
     )
+    assert tried[:2] == ["TypeError", "TypeError"]  # no text becomes HTML, whoever asks for it
     refused = page.evaluate("fetch('http://127.0.0.2:9/').then(() => 'fetched', (e) => e.name)")
     assert refused == "TypeError"
     assert page.evaluate("window.pwned") is None
@@ -193,3 +212,33 @@ def test_names_of_requests_and_tenants_are_inert_in_the_live_view(open_page, exp
         expect(page.locator("#queue")).to_contain_text("<img src=x")
         assert page.locator("#queue img").count() == 0
         assert page.evaluate("window.pwned") is None
+
+
+def test_calls_thoughts_results_and_code_are_only_looked_at(open_page, expect):
+    bad = "<img src=x onerror=window.pwned=1>\u202e"
+    hidden = f"```html\n<script>window.pwned = 1</script>{bad}\n```\n```{bad}\nx\n```\n```constructor\nx\n```"
+    answer = [{"reasoning_content": bad}, *calls(bad, f'{{"a": "{bad}"}}'), {"content": hidden}]
+    with scripted(answer, says_scripted(bad)) as script:
+        page = open_page(script.url, expected=NO_ENGINE)
+        ask(page, bad)
+        expect(page.locator(".text .hl-tag").first).to_be_attached()  # in colours, and still text
+        page.get_by_label("Result of").fill(bad)
+        page.get_by_role("button", name="Send the result").click()
+        expect(page.locator(".turn.assistant .text").last).to_contain_text("<img src=x")
+        page.get_by_role("button", name="Conversations").click()
+        expect(page.get_by_label("Name of <img")).to_be_visible()
+        assert page.locator("#log img, #log script, #conversations img").count() == 0
+        assert page.evaluate("window.pwned") is None
+
+
+def test_code_made_to_be_slow_to_colour_does_not_hang_the_page(open_page, expect):
+    """What takes a highlighter time that grows with the square of the text, in several blocks of one answer."""
+    pairs = [("csharp", "async "), ("cpp", "a"), ("c", "__END__"), ("r", "<!--"), ("javascript", "`${"), ("sql", '"')]
+    for language, piece in pairs:
+        blocks = [f"```{language}\n{piece * (n // len(piece))}\n```" for n in (18_000, 30_000, 45_000)]
+        with scripted(says_scripted("\n\n".join(blocks)), says_scripted("Still here.")) as script:
+            page = open_page(script.url, expected=NO_ENGINE)
+            ask(page)
+            expect(page.locator(".text .code")).to_have_count(3)
+            ask(page, "Are you?")
+            expect(page.locator(".turn.assistant .text").last).to_have_text("Still here.")

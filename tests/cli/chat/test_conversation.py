@@ -11,7 +11,7 @@ def answered(*questions: str) -> Conversation:
     conversation = Conversation()
     for question in questions:
         assert conversation.take(question).next is Next.ASK
-        conversation.answered(f"answer to {question}")
+        conversation.answered({"role": "assistant", "content": f"answer to {question}"})
     return conversation
 
 

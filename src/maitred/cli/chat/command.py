@@ -19,11 +19,12 @@ COMMAND = Command(
     run=_run,
     parts=(ChatOptions, *ENGINE_PARTS),
     positional="model",
-    first=("url", "api_key", "system", "set", "model", "dtype", "max_model_len", "num_threads"),
+    first=("url", "api_key", "system", "schema", "tools", "set", "model", "dtype", "max_model_len", "num_threads"),
     examples=(
         "maitred chat",
         "maitred chat ./Llama-3.2-1B --system 'Answer in one sentence.' --set temperature=0.2",
         "maitred chat --url http://127.0.0.1:8000",
+        "maitred chat --schema order.json",
         "echo 'What is a maitre d?' | maitred chat",
     ),
 )

@@ -6,7 +6,9 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 from maitred.errors import ConfigError, did_you_mean
 
@@ -32,7 +34,8 @@ HELP = """\
 /retry            answer the last question anew
 /save FILE        write the conversation; .json holds the messages, other names a transcript
 /exit, /bye       leave, as Ctrl-D does
-Alt+Enter or a backslash at the end of the line starts a new line; Ctrl-C stops an answer."""
+Alt+Enter or a backslash at the end of the line starts a new line; Ctrl-C stops an answer.
+After a call of a tool, the next line is its result; /retry drops the call."""
 
 
 class Next(Enum):
@@ -55,15 +58,24 @@ class Conversation:
 
     system: str | None = None
     settings: dict[str, object] = field(default_factory=dict)
-    messages: list[dict[str, str]] = field(default_factory=list)
+    shape: Mapping[str, object] = field(default_factory=dict)  # of answers: fields of each request
+    messages: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def pending(self) -> list[dict[str, Any]]:
+        """The calls of the last answer that have no result yet, in their order."""
+        results = [message["tool_call_id"] for message in takewhile(_is_result, reversed(self.messages))]
+        if len(results) == len(self.messages):
+            return []
+        calls = self.messages[-1 - len(results)].get("tool_calls", [])
+        return [call for call in calls if call["id"] not in results]
 
     def take(self, line: str) -> Outcome:
-        """One line (or several, if typed so) from the person."""
+        """One line (or several, if typed so) from the person: a question, a command, or the result of a call."""
         if not line.strip():
             return Outcome(Next.READ)
         if not line.startswith("/") or line.startswith("//"):
-            self.messages.append({"role": "user", "content": line.removeprefix("/") if line[0] == "/" else line})
-            return Outcome(Next.ASK)
+            return self._heard(line.removeprefix("/") if line[0] == "/" else line)
         name, _, rest = line.strip().partition(" ")
         command = COMMANDS.get(name)
         if command is None:
@@ -73,6 +85,13 @@ class Conversation:
         except ConfigError as error:
             return Outcome(Next.READ, str(error))
 
+    def _heard(self, text: str) -> Outcome:
+        if not (pending := self.pending):
+            self.messages.append({"role": "user", "content": text})
+            return Outcome(Next.ASK)
+        self.messages.append({"role": "tool", "tool_call_id": pending[0]["id"], "content": text})
+        return Outcome(Next.READ, _asked(pending[1])) if pending[1:] else Outcome(Next.ASK)
+
     def request(self, model: str) -> dict[str, object]:
         """The body for /v1/chat/completions."""
         system = [{"role": "system", "content": self.system}] if self.system else []
@@ -81,15 +100,18 @@ class Conversation:
             "messages": [*system, *self.messages],
             "stream": True,
             "stream_options": {"include_usage": True},
+            **self.shape,
             **self.settings,
         }
 
-    def answered(self, text: str) -> None:
-        self.messages.append({"role": "assistant", "content": text})
+    def answered(self, message: dict[str, Any]) -> str:
+        """What is asked of the person now: the result of the first call, or nothing."""
+        self.messages.append(message)
+        return _asked(pending[0]) if (pending := self.pending) else ""
 
     def failed(self) -> None:
-        """No answer came: the question is taken back, so that the next one stands alone."""
-        if self.messages and self.messages[-1]["role"] == "user":
+        """No answer came: the question, or the last result, is taken back, so that the next one stands alone."""
+        if self.messages and self.messages[-1]["role"] in ("user", "tool"):
             self.messages.pop()
 
     def set(self, name: str, word: str) -> None:
@@ -108,6 +130,15 @@ class Conversation:
     def set_all(self, values: Mapping[str, object]) -> None:
         for name, value in values.items():
             self.set(name, str(value))
+
+
+def _is_result(message: Mapping[str, object]) -> bool:
+    return message["role"] == "tool"
+
+
+def _asked(call: Mapping[str, Any]) -> str:
+    function = call["function"]
+    return f"calls {function['name']}({function['arguments']}); what does it give?"
 
 
 # ---- the commands
@@ -149,6 +180,8 @@ def _reset(conversation: Conversation, rest: str) -> Outcome:
 
 
 def _retry(conversation: Conversation, rest: str) -> Outcome:
+    while conversation.pending and _is_result(conversation.messages[-1]):
+        conversation.messages.pop()  # not all the results are there: the calls go as well
     if conversation.messages and conversation.messages[-1]["role"] == "assistant":
         conversation.messages.pop()
     if not conversation.messages:
@@ -176,7 +209,13 @@ def _as_json(conversation: Conversation) -> str:
 
 
 def _as_transcript(conversation: Conversation) -> str:
-    return "".join(f"{message['role']}:\n{message['content']}\n\n" for message in conversation.messages)
+    return "".join(f"{message['role']}:\n{_spoken(message)}\n\n" for message in conversation.messages)
+
+
+def _spoken(message: Mapping[str, Any]) -> str:
+    functions = [call["function"] for call in message.get("tool_calls", [])]
+    calls = [f"{function['name']}({function['arguments']})" for function in functions]
+    return "\n".join([message["content"], *calls] if message["content"] else calls)
 
 
 def _exit(conversation: Conversation, rest: str) -> Outcome:

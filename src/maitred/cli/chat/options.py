@@ -18,5 +18,9 @@ class ChatOptions:
     """Key for the server at --url."""
     system: str | None = None
     """System prompt."""
+    schema: str | None = option(None, metavar="FILE")
+    """File with a JSON schema that every answer follows."""
+    tools: str | None = option(None, metavar="FILE")
+    """File with a JSON array of tools, as the API takes them; calls are shown, and what is typed next is the result."""
     set: Mapping[str, object] = field(default_factory=dict)
     """Settings to begin with, as /set takes them: temperature, top_p, max_tokens, seed, ..."""

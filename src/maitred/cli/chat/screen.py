@@ -54,6 +54,10 @@ class ScreenTerminal:
         sys.stdout.write(inert(text))
         sys.stdout.flush()
 
+    def think(self, text: str) -> None:
+        sys.stdout.write(dim(inert(text)))
+        sys.stdout.flush()
+
     def tell(self, text: str) -> None:
         print(inert(text), flush=True)
 

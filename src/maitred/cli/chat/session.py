@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 
 from maitred.cli.chat.answer import Answer
 from maitred.cli.chat.conversation import Conversation, Next
@@ -20,7 +22,7 @@ from maitred.errors import ConfigError, MaitredError
 
 
 def run_chat(options: Options, chat: ChatOptions) -> int:
-    conversation = Conversation(system=chat.system)
+    conversation = Conversation(system=chat.system, shape=shape_of(chat))
     try:
         conversation.set_all(chat.set)
     except ConfigError as error:
@@ -28,6 +30,29 @@ def run_chat(options: Options, chat: ChatOptions) -> int:
     terminal = open_terminal()
     num_failed = asyncio.run(_chat(options, chat, conversation, terminal))
     return 1 if num_failed and not terminal.interactive else 0
+
+
+def shape_of(chat: ChatOptions) -> dict[str, object]:
+    """The fields of a request that say what an answer may be. Raises UsageError for a file that is no such thing."""
+    shape: dict[str, object] = {}
+    if chat.schema is not None:
+        schema = _json_file("--schema", chat.schema, dict, "a JSON schema is an object")
+        shape["response_format"] = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+    if chat.tools is not None:
+        shape["tools"] = _json_file("--tools", chat.tools, list, "tools are an array, as the API takes them")
+    return shape
+
+
+def _json_file(flag: str, name: str, kind: type, words: str) -> object:
+    try:
+        found = json.loads(Path(name).expanduser().read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"{flag} {name}: {error.strerror}; name a file that can be read") from None
+    except ValueError as error:
+        raise UsageError(f"{flag} {name}: it is not valid JSON: {error}") from None
+    if not isinstance(found, kind):
+        raise UsageError(f"{flag} {name}: {words}, this is {type(found).__name__}")
+    return found
 
 
 async def _chat(options: Options, chat: ChatOptions, conversation: Conversation, terminal: Terminal) -> int:
@@ -64,21 +89,16 @@ async def talk(endpoint: Endpoint, model: str, conversation: Conversation, termi
 
 
 async def _ask(endpoint: Endpoint, model: str, conversation: Conversation, terminal: Terminal) -> bool:
-    answer = Answer()
-
-    async def show() -> None:
-        async for text in answer.stream(endpoint, conversation.request(model)):
-            terminal.show(text)
-
-    task = asyncio.create_task(show())
+    answer, asked = Answer(), ""
+    task = asyncio.create_task(_show(answer, endpoint, conversation.request(model), terminal))
     try:
         await _until_done_or_interrupted(task)
     except MaitredError as error:
         terminal.show("\n" if answer.text else "")
         terminal.tell(f"error: {error}")
     finally:
-        if answer.text:
-            conversation.answered(answer.text)
+        if message := answer.message():
+            asked = conversation.answered(message)
         else:
             conversation.failed()
     if task.cancelled():
@@ -86,9 +106,26 @@ async def _ask(endpoint: Endpoint, model: str, conversation: Conversation, termi
         return False
     if task.exception() is not None:
         return False
-    terminal.show("\n")
+    terminal.show("\n" if answer.text or not asked else "")
     terminal.remark(answer.describe())
+    if asked:
+        terminal.tell(asked)
     return True
+
+
+async def _show(answer: Answer, endpoint: Endpoint, request: Mapping[str, object], terminal: Terminal) -> None:
+    """Thoughts stand on lines of their own before the text."""
+    was_thought = False
+    async for text, is_thought in answer.stream(endpoint, request):
+        if was_thought and not is_thought:
+            terminal.think("\n\n")
+        was_thought = is_thought
+        if is_thought:
+            terminal.think(text)
+        else:
+            terminal.show(text)
+    if was_thought:
+        terminal.think("\n")
 
 
 async def _until_done_or_interrupted(task: asyncio.Task[None]) -> None:

@@ -21,6 +21,9 @@ class Terminal(Protocol):
     def show(self, text: str) -> None:
         """A piece of the answer, as it comes."""
 
+    def think(self, text: str) -> None:
+        """A piece of the thoughts before the answer, as it comes."""
+
     def tell(self, text: str) -> None:
         """A line from us, not from the model."""
 
@@ -71,6 +74,9 @@ class PipeTerminal:
     def show(self, text: str) -> None:
         self._sink.write(inert(text))
         self._sink.flush()
+
+    def think(self, text: str) -> None:
+        """Nothing: who reads a pipe wants the answer alone."""
 
     def tell(self, text: str) -> None:
         print(inert(text), file=sys.stderr, flush=True)

@@ -1,36 +1,34 @@
-// The conversation on the screen: sending, streaming, stopping.
+// The conversation on the screen: sending, streaming, stopping, and going on after a call.
 
 import { streamAnswer } from "./answer.js";
-import { Conversation, CUT } from "./conversation.js";
-import { $, fill, h } from "./dom.js";
-import { inert } from "./inert.js";
-import { markdown } from "./markdown.js";
+import { Conversation, CUT, messagesOf, reply } from "./conversation.js";
+import { Conversations } from "./conversations.js";
+import { $, h } from "./dom.js";
+import { ofTab } from "./kept.js";
+import { Restaurant } from "./restaurant.js";
 import { Settings } from "./settings.js";
-import { count, seconds } from "./words.js";
+import { isWhole, Question, Reply } from "./turns.js";
+import { seconds } from "./words.js";
 
 const SUGGESTIONS = ["I would like two soups and a tea, please.", "What is maitred?", "What is the prefix cache?"];
+const OPEN = "maitred.open"; // id of the conversation in this tab
 const REDRAW_MS = 60;
 const LEAVING_MS = 100; // a page that is left may first lose its connections; then nothing that waits for this is run
-const FINISHES = {
-  length: "reached its most tokens", stopped: "stopped by you", broken: "broke off", cut: "cut off: the page was left or reloaded",
-};
-const BAD_FINISHES = ["stopped", "broken", "cut"];
+const MAX_ROUNDS = 8; // of calls in a row that are run without a word of the reader
 
 export class Chat {
   /** `onId` is told the id of each answer of ours, so that the live view can point at it. */
   constructor(client, { onId = () => {}, onNeedsKey = () => {}, onUnreachable = () => {} } = {}) {
-    this.client = client;
-    this.onId = onId;
-    this.onNeedsKey = onNeedsKey;
-    this.onUnreachable = onUnreachable;
+    Object.assign(this, { client, onId, onNeedsKey, onUnreachable });
     this.model = null;
     this.modelKnown = new Promise((resolve) => (this.resolveModel = resolve));
     this.running = null; // AbortController of the answer on its way
-    this.conversation = new Conversation();
+    this.waits = false; // for the model
     this.settings = new Settings();
+    this.restaurant = new Restaurant();
     this.wire();
-    for (const turn of this.conversation.turns) this.show(turn);
-    this.arrange();
+    this.open(ofTab.get(OPEN));
+    new Conversations({ current: () => this.conversation, onOpen: (id) => this.open(id), onGone: () => this.open() });
   }
 
   /** What is sent before this waits for it. Only the built-in model is sure to know what the suggestions are about. */
@@ -43,7 +41,10 @@ export class Chat {
   wire() {
     $("send").addEventListener("click", () => this.send());
     $("stop").addEventListener("click", () => this.running?.abort());
-    $("fresh").addEventListener("click", () => this.begin());
+    $("fresh").addEventListener("click", () => {
+      this.open();
+      $("message").focus();
+    });
     $("message").addEventListener("keydown", (event) => {
       if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
         event.preventDefault();
@@ -51,7 +52,7 @@ export class Chat {
       }
     });
     document.addEventListener("keydown", (event) => {
-      if (event.key === "Escape" && this.running && !$("key-dialog").open) this.running.abort();
+      if (event.key === "Escape" && this.running && !document.querySelector("dialog[open]")) this.running.abort();
     });
     for (const text of SUGGESTIONS) {
       const use = () => {
@@ -62,110 +63,188 @@ export class Chat {
     }
   }
 
-  begin() {
+  /** A kept conversation, or a new one; the answer on its way ends where it is. */
+  open(id = null) {
     this.running?.abort();
-    this.conversation.clear();
+    this.complain(null);
+    this.conversation = new Conversation(id, (words) => words && this.complain(words));
+    ofTab.set(OPEN, this.conversation.id);
+    this.redraw();
+  }
+
+  redraw() {
+    this.views = new Map();
     $("log").replaceChildren();
-    this.complain(null);
+    for (const turn of this.conversation.turns) this.show(turn);
     this.arrange();
-    $("message").focus();
-  }
-
-  async send() {
-    const text = $("message").value.trim();
-    if (!text || this.running || this.waits) return;
-    let body;
-    try {
-      body = this.settings.sampling();
-    } catch (error) {
-      this.complain(error.message);
-      $("settings").open = true;
-      return;
-    }
-    $("message").value = "";
-    this.complain(null);
-    if (!this.model) this.complain("Not connected to the server yet; the message waits.");
-    this.waits = true;
-    await this.modelKnown;
-    this.waits = false;
-    this.complain(null);
-    const question = this.show(this.conversation.add("user", text));
-    const told = await this.answer({ ...body, model: this.model, messages: this.conversation.messages(this.settings.system) });
-    if (told.error && !told.text) this.takeBack(question, text);
-  }
-
-  /** What was refused stays out of the conversation, or all that follows would be refused too. */
-  takeBack(question, text) {
-    question.node.remove();
-    this.conversation.turns.pop();
-    this.conversation.keep();
-    if (!$("message").value) $("message").value = text;
-    this.arrange();
-  }
-
-  async answer(body) {
-    this.running = new AbortController();
-    const turn = { role: "assistant", content: "", facts: null };
-    const view = this.show(turn);
-    view.node.classList.add("streaming");
-    $("log").setAttribute("aria-busy", "true");
-    this.arrange();
-    const painter = new Painter(view.text);
-    let isLeft = false;
-    const leave = () => {
-      isLeft = true;
-      this.conversation.cut(painter.latest); // now, for what follows may not run any more
-      this.running.abort();
-    };
-    window.addEventListener("pagehide", leave);
-    const told = await streamAnswer(this.client, body, {
-      signal: this.running.signal,
-      onText: (text) => painter.paint(text),
-      onId: this.onId,
-    });
-    if (told.error) await new Promise((done) => setTimeout(done, LEAVING_MS));
-    window.removeEventListener("pagehide", leave);
-    if (isLeft) told.facts = CUT;
-    const follows = isAtEnd();
-    painter.finish(told.text);
-    this.running = null;
-    view.node.classList.remove("streaming");
-    $("log").removeAttribute("aria-busy");
-    const isWanted = view.node.isConnected; // not so once a new conversation began
-    if (isWanted && (told.text || !told.error)) this.conversation.add("assistant", told.text, told.facts);
-    this.tell(view, told);
-    this.arrange();
-    if (follows) this.scroll();
-    return told;
-  }
-
-  /** What it took, or what went wrong. */
-  tell(view, told) {
-    view.facts.replaceChildren(...factsOf(told.facts, told.text));
-    if (!told.error) return;
-    view.node.classList.add("bad");
-    if (!told.text) view.node.remove();
-    const again = told.error.retryAfter ? ` Try again in ${seconds(told.error.retryAfter)}.` : "";
-    this.complain(told.error.message + again);
-    if (told.error.status === 401) this.onNeedsKey(told.error.message);
-    if (told.error.status === null) this.onUnreachable();
   }
 
   show(turn) {
-    const text = h("div", { class: "text" });
-    const facts = h("p", { class: "facts" });
-    const node = h("div", { class: `turn ${turn.role === "user" ? "user" : "assistant"}` });
-    if (turn.role === "user") {
-      node.setAttribute("dir", "auto");
-      node.textContent = inert(turn.content);
-    } else {
-      fill(text, markdown(turn.content));
-      facts.replaceChildren(...(turn.facts ? factsOf(turn.facts, turn.content) : []));
-      node.append(text, facts);
-    }
-    $("log").append(node);
+    if (turn.role === "tool") return null; // on the card of its call
+    const view = turn.role === "user" ? new Question(turn, { onEdit: (text) => this.editTo(turn, text) }) : new Reply(turn, {
+      onAgain: () => this.again(turn),
+      onResult: (call, result) => this.giveResult(turn, call, result),
+    });
+    view.draw?.(this.conversation.resultsOf(turn));
+    this.views.set(turn, view);
+    $("log").append(view.node);
     this.scroll();
-    return { node, text, facts };
+    return view;
+  }
+
+  // What the reader does. `asked` is what is set at that moment, for all rounds of the answer: {fields, hasRestaurant}.
+
+  async send() {
+    const text = $("message").value.trim();
+    const asked = text && this.asked();
+    if (!asked) return;
+    $("message").value = "";
+    const isHeard = await this.say(text, this.conversation.turns, asked);
+    if (!isHeard && !$("message").value) $("message").value = text;
+  }
+
+  async editTo(turn, text) {
+    const asked = this.asked();
+    if (!asked) return;
+    const isHeard = await this.say(text, this.before(turn), asked);
+    const view = this.views.get(turn);
+    if (!isHeard && view) view.edit((again) => this.editTo(turn, again), text);
+  }
+
+  async again(turn) {
+    const asked = this.asked();
+    if (!asked || !(await this.modelIsKnown())) return;
+    const { turns } = this.conversation;
+    this.conversation.replace(this.before(turn));
+    this.redraw();
+    await this.respond(turns, asked);
+  }
+
+  async giveResult(turn, call, result) {
+    const asked = this.asked();
+    if (!asked || !(await this.modelIsKnown())) return;
+    const { turns } = this.conversation;
+    this.settle(turn, call, result);
+    await this.goOn(turn, turns, asked, MAX_ROUNDS);
+  }
+
+  /** Null, with a complaint, when a field is wrong; and while an answer is on its way. */
+  asked() {
+    if (this.running || this.waits) return null;
+    this.complain(null);
+    try {
+      return { fields: this.settings.fields(), hasRestaurant: this.settings.hasRestaurant };
+    } catch (error) {
+      this.complain(error.message);
+      return null;
+    }
+  }
+
+  before(turn) {
+    return this.conversation.turns.slice(0, this.conversation.turns.indexOf(turn));
+  }
+
+  // What comes of it.
+
+  /** Says `text` after `turns`. Gives whether it was heard. */
+  async say(text, turns, asked) {
+    if (!(await this.modelIsKnown())) return false;
+    const before = this.conversation.turns;
+    const turn = { role: "user", content: text };
+    this.conversation.replace([...turns, turn]);
+    if (turns === before) this.show(turn);
+    else this.redraw();
+    return this.respond(before, asked);
+  }
+
+  /** False when another conversation was opened meanwhile. */
+  async modelIsKnown() {
+    const { conversation } = this;
+    if (!this.model) this.complain("Not connected to the server yet; the message waits.");
+    this.waits = true;
+    await Promise.all([this.modelKnown, this.restaurant.loaded]);
+    this.waits = false;
+    if (this.conversation !== conversation) return false;
+    this.complain(null);
+    return true;
+  }
+
+  /** Answers what was said last. A refusal goes back to the turns `before`, or all that follows would be refused too. */
+  async respond(before, asked, rounds = MAX_ROUNDS) {
+    const { conversation } = this;
+    const { turn, error } = await this.answer(conversation, asked);
+    if (error && isEmpty(turn)) {
+      conversation.replace(before);
+      if (this.conversation === conversation) this.redraw();
+      return false;
+    }
+    if (this.conversation === conversation && isWhole(turn) && turn.calls.length) await this.run(turn, asked, rounds);
+    return true;
+  }
+
+  /** Runs the restaurant's calls, and goes on once all have a result. */
+  async run(turn, asked, rounds) {
+    const before = this.conversation.turns;
+    for (const call of rounds > 0 && asked.hasRestaurant ? turn.calls : []) {
+      const result = this.restaurant.run(call);
+      if (result !== undefined) this.settle(turn, call, result);
+    }
+    await this.goOn(turn, before, asked, rounds - 1);
+  }
+
+  settle(turn, call, result) {
+    this.conversation.add({ role: "tool", id: call.id, content: result });
+    this.views.get(turn).settle(call, result);
+    this.scroll();
+  }
+
+  async goOn(turn, before, asked, rounds) {
+    if (turn.calls.length === this.conversation.resultsOf(turn).size) await this.respond(before, asked, rounds);
+  }
+
+  async answer(conversation, asked) {
+    this.running = new AbortController();
+    const turn = { ...reply(), isJSON: Boolean(asked.fields.response_format) };
+    const body = this.bodyOf(conversation, asked);
+    const view = this.show(turn);
+    view.bubble.classList.add("streaming");
+    $("log").setAttribute("aria-busy", "true");
+    this.arrange();
+    const painter = new Painter(view);
+    let isLeft = false;
+    const leave = () => {
+      isLeft = true;
+      conversation.cut(turn); // now, for what follows may not run any more
+      this.running?.abort();
+    };
+    window.addEventListener("pagehide", leave);
+    const { signal } = this.running;
+    const error = await streamAnswer(this.client, body, turn, { signal, onPiece: () => painter.paint(), onId: this.onId });
+    if (error) await new Promise((done) => setTimeout(done, LEAVING_MS));
+    window.removeEventListener("pagehide", leave);
+    if (isLeft) turn.facts = CUT;
+    this.running = null;
+    $("log").removeAttribute("aria-busy");
+    if (!error || !isEmpty(turn)) conversation.add(turn);
+    painter.finish();
+    view.bubble.classList.remove("streaming");
+    if (error && this.conversation === conversation) this.tell(error);
+    this.arrange();
+    return { turn, error };
+  }
+
+  bodyOf({ turns }, { fields, hasRestaurant }) {
+    const body = { ...fields, model: this.model, messages: messagesOf(turns, this.settings.system) };
+    if (hasRestaurant) body.tools = [...this.restaurant.tools, ...(fields.tools ?? [])];
+    return body;
+  }
+
+  /** What went wrong. */
+  tell(error) {
+    const again = error.retryAfter ? ` Try again in ${seconds(error.retryAfter)}.` : "";
+    this.complain(error.message + again);
+    if (error.status === 401) this.onNeedsKey(error.message);
+    if (error.status === null) this.onUnreachable();
   }
 
   arrange() {
@@ -186,33 +265,34 @@ export class Chat {
   }
 }
 
-/** Draws a growing text now and then: seldom enough that drawing takes at most a fifth of the time. */
+function isEmpty({ content, reasoning, calls }) {
+  return !content && !reasoning && !calls.length;
+}
+
+/** Draws a growing turn now and then: seldom enough that drawing takes at most a fifth of the time. */
 class Painter {
-  constructor(node) {
-    this.node = node;
+  constructor(view) {
+    this.view = view;
     this.timer = null;
     this.waitMs = REDRAW_MS;
-    this.latest = "";
   }
 
-  paint(text) {
-    this.latest = text;
+  paint() {
     this.timer ??= setTimeout(() => {
       this.timer = null;
       this.draw();
     }, this.waitMs);
   }
 
-  finish(text) {
+  finish() {
     clearTimeout(this.timer);
-    this.latest = text;
     this.draw();
   }
 
   draw() {
     const began = performance.now();
     const follows = isAtEnd();
-    fill(this.node, markdown(this.latest));
+    this.view.draw();
     if (follows) $("log").scrollTop = $("log").scrollHeight;
     this.waitMs = Math.max(REDRAW_MS, 4 * (performance.now() - began));
   }
@@ -222,21 +302,4 @@ class Painter {
 function isAtEnd() {
   const log = $("log");
   return log.scrollHeight - log.scrollTop - log.clientHeight < 80;
-}
-
-/** The engine's figures where it told them; else what this page saw: no rate, for it cannot know one. */
-function factsOf(facts, text) {
-  const parts = [];
-  const add = (value, words) => parts.push(h("span", {}, h("b", {}, value), ` ${words}`));
-  const isTimed = facts.queue !== undefined;
-  if (isTimed) add(seconds(facts.ttft), "to the first token");
-  else if (facts.firstText) add(seconds(facts.firstText), "to the first text");
-  if (facts.perSecond) add(facts.perSecond < 10 ? facts.perSecond.toFixed(1) : count(facts.perSecond), "tokens/s");
-  if (facts.tokens && text) add(count(facts.tokens), `${facts.tokens === 1 ? "token" : "tokens"}${isTimed ? "" : ` in ${seconds(facts.total)}`}`);
-  if (isTimed) add(seconds(facts.queue), "in the queue");
-  if (facts.cached) add(count(facts.cached), "prompt tokens cached");
-  if (facts.finish && facts.finish !== "stop") {
-    parts.push(h("span", { class: BAD_FINISHES.includes(facts.finish) ? "bad" : "" }, FINISHES[facts.finish] ?? inert(facts.finish)));
-  }
-  return parts;
 }

@@ -8,8 +8,8 @@ const SPECIAL = /[\\`*_~[!\nh]/g;
 const MARKS = [["**", "strong"], ["__", "strong"], ["~~", "del"], ["*", "em"], ["_", "em"]];
 const BARE_URL = /https?:\/\/[^\s<>"'`]{1,2000}/y;
 
-/** How many more elements a message may be made of; what comes after them is plain text. */
-export const budget = { left: 0 };
+/** How many more elements a message may be made of, and characters of code coloured; what comes after them is plain. */
+export const budget = { left: 0, code: 0 };
 
 /** Nodes for one block's text. */
 export function inlines(text, depth = 0) {

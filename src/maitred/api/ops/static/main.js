@@ -5,11 +5,10 @@ import { Client } from "./client.js";
 import { $, say } from "./dom.js";
 import { Engine } from "./engine.js";
 import { Feed } from "./feed.js";
-import { inertLine } from "./inert.js";
+import { Models } from "./models.js";
 import { Policy } from "./policy.js";
 import { Rush } from "./rush.js";
 
-const BUILT_IN = "maitred-mini"; // model.checkpoint.BUILTIN_NAME
 const RETRY_MS = 3000;
 
 const client = new Client();
@@ -19,6 +18,7 @@ const chat = new Chat(client, {
   onNeedsKey: (words) => askForKey(words),
   onUnreachable: () => connect(), // again and again, until it is back
 });
+const models = new Models((name, told) => chat.useModel(name, told));
 const policy = new Policy(client);
 const feed = new Feed(client, {
   onFrame: (frame) => {
@@ -60,9 +60,7 @@ async function connect() {
   try {
     const { data } = await client.json("v1/models");
     chat.complain(null);
-    chat.useModel(data[0].id, { isBuiltIn: data[0].root === BUILT_IN });
-    say($("model"), inertLine(data[0].id, 60));
-    document.title = `${inertLine(data[0].id, 40)} · maitred`;
+    models.take(data);
     state("wait", "connecting");
     $("key-button").hidden = !client.key;
     feed.begin();

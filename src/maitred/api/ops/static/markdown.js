@@ -1,6 +1,7 @@
 // Markdown to nodes, blocks first: paragraphs, headings, lists, quotes, code, tables. Made for text nobody vouches for:
 // every step moves forward, nesting is bounded, and a link can only be http or https.
 
+import { codeBlock } from "./code.js";
 import { h } from "./dom.js";
 import { inert } from "./inert.js";
 import { budget, inlines } from "./inline.js";
@@ -8,6 +9,8 @@ import { budget, inlines } from "./inline.js";
 const MAX_DEPTH = 6;
 export const MAX_CHARS = 100_000; // of one message that are shown
 const MAX_ELEMENTS = 8000; // of one message, about
+const MAX_COLOURED = 20_000; // characters of code in one message: for some texts a highlighter's time grows with their square
+const CODE_ELEMENTS = 6; // of a block of code, before it is coloured
 
 const FENCE = /^ {0,3}(```+|~~~+)\s*([\w+#.-]{0,30})/;
 const HEADING = /^ {0,3}(#{1,6})\s+(.*)$/;
@@ -16,9 +19,16 @@ const QUOTE = /^ {0,3}> ?/;
 const ITEM = /^( *)([-*+]|\d{1,9}[.)])( +|$)/;
 const DIVIDER = /^[ :|-]+$/;
 
+/** A list of nodes for `text` that is JSON and nothing else. */
+export function jsonBlock(text) {
+  const shown = inert(text.slice(0, MAX_CHARS));
+  return [codeBlock(shown, "json", { isColoured: text.length < MAX_COLOURED })];
+}
+
 /** A list of nodes for `text`. */
 export function markdown(text) {
   budget.left = MAX_ELEMENTS;
+  budget.code = MAX_COLOURED;
   const shown = inert(text.length > MAX_CHARS ? text.slice(0, MAX_CHARS) : text);
   const nodes = blocks(shown.split("\n"), 0);
   if (text.length > MAX_CHARS) {
@@ -56,10 +66,10 @@ function code(lines, at, nodes) {
   if (!mark) return 0;
   let end = at + 1;
   while (end < lines.length && !(lines[end].trim().startsWith(mark[1]) && !lines[end].trim().slice(mark[1].length).trim())) end += 1;
-  const body = h("code", {}, lines.slice(at + 1, end).join("\n"));
-  const block = h("pre", { tabindex: "0", dir: "ltr" }, body);
-  if (mark[2]) block.prepend(h("span", { class: "lang" }, mark[2]));
-  nodes.push(block);
+  const text = lines.slice(at + 1, end).join("\n");
+  budget.left -= CODE_ELEMENTS;
+  budget.code -= text.length;
+  nodes.push(codeBlock(text, mark[2], { isColoured: Boolean(mark[2]) && budget.code > 0 }));
   return Math.min(end + 1, lines.length) - at;
 }
 

@@ -1,0 +1,38 @@
+// Which model answers, where the server has several.
+
+import { $, h } from "./dom.js";
+import { inertLine } from "./inert.js";
+import { ofTab } from "./kept.js";
+
+const KEPT = "maitred.model";
+const BUILT_IN = "maitred-mini"; // model.checkpoint.BUILTIN_NAME
+
+export class Models {
+  /** `onChoose` is told (name, {isBuiltIn}), at first and whenever the reader picks another. */
+  constructor(onChoose) {
+    this.onChoose = onChoose;
+    this.cards = [];
+    this.select = $("model");
+    this.select.addEventListener("change", () => {
+      ofTab.set(KEPT, this.select.value);
+      this.tell();
+    });
+  }
+
+  /** `cards` as /v1/models has them; what was picked before stays picked while it is there. */
+  take(cards) {
+    this.cards = cards;
+    this.select.replaceChildren(...cards.map(({ id }) => h("option", { value: id }, inertLine(id, 60))));
+    const kept = ofTab.get(KEPT);
+    if (cards.some(({ id }) => id === kept)) this.select.value = kept;
+    this.select.disabled = cards.length < 2;
+    document.body.classList.toggle("has-models", cards.length > 1);
+    this.tell();
+  }
+
+  tell() {
+    const { id, root } = this.cards.find((card) => card.id === this.select.value);
+    document.title = `${inertLine(id, 40)} · maitred`;
+    this.onChoose(id, { isBuiltIn: root === BUILT_IN });
+  }
+}
