@@ -194,6 +194,33 @@ def test_pairs_with_separators_may_leave_out_what_is_not_required(required: Sequ
         assert takes(grammar, "call:f{" + ",".join(f"{key}:1" for key in keys) + "}") is fits, keys
 
 
+def test_harmonys_channels_hold_thoughts_then_a_call_or_content():
+    form = AnswerFormat(
+        "harmony",
+        CallFormat(
+            "name_json",
+            (),
+            ("<|channel|>commentary to=functions.",),
+            (Slot.NAME, " <|constrain|>json<|message|>", Slot.ARGUMENTS),
+            ("<|call|>",),
+            several=False,
+        ),
+        ReasoningFormat(("<|channel|>analysis<|message|>",), ("<|end|>",)),
+        channels=True,
+        content_begin=("<|channel|>final<|message|>",),
+        message_begin=("<|start|>assistant",),
+    )
+    thoughts = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
+    call = "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
+    grammar = compose(form, tools=TOOLS, choice=AUTO, content=ADDRESS)
+    assert takes(grammar, thoughts + '<|channel|>final<|message|>{"zip": 1}')
+    assert takes(grammar, thoughts * 2 + call + '{"city": "Rome"}')
+    assert not takes(grammar, thoughts + call + "{}")
+    assert not takes(grammar, thoughts + "<|channel|>final<|message|>text")
+    free = compose(form, tools=TOOLS, choice=AUTO)
+    assert takes(free, "<|channel|>final<|message|>text")
+
+
 @pytest.mark.parametrize(
     ("pattern", "bounded"),
     [("[ \\n]*", "[ \\n]{0,16}"), ("\\s+", "\\s{1,16}"), ("a{20,}", "a{20,20}"), ("[*+]?", "[*+]?")],

@@ -75,6 +75,9 @@ def compose(
     if content is None and not called:
         return ""
     grammar = _Grammar(format, choice, called)
+    if format.channels:
+        grammar.rule("start", grammar.channels(content))
+        return grammar.text()
     calls = grammar.calls() if called else None
     body = grammar.body(calls, content)
     reasoning = format.reasoning
@@ -120,6 +123,19 @@ class _Grammar:
     def text(self) -> str:
         lark = "\n".join(self.rules)
         return json.dumps({"grammars": [{"lark_grammar": lark}, *self.beside]}, ensure_ascii=False)
+
+    def channels(self, content: Source | None) -> str:
+        """Harmony: messages of thoughts, then one that is a call or content. A call's end is the answer's."""
+        form, reasoning = self.format, self.format.reasoning
+        assert reasoning is not None
+        assert form.calls is not None
+        ended = self.after_text(reasoning.end, self.literal(form.message_begin), "thoughts_end")
+        thoughts = self.rule("thoughts", f"{self.literal(reasoning.begin)} {ended}")
+        last = [f"{self.literal(form.calls.call_begin)} {self._any_call()}"] if self.called else []
+        if not self.choice.is_required:
+            bound = "TEXT" if content is None else self.schema("content", json.loads(content.text))
+            last.append(f"{self.literal(form.content_begin)} {bound}")
+        return f"{thoughts}* ({' | '.join(last)})"
 
     def body(self, calls: _Calls | None, content: Source | None) -> str:
         """What follows the thoughts."""
@@ -171,7 +187,7 @@ class _Grammar:
         """As many as the choice and the format allow."""
         form = self.format.calls
         assert form is not None
-        one = self.rule("call", " | ".join(self._call(form, tool, number) for number, tool in enumerate(self.called)))
+        one = self._any_call()
         more = ""
         if self.choice.parallel and form.several:
             more = f"({self.literal((*form.separator, *form.call_begin))} {one} {self.literal(form.call_end)})*"
@@ -180,6 +196,11 @@ class _Grammar:
         alone = self.rule("calls", f"{self.literal(begin)} {rest}")
         after_text = self.after_text(begin, rest, "call_begin") if begin else alone
         return _Calls(alone, after_text)
+
+    def _any_call(self) -> str:
+        form = self.format.calls
+        assert form is not None
+        return self.rule("call", " | ".join(self._call(form, tool, number) for number, tool in enumerate(self.called)))
 
     def _call(self, form: CallFormat, tool: Tool, number: int) -> str:
         arguments = json.loads(tool.source.text)
