@@ -25,7 +25,7 @@ from maitred.cluster.timers import Timers
 from maitred.cluster.view import FleetView, view_of
 from maitred.config import SchedulerConfig
 from maitred.errors import InvalidRequest
-from maitred.policy.policies import POLICIES
+from maitred.policy.policies import POLICIES, policy_for
 from maitred.policy.policy import PolicyFactory
 from maitred.policy.predictor import Predictor, predictor_named
 
@@ -61,10 +61,10 @@ class ClusterCore:
         self.config, self.scheduler = config, scheduler
         self.recorder: Recorder | None = None  # is told of all that goes in
         self.fleet, self.index = Replicas(config), PrefixIndex()
-        predictor = predictor if predictor is not None else predictor_named(scheduler.predictor)
-        self._lessons = Lessons(predictor, self.index)
-        binder = Binder(config, scheduler, policies, self.fleet, self.index, self._lessons)
-        self.policy = binder.policy
+        self.policy = policy_for(scheduler, policies)
+        predictor = predictor or predictor_named(scheduler.predictor)
+        self._lessons = Lessons(predictor if self.policy.reads_predictions else None, self.index)
+        binder = Binder(config, self.policy, self.fleet, self.index, self._lessons)
         self._binder = binder
         self._health = Health(config, self.fleet)
         self._sizing = Sizing(config, self.fleet, autoscale)

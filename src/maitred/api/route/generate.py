@@ -82,7 +82,7 @@ async def _route(
         try:
             await relay.run()
         finally:
-            granted.ended(relay.spent)
+            granted.usage = relay.spent
             if row is not None:
                 row.ended()
             router.metrics.routed(exchange.log.get("replica", ""), relay.outcome, routed.held_s)

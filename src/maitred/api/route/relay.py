@@ -62,7 +62,7 @@ class Outgoing:
         return Ask(head, told)
 
     def _secretly(self, age_s: float) -> list[Header]:
-        left = time_left_headers(self.limits, age_s) if self.limits is not NO_LIMITS else ()
+        left = time_left_headers(self.limits, age_s) if self.limits != NO_LIMITS else ()
         return [*self.headers, *self.secret, *left]
 
 
