@@ -65,7 +65,7 @@ async def _route(
         raise Unavailable("the router is shutting down; try again", retry_after_s=1.0)
     wanted = _wanted(router, exchange, body, read) if is_generation else None
     with leased(router, exchange, read) as granted:
-        if await router.results.replay(exchange, wanted):
+        if wanted is not None and await router.results.replay(exchange, wanted):
             if router.ledger is not None:
                 owner = _owner(exchange, exchange.request_id, granted.lease.priority)
                 router.ledger.replayed(owner, read.model or "")
@@ -86,15 +86,17 @@ async def _route(
             if row is not None:
                 row.ended()
             router.metrics.routed(exchange.log.get("replica", ""), relay.outcome, routed.held_s)
-        router.results.keep(exchange, wanted)
+        if wanted is not None:
+            router.results.keep(exchange, wanted)
 
 
 def _wanted(router: Router, exchange: Exchange, body: bytes, read: RoutedBody) -> Wanted | None:
     """What the result cache may answer; nothing where a quota may cut an answer short, another time it is longer."""
     tenant = exchange.caller.tenant
     limits = tenant.limits
-    names_no_most = read.max_tokens is None and read.max_completion_tokens is None
-    if names_no_most and (limits.tokens_per_minute, limits.token_budget) != (None, None):
+    if not router.results.is_on or (
+        _names_no_limit(read) and (limits.tokens_per_minute, limits.token_budget) != (None, None)
+    ):
         return None
     revision = f"{router.fingerprints()}:{tenant.default_max_tokens}"
     return router.results.wanted(exchange, body, revision=revision, temperature=read.temperature, seed=read.seed)

@@ -113,30 +113,31 @@ class Relay:
         if connection is not None:
             connection.when_gone(lambda: routed.interrupt(ClientGone()))
         self._fleet.enter(routed)
+        is_over = False
         try:
-            while not await self._uninterrupted():
-                pass
+            while not is_over:
+                try:
+                    is_over = await self._attempt()
+                except asyncio.CancelledError:
+                    self._interrupted()
         finally:
             self._fleet.leave(routed, self.usage)
             self._fleet.kept_bodies.let_go(routed)
             exchange.log["held_ms"] = round(routed.held_s * 1000, 1) or None
 
-    async def _uninterrupted(self) -> bool:
-        """One attempt; whether it was the last."""
-        try:
-            return await self._attempt()
-        except asyncio.CancelledError:
-            reason = self._routed.interruption()
-            if reason is None:
-                raise
-            if isinstance(reason, Moved):
-                return False
+    def _interrupted(self) -> None:
+        """Within `except`. Raises why it has ended; it goes on where it was moved."""
+        reason = self._routed.interruption()
+        if reason is None:
+            raise
+        if not isinstance(reason, Moved):
             self._is_cancelled = isinstance(reason, ClientGone)
             raise reason from None
 
     async def _attempt(self) -> bool:
+        """Whether it was the last."""
         try:
-            bind = await self._bound()
+            bind = self._routed.bound() or await self._held()
         except MaitredError:
             if self._refusal is not None and not self._exchange.started:
                 await self._pass_on_refusal(*self._refusal)
@@ -178,17 +179,17 @@ class Relay:
         """Whether another replica could go on with what the client has of it."""
         return self._told is not None and self._told.can_resume and bool(self._outgoing.body)
 
-    async def _bound(self) -> Bind:
-        """Held streams get comments meanwhile."""
-        routed, events = self._routed, self._events
-        if routed.is_decided or events is None or not self._keep_alive_s:
-            return await routed.bound()
-        while True:
+    async def _held(self) -> Bind:
+        """Streams get comments meanwhile."""
+        silence_s = self._keep_alive_s / 3 if self._events is not None and self._keep_alive_s else None
+        while (bind := self._routed.bound()) is None:
             try:
-                async with asyncio.timeout(self._keep_alive_s / 3):
-                    return await routed.bound()
+                async with asyncio.timeout(silence_s):
+                    await self._routed.decision()
             except TimeoutError:
-                await events.keep_alive()
+                assert self._events is not None, "nobody else listens"
+                await self._events.keep_alive()
+        return bind
 
     async def _answered(self, answer: Answer, live: LiveReplica) -> bool:
         failure = answers.failure(answer)
@@ -217,20 +218,15 @@ class Relay:
 
     async def _whole(self, answer: Answer, live: LiveReplica) -> None:
         """As long as it fits it is kept, so that the client hears nothing of a replica that dies in the middle."""
-        pieces: list[bytes] = []
-        num_bytes = 0
-        while num_bytes <= MAX_KEPT_BYTES:
-            piece = await answer.piece()
-            if not piece:
-                await self._send_whole(answer, live, b"".join(pieces))
-                return
-            pieces.append(piece)
-            num_bytes += len(piece)
+        body = await answer.begin(MAX_KEPT_BYTES)
+        if answer.is_over:
+            await self._send_whole(answer, live, body)
+            return
         self._begin()
         await self._send_head(answer, live)
-        await self._send_piece(b"".join(pieces))
-        while piece := await answer.piece():
-            await self._send_piece(piece)
+        while body:
+            await self._send_piece(body)
+            body = await answer.piece()
         self.usage = _cost_told(answer, live) or Usage()
         self._ends()
         await self._send_end()
@@ -242,18 +238,13 @@ class Relay:
             self.usage = _cost_told(answer, live) or answers.usage_of_whole(body)
         else:
             self.usage = Usage(num_output_tokens=0)
-        if self.usage.num_output_tokens:
-            self._on_tokens(self.usage.num_output_tokens, self._fleet.clock.now())
+        self._on_tokens(self.usage.num_output_tokens or 0, self._fleet.clock.now())
         if self._exchange.started:  # a comment was sent while it was held, so it goes on as a stream
             await self._send_end(b"data: " + body.replace(b"\n", b" ") + b"\n\n" + self._exchange.format.stream.end)
             return
-        headers = self._headers(answer, live)
-        if self._outgoing.method == "HEAD" or answer.status in (204, 304):  # their length is not the body's
-            await self._exchange.send({"type": "http.response.start", "status": answer.status, "headers": headers})
-            await self._send_end()
-            return
-        headers = [header for header in headers if header[0] != b"content-length"]
-        await self._exchange.answer(body, answer.status, tuple(headers))
+        has_body = self._outgoing.method != "HEAD" and answer.status not in (204, 304)
+        await self._send_head(answer, live, length=len(body) if has_body else None)
+        await self._send_end(body)
 
     async def _pass_on_refusal(self, answer: Answer, body: bytes) -> None:
         headers = [header for header in answer.headers if header[0] in (b"content-type", b"retry-after")]
@@ -322,18 +313,19 @@ class Relay:
         if not routed.began:
             routed.began = True
             now = self._first_byte_at = self._fleet.clock.now()
-            self._on_tokens(0, now)
+            if self._events is not None:  # else it was told before
+                self._on_tokens(0, now)
             self._fleet.core.progressed(routed.request.request_id, 0, now)
             if not (self._goes_on and self._fleet.kept_bodies.keep(routed, len(self._outgoing.body))):
                 self._outgoing.body = b""
             self._exchange.large_bodies.release(self._exchange)
 
-    def _headers(self, answer: Answer, live: LiveReplica) -> list[Header]:
+    async def _send_head(self, answer: Answer, live: LiveReplica, length: int | None = None) -> None:
+        """`length` is of a body that may have come without one."""
         self._exchange.log["replica"] = live.facts.name
-        return towards_client(answer.headers, live.name, round(self._routed.held_s * 1000))
-
-    async def _send_head(self, answer: Answer, live: LiveReplica) -> None:
-        headers = self._headers(answer, live)
+        headers = towards_client(answer.headers, live.name, round(self._routed.held_s * 1000))
+        if length is not None and not any(name == b"content-length" for name, _ in headers):
+            headers.append((b"content-length", b"%d" % length))
         await self._exchange.send({"type": "http.response.start", "status": answer.status, "headers": headers})
 
     async def _send_piece(self, piece: bytes) -> None:
