@@ -68,5 +68,6 @@ class Lessons:
             ratio = self._ratios[model] = TokenRatio()
             if len(self._ratios) > MAX_RATIOS:
                 self._ratios.popitem(last=False)
-        self._ratios.move_to_end(model)
+        elif len(self._ratios) > 1:
+            self._ratios.move_to_end(model)
         return ratio

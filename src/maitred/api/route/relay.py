@@ -119,20 +119,16 @@ class Relay:
                 try:
                     is_over = await self._attempt()
                 except asyncio.CancelledError:
-                    self._interrupted()
+                    reason = routed.interruption()
+                    if reason is None:
+                        raise
+                    if not isinstance(reason, Moved):
+                        self._is_cancelled = isinstance(reason, ClientGone)
+                        raise reason from None
         finally:
             self._fleet.leave(routed, self.usage)
             self._fleet.kept_bodies.let_go(routed)
             exchange.log["held_ms"] = round(routed.held_s * 1000, 1) or None
-
-    def _interrupted(self) -> None:
-        """Within `except`. Raises why it has ended; it goes on where it was moved."""
-        reason = self._routed.interruption()
-        if reason is None:
-            raise
-        if not isinstance(reason, Moved):
-            self._is_cancelled = isinstance(reason, ClientGone)
-            raise reason from None
 
     async def _attempt(self) -> bool:
         """Whether it was the last."""
