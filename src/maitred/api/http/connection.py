@@ -50,6 +50,10 @@ class _Refused(Exception):
     """Stops the parser; what the client hears is kept in the connection."""
 
 
+def _too_large() -> HeadTooLarge:
+    return HeadTooLarge(f"the request's head is over the limit of {MAX_HEAD_BYTES} bytes")
+
+
 class GuardedConnection(HttpToolsProtocol):
     """uvicorn's protocol with deadlines and limits. One timer for reading, armed only while something is missing."""
 
@@ -128,7 +132,7 @@ class GuardedConnection(HttpToolsProtocol):
                 self._await_body()
         elif self._phase is Phase.HEAD or (num_messages == self._num_messages and phase is Phase.NOTHING):
             if self._num_head_bytes > MAX_HEAD_BYTES:
-                self._refuse(HeadTooLarge(f"the request's head is over the limit of {MAX_HEAD_BYTES} bytes"))
+                self._refuse(_too_large())
             elif self._reading_timer is None:
                 self._await_head()
 
@@ -182,11 +186,15 @@ class GuardedConnection(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
-        self._grow(len(url))
+        self._size += len(url)
+        if self._size > MAX_HEAD_BYTES:
+            self._stop(_too_large())
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._grow(len(name) + len(value))
+        self._size += len(name) + len(value)
+        if self._size > MAX_HEAD_BYTES:
+            self._stop(_too_large())
         if self._phase is Phase.BODY:  # a trailer: the request began without it, and goes on without it
             return
         if len(self.headers) >= MAX_HEADERS:
@@ -220,11 +228,6 @@ class GuardedConnection(HttpToolsProtocol):
         self._phase, self._num_head_bytes = Phase.NOTHING, 0
         self._stop_reading_timer()
         super().on_message_complete()
-
-    def _grow(self, num_bytes: int) -> None:
-        self._size += num_bytes
-        if self._size > MAX_HEAD_BYTES:
-            self._stop(HeadTooLarge(f"the request's head is over the limit of {MAX_HEAD_BYTES} bytes"))
 
     def _check_version(self) -> None:
         """The parser takes 0.9, whose answers have no status, and 2.0, which has no lines."""
