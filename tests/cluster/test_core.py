@@ -8,6 +8,7 @@ from maitred.cluster.actions import Bind, Move, Probe, Refuse, Start, Stop
 from maitred.cluster.fleet_request import Failure, FailureKind, Usage
 from maitred.cluster.replicas import Kind, Report, State
 from maitred.errors import EngineDead, InvalidRequest, ModelNotFound, PromptTooLong, QueueTimeout, RequestTimeout
+from maitred.policy.policies import POLICIES
 from tests.cluster.fleets import Driver, facts, make_core, make_request
 
 RESET, ERROR = Failure(FailureKind.RESET), Failure(FailureKind.ERROR)
@@ -56,6 +57,16 @@ def test_who_may_preempt_is_bound_at_once_and_takes_each_slot_once():
     for i in range(2):
         fleet.arrive(f"batch{i}", priority=2)
     assert [fleet.arrive(f"urgent{i}", priority=0) for i in range(3)] == ["a", "a", None]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_lengths_are_foretold_where_the_policy_reads_them_and_no_place_hangs_on_them_elsewhere(policy: str):
+    core, request = make_core("a", policy=policy), make_request("r")
+    core.arrived(request, 0.0)
+    key, reads = core.policy.order(request), core.policy.reads_predictions
+    assert (request.expected_outputs is not None) == reads
+    request.expected_outputs = 1.0
+    assert (core.policy.order(request) != key) == reads
 
 
 def test_service_counts_for_all_replicas_together():
