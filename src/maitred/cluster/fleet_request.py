@@ -15,7 +15,9 @@ class Place(Enum):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class FleetRequest:
-    """Implements `policy.queued.Queued` and `policy.predictor.Foretold`. Read from the body once; no token is in it."""
+    """Implements `policy.queued.Queued`, `policy.predictor.Foretold` and `storage.ledger.Owned`. Read from the body
+    once; no token is in it.
+    """
 
     request_id: str
     arrived_at: float  # s, as all times
@@ -23,6 +25,7 @@ class FleetRequest:
     max_tokens: int  # most output tokens, of one sample
     model: str | None = None  # None takes any
     tenant: str = ""
+    key_id: str = ""  # of the tenant's, for its ledger
     weight: float = 1.0
     priority: int = 0
     ttft_slo_s: float | None = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections import deque
+from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, cast
 
@@ -43,13 +44,12 @@ class UpstreamFailed(Exception):
         self.broken = broken
 
 
+@dataclass(slots=True)
 class ConnectionCounts:
     """Requests that opened a connection, and that found one open; of all replicas together."""
 
-    __slots__ = ("num_new", "num_reused")
-
-    def __init__(self) -> None:
-        self.num_new = self.num_reused = 0
+    num_new: int = 0
+    num_reused: int = 0
 
 
 class Ask(NamedTuple):
@@ -173,14 +173,17 @@ class Upstream:
 
         A kept connection may have died unseen: if not a byte came on it the request goes out once more, on a new one.
         """
-        connection = self._take_idle()
-        if connection is not None:
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.transport.is_closing():
+                continue
             self._counts.num_reused += 1
             try:
                 return await connection.ask(ask)
             except UpstreamFailed as failed:
                 if failed.broken is not Broken.RESET or connection.has_begun:
                     raise
+            break
         connection = await self._connect()
         self._counts.num_new += 1
         return await connection.ask(ask)
@@ -195,13 +198,6 @@ class Upstream:
     def num_idle(self) -> int:
         return len(self._idle)
 
-    def _take_idle(self) -> _Connection | None:
-        while self._idle:
-            connection = self._idle.pop()
-            if not connection.transport.is_closing():
-                return connection
-        return None
-
     async def _connect(self) -> _Connection:
         loop, origin = asyncio.get_running_loop(), self.origin
         try:
@@ -214,8 +210,8 @@ class Upstream:
                     server_hostname=origin.host if self._tls is not None else None,
                 )
         except TimeoutError:
-            text = f"{origin.url} did not accept a connection within {CONNECT_TIMEOUT_S:g} s"
-            raise UpstreamFailed(Broken.REFUSED, text) from None
+            why = f"did not accept a connection within {CONNECT_TIMEOUT_S:g} s"
+            raise UpstreamFailed(Broken.REFUSED, f"{origin.url} {why}") from None
         except (OSError, ssl.SSLError, ssl.CertificateError) as error:
             why = getattr(error, "strerror", None) or str(error) or type(error).__name__
             raise UpstreamFailed(Broken.REFUSED, f"cannot connect to {origin.url}: {why}") from None
@@ -307,9 +303,6 @@ class _Connection(asyncio.Protocol):
             self._check(len(data))
             answer.wake()
 
-    def eof_received(self) -> None:
-        """Closes the transport, and `connection_lost` follows."""
-
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_head_timer()
         answer, self._answer = self._answer, None
@@ -360,9 +353,7 @@ class _Connection(asyncio.Protocol):
             return
         self._answer, self._until_end = None, False
         answer.end()
-        if self._paused:
-            self._paused = False
-            self.transport.resume_reading()
+        self.taken()
         if self._parser.should_keep_alive() and not self.transport.get_write_buffer_size():
             self.idle_since = self.loop.time()
             self._upstream.keep(self)
@@ -388,7 +379,6 @@ class _Connection(asyncio.Protocol):
             self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._head_is_late)
 
     def _head_is_late(self) -> None:
-        self._head_timer = None
         self._wrong(f"its head was not whole after {HEAD_TIMEOUT_S:g} s")
 
     def _wrong(self, what: str) -> None:

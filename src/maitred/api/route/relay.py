@@ -17,15 +17,17 @@ from maitred.api.route.fleet import Fleet, LiveReplica
 from maitred.api.route.headers import towards_client
 from maitred.api.route.routed import Moved, RoutedRequest
 from maitred.cluster.actions import Bind
-from maitred.cluster.fleet_request import Failure, FailureKind, Usage
+from maitred.cluster.fleet_request import Failure, FailureKind, FleetRequest, Usage
 from maitred.cluster.told_tokens import BrokenFrame, ToldTokens, ToldUsage, usage_in
 from maitred.cluster.upstream import Answer, Ask, Broken, UpstreamFailed, request_head
 from maitred.errors import MaitredError, ServerError
 from maitred.gate.terms import NO_LIMITS, TimeLimits
+from maitred.request import Charges, FinishReason
 
 MAX_KEPT_BYTES = 256 * 1024  # of an answer that is not streamed: while it is shorter another replica can begin anew
 MAX_ERROR_BYTES = 64 * 1024
 TOKENS_AT_ONCE = 16  # the core is told of the tokens of a stream by so many
+_REASONS = {"answered": FinishReason.STOP, "cancelled": FinishReason.ABORT, "failed": FinishReason.ERROR}
 
 
 class ReplicaFailed(ServerError):
@@ -67,7 +69,10 @@ class Outgoing:
 
 
 class Relay:
-    """One request's way. `run` returns when the client has its answer, and raises what it hears instead."""
+    """One request's way. `run` returns when the client has its answer, and raises what it hears instead.
+
+    Implements `storage.ledger.Metered`, all samples together; the ledger's thread reads it.
+    """
 
     def __init__(
         self,
@@ -91,6 +96,7 @@ class Relay:
         self._num_untold = 0  # of these, to the core
         self._refusal: tuple[Answer, bytes] | None = None  # what the last replica said, with a status of 5xx
         self.usage: Usage | None = None  # once the answer is complete
+        self.finish_reason: FinishReason | None = None  # of the ledger, which is not told why a whole answer ended
 
     @property
     def outcome(self) -> str:
@@ -105,6 +111,19 @@ class Relay:
         if self._told is None:
             return Usage(num_output_tokens=self._num_tokens, complete=False)
         return _as_usage(self._told.usage_so_far(), complete=False)
+
+    @property
+    def spec(self) -> FleetRequest:
+        return self._routed.request
+
+    @property
+    def charges(self) -> Charges:
+        spent = self.spent
+        return Charges(spent.num_prompt_tokens or 0, spent.num_cached_tokens or 0)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return self.spent.num_output_tokens or 0
 
     async def run(self) -> None:
         """The request is with the core from here to the end."""
@@ -126,6 +145,7 @@ class Relay:
                         self._is_cancelled = isinstance(reason, ClientGone)
                         raise reason from None
         finally:
+            self.finish_reason = _REASONS[self.outcome]
             self._fleet.leave(routed, self.usage)
             self._fleet.kept_bodies.let_go(routed)
             exchange.log["held_ms"] = round(routed.held_s * 1000, 1) or None
