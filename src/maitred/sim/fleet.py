@@ -332,11 +332,11 @@ class FleetSimulation:
     # -- replicas come and go
 
     def _open(self) -> None:
-        """Those that are there at the beginning."""
-        low, high = self._setup.low, len(self._setup.replicas)
+        """Those that are there at the beginning, begun so long before that their starts teach what a start takes."""
+        low, high, began_at = self._setup.low, len(self._setup.replicas), -self._setup.cold_start_s
         names = [f"replica-{number + 1}" for number in range(high)]
         if low is not None:
-            names = [start.name for start in self.core.scaled(low, high, 0.0) if isinstance(start, Start)]
+            names = [start.name for start in self.core.scaled(low, high, began_at) if isinstance(start, Start)]
         for name in names:
             replica = self._make(name, State.READY)
             self.figures.started(name, self._speeds[replica.number], 0.0)
