@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import maitred
+from maitred.api.common_routes import METRICS, PAGE, probe_routes
 from maitred.api.dialects.openai.format import OPENAI
 from maitred.api.http.exchange import Exchange
 from maitred.api.http.routes import Route, RouteTable
@@ -47,11 +48,6 @@ async def _version(router: Router, exchange: Exchange) -> None:
     await exchange.answer_json({"version": maitred.__version__, "name": "maitred-route"})
 
 
-async def _metrics(router: Router, exchange: Exchange) -> None:
-    page, content_type = router.metrics.page(exchange.headers.get(b"accept", b"").decode("latin-1"))
-    await exchange.answer(page, 200, ((b"content-type", content_type.encode()),))
-
-
 FALLBACK = Route(
     method="*", path="/{path:path}", handler=pass_through, summary="Whatever a replica answers.", errors=_ERRORS
 )
@@ -76,48 +72,10 @@ ROUTES = RouteTable(
         ),
         Route(method="GET", path="/v1/models", handler=_models, summary="The models of all replicas."),
         Route(method="GET", path="/v1/models/{model:path}", handler=_model, summary="One model.", errors=(401, 404)),
-        Route(
-            method="GET",
-            path="/health",
-            handler=_health,
-            summary="Whether the router lives.",
-            is_open=True,
-            is_polled=True,
-            errors=(),
-        ),
-        Route(
-            method="GET",
-            path="/ready",
-            handler=_ready,
-            summary="Whether new requests are welcome.",
-            is_open=True,
-            is_polled=True,
-            errors=(503,),
-        ),
-        Route(
-            method="GET",
-            path="/readyz",
-            handler=_ready,
-            summary="The same as /ready.",
-            is_open=True,
-            is_polled=True,
-            errors=(503,),
-        ),
-        Route(
-            method="GET",
-            path="/version",
-            handler=_version,
-            summary="The version of the router.",
-        ),
-        Route(
-            method="GET",
-            path="/metrics",
-            handler=_metrics,
-            summary="Metrics for Prometheus.",
-            admin="read metrics",
-            text="text/plain",
-            errors=(401, 403),
-        ),
+        *probe_routes(health=_health, ready=_ready),
+        Route(method="GET", path="/version", handler=_version, summary="The version of the router."),
+        METRICS,
+        *PAGE,
         Route(
             method="GET",
             path="/admin/fleet",
