@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 
 from maitred.cluster.actions import Bind
@@ -40,6 +42,7 @@ class Choices:
 
     def __init__(self) -> None:
         self._of: dict[str, list[tuple[Bind, float]]] = {}
+        self.on_bound: Callable[[Bind, float], None] = lambda bind, held_s: None
 
     def bound(self, bind: Bind, held_s: float) -> None:
         """A request goes to a replica, for the first time or again."""
@@ -48,6 +51,7 @@ class Choices:
             if len(self._of) >= MAX_REQUESTS:
                 del self._of[next(iter(self._of))]
         self._of.setdefault(bind.request_id, []).append((bind, held_s))
+        self.on_bound(bind, held_s)
 
     def of(self, words: str) -> ChoicesMade | None:
         """Of the newest request of that id, or whose id is a part of `words`, as it is of an answer's id."""
