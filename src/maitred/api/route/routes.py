@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import maitred
 from maitred.api.common_routes import METRICS, PAGE, probe_routes
 from maitred.api.dialects.openai.format import OPENAI
@@ -52,24 +54,13 @@ FALLBACK = Route(
     method="*", path="/{path:path}", handler=pass_through, summary="Whatever a replica answers.", errors=_ERRORS
 )
 
+_generation = partial(Route, method="POST", handler=generate, errors=_ERRORS)
+_order = partial(Route, method="POST", answer=admin.Accepted, errors=(400, 401, 403, 413, 415))
+
 ROUTES = RouteTable(
     (
-        Route(
-            method="POST",
-            path="/v1/chat/completions",
-            handler=generate,
-            summary="Answer a conversation.",
-            span="chat",
-            errors=_ERRORS,
-        ),
-        Route(
-            method="POST",
-            path="/v1/completions",
-            handler=generate,
-            summary="Continue one or more texts.",
-            span="text_completion",
-            errors=_ERRORS,
-        ),
+        _generation(path="/v1/chat/completions", summary="Answer a conversation.", span="chat"),
+        _generation(path="/v1/completions", summary="Continue one or more texts.", span="text_completion"),
         Route(method="GET", path="/v1/models", handler=_models, summary="The models of all replicas."),
         Route(method="GET", path="/v1/models/{model:path}", handler=_model, summary="One model.", errors=(401, 404)),
         *probe_routes(health=_health, ready=_ready),
@@ -92,35 +83,26 @@ ROUTES = RouteTable(
             admin="see choices",
             errors=(401, 403, 404),
         ),
-        Route(
-            method="POST",
+        _order(
             path="/admin/fleet/drain",
             handler=admin.drain,
             summary="Let a replica finish what it has, and give it no more.",
             admin="drain a replica",
             body=admin.Named,
-            answer=admin.Accepted,
-            errors=(400, 401, 403, 413, 415),
         ),
-        Route(
-            method="POST",
+        _order(
             path="/admin/fleet/restart",
             handler=admin.restart,
             summary="Start one replica anew, or all one by one; no request is lost.",
             admin="restart replicas",
             body=admin.MaybeNamed,
-            answer=admin.Accepted,
-            errors=(400, 401, 403, 413, 415),
         ),
-        Route(
-            method="POST",
+        _order(
             path="/admin/fleet/scale",
             handler=admin.scale,
             summary="Change how many replicas there may be.",
             admin="scale the fleet",
             body=admin.Bounds,
-            answer=admin.Accepted,
-            errors=(400, 401, 403, 413, 415),
         ),
     ),
     OPENAI,
