@@ -18,6 +18,7 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
+from maitred.api.http.coalescing import CoalescingTransport
 from maitred.api.http.errors import HeadTooLarge, RequestTooSlow, http_error
 from maitred.api.http.exchange import CONNECTION, TOO_SLOW
 from maitred.api.http.formats import AnswerFormat
@@ -47,40 +48,6 @@ class Phase(Enum):
 
 class _Refused(Exception):
     """Stops the parser; what the client hears is kept in the connection."""
-
-
-class _HeadWithBody:
-    """The transport as an answer sees it. uvicorn writes the head by itself; here it leaves with what follows at once,
-    in one system call.
-    """
-
-    __slots__ = ("_cycle", "_head", "_transport")
-
-    def __init__(self, cycle: RequestResponseCycle) -> None:
-        self._cycle, self._transport = cycle, cycle.transport
-        self._head: bytes | None = b""  # kept back; None once it left
-
-    def write(self, data: bytes) -> None:
-        if self._head is None or not self._cycle.response_started:  # 100 Continue comes before
-            self._transport.write(data)
-        elif self._head:
-            self._transport.write(self._head + data)
-            self._head = None
-        else:
-            self._head = data
-
-    def flush(self) -> None:
-        """An answer without a body has ended."""
-        if self._head:
-            self._transport.write(self._head)
-            self._head = None
-
-    def close(self) -> None:
-        self.flush()
-        self._transport.close()
-
-    def is_closing(self) -> bool:
-        return self._transport.is_closing()
 
 
 class GuardedConnection(HttpToolsProtocol):
@@ -290,7 +257,7 @@ class GuardedConnection(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._in_work = cycle
         cycle.scope[CONNECTION] = self  # type: ignore[literal-required]
-        cycle.transport = self._answering = _HeadWithBody(cycle)  # type: ignore[assignment]
+        cycle.transport = self._answering = CoalescingTransport(cycle)  # type: ignore[assignment]
         super()._start_asgi_task(cycle, app)
 
     def when_gone(self, call: Callable[[], None]) -> None:
