@@ -22,12 +22,12 @@ from maitred.api.route.shared import Shared
 from maitred.clock import Clock, WallClock
 from maitred.cluster.actions import Bind
 from maitred.cluster.bounds import Bounds
-from maitred.cluster.config import FleetConfig
+from maitred.cluster.config import FleetConfig, SharedConfig
 from maitred.cluster.core import ClusterCore
 from maitred.cluster.origins import Origin, Target
 from maitred.cluster.replicas import Kind, ReplicaFacts, State
 from maitred.cluster.sizing import Autoscale, as_asked
-from maitred.config import AdmissionConfig, SchedulerConfig, ServerConfig, SharedConfig
+from maitred.config import AdmissionConfig, SchedulerConfig, ServerConfig
 from maitred.errors import Overloaded, Unavailable
 from maitred.gate.admission import UNKNOWN_SHARE, admission_of
 from maitred.gate.gate import Gate

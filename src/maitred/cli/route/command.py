@@ -14,9 +14,9 @@ from maitred.cli.serve.command import bind, listen, spare_the_collector, teller,
 from maitred.cli.serve.tenancy import open_tenancy
 from maitred.cluster.autoscale import AutoscaleConfig, Autoscaler
 from maitred.cluster.bounds import Bounds
-from maitred.cluster.config import FleetConfig
+from maitred.cluster.config import FleetConfig, SharedConfig
 from maitred.cluster.origins import Target, parse_target
-from maitred.config import AdmissionConfig, SchedulerConfig, ServerConfig, SharedConfig, TenancyConfig
+from maitred.config import AdmissionConfig, SchedulerConfig, ServerConfig, TenancyConfig
 from maitred.errors import ConfigError
 
 if TYPE_CHECKING:
