@@ -338,16 +338,6 @@ class ServerConfig:
         _require_at_least("decode_timeout_s", self.decode_timeout_s, 0.001)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TenancyConfig:
-    """Tenants: who may ask, and what is recorded of it."""
-
-    tenants: str | None = None
-    """YAML file with tenants, their limits and hashed keys, in force as soon as it changes; None knows no tenants."""
-    ledger: str | None = None
-    """SQLite file with a row for each request: tenant, key, tokens, how it ended; None keeps none."""
-
-
 RESUME_RULES = ("exact", "always", "never")
 
 

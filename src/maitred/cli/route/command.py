@@ -11,12 +11,12 @@ from maitred.cli.ending import noted
 from maitred.cli.flags import UsageError, option
 from maitred.cli.route.launchers import LAUNCHERS, PLACEMENTS, LaunchOptions
 from maitred.cli.serve.command import bind, listen, spare_the_collector, teller, url_of
-from maitred.cli.serve.tenancy import open_tenancy
+from maitred.cli.serve.tenancy import TenancyConfig, open_tenancy
 from maitred.cluster.autoscale import AutoscaleConfig, Autoscaler
 from maitred.cluster.bounds import Bounds
 from maitred.cluster.config import FleetConfig, SharedConfig
 from maitred.cluster.origins import Target, parse_target
-from maitred.config import AdmissionConfig, SchedulerConfig, ServerConfig, TenancyConfig
+from maitred.config import AdmissionConfig, SchedulerConfig, ServerConfig
 from maitred.errors import ConfigError
 
 if TYPE_CHECKING:
