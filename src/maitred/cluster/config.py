@@ -12,6 +12,7 @@ from maitred.config import RESUME_RULES
 from maitred.errors import ConfigError, did_you_mean
 
 BALANCES = ("round_robin", "least_load", "two_choices", "hash", "session", "prefix")
+PLACEMENTS = ("pack", "spread")  # of launched replicas on the nodes of a Ray cluster
 TIER_KEYS = ("replicas", "max_prompt_tokens", "spill_after_s")
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from maitred.clock import Clock, WallClock
-from maitred.cluster.config import FleetConfig
+from maitred.cluster.config import PLACEMENTS, FleetConfig
 from maitred.cluster.hosted_replica import HostedReplica
 from maitred.cluster.launch import STOP_S, Ended, IsReady, LaunchEvent, Listens, prefixed, write_to_stderr
 from maitred.cluster.serve_choice import Seen, ServeChoice, key_of
@@ -36,7 +36,6 @@ try:
 except ImportError as error:
     raise ConfigError(f"Ray is not installed ({error}); install it with: pip install 'maitred[ray]'") from None
 
-PLACEMENTS = ("pack", "spread")
 HEAR_STOP_S = 15.0  # an actor that was told to stop may take so much longer than its process
 _ACTOR = ray.remote(HostedReplica)
 
