@@ -18,8 +18,8 @@ import msgspec
 import pytest
 
 import maitred
-from maitred.api.http.fleet_token import VARIABLE
 from maitred.api.ops import fleet_feed
+from maitred.cluster.announcement import TOKEN_VARIABLE
 from maitred.cluster.key_tokens import TokenLengths, ends_of_tokens, tokens_of_keys
 from maitred.cluster.prefix_index import Hit, PrefixIndex
 from maitred.cluster.prefix_keys import prefix_keys
@@ -296,7 +296,7 @@ def test_without_a_token_it_takes_an_administrator():
 
 
 def test_a_launched_replica_has_its_token_from_the_environment(monkeypatch):
-    monkeypatch.setenv(VARIABLE, TOKEN)
+    monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
     with running_server(FakeReplica()) as server, listening(server) as router:
         assert router.beat().state == "ready"
 

@@ -6,6 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
+from maitred.request import RequestSpec
+
+BYTES_PER_TOKEN = 4  # of a prompt that has no text; as a core takes it until usage tells
+
 
 class Place(Enum):
     HELD = "held"
@@ -75,6 +79,24 @@ class FleetRequest:
     def block_hashes(self) -> Sequence[int]:
         """A prefix key stands for the blocks that it covers."""
         return self.keys
+
+
+def request_of(spec: RequestSpec, keys: tuple[int, ...], hash_key: int | None = None) -> FleetRequest:
+    """A request without a text: a simulated one, or of a test."""
+    return FleetRequest(
+        request_id=spec.request_id,
+        arrived_at=spec.arrived_at,
+        num_bytes=BYTES_PER_TOKEN * spec.num_prompt_tokens,
+        max_tokens=spec.max_tokens,
+        tenant=spec.tenant,
+        weight=spec.weight,
+        priority=spec.priority,
+        ttft_slo_s=spec.ttft_slo_s,
+        start_by=spec.start_by,
+        finish_by=spec.finish_by,
+        keys=keys,
+        hash_key=hash_key,
+    )
 
 
 @dataclass(frozen=True, slots=True)

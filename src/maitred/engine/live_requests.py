@@ -15,8 +15,8 @@ from maitred.request import (
     RequestSpec,
     RequestState,
     ResumePoint,
-    timing_of,
 )
+from maitred.scheduler.timing import timing_of
 from maitred.step import RequestProgress
 
 

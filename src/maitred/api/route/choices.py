@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 
 import msgspec
 
@@ -42,6 +43,7 @@ class Choices:
 
     def __init__(self) -> None:
         self._of: OrderedDict[str, list[tuple[Bind, float]]] = OrderedDict()  # the newest is last
+        self.on_bound: Callable[[Bind, float], None] = lambda bind, held_s: None
 
     def bound(self, bind: Bind, held_s: float) -> None:
         """A request goes to a replica, for the first time or again."""
@@ -50,6 +52,7 @@ class Choices:
             if len(self._of) >= MAX_REQUESTS:
                 self._of.popitem(last=False)
         self._of.setdefault(bind.request_id, []).append((bind, held_s))
+        self.on_bound(bind, held_s)
 
     def of(self, words: str) -> ChoicesMade | None:
         """Of the newest request of that id, or whose id is a part of `words`, as it is of an answer's id."""
