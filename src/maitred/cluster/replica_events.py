@@ -51,6 +51,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
 
     state: Phase
     error: str | None = None  # why it is not ready
+    drain_s: float | None = None  # while it drains: so long what it has may take
     num_running: int
     num_waiting: int
     num_blocks: int

@@ -64,6 +64,7 @@ async def generate(
             outcome = exchange.outcome = lease.outcome = generation.outcome
             exchange.paces = [sample.pace for sample in outcome.samples]
             if events is not None:
+                exchange.goes_on_elsewhere = _is_told(app, exchange)
                 writer = ask.answer.stream(outcome)
                 if resumption is not None:
                     await app.text.run_long(partial(resumption.replay, outcome, writer))

@@ -85,14 +85,7 @@ class App:
             self._paths.add(os.path.normpath(model.root))
             with suppress(FileNotFoundError):  # of a folder that is gone
                 self._paths.add(os.path.abspath(model.root))
-        flight = self.in_flight
-        self.fleet = FleetFeed(
-            replica,
-            model,
-            self.fleet_token,
-            is_draining=lambda: flight.draining,
-            is_over=lambda: flight.draining and flight.is_empty,
-        )
+        self.fleet = FleetFeed(replica, model, self.fleet_token, self.in_flight)
         self.observer.metrics.engine_came(replica, model.names[0], model.block_size, admission)
 
     @property

@@ -12,6 +12,7 @@ import msgspec
 import maitred
 from maitred.api.http.fleet_headers import SALT
 from maitred.api.http.fleet_token import FleetToken
+from maitred.api.http.in_flight import InFlight
 from maitred.cluster.key_tokens import TokenLengths, ends_of_tokens, tokens_of_keys
 from maitred.cluster.prefix_keys import prefix_keys
 from maitred.cluster.replica_events import (
@@ -50,18 +51,8 @@ class TellsBlocks(Protocol):
 class FleetFeed:
     """At work while a router listens, and LINGER_S more. Belongs to the event loop, but for `note_tokens`."""
 
-    def __init__(
-        self,
-        replica: Replica,
-        model: ServedModel,
-        token: FleetToken,
-        *,
-        is_draining: Callable[[], bool],
-        is_over: Callable[[], bool],
-    ) -> None:
-        """`is_over`: the server is going, and all that was asked of it is answered."""
-        self._replica, self._model, self._token = replica, model, token
-        self._is_draining, self._is_over = is_draining, is_over
+    def __init__(self, replica: Replica, model: ServedModel, token: FleetToken, in_flight: InFlight) -> None:
+        self._replica, self._model, self._token, self._in_flight = replica, model, token, in_flight
         self.keys = StoredKeys()
         self._num_listeners = 0
         self._lingering: asyncio.TimerHandle | None = None
@@ -125,7 +116,7 @@ class FleetFeed:
                 if loop.time() >= beat_at:
                     beat_at = max(beat_at + BEAT_S, loop.time())
                     yield _event(self._load())
-                if self._is_over():
+                if self._in_flight.draining and self._in_flight.is_empty:
                     return
                 with suppress(TimeoutError):
                     async with asyncio.timeout_at(beat_at):
@@ -140,6 +131,7 @@ class FleetFeed:
         return Load(
             state=self._phase(state),
             error=state.error,
+            drain_s=self._in_flight.drain_left_s,
             num_running=state.num_running,
             num_waiting=state.num_waiting,
             num_blocks=state.num_blocks,
@@ -151,7 +143,7 @@ class FleetFeed:
     def _phase(self, state: ReplicaState) -> Phase:
         if not state.alive:
             return "loading" if state.loading else "dead"
-        if self._is_draining():
+        if self._in_flight.draining:
             return "draining"
         return "asleep" if state.asleep else "ready"
 

@@ -158,6 +158,10 @@ class Fleet:
     def drain(self, name: str) -> None:
         self._do(self.core.drained(name, self.clock.now()))
 
+    def leaving(self, name: str, within_s: float) -> None:
+        """It drains of itself."""
+        self._do(self.core.leaving(name, within_s, self.clock.now()))
+
     def bound_elsewhere(self, bound: Bound) -> None:
         self.core.bound_elsewhere(bound.url, bound.hash_key, bound.keys, self.clock.now())
 

@@ -182,6 +182,8 @@ class Follower:
                 fleet.reported(name, Report(stored=stored, removed=removed))
             case Load(state=told_state):
                 speed = _about(event.prefill_tokens_per_s)
+                if told_state == "draining":
+                    fleet.leaving(name, event.drain_s or 0.0)
                 is_welcome = told_state in ("ready", "asleep")  # who sleeps by itself wakes up for whoever comes
                 state = State.READY if is_welcome else State.STARTING
                 told = replace(live.facts, state=state, error=event.error, tokens_per_s=speed)

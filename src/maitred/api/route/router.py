@@ -166,6 +166,9 @@ class Router:
             self.shared.stop()
         self.fleet.close()
 
+    def drain(self, within_s: float) -> None:
+        self.draining = True
+
     async def emptied(self) -> None:
         await self.fleet.emptied()
 
