@@ -214,7 +214,7 @@ def _make_batches(
     except RequestError as error:
         error.param = ask.field_names.get(error.param or "", error.param)
         raise
-    if note_tokens is not None and len(prompts) == 1:
+    if note_tokens is not None and prompts:  # of several the first one's keys stand for all
         note_tokens(prompts[0], batches[0][0])
     if not ask.keeps_text:
         prompts.clear()
