@@ -72,7 +72,7 @@ def test_a_text_is_cut_every_so_many_bytes():
     assert found.ends == (256, 512, 768, 1002)
 
 
-@pytest.mark.parametrize("first", ["x" * 1000, "a \"quoted\" text, [not] a list", list(range(500))])
+@pytest.mark.parametrize("first", ["x" * 1000, 'a "quoted" text, [not] a list', list(range(500))])
 def test_several_prompts_have_the_keys_of_the_first(first):
     def keys(prompt):
         return prefix_keys(read_body(json.dumps({"prompt": prompt}).encode()))
