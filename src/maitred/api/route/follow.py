@@ -16,7 +16,7 @@ from maitred.api.http.logs import log_fields
 from maitred.api.route.answers import message_of
 from maitred.api.route.events import EventReader
 from maitred.api.route.fleet import Fleet, LiveReplica
-from maitred.cluster.replica_events import Began, Fingerprint, FleetEvent, KeysChanged, Load
+from maitred.cluster.replica_events import Began, Ended, Fingerprint, FleetEvent, KeysChanged, Load
 from maitred.cluster.replicas import Kind, ReplicaFacts, Report, State
 from maitred.cluster.upstream import Ask, Broken, UpstreamFailed, request_head
 
@@ -180,6 +180,8 @@ class Follower:
                 fleet.reported(name, Report(is_snapshot=True))
             case KeysChanged(stored, removed):
                 fleet.reported(name, Report(stored=stored, removed=removed))
+            case Ended(request_id, usage):
+                fleet.bills.computed(name, request_id, usage)
             case Load(state=told_state):
                 speed = _about(event.prefill_tokens_per_s)
                 if told_state == "draining":

@@ -83,8 +83,8 @@ async def _route(
             await relay.run()
         finally:
             granted.ended(relay.spent)
-            if row is not None:
-                row.ended()
+            if row is not None and relay.bill is not None:
+                router.fleet.bills.close(exchange.request_id, relay.bill, row.ended)
             router.metrics.routed(exchange.log.get("replica", ""), relay.outcome, routed.held_s)
         router.results.keep(exchange, wanted)
 
@@ -108,6 +108,7 @@ def _row(router: Router, exchange: Exchange, request: FleetRequest, relay: Relay
     """Its row of the ledger, if there is one."""
     if router.ledger is None:
         return None
+    relay.bill = router.fleet.bills.opened(exchange.request_id)
     row = MeteredRoute(_owner(exchange, request.request_id, request.priority), relay)
     router.ledger.opened(row, request.model or "")
     return row

@@ -13,12 +13,13 @@ from maitred.api.http.fleet_headers import time_left_headers
 from maitred.api.http.results import HEADER as CACHE
 from maitred.api.http.sse import EventStream
 from maitred.api.route import answers
+from maitred.api.route.bills import Bill
 from maitred.api.route.fleet import Fleet, LiveReplica
 from maitred.api.route.headers import towards_client
 from maitred.api.route.routed import Moved, RoutedRequest
 from maitred.cluster.actions import Bind
 from maitred.cluster.fleet_request import Failure, FailureKind, Usage
-from maitred.cluster.told_tokens import BrokenFrame, ToldTokens, ToldUsage, usage_in
+from maitred.cluster.told_tokens import NOTHING, BrokenFrame, ToldTokens, ToldUsage, usage_in
 from maitred.cluster.upstream import Answer, Ask, Broken, UpstreamFailed, request_head
 from maitred.errors import MaitredError, ServerError
 from maitred.gate.terms import NO_LIMITS, TimeLimits
@@ -79,6 +80,8 @@ class Relay:
         on_tokens: Callable[[int, float], None],
     ) -> None:
         self._fleet, self._routed, self._outgoing = fleet, routed, outgoing
+        self.bill: Bill | None = None  # of who keeps a ledger
+        self._is_billed = False  # the answer under way has said what it cost
         self._exchange: Exchange = routed.exchange
         self._events = EventStream(self._exchange, silence_s=keep_alive_s) if outgoing.is_stream else None
         self._keep_alive_s, self._on_tokens = keep_alive_s, on_tokens
@@ -100,6 +103,10 @@ class Relay:
     @property
     def spent(self) -> Usage:
         """What is known to have been computed for it, until now. From any thread."""
+        spent = self._spent()
+        return spent if self.bill is None else self.bill.with_untold(spent)
+
+    def _spent(self) -> Usage:
         if self.usage is not None:
             return self.usage
         if self._told is None:
@@ -145,7 +152,14 @@ class Relay:
         if self._events is None:  # its first token nobody will see
             self._on_tokens(0, self._fleet.clock.now())
         live = self._fleet.replicas[bind.choice.replica]
-        self._refusal = None
+        self._refusal, self._is_billed = None, False
+        try:
+            return await self._tried(live)
+        finally:
+            if self.bill is not None and live.facts.has_beats and not self._is_billed:
+                self.bill.left(live.facts.name, self._told.usage_so_far() if self._told is not None else NOTHING)
+
+    async def _tried(self, live: LiveReplica) -> bool:
         try:
             answer = await live.upstream.send(self._ask(live))
         except UpstreamFailed as failed:
@@ -194,6 +208,7 @@ class Relay:
         failure = answers.failure(answer)
         if failure is not None:
             body = await answer.whole(MAX_ERROR_BYTES)
+            self._is_billed = failure.kind is FailureKind.FULL
             if failure.kind is FailureKind.ERROR:
                 self._refusal = answer, body
             self._fleet.failed(self._routed, failure)
@@ -232,12 +247,14 @@ class Relay:
         while piece := await answer.piece():
             await self._send_piece(piece)
         self.usage = _cost_told(answer, live) or Usage()
+        self._is_billed = True
         self._ends()
         await self._send_end()
 
     async def _send_whole(self, answer: Answer, live: LiveReplica, body: bytes) -> None:
         self._begin()
         self._ends()
+        self._is_billed = True
         if self._outgoing.is_generation and answer.status == 200:
             self.usage = _cost_told(answer, live) or answers.usage_of_whole(body)
         else:
@@ -279,6 +296,7 @@ class Relay:
             raise UpstreamFailed(Broken.WRONG, "its answer ended within a frame")
         self._tell_tokens()
         self.usage = _cost_told(answer, live)
+        self._is_billed = self.usage is not None or told is None or told.usage is not None
         if self.usage is None and told is not None:
             self.usage = _as_usage(told.usage_so_far())
         self.usage = self.usage or answers.usage_of_stream(last, self._num_tokens)
