@@ -7,7 +7,6 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, Raw, UnsetType
 
-
 SMALL_BYTES = 16 * 1024  # read at once, whatever is in it
 
 
