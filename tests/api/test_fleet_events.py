@@ -253,8 +253,9 @@ def test_a_beat_tells_load_and_speed(real, engine):
 def test_text_prompts_and_token_prompts_have_keys_too(real):
     text = {"model": "mini", "prompt": words(60), "max_tokens": 1}
     tokens = {"model": "mini", "prompt": [7 + i % 90 for i in range(200)], "max_tokens": 1}
+    several = {"model": "mini", "prompt": [words(61), words(62)], "max_tokens": 1}
     with listening(real) as router:
-        for body in (text, tokens):
+        for body in (text, tokens, several):
             post(real, body, "/v1/completions")
             until(lambda body=body: len(router.index.hits(keys_of(body), 1)) == 1)
 

@@ -380,6 +380,35 @@ def test_who_could_go_nowhere_else_stays_with_the_one_that_drains():
     assert fleet.arrive("new") is None
 
 
+def test_one_that_drains_by_itself_is_left_shortly_before_it_ends_and_used_again_when_it_is_back():
+    fleet = Driver(make_core(*(facts(name, fingerprint="x", has_beats=True) for name in "ab"), silence_s=100.0))
+    begin(fleet, "begun", can_resume=True)
+    fleet.arrive("elsewhere")
+    fleet.arrive("fresh")
+    fleet.do(fleet.core.leaving("a", 5.0, 0.0))
+    told = facts("a", fingerprint="x", has_beats=True, state=State.STARTING)
+    fleet.do(fleet.core.joined(told, 0.0))
+    assert fleet.bound == {"begun": "a", "elsewhere": "b", "fresh": "b"}
+    fleet.end("fresh")
+    fleet.wait(3.9)
+    assert (fleet.bound["begun"], fleet.core.fleet.by_name["a"].state) == ("a", State.DRAINING)
+    fleet.wait(0.2)
+    assert fleet.bound["begun"] == "b"
+    fleet.do(fleet.core.joined(facts("a", fingerprint="x", state=State.STARTING), 5.0))
+    assert fleet.core.fleet.by_name["a"].state is State.STARTING, "its stream of events has ended"
+    fleet.do(fleet.core.joined(facts("a", fingerprint="x"), 6.0))
+    assert fleet.arrive("later") == "a"
+
+
+def test_one_that_was_drained_and_is_told_to_end_is_left_before_it_does():
+    fleet = Driver(make_core(facts("a", fingerprint="x"), facts("b", fingerprint="x"), replica_drain_s=50.0))
+    begin(fleet, "begun", can_resume=True)
+    fleet.do(fleet.core.drained("a", 0.0))
+    fleet.do(fleet.core.leaving("a", 1.0, 0.0))
+    fleet.wait(0.6)
+    assert fleet.bound["begun"] == "b"
+
+
 def ready(fleet: Driver, start: Start) -> None:
     fleet.do(fleet.core.joined(facts(start.name, is_launched=True), fleet.now))
 

@@ -271,6 +271,12 @@ class GuardedConnection(HttpToolsProtocol):
         if self.transport.is_closing():
             call()
 
+    def break_off(self) -> None:
+        """Close after what was written, without an end of the answer in work: its reader sees that it is not whole."""
+        if self._in_work is not None:
+            self._in_work.disconnected = True
+        self.transport.close()
+
     def on_response_complete(self) -> None:
         self._on_gone = None
         super().on_response_complete()

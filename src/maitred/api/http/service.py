@@ -41,7 +41,11 @@ class HttpObserver(Protocol):
 class Ending(Protocol):
     """How a server ends in order."""
 
-    draining: bool
+    @property
+    def draining(self) -> bool: ...
+
+    def drain(self, within_s: float) -> None:
+        """From now on nobody is welcome; who is being answered has so long (s)."""
 
     async def emptied(self) -> None:
         """Returns when every request has its answer."""

@@ -15,7 +15,7 @@ from maitred.api.http.fleet_token import FleetToken
 from maitred.api.http.logs import log_fields
 from maitred.api.route.answers import message_of
 from maitred.api.route.fleet import Fleet, LiveReplica
-from maitred.cluster.replica_events import Began, Fingerprint, FleetEvent, KeysChanged, Load
+from maitred.cluster.replica_events import Began, Ended, Fingerprint, FleetEvent, KeysChanged, Load
 from maitred.cluster.replicas import Kind, ReplicaFacts, Report, State
 from maitred.cluster.upstream import Ask, Broken, UpstreamFailed, request_head
 
@@ -183,8 +183,12 @@ class Follower:
                 fleet.reported(name, Report(is_snapshot=True))
             case KeysChanged(stored, removed):
                 fleet.reported(name, Report(stored=stored, removed=removed))
+            case Ended(request_id, usage):
+                fleet.bills.computed(name, request_id, usage)
             case Load(state=told_state):
                 speed = _about(event.prefill_tokens_per_s)
+                if told_state == "draining":
+                    fleet.leaving(name, event.drain_s or 0.0)
                 is_welcome = told_state in ("ready", "asleep")  # who sleeps by itself wakes up for whoever comes
                 state = State.READY if is_welcome else State.STARTING
                 told = replace(live.facts, state=state, error=event.error, tokens_per_s=speed)

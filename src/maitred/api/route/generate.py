@@ -77,11 +77,14 @@ async def _route(
             router.fleet, routed, outgoing, keep_alive_s=router.config.sse_keep_alive_s, on_tokens=granted.tokens_came
         )
         if is_generation and router.ledger is not None:
+            relay.bill = router.fleet.bills.opened(exchange.request_id)
             router.ledger.opened(relay, request.model or "")
         try:
             await relay.run()
         finally:
             granted.usage = relay.spent
+            if relay.bill is not None:
+                router.fleet.bills.close(exchange.request_id, relay.bill, relay.ended)
             router.metrics.routed(exchange.log.get("replica", ""), relay.outcome, routed.held_s)
         if wanted is not None:
             router.results.keep(exchange, wanted)

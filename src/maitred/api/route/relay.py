@@ -10,15 +10,15 @@ from dataclasses import dataclass, field
 from maitred.api.http.errors import ClientGone
 from maitred.api.http.exchange import CONNECTION, Exchange, Header
 from maitred.api.http.fleet_headers import time_left_headers
-from maitred.api.http.results import HEADER as CACHE
 from maitred.api.http.sse import EventStream
 from maitred.api.route import answers
+from maitred.api.route.bills import Bill
 from maitred.api.route.fleet import Fleet, LiveReplica
 from maitred.api.route.headers import towards_client
 from maitred.api.route.routed import Moved, RoutedRequest
 from maitred.cluster.actions import Bind
 from maitred.cluster.fleet_request import Failure, FailureKind, FleetRequest, Usage
-from maitred.cluster.told_tokens import BrokenFrame, ToldTokens, ToldUsage, usage_in
+from maitred.cluster.told_tokens import NOTHING, BrokenFrame, ToldTokens
 from maitred.cluster.upstream import Answer, Ask, Broken, UpstreamFailed, request_head
 from maitred.errors import MaitredError, ServerError
 from maitred.gate.terms import NO_LIMITS, TimeLimits
@@ -84,6 +84,8 @@ class Relay:
         on_tokens: Callable[[int, float], None],
     ) -> None:
         self._fleet, self._routed, self._outgoing = fleet, routed, outgoing
+        self.bill: Bill | None = None  # of who keeps a ledger
+        self._is_billed = False  # the answer under way has said what it cost
         self._exchange: Exchange = routed.exchange
         self._events = EventStream(self._exchange, silence_s=keep_alive_s) if outgoing.is_stream else None
         self._keep_alive_s, self._on_tokens = keep_alive_s, on_tokens
@@ -106,11 +108,15 @@ class Relay:
     @property
     def spent(self) -> Usage:
         """What is known to have been computed for it, until now. From any thread."""
+        spent = self._spent()
+        return spent if self.bill is None else self.bill.with_untold(spent)
+
+    def _spent(self) -> Usage:
         if self.usage is not None:
             return self.usage
         if self._told is None:
             return Usage(num_output_tokens=self._num_tokens, complete=False)
-        return _as_usage(self._told.usage_so_far(), complete=False)
+        return answers.as_usage(self._told.usage_so_far(), complete=False)
 
     @property
     def spec(self) -> FleetRequest:
@@ -124,6 +130,10 @@ class Relay:
     @property
     def num_output_tokens(self) -> int:
         return self.spent.num_output_tokens or 0
+
+    def ended(self) -> None:
+        """Nothing of it comes any more, nor of what it cost."""
+        self.finish_reason = _REASONS[self.outcome]
 
     async def run(self) -> None:
         """The request is with the core from here to the end."""
@@ -145,7 +155,6 @@ class Relay:
                         self._is_cancelled = isinstance(reason, ClientGone)
                         raise reason from None
         finally:
-            self.finish_reason = _REASONS[self.outcome]
             self._fleet.leave(routed, self.usage)
             self._fleet.kept_bodies.let_go(routed)
             exchange.log["held_ms"] = round(routed.held_s * 1000, 1) or None
@@ -162,7 +171,14 @@ class Relay:
         if self._events is None:  # its first token nobody will see
             self._on_tokens(0, self._fleet.clock.now())
         live = self._fleet.replicas[bind.choice.replica]
-        self._refusal = None
+        self._refusal, self._is_billed = None, False
+        try:
+            return await self._tried(live)
+        finally:
+            if self.bill is not None and live.facts.has_beats and not self._is_billed:
+                self.bill.left(live.facts.name, self._told.usage_so_far() if self._told is not None else NOTHING)
+
+    async def _tried(self, live: LiveReplica) -> bool:
         try:
             answer = await live.upstream.send(self._ask(live))
         except UpstreamFailed as failed:
@@ -211,6 +227,7 @@ class Relay:
         failure = answers.failure(answer)
         if failure is not None:
             body = await answer.whole(MAX_ERROR_BYTES)
+            self._is_billed = failure.kind is FailureKind.FULL
             if failure.kind is FailureKind.ERROR:
                 self._refusal = answer, body
             self._fleet.failed(self._routed, failure)
@@ -243,15 +260,17 @@ class Relay:
         while body:
             await self._send_piece(body)
             body = await answer.piece()
-        self.usage = _cost_told(answer, live) or Usage()
+        self.usage = answers.cost_told(answer, is_ours=live.is_ours) or Usage()
+        self._is_billed = True
         self._ends()
         await self._send_end()
 
     async def _send_whole(self, answer: Answer, live: LiveReplica, body: bytes) -> None:
         self._begin()
         self._ends()
+        self._is_billed = True
         if self._outgoing.is_generation and answer.status == 200:
-            self.usage = _cost_told(answer, live) or answers.usage_of_whole(body)
+            self.usage = answers.cost_told(answer, is_ours=live.is_ours) or answers.usage_of_whole(body)
         else:
             self.usage = Usage(num_output_tokens=0)
         self._on_tokens(self.usage.num_output_tokens or 0, self._fleet.clock.now())
@@ -285,9 +304,10 @@ class Relay:
         if told is not None and not told.is_whole:
             raise UpstreamFailed(Broken.WRONG, "its answer ended within a frame")
         self._tell_tokens()
-        self.usage = _cost_told(answer, live)
+        self.usage = answers.cost_told(answer, is_ours=live.is_ours)
+        self._is_billed = self.usage is not None or told is None or told.usage is not None
         if self.usage is None and told is not None:
-            self.usage = _as_usage(told.usage_so_far())
+            self.usage = answers.as_usage(told.usage_so_far())
         self.usage = self.usage or answers.usage_of_stream(last, self._num_tokens)
         if self._pace is not None and self.usage.num_output_tokens:  # better than events
             self._pace.num_tokens = self.usage.num_output_tokens
@@ -339,7 +359,8 @@ class Relay:
     async def _send_head(self, answer: Answer, live: LiveReplica, length: int | None = None) -> None:
         """`length` is of a body that may have come without one."""
         self._exchange.log["replica"] = live.facts.name
-        headers = towards_client(answer.headers, live.name, round(self._routed.held_s * 1000))
+        is_traced = self._exchange.trace_header is not None
+        headers = towards_client(answer.headers, live.name, round(self._routed.held_s * 1000), is_traced=is_traced)
         if length is not None and not any(name == b"content-length" for name, _ in headers):
             headers.append((b"content-length", b"%d" % length))
         await self._exchange.send({"type": "http.response.start", "status": answer.status, "headers": headers})
@@ -354,20 +375,6 @@ class Relay:
 
     async def _send_end(self, last: bytes = b"") -> None:
         await self._exchange.send({"type": "http.response.body", "body": last})
-
-
-def _as_usage(told: ToldUsage, *, complete: bool = True) -> Usage:
-    return Usage(told.num_prompt_tokens, told.num_output_tokens, told.num_cached_tokens, complete)
-
-
-def _cost_told(answer: Answer, live: LiveReplica) -> Usage | None:
-    """As the head of an answer of ours tells it: nothing, where its result cache had it."""
-    if not live.is_ours:
-        return None
-    if (CACHE, b"hit") in answer.headers:
-        return Usage(0, 0, 0)
-    told = usage_in(answer.headers)
-    return None if told is None else _as_usage(told)
 
 
 def _cut(cutter: ToldTokens | answers.WholeEvents, piece: bytes) -> bytes:

@@ -174,6 +174,9 @@ class Router:
         self.fleet.close()
         self.observer.close()
 
+    def drain(self, within_s: float) -> None:
+        self.draining = True
+
     async def emptied(self) -> None:
         await self.fleet.emptied()
 
