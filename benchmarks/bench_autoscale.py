@@ -1,4 +1,5 @@
-"""The autoscaler beside the generated HPA's rule, simulated: replica-seconds and promises kept.
+"""The autoscaler beside the rule of the generated HPA (`maitred manifests kubernetes`), simulated: replica-seconds and
+promises kept.
 
     python benchmarks/bench_autoscale.py [--hours 1]
 
@@ -11,11 +12,12 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from random import Random
+
+from kubernetes_hpa import HpaRule, Metric, generated
 
 from maitred.cluster.autoscale import AutoscaleConfig, Autoscaler, FleetFigures
 from maitred.cluster.config import FleetConfig
@@ -38,44 +40,6 @@ SHAPES: dict[str, tuple[Rate, float]] = {  # and the highest
     "diurnal": (lambda at: 5.0 - 4.0 * math.cos(2 * math.pi * at / 3600), 9.0),
     "burst": (lambda at: 10.0 if at % 900 > 840 else 2.0, 10.0),
 }
-
-
-@dataclass
-class HpaRule:
-    """HorizontalPodAutoscaler on the mean wait of the last minute: ratio to its target every 15 s, 10% of tolerance, at
-    most doubled or four more a period, and the largest wish of five minutes on the way down.
-
-    Source: kubernetes.io/docs/tasks/run-application/horizontal-pod-autoscale, algorithm details, default behaviour.
-    """
-
-    target_s: float
-    num: int = 1
-    asked_at: float = -math.inf
-    seen: deque[tuple[float, int, float]] = field(default_factory=deque)  # (when, how many were bound, their waits)
-    waits_s: float = 0.0
-    wishes: deque[tuple[float, int]] = field(default_factory=deque)
-
-    def __call__(self, figures: FleetFigures, now: float) -> int:
-        num_bound = figures.num_arrived - figures.num_held
-        since = self.seen[-1][0] if self.seen else now
-        self.waits_s += figures.num_held * (now - since)  # Little's law
-        self.seen.append((now, num_bound, self.waits_s))
-        while self.seen[0][0] < now - 60:
-            self.seen.popleft()
-        if now - self.asked_at >= 15:
-            self.asked_at = now
-            self._decide(figures, now)
-        return self.num
-
-    def _decide(self, figures: FleetFigures, now: float) -> None:
-        _, num_before, waits_before = self.seen[0]
-        ratio = (self.waits_s - waits_before) / max(1, self.seen[-1][1] - num_before) / self.target_s
-        wish = self.num if abs(ratio - 1) <= 0.1 else math.ceil(self.num * ratio)
-        wish = min(max(wish, figures.low), figures.high, max(2 * self.num, self.num + 4))
-        self.wishes.append((now, wish))
-        while self.wishes[0][0] <= now - 300:
-            self.wishes.popleft()
-        self.num = wish if wish > self.num else min(self.num, max(each for _, each in self.wishes))
 
 
 @dataclass
@@ -108,7 +72,7 @@ def arrivals(shape: str, seconds: float, seed: int) -> Iterator[Arrival]:
         )
 
 
-def run(shape: str, scale: Autoscale, seconds: float, seed: int) -> tuple[Results, FleetSimulation]:
+def run(shape: str, scale: Autoscale, results: Results, seconds: float, seed: int) -> FleetSimulation:
     engine = EngineSetup(scheduler=SCHEDULER, num_blocks=4096)
     one = ReplicaSetup(engine=engine, cost_model=CostModel(fixed_s=STEP_S))
     setup = FleetSetup(
@@ -119,8 +83,22 @@ def run(shape: str, scale: Autoscale, seconds: float, seed: int) -> tuple[Result
         autoscale=scale,
         cold_start_s=START_S,
     )
-    simulation = FleetSimulation(setup, Results(Objectives(ttft_s=OBJECTIVE_S)))
-    return simulation.run(arrivals(shape, seconds, seed)), simulation
+    simulation = FleetSimulation(setup, results)
+    simulation.run(arrivals(shape, seconds, seed))
+    return simulation
+
+
+def hpa(results: Results) -> Autoscale:
+    def read() -> Metric:
+        """The router counts a wait when the answer is over, as the results do."""
+        waits = results.total.queue_s
+        return Metric(waits.count, waits.total)
+
+    return HpaRule.of(generated(1, MOST), read)
+
+
+def ours(results: Results) -> Autoscale:
+    return Autoscaler(AutoscaleConfig(ttft_objective_s=OBJECTIVE_S))
 
 
 def main() -> None:
@@ -132,11 +110,10 @@ def main() -> None:
     print(f"{'':10} {'':12} {'replica-s':>10} {'kept':>7} {'starts':>7} {'reversals':>10}")
     for shape in options.shapes.split(","):
         costs = {}
-        rules = {"hpa": HpaRule(OBJECTIVE_S), "autoscaler": Autoscaler(AutoscaleConfig(ttft_objective_s=OBJECTIVE_S))}
-        for name, rule in rules.items():
-            kept = Kept(rule)
-            results, simulation = run(shape, kept, options.hours * 3600, options.seed)
-            figures = costs[name] = simulation.to_json()
+        for name, rule in (("hpa", hpa), ("autoscaler", ours)):
+            results = Results(Objectives(ttft_s=OBJECTIVE_S))
+            kept = Kept(rule(results))
+            figures = costs[name] = run(shape, kept, results, options.hours * 3600, options.seed).to_json()
             print(
                 f"{shape:10} {name:12} {figures['replica_s']:10,.0f} {results.total.slo_attainment:7.1%} "
                 f"{figures['num_starts']:7} {kept.num_reversals(60.0):10}",

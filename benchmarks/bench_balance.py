@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 
 from conversations import Conversations
@@ -25,6 +26,7 @@ from maitred.sim.fleet import FleetSetup, FleetSimulation, ReplicaSetup
 from maitred.sim.results import Results
 from maitred.sim.simulator import Simulation
 from maitred.sim.traces import TraceWorkload
+from maitred.sim.workload import Arrival
 
 BLOCK_SIZE, NUM_REPLICAS = 16, 8
 SCHEDULER = SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=2048)
@@ -60,9 +62,16 @@ def all_in_one(one: ReplicaSetup) -> Simulation:
     return Simulation(setup, faster, Results())
 
 
+def in_sessions(workload: TraceWorkload) -> Iterator[Arrival]:
+    """A conversation's first block of its own names it, as a client would by a header."""
+    for arrival, line in zip(workload.arrivals(), workload.lines, strict=True):
+        session, _, _ = str(line.hash_ids[-1]).partition("/")
+        yield replace(arrival, request_id=f"{session}#{arrival.request_id}")
+
+
 def told(name: str, simulation: FleetSimulation | Simulation, workload: TraceWorkload) -> None:
     began = time.process_time()
-    results = simulation.run(workload.arrivals())
+    results = simulation.run(in_sessions(workload))
     prompts = sum(line.input_length for line in workload.lines)
     whole = results.total
     extra = simulation.figures.to_json(results) if isinstance(simulation, FleetSimulation) else {}
@@ -79,7 +88,7 @@ def main() -> None:
     parser.add_argument("--balances", default=BALANCES)
     parser.add_argument("--sessions-per-s", type=float, default=4.5)
     parser.add_argument("--unlike-sessions-per-s", type=float, default=2.5)
-    parser.add_argument("--duration-s", type=float, default=600.0)
+    parser.add_argument("--duration-s", type=float, default=300.0)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     columns = ("hits", 6), ("ttft mean", 9), ("p50", 8), ("p99", 8), ("e2e", 8), ("max/mean", 9), ("cpu s", 6)

@@ -8,7 +8,7 @@ import pytest
 
 from maitred import SamplingParams
 from maitred.errors import InvalidRequest
-from maitred.request import resumed, timing_of
+from maitred.scheduler.timing import resumed, timing_of
 from tests.fakes import make_request
 
 

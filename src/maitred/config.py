@@ -140,17 +140,6 @@ class CacheConfig:
 
 DEFAULT_TOKEN_BUDGET = 512
 UNMEASURED_AGEING = 200.0  # tokens/s
-LEAST_TOKEN_BUDGET, TOKENS_PER_THREAD = 128, 64
-
-
-def native_token_budget(num_threads: int, *, tiles: bool = False) -> int:
-    """Of the native executor. From 128 tokens on its products are about as fast as at 512, and who decodes waits for as
-    long as a step takes; more threads take as long for as many tokens more, and so do processors with `tiles` (AMX) for
-    twice as many."""
-    budget = max(LEAST_TOKEN_BUDGET, TOKENS_PER_THREAD * num_threads)
-    return min(DEFAULT_TOKEN_BUDGET, 2 * budget if tiles else budget)
-
-
 SCHEDULER_RANGES: dict[str, tuple[float, float]] = {
     "ageing_s": (0.001, 1e9),
     "ageing_tokens_per_s": (0.001, 1e9),
@@ -261,7 +250,7 @@ class AdmissionConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
-    """The HTTP edge."""
+    """The HTTP server: address, keys, limits, time-outs, TLS, logs and traces."""
 
     host: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0 for every interface."""
@@ -351,29 +340,6 @@ class ServerConfig:
         _require_at_least("sse_keep_alive_s", self.sse_keep_alive_s, 0)
         _require_at_least("drain_timeout_s", self.drain_timeout_s, 0)
         _require_at_least("decode_timeout_s", self.decode_timeout_s, 0.001)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TenancyConfig:
-    """Tenants: who may ask, and what is recorded of it."""
-
-    tenants: str | None = None
-    """YAML file with tenants, their limits and hashed keys, in force as soon as it changes; None knows no tenants."""
-    ledger: str | None = None
-    """SQLite file with a row for each request: tenant, key, tokens, how it ended; None keeps none."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SharedConfig:
-    """What several routers share."""
-
-    redis: str | None = None
-    """Redis that routers share for quotas and the result cache, redis://[[user]:password@]host[:port][/db],
-    rediss:// for TLS, redis+cluster:// for a cluster; needs the extra `redis`. While it is gone each goes on alone."""
-
-    def __post_init__(self) -> None:
-        if self.redis is not None and not re.match(r"(rediss?|rediss?\+cluster)://[^/]|unix://", self.redis):
-            raise ConfigError("redis must look like redis://127.0.0.1:6379, rediss:// or redis+cluster://")
 
 
 RESUME_RULES = ("exact", "always", "never")

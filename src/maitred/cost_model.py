@@ -11,9 +11,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from maitred.config import DEFAULT_TOKEN_BUDGET
 from maitred.step import ScheduledRow
 
 ALIKE_TOKENS = 64  # shorter contexts are padded to one length
+LEAST_TOKEN_BUDGET, TOKENS_PER_THREAD = 128, 64
 
 
 class StepShape(NamedTuple):
@@ -119,3 +121,11 @@ class CostModel:
     def gap_s(self, rows: int) -> float:
         """Between a step of so many rows and the next."""
         return self.between_s + rows * self.between_row_s
+
+
+def native_token_budget(num_threads: int, *, tiles: bool = False) -> int:
+    """Of the native executor. From 128 tokens on its products are about as fast as at 512, and who decodes waits for as
+    long as a step takes; more threads take as long for as many tokens more, and so do processors with `tiles` (AMX) for
+    twice as many."""
+    budget = max(LEAST_TOKEN_BUDGET, TOKENS_PER_THREAD * num_threads)
+    return min(DEFAULT_TOKEN_BUDGET, 2 * budget if tiles else budget)

@@ -330,7 +330,7 @@ def metrics_document() -> str:
             "`python -m maitred.metrics > docs/metrics.md`.",
             "",
             *_table("The engine", ENGINE_METRICS),
-            *_table("The HTTP edge", EDGE_METRICS),
+            *_table("The HTTP server", EDGE_METRICS),
             *_table("Admission", ADMISSION_METRICS),
             *_table("The result cache", RESULT_CACHE_METRICS),
             *_table("Redis, of routers", REDIS_METRICS),

@@ -386,32 +386,3 @@ class RequestTiming:
             decode_s=self.decode_s - decode_s,
             schedule_s=self.schedule_s + prefill_s + decode_s,
         )
-
-
-def timing_of(request: RequestState, now: float) -> RequestTiming:
-    """The split of `request`'s time so far; phases not reached yet count to `now` in the phase it is in."""
-    ended = request.finished_at if request.finished_at is not None else now
-    scheduled = request.first_scheduled_at if request.first_scheduled_at is not None else ended
-    first_token = request.first_token_at if request.first_token_at is not None else ended
-    stalled_now = ended - request.stalled_at if request.stalled_at is not None else 0.0
-    in_prefill = request.stalled_prefill_s + (stalled_now if request.first_token_at is None else 0.0)
-    in_decode = request.stalled_decode_s + (stalled_now if request.first_token_at is not None else 0.0)
-    return RequestTiming(
-        queue_s=scheduled - request.arrived_at,
-        prefill_s=first_token - scheduled - in_prefill,
-        decode_s=ended - first_token - in_decode,
-        stall_s=in_prefill + in_decode,
-        ttft_s=first_token - request.arrived_at,
-        num_preemptions=request.num_preemptions,
-    )
-
-
-def resumed(request: RequestState, now: float) -> None:
-    """A preempted request is in a step again: what it waited is a stall of the phase it was in."""
-    if request.stalled_at is None:
-        return
-    if request.first_token_at is None:
-        request.stalled_prefill_s += now - request.stalled_at
-    else:
-        request.stalled_decode_s += now - request.stalled_at
-    request.stalled_at = None

@@ -19,7 +19,7 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from maitred.api.http import connection
+from maitred.api.http import connection, sender
 from maitred.api.http.connection import (
     MAX_FRAMING_BYTES,
     MAX_HEAD_BYTES,
@@ -515,8 +515,11 @@ READ = {
         *("_unset_keepalive_if_required", "client", "connections", "cycle", "flow", "headers", "loop", "parser"),
         *("pipeline", "scope", "transport", "url"),
     },
-    "cycle": {"body", "response_complete", "response_started", "scope", "transport"},
-    "flow": {"read_paused", "resume_reading"},
+    "cycle": {
+        *("body", "default_headers", "disconnected", "flow", "keep_alive", "message_event", "on_response"),
+        *("response_complete", "response_started", "scope", "send", "transport", "waiting_for_100_continue"),
+    },
+    "flow": {"drain", "read_paused", "resume_reading", "write_paused"},
 }
 
 
@@ -548,6 +551,22 @@ def test_the_head_of_a_stream_leaves_with_its_first_piece():
     assert sent.num_writes == 4  # 100 Continue, the head with the first piece, the second, the end
 
 
+def test_a_header_that_would_be_two_is_not_sent():
+    for value in (b"1\r\nset-cookie: a", b"1\nset-cookie: a", b"1\0"):
+        world = World()
+        world.send(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}")
+        start = {"type": "http.response.start", "status": 200, "headers": [(b"x-told", value)]}
+        with pytest.raises(RuntimeError, match="taken for two"):
+            asyncio.run(world.connection.cycle.send(start))
+        assert not world.transport.written
+
+
+def test_a_body_that_is_not_as_long_as_it_says_is_an_error():
+    for body in (b"{", b"{}}"):
+        with pytest.raises(RuntimeError, match="not as long"):
+            answered(World(), body, length=2)
+
+
 def test_an_answer_without_a_body_leaves_too_and_before_its_connection_closes():
     for version in ("1.1", "1.0"):
         sent = answered(World(), b"", length=2, head=f"HEAD / HTTP/{version}")
@@ -570,16 +589,17 @@ def test_the_internals_that_are_overridden_are_as_uvicorn_has_them():
 
 
 def test_the_internals_that_are_read_are_there():
-    """Whatever of it connection.py names: nothing is used that the table does not have."""
+    """Whatever of it connection.py and sender.py name: nothing is used that the table does not have."""
     protocol, transport = World().connection, FakeTransport()
     plain = HttpToolsProtocol(protocol.config, ServerState(), {}, FakeLoop())  # type: ignore[arg-type]
     plain.on_message_begin()
     cycle = RequestResponseCycle(*[None] * 11)  # type: ignore[arg-type]
     theirs = {"self": plain, "cycle": cycle, "flow": FlowControl(transport)}  # type: ignore[arg-type]
     named: dict[str, set[str]] = {owner: set() for owner in theirs}
-    for node in ast.walk(ast.parse(inspect.getsource(connection))):
+    for node in ast.walk(ast.parse(inspect.getsource(connection) + inspect.getsource(sender))):
         if isinstance(node, ast.Attribute):
-            owner = ast.unparse(node.value).removeprefix("self.").replace("_in_work", "cycle")
+            owner = ast.unparse(node.value).removeprefix("self.").replace("_in_work", "cycle").removeprefix("_")
+            owner = owner.removeprefix("cycle.") if owner == "cycle.flow" else owner
             if owner in theirs and hasattr(theirs[owner], node.attr) and node.attr not in OVERRIDDEN:
                 named[owner].add(node.attr)
     assert named == READ

@@ -18,8 +18,8 @@ import msgspec
 import pytest
 
 import maitred
-from maitred.api.http.fleet_token import VARIABLE
 from maitred.api.ops import fleet_feed
+from maitred.cluster.announcement import TOKEN_VARIABLE
 from maitred.cluster.key_tokens import TokenLengths, ends_of_tokens, tokens_of_keys
 from maitred.cluster.prefix_index import Hit, PrefixIndex
 from maitred.cluster.prefix_keys import prefix_keys
@@ -253,8 +253,9 @@ def test_a_beat_tells_load_and_speed(real, engine):
 def test_text_prompts_and_token_prompts_have_keys_too(real):
     text = {"model": "mini", "prompt": words(60), "max_tokens": 1}
     tokens = {"model": "mini", "prompt": [7 + i % 90 for i in range(200)], "max_tokens": 1}
+    several = {"model": "mini", "prompt": [words(61), words(62)], "max_tokens": 1}
     with listening(real) as router:
-        for body in (text, tokens):
+        for body in (text, tokens, several):
             post(real, body, "/v1/completions")
             until(lambda body=body: len(router.index.hits(keys_of(body), 1)) == 1)
 
@@ -296,7 +297,7 @@ def test_without_a_token_it_takes_an_administrator():
 
 
 def test_a_launched_replica_has_its_token_from_the_environment(monkeypatch):
-    monkeypatch.setenv(VARIABLE, TOKEN)
+    monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
     with running_server(FakeReplica()) as server, listening(server) as router:
         assert router.beat().state == "ready"
 

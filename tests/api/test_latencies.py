@@ -7,7 +7,7 @@ import random
 import pytest
 
 from maitred.api.ops.latencies import GROWTH, MAX_TENANTS, NUM_SLICES, SLICE_S, Latencies, RecentTimes
-from maitred.api.ops.live_slots import SlotRows
+from maitred.api.ops.live_feed import SlotRows
 from maitred.clock import ManualClock
 from maitred.request import RequestTiming
 

@@ -51,12 +51,12 @@ class World:
     high: int = 20
     seed: int = 0
     starting: list[float] = field(default_factory=list)  # when each is ready
-    ends: list[tuple[float, float]] = field(default_factory=list)  # (when, how long it took)
+    ends: list[tuple[float, float, float]] = field(default_factory=list)  # (when, how long it took, its wait before)
     held: deque[float] = field(default_factory=deque)
-    bound: deque[tuple[float, float]] = field(default_factory=deque)  # of the last minute: (when, what it waited)
     num_arrived: int = 0
     num_ended: int = 0
     served_s: float = 0.0
+    waited_s: float = 0.0  # of those that ended
     run: Run = field(default_factory=Run)
 
     def play(self, seconds: float) -> Run:
@@ -92,12 +92,6 @@ class World:
             served_s=self.served_s,
         )
 
-    def mean_wait_s(self, now: float) -> float:
-        """Of those who left the queue in the last minute, as a histogram's rates tell it."""
-        while self.bound and self.bound[0][0] <= now - 60:
-            self.bound.popleft()
-        return sum(wait for _, wait in self.bound) / max(1, len(self.bound))
-
     def _join(self, now: float) -> None:
         ready = [at for at in self.starting if at <= now]
         self.starting = [at for at in self.starting if at > now]
@@ -106,14 +100,15 @@ class World:
     def _end(self, now: float) -> None:
         while self.ends and self.ends[0][0] <= now:
             self.num_ended += 1
-            self.served_s += heappop(self.ends)[1]
+            _, took_s, waited_s = heappop(self.ends)
+            self.served_s += took_s
+            self.waited_s += waited_s
 
     def _bind(self, now: float, randomly: random.Random) -> None:
         while self.held and len(self.ends) < self.num_ready * self.slots:
-            self.bound.append((now, now - self.held.popleft()))
-            self.run.waits.append(self.bound[-1][1])
+            self.run.waits.append(now - self.held.popleft())
             took_s = randomly.lognormvariate(math.log(self.service_s) - 0.125, 0.5)
-            heappush(self.ends, (now + took_s, took_s))
+            heappush(self.ends, (now + took_s, took_s, self.run.waits[-1]))
 
     def _scale(self, now: float) -> None:
         target = self.scaler(self.figures(now), now)
@@ -134,31 +129,3 @@ def _poisson(randomly: random.Random, mean: float) -> int:
     while product > floor:
         number, product = number + 1, product * randomly.random()
     return number
-
-
-@dataclass
-class HpaRule:
-    """Kubernetes' HorizontalPodAutoscaler on the mean wait in the queue: ratio to the target, every 15 s, a tolerance
-    of 10%, at most doubled or four more a period, and the largest wish of five minutes on the way down.
-
-    Source: kubernetes.io/docs/tasks/run-application/horizontal-pod-autoscale, algorithm details and default behaviour.
-    """
-
-    target_s: float
-    num: int = 1
-    wishes: deque[tuple[float, int]] = field(default_factory=deque)
-    asked_at: float = -math.inf
-    waited: Callable[[float], float] = lambda now: 0.0  # the metric
-
-    def __call__(self, figures: FleetFigures, now: float) -> int:
-        if now - self.asked_at < 15:
-            return self.num
-        self.asked_at = now
-        ratio = self.waited(now) / self.target_s
-        wish = self.num if abs(ratio - 1) <= 0.1 else math.ceil(self.num * ratio)
-        wish = min(max(wish, figures.low), figures.high, max(2 * self.num, self.num + 4))
-        self.wishes.append((now, wish))
-        while self.wishes[0][0] <= now - 300:
-            self.wishes.popleft()
-        self.num = wish if wish > self.num else min(self.num, max(each for _, each in self.wishes))
-        return self.num

@@ -9,9 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.kubernetes_hpa import HpaRule, Metric, generated
 from maitred.cluster.autoscale import AutoscaleConfig, Autoscaler, FleetFigures, Target
+from maitred.cluster.sizing import as_asked
 from maitred.errors import ConfigError
-from tests.cluster.scaling import Arrivals, HpaRule, Run, World
+from tests.cluster.scaling import Arrivals, Run, World
 
 
 def scaler(**fields: Any) -> Autoscaler:
@@ -118,9 +120,9 @@ def ours(arrivals: Arrivals, *, start_s: float, seed: int = 0) -> Run:
 
 
 def kubernetes(arrivals: Arrivals, *, start_s: float) -> Run:
-    rule = HpaRule(1.0)
-    world = World(rule, arrivals, start_s=start_s)
-    rule.waited = world.mean_wait_s
+    """By the manifest that `maitred manifests kubernetes` writes."""
+    world = World(as_asked, arrivals, start_s=start_s)
+    world.scaler = HpaRule.of(generated(world.low, world.high), lambda: Metric(world.num_ended, world.waited_s))
     return world.play(1800)
 
 

@@ -8,6 +8,7 @@ from maitred.cluster.actions import Bind, Move, Probe, Refuse, Start, Stop
 from maitred.cluster.fleet_request import Failure, FailureKind, Usage
 from maitred.cluster.replicas import Kind, Report, State
 from maitred.errors import EngineDead, InvalidRequest, ModelNotFound, PromptTooLong, QueueTimeout, RequestTimeout
+from maitred.policy.policies import POLICIES
 from tests.cluster.fleets import Driver, facts, make_core, make_request
 
 RESET, ERROR = Failure(FailureKind.RESET), Failure(FailureKind.ERROR)
@@ -56,6 +57,16 @@ def test_who_may_preempt_is_bound_at_once_and_takes_each_slot_once():
     for i in range(2):
         fleet.arrive(f"batch{i}", priority=2)
     assert [fleet.arrive(f"urgent{i}", priority=0) for i in range(3)] == ["a", "a", None]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_lengths_are_foretold_where_the_policy_reads_them_and_no_place_hangs_on_them_elsewhere(policy: str):
+    core, request = make_core("a", policy=policy), make_request("r")
+    core.arrived(request, 0.0)
+    key, reads = core.policy.order(request), core.policy.reads_predictions
+    assert (request.expected_outputs is not None) == reads
+    request.expected_outputs = 1.0
+    assert (core.policy.order(request) != key) == reads
 
 
 def test_service_counts_for_all_replicas_together():
@@ -367,6 +378,35 @@ def test_who_could_go_nowhere_else_stays_with_the_one_that_drains():
     fleet.do(fleet.core.drained("a", 0.0))
     assert fleet.bound == {"r": "a"}
     assert fleet.arrive("new") is None
+
+
+def test_one_that_drains_by_itself_is_left_shortly_before_it_ends_and_used_again_when_it_is_back():
+    fleet = Driver(make_core(*(facts(name, fingerprint="x", has_beats=True) for name in "ab"), silence_s=100.0))
+    begin(fleet, "begun", can_resume=True)
+    fleet.arrive("elsewhere")
+    fleet.arrive("fresh")
+    fleet.do(fleet.core.leaving("a", 5.0, 0.0))
+    told = facts("a", fingerprint="x", has_beats=True, state=State.STARTING)
+    fleet.do(fleet.core.joined(told, 0.0))
+    assert fleet.bound == {"begun": "a", "elsewhere": "b", "fresh": "b"}
+    fleet.end("fresh")
+    fleet.wait(3.9)
+    assert (fleet.bound["begun"], fleet.core.fleet.by_name["a"].state) == ("a", State.DRAINING)
+    fleet.wait(0.2)
+    assert fleet.bound["begun"] == "b"
+    fleet.do(fleet.core.joined(facts("a", fingerprint="x", state=State.STARTING), 5.0))
+    assert fleet.core.fleet.by_name["a"].state is State.STARTING, "its stream of events has ended"
+    fleet.do(fleet.core.joined(facts("a", fingerprint="x"), 6.0))
+    assert fleet.arrive("later") == "a"
+
+
+def test_one_that_was_drained_and_is_told_to_end_is_left_before_it_does():
+    fleet = Driver(make_core(facts("a", fingerprint="x"), facts("b", fingerprint="x"), replica_drain_s=50.0))
+    begin(fleet, "begun", can_resume=True)
+    fleet.do(fleet.core.drained("a", 0.0))
+    fleet.do(fleet.core.leaving("a", 1.0, 0.0))
+    fleet.wait(0.6)
+    assert fleet.bound["begun"] == "b"
 
 
 def ready(fleet: Driver, start: Start) -> None:

@@ -77,10 +77,12 @@ class Fleet(RuleBasedStateMachine):
         )
         self.do(self.core.joined(told, self.now))
 
-    @rule(name=NAMES, what=st.sampled_from(["leaves", "dies", "drains", "answers", "answers not"]))
+    @rule(name=NAMES, what=st.sampled_from(["leaves", "dies", "drains", "drains by itself", "answers", "answers not"]))
     def befall(self, name: str, what: str) -> None:
         if what == "drains":
             self.do(self.core.drained(name, self.now))
+        elif what == "drains by itself":
+            self.do(self.core.leaving(name, 1.5, self.now))
         elif what in ("leaves", "dies"):
             self.do(self.core.left(name, self.now, what == "dies"))
         else:

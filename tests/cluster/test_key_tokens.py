@@ -106,9 +106,10 @@ def test_a_prompt_of_token_ids_is_counted():
     assert counts[-1] == 299
 
 
-def test_several_prompts_have_no_places():
-    body = read_body(b'{"prompt": [[1, 2], [3, 4]]}')
-    assert set(tokens_of_keys(body, prefix_keys(body), [1, 2], list)) == {0}
+def test_several_prompts_have_the_places_of_the_first():
+    ids = list(range(100, 400))
+    body = read_body(json.dumps({"prompt": [ids, [3, 4]]}).encode())
+    assert tokens_of_keys(body, prefix_keys(body), ids, list) == [51, 102, 153, 204, 256, 299]
 
 
 def test_a_token_put_before_the_prompt_has_no_bytes():

@@ -13,7 +13,7 @@ import httpx
 import psutil
 import pytest
 
-from maitred.cluster import launch
+from maitred.cluster import launch, supervised
 from maitred.cluster.launch import Ended, IsReady, Listens, prefixed
 from maitred.engine import restarts
 from tests.cluster.launching import launching
@@ -88,12 +88,12 @@ async def test_one_that_dies_while_it_starts_is_started_again(tmp_path: Path):
 
 
 async def test_one_that_keeps_dying_is_never_given_up_and_comes_within_ten_seconds(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(launch, "MAX_RESTART_DELAY_S", 0.04)
+    monkeypatch.setattr(supervised, "MAX_RESTART_DELAY_S", 0.04)
     async with faking("dies") as (launcher, told):
         launcher.start("a")
         await told.wait_for(Ended, count=8)
         assert [event.again_in_s for event in told.of(Ended, "a")][:6] == [0.0, 0.01, 0.02, 0.04, 0.04, 0.04]
-    assert launch.MAX_RESTART_DELAY_S < 10
+    assert supervised.MAX_RESTART_DELAY_S < 10
 
 
 @pytest.mark.parametrize(("word", "tries"), [("--bogus", 1), ("/no/such/model", 2)])

@@ -72,6 +72,15 @@ def test_a_text_is_cut_every_so_many_bytes():
     assert found.ends == (256, 512, 768, 1002)
 
 
+@pytest.mark.parametrize("first", ["x" * 1000, 'a "quoted" text, [not] a list', list(range(500))])
+def test_several_prompts_have_the_keys_of_the_first(first):
+    def keys(prompt):
+        return prefix_keys(read_body(json.dumps({"prompt": prompt}).encode()))
+
+    assert keys([first, "another"]) == keys([first]) == keys(first) != NO_KEYS
+    assert keys(["x"] * 70_000) == NO_KEYS, "too many to be told apart"
+
+
 def test_there_are_at_most_so_many_keys():
     one = keys_of([user("x" * 2 * MAX_KEYS * PIECE_BYTES)])
     many = keys_of([user("x")] * (MAX_KEYS + 1))

@@ -16,8 +16,9 @@ import pytest
 
 from maitred.cluster.launch import Ended, IsReady, Listens
 from tests.cluster.launching import Told
-from tests.route.test_end_to_end import start_router
-from tests.waiting import HANGS_S, until_async
+from tests.route.test_end_to_end import RealFleet, start_router
+from tests.route.test_failover import ASKED, num_resumed, streams_while, undisturbed
+from tests.waiting import HANGS_S, until, until_async
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'maitred[ray]'")
 pytestmark = pytest.mark.soak
@@ -156,6 +157,28 @@ async def test_no_request_is_lost_with_a_node_before_its_first_byte(cluster: Any
         finally:
             router.stop()
         assert not (await told.wait_for(Ended, "a")).as_told
+
+
+def test_streams_of_a_lost_node_go_on_as_undisturbed_and_its_replica_comes_back(cluster: Any):
+    nodes = [add_node(cluster, "one"), add_node(cluster, "two")]
+    router = start_router("--replicas", "2", "--launch", "ray", "--placement", "spread")
+    try:
+        with httpx.Client(base_url=router.url, timeout=HANGS_S) as client:
+            fleet = RealFleet([], router, client)
+            until(lambda: fleet.states == ["ready"] * 2)
+            expected = [undisturbed(fleet, number) for number in range(len(ASKED))]
+
+            def lose_a_node() -> None:
+                busiest = max(fleet.view()["replicas"], key=lambda replica: replica["in_flight"])
+                assert busiest["in_flight"]
+                cluster.remove_node(node_of(busiest["pid"], nodes), allow_graceful=False)
+
+            assert streams_while(fleet, lose_a_node) == expected
+            assert num_resumed(fleet) > 0
+            add_node(cluster, "three")
+            until(lambda: fleet.states == ["ready"] * 2)
+    finally:
+        router.stop()
 
 
 async def are_all_busy(client: httpx.AsyncClient) -> bool:

@@ -170,3 +170,20 @@ def test_what_a_killed_start_left_is_removed_by_the_next_and_nothing_of_one_that
 
 def test_a_temporary_folder_whose_name_is_no_utf_8_is_as_good(temporary: Path):
     StartingEngine(start_of()).wait().replica.stop()
+
+
+def test_starts_at_the_same_time_remove_no_folder_that_another_has_just_made(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch
+):
+    made, others_begin = tempfile.mkdtemp, [True]
+
+    def made_while_another_begins(**named: str) -> str:
+        folder = made(**named)
+        if others_begin and others_begin.pop():
+            SocketFolder().remove()  # which finds one that nobody has locked
+        return folder
+
+    monkeypatch.setattr(tempfile, "mkdtemp", made_while_another_begins)
+    folder = SocketFolder()
+    assert list(temporary.iterdir()) == [folder.path]
+    folder.remove()

@@ -78,6 +78,8 @@ def test_the_second_start_maps_what_the_first_packed(world: World):
     assert_equal(first.weights, world.packed_anew())
     assert_equal(second.weights, world.packed_anew())
     assert [path.suffix for path in world.files] == [".packed"]
+    (file,) = world.files
+    assert Path("/proc/self/maps").read_text().count(str(file)) >= 2, "the first has it mapped too: one copy for both"
 
 
 def test_packing_tells_after_each_tensor_how_far_it_is_and_mapping_tells_nothing(world: World):

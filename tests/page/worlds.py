@@ -57,7 +57,7 @@ def serving(
     )
     clock = WallClock()
     engine = client_of(EngineCore(scheduler, Saying(text, repeats=repeats, step_s=0.004), clock))
-    with running_server(engine, page_model(), **server) as running:
+    with running_server(engine, page_model(max_num_seqs=num_slots), **server) as running:
         try:
             yield running
         finally:

@@ -16,9 +16,9 @@ from maitred.api.http.auth import Authenticator, TenantSource
 from maitred.api.http.fleet_token import FleetToken
 from maitred.api.route.router import Router
 from maitred.api.route.serve import make_server
-from maitred.cluster.config import FleetConfig
+from maitred.cluster.config import FleetConfig, SharedConfig
 from maitred.cluster.origins import parse_target
-from maitred.config import AdmissionConfig, SchedulerConfig, ServerConfig, SharedConfig
+from maitred.config import AdmissionConfig, SchedulerConfig, ServerConfig
 from tests.route.fake_upstream import LAST_CHUNK, STREAM_HEAD, FakeUpstream, Script, Seen, chunk, fake_upstream, whole
 from tests.waiting import HANGS_S, joined, until_async
 

@@ -70,8 +70,8 @@ def without_what_differs(had: dict[str, Any]) -> dict[str, Any]:
     return {"choices": had["choices"], "usage": had["usage"]["completion_tokens"]}
 
 
-def streams_while(fleet: RealFleet, happens: Callable[[ServerProcess], object]) -> list[dict[str, Any]]:
-    """All of ASKED at once; once each has something of its answer, it `happens` to the busiest replica."""
+def streams_while(fleet: RealFleet, happens: Callable[[], object]) -> list[dict[str, Any]]:
+    """All of ASKED at once; once each has something of its answer, it `happens`."""
     have_begun = threading.Barrier(len(ASKED) + 1)
 
     def stream(number: int) -> dict[str, Any]:
@@ -86,7 +86,7 @@ def streams_while(fleet: RealFleet, happens: Callable[[ServerProcess], object]) 
     with ThreadPoolExecutor(len(ASKED)) as pool:
         told = [pool.submit(stream, number) for number in range(len(ASKED))]
         have_begun.wait(HANGS_S)
-        happens(busiest(fleet))
+        happens()
         return [answer.result() for answer in told]
 
 
@@ -106,9 +106,9 @@ def test_streams_of_a_replica_that_hangs_or_dies_go_on_as_undisturbed(fleet):
     for sent in (signal.SIGSTOP, signal.SIGKILL):
         before, hit = num_resumed(fleet), list[int]()
 
-        def strike(replica: ServerProcess, sent=sent, hit=hit) -> None:
-            hit.append(replica.process.pid)
-            os.kill(replica.process.pid, sent)
+        def strike(sent=sent, hit=hit) -> None:
+            hit.append(busiest(fleet).process.pid)
+            os.kill(hit[0], sent)
 
         had = streams_while(fleet, strike)
         for number, (told, wanted) in enumerate(zip(had, expected, strict=True)):

@@ -46,9 +46,10 @@ class Billed:
             )
             return [(model, status, Tokens(*tokens)) for model, status, *tokens in found]
 
-    def counted(self) -> Tokens:
+    def counted(self, without: str = "") -> Tokens:
         """By the replicas that live."""
-        told = [_counters(running.url) for running in self.replicas.values() if running.process.poll() is None]
+        living = [each for name, each in self.replicas.items() if each.process.poll() is None and name != without]
+        told = [_counters(running.url) for running in living]
         return Tokens(*map(sum, zip(*told, strict=True)))
 
     def waits_for_rows(self, number: int) -> list[tuple[str, str, Tokens]]:
@@ -71,9 +72,11 @@ def billed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Billed]:
     token.write_text("0123456789abcdef0123456789abcdef\n")
     flags = ("--fleet-token-file", str(token))
     with ThreadPoolExecutor() as pool:
-        replicas = list(pool.map(lambda _: start_server(*flags), range(2)))
+        replicas = list(pool.map(lambda _: start_server(*flags), range(3)))
     urls = [replica.url for replica in replicas]
-    router = start_router(*urls, *flags, "--ledger", str(ledger), "--balance", "round_robin")
+    router = start_router(
+        *urls, *flags, "--ledger", str(ledger), "--balance", "round_robin", "--replica-drain-s", "0.1"
+    )
     with httpx.Client(base_url=router.url, timeout=HANGS_S) as client:
         named = {url.removeprefix("http://"): replica for url, replica in zip(urls, replicas, strict=True)}
         until(lambda: client.get("/ready").status_code == 200)
@@ -105,23 +108,35 @@ def test_its_sums_are_the_replicas_counters(billed):
     assert [status for _, status, _ in rows][:6] == ["stop"] * 6
 
 
+def test_a_stream_that_is_moved_costs_what_both_replicas_computed(billed):
+    num_before, before = len(billed.rows()), billed.counted()
+    asked = {"messages": SAYS, "max_tokens": 480, "n": 8, "ignore_eos": True, "stream": True}
+    with billed.client.stream("POST", CHAT, json=asked) as answer:
+        lines = answer.iter_lines()
+        next(line for line in lines if "content" in line)
+        billed.client.post("/admin/fleet/drain", json={"name": answer.headers["x-maitred-replica"]})
+        assert list(lines)[-2:] == ["data: [DONE]", ""]
+    [(_, status, tokens)] = billed.waits_for_rows(num_before + 1)[num_before:]
+    assert (status, tokens.generated) > ("stop", 8 * 480), "tokens were made there that were not told any more"
+    assert before.plus(tokens) == billed.counted()
+
+
 def test_a_stream_that_a_killed_replica_began_is_one_row_of_all_that_its_client_has(billed):
     num_before, before = len(billed.rows()), billed.counted()
-    asked = {"messages": SAYS, "max_tokens": 300, "ignore_eos": True, "stream": True}
+    asked = {"messages": SAYS, "max_tokens": 480, "n": 8, "ignore_eos": True, "stream": True}
     with billed.client.stream("POST", CHAT, json=asked) as answer:
         lines = answer.iter_lines()
         next(line for line in lines if "content" in line)
         name = answer.headers["x-maitred-replica"]
-        survivor = next(other for other in billed.replicas if other != name)
-        counted = _counters(billed.replicas[survivor].url)
+        counted = billed.counted(without=name)
         os.kill(billed.replicas[name].process.pid, signal.SIGKILL)
         assert list(lines)[-2:] == ["data: [DONE]", ""]
     [(_, status, tokens)] = billed.waits_for_rows(num_before + 1)[num_before:]
-    assert (status, tokens.generated) == ("stop", 300)
+    assert (status, tokens.generated) == ("stop", 8 * 480)
     assert tokens.prompt == billed.rows()[0][2].prompt
     billed.replicas[name].process.wait(HANGS_S)
     rest = billed.counted().generated - counted.generated
-    assert 0 < rest < 300
+    assert 0 < rest < 8 * 480
     assert before.generated >= counted.generated
 
 
@@ -133,4 +148,14 @@ def test_who_goes_away_pays_for_what_was_computed(billed):
     [(_, status, tokens)] = billed.waits_for_rows(num_before + 1)[num_before:]
     assert status == "abort"
     assert tokens.prompt == billed.rows()[0][2].prompt
-    assert 8 <= tokens.generated <= billed.counted().generated - before.generated
+    assert 8 <= tokens.generated == billed.counted().generated - before.generated
+
+
+def test_who_goes_away_before_the_first_token_pays_for_what_was_computed(billed):
+    num_before, before = len(billed.rows()), billed.counted()
+    asked = {"messages": SAYS, "max_tokens": 490, "n": 8, "ignore_eos": True}
+    with pytest.raises(httpx.ReadTimeout):
+        billed.client.post(CHAT, json=asked, timeout=0.3)
+    [(_, status, tokens)] = billed.waits_for_rows(num_before + 1)[num_before:]
+    assert status == "abort"
+    assert before.plus(tokens) == billed.counted() != before

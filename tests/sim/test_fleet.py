@@ -119,5 +119,13 @@ def test_the_most_loaded_replica_is_measured_against_the_mean():
     asked = [arrival(f"r{i}", output=400, max_tokens=400, prompt=8) for i in range(40)]
     one = replace(LARGE, engine=setup(max_num_seqs=20, num_blocks=4096), cost_model=replace(COSTS, fixed_s=0.05))
     even = fleet(2, balance="least_load", one=one)
-    even.run(iter(asked))
+    even.run(iter([*asked, arrival("last", at=10.0)]))
     assert even.to_json()["load_max_over_mean"] == pytest.approx(1.0, abs=0.01)
+
+
+def test_how_uneven_replicas_run_empty_when_nobody_comes_any_more_is_no_fault_of_the_balance():
+    one = replace(LARGE, engine=setup(max_num_seqs=20, num_blocks=4096), cost_model=replace(COSTS, fixed_s=0.05))
+    long_and_short = [arrival(f"r{i}", output=400 if i % 2 else 40, max_tokens=400, prompt=8) for i in range(40)]
+    uneven = fleet(2, balance="round_robin", one=one)
+    uneven.run(iter(long_and_short))
+    assert uneven.to_json()["load_max_over_mean"] is None

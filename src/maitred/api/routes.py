@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+from maitred.api.common_routes import METRICS, PAGE, probe_routes
 from maitred.api.dialects.openai import models, usage
 from maitred.api.dialects.openai import schemas as s
 from maitred.api.dialects.openai.chat import CHAT
@@ -13,11 +14,10 @@ from maitred.api.generate.complete import complete
 from maitred.api.generate.resume import Resume
 from maitred.api.http.app import App
 from maitred.api.http.exchange import Exchange
-from maitred.api.http.routes import Handler, Route, RouteTable
-from maitred.api.ops import admin, fleet, health, live, page, sleep, status
+from maitred.api.http.routes import Route, RouteTable
+from maitred.api.ops import admin, fleet, health, live, sleep
 from maitred.api.ops.live_feed import LiveFrame
 from maitred.api.ops.openapi import openapi_document
-from maitred.api.ops.page_files import FILES
 from maitred.cluster.replica_events import FleetEvent, VersionResponse
 from maitred.cluster.told_tokens import ResumeRequest
 from maitred.scheduler.queue_view import QueueView
@@ -34,11 +34,38 @@ def make_routes(ledger: Ledger | None = None) -> RouteTable:
     async def document(app: App, exchange: Exchange) -> None:
         await exchange.answer_json(openapi_document(table))
 
-    table = RouteTable(_routes(ledger, document), OPENAI)
+    routes = (
+        *_generation(),
+        *_models(),
+        *probe_routes(health=health.health, ready=health.ready),
+        Route(
+            method="GET",
+            path="/health/decode",
+            handler=health.Decode(),
+            summary="Whether one token comes through the engine, as the least urgent request.",
+            answer=health.DecodeHealth,
+            errors=(401, 500, 503),
+        ),
+        METRICS,
+        *_sleeping(),
+        *_administration(ledger),
+        *_fleet(),
+        *PAGE,
+        Route(
+            method="GET",
+            path="/openapi.json",
+            handler=document,
+            summary="This document.",
+            while_loading=True,
+            text="application/json",
+        ),
+    )
+    table = RouteTable(routes, OPENAI)
     return table
 
 
-def _routes(ledger: Ledger | None, document: Handler) -> tuple[Route, ...]:
+def _generation() -> tuple[Route, ...]:
+    """What the model says."""
     return (
         Route(
             method="POST",
@@ -66,6 +93,12 @@ def _routes(ledger: Ledger | None, document: Handler) -> tuple[Route, ...]:
             event=s.Completion,
             errors=_GENERATION_ERRORS,
         ),
+    )
+
+
+def _models() -> tuple[Route, ...]:
+    """Which names there are, and text to tokens and back."""
+    return (
         Route(
             method="GET",
             path="/v1/models",
@@ -80,16 +113,6 @@ def _routes(ledger: Ledger | None, document: Handler) -> tuple[Route, ...]:
             summary="One model.",
             answer=s.ModelCard,
             errors=(401, 404),
-        ),
-        Route(
-            method="GET",
-            path="/v1/organization/usage/completions",
-            handler=usage.CompletionsUsage(ledger),
-            summary="Tokens and requests by time and tenant, from the ledger; for administrators.",
-            admin="read usage",
-            answer=usage.UsagePage,
-            errors=(400, 401, 403, 404, 503),
-            query=usage.USAGE_QUERY,
         ),
         Route(
             method="POST",
@@ -111,60 +134,12 @@ def _routes(ledger: Ledger | None, document: Handler) -> tuple[Route, ...]:
             answer=s.DetokenizeResponse,
             errors=_TEXT_ERRORS,
         ),
-        Route(
-            method="GET",
-            path="/health",
-            handler=health.health,
-            summary="Whether the engine lives.",
-            is_open=True,
-            is_polled=True,
-            errors=(503,),
-        ),
-        Route(
-            method="GET",
-            path="/health/decode",
-            handler=health.Decode(),
-            summary="Whether one token comes through the engine, as the least urgent request.",
-            answer=health.DecodeHealth,
-            errors=(401, 500, 503),
-        ),
-        Route(
-            method="GET",
-            path="/ready",
-            handler=health.ready,
-            summary="Whether new requests are welcome.",
-            is_open=True,
-            is_polled=True,
-            errors=(503,),
-        ),
-        Route(
-            method="GET",
-            path="/readyz",
-            handler=health.ready,
-            summary="The same as /ready.",
-            is_open=True,
-            is_polled=True,
-            errors=(503,),
-        ),
-        Route(
-            method="GET",
-            path="/version",
-            handler=status.version,
-            is_for_routers=True,
-            summary="What this server is: version, models, slots, and what its tokens depend on.",
-            while_loading=True,
-            answer=VersionResponse,
-        ),
-        Route(
-            method="GET",
-            path="/metrics",
-            handler=status.metrics,
-            summary="Metrics for Prometheus.",
-            admin="read metrics",
-            while_loading=True,
-            text="text/plain",
-            errors=(401, 403),
-        ),
+    )
+
+
+def _sleeping() -> tuple[Route, ...]:
+    """The engine's process, ended and started again; as vLLM names it."""
+    return (
         Route(
             method="POST",
             path="/sleep",
@@ -193,6 +168,22 @@ def _routes(ledger: Ledger | None, document: Handler) -> tuple[Route, ...]:
             admin="see whether the engine sleeps",
             answer=sleep.Sleeping,
             errors=(401, 403, 503),
+        ),
+    )
+
+
+def _administration(ledger: Ledger | None) -> tuple[Route, ...]:
+    """For administrators."""
+    return (
+        Route(
+            method="GET",
+            path="/v1/organization/usage/completions",
+            handler=usage.CompletionsUsage(ledger),
+            summary="Tokens and requests by time and tenant, from the ledger; for administrators.",
+            admin="read usage",
+            answer=usage.UsagePage,
+            errors=(400, 401, 403, 404, 503),
+            query=usage.USAGE_QUERY,
         ),
         Route(
             method="GET",
@@ -240,6 +231,21 @@ def _routes(ledger: Ledger | None, document: Handler) -> tuple[Route, ...]:
             answer=live.LoadedModels,
             errors=(401, 403),
         ),
+    )
+
+
+def _fleet() -> tuple[Route, ...]:
+    """For routers."""
+    return (
+        Route(
+            method="GET",
+            path="/version",
+            handler=fleet.version,
+            is_for_routers=True,
+            summary="What this server is: version, models, slots, and what its tokens depend on.",
+            while_loading=True,
+            answer=VersionResponse,
+        ),
         Route(
             method="GET",
             path="/fleet/events",
@@ -258,33 +264,5 @@ def _routes(ledger: Ledger | None, document: Handler) -> tuple[Route, ...]:
             body=ResumeRequest,
             event=s.Completion,
             errors=(*_GENERATION_ERRORS, 409),
-        ),
-        Route(
-            method="GET",
-            path="/",
-            handler=page.index,
-            summary="The page: chat and live view.",
-            is_open=True,
-            text="text/html",
-            errors=(),
-        ),
-        Route(
-            method="GET",
-            path="/static/{name}",
-            handler=page.asset,
-            summary="A file of the page.",
-            is_open=True,
-            open_names=FILES,
-            is_asset=True,
-            text="*/*",
-            errors=(401, 404),
-        ),
-        Route(
-            method="GET",
-            path="/openapi.json",
-            handler=document,
-            summary="This document.",
-            while_loading=True,
-            text="application/json",
         ),
     )

@@ -11,6 +11,7 @@ from contextlib import suppress
 import msgspec
 
 MAX_LINE_BYTES = 64 * 1024
+TOKEN_VARIABLE = "MAITRED_FLEET_TOKEN"  # by which it gets the fleet's token; nobody else sees its environment
 
 
 class Listening(msgspec.Struct, frozen=True, tag=True):

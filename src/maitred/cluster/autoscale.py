@@ -18,12 +18,12 @@ from maitred.errors import ConfigError
 
 BETA_UP, BETA_DOWN = 1.0, 2.0  # start more below the first, stop some above the second: between them nothing happens
 STEADY_S = 60.0  # no fewer replicas than at any moment of this long was needed
-LOAD_S, SURGE_S = 30.0, 5.0  # time constants of the arrival rate: what stays, and what is new
-CLEAR_S = 10.0  # a backlog may take so long, or as long as a start, to be cleared: who starts more pays for a minute
+LOAD_S, SURGE_S = 30.0, 3.0  # time constants of the arrival rate: what stays, and what is new
+CLEAR_S, CLEAR_STARTS = 5.0, 0.25  # a backlog may take so long, or so much of a start, to be cleared
 DEFAULT_OBJECTIVE_S = 1.0
 MIN_KNOWN_S = 5.0  # a first request is not a rate
 MIN_TICK_S = 0.01
-SURGE_SIGMAS = 2.0  # arrivals are more than usual when chance would hardly make them so many
+SURGE_SIGMAS = 3.0  # arrivals are more than usual when chance would hardly make them so many
 NUM_REMEMBERED = 100.0  # requests over which service time is averaged
 
 
@@ -165,7 +165,7 @@ class Autoscaler:
         per_s = figures.slots / self._service.mean_s  # of one replica
         if held <= self._objective_s * per_s * max(1, coming):
             return 0
-        more = math.ceil(held / (per_s * max(self._objective_s, start_s, CLEAR_S)))
+        more = math.ceil(held / (per_s * max(self._objective_s, start_s * CLEAR_STARTS, CLEAR_S)))
         return max(coming + more, self._staffed(self._arrivals_per_s, BETA_UP, figures.slots))
 
     @property

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from maitred.cluster.actions import Bind
+from maitred.cluster.actions import Action, Bind
 from maitred.cluster.balance import BALANCES, choose
 from maitred.cluster.config import FleetConfig
 from maitred.cluster.fleet_request import FleetRequest, Place
@@ -12,9 +12,7 @@ from maitred.cluster.lessons import Lessons
 from maitred.cluster.prefix_index import PrefixIndex
 from maitred.cluster.replicas import Replica, Replicas, Use
 from maitred.cluster.waiting import Order, Waiting
-from maitred.config import SchedulerConfig
-from maitred.policy.policies import policy_for
-from maitred.policy.policy import PolicyFactory
+from maitred.policy.policy import Policy
 from maitred.policy.queued import KVNeed
 
 MAX_USES = 256
@@ -26,15 +24,14 @@ class Binder:
     def __init__(
         self,
         config: FleetConfig,
-        scheduler: SchedulerConfig,
-        policies: Mapping[str, PolicyFactory],
+        policy: Policy,
         fleet: Replicas,
         index: PrefixIndex,
         lessons: Lessons,
     ) -> None:
         self._config, self._fleet, self._index, self._lessons = config, fleet, index, lessons
-        self.policy = policy_for(scheduler, policies)
-        self.waiting = Waiting(self.policy, self._find_kv)
+        self.policy = policy
+        self.waiting = Waiting(policy, self._find_kv)
         self._balance = BALANCES[config.balance](fleet)
         self._victims: dict[str, str] = {}  # a bound request -> the one that was bound to preempt it
         self._preempts: dict[str, str] = {}  # the other way round
@@ -45,10 +42,21 @@ class Binder:
         request.place, request.held_at = Place.HELD, now
         self.waiting.hold(request, use_of(request))
 
-    def dispatch(self, now: float) -> list[Bind]:
+    def bind_at_once(self, request: FleetRequest, now: float) -> Bind | None:
+        """A new one, where `hold` and `dispatch` would bind it: nobody is held, and a replica has room."""
+        use = use_of(request)
+        usable = self._fleet.usable(use)
+        room = usable & self._fleet.room
+        if self.waiting.num_held or not room:
+            return None
+        request.held_at = now
+        self.waiting.admit(request, use)
+        return self._bind(request, room, usable, now)
+
+    def dispatch(self, now: float) -> list[Action]:
         """Binds whom it can, in order; afterwards nobody is held whom a replica that it may use has room for."""
-        bound: list[Bind] = []
-        while (found := self._next()) is not None:
+        bound: list[Action] = []
+        while self.waiting.num_held and (found := self._next()) is not None:
             bound.append(self._bind(*found, now))
         return bound
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import ceil
@@ -11,6 +12,7 @@ from maitred.config import RESUME_RULES
 from maitred.errors import ConfigError, did_you_mean
 
 BALANCES = ("round_robin", "least_load", "two_choices", "hash", "session", "prefix")
+PLACEMENTS = ("pack", "spread")  # of launched replicas on the nodes of a Ray cluster
 TIER_KEYS = ("replicas", "max_prompt_tokens", "spill_after_s")
 
 
@@ -119,3 +121,16 @@ def _tier(name: str, given: Mapping[str, Any]) -> Tier:
     if not isinstance(replicas, list | tuple) or not all(isinstance(url, str) for url in replicas):
         raise ConfigError(f"tiers: {name}: replicas is {replicas!r}; it must be a list of URLs")
     return Tier(name, tuple(replicas), given.get("max_prompt_tokens"), given.get("spill_after_s"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedConfig:
+    """What several routers share."""
+
+    redis: str | None = None
+    """Redis that routers share for quotas and the result cache, redis://[[user]:password@]host[:port][/db],
+    rediss:// for TLS, redis+cluster:// for a cluster; needs the extra `redis`. While it is gone each goes on alone."""
+
+    def __post_init__(self) -> None:
+        if self.redis is not None and not re.match(r"(rediss?|rediss?\+cluster)://[^/]|unix://", self.redis):
+            raise ConfigError("redis must look like redis://127.0.0.1:6379, rediss:// or redis+cluster://")

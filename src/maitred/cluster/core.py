@@ -13,6 +13,7 @@ from maitred.cluster.actions import Action, Probe
 from maitred.cluster.autoscale import FleetFigures
 from maitred.cluster.binding import Binder
 from maitred.cluster.config import FleetConfig
+from maitred.cluster.draining import Draining
 from maitred.cluster.fleet_request import Failure, FailureKind, FleetRequest, Usage
 from maitred.cluster.health import Health
 from maitred.cluster.lessons import Lessons
@@ -25,7 +26,7 @@ from maitred.cluster.timers import Timers
 from maitred.cluster.view import FleetView, view_of
 from maitred.config import SchedulerConfig
 from maitred.errors import InvalidRequest
-from maitred.policy.policies import POLICIES
+from maitred.policy.policies import POLICIES, policy_for
 from maitred.policy.policy import PolicyFactory
 from maitred.policy.predictor import Predictor, predictor_named
 
@@ -38,7 +39,6 @@ class _Due(Enum):
     SILENCE = "silence"
     PROBE = "probe"
     FULL = "full"
-    DRAIN = "drain"
 
 
 class _ReplicaDue(NamedTuple):
@@ -61,14 +61,15 @@ class ClusterCore:
         self.config, self.scheduler = config, scheduler
         self.recorder: Recorder | None = None  # is told of all that goes in
         self.fleet, self.index = Replicas(config), PrefixIndex()
-        predictor = predictor if predictor is not None else predictor_named(scheduler.predictor)
-        self._lessons = Lessons(predictor, self.index)
-        binder = Binder(config, scheduler, policies, self.fleet, self.index, self._lessons)
-        self.policy = binder.policy
+        self.policy = policy_for(scheduler, policies)
+        predictor = predictor or predictor_named(scheduler.predictor)
+        self._lessons = Lessons(predictor if self.policy.reads_predictions else None, self.index)
+        binder = Binder(config, self.policy, self.fleet, self.index, self._lessons)
         self._binder = binder
         self._health = Health(config, self.fleet)
         self._sizing = Sizing(config, self.fleet, autoscale)
         self._requests = Requests(config, self.fleet, binder, self._lessons, self._health, self._sizing)
+        self._draining = Draining(self.fleet, self._sizing, self._requests, self._health)
         self._timers: Timers[_ReplicaDue] = Timers(self._is_living)
         self._facts_version = -1
         self._scale_at: float | None = None
@@ -175,7 +176,17 @@ class ClusterCore:
         replica = self.fleet.by_name.get(name)
         if replica is None or replica.state is State.DRAINING:
             return []
-        return self._drain(replica, now) + self._fleet_changed(now)
+        return self._draining.begin(replica, self.config.replica_drain_s, now) + self._fleet_changed(now)
+
+    @core_input
+    def leaving(self, name: str, within_s: float, now: float) -> list[Action]:
+        """It drains of itself, and ends what it still has after `within_s`: shortly before that, those that can go on
+        elsewhere do. It may come back under its name.
+        """
+        replica = self.fleet.by_name.get(name)
+        if replica is None or replica.is_leaving:
+            return []
+        return self._draining.leave(replica, within_s, now) + self._fleet_changed(now)
 
     @core_input
     def reported(self, name: str, report: Report, now: float) -> list[Action]:
@@ -233,6 +244,7 @@ class ClusterCore:
         actions: list[Action] = []
         for due in self._timers.take_due(now):
             actions += self._fell_due(due, now)
+        actions += self._draining.tick(now)
         for request_due in self._requests.timers.take_due(now):
             actions += self._requests.fell_due(request_due, now)
         if self._scale_at is not None and self._scale_at <= now:
@@ -241,7 +253,8 @@ class ClusterCore:
 
     def next_tick(self) -> float | None:
         """(s) when something falls due, if nothing else happens; None is never."""
-        times = (self._timers.next_at(), self._requests.timers.next_at(), self._scale_at)
+        timers = (self._timers, self._draining.timers, self._requests.timers)
+        times = (self._scale_at, *(each.next_at() for each in timers))
         return min((at for at in times if at is not None), default=None)
 
     # -- to look at
@@ -301,6 +314,8 @@ class ClusterCore:
 
     def _is_news(self, replica: Replica, told: State) -> bool:
         """Draining, ejected, asleep and warm are the router's to say; a replica itself only knows if it could serve."""
+        if replica.is_leaving:
+            return not replica.facts.has_beats  # its last one tells that it has answered all
         if replica.state in (State.DRAINING, State.EJECTED, told):
             return False
         return not self._sizing.is_spare(replica) or (replica.state, told) not in _KEPT
@@ -332,7 +347,7 @@ class ClusterCore:
         starts = self._sizing.starts(now)
         actions: list[Action] = [*starts, *self._sizing.sleeps(now)]
         for name in self._sizing.surplus():
-            actions += self._drain(self.fleet.by_name[name], now)
+            actions += self._draining.begin(self.fleet.by_name[name], self.config.replica_drain_s, now)
         if self._scale_at is None or self._scale_at <= now:
             self._scale_at = now + EVERY_S
         return actions + self._rotate_in([start.name for start in starts if start.origin == "warm"], now)
@@ -341,13 +356,6 @@ class ClusterCore:
         for name in names:
             self._become(self.fleet.by_name[name], State.READY, now)
         return self._requests.dispatch(now) if names else []
-
-    def _drain(self, replica: Replica, now: float) -> list[Action]:
-        self._sizing.forget(replica)
-        self.fleet.set_state(replica, State.DRAINING, now)
-        self._timers.add(now + self.config.replica_drain_s, _ReplicaDue(_Due.DRAIN, replica))
-        without_token = [r for r in replica.in_flight.values() if not r.has_begun]
-        return [*self._sizing.emptied(replica), *self._requests.move_on(replica, without_token, now)]
 
     def _said_full(self, replica: Replica, until: float, now: float) -> None:
         """It works and has no room: until then it gets nobody."""
@@ -372,14 +380,9 @@ class ClusterCore:
             return self._silence_due(replica, now)
         if what is _Due.PROBE:
             return [Probe(replica.name)] if replica.state is State.EJECTED else []
-        if what is _Due.FULL:
-            replica.is_full = now < replica.full_until
-            self.fleet.note_room(replica)
-            return []
-        if replica.state is not State.DRAINING:
-            return []
-        movable = [r for r in replica.in_flight.values() if not r.has_begun or self._health.can_resume(r, replica)]
-        return self._requests.move_on(replica, movable, now)
+        replica.is_full = now < replica.full_until
+        self.fleet.note_room(replica)
+        return []
 
     def _silence_due(self, replica: Replica, now: float) -> list[Action]:
         """A beat may have come since; if all fell silent at once, it may be us: then a probe tells."""

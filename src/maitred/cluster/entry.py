@@ -7,12 +7,14 @@ from maitred.cluster.replicas import Replicas
 from maitred.errors import MaitredError, ModelNotFound, PromptTooLong
 
 
-def why_never(request: FleetRequest, fleet: Replicas, models: tuple[str, ...]) -> MaitredError | None:
-    """Why nobody serves it, however long it waits. `models` are those known, none before a replica has told them."""
+def why_never(request: FleetRequest, fleet: Replicas, models: tuple[str, ...], fit: list[int]) -> MaitredError | None:
+    """Why nobody serves it, however long it waits. `models` are those known, none before a replica has told them;
+    `fit` are its `fitting_tiers`.
+    """
     if models and request.model is not None and request.model not in models:
         there = ", ".join(models)
         return ModelNotFound(f"no replica serves the model {request.model!r}; there are: {there}", param="model")
-    if fitting_tiers(request, fleet):
+    if fit:
         return None
     tiers = fleet.tiers[:1] if request.is_local else fleet.tiers
     limits = ", ".join(f"{tier.max_prompt_tokens} in {tier.name}" for tier in tiers)
@@ -36,9 +38,8 @@ def fitting_tiers(request: FleetRequest, fleet: Replicas) -> list[int]:
     return [number for number in fit if holders & fleet.in_tier(number)] or fit
 
 
-def allow_tiers(request: FleetRequest, fleet: Replicas) -> float | None:
-    """Writes which it may use now. Returns (s) after which it may use the next too, None when there is none."""
-    fit = fitting_tiers(request, fleet)
+def allow_tiers(request: FleetRequest, fleet: Replicas, fit: list[int]) -> float | None:
+    """Writes which of `fit` it may use now. Returns (s) after which it may use the next too, None where none is."""
     allowed = fit[: request.num_spills + 1]
     request.tiers = sum(1 << number for number in allowed)
     return fleet.tiers[allowed[-1]].spill_after_s if len(fit) > len(allowed) else None

@@ -6,6 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
+from maitred.request import RequestSpec
+
+BYTES_PER_TOKEN = 4  # of a prompt that has no text; as a core takes it until usage tells
+
 
 class Place(Enum):
     HELD = "held"
@@ -15,7 +19,9 @@ class Place(Enum):
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class FleetRequest:
-    """Implements `policy.queued.Queued` and `policy.predictor.Foretold`. Read from the body once; no token is in it."""
+    """Implements `policy.queued.Queued`, `policy.predictor.Foretold` and `storage.ledger.Owned`. Read from the body
+    once; no token is in it.
+    """
 
     request_id: str
     arrived_at: float  # s, as all times
@@ -23,6 +29,7 @@ class FleetRequest:
     max_tokens: int  # most output tokens, of one sample
     model: str | None = None  # None takes any
     tenant: str = ""
+    key_id: str = ""  # of the tenant's, for its ledger
     weight: float = 1.0
     priority: int = 0
     ttft_slo_s: float | None = None
@@ -72,6 +79,24 @@ class FleetRequest:
     def block_hashes(self) -> Sequence[int]:
         """A prefix key stands for the blocks that it covers."""
         return self.keys
+
+
+def request_of(spec: RequestSpec, keys: tuple[int, ...], hash_key: int | None = None) -> FleetRequest:
+    """A request without a text: a simulated one, or of a test."""
+    return FleetRequest(
+        request_id=spec.request_id,
+        arrived_at=spec.arrived_at,
+        num_bytes=BYTES_PER_TOKEN * spec.num_prompt_tokens,
+        max_tokens=spec.max_tokens,
+        tenant=spec.tenant,
+        weight=spec.weight,
+        priority=spec.priority,
+        ttft_slo_s=spec.ttft_slo_s,
+        start_by=spec.start_by,
+        finish_by=spec.finish_by,
+        keys=keys,
+        hash_key=hash_key,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,7 +55,8 @@ class ForeignHistory:
             server.used_by[key] = server.num_requests
             server.used_by.move_to_end(key)
         self._index.stored(bit, keys)
-        self._forget(bit, server, list(islice(server.used_by, max(0, len(server.used_by) - server.max_keys))))
+        if len(server.used_by) > server.max_keys:
+            self._forget(bit, server, list(islice(server.used_by, len(server.used_by) - server.max_keys)))
         return expected
 
     def told(self, bit: int, expected: Expected, *, cached_tokens: int, prompt_tokens: int) -> None:

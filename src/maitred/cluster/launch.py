@@ -15,14 +15,13 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from maitred.clock import Clock, WallClock
-from maitred.cluster.announcement import Announcement, AnnouncementReader, Listening, Loaded
-from maitred.engine.restarts import BackOff, cause_of_death, is_own_fault
+from maitred.cluster.announcement import TOKEN_VARIABLE, Announcement, AnnouncementReader, Listening, Loaded
+from maitred.cluster.supervised import Supervised
+from maitred.engine.restarts import cause_of_death, is_own_fault
 
 SERVE = (sys.executable, "-P", "-m", "maitred", "serve")
-TOKEN_VARIABLE = "MAITRED_FLEET_TOKEN"
 NOT_HANDED_ON = ("MAITRED_API_KEY",)  # clients' keys are the router's affair: replicas believe its token
 SILENT_START_S = 60.0  # without a word about where it listens, a server is killed
-MAX_RESTART_DELAY_S = 8.0  # so that one that can start is there within ten seconds
 STOP_S = 45.0  # after SIGTERM; `serve` drains for 30 s unless told otherwise
 LAST_LINE_S = 0.5  # a grandchild could hold the output open for ever
 MAX_LINE_BYTES = 64 * 1024
@@ -90,16 +89,13 @@ class _Replica:
     """One name, and its present process."""
 
     name: str
-    backoff: BackOff
+    life: Supervised
     process: subprocess.Popen[bytes] | None = None
     news: socket.socket | None = None  # our end; when it closes, the server ends
     reader: AnnouncementReader = field(default_factory=AnnouncementReader)
     began_at: float = 0.0
-    ready_at: float | None = None
-    stopping: bool = False
     killed_for: str | None = None  # why we did
     last_words: str | None = None
-    timer: asyncio.TimerHandle | None = None  # the next start, or the end of our patience
 
 
 class LocalLauncher:
@@ -134,23 +130,24 @@ class LocalLauncher:
         """Raises ValueError for a name that is taken."""
         if name in self._replicas:
             raise ValueError(f"replica {name!r} is there already")
-        self._replicas[name] = replica = _Replica(name, BackOff(sys.maxsize, max_delay_s=MAX_RESTART_DELAY_S))
+        self._replicas[name] = replica = _Replica(name, Supervised(self._clock))
         self._begin(replica)
 
     def stop(self, name: str) -> None:
         replica = self._replicas.get(name)
-        if replica is None or replica.stopping:
+        if replica is None or replica.life.is_stopping:
             return
-        replica.stopping = True
+        replica.life.is_stopping = True
         if replica.process is None:  # it had died, and waits to be started again
             self._forget(replica, "stopped before it was started again")
             return
         replica.process.send_signal(signal.SIGTERM)
-        self._later(replica, self._stop_s, lambda: self._kill(replica, f"it had not ended after {self._stop_s:g} s"))
+        words = f"it had not ended after {self._stop_s:g} s"
+        replica.life.later(self._stop_s, lambda: self._kill(replica, words))
 
     def restart(self, name: str) -> None:
         replica = self._replicas.get(name)
-        if replica is not None and not replica.stopping:
+        if replica is not None and not replica.life.is_stopping:
             self._kill(replica, "it is started anew")
 
     def pid(self, name: str) -> int | None:
@@ -167,7 +164,7 @@ class LocalLauncher:
     def end(self) -> None:
         running = [replica.process for replica in self._replicas.values() if replica.process is not None]
         for replica in self._replicas.values():
-            self._cancel(replica)
+            replica.life.cancel()
         self._replicas.clear()
         for process in running:
             process.terminate()
@@ -182,8 +179,7 @@ class LocalLauncher:
     # -- a process
 
     def _begin(self, replica: _Replica) -> None:
-        replica.timer = None
-        replica.reader, replica.ready_at = AnnouncementReader(), None
+        replica.reader, replica.life.ready_at = AnnouncementReader(), None
         replica.killed_for = replica.last_words = None
         replica.began_at = self._clock.now()
         try:
@@ -215,7 +211,7 @@ class LocalLauncher:
             target=self._follow, args=(replica, process, loop), name=f"maitred-{replica.name}", daemon=True
         ).start()
         words = f"it did not say where it listens within {SILENT_START_S:g} s"
-        self._later(replica, SILENT_START_S, lambda: self._kill(replica, words))
+        replica.life.later(SILENT_START_S, lambda: self._kill(replica, words))
 
     def _environment(self) -> dict[str, str]:
         kept = {name: value for name, value in os.environ.items() if name not in NOT_HANDED_ON}
@@ -247,13 +243,13 @@ class LocalLauncher:
     def _announced(self, replica: _Replica, announcement: Announcement) -> None:
         match announcement:
             case Listening(url, pid):
-                if not replica.stopping:
-                    self._cancel(replica)
+                if not replica.life.is_stopping:
+                    replica.life.cancel()
                 self._on_event(Listens(replica.name, url, pid))
             case Loaded(phases):
                 self._any_was_ready = True
-                replica.ready_at = self._clock.now()
-                self._on_event(IsReady(replica.name, replica.ready_at - replica.began_at, phases))
+                replica.life.ready_at = now = self._clock.now()
+                self._on_event(IsReady(replica.name, now - replica.began_at, phases))
 
     def _follow(self, replica: _Replica, process: subprocess.Popen[bytes], loop: asyncio.AbstractEventLoop) -> None:
         """In a thread: pass on what it writes, and wait for its end."""
@@ -280,16 +276,16 @@ class LocalLauncher:
             return
         if replica.news is not None:
             self._hear_the_rest(replica, replica.news)
-        self._cancel(replica)
+        replica.life.cancel()
         replica.process = replica.news = None
         code = process.returncode
         words = replica.killed_for or (replica.last_words if code else None)  # what a good end said last is no cause
         cause = f"process {process.pid} {cause_of_death(code, words)}"
-        if replica.stopping:
+        if replica.life.is_stopping:
             self._forget(replica, cause)
             return
-        never_ready = replica.ready_at is None and not self._any_was_ready
-        is_second = replica.backoff.num_restarts > 0  # the first may have been unlucky: a port, a file that changes
+        never_ready = replica.life.ready_at is None and not self._any_was_ready
+        is_second = replica.life.backoff.num_restarts > 0  # the first may have been unlucky: a port, a file
         is_hopeless = code == USAGE or (code == FAILURE and never_ready and is_second)
         own_fault = is_own_fault(code, stuck=False, out_of_memory=False)
         self._lost(replica, cause, own_fault=own_fault, is_hopeless=is_hopeless)
@@ -306,31 +302,17 @@ class LocalLauncher:
             del self._replicas[replica.name]
             self._told(Ended(replica.name, cause, as_told=False, again_in_s=None))
             return
-        lived_s = self._clock.now() - replica.ready_at if replica.ready_at is not None else 0.0
-        delay_s = replica.backoff.died(lived_s, own_fault=own_fault)
-        assert delay_s is not None, "replicas are not given up"
-        self._later(replica, delay_s, lambda: self._begin(replica))
+        delay_s = replica.life.died(lambda: self._begin(replica), own_fault=own_fault)
         self._told(Ended(replica.name, cause, as_told=False, again_in_s=delay_s))
 
     def _forget(self, replica: _Replica, cause: str) -> None:
-        self._cancel(replica)
+        replica.life.cancel()
         del self._replicas[replica.name]
         self._told(Ended(replica.name, cause, as_told=True, again_in_s=None))
 
     def _told(self, event: LaunchEvent) -> None:
         self._gone.set()
         self._on_event(event)
-
-    # -- time
-
-    def _later(self, replica: _Replica, delay_s: float, action: Callable[[], None]) -> None:
-        self._cancel(replica)
-        replica.timer = asyncio.get_running_loop().call_later(delay_s, action)
-
-    def _cancel(self, replica: _Replica) -> None:
-        if replica.timer is not None:
-            replica.timer.cancel()
-            replica.timer = None
 
 
 def prefixed(name: str, line: str) -> str:

@@ -17,7 +17,8 @@ MAX_RATIOS = 256  # models whose bytes for a token are known; those used least r
 class Lessons:
     """Of the fleet as a whole."""
 
-    def __init__(self, predictor: Predictor, index: PrefixIndex) -> None:
+    def __init__(self, predictor: Predictor | None, index: PrefixIndex) -> None:
+        """`predictor` is None where the policy reads no predictions."""
         self._predictor = predictor
         self._history = ForeignHistory(index)
         self._ratios: OrderedDict[str | None, TokenRatio] = OrderedDict()
@@ -26,7 +27,8 @@ class Lessons:
     def estimate(self, request: FleetRequest) -> None:
         """Of a new request: what it will cost."""
         request.num_inputs = self._ratio_of(request.model).tokens(request.num_bytes)
-        request.expected_outputs = bounded_prediction(self._predictor, request)
+        if self._predictor is not None:
+            request.expected_outputs = bounded_prediction(self._predictor, request)
 
     def sent(self, request: FleetRequest, replica: Replica) -> None:
         if replica.facts.kind is Kind.FOREIGN and request.keys:
@@ -49,7 +51,7 @@ class Lessons:
                 cached_tokens=usage.num_cached_tokens,
                 prompt_tokens=usage.num_prompt_tokens,
             )
-        if usage.complete and request.num_outputs:
+        if self._predictor is not None and usage.complete and request.num_outputs:
             self._predictor.observe(request)
 
     def left_replica(self, request: FleetRequest) -> None:
@@ -66,5 +68,6 @@ class Lessons:
             ratio = self._ratios[model] = TokenRatio()
             if len(self._ratios) > MAX_RATIOS:
                 self._ratios.popitem(last=False)
-        self._ratios.move_to_end(model)
+        elif len(self._ratios) > 1:
+            self._ratios.move_to_end(model)
         return ratio

@@ -59,14 +59,25 @@ def prefix_keys(body: RoutedBody, salt: str = "") -> PrefixKeys:
 
 
 def texts_of(body: RoutedBody) -> Sequence[Raw]:
-    """The JSON of each message, or of the prompt; one text where the messages are too many to be told apart."""
+    """The JSON of each message, or of the first prompt; one text where the messages are too many to be told apart."""
     if isinstance(body.messages, UnsetType):
-        return () if isinstance(body.prompt, UnsetType) else (body.prompt,)
+        return () if isinstance(body.prompt, UnsetType) else _first_of(body.prompt)
     sent = body.messages
     try:
         return _decode_list(sent) if bytes(sent).count(b",") < MAX_LISTED else (sent,)
     except (msgspec.DecodeError, ValueError, RecursionError):
         return (sent,)
+
+
+def _first_of(prompt: Raw) -> Sequence[Raw]:
+    """Of prompts in a list, which are texts or lists of tokens; none where they are too many to be told apart."""
+    sent = bytes(prompt)
+    if not sent.startswith(b"[") or sent[1:].lstrip()[:1] not in (b'"', b"["):
+        return (prompt,)
+    try:
+        return _decode_list(sent)[:1] if sent.count(b",") < MAX_LISTED else ()
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        return ()
 
 
 def _root(body: RoutedBody, salt: str) -> int:

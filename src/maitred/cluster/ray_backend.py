@@ -9,7 +9,6 @@ import asyncio
 import logging
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -17,22 +16,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from maitred.clock import Clock, WallClock
-from maitred.cluster.config import FleetConfig
+from maitred.cluster.config import PLACEMENTS, FleetConfig
 from maitred.cluster.hosted_replica import HostedReplica
-from maitred.cluster.launch import (
-    MAX_RESTART_DELAY_S,
-    STOP_S,
-    Ended,
-    IsReady,
-    LaunchEvent,
-    Listens,
-    prefixed,
-    write_to_stderr,
-)
+from maitred.cluster.launch import STOP_S, Ended, IsReady, LaunchEvent, Listens, prefixed, write_to_stderr
 from maitred.cluster.serve_choice import Seen, ServeChoice, key_of
 from maitred.cluster.serve_engine import ServedEngine, ServeOptions, read_options, start_engine
+from maitred.cluster.supervised import Supervised
 from maitred.config import AdmissionConfig, SchedulerConfig, ServerConfig
-from maitred.engine.restarts import BackOff
 from maitred.errors import ConfigError, did_you_mean
 
 try:
@@ -46,7 +36,6 @@ try:
 except ImportError as error:
     raise ConfigError(f"Ray is not installed ({error}); install it with: pip install 'maitred[ray]'") from None
 
-PLACEMENTS = ("pack", "spread")
 HEAR_STOP_S = 15.0  # an actor that was told to stop may take so much longer than its process
 _ACTOR = ray.remote(HostedReplica)
 
@@ -101,12 +90,9 @@ class _Replica:
 
     name: str
     place: _Place
-    backoff: BackOff
+    life: Supervised
     actor: Any = None
     pid: int | None = None  # of the process, once it listens
-    ready_at: float | None = None
-    is_stopping: bool = False
-    timer: asyncio.TimerHandle | None = None  # the next actor, or the end of our patience
 
 
 class RayLauncher:
@@ -150,25 +136,25 @@ class RayLauncher:
         """Raises ValueError for a name that is taken."""
         if name in self._replicas:
             raise ValueError(f"replica {name!r} is there already")
-        backoff = BackOff(sys.maxsize, max_delay_s=MAX_RESTART_DELAY_S)
-        self._replicas[name] = replica = _Replica(name, self._places.take(), backoff)
+        self._replicas[name] = replica = _Replica(name, self._places.take(), Supervised(self._clock))
         self._begin(replica)
 
     def stop(self, name: str) -> None:
         replica = self._replicas.get(name)
-        if replica is None or replica.is_stopping:
+        if replica is None or replica.life.is_stopping:
             return
-        replica.is_stopping = True
+        replica.life.is_stopping = True
         if replica.actor is None or replica.pid is None:  # nobody can have asked it anything
             self._forget(replica, "stopped before it listened")
             return
         replica.actor.stop.remote()
         patience_s = self._stop_s + HEAR_STOP_S
-        self._later(replica, patience_s, lambda: self._forget(replica, f"its node said nothing for {patience_s:g} s"))
+        words = f"its node said nothing for {patience_s:g} s"
+        replica.life.later(patience_s, lambda: self._forget(replica, words))
 
     def restart(self, name: str) -> None:
         replica = self._replicas.get(name)
-        if replica is not None and not replica.is_stopping:
+        if replica is not None and not replica.life.is_stopping:
             self._lost(replica, "it is started anew")
 
     def pid(self, name: str) -> int | None:
@@ -186,7 +172,7 @@ class RayLauncher:
 
     def end(self) -> None:
         for replica in self._replicas.values():
-            self._cancel(replica)
+            replica.life.cancel()
             self._end_actor(replica)
             if not replica.place.is_shared:
                 remove_placement_group(replica.place.group)
@@ -202,7 +188,7 @@ class RayLauncher:
     # -- an actor
 
     def _begin(self, replica: _Replica) -> None:
-        replica.timer = replica.ready_at = replica.pid = None
+        replica.life.ready_at = replica.pid = None
         where = PlacementGroupSchedulingStrategy(replica.place.group, replica.place.index)
         actor = _ACTOR.options(**_options(self._resources), scheduling_strategy=where, max_restarts=0).remote(
             replica.name, self._words, self._token, self._stop_s, ray.util.get_node_ip_address
@@ -232,32 +218,29 @@ class RayLauncher:
             case Listens(_, _, pid):
                 replica.pid = pid
             case IsReady():
-                replica.ready_at = self._clock.now()
+                replica.life.ready_at = self._clock.now()
             case Ended(_, cause, as_told, None):
                 self._forget(replica, cause, as_told=as_told)
                 return
             case Ended():
-                replica.pid = replica.ready_at = None
+                replica.pid = replica.life.ready_at = None
         self._on_event(event)
 
     # -- its end
 
     def _lost(self, replica: _Replica, cause: str) -> None:
         """The next one comes in the same place, which Ray moves when its node is gone."""
-        self._cancel(replica)
+        replica.life.cancel()
         self._end_actor(replica)
-        if replica.is_stopping:
+        if replica.life.is_stopping:
             self._forget(replica, cause)
             return
-        lived_s = self._clock.now() - replica.ready_at if replica.ready_at is not None else 0.0
-        delay_s = replica.backoff.died(lived_s, own_fault=False)
-        assert delay_s is not None, "replicas are not given up"
         self._write_line(prefixed(replica.name, cause))
-        self._later(replica, delay_s, lambda: self._begin(replica))
+        delay_s = replica.life.died(lambda: self._begin(replica), own_fault=False)
         self._on_event(Ended(replica.name, cause, as_told=False, again_in_s=delay_s))
 
     def _forget(self, replica: _Replica, cause: str, *, as_told: bool = True) -> None:
-        self._cancel(replica)
+        replica.life.cancel()
         self._end_actor(replica)
         del self._replicas[replica.name]
         self._places.give_back(replica.place)
@@ -270,17 +253,6 @@ class RayLauncher:
         if actor is not None:
             with suppress(RayError):
                 ray.kill(actor)
-
-    # -- time
-
-    def _later(self, replica: _Replica, delay_s: float, action: Callable[[], None]) -> None:
-        self._cancel(replica)
-        replica.timer = asyncio.get_running_loop().call_later(delay_s, action)
-
-    def _cancel(self, replica: _Replica) -> None:
-        if replica.timer is not None:
-            replica.timer.cancel()
-            replica.timer = None
 
 
 def _connect() -> bool:

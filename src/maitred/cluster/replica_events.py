@@ -6,6 +6,8 @@ from typing import Literal
 
 import msgspec
 
+from maitred.cluster.told_tokens import ToldUsage
+
 BEAT_S = 0.25  # between two of `Load`
 Phase = Literal["ready", "asleep", "loading", "draining", "dead"]
 MAX_KEYS_AN_EVENT = 2048  # 40 KB
@@ -51,6 +53,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
 
     state: Phase
     error: str | None = None  # why it is not ready
+    drain_s: float | None = None  # while it drains: so long what it has may take
     num_running: int
     num_waiting: int
     num_blocks: int
@@ -59,4 +62,11 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
     decode_tokens_per_s: float
 
 
-FleetEvent = Began | KeysChanged | Load
+class Ended(msgspec.Struct, frozen=True, tag="ended"):
+    """A router's request came to no end here (it left, or there was an error), and this is all that was computed."""
+
+    request_id: str  # as the router named it
+    usage: ToldUsage  # prompt tokens as they were counted here; of output also those that it began with
+
+
+FleetEvent = Began | KeysChanged | Load | Ended

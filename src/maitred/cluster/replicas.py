@@ -89,6 +89,8 @@ class Replica:
     num_probes: int = 0  # since it was taken out
     ejected_for: FailureKind | None = None
     is_watched: bool = False  # for silence
+    is_leaving: bool = False  # it drains of itself, and may come back
+    drain_ends_at: float = 0.0
     full_until: float = 0.0
     heard_at: float = 0.0
     unready_since: float = 0.0
@@ -180,6 +182,7 @@ class Replicas:
         if replica.state is State.READY and state is not State.READY:
             replica.unready_since = now
         replica.state = state
+        replica.is_leaving &= state is State.DRAINING
         flag = 1 << replica.bit
         self.ready = self.ready | flag if state is State.READY else self.ready & ~flag
         self._changed()

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from maitred.cluster.actions import Action, Move, Refuse
 from maitred.cluster.binding import Binder, use_of
 from maitred.cluster.config import FleetConfig
-from maitred.cluster.entry import allow_tiers, why_never
+from maitred.cluster.entry import allow_tiers, fitting_tiers, why_never
 from maitred.cluster.fleet_request import Failure, FleetRequest, Place, Usage
 from maitred.cluster.health import Health
 from maitred.cluster.lessons import Lessons
@@ -80,17 +80,23 @@ class Requests:
         self._health.budget.arrived()
         self.num_arrived += 1
         self._lessons.estimate(request)
-        error = why_never(request, self._fleet, self.models)
+        fit = fitting_tiers(request, self._fleet)
+        error = why_never(request, self._fleet, self.models, fit)
         if error is not None:
             return [Refuse(request.request_id, error)]
         self._living[request.request_id] = request
         if request.finish_by is not None:
             self.timers.add(request.finish_by, RequestDue(Due.FINISH, request))
-        return self.hold([request], now)
+        spill_after_s = allow_tiers(request, self._fleet, fit)
+        bind = self._binder.bind_at_once(request, now)
+        return [bind] if bind is not None else self._hold([(request, spill_after_s)], now)
 
     def hold(self, requests: Iterable[FleetRequest], now: float) -> list[Action]:
         """Until each can be bound, which may be at once."""
-        spills = [(request, allow_tiers(request, self._fleet)) for request in requests]
+        return self._hold([(request, self._allow_tiers(request)) for request in requests], now)
+
+    def _hold(self, spills: list[tuple[FleetRequest, float | None]], now: float) -> list[Action]:
+        """`spills`: requests, each with the seconds after which it may go to the next tier too."""
         for request, _ in spills:
             self._binder.hold(request, now)
         actions = self.dispatch(now)
@@ -101,7 +107,10 @@ class Requests:
 
     def dispatch(self, now: float) -> list[Action]:
         """Binds whom it can."""
-        return [*self._binder.dispatch(now)]
+        return self._binder.dispatch(now)
+
+    def _allow_tiers(self, request: FleetRequest) -> float | None:
+        return allow_tiers(request, self._fleet, fitting_tiers(request, self._fleet))
 
     def _watch(self, request: FleetRequest, spill_after_s: float | None, now: float) -> None:
         if request.start_by is not None:
@@ -192,11 +201,12 @@ class Requests:
         self.models = tuple(sorted(self._fleet.models)) or self.models
         actions: list[Action] = []
         for request in list(self.waiting):
-            error = why_never(request, self._fleet, self.models) or self._why_no_end(request)
+            fit = fitting_tiers(request, self._fleet)
+            error = why_never(request, self._fleet, self.models, fit) or self._why_no_end(request)
             if error is not None:
                 actions += self.refuse(request, error)
             else:
-                allow_tiers(request, self._fleet)
+                allow_tiers(request, self._fleet, fit)
                 self.waiting.move(request, use_of(request))
         return actions
 
@@ -224,7 +234,7 @@ class Requests:
 
     def _spill(self, request: FleetRequest, now: float) -> list[Action]:
         request.num_spills += 1
-        spill_after_s = allow_tiers(request, self._fleet)
+        spill_after_s = self._allow_tiers(request)
         if spill_after_s is not None:
             self.timers.add(now + spill_after_s, RequestDue(Due.SPILL, request))
         self.waiting.move(request, use_of(request))

@@ -30,6 +30,9 @@ class ToldUsage(NamedTuple):
     num_output_tokens: int
 
 
+NOTHING = ToldUsage(0, 0, 0)
+
+
 class StreamHead(msgspec.Struct, frozen=True):
     """What a resume needs besides the request's body: told once, before the first tokens."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections import deque
+from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple, cast
 
@@ -43,13 +44,12 @@ class UpstreamFailed(Exception):
         self.broken = broken
 
 
+@dataclass(slots=True)
 class ConnectionCounts:
     """Requests that opened a connection, and that found one open; of all replicas together."""
 
-    __slots__ = ("num_new", "num_reused")
-
-    def __init__(self) -> None:
-        self.num_new = self.num_reused = 0
+    num_new: int = 0
+    num_reused: int = 0
 
 
 class Ask(NamedTuple):
@@ -92,27 +92,31 @@ class Answer:
         while not self._pieces:
             if self._ended:
                 return b""
-            await self._wait()
+            await self.wait()
         pieces, self._pieces, self._num_bytes = self._pieces, [], 0
         if not self._ended:  # else the connection is another answer's
             self._connection.taken()
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
+    async def begin(self, max_bytes: int) -> bytes:
+        """All of the body, or more than `max_bytes` of a longer one. Raises UpstreamFailed."""
+        body = await self.piece()
+        while len(body) <= max_bytes and not self.is_over:
+            body += await self.piece()
+        return body
+
     async def whole(self, max_bytes: int) -> bytes:
         """All of the body. Raises UpstreamFailed, also when it is over `max_bytes`."""
-        pieces, num_bytes = [], 0
-        while piece := await self.piece():
-            num_bytes += len(piece)
-            if num_bytes > max_bytes:
-                self.abort()
-                raise UpstreamFailed(Broken.WRONG, f"the answer has over {max_bytes} bytes")
-            pieces.append(piece)
-        return b"".join(pieces)
+        body = await self.begin(max_bytes)
+        if len(body) > max_bytes:
+            self.abort()
+            raise UpstreamFailed(Broken.WRONG, f"the answer has over {max_bytes} bytes")
+        return body
 
     @property
-    def is_here(self) -> bool:
-        """Whether all of it has come, and `piece` will not wait."""
-        return self._ended
+    def is_over(self) -> bool:
+        """Whether all of it was taken."""
+        return self._ended and not self._pieces
 
     def abort(self) -> None:
         """Nobody wants the rest. The connection ends with it, which is how the replica hears."""
@@ -122,12 +126,8 @@ class Answer:
 
     # for the connection
 
-    async def head(self) -> None:
-        """Returns once status and headers are here."""
-        while not self.status:
-            await self._wait()
-
-    async def _wait(self) -> None:
+    async def wait(self) -> None:
+        """Until more of it is here."""
         if self._failure is not None:
             raise self._failure
         self._waiter = self._connection.loop.create_future()
@@ -173,14 +173,17 @@ class Upstream:
 
         A kept connection may have died unseen: if not a byte came on it the request goes out once more, on a new one.
         """
-        connection = self._take_idle()
-        if connection is not None:
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.transport.is_closing():
+                continue
             self._counts.num_reused += 1
             try:
                 return await connection.ask(ask)
             except UpstreamFailed as failed:
                 if failed.broken is not Broken.RESET or connection.has_begun:
                     raise
+            break
         connection = await self._connect()
         self._counts.num_new += 1
         return await connection.ask(ask)
@@ -195,13 +198,6 @@ class Upstream:
     def num_idle(self) -> int:
         return len(self._idle)
 
-    def _take_idle(self) -> _Connection | None:
-        while self._idle:
-            connection = self._idle.pop()
-            if not connection.is_closing:
-                return connection
-        return None
-
     async def _connect(self) -> _Connection:
         loop, origin = asyncio.get_running_loop(), self.origin
         try:
@@ -214,8 +210,8 @@ class Upstream:
                     server_hostname=origin.host if self._tls is not None else None,
                 )
         except TimeoutError:
-            text = f"{origin.url} did not accept a connection within {CONNECT_TIMEOUT_S:g} s"
-            raise UpstreamFailed(Broken.REFUSED, text) from None
+            why = f"did not accept a connection within {CONNECT_TIMEOUT_S:g} s"
+            raise UpstreamFailed(Broken.REFUSED, f"{origin.url} {why}") from None
         except (OSError, ssl.SSLError, ssl.CertificateError) as error:
             why = getattr(error, "strerror", None) or str(error) or type(error).__name__
             raise UpstreamFailed(Broken.REFUSED, f"cannot connect to {origin.url}: {why}") from None
@@ -244,7 +240,7 @@ class _Connection(asyncio.Protocol):
         self.loop = loop
         self.idle_since = 0.0
         self._upstream = upstream
-        self._transport: asyncio.Transport
+        self.transport: asyncio.Transport
         self._parser = httptools.HttpResponseParser(self)
         self._answer: Answer | None = None
         self._is_head = False  # the request in work
@@ -258,10 +254,6 @@ class _Connection(asyncio.Protocol):
         self._head_timer: asyncio.TimerHandle | None = None
 
     @property
-    def is_closing(self) -> bool:
-        return self._transport.is_closing()
-
-    @property
     def has_begun(self) -> bool:
         return self._num_plain_bytes > 0 or self._status > 0
 
@@ -270,9 +262,10 @@ class _Connection(asyncio.Protocol):
         self._answer = answer = Answer(self)
         self._is_head = ask.is_head
         self._status, self._headers, self._num_plain_bytes = 0, [], 0
-        self._transport.write(ask.head + ask.body)
+        self.transport.write(ask.head + ask.body)
         try:
-            await answer.head()
+            while not answer.status:
+                await answer.wait()
         except BaseException:
             answer.abort()
             raise
@@ -282,17 +275,17 @@ class _Connection(asyncio.Protocol):
         """The reader has taken what there was."""
         if self._paused:
             self._paused = False
-            if not self._transport.is_closing():
-                self._transport.resume_reading()
+            if not self.transport.is_closing():
+                self.transport.resume_reading()
 
     def close(self) -> None:
         self._stop_head_timer()
-        self._transport.abort()
+        self.transport.abort()
 
     # asyncio's side
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
 
     def data_received(self, data: bytes) -> None:
         answer = self._answer
@@ -309,9 +302,6 @@ class _Connection(asyncio.Protocol):
         if self._answer is answer:
             self._check(len(data))
             answer.wake()
-
-    def eof_received(self) -> None:
-        """Closes the transport, and `connection_lost` follows."""
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_head_timer()
@@ -355,7 +345,7 @@ class _Connection(asyncio.Protocol):
         self._had_body = True
         if self._answer is not None and self._answer.add(body) > MAX_UNREAD_BYTES and not self._paused:
             self._paused = True
-            self._transport.pause_reading()
+            self.transport.pause_reading()
 
     def on_message_complete(self) -> None:
         answer = self._answer
@@ -363,10 +353,8 @@ class _Connection(asyncio.Protocol):
             return
         self._answer, self._until_end = None, False
         answer.end()
-        if self._paused:
-            self._paused = False
-            self._transport.resume_reading()
-        if self._parser.should_keep_alive() and not self._transport.get_write_buffer_size():
+        self.taken()
+        if self._parser.should_keep_alive() and not self.transport.get_write_buffer_size():
             self.idle_since = self.loop.time()
             self._upstream.keep(self)
         else:
@@ -391,7 +379,6 @@ class _Connection(asyncio.Protocol):
             self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self._head_is_late)
 
     def _head_is_late(self) -> None:
-        self._head_timer = None
         self._wrong(f"its head was not whole after {HEAD_TIMEOUT_S:g} s")
 
     def _wrong(self, what: str) -> None:

@@ -49,6 +49,11 @@ class Waiting:
         if self._use_of[request.request_id] != use:
             self._order_of(request, use)
 
+    def admit(self, request: FleetRequest, use: Use) -> None:
+        """A new one that will not wait: `bound` follows."""
+        self._order_of(request, use).admit(request)
+        self.num_held += 1
+
     def bound(self, request: FleetRequest) -> None:
         self._orders[self._use_of[request.request_id]].started(request)
         self.num_held -= 1

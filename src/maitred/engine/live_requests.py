@@ -15,8 +15,8 @@ from maitred.request import (
     RequestSpec,
     RequestState,
     ResumePoint,
-    timing_of,
 )
+from maitred.scheduler.timing import timing_of
 from maitred.step import RequestProgress
 
 
@@ -88,9 +88,9 @@ class LiveRequest:
         """Its last progress, when there is no engine to make one."""
         state = RequestState(self._as_it_stands())
         self.finish_reason = reason
-        return RequestProgress(
-            self.request_id, finish_reason=reason, error=error, charges=self.charges, timing=timing_of(state, now)
-        )
+        charges = self.charges._replace(num_generated_tokens=len(self.output_token_ids))
+        timing = timing_of(state, now)
+        return RequestProgress(self.request_id, finish_reason=reason, error=error, charges=charges, timing=timing)
 
     def _as_it_stands(self) -> RequestSpec:
         if self.charges is NO_CHARGES and not self.output_token_ids:

@@ -40,14 +40,10 @@ class SocketFolder:
             raise ConfigError(f"{error.strerror or error}; {text}") from None
         for left in temporary.glob(f"{_PREFIX}*"):
             _remove_if_abandoned(left)
-        while True:  # another one's start may take it for abandoned before it is locked
+        self._lock: int | None = None
+        while self._lock is None:  # another one's start may take it for abandoned before it is locked
             self.path = Path(tempfile.mkdtemp(prefix=_PREFIX))
-            self._lock: int | None = os.open(self.path, os.O_RDONLY)
-            with suppress(OSError):  # a file system without locks: nobody else gets one either
-                fcntl.flock(self._lock, fcntl.LOCK_EX)
-            if self.path.exists():
-                break
-            os.close(self._lock)
+            self._lock = _locked(self.path)
         if len(os.fsencode(self.path / COMMANDS)) > MAX_SOCKET_PATH:
             self.remove()
             raise ConfigError(f"{self.path} is too long for a socket's name; set TMPDIR to a shorter folder")
@@ -63,6 +59,20 @@ class SocketFolder:
 def address_of(folder: Path, name: str) -> bytes:
     """As bytes: a path need not be UTF-8."""
     return b"ipc://" + os.fsencode(folder / name)
+
+
+def _locked(folder: Path) -> int | None:
+    """A descriptor of it that holds its lock; None if somebody has removed it."""
+    try:
+        lock = os.open(folder, os.O_RDONLY)
+    except FileNotFoundError:
+        return None
+    with suppress(OSError):  # a file system without locks: nobody else gets one either
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    if folder.exists():
+        return lock
+    os.close(lock)
+    return None
 
 
 def _remove_if_abandoned(folder: Path) -> None:

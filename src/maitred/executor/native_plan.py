@@ -7,7 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from maitred.config import CacheConfig, ModelConfig, SchedulerConfig, native_token_budget
+from maitred.config import CacheConfig, ModelConfig, SchedulerConfig
+from maitred.cost_model import native_token_budget
 from maitred.errors import ConfigError, KernelError
 from maitred.executor.native import NativeExecutor
 from maitred.executor.native_program import NativeProgram, most_logits

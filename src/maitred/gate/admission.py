@@ -78,6 +78,9 @@ class _Verdict(NamedTuple):
     foretold_s: float | None = None
 
 
+_LET_IN = _Verdict()
+
+
 class AdmissionController:
     """Decides who may queue. Holds no lock and reads no clock: the gate calls it, with what it hears of progress.
 
@@ -128,7 +131,7 @@ class AdmissionController:
         """
         work = PROMPT_WEIGHT * request.num_prompt_tokens + self._mean_output.expected(request.max_tokens)
         caller = _Caller(request.priority, request.ttft_slo_s, request.num_prompt_tokens, request.arrived_at)
-        verdict = self._judge(caller, now) if request.sample_index == 0 else _Verdict()
+        verdict = self._judge(caller, now) if request.sample_index == 0 else _LET_IN
         if verdict.reason is not None:
             raise self._turned_away(verdict.reason, work, now)
         for request_id in verdict.shed:
@@ -224,6 +227,8 @@ class AdmissionController:
     # -- judging
 
     def _judge(self, caller: _Caller, now: float) -> _Verdict:
+        if not self._num_waiting and not self._caps and self.config.max_queued_requests:
+            return _LET_IN
         sheddable = self._less_urgent(caller.priority)
         config = self.config
         shed: list[str] = []

@@ -74,8 +74,10 @@ class Lease:
         if self.gate.admission is not None:
             self.gate.admission.leave(request_id, reason)
 
-    def end(self, num_tokens: int) -> None:
-        """Give back everything but the tokens used, prompt and output; idempotent."""
+    def end(self, num_tokens: int, reason: FinishReason = FinishReason.ABORT) -> None:
+        """Give back everything but the tokens used, prompt and output; idempotent. `reason` is of samples of which the
+        gate heard no end.
+        """
         if self.ended:
             return
         self.ended = True
@@ -83,7 +85,7 @@ class Lease:
         if self.quota is not None:
             self.quota.end(num_tokens)
         for request_id in self.request_ids:
-            self.sample_ended(request_id)
+            self.sample_ended(request_id, reason)
 
 
 class Gate:

@@ -20,8 +20,10 @@ class TimeLimits(NamedTuple):
     timeout_s: float | None = None
 
     def and_also(self, other: TimeLimits) -> TimeLimits:
-        """The stricter of both."""
-        return TimeLimits(*map(_stricter, self, other))
+        """The stricter of both; mostly one of them says nothing."""
+        if other == NO_LIMITS:
+            return self
+        return other if self == NO_LIMITS else TimeLimits(*map(_stricter, self, other))
 
 
 NO_LIMITS = TimeLimits()

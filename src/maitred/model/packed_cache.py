@@ -6,8 +6,8 @@ bytes, sizes and times, the program's weights and number formats, instruction se
 
 - Nothing is served unseen: mapping checks every segment's checksum first, at the speed of memory, which also brings in
   the pages. A file that fails is deleted and packed again, and that is told.
-- Whoever packs writes a file of their own and renames it when it is whole, so readers never see half of one, and of two
-  that pack at once the last one stays, with equal bytes.
+- Whoever packs writes a file of their own, renames it when it is whole, so that readers never see half of one, and maps
+  it. Of two that pack at once the first one's stays, with equal bytes, and both map that.
 - The mapping is private and read-only; processes that serve the same model share its pages. Still a change of the file
   would be one of the weights, so the file is read-only too, and its user's alone: one that others own or may write is
   packed anew. A file that is removed while it is mapped lives on for those who have it.
@@ -124,7 +124,8 @@ def load_weights(
         damage = f"; {path.name[:12]} was {_reason(error)} and is replaced"
     weights, memory = _pack(program, checkpoint, threads, on_packed)
     try:
-        _keep(cache, path, memory, program, threads)
+        _keep(cache, path, memory, program, threads, is_replaced=bool(damage))
+        weights = _mapped(path, program, threads).weights  # which others share; what was packed is given back
     except (OSError, _Unusable) as error:
         return LoadedWeights(weights, "packed", _packed_summary(weights, _reason(error) + damage))
     return LoadedWeights(weights, "kept", f"packed {_size(weights.num_bytes)}, kept in {cache.folder}{damage}")
@@ -258,7 +259,7 @@ def _read_header(fd: int, size: int, program: Program, threads: Any) -> list[_Se
 # ---- a file for the next start
 
 
-def _keep(cache: WeightCache, path: Path, memory: Buffer, program: Program, threads: Any) -> None:
+def _keep(cache: WeightCache, path: Path, memory: Buffer, program: Program, threads: Any, *, is_replaced: bool) -> None:
     """Writes the packed memory to a new file. Raises OSError or _Unusable when it cannot be kept.
 
     By writing and not through a mapping, whose page by page way into the file leaves it in small pages in memory: the
@@ -275,7 +276,8 @@ def _keep(cache: WeightCache, path: Path, memory: Buffer, program: Program, thre
         _write(fd, begin, memory.data)
         _write(fd, 0, memoryview(_PREFIX.pack(_MAGIC, len(header), _checksum_of(header, threads)) + header))
         os.fchmod(fd, 0o400)
-        draft.rename(path)
+        if is_replaced or not path.exists():  # who was first wrote the same bytes, and what all map is there once
+            draft.rename(path)
 
 
 def _write(fd: int, place: int, data: memoryview) -> None:

@@ -66,6 +66,10 @@ class ServiceOrder(Generic[Q]):
 
     def enqueue(self, request: Q) -> None:
         """To the queue; a request that has a key keeps it, or a better one, and so its place."""
+        self.queue.push(request, self.admit(request))
+
+    def admit(self, request: Q) -> tuple[Any, ...]:
+        """As `enqueue`, of one that is `started` before it has waited; gives its key."""
         if self.policy.groups is not None:
             self.policy.groups.on_queued(request)
         key = self.keys.get(request.request_id)
@@ -76,7 +80,7 @@ class ServiceOrder(Generic[Q]):
         elif self.policy.resumed is not None:
             key = min(key, self.policy.resumed(request))
         self.keys[request.request_id] = key
-        self.queue.push(request, key)
+        return key
 
     def hand_over(self, request: Q, other: ServiceOrder[Q]) -> None:
         """To another order of the same policy, with its key, and from queue to queue if it waits."""
@@ -93,7 +97,8 @@ class ServiceOrder(Generic[Q]):
 
     def started(self, request: Q) -> None:
         """Out of the queue and running, with the tokens of its prefix hit computed."""
-        self.queue.remove(request.request_id)
+        if request.request_id in self.queue:
+            self.queue.remove(request.request_id)
         if self._watch is not None:
             self._watch.forget(request.request_id)
         if request.request_id not in self._quantum_ends:

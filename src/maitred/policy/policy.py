@@ -87,6 +87,8 @@ class Policy:
     not look."""
     heeds_priority: bool = True
     """Whether a request's priority may change its place."""
+    reads_predictions: bool = True
+    """Whether how long its answer is thought to be may change its place."""
     arguments: Mapping[str, PolicyArg] = field(default_factory=dict)
     """Its parameters, by name, with the values it was made with; `parameters.make_policy` sets them."""
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from maitred.request import FinishReason, RequestState, RequestStatus, timing_of
+from maitred.request import FinishReason, RequestState, RequestStatus
 from maitred.scheduler.state import SchedulerState
+from maitred.scheduler.timing import timing_of
 from maitred.step import ModelOutput, RequestProgress, SampledRow, ScheduledRow, SchedulerOutput
 
 ENDED_BY_ITSELF = (FinishReason.STOP, FinishReason.LENGTH)

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import TypeVar
 
-from maitred.config import DEFAULT_TOKEN_BUDGET, native_token_budget
-from maitred.cost_model import CostModel
+from maitred.config import DEFAULT_TOKEN_BUDGET
+from maitred.cost_model import CostModel, native_token_budget
 from maitred.errors import ConfigError
 from maitred.model.spec import DecoderSpec
 

@@ -19,7 +19,7 @@ from xxhash import xxh3_64_intdigest as key_of
 from maitred.cluster.actions import Action, Bind, Move, Refuse, Start, Stop
 from maitred.cluster.config import FleetConfig
 from maitred.cluster.core import ClusterCore
-from maitred.cluster.fleet_request import FleetRequest, Usage
+from maitred.cluster.fleet_request import FleetRequest, Usage, request_of
 from maitred.cluster.replicas import ReplicaFacts, Report, State
 from maitred.cluster.sizing import Autoscale, as_asked
 from maitred.config import DEFAULT_TOKEN_BUDGET, SchedulerConfig
@@ -39,7 +39,6 @@ from maitred.tenancy.tenant import Tenant
 
 BEAT_S = 0.25
 KEY_TOKENS = 64  # of a prefix key: 256 bytes of English
-BYTES_PER_TOKEN = 4
 MOST_CHANGES = 1 << 30  # all
 
 
@@ -197,20 +196,8 @@ class FleetSimulation:
         arrival, spec = live.arrival, live.spec
         conversation, _, _ = arrival.request_id.rpartition("#")
         session = conversation or (arrival.request_id if arrival.turns else "")
-        return FleetRequest(
-            request_id=spec.request_id,
-            arrived_at=arrival.at,
-            num_bytes=BYTES_PER_TOKEN * arrival.prompt_tokens,
-            max_tokens=spec.max_tokens,
-            tenant=spec.tenant,
-            weight=spec.weight,
-            priority=spec.priority,
-            ttft_slo_s=spec.ttft_slo_s,
-            start_by=spec.start_by,
-            finish_by=spec.finish_by,
-            keys=tuple([key_of(name) for name in spec.block_hashes[self._key_blocks - 1 :: self._key_blocks]]),
-            hash_key=key_of(session.encode()) if session else None,
-        )
+        keys = tuple([key_of(name) for name in spec.block_hashes[self._key_blocks - 1 :: self._key_blocks]])
+        return request_of(spec, keys, key_of(session.encode()) if session else None)
 
     def _shed(self, request_id: str, now: float) -> None:
         """Where it has not begun."""
@@ -332,11 +319,11 @@ class FleetSimulation:
     # -- replicas come and go
 
     def _open(self) -> None:
-        """Those that are there at the beginning."""
-        low, high = self._setup.low, len(self._setup.replicas)
+        """Those that are there at the beginning, begun so long before that their starts teach what a start takes."""
+        low, high, began_at = self._setup.low, len(self._setup.replicas), -self._setup.cold_start_s
         names = [f"replica-{number + 1}" for number in range(high)]
         if low is not None:
-            names = [start.name for start in self.core.scaled(low, high, 0.0) if isinstance(start, Start)]
+            names = [start.name for start in self.core.scaled(low, high, began_at) if isinstance(start, Start)]
         for name in names:
             replica = self._make(name, State.READY)
             self.figures.started(name, self._speeds[replica.number], 0.0)

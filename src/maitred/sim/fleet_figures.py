@@ -30,7 +30,9 @@ class ReplicaLoad:
 
 @dataclass(slots=True, eq=False)
 class FleetFigures:
-    """Loads are averaged over spans of a second, of replicas that are ready at its end."""
+    """Loads are averaged over spans of a second, of replicas that are ready at its end; those after the last was
+    bound do not count, for where nobody comes replicas run empty one by one, whatever the balance did.
+    """
 
     replica_s: float = 0.0
     num_starts: int = 0  # besides those that were there at the beginning
@@ -40,6 +42,7 @@ class FleetFigures:
     _loads: dict[str, ReplicaLoad] = field(default_factory=dict)
     _span_ends_at: float = SPAN_S
     _num_in_flight: int = 0
+    _since_bound: list[float] = field(default_factory=list)  # of spans that count if somebody is bound later
 
     def started(self, name: str, speed: float, now: float) -> None:
         self._loads[name] = ReplicaLoad(speed, now, counted_until=now)
@@ -59,6 +62,8 @@ class FleetFigures:
         load = self._loads[name]
         load.count_until(now)
         load.num_in_flight += more
+        if more > 0:
+            self._count_spans()
         self._num_in_flight += more
 
     def ended(self, now: float) -> None:
@@ -98,4 +103,9 @@ class FleetFigures:
                 total_speed += load.speed
                 most = max(most, in_flight_s / load.speed)
         if num_ready and total_s >= MIN_LOAD * SPAN_S * num_ready:
-            self.max_over_mean.add(most * total_speed / total_s)
+            self._since_bound.append(most * total_speed / total_s)
+
+    def _count_spans(self) -> None:
+        for ratio in self._since_bound:
+            self.max_over_mean.add(ratio)
+        self._since_bound.clear()

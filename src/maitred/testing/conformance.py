@@ -10,9 +10,8 @@ the seed, so a fault can be seen again by its number.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from itertools import combinations
 from math import isfinite
 
 from maitred.errors import ConfigError
@@ -20,8 +19,7 @@ from maitred.policy.parameters import make_policy
 from maitred.policy.policy import PolicyFactory
 from maitred.policy.queue import MIN_DEAD_ENTRIES
 from maitred.request import RequestState
-from maitred.step import SchedulerOutput
-from maitred.testing.conformance_world import Execute, Moment, Scenario, World, answer, scenario_of
+from maitred.testing.conformance_world import Execute, Moment, Scenario, ServiceMeter, World, answer, scenario_of
 
 Property = Callable[[Moment], str | None]
 """What is wrong at this moment, in words, or None."""
@@ -333,37 +331,6 @@ def tenant_shape(world: World, number: int) -> tuple[int, int, float]:
     dice = world.dice
     prompt, output = dice.between(1, scenario.longest_prompt), dice.between(1, scenario.longest_output)
     return prompt, output, float(dice.between(1, 3))
-
-
-class ServiceMeter:
-    """Service given to each tenant, counted from the plans and not by the policy."""
-
-    def __init__(self, num_tenants: int, output_weight: float) -> None:
-        self._output_weight = output_weight
-        self._given = {f"t{number}": 0.0 for number in range(num_tenants)}
-        self._lowest = dict.fromkeys(combinations(self._given, 2), 0.0)  # difference, of each pair, so far
-        self._highest = dict(self._lowest)
-        self._known: dict[str, int] = {}  # tokens computed of each request: what is computed again is no new service
-
-    @property
-    def widest(self) -> float:
-        """Over every stretch of time and any two tenants."""
-        return max(self._highest[pair] - self._lowest[pair] for pair in self._lowest)
-
-    def read(self, plan: SchedulerOutput, requests: Mapping[str, RequestState]) -> None:
-        """`requests` are all there ever were, by id."""
-        for row in plan.rows:
-            request = requests[row.request_id]
-            start = max(row.start, self._known.get(row.request_id, 0))
-            end = max(start, row.start + row.num_tokens)
-            self._known[row.request_id] = end
-            num_input = max(0, min(end, request.num_prompt_tokens) - start)
-            tokens = num_input + self._output_weight * row.samples
-            self._given[request.tenant] += tokens / request.weight
-        for pair in self._lowest:
-            difference = self._given[pair[0]] - self._given[pair[1]]
-            self._lowest[pair] = min(self._lowest[pair], difference)
-            self._highest[pair] = max(self._highest[pair], difference)
 
 
 # -- all of it

@@ -16,16 +16,14 @@ from maitred.cluster.actions import Action, Bind, Move, Refuse
 from maitred.cluster.binding import use_of
 from maitred.cluster.config import BALANCES, FleetConfig
 from maitred.cluster.core import ClusterCore
-from maitred.cluster.fleet_request import FleetRequest, Usage
+from maitred.cluster.fleet_request import Usage, request_of
 from maitred.cluster.replicas import ReplicaFacts
 from maitred.policy.parameters import make_policy
 from maitred.policy.policy import PolicyFactory
 from maitred.request import RequestSpec, RequestState
 from maitred.step import SchedulerOutput
-from maitred.testing.conformance import RIVALS, PolicyFault, ServiceMeter, tenant_shape
-from maitred.testing.conformance_world import CHECKED, Scenario, World, answer, scenario_of
-
-BYTES_PER_TOKEN = 4  # as a core takes it until usage tells
+from maitred.testing.conformance import RIVALS, PolicyFault, tenant_shape
+from maitred.testing.conformance_world import CHECKED, Scenario, ServiceMeter, World, answer, scenario_of
 
 
 class FleetWorld:
@@ -83,18 +81,8 @@ class FleetWorld:
         spec = request.spec
         self.source.requests[spec.request_id] = request
         self.specs[spec.request_id] = spec
-        asked = FleetRequest(
-            request_id=spec.request_id,
-            arrived_at=spec.arrived_at,
-            num_bytes=BYTES_PER_TOKEN * spec.num_prompt_tokens,
-            max_tokens=spec.max_tokens,
-            tenant=spec.tenant,
-            weight=spec.weight,
-            priority=spec.priority,
-            ttft_slo_s=spec.ttft_slo_s,
-            keys=tuple(int.from_bytes(digest[:8], "big") for digest in spec.block_hashes),
-        )
-        self.carry_out(self.core.arrived(asked, self.now))
+        keys = tuple(int.from_bytes(digest[:8], "big") for digest in spec.block_hashes)
+        self.carry_out(self.core.arrived(request_of(spec, keys), self.now))
 
     def carry_out(self, actions: list[Action]) -> None:
         """Then looks at who is bound and who is held."""

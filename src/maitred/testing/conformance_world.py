@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import combinations
 from typing import Any, TypeVar
 
 from msgspec import structs
@@ -256,3 +257,34 @@ class World:
         """More than enough for all requests one after another, each quantum computed anew without a prefix cache."""
         work = sum(r.num_prompt_tokens + (1 + r.max_tokens) * 4 for r in self.requests.values())
         return 100 + 10 * work
+
+
+class ServiceMeter:
+    """Service given to each tenant, counted from the plans and not by the policy."""
+
+    def __init__(self, num_tenants: int, output_weight: float) -> None:
+        self._output_weight = output_weight
+        self._given = {f"t{number}": 0.0 for number in range(num_tenants)}
+        self._lowest = dict.fromkeys(combinations(self._given, 2), 0.0)  # difference, of each pair, so far
+        self._highest = dict(self._lowest)
+        self._known: dict[str, int] = {}  # tokens computed of each request: what is computed again is no new service
+
+    @property
+    def widest(self) -> float:
+        """Over every stretch of time and any two tenants."""
+        return max(self._highest[pair] - self._lowest[pair] for pair in self._lowest)
+
+    def read(self, plan: SchedulerOutput, requests: Mapping[str, RequestState]) -> None:
+        """`requests` are all there ever were, by id."""
+        for row in plan.rows:
+            request = requests[row.request_id]
+            start = max(row.start, self._known.get(row.request_id, 0))
+            end = max(start, row.start + row.num_tokens)
+            self._known[row.request_id] = end
+            num_input = max(0, min(end, request.num_prompt_tokens) - start)
+            tokens = num_input + self._output_weight * row.samples
+            self._given[request.tenant] += tokens / request.weight
+        for pair in self._lowest:
+            difference = self._given[pair[0]] - self._given[pair[1]]
+            self._lowest[pair] = min(self._lowest[pair], difference)
+            self._highest[pair] = max(self._highest[pair], difference)

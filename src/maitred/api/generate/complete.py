@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from functools import partial
 from typing import NamedTuple
 
@@ -55,7 +55,7 @@ async def generate(
             _replayed(app, exchange, lease)
             return
         events = EventStream(exchange, silence_s=app.config.sse_keep_alive_s) if ask.stream else None
-        async with app.in_flight.watch(exchange, events):
+        async with app.in_flight.watch(exchange, events), AsyncExitStack() as following:
             work = partial(_make_batches, app, ask, salt, limits, new_seed, note_tokens)
             if ask.is_shaped:
                 batches = await app.text.run_shaped(work)
@@ -67,10 +67,14 @@ async def generate(
             if shape.ignored:
                 exchange.told += ((SCHEMA_IGNORED, names_told(shape.ignored)),)
             batches, ended = _placed(app, lease.admit(batches), lease, resumption)
+            if app.fleet.follows(exchange.headers):
+                specs = itertools.chain.from_iterable(batches)
+                following.enter_context(app.fleet.unfinished.following(exchange.request_id, specs, ended))
             generation = Generation(app, batches, score_only=ask.score_only, ended=ended, marks=shape.marks)
             outcome = exchange.outcome = lease.outcome = generation.outcome
             exchange.paces = [sample.pace for sample in outcome.samples]
             if events is not None:
+                exchange.goes_on_elsewhere = _is_told(app, exchange)
                 writer = ask.answer.stream(outcome)
                 if resumption is not None:
                     await app.text.run_long(partial(resumption.replay, outcome, writer))
@@ -221,7 +225,7 @@ def _make_batches(
     except RequestError as error:
         error.param = ask.field_names.get(error.param or "", error.param)
         raise
-    if note_tokens is not None and len(prompts) == 1:
+    if note_tokens is not None and prompts:  # of several the first one's keys stand for all
         note_tokens(prompts[0], batches[0][0])
     if not ask.keeps_text:
         prompts.clear()

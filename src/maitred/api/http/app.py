@@ -82,20 +82,17 @@ class App:
         self.replica, self.loaded_model = replica, model
         self.gate = Gate(admission, max_concurrent_requests=self.config.max_concurrent_requests)
         if isinstance(replica, TellsProgress):
-            replica.on_progress = self.gate.progressed
+            replica.on_progress = self._progressed
         if model.root:
             self._paths.add(os.path.normpath(model.root))
             with suppress(FileNotFoundError):  # of a folder that is gone
                 self._paths.add(os.path.abspath(model.root))
-        flight = self.in_flight
-        self.fleet = FleetFeed(
-            replica,
-            model,
-            self.fleet_token,
-            is_draining=lambda: flight.draining,
-            is_over=lambda: flight.draining and flight.is_empty,
-        )
+        self.fleet = FleetFeed(replica, model, self.fleet_token, self.in_flight)
         self.observer.metrics.engine_came(replica, model.names[0], model.block_size, admission)
+
+    def _progressed(self, progress: list[RequestProgress], num_queued: int, now: float) -> None:
+        self.gate.progressed(progress, num_queued, now)
+        self.fleet.unfinished.progressed(progress)
 
     @property
     def model(self) -> ServedModel:

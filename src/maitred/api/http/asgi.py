@@ -9,8 +9,8 @@ from functools import partial
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from maitred.api.http.errors import ClientGone, HttpError, http_error
-from maitred.api.http.exchange import REQUEST_ID, Exchange, Header
+from maitred.api.http.errors import BrokenOff, ClientGone, HttpError, http_error
+from maitred.api.http.exchange import CONNECTION, REQUEST_ID, Exchange, Header
 from maitred.api.http.fleet_headers import TENANT, without_believed
 from maitred.api.http.fleet_token import HEADER as FLEET_TOKEN
 from maitred.api.http.ignored_fields import TOLD_OF_BODIES
@@ -157,6 +157,8 @@ async def _answer_error(exchange: Exchange, error: Exception, outage: Outage) ->
     exchange.log["error"] = answer.code
     if not exchange.started:
         await exchange.answer_error(answer)
+    elif isinstance(error, BrokenOff):
+        exchange.scope[CONNECTION].break_off()
     elif exchange.streaming and not exchange.complete:
         event = exchange.format.error_event(answer) + exchange.format.stream.end
         await exchange.send({"type": "http.response.body", "body": event})

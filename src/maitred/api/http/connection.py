@@ -22,6 +22,7 @@ from maitred.api.http.errors import HeadTooLarge, RequestTooSlow, http_error
 from maitred.api.http.exchange import CONNECTION, TOO_SLOW
 from maitred.api.http.formats import AnswerFormat
 from maitred.api.http.logs import ACCESS, log_fields
+from maitred.api.http.sender import Sender
 from maitred.config import ServerConfig
 from maitred.engine.limits import is_spare
 from maitred.errors import InvalidRequest, RequestError, Unavailable
@@ -49,38 +50,8 @@ class _Refused(Exception):
     """Stops the parser; what the client hears is kept in the connection."""
 
 
-class _HeadWithBody:
-    """The transport as an answer sees it. uvicorn writes the head by itself; here it leaves with what follows at once,
-    in one system call.
-    """
-
-    __slots__ = ("_cycle", "_head", "_transport")
-
-    def __init__(self, cycle: RequestResponseCycle) -> None:
-        self._cycle, self._transport = cycle, cycle.transport
-        self._head: bytes | None = b""  # kept back; None once it left
-
-    def write(self, data: bytes) -> None:
-        if self._head is None or not self._cycle.response_started:  # 100 Continue comes before
-            self._transport.write(data)
-        elif self._head:
-            self._transport.write(self._head + data)
-            self._head = None
-        else:
-            self._head = data
-
-    def flush(self) -> None:
-        """An answer without a body has ended."""
-        if self._head:
-            self._transport.write(self._head)
-            self._head = None
-
-    def close(self) -> None:
-        self.flush()
-        self._transport.close()
-
-    def is_closing(self) -> bool:
-        return self._transport.is_closing()
+def _too_large() -> HeadTooLarge:
+    return HeadTooLarge(f"the request's head is over the limit of {MAX_HEAD_BYTES} bytes")
 
 
 class GuardedConnection(HttpToolsProtocol):
@@ -161,7 +132,7 @@ class GuardedConnection(HttpToolsProtocol):
                 self._await_body()
         elif self._phase is Phase.HEAD or (num_messages == self._num_messages and phase is Phase.NOTHING):
             if self._num_head_bytes > MAX_HEAD_BYTES:
-                self._refuse(HeadTooLarge(f"the request's head is over the limit of {MAX_HEAD_BYTES} bytes"))
+                self._refuse(_too_large())
             elif self._reading_timer is None:
                 self._await_head()
 
@@ -215,11 +186,15 @@ class GuardedConnection(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
-        self._grow(len(url))
+        self._size += len(url)
+        if self._size > MAX_HEAD_BYTES:
+            self._stop(_too_large())
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._grow(len(name) + len(value))
+        self._size += len(name) + len(value)
+        if self._size > MAX_HEAD_BYTES:
+            self._stop(_too_large())
         if self._phase is Phase.BODY:  # a trailer: the request began without it, and goes on without it
             return
         if len(self.headers) >= MAX_HEADERS:
@@ -254,11 +229,6 @@ class GuardedConnection(HttpToolsProtocol):
         self._stop_reading_timer()
         super().on_message_complete()
 
-    def _grow(self, num_bytes: int) -> None:
-        self._size += num_bytes
-        if self._size > MAX_HEAD_BYTES:
-            self._stop(HeadTooLarge(f"the request's head is over the limit of {MAX_HEAD_BYTES} bytes"))
-
     def _check_version(self) -> None:
         """The parser takes 0.9, whose answers have no status, and 2.0, which has no lines."""
         version = self.parser.get_http_version()
@@ -290,7 +260,8 @@ class GuardedConnection(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._in_work = cycle
         cycle.scope[CONNECTION] = self  # type: ignore[literal-required]
-        cycle.transport = self._answering = _HeadWithBody(cycle)  # type: ignore[assignment]
+        sender = Sender(cycle)
+        cycle.transport, cycle.send = sender, sender.send  # type: ignore[assignment, method-assign]
         super()._start_asgi_task(cycle, app)
 
     def when_gone(self, call: Callable[[], None]) -> None:
@@ -300,9 +271,14 @@ class GuardedConnection(HttpToolsProtocol):
         if self.transport.is_closing():
             call()
 
+    def break_off(self) -> None:
+        """Close after what was written, without an end of the answer in work: its reader sees that it is not whole."""
+        if self._in_work is not None:
+            self._in_work.disconnected = True
+        self.transport.close()
+
     def on_response_complete(self) -> None:
         self._on_gone = None
-        self._answering.flush()
         super().on_response_complete()
         self._await_readers_end()
         if self._phase is Phase.BODY and self.cycle.response_complete and not self.transport.is_closing():

@@ -32,6 +32,10 @@ class ClientGone(Exception):
     """The client closed the connection; nobody is left to answer."""
 
 
+class BrokenOff(Unavailable):
+    """The answer stops in the middle, without an end: a router goes on with it elsewhere."""
+
+
 class MethodNotAllowed(RequestError):
     """The path exists, but not with this method; `allow` are those it has."""
 

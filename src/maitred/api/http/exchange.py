@@ -53,6 +53,7 @@ class Exchange:
     status: int | None = None  # set once the answer began
     streaming: bool = False  # the answer that began is an event stream
     complete: bool = False
+    goes_on_elsewhere: bool = False  # a router can have another replica go on where this answer stops
     num_body_bytes: int = 0  # of the request, as far as they were read
     told: tuple[Header, ...] = ()  # headers of its answer, whatever that is
     standing_headers: Callable[[], Iterable[Header]] = tuple  # of every answer, asked when it begins

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from hmac import compare_digest
 from pathlib import Path
 
+from maitred.cluster.announcement import TOKEN_VARIABLE
 from maitred.errors import ConfigError
 
 HEADER = b"x-maitred-fleet-token"
-VARIABLE = "MAITRED_FLEET_TOKEN"  # set by a launcher; nobody else sees the environment
 MIN_CHARS = 16
 
 
@@ -36,7 +36,7 @@ class FleetToken:
 def read_fleet_token(path: str | None) -> FleetToken:
     """The file's first line, else the environment's. Raises ConfigError for a file without one."""
     if path is None:
-        inherited = os.environ.get(VARIABLE)
+        inherited = os.environ.get(TOKEN_VARIABLE)
         return FleetToken(inherited.encode() if inherited else None)
     try:
         secret = Path(path).read_bytes().strip()

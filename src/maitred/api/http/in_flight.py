@@ -9,18 +9,19 @@ from types import TracebackType
 
 from starlette.types import Message
 
-from maitred.api.http.errors import ClientGone
+from maitred.api.http.errors import BrokenOff, ClientGone
 from maitred.api.http.exchange import Exchange
 from maitred.api.http.sse import EventStream
 from maitred.errors import MaitredError, Unavailable
 
 
 class InFlight:
-    """Belongs to the event loop. Whoever ends the server sets `draining`."""
+    """Belongs to the event loop. Whoever ends the server calls `drain`."""
 
     def __init__(self, *, is_ready: Callable[[], bool], silence_s: float) -> None:
         """A stream that is silent for two thirds of `silence_s` is kept open with a comment."""
         self.draining = False
+        self._drain_ends_at: float | None = None  # s, the event loop's
         self._is_ready, self._silence_s = is_ready, silence_s
         self._num_answering = 0
         self._empty = asyncio.Event()  # nobody is being answered
@@ -31,6 +32,17 @@ class InFlight:
     def welcome(self) -> bool:
         """Whether new requests are."""
         return not self.draining and self._is_ready()
+
+    def drain(self, within_s: float) -> None:
+        """From now on nobody is welcome; who is being answered has so long (s)."""
+        self.draining, self._drain_ends_at = True, asyncio.get_running_loop().time() + within_s
+
+    @property
+    def drain_left_s(self) -> float | None:
+        """(s) that those who are being answered still have; None when they have all the time."""
+        if self._drain_ends_at is None:
+            return None
+        return max(0.0, self._drain_ends_at - asyncio.get_running_loop().time())
 
     @property
     def is_empty(self) -> bool:
@@ -73,9 +85,13 @@ class InFlight:
         await self._empty.wait()
 
     def cut_all(self) -> None:
-        """End every request in flight with an error; for the end of a graceful shutdown."""
+        """End every request in flight with an error, or a break where a router goes on with it; for the end of a
+        graceful shutdown.
+        """
         for watch in list(self._watches):
-            watch.cut(Unavailable("the server is shutting down; send the request again", retry_after_s=1.0))
+            goes_on = watch.exchange.goes_on_elsewhere and watch.exchange.started
+            words = "the server is shutting down; send the request again"
+            watch.cut(BrokenOff(words) if goes_on else Unavailable(words, retry_after_s=1.0))
 
 
 class Watch:
@@ -90,7 +106,7 @@ class Watch:
     def __init__(
         self, exchange: Exchange, *, silence_s: float = 0.0, on_silence: Callable[[], Awaitable[None]] | None = None
     ) -> None:
-        self._exchange = exchange
+        self.exchange = exchange
         keeps_open = on_silence is not None and silence_s > 0
         self._listen_s = silence_s / 3 if keeps_open else None
         self._on_silence = on_silence if keeps_open else None
@@ -98,7 +114,7 @@ class Watch:
 
     def cut(self, error: MaitredError | ClientGone) -> None:
         """End the work; the `with` raises `error`."""
-        if self._reason is None and not self._exchange.complete:
+        if self._reason is None and not self.exchange.complete:
             self._reason = error
             self._worker.cancel()
 
@@ -136,6 +152,6 @@ class Watch:
 
     async def _heard(self) -> Message:
         if self._listen_s is None:
-            return await self._exchange.receive()
+            return await self.exchange.receive()
         async with asyncio.timeout(self._listen_s):
-            return await self._exchange.receive()
+            return await self.exchange.receive()

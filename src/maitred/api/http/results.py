@@ -68,11 +68,15 @@ class Results:
         self.num_hits = self.num_misses = self.num_corrupt = 0
         self._shared, self._clock, self._wall_time = shared, clock, wall_time
 
+    @property
+    def is_on(self) -> bool:
+        return self.cache.max_bytes > 0
+
     def wanted(
         self, exchange: Exchange, body: bytes, *, revision: str, temperature: float | None, seed: int | None
     ) -> Wanted | None:
         """None for what is never cached. `revision` says what besides the body makes the answer."""
-        if not self.cache.max_bytes or not is_exact(temperature, seed):
+        if not self.is_on or not is_exact(temperature, seed):
             return None
         path, tenant = exchange.scope["path"], exchange.caller.tenant.name
         key = result_key(body, path=path, tenant=tenant, revision=revision)

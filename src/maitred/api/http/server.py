@@ -129,7 +129,7 @@ class Server(uvicorn.Server):
 
     async def _drain(self) -> None:
         """Wait for what is in flight; what takes longer ends with an error object rather than a silent break."""
-        self.app.in_flight.draining = True
+        self.app.in_flight.drain(self._drain_timeout_s)
         try:
             async with asyncio.timeout(self._drain_timeout_s):
                 await self.app.in_flight.emptied()

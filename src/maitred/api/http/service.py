@@ -14,11 +14,14 @@ from maitred.replica import ReplicaState
 
 
 class HttpCounts(Protocol):
-    """What is counted of every HTTP request."""
+    """What is counted of every HTTP request, and the page of all metrics."""
 
     num_in_flight: int
 
     def http_answered(self, route: str, status: int) -> None: ...
+
+    def page(self, accept: str) -> tuple[bytes, str]:
+        """All metrics for Prometheus and their content type, in the format `accept` asks for."""
 
 
 class HttpObserver(Protocol):
@@ -38,7 +41,11 @@ class HttpObserver(Protocol):
 class Ending(Protocol):
     """How a server ends in order."""
 
-    draining: bool
+    @property
+    def draining(self) -> bool: ...
+
+    def drain(self, within_s: float) -> None:
+        """From now on nobody is welcome; who is being answered has so long (s)."""
 
     async def emptied(self) -> None:
         """Returns when every request has its answer."""

@@ -8,9 +8,15 @@ from maitred.api.http.app import App
 from maitred.api.http.errors import ClientGone
 from maitred.api.http.exchange import Exchange
 from maitred.api.http.sse import EventStream
+from maitred.api.ops.fleet_feed import identity
 from maitred.errors import PermissionDenied
 
 LISTENING = "listen to the fleet's events"  # what it takes an administrator or the fleet's token for
+
+
+async def version(app: App, exchange: Exchange) -> None:
+    """What this server is, which a router believes rather than a 200."""
+    await exchange.answer_json(identity(app.loaded_model))
 
 
 async def tell_fleet(app: App, exchange: Exchange) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Protocol, runtime_checkable
@@ -12,12 +13,15 @@ import msgspec
 import maitred
 from maitred.api.http.fleet_headers import SALT
 from maitred.api.http.fleet_token import FleetToken
+from maitred.api.http.in_flight import InFlight
+from maitred.api.ops.unfinished import Unfinished
 from maitred.cluster.key_tokens import TokenLengths, ends_of_tokens, tokens_of_keys
 from maitred.cluster.prefix_keys import prefix_keys
 from maitred.cluster.replica_events import (
     BEAT_S,
     MAX_KEYS_AN_EVENT,
     Began,
+    Ended,
     Fingerprint,
     FleetEvent,
     KeysChanged,
@@ -34,6 +38,7 @@ from maitred.replica import Replica, ReplicaState
 from maitred.request import RequestSpec
 
 MAX_LISTENERS = 16
+MAX_UNTOLD_ENDS = 4096  # to a router that is slow
 PAUSE_S = 0.02  # what changes meanwhile is told at once
 LINGER_S = 60.0  # after the last listener: a router whose stream broke comes back within it
 NoteTokens = Callable[[str | Sequence[int], RequestSpec], None]
@@ -50,19 +55,11 @@ class TellsBlocks(Protocol):
 class FleetFeed:
     """At work while a router listens, and LINGER_S more. Belongs to the event loop, but for `note_tokens`."""
 
-    def __init__(
-        self,
-        replica: Replica,
-        model: ServedModel,
-        token: FleetToken,
-        *,
-        is_draining: Callable[[], bool],
-        is_over: Callable[[], bool],
-    ) -> None:
-        """`is_over`: the server is going, and all that was asked of it is answered."""
-        self._replica, self._model, self._token = replica, model, token
-        self._is_draining, self._is_over = is_draining, is_over
+    def __init__(self, replica: Replica, model: ServedModel, token: FleetToken, in_flight: InFlight) -> None:
+        self._replica, self._model, self._token, self._in_flight = replica, model, token, in_flight
         self.keys = StoredKeys()
+        self.unfinished = Unfinished(self._ended)
+        self._ends: list[deque[Ended]] = []  # to be told, by listener
         self._num_listeners = 0
         self._lingering: asyncio.TimerHandle | None = None
         self._changed = asyncio.Event()
@@ -80,6 +77,10 @@ class FleetFeed:
         trusted = self._token.is_shown_by(headers)
         salt = headers.get(SALT, b"").decode("latin-1") if trusted else ""
         return _Noting(self, sent, salt).note
+
+    def follows(self, headers: Mapping[bytes, bytes]) -> bool:
+        """Whether a router that listens asks, which is to hear what its requests cost that come to no end."""
+        return self.is_on and self._token.is_shown_by(headers)
 
     def note(self, chain: Sequence[KeyBlock]) -> None:
         """Keys of a request, and the block that each ends in."""
@@ -115,6 +116,8 @@ class FleetFeed:
             raise Overloaded(f"{MAX_LISTENERS} routers listen already; close one of them", retry_after_s=5.0)
         self._enter()
         changes, loop = self.keys.listen(), asyncio.get_running_loop()
+        ends: deque[Ended] = deque(maxlen=MAX_UNTOLD_ENDS)
+        self._ends.append(ends)
         try:
             yield _event(Began(identity(self._model)))
             beat_at = loop.time()
@@ -122,10 +125,12 @@ class FleetFeed:
                 changed = self._changed
                 while changes:
                     yield _event(KeysChanged(*changes.take(MAX_KEYS_AN_EVENT)))
+                while ends:
+                    yield _event(ends.popleft())
                 if loop.time() >= beat_at:
                     beat_at = max(beat_at + BEAT_S, loop.time())
                     yield _event(self._load())
-                if self._is_over():
+                if self._is_over:
                     return
                 with suppress(TimeoutError):
                     async with asyncio.timeout_at(beat_at):
@@ -133,13 +138,26 @@ class FleetFeed:
                         await asyncio.sleep(PAUSE_S)
         finally:
             self.keys.leave(changes)
+            self._ends = [others for others in self._ends if others is not ends]
             self._left()
+
+    @property
+    def _is_over(self) -> bool:
+        """The server is going, and there is no more to say of what was asked of it."""
+        flight = self._in_flight
+        return flight.draining and flight.is_empty and not self.unfinished.is_awaited
+
+    def _ended(self, ended: Ended) -> None:
+        for ends in self._ends:
+            ends.append(ended)
+        self._wake()
 
     def _load(self) -> Load:
         state = self._replica.state()
         return Load(
             state=self._phase(state),
             error=state.error,
+            drain_s=self._in_flight.drain_left_s,
             num_running=state.num_running,
             num_waiting=state.num_waiting,
             num_blocks=state.num_blocks,
@@ -151,7 +169,7 @@ class FleetFeed:
     def _phase(self, state: ReplicaState) -> Phase:
         if not state.alive:
             return "loading" if state.loading else "dead"
-        if self._is_draining():
+        if self._in_flight.draining:
             return "draining"
         return "asleep" if state.asleep else "ready"
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
+from heapq import heappop, heappush
 from typing import Protocol, runtime_checkable
 
 import msgspec
 
 from maitred.api.ops.latencies import Latencies, Percentiles
-from maitred.api.ops.live_slots import SlotRows
 from maitred.engine.live_view import LiveView
 from maitred.errors import EngineDead, Overloaded, RouteNotFound
 from maitred.replica import ReplicaState
@@ -167,6 +167,26 @@ class _Showing:
         self._event = b"data: " + self._encode(frame) + b"\n\n"
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
+
+
+class SlotRows:
+    """The row of the picture that a running request has: the lowest free one, kept until it no longer runs, as when it
+    is preempted. A batch has no order, but people follow a request by its row.
+    """
+
+    def __init__(self) -> None:
+        self._rows: dict[str, int] = {}
+        self._free: list[int] = []
+
+    def rows_of(self, request_ids: Iterable[str]) -> list[int]:
+        """Rows of all that run now, in their order; whoever is not named has ended or was preempted."""
+        running = list(request_ids)
+        for gone in self._rows.keys() - set(running):
+            heappush(self._free, self._rows.pop(gone))
+        for request_id in running:
+            if request_id not in self._rows:
+                self._rows[request_id] = heappop(self._free) if self._free else len(self._rows)
+        return [self._rows[request_id] for request_id in running]
 
 
 def _parts(seconds: float) -> Iterator[float]:

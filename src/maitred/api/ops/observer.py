@@ -61,7 +61,7 @@ class Observer:
         )
         self.latencies = Latencies()
         self._clock = clock
-        self._tracing = _tracing(config.otlp_endpoint) if config.otlp_endpoint else None
+        self._tracing = tracing_to(config.otlp_endpoint)
 
     def began(self, exchange: Exchange, operation: str) -> Observed:
         """A request came; `operation` names what is traced, and is empty for what is not."""
@@ -128,7 +128,10 @@ def log_access(exchange: Exchange, duration_s: float) -> None:
     log_fields(ACCESS, level, "access", fields)
 
 
-def _tracing(endpoint: str) -> Tracing:
+def tracing_to(endpoint: str | None) -> Tracing | None:
+    """None for none. Raises ConfigError without the extra `otel`."""
+    if not endpoint:
+        return None
     try:
         from maitred.api.ops.tracing import make_tracing  # noqa: PLC0415 (an extra, and slow to import)
     except ImportError:

@@ -7,9 +7,9 @@ from functools import cache
 from hashlib import sha256
 from pathlib import Path
 
-from maitred.api.http.app import App
 from maitred.api.http.errors import shortened
 from maitred.api.http.exchange import Exchange, Header
+from maitred.api.http.service import Service
 from maitred.api.ops.page_files import FILES, INDEX, PREFIX
 from maitred.errors import RouteNotFound
 
@@ -50,12 +50,12 @@ def page_file(name: str) -> PageFile:
     return PageFile(body, _TYPES[Path(name).suffix], b'"' + sha256(body).hexdigest()[:32].encode() + b'"')
 
 
-async def index(app: App, exchange: Exchange) -> None:
+async def index(server: Service, exchange: Exchange) -> None:
     """The page itself."""
     await _answer(exchange, INDEX)
 
 
-async def asset(app: App, exchange: Exchange) -> None:
+async def asset(server: Service, exchange: Exchange) -> None:
     """A file that the page asks for."""
     name = exchange.parameter
     if name not in FILES:

@@ -31,6 +31,7 @@ FILES = VENDORED | frozenset(
         "events.js",
         "exports.js",
         "feed.js",
+        "fleet.js",
         "inert.js",
         "inline.js",
         "kept.js",

@@ -60,23 +60,24 @@ async def drain(router: Router, exchange: Exchange) -> None:
 
 async def restart(router: Router, exchange: Exchange) -> None:
     body = await exchange.json(_decode_maybe_named)
-    if router.fleet.launching is None:
-        raise UnsupportedParameter(_NOT_LAUNCHED)
+    _require_launched(router)
     router.fleet.restart(_known(router, body.name) if body.name is not None else None)
     await exchange.answer_json(Accepted(), 202)
 
 
 async def scale(router: Router, exchange: Exchange) -> None:
     body = await exchange.json(_decode_bounds)
-    if router.fleet.launching is None:
-        raise UnsupportedParameter(_NOT_LAUNCHED)
+    _require_launched(router)
     if not 0 <= body.min <= body.max or not body.max:
         raise InvalidRequest(f"min is {body.min} and max {body.max}; 0 <= min <= max, and max is at least 1")
     router.fleet.scale(body.min, body.max)
     await exchange.answer_json(Accepted(), 202)
 
 
-_NOT_LAUNCHED = "the replicas of this router run elsewhere; it starts and stops only those of --replicas"
+def _require_launched(router: Router) -> None:
+    if router.fleet.launching is None:
+        text = "the replicas of this router run elsewhere; it starts and stops only those of --replicas"
+        raise UnsupportedParameter(text)
 
 
 def _known(router: Router, name: str) -> str:

@@ -6,7 +6,9 @@ from collections.abc import Mapping
 
 import msgspec
 
+from maitred.api.http.results import HEADER as CACHE
 from maitred.cluster.fleet_request import Failure, FailureKind, Usage
+from maitred.cluster.told_tokens import ToldUsage, usage_in
 from maitred.cluster.upstream import Answer
 
 RETRIED = (500, 502, 503)  # others are the request's own doing: 501 never works, 504 was its time limit
@@ -119,3 +121,17 @@ def _told(usage: _Usage | None, num_tokens: int | None) -> Usage:
         num_output_tokens=usage.completion_tokens,
         num_cached_tokens=details.cached_tokens if details is not None else None,
     )
+
+
+def as_usage(told: ToldUsage, *, complete: bool = True) -> Usage:
+    return Usage(told.num_prompt_tokens, told.num_output_tokens, told.num_cached_tokens, complete)
+
+
+def cost_told(answer: Answer, *, is_ours: bool) -> Usage | None:
+    """As the head of an answer of ours tells it: nothing, where its result cache had it."""
+    if not is_ours:
+        return None
+    if (CACHE, b"hit") in answer.headers:
+        return Usage(0, 0, 0)
+    told = usage_in(answer.headers)
+    return None if told is None else as_usage(told)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Callable
+
 import msgspec
 
 from maitred.cluster.actions import Bind
@@ -39,15 +42,17 @@ class Choices:
     """Remembers those of the last MAX_REQUESTS requests that were bound."""
 
     def __init__(self) -> None:
-        self._of: dict[str, list[tuple[Bind, float]]] = {}
+        self._of: OrderedDict[str, list[tuple[Bind, float]]] = OrderedDict()  # the newest is last
+        self.on_bound: Callable[[Bind, float], None] = lambda bind, held_s: None
 
     def bound(self, bind: Bind, held_s: float) -> None:
         """A request goes to a replica, for the first time or again."""
         if bind.attempt == 1:  # an id that was used before begins anew, and is the newest
             self._of.pop(bind.request_id, None)
             if len(self._of) >= MAX_REQUESTS:
-                del self._of[next(iter(self._of))]
+                self._of.popitem(last=False)
         self._of.setdefault(bind.request_id, []).append((bind, held_s))
+        self.on_bound(bind, held_s)
 
     def of(self, words: str) -> ChoicesMade | None:
         """Of the newest request of that id, or whose id is a part of `words`, as it is of an answer's id."""

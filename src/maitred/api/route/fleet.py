@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from maitred.api.http.logs import log_fields
+from maitred.api.route.bills import Bills
 from maitred.api.route.choices import Choices
 from maitred.api.route.metrics import RouteMetrics
 from maitred.api.route.routed import Moved, RoutedRequest
@@ -102,6 +103,7 @@ class Fleet:
         self.requests: dict[str, RoutedRequest] = {}
         self.choices = Choices()
         self.connections = ConnectionCounts()
+        self.bills = Bills()
         self.launching, self._on_tick = launching, on_tick
         self.on_bound: Callable[[FleetRequest, ReplicaFacts], None] | None = None
         self.kept_bodies = KeptBodies()
@@ -157,6 +159,10 @@ class Fleet:
 
     def drain(self, name: str) -> None:
         self._do(self.core.drained(name, self.clock.now()))
+
+    def leaving(self, name: str, within_s: float) -> None:
+        """It drains of itself."""
+        self._do(self.core.leaving(name, within_s, self.clock.now()))
 
     def bound_elsewhere(self, bound: Bound) -> None:
         self.core.bound_elsewhere(bound.url, bound.hash_key, bound.keys, self.clock.now())

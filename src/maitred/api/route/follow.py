@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import log
 from typing import Any
@@ -14,9 +14,8 @@ import msgspec
 from maitred.api.http.fleet_token import FleetToken
 from maitred.api.http.logs import log_fields
 from maitred.api.route.answers import message_of
-from maitred.api.route.events import EventReader
 from maitred.api.route.fleet import Fleet, LiveReplica
-from maitred.cluster.replica_events import Began, Fingerprint, FleetEvent, KeysChanged, Load
+from maitred.cluster.replica_events import Began, Ended, Fingerprint, FleetEvent, KeysChanged, Load
 from maitred.cluster.replicas import Kind, ReplicaFacts, Report, State
 from maitred.cluster.upstream import Ask, Broken, UpstreamFailed, request_head
 
@@ -25,6 +24,7 @@ FIRST_DELAY_S, MAX_DELAY_S = 0.1, 2.0  # between two looks at one that is not th
 POLL_S = 1.0  # between two looks at one that tells nothing by itself
 ANSWER_S = 5.0  # what is asked here costs nobody more than a moment
 MAX_TOLD_BYTES = 1024 * 1024
+MAX_EVENT_BYTES = 1024 * 1024
 MAX_MODELS = 1000
 NAME = "maitred"  # what `/version` of ours says that it is
 
@@ -40,6 +40,9 @@ class _Version(msgspec.Struct):
 
 class _Models(msgspec.Struct):
     data: list[dict[str, Any]] = msgspec.field(default_factory=list)
+
+
+_decoder: msgspec.json.Decoder[FleetEvent] = msgspec.json.Decoder(FleetEvent)
 
 
 class Follower:
@@ -180,8 +183,12 @@ class Follower:
                 fleet.reported(name, Report(is_snapshot=True))
             case KeysChanged(stored, removed):
                 fleet.reported(name, Report(stored=stored, removed=removed))
+            case Ended(request_id, usage):
+                fleet.bills.computed(name, request_id, usage)
             case Load(state=told_state):
                 speed = _about(event.prefill_tokens_per_s)
+                if told_state == "draining":
+                    fleet.leaving(name, event.drain_s or 0.0)
                 is_welcome = told_state in ("ready", "asleep")  # who sleeps by itself wakes up for whoever comes
                 state = State.READY if is_welcome else State.STARTING
                 told = replace(live.facts, state=state, error=event.error, tokens_per_s=speed)
@@ -209,3 +216,26 @@ def union_of_cards(replicas: Sequence[LiveReplica]) -> list[dict[str, Any]]:
         for card in live.cards:
             cards.setdefault(card["id"], card)
     return list(cards.values())
+
+
+class EventReader:
+    """Events out of what a replica tells on `GET /fleet/events`, in pieces as they come."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, piece: bytes) -> Iterator[FleetEvent]:
+        """The events that are whole now. Raises UpstreamFailed for what is none."""
+        *events, self._rest = (self._rest + piece).split(b"\n\n")
+        if len(self._rest) > MAX_EVENT_BYTES:
+            raise UpstreamFailed(Broken.WRONG, f"an event of a replica has over {MAX_EVENT_BYTES} bytes")
+        for event in events:
+            if event.startswith(b"data: {"):  # not a comment, nor the end
+                yield _event(event[6:])
+
+
+def _event(told: bytes) -> FleetEvent:
+    try:
+        return _decoder.decode(told)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise UpstreamFailed(Broken.WRONG, f"an event of a replica cannot be read: {error}") from None

@@ -9,7 +9,6 @@ from maitred.api.http.fleet_headers import vouching
 from maitred.api.http.results import Wanted
 from maitred.api.route.headers import towards_replica
 from maitred.api.route.leases import BYTES_A_TOKEN, RouteLease, leased
-from maitred.api.route.metered import MeteredRoute, Owner
 from maitred.api.route.relay import Outgoing, Relay
 from maitred.api.route.routed import RoutedRequest
 from maitred.api.route.router import Router
@@ -65,10 +64,9 @@ async def _route(
         raise Unavailable("the router is shutting down; try again", retry_after_s=1.0)
     wanted = _wanted(router, exchange, body, read) if is_generation else None
     with leased(router, exchange, read) as granted:
-        if await router.results.replay(exchange, wanted):
+        if wanted is not None and await router.results.replay(exchange, wanted):
             if router.ledger is not None:
-                owner = _owner(exchange, exchange.request_id, granted.lease.priority)
-                router.ledger.replayed(owner, read.model or "")
+                router.ledger.replayed(_request(router, exchange, body, read, keys, granted), read.model or "")
             return
         request = _request(router, exchange, body, read, keys, granted)
         if is_generation:
@@ -78,39 +76,30 @@ async def _route(
         relay = Relay(
             router.fleet, routed, outgoing, keep_alive_s=router.config.sse_keep_alive_s, on_tokens=granted.tokens_came
         )
-        row = _row(router, exchange, request, relay) if is_generation else None
+        if is_generation and router.ledger is not None:
+            relay.bill = router.fleet.bills.opened(exchange.request_id)
+            router.ledger.opened(relay, request.model or "")
         try:
             await relay.run()
         finally:
-            granted.ended(relay.spent)
-            if row is not None:
-                row.ended()
+            granted.usage = relay.spent
+            if relay.bill is not None:
+                router.fleet.bills.close(exchange.request_id, relay.bill, relay.ended)
             router.metrics.routed(exchange.log.get("replica", ""), relay.outcome, routed.held_s)
-        router.results.keep(exchange, wanted)
+        if wanted is not None:
+            router.results.keep(exchange, wanted)
 
 
 def _wanted(router: Router, exchange: Exchange, body: bytes, read: RoutedBody) -> Wanted | None:
     """What the result cache may answer; nothing where a quota may cut an answer short, another time it is longer."""
     tenant = exchange.caller.tenant
     limits = tenant.limits
-    names_no_most = read.max_tokens is None and read.max_completion_tokens is None
-    if names_no_most and (limits.tokens_per_minute, limits.token_budget) != (None, None):
+    if not router.results.is_on or (
+        _names_no_limit(read) and (limits.tokens_per_minute, limits.token_budget) != (None, None)
+    ):
         return None
     revision = f"{router.fingerprints()}:{tenant.default_max_tokens}"
     return router.results.wanted(exchange, body, revision=revision, temperature=read.temperature, seed=read.seed)
-
-
-def _owner(exchange: Exchange, request_id: str, priority: int) -> Owner:
-    return Owner(request_id, exchange.caller.tenant.name, exchange.caller.key_id, priority)
-
-
-def _row(router: Router, exchange: Exchange, request: FleetRequest, relay: Relay) -> MeteredRoute | None:
-    """Its row of the ledger, if there is one."""
-    if router.ledger is None:
-        return None
-    row = MeteredRoute(_owner(exchange, request.request_id, request.priority), relay)
-    router.ledger.opened(row, request.model or "")
-    return row
 
 
 def _names_no_limit(read: RoutedBody) -> bool:
@@ -135,6 +124,7 @@ def _request(
         max_tokens=read.max_completion_tokens or read.max_tokens or MAX_TOKENS,
         model=read.model,
         tenant=tenant.name,
+        key_id=exchange.caller.key_id,
         weight=tenant.weight,
         priority=granted.lease.priority,
         ttft_slo_s=granted.limits.ttft_slo_s,

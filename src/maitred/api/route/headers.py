@@ -50,10 +50,12 @@ def towards_replica(exchange: Exchange) -> list[Header]:
     return kept
 
 
-def towards_client(sent: Sequence[Header], replica: bytes, held_ms: int) -> list[Header]:
-    """What the client gets of an answer's headers, and who gave it."""
+def towards_client(sent: Sequence[Header], replica: bytes, held_ms: int, *, is_traced: bool = False) -> list[Header]:
+    """What the client gets of an answer's headers, and who gave it; the span is the router's where it `is_traced`."""
     named = _named_by_connection(sent)
     dropped = _NOT_RETURNED | named if named else _NOT_RETURNED
+    if is_traced:
+        dropped |= {b"traceparent"}
     kept = [
         header
         for header in sent

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import reduce
 
 from maitred.api.generate.time_limits import HEADERS
 from maitred.api.http.exchange import Exchange
+from maitred.api.ops.metrics_page import TenantCounts
 from maitred.api.route.router import Router
 from maitred.cluster.fleet_request import FleetRequest, Usage
 from maitred.cluster.routed_body import RoutedBody
@@ -20,16 +20,18 @@ from maitred.tenancy.caller import Caller
 from maitred.tenancy.tenant import TIERS
 
 BYTES_A_TOKEN = 4  # of English
+_NONE = Usage(complete=False)
 _HEADERS = [(field, name.encode()) for field, name in HEADERS.items()]
 _NAMES = frozenset(name for _, name in _HEADERS)
 
 
 @dataclass(slots=True)
 class RouteLease:
-    """What was granted. `usage` is set at the end, and settles what was taken."""
+    """What was granted, until the `with` ends. `usage`, what is known of it by then, settles what was taken."""
 
     lease: Lease
     limits: TimeLimits  # of request, tenant and router, the strictest
+    counts: TenantCounts
     usage: Usage | None = None
     default_max_tokens: int | None = None  # of each sample, where the request names none
 
@@ -67,41 +69,33 @@ class RouteLease:
         for request_id in lease.request_ids:
             lease.tokens_came(request_id, num_tokens, now)
 
-    def ended(self, usage: Usage) -> None:
-        """What it cost; it came to its end if usage says so."""
-        self.usage = usage
-        if usage.complete:
-            for request_id in self.lease.request_ids:
-                self.lease.sample_ended(request_id, FinishReason.STOP)
+    def __enter__(self) -> RouteLease:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """It came to its end if usage says so."""
+        usage, caller = self.usage or _NONE, self.lease.caller
+        prompt, output = usage.num_prompt_tokens or 0, usage.num_output_tokens or 0
+        self.lease.end(prompt + output, FinishReason.STOP if usage.complete else FinishReason.ABORT)
+        if not caller.is_anybody:
+            self.counts.left(caller.quota, prompt, output)
+            if isinstance(error, RateLimited):
+                self.counts.refused(caller.tenant.name, error)
 
 
-@contextmanager
-def leased(router: Router, exchange: Exchange, read: RoutedBody) -> Iterator[RouteLease]:
-    """Until the request has its answer. Raises as `Gate.enter`, and RateLimited for what is taken inside."""
-    caller = exchange.caller
+def leased(router: Router, exchange: Exchange, read: RoutedBody) -> RouteLease:
+    """With it, until the request has its answer. Raises as `Gate.enter`."""
+    caller, counts = exchange.caller, router.metrics.tenants
     asked = _limits(read, exchange.headers)
     ask = Ask(num_samples=max(1, read.n or 1), priority=_priority(caller, read), limits=asked)
     try:
         lease = router.gate.enter(caller, ask, router.clock.now())
-        granted = RouteLease(lease, _strictest(asked, lease.limits))
-        if not caller.is_anybody:
-            router.metrics.tenants.entered(caller.quota)
-        try:
-            yield granted
-        finally:
-            _settle(router, caller, granted)
     except RateLimited as error:
-        if not caller.is_anybody:
-            router.metrics.tenants.refused(caller.tenant.name, error)
+        counts.refused(caller.tenant.name, error)
         raise
-
-
-def _settle(router: Router, caller: Caller, granted: RouteLease) -> None:
-    usage = granted.usage or Usage()
-    prompt, output = usage.num_prompt_tokens or 0, usage.num_output_tokens or 0
-    granted.lease.end(prompt + output)
     if not caller.is_anybody:
-        router.metrics.tenants.left(caller.quota, prompt, output)
+        counts.entered(caller.quota)
+    return RouteLease(lease, asked.and_also(lease.limits), counts)
 
 
 def _priority(caller: Caller, read: RoutedBody) -> int:
@@ -117,12 +111,6 @@ def _limits(read: RoutedBody, headers: Mapping[bytes, bytes]) -> TimeLimits:
     if read.ttft_slo_ms is read.queue_timeout_ms is read.timeout_ms is None and _NAMES.isdisjoint(headers):
         return NO_LIMITS
     return TimeLimits(*(_seconds(getattr(read, field), headers.get(name)) for field, name in _HEADERS))
-
-
-def _strictest(*limits: TimeLimits) -> TimeLimits:
-    """Most say nothing, and then there is nothing to compare."""
-    said = [limit for limit in limits if limit != NO_LIMITS]
-    return reduce(TimeLimits.and_also, said, NO_LIMITS)
 
 
 def _seconds(field: float | None, header: bytes | None) -> float | None:

@@ -10,22 +10,24 @@ from dataclasses import dataclass, field
 from maitred.api.http.errors import ClientGone
 from maitred.api.http.exchange import CONNECTION, Exchange, Header
 from maitred.api.http.fleet_headers import time_left_headers
-from maitred.api.http.results import HEADER as CACHE
 from maitred.api.http.sse import EventStream
 from maitred.api.route import answers
+from maitred.api.route.bills import Bill
 from maitred.api.route.fleet import Fleet, LiveReplica
 from maitred.api.route.headers import towards_client
 from maitred.api.route.routed import Moved, RoutedRequest
 from maitred.cluster.actions import Bind
-from maitred.cluster.fleet_request import Failure, FailureKind, Usage
-from maitred.cluster.told_tokens import BrokenFrame, ToldTokens, ToldUsage, usage_in
+from maitred.cluster.fleet_request import Failure, FailureKind, FleetRequest, Usage
+from maitred.cluster.told_tokens import NOTHING, BrokenFrame, ToldTokens
 from maitred.cluster.upstream import Answer, Ask, Broken, UpstreamFailed, request_head
 from maitred.errors import MaitredError, ServerError
 from maitred.gate.terms import NO_LIMITS, TimeLimits
+from maitred.request import Charges, FinishReason
 
 MAX_KEPT_BYTES = 256 * 1024  # of an answer that is not streamed: while it is shorter another replica can begin anew
 MAX_ERROR_BYTES = 64 * 1024
 TOKENS_AT_ONCE = 16  # the core is told of the tokens of a stream by so many
+_REASONS = {"answered": FinishReason.STOP, "cancelled": FinishReason.ABORT, "failed": FinishReason.ERROR}
 
 
 class ReplicaFailed(ServerError):
@@ -62,12 +64,15 @@ class Outgoing:
         return Ask(head, told)
 
     def _secretly(self, age_s: float) -> list[Header]:
-        left = time_left_headers(self.limits, age_s) if self.limits is not NO_LIMITS else ()
+        left = time_left_headers(self.limits, age_s) if self.limits != NO_LIMITS else ()
         return [*self.headers, *self.secret, *left]
 
 
 class Relay:
-    """One request's way. `run` returns when the client has its answer, and raises what it hears instead."""
+    """One request's way. `run` returns when the client has its answer, and raises what it hears instead.
+
+    Implements `storage.ledger.Metered`, all samples together; the ledger's thread reads it.
+    """
 
     def __init__(
         self,
@@ -79,6 +84,8 @@ class Relay:
         on_tokens: Callable[[int, float], None],
     ) -> None:
         self._fleet, self._routed, self._outgoing = fleet, routed, outgoing
+        self.bill: Bill | None = None  # of who keeps a ledger
+        self._is_billed = False  # the answer under way has said what it cost
         self._exchange: Exchange = routed.exchange
         self._events = EventStream(self._exchange, silence_s=keep_alive_s) if outgoing.is_stream else None
         self._keep_alive_s, self._on_tokens = keep_alive_s, on_tokens
@@ -91,6 +98,7 @@ class Relay:
         self._num_untold = 0  # of these, to the core
         self._refusal: tuple[Answer, bytes] | None = None  # what the last replica said, with a status of 5xx
         self.usage: Usage | None = None  # once the answer is complete
+        self.finish_reason: FinishReason | None = None  # of the ledger, which is not told why a whole answer ended
 
     @property
     def outcome(self) -> str:
@@ -100,11 +108,32 @@ class Relay:
     @property
     def spent(self) -> Usage:
         """What is known to have been computed for it, until now. From any thread."""
+        spent = self._spent()
+        return spent if self.bill is None else self.bill.with_untold(spent)
+
+    def _spent(self) -> Usage:
         if self.usage is not None:
             return self.usage
         if self._told is None:
             return Usage(num_output_tokens=self._num_tokens, complete=False)
-        return _as_usage(self._told.usage_so_far(), complete=False)
+        return answers.as_usage(self._told.usage_so_far(), complete=False)
+
+    @property
+    def spec(self) -> FleetRequest:
+        return self._routed.request
+
+    @property
+    def charges(self) -> Charges:
+        spent = self.spent
+        return Charges(spent.num_prompt_tokens or 0, spent.num_cached_tokens or 0)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return self.spent.num_output_tokens or 0
+
+    def ended(self) -> None:
+        """Nothing of it comes any more, nor of what it cost."""
+        self.finish_reason = _REASONS[self.outcome]
 
     async def run(self) -> None:
         """The request is with the core from here to the end."""
@@ -113,30 +142,27 @@ class Relay:
         if connection is not None:
             connection.when_gone(lambda: routed.interrupt(ClientGone()))
         self._fleet.enter(routed)
+        is_over = False
         try:
-            while not await self._uninterrupted():
-                pass
+            while not is_over:
+                try:
+                    is_over = await self._attempt()
+                except asyncio.CancelledError:
+                    reason = routed.interruption()
+                    if reason is None:
+                        raise
+                    if not isinstance(reason, Moved):
+                        self._is_cancelled = isinstance(reason, ClientGone)
+                        raise reason from None
         finally:
             self._fleet.leave(routed, self.usage)
             self._fleet.kept_bodies.let_go(routed)
             exchange.log["held_ms"] = round(routed.held_s * 1000, 1) or None
 
-    async def _uninterrupted(self) -> bool:
-        """One attempt; whether it was the last."""
-        try:
-            return await self._attempt()
-        except asyncio.CancelledError:
-            reason = self._routed.interruption()
-            if reason is None:
-                raise
-            if isinstance(reason, Moved):
-                return False
-            self._is_cancelled = isinstance(reason, ClientGone)
-            raise reason from None
-
     async def _attempt(self) -> bool:
+        """Whether it was the last."""
         try:
-            bind = await self._bound()
+            bind = self._routed.bound() or await self._held()
         except MaitredError:
             if self._refusal is not None and not self._exchange.started:
                 await self._pass_on_refusal(*self._refusal)
@@ -145,7 +171,14 @@ class Relay:
         if self._events is None:  # its first token nobody will see
             self._on_tokens(0, self._fleet.clock.now())
         live = self._fleet.replicas[bind.choice.replica]
-        self._refusal = None
+        self._refusal, self._is_billed = None, False
+        try:
+            return await self._tried(live)
+        finally:
+            if self.bill is not None and live.facts.has_beats and not self._is_billed:
+                self.bill.left(live.facts.name, self._told.usage_so_far() if self._told is not None else NOTHING)
+
+    async def _tried(self, live: LiveReplica) -> bool:
         try:
             answer = await live.upstream.send(self._ask(live))
         except UpstreamFailed as failed:
@@ -178,22 +211,23 @@ class Relay:
         """Whether another replica could go on with what the client has of it."""
         return self._told is not None and self._told.can_resume and bool(self._outgoing.body)
 
-    async def _bound(self) -> Bind:
-        """Held streams get comments meanwhile."""
-        routed, events = self._routed, self._events
-        if routed.is_decided or events is None or not self._keep_alive_s:
-            return await routed.bound()
-        while True:
+    async def _held(self) -> Bind:
+        """Streams get comments meanwhile."""
+        silence_s = self._keep_alive_s / 3 if self._events is not None and self._keep_alive_s else None
+        while (bind := self._routed.bound()) is None:
             try:
-                async with asyncio.timeout(self._keep_alive_s / 3):
-                    return await routed.bound()
+                async with asyncio.timeout(silence_s):
+                    await self._routed.decision()
             except TimeoutError:
-                await events.keep_alive()
+                assert self._events is not None, "nobody else listens"
+                await self._events.keep_alive()
+        return bind
 
     async def _answered(self, answer: Answer, live: LiveReplica) -> bool:
         failure = answers.failure(answer)
         if failure is not None:
             body = await answer.whole(MAX_ERROR_BYTES)
+            self._is_billed = failure.kind is FailureKind.FULL
             if failure.kind is FailureKind.ERROR:
                 self._refusal = answer, body
             self._fleet.failed(self._routed, failure)
@@ -217,43 +251,35 @@ class Relay:
 
     async def _whole(self, answer: Answer, live: LiveReplica) -> None:
         """As long as it fits it is kept, so that the client hears nothing of a replica that dies in the middle."""
-        pieces: list[bytes] = []
-        num_bytes = 0
-        while num_bytes <= MAX_KEPT_BYTES:
-            piece = await answer.piece()
-            if not piece:
-                await self._send_whole(answer, live, b"".join(pieces))
-                return
-            pieces.append(piece)
-            num_bytes += len(piece)
+        body = await answer.begin(MAX_KEPT_BYTES)
+        if answer.is_over:
+            await self._send_whole(answer, live, body)
+            return
         self._begin()
         await self._send_head(answer, live)
-        await self._send_piece(b"".join(pieces))
-        while piece := await answer.piece():
-            await self._send_piece(piece)
-        self.usage = _cost_told(answer, live) or Usage()
+        while body:
+            await self._send_piece(body)
+            body = await answer.piece()
+        self.usage = answers.cost_told(answer, is_ours=live.is_ours) or Usage()
+        self._is_billed = True
         self._ends()
         await self._send_end()
 
     async def _send_whole(self, answer: Answer, live: LiveReplica, body: bytes) -> None:
         self._begin()
         self._ends()
+        self._is_billed = True
         if self._outgoing.is_generation and answer.status == 200:
-            self.usage = _cost_told(answer, live) or answers.usage_of_whole(body)
+            self.usage = answers.cost_told(answer, is_ours=live.is_ours) or answers.usage_of_whole(body)
         else:
             self.usage = Usage(num_output_tokens=0)
-        if self.usage.num_output_tokens:
-            self._on_tokens(self.usage.num_output_tokens, self._fleet.clock.now())
+        self._on_tokens(self.usage.num_output_tokens or 0, self._fleet.clock.now())
         if self._exchange.started:  # a comment was sent while it was held, so it goes on as a stream
             await self._send_end(b"data: " + body.replace(b"\n", b" ") + b"\n\n" + self._exchange.format.stream.end)
             return
-        headers = self._headers(answer, live)
-        if self._outgoing.method == "HEAD" or answer.status in (204, 304):  # their length is not the body's
-            await self._exchange.send({"type": "http.response.start", "status": answer.status, "headers": headers})
-            await self._send_end()
-            return
-        headers = [header for header in headers if header[0] != b"content-length"]
-        await self._exchange.answer(body, answer.status, tuple(headers))
+        has_body = self._outgoing.method != "HEAD" and answer.status not in (204, 304)
+        await self._send_head(answer, live, length=len(body) if has_body else None)
+        await self._send_end(body)
 
     async def _pass_on_refusal(self, answer: Answer, body: bytes) -> None:
         headers = [header for header in answer.headers if header[0] in (b"content-type", b"retry-after")]
@@ -278,9 +304,10 @@ class Relay:
         if told is not None and not told.is_whole:
             raise UpstreamFailed(Broken.WRONG, "its answer ended within a frame")
         self._tell_tokens()
-        self.usage = _cost_told(answer, live)
+        self.usage = answers.cost_told(answer, is_ours=live.is_ours)
+        self._is_billed = self.usage is not None or told is None or told.usage is not None
         if self.usage is None and told is not None:
-            self.usage = _as_usage(told.usage_so_far())
+            self.usage = answers.as_usage(told.usage_so_far())
         self.usage = self.usage or answers.usage_of_stream(last, self._num_tokens)
         if self._pace is not None and self.usage.num_output_tokens:  # better than events
             self._pace.num_tokens = self.usage.num_output_tokens
@@ -322,18 +349,20 @@ class Relay:
         if not routed.began:
             routed.began = True
             now = self._first_byte_at = self._fleet.clock.now()
-            self._on_tokens(0, now)
+            if self._events is not None:  # else it was told before
+                self._on_tokens(0, now)
             self._fleet.core.progressed(routed.request.request_id, 0, now)
             if not (self._goes_on and self._fleet.kept_bodies.keep(routed, len(self._outgoing.body))):
                 self._outgoing.body = b""
             self._exchange.large_bodies.release(self._exchange)
 
-    def _headers(self, answer: Answer, live: LiveReplica) -> list[Header]:
+    async def _send_head(self, answer: Answer, live: LiveReplica, length: int | None = None) -> None:
+        """`length` is of a body that may have come without one."""
         self._exchange.log["replica"] = live.facts.name
-        return towards_client(answer.headers, live.name, round(self._routed.held_s * 1000))
-
-    async def _send_head(self, answer: Answer, live: LiveReplica) -> None:
-        headers = self._headers(answer, live)
+        is_traced = self._exchange.trace_header is not None
+        headers = towards_client(answer.headers, live.name, round(self._routed.held_s * 1000), is_traced=is_traced)
+        if length is not None and not any(name == b"content-length" for name, _ in headers):
+            headers.append((b"content-length", b"%d" % length))
         await self._exchange.send({"type": "http.response.start", "status": answer.status, "headers": headers})
 
     async def _send_piece(self, piece: bytes) -> None:
@@ -346,20 +375,6 @@ class Relay:
 
     async def _send_end(self, last: bytes = b"") -> None:
         await self._exchange.send({"type": "http.response.body", "body": last})
-
-
-def _as_usage(told: ToldUsage, *, complete: bool = True) -> Usage:
-    return Usage(told.num_prompt_tokens, told.num_output_tokens, told.num_cached_tokens, complete)
-
-
-def _cost_told(answer: Answer, live: LiveReplica) -> Usage | None:
-    """As the head of an answer of ours tells it: nothing, where its result cache had it."""
-    if not live.is_ours:
-        return None
-    if (CACHE, b"hit") in answer.headers:
-        return Usage(0, 0, 0)
-    told = usage_in(answer.headers)
-    return None if told is None else _as_usage(told)
 
 
 def _cut(cutter: ToldTokens | answers.WholeEvents, piece: bytes) -> bytes:

@@ -50,23 +50,23 @@ class RoutedRequest:
 
     # the task's side
 
-    async def bound(self) -> Bind:
-        """Where it goes next. Raises why it goes nowhere."""
-        while self._bind is None and self._error is None:
-            self._decision = asyncio.get_running_loop().create_future()
-            try:
-                await self._decision
-            finally:
-                self._decision = None
+    def bound(self) -> Bind | None:
+        """Where it goes next; None while it is held. Raises why it goes nowhere."""
         if self._error is not None:
             raise self._error
         bind, self._bind = self._bind, None
-        assert bind is not None
         return bind
+
+    async def decision(self) -> None:
+        """Returns when `bound` may have something else to say."""
+        self._decision = asyncio.get_running_loop().create_future()
+        try:
+            await self._decision
+        finally:
+            self._decision = None
 
     @property
     def is_decided(self) -> bool:
-        """Whether `bound` will not wait."""
         return self._bind is not None or self._error is not None
 
     def interruption(self) -> Exception | None:

@@ -20,13 +20,14 @@ from maitred.api.route.metrics import RouteMetrics
 from maitred.api.route.observer import RouteObserver
 from maitred.api.route.shared import Shared
 from maitred.clock import Clock, WallClock
+from maitred.cluster.actions import Bind
 from maitred.cluster.bounds import Bounds
-from maitred.cluster.config import FleetConfig
+from maitred.cluster.config import FleetConfig, SharedConfig
 from maitred.cluster.core import ClusterCore
 from maitred.cluster.origins import Origin, Target
 from maitred.cluster.replicas import Kind, ReplicaFacts, State
 from maitred.cluster.sizing import Autoscale, as_asked
-from maitred.config import AdmissionConfig, SchedulerConfig, ServerConfig, SharedConfig
+from maitred.config import AdmissionConfig, SchedulerConfig, ServerConfig
 from maitred.errors import Overloaded, Unavailable
 from maitred.gate.admission import UNKNOWN_SHARE, admission_of
 from maitred.gate.gate import Gate
@@ -65,7 +66,7 @@ class Router:
         promises = Promises(config.slo)
         failures = self.authenticator.num_file_failures
         self.metrics = RouteMetrics(promises=promises, num_tenants_file_failures=failures)
-        self.observer = RouteObserver(self.metrics, promises)
+        self.observer = RouteObserver(config, self.clock, self.metrics, promises)
         self.ledger = ledger
         self.draining = False
         terms = admission or AdmissionConfig()
@@ -81,6 +82,7 @@ class Router:
             metrics=self.metrics,
             on_tick=self._look,
         )
+        self.fleet.choices.on_bound = self._bound
         self.metrics.looks_at(self.fleet.core, self.clock, self.fleet.connections)
         redis = shared.redis if shared is not None else None
         self.shared: Shared | None = None
@@ -141,6 +143,11 @@ class Router:
         self.admission.resize(core.num_slots or UNKNOWN_SHARE * self.admission.config.max_queued_requests)
         self.admission.look(core.num_held, now)
 
+    def _bound(self, bind: Bind, held_s: float) -> None:
+        routed = self.fleet.requests[bind.request_id]
+        routed.exchange.log["model"] = routed.request.model
+        self.observer.attempted(routed.exchange, bind, held_s)
+
     # -- its life
 
     def start(self) -> None:
@@ -165,6 +172,10 @@ class Router:
         if self.shared is not None:
             self.shared.stop()
         self.fleet.close()
+        self.observer.close()
+
+    def drain(self, within_s: float) -> None:
+        self.draining = True
 
     async def emptied(self) -> None:
         await self.fleet.emptied()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import maitred
+from maitred.api.common_routes import METRICS, PAGE, probe_routes
 from maitred.api.dialects.openai.format import OPENAI
 from maitred.api.http.exchange import Exchange
 from maitred.api.http.routes import Route, RouteTable
@@ -47,77 +50,23 @@ async def _version(router: Router, exchange: Exchange) -> None:
     await exchange.answer_json({"version": maitred.__version__, "name": "maitred-route"})
 
 
-async def _metrics(router: Router, exchange: Exchange) -> None:
-    page, content_type = router.metrics.page(exchange.headers.get(b"accept", b"").decode("latin-1"))
-    await exchange.answer(page, 200, ((b"content-type", content_type.encode()),))
-
-
 FALLBACK = Route(
     method="*", path="/{path:path}", handler=pass_through, summary="Whatever a replica answers.", errors=_ERRORS
 )
 
+_generation = partial(Route, method="POST", handler=generate, errors=_ERRORS)
+_order = partial(Route, method="POST", answer=admin.Accepted, errors=(400, 401, 403, 413, 415))
+
 ROUTES = RouteTable(
     (
-        Route(
-            method="POST",
-            path="/v1/chat/completions",
-            handler=generate,
-            summary="Answer a conversation.",
-            span="chat",
-            errors=_ERRORS,
-        ),
-        Route(
-            method="POST",
-            path="/v1/completions",
-            handler=generate,
-            summary="Continue one or more texts.",
-            span="text_completion",
-            errors=_ERRORS,
-        ),
+        _generation(path="/v1/chat/completions", summary="Answer a conversation.", span="chat"),
+        _generation(path="/v1/completions", summary="Continue one or more texts.", span="text_completion"),
         Route(method="GET", path="/v1/models", handler=_models, summary="The models of all replicas."),
         Route(method="GET", path="/v1/models/{model:path}", handler=_model, summary="One model.", errors=(401, 404)),
-        Route(
-            method="GET",
-            path="/health",
-            handler=_health,
-            summary="Whether the router lives.",
-            is_open=True,
-            is_polled=True,
-            errors=(),
-        ),
-        Route(
-            method="GET",
-            path="/ready",
-            handler=_ready,
-            summary="Whether new requests are welcome.",
-            is_open=True,
-            is_polled=True,
-            errors=(503,),
-        ),
-        Route(
-            method="GET",
-            path="/readyz",
-            handler=_ready,
-            summary="The same as /ready.",
-            is_open=True,
-            is_polled=True,
-            errors=(503,),
-        ),
-        Route(
-            method="GET",
-            path="/version",
-            handler=_version,
-            summary="The version of the router.",
-        ),
-        Route(
-            method="GET",
-            path="/metrics",
-            handler=_metrics,
-            summary="Metrics for Prometheus.",
-            admin="read metrics",
-            text="text/plain",
-            errors=(401, 403),
-        ),
+        *probe_routes(health=_health, ready=_ready),
+        Route(method="GET", path="/version", handler=_version, summary="The version of the router."),
+        METRICS,
+        *PAGE,
         Route(
             method="GET",
             path="/admin/fleet",
@@ -134,35 +83,26 @@ ROUTES = RouteTable(
             admin="see choices",
             errors=(401, 403, 404),
         ),
-        Route(
-            method="POST",
+        _order(
             path="/admin/fleet/drain",
             handler=admin.drain,
             summary="Let a replica finish what it has, and give it no more.",
             admin="drain a replica",
             body=admin.Named,
-            answer=admin.Accepted,
-            errors=(400, 401, 403, 413, 415),
         ),
-        Route(
-            method="POST",
+        _order(
             path="/admin/fleet/restart",
             handler=admin.restart,
             summary="Start one replica anew, or all one by one; no request is lost.",
             admin="restart replicas",
             body=admin.MaybeNamed,
-            answer=admin.Accepted,
-            errors=(400, 401, 403, 413, 415),
         ),
-        Route(
-            method="POST",
+        _order(
             path="/admin/fleet/scale",
             handler=admin.scale,
             summary="Change how many replicas there may be.",
             admin="scale the fleet",
             body=admin.Bounds,
-            answer=admin.Accepted,
-            errors=(400, 401, 403, 413, 415),
         ),
     ),
     OPENAI,

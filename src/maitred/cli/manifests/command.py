@@ -35,10 +35,10 @@ def contents(options: Options) -> dict[str, str]:
         from maitred.cli.manifests import haproxy
 
         return haproxy.files(options[HaproxyOptions])
-    from maitred.cli.manifests import gateway, kuberay, kubernetes
+    from maitred.cli.manifests import kubernetes
 
-    makers = {"kubernetes": kubernetes.files, "kuberay": kuberay.files, "gateway": gateway.files}
-    return {name: _yaml(asked.target, made) for name, made in makers[asked.target](cluster, asked.name).items()}
+    made = kubernetes.files(asked.target, cluster, asked.name)
+    return {name: _yaml(asked.target, manifests) for name, manifests in made.items()}
 
 
 def _yaml(target: str, manifests: list[dict[str, object]]) -> str:

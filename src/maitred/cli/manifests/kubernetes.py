@@ -1,141 +1,152 @@
-"""Replicas behind routers on Kubernetes: Deployments, Services, budgets, autoscaler, network policy, scraping."""
+"""Values for the templates of what runs on Kubernetes: replicas behind routers, behind a gateway, or on KubeRay.
+
+In a template `$word` is a value as JSON, which is YAML too, so whatever was asked for keeps its shape.
+"""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from string import Template
 from typing import Any
 
-from maitred.cli.manifests.options import ClusterOptions
-from maitred.cli.manifests.pods import (
-    PORT,
-    TOKEN_FILE,
-    Manifest,
-    deployment,
-    disruption_budget,
-    head,
-    labels,
-    pod_monitor,
-    replica_pod,
-    router_pod,
-    serve_words,
-    service,
-)
+from maitred.cli.manifests.options import PRESTOP_S, ClusterOptions
 
-METRIC = "maitred_fleet_queue_wait_seconds"
+TEMPLATES = Path(__file__).parent / "templates"
+PORT = 8000
+METRIC = "maitred_fleet_queue_wait_seconds"  # that the autoscaler goes by
+TOKEN_FOLDER = "/etc/maitred/fleet"
+_TOKEN_WORDS = ("--fleet-token-file", f"{TOKEN_FOLDER}/token")
+Manifest = dict[str, Any]
 
 
-def files(options: ClusterOptions, name: str) -> dict[str, list[Manifest]]:
+def files(target: str, options: ClusterOptions, name: str) -> dict[str, list[Manifest]]:
     """By file name."""
-    replicas, routers = labels(name, "replica"), labels(name, "router")
-    token = f"{name}-fleet-token"
+    values = _shared(options, name) | _VALUES[target](options, name)
+    return {path.name: _manifests(path, values, name) for path in sorted((TEMPLATES / target).glob("*.yaml"))}
+
+
+def _manifests(path: Path, values: Manifest, name: str) -> list[Manifest]:
+    """`name`, of few letters, is put in as it is, and may be a part of a word."""
+    import yaml
+
+    told = {key: json.dumps(value) for key, value in values.items()}
+    text = Template(path.read_text(encoding="utf-8")).substitute(told, name=name, metric=METRIC)
+    return [_without_null(made) for made in yaml.safe_load_all(text)]
+
+
+def _without_null(made: Any) -> Any:
+    if isinstance(made, dict):
+        return {key: _without_null(value) for key, value in made.items() if value is not None}
+    return made
+
+
+def _labels(name: str, component: str) -> dict[str, str]:
+    """Those that select; equal for all of one component."""
     return {
-        "replicas.yaml": [
-            _replicas(options, name, replicas, token),
-            _addresses(name, replicas),
-            disruption_budget(f"{name}-replica", replicas),
-        ],
-        "router.yaml": [
-            deployment(
-                f"{name}-router",
-                routers,
-                options.routers,
-                router_pod(options, _route_words(options, name), routers, token),
-            ),
-            service(name, routers, type="ClusterIP"),
-            disruption_budget(f"{name}-router", routers),
-        ],
-        "autoscaler.yaml": [_autoscaler(options, name, replicas), _metric_rules(name)],
-        "network-policy.yaml": [_only_from_routers(name, replicas, routers)],
-        "monitor.yaml": [pod_monitor(f"{name}-replica", replicas), pod_monitor(f"{name}-router", routers)],
+        "app.kubernetes.io/name": "maitred",
+        "app.kubernetes.io/instance": name,
+        "app.kubernetes.io/component": component,
     }
 
 
-def _replicas(options: ClusterOptions, name: str, of: dict[str, str], token: str) -> Manifest:
+def _shared(options: ClusterOptions, name: str) -> Manifest:
     low, high = options.bounds
-    words = [*serve_words(options), "--fleet-token-file", TOKEN_FILE]
-    return deployment(f"{name}-replica", of, low if low == high else None, replica_pod(options, words, of, token))
+    components = ("replica", "router", "autoscaler", "ray")
+    return {"port": PORT, "low": low, "high": high} | {each: _labels(name, each) for each in components}
 
 
-def _addresses(name: str, of: dict[str, str]) -> Manifest:
-    """A name with the address of each replica. Those that are not ready stay in it: one that drains still has requests
-    of the router's, which asks each replica itself whether it is ready.
-    """
-    return service(f"{name}-replicas", of, clusterIP="None", publishNotReadyAddresses=True)
+def _fleet(options: ClusterOptions, name: str) -> Manifest:
+    """Replicas behind routers, with the secret that they share."""
+    low, high = options.bounds
+    words = ["route", f"dns://{name}-replicas:{PORT}", *_listening(options), *_TOKEN_WORDS]
+    router = _pod(options, "route", words, _labels(name, "router"), {"cpu": "1", "memory": "512Mi"})
+    replica = _replica(options, [*_serve(options), *_TOKEN_WORDS], name)
+    for pod in (router, replica):
+        secret = {"secretName": f"{name}-fleet-token", "defaultMode": 0o440}
+        _mount(pod, "fleet-token", TOKEN_FOLDER, {"secret": secret})
+    return {
+        "fixed_replicas": low if low == high else None,
+        "num_routers": options.routers,
+        "queue_wait": f"{round(1000 * options.queue_wait_s)}m",
+        "router_pod": router,
+        "replica_pod": _with_models(replica, options),
+    }
 
 
-def _route_words(options: ClusterOptions, name: str) -> list[str]:
-    return [
-        *("route", f"dns://{name}-replicas:{PORT}"),
-        *("--host", "0.0.0.0", "--port", str(PORT), "--log-format", "json"),
-        *("--drain-timeout", str(options.drain_timeout_s), "--fleet-token-file", TOKEN_FILE),
+def _behind_gateway(options: ClusterOptions, name: str) -> Manifest:
+    aibrix = {"name": name, "port": str(PORT), "metric-port": str(PORT), "engine": "vllm"}  # whose metrics are shown
+    words = [*_serve(options), "--served-model-name", name, "--metrics-compat", "vllm"]
+    picker, _, port = options.endpoint_picker.partition(":")
+    return {
+        "labels_of_model": _labels(name, "replica") | {f"model.aibrix.ai/{key}": aibrix[key] for key in aibrix},
+        "replica_pod": _with_models(_replica(options, words, name), options),
+        "picker": picker,
+        "picker_port": int(port),
+        "gateway": options.gateway,
+    }
+
+
+def _on_ray(options: ClusterOptions, name: str) -> Manifest:
+    low, high = options.bounds
+    head = {"container": "ray-head", "resources": {"cpu": "2", "memory": "4Gi"}}
+    worker = {"container": "ray-worker", "resources": _resources(options)}
+    nodes = [
+        _with_models(_rendered("ray-pod", {"grace_s": options.grace_s, "image": options.image, **node}), options)
+        for node in (head, worker)
     ]
+    told = {"model": options.model, "ray_version": options.ray_version, "scales": low != high}
+    return told | {"ray_head": nodes[0], "ray_worker": nodes[1]}
 
 
-def _autoscaler(options: ClusterOptions, name: str, of: dict[str, str]) -> Manifest:
-    """More replicas while requests wait in the routers' queue."""
-    low, high = options.bounds
-    return {
-        **head("autoscaling/v2", "HorizontalPodAutoscaler", f"{name}-replica", of),
-        "spec": {
-            "scaleTargetRef": {"apiVersion": "apps/v1", "kind": "Deployment", "name": f"{name}-replica"},
-            "minReplicas": low,
-            "maxReplicas": high,
-            "metrics": [
-                {
-                    "type": "External",
-                    "external": {
-                        "metric": {"name": METRIC, "selector": {"matchLabels": {"instance_of": name}}},
-                        "target": {"type": "Value", "value": f"{round(1000 * options.queue_wait_s)}m"},
-                    },
-                }
-            ],
-            "behavior": {
-                "scaleUp": {"stabilizationWindowSeconds": 0},
-                "scaleDown": {
-                    "stabilizationWindowSeconds": 300,
-                    "policies": [{"type": "Pods", "value": 1, "periodSeconds": 60}],
-                },
-            },
-        },
-    }
+_VALUES = {"kubernetes": _fleet, "gateway": _behind_gateway, "kuberay": _on_ray}
 
 
-def _metric_rules(name: str) -> Manifest:
-    """prometheus-adapter's rule that makes the autoscaler's metric: the mean wait over a minute, 0 when nobody came.
-
-    Source: prometheus-adapter, docs/externalmetrics.md.
-    """
-    chosen = f'{{pod=~"{name}-router-.*"}}'
-    rule = f"""\
-externalRules:
-  - seriesQuery: '{METRIC}_count'
-    resources: {{overrides: {{namespace: {{resource: namespace}}}}}}
-    name: {{matches: '^(.*)_count$', as: '${{1}}'}}
-    metricsQuery: >-
-      label_replace(sum(rate({METRIC}_sum{chosen}[1m])) /
-      clamp_min(sum(rate({METRIC}_count{chosen}[1m])), 1e-9), "instance_of", "{name}", "", "")
-"""
-    return {
-        **head("v1", "ConfigMap", f"{name}-metric-rules", labels(name, "autoscaler")),
-        "data": {"config.yaml": rule},
-    }
+# -- pods
 
 
-def _only_from_routers(name: str, replicas: dict[str, str], routers: dict[str, str]) -> Manifest:
-    """Replicas answer routers of the same namespace, and whoever scrapes metrics."""
-    monitoring: dict[str, Any] = {
-        "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}},
-        "podSelector": {"matchLabels": {"app.kubernetes.io/name": "prometheus"}},
-    }
-    return {
-        **head("networking.k8s.io/v1", "NetworkPolicy", f"{name}-replica", replicas),
-        "spec": {
-            "podSelector": {"matchLabels": replicas},
-            "policyTypes": ["Ingress"],
-            "ingress": [
-                {
-                    "from": [{"podSelector": {"matchLabels": routers}}, monitoring],
-                    "ports": [{"port": "http", "protocol": "TCP"}],
-                }
-            ],
-        },
-    }
+def _rendered(template: str, values: Manifest) -> Manifest:
+    [pod] = _manifests(TEMPLATES / f"{template}.yaml", values, "")
+    return pod
+
+
+def _pod(
+    options: ClusterOptions, container: str, words: list[str], labels: dict[str, str], resources: Manifest
+) -> Manifest:
+    values = {"container": container, "words": words, "labels": labels, "resources": resources}
+    given = {"image": options.image, "grace_s": options.grace_s, "prestop_s": PRESTOP_S, "port": PORT}
+    return _rendered("pod", values | given)
+
+
+def _replica(options: ClusterOptions, words: list[str], name: str) -> Manifest:
+    return _pod(options, "serve", words, _labels(name, "replica"), _resources(options))
+
+
+def _resources(options: ClusterOptions) -> Manifest:
+    resources: Manifest = {"cpu": options.cpu, "memory": options.memory}
+    return resources | {"nvidia.com/gpu": options.gpus} if options.gpus else resources
+
+
+def _with_models(pod: Manifest, options: ClusterOptions) -> Manifest:
+    if options.model_claim is not None:
+        claim = {"claimName": options.model_claim, "readOnly": True}
+        _mount(pod, "models", "/models", {"persistentVolumeClaim": claim})
+    return pod
+
+
+def _mount(pod: Manifest, name: str, path: str, source: Manifest) -> None:
+    pod.setdefault("volumes", []).append({"name": name, **source})
+    mounts = pod["containers"][0].setdefault("volumeMounts", [])
+    mounts.append({"name": name, "mountPath": path, "readOnly": True})
+
+
+def _serve(options: ClusterOptions) -> list[str]:
+    """`maitred serve` in a replica's pod."""
+    model = f"/models/{options.model or ''}".rstrip("/") if options.model_claim is not None else options.model
+    sleep = ["--sleep-after-s", f"{options.sleep_after_s:g}"] if options.sleep_after_s is not None else []
+    return ["serve", *([model] if model is not None else []), *_listening(options), *sleep]
+
+
+def _listening(options: ClusterOptions) -> list[str]:
+    where = ["--host", "0.0.0.0", "--port", str(PORT), "--log-format", "json"]
+    return [*where, "--drain-timeout", str(options.drain_timeout_s)]

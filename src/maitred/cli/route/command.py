@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from maitred.cli.command import Command, Options
 from maitred.cli.ending import noted
 from maitred.cli.flags import UsageError, option
-from maitred.cli.route.launchers import LAUNCHERS, PLACEMENTS, LaunchOptions
 from maitred.cli.serve.command import bind, listen, spare_the_collector, teller, url_of
-from maitred.cli.serve.tenancy import open_tenancy
+from maitred.cli.serve.tenancy import TenancyConfig, open_tenancy
 from maitred.cluster.autoscale import AutoscaleConfig, Autoscaler
 from maitred.cluster.bounds import Bounds
-from maitred.cluster.config import FleetConfig
+from maitred.cluster.config import PLACEMENTS, FleetConfig, SharedConfig
 from maitred.cluster.origins import Target, parse_target
-from maitred.config import AdmissionConfig, SchedulerConfig, ServerConfig, SharedConfig, TenancyConfig
+from maitred.config import AdmissionConfig, SchedulerConfig, ServerConfig
 from maitred.errors import ConfigError
 
 if TYPE_CHECKING:
     from maitred.api.http.fleet_token import FleetToken
     from maitred.api.route.launching import MakeLauncher
+    from maitred.api.route.router import Router
+    from maitred.storage.key_files import TenantFile
+    from maitred.storage.ledger import Ledger
 
 _OF_REPLICAS = (
     "max_num_batched_tokens",
@@ -33,6 +36,27 @@ _OF_REPLICAS = (
     "start_budget_s",
 )
 _OF_LAUNCHED = ("launch", "placement", "idle_s", "warm", "asleep")
+
+
+def _local(words: tuple[str, ...], token: str, given: RouteOptions) -> MakeLauncher:
+    """On this machine, as processes."""
+    from maitred.cluster.launch import LocalLauncher
+
+    return lambda on_event: LocalLauncher(words, token=token, on_event=on_event)
+
+
+def _ray(words: tuple[str, ...], token: str, given: RouteOptions) -> MakeLauncher:
+    """On the nodes of a Ray cluster, as actors. Raises ConfigError without the extra `ray`."""
+    from maitred.cluster.ray_backend import RayLauncher
+
+    num_shared = max(1, Bounds.parse(given.replicas or "1").low)  # those that are always there are placed together
+    return lambda on_event: RayLauncher(
+        words, token=token, on_event=on_event, placement=given.placement, num_shared=num_shared
+    )
+
+
+LAUNCHERS: dict[str, Callable[[tuple[str, ...], str, RouteOptions], MakeLauncher]] = {"local": _local, "ray": _ray}
+"""Given the words of `maitred serve` and the fleet's secret."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,8 +101,7 @@ def _run(options: Options) -> int:
     token = read_fleet_token(server.fleet_token_file)
     if given.replicas is not None and not token.is_set:
         token = FleetToken(secrets.token_hex(32).encode())
-    bounds = Bounds.parse(given.replicas) if given.replicas is not None else None
-    launch = _launched(options, token, bounds) if bounds is not None else None
+    launch = _launcher(options, token)
     claim_descriptors()
     listener = bind(server.host, server.port, reuse_port=given.reuse_port)
     tell = teller(server)
@@ -86,26 +109,9 @@ def _run(options: Options) -> int:
         ending = noted()
         if ending.came:
             return 0
-        from maitred.api.http.auth import Authenticator
-        from maitred.api.route.router import Router
         from maitred.api.route.serve import route
 
-        objective_s = options[AdmissionConfig].ttft_objective_s
-        spent = ledger.spent_tokens() if ledger is not None else None
-        router = Router(
-            server,
-            options[FleetConfig],
-            options[SchedulerConfig],
-            targets,
-            admission=options[AdmissionConfig],
-            token=token,
-            authenticator=Authenticator(server.api_keys, tenants, spent),
-            shared=options[SharedConfig],
-            autoscale=Autoscaler(AutoscaleConfig(idle_s=given.idle_s, ttft_objective_s=objective_s)),
-            launch=launch,
-            bounds=bounds,
-            ledger=ledger,
-        )
+        router = _router(options, targets, token, launch, tenants, ledger)
 
         def on_open(host: str, port: int) -> None:
             spare_the_collector()
@@ -114,6 +120,45 @@ def _run(options: Options) -> int:
         listen(listener, server.host, server.port)
         route(router, listener, is_ending=lambda: ending.came, on_open=on_open)
     return 0
+
+
+def _launcher(options: Options, token: FleetToken) -> MakeLauncher | None:
+    """Of replicas of its own, where it has any. Raises ConfigError where there can be none."""
+    given = options[RouteOptions]
+    if given.replicas is None:
+        return None
+    ((_, secret),) = token.shown()
+    return LAUNCHERS[given.launch](options.after_dashes, secret.decode(), given)
+
+
+def _router(
+    options: Options,
+    targets: tuple[Target, ...],
+    token: FleetToken,
+    launch: MakeLauncher | None,
+    tenants: TenantFile | None,
+    ledger: Ledger | None,
+) -> Router:
+    from maitred.api.http.auth import Authenticator
+    from maitred.api.route.router import Router
+
+    given, server = options[RouteOptions], options[ServerConfig]
+    objective_s = options[AdmissionConfig].ttft_objective_s
+    spent = ledger.spent_tokens() if ledger is not None else None
+    return Router(
+        server,
+        options[FleetConfig],
+        options[SchedulerConfig],
+        targets,
+        admission=options[AdmissionConfig],
+        token=token,
+        authenticator=Authenticator(server.api_keys, tenants, spent),
+        shared=options[SharedConfig],
+        autoscale=Autoscaler(AutoscaleConfig(idle_s=given.idle_s, ttft_objective_s=objective_s)),
+        launch=launch,
+        bounds=Bounds.parse(given.replicas) if given.replicas is not None else None,
+        ledger=ledger,
+    )
 
 
 def _check(options: Options) -> None:
@@ -127,19 +172,6 @@ def _check(options: Options) -> None:
     given += [f"--{field.replace('_', '-')}" for field in _OF_LAUNCHED if options.was_given(field)]
     if given and not launches:
         raise UsageError(f"{given[0]} is for replicas that the router launches; add --replicas N")
-
-
-def _launched(options: Options, token: FleetToken, bounds: Bounds) -> MakeLauncher:
-    ((_, secret),) = token.shown()
-    given = options[RouteOptions]
-    return LAUNCHERS[given.launch](
-        LaunchOptions(
-            words=options.after_dashes,
-            secret=secret.decode(),
-            placement=given.placement,
-            num_shared=max(1, bounds.low),
-        )
-    )
 
 
 def targets_of(urls: tuple[str, ...]) -> tuple[Target, ...]:

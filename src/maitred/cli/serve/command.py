@@ -12,8 +12,8 @@ from maitred.cli.console import note
 from maitred.cli.ending import noted
 from maitred.cli.local import ENGINE_PARTS, engine_config
 from maitred.cli.serve.announcer import Announcer
-from maitred.cli.serve.tenancy import open_tenancy
-from maitred.config import AdmissionConfig, EngineConfig, ProcessConfig, ServerConfig, TenancyConfig
+from maitred.cli.serve.tenancy import TenancyConfig, open_tenancy
+from maitred.config import AdmissionConfig, EngineConfig, ProcessConfig, ServerConfig
 from maitred.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -5,16 +5,27 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from maitred.config import ServerConfig, TenancyConfig
+from maitred.config import ServerConfig
 from maitred.errors import ConfigError
 
 if TYPE_CHECKING:
     from maitred.storage.key_files import TenantFile
     from maitred.storage.ledger import Ledger
     from maitred.tenancy.tenant import TenantTable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TenancyConfig:
+    """Tenants: who may ask, and what is recorded of it."""
+
+    tenants: str | None = None
+    """YAML file with tenants, their limits and hashed keys, in force as soon as it changes; None knows no tenants."""
+    ledger: str | None = None
+    """SQLite file with a row for each request: tenant, key, tokens, how it ended; None keeps none."""
 
 
 @contextmanager

@@ -23,6 +23,7 @@ def fcfs(config: SchedulerConfig) -> Policy:
         overtaken_until=lambda request: request.arrived_at,
         terms=arrival_term,
         heeds_priority=False,
+        reads_predictions=False,
     )
 
 
@@ -51,4 +52,5 @@ def priority(config: SchedulerConfig, *, ageing_s: float) -> Policy:
         overtaken_until=aged_at,
         terms=lambda request: {**arrival_term(request), "priority_s": request.priority * ageing_s},
         outranks=outranks,
+        reads_predictions=False,
     )

@@ -63,6 +63,7 @@ def edf(config: SchedulerConfig, *, default_ttft_slo_s: float, ageing_s: float) 
         overtaken_until=deadline,
         terms=lambda request: {**arrival_term(request), "slack_s": deadline(request) - request.arrived_at},
         outranks=outranks,
+        reads_predictions=False,
     )
 
 
@@ -92,4 +93,5 @@ def least_slack(
             "prefill_s": latest_start(request) - deadline(request),
         },
         outranks=outranks,
+        reads_predictions=False,
     )

@@ -48,6 +48,7 @@ def vtc(config: SchedulerConfig, *, output_token_weight: float) -> Policy:
         groups=counters,
         max_service_gap=max_service_gap,
         heeds_priority=False,
+        reads_predictions=False,
     )
 
 

@@ -36,4 +36,5 @@ def lpm(config: SchedulerConfig, *, ageing_tokens_per_s: float, ageing_s: float)
         resumed=order,
         kv_needs=kv_needs,
         heeds_priority=False,
+        reads_predictions=False,
     )

@@ -45,6 +45,7 @@ def rr(config: SchedulerConfig, *, quantum_tokens: int) -> Policy:
         quantum_end=lambda request: max(request.num_computed, request.num_inputs) + quantum_tokens,
         quanta=quanta,
         heeds_priority=False,
+        reads_predictions=False,
     )
 
 
@@ -99,4 +100,5 @@ def mlfq(config: SchedulerConfig, *, quantum_tokens: int, mlfq_levels: int, agei
         quantum_end=quantum_end,
         quanta=quanta,
         heeds_priority=False,
+        reads_predictions=False,
     )

@@ -20,7 +20,7 @@ export class Chat {
   /** `onId` is told the id of each answer of ours, so that the live view can point at it. */
   constructor(client, { onId = () => {}, onNeedsKey = () => {}, onUnreachable = () => {} } = {}) {
     Object.assign(this, { client, onId, onNeedsKey, onUnreachable });
-    this.model = null;
+    this.model = null; // undefined where the server has yet to learn of one
     this.modelKnown = new Promise((resolve) => (this.resolveModel = resolve));
     this.running = null; // AbortController of the answer on its way
     this.waits = false; // for the model
@@ -160,7 +160,7 @@ export class Chat {
   /** False when another conversation was opened meanwhile. */
   async modelIsKnown() {
     const { conversation } = this;
-    if (!this.model) this.complain("Not connected to the server yet; the message waits.");
+    if (this.model === null) this.complain("Not connected to the server yet; the message waits.");
     this.waits = true;
     await Promise.all([this.modelKnown, this.restaurant.loaded]);
     this.waits = false;

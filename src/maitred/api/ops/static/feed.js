@@ -1,7 +1,9 @@
-// The live view's stream, for as long as the page is looked at; comes back by itself, ever less often.
+// The live view's frames, for as long as the page is looked at; comes back by itself, ever less often.
 
 import { eventsOf } from "./events.js";
 import { ServerError } from "./client.js";
+
+const POLL_MS = 1000; // between two looks at a fleet
 
 const MOST_PAUSE_S = 4; // an engine that died is back within seconds
 const SILENT_S = 4; // between two frames; a long step of the engine, or a long way to it
@@ -17,7 +19,9 @@ export class Feed {
     setInterval(() => this.doubt(), 1000);
   }
 
-  begin() {
+  /** Of a `source` {whom, frames(client, signal)}, which ends when the server says so. */
+  begin(source) {
+    this.source = source;
     this.wanted = true;
     this.look();
   }
@@ -42,17 +46,14 @@ export class Feed {
   /** A picture that stands still is not live, whatever the connection says. */
   doubt() {
     const silence = this.heardAt === null ? 0 : (performance.now() - this.heardAt) / 1000;
-    if (silence >= SILENT_S) this.onState("wait", `No news from the engine for ${Math.floor(silence)} s.`);
+    if (silence >= SILENT_S) this.onState("wait", `No news from the ${this.source.whom} for ${Math.floor(silence)} s.`);
   }
 
   async run(signal) {
     let pause = 1;
     while (!signal.aborted) {
       try {
-        const response = await this.client.ask("admin/live", { signal });
-        for await (const data of eventsOf(response)) {
-          const frame = JSON.parse(data);
-          if (frame.error) throw new ServerError(0, frame.error.message);
+        for await (const frame of this.source.frames(this.client, signal)) {
           pause = 1;
           this.heardAt = performance.now();
           this.onState("ok", "live");
@@ -76,3 +77,26 @@ export class Feed {
     }
   }
 }
+
+/** An engine tells of itself. */
+export const ENGINE = {
+  whom: "engine",
+  async *frames(client, signal) {
+    for await (const data of eventsOf(await client.ask("admin/live", { signal }))) {
+      const frame = JSON.parse(data);
+      if (frame.error) throw new ServerError(0, frame.error.message);
+      yield frame;
+    }
+  },
+};
+
+/** A router is asked again and again. */
+export const FLEET = {
+  whom: "router",
+  async *frames(client, signal) {
+    for (;;) {
+      yield await client.json("admin/fleet", { signal });
+      await new Promise((done) => setTimeout(done, POLL_MS));
+    }
+  },
+};

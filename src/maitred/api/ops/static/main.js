@@ -4,15 +4,19 @@ import { Chat } from "./chat.js";
 import { Client } from "./client.js";
 import { $, say } from "./dom.js";
 import { Engine } from "./engine.js";
-import { Feed } from "./feed.js";
+import { ENGINE, FLEET, Feed } from "./feed.js";
+import { Fleet } from "./fleet.js";
 import { Models } from "./models.js";
 import { Policy } from "./policy.js";
 import { Rush } from "./rush.js";
 
+const ROUTER = "maitred-route"; // what `/version` of a router says that it is
 const RETRY_MS = 3000;
 
 const client = new Client();
 const engine = new Engine();
+const fleet = new Fleet();
+let isRouter = false;
 const chat = new Chat(client, {
   onId: (id) => engine.addMine(id),
   onNeedsKey: (words) => askForKey(words),
@@ -22,19 +26,25 @@ const models = new Models((name, told) => chat.useModel(name, told));
 const policy = new Policy(client);
 const feed = new Feed(client, {
   onFrame: (frame) => {
+    if (isRouter) {
+      reveal("fleet");
+      fleet.take(frame);
+      return;
+    }
     if ($("engine").hidden) policy.begin(); // only who may watch may ask for it
-    reveal(true);
+    reveal("engine");
     engine.take(frame);
     policy.take(frame);
   },
   onState: (kind, words) => {
     state(kind, kind === "ok" ? words : "not live");
-    engine.setLive(kind === "ok");
-    $("live-trouble").hidden = kind === "ok";
-    say($("live-trouble"), kind === "ok" ? "" : words);
+    (isRouter ? fleet : engine).setLive(kind === "ok");
+    const trouble = $(isRouter ? "fleet-trouble" : "live-trouble");
+    trouble.hidden = kind === "ok";
+    say(trouble, kind === "ok" ? "" : words);
   },
   onRefused: (error) => {
-    reveal(false);
+    reveal(null);
     if (error.status === 401) askForKey(error.message);
     else state("ok", "ready"); // this key, or this server, shows no engine: the chat is what there is
   },
@@ -46,10 +56,12 @@ function state(kind, words) {
   say($("state"), words);
 }
 
-function reveal(watches) {
-  $("engine").hidden = !watches;
-  document.body.classList.toggle("watches", watches);
-  document.querySelector(".tabs").hidden = !watches;
+/** Beside the chat: the section of that id, or nothing. */
+function reveal(shown) {
+  for (const id of ["engine", "fleet"]) $(id).hidden = id !== shown;
+  say($("engine-tab"), isRouter ? "Fleet" : "Engine");
+  document.body.classList.toggle("watches", shown !== null);
+  document.querySelector(".tabs").hidden = shown === null;
 }
 
 let retry = null;
@@ -58,12 +70,12 @@ async function connect() {
   clearTimeout(retry);
   feed.end();
   try {
-    const { data } = await client.json("v1/models");
+    isRouter = (await client.json("version")).name === ROUTER;
+    await learnModel();
     chat.complain(null);
-    models.take(data);
     state("wait", "connecting");
     $("key-button").hidden = !client.key;
-    feed.begin();
+    feed.begin(isRouter ? FLEET : ENGINE);
   } catch (error) {
     if (error.status === 401) {
       askForKey(client.key ? error.message : "");
@@ -75,6 +87,13 @@ async function connect() {
     clearTimeout(retry);
     retry = setTimeout(connect, RETRY_MS);
   }
+}
+
+/** A router may not know of any yet: what is sent without a model's name starts a replica. */
+async function learnModel() {
+  const { data } = await client.json("v1/models");
+  models.take(data);
+  if (!data.length) retry = setTimeout(() => learnModel().catch(connect), RETRY_MS);
 }
 
 function askForKey(words) {

@@ -23,6 +23,7 @@ export class Models {
   take(cards) {
     this.cards = cards;
     this.select.replaceChildren(...cards.map(({ id }) => h("option", { value: id }, inertLine(id, 60))));
+    if (!cards.length) this.select.append(h("option", {}, "nothing yet"));
     const kept = ofTab.get(KEPT);
     if (cards.some(({ id }) => id === kept)) this.select.value = kept;
     this.select.disabled = cards.length < 2;
@@ -31,8 +32,8 @@ export class Models {
   }
 
   tell() {
-    const { id, root } = this.cards.find((card) => card.id === this.select.value);
-    document.title = `${inertLine(id, 40)} · maitred`;
+    const { id, root } = this.cards.find((card) => card.id === this.select.value) ?? {}; // none: a router has yet to learn
+    document.title = id ? `${inertLine(id, 40)} · maitred` : "maitred";
     this.onChoose(id, { isBuiltIn: root === BUILT_IN });
   }
 }

@@ -1,0 +1,62 @@
+"""Routes that a server of one engine and a router have alike, one record each: probes, metrics and the page."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from maitred.api.http.exchange import Exchange
+from maitred.api.http.routes import Handler, Route
+from maitred.api.http.service import Service
+from maitred.api.ops import page
+from maitred.api.ops.page_files import FILES
+
+
+def probe_routes(*, health: Handler, ready: Handler) -> tuple[Route, ...]:
+    """For whoever restarts servers, and whoever sends them requests."""
+    polled = partial(Route, method="GET", is_open=True, is_polled=True, errors=(503,))
+    return (
+        polled(path="/health", handler=health, summary="Whether it lives."),
+        polled(path="/ready", handler=ready, summary="Whether new requests are welcome."),
+        polled(path="/readyz", handler=ready, summary="The same as /ready."),
+    )
+
+
+async def _metrics(server: Service, exchange: Exchange) -> None:
+    """The Prometheus page, or OpenMetrics when the Accept header asks for it; it names tenants, so not for them."""
+    told, content_type = server.observer.metrics.page(exchange.headers.get(b"accept", b"").decode("latin-1"))
+    await exchange.answer(told, 200, ((b"content-type", content_type.encode()),))
+
+
+METRICS = Route(
+    method="GET",
+    path="/metrics",
+    handler=_metrics,
+    summary="Metrics for Prometheus.",
+    admin="read metrics",
+    while_loading=True,
+    text="text/plain",
+    errors=(401, 403),
+)
+
+PAGE = (
+    Route(
+        method="GET",
+        path="/",
+        handler=page.index,
+        summary="The page: chat and live view.",
+        is_open=True,
+        text="text/html",
+        errors=(),
+    ),
+    Route(
+        method="GET",
+        path="/static/{name}",
+        handler=page.asset,
+        summary="A file of the page.",
+        is_open=True,
+        open_names=FILES,
+        is_asset=True,
+        text="*/*",
+        errors=(401, 404),
+    ),
+)

@@ -1,0 +1,93 @@
+"""What replicas still have to tell of requests that came to no end there: a row of the ledger waits for it a moment."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from maitred.cluster.fleet_request import Usage
+from maitred.cluster.told_tokens import ToldUsage
+
+WAIT_S = 2.0  # for a word that comes a step after the request was let go; who died says none
+
+
+class Bill:
+    """One request's: what each replica that did not finish it had told by then, and what it says that it computed."""
+
+    __slots__ = ("_computed", "_on_settled", "_told")
+
+    def __init__(self) -> None:
+        self._told: dict[str, ToldUsage] = {}
+        self._computed: dict[str, ToldUsage] = {}
+        self._on_settled: Callable[[], None] | None = None
+
+    def left(self, replica: str, told: ToldUsage) -> None:
+        """It goes on elsewhere, or nowhere; `told` is all that any replica told of it so far."""
+        self._told[replica] = told
+
+    def computed(self, replica: str, usage: ToldUsage) -> None:
+        self._computed[replica] = usage
+        if self._on_settled is not None and self.is_settled:
+            settled, self._on_settled = self._on_settled, None
+            settled()
+
+    @property
+    def is_settled(self) -> bool:
+        return self._told.keys() <= self._computed.keys()
+
+    def when_settled(self, call: Callable[[], None]) -> None:
+        self._on_settled = call
+
+    def with_untold(self, usage: Usage) -> Usage:
+        """And what was computed beyond what was told."""
+        prompt = output = cached = 0
+        for replica, told in list(self._told.items()):  # the ledger's thread asks too
+            computed = self._computed.get(replica, told)
+            prompt += max(0, computed.num_prompt_tokens - told.num_prompt_tokens)
+            cached += max(0, computed.num_cached_tokens - told.num_cached_tokens)
+            output += max(0, computed.num_output_tokens - told.num_output_tokens)
+        if not (prompt or output):
+            return usage
+        return Usage(
+            (usage.num_prompt_tokens or 0) + prompt,
+            (usage.num_output_tokens or 0) + output,
+            (usage.num_cached_tokens or 0) + cached,
+            usage.complete,
+        )
+
+
+class Bills:
+    """Those that are open, by the id under which replicas know the request. Belongs to the event loop."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, Bill] = {}
+
+    def computed(self, replica: str, request_id: str, usage: ToldUsage) -> None:
+        """As it tells; of what nobody asks any more, or another router, it is ignored."""
+        bill = self._open.get(request_id)
+        if bill is not None:
+            bill.computed(replica, usage)
+
+    def opened(self, request_id: str) -> Bill:
+        """Until `closed`; of two in flight that their clients call the same the first is told of."""
+        bill = Bill()
+        self._open.setdefault(request_id, bill)
+        return bill
+
+    def close(self, request_id: str, bill: Bill, then: Callable[[], None]) -> None:
+        """And `then`, once it is settled or there is no more to come."""
+        if bill.is_settled:
+            self._closed(request_id, bill, then)
+            return
+        giving_up = asyncio.get_running_loop().call_later(WAIT_S, self._closed, request_id, bill, then)
+
+        def settled() -> None:
+            giving_up.cancel()
+            self._closed(request_id, bill, then)
+
+        bill.when_settled(settled)
+
+    def _closed(self, request_id: str, bill: Bill, then: Callable[[], None]) -> None:
+        if self._open.get(request_id) is bill:
+            del self._open[request_id]
+        then()
