@@ -156,6 +156,15 @@ def _check_lists(p: SamplingParams) -> None:
 DEFAULT_SAMPLING = SamplingParams()
 
 
+class ThinkingLimit(msgspec.Struct, frozen=True, array_like=True):
+    """Thinking budget: after so many tokens of thoughts, all together, the end mark is what comes next."""
+
+    num_tokens: int
+    begin: tuple[int, ...]  # tokens of the mark that thoughts begin with
+    end: tuple[int, ...]  # and of the one that ends them
+    opened: bool = False  # the prompt ends with the first
+
+
 class RequestSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What was asked of an engine: one sample of one prompt. It never changes; `msgspec.structs.replace` makes another.
 
@@ -187,6 +196,8 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     key_id: str = ""  # of the API key that asked; for the ledger alone
     eos_token_ids: tuple[int, ...] = ()  # the model's, before ignore_eos
     bad_word_token_ids: tuple[tuple[int, ...], ...] = ()  # sampling.bad_words, tokenised
+    grammar: str = ""  # what the output is bound to, as llguidance takes it: JSON or Lark; empty binds nothing
+    thinking: ThinkingLimit | None = None
     resumed: ResumePoint | None = None  # where another engine left off
 
 

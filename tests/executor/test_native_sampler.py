@@ -21,7 +21,7 @@ from maitred.executor.sampler_state import LogitsRow
 from maitred.kernels import _native
 from maitred.kernels.sampler import Sampler
 from maitred.request import SamplingParams
-from tests.executor.test_sampler_properties import MIXED, make_sampler, worlds
+from tests.executor.test_sampler_properties import MIXED, make_sampler, mask_of, worlds
 
 ISAS = _native.available_isas()
 INF = math.inf
@@ -81,6 +81,45 @@ def test_every_parameter_gives_the_numpy_samplers_token(
     p = SamplingParams(max_tokens=100, logprobs=logprobs, **params)
     sampler = make_sampler(p, len(logits_V), seed, prompt_token_ids=prompt, output_token_ids=output)
     assert_all_agree(logits_V[None], [sampler])
+
+
+@settings(max_examples=600, deadline=None)
+@given(worlds(), st.data())
+def test_every_mask_gives_the_numpy_samplers_token(
+    world: tuple[LogitsRow, dict[str, Any], list[int], list[int], int], data: st.DataObject
+):
+    logits_V, params, prompt, output, seed = world
+    p = SamplingParams(max_tokens=100, logprobs=data.draw(st.none() | st.integers(0, 5)), **params)
+    sampler = make_sampler(p, len(logits_V), seed, prompt_token_ids=prompt, output_token_ids=output)
+    sampler.mask = mask_of(data.draw(st.sets(st.integers(0, len(logits_V) - 1))), len(logits_V))
+    assert_all_agree(logits_V[None], [sampler])
+
+
+@pytest.mark.parametrize("share", [0.0001, 0.1, 0.5, 0.999, 1.0])
+def test_masks_over_large_vocabularies_give_the_numpy_samplers_tokens(share: float):
+    random = np.random.default_rng(3)
+    for vocab_size in (1023, 20_000, 50_257):
+        samplers = samplers_for(6, vocab_size, top_p=0.9, logprobs=2)
+        for sampler in samplers:
+            sampler.mask = mask_of(np.flatnonzero(random.random(vocab_size) < share), vocab_size)
+        assert_all_agree(rows_of(6, vocab_size, 3.0), samplers)
+
+
+@pytest.mark.parametrize("value", [math.nan, INF])
+def test_a_fault_that_a_mask_would_hide_is_told(value: float):
+    logits_RV = rows_of(1, 100, 1.0)
+    logits_RV[0, 70] = value
+    (sampler,) = samplers_for(1, 100)
+    sampler.mask = mask_of([3, 4], 100)
+    assert sample_rows(logits_RV.copy(), [sampler])[0].error is not None
+    assert_all_agree(logits_RV, [sampler])
+
+
+def test_a_mask_of_too_few_words_is_refused():
+    (sampler,) = samplers_for(1, 100)
+    sampler.mask = mask_of([3], 64)
+    with pytest.raises(KernelError, match="too few words"):
+        NATIVE[ISAS[0]].sample_rows(rows_of(1, 100, 1.0), [sampler])
 
 
 @pytest.mark.parametrize("scale", SCALES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maitred.executor.sampler import RequestSampler, _first_over, sample_rows, token_logprobs, uniform
-from maitred.executor.sampler_state import LogitsRow
+from maitred.executor.sampler_state import LogitsRow, TokenMask
 from maitred.request import SamplingParams
 
 # Chi-square above this happens once in 10,000 for the given degrees of freedom (tables of the distribution).
@@ -103,6 +104,30 @@ def test_sampling_equals_the_slow_obvious_way(world: tuple[LogitsRow, dict[str, 
     expected = slow_sample(logits_V, p, prompt, output, seed)
     assert (sampled.error is None) == (expected is not None)
     assert expected is None or sampled.token_id == expected
+
+
+def mask_of(token_ids: Iterable[int], size: int) -> TokenMask:
+    """A bit for each of `token_ids`, and bits past the vocabulary, which nobody may look at."""
+    bits = np.ones(-(-size // 32) * 32, dtype=np.uint8)
+    bits[:size] = 0
+    bits[list(token_ids)] = 1
+    return np.packbits(bits, bitorder="little").view(np.uint32)
+
+
+@settings(max_examples=300, deadline=None)
+@given(worlds(), st.data())
+def test_a_mask_gives_the_token_that_a_list_of_allowed_tokens_gives(
+    world: tuple[LogitsRow, dict[str, Any], list[int], list[int], int], data: st.DataObject
+):
+    logits_V, params, prompt, output, seed = world
+    size = len(logits_V)
+    allowed = data.draw(st.lists(st.integers(0, size - 1), min_size=1, unique=True))
+    others = {name: value for name, value in params.items() if name != "allowed_token_ids"}
+    known = {"prompt_token_ids": prompt, "output_token_ids": output}
+    by_list = make_sampler(SamplingParams(**others, max_tokens=9, allowed_token_ids=allowed), size, seed, **known)
+    by_mask = make_sampler(SamplingParams(**others, max_tokens=9), size, seed, **known)
+    by_mask.mask = mask_of(allowed, size)
+    assert sample_rows(logits_V[None].copy(), [by_mask]) == sample_rows(logits_V[None].copy(), [by_list])
 
 
 @settings(max_examples=100, deadline=None)

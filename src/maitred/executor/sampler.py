@@ -4,7 +4,7 @@ The order is the one vLLM documents (`vllm.v1.sample.sampler`), so that the same
 
  1. raw logprobs are those of the untouched logits;
  2. logits in float32;
- 3. allowed tokens;                            (sampler_state.RequestSampler.apply)
+ 3. a grammar's mask, then allowed tokens;      (sampler_state.RequestSampler.apply)
  4. bad words;                                 ( " )
  5. min_tokens, then logit bias;               ( " )
  6. repetition, frequency, presence penalty;   ( " )

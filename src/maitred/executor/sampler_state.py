@@ -8,17 +8,20 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from maitred.request import SamplingParams
+from maitred.executor.thinking import ThoughtCounter
+from maitred.request import SamplingParams, ThinkingLimit
 
 NEGATIVE_INFINITY = np.float32(-np.inf)
 
 LogitsRow = NDArray[np.float32]  # [V], one row of logits
 TokenIds = NDArray[np.int64]
+TokenMask = NDArray[np.uint32]  # [at least V / 32], a bit a token, from the lowest of the first word on; 1 is allowed
 
 
 class LogitChanges(NamedTuple):
     """What `RequestSampler.apply` would do now, as the native sampler takes it; fields in the order they act."""
 
+    mask: TokenMask | None
     allowed_ids: TokenIds | None
     banned_ids: TokenIds
     bias_ids: TokenIds
@@ -49,6 +52,8 @@ class RequestSampler:
         "_output",
         "_tail",
         "_tail_length",
+        "_thoughts",
+        "mask",
         "num_output_tokens",
         "num_prompt_tokens",
         "sample_index",
@@ -68,8 +73,11 @@ class RequestSampler:
         output_token_ids: Sequence[int] = (),
         eos_token_ids: Sequence[int] = (),
         bad_word_token_ids: Sequence[Sequence[int]] = (),
+        thinking: ThinkingLimit | None = None,
     ) -> None:
         self.sampling = sampling
+        self.mask: TokenMask | None = None  # of a grammar, for the token drawn next; whoever has one sets it
+        self._thoughts = ThoughtCounter(thinking) if thinking is not None else None
         self.vocab_size = vocab_size
         self.seed = seed
         self.sample_index = sample_index
@@ -101,11 +109,13 @@ class RequestSampler:
         """Whether `apply` would do anything now."""
         p = self.sampling
         return (
-            self._allowed_ids is not None
+            self.mask is not None
+            or self._allowed_ids is not None
             or self._banned_ids.size > 0
             or bool(self._banned_sequences)
             or self._bias_ids.size > 0
             or self.num_output_tokens < p.min_tokens
+            or (self._thoughts is not None and self._thoughts.due is not None)
             or p.repetition_penalty != 1.0
             or ((p.presence_penalty != 0.0 or p.frequency_penalty != 0.0) and self.num_output_tokens > 0)
         )
@@ -114,6 +124,8 @@ class RequestSampler:
         """Note that `token_id` is now the last output token."""
         self.num_output_tokens += 1
         p = self.sampling
+        if self._thoughts is not None:
+            self._thoughts.append(token_id)
         if p.repetition_penalty != 1.0:
             self._known.add(token_id)
         if p.presence_penalty != 0.0 or p.frequency_penalty != 0.0:
@@ -132,7 +144,8 @@ class RequestSampler:
         if self.num_output_tokens < p.min_tokens:
             banned = np.concatenate([banned, self._min_tokens_ids])
         return LogitChanges(
-            self._allowed_ids,
+            self.mask,
+            self._only_ids(),
             banned,
             self._bias_ids,
             self._bias_values,
@@ -146,10 +159,13 @@ class RequestSampler:
 
     def apply(self, logits_V: LogitsRow) -> None:
         """Masks, bias and penalties, in place: steps 3 to 6 of the order in `sampler`."""
-        if self._allowed_ids is not None:
-            kept = logits_V[self._allowed_ids]
+        if self.mask is not None:
+            logits_V[np.unpackbits(self.mask.view(np.uint8), count=logits_V.size, bitorder="little") == 0] = -np.inf
+        allowed_ids = self._only_ids()
+        if allowed_ids is not None:
+            kept = logits_V[allowed_ids]
             logits_V.fill(NEGATIVE_INFINITY)
-            logits_V[self._allowed_ids] = kept
+            logits_V[allowed_ids] = kept
         logits_V[self._banned_ids] = NEGATIVE_INFINITY
         for word in self._banned_sequences:
             if tuple(self._tail[1 - len(word) :]) == word[:-1]:
@@ -158,6 +174,13 @@ class RequestSampler:
             logits_V[self._min_tokens_ids] = NEGATIVE_INFINITY
         logits_V[self._bias_ids] += self._bias_values
         self._apply_penalties(logits_V)
+
+    def _only_ids(self) -> TokenIds | None:
+        """The end mark of thoughts over their budget, where a grammar allows it; else `allowed_token_ids`."""
+        mark = None if self._thoughts is None else self._thoughts.due
+        if mark is None or (self.mask is not None and not self.mask[mark // 32] >> np.uint32(mark % 32) & 1):
+            return self._allowed_ids
+        return _token_array([mark])
 
     def _apply_penalties(self, logits_V: LogitsRow) -> None:
         """Repetition (CTRL, arXiv:1909.05858, section 4.1, with the sign rule all engines use), frequency, presence.

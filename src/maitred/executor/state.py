@@ -72,6 +72,7 @@ class HeldRequest:
             output_token_ids=new.output_token_ids,
             eos_token_ids=new.spec.eos_token_ids,
             bad_word_token_ids=new.spec.bad_word_token_ids,
+            thinking=new.spec.thinking,
         )
 
     def take_blocks(self, row: ScheduledRow) -> bool:

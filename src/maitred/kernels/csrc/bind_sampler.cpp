@@ -19,6 +19,7 @@ using Logits = nb::ndarray<float, nb::ndim<2>, nb::device::cpu>;
 using Settings = nb::ndarray<const double, nb::shape<-1, 5>, nb::c_contig, nb::device::cpu>;
 using Ids = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Floats = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Words = nb::ndarray<const uint32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Ints = nb::ndarray<int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Longs = nb::ndarray<int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Table = nb::ndarray<int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
@@ -30,31 +31,37 @@ Floats floats_of(nb::handle value, size_t count) {
   return floats;
 }
 
-// (allowed or None, banned, bias ids, bias, repetition, known, frequency, presence, output, counts). The arrays belong
-// to the tuple, which lives through the call.
-LogitChanges changes_of(const nb::tuple& fields) {
-  if (fields.size() != 10) throw std::invalid_argument("changes of a row are a tuple of 10");
+// (mask or None, allowed or None, banned, bias ids, bias, repetition, known, frequency, presence, output, counts). The
+// arrays belong to the tuple, which lives through the call.
+LogitChanges changes_of(const nb::tuple& fields, int64_t vocab_size) {
+  if (fields.size() != 11) throw std::invalid_argument("changes of a row are a tuple of 11");
   LogitChanges c;
   if (!fields[0].is_none()) {
-    const Ids allowed = nb::cast<Ids>(fields[0]);
+    const Words mask = nb::cast<Words>(fields[0]);
+    if (static_cast<int64_t>(mask.shape(0)) < (vocab_size + 31) / 32)
+      throw std::invalid_argument("a mask has too few words");
+    c.mask = mask.data();
+  }
+  if (!fields[1].is_none()) {
+    const Ids allowed = nb::cast<Ids>(fields[1]);
     c.only_allowed = true;
     c.allowed_ids = allowed.data();
     c.num_allowed = static_cast<int64_t>(allowed.shape(0));
   }
-  const Ids banned = nb::cast<Ids>(fields[1]), biased = nb::cast<Ids>(fields[2]);
-  const Ids known = nb::cast<Ids>(fields[5]), output = nb::cast<Ids>(fields[8]);
+  const Ids banned = nb::cast<Ids>(fields[2]), biased = nb::cast<Ids>(fields[3]);
+  const Ids known = nb::cast<Ids>(fields[6]), output = nb::cast<Ids>(fields[9]);
   c.banned_ids = banned.data();
   c.num_banned = static_cast<int64_t>(banned.shape(0));
   c.bias_ids = biased.data();
-  c.bias = floats_of(fields[3], biased.shape(0)).data();
+  c.bias = floats_of(fields[4], biased.shape(0)).data();
   c.num_bias = static_cast<int64_t>(biased.shape(0));
-  c.repetition = nb::cast<float>(fields[4]);
+  c.repetition = nb::cast<float>(fields[5]);
   c.known_ids = known.data();
   c.num_known = static_cast<int64_t>(known.shape(0));
-  c.frequency = nb::cast<float>(fields[6]);
-  c.presence = nb::cast<float>(fields[7]);
+  c.frequency = nb::cast<float>(fields[7]);
+  c.presence = nb::cast<float>(fields[8]);
   c.output_ids = output.data();
-  c.output_counts = floats_of(fields[9], output.shape(0)).data();
+  c.output_counts = floats_of(fields[10], output.shape(0)).data();
   c.num_output = static_cast<int64_t>(output.shape(0));
   return c;
 }
@@ -93,7 +100,7 @@ void sample(Sampler& sampler, const Logits& logits, const Settings& settings, co
   for (size_t r = 0; r < num_rows; ++r) {
     check(num_top(r) <= static_cast<int64_t>(top_ids.shape(1)), "num_top is above the columns of top_ids");
     const bool has_changes = !changes[r].is_none();
-    if (has_changes) all_changes[r] = changes_of(nb::cast<nb::tuple>(changes[r]));
+    if (has_changes) all_changes[r] = changes_of(nb::cast<nb::tuple>(changes[r]), vocab_size);
     rows[r] = SampleRow{logits.data() + static_cast<int64_t>(r) * logits.stride(0),
                         has_changes ? &all_changes[r] : nullptr,
                         settings(r, 0),

@@ -47,7 +47,7 @@ void Sampler::Task::run(SampleRow& row) {
   }
   const bool wants_logprobs = row.num_top >= 0, has_changes = row.changes != nullptr;
   // A row is scanned once, as changed, unless its raw logits are wanted or lost.
-  const bool scans_raw = !has_changes || wants_logprobs || row.changes->only_allowed;
+  const bool scans_raw = !has_changes || wants_logprobs || row.changes->covers();
   int64_t best = 0;
   double log_total = 0.0;
   if (scans_raw) {
@@ -107,8 +107,9 @@ Sampler::Before Sampler::Task::apply(const LogitChanges& c, bool undoes) {
   auto& undo = scratch.undo;
   undo.clear();
   Before before;
+  if (undoes && c.covers()) scratch.raw.assign(logits, logits + vocab_size);
+  if (c.mask != nullptr) kernels.mask(logits, vocab_size, c.mask);
   if (c.only_allowed) {
-    if (undoes) scratch.raw.assign(logits, logits + vocab_size);
     auto& kept = scratch.values;
     kept.resize(c.num_allowed);
     for (int64_t i = 0; i < c.num_allowed; ++i) kept[i] = logits[c.allowed_ids[i]];
@@ -116,8 +117,7 @@ Sampler::Before Sampler::Task::apply(const LogitChanges& c, bool undoes) {
     for (int64_t i = 0; i < c.num_allowed; ++i) logits[c.allowed_ids[i]] = kept[i];
   }
   const auto change_each = [&](const int64_t* ids, int64_t count, auto change) {
-    for (int64_t i = 0; undoes && !c.only_allowed && i < count; ++i)
-      undo.push_back(LogitBefore{ids[i], logits[ids[i]]});
+    for (int64_t i = 0; undoes && !c.covers() && i < count; ++i) undo.push_back(LogitBefore{ids[i], logits[ids[i]]});
     for (int64_t i = 0; i < count; ++i) {
       float& logit = logits[ids[i]];
       before.can_be_drawn |= logit > -kInfinity;
@@ -140,7 +140,7 @@ Sampler::Before Sampler::Task::apply(const LogitChanges& c, bool undoes) {
 
 // The row before apply().
 void Sampler::Task::restore(const LogitChanges& c) {
-  if (c.only_allowed)
+  if (c.covers())
     logits = scratch.raw.data();
   else
     std::for_each(scratch.undo.rbegin(), scratch.undo.rend(),

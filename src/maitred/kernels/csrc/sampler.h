@@ -47,12 +47,15 @@ struct SamplerKernels {
   void (*add_from_four)(const float* x, const double* weights, int64_t n, const float* lows, double* sums);
   // How many of x[0..n) are above value.
   int64_t (*count_above)(const float* x, int64_t n, float value);
+  // Gives -inf to each x[i] whose bit, i % 32 of words[i / 32] from the lowest on, is 0.
+  void (*mask)(float* x, int64_t n, const uint32_t* words);
 };
 const SamplerKernels& sampler_kernels(Isa isa);
 
 // What changes logits before a token is chosen, in the order of the fields.
 struct LogitChanges {
-  bool only_allowed = false;  // everything but allowed_ids gets -inf
+  const uint32_t* mask = nullptr;  // a bit for each of the vocabulary, see SamplerKernels::mask; null lets all be
+  bool only_allowed = false;       // everything but allowed_ids gets -inf
   const int64_t* allowed_ids = nullptr;
   int64_t num_allowed = 0;
   const int64_t* banned_ids = nullptr;  // get -inf
@@ -68,6 +71,9 @@ struct LogitChanges {
   const int64_t* output_ids = nullptr;  // distinct
   const float* output_counts = nullptr;
   int64_t num_output = 0;
+
+  // Whether most of the row is overwritten, so that what it was cannot be told from single values.
+  bool covers() const { return only_allowed || mask != nullptr; }
 };
 
 // `outside`: an id of the changes is not in the vocabulary, and the row is as it was.

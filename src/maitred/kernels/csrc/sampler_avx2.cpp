@@ -215,12 +215,27 @@ int64_t count_above(const float* x, int64_t n, float value) {
   return count;
 }
 
+void mask(float* x, int64_t n, const uint32_t* words) {
+  const __m256 nothing = _mm256_set1_ps(-__builtin_inff());
+  const __m256i bit = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+  for (int64_t i = 0; i < n; i += 8) {
+    const __m256i bits = _mm256_set1_epi32(static_cast<int>(words[i / 32] >> i % 32));
+    const __m256i kept = _mm256_cmpeq_epi32(_mm256_and_si256(bits, bit), bit);
+    if (n - i >= 8) {
+      _mm256_storeu_ps(x + i, _mm256_blendv_ps(nothing, _mm256_loadu_ps(x + i), _mm256_castsi256_ps(kept)));
+      continue;
+    }
+    for (int64_t j = i; j < n; ++j)
+      if ((words[j / 32] >> j % 32) % 2 == 0) x[j] = -__builtin_inff();
+  }
+}
+
 }  // namespace
 
 const SamplerKernels& sampler_avx2() {
-  static const SamplerKernels kernels{scan,       weigh<1>,       weigh<2>, weigh_roughly<1>, weigh_roughly<2>,
-                                      collect,    collect_values, weights,  add_from<2>,      add_from<4>,
-                                      count_above};
+  static const SamplerKernels kernels{
+      scan,           weigh<1>, weigh<2>,    weigh_roughly<1>, weigh_roughly<2>, collect,
+      collect_values, weights,  add_from<2>, add_from<4>,      count_above,      mask};
   return kernels;
 }
 

@@ -255,12 +255,20 @@ int64_t count_above(const float* x, int64_t n, float value) {
   return count;
 }
 
+void mask(float* x, int64_t n, const uint32_t* words) {
+  const __m512 nothing = _mm512_set1_ps(-__builtin_inff());
+  for (int64_t i = 0; i < n; i += 16) {
+    const __mmask16 kept = static_cast<__mmask16>(words[i / 32] >> i % 32);
+    _mm512_mask_storeu_ps(x + i, static_cast<__mmask16>(~kept & first_lanes(n - i)), nothing);
+  }
+}
+
 }  // namespace
 
 const SamplerKernels& sampler_avx512() {
-  static const SamplerKernels kernels{scan,       weigh<1>,       weigh<2>, weigh_roughly<1>, weigh_roughly<2>,
-                                      collect,    collect_values, weights,  add_from<2>,      add_from<4>,
-                                      count_above};
+  static const SamplerKernels kernels{
+      scan,           weigh<1>, weigh<2>,    weigh_roughly<1>, weigh_roughly<2>, collect,
+      collect_values, weights,  add_from<2>, add_from<4>,      count_above,      mask};
   return kernels;
 }
 

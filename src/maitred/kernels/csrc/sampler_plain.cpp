@@ -94,11 +94,21 @@ int64_t count_above(const float* x, int64_t n, float value) {
   return count;
 }
 
+void mask(float* x, int64_t n, const uint32_t* words) {
+  for (int64_t begin = 0; begin < n; begin += 32) {
+    const uint32_t word = words[begin / 32];
+    if (word == ~0U) continue;
+    const int64_t count = begin + 32 < n ? 32 : n - begin;
+    for (int64_t i = 0; i < count; ++i)
+      x[begin + i] = (word >> i) % 2 == 1 ? x[begin + i] : -std::numeric_limits<float>::infinity();
+  }
+}
+
 }  // namespace
 
 const SamplerKernels& sampler_plain() {
-  static const SamplerKernels kernels{scan,           weigh<1>, weigh<2>,    nullptr,     nullptr,    collect,
-                                      collect_values, weights,  add_from<2>, add_from<4>, count_above};
+  static const SamplerKernels kernels{scan,           weigh<1>, weigh<2>,    nullptr,     nullptr,     collect,
+                                      collect_values, weights,  add_from<2>, add_from<4>, count_above, mask};
   return kernels;
 }
 
