@@ -116,12 +116,13 @@ class FakeExecutor:
 
     Gives logprobs (made up, of the right shape) to requests that ask for them. `errors` maps a request id to the error
     its next sampling row gets. `plans` keeps every plan it was given. `draft_at` makes up drafts: right ones, unless it
-    is another function than `token_at`.
+    is another function than `token_at`. `forced_after` says how many tokens are forced after the one at a position.
     """
 
     def __init__(self, token_at: TokenAt = token_at, draft_at: TokenAt | None = None) -> None:
         self._token_at, self._draft_at = token_at, draft_at or token_at
         self._requests: dict[str, RequestSpec] = {}
+        self.forced_after: Callable[[str, int], int] = lambda request_id, position: 0
         self.plans: list[SchedulerOutput] = []
         self.errors: dict[str, str] = {}
         self.closed = False
@@ -155,8 +156,21 @@ class FakeExecutor:
             if self._draft_at(row.request_id, position) != tokens[-1]:
                 break
             tokens.append(self._token_at(row.request_id, position + 1))
-        logprobs = tuple(map(_logprobs, tokens)) if request.sampling.logprobs is not None else None
-        return SampledRow(row.request_id, tuple(tokens), logprobs, prompt_logprobs, num_accepted=len(tokens) - 1)
+        num_sampled, logprobs = len(tokens), None
+        if request.sampling.logprobs is not None:
+            logprobs = tuple(map(_logprobs, tokens))
+        else:
+            last = end + num_sampled - 1
+            num_forced = self.forced_after(row.request_id, last)
+            tokens += [self._token_at(row.request_id, position) for position in range(last + 1, last + 1 + num_forced)]
+        return SampledRow(
+            row.request_id,
+            tuple(tokens),
+            logprobs,
+            prompt_logprobs,
+            num_accepted=num_sampled - 1,
+            num_forced=len(tokens) - num_sampled,
+        )
 
 
 class GatedExecutor(FakeExecutor):

@@ -92,14 +92,21 @@ class SampledRow(NamedTuple):
 
     Drafts that were not accepted leave no trace: their positions are computed again, and blocks of the request's table
     past its known end and the accepted ones are the request's no more.
+
+    Forced tokens are those after the sampled one that a grammar left no choice for. Nothing of them is computed yet:
+    they are known tokens, as a prompt's are, and the next row of the request computes them.
     """
 
     request_id: str
-    token_ids: tuple[int, ...]  # accepted drafts and one more; empty when `error` or when the prompt is not done
+    token_ids: tuple[
+        int, ...
+    ]  # accepted drafts, one more, and forced ones; empty when `error` or when the prompt is not done
     logprobs: tuple[TokenLogprobs, ...] | None = None  # one per token of token_ids
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # for positions start+1 .. of this chunk
     error: str | None = None  # e.g. "logits are NaN"; ends this request only
     num_accepted: int = 0  # of the row's drafts, the first so many
+    num_forced: int = 0  # of token_ids, the last so many
+    complete: bool = False  # a grammar lets nothing follow: the request has ended, with `stop`
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,3 +141,4 @@ class RequestProgress(NamedTuple):
     error: str | None = None
     charges: Charges | None = None
     timing: RequestTiming | None = None
+    num_forced: int = 0  # of new_token_ids, the last so many: a grammar left no choice for them

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from random import Random
 
@@ -35,6 +35,10 @@ FIRST_TOKEN = 987_650_000  # token ids that no other number in a log can look li
 
 def loud_token(request_id: str, position: int) -> int:
     return FIRST_TOKEN + token_at(request_id, position)
+
+
+def some_forced(request_id: str, position: int) -> int:
+    return token_at(request_id, position) % 5
 
 
 def right_or_wrong(request_id: str, position: int) -> int:
@@ -92,7 +96,11 @@ def random_workload(chooser: Random) -> list[RequestState]:
 
 
 def record_run(
-    seed: int, meddle: bool = True, policies: Sequence[str] = ("priority", "fcfs"), **settings: object
+    seed: int,
+    meddle: bool = True,
+    policies: Sequence[str] = ("priority", "fcfs"),
+    forced_after: Callable[[str, int], int] | None = None,
+    **settings: object,
 ) -> Run:
     """A live loop under random load; `meddle` aborts, finishes, fails and swaps the policy on the way."""
     chooser, clock = Random(seed), ManualClock()
@@ -111,6 +119,7 @@ def record_run(
         scheduler.config, NUM_BLOCKS, BLOCK_SIZE, enable_prefix_caching=True, num_host_blocks=NUM_HOST_BLOCKS
     )
     executor = TimedExecutor(clock)
+    executor.forced_after = forced_after or executor.forced_after
     records: list[StepRecord] = []
     core = EngineCore(scheduler, executor, clock, Recorder(records.append))
     arrivals = random_workload(chooser)
@@ -164,6 +173,15 @@ def test_every_policy_decides_again_as_it_did(policy: str, meddle: bool):
         assert first_difference(frames) is None
         assert len(list(replay(frames))) == len(frames) - 1
         assert scheduler.stats.num_blocks_used == 0
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_forced_tokens_are_caught_up_with_again_as_they_were(seed: int):
+    frames, _ = record_run(seed, policies=["vtc", *POLICIES], num_drafts=some_drafts, forced_after=some_forced)
+    outcomes = [outcome for step in replay(frames) if step.equal for outcome in step.step.outcomes]
+    assert first_difference(frames) is None
+    assert sum(outcome.num_forced for outcome in outcomes) > 50
+    assert any(0 < outcome.num_forced < outcome.num_tokens - 1 for outcome in outcomes)  # with accepted drafts
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -356,7 +374,7 @@ def test_a_file_that_is_no_log_and_a_log_of_another_version_are_refused():
     with pytest.raises(ConfigError, match="is this a decision log"):
         read_log([])
     header = Header(make_scheduler().config, 4, 4, enable_prefix_caching=True, version=99)
-    with pytest.raises(ConfigError, match="version 99, this maitred reads version 5"):
+    with pytest.raises(ConfigError, match="version 99, this maitred reads versions 5 to 6"):
         read_log([msgspec.msgpack.encode(header)])
 
 
@@ -371,7 +389,7 @@ def test_a_run_recorded_by_version_3_is_replayed_bit_for_bit(run: str):
     assert any(spec.sample_index > 0 for spec in arrivals)
     assert any(spec.sampling.prompt_logprobs is not None for spec in arrivals)
     assert any(spec.resumed is not None for spec in arrivals)
-    with pytest.raises(ConfigError, match="version 3, this maitred reads version 5"):
+    with pytest.raises(ConfigError, match="version 3, this maitred reads versions 5 to 6"):
         first_difference(recorded)
 
 
@@ -382,7 +400,7 @@ def test_a_run_recorded_by_version_4_is_replayed_bit_for_bit(run: str):
     assert any(step.plan.swap_ins for step in steps)
     assert any(step.plan.block_copies for step in steps)
     assert any(row.num_drafts for step in steps for row in step.plan.rows) == (run == "drafts")
-    with pytest.raises(ConfigError, match="version 4, this maitred reads version 5"):
+    with pytest.raises(ConfigError, match="version 4, this maitred reads versions 5 to 6"):
         first_difference(recorded)
 
 

@@ -192,6 +192,10 @@ def draft_right_or_wrong(request_id: str, position: int) -> int:
     return token_or_end(request_id, position) if token_at(request_id, -position) % 3 else 0
 
 
+def some_forced(request_id: str, position: int) -> int:
+    return token_at(request_id, position) % 7
+
+
 def make_world(chooser: Random) -> World:
     block_size = chooser.choice([1, 2, 3, 4])
     num_blocks = chooser.randint(4, 20)
@@ -211,7 +215,9 @@ def make_world(chooser: Random) -> World:
     scheduler.set_swap_costs(costs_at_random(chooser))
     largest = num_blocks * block_size  # a request may need the whole cache
     draft_at = chooser.choice([token_or_end, draft_right_or_wrong, lambda request_id, position: 0])
-    return World(chooser, scheduler, CheckingExecutor(block_size, token_or_end, draft_at), block_size, largest)
+    executor = CheckingExecutor(block_size, token_or_end, draft_at)
+    executor.forced_after = chooser.choice([some_forced, lambda request_id, position: 0])
+    return World(chooser, scheduler, executor, block_size, largest)
 
 
 @settings(max_examples=150, deadline=None)
@@ -226,7 +232,7 @@ def test_any_interleaving_keeps_all_blocks_accounted_for_and_everybody_finishes(
 
 def test_long_runs_of_random_load() -> None:
     rows: list[ScheduledRow] = []
-    num_accepted = num_preemptions = 0
+    num_accepted = num_preemptions = num_forced = 0
     for seed in range(25):
         world = make_world(Random(seed))
         for _ in range(400):
@@ -235,9 +241,11 @@ def test_long_runs_of_random_load() -> None:
         world.check_outcomes()
         drafted = [row for plan in world.executor.plans for row in plan.rows if row.num_drafts]
         rows += drafted
-        answers = [len(told.new_token_ids) for each in world.told.values() for told in each]
+        answers = [len(told.new_token_ids) - told.num_forced for each in world.told.values() for told in each]
         num_accepted += sum(num_tokens - 1 for num_tokens in answers if num_tokens)
+        num_forced += sum(told.num_forced for each in world.told.values() for told in each)
         num_preemptions += world.scheduler.stats.num_preemptions if drafted else 0
     assert 500 < num_accepted < sum(row.num_drafts for row in rows) - 500
     assert any(row.num_known > 1 for row in rows)
     assert num_preemptions > 100
+    assert num_forced > 500

@@ -106,7 +106,7 @@ def test_the_rule_weighs_bytes_both_ways_against_tokens():
 def test_random_load_swaps_in_every_way():
     """The property tests above these worlds check the contents; here, that they get where it matters."""
     num_in = num_partial = num_outs = 0
-    for seed in range(60):
+    for seed in range(80):
         world = make_world(Random(seed))
         for _ in range(200):
             world.act()

@@ -30,7 +30,8 @@ from maitred.errors import ConfigError
 from maitred.request import FinishReason, RequestSpec, RequestState
 from maitred.step import BlockCopy, NewRequest, RequestProgress, ScheduledRow, SchedulerOutput
 
-VERSION = 5
+VERSION = 6
+READABLE = (5, 6)  # 5 had no forced tokens
 
 
 class Header(msgspec.Struct, frozen=True):
@@ -64,6 +65,7 @@ class _Outcomes(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True
     num_tokens: tuple[int, ...] = ()  # of each row
     finished: tuple[tuple[int, FinishReason], ...] = ()
     new_hashes: tuple[tuple[int, bytes], ...] = ()  # digests of the blocks that the row filled, which the log lacks
+    num_forced: tuple[tuple[int, int], ...] = ()
 
 
 class _Frame(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
@@ -152,23 +154,25 @@ class LogEncoder:
     def _outcomes(self, rows: Sequence[ScheduledRow], progress: Sequence[RequestProgress]) -> _Outcomes:
         size, known = self._block_size, self._known
         told_of = {told.request_id: told for told in progress}
-        num_tokens, finished, new_hashes = [], [], []
+        num_tokens, finished, new_hashes, forced = [], [], [], []
         for index, (request_id, start, num_computed, _, _, _, num_drafts) in enumerate(rows):
-            told, logged, reason, num_given = told_of.get(request_id), known[request_id], None, 0
+            told, logged, reason, num_given, num_forced = told_of.get(request_id), known[request_id], None, 0, 0
             if told is not None:
-                num_given, reason = len(told.new_token_ids), told.finish_reason
+                num_given, num_forced, reason = len(told.new_token_ids), told.num_forced, told.finish_reason
             num_tokens.append(num_given)
+            if num_forced:
+                forced.append((index, num_forced))
             if reason is not None:
                 finished.append((index, reason))
                 self._leaving.append(logged)
             end = start + num_computed
             if num_drafts:
-                end += max(0, num_given - 1) - num_drafts  # computed, and accepted
+                end += max(0, num_given - num_forced - 1) - num_drafts  # computed, and accepted
             if size and end // size > logged.num_hashes and reason is not FinishReason.ERROR:
                 filled = logged.request.block_hashes[logged.num_hashes : end // size]
                 logged.num_hashes += len(filled)
                 new_hashes.append((index, b"".join([digest[:DIGEST_BYTES] for digest in filled])))
-        return _Outcomes(tuple(num_tokens), tuple(finished), tuple(new_hashes))
+        return _Outcomes(tuple(num_tokens), tuple(finished), tuple(new_hashes), tuple(forced))
 
 
 class LogDecoder:
@@ -213,11 +217,11 @@ def _new_request(spec: RequestSpec, num_output_tokens: int) -> NewRequest:
 
 
 def _outcomes(rows: Sequence[ScheduledRow], given: _Outcomes) -> Iterator[Outcome]:
-    finished, new_hashes = dict(given.finished), dict(given.new_hashes)
+    finished, new_hashes, forced = dict(given.finished), dict(given.new_hashes), dict(given.num_forced)
     for index, (row, num_tokens) in enumerate(zip(rows, given.num_tokens, strict=True)):
         if num_tokens or index in finished or index in new_hashes:
             hashes = split_digests(new_hashes.get(index, b""))
-            yield Outcome(row.request_id, num_tokens, finished.get(index), hashes)
+            yield Outcome(row.request_id, num_tokens, finished.get(index), hashes, forced.get(index, 0))
 
 
 def read_log(frames: Iterable[bytes]) -> tuple[Header, Iterator[Step]]:
@@ -269,6 +273,8 @@ def _header_of(frame: bytes) -> Header:
         header = _decode_header(frame)
     except msgspec.MsgspecError as error:
         raise ConfigError(f"decision log: the first record is no header ({error}); is this a decision log?") from None
-    if header.version != VERSION:
-        raise ConfigError(f"decision log: version {header.version}, this maitred reads version {VERSION}")
+    if header.version not in READABLE:
+        raise ConfigError(
+            f"decision log: version {header.version}, this maitred reads versions {READABLE[0]} to {READABLE[-1]}"
+        )
     return header

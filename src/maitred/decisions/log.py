@@ -59,9 +59,10 @@ class Outcome(msgspec.Struct, frozen=True):
     """Outcome of a row; rows that gave nothing have none."""
 
     request_id: str
-    num_tokens: int = 0  # kept, not those after the end; all but one of them were drafts
+    num_tokens: int = 0  # kept, not those after the end; all but one and the forced ones were drafts
     finish_reason: FinishReason | None = None
     new_hashes: tuple[bytes, ...] = ()
+    num_forced: int = 0
 
 
 class Step(msgspec.Struct, frozen=True):
@@ -135,6 +136,8 @@ def arrived_of(arrival: Arrival) -> Arrived:
             key_id="",
             eos_token_ids=(),
             bad_word_token_ids=(),
+            grammar="",
+            thinking=None,
             resumed=None if point is None else replace(point, output_token_ids=[0] * len(point.output_token_ids)),
         ),
     )

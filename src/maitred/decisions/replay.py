@@ -77,7 +77,9 @@ def _sampled_row(outcome: Outcome) -> SampledRow | None:
         return SampledRow(outcome.request_id, (), error="as recorded")
     if not outcome.num_tokens:
         return None
-    return SampledRow(outcome.request_id, (0,) * outcome.num_tokens, num_accepted=outcome.num_tokens - 1)
+    num_accepted = outcome.num_tokens - 1 - outcome.num_forced
+    tokens = (0,) * outcome.num_tokens
+    return SampledRow(outcome.request_id, tokens, num_accepted=num_accepted, num_forced=outcome.num_forced)
 
 
 def fresh_scheduler(

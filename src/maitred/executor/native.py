@@ -10,6 +10,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from maitred.executor.grammar import Grammars
+from maitred.executor.grammar_rows import follow_grammars, keep, wait_for_masks
 from maitred.executor.native_swap import Bandwidth, NativeHostPool
 from maitred.executor.outcome import PROMPT_LOGPROBS_CHUNK, prompt_tokens_due, report
 from maitred.executor.ragged import RaggedStep, Slice, cut, ragged_step
@@ -89,6 +91,7 @@ class NativeExecutor:
         self.pool = pool
         self._runner = runner
         self._sample_rows = sample_rows
+        self.grammars: Grammars | None = None  # for requests with one; whoever builds an engine sets it
         self._block_size = block_size
         self._states: dict[str, HeldRequest] = {}
         self._host = host
@@ -103,6 +106,7 @@ class NativeExecutor:
         began_at = self._clock()
         for slices in cut(works, self._runner.max_tokens):
             self._run(slices, tokens, prompts)
+        follow_grammars(works, tokens, self.grammars)
         if self.choice is not None:
             self._choose_threads(self.choice, plan.num_tokens, len(works), began_at)
         return ModelOutput(tuple(self._reports(works, tokens, prompts)))
@@ -114,6 +118,8 @@ class NativeExecutor:
     def close(self) -> None:
         """Drop states, pool, weights and threads."""
         self._states.clear()
+        if self.grammars is not None:
+            self.grammars.close()
         self._host = None
         self._runner.close()
         del self._runner, self.pool, self._sample_rows, self.threads
@@ -135,7 +141,7 @@ class NativeExecutor:
 
     def _take_plan(self, plan: SchedulerOutput) -> list[RowWork]:
         """All of the plan but the computing, and each row's block table."""
-        works = take_plan(plan, self._states, self.vocab_size, self.pool, self._host)
+        works = take_plan(plan, self._states, self.vocab_size, self.pool, self._host, self.grammars)
         for work in works:
             work.state.take_blocks(work.row)
         return works  # what others left in unwritten slots is never read, so nothing is cleared
@@ -160,11 +166,11 @@ class NativeExecutor:
 
     def _sample(self, slices: Sequence[Slice], logits_RV: Logits, tokens: dict[int, SampledToken]) -> None:
         """One token for each; it is now part of the request's state."""
-        sampled = self._sample_rows(logits_RV, [piece.work.state.sampler for piece in slices])
-        for piece, token in zip(slices, sampled, strict=True):
-            tokens[piece.row] = token
-            if token.error is None:
-                piece.work.state.append(token.token_id)
+        states = [piece.work.state for piece in slices]
+        wait_for_masks(states, self.grammars)
+        sampled = self._sample_rows(logits_RV, [state.sampler for state in states])
+        for piece, state, token in zip(slices, states, sampled, strict=True):
+            tokens[piece.row] = keep(state, token)
 
     def _add_prompt_logprobs(self, piece: Slice, first: int, prompts: dict[int, list[TokenLogprobs]]) -> None:
         """Of prompt positions start + 1 .. start + num_tokens, each from the logits before it."""

@@ -54,6 +54,8 @@ class SampledToken(NamedTuple):
     token_id: int
     logprobs: TokenLogprobs | None = None  # when sampling.logprobs asks for them
     error: str | None = None
+    forced: tuple[int, ...] = ()  # that its grammar leaves no choice for after it
+    complete: bool = False  # its grammar lets nothing follow these
 
 
 def sample_rows(logits_RV: NDArray[np.float32], samplers: Sequence[RequestSampler]) -> list[SampledToken]:

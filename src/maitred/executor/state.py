@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from maitred.errors import KernelError
+from maitred.executor.grammar import Grammars, GrammarSlot
 from maitred.executor.sampler_state import RequestSampler
 from maitred.step import BlockCopy, NewRequest, ScheduledRow, SchedulerOutput
 
@@ -54,7 +55,7 @@ class GrowingInts:
 class HeldRequest:
     """One request as the executor knows it. Everything in it can be rebuilt from a `NewRequest` and the blocks."""
 
-    __slots__ = ("blocks", "num_prompt_tokens", "prompt_logprobs", "request_id", "sampler", "tokens")
+    __slots__ = ("blocks", "grammar", "num_prompt_tokens", "prompt_logprobs", "request_id", "sampler", "tokens")
 
     def __init__(self, new: NewRequest, vocab_size: int) -> None:
         self.request_id = new.request_id
@@ -63,6 +64,7 @@ class HeldRequest:
         self.tokens = GrowingInts((*new.spec.prompt_token_ids, *new.output_token_ids))
         assert self.tokens.size == new.spec.num_prompt_tokens + new.num_output_tokens, new
         self.blocks = GrowingInts()
+        self.grammar: GrammarSlot | None = None
         self.sampler = RequestSampler(
             new.spec.sampling,
             vocab_size=vocab_size,
@@ -87,6 +89,11 @@ class HeldRequest:
         if row.new_block_ids:
             self.blocks.extend(row.new_block_ids)
         return bool(row.new_block_ids or row.replaced_blocks)
+
+    def output(self) -> list[int]:
+        """The output tokens known now."""
+        tokens: list[int] = self.tokens.array[self.num_prompt_tokens :].tolist()
+        return tokens
 
     def append(self, token_id: int) -> None:
         """Note a sampled token; the next plan may name it by its position."""
@@ -117,13 +124,27 @@ class HostPool(Protocol):
 
 
 def take_plan(
-    plan: SchedulerOutput, states: dict[str, HeldRequest], vocab_size: int, pool: Pool, host: HostPool | None
+    plan: SchedulerOutput,
+    states: dict[str, HeldRequest],
+    vocab_size: int,
+    pool: Pool,
+    host: HostPool | None,
+    grammars: Grammars | None = None,
 ) -> list[RowWork]:
     """Forgets, learns and copies what the plan says, in its order. The rows' block tables are still those of before."""
     for request_id in plan.forgotten_request_ids:
-        states.pop(request_id, None)  # one that was aborted before its first row is not known
+        forgotten = states.pop(request_id, None)  # one that was aborted before its first row is not known
+        if forgotten is not None and forgotten.grammar is not None and grammars is not None:
+            grammars.leave(forgotten.grammar)
     for new in plan.new_requests:
-        states[new.request_id] = HeldRequest(new, vocab_size)
+        state = states[new.request_id] = HeldRequest(new, vocab_size)
+        if new.spec.grammar:
+            if grammars is None:
+                raise KernelError(f"request {new.request_id} has a grammar, and this executor was given no Grammars")
+            state.grammar = grammars.enter(new.spec, state.output)
+            state.sampler.mask = state.grammar.mask
+    if grammars is not None:
+        grammars.tell()
     if host is not None:
         host.copy_out(plan.swap_outs)
     if plan.block_copies:

@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 from maitred.config import DEFAULT_TOKEN_BUDGET, ModelConfig
 from maitred.errors import ConfigError
 from maitred.executor.batch import Batch, build_batch, unwritten_slots
+from maitred.executor.grammar import Grammars
+from maitred.executor.grammar_rows import follow_grammars, keep, wait_for_masks
 from maitred.executor.kv_pool import kv_bytes_per_block, pool_shape
 from maitred.executor.outcome import PROMPT_LOGPROBS_CHUNK, prompt_tokens_due, report
 from maitred.executor.sampler import SampledToken, sample_rows, token_logprobs
@@ -78,6 +80,7 @@ class TorchExecutor:
         self._block_size = block_size
         self._num_threads = num_threads
         self._states: dict[str, HeldRequest] = {}
+        self.grammars: Grammars | None = None  # for requests with one; whoever builds an engine sets it
         self.pool = TorchKVPool(
             pool_shape(spec, num_blocks=num_blocks, block_size=block_size), device=device, dtype=kv_dtype
         )
@@ -111,12 +114,14 @@ class TorchExecutor:
     def close(self) -> None:
         """Drop states, pool and weights."""
         self._states.clear()
+        if self.grammars is not None:
+            self.grammars.close()
         self._host = None
         del self._attention, self.pool, self._decoder
 
     def _take_plan(self, plan: SchedulerOutput) -> list[RowWork]:
         """All of the plan but the computing: each row's block table too, and what of it must be cleared."""
-        works = take_plan(plan, self._states, self.vocab_size, self.pool, self._host)
+        works = take_plan(plan, self._states, self.vocab_size, self.pool, self._host, self.grammars)
         changed = [work for work in works if work.state.take_blocks(work.row)]
         stale = unwritten_slots(changed, self._block_size)
         if stale.size:
@@ -140,11 +145,12 @@ class TorchExecutor:
             return {}
         last_token_R = batch.first_tokens[rows] + batch.num_tokens[rows] - 1
         logits_RV = self._logits(hidden_TD[torch.as_tensor(last_token_R, device=self.device)])
-        tokens = sample_rows(logits_RV, [batch.works[i].state.sampler for i in rows])
-        for i, token in zip(rows, tokens, strict=True):
-            if token.error is None:
-                batch.works[i].state.append(token.token_id)
-        return dict(zip(rows, tokens, strict=True))
+        states = [batch.works[i].state for i in rows]
+        wait_for_masks(states, self.grammars)
+        sampled = sample_rows(logits_RV, [state.sampler for state in states])
+        tokens = {i: keep(state, token) for i, state, token in zip(rows, states, sampled, strict=True)}
+        follow_grammars(batch.works, tokens, self.grammars)
+        return tokens
 
     def _prompt_logprobs(self, batch: Batch, row: int, hidden_TD: torch.Tensor) -> tuple[TokenLogprobs, ...] | None:
         """Of prompt positions start + 1 .. start + num_tokens, each from the logits before it; None: none due."""

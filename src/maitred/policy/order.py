@@ -127,7 +127,8 @@ class ServiceOrder(Generic[Q]):
                 rule.on_scheduled(request, amount)
 
     def accepted(self, request: Q) -> None:
-        """A draft was accepted, `num_computed_tokens` counts it: the groups hear of it as of a row of its own."""
+        """A draft was accepted, or a token forced: the groups hear of it as of a row of its own, which
+        `num_computed_tokens` counts now."""
         if self.policy.groups is not None:
             self.policy.groups.on_scheduled(request, 1)
 

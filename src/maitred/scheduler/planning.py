@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from maitred.request import RequestState, RequestStatus, resumed
 from maitred.scheduler.notes import Blocked, Lack, PreemptionCause
 from maitred.scheduler.plan_builder import PlanBuilder, describe
@@ -19,6 +21,7 @@ def build_plan(state: SchedulerState, now: float) -> PlanBuilder:
     state.kv.begin_step()
     _give_up_slots(state, builder, now)
     _plan_decodes(state, builder)
+    _plan_forced(state, builder)
     _plan_prefills(state, builder, now)
     _plan_admissions(state, builder, now)
     return builder
@@ -38,6 +41,14 @@ def why_blocked(state: SchedulerState, builder: PlanBuilder) -> Blocked | None:
     if builder.budget <= 0:
         return Blocked(Lack.BUDGET, head.request_id)
     return Blocked(Lack.BLOCKS, head.request_id, builder.num_blocks_short)
+
+
+def service_of(state: SchedulerState, builder: PlanBuilder) -> Iterator[int]:
+    """What each row is counted for by the policy's groups: its tokens, but for forced ones, which were counted when
+    they became known.
+    """
+    for row in builder.rows:
+        yield row.num_tokens if row.request_id in state.prefilling else int(row.samples)
 
 
 # ---- those that run
@@ -71,8 +82,9 @@ def _plan_decodes(state: SchedulerState, builder: PlanBuilder) -> None:
     for request in list(state.decoding.values()):
         start, table = request.num_computed_tokens, request.block_table
         block = start // block_size
+        samples = start + 1 == request.num_tokens
         if block < len(table) and ref_counts[table[block]] == 1:
-            rows.append(ScheduledRow(request.request_id, start, 1, True))
+            rows.append(ScheduledRow(request.request_id, start, 1, samples))
         elif request.status is not RUNNING:
             continue  # preempted for the sake of a row before it
         else:
@@ -80,10 +92,30 @@ def _plan_decodes(state: SchedulerState, builder: PlanBuilder) -> None:
             if grown is None:
                 continue
             builder.copies += grown.copies
-            rows.append(ScheduledRow(request.request_id, start, 1, True, grown.new_block_ids, grown.replaced_blocks))
+            rows.append(ScheduledRow(request.request_id, start, 1, samples, grown.new_block_ids, grown.replaced_blocks))
         requests.append(request)
         request.num_computed_tokens = start + 1
     builder.budget = state.config.token_budget - len(rows)
+
+
+def _plan_forced(state: SchedulerState, builder: PlanBuilder) -> None:
+    """More tokens of decoding rows whose request has forced ones to catch up with, out of what tokens and free blocks
+    the first token of each row leaves: a row that does not come to its last known token samples in a later step.
+    """
+    if all(row.samples for row in builder.rows):
+        return
+    for index, (row, request) in enumerate(zip(builder.rows, builder.requests, strict=True)):
+        wanted = min(request.num_tokens - request.num_computed_tokens, builder.budget)
+        if wanted <= 0:
+            continue
+        count, block_ids = state.kv.allocate_spare(request, wanted)
+        request.num_computed_tokens += count
+        builder.rows[index] = row._replace(
+            num_tokens=row.num_tokens + count,
+            samples=request.num_computed_tokens == request.num_tokens,
+            new_block_ids=row.new_block_ids + block_ids,
+        )
+        builder.budget -= count
 
 
 def _plan_prefills(state: SchedulerState, builder: PlanBuilder, now: float) -> None:

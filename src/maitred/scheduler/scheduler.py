@@ -24,7 +24,7 @@ from maitred.request import FinishReason, RequestState, RequestStatus
 from maitred.scheduler.deadlines import Deadlines
 from maitred.scheduler.drafts import NumDrafts, plan_drafts
 from maitred.scheduler.notes import Blocked, Preemption
-from maitred.scheduler.planning import build_plan, why_blocked
+from maitred.scheduler.planning import build_plan, service_of, why_blocked
 from maitred.scheduler.state import SchedulerState
 from maitred.scheduler.stats import SchedulerStats
 from maitred.scheduler.stop import StopRule, stop_at_token
@@ -159,7 +159,7 @@ class Scheduler:
         assert self._state.sample_groups.num_awaiting == sum(self._state.sample_groups.awaits_leader(r) for r in queued)
         if not self._in_flight:  # drafts have left no trace
             decoding = self._state.decoding.values()
-            assert all(r.num_computed_tokens == r.num_tokens - 1 for r in decoding)
+            assert all(r.num_computed_tokens < r.num_tokens for r in decoding)
             assert all(len(r.block_table) == self._kv.num_blocks_for(r.num_computed_tokens) for r in decoding)
         self._kv.check_invariants(running)
         self._kv.check_host(queued)
@@ -232,7 +232,7 @@ class Scheduler:
         state = self._state
         builder = build_plan(state, now)
         self.blocked, self.preemptions = why_blocked(state, builder), tuple(builder.preemptions)
-        state.order.issued(builder.requests, (row.num_tokens for row in builder.rows))
+        state.order.issued(builder.requests, service_of(state, builder))
         if self._num_drafts is not None:
             plan_drafts(state, builder, self._num_drafts)
         plan = builder.plan(self._step, state.forgotten)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from maitred.request import FinishReason, RequestState, RequestStatus, timing_of
 from maitred.scheduler.state import SchedulerState
-from maitred.step import ModelOutput, RequestProgress, SampledRow, ScheduledRow, SchedulerOutput, TokenLogprobs
+from maitred.step import ModelOutput, RequestProgress, SampledRow, ScheduledRow, SchedulerOutput
 
 ENDED_BY_ITSELF = (FinishReason.STOP, FinishReason.LENGTH)
 
@@ -76,7 +76,7 @@ def _apply_row(
     state: SchedulerState, request: RequestState, row: ScheduledRow, result: SampledRow, now: float
 ) -> tuple[RequestProgress, FinishReason | None]:
     """One row's outcome; its KV becomes findable unless the row failed."""
-    request_id, token_ids, logprobs, prompt_logprobs, error, _ = result
+    request_id, token_ids, logprobs, prompt_logprobs, error = result[:5]
     if error is None and row.samples and not token_ids:
         error = "the executor gave no token"
     if error is not None:
@@ -84,12 +84,10 @@ def _apply_row(
         return RequestProgress(request_id), FinishReason.ERROR
     row_end = row.start + row.num_tokens
     reason = None
-    if row.num_drafts:
-        token_ids, logprobs, reason = _settle(state, request, row, result, now)
-        row_end = request.num_computed_tokens
-    elif token_ids:
-        assert len(token_ids) == 1, f"{result} for {row}"
-        reason = _append(state, request, token_ids[0], now)
+    if token_ids:
+        num_taken, reason = _take(state, request, row, result, now)
+        token_ids, logprobs = token_ids[:num_taken], logprobs and logprobs[:num_taken]
+        row_end -= row.num_drafts - min(num_taken - 1, result.num_accepted)
     state.kv.commit(request, row.start, row_end)
     if prompt_logprobs is not None:
         # A prompt computed again after a preemption is not reported again: entry i is of position start + 1 + i.
@@ -99,26 +97,35 @@ def _apply_row(
     charges = None
     if not request.charges_told:
         request.charges_told, charges = True, request.charges
-    return RequestProgress(request_id, token_ids, logprobs, prompt_logprobs, None, None, None, charges), reason
+    num_forced = max(0, len(token_ids) - 1 - result.num_accepted)
+    told = RequestProgress(request_id, token_ids, logprobs, prompt_logprobs, charges=charges, num_forced=num_forced)
+    return told, reason
 
 
-def _settle(
+def _take(
     state: SchedulerState, request: RequestState, row: ScheduledRow, result: SampledRow, now: float
-) -> tuple[tuple[int, ...], tuple[TokenLogprobs, ...] | None, FinishReason | None]:
-    """Tokens of a row with drafts up to one that ends the request, their logprobs, and why it ended. What counts as
-    computed from here on is all but the last of them, as if each had been sampled in a step of its own.
+) -> tuple[int, FinishReason | None]:
+    """Appends a row's tokens up to one that ends the request; how many, and why it ended.
+
+    Policies hear of each as if it had been sampled in a step of its own. Accepted drafts are computed, forced tokens
+    are not yet.
     """
     token_ids, num_accepted = result.token_ids, result.num_accepted
-    assert len(token_ids) - 1 == num_accepted <= row.num_drafts, f"{result} for {row}"
+    num_sampled = len(token_ids) - result.num_forced
+    assert num_sampled - 1 == num_accepted <= row.num_drafts, f"{result} for {row}"
     request.num_computed_tokens -= row.num_drafts
     num_taken, reason = 1, _append(state, request, token_ids[0], now)
-    while num_taken <= num_accepted and reason is None:
+    while num_taken < len(token_ids) and reason is None:
         request.num_computed_tokens += 1
         state.order.accepted(request)
         reason = _append(state, request, token_ids[num_taken], now)
         num_taken += 1
-    state.kv.trim(request)
-    return token_ids[:num_taken], result.logprobs and result.logprobs[:num_taken], reason
+    request.num_computed_tokens -= max(0, num_taken - 1 - num_accepted)
+    if row.num_drafts:
+        state.kv.trim(request)
+    if result.complete and num_taken == len(token_ids) and reason in (None, FinishReason.LENGTH):
+        reason = FinishReason.STOP
+    return num_taken, reason
 
 
 def _append(state: SchedulerState, request: RequestState, token: int, now: float) -> FinishReason | None:

@@ -81,6 +81,11 @@ class Tokenizer:
         ids = encoding.ids
         return ids
 
+    def to_json(self) -> str:
+        """What tokenizer.json would hold, with the tokens that only other files of the folder name."""
+        text: str = self._inner.to_str()
+        return text
+
     @property
     def added_tokens(self) -> dict[str, bool]:
         """The texts of the tokens beside the vocabulary, each with whether it is special."""

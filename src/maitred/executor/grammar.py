@@ -1,0 +1,282 @@
+"""Grammars of an executor's requests: matchers live in a worker process, their masks in memory shared with it.
+
+A step costs one message to the worker, which tells the sampled tokens, and one short answer: what is forced now, and
+who is complete. The masks for the next tokens are written while the next forward pass runs. A worker that ends or does
+not answer is begun again and told all tokens, so only time is lost; who it was working on twice ends with an error.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from maitred.executor.grammar_frames import (
+    MAX_SLOTS,
+    Advanced,
+    Filled,
+    MaskMemory,
+    Opened,
+    Outcome,
+    Outcomes,
+    Step,
+    new_memory,
+)
+from maitred.executor.grammar_process import WORKER, GrammarProcess, WorkerLost
+from maitred.executor.sampler_state import TokenMask
+from maitred.request import RequestSpec, SamplingParams
+
+logger = logging.getLogger(__name__)
+ANSWER_S = 10.0  # a mask takes microseconds, and one out of fuel 20 ms
+START_S = 60.0  # for the first answer of a worker, which reads the tokenizer before
+MAX_FAULTS = 2  # of one request, or of one compilation
+MAX_RESTARTS = 3  # in a row, without an answer between them
+
+Done = Callable[[str], None]
+"""Told what is wrong with a grammar; empty when nothing is."""
+
+
+class Bound(NamedTuple):
+    """What a worker must be told of a request when it is begun."""
+
+    grammar: str
+    forces: bool
+    output: Callable[[], Sequence[int]]  # its output tokens now
+
+
+@dataclass(slots=True, eq=False)
+class GrammarSlot:
+    """One held request's grammar: where its mask lies, and what became of it."""
+
+    number: int
+    bound: Bound
+    mask: TokenMask
+    error: str = ""
+    num_faults: int = 0
+
+
+class Grammars:
+    """One executor's grammars. `prepare` is for any thread, all else for the executor's."""
+
+    def __init__(
+        self,
+        tokenizer_folder: str,
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        *,
+        forces: bool = True,
+        answer_s: float = ANSWER_S,
+        start_s: float = START_S,
+        command: Sequence[str] = WORKER,
+    ) -> None:
+        """Begins no process yet. `vocab_size` is the width of the logits; `forces` whether tokens are told that masks
+        leave no choice for; a worker has `answer_s` (s) for an answer, and `start_s` for its first."""
+        self._arguments = (str(vocab_size), tokenizer_folder, ",".join(map(str, eos_token_ids)))
+        self._vocab_size, self._forces = vocab_size, forces
+        self._answer_s, self._start_s, self._command = answer_s, start_s, command
+        self._memory: MaskMemory | None = None
+        self._lock = threading.Lock()  # of the worker's begin and end
+        self._worker: GrammarProcess | None = None
+        self._is_closed = False
+        self._compilations: queue.SimpleQueue[tuple[str, Done] | None] = queue.SimpleQueue()
+        self._compiling: threading.Thread | None = None
+        # of the executor's thread
+        self._told: GrammarProcess | None = None  # who knows of the slots
+        self._slots: dict[int, GrammarSlot] = {}
+        self._free: list[int] = list(range(MAX_SLOTS))
+        self._closed: list[int] = []
+        self._opened: list[GrammarSlot] = []
+        self._number = 0  # of the last step that was sent
+        self._num_filled = 0  # number of the last whose masks are there
+        self._num_restarts = 0  # since the last answer
+
+    @property
+    def worker_pid(self) -> int | None:
+        """None while there is none."""
+        return None if self._worker is None else self._worker.pid
+
+    # -- before a request is scheduled
+
+    def prepare(self, grammar: str, done: Done) -> None:
+        """Compile a grammar, in the worker and beside its steps; `done` is called in a thread of this object."""
+        if self._compiling is None:
+            self._compiling = threading.Thread(target=self._compile_all, name="maitred-grammars", daemon=True)
+            self._compiling.start()
+        self._compilations.put((grammar, done))
+
+    def _compile_all(self) -> None:
+        while (asked := self._compilations.get()) is not None:
+            grammar, done = asked
+            done(self._compile(grammar))
+
+    def _compile(self, grammar: str) -> str:
+        for _ in range(MAX_FAULTS):
+            try:
+                worker = self._current()
+            except OSError as error:
+                return f"no process for grammars could be begun: {error}"
+            try:
+                return worker.compile(grammar, self._answer_s)
+            except WorkerLost:
+                self._replace(worker)
+        return "compiling this grammar ended its process, or took longer than it may"
+
+    # -- in a step
+
+    def enter(self, spec: RequestSpec, output: Callable[[], Sequence[int]]) -> GrammarSlot:
+        """A request comes, which has `output()`; the worker hears of it with the next `tell`."""
+        slot = heapq.heappop(self._free)  # the executor holds fewer requests than there are slots
+        memory = self._mapped()
+        mask = np.frombuffer(memory.memory, np.uint32, memory.num_words, memory.offset(slot))
+        forces = self._forces and may_force(spec.sampling)
+        held = self._slots[slot] = GrammarSlot(slot, Bound(spec.grammar, forces, output), mask)
+        self._opened.append(held)
+        return held
+
+    def leave(self, held: GrammarSlot) -> None:
+        """The request is forgotten."""
+        del self._slots[held.number]
+        heapq.heappush(self._free, held.number)
+        if held in self._opened:
+            self._opened.remove(held)
+        else:
+            self._closed.append(held.number)
+
+    def tell(self) -> None:
+        """Those that came and went; their masks are made from now on."""
+        if self._opened:
+            self._send([])
+
+    def wait(self) -> None:
+        """Until the masks of all slots are there, but for those that have an `error` now."""
+        while self._num_filled < self._number:
+            self._receive([])
+
+    def advance(self, sampled: Sequence[tuple[GrammarSlot, int]]) -> list[Outcome]:
+        """Tokens were sampled, the last that `output()` gives for each; what came of them."""
+        self._send(sampled)
+        outcomes: dict[int, Outcome] = {}
+        while any(held.number not in outcomes and not held.error for held, _ in sampled):
+            answer = self._receive(sampled)
+            if isinstance(answer, Outcomes):
+                outcomes = {outcome.slot: outcome for outcome in answer.outcomes}
+        return [outcomes.get(held.number) or Outcome(held.number, [], False, held.error) for held, _ in sampled]
+
+    def close(self) -> None:
+        """End worker and thread; idempotent."""
+        with self._lock:
+            self._is_closed = True
+            worker, self._worker = self._worker, None
+        self._compilations.put(None)
+        if worker is not None:
+            worker.close()
+
+    # -- the worker
+
+    def _send(self, sampled: Sequence[tuple[GrammarSlot, int]]) -> None:
+        step = Step(self._number + 1, self._closed, [_opening(held) for held in self._opened], _advances(sampled))
+        self._number, self._closed, self._opened = step.number, [], []
+        try:
+            if self._told is None or self._worker is not self._told:
+                raise WorkerLost
+            self._told.send(step)
+        except WorkerLost:
+            self._begin_again(sampled)
+
+    def _receive(self, sampled: Sequence[tuple[GrammarSlot, int]]) -> Outcomes | Filled | None:
+        """None when another worker was begun meanwhile."""
+        assert self._told is not None, "nobody was asked"
+        try:
+            answer = self._told.receive(self._answer_s)
+        except WorkerLost:
+            self._begin_again(sampled)
+            return None
+        self._num_restarts = 0
+        if isinstance(answer, Filled):
+            self._num_filled = answer.number
+            for number, error in answer.errors:
+                if number in self._slots:
+                    self._slots[number].error = error
+        return answer
+
+    def _begin_again(self, sampled: Sequence[tuple[GrammarSlot, int]]) -> None:
+        """A worker that knows of all slots, as they were before the tokens sampled last, and of these."""
+        self._blame()
+        self._replace(self._told)
+        last = {held.number for held, _ in sampled}
+        living = [held for held in self._slots.values() if not held.error]
+        opened = [_opening(held, without_last=held.number in last) for held in living]
+        self._number += 1
+        self._num_restarts += 1
+        try:
+            if self._num_restarts > MAX_RESTARTS:
+                raise OSError("it ended each time")
+            self._told = self._current()
+            self._told.send(Step(self._number, [], opened, _advances(sampled)))
+        except WorkerLost:
+            self._begin_again(sampled)
+        except OSError as error:
+            self._give_up(f"no process for grammars could be begun: {error}")
+
+    def _blame(self) -> None:
+        """Who was being worked on when the worker ended, if one did."""
+        if self._told is None:
+            return
+        memory = self._mapped()
+        culprit = self._slots.get(-1 if memory.worked_on is None else memory.worked_on)
+        memory.work_on(None)
+        logger.warning("the process for grammars is begun again; requests with one wait for it")
+        if culprit is not None:
+            culprit.num_faults += 1
+            if culprit.num_faults >= MAX_FAULTS:
+                culprit.error = "the process for grammars ended each time that it worked on this request"
+
+    def _give_up(self, why: str) -> None:
+        for held in self._slots.values():
+            held.error = held.error or why
+        self._told, self._num_filled, self._num_restarts = None, self._number, 0
+
+    def _current(self) -> GrammarProcess:
+        """Raises OSError when no process can be begun, or none is to be."""
+        with self._lock:
+            if self._is_closed:
+                raise OSError("the executor is closed")
+            if self._worker is None:
+                memory = self._mapped()
+                self._worker = GrammarProcess(memory.fd, self._arguments, start_s=self._start_s, command=self._command)
+            return self._worker
+
+    def _replace(self, lost: GrammarProcess | None) -> None:
+        """By a new one, when it is next asked for; unless that happened already."""
+        if lost is None:
+            return
+        with self._lock:
+            lost.close()
+            if self._worker is lost:
+                self._worker = None
+
+    def _mapped(self) -> MaskMemory:
+        if self._memory is None:
+            self._memory = MaskMemory(new_memory(), self._vocab_size)
+        return self._memory
+
+
+def may_force(sampling: SamplingParams) -> bool:
+    """Whether sampling under a mask of one token gives that token, whatever the logits, and nobody asks for these."""
+    hides = sampling.min_tokens or sampling.bad_words or sampling.allowed_token_ids is not None
+    return sampling.logprobs is None and not hides
+
+
+def _opening(held: GrammarSlot, *, without_last: bool = False) -> Opened:
+    token_ids = list(held.bound.output())
+    return Opened(held.number, held.bound.grammar, token_ids[:-1] if without_last else token_ids, held.bound.forces)
+
+
+def _advances(sampled: Sequence[tuple[GrammarSlot, int]]) -> list[Advanced]:
+    return [Advanced(held.number, [token]) for held, token in sampled if not held.error]

@@ -1,0 +1,228 @@
+"""Grammar worker: `python -m maitred.executor.grammar_worker STEPS COMPILATIONS MEMORY VOCAB_SIZE FOLDER EOS,EOS`, of
+which the first three are inherited descriptors.
+
+One thread keeps a matcher for each slot and answers steps; another makes the tokenizer, which holds the interpreter's
+lock for up to a second, and compiles grammars, which does not. Nothing here is kept that tokens do not give again.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from maitred.executor.grammar_frames import (
+    Advanced,
+    Compiled,
+    Filled,
+    MaskMemory,
+    Opened,
+    Outcome,
+    Outcomes,
+    decode_compile,
+    decode_step,
+    encode,
+)
+from maitred.text.tokenizer import Tokenizer
+
+MAX_FORCED = 64  # tokens told at once, so that an answer stays short; the rest is told later
+MAX_COMPILED = 64  # grammars kept for the next request, of 0.3 to 2 MB each
+COMPILER_NICENESS = 10  # the step's processors come first
+
+
+class GrammarFault(Exception):
+    """Why a request cannot go on."""
+
+
+class CompiledGrammars:
+    """Compiled grammars, the least recently used of which is forgotten."""
+
+    def __init__(self, folder: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        tokenizer = Tokenizer.from_folder(folder)
+        num_tokens = max(vocab_size, tokenizer.vocab_size)
+        self._tokenizer = LLTokenizer(tokenizer.to_json(), n_vocab=num_tokens, eos_token=list(eos_token_ids) or None)
+        self._limits = LLParserLimits(verbose_errors=False)
+        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def matcher(self, grammar: str) -> LLMatcher:
+        """A fresh one. Raises GrammarFault for a grammar that cannot be used."""
+        with self._lock:
+            compiled = self._compiled.get(grammar)
+            if compiled is not None:
+                self._compiled.move_to_end(grammar)
+                return compiled.deep_copy()
+        compiled = LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
+        if not compiled.is_error():
+            compiled.compute_bitmask()  # what the first mask builds stays in all copies
+        check(compiled)
+        with self._lock:
+            self._compiled[grammar] = compiled
+            if len(self._compiled) > MAX_COMPILED:
+                self._compiled.popitem(last=False)
+            return compiled.deep_copy()
+
+
+def check(matcher: LLMatcher) -> None:
+    """Raises GrammarFault for one in an error state, as when it is out of fuel."""
+    if matcher.is_error():
+        raise GrammarFault(matcher.get_error().partition("\n")[0][:500])
+
+
+class Slot:
+    """One request's matcher."""
+
+    def __init__(self, matcher: LLMatcher, forces: bool) -> None:
+        self._matcher, self._forces = matcher, forces
+
+    def consume(self, token_ids: Sequence[int]) -> None:
+        """Raises GrammarFault."""
+        for token_id in token_ids:
+            if self._matcher.is_stopped():
+                return
+            self._matcher.consume_token(token_id)
+        check(self._matcher)
+
+    def force(self) -> list[int]:
+        """Tokens that the masks to come leave alone, consumed; one after another, as sampling would meet them."""
+        matcher, forced = self._matcher, list[int]()
+        while self._forces and len(forced) < MAX_FORCED and not matcher.is_stopped():
+            ahead = matcher.compute_ff_tokens()
+            if not ahead:
+                break
+            matcher.consume_token(ahead[0])
+            forced.append(ahead[0])
+        check(matcher)
+        return forced
+
+    @property
+    def complete(self) -> bool:
+        return self._matcher.is_stopped()
+
+    def mask(self) -> bytes:
+        """Raises GrammarFault."""
+        mask = self._matcher.compute_bitmask()
+        check(self._matcher)
+        return mask
+
+
+class StepServer:
+    """Answers steps: opens, advances, and fills masks."""
+
+    def __init__(self, connection: Connection, memory: MaskMemory, compiler: Compiler) -> None:
+        self._connection, self._memory, self._compiler = connection, memory, compiler
+        self._slots: dict[int, Slot] = {}
+
+    def run(self) -> None:
+        """Raises EOFError when the engine is gone."""
+        while True:
+            step = decode_step(self._connection.recv_bytes())
+            errors: dict[int, str] = {}
+            for slot in step.closed:
+                self._slots.pop(slot, None)
+            for opened in step.opened:
+                self._open(opened, errors)
+            if step.advanced:
+                outcomes = [self._advance(advanced) for advanced in step.advanced]
+                self._connection.send_bytes(encode(Outcomes(step.number, outcomes)))
+            touched = [opened.slot for opened in step.opened] + [advanced.slot for advanced in step.advanced]
+            for slot in dict.fromkeys(touched):
+                self._fill(slot, errors)
+            self._memory.work_on(None)
+            self._connection.send_bytes(encode(Filled(step.number, list(errors.items()))))
+
+    def _open(self, opened: Opened, errors: dict[int, str]) -> None:
+        self._memory.work_on(opened.slot)
+        self._slots.pop(opened.slot, None)
+        try:
+            slot = Slot(self._compiler.grammars().matcher(opened.grammar), opened.forces)
+            slot.consume(opened.token_ids)
+        except GrammarFault as fault:
+            errors[opened.slot] = str(fault)
+        else:
+            self._slots[opened.slot] = slot
+
+    def _advance(self, advanced: Advanced) -> Outcome:
+        self._memory.work_on(advanced.slot)
+        slot = self._slots.get(advanced.slot)
+        if slot is None:
+            return Outcome(advanced.slot, [], False, "the grammar of this request could not be used")
+        try:
+            slot.consume(advanced.token_ids)
+            return Outcome(advanced.slot, slot.force(), slot.complete, "")
+        except GrammarFault as fault:
+            del self._slots[advanced.slot]
+            return Outcome(advanced.slot, [], False, str(fault))
+
+    def _fill(self, number: int, errors: dict[int, str]) -> None:
+        slot = self._slots.get(number)
+        if slot is None or slot.complete:
+            return
+        self._memory.work_on(number)
+        try:
+            self._memory.write(number, slot.mask())
+        except GrammarFault as fault:
+            errors[number] = str(fault)
+
+
+class Compiler:
+    """The other thread: its tokenizer, its grammars, and its channel."""
+
+    def __init__(self, connection: Connection, make: Callable[[], CompiledGrammars]) -> None:
+        self._connection, self._make = connection, make
+        self._is_ready = threading.Event()
+        self._grammars: CompiledGrammars | None = None
+        self._failure = ""
+
+    def start(self) -> None:
+        threading.Thread(target=self._run, name="maitred-grammar-compiler", daemon=True).start()
+
+    def grammars(self) -> CompiledGrammars:
+        """Waits for them. Raises GrammarFault when there is no tokenizer for them."""
+        self._is_ready.wait()
+        if self._grammars is None:
+            raise GrammarFault(self._failure)
+        return self._grammars
+
+    def _run(self) -> None:
+        with suppress(OSError, AttributeError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), COMPILER_NICENESS)
+        with suppress(EOFError, OSError):
+            try:
+                self._grammars = self._make()
+            except Exception as error:  # the library's own kinds among them
+                self._failure = f"this model's tokenizer cannot be bound to a grammar: {error}"
+            self._is_ready.set()
+            while True:
+                compile_ = decode_compile(self._connection.recv_bytes())
+                self._connection.send_bytes(encode(Compiled(self._compile(compile_.grammar))))
+
+    def _compile(self, grammar: str) -> str:
+        try:
+            self.grammars().matcher(grammar)
+        except GrammarFault as fault:
+            return str(fault)
+        return ""
+
+
+def main(arguments: Sequence[str]) -> None:
+    steps, compilations, memory, vocab_size = map(int, arguments[:4])
+    eos_token_ids = [int(token) for token in arguments[5].split(",") if token]
+    make = partial(CompiledGrammars, Path(arguments[4]), vocab_size, eos_token_ids)
+    compiler = Compiler(Connection(compilations), make)
+    compiler.start()
+    with suppress(EOFError, OSError):
+        StepServer(Connection(steps), MaskMemory(memory, vocab_size), compiler).run()
+    os._exit(0)  # the engine is gone, whatever the other thread is at
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
