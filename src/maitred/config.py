@@ -96,6 +96,8 @@ class ModelConfig:
     allow_special_tokens_in_content: bool = False
     """Read `<|im_end|>` and the like in a message as the token, so that whoever wrote it can end the turn and begin one
     of any role; else they are plain text."""
+    forced_tokens: bool = True
+    """Tokens that a grammar leaves no choice for are taken without computing logits for them. The text is the same."""
     generation_config: Mapping[str, float | int | None] = field(default_factory=dict)
     """Overrides of the model's generation_config.json (temperature, top_p, top_k, ...)."""
 

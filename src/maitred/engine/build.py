@@ -15,6 +15,7 @@ from maitred.decisions.log import Recorder
 from maitred.engine.checkpoint_facts import check_overrides, facts_of
 from maitred.engine.core import EngineCore
 from maitred.engine.executors import BuiltExecutor, ExecutorPlan, plan_executor
+from maitred.engine.grammar_queue import Prepare
 from maitred.engine.installed import installed_policies
 from maitred.engine.loop import LoadedEngine
 from maitred.engine.memory import (
@@ -27,6 +28,7 @@ from maitred.engine.memory import (
 from maitred.engine.model_facts import ModelFacts
 from maitred.engine.swap_meter import SwapMeter
 from maitred.engine.timeline import Timeline
+from maitred.executor.grammar import Grammars
 from maitred.kvcache.manager import KVCacheManager
 from maitred.kvcache.prefix_cache import TokenHasher
 from maitred.model.checkpoint import Checkpoint, open_checkpoint
@@ -57,6 +59,7 @@ class EngineParts:
     start_phases: Mapping[str, float]  # s, in order
     deterministic: bool = False  # the executor says that tokens do not depend on what shares the batch
     decision_log: DecisionLogFile | None = None
+    prepare: Prepare | None = None  # compiles a grammar
 
     @cached_property
     def model(self) -> ServedModel:
@@ -93,6 +96,9 @@ def build_parts(
         if facts.chat_template is None:
             tell("chat    the model has no chat template, so /v1/chat/completions is refused; --chat-template FILE")
         executor = _build_executor(layout, timeline, tell, told_now_and_then(tell, clock))
+    grammars = executor.grammars = Grammars(
+        facts.tokenizer_folder, facts.vocab_size, facts.eos_token_ids, forces=config.model.forced_tokens
+    )
     log = _decision_log(config, layout) if config.decision_log is not None else None
     core = EngineCore(
         _scheduler(config, layout, facts.revision, policies),
@@ -111,6 +117,7 @@ def build_parts(
         start_phases=timeline.phases,
         deterministic=bool(getattr(executor, "deterministic", False)),
         decision_log=log,
+        prepare=grammars.prepare,
     )
 
 
@@ -123,6 +130,7 @@ def load_engine(config: EngineConfig, served_model_names: tuple[str, ...], tell:
         memory_plan=parts.memory_plan,
         deterministic=parts.deterministic,
         close=parts.close,
+        prepare=parts.prepare,
         start_phases=parts.start_phases,
     )
 

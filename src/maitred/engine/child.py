@@ -48,18 +48,23 @@ class SocketLink:
             high_water_mark=0,
         )
         self._reports = self._sender()
+        self._woken, self._bell = os.pipe()
         self.round_number = 0
         self._busy = False  # read by the beating thread
         self._beating: threading.Thread | None = None
         self._closing = threading.Event()
 
     def commands(self, *, wait: bool) -> Iterator[Command]:
-        """What has come; with `wait`, at least one."""
+        """What has come; with `wait`, at least one, unless `wake` was called."""
         self._busy = not wait
         if wait:
-            self._commands.wait()
+            self._commands.wait_or(self._woken)
             self._busy = True
         return self._commands.receive()
+
+    def wake(self) -> None:
+        """From any thread: whoever waits for commands, now or next, waits no more."""
+        os.write(self._bell, b"\0")
 
     def send(self, report: Report) -> None:
         """Raises RequestTooLarge."""

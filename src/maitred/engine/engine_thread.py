@@ -107,6 +107,7 @@ class _ThreadLink:
         self._busy = False
         self._commands: deque[Command] = deque()
         self._came = threading.Condition()
+        self._is_woken = False
         self._reports: deque[Report] = deque()
         self._signalled = threading.Lock()  # held while a byte is on its way
         self.fd, self._bell = os.pipe()
@@ -119,10 +120,16 @@ class _ThreadLink:
         self._busy = not wait
         if wait:
             with self._came:
-                self._came.wait_for(lambda: self._commands)
+                self._came.wait_for(lambda: self._commands or self._is_woken)
+                self._is_woken = False
             self._busy = True
         while self._commands:
             yield self._commands.popleft()
+
+    def wake(self) -> None:
+        with self._came:
+            self._is_woken = True
+            self._came.notify()
 
     def send(self, report: Report) -> None:
         self._reports.append(report)

@@ -11,6 +11,7 @@ from maitred.config import EngineConfig
 from maitred.engine.memory import usable_cores
 from maitred.engine.timeline import OnPhase
 from maitred.errors import ConfigError, KernelError
+from maitred.executor.grammar import Grammars
 from maitred.model.checkpoint import Checkpoint
 from maitred.model.spec import DecoderSpec
 from maitred.step import ModelOutput, SchedulerOutput
@@ -32,6 +33,8 @@ class Bandwidth(Protocol):
 
 class BuiltExecutor(Protocol):
     """`step.Executor`, and what only its builder asks of it."""
+
+    grammars: Grammars | None
 
     def execute(self, plan: SchedulerOutput) -> ModelOutput: ...
 

@@ -31,6 +31,7 @@ from maitred.engine.frames import (
     Told,
     encode,
 )
+from maitred.engine.grammar_queue import GrammarQueue, Prepare
 from maitred.engine.memory import MemoryPlan
 from maitred.engine.model_facts import ModelFacts
 from maitred.engine.queries import QUERIES
@@ -54,6 +55,7 @@ class LoadedEngine:
     memory_plan: MemoryPlan
     deterministic: bool
     close: Callable[[], None]
+    prepare: Prepare | None = None  # compiles a grammar; None where no request has one
     start_phases: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -68,7 +70,10 @@ class Link(Protocol):
     """Changes with every round of the loop, so that the other end sees a step that does not end."""
 
     def commands(self, *, wait: bool) -> Iterator[Command]:
-        """What has come; with `wait`, at least one."""
+        """What has come; with `wait`, at least one, unless `wake` was called."""
+
+    def wake(self) -> None:
+        """From any thread: whoever waits for commands, now or next, waits no more."""
 
     def send(self, report: Report) -> None:
         """Raises RequestTooLarge."""
@@ -86,7 +91,7 @@ def run_engine(begin: Begin, link: Link, build: Builder, on_loaded: Callable[[],
     try:
         phases = dict(loaded.start_phases)
         link.send(Ready(loaded.facts, loaded.memory_plan, loaded.deterministic, phases))
-        EngineLoop(loaded.core, link, WallClock()).run()
+        EngineLoop(loaded.core, link, WallClock(), loaded.prepare).run()
     except Exception as error:
         logger.debug("where the engine stopped", exc_info=error)
         link.send(Died(f"{type(error).__name__}: {error}"))
@@ -114,8 +119,9 @@ def _load(begin: Begin, link: Link, build: Builder) -> LoadedEngine | None:
 class EngineLoop:
     """One engine behind its link. `run` returns when it was told to stop."""
 
-    def __init__(self, core: EngineCore, link: Link, clock: Clock) -> None:
+    def __init__(self, core: EngineCore, link: Link, clock: Clock, prepare: Prepare | None = None) -> None:
         self._core, self._link, self._clock = core, link, clock
+        self._grammars = GrammarQueue(prepare, link.wake) if prepare is not None else None
         self._ended: list[RequestProgress] = []  # between two steps
         self._told = Figures()
         self._told_at = -FIGURES_S
@@ -128,6 +134,7 @@ class EngineLoop:
                 self._tell([])  # the figures of an idle engine, before it falls silent
             for command in link.commands(wait=not core.has_work):
                 self._obey(command)
+            self._add_compiled()
             progress, self._ended = self._ended, []
             if core.has_work and not self._stopping:
                 progress += core.step()
@@ -137,8 +144,12 @@ class EngineLoop:
 
     def _obey(self, command: Command) -> None:
         match command:
+            case Submit(spec) if spec.grammar and self._grammars is not None:
+                self._grammars.hold(spec)
             case Submit(spec):
                 self._add(spec)
+            case Abort(request_id, reason) if self._grammars is not None and self._grammars.drop(request_id):
+                self._note_end(RequestProgress(request_id, finish_reason=reason))
             case Abort(request_id, FinishReason.SHED):
                 self._note_end(self._core.shed(request_id))
             case Abort(request_id, reason):
@@ -155,6 +166,13 @@ class EngineLoop:
             self._core.add(spec)
         except MaitredError as error:  # cannot ever fit: this request's fault, not the engine's
             self._ended.append(RequestProgress(spec.request_id, finish_reason=FinishReason.ERROR, error=str(error)))
+
+    def _add_compiled(self) -> None:
+        for spec, error in self._grammars.ready() if self._grammars is not None else ():
+            if error:
+                self._note_end(RequestProgress(spec.request_id, finish_reason=FinishReason.ERROR, error=error))
+            else:
+                self._add(spec)
 
     def _note_end(self, ended: RequestProgress | None) -> None:
         if ended is not None:

@@ -156,6 +156,14 @@ class Receiver(Generic[F]):
         """Whether there is something to receive; None waits for ever."""
         return bool(self._socket.poll(None if seconds is None else int(seconds * 1000)))
 
+    def wait_or(self, fd: int) -> None:
+        """Until there is something to receive, or `fd` can be read, of which all is read."""
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(fd, zmq.POLLIN)
+        if any(found == fd for found, _ in poller.poll()):
+            os.read(fd, 4096)
+
     def receive(self) -> Iterator[F]:
         """What has come."""
         while True:
