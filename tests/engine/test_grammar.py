@@ -1,0 +1,228 @@
+"""Requests with a grammar: what they say, that nothing around them changes it, and what a lost worker costs."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from maitred.engine.build import EngineParts
+from maitred.request import FinishReason, RequestSpec, ResumePoint, ThinkingLimit
+from tests.engine.grammar_worlds import (
+    GRAMMARS,
+    HOPELESS,
+    LONG,
+    ORDER,
+    WORD,
+    Served,
+    ask,
+    engine,
+    grammars_of,
+    samples,
+    serve,
+    tokenizer,
+)
+
+
+@pytest.fixture(scope="module")
+def plain() -> Iterator[EngineParts]:
+    """Without forced tokens: each token is sampled in a step of its own."""
+    with engine(forced_tokens=False) as parts:
+        yield parts
+
+
+@pytest.fixture(scope="module")
+def forcing() -> Iterator[EngineParts]:
+    with engine() as parts:
+        yield parts
+
+
+def alone(plain: EngineParts, specs: list[RequestSpec]) -> dict[str, Served]:
+    return {name: served for spec in specs for name, served in serve(plain, [spec]).items()}
+
+
+def a_mixture(count: int = 12) -> list[RequestSpec]:
+    return [
+        ask(f"r{i}", GRAMMARS[i % len(GRAMMARS)], prompt=f"Order {i}: " + "so " * (5 * i % 17), seed=i, max_tokens=50)
+        for i in range(count)
+    ]
+
+
+def test_an_answer_fits_its_grammar_and_ends_with_it(forcing: EngineParts):
+    specs = [ask("order", ORDER), ask("word", WORD, seed=3), ask("long", LONG), ask("free", "")]
+    served = serve(forcing, specs)
+    order = json.loads(served["order"].text)
+    assert list(order) == ["name", "price", "size"]
+    assert json.dumps(order, ensure_ascii=False) == served["order"].text
+    assert re.fullmatch("[a-f]{2,7}", tokenizer().decode(served["word"].token_ids))
+    assert re.fullmatch("The number .* is [0-9]{3}, and its table is [a-c][.]", served["long"].text)
+    assert {served[name].finish_reason for name in ("order", "word", "long")} == {FinishReason.STOP}
+
+
+@pytest.mark.parametrize("params", [{"ignore_eos": True}, {"min_tokens": 55}], ids=str)
+def test_a_complete_grammar_ends_the_answer_whatever_was_asked(forcing: EngineParts, params: dict[str, object]):
+    assert serve(forcing, [ask("r", LONG, **params)])["r"].finish_reason is FinishReason.STOP
+
+
+def test_max_tokens_inside_of_it_are_length(forcing: EngineParts):
+    served = serve(forcing, [ask("r", LONG, max_tokens=5)])["r"]
+    assert (len(served.token_ids), served.finish_reason) == (5, FinishReason.LENGTH)
+
+
+def test_forced_tokens_save_steps_and_change_no_token(plain: EngineParts, forcing: EngineParts):
+    steps: list[int] = []
+    served = serve(forcing, [ask("r", ORDER)], before_step=steps.append)
+    assert served == serve(plain, [ask("r", ORDER)])
+    assert len(steps) < 0.6 * len(served["r"].token_ids)
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_any_parameters_give_the_same_tokens_with_and_without_forced_ones(
+    plain: EngineParts, forcing: EngineParts, data: st.DataObject
+):
+    sampling = st.fixed_dictionaries(
+        {"temperature": st.sampled_from([0.0, 0.8, 2.0])},
+        optional={
+            "top_p": st.just(0.8),
+            "repetition_penalty": st.just(1.3),
+            "frequency_penalty": st.just(0.5),
+            "min_tokens": st.integers(0, 30),
+            "bad_words": st.just((" order",)),
+            "logprobs": st.just(1),
+            "logit_bias": st.just({60: 100.0, 61: -100.0}),
+            "stop_token_ids": st.just((60, 61)),
+        },
+    )
+    specs = []
+    for i in range(4):
+        params, seed = data.draw(sampling), data.draw(st.integers(0, 99))
+        grammar, max_tokens = data.draw(st.sampled_from(GRAMMARS)), data.draw(st.integers(30, 60))
+        bad = tuple(tuple(tokenizer().encode(word, add_special_tokens=False)) for word in params.get("bad_words", ()))
+        specs.append(ask(f"r{i}", grammar, seed=seed, max_tokens=max_tokens, bad_word_token_ids=bad, **params))
+    assert serve(forcing, specs) == alone(plain, specs)
+
+
+def test_answers_are_the_same_alone_in_a_batch_in_chunks_and_preempted(plain: EngineParts):
+    specs = [*a_mixture(), *samples("s", 3, ORDER, seed=5, temperature=1.5)]
+    expected = alone(plain, a_mixture()) | serve(plain, specs[12:])
+    with engine(max_num_batched_tokens=9, max_num_seqs=6) as narrow:
+        assert serve(narrow, specs) == expected
+    with engine(num_blocks=14, max_num_seqs=8) as small:
+        assert serve(small, specs) == expected
+        assert small.core.stats.num_preemptions > 0
+    assert len({tuple(expected[f"s-{i}"].token_ids) for i in range(3)}) == 3
+
+
+def test_a_resumed_request_goes_on_as_it_would_have(forcing: EngineParts):
+    specs = a_mixture(4)
+    whole = serve(forcing, specs)
+    for cut in (1, 4, 11):
+        had = {spec.request_id: whole[spec.request_id].token_ids[:cut] for spec in specs}
+        resumed = [
+            replace(spec, resumed=ResumePoint(output_token_ids=had[spec.request_id]))
+            for spec in specs
+            if len(whole[spec.request_id].token_ids) > cut
+        ]
+        for name, served in serve(forcing, resumed).items():
+            assert had[name] + served.token_ids == whole[name].token_ids
+
+
+def test_a_worker_that_is_killed_costs_no_token(forcing: EngineParts):
+    expected = serve(forcing, a_mixture())
+
+    def kill(number: int) -> None:
+        pid = grammars_of(forcing).worker_pid
+        if number in (1, 5) and pid is not None:
+            os.kill(pid, signal.SIGKILL)
+
+    assert serve(forcing, a_mixture(), before_step=kill) == expected
+
+
+def test_a_worker_that_hangs_is_replaced():
+    with engine() as parts:
+        expected = serve(parts, a_mixture(4))
+        grammars = grammars_of(parts)
+        grammars._answer_s = 0.5
+        stopped = grammars.worker_pid
+        assert stopped is not None
+        os.kill(stopped, signal.SIGSTOP)
+        assert serve(parts, a_mixture(4)) == expected
+        assert grammars.worker_pid != stopped
+
+
+def test_a_request_whose_matcher_ends_the_worker_twice_ends_alone(forcing: EngineParts):
+    grammars = grammars_of(forcing)
+    others = a_mixture(4)
+    expected = serve(forcing, others)
+
+    def kill_at_culprit(number: int) -> None:
+        """As if the worker had been at this request when it died."""
+        if number in (1, 2):
+            slot = next(held.number for held in grammars._slots.values() if held.bound.grammar == culprit.grammar)
+            assert grammars.worker_pid is not None
+            os.kill(grammars.worker_pid, signal.SIGSTOP)
+            os.kill(grammars.worker_pid, signal.SIGKILL)
+            grammars._mapped().work_on(slot)
+
+    culprit = ask("culprit", "start: /[a-z ]{40,50}/")
+    served = serve(forcing, [*others, culprit], before_step=kill_at_culprit)
+    assert served.pop("culprit").error == "the process for grammars ended each time that it worked on this request"
+    assert served == expected
+
+
+def test_a_grammar_that_cannot_be_used_ends_its_request_alone(forcing: EngineParts):
+    served = serve(forcing, [ask("bad", HOPELESS), ask("good", WORD, seed=3)])
+    assert served["bad"].finish_reason is FinishReason.ERROR
+    assert "nobody" in (served["bad"].error or "")
+    assert served["good"] == serve(forcing, [ask("good", WORD, seed=3)])["good"]
+
+
+def test_a_matcher_out_of_fuel_ends_its_request_alone(forcing: EngineParts):
+    hostile = 'start: /[a-z]{6}/ e\ne: e e e | e e | "a" | "b" | /[a-z]/'
+    served = serve(forcing, [ask("hostile", hostile, min_tokens=59), ask("good", ORDER)])
+    assert served["good"].finish_reason is FinishReason.STOP
+    assert served["hostile"].finish_reason is FinishReason.ERROR
+    assert "Too many items" in (served["hostile"].error or "")
+    assert len(served["hostile"].token_ids) > 2
+
+
+def test_thoughts_end_at_their_budget_inside_a_grammar(plain: EngineParts, forcing: EngineParts):
+    mark = tokenizer().token_id("<|im_end|>")
+    assert mark is not None
+    grammar = 'start: /[a-z ]{1,300}/ <|im_end|> "done"'
+    limit = ThinkingLimit(7, begin=(), end=(mark,), opened=True)
+    for parts in (plain, forcing):
+        (served,) = serve(parts, [ask("r", grammar, thinking=limit, eos_token_ids=())]).values()
+        assert served.token_ids[7] == mark
+        assert served.finish_reason is FinishReason.STOP
+        assert tokenizer().decode(served.token_ids[8:]) == "done"
+
+
+def test_the_torch_executor_binds_its_answers_too():
+    with engine(executor="torch") as parts:
+        served = serve(parts, [ask("order", ORDER), ask("long", LONG)])
+    assert list(json.loads(served["order"].text)) == ["name", "price", "size"]
+    assert served["long"].finish_reason is FinishReason.STOP
+
+
+def test_a_worker_ends_with_its_executor():
+    with engine() as parts:
+        serve(parts, [ask("r", WORD)])
+        pid = grammars_of(parts).worker_pid
+    assert pid is not None
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_an_engine_without_such_requests_begins_no_worker():
+    with engine() as parts:
+        serve(parts, [ask("r", "")])
+        assert grammars_of(parts).worker_pid is None
