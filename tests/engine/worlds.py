@@ -11,6 +11,7 @@ from maitred.engine import served_model as served
 from maitred.engine.client import EngineClient
 from maitred.engine.core import EngineCore
 from maitred.engine.engine_thread import in_thread
+from maitred.engine.grammar_queue import Prepare
 from maitred.engine.intake import ServedModel, make_requests
 from maitred.engine.loop import LoadedEngine
 from maitred.engine.memory import MemoryPlan
@@ -83,6 +84,7 @@ def client_of(
     *,
     facts: ModelFacts | None = None,
     clock: Clock | None = None,
+    prepare: Prepare | None = None,
     **process: Any,
 ) -> EngineClient:
     """A client of `core`, which runs in a thread; ready."""
@@ -96,7 +98,7 @@ def client_of(
         model_context=256,
         longest_context=256,
     )
-    loaded = LoadedEngine(core, facts or model_facts(), plan, deterministic=True, close=core.close)
+    loaded = LoadedEngine(core, facts or model_facts(), plan, deterministic=True, close=core.close, prepare=prepare)
     start = Start(
         config=EngineConfig(), process=ProcessConfig(**process), open=in_thread(lambda config, names, tell: loaded)
     )
