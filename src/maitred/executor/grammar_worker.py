@@ -35,7 +35,7 @@ from maitred.text.tokenizer import Tokenizer
 
 MAX_FORCED = 64  # tokens told at once, so that an answer stays short; the rest is told later
 MAX_COMPILED = 64  # grammars kept for the next request, of 0.3 to 2 MB each
-COMPILER_NICENESS = 10  # the step's processors come first
+COMPILER_NICENESS = 5  # the step's processors come first
 
 
 class GrammarFault(Exception):
