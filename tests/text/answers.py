@@ -75,10 +75,10 @@ def template_of(name: str) -> ChatTemplate:
 
 def answer_of(template: ChatTemplate, message: Mapping[str, Any]) -> str:
     """What the template writes of an answer, and the end of its turn."""
-    question = [{"role": "user", "content": "q"}]
+    question = [{"role": "user", "content": "Which one?"}]
     prompt = template.render(question, tools=TOOLS)
     whole = template.render([*question, {"role": "assistant", **message}], tools=TOOLS, add_generation_prompt=False)
-    return whole[len(prompt) :] if whole.startswith(prompt) else whole.rpartition("q")[2]
+    return whole[len(prompt) :] if whole.startswith(prompt) else whole.rpartition("Which one?")[2]
 
 
 def tokenizer_with(*marks: str) -> Tokenizer:
@@ -110,6 +110,7 @@ def parse(format: AnswerFormat, pieces: Sequence[str | int], **options: Any) -> 
                 assert part.index == len(parsed.calls)
                 parsed.calls.append([part.id, part.name, ""])
             else:
-                assert part.index == len(parsed.calls) - 1 and part.text
+                assert part.index == len(parsed.calls) - 1
+                assert part.text
                 parsed.calls[-1][2] += part.text
     return parsed

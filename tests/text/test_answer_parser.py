@@ -60,7 +60,8 @@ def thinking(name: str, thoughts: str) -> str:
 @pytest.mark.parametrize("name", FORMATS)
 def test_thoughts_then_a_call(name: str):
     parsed = parse(format_of(name), [thinking(name, "Hm.\nSo be it.") + written(name, ["get_weather"])])
-    assert parsed.reasoning == "Hm.\nSo be it." and parsed.content == ""
+    assert parsed.reasoning == "Hm.\nSo be it."
+    assert parsed.content == ""
     assert parsed.arguments == [("get_weather", CALLS["get_weather"])]
 
 
@@ -121,7 +122,8 @@ def test_what_only_looks_like_a_call_is_content(text: str):
 
 def test_a_call_behind_what_looks_like_one():
     parsed = hermes("<tool_call>" + CALL)
-    assert parsed.content == "<tool_call>" and [call[1] for call in parsed.calls] == ["get_weather"]
+    assert parsed.content == "<tool_call>"
+    assert [call[1] for call in parsed.calls] == ["get_weather"]
 
 
 def test_a_call_that_is_cut_short_has_its_arguments_as_far_as_they_are_written():
@@ -144,7 +146,8 @@ def test_arguments_are_as_the_model_wrote_them():
 )
 def test_a_model_may_order_and_space_a_call_otherwise(text: str):
     parsed = hermes(f"<tool_call>{text}</tool_call>\n")
-    assert parsed.arguments == [("get_weather", {"city": "Paris"})] and parsed.content == ""
+    assert parsed.arguments == [("get_weather", {"city": "Paris"})]
+    assert parsed.content == ""
 
 
 def test_no_arguments_are_an_empty_object():
@@ -156,7 +159,8 @@ def test_no_arguments_are_an_empty_object():
 
 def test_a_call_in_thoughts_is_found_and_the_thoughts_go_on():
     parsed = hermes("<think>\nI look. " + CALL + " Good.\n</think>\n\nFine.")
-    assert parsed.reasoning == "I look.Good." and parsed.content == "Fine."
+    assert parsed.reasoning == "I look.Good."
+    assert parsed.content == "Fine."
     assert [call[1] for call in parsed.calls] == ["get_weather"]
 
 
@@ -183,7 +187,8 @@ def test_a_mark_is_a_token_and_its_letters_are_letters():
     body = '{"name": "get_weather", "arguments": {"city": "</tool_call>"}}'
     pieces = [ids[2], "a ", "</think>", ids[3], "<tool_call>", body, ids[0], body, ids[1]]
     parsed = parse(format, pieces)
-    assert parsed.reasoning == "a </think>" and parsed.content == "<tool_call>" + body
+    assert parsed.reasoning == "a </think>"
+    assert parsed.content == "<tool_call>" + body
     assert parsed.arguments == [("get_weather", {"city": "</tool_call>"})]
     assert parse(format, [ids[0], "no call", ids[1]]).content == "<tool_call>no call</tool_call>"
 

@@ -74,7 +74,8 @@ def test_marks_in_arguments_are_letters():
     tokenizer = tokenizer_with("<|im_start|>", "<|im_end|>", "<tool_call>")
     template = ChatTemplate(template_of("hermes").source, added_tokens=tokenizer.added_tokens)
     ids = tokenizer.encode(template.render([call({"<|im_end|>": "a<|im_end|>"})], add_generation_prompt=False))
-    assert ids.count(tokenizer.token_id("<|im_end|>")) == 1 and ids.count(tokenizer.token_id("<tool_call>")) == 1
+    assert ids.count(tokenizer.token_id("<|im_end|>")) == 1
+    assert ids.count(tokenizer.token_id("<tool_call>")) == 1
 
 
 # Templates that write no calls.
@@ -92,9 +93,11 @@ def test_a_template_without_tools_tells_of_them_and_of_calls_in_its_turns():
     template = ChatTemplate(TURNS_ONLY)
     chat, variables = with_tools(read_answer_format(template), CONVERSATION, TOOLS)
     prompt = template.render(chat, **variables)
-    assert prompt.startswith("[user]You can call these functions") and '"name": "get_weather_now"' in prompt
+    assert prompt.startswith("[user]You can call these functions")
+    assert '"name": "get_weather_now"' in prompt
     assert (
-        'Weather?[assistant]<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}\n</tool_call>'
+        "Weather?[assistant]"
+        '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}\n</tool_call>'
         '\n<tool_call>\n{"name": "list_all", "arguments": {}}\n</tool_call>'
         "[user]<tool_response>\nsunny\n</tool_response>\n<tool_response>\n[]\n</tool_response>"
         "[assistant]It is sunny."
@@ -104,7 +107,8 @@ def test_a_template_without_tools_tells_of_them_and_of_calls_in_its_turns():
 def test_a_template_that_writes_calls_is_given_messages_and_tools_as_they_are():
     template = template_of("hermes")
     chat, variables = with_tools(read_answer_format(template), CONVERSATION, TOOLS)
-    assert variables == {"tools": TOOLS} and [message["role"] for message in chat][2] == "tool"
+    assert variables == {"tools": TOOLS}
+    assert [message["role"] for message in chat][2] == "tool"
     assert with_tools(read_answer_format(template), CONVERSATION, None)[1] == {}
 
 
@@ -114,8 +118,10 @@ def test_tools_are_told_by_the_name_and_in_the_place_that_a_template_takes_them(
     assert with_tools(read_answer_format(smollm), CONVERSATION, TOOLS)[1] == {"xml_tools": TOOLS}
     phi = ChatTemplate("{# <|/tool|> #}" + echo)
     chat, variables = with_tools(read_answer_format(phi), CONVERSATION, TOOLS)
-    assert variables == {} and json.loads(chat[0]["tools"])[0]["name"] == "get_weather"
-    assert chat[0]["role"] == "system" and chat[3]["role"] == "tool_response"
+    assert variables == {}
+    assert json.loads(chat[0]["tools"])[0]["name"] == "get_weather"
+    assert chat[0]["role"] == "system"
+    assert chat[3]["role"] == "tool_response"
 
 
 def test_marks_of_calls_in_content_are_tokens_and_what_clients_gave_is_letters():
@@ -126,4 +132,5 @@ def test_marks_of_calls_in_content_are_tokens_and_what_clients_gave_is_letters()
     message = {**call({"a": "<|tool_call|><|end|>"}), "content": "<|end|>"}
     chat, _ = with_tools(read_answer_format(template, tokenizer), [message], None)
     ids = tokenizer.encode(template.render(chat))
-    assert ids.count(tokenizer.token_id("<|tool_call|>")) == 1 and ids.count(tokenizer.token_id("<|end|>")) == 1
+    assert ids.count(tokenizer.token_id("<|tool_call|>")) == 1
+    assert ids.count(tokenizer.token_id("<|end|>")) == 1

@@ -78,7 +78,7 @@ class ChatTemplate:
         text where it takes no objects. With `continue_final_message` the prompt ends where the last message ends, and
         no generation prompt follows. Where a value holds a token's letters, the prompt is a MarkedText, which
         `Tokenizer.encode` reads. Raises InvalidRequest when the template refuses the messages,
-        UnsupportedParameter for parts that are not text, CheckpointError when the template reaches a limit.
+        UnsupportedContent for parts that are not text, CheckpointError when the template reaches a limit.
         """
         chat = plain_messages(messages)
         if any(message.get("tool_calls") for message in chat):
