@@ -83,7 +83,7 @@ def _onnxruntime(work: Path, model: str, checkpoint: Path) -> None:
 
 
 def _vllm(work: Path, model: str, checkpoint: Path) -> None:
-    environment(work / "venv-vllm", VLLM)
+    _environment(work / "venv-vllm", VLLM)
 
 
 def llamacpp_source(home: Path, programs: Path) -> Path:
@@ -152,5 +152,5 @@ def _environment(folder: Path, packages: tuple[str, ...]) -> Path:
 
 def _run(command: list[str], **environment: str) -> None:
     print("+", " ".join(command), file=sys.stderr, flush=True)
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", **environment}
-    subprocess.run(command, check=True, env=environment, stdout=sys.stderr)
+    variables = {**os.environ, "HF_HUB_OFFLINE": "1", **environment}
+    subprocess.run(command, check=True, env=variables, stdout=sys.stderr)
