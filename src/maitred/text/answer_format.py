@@ -120,6 +120,8 @@ class AnswerFormat:
     """For a template that knows no tools: the text about them that goes before the first message."""
     writes_calls: bool = True
     """Whether the template writes calls that were made; otherwise they must be content."""
+    tool_role: str = "tool"
+    """Where it does not: the role of a call's result."""
 
     @property
     def mark_ids(self) -> frozenset[int]:

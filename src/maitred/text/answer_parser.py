@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from maitred.text.answer_format import AnswerFormat, Pieces, Slot
 from maitred.text.call_reader import CallReader, Schemas, Sink
@@ -24,13 +23,15 @@ _MARK = re.compile("[\ud800-\udfff]")
 _NEW_LINES = re.compile(r"\n*")
 
 
-class CallBegun(NamedTuple):
+@dataclass(slots=True)
+class CallBegun:
     index: int
     id: str
     name: str
 
 
-class ArgumentsText(NamedTuple):
+@dataclass(slots=True)
+class ArgumentsText:
     index: int
     text: str
 
@@ -65,6 +66,7 @@ class AnswerParser:
         self._feed = Feed()
         self._delta = AnswerDelta()
         self._num_calls = 0
+        self._has_marks = False
         self._thinking = starts_in_reasoning and parse_reasoning
         self._started = False  # content has begun, so what only may begin it does not any more
         self._is_done = False
@@ -74,6 +76,9 @@ class AnswerParser:
         reasoning = format.reasoning if parse_reasoning else None
         self._begin = words(self._encode(reasoning.begin)) if reasoning else []
         self._end = words(self._encode(reasoning.end)) if reasoning else []
+        # What may end content and thoughts. Letters that look like the begin of thoughts do not, behind content.
+        call = [self._calls.trigger] if self._calls and self._calls.trigger else []
+        self._triggers = {False: [*call, *filter(_MARK.match, self._begin[:1])], True: [*call, *self._end[:1]]}
         self._opener = words(self._encode(calls.opener)) if calls else []
         channels = ChannelReader(self._feed, self._mark, tools, sink if parse_calls else None, self._tell_as)
         self._run = channels.read() if format.channels else self._prose()
@@ -85,8 +90,12 @@ class AnswerParser:
 
     def push(self, pieces: Sequence[str | int]) -> AnswerDelta:
         """Text, and ids of those tokens that are in `AnswerFormat.mark_ids`."""
-        characters = self._characters
-        self._feed.text += "".join([p if isinstance(p, str) else characters.get(p, "") for p in pieces])
+        for piece in pieces:
+            if isinstance(piece, str):
+                self._feed.text += piece
+            else:
+                self._has_marks = True
+                self._feed.text += self._characters.get(piece, "")
         return self._advance()
 
     def flush(self) -> AnswerDelta:
@@ -111,6 +120,8 @@ class AnswerParser:
     # What is told.
 
     def _shown(self, text: str) -> str:
+        if not self._has_marks:
+            return text
         return _MARK.sub(lambda mark: self._letters.get(mark[0], ""), text)
 
     def _tell(self, text: str) -> None:
@@ -141,7 +152,7 @@ class AnswerParser:
         while True:
             if not self._started and not self._thinking and (yield from self._read_start()):
                 continue
-            triggers = self._triggers()
+            triggers = self._triggers[self._thinking]
             places = [(at, trigger) for trigger in triggers if (at := feed.text.find(trigger)) >= 0]
             if places:
                 yield from self._read_mark(*min(places))
@@ -149,16 +160,8 @@ class AnswerParser:
                 self._tell(feed.cut(len(feed.text)))
                 return
             else:
-                held = _before_space(feed.text, held_from(feed.text, triggers)) if triggers else len(feed.text)
-                self._tell(feed.cut(held))
+                self._tell(feed.cut(_before_space(feed.text, held_from(feed.text, triggers))))
                 yield
-
-    def _triggers(self) -> list[str]:
-        """What may end this prose. Letters that look like the begin of thoughts do not, behind content."""
-        found = [self._calls.trigger] if self._calls and self._calls.trigger else []
-        if self._thinking:
-            return found + self._end[:1]
-        return found + [word for word in self._begin[:1] if _MARK.match(word)]
 
     def _read_start(self) -> Reading[bool]:
         """Reads what may only stand at the start of content; whether there was any."""
@@ -184,8 +187,9 @@ class AnswerParser:
         if self._calls and trigger == self._calls.trigger and (yield from self._calls.read(at)):
             return
         behind = None
-        if trigger in self._triggers()[-1:] and (not self._calls or trigger != self._calls.trigger):
-            behind = yield from skip_words(feed, at, self._end if self._thinking else self._begin)
+        reasoning = self._end if self._thinking else self._begin
+        if trigger in reasoning[:1]:
+            behind = yield from skip_words(feed, at, reasoning)
         if behind is None:
             self._tell(feed.cut(at + 1))
         elif self._thinking:
@@ -207,5 +211,7 @@ class AnswerParser:
 
 def _before_space(text: str, at: int) -> int:
     """Where the white space before `at` begins."""
+    if at and not text[at - 1].isspace():
+        return at
     since = max(0, at - _MAX_SPACE)
     return since + len(text[since:at].rstrip())

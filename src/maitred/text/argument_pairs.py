@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from json.encoder import encode_basestring
 from typing import Any
 
 from maitred.text.answer_format import PairsFormat, Text
@@ -14,6 +15,7 @@ from maitred.text.feed import Feed, Reading, find, held_from, skip_words, words
 
 _PYTHON_NAMES = {"True": "true", "False": "false", "None": "null"}
 _MAX_REFS = 8
+_STRING = frozenset({"string"})
 _BARE = re.compile(r"[^\s{}\[\],:]+(?: +[^\s{}\[\],:]+)*")  # a key, a number or a name
 _SPACED = re.compile(r"([,:])\s*")
 _Emit = Callable[[str], None]
@@ -58,7 +60,7 @@ class PairReader:
             if at is not None and self._call_end:
                 feed.cut(at)
                 break
-            at = yield from skip_words(feed, 0, self._separator) if num_read else _at(0)
+            at = yield from skip_words(feed, 0, self._separator if num_read else ())
             at = yield from skip_words(feed, at or 0, self._key_begin)
             if at is None:
                 if feed.ended and (not feed.text.strip() or self._may_go_on(feed.text.strip())):
@@ -88,13 +90,13 @@ class PairReader:
                 break
         else:
             begin, behind = self._begins[0], found[0] + len(found[1])
-        self._emit(f"{before}{_json(key)}: ")
+        self._emit(f"{before}{encode_basestring(key)}: ")
         feed.cut(behind)
         types = begin.types if begin.types is not None else types_of(self._property(key), self._schema)
         if self._quote:
             return (yield from self._quoted(feed))
         yield from self._skip_exactly(feed, begin.space)
-        if types == {"string"}:
+        if types == _STRING:
             return (yield from self._text(feed, self._end, self._end_space))
         return (yield from self._typed(feed, types))
 
@@ -116,11 +118,11 @@ class PairReader:
         stops = [end_space + end[0], end[0]]
         while (at := feed.text.find(end[0])) < 0:
             held = len(feed.text) if feed.ended else held_from(feed.text, stops)
-            self._emit(_json(feed.cut(held))[1:-1])
+            self._emit(encode_basestring(feed.cut(held))[1:-1])
             if feed.ended:
                 return False
             yield
-        self._emit(_json(feed.cut(at).removesuffix(end_space))[1:])
+        self._emit(encode_basestring(feed.cut(at).removesuffix(end_space))[1:])
         behind = yield from skip_words(feed, 0, end)
         feed.cut(len(end[0]) if behind is None else behind)
         return True
@@ -145,27 +147,20 @@ class PairReader:
             feed.cut(at)
             return (yield from self._text(feed, [self._quote], ""))
         depth = 0
-        at = 0
-        stops = [self._quote, "{", "}", "[", "]", ","]
-        while True:
-            found = yield from find(feed, at, stops)
-            if found is None:
-                self._emit(_bare_json(feed.cut(len(feed.text)), self._quote))
-                return False
+        stops = [self._quote, *"{}[],"]
+        while (found := (yield from find(feed, 0, stops))) is not None:
             at, stop = found
             if depth == 0 and stop in "}],":
-                self._emit(_bare_json(feed.cut(at), self._quote))
+                self._emit(_bare_json(feed.cut(at)).strip())
                 return True
-            at += len(stop)
-            if stop == self._quote:
-                closing = yield from find(feed, at, [self._quote])
-                at = len(feed.text) if closing is None else closing[0] + len(self._quote)
             depth += (stop in ("{", "[")) - (stop in ("}", "]"))
-
-
-def _at(at: int) -> Reading[int | None]:
-    return at
-    yield
+            self._emit(_bare_json(feed.cut(at if stop == self._quote else at + 1)))
+            if stop == self._quote:
+                feed.cut(len(stop))
+                if not (yield from self._text(feed, [stop], "")):
+                    return False
+        self._emit(_bare_json(feed.cut(len(feed.text))))
+        return False
 
 
 def _begins(pairs: PairsFormat, encode: Callable[[Text], str]) -> list[_Begin]:
@@ -173,15 +168,11 @@ def _begins(pairs: PairsFormat, encode: Callable[[Text], str]) -> list[_Begin]:
     for type_name, text in pairs.value_begin_of.items():
         types_by.setdefault(encode(text), set()).add(type_name)
     others = [_begin(text, frozenset(types)) for text, types in types_by.items()]
-    return [_begin(encode(pairs.value_begin), frozenset({"string"}) if others else None), *others]
+    return [_begin(encode(pairs.value_begin), _STRING if others else None), *others]
 
 
 def _begin(text: str, types: frozenset[str] | None) -> _Begin:
     return _Begin(words(text), text[len(text.rstrip()) :], types)
-
-
-def _json(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
 
 
 def typed_json(raw: str, types: frozenset[str] | None) -> str:
@@ -190,11 +181,11 @@ def typed_json(raw: str, types: frozenset[str] | None) -> str:
     try:
         found = _type_of(json.loads(text, parse_constant=_refused))
     except (ValueError, RecursionError):
-        return _python_json(raw, types) or _json(raw)
+        return _python_json(raw, types) or encode_basestring(raw)
     if found == "string" and (types is None or "string" in types):
-        return _json(raw)  # the quotes are the text's own
+        return encode_basestring(raw)  # the quotes are the text's own
     fits = types is None or "string" not in types or found in types or (found == "integer" and "number" in types)
-    return text if fits else _json(raw)
+    return text if fits else encode_basestring(raw)
 
 
 def _python_json(raw: str, types: frozenset[str] | None) -> str | None:
@@ -247,24 +238,18 @@ def _type_of(value: Any) -> str:
     return names.get(type(value), "null")
 
 
-def _bare_json(raw: str, quote: str) -> str:
-    """JSON of a value whose texts are between quotes of their own, and whose keys are bare."""
-    made: list[str] = []
-    for number, part in enumerate(raw.split(quote)):
-        if number % 2:
-            made.append(_json(part))
-        else:
-            made.append(_SPACED.sub(r"\1 ", _BARE.sub(_bare_word, part)))
-    return "".join(made).strip()
+def _bare_json(raw: str) -> str:
+    """JSON of a piece whose keys are bare, and that holds no text."""
+    return _SPACED.sub(r"\1 ", _BARE.sub(_bare_word, raw.lstrip()))
 
 
 def _bare_word(found: re.Match[str]) -> str:
     word = _PYTHON_NAMES.get(found[0], found[0])
     is_key = found.string[found.end() :].lstrip().startswith(":")
     if is_key:
-        return _json(word)
+        return encode_basestring(word)
     try:
         json.loads(word)
     except ValueError:
-        return _json(word)
+        return encode_basestring(word)
     return word

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os.path
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 from maitred.text.answer_format import CallFormat, PairsFormat, Pieces, Slot, Text
-from maitred.text.probes import KEYS, PROBES, Probe, to_tag
+from maitred.text.probes import KEYS, PROBES, Probe, shared_prefix, to_tag
 
 _DECODER = json.JSONDecoder()
 
@@ -26,7 +25,7 @@ class _Core(NamedTuple):
 
 def read_calls(write: Callable[[Sequence[Probe]], str | None]) -> CallFormat | None:
     """The format in which `write` writes calls; None for one that is none of the three forms."""
-    first, second = PROBES
+    first = PROBES[0]
     text = write(PROBES)
     cores = None if text is None else _cores(text, PROBES)
     if text is None or cores is None:
@@ -80,11 +79,13 @@ def _core(text: str, probe: Probe, since: int) -> _Core | None:
     arguments = _arguments_in(text, probe, name_at)
     if arguments[1] > 0:
         return _Core(min(starts), arguments[1], "name_json", arguments)
-    key_at = text.find(KEYS[0], name_at)
-    last = text.find(str(probe.values[1]), key_at)
-    if key_at < 0 or last < 0 or text.find(probe.values[0], key_at, last) < 0:
-        return None
-    return _Core(min(starts), last + len(str(probe.values[1])), "pairs", (key_at, last + len(str(probe.values[1]))))
+    places = [name_at]
+    for part in (KEYS[0], probe.values[0], KEYS[1], str(probe.values[1])):
+        places.append(text.find(part, places[-1]))
+        if places[-1] < 0:
+            return None
+    end = places[-1] + len(str(probe.values[1]))
+    return _Core(min(starts), end, "pairs", (places[1], end))
 
 
 def _arguments_in(text: str, probe: Probe, since: int) -> tuple[int, int]:
@@ -178,8 +179,8 @@ def _with_pairs(found: CallFormat, text: str, cores: Sequence[_Core], parts: _Sp
         quote=_text(quote),
         value_begin_of={} if quote or value_begin == other_begin else _other_types(_text(other_begin)),
     )
-    if not pair.end and not quote:
-        return None  # nothing tells where a value ends
+    if not (pair.end or quote) or any(key in literal for key in KEYS for literal in pair):
+        return None  # nothing tells where a value ends, or each key's literals are others
     kept = found.call[: slot_at - 1] if head else found.call[:slot_at]
     call = (*kept, *_text(pair.before), Slot.PAIRS)
     return replace(found, call=call, call_end=_text(pair.after), pairs=pairs)
@@ -201,8 +202,8 @@ class _Split(NamedTuple):
 
 def _split(before: str, between: str, after: str) -> _Split:
     """What two things X written as `before X between X after` each begin and end with; no tag is cut."""
-    low = len(between) - len(os.path.commonprefix([before[::-1], between[::-1]]))
-    high = len(os.path.commonprefix([between, after]))
+    low = len(between) - len(shared_prefix(before[::-1], between[::-1]))
+    high = len(shared_prefix(between, after))
     if low <= high:  # also what they share by chance
         low = high = max((at for at in range(low, min(high, len(between) - 1) + 1) if between[at] in "<["), default=low)
     else:

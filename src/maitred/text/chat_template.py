@@ -74,10 +74,10 @@ class ChatTemplate:
     ) -> str:
         """The prompt for `messages` (role, content, ...); `kwargs` are further variables of the template.
 
-        Contents given as parts are joined by newlines, and arguments of tool calls reach the template as objects (as text
-        where it takes no others). With `continue_final_message` the prompt ends where the last
-        message ends, and no generation prompt follows. Where a value holds a token's letters, the prompt is a
-        MarkedText, which `Tokenizer.encode` reads. Raises InvalidRequest when the template refuses the messages,
+        Contents given as parts are joined by newlines; arguments of tool calls reach the template as objects, or as
+        text where it takes no objects. With `continue_final_message` the prompt ends where the last message ends, and
+        no generation prompt follows. Where a value holds a token's letters, the prompt is a MarkedText, which
+        `Tokenizer.encode` reads. Raises InvalidRequest when the template refuses the messages,
         UnsupportedContent for parts that are not text, CheckpointError when the template reaches a limit.
         """
         chat = plain_messages(messages)

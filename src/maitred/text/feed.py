@@ -134,12 +134,12 @@ def skip_json(feed: Feed, at: int) -> Reading[int | None]:
         text, end = yield from match(feed, at, _PRIMITIVE)
         return end if text else None
     scan = JsonScan()
-    while (end := scan.end_in(feed.text, at)) is None:
+    while (behind := scan.end_in(feed.text, at)) is None:
         if feed.ended:
             return None
         at = len(feed.text)
         yield
-    return end
+    return behind
 
 
 def pass_json(feed: Feed, emit: Callable[[str], None], depth: int = 0) -> Reading[None]:

@@ -64,9 +64,11 @@ class HiddenMarks:
             raise InvalidRequest("the messages hold nearly every character of private use; leave some out")
 
     def hide(self, value: Any) -> Any:
-        """The value, or a copy in which each mark is a character."""
+        """The value, or a copy in which each mark is a character; of a MarkedText those in its spans."""
         if not self._stand_ins:
             return value
+        if isinstance(value, MarkedText):
+            return "".join(self.hide(piece) if is_clients else piece for piece, is_clients in value.parts())
         if isinstance(value, str):
             return self._marks.pattern.sub(lambda found: self._stand_ins[found[0]], value)
         if isinstance(value, Mapping):

@@ -1,8 +1,7 @@
-"""Probe calls and probe thoughts, rendered by a chat template, and what the template writes around an answer cut off."""
+"""Probe calls and probe thoughts, rendered by a chat template; what it writes around an answer is cut off."""
 
 from __future__ import annotations
 
-import json
 import os.path
 import re
 from collections.abc import Mapping, Sequence
@@ -38,9 +37,9 @@ class Probe:
 
 PROBES = (Probe("probe0001", "probe_alpha", ("one value", 7301)), Probe("probe0002", "probe_beta", ("a value", 9402)))
 _PROPERTIES = {KEYS[0]: {"type": "string", "description": "k"}, KEYS[1]: {"type": "integer", "description": "k"}}
-_PARAMETERS = {"type": "object", "properties": _PROPERTIES, "required": list(KEYS)}
+PARAMETERS = {"type": "object", "properties": _PROPERTIES, "required": list(KEYS)}
 TOOLS = [
-    {"type": "function", "function": {"name": probe.name, "description": "p", "parameters": _PARAMETERS}}
+    {"type": "function", "function": {"name": probe.name, "description": "p", "parameters": PARAMETERS}}
     for probe in PROBES
 ]
 
@@ -67,9 +66,10 @@ class ProbeTemplate:
     def write(self, probes: Sequence[Probe]) -> str | None:
         """The answer that makes these calls."""
         text = self._answer({"content": None, "tool_calls": [probe.call() for probe in probes]}, tools=TOOLS)
-        if text is None or not all(probe.name in text for probe in probes):
+        value = str(probes[-1].values[1])
+        if text is None or value not in text or not all(probe.name in text for probe in probes):
             return None
-        return self._without_turn(text, probes[-1])
+        return self._without_turn(text, text.rindex(value) + len(value))
 
     def knows_tools(self) -> bool:
         """Whether a prompt differs by the tools that there are."""
@@ -115,15 +115,18 @@ class ProbeTemplate:
             return self._template.render(chat, **{"add_generation_prompt": False, **variables})
         return None
 
-    def _without_turn(self, text: str, last: Probe) -> str:
+    def _without_turn(self, text: str, values_end: int) -> str:
         head, _, tail = self._told.partition(_ANSWER)
         heads = [known for known in (head, self.plain_head, *self.openings) if known and text.startswith(known)]
-        start = len(max(heads, key=len)) if heads else to_tag(text, len(os.path.commonprefix([text, head])))
-        values_end = text.rindex(json.dumps(last.values[1])) + len(json.dumps(last.values[1]))
+        start = len(max(heads, key=len)) if heads else to_tag(text, len(shared_prefix(text, head)))
         end = len(text) - len(tail) if tail and text.endswith(tail) else len(text)
         turns = set(_TAG.findall(head + tail))
         new_turn = next((tag.start() for tag in _TAG.finditer(text, values_end) if tag[0] in turns), end)
         return text[start : max(values_end, min(end, new_turn))]
+
+
+def shared_prefix(*texts: str) -> str:
+    return os.path.commonprefix(texts)  # noqa: RUF071  character by character is what is wanted
 
 
 def to_tag(text: str, end: int) -> int:

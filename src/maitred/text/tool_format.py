@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os.path
 import re
 from contextlib import suppress
 from dataclasses import fields, is_dataclass, replace
@@ -16,7 +15,7 @@ from maitred.text.answer_parser import AnswerParser, ArgumentsText, CallBegun
 from maitred.text.call_literals import read_calls
 from maitred.text.chat_template import ChatTemplate
 from maitred.text.marks import Marks, is_bracketed
-from maitred.text.probes import PROBES, TOOLS, Probe, ProbeTemplate, to_tag
+from maitred.text.probes import PARAMETERS, PROBES, Probe, ProbeTemplate, shared_prefix, to_tag
 from maitred.text.tokenizer import Tokenizer
 from maitred.text.tool_formats import HINTS, TOOL_FORMATS, UNTAUGHT_FORMAT, tools_system_text
 
@@ -71,23 +70,26 @@ def read_answer_format(
 def _read(template: ChatTemplate, probe: ProbeTemplate) -> AnswerFormat:
     calls = read_calls(probe.write)
     if calls is not None and _is_read_back(calls, probe):
-        name = _name_in_table(calls)
-        if name != "template" and calls.several:  # what follows calls may be the next turn's
-            calls = replace(calls, end=_named_format(name).calls.end)  # type: ignore[union-attr]
-        calls = replace(calls, id_length=None if probe.takes_long_ids() else len(PROBES[0].id))
-        return AnswerFormat(name, calls)
+        name, calls = _known(calls)
+        return AnswerFormat(name, replace(calls, id_length=None if probe.takes_long_ids() else len(PROBES[0].id)))
     hint = next((hint for hint in HINTS if hint.sign in template.source), None)
     if hint is not None:
-        found = replace(_named_format(hint.format), writes_calls=False)
-        return replace(found, tools_variable=hint.tools_variable, tools_in_system=hint.tools_in_system)
+        return replace(
+            _named_format(hint.format),
+            writes_calls=False,
+            tools_variable=hint.tools_variable,
+            tools_in_system=hint.tools_in_system,
+            tool_role=hint.tool_role,
+        )
     if probe.knows_tools():
         return AnswerFormat("none")
-    return replace(_named_format(UNTAUGHT_FORMAT), tools_system_text=tools_system_text, writes_calls=False)
+    untaught = _named_format(UNTAUGHT_FORMAT)
+    return replace(untaught, tools_system_text=tools_system_text, writes_calls=False, tool_role="user")
 
 
 def _is_read_back(calls: CallFormat, probe: ProbeTemplate) -> bool:
     """Whether the calls that the template writes are found again by the format that was read off it."""
-    schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in TOOLS}
+    schemas = {known.name: PARAMETERS for known in PROBES}
     for probes in (PROBES[:1], PROBES)[: 2 if calls.several else 1]:
         parser = AnswerParser(AnswerFormat("", calls), make_id=str, tools=schemas)
         found = [*parser.push([probe.write(probes) or ""]).calls, *parser.flush().calls]
@@ -121,14 +123,18 @@ def _named_format(name: str) -> AnswerFormat:
     return AnswerFormat(name, read_calls(write))  # type: ignore[arg-type]
 
 
-def _name_in_table(calls: CallFormat) -> str:
-    shape = _shape(calls)
-    return next((name for name in TOOL_FORMATS if _shape(_named_format(name).calls) == shape), "template")
+def _known(calls: CallFormat) -> tuple[str, CallFormat]:
+    """Its name in the table, and the calls without a begin of the next turn that was taken for their end."""
+    for ended in (calls, replace(calls, end=())):
+        for name in TOOL_FORMATS:
+            if _shape(_named_format(name).calls) == _shape(ended):
+                return name, ended
+    return "template", calls
 
 
 def _shape(calls: CallFormat | None) -> list[str]:
-    """The call's letters, without white space at the ends of literals, and without what follows all calls."""
-    texts = AnswerFormat("", replace(calls, opener=(), end=())).texts() if calls else ()
+    """The call's letters, without white space at the ends of literals."""
+    texts = AnswerFormat("", replace(calls, opener=())).texts() if calls else ()
     return ["".join(piece.name if isinstance(piece, Slot) else str(piece) for piece in text).strip() for text in texts]
 
 
@@ -153,7 +159,7 @@ def _read_reasoning(source: str, probe: ProbeTemplate, calls: CallFormat | None)
 
 def _shared_tags(texts: list[str]) -> str:
     """What the texts, of which one may be longer, begin with; no tag is cut."""
-    shared = os.path.commonprefix(texts)
+    shared = shared_prefix(*texts)
     return shared[: to_tag(shared, len(shared))] or texts[0]
 
 

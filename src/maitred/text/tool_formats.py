@@ -1,7 +1,8 @@
 """Call formats by name, and what chat templates do not show of their models.
 
-Each format is a snippet of a template that writes `calls`; it is read as a chat template is. Sources: the models' cards
-and chat templates, and the parsers of vLLM (`tool_parsers`), SGLang (`function_call`) and llama.cpp (`common/chat.cpp`).
+Each format is a snippet of a template that writes `calls`; it is read as a chat template is. Sources: the models'
+cards and chat templates, and the parsers of vLLM (`tool_parsers`), SGLang (`function_call`) and llama.cpp
+(`common/chat.cpp`).
 """
 
 from __future__ import annotations
@@ -75,7 +76,8 @@ TOOL_FORMATS: dict[str, str] = {
     ),
     "glm47": _paired("<tool_call>{{ c.name }}", "<arg_key>", "</arg_key><arg_value>", "</arg_value>", "</tool_call>"),
     "gemma4": "{% for c in calls %}<|tool_call>call:{{ c.name }}{{ '{' }}"
-    "{% for k in c.arguments %}{{ k }}:{{ '<|\"|>' ~ c.arguments[k] ~ '<|\"|>' if c.arguments[k] is string else c.arguments[k] | tojson }}"
+    "{% for k in c.arguments %}{{ k }}:"
+    "{{ '<|\"|>' ~ c.arguments[k] ~ '<|\"|>' if c.arguments[k] is string else c.arguments[k] | tojson }}"
     "{{ ',' if not loop.last }}{% endfor %}}<tool_call|>{% endfor %}",
     "deepseek_v3": "<｜tool▁calls▁begin｜>{% for c in calls %}<｜tool▁call▁begin｜>function<｜tool▁sep｜>{{ c.name }}\n"
     "```json\n{{ c.arguments | tojson }}\n```<｜tool▁call▁end｜>" + _LINE + "{% endfor %}<｜tool▁calls▁end｜>",
@@ -93,11 +95,12 @@ class Hint(NamedTuple):
     format: str
     tools_variable: str = "tools"
     tools_in_system: bool = False
+    tool_role: str = "tool"
 
 
 HINTS = (
     Hint("xml_tools", "hermes", tools_variable="xml_tools"),  # SmolLM3
-    Hint("<|/tool|>", "phi4_mini", tools_in_system=True),  # Phi-4-mini
+    Hint("<|/tool|>", "phi4_mini", tools_in_system=True, tool_role="tool_response"),  # Phi-4-mini
     Hint("<|tool_call|>", "granite"),  # Granite 3
 )
 
