@@ -16,6 +16,7 @@ from maitred.api.http.errors import shortened
 from maitred.engine.intake import ServedModel
 from maitred.errors import InvalidRequest, PromptTooLong
 from maitred.text.folder import NAMED_TOKENS
+from maitred.text.tool_messages import with_tools
 
 _CALLS = msgspec.json.Decoder(list[Any] | None)
 MIN_MAX_MESSAGES = 1024  # else as many as the context has tokens: each is one at least
@@ -64,12 +65,9 @@ def render_chat(
     knows_developer = "developer" in source
     plain = [_plain(message, f"messages[{index}]", knows_developer) for index, message in enumerate(messages)]
     variables = _variables(chat_template_kwargs or {}, source)
-    if tools:
-        format = model.answer_format
-        if format.tools_system_text is not None:
-            plain[0]["content"] = f"{format.tools_system_text(tools)}\n\n{plain[0]['content'] or ''}"
-        else:
-            variables[format.tools_variable] = tools
+    if tools or any("tool_calls" in message or message["role"] == "tool" for message in plain):
+        plain, more = with_tools(model.answer_format, plain, tools)
+        variables |= more
     return model.chat_template.render(
         plain,
         add_generation_prompt=not continue_final_message if add_generation_prompt is None else add_generation_prompt,
