@@ -31,12 +31,23 @@ def together(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     assert [part["finish_reason"] for part in parts[:-1]] == [None] * (len(parts) - 1)
     return {
         "text": "".join(part.get("text", "") for part in parts) + "".join(d.get("content") or "" for d in deltas),
+        "calls": calls_of(deltas),
         "roles": [delta["role"] for delta in deltas if "role" in delta],
         "logprobs": {name: [x for told in logprobs for x in told[name] or ()] for name in (logprobs or [{}])[0]},
         "token_ids": [token for part in parts for token in part.get("token_ids") or ()],
         "prompts": [part["prompt_token_ids"] for part in parts if "prompt_token_ids" in part],
         "end": (parts[-1]["finish_reason"], parts[-1].get("stop_reason")),
     }
+
+
+def calls_of(deltas: Sequence[dict[str, Any]]) -> list[tuple[str, str, str]]:
+    """Id, name and arguments of each call."""
+    calls: list[list[str]] = []
+    for piece in (piece for delta in deltas for piece in delta.get("tool_calls") or ()):
+        if "id" in piece:
+            calls.append([piece["id"], piece["function"]["name"], ""])
+        calls[piece["index"]][2] += piece["function"]["arguments"]
+    return [(id, name, arguments) for id, name, arguments in calls]
 
 
 def without_times(usage: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -21,6 +21,9 @@ CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 SAYS = [{"role": "user", "content": "Tell me of the sea."}]
 LONG = {"max_tokens": 400, "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
 PENALTIES = {"presence_penalty": 1.0, "frequency_penalty": 0.3, "repetition_penalty": 1.1}
+WORDS = {"type": "array", "items": {"type": "string", "maxLength": 9}, "minItems": 300}
+PARAMETERS = {"type": "object", "properties": {"words": WORDS}, "required": ["words"]}
+TOOL = {"type": "function", "function": {"name": "say", "parameters": PARAMETERS}}
 ASKED: tuple[tuple[str, dict[str, Any]], ...] = (
     (CHAT, {"messages": SAYS, "temperature": 0}),
     (CHAT, {"messages": SAYS, "seed": 1, "temperature": 1.0}),
@@ -38,6 +41,8 @@ ASKED: tuple[tuple[str, dict[str, Any]], ...] = (
     ),
     (TEXT, {"prompt": "The old man", "seed": 6, "echo": True, "logprobs": 1, "return_token_ids": True}),
     (TEXT, {"prompt": ["One", "Two little"], "seed": 7, "n": 2}),
+    (CHAT, {"messages": SAYS, "seed": 8, "n": 2, "structured_outputs": {"regex": "([a-z]{2,9}, ){400}"}}),
+    (CHAT, {"messages": SAYS, "seed": 9, "tools": [TOOL], "tool_choice": "required"}),
 )
 
 
@@ -67,6 +72,8 @@ def without_what_differs(had: dict[str, Any]) -> dict[str, Any]:
     """Ids, what was cached by then, and how far usage was at each event."""
     assert len(had["ids"]) == 1
     assert had["generated"] == sorted(had["generated"])
+    for choice in had["choices"].values():
+        choice["calls"] = [call[1:] for call in choice["calls"]]
     return {"choices": had["choices"], "usage": had["usage"]["completion_tokens"]}
 
 

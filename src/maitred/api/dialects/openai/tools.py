@@ -22,7 +22,11 @@ MAX_SHAPE_BYTES = 4 * 1024 * 1024  # of tools, and of a schema
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _LIST = msgspec.json.Decoder(list[Any])
 _VALUE = msgspec.json.Decoder(Any)
-_NOT_BUILT = "disable_any_whitespace", "disable_additional_properties", "disable_fallback"
+# keywords that say more of an object's properties than `properties` does
+_MORE_PROPERTIES = (
+    *("additionalProperties", "unevaluatedProperties", "patternProperties"),
+    *("allOf", "anyOf", "oneOf", "$ref", "if"),
+)
 
 
 def sent_value(raw: Raw | UnsetType, name: str) -> Any:
@@ -64,8 +68,14 @@ def _tool(sent: Any, path: str) -> Tool:
         raise InvalidRequest(f"{path}.function.parameters must be an object", param=f"{path}.function.parameters")
     at = f"{path}.function.parameters"
     schema = parameters or {"type": "object", "properties": {}}
-    source = json_source(schema, at, is_strict=function.get("strict") is True)
+    source = json_source(_closed(schema), at, is_strict=function.get("strict") is True)
     return Tool(name=name, parameters=schema, source=source, definition=dict(sent))
+
+
+def _closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A function has the parameters that it lists, and no others, unless its schema says more of them."""
+    is_open = "properties" not in schema or any(name in schema for name in _MORE_PROPERTIES)
+    return schema if is_open else {**schema, "additionalProperties": False}
 
 
 def choice_of(body: ChatCompletionRequest, tools: Sequence[Tool]) -> ToolChoice:
