@@ -127,11 +127,13 @@ not yet: speculative decoding
   *-draft *-draft-* lookup-cache-* decoupled-spec-*
 not yet: LoRA
   *lora* control-vector*
-not yet: tools and function calls
-  -ag agent ui-mcp-proxy webui-mcp-proxy skip-chat-parsing tools* tool-* *-tool-* mcp-*
-not yet: reasoning parsers
+not yet: tools that the server itself runs
+  -ag agent ui-mcp-proxy webui-mcp-proxy tools tools-* tool-server mcp-*
+not needed: how calls are written is read off the chat template; --tool-format NAME says otherwise
+  skip-chat-parsing tool-* *-tool-*
+not needed: how thoughts are written is read off the chat template; a request turns them off by reasoning_effort: none
   -rea enable-strict-thinking reasoning* *-thinking-* cohere-*
-not yet: structured output
+not needed: a request brings it: response_format, or structured_outputs with json, regex, choice or grammar
   -j -jf disable-outlines-disk-cache grammar* json-schema* structured-outputs* constrained-json*
 not yet: images, audio and video: text only
   -mm -mmu -mmdev language-model-only language-only enable-multimodal mm-* *-mm-* mmproj* image-* *image-processor

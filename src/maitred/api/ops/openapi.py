@@ -10,7 +10,7 @@ import msgspec
 import maitred
 from maitred.api.generate.time_limits import HEADERS, MAX_MS
 from maitred.api.http.formats import AnswerFormat
-from maitred.api.http.ignored_fields import IGNORED_FIELDS, MAX_TOLD
+from maitred.api.http.ignored_fields import IGNORED_FIELDS, MAX_TOLD, SCHEMA_IGNORED
 from maitred.api.http.routes import Route, RouteTable
 
 _REF = "#/components/schemas/{name}"
@@ -81,7 +81,11 @@ def _told(route: Route) -> dict[str, Any]:
     if not route.tells_ignored:
         return {}
     text = f"Fields of the body that nobody knows: at most {MAX_TOLD} names, then how many more."
-    return {"headers": {IGNORED_FIELDS.decode(): {"description": text, "schema": {"type": "string"}}}}
+    told = {IGNORED_FIELDS.decode(): {"description": text, "schema": {"type": "string"}}}
+    if route.event is not None:
+        text = "Keywords of JSON schemas in the body that are not enforced; likewise."
+        told[SCHEMA_IGNORED.decode()] = {"description": text, "schema": {"type": "string"}}
+    return {"headers": told}
 
 
 def _content(route: Route, answers: AnswerFormat) -> dict[str, Any]:
