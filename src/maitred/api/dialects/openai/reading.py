@@ -78,7 +78,7 @@ class ChatReading:
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
             chat_template_kwargs=variables,
-            tools=[tool.definition for tool in wanted.tools] if wanted.choice.names or wanted.tools else (),
+            tools=[tool.definition for tool in wanted.tools],
         )
         body.messages.clear()
         return [self._prompt]
