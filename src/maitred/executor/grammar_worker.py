@@ -17,6 +17,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from maitred.executor.grammar_frames import (
@@ -31,7 +32,7 @@ from maitred.executor.grammar_frames import (
     decode_step,
     encode,
 )
-from maitred.text.tokenizer import Tokenizer
+from maitred.text.tokenizer import whole_json
 
 MAX_FORCED = 64  # tokens told at once, so that an answer stays short; the rest is told later
 MAX_COMPILED = 64  # grammars kept for the next request, of 0.3 to 2 MB each
@@ -42,13 +43,28 @@ class GrammarFault(Exception):
     """Why a request cannot go on."""
 
 
+class _Model(msgspec.Struct):
+    type: str = "BPE"
+
+
+class _File(msgspec.Struct):
+    """Part of a tokenizer.json."""
+
+    model: _Model
+
+
 class CompiledGrammars:
     """Compiled grammars, the least recently used of which is forgotten."""
 
     def __init__(self, folder: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        tokenizer = Tokenizer.from_folder(folder)
-        num_tokens = max(vocab_size, tokenizer.vocab_size)
-        self._tokenizer = LLTokenizer(tokenizer.to_json(), n_vocab=num_tokens, eos_token=list(eos_token_ids) or None)
+        text, eos_token = whole_json(folder), list(eos_token_ids) or None
+        kind = msgspec.json.decode(text, type=_File).model.type
+        if kind != "BPE":  # the library would take a Unigram's marks of spaces for letters
+            raise ValueError(f"it is a {kind} tokenizer, and only BPE ones can be")
+        try:
+            self._tokenizer = LLTokenizer(text, n_vocab=vocab_size, eos_token=eos_token)
+        except ValueError:  # more tokens than logits
+            self._tokenizer = LLTokenizer(text, eos_token=eos_token)
         self._limits = LLParserLimits(verbose_errors=False)
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
         self._lock = threading.Lock()
