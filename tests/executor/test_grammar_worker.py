@@ -50,7 +50,9 @@ def test_every_token_stands_for_the_bytes_that_we_write_for_it(make: Callable[[]
     assert eos is not None
     bound = CompiledGrammars(tmp_path, tokenizer.vocab_size, (eos,))._tokenizer
     ordinary = set(range(tokenizer.vocab_size)) - set(tokenizer._added)
-    assert all(bound.decode_bytes([token]) == tokenizer.token_bytes(token) for token in ordinary)
+    written = {token: tokenizer.token_bytes(token) for token in ordinary}
+    no_text = [token for token, text in written.items() if b"\xff" in text]  # never in UTF-8; the library's own mark
+    assert {token: bound.decode_bytes([token]) for token in ordinary} == written | dict.fromkeys(no_text, b"")
     assert bound.is_canonical
 
 
