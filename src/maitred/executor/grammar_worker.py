@@ -153,7 +153,8 @@ class StepServer:
             for slot in dict.fromkeys(touched):
                 self._fill(slot, errors)
             self._memory.work_on(None)
-            self._connection.send_bytes(encode(Filled(step.number, list(errors.items()))))
+            complete = [number for number in touched if number in self._slots and self._slots[number].complete]
+            self._connection.send_bytes(encode(Filled(step.number, list(errors.items()), complete)))
 
     def _open(self, opened: Opened, errors: dict[int, str]) -> None:
         self._memory.work_on(opened.slot)
@@ -220,6 +221,7 @@ class Compiler:
             while True:
                 compile_ = decode_compile(self._connection.recv_bytes())
                 self._connection.send_bytes(encode(Compiled(self._compile(compile_.grammar))))
+        os._exit(0)  # the engine is gone, whatever the other thread is at
 
     def _compile(self, grammar: str) -> str:
         try:
@@ -235,6 +237,8 @@ def main(arguments: Sequence[str]) -> None:
     make = partial(CompiledGrammars, Path(arguments[4]), vocab_size, eos_token_ids)
     compiler = Compiler(Connection(compilations), make)
     compiler.start()
+    with suppress(OSError):  # where memory lacks, this process goes before the engine does
+        Path("/proc/self/oom_score_adj").write_text("500")
     with suppress(EOFError, OSError):
         StepServer(Connection(steps), MaskMemory(memory, vocab_size), compiler).run()
     os._exit(0)  # the engine is gone, whatever the other thread is at
