@@ -116,13 +116,15 @@ class FakeExecutor:
 
     Gives logprobs (made up, of the right shape) to requests that ask for them. `errors` maps a request id to the error
     its next sampling row gets. `plans` keeps every plan it was given. `draft_at` makes up drafts: right ones, unless it
-    is another function than `token_at`. `forced_after` says how many tokens are forced after the one at a position.
+    is another function than `token_at`. `forced_after` says how many tokens are forced after the one at a position,
+    `postponed` whether that one is not given yet.
     """
 
     def __init__(self, token_at: TokenAt = token_at, draft_at: TokenAt | None = None) -> None:
         self._token_at, self._draft_at = token_at, draft_at or token_at
         self._requests: dict[str, RequestSpec] = {}
         self.forced_after: Callable[[str, int], int] = lambda request_id, position: 0
+        self.postponed: Callable[[str, int], bool] = lambda request_id, position: False
         self.plans: list[SchedulerOutput] = []
         self.errors: dict[str, str] = {}
         self.closed = False
@@ -149,6 +151,8 @@ class FakeExecutor:
             prompt_logprobs = tuple(_logprobs(request.prompt_token_ids[i]) for i in positions)
         if not row.samples:
             return SampledRow(row.request_id, (), None, prompt_logprobs) if prompt_logprobs else None
+        if self.postponed(row.request_id, end):
+            return SampledRow(row.request_id, (), None, prompt_logprobs, postponed=True)
         if row.request_id in self.errors:
             return SampledRow(row.request_id, (), error=self.errors.pop(row.request_id))
         tokens = [self._token_at(row.request_id, end)]

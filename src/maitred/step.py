@@ -98,15 +98,14 @@ class SampledRow(NamedTuple):
     """
 
     request_id: str
-    token_ids: tuple[
-        int, ...
-    ]  # accepted drafts, one more, and forced ones; empty when `error` or when the prompt is not done
+    token_ids: tuple[int, ...]  # accepted drafts, one more, and forced ones; empty when there is none
     logprobs: tuple[TokenLogprobs, ...] | None = None  # one per token of token_ids
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # for positions start+1 .. of this chunk
     error: str | None = None  # e.g. "logits are NaN"; ends this request only
     num_accepted: int = 0  # of the row's drafts, the first so many
     num_forced: int = 0  # of token_ids, the last so many
     complete: bool = False  # a grammar lets nothing follow: the request has ended, with `stop`
+    postponed: bool = False  # no token yet, for want of a mask: the last position is computed again, in the next step
 
 
 @dataclass(frozen=True, slots=True)

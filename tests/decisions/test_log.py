@@ -27,6 +27,7 @@ from maitred.step import ModelOutput, RequestProgress, SchedulerOutput
 from tests.decisions.version_3 import converted
 from tests.decisions.version_4 import recorded_by, steps_of_version_4
 from tests.fakes import MODEL, FakeExecutor, make_request, make_samples, make_scheduler, make_spec, token_at
+from tests.scheduler.test_scheduler_properties import postponing_some
 
 BLOCK_SIZE, NUM_BLOCKS, NUM_HOST_BLOCKS = 4, 24, 12
 Run = tuple[list[bytes], Scheduler]
@@ -120,6 +121,7 @@ def record_run(
     )
     executor = TimedExecutor(clock)
     executor.forced_after = forced_after or executor.forced_after
+    executor.postponed = postponing_some() if forced_after else executor.postponed
     records: list[StepRecord] = []
     core = EngineCore(scheduler, executor, clock, Recorder(records.append))
     arrivals = random_workload(chooser)

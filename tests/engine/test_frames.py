@@ -23,7 +23,15 @@ from maitred.engine.frames import (
     error_of,
 )
 from maitred.errors import CheckpointError, EngineDead
-from maitred.request import Charges, FinishReason, RequestSpec, RequestTiming, ResumePoint, SamplingParams
+from maitred.request import (
+    Charges,
+    FinishReason,
+    RequestSpec,
+    RequestTiming,
+    ResumePoint,
+    SamplingParams,
+    ThinkingLimit,
+)
 from maitred.step import RequestProgress, TokenLogprobs
 
 token_ids = st.lists(st.integers(0, 2**31 - 1), max_size=20)
@@ -92,6 +100,15 @@ spec_fields: dict[str, st.SearchStrategy] = {
     "key_id": st.text(max_size=5),
     "eos_token_ids": token_ids.map(tuple),
     "bad_word_token_ids": st.lists(token_ids.map(tuple), max_size=2).map(tuple),
+    "grammar": st.text(max_size=20),
+    "thinking": st.none()
+    | st.builds(
+        ThinkingLimit,
+        num_tokens=st.integers(0, 10**6),
+        begin=token_ids.map(tuple),
+        end=token_ids.map(tuple),
+        opened=st.booleans(),
+    ),
     "resumed": st.none() | resume_points,
 }
 specs = st.builds(RequestSpec, **spec_fields)

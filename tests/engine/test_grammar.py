@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -156,6 +157,22 @@ def test_a_worker_that_hangs_is_replaced():
         os.kill(stopped, signal.SIGSTOP)
         assert serve(parts, a_mixture(4)) == expected
         assert grammars.worker_pid != stopped
+
+
+def test_others_go_on_while_a_worker_does_not_answer():
+    with engine() as parts:
+        grammars = grammars_of(parts)
+        grammars._command, grammars._start_s, grammars._answer_s = (sys.executable, "-c", "while True: pass"), 0.5, 0.1
+        served = serve(parts, [ask("bound", WORD), ask("free", "", max_tokens=9)])
+        assert list(served) == ["free", "bound"]
+        assert served["free"].finish_reason is FinishReason.LENGTH
+        assert served["bound"].error == "no process for grammars could be begun: it ended each time"
+
+
+def test_an_answer_that_was_complete_when_its_engine_died_ends_without_another_token(forcing: EngineParts):
+    whole = serve(forcing, [ask("r", ORDER)])["r"]
+    resumed = ask("r", ORDER, resumed=ResumePoint(output_token_ids=whole.token_ids))
+    assert serve(forcing, [resumed])["r"] == Served([], FinishReason.STOP, None)
 
 
 def test_a_request_whose_matcher_ends_the_worker_twice_ends_alone(forcing: EngineParts):

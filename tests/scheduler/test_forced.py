@@ -113,3 +113,22 @@ def test_a_complete_grammar_whose_last_token_is_over_max_tokens_ends_with_length
     row = SampledRow("a", (5, 6, 7), num_forced=2, complete=True)
     (told,) = scheduler.update(scheduler.schedule(0.0), ModelOutput((row,)), 1.0)
     assert (told.new_token_ids, told.finish_reason) == ((5, 6), FinishReason.LENGTH)
+
+
+def test_a_postponed_row_computes_its_last_position_again_and_tells_nothing():
+    request = make_request("a", prompt=8, max_tokens=3)
+    run = forcing(request, num_forced=0)
+    asked: list[int] = []
+
+    def postponed(request_id: str, position: int) -> bool:
+        asked.append(position)
+        return asked.count(position) < 3
+
+    run.executor.postponed = postponed
+    plans = run.to_end()
+    assert [(plan.rows[0].start, plan.rows[0].num_tokens) for plan in plans] == [
+        (0, 8), (7, 1), (7, 1), (8, 1), (8, 1), (8, 1), (9, 1), (9, 1), (9, 1),
+    ]  # fmt: skip
+    assert request.output_token_ids == [token_at("a", 8 + i) for i in range(3)]
+    assert len(run.progress) == 3
+    assert run.progress[0].charges is not None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from random import Random
 
@@ -196,6 +198,17 @@ def some_forced(request_id: str, position: int) -> int:
     return token_at(request_id, position) % 7
 
 
+def postponing_some() -> Callable[[str, int], bool]:
+    """Each at most twice."""
+    asked: Counter[tuple[str, int]] = Counter()
+
+    def postponed(request_id: str, position: int) -> bool:
+        asked[request_id, position] += 1
+        return asked[request_id, position] <= token_at(request_id, position) % 9 - 6
+
+    return postponed
+
+
 def make_world(chooser: Random) -> World:
     block_size = chooser.choice([1, 2, 3, 4])
     num_blocks = chooser.randint(4, 20)
@@ -217,6 +230,7 @@ def make_world(chooser: Random) -> World:
     draft_at = chooser.choice([token_or_end, draft_right_or_wrong, lambda request_id, position: 0])
     executor = CheckingExecutor(block_size, token_or_end, draft_at)
     executor.forced_after = chooser.choice([some_forced, lambda request_id, position: 0])
+    executor.postponed = chooser.choice([postponing_some(), lambda request_id, position: False])
     return World(chooser, scheduler, executor, block_size, largest)
 
 

@@ -15,6 +15,7 @@ from tokenizers import AddedToken, models, normalizers, pre_tokenizers
 from maitred.errors import CheckpointError, InvalidRequest
 from maitred.text import Tokenizer
 from maitred.text.bounds import byte_alphabet
+from maitred.text.tokenizer import whole_json
 from tests.text.kinds import KINDS, byte_level, gemma, llama_2, unigram, unigram_unknown, word_level, wordpiece
 from tests.waiting import joined
 
@@ -54,6 +55,21 @@ def test_tokens_that_only_the_config_names_are_added(tmp_path: Path):
     assert tokenizer.encode("a<|new|>")[-1] == tokenizer.token_id("<|new|>") == first
     assert tokenizer.vocab_size == first + 1
     assert first in tokenizer.special_token_ids
+
+
+@pytest.mark.parametrize("beside", [{}, {"0": {"content": "<|new|>", "special": True}}], ids=["alone", "with config"])
+def test_the_json_of_a_folder_makes_the_tokenizer_of_the_folder(tmp_path: Path, beside: dict[str, object]):
+    save(byte_level(), tmp_path, added_tokens_decoder=beside)
+    whole, own = tokenizers.Tokenizer.from_str(whole_json(tmp_path)), Tokenizer.from_folder(tmp_path)
+    assert whole.get_vocab(with_added_tokens=True) == own._inner.get_vocab(with_added_tokens=True)
+
+
+def test_the_json_of_a_folder_truncates_and_pads_nothing(tmp_path: Path):
+    inner = tokenizers.Tokenizer.from_str(byte_level()._inner.to_str())
+    inner.enable_truncation(3)
+    inner.enable_padding(length=8)
+    inner.save(str(tmp_path / "tokenizer.json"))
+    assert len(tokenizers.Tokenizer.from_str(whole_json(tmp_path)).encode("abcdef").ids) == 6
 
 
 def test_truncation_and_padding_of_the_file_are_switched_off(tmp_path: Path):

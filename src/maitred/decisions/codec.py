@@ -155,7 +155,7 @@ class LogEncoder:
         size, known = self._block_size, self._known
         told_of = {told.request_id: told for told in progress}
         num_tokens, finished, new_hashes, forced = [], [], [], []
-        for index, (request_id, start, num_computed, _, _, _, num_drafts) in enumerate(rows):
+        for index, (request_id, start, num_computed, samples, _, _, num_drafts) in enumerate(rows):
             told, logged, reason, num_given, num_forced = told_of.get(request_id), known[request_id], None, 0, 0
             if told is not None:
                 num_given, num_forced, reason = len(told.new_token_ids), told.num_forced, told.finish_reason
@@ -166,6 +166,8 @@ class LogEncoder:
                 finished.append((index, reason))
                 self._leaving.append(logged)
             end = start + num_computed
+            if samples and not num_given and reason is None:
+                end -= 1  # postponed
             if num_drafts:
                 end += max(0, num_given - num_forced - 1) - num_drafts  # computed, and accepted
             if size and end // size > logged.num_hashes and reason is not FinishReason.ERROR:

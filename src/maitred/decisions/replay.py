@@ -43,12 +43,14 @@ class LoggedOutcomes:
 
     def __init__(self) -> None:
         self._drafted: dict[str, int] = {}
+        self._sampling: list[str] = []
         self._outcomes: dict[str, Outcome] = {}
         self._num_left: dict[str, int] = {}
 
     def set_plan(self, plan: SchedulerOutput) -> None:
         """The one that is made next was this."""
         self._drafted = {row.request_id: row.num_drafts for row in plan.rows if row.num_drafts}
+        self._sampling = [row.request_id for row in plan.rows if row.samples]
 
     def num_drafts(self, request: RequestState, num_rows: int) -> int:
         """As recorded: what a proposer is worth is learned where it runs."""
@@ -58,8 +60,10 @@ class LoggedOutcomes:
         """Makes these the current outcomes; returns them as the executor would have."""
         self._outcomes = {outcome.request_id: outcome for outcome in outcomes}
         self._num_left = {outcome.request_id: outcome.num_tokens for outcome in self._outcomes.values()}
-        rows = (_sampled_row(outcome) for outcome in self._outcomes.values())
-        return ModelOutput(tuple(row for row in rows if row is not None))
+        rows = [row for outcome in self._outcomes.values() if (row := _sampled_row(outcome)) is not None]
+        told = {row.request_id for row in rows}
+        postponed = [SampledRow(name, (), postponed=True) for name in self._sampling if name not in told]
+        return ModelOutput((*rows, *postponed))
 
     def stop_rule(self, request: RequestState) -> FinishReason | None:
         """The recorded reason, with the last token of the step."""
@@ -76,7 +80,8 @@ def _sampled_row(outcome: Outcome) -> SampledRow | None:
     if outcome.finish_reason is FinishReason.ERROR:
         return SampledRow(outcome.request_id, (), error="as recorded")
     if not outcome.num_tokens:
-        return None
+        ended = outcome.finish_reason is FinishReason.STOP
+        return SampledRow(outcome.request_id, (), complete=True) if ended else None
     num_accepted = outcome.num_tokens - 1 - outcome.num_forced
     tokens = (0,) * outcome.num_tokens
     return SampledRow(outcome.request_id, tokens, num_accepted=num_accepted, num_forced=outcome.num_forced)

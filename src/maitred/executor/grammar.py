@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import heapq
 import logging
+import math
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -33,8 +35,9 @@ from maitred.executor.sampler_state import TokenMask
 from maitred.request import RequestSpec, SamplingParams
 
 logger = logging.getLogger(__name__)
-ANSWER_S = 10.0  # a mask takes microseconds, and one out of fuel 20 ms
-START_S = 60.0  # for the first answer of a worker, which reads the tokenizer before
+ANSWER_S = 10.0  # for masks; one takes microseconds, and is out of fuel after 20 ms
+ADVANCE_S = 1.0  # for what came of tokens, which a whole step waits for
+START_S = 30.0  # for the first answer of a worker, which reads the tokenizer before
 MAX_FAULTS = 2  # of one request, or of one compilation
 MAX_RESTARTS = 3  # in a row, without an answer between them
 
@@ -57,7 +60,9 @@ class GrammarSlot:
     number: int
     bound: Bound
     mask: TokenMask
+    told_in: int | None = None  # number of the step that told a worker of it, first
     error: str = ""
+    complete: bool = False  # as a worker found that was begun again
     num_faults: int = 0
 
 
@@ -72,14 +77,16 @@ class Grammars:
         *,
         forces: bool = True,
         answer_s: float = ANSWER_S,
+        advance_s: float = ADVANCE_S,
         start_s: float = START_S,
         command: Sequence[str] = WORKER,
     ) -> None:
         """Begins no process yet. `vocab_size` is the width of the logits; `forces` whether tokens are told that masks
-        leave no choice for; a worker has `answer_s` (s) for an answer, and `start_s` for its first."""
+        leave no choice for. A worker has `answer_s` (s) for masks, `advance_s` to tell what came of tokens, `start_s`
+        for its first answer."""
         self._arguments = (str(vocab_size), tokenizer_folder, ",".join(map(str, eos_token_ids)))
         self._vocab_size, self._forces = vocab_size, forces
-        self._answer_s, self._start_s, self._command = answer_s, start_s, command
+        self._answer_s, self._advance_s, self._start_s, self._command = answer_s, advance_s, start_s, command
         self._memory: MaskMemory | None = None
         self._lock = threading.Lock()  # of the worker's begin and end
         self._worker: GrammarProcess | None = None
@@ -149,23 +156,28 @@ class Grammars:
             self._closed.append(held.number)
 
     def tell(self) -> None:
-        """Those that came and went; their masks are made from now on."""
-        if self._opened:
+        """Those that came and went; their masks are made from now on. A worker that is busy hears of them later, so
+        that what it is sent never waits for it."""
+        if self._opened and not self._is_busy:
             self._send([])
 
-    def wait(self) -> None:
-        """Until the masks of all slots are there, but for those that have an `error` now."""
-        while self._num_filled < self._number:
-            self._receive([])
+    def wait(self, patience_s: float = math.inf) -> bool:
+        """Until the masks of all slots are there, but for those that have an `error` or are `complete` now. False when
+        they are not after `patience_s` (s), as when the worker had to be begun again."""
+        until = time.monotonic() + patience_s
+        while self._is_busy or self._opened:
+            self.tell()
+            if self._is_busy and self._receive(self._answer_s, until - time.monotonic()) is None and until < math.inf:
+                return False
+        return True
 
     def advance(self, sampled: Sequence[tuple[GrammarSlot, int]]) -> list[Outcome]:
-        """Tokens were sampled, the last that `output()` gives for each; what came of them."""
-        self._send(sampled)
+        """Tokens were sampled, the last that `output()` gives for each; what came of them, as far as the worker lives
+        to tell. Masks say the rest: of forced tokens they leave one."""
         outcomes: dict[int, Outcome] = {}
-        while any(held.number not in outcomes and not held.error for held, _ in sampled):
-            answer = self._receive(sampled)
-            if isinstance(answer, Outcomes):
-                outcomes = {outcome.slot: outcome for outcome in answer.outcomes}
+        if self._send([Advanced(held.number, [token]) for held, token in sampled]):
+            answer = self._receive(self._advance_s, math.inf)
+            outcomes = {outcome.slot: outcome for outcome in answer.outcomes} if isinstance(answer, Outcomes) else {}
         return [outcomes.get(held.number) or Outcome(held.number, [], False, held.error) for held, _ in sampled]
 
     def close(self) -> None:
@@ -179,48 +191,64 @@ class Grammars:
 
     # -- the worker
 
-    def _send(self, sampled: Sequence[tuple[GrammarSlot, int]]) -> None:
-        step = Step(self._number + 1, self._closed, [_opening(held) for held in self._opened], _advances(sampled))
-        self._number, self._closed, self._opened = step.number, [], []
+    @property
+    def _is_busy(self) -> bool:
+        return self._num_filled < self._number
+
+    def _send(self, advanced: list[Advanced]) -> bool:
+        """Whether the worker was told; another one was begun otherwise."""
+        self._number += 1
+        step = Step(self._number, self._closed, [_opening(held, self._number) for held in self._opened], advanced)
+        self._closed, self._opened = [], []
         try:
             if self._told is None or self._worker is not self._told:
                 raise WorkerLost
             self._told.send(step)
         except WorkerLost:
-            self._begin_again(sampled)
+            self._begin_again()
+            return False
+        return True
 
-    def _receive(self, sampled: Sequence[tuple[GrammarSlot, int]]) -> Outcomes | Filled | None:
-        """None when another worker was begun meanwhile."""
+    def _receive(self, limit_s: float, patience_s: float) -> Outcomes | Filled | None:
+        """None when there is none yet, or another worker was begun meanwhile."""
         assert self._told is not None, "nobody was asked"
         try:
-            answer = self._told.receive(self._answer_s)
+            answer = self._told.receive(limit_s, patience_s)
         except WorkerLost:
-            self._begin_again(sampled)
+            self._begin_again()
             return None
-        self._num_restarts = 0
+        if answer is not None:
+            self._num_restarts = 0
         if isinstance(answer, Filled):
-            self._num_filled = answer.number
-            for number, error in answer.errors:
-                if number in self._slots:
-                    self._slots[number].error = error
+            self._take_in(answer)
         return answer
 
-    def _begin_again(self, sampled: Sequence[tuple[GrammarSlot, int]]) -> None:
-        """A worker that knows of all slots, as they were before the tokens sampled last, and of these."""
+    def _take_in(self, filled: Filled) -> None:
+        """What is said of slots, unless it was of who was there before."""
+        self._num_filled = filled.number
+        there = {number: held for number, held in self._slots.items() if (held.told_in or math.inf) <= filled.number}
+        for number, error in filled.errors:
+            if number in there:
+                there[number].error = error
+        for number in filled.complete:
+            if number in there:
+                there[number].complete = True
+
+    def _begin_again(self) -> None:
+        """A worker that knows of all slots and their tokens."""
         self._blame()
         self._replace(self._told)
-        last = {held.number for held, _ in sampled}
-        living = [held for held in self._slots.values() if not held.error]
-        opened = [_opening(held, without_last=held.number in last) for held in living]
+        self._closed, self._opened = [], []
         self._number += 1
+        opened = [_opening(held, self._number) for held in self._slots.values() if not held.error]
         self._num_restarts += 1
         try:
             if self._num_restarts > MAX_RESTARTS:
                 raise OSError("it ended each time")
             self._told = self._current()
-            self._told.send(Step(self._number, [], opened, _advances(sampled)))
+            self._told.send(Step(self._number, [], opened, []))
         except WorkerLost:
-            self._begin_again(sampled)
+            self._begin_again()
         except OSError as error:
             self._give_up(f"no process for grammars could be begun: {error}")
 
@@ -273,10 +301,6 @@ def may_force(sampling: SamplingParams) -> bool:
     return sampling.logprobs is None and not hides
 
 
-def _opening(held: GrammarSlot, *, without_last: bool = False) -> Opened:
-    token_ids = list(held.bound.output())
-    return Opened(held.number, held.bound.grammar, token_ids[:-1] if without_last else token_ids, held.bound.forces)
-
-
-def _advances(sampled: Sequence[tuple[GrammarSlot, int]]) -> list[Advanced]:
-    return [Advanced(held.number, [token]) for held, token in sampled if not held.error]
+def _opening(held: GrammarSlot, step: int) -> Opened:
+    held.told_in = held.told_in or step
+    return Opened(held.number, held.bound.grammar, list(held.bound.output()), held.bound.forces)

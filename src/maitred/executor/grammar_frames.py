@@ -67,10 +67,11 @@ class Outcomes(Frame, frozen=True, array_like=True, tag=True):
 
 
 class Filled(Frame, frozen=True, array_like=True, tag=True):
-    """The masks of all that were opened or advanced are there, but for slots with an error."""
+    """The masks of all that were opened or advanced are there, but for those with an error or complete."""
 
     number: int
     errors: list[tuple[int, str]]
+    complete: list[int]
 
 
 encode: Callable[[object], bytes] = msgspec.msgpack.Encoder().encode

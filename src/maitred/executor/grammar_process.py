@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import os
+import socket
+import struct
 import subprocess
 import sys
 import time
@@ -22,6 +26,7 @@ from maitred.executor.grammar_frames import (
 
 # -P: the current folder, which may be a model's with Python code in it, is no place for modules
 WORKER = (sys.executable, "-P", "-m", "maitred.executor.grammar_worker")
+SEND_S = 5  # a step larger than the channel's buffer waits for its reader
 
 
 class WorkerLost(Exception):
@@ -34,9 +39,11 @@ class GrammarProcess:
     def __init__(self, memory_fd: int, arguments: Sequence[str], *, start_s: float, command: Sequence[str]) -> None:
         """`start_s`: how long its first answers may take (s). Raises OSError when there is no process for it."""
         self._steps, theirs = Pipe()
+        _limit_sending(self._steps)
         self._compilations, theirs_too = Pipe()
         self._start_s = start_s
-        self._answered = False
+        self._has_answered = False
+        self._sent_at = 0.0  # the last step
         descriptors = [theirs.fileno(), theirs_too.fileno(), memory_fd]
         with theirs, theirs_too:  # its own copies are all that is left open there: it ends when ours are closed
             self._process = subprocess.Popen(
@@ -53,14 +60,20 @@ class GrammarProcess:
 
     def send(self, step: Step) -> None:
         """Raises WorkerLost."""
+        self._sent_at = time.monotonic()
         try:
             self._steps.send_bytes(encode(step))
         except OSError:
             raise WorkerLost from None
 
-    def receive(self, limit_s: float) -> Outcomes | Filled:
-        """The next answer to a step. Raises WorkerLost."""
-        return decode_answer(self._await(self._steps, limit_s))
+    def receive(self, limit_s: float, patience_s: float = math.inf) -> Outcomes | Filled | None:
+        """The next answer to a step; None when it is not there after `patience_s`, though not due yet. Raises
+        WorkerLost when it has not come `limit_s` after the step was sent.
+        """
+        left_s = self._sent_at + self._limit(limit_s) - time.monotonic()
+        if patience_s < left_s and not self._is_there(self._steps, patience_s):
+            return None
+        return decode_answer(self._await(self._steps, left_s))
 
     def compile(self, grammar: str, limit_s: float) -> str:
         """What is wrong with it; empty when nothing is. Raises WorkerLost."""
@@ -68,7 +81,7 @@ class GrammarProcess:
             self._compilations.send_bytes(encode(Compile(grammar)))
         except OSError:
             raise WorkerLost from None
-        return decode_compiled(self._await(self._compilations, limit_s)).error
+        return decode_compiled(self._await(self._compilations, self._limit(limit_s))).error
 
     def kill(self) -> None:
         """Idempotent; nothing of it is there when this returns."""
@@ -81,13 +94,28 @@ class GrammarProcess:
             with suppress(OSError):
                 channel.close()
 
+    def _limit(self, limit_s: float) -> float:
+        return limit_s if self._has_answered else max(limit_s, self._start_s)
+
     def _await(self, channel: Connection, limit_s: float) -> bytes:
-        until = time.monotonic() + (limit_s if self._answered else max(limit_s, self._start_s))
+        if not self._is_there(channel, limit_s):
+            raise WorkerLost
         try:
-            if not channel.poll(max(0.0, until - time.monotonic())):
-                raise WorkerLost
             message = channel.recv_bytes()
         except (EOFError, OSError):
             raise WorkerLost from None
-        self._answered = True
+        self._has_answered = True
         return message
+
+    def _is_there(self, channel: Connection, limit_s: float) -> bool:
+        """Whether there is something to receive, or the channel's end, within `limit_s`."""
+        try:
+            return channel.poll(max(0.0, limit_s))
+        except OSError:
+            raise WorkerLost from None
+
+
+def _limit_sending(channel: Connection) -> None:
+    """A worker that reads nothing keeps its engine for SEND_S at most."""
+    with socket.socket(fileno=os.dup(channel.fileno())) as end:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_S, 0))

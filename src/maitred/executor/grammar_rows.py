@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Sequence
 
 from maitred.executor.grammar import Grammars
 from maitred.executor.sampler import SampledToken
 from maitred.executor.state import HeldRequest, RowWork
 
-
-def wait_for_masks(states: Iterable[HeldRequest], grammars: Grammars | None) -> None:
-    """Before rows are sampled."""
-    if grammars is not None and any(state.grammar is not None for state in states):
-        grammars.wait()
+PATIENCE_S = 0.02  # that rows without a grammar wait for the masks of those with one
 
 
-def keep(state: HeldRequest, token: SampledToken) -> SampledToken:
+def wait_for_masks(states: Sequence[HeldRequest], grammars: Grammars | None) -> bool:
+    """Before rows are sampled. False when masks are late: rows with a grammar are then postponed, so that others need
+    not wait; where there are no others, nothing is gained by that.
+    """
+    bound = [state for state in states if state.grammar is not None]
+    if grammars is None or not bound:
+        return True
+    return grammars.wait(PATIENCE_S if len(bound) < len(states) else math.inf)
+
+
+def keep(state: HeldRequest, token: SampledToken, has_mask: bool) -> SampledToken:
     """Adds a sampled token to the request's state; what came of the row."""
-    if state.grammar is not None and state.grammar.error:  # its mask meant nothing
-        return SampledToken(0, error=state.grammar.error)
+    if state.grammar is not None:
+        if state.grammar.error:
+            return SampledToken(0, error=state.grammar.error)
+        if state.grammar.complete or not has_mask:
+            return SampledToken(0, is_missing=True, complete=state.grammar.complete)
     if token.error is None:
         state.append(token.token_id)
     return token
@@ -28,12 +38,14 @@ def follow_grammars(works: Sequence[RowWork], tokens: dict[int, SampledToken], g
     """After a step's rows were sampled: puts what their grammars say of it into `tokens` (by row) and the states."""
     if grammars is None:
         return
-    rows = [row for row, token in tokens.items() if token.error is None and works[row].state.grammar is not None]
-    if not rows:
+    sampled = {
+        row: (slot, token.token_id)
+        for row, token in tokens.items()
+        if token.error is None and not token.is_missing and (slot := works[row].state.grammar) is not None
+    }
+    if not sampled:
         return
-    slots = [works[row].state.grammar for row in rows]
-    sampled = [(slot, tokens[row].token_id) for row, slot in zip(rows, slots, strict=True) if slot is not None]
-    for row, outcome in zip(rows, grammars.advance(sampled), strict=True):
+    for row, outcome in zip(sampled, grammars.advance(list(sampled.values())), strict=True):
         if outcome.error:
             tokens[row] = SampledToken(0, error=outcome.error)
             continue

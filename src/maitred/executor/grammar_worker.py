@@ -17,6 +17,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from maitred.executor.grammar_frames import (
@@ -31,7 +32,7 @@ from maitred.executor.grammar_frames import (
     decode_step,
     encode,
 )
-from maitred.text.tokenizer import Tokenizer
+from maitred.text.tokenizer import whole_json
 
 MAX_FORCED = 64  # tokens told at once, so that an answer stays short; the rest is told later
 MAX_COMPILED = 64  # grammars kept for the next request, of 0.3 to 2 MB each
@@ -42,13 +43,28 @@ class GrammarFault(Exception):
     """Why a request cannot go on."""
 
 
+class _Model(msgspec.Struct):
+    type: str = "BPE"
+
+
+class _File(msgspec.Struct):
+    """Part of a tokenizer.json."""
+
+    model: _Model
+
+
 class CompiledGrammars:
     """Compiled grammars, the least recently used of which is forgotten."""
 
     def __init__(self, folder: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-        tokenizer = Tokenizer.from_folder(folder)
-        num_tokens = max(vocab_size, tokenizer.vocab_size)
-        self._tokenizer = LLTokenizer(tokenizer.to_json(), n_vocab=num_tokens, eos_token=list(eos_token_ids) or None)
+        text, eos_token = whole_json(folder), list(eos_token_ids) or None
+        kind = msgspec.json.decode(text, type=_File).model.type
+        if kind != "BPE":  # the library would take a Unigram's marks of spaces for letters
+            raise ValueError(f"it is a {kind} tokenizer, and only BPE ones can be")
+        try:
+            self._tokenizer = LLTokenizer(text, n_vocab=vocab_size, eos_token=eos_token)
+        except ValueError:  # more tokens than logits
+            self._tokenizer = LLTokenizer(text, eos_token=eos_token)
         self._limits = LLParserLimits(verbose_errors=False)
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
         self._lock = threading.Lock()
@@ -137,7 +153,8 @@ class StepServer:
             for slot in dict.fromkeys(touched):
                 self._fill(slot, errors)
             self._memory.work_on(None)
-            self._connection.send_bytes(encode(Filled(step.number, list(errors.items()))))
+            complete = [number for number in touched if number in self._slots and self._slots[number].complete]
+            self._connection.send_bytes(encode(Filled(step.number, list(errors.items()), complete)))
 
     def _open(self, opened: Opened, errors: dict[int, str]) -> None:
         self._memory.work_on(opened.slot)
@@ -204,6 +221,7 @@ class Compiler:
             while True:
                 compile_ = decode_compile(self._connection.recv_bytes())
                 self._connection.send_bytes(encode(Compiled(self._compile(compile_.grammar))))
+        os._exit(0)  # the engine is gone, whatever the other thread is at
 
     def _compile(self, grammar: str) -> str:
         try:
@@ -219,6 +237,8 @@ def main(arguments: Sequence[str]) -> None:
     make = partial(CompiledGrammars, Path(arguments[4]), vocab_size, eos_token_ids)
     compiler = Compiler(Connection(compilations), make)
     compiler.start()
+    with suppress(OSError):  # where memory lacks, this process goes before the engine does
+        Path("/proc/self/oom_score_adj").write_text("500")
     with suppress(EOFError, OSError):
         StepServer(Connection(steps), MaskMemory(memory, vocab_size), compiler).run()
     os._exit(0)  # the engine is gone, whatever the other thread is at

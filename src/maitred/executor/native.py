@@ -167,10 +167,10 @@ class NativeExecutor:
     def _sample(self, slices: Sequence[Slice], logits_RV: Logits, tokens: dict[int, SampledToken]) -> None:
         """One token for each; it is now part of the request's state."""
         states = [piece.work.state for piece in slices]
-        wait_for_masks(states, self.grammars)
+        has_masks = wait_for_masks(states, self.grammars)
         sampled = self._sample_rows(logits_RV, [state.sampler for state in states])
         for piece, state, token in zip(slices, states, sampled, strict=True):
-            tokens[piece.row] = keep(state, token)
+            tokens[piece.row] = keep(state, token, has_masks)
 
     def _add_prompt_logprobs(self, piece: Slice, first: int, prompts: dict[int, list[TokenLogprobs]]) -> None:
         """Of prompt positions start + 1 .. start + num_tokens, each from the logits before it."""

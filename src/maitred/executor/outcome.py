@@ -36,9 +36,10 @@ def report(
         return SampledRow(work.row.request_id, (), error=error)
     return SampledRow(
         work.row.request_id,
-        (token.token_id, *token.forced) if token is not None else (),
+        (token.token_id, *token.forced) if token is not None and not token.is_missing else (),
         logprobs=(token.logprobs,) if token is not None and token.logprobs is not None else None,
         prompt_logprobs=prompt_logprobs,
         num_forced=len(token.forced) if token is not None else 0,
         complete=token is not None and token.complete,
+        postponed=token is not None and token.is_missing and not token.complete,
     )

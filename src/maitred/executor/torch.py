@@ -146,9 +146,9 @@ class TorchExecutor:
         last_token_R = batch.first_tokens[rows] + batch.num_tokens[rows] - 1
         logits_RV = self._logits(hidden_TD[torch.as_tensor(last_token_R, device=self.device)])
         states = [batch.works[i].state for i in rows]
-        wait_for_masks(states, self.grammars)
+        has_masks = wait_for_masks(states, self.grammars)
         sampled = sample_rows(logits_RV, [state.sampler for state in states])
-        tokens = {i: keep(state, token) for i, state, token in zip(rows, states, sampled, strict=True)}
+        tokens = {i: keep(state, token, has_masks) for i, state, token in zip(rows, states, sampled, strict=True)}
         follow_grammars(batch.works, tokens, self.grammars)
         return tokens
 

@@ -78,7 +78,7 @@ def _apply_row(
 ) -> tuple[RequestProgress, FinishReason | None]:
     """One row's outcome; its KV becomes findable unless the row failed."""
     request_id, token_ids, logprobs, prompt_logprobs, error = result[:5]
-    if error is None and row.samples and not token_ids:
+    if error is None and row.samples and not (token_ids or result.complete or result.postponed):
         error = "the executor gave no token"
     if error is not None:
         request.error = error
@@ -89,6 +89,10 @@ def _apply_row(
         num_taken, reason = _take(state, request, row, result, now)
         token_ids, logprobs = token_ids[:num_taken], logprobs and logprobs[:num_taken]
         row_end -= row.num_drafts - min(num_taken - 1, result.num_accepted)
+    elif result.postponed:
+        row_end = _postpone(state, request, row)
+    elif result.complete:
+        reason = FinishReason.STOP
     state.kv.commit(request, row.start, row_end)
     if prompt_logprobs is not None:
         # A prompt computed again after a preemption is not reported again: entry i is of position start + 1 + i.
@@ -96,11 +100,20 @@ def _apply_row(
         prompt_logprobs = prompt_logprobs[max(0, told_until - row.start) :]
         state.prompt_logprobs_until[request_id] = max(told_until, min(row_end, request.num_prompt_tokens - 1))
     charges = None
-    if not request.charges_told:
+    if not request.charges_told and (token_ids or prompt_logprobs or reason is not None):
         request.charges_told, charges = True, request.charges
     num_forced = max(0, len(token_ids) - 1 - result.num_accepted)
     told = RequestProgress(request_id, token_ids, logprobs, prompt_logprobs, charges=charges, num_forced=num_forced)
     return told, reason
+
+
+def _postpone(state: SchedulerState, request: RequestState, row: ScheduledRow) -> int:
+    """The last known position is computed again; how many are computed now."""
+    request.num_computed_tokens = request.num_tokens
+    if row.num_drafts:
+        state.kv.trim(request)
+    request.num_computed_tokens -= 1
+    return request.num_computed_tokens
 
 
 def _take(

@@ -1,0 +1,73 @@
+"""The worker by itself: what of a model's tokenizer it can bind, and that masks and forced tokens say the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from maitred.executor.grammar_worker import CompiledGrammars, GrammarFault, Slot
+from maitred.model.checkpoint import BUILTIN_FOLDER
+from maitred.text import Tokenizer
+from tests.engine.grammar_worlds import GRAMMARS
+from tests.text.kinds import byte_level, gemma, llama_2, unigram
+
+BUILTIN = CompiledGrammars(BUILTIN_FOLDER, 1536, (0,))
+
+
+def allowed(mask: bytes) -> list[int]:
+    return np.flatnonzero(np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")).tolist()
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from(GRAMMARS[:3]), st.randoms(use_true_random=False))
+def test_a_token_is_forced_where_and_only_where_the_masks_to_come_leave_it_alone(grammar: str, chooser: object):
+    """Token by token under the masks, and with what is forced after each token: the same."""
+    slow, quick = Slot(BUILTIN.matcher(grammar), forces=False), Slot(BUILTIN.matcher(grammar), forces=True)
+    for _ in range(40):
+        if slow.complete:
+            break
+        token = chooser.choice(allowed(slow.mask()))  # type: ignore[attr-defined]
+        slow.consume([token])
+        quick.consume([token])
+        for forced in quick.force():
+            assert allowed(slow.mask()) == [forced]
+            slow.consume([forced])
+        assert slow.complete == quick.complete
+        if not slow.complete:
+            assert slow.mask() == quick.mask()
+
+
+@pytest.mark.parametrize("make", [byte_level, llama_2, gemma])
+def test_every_token_stands_for_the_bytes_that_we_write_for_it(make: Callable[[], Tokenizer], tmp_path: Path):
+    tokenizer = make()
+    (tmp_path / "tokenizer.json").write_text(tokenizer._inner.to_str(), encoding="utf-8")
+    eos = tokenizer.token_id("</s>")
+    assert eos is not None
+    bound = CompiledGrammars(tmp_path, tokenizer.vocab_size, (eos,))._tokenizer
+    ordinary = set(range(tokenizer.vocab_size)) - set(tokenizer._added)
+    written = {token: tokenizer.token_bytes(token) for token in ordinary}
+    no_text = [token for token, text in written.items() if b"\xff" in text]  # never in UTF-8; the library's own mark
+    assert {token: bound.decode_bytes([token]) for token in ordinary} == written | dict.fromkeys(no_text, b"")
+    assert bound.is_canonical
+
+
+def test_a_tokenizer_that_is_no_bpe_is_refused(tmp_path: Path):
+    (tmp_path / "tokenizer.json").write_text(unigram()._inner.to_str(), encoding="utf-8")
+    with pytest.raises(ValueError, match="Unigram"):
+        CompiledGrammars(tmp_path, 300, (1,))
+
+
+def test_a_grammar_with_an_unknown_name_is_refused_in_one_line():
+    with pytest.raises(GrammarFault, match=r"unknown name: .nobody.") as refused:
+        BUILTIN.matcher("start: /a/ nobody")
+    assert "\n" not in str(refused.value)
+
+
+def test_masks_are_as_wide_as_the_logits_where_the_tokenizer_is_narrower():
+    wide = CompiledGrammars(BUILTIN_FOLDER, 1600, (0,))
+    assert len(Slot(wide.matcher(GRAMMARS[1]), forces=True).mask()) * 8 >= 1600
