@@ -12,15 +12,16 @@ from typing import Any
 import jinja2
 import jinja2.exceptions
 
-from maitred.errors import CheckpointError, InvalidRequest, UnsupportedContent
+from maitred.errors import CheckpointError, InvalidRequest
 from maitred.text.folder import read_chat_template, read_named_tokens
-from maitred.text.marks import HiddenMarks, Marks
+from maitred.text.marks import HiddenMarks, Marks, is_bracketed
+from maitred.text.messages import CallStyle, plain_messages, styled
 from maitred.text.sandbox import LimitReached, TemplateSandbox
 
 # Appended to the last message to find its end in the rendered text; transformers uses the same words.
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 _UNSET: Mapping[str, Any] = {"tools": None, "documents": None}
-_REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+_PROBE_TOOL = {"name": "probe_tool", "description": "d", "parameters": {"type": "object", "properties": {}}}
 
 
 class ChatTemplate:
@@ -73,12 +74,15 @@ class ChatTemplate:
     ) -> str:
         """The prompt for `messages` (role, content, ...); `kwargs` are further variables of the template.
 
-        Contents given as parts are joined by newlines. With `continue_final_message` the prompt ends where the last
-        message ends, and no generation prompt follows. Where a value holds a token's letters, the prompt is a
-        MarkedText, which `Tokenizer.encode` reads. Raises InvalidRequest when the template refuses the messages,
+        Contents given as parts are joined by newlines; arguments of tool calls reach the template as objects, or as
+        text where it takes no objects. With `continue_final_message` the prompt ends where the last message ends, and
+        no generation prompt follows. Where a value holds a token's letters, the prompt is a MarkedText, which
+        `Tokenizer.encode` reads. Raises InvalidRequest when the template refuses the messages,
         UnsupportedContent for parts that are not text, CheckpointError when the template reaches a limit.
         """
-        chat = [_plain_message(message, index) for index, message in enumerate(messages)]
+        chat = plain_messages(messages)
+        if any(message.get("tool_calls") for message in chat):
+            chat = styled(chat, self._call_style)
         hidden = HiddenMarks(self._marks, self.source, chat, kwargs)
         try:
             chat, kwargs = hidden.hide(chat), hidden.hide(kwargs)
@@ -99,7 +103,7 @@ class ChatTemplate:
     @cached_property
     def _marks(self) -> Marks:
         """Special tokens, and those that this template puts around turns: some models have them as common ones."""
-        common = [text for text, special in self._added_tokens.items() if not special and _is_bracketed(text)]
+        common = [text for text, special in self._added_tokens.items() if not special and is_bracketed(text)]
         shown = self._sample() if common else ""
         return Marks(
             {text for text, special in self._added_tokens.items() if special or (text in common and text in shown)}
@@ -112,6 +116,25 @@ class ChatTemplate:
             with suppress(InvalidRequest):
                 return self._render({**self._named_tokens, **_UNSET, "messages": chat, "add_generation_prompt": False})
         return ""
+
+    @cached_property
+    def _call_style(self) -> CallStyle:
+        """How this template takes an assistant's calls: the first way in which it writes one, and no `None`."""
+        call = {"id": "probe0001", "type": "function", "function": {"name": "probe_tool", "arguments": {"a": 1}}}
+        variables = {"tools": [{"type": "function", "function": _PROBE_TOOL}], "add_generation_prompt": False}
+        variables = {**self._named_tokens, **_UNSET, **variables}
+        question = {"role": "user", "content": "a"}
+        with suppress(InvalidRequest, CheckpointError):
+            told = self._render({**variables, "messages": [question, {"role": "assistant", "content": "b"}]})
+            for style in CallStyle:
+                with suppress(InvalidRequest, CheckpointError):
+                    chat = [question, *styled([{"role": "assistant", "content": None, "tool_calls": [call]}], style)]
+                    shown = self._render({**variables, "messages": chat})
+                    if shown.count("probe_tool") > told.count("probe_tool") and shown.count("None") == told.count(
+                        "None"
+                    ):
+                        return style
+        return CallStyle.OBJECTS
 
     def _render(self, variables: dict[str, Any]) -> str:
         try:
@@ -126,34 +149,6 @@ class ChatTemplate:
             raise InvalidRequest(
                 f"the chat template cannot render these messages: {type(error).__name__}: {error}", param="messages"
             ) from None
-
-
-def _is_bracketed(text: str) -> bool:
-    """As `<x>` and `[x]`, and not as a word or a line's end, which may be added tokens too."""
-    return len(text) > 2 and not (text[0].isalnum() or text[0].isspace() or text[-1].isalnum() or text[-1].isspace())
-
-
-def _plain_message(message: Mapping[str, Any], index: int) -> dict[str, Any]:
-    """A copy whose content is text (or None), and whose reasoning has the names that templates read it by."""
-    plain = dict(message)
-    if isinstance(plain.get("content"), Sequence) and not isinstance(plain["content"], str):
-        plain["content"] = "\n".join(_part_text(part, index) for part in plain["content"])
-    reasoning = next((plain[name] for name in _REASONING_FIELDS if plain.get(name) is not None), None)
-    if reasoning is not None:
-        plain = {"thinking": reasoning, **plain, "reasoning_content": reasoning}
-    return plain
-
-
-def _part_text(part: Any, index: int) -> str:
-    kind = part.get("type") if isinstance(part, Mapping) else None
-    if kind != "text":
-        raise UnsupportedContent(
-            f"messages[{index}] has a content part of type {kind!r}; this model takes only text", param="messages"
-        )
-    text = part.get("text")
-    if not isinstance(text, str):
-        raise InvalidRequest(f"messages[{index}] has a content part of type 'text' without text", param="messages")
-    return text
 
 
 def _tag_final_message(chat: list[dict[str, Any]]) -> str:

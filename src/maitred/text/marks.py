@@ -25,6 +25,11 @@ class Marks:
         self.pattern = re.compile(_any_of(self.texts) or "(?!)")
 
 
+def is_bracketed(text: str) -> bool:
+    """As `<x>` and `[x]`, and not as a word or a line's end, which may be added tokens too."""
+    return len(text) > 2 and not (text[0].isalnum() or text[0].isspace() or text[-1].isalnum() or text[-1].isspace())
+
+
 class MarkedText(str):
     """A prompt in which the marks at `spans`, from and to, in order, are a client's and not the template's."""
 
@@ -59,9 +64,11 @@ class HiddenMarks:
             raise InvalidRequest("the messages hold nearly every character of private use; leave some out")
 
     def hide(self, value: Any) -> Any:
-        """The value, or a copy in which each mark is a character."""
+        """The value, or a copy in which each mark is a character; of a MarkedText those in its spans."""
         if not self._stand_ins:
             return value
+        if isinstance(value, MarkedText):
+            return "".join(self.hide(piece) if is_clients else piece for piece, is_clients in value.parts())
         if isinstance(value, str):
             return self._marks.pattern.sub(lambda found: self._stand_ins[found[0]], value)
         if isinstance(value, Mapping):

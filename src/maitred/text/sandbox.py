@@ -18,6 +18,7 @@ import functools
 import json
 import re
 import threading
+import types
 from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
 from typing import Any
@@ -254,7 +255,9 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Unlike Jinja's own, this does not escape HTML."""
+    """Unlike Jinja's own, this does not escape HTML; what `map` and its like give is a list."""
+    if isinstance(value, types.GeneratorType):
+        value = list(value)
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
