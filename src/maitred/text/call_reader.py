@@ -1,0 +1,234 @@
+"""Reads calls of tools in one format: their heads, up to where they are calls for certain, and their arguments."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from maitred.text.answer_format import CallFormat, Pieces, Slot
+from maitred.text.argument_pairs import PairReader
+from maitred.text.feed import (
+    Feed,
+    Reading,
+    json_string,
+    match,
+    pass_json,
+    skip_json,
+    skip_one,
+    skip_space,
+    skip_words,
+    words,
+)
+
+_ARGUMENT_KEYS = ("arguments", "parameters")  # models mix them up
+_NAME = re.compile(r"[\w.:/-]*")
+_FIELDS = {Slot.ID: re.compile(r"[A-Za-z0-9_-]*"), Slot.INDEX: re.compile(r"\d*")}
+Schemas = Mapping[str, Mapping[str, Any]]
+
+
+class Sink(NamedTuple):
+    """Who is told of calls."""
+
+    begin: Callable[[str, str | None], None]  # name, and the id that the model gave
+    arguments: Callable[[str], None]
+
+
+class _Head(NamedTuple):
+    """A call that has begun for certain, read up to its arguments."""
+
+    at: int
+    name: str
+    id: str | None = None
+    arguments: str | None = None  # JSON that was read already, or that is known to be empty
+    closed: bool = False  # all of `call` is read
+
+
+class CallReader:
+    """Reads calls from a feed. `encode` gives a literal as the feed has it."""
+
+    def __init__(
+        self, format: CallFormat, encode: Callable[[Pieces], str], tools: Schemas | None, feed: Feed, sink: Sink
+    ) -> None:
+        """`tools`: name -> schema of its parameters; None: any name is a tool's."""
+        self._format, self._encode, self._tools, self._feed, self._sink = format, encode, tools, feed, sink
+        self._names = sorted(tools or (), key=len, reverse=True)
+        self._first = words(encode(format.begin) + encode(format.call_begin))
+        self._next = words(encode(format.call_begin))
+        self._separator, self._end = words(encode(format.separator)), words(encode(format.end))
+        self._call_end = words(encode(format.call_end))
+        self.reached = 0
+        """Up to where the text was JSON when it turned out to be no call: no call begins in that."""
+        self.trigger = self._first[0] if self._first else None
+        """What a first call begins with; None where that is only the `{` of its JSON."""
+
+    def read(self, at: int) -> Reading[bool]:
+        """All calls from `at`, if there is one; the feed then begins behind them, and is as it was otherwise."""
+        self.reached = at
+        begins = yield from skip_words(self._feed, at, self._first)
+        head = None if begins is None else (yield from self._head(begins))
+        if head is None:
+            return False
+        while head is not None:
+            yield from self._body(head)
+            head = yield from self._next_head()
+        behind = yield from skip_words(self._feed, 0, self._end)
+        if behind is None and self._feed.ended and _is_prefix(self._feed.text, self._end):
+            behind = len(self._feed.text)
+        behind = yield from skip_space(self._feed, behind or 0)
+        self._feed.cut(behind)
+        return True
+
+    def _next_head(self) -> Reading[_Head | None]:
+        if not self._format.several:
+            return None
+        at = yield from skip_words(self._feed, 0, self._separator)
+        if at is None:
+            return None
+        at = yield from skip_words(self._feed, at, self._next)
+        return None if at is None else (yield from self._head(at))
+
+    def _head(self, at: int) -> Reading[_Head | None]:
+        if self._format.kind == "json":
+            return (yield from self._object_head(at))
+        return (yield from self._pieces_head(at))
+
+    # Name, then arguments.
+
+    def _pieces_head(self, at: int) -> Reading[_Head | None]:
+        name: str | None = None
+        own_id: str | None = None
+        for piece in self._format.call:
+            if piece is Slot.NAME:
+                found = yield from self._name(at)
+                if found is None or name not in (None, found[0]):
+                    return None
+                name, at = found
+            elif piece is Slot.ID or piece is Slot.INDEX:
+                at = yield from skip_space(self._feed, at)
+                text, at = yield from match(self._feed, at, _FIELDS[piece])
+                own_id = text if piece is Slot.ID else own_id
+            elif isinstance(piece, Slot):
+                return None if name is None else (yield from self._begin_of_arguments(at, name, own_id or None))
+            else:
+                behind = yield from skip_words(self._feed, at, words(self._encode((piece,))))
+                if behind is None:
+                    return None
+                at = behind
+        return None
+
+    def _begin_of_arguments(self, at: int, name: str, own_id: str | None) -> Reading[_Head | None]:
+        if self._format.pairs is None:
+            at = yield from skip_space(self._feed, at)
+            if self._feed.text.startswith("{", at):
+                return _Head(at, name, own_id)
+            starts = [self._call_end]
+        else:
+            starts = [self._call_end, words(self._encode(self._format.pairs.key_begin))]
+        for start in starts:
+            if (yield from skip_words(self._feed, at, start)) is not None:
+                return _Head(at, name, own_id, None if self._format.pairs else "{}")
+        return None
+
+    def _name(self, at: int) -> Reading[tuple[str, int] | None]:
+        at = yield from skip_space(self._feed, at)
+        if self._tools is None:
+            text, end = yield from match(self._feed, at, _NAME)
+            return (text, end) if text else None
+        while not self._feed.ended and self._may_grow(self._feed.text[at:]):
+            yield
+        found = next((name for name in self._names if self._feed.text.startswith(name, at)), None)
+        return None if found is None else (found, at + len(found))
+
+    def _may_grow(self, text: str) -> bool:
+        return any(len(name) > len(text) and name.startswith(text) for name in self._names)
+
+    # One JSON object.
+
+    def _object_head(self, at: int) -> Reading[_Head | None]:
+        feed = self._feed
+        name: str | None = None
+        own_id: str | None = None
+        arguments: str | None = None
+        behind = yield from skip_one(feed, at, "{")
+        while behind is not None:
+            closing = yield from skip_one(feed, behind, "}")
+            if closing is not None:
+                return None if name is None else _Head(closing, name, own_id, arguments or "{}", closed=True)
+            key = yield from json_string(feed, behind)
+            value_at = None if key is None else (yield from skip_one(feed, key[1], ":"))
+            if key is None or value_at is None:
+                return None
+            if key[0] in (self._format.arguments_key, *_ARGUMENT_KEYS):
+                value_at = yield from skip_space(feed, value_at)
+                if name is not None and feed.text.startswith("{", value_at):
+                    return _Head(value_at, name, own_id)
+            end = yield from skip_json(feed, value_at)
+            self.reached = len(feed.text) if end is None and feed.ended else end or value_at
+            if end is None:
+                return None
+            value = feed.text[value_at:end].strip()
+            if key[0] == self._format.name_key:
+                text = yield from json_string(feed, value_at)
+                if text is None or not self._is_tool(text[0]):
+                    return None
+                name = text[0]
+            elif key[0] in (self._format.arguments_key, *_ARGUMENT_KEYS):
+                if value[:1] != "{" and value != "null":
+                    return None
+                arguments = None if value == "null" else value
+            elif key[0] == self._format.id_key:
+                own_id = value.strip('"') or None
+            if self.trigger is None and name is None:
+                return None  # without a mark, only an object that begins with a tool's name is a call
+            comma = yield from skip_one(feed, end, ",")
+            behind = end if comma is None else comma
+        return None
+
+    def _is_tool(self, name: Any) -> bool:
+        return isinstance(name, str) and (self._tools is None or name in self._tools)
+
+    # Arguments.
+
+    def _body(self, head: _Head) -> Reading[None]:
+        self._feed.cut(head.at)
+        self._sink.begin(head.name, head.id)
+        if head.arguments is not None:
+            self._sink.arguments(head.arguments)
+        elif self._format.pairs is not None:
+            call_end = self._encode(self._format.call_end)
+            schema = (self._tools or {}).get(head.name)
+            yield from PairReader(self._format.pairs, self._encode, call_end, schema, self._sink.arguments).read(
+                self._feed
+            )
+            return
+        else:
+            yield from pass_json(self._feed, self._sink.arguments)
+        if self._format.kind == "json" and not head.closed:
+            yield from self._rest_of_object()
+        yield from self._skip_end()
+
+    def _rest_of_object(self) -> Reading[None]:
+        """Fields behind the arguments, which come too late to be told."""
+        for character in ",}":
+            at = yield from skip_one(self._feed, 0, character)
+            if at is not None:
+                self._feed.cut(at - 1)
+                yield from pass_json(self._feed, _drop, depth=1)
+                return
+
+    def _skip_end(self) -> Reading[None]:
+        at = yield from skip_words(self._feed, 0, self._call_end)
+        if at is not None:
+            self._feed.cut(at)
+        elif self._feed.ended and _is_prefix(self._feed.text, self._call_end):
+            self._feed.cut(len(self._feed.text))
+
+
+def _is_prefix(text: str, parts: list[str]) -> bool:
+    """Whether the text ends inside a literal of these words."""
+    return "".join(parts).startswith("".join(text.split()))
+
+
+def _drop(text: str) -> None:
+    pass
