@@ -86,10 +86,8 @@ def _vllm(work: Path, model: str, checkpoint: Path) -> None:
     _environment(work / "venv-vllm", VLLM)
 
 
-def _llamacpp(work: Path, model: str, checkpoint: Path) -> None:
-    """The library, its server and its quantiser from the sources in its Python package, for this processor."""
-    home = work / "venv-llamacpp"
-    programs = _environment(home, LLAMACPP_TOOLS)
+def llamacpp_source(home: Path, programs: Path) -> Path:
+    """The sources in its Python package, fetched by the `pip` of an environment that has scikit-build-core."""
     source = home / "source"
     if not source.exists():
         pip = [str(programs / "pip"), "download", "--no-deps", "--no-binary", ":all:", "--no-build-isolation"]
@@ -98,6 +96,14 @@ def _llamacpp(work: Path, model: str, checkpoint: Path) -> None:
         with tarfile.open(archive) as files:
             files.extractall(home, filter="data")
         source.symlink_to(archive.name.removesuffix(".tar.gz"))
+    return source
+
+
+def _llamacpp(work: Path, model: str, checkpoint: Path) -> None:
+    """The library, its server and its quantiser from the sources in its Python package, for this processor."""
+    home = work / "venv-llamacpp"
+    programs = _environment(home, LLAMACPP_TOOLS)
+    source = llamacpp_source(home, programs)
     vendored, build = source / "vendor/llama.cpp", home / "build"
     if not (build / "bin/llama-server").exists():
         _run(["cmake", "-S", str(vendored), "-B", str(build), *LLAMACPP_FLAGS])
@@ -146,4 +152,5 @@ def _environment(folder: Path, packages: tuple[str, ...]) -> Path:
 
 def _run(command: list[str], **environment: str) -> None:
     print("+", " ".join(command), file=sys.stderr, flush=True)
-    subprocess.run(command, check=True, env={**os.environ, "HF_HUB_OFFLINE": "1", **environment})
+    variables = {**os.environ, "HF_HUB_OFFLINE": "1", **environment}
+    subprocess.run(command, check=True, env=variables, stdout=sys.stderr)
