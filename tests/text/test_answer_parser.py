@@ -88,10 +88,37 @@ def test_an_answer_is_parsed_the_same_however_it_is_cut(name: str, parts: list, 
     assert parse(format_of(name), list(text), starts_in_reasoning=starts) == whole
 
 
+TOKENIZER = tokenizer_with("<tool_call>", "</tool_call>", "<think>", "</think>")
+MARKED = read_answer_format(template_of("hermes"), TOKENIZER)
+BODY = '{"name": "get_weather", "arguments": {"city": "Paris"}}'
+
+
+@given(st.lists(LETTERS | st.sampled_from(sorted(MARKED.mark_ids)) | st.just(BODY), max_size=12), st.booleans())
+def test_an_answer_of_text_and_marks_is_parsed_the_same_however_it_is_cut(pieces: list[str | int], starts: bool):
+    cut = [part for piece in pieces for part in (list(piece) if isinstance(piece, str) else [piece])]
+    joined: list[str | int] = []
+    for part in cut:
+        if joined and isinstance(part, str) and isinstance(joined[-1], str):
+            joined[-1] += part
+        else:
+            joined.append(part)
+    whole = parse(MARKED, joined, starts_in_reasoning=starts)
+    assert parse(MARKED, cut, starts_in_reasoning=starts) == whole
+
+
 @given(text=st.lists(LETTERS, max_size=30).map("".join))
 def test_text_without_a_call_is_content_to_the_last_character(text: str):
     assert parse(format_of("mistral"), list(text), parse_reasoning=False).content == text
     assert parse(format_of("hermes"), [text], parse_calls=False, parse_reasoning=False) == Parsed(text)
+
+
+def test_time_is_linear_in_answers_that_are_hard_to_read():
+    num_steps = 20_000
+    for text in ('<tool_call>{"a":[', '<tool_call>{"a":{', "<tool_call>", "<think>", " ", "<", '{"name": "'):
+        for name in ("hermes", "llama3", "qwen3_coder", "gemma4"):
+            assert parse(format_of(name), [text * num_steps]) is not None
+    nested = '<tool_call>{"a":[' * num_steps + "]}" * num_steps
+    assert parse(format_of("hermes"), [nested]).content == nested
 
 
 # What is a call.
@@ -167,6 +194,7 @@ def test_a_call_in_thoughts_is_found_and_the_thoughts_go_on():
 def test_thoughts_that_the_prompt_began():
     assert hermes("\nHm.\n</think>\n\nYes.", starts_in_reasoning=True) == Parsed("Yes.", "Hm.")
     assert hermes("Hm.", starts_in_reasoning=True) == Parsed("", "Hm.")
+    assert hermes("<think>\nHm.</think>", starts_in_reasoning=True) == Parsed("", "Hm.")
 
 
 def test_thoughts_begin_an_answer_and_are_letters_behind_content():
@@ -240,6 +268,8 @@ def test_quoted_values_with_bare_keys_become_json():
     )
     expected = {"a": "x, {y", "b": {"c": [1, "2", {"d": None}], "e f": True}, "g": -1.5}
     assert parse(format_of("gemma4"), list(text)).arguments == [("get_weather", expected)]
+    text = '<|tool_call>call:get_weather{a:{"b": "x, {y\\" "}}<tool_call|>'  # as a grammar may bind it to write
+    assert parse(format_of("gemma4"), list(text)).arguments == [("get_weather", {"a": {"b": 'x, {y" '}})]
 
 
 def test_channels_are_thoughts_content_and_calls():

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 from maitred.errors import ConfigError
-from maitred.text import ChatTemplate
+from maitred.model.checkpoint import BUILTIN_FOLDER
+from maitred.text import ChatTemplate, FolderText
 from maitred.text.answer_format import CallFormat, Mark, Slot, call_id, plain
+from maitred.text.folder import read_chat_template
 from maitred.text.tool_format import read_answer_format, tool_format_names
 from maitred.text.tool_formats import TOOL_FORMATS
 from tests.text.answers import TURNS, template_of, tokenizer_with
@@ -190,6 +192,12 @@ def test_a_template_that_always_raises_has_no_format_of_its_own():
     found = read_answer_format(ChatTemplate("{{ raise_exception('never') }}"))
     assert found.reasoning is None
     assert found.tools_system_text is not None
+
+
+def test_the_built_in_models_template_has_a_format():
+    text = FolderText(BUILTIN_FOLDER, read_chat_template(BUILTIN_FOLDER))
+    assert text.chat_template is not None
+    assert read_answer_format(text.chat_template, text.tokenizer).calls is not None
 
 
 def test_a_named_format_goes_before_the_templates():

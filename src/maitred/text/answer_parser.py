@@ -17,6 +17,7 @@ from maitred.text.channels import ChannelReader
 from maitred.text.feed import Feed, Reading, held_from, match, skip_space, skip_words, words
 
 _MAX_SPACE = 64
+_MOST_AT_ONCE = 1024  # characters: so that time is linear in an answer that is fed as a whole
 # A mark stands in the text as half of a surrogate pair, which no text has.
 _FIRST_MARK = 0xD800
 _MARK = re.compile("[\ud800-\udfff]")
@@ -91,21 +92,29 @@ class AnswerParser:
     def push(self, pieces: Sequence[str | int]) -> AnswerDelta:
         """Text, and ids of those tokens that are in `AnswerFormat.mark_ids`."""
         for piece in pieces:
-            if isinstance(piece, str):
-                self._feed.text += piece
-            else:
+            if not isinstance(piece, str):
                 self._has_marks = True
                 self._feed.text += self._characters.get(piece, "")
-        return self._advance()
+            elif len(piece) <= _MOST_AT_ONCE:
+                self._feed.text += piece
+            else:
+                for start in range(0, len(piece), _MOST_AT_ONCE):
+                    self._feed.text += piece[start : start + _MOST_AT_ONCE]
+                    self._advance()
+        self._advance()
+        return self._told()
 
     def flush(self) -> AnswerDelta:
         """What was held back, at the end of the answer."""
         self._feed.ended = True
-        return self._advance()
+        self._advance()
+        return self._told()
 
-    def _advance(self) -> AnswerDelta:
+    def _advance(self) -> None:
         if not self._is_done:
             self._is_done = next(self._run, self) is self
+
+    def _told(self) -> AnswerDelta:
         delta, self._delta = self._delta, AnswerDelta()
         return delta
 
@@ -147,8 +156,9 @@ class AnswerParser:
 
     def _prose(self) -> Reading[None]:
         feed = self._feed
-        if self._thinking:
-            yield from self._skip_new_lines()
+        if self._thinking:  # the prompt began them; a model may do so again
+            behind = yield from skip_words(feed, 0, self._begin)
+            yield from self._enter_thoughts(behind or 0)
         while True:
             if not self._started and not self._thinking and (yield from self._read_start()):
                 continue
@@ -184,14 +194,17 @@ class AnswerParser:
         start = _before_space(feed.text, at)
         self._tell(feed.cut(start))
         at -= start
-        if self._calls and trigger == self._calls.trigger and (yield from self._calls.read(at)):
-            return
         behind = None
+        reached = at + 1
+        if self._calls and trigger == self._calls.trigger:
+            if (yield from self._calls.read(at)):
+                return
+            reached = max(reached, self._calls.reached)
         reasoning = self._end if self._thinking else self._begin
         if trigger in reasoning[:1]:
             behind = yield from skip_words(feed, at, reasoning)
         if behind is None:
-            self._tell(feed.cut(at + 1))
+            self._tell(feed.cut(reached))
         elif self._thinking:
             feed.cut(behind)
             self._thinking = self._started = False

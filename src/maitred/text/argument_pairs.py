@@ -11,7 +11,7 @@ from json.encoder import encode_basestring
 from typing import Any
 
 from maitred.text.answer_format import PairsFormat, Text
-from maitred.text.feed import Feed, Reading, find, held_from, skip_words, words
+from maitred.text.feed import Feed, Reading, find, held_from, json_string, skip_words, words
 
 _PYTHON_NAMES = {"True": "true", "False": "false", "None": "null"}
 _MAX_REFS = 8
@@ -147,12 +147,17 @@ class PairReader:
             feed.cut(at)
             return (yield from self._text(feed, [self._quote], ""))
         depth = 0
-        stops = [self._quote, *"{}[],"]
+        stops = [self._quote, *'{}[],"']
         while (found := (yield from find(feed, 0, stops))) is not None:
             at, stop = found
             if depth == 0 and stop in "}],":
                 self._emit(_bare_json(feed.cut(at)).strip())
                 return True
+            if stop == '"':
+                text = yield from json_string(feed, at)
+                self._emit(_bare_json(feed.cut(at)))
+                self._emit(feed.cut(1 if text is None else text[1] - at))
+                continue
             depth += (stop in ("{", "[")) - (stop in ("}", "]"))
             self._emit(_bare_json(feed.cut(at if stop == self._quote else at + 1)))
             if stop == self._quote:

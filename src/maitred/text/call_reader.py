@@ -57,11 +57,14 @@ class CallReader:
         self._next = words(encode(format.call_begin))
         self._separator, self._end = words(encode(format.separator)), words(encode(format.end))
         self._call_end = words(encode(format.call_end))
+        self.reached = 0
+        """Up to where the text was JSON when it turned out to be no call: no call begins in that."""
         self.trigger = self._first[0] if self._first else None
         """What a first call begins with; None where that is only the `{` of its JSON."""
 
     def read(self, at: int) -> Reading[bool]:
         """All calls from `at`, if there is one; the feed then begins behind them, and is as it was otherwise."""
+        self.reached = at
         begins = yield from skip_words(self._feed, at, self._first)
         head = None if begins is None else (yield from self._head(begins))
         if head is None:
@@ -161,6 +164,7 @@ class CallReader:
                 if name is not None and feed.text.startswith("{", value_at):
                     return _Head(value_at, name, own_id)
             end = yield from skip_json(feed, value_at)
+            self.reached = len(feed.text) if end is None and feed.ended else end or value_at
             if end is None:
                 return None
             value = feed.text[value_at:end].strip()

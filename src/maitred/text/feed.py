@@ -6,6 +6,7 @@ alone, never on how it was cut.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Callable, Generator, Sequence
@@ -76,22 +77,31 @@ def match(feed: Feed, at: int, pattern: re.Pattern[str]) -> Reading[tuple[str, i
 
 def find(feed: Feed, at: int, parts: Sequence[str]) -> Reading[tuple[int, str] | None]:
     """Where the first of these texts is found, and which; None when the text ends before."""
+    pattern = _any_of(tuple(parts))
     longest = max(map(len, parts))
     since = at
     while True:
-        places = [(place, part) for part in parts if (place := feed.text.find(part, since)) >= 0]
-        if places:
-            return min(places)
+        found = pattern.search(feed.text, since)
+        begun = len(feed.text) if feed.ended or longest == 1 else held_from(feed.text, parts)
+        if found is not None and found.start() <= begun:
+            return found.start(), found[0]
         if feed.ended:
             return None
-        since = max(at, len(feed.text) - longest + 1)
+        since = begun if found is not None else max(at, len(feed.text) - longest + 1)
         yield
+
+
+@functools.lru_cache(maxsize=256)
+def _any_of(parts: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, sorted(parts, key=len, reverse=True))))
 
 
 def held_from(text: str, parts: Sequence[str]) -> int:
     """Where an end of the text begins that one of the parts may begin with; the text's length for none."""
     found = len(text)
     for part in parts:
+        if len(part) == 1:
+            continue
         at = text.find(part[0], max(0, len(text) - len(part) + 1))
         while 0 <= at < found:
             if part.startswith(text[at:]):

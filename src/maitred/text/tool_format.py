@@ -77,7 +77,7 @@ def _read(template: ChatTemplate, probe: ProbeTemplate) -> AnswerFormat:
         return replace(
             _named_format(hint.format),
             writes_calls=False,
-            tools_variable=hint.tools_variable,
+            tools_variable="tools" if probe.knows_tools() else hint.tools_variable,
             tools_in_system=hint.tools_in_system,
             tool_role=hint.tool_role,
         )
