@@ -89,6 +89,11 @@ def test_json_is_spaced_as_dumps_writes_it():
     assert not takes(grammar, ' {"zip": 12345}')
 
 
+def test_a_text_may_be_escaped_as_json_has_it():
+    grammar = composed(content=json_source({"type": "string"}, "schema"))
+    assert takes(grammar, '"\\u00e9\\u202f\\n\\"é"')
+
+
 @pytest.mark.parametrize("form", [LETTERS, PAIRS])
 def test_free_text_may_be_followed_by_calls_of_listed_tools_that_fit(form: CallFormat):
     grammar = composed(form, tools=TOOLS, choice=AUTO)

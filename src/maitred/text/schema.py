@@ -12,6 +12,7 @@ from maitred.structured_outputs import StructuredOutputsParams
 
 # As Python's json.dumps writes it, which is what models have read most; nothing may be blank without end.
 _SPACED_AS_DUMPS = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
+_OPTIONS = {"lenient": True, "json_allow_general_unicode_escapes": True}
 UNSUPPORTED_SCHEMA = "unsupported_schema"  # the error's code
 MAX_BLANKS = 16  # where a client's pattern has no bound
 # an escaped character or a class, which are left alone, or a repetition without end
@@ -39,9 +40,9 @@ def json_source(schema: object, path: str, *, whitespace_pattern: str | None = N
         schema = {}
     if not isinstance(schema, Mapping):
         raise InvalidRequest("the schema must be a JSON object", param=path, code=UNSUPPORTED_SCHEMA)
-    options: dict[str, Any] = {"lenient": True, **_SPACED_AS_DUMPS}
+    options: dict[str, Any] = {**_OPTIONS, **_SPACED_AS_DUMPS}
     if whitespace_pattern is not None:
-        options = {"lenient": True, "whitespace_pattern": bounded_pattern(whitespace_pattern)}
+        options = {**_OPTIONS, "whitespace_pattern": bounded_pattern(whitespace_pattern)}
     try:
         text = json.dumps({**schema, "x-guidance": options}, ensure_ascii=False)
     except RecursionError:
