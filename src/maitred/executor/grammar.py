@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 import logging
 import math
+import os
 import queue
 import threading
 import time
@@ -88,7 +89,7 @@ class Grammars:
         self._vocab_size, self._forces = vocab_size, forces
         self._answer_s, self._advance_s, self._start_s, self._command = answer_s, advance_s, start_s, command
         self._memory: MaskMemory | None = None
-        self._lock = threading.Lock()  # of the worker's begin and end
+        self._lock = threading.RLock()  # of memory, and of the worker's begin and end
         self._worker: GrammarProcess | None = None
         self._is_closed = False
         self._compilations: queue.SimpleQueue[tuple[str, Done] | None] = queue.SimpleQueue()
@@ -185,9 +186,12 @@ class Grammars:
         with self._lock:
             self._is_closed = True
             worker, self._worker = self._worker, None
+            memory, self._memory = self._memory, None
         self._compilations.put(None)
+        if memory is not None:
+            os.close(memory.fd)  # what is mapped goes with the last mask
         if worker is not None:
-            worker.close()
+            worker.kill()
 
     # -- the worker
 
@@ -276,8 +280,8 @@ class Grammars:
             if self._is_closed:
                 raise OSError("the executor is closed")
             if self._worker is None:
-                memory = self._mapped()
-                self._worker = GrammarProcess(memory.fd, self._arguments, start_s=self._start_s, command=self._command)
+                fd = self._mapped().fd
+                self._worker = GrammarProcess(fd, self._arguments, start_s=self._start_s, command=self._command)
             return self._worker
 
     def _replace(self, lost: GrammarProcess | None) -> None:
@@ -285,14 +289,15 @@ class Grammars:
         if lost is None:
             return
         with self._lock:
-            lost.close()
+            lost.kill()  # its channels are closed when both threads have let go of it
             if self._worker is lost:
                 self._worker = None
 
     def _mapped(self) -> MaskMemory:
-        if self._memory is None:
-            self._memory = MaskMemory(new_memory(), self._vocab_size)
-        return self._memory
+        with self._lock:
+            if self._memory is None:
+                self._memory = MaskMemory(new_memory(), self._vocab_size)
+            return self._memory
 
 
 def may_force(sampling: SamplingParams) -> bool:

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 
@@ -87,12 +86,6 @@ class GrammarProcess:
         """Idempotent; nothing of it is there when this returns."""
         self._process.kill()
         self._process.wait()
-
-    def close(self) -> None:
-        self.kill()
-        for channel in (self._steps, self._compilations):
-            with suppress(OSError):
-                channel.close()
 
     def _limit(self, limit_s: float) -> float:
         return limit_s if self._has_answered else max(limit_s, self._start_s)
