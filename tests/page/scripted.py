@@ -72,6 +72,8 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if self.path == "/v1/models":
             self._whole(200, {"data": self.script.models})
+        elif self.path == "/version":
+            self._whole(200, {"version": "0", "name": "scripted"})
         elif self.path == "/" or self.path.startswith("/static/"):
             file = page_file(self.path.removeprefix("/static/").strip("/") or INDEX)
             self._begin(200, file.content_type.decode(), {k.decode(): v.decode() for k, v in SECURITY})
