@@ -50,10 +50,11 @@ soak: $(VENV)/.installed-dev ## the tests marked so, a million simulated request
 	$(BIN)/python benchmarks/soak_openapi.py
 	$(BIN)/python benchmarks/soak_server.py
 
-train: $(VENV)/.installed-dev ## train the built-in model and its draft anew into runs/ (an hour and a half)
-	$(BIN)/python -m training.train --out runs/mini --minutes 85 --seed 0
-	$(BIN)/python -m training.train --out runs/draft --minutes 10 --seed 0 --draft --teacher runs/mini/model
-	$(BIN)/python -m training.evaluate --model runs/mini/model --num-each 100
+train: $(VENV)/.installed-dev ## train the built-in model and its draft anew into runs/ (an hour and a half); a run that was stopped goes on
+	$(BIN)/python -m training.train --out runs/mini --minutes 72 --seed 0 --threads $$(nproc) --new-tokenizer
+	$(BIN)/python -m training.train --out runs/draft --minutes 13 --seed 0 --threads $$(nproc) --draft --teacher runs/mini/model
+	$(BIN)/python -m training.evaluate --model runs/mini/model --draft runs/draft/model --num-each 500 --threads $$(nproc)
+	$(BIN)/python -m training.evaluate --model runs/draft/model --num-each 50 --threads $$(nproc)
 
 clean: ## remove what the verbs above made
 	rm -rf $(VENV) build dist src/maitred/kernels/_native* .pytest_cache .mypy_cache .ruff_cache .hypothesis
