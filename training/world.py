@@ -92,8 +92,8 @@ SOURCES: dict[str, Source] = {
     "table": Source(talk.book, 7, lambda g: not g.table),
     "recall table": Source(talk.recall_table, 35, lambda g: bool(g.table), ("table",)),
     "unknown guest": Source(talk.ask_about_unknown, 1, lambda g: not (g.name or g.table)),
-    "count": Source(talk.count, 14),
-    "repeat": Source(talk.repeat, 14),
+    "count": Source(talk.count, 10),
+    "repeat": Source(talk.repeat, 12),
     "greet": Source(talk.greet, 3),
     "scope": Source(talk.out_of_scope, 5),
 }
