@@ -9,8 +9,9 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from training.shapes import bound_spans
 from training.tokenizer import BOS, END, EOS, PAD, SPECIAL, START, render
-from training.world import plain_text, training_chat
+from training.world import Chat, any_chat, plain_text
 
 REPLY_WEIGHT = 1.0
 PROMPT_WEIGHT = 0.1
@@ -56,6 +57,7 @@ class Batches:
         self._tokenizer, self._rng = tokenizer, rng
         self._pad, self._start, self._end = (SPECIAL.index(token) for token in (PAD, START, END))
         self._header = tokenizer.encode("assistant\n", add_special_tokens=False).ids
+        self._thoughts = tokenizer.encode("<think>\n", add_special_tokens=False).ids
         self._pool: list[Document] = []
 
     def draw(self, num_rows: int, length: int) -> Batch:
@@ -68,9 +70,15 @@ class Batches:
         if self._rng.random() < PLAIN_SHARE:
             ids = self._encode(BOS + plain_text(self._rng) + EOS)
             return Document(ids, [0.0] + [REPLY_WEIGHT] * (len(ids) - 1))
-        chat = training_chat(self._rng, max(2, length // TOKENS_PER_TURN))
-        ids = self._encode(render(chat.messages()))
-        return Document(ids, self._weights(ids))
+        return self.document_of(any_chat(self._rng, max(2, length // TOKENS_PER_TURN)))
+
+    def document_of(self, chat: Chat) -> Document:
+        text = render(chat.messages(), tools=chat.tools)
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        weights = self._weights(encoding.ids)
+        if chat.is_bound:
+            _forgive(weights, encoding.offsets, text, chat.turns[-1].assistant)
+        return Document(encoding.ids, weights)
 
     def _row(self, length: int) -> tuple[list[int], list[float], list[int]]:
         """Documents from the pool that fit, longest first drawn; one that fits no row is cut at its end."""
@@ -95,7 +103,10 @@ class Batches:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def _weights(self, ids: list[int]) -> list[float]:
-        """REPLY_WEIGHT from after an assistant header to its end mark, PROMPT_WEIGHT elsewhere."""
+        """REPLY_WEIGHT from after an assistant header to its end mark, PROMPT_WEIGHT elsewhere.
+
+        0 for the begin of thoughts: the prompt opens them, and no answer shall of its own.
+        """
         weights, replying, index = [0.0], False, 1
         while index < len(ids):
             weights.append(REPLY_WEIGHT if replying else PROMPT_WEIGHT)
@@ -106,5 +117,18 @@ class Batches:
                 weights += [PROMPT_WEIGHT] * len(self._header)
                 index += len(self._header)
                 replying = True
+                after = index + 1
+                if ids[after : after + len(self._thoughts)] == self._thoughts:
+                    weights += [0.0] * len(self._thoughts)
+                    index += len(self._thoughts)
             index += 1
         return weights
+
+
+def _forgive(weights: list[float], offsets: list[tuple[int, int]], text: str, reply: str) -> None:
+    """No weight for what only a schema decides: nothing in the prompt tells of it, and a grammar writes it."""
+    start = text.rindex(reply)
+    spans = [(start + begin, start + end) for begin, end in bound_spans(reply)]
+    for index, (begin, end) in enumerate(offsets):
+        if any(first <= begin and end <= last for first, last in spans):
+            weights[index] = 0.0

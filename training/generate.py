@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from tokenizers import Tokenizer
@@ -11,25 +11,42 @@ from torch import Tensor
 from training.model import Decoder, KVCache
 from training.tokenizer import END, EOS, PAD
 
+Constraint = Callable[[list[int]], Tensor]
+"""From the tokens of an answer so far, which tokens may come next: bool [V]."""
+
 
 @torch.inference_mode()
 def generate(
-    model: Decoder, tokenizer: Tokenizer, prompts: Sequence[str], max_tokens: int = 200, batch_size: int = 50
+    model: Decoder,
+    tokenizer: Tokenizer,
+    prompts: Sequence[str],
+    max_tokens: int = 200,
+    batch_size: int = 50,
+    constraints: Sequence[Constraint | None] = (),
 ) -> list[str]:
-    """The greedy continuation of each rendered prompt, without its end mark. Prompts of like length share a batch."""
+    """The greedy continuation of each rendered prompt, without its end mark. Prompts of like length share a batch.
+
+    `constraints`, where given, has one for each prompt, or None for a free answer.
+    """
     encoded = [tokenizer.encode(prompt, add_special_tokens=False).ids for prompt in prompts]
     by_length = sorted(range(len(prompts)), key=lambda index: len(encoded[index]))
     answers = [""] * len(prompts)
     for start in range(0, len(by_length), batch_size):
         chosen = by_length[start : start + batch_size]
-        for index, ids in zip(
-            chosen, _generate_batch(model, tokenizer, [encoded[i] for i in chosen], max_tokens), strict=True
-        ):
+        bound = [constraints[i] for i in chosen] if constraints else []
+        found = _generate_batch(model, tokenizer, [encoded[i] for i in chosen], max_tokens, bound)
+        for index, ids in zip(chosen, found, strict=True):
             answers[index] = tokenizer.decode(ids, skip_special_tokens=False)
     return answers
 
 
-def _generate_batch(model: Decoder, tokenizer: Tokenizer, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
+def _generate_batch(
+    model: Decoder,
+    tokenizer: Tokenizer,
+    prompts: list[list[int]],
+    max_tokens: int,
+    constraints: Sequence[Constraint | None],
+) -> list[list[int]]:
     stop = {tokenizer.token_to_id(END), tokenizer.token_to_id(EOS)}
     longest = max(map(len, prompts))
     padding_B = torch.tensor([longest - len(ids) for ids in prompts])
@@ -41,7 +58,11 @@ def _generate_batch(model: Decoder, tokenizer: Tokenizer, prompts: list[list[int
     for index in range(max_tokens):
         positions, mask = _where(padding_B, tokens_BT.shape[1], longest + index)
         hidden_BTD = model.hidden(tokens_BT, mask=mask, caches=caches, positions=positions)
-        next_B = model.logits(hidden_BTD[:, -1]).argmax(-1)
+        logits_BV = model.logits(hidden_BTD[:, -1])
+        for row, constraint in enumerate(constraints):
+            if constraint is not None and not finished[row]:
+                logits_BV[row, ~constraint(outputs[row])] = float("-inf")
+        next_B = logits_BV.argmax(-1)
         for row, token in enumerate(next_B.tolist()):
             finished[row] = finished[row] or token in stop
             if not finished[row]:

@@ -131,7 +131,9 @@ def drop_from_order(rng: Random, guest: Guest) -> Turn:
     form = rng.choice(
         ("Please cancel the {}.", "No {} after all.", "I do not want the {} any more.", "Without the {}, please.")
     )
-    return Turn("cancel", form.format(noun), confirm(guest), order_key(guest.order))
+    # What goes is named first: a model that must begin with what stays begins with the dish that was named last.
+    reply = f"I take off {dish.count(quantity)}. Your order is {list_order(guest.order)}. Anything else?"
+    return Turn("cancel", form.format(noun), reply, order_key(guest.order))
 
 
 def close_order(rng: Random, guest: Guest) -> Turn:
@@ -317,9 +319,25 @@ def card(rng: Random, guest: Guest) -> Turn:
     return Turn("card", said, course_list(course), wording_key("card", said))
 
 
+OPENING_HOURS = (5, 11)
+HOURS_FORMS = ("Are you open at {}?", "Can I come at {}?", "Is the kitchen open at {}?", "Do you serve at {}?")
+
+
+def ask_hours(rng: Random, guest: Guest) -> Turn:
+    """Whether the restaurant is open at an hour."""
+    hour, (first, last) = rng.randint(1, 12), OPENING_HOURS
+    said = politely(rng, rng.choice(HOURS_FORMS).format(hour))
+    reply = f"Yes, we are open at {hour}." if first <= hour < last else f"No, we are open from {first} to {last}."
+    return Turn("hours", said, reply, wording_key("hours", said))
+
+
+def order_items(order: dict[str, int]) -> dict[str, list[dict[str, object]]]:
+    """The order's JSON, which is also what the tool `place_order` takes."""
+    return {"items": [{"dish": name, "count": quantity} for name, quantity in order.items()]}
+
+
 def as_json(rng: Random, guest: Guest) -> Turn:
     order = random_order(rng)
     form = rng.choice(("Give this order as JSON: {}.", "Write {} as JSON.", "{} as JSON, please.", "As JSON: {}."))
     said = form.format(spoken_order(rng, order))
-    reply = json.dumps([{"item": name, "count": quantity} for name, quantity in order.items()])
-    return Turn("json", said[0].upper() + said[1:], reply, order_key(order))
+    return Turn("json", said[0].upper() + said[1:], json.dumps(order_items(order)), order_key(order))

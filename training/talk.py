@@ -47,17 +47,18 @@ def recall_name(rng: Random, guest: Guest) -> Turn:
     return Turn("recall", said, f"Your name is {guest.name}.", wording_key("name", guest.name))
 
 
+BOOK_FORMS = (
+    "A table for {} at {}, please. The name is {}.",
+    "I would like a table for {} at {} for {}.",
+    "Please book a table for {} at {} under {}.",
+    "Can I book a table for {} at {}? My name is {}.",
+)
+
+
 def book(rng: Random, guest: Guest) -> Turn:
     people, hour, name = rng.randint(1, 10), rng.randint(5, 10), random_name(rng)
     guest.table = f"a table for {people} at {hour} for {name}"
-    form = rng.choice(
-        (
-            "A table for {} at {}, please. The name is {}.",
-            "I would like a table for {} at {} for {}.",
-            "Please book a table for {} at {} under {}.",
-            "Can I book a table for {} at {}? My name is {}.",
-        )
-    )
+    form = rng.choice(BOOK_FORMS)
     if "My name" in form:
         guest.name = name
     spoken = NUMBER_WORDS[people] if rng.random() < 0.4 else str(people)

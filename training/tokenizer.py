@@ -7,47 +7,97 @@ learnt figure by figure.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from random import Random
+from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from training.world import plain_text, training_chat
+from maitred.text.chat_template import ChatTemplate
+from training.world import any_chat, plain_text
 
 BOS, EOS, START, END, PAD = "<|bos|>", "<|eos|>", "<|im_start|>", "<|im_end|>", "<|pad|>"
 SPECIAL = (PAD, BOS, EOS, START, END)
 """In the order of their ids, from 0."""
+MARKS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
+"""One token each, with the last ids, and common ones as in Qwen 3: an answer's text has them."""
 
-CHAT_TEMPLATE = (
-    "{{- bos_token }}"
-    "{%- for message in messages %}"
-    "{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] | trim + '<|im_end|>\\n' }}"
-    "{%- endfor %}"
-    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
-)
+CHAT_TEMPLATE = r"""
+{{- bos_token }}
+{%- set system = messages[0] if messages and messages[0]['role'] == 'system' else none %}
+{%- if tools %}
+    {{- '<|im_start|>system\n' + ((system['content'] or '') | trim + '\n' if system else '') + 'Tools:' }}
+    {%- for tool in tools %}
+        {%- set function = tool['function'] if tool['function'] else tool %}
+        {%- set parameters = function['parameters'] if function['parameters'] else {} %}
+        {{- '\n' + function['name'] + '(' }}
+        {{- (parameters['properties'] if parameters['properties'] else {}) | join(', ') + ')' }}
+    {%- endfor %}
+    {{- '<|im_end|>\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if not (tools and system and loop.first) %}
+        {{- '<|im_start|>' + message['role'] + '\n' }}
+        {%- if message['reasoning_content'] %}
+            {{- '<think>\n' + message['reasoning_content'] | trim + '\n</think>\n\n' }}
+        {%- endif %}
+        {{- (message['content'] or '') | trim }}
+        {%- for call in message['tool_calls'] or [] %}
+            {%- set function = call['function'] if call['function'] else call %}
+            {{- '\n' if message['content'] or not loop.first }}
+            {{- '<tool_call>\n{"name": "' + function['name'] + '", "arguments": ' }}
+            {{- function['arguments'] if function['arguments'] is string else function['arguments'] | tojson }}
+            {{- '}\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\n' }}
+    {{- '<think>\n' if enable_thinking }}
+{%- endif %}
+""".strip()
+"""ChatML, with calls as Hermes and Qwen write them. Of a tool only the names are told: a model this small knows its own
+tools by heart, whole schemas would be most of its context, and a grammar binds the arguments to them anyway."""
+
+_TEMPLATE = ChatTemplate(CHAT_TEMPLATE, {"bos_token": BOS})
 
 
-def render(messages: list[dict[str, str]], *, add_generation_prompt: bool = False) -> str:
-    """What CHAT_TEMPLATE renders, without jinja."""
-    body = "".join(f"{START}{m['role']}\n{m['content'].strip()}{END}\n" for m in messages)
-    return BOS + body + (f"{START}assistant\n" if add_generation_prompt else "")
+def render(
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    add_generation_prompt: bool = False,
+    tools: Sequence[Mapping[str, Any]] = (),
+    enable_thinking: bool = False,
+) -> str:
+    """What CHAT_TEMPLATE makes of a chat."""
+    return str(
+        _TEMPLATE.render(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            tools=list(tools) or None,
+            enable_thinking=enable_thinking,
+        )
+    )
 
 
-def train_tokenizer(vocab_size: int, seed: int) -> Tokenizer:
-    """A tokenizer of exactly `vocab_size` tokens, learnt from texts of the world."""
+def train_tokenizer(vocab_size: int, seed: int, num_chats: int = 12_000) -> Tokenizer:
+    """A tokenizer of exactly `vocab_size` tokens, learnt from texts of the world; ValueError for too few of them."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
+        vocab_size=vocab_size - len(MARKS),
         special_tokens=[AddedToken(token, special=True, normalized=False) for token in SPECIAL],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_texts(Random(seed)), trainer)
+    tokenizer.train_from_iterator(_texts(Random(seed), num_chats), trainer)
+    tokenizer.add_tokens([AddedToken(mark, special=False, normalized=False) for mark in MARKS])
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{BOS} $A", pair=f"{BOS} $A $B", special_tokens=[(BOS, SPECIAL.index(BOS))]
     )
@@ -71,13 +121,14 @@ def save_tokenizer(tokenizer: Tokenizer, directory: Path, max_positions: int) ->
     (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def _texts(rng: Random) -> Iterator[str]:
-    """Contents without the frame of the template, which is made of special tokens and three role names."""
-    for _ in range(12_000):
-        yield from (message["content"] for message in training_chat(rng, 4).messages())
-        yield "assistant\n"
-        yield "user\n"
-        yield "system\n"
+_FRAME = re.compile("|".join(map(re.escape, SPECIAL + MARKS)))
+
+
+def _texts(rng: Random, num_chats: int) -> Iterator[str]:
+    """What stands between special tokens and marks."""
+    for _ in range(num_chats):
+        chat = any_chat(rng, 4)
+        yield from filter(None, _FRAME.split(render(chat.messages(), tools=chat.tools)))
     for _ in range(1_000):
         yield plain_text(rng)
     # Common English, so that texts from outside the world are not spelt letter by letter.

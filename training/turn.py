@@ -5,14 +5,27 @@ from __future__ import annotations
 import zlib
 from dataclasses import dataclass, field
 from random import Random
+from typing import Any, NamedTuple
+
+from training.tools import result_of
 
 HELD_OUT_BUCKETS = 10
 """One key in this many is held out."""
 
 
+class Call(NamedTuple):
+    """A tool call; its result is what `training.tools` gives for it."""
+
+    name: str
+    arguments: dict[str, Any]
+
+    def message_part(self, index: int) -> dict[str, Any]:
+        return {"id": f"call_{index}", "type": "function", "function": self._asdict()}
+
+
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A user message and the only right reply.
+    """A user message and the only right reply, before which tools may be called and thoughts written.
 
     `key` says what makes the question new: the order for a bill, the two numbers for a sum, the wording for a fact.
     All turns with an equal key are on the same side of the split. An empty key is small talk and is never scored.
@@ -22,6 +35,37 @@ class Turn:
     user: str
     assistant: str
     key: str
+    calls: tuple[Call, ...] = ()
+    thoughts: str = ""
+    """Before the reply."""
+    call_thoughts: str = ""
+    """Before the calls, where there are any."""
+    call_text: str = ""
+    """What is said before the calls, after their thoughts."""
+
+    @property
+    def thinks(self) -> bool:
+        return bool(self.thoughts)
+
+    def replies(self) -> list[dict[str, Any]]:
+        """Everything after the user's message, in the form of the OpenAI API, with arguments as objects."""
+        said: list[dict[str, Any]] = []
+        if self.calls:
+            calls = [call.message_part(index) for index, call in enumerate(self.calls)]
+            said.append(
+                _thought(
+                    {"role": "assistant", "content": self.call_text or None, "tool_calls": calls}, self.call_thoughts
+                )
+            )
+            said += [
+                {"role": "tool", "tool_call_id": f"call_{index}", "content": result_of(*call)}
+                for index, call in enumerate(self.calls)
+            ]
+        return [*said, _thought({"role": "assistant", "content": self.assistant}, self.thoughts)]
+
+
+def _thought(message: dict[str, Any], thoughts: str) -> dict[str, Any]:
+    return {**message, "reasoning_content": thoughts} if thoughts else message
 
 
 @dataclass(slots=True)

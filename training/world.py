@@ -6,14 +6,16 @@ a held-out question is a turn whose key is, after any number of other turns.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from random import Random
+from typing import Any
 
-from training import orders, talk
+from training import orders, shapes, talk
 from training.facts import FACTS
 from training.menu import DISHES, NAMES
+from training.tools import TOOLS
 from training.turn import Guest, Turn, carelessly, is_held_out
 
 Maker = Callable[[Random, Guest], Turn]
@@ -21,28 +23,31 @@ Maker = Callable[[Random, Guest], Turn]
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """A system message, empty for none, and the turns after it."""
+    """A system message, empty for none, and the turns after it, with the tools there are."""
 
     system: str
     turns: tuple[Turn, ...]
+    tools: tuple[dict[str, Any], ...] = ()
+    """In the form of the OpenAI API."""
+    is_bound: bool = False
+    """Whether a JSON schema binds the last reply."""
 
-    def messages(self) -> list[dict[str, str]]:
+    def messages(self) -> list[dict[str, Any]]:
         """The chat in the form of the OpenAI API, with every reply."""
-        said = [{"role": "system", "content": self.system}] if self.system else []
+        said: list[dict[str, Any]] = [{"role": "system", "content": self.system}] if self.system else []
         for turn in self.turns:
-            said.append({"role": "user", "content": turn.user})
-            said.append({"role": "assistant", "content": turn.assistant})
+            said += [{"role": "user", "content": turn.user}, *turn.replies()]
         return said
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A maker of turns: how often it is drawn, when it makes sense, and what must be said before it can."""
+    """A maker of turns: how often it is drawn, when it makes sense, and the turns (by name) that it needs before it."""
 
     make: Maker
     weight: float
     ready: Callable[[Guest], bool] = lambda guest: True
-    before: tuple[Maker, ...] = ()
+    before: tuple[str, ...] = ()
 
 
 def _may_order(guest: Guest) -> bool:
@@ -62,16 +67,16 @@ def _may_cancel(guest: Guest) -> bool:
 
 
 SOURCES: dict[str, Source] = {
-    "fact": Source(talk.fact, 12),
+    "fact": Source(talk.fact, 16),
     "bill of a list": Source(orders.bill_of_list, 15),
     "order": Source(orders.place_order, 24, _may_order),
-    "add": Source(orders.add_to_order, 80, _may_add, (orders.place_order,)),
-    "cancel": Source(orders.drop_from_order, 130, _may_cancel, (orders.place_order,)),
-    "close": Source(orders.close_order, 25, _ordering, (orders.place_order,)),
-    "recall order": Source(orders.recall_order, 35, _ordering, (orders.place_order,)),
-    "bill of the order": Source(orders.ask_bill, 50, _ordering, (orders.place_order,)),
+    "add": Source(orders.add_to_order, 80, _may_add, ("order",)),
+    "cancel": Source(orders.drop_from_order, 130, _may_cancel, ("order",)),
+    "close": Source(orders.close_order, 25, _ordering, ("order",)),
+    "recall order": Source(orders.recall_order, 35, _ordering, ("order",)),
+    "bill of the order": Source(orders.ask_bill, 50, _ordering, ("order",)),
     "nothing ordered": Source(orders.ask_about_nothing, 1, lambda g: not g.order),
-    "pay": Source(orders.pay_bill, 120, lambda g: g.bill > 0, (orders.place_order, orders.ask_bill)),
+    "pay": Source(orders.pay_bill, 120, lambda g: g.bill > 0, ("order", "bill of the order")),
     "change": Source(orders.change, 16),
     "plus": Source(orders.add, 18),
     "minus": Source(orders.subtract, 24),
@@ -79,15 +84,16 @@ SOURCES: dict[str, Source] = {
     "vegetarian": Source(orders.vegetarian, 2),
     "compare": Source(orders.compare, 4),
     "have": Source(orders.have, 3),
+    "hours": Source(orders.ask_hours, 3),
     "card": Source(orders.card, 1),
     "json": Source(orders.as_json, 4),
     "name": Source(talk.tell_name, 8, lambda g: not g.name),
-    "recall name": Source(talk.recall_name, 40, lambda g: bool(g.name), (talk.tell_name,)),
+    "recall name": Source(talk.recall_name, 40, lambda g: bool(g.name), ("name",)),
     "table": Source(talk.book, 7, lambda g: not g.table),
-    "recall table": Source(talk.recall_table, 35, lambda g: bool(g.table), (talk.book,)),
+    "recall table": Source(talk.recall_table, 35, lambda g: bool(g.table), ("table",)),
     "unknown guest": Source(talk.ask_about_unknown, 1, lambda g: not (g.name or g.table)),
-    "count": Source(talk.count, 14),
-    "repeat": Source(talk.repeat, 14),
+    "count": Source(talk.count, 10),
+    "repeat": Source(talk.repeat, 12),
     "greet": Source(talk.greet, 3),
     "scope": Source(talk.out_of_scope, 5),
 }
@@ -109,31 +115,145 @@ SYSTEMS = (
 )
 
 
+TOOL_SOURCES: dict[str, tuple[str, Source]] = {
+    "price": ("get_price", Source(shapes.price_by_tool, 50)),
+    "order": ("place_order", Source(shapes.order_by_tool, 60, _may_order)),
+    "add": ("place_order", Source(shapes.add_by_tool, 80, _may_add, ("order",))),
+    "cancel": ("place_order", Source(shapes.cancel_by_tool, 60, _may_cancel, ("order",))),
+    "table": ("book_table", Source(shapes.table_by_tool, 40, lambda g: not g.table)),
+}
+"""Name of a source -> the tool that does its work where it is offered, and the source in its place."""
+
+FOCUS = {"cancel": 10, "add": 5, "bill of the order": 2, "pay": 3, "recall order": 1, "close": 1}
+"""Turns that need others before them, so that short chats have too few of them, with how often a chat begins there."""
+FOCUS_SHARE = 0.2
+TOOL_FOCUS = {"price": 4, "order": 4, "add": 3, "cancel": 3, "table": 3}
+TOOL_FOCUS_SHARE = 0.5
+SHAPED_SHARE = 0.36
+"""Of all chats, those with tools, thoughts or a schema."""
+
+Sources = Mapping[str, Source]
+
+
+def any_chat(rng: Random, max_turns: int) -> Chat:
+    """A training chat of talk alone, or with tools, thoughts or a schema."""
+    return shaped_chat(rng, max_turns) if rng.random() < SHAPED_SHARE else training_chat(rng, max_turns)
+
+
 def training_chat(rng: Random, max_turns: int) -> Chat:
-    """A chat of 1 to `max_turns` turns, none of which is held out."""
-    guest, turns = Guest(), []
-    for _ in range(_num_turns(rng, max_turns)):
-        turn, guest = _next_turn(rng, guest)
-        if turn.category not in CASE_MATTERS:
-            turn = replace(turn, user=carelessly(rng, turn.user))
-        turns.append(turn)
+    """A chat of talk of 1 to `max_turns` turns (or as many as it begins with), none of which is held out."""
+    turns = _turns(rng, SOURCES, max_turns, FOCUS if rng.random() < FOCUS_SHARE else {})
     return Chat(_system(rng), tuple(turns))
+
+
+def shaped_chat(rng: Random, max_turns: int) -> Chat:
+    """A training chat with tools, with thoughts in all turns or the last, or with a schema at its end."""
+    has_tools, is_bound, thinks = rng.choices(
+        ((True, False, False), (True, False, True), (False, False, True), (False, True, False), (False, True, True)),
+        (54, 8, 22, 13, 3),
+    )[0]
+    tools = _offer(rng) if has_tools else ()
+    focus = TOOL_FOCUS if has_tools and rng.random() < TOOL_FOCUS_SHARE else FOCUS if rng.random() < 0.15 else {}
+    # A turn with a call is about twice as long as one without.
+    most = max(1, max_turns // 2) if has_tools else max_turns
+    turns = [] if is_bound and rng.random() < 0.7 else _turns(rng, sources_with(tools), most, focus)
+    if is_bound:
+        turns.append(_not_held_out(lambda: shapes.order_under_schema(rng, Guest())))
+    if thinks:
+        first = 0 if rng.random() < 0.7 else len(turns) - 1
+        turns = [shapes.with_thoughts(turn) if index >= first else turn for index, turn in enumerate(turns)]
+    return Chat(_system(rng), tuple(turns), tools, is_bound)
+
+
+def sources_with(tools: tuple[dict[str, Any], ...]) -> Sources:
+    """All sources, with those in place that use these tools."""
+    offered = {tool["function"]["name"] for tool in tools}
+    replaced = {name: source for name, (tool, source) in TOOL_SOURCES.items() if tool in offered}
+    return {**SOURCES, **replaced}
 
 
 def held_out_question(rng: Random, category: str, num_before: int = 0) -> Chat:
     """A chat whose last turn is of `category` and held out, after `num_before` other turns and what it needs."""
-    source = SOURCES[category]
+    return _ask(rng, SOURCES, category, num_before)
+
+
+def held_out_shape(rng: Random, shape: str) -> Chat:
+    """A chat whose last turn is held out and takes one of SHAPES."""
+    if shape == "schema":
+        return _bound_question(rng)
+    tools = () if shape == "thoughts" else _offer(rng)
+    sources = sources_with(tools)
+    calling = [name for name in sources if sources[name] is not SOURCES[name]]
+    if shape in ("thoughts", "no call"):
+        category = rng.choice([name for name in SCORED if name not in calling])
+    else:
+        category = rng.choice(calling) if shape == "thoughts and call" else shape.removeprefix("call: ")
+        if category not in calling:
+            return held_out_shape(rng, shape)
+    chat = _ask(rng, sources, category, rng.choice((0, 0, 1)))
+    *before, last = chat.turns
+    return replace(chat, tools=tools, turns=(*before, shapes.with_thoughts(last) if "thoughts" in shape else last))
+
+
+def _bound_question(rng: Random) -> Chat:
+    while True:
+        turn = shapes.order_under_schema(rng, Guest(), as_usual=True)
+        if is_held_out(turn.key):
+            return Chat(_system(rng), (turn,), is_bound=True)
+
+
+CALLS = tuple(f"call: {name}" for name in TOOL_SOURCES)
+SHAPES = (*CALLS, "no call", "thoughts", "thoughts and call", "schema")
+"""`no call` has tools and needs none; `schema` is an order's JSON that nothing but a schema asks for."""
+
+
+def _ask(rng: Random, sources: Sources, category: str, num_before: int) -> Chat:
+    source = sources[category]
     while True:
         guest, turns = Guest(), []
         for _ in range(num_before):
-            turn, guest = _next_turn(rng, guest)
+            turn, guest = _next_turn(rng, guest, sources)
             turns.append(turn)
         if not source.ready(guest):
-            turns += [maker(rng, guest) for maker in source.before]
+            turns += [sources[name].make(rng, guest) for name in source.before]
         if source.ready(guest):
             turn = source.make(rng, guest)
             if is_held_out(turn.key):
                 return Chat(_system(rng), (*turns, turn))
+
+
+def _turns(rng: Random, sources: Sources, max_turns: int, focus: Mapping[str, float]) -> list[Turn]:
+    guest, turns = Guest(), []
+    if focus:
+        guest, turns = _begin_with(rng, sources, rng.choices(list(focus), list(focus.values()))[0])
+    for _ in range(_num_turns(rng, max_turns) - len(turns)):
+        turn, guest = _next_turn(rng, guest, sources)
+        turns.append(turn)
+    return [turn if turn.category in CASE_MATTERS else replace(turn, user=carelessly(rng, turn.user)) for turn in turns]
+
+
+def _begin_with(rng: Random, sources: Sources, name: str) -> tuple[Guest, list[Turn]]:
+    """The turns that a source needs, and its own."""
+    while True:
+        guest, turns = Guest(), []
+        for step in (*sources[name].before, name):
+            if sources[step].ready(guest):
+                turns.append(sources[step].make(rng, guest))
+        if len(turns) == len(sources[name].before) + 1 and not any(is_held_out(turn.key) for turn in turns):
+            return guest, turns
+
+
+def _not_held_out(make: Callable[[], Turn]) -> Turn:
+    while is_held_out((turn := make()).key):
+        pass
+    return turn
+
+
+def _offer(rng: Random) -> tuple[dict[str, Any], ...]:
+    """All tools mostly, else some of them in any order."""
+    if rng.random() < 0.75:
+        return tuple(TOOLS)
+    return tuple(rng.sample(TOOLS, rng.randint(1, len(TOOLS))))
 
 
 def plain_text(rng: Random) -> str:
@@ -156,18 +276,18 @@ def plain_text(rng: Random) -> str:
 
 def _num_turns(rng: Random, max_turns: int) -> int:
     """Many short chats have one turn; the others, and long ones, any number up to the most."""
-    if max_turns < 12 and rng.random() < 0.25:
+    if max_turns == 1 or (max_turns < 12 and rng.random() < 0.25):
         return 1
     return rng.randint(2, max_turns)
 
 
-def _next_turn(rng: Random, guest: Guest) -> tuple[Turn, Guest]:
+def _next_turn(rng: Random, guest: Guest, sources: Sources) -> tuple[Turn, Guest]:
     """A turn that fits what was said and is not held out, with the guest after it."""
     while True:
         after = deepcopy(guest)
-        names = [name for name, source in SOURCES.items() if source.ready(guest)]
-        name = rng.choices(names, [SOURCES[name].weight for name in names])[0]
-        turn = SOURCES[name].make(rng, after)
+        names = [name for name, source in sources.items() if source.ready(guest)]
+        name = rng.choices(names, [sources[name].weight for name in names])[0]
+        turn = sources[name].make(rng, after)
         if not is_held_out(turn.key):
             return turn, after
 

@@ -15,7 +15,7 @@ from training.menu import BY_NAME
 from training.orders import bill_text, order_key, order_total, random_order
 from training.talk import fact
 from training.turn import Guest, carelessly, is_held_out, wording_key
-from training.world import CASE_MATTERS, SCORED, SOURCES, Chat, held_out_question, plain_text, training_chat
+from training.world import CASE_MATTERS, SCORED, SOURCES, Chat, any_chat, held_out_question, plain_text, training_chat
 
 seeds = st.integers(0, 2**32)
 
@@ -94,8 +94,25 @@ def test_a_json_reply_is_the_order():
     rng = Random(0)
     for _ in range(50):
         turn = SOURCES["json"].make(rng, Guest())
-        lines = json.loads(turn.assistant)
-        assert order_key({line["item"]: line["count"] for line in lines}) == turn.key
+        lines = json.loads(turn.assistant)["items"]
+        assert order_key({line["dish"]: line["count"] for line in lines}) == turn.key
+
+
+def test_short_chats_too_take_dishes_off_an_order():
+    """Of few examples in short chats the model did not learn it, and repeated the dish that it was to leave out."""
+    rng = Random(0)
+    said = [turn.category for _ in range(2_000) for turn in any_chat(rng, 4).turns]
+    assert said.count("cancel") > 0.03 * len(said)
+
+
+def test_a_cancelled_dish_is_named_first_and_then_what_stays():
+    rng = Random(0)
+    for _ in range(50):
+        turn = held_out_question(rng, "cancel").turns[-1]
+        gone, _, stays = turn.assistant.partition(". Your order is ")
+        name = gone.removeprefix("I take off ").split(" ", 1)[1]
+        assert name in turn.user
+        assert name not in stays
 
 
 def test_what_must_be_remembered_is_said_before():
