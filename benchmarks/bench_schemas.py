@@ -250,7 +250,7 @@ def _share(part: int, whole: int) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("folder", type=Path, nargs="?", help="maskbench/data of github.com/guidance-ai/jsonschemabench")
     parser.add_argument("--count", type=int, default=600)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--vocabulary", type=Path, metavar="TEKKEN")

@@ -265,6 +265,13 @@ def test_a_conversation_with_calls_and_their_results_goes_on(serving: Serving):
     assert "<tool>25 degrees" in prompt
 
 
+def test_thoughts_that_led_to_nothing_may_be_sent_back(serving: Serving):
+    replica, http = serving("Yes.")
+    messages = [*ASK["messages"], {"role": "assistant", "content": None, "reasoning_content": "hm"}, *ASK["messages"]]
+    assert http.post(CHAT, json={**ASK, "messages": messages}).status_code == 200
+    assert "<think>\nhm\n</think>" in prompt_of(replica.submitted[0])
+
+
 def test_several_samples_are_read_each_by_itself(serving: Serving):
     _, http = serving(CALL)
     choices = http.post(CHAT, json={**ASK, "tools": [WEATHER], "n": 2, "temperature": 0}).json()["choices"]
