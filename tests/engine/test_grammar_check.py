@@ -85,6 +85,8 @@ def test_keywords_that_are_left_out_are_told_and_refused_where_strict(checker: G
     assert checker.checked(json_source(schema, "schema")).ignored == ("dependentRequired", "not")
     error = refused(checker, json_source(schema, "schema", is_strict=True))
     assert "dependentRequired, not" in str(error)
+    few = {"type": "object", "properties": {"a": {}}, "minProperties": 1, "maxProperties": 2}
+    assert checker.checked(json_source(few, "schema")).ignored == ("maxProperties", "minProperties")
 
 
 def test_a_grammar_over_the_bound_is_refused_before_anybody_reads_it(checker: GrammarChecker):

@@ -75,7 +75,7 @@ class GrammarChecker:
         if verdict.error is not None:
             message = f"{source.path} cannot be compiled: {verdict.error}"
             raise InvalidRequest(message, param=source.path, code=UNSUPPORTED_SCHEMA)
-        ignored = tuple(ignored_keywords(verdict.warnings))
+        ignored = tuple(sorted({*source.left_out, *ignored_keywords(verdict.warnings)}))
         if ignored and source.is_strict:
             message = f"{source.path} is strict, and has what cannot be enforced: {', '.join(ignored)}"
             raise InvalidRequest(message, param=source.path, code=UNSUPPORTED_SCHEMA)
