@@ -43,7 +43,8 @@ bench: $(VENV)/.installed-dev ## the benchmarks that need no peer
 
 soak: $(VENV)/.installed-dev ## the tests marked so, a million simulated requests in flat memory, attacks on the HTTP edge, what times tell tenants of each other, requests made from OpenAPI, then 20 minutes of load with kills (forty in all)
 	$(PIP) install -c constraints.txt "$$(sed -n 's/^ray = \["\(.*\)"\].*/\1/p' pyproject.toml)"
-	MAITRED_CHAT_TEMPLATES=$$($(BIN)/python benchmarks/chat_templates.py $(VENV)/chat-templates) $(BIN)/python -m pytest -m soak # what is given here replaces pyproject.toml's `not soak`
+	MAITRED_CHAT_TEMPLATES=$$($(BIN)/python benchmarks/chat_templates.py $(VENV)/chat-templates) \
+	MAITRED_OTHER_CLIENTS=$$($(BIN)/python benchmarks/other_clients.py $(VENV)/other-clients) $(BIN)/python -m pytest -m soak # what is given here replaces pyproject.toml's `not soak`
 	$(BIN)/python benchmarks/soak_simulator.py
 	$(BIN)/python benchmarks/soak_edge.py
 	$(BIN)/python benchmarks/soak_tenants.py

@@ -352,7 +352,7 @@ def first_schema(bench: Bench) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("tekken", type=Path)
+    parser.add_argument("tekken", type=Path, nargs="?")
     parser.add_argument("--model", type=Path, help="folder for the model, kept; a temporary one without")
     parser.add_argument("--requests", type=int, nargs="*", default=[1, 32])
     parser.add_argument("--steps", type=int, default=12, help="of each turn with masks")
@@ -360,6 +360,9 @@ def main() -> None:
     parser.add_argument("--dtype", default="int8")
     parser.add_argument("--threads", type=int, default=1, help="two of them wait for each other, which counts too")
     options = parser.parse_args()
+    if options.tekken is None:
+        print("no vocabulary: TEKKEN is a tekken*.json of the package mistral-common")
+        return
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.model or Path(temporary)
         if not (folder / "model.safetensors").exists():

@@ -109,6 +109,29 @@ def test_a_call_is_told_whole_and_streamed_alike(serving: Serving):
     assert "weather" in replica.submitted[0].grammar
 
 
+def test_a_chunk_tells_one_thing_and_a_call_begins_with_its_name(serving: Serving):
+    """As OpenAI streams it: instructor reads the first call of a chunk alone, others take a name or arguments."""
+    _, http = serving(f"<think>\nhm\n</think>\n\nI look.\n{CALL}\n{CALL}")
+    asked = {**ASK, "tools": [WEATHER], "stream": True, "logprobs": True}
+    chunks = [
+        json.loads(line[6:])["choices"][0]
+        for line in http.post(CHAT, json=asked).text.splitlines()
+        if line.startswith("data: {")
+    ]
+    deltas = [chunk["delta"] for chunk in chunks]
+    assert deltas[0] == {"role": "assistant", "content": ""}
+    assert deltas[-1] == {}
+    kinds = [{name.removesuffix("_content") for name in delta} for delta in deltas[1:-1]]
+    assert all(len(kind) <= 1 for kind in kinds)
+    calls = [delta["tool_calls"] for delta in deltas if "tool_calls" in delta]
+    assert all(len(listed) == 1 for listed in calls)
+    for index in range(2):
+        [first, *more] = [call for [call] in calls if call["index"] == index]
+        assert first["id"]
+        assert (first["type"], first["function"]) == ("function", {"name": "weather", "arguments": ""})
+        assert all(set(call) == {"index", "function"} and call["function"]["arguments"] for call in more)
+
+
 def test_an_answer_that_is_calls_alone_has_no_content(serving: Serving):
     _, http = serving(CALL)
     message = http.post(CHAT, json={**ASK, "tools": [WEATHER]}).json()["choices"][0]["message"]
@@ -242,6 +265,13 @@ def test_a_conversation_with_calls_and_their_results_goes_on(serving: Serving):
     assert "<tool>25 degrees" in prompt
 
 
+def test_thoughts_that_led_to_nothing_may_be_sent_back(serving: Serving):
+    replica, http = serving("Yes.")
+    messages = [*ASK["messages"], {"role": "assistant", "content": None, "reasoning_content": "hm"}, *ASK["messages"]]
+    assert http.post(CHAT, json={**ASK, "messages": messages}).status_code == 200
+    assert "<think>\nhm\n</think>" in prompt_of(replica.submitted[0])
+
+
 def test_several_samples_are_read_each_by_itself(serving: Serving):
     _, http = serving(CALL)
     choices = http.post(CHAT, json={**ASK, "tools": [WEATHER], "n": 2, "temperature": 0}).json()["choices"]
@@ -252,6 +282,8 @@ def test_several_samples_are_read_each_by_itself(serving: Serving):
 def test_a_choice_of_a_named_tool_binds_to_that_one(serving: Serving):
     replica, http = serving(CALL)
     choice = {"type": "function", "function": {"name": "weather"}}
-    http.post(CHAT, json={**ASK, "tools": [WEATHER, STOP], "tool_choice": choice})
+    body = {**ASK, "tools": [WEATHER, STOP], "tool_choice": choice}
+    assert http.post(CHAT, json=body).json()["choices"][0]["finish_reason"] == "tool_calls"
+    assert streamed(http, body)["finish_reason"] == "tool_calls"
     assert "weather" in replica.submitted[0].grammar
     assert "stop" not in replica.submitted[0].grammar

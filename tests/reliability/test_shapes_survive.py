@@ -129,6 +129,14 @@ def test_openais_client_parses_what_it_asked_for(served: ServerProcess):
     ) as stream:
         final = stream.get_final_completion()
     assert isinstance(final.choices[0].message.parsed, Dish)
+    tool = openai.pydantic_function_tool(Dish)
+    with client.beta.chat.completions.stream(
+        model="maitred-mini", messages=messages, tools=[tool], tool_choice="required", seed=1
+    ) as stream:
+        pieces = [event.arguments_delta for event in stream if event.type == "tool_calls.function.arguments.delta"]
+        calls = stream.get_final_completion().choices[0].message.tool_calls or []
+    assert all(isinstance(call.function.parsed_arguments, Dish) for call in calls)
+    assert "".join(pieces) == "".join(call.function.arguments for call in calls) != ""
 
 
 def test_forced_tokens_change_nothing_but_the_time():

@@ -263,6 +263,38 @@ def test_structural_tags_bind_what_follows_a_trigger():
     assert not takes(grammar, "One and <f=add>two</f>.")
 
 
+KEYS = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
+CLOSED = {**KEYS, "additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    ("schema", "is_left_out"),
+    [
+        ({**CLOSED, "minProperties": 2}, True),
+        ({**KEYS, "minProperties": 1}, True),
+        ({"allOf": [CLOSED, {"minProperties": 2}]}, True),
+        ({**CLOSED, "minProperties": 1}, False),
+        ({**CLOSED, "minProperties": 2, "required": ["a", "b"]}, False),
+        ({"additionalProperties": {"type": "integer"}, "minProperties": 2}, False),
+    ],
+)
+def test_a_number_of_keys_that_cannot_be_enforced_keeps_no_object_open(schema: dict[str, Any], is_left_out: bool):
+    """llguidance warns of it, and then takes no end of the object."""
+    source = json_source({"type": "array", "items": schema}, "schema")
+    assert source.left_out == (("minProperties",) if is_left_out else ())
+    grammar = composed(content=source)
+    assert takes(grammar, '[{"a": 1, "b": 2}]')
+    assert takes(grammar, "[{}]") is is_left_out
+
+
+def test_a_property_may_be_called_as_a_keyword_is():
+    schema = {**KEYS, "properties": {"minProperties": {"type": "integer"}, "a": {}}, "required": ["minProperties"]}
+    source = json_source(schema, "schema")
+    assert source.left_out == ()
+    assert takes(composed(content=source), '{"minProperties": 3}')
+    assert not takes(composed(content=source), "{}")
+
+
 def test_keywords_that_were_left_out_have_their_names():
     told = [
         'Unimplemented keys: ["not", "if"]',

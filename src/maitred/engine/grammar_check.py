@@ -25,10 +25,12 @@ from maitred.errors import InvalidRequest
 from maitred.text.schema import UNSUPPORTED_SCHEMA, Source, ignored_keywords
 
 COMMAND = (sys.executable, "-P", "-m", "maitred.engine.grammar_check")
-TIME_LIMIT_S = 4.0  # for one grammar; of processor time, and of the clock beside a busy machine twice as long
+TIME_LIMIT_S = 4.0  # for one grammar; of processor time
+CLOCK_LIMIT_S = 5.5  # beside a busy machine; who asks has an answer within 6 s
 MEMORY_LIMIT_BYTES = 1 << 30
 MAX_GRAMMAR_BYTES = 4 * 1024 * 1024
 MAX_VERDICTS = 1024  # kept
+MAX_ERROR_CHARS = 600
 _NO_VOCABULARY = "no tokenizer - can't validate"
 _LENGTH = struct.Struct("<I")
 
@@ -73,14 +75,14 @@ class GrammarChecker:
         if verdict.error is not None:
             message = f"{source.path} cannot be compiled: {verdict.error}"
             raise InvalidRequest(message, param=source.path, code=UNSUPPORTED_SCHEMA)
-        ignored = tuple(ignored_keywords(verdict.warnings))
+        ignored = tuple(sorted({*source.left_out, *ignored_keywords(verdict.warnings)}))
         if ignored and source.is_strict:
             message = f"{source.path} is strict, and has what cannot be enforced: {', '.join(ignored)}"
             raise InvalidRequest(message, param=source.path, code=UNSUPPORTED_SCHEMA)
         return Checked(verdict.grammar, ignored)
 
     def check(self, kind: str, text: str) -> Verdict:
-        """Waits for at most twice TIME_LIMIT_S, and for those that asked before."""
+        """Waits for at most CLOCK_LIMIT_S, and for those that asked before."""
         key = sha256(f"{kind}:{text}".encode("utf-8", "surrogatepass")).digest()
         known = self._verdicts.get(key)
         if known is not None:
@@ -115,7 +117,7 @@ class GrammarChecker:
         assert process.stdout is not None
         try:
             _write(process.stdin, msgspec.msgpack.encode(question))
-            if not select([process.stdout], [], [], 2 * TIME_LIMIT_S)[0]:
+            if not select([process.stdout], [], [], CLOCK_LIMIT_S)[0]:
                 self.close()
                 return Verdict(error=_TOO_LONG)
             return msgspec.msgpack.decode(_read(process.stdout), type=Verdict)
@@ -149,9 +151,9 @@ def _compiled(question: Question) -> Verdict:
     except RecursionError:
         return Verdict(error="it is nested too deeply")
     except Exception as error:  # of the converters, whose kinds are not documented
-        return Verdict(error=str(error) or type(error).__name__)
+        return Verdict(error=_cut(str(error)) or type(error).__name__)
     if is_error:
-        return Verdict(error=told[0])
+        return Verdict(error=_cut(told[0]))
     warnings = tuple(text for text in told if not text.startswith(_NO_VOCABULARY))
     return Verdict(grammar, None if len(warnings) < len(told) else _why_nothing_fits(grammar), warnings)
 
@@ -162,7 +164,17 @@ def _why_nothing_fits(grammar: str) -> str | None:
 
     matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0)
     matcher.compute_bitmask()
-    return f"no text fits it: {matcher.get_error().splitlines()[0]}" if matcher.is_error() else None
+    if matcher.is_error():
+        return f"no text fits it: {_cut(matcher.get_error().splitlines()[0])}"
+    matcher.consume_tokens(matcher.compute_ff_tokens())  # to the first place where there is a choice
+    matcher.compute_bitmask()
+    return f"it is too wide: {_cut(matcher.get_error().splitlines()[0])}" if matcher.is_error() else None
+
+
+def _cut(error: str) -> str:
+    """llguidance quotes the whole of what it was given, then says what is wrong with it."""
+    half = MAX_ERROR_CHARS // 2
+    return error if len(error) <= MAX_ERROR_CHARS else f"{error[:half]} ... {error[-half:]}"
 
 
 def _limit_time() -> None:

@@ -17,6 +17,11 @@ UNSUPPORTED_SCHEMA = "unsupported_schema"  # the error's code
 MAX_BLANKS = 16  # where a client's pattern has no bound
 # an escaped character or a class, which are left alone, or a repetition without end
 _UNBOUNDED = re.compile(r"(?P<whole>\\.|\[(?:\\.|[^\]\\])*\])|(?P<sign>[*+])|\{(?P<least>\d+),\}")
+# keywords that hold schemas: of the same value, by name, of members
+_PARTS = ("allOf", "anyOf", "oneOf")
+_OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")
+_ITEMS = ("items", "prefixItems")
+_OF_SCHEMA = ("items", "additionalItems", "additionalProperties")
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
 
@@ -27,6 +32,7 @@ class Source(NamedTuple):
     text: str
     path: str  # of the client's field
     is_strict: bool = False  # what cannot be enforced is refused, and not left out
+    left_out: tuple[str, ...] = ()  # keywords that are not in `text`
 
 
 def json_source(schema: object, path: str, *, whitespace_pattern: str | None = None, is_strict: bool = False) -> Source:
@@ -43,11 +49,47 @@ def json_source(schema: object, path: str, *, whitespace_pattern: str | None = N
     options: dict[str, Any] = {**_OPTIONS, **_SPACED_AS_DUMPS}
     if whitespace_pattern is not None:
         options = {**_OPTIONS, "whitespace_pattern": bounded_pattern(whitespace_pattern)}
+    left_out: set[str] = set()
     try:
-        text = json.dumps({**schema, "x-guidance": options}, ensure_ascii=False)
+        text = json.dumps({**_enforceable(schema, left_out), "x-guidance": options}, ensure_ascii=False)
     except RecursionError:
         raise InvalidRequest("the schema is nested too deeply", param=path, code=UNSUPPORTED_SCHEMA) from None
-    return Source("json_schema", text, path, is_strict)
+    return Source("json_schema", text, path, is_strict, tuple(left_out))
+
+
+def _enforceable(schema: Any, left_out: set[str], *, is_part: bool = False) -> Any:
+    """Without `minProperties` where llguidance 1.9 says that it cannot count keys, and then lets no object end.
+
+    `is_part` of a schema that says more of the same value.
+    """
+    if not isinstance(schema, Mapping):
+        return schema
+    made = dict(schema)
+    if "minProperties" in made and not _counts_keys(schema, is_part):
+        del made["minProperties"]
+        left_out.add("minProperties")
+    for name, value in schema.items():
+        is_choice = name in _PARTS
+        if name in _OF_SCHEMAS and isinstance(value, Mapping):
+            made[name] = {key: _enforceable(inner, left_out) for key, inner in value.items()}
+        elif (is_choice or name in _ITEMS) and isinstance(value, list):
+            made[name] = [_enforceable(inner, left_out, is_part=is_choice) for inner in value]
+        elif name in _OF_SCHEMA:
+            made[name] = _enforceable(value, left_out)
+    return made
+
+
+def _counts_keys(schema: Mapping[str, Any], is_part: bool) -> bool:
+    """Whether llguidance can: of keys that are all required, or of a closed object that needs one."""
+    if is_part or any(name in schema for name in (*_PARTS, "$ref")):
+        return False
+    properties, required = schema.get("properties"), schema.get("required")
+    required = required if isinstance(required, list) else []
+    if not isinstance(properties, Mapping) or all(key in required for key in properties):
+        return True
+    is_closed = schema.get("additionalProperties") is False and "patternProperties" not in schema
+    least = schema["minProperties"]
+    return is_closed and isinstance(least, int) and least <= 1
 
 
 def source_of(shape: StructuredOutputsParams, path: str, *, is_strict: bool = False) -> Source:
@@ -86,6 +128,8 @@ def ignored_keywords(warnings: Sequence[str]) -> list[str]:
 def _keyword_of(warning: str) -> str:
     if warning.startswith("Unknown format"):
         return "format"
+    if warning.startswith("min/maxProperties"):
+        return "maxProperties"  # the other is not in what it is given
     return warning.split(maxsplit=1)[0].strip(":")
 
 

@@ -248,7 +248,7 @@ def _either(content: Mapping[str, Any], form: CallFormat | None, tools: Sequence
     options = content["x-guidance"]
     choices: list[Any] = [_moved(content, "#/anyOf/0/")]
     for number, tool in enumerate(tools, start=1):
-        arguments = _moved(tool.parameters, f"#/anyOf/{number}/properties/{form.arguments_key}/")
+        arguments = _moved(json.loads(tool.source.text), f"#/anyOf/{number}/properties/{form.arguments_key}/")
         properties = {form.name_key: {"const": tool.name}, form.arguments_key: arguments}
         choices.append(
             {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}

@@ -85,7 +85,12 @@ def _timing_ms(timing: RequestTiming) -> TimingMs:
 
 
 def finish_name(reason: FinishReason | None, *, calls: bool = False) -> Any:
-    """As the wire has it; an outcome that failed never gets here."""
+    """As the wire has it; an outcome that failed never gets here.
+
+    `tool_calls` for a named tool_choice too, as OpenAI's reference defines the field ("if the model called a tool").
+    Its service once said `stop` there, and vLLM still does (vllm-project/vllm#25054, #32018); clients that run tools
+    only at `tool_calls` would not run them. A call that max_tokens cut is `length`, and not to be run.
+    """
     if reason is not FinishReason.STOP:
         return "length"
     return "tool_calls" if calls else "stop"

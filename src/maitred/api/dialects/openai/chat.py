@@ -168,13 +168,14 @@ class ChatAnswer:
         if self._num_top is not None and delta.logprobs:
             logprobs = chat_logprobs(delta.logprobs, self._names, self._num_top)
         shows_ids = bool(self._body.return_token_ids and delta.token_ids)
-        told = ChatDelta(content=delta.text) if reader is None else _read_delta(reader, delta)
-        piece = b""
-        if (delta.text if reader is None else told != _NOTHING) or logprobs is not None or shows_ids:
-            choice = ChatChunkChoice(sample.index, told, logprobs)
-            if shows_ids:
-                choice.token_ids = list(delta.token_ids)
-            piece = chunks.event(choice)
+        told = _plain_deltas(delta) if reader is None else _read_deltas(reader, delta)
+        if not told and (logprobs is not None or shows_ids):
+            told = [ChatDelta()]
+        choices = [ChatChunkChoice(sample.index, of_one) for of_one in told]
+        if choices:
+            choices[0].logprobs = logprobs
+            choices[0].token_ids = list(delta.token_ids) if shows_ids else UNSET
+        piece = b"".join(map(chunks.event, choices))
         if delta.finish_reason is not None:
             finish = finish_name(delta.finish_reason, calls=reader is not None and reader.num_calls > 0)
             last = ChatChunkChoice(sample.index, ChatDelta(), finish_reason=finish)
@@ -182,9 +183,6 @@ class ChatAnswer:
                 last.stop_reason = delta.stop_reason
             piece += chunks.event(last)
         return piece
-
-
-_NOTHING = ChatDelta()
 
 
 class ChatStream:
@@ -203,16 +201,31 @@ class ChatStream:
         return first + self._answer.piece(self._chunks, sample, delta, self._readers[sample.index])
 
 
-def _read_delta(reader: AnswerReader, delta: TextDelta) -> ChatDelta:
+def _plain_deltas(delta: TextDelta) -> list[ChatDelta]:
+    return [ChatDelta(content=delta.text)] if delta.text else []
+
+
+def _read_deltas(reader: AnswerReader, delta: TextDelta) -> list[ChatDelta]:
+    """Each of one kind, and of one call, as OpenAI's are: instructor reads only the first of a chunk's `tool_calls`."""
     read = reader.push(delta.pieces, is_last=delta.finish_reason is not None)
-    told = ChatDelta()
-    if read.content:
-        told.content = read.content
+    told: list[ChatDelta] = []
     if read.reasoning:
-        told.reasoning = told.reasoning_content = read.reasoning
-    if read.calls:
-        told.tool_calls = [_call_delta(event) for event in read.calls]
-    return told
+        told.append(ChatDelta(reasoning=read.reasoning, reasoning_content=read.reasoning))
+    if read.content:
+        told.append(ChatDelta(content=read.content))
+    return told + [ChatDelta(tool_calls=[_call_delta(event)]) for event in _joined(read.calls)]
+
+
+def _joined(events: Sequence[CallBegun | ArgumentsText]) -> list[CallBegun | ArgumentsText]:
+    """The same, texts that follow each other as one."""
+    joined: list[CallBegun | ArgumentsText] = []
+    for event in events:
+        last = joined[-1] if joined else None
+        if isinstance(event, ArgumentsText) and isinstance(last, ArgumentsText) and last.index == event.index:
+            joined[-1] = ArgumentsText(event.index, last.text + event.text)
+        else:
+            joined.append(event)
+    return joined
 
 
 def _call_delta(event: CallBegun | ArgumentsText) -> ToolCallDelta:

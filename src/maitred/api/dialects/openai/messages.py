@@ -99,7 +99,8 @@ def _plain(message: ChatMessage, at: str, knows_developer: bool) -> dict[str, An
         raise unsupported(f"{at}.prefix", "send continue_final_message: true")
     if message.refusal is not None:
         raise unsupported(f"{at}.refusal")
-    if message.content is None and not calls:
+    is_thought = message.role == "assistant" and (message.reasoning or message.reasoning_content)
+    if message.content is None and not calls and not is_thought:
         raise InvalidRequest(f"{at}.content is missing; send a string or a list of text parts", param=f"{at}.content")
     if isinstance(message.content, list):
         _check_parts(message, at)

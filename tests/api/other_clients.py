@@ -1,0 +1,145 @@
+"""Asks a server for an answer that fits a schema, and for a call of a tool, whole and streamed, as one client does it.
+
+    python tests/api/other_clients.py CLIENT URL
+
+Run in the environment of benchmarks/other_clients.py, which has nothing of ours; what fails raises.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import openai
+import pydantic
+
+QUESTION = "One soup, please."
+MODEL = "maitred-mini"
+TRIES = 20  # of an answer that may be a call
+
+
+class Dish(pydantic.BaseModel):
+    """What was ordered."""
+
+    model_config = pydantic.ConfigDict(extra="forbid")
+    name: str = pydantic.Field(max_length=12)
+    euros: int = pydantic.Field(ge=1, le=99)
+
+
+class Kitchen:
+    """A tool that counts."""
+
+    def __init__(self) -> None:
+        self.cooked: list[Dish] = []
+
+    def cook(self, dish: Dish) -> str:
+        """Cook it."""
+        self.cooked.append(dish)
+        return "done"
+
+
+def use_instructor(url: str) -> None:
+    import instructor
+
+    plain = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
+    for mode in (instructor.Mode.TOOLS, instructor.Mode.TOOLS_STRICT, instructor.Mode.JSON_SCHEMA):
+        asking = instructor.from_openai(plain, mode=mode).chat.completions
+        ask: Any = {"model": MODEL, "messages": [{"role": "user", "content": QUESTION}], "max_retries": 1}
+        assert isinstance(asking.create(response_model=Dish, **ask), Dish)
+        *_, last = asking.create_partial(response_model=Dish, **ask)
+        Dish.model_validate(last.model_dump())
+
+
+def use_langchain(url: str) -> None:
+    from langchain_core.messages import HumanMessage, ToolMessage
+    from langchain_openai import ChatOpenAI
+
+    model: Any = ChatOpenAI(model=MODEL, base_url=url, api_key="none", max_retries=0)
+    for method in ("json_schema", "function_calling"):
+        shaped = model.with_structured_output(Dish, method=method)
+        assert isinstance(shaped.invoke(QUESTION), Dish)
+        *_, last = shaped.stream(QUESTION)
+        assert isinstance(last, Dish)
+    calling = model.bind_tools([Dish], tool_choice="any")
+    asked: list[Any] = [HumanMessage(QUESTION)]
+    called = calling.invoke(asked)
+    first, *chunks = calling.stream(asked)
+    for chunk in chunks:
+        first += chunk
+    for message in (called, first):
+        assert message.tool_calls
+        for call in message.tool_calls:
+            Dish.model_validate(call["args"])
+    results = [ToolMessage("done", tool_call_id=call["id"]) for call in called.tool_calls]
+    assert model.invoke([*asked, called, *results], max_tokens=16).usage_metadata["output_tokens"] <= 16
+
+
+def use_pydantic_ai(url: str) -> None:
+    from pydantic_ai import Agent, NativeOutput, Tool, ToolOutput
+    from pydantic_ai.models.openai import OpenAIChatModel
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    model = OpenAIChatModel(MODEL, provider=OpenAIProvider(base_url=url, api_key="none"))
+    for kind in (NativeOutput, ToolOutput):
+        agent: Any = Agent(model, output_type=kind(Dish))
+        assert isinstance(agent.run_sync(QUESTION).output, Dish)
+        assert isinstance(asyncio.run(_streamed_output(agent)), Dish)
+    kitchen = Kitchen()
+
+    async def until_cooked(_: Any, definition: Any) -> Any:
+        return None if kitchen.cooked else definition
+
+    cooking: Any = Agent(model, output_type=ToolOutput(Dish), tools=[Tool(kitchen.cook, prepare=until_cooked)])
+    for seed in range(TRIES):  # either tool may be called
+        assert isinstance(cooking.run_sync(QUESTION, model_settings={"seed": seed}).output, Dish)
+        if kitchen.cooked:
+            return
+    raise AssertionError("no tool was called")
+
+
+async def _streamed_output(agent: Any) -> Any:
+    async with agent.run_stream(QUESTION) as result:
+        return await result.get_output()
+
+
+def use_agents(url: str) -> None:
+    asyncio.run(_use_agents(url))
+
+
+async def _use_agents(url: str) -> None:
+    import agents
+
+    agents.set_tracing_disabled(True)
+    client = openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0)
+    model = agents.OpenAIChatCompletionsModel(model=MODEL, openai_client=client)
+    kitchen = Kitchen()
+    settings = agents.ModelSettings(tool_choice="required")
+    plain = agents.Agent(name="waiter", model=model, output_type=Dish)
+    calling: Any = agents.Agent(
+        name="waiter",
+        model=model,
+        output_type=Dish,
+        tools=[agents.function_tool(kitchen.cook)],
+        model_settings=settings,
+    )
+    for agent in (plain, calling):
+        assert isinstance((await agents.Runner.run(agent, QUESTION)).final_output, Dish)
+        num_cooked = len(kitchen.cooked)
+        streamed = agents.Runner.run_streamed(agent, QUESTION)
+        async for _ in streamed.stream_events():
+            pass
+        assert isinstance(streamed.final_output, Dish)
+    assert len(kitchen.cooked) > num_cooked > 0
+
+
+CLIENTS: dict[str, Callable[[str], None]] = {
+    "openai-agents": use_agents,
+    "instructor": use_instructor,
+    "langchain-openai": use_langchain,
+    "pydantic-ai": use_pydantic_ai,
+}
+
+if __name__ == "__main__":
+    CLIENTS[sys.argv[1]](sys.argv[2])
