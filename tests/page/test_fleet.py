@@ -14,6 +14,9 @@ from tests.route.routers import running_router
 from tests.waiting import until
 
 
+GONE = ("ERR_",)  # the page asks every second, also when a test has ended its router
+
+
 def at(router) -> SimpleNamespace:
     return SimpleNamespace(port=urlsplit(router.url).port)
 
@@ -24,7 +27,7 @@ def test_the_fleet_is_shown_as_it_is_loaded(open_page, expect):
         running_router(replica.url, "http://127.0.0.1:9") as router,
     ):
         until(lambda: "ready" in router.states)
-        page = open_page(router.url)
+        page = open_page(router.url, expected=GONE)
         expect(page.locator("#state")).to_have_text("live")
         expect(page.locator("#model")).to_have_value("tiny")
         expect(page.locator("#engine")).to_be_hidden()
@@ -43,14 +46,14 @@ def test_the_fleet_is_shown_as_it_is_loaded(open_page, expect):
 def test_the_chat_goes_through_the_router(open_page, expect):
     with serving("Good evening.") as replica, running_router(replica.url) as router:
         until(lambda: router.states == ["ready"])
-        page = open_page(router.url)
+        page = open_page(router.url, expected=GONE)
         ask(page)
         expect(page.locator(".turn.assistant .text")).to_have_text("Good evening.")
 
 
 def test_before_any_replica_told_a_model_the_page_shows_the_fleet_and_learns_it_later(open_page, expect):
     with running_router("http://127.0.0.1:9") as router:
-        page = open_page(router.url)
+        page = open_page(router.url, expected=GONE)
         expect(page.locator("#model")).to_contain_text("nothing yet")
         expect(page.locator("#stat-ready")).to_have_text("0")
         expect(page.locator("#replicas tbody tr")).to_contain_text("starting")
@@ -60,17 +63,17 @@ def test_a_tenant_has_the_chat_and_an_administrator_the_fleet_too(open_page, exp
     tenants = SimpleNamespace(table=table_of({"guest": {}, "boss": {}}))
     with running_server(FakeReplica()) as replica, running_router(replica.url, tenants=tenants) as router:
         until(lambda: router.states == ["ready"])
-        guest = open_page(router.url, key="guest", expected=("403",))
+        guest = open_page(router.url, key="guest", expected=("403", *GONE))
         expect(guest.locator("#state")).to_have_text("ready")
         expect(guest.locator("#fleet")).to_be_hidden()
-        boss = open_page(router.url, key="boss")
+        boss = open_page(router.url, key="boss", expected=GONE)
         expect(boss.locator("#fleet")).to_be_visible()
 
 
 def test_on_a_phone_the_fleet_is_behind_its_tab_and_nothing_scrolls_sideways(open_page, expect):
     with running_server(FakeReplica()) as replica, running_router(replica.url) as router:
         until(lambda: router.states == ["ready"])
-        page = open_page(router.url, viewport={"width": 390, "height": 844})
+        page = open_page(router.url, viewport={"width": 390, "height": 844}, expected=GONE)
         page.get_by_role("button", name="Fleet").click()
         expect(page.locator("#stat-ready")).to_have_text("1")
         expect(page.locator("#chat")).to_be_hidden()
