@@ -13,7 +13,6 @@ from tests.page.worlds import FOREVER, serving
 from tests.route.routers import running_router
 from tests.waiting import until
 
-
 GONE = ("ERR_",)  # the page asks every second, also when a test has ended its router
 
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import msgspec
 import pytest
+from maitred.cli.route.launchers import LAUNCHERS
 
 from maitred.api.dialects.openai.schemas import ChatCompletionRequest
 from maitred.api.routes import make_routes
 from maitred.cli.main import COMMANDS, load
-from maitred.cli.route.launchers import LAUNCHERS
 from maitred.model.families import FAMILIES
 from maitred.policy.policies import POLICIES
 from training.facts import CONCEPTS, DIRECT, FACTS, Fact
