@@ -86,7 +86,7 @@ class Batches:
         weights: list[float] = []
         documents: list[int] = []
         while True:
-            while len(self._pool) < 32:
+            while len(self._pool) < 64:
                 self._pool.append(self.document(length))
             room = length - len(ids)
             fits = next((i for i, document in enumerate(self._pool) if len(document.ids) <= room), None)

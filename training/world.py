@@ -124,9 +124,9 @@ TOOL_SOURCES: dict[str, tuple[str, Source]] = {
 }
 """Name of a source -> the tool that does its work where it is offered, and the source in its place."""
 
-FOCUS = {"cancel": 10, "add": 5, "bill of the order": 2, "pay": 3, "recall order": 1, "close": 1}
+FOCUS = {"cancel": 14, "add": 4, "bill of the order": 2, "pay": 3, "recall order": 1, "close": 1}
 """Turns that need others before them, so that short chats have too few of them, with how often a chat begins there."""
-FOCUS_SHARE = 0.2
+FOCUS_SHARE = 0.28
 TOOL_FOCUS = {"price": 4, "order": 4, "add": 3, "cancel": 3, "table": 3}
 TOOL_FOCUS_SHARE = 0.5
 SHAPED_SHARE = 0.36
