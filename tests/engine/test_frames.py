@@ -33,6 +33,7 @@ from maitred.request import (
     ThinkingLimit,
 )
 from maitred.step import RequestProgress, TokenLogprobs
+from maitred.structured_outputs import StructuredOutputsParams
 
 token_ids = st.lists(st.integers(0, 2**31 - 1), max_size=20)
 times = st.floats(0, 1e9)
@@ -58,6 +59,7 @@ sampling_fields: dict[str, st.SearchStrategy] = {
     "prompt_logprobs": st.none() | st.integers(0, 20),
     "seed": st.none() | st.integers(-(2**63), 2**63 - 1),
     "skip_special_tokens": st.booleans(),
+    "structured_outputs": st.none() | st.builds(StructuredOutputsParams, regex=st.text(min_size=1, max_size=5)),
 }
 charges = st.builds(
     Charges,

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from maitred.cli.route.command import LAUNCHERS
 
 from maitred.api.dialects.openai.schemas import ChatCompletionRequest
 from maitred.api.routes import make_routes
 from maitred.cli.main import COMMANDS, load
+from maitred.cli.route.command import LAUNCHERS
 from maitred.model.families import FAMILIES
 from maitred.policy.policies import POLICIES
 from training.facts import CONCEPTS, DIRECT, FACTS, Fact

@@ -25,8 +25,6 @@ class LoadedModel(msgspec.Struct, frozen=True):
     root: str
     since: int  # unix s
     max_model_len: int  # tokens
-    tool_format: str  # how it writes calls of tools, by name; none where that is not known
-    reasoning_format: str  # and thoughts
     architecture: str | None = None
     num_parameters: int | None = None
     executor: str | None = None
@@ -36,6 +34,8 @@ class LoadedModel(msgspec.Struct, frozen=True):
     weights_bytes: int | None = None
     kv_bytes: int | None = None
     isa: str | None = None
+    tool_format: str | None = None  # how it writes calls of tools, by name; none where that is not known
+    reasoning_format: str | None = None  # and thoughts
 
 
 class LoadedModels(msgspec.Struct, frozen=True):
