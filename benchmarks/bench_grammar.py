@@ -21,10 +21,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import psutil
 import tokenizers
-from safetensors.numpy import save_file
+from bench_start import QWEN3_06B, make_checkpoint
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 
 from maitred.clock import WallClock
@@ -35,24 +34,6 @@ from maitred.request import RequestSpec, SamplingParams
 from maitred.text import Tokenizer
 from maitred.text.bounds import byte_alphabet
 
-CONFIG = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 40960,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 1000000.0,
-    "hidden_act": "silu",
-    "tie_word_embeddings": True,
-    "attention_bias": False,
-    "torch_dtype": "float16",
-    "eos_token_id": 2,
-}
 VOCAB, NUM_SPECIAL = 131072, 1000
 SPACED = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
 
@@ -141,33 +122,10 @@ def heavy() -> Call:
 
 
 def write_model(folder: Path, tekken: Path) -> None:
-    """Random weights that repeat every 16 M values: the time of a step does not depend on them."""
-    (folder / "config.json").write_text(json.dumps({**CONFIG, "vocab_size": VOCAB}))
+    """Random weights: the time of a step does not depend on them."""
+    make_checkpoint(folder, QWEN3_06B | {"vocab_size": VOCAB, "eos_token_id": 2})
+    (folder / "tokenizer_config.json").unlink()
     tokenizer_of(json.loads(tekken.read_text())).save(str(folder / "tokenizer.json"))
-    pool = (np.random.default_rng(0).standard_normal(2**24) * 0.02).astype(np.float16)
-    tensors = {name: np.resize(pool, shape) for name, shape in tensor_shapes().items()}
-    save_file(tensors, folder / "model.safetensors")
-
-
-def tensor_shapes() -> dict[str, tuple[int, ...]]:
-    hidden, inner, head = 1024, 3072, 128
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCAB, hidden), "model.norm.weight": (hidden,)}
-    for layer in range(28):
-        of_layer = {
-            "input_layernorm": (hidden,),
-            "post_attention_layernorm": (hidden,),
-            "self_attn.q_norm": (head,),
-            "self_attn.k_norm": (head,),
-            "self_attn.q_proj": (16 * head, hidden),
-            "self_attn.k_proj": (8 * head, hidden),
-            "self_attn.v_proj": (8 * head, hidden),
-            "self_attn.o_proj": (hidden, 16 * head),
-            "mlp.gate_proj": (inner, hidden),
-            "mlp.up_proj": (inner, hidden),
-            "mlp.down_proj": (hidden, inner),
-        }
-        shapes |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in of_layer.items()}
-    return shapes
 
 
 def tokenizer_of(tekken: Mapping[str, Any]) -> tokenizers.Tokenizer:
@@ -364,9 +322,8 @@ def main() -> None:
         print("no vocabulary: TEKKEN is a tekken*.json of the package mistral-common")
         return
     with tempfile.TemporaryDirectory() as temporary:
-        folder = options.model or Path(temporary)
+        folder = options.model or Path(temporary) / "model"
         if not (folder / "model.safetensors").exists():
-            folder.mkdir(parents=True, exist_ok=True)
             write_model(folder, options.tekken)
         config = EngineConfig(
             model=ModelConfig(

