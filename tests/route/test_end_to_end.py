@@ -8,8 +8,9 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,21 +61,28 @@ def start_router(*arguments: str) -> ServerProcess:
     return running
 
 
-@pytest.fixture(scope="module")
-def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealFleet]:
-    token = tmp_path_factory.mktemp("fleet") / "token"
+@contextmanager
+def real_fleet(folder: Path, replicas: Sequence[Sequence[str]], *router_flags: str) -> Iterator[RealFleet]:
+    """A router before servers with these flags each, all ready; `folder` is for the token that they share."""
+    token = folder / "token"
     token.write_text("0123456789abcdef0123456789abcdef\n")
     flags = ("--fleet-token-file", str(token))
     with ThreadPoolExecutor() as pool:
-        replicas = list(pool.map(lambda _: start_server(*flags, "--max-num-seqs", "8"), range(2)))
-    router = start_router(*(replica.url for replica in replicas), *flags)
+        started = list(pool.map(lambda own: start_server(*flags, *own), replicas))
+    router = start_router(*(replica.url for replica in started), *flags, *router_flags)
     with httpx.Client(base_url=router.url, timeout=HANGS_S) as client:
-        running = RealFleet(replicas, router, client)
-        until(lambda: running.states == ["ready", "ready"])
+        running = RealFleet(started, router, client)
+        until(lambda: running.states == ["ready"] * len(started))
         yield running
     assert router.stop() == 0
-    for replica in replicas:
+    for replica in started:
         replica.stop()
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealFleet]:
+    with real_fleet(tmp_path_factory.mktemp("fleet"), [("--max-num-seqs", "8")] * 2) as running:
+        yield running
 
 
 def body(text: str = "Tell me of the sea.", **fields: Any) -> dict[str, Any]:

@@ -9,12 +9,11 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import httpx
 import pytest
 
 from tests.api.read_stream import client_has
-from tests.conftest import ServerProcess, start_server
-from tests.route.test_end_to_end import RealFleet, start_router
+from tests.conftest import ServerProcess
+from tests.route.test_end_to_end import RealFleet, real_fleet
 from tests.waiting import HANGS_S, until
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -48,19 +47,8 @@ ASKED: tuple[tuple[str, dict[str, Any]], ...] = (
 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealFleet]:
-    token = tmp_path_factory.mktemp("fleet") / "token"
-    token.write_text("0123456789abcdef0123456789abcdef\n")
-    flags = ("--fleet-token-file", str(token))
-    with ThreadPoolExecutor() as pool:
-        replicas = list(pool.map(lambda _: start_server(*flags), range(3)))
-    router = start_router(*(replica.url for replica in replicas), *flags, "--balance", "round_robin")
-    with httpx.Client(base_url=router.url, timeout=HANGS_S) as client:
-        running = RealFleet(replicas, router, client)
-        until(lambda: running.states == ["ready"] * 3)
+    with real_fleet(tmp_path_factory.mktemp("fleet"), [()] * 3, "--balance", "round_robin") as running:
         yield running
-    router.stop()
-    for replica in replicas:
-        replica.stop()
 
 
 def undisturbed(fleet: RealFleet, number: int) -> dict[str, Any]:

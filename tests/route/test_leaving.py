@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 
-import httpx
 import pytest
 
 from tests.api.read_stream import client_has
-from tests.conftest import ServerProcess, start_server
-from tests.route.test_end_to_end import RealFleet, start_router
+from tests.conftest import ServerProcess
+from tests.route.test_end_to_end import RealFleet, real_fleet
 from tests.route.test_failover import num_resumed, without_what_differs
 from tests.waiting import HANGS_S, until
 
@@ -29,19 +27,9 @@ LONG = {
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealFleet]:
     """The first has a second for what it has in the end, the others all the time."""
-    token = tmp_path_factory.mktemp("fleet") / "token"
-    token.write_text("0123456789abcdef0123456789abcdef\n")
-    flags = ("--fleet-token-file", str(token))
-    with ThreadPoolExecutor() as pool:
-        replicas = list(pool.map(lambda s: start_server(*flags, "--drain-timeout", s), ("1", "600", "600")))
-    router = start_router(*(replica.url for replica in replicas), *flags, "--balance", "hash")
-    with httpx.Client(base_url=router.url, timeout=HANGS_S) as client:
-        running = RealFleet(replicas, router, client)
-        until(lambda: running.states == ["ready"] * 3)
+    drains = [("--drain-timeout", seconds) for seconds in ("1", "600", "600")]
+    with real_fleet(tmp_path_factory.mktemp("fleet"), drains, "--balance", "hash") as running:
         yield running
-    assert router.stop() == 0
-    for replica in replicas:
-        replica.stop()
 
 
 def session_at(fleet: RealFleet, replica: ServerProcess) -> dict[str, str]:
