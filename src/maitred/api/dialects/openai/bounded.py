@@ -19,6 +19,7 @@ MAX_PROMPTS = 1024
 MAX_LISTED = 1_000_000  # items of a prompt that is a list; so many token ids take 25 ms to decode
 
 _ANY = msgspec.json.Decoder(dict[str, Any])
+_VALUE = msgspec.json.Decoder(Any)
 _UNREAD = msgspec.json.Decoder(dict[str, Raw])
 _STRINGS = msgspec.json.Decoder(dict[str, str])
 _BIASES = msgspec.json.Decoder(dict[int, float])
@@ -47,14 +48,21 @@ def token_biases(raw: Raw | UnsetType, name: str) -> dict[int, float] | None:
     return _object(raw, name, _BIASES)
 
 
-def _object(raw: Raw | UnsetType, name: str, decoder: msgspec.json.Decoder[T]) -> T | None:
+def any_value(raw: Raw | UnsetType, name: str, most: int) -> Any:
+    """Whatever was sent, of at most so many bytes; None when absent or null."""
+    return _object(raw, name, _VALUE, most)
+
+
+def _object(
+    raw: Raw | UnsetType, name: str, decoder: msgspec.json.Decoder[T], most: int = MAX_OBJECT_BYTES
+) -> T | None:
     if isinstance(raw, UnsetType):
         return None
     sent = bytes(raw)
     if sent == b"null":
         return None
-    if len(sent) > MAX_OBJECT_BYTES:
-        raise InvalidRequest(f"{name} has {len(sent)} bytes; at most {MAX_OBJECT_BYTES}", param=name)
+    if len(sent) > most:
+        raise InvalidRequest(f"{name} has {len(sent)} bytes; at most {most}", param=name)
     return decode_json(sent, decoder, at=name)
 
 

@@ -90,8 +90,7 @@ def _plain(message: ChatMessage, at: str, knows_developer: bool) -> dict[str, An
     calls = _calls(message, at)
     if message.role == "tool" and message.tool_call_id is None:
         raise InvalidRequest(f"{at}.tool_call_id is missing: which call was answered?", param=f"{at}.tool_call_id")
-    for name in ("function_call",):
-        refuse_raw(getattr(message, name), f"{at}.{name}")
+    refuse_raw(message.function_call, f"{at}.function_call")
     for name in ("audio", "images"):
         if has_value(getattr(message, name)):
             raise unsupported_content(f"{at}.{name}", name)

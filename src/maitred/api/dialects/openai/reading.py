@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from msgspec import UNSET
 
+from maitred.api.dialects.openai.bounded import any_object
 from maitred.api.dialects.openai.messages import render_chat
 from maitred.api.dialects.openai.schemas import ChatCompletionRequest, GenerationFields
-from maitred.api.dialects.openai.tools import choice_of, content_source, template_variables, tools_of
+from maitred.api.dialects.openai.tools import choice_of, content_source, tools_of
 from maitred.api.generate.dialect import Prompt
 from maitred.api.generate.outcome import Sample
 from maitred.engine.grammar_check import GrammarChecker
@@ -21,12 +22,14 @@ from maitred.request import ThinkingLimit
 from maitred.text.answer_format import AnswerFormat, call_id, plain
 from maitred.text.answer_parser import AnswerDelta, AnswerParser, CallBegun
 from maitred.text.schema import Source
-from maitred.text.shape import NO_SHAPE, Shape, Tool, ToolChoice, compose
+from maitred.text.shape import NO_CALLS, NO_SHAPE, Shape, Tool, ToolChoice, compose
 
 
 def is_shaped(body: GenerationFields) -> bool:
     """Whether anything may bind the answer's form."""
-    fields = (body.response_format, body.structured_outputs, getattr(body, "tools", UNSET))
+    fields = [body.response_format, body.structured_outputs]
+    if isinstance(body, ChatCompletionRequest):
+        fields += [body.tools, body.tool_choice]
     return any(field is not UNSET and bytes(field) != b"null" for field in fields)
 
 
@@ -48,6 +51,9 @@ class Wanted(NamedTuple):
     is_raw: bool  # `content` binds all that the model writes, thoughts and marks too
 
 
+NOTHING = Wanted((), NO_CALLS, None, False)
+
+
 class ChatReading:
     """Of one request. `prompts` and `shape` are called in a thread, in order; then there is a reader a sample."""
 
@@ -59,6 +65,8 @@ class ChatReading:
     @cached_property
     def wanted(self) -> Wanted:
         """Raises InvalidRequest for what cannot be asked."""
+        if not is_shaped(self._body):
+            return NOTHING
         tools = tools_of(self._body)
         content, is_raw = content_source(self._body)
         return Wanted(tools, choice_of(self._body, tools), content, is_raw)
@@ -70,7 +78,7 @@ class ChatReading:
     def prompts(self) -> list[Prompt]:
         """The conversation as the model reads it."""
         body, wanted = self._body, self.wanted
-        variables = template_variables(body)
+        variables = _template_variables(body)
         self._may_think = variables.get("enable_thinking") is not False
         self._prompt = render_chat(
             self._model,
@@ -86,6 +94,9 @@ class ChatReading:
     def shape(self) -> Shape:
         """Raises InvalidRequest for what cannot be enforced."""
         wanted = self.wanted
+        marks = self.format.mark_ids if self.is_read else None
+        if wanted is NOTHING:
+            return Shape(thinking=self._thinking_limit(), marks=marks)
         sources = [tool.source for tool in wanted.tools] + ([] if wanted.content is None else [wanted.content])
         if wanted.choice.is_required and self.format.calls is None:
             raise InvalidRequest(
@@ -95,7 +106,6 @@ class ChatReading:
         checked = [self._checker.checked(source) for source in sources]
         ignored = dict.fromkeys(name for found in checked for name in found.ignored)
         grammar = checked[-1].grammar if wanted.is_raw else self._composed(wanted)
-        marks = self.format.mark_ids if self.is_read else None
         return Shape(grammar, self._thinking_limit(), marks, tuple(ignored))
 
     def _composed(self, wanted: Wanted) -> str:
@@ -141,6 +151,16 @@ class ChatReading:
             parse_calls=bool(self.wanted.choice.names),
         )
         return AnswerReader(parser, sample, shows_reasoning=self._body.include_reasoning is not False)
+
+
+def _template_variables(body: ChatCompletionRequest) -> dict[str, Any]:
+    """The client's variables of the chat template, and what the fields about thoughts are called there."""
+    sent = any_object(body.chat_template_kwargs, "chat_template_kwargs") or {}
+    effort = body.reasoning_effort
+    if effort is None:
+        return sent
+    thinks = effort != "none"
+    return {"reasoning_effort": effort, "enable_thinking": thinks, "thinking": thinks, **sent}
 
 
 class AnswerReader:

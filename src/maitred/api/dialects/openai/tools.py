@@ -6,12 +6,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import msgspec
-from msgspec import Raw, UnsetType
-
-from maitred.api.dialects.openai.bounded import any_object
+from maitred.api.dialects.openai.bounded import any_value
 from maitred.api.dialects.openai.schemas import ChatCompletionRequest, GenerationFields
-from maitred.api.http.bodies import decode_json
+from maitred.api.http.errors import shortened
 from maitred.errors import InvalidRequest
 from maitred.structured_outputs import KINDS, StructuredOutputsParams
 from maitred.text.schema import Source, json_source, source_of
@@ -20,8 +17,6 @@ from maitred.text.shape import Tool, ToolChoice
 MAX_TOOLS = 128
 MAX_SHAPE_BYTES = 4 * 1024 * 1024  # of tools, and of a schema
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-_LIST = msgspec.json.Decoder(list[Any])
-_VALUE = msgspec.json.Decoder(Any)
 # keywords that say more of an object's properties than `properties` does
 _MORE_PROPERTIES = (
     *("additionalProperties", "unevaluatedProperties", "patternProperties"),
@@ -29,18 +24,9 @@ _MORE_PROPERTIES = (
 )
 
 
-def sent_value(raw: Raw | UnsetType, name: str) -> Any:
-    """Whatever was sent, decoded; None when it is absent or null."""
-    if isinstance(raw, UnsetType):
-        return None
-    if len(bytes(raw)) > MAX_SHAPE_BYTES:
-        raise InvalidRequest(f"{name} has {len(bytes(raw))} bytes; at most {MAX_SHAPE_BYTES}", param=name)
-    return decode_json(raw, _VALUE, at=name)
-
-
 def tools_of(body: ChatCompletionRequest) -> list[Tool]:
     """Raises InvalidRequest with the path of what is wrong."""
-    sent = sent_value(body.tools, "tools") or []
+    sent = any_value(body.tools, "tools", MAX_SHAPE_BYTES) or []
     if not isinstance(sent, list) or len(sent) > MAX_TOOLS:
         raise InvalidRequest(f"tools must be a list of at most {MAX_TOOLS}", param="tools")
     tools = [_tool(tool, f"tools[{number}]") for number, tool in enumerate(sent)]
@@ -80,7 +66,7 @@ def _closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def choice_of(body: ChatCompletionRequest, tools: Sequence[Tool]) -> ToolChoice:
     """Which tools may be called, and whether one must be. Raises InvalidRequest."""
-    sent = sent_value(body.tool_choice, "tool_choice")
+    sent = any_value(body.tool_choice, "tool_choice", MAX_SHAPE_BYTES)
     parallel = body.parallel_tool_calls is not False
     names = tuple(tool.name for tool in tools)
     if sent in (None, "auto", "none"):
@@ -121,22 +107,16 @@ def _named(listed: Sequence[Any], names: Sequence[str]) -> tuple[str, ...]:
 def content_source(body: GenerationFields) -> tuple[Source | None, bool]:
     """What binds the answer's text, and whether all of it as the model writes it. Raises InvalidRequest."""
     wanted = any_shape(body)
-    form = sent_value(body.response_format, "response_format")
+    form = any_value(body.response_format, "response_format", MAX_SHAPE_BYTES)
     if form is not None and not isinstance(form, Mapping):
         raise InvalidRequest("response_format must be an object", param="response_format")
-    kind = None if form is None else form.get("type")
-    if kind in (None, "text") and form is not None and kind is None:
+    if form is not None and form.get("type") is None:
         raise InvalidRequest("response_format.type is missing", param="response_format.type")
-    if kind in (None, "text"):
-        return (None, False) if wanted is None else _from_params(wanted)
+    if form is None or form["type"] == "text":
+        return (None, False) if wanted is None else (source_of(wanted, "structured_outputs"), not wanted.binds_content)
     if wanted is not None:
         raise InvalidRequest("send either response_format or structured_outputs, not both", param="structured_outputs")
-    assert form is not None
-    return _from_format(form, kind)
-
-
-def _from_params(wanted: StructuredOutputsParams) -> tuple[Source, bool]:
-    return source_of(wanted, "structured_outputs"), not wanted.binds_content
+    return _from_format(form, form["type"])
 
 
 def _from_format(form: Mapping[str, Any], kind: Any) -> tuple[Source, bool]:
@@ -158,7 +138,7 @@ def _from_format(form: Mapping[str, Any], kind: Any) -> tuple[Source, bool]:
 
 def any_shape(body: GenerationFields) -> StructuredOutputsParams | None:
     """The body's structured_outputs. Raises InvalidRequest for a field that it has not."""
-    sent = sent_value(body.structured_outputs, "structured_outputs")
+    sent = any_value(body.structured_outputs, "structured_outputs", MAX_SHAPE_BYTES)
     if sent is None:
         return None
     if not isinstance(sent, Mapping):
@@ -173,16 +153,5 @@ def any_shape(body: GenerationFields) -> StructuredOutputsParams | None:
     return StructuredOutputsParams(**given)
 
 
-def template_variables(body: ChatCompletionRequest) -> dict[str, Any]:
-    """The client's variables of the chat template, and what the fields about thoughts are called there."""
-    sent = any_object(body.chat_template_kwargs, "chat_template_kwargs") or {}
-    effort = body.reasoning_effort
-    if effort is None:
-        return sent
-    thinks = effort != "none"
-    return {"reasoning_effort": effort, "enable_thinking": thinks, "thinking": thinks, **sent}
-
-
 def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+    return shortened(repr(value), 80)
