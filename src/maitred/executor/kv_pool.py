@@ -12,8 +12,6 @@ from typing import NamedTuple
 from maitred.errors import ConfigError
 from maitred.model.spec import DecoderSpec
 
-KV_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-
 
 class PoolShape(NamedTuple):
     """Axes of the pool, in order."""

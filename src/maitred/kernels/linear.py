@@ -17,7 +17,6 @@ from maitred.errors import KernelError
 from maitred.kernels import _native
 
 DTYPES = ("float32", "bfloat16", "int8", "int4")
-GROUP_SIZES = (32, 64, 128)
 SOURCE_DTYPES = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": np.dtype(np.uint16)}
 PACK_VERSION: int = _native.PACK_VERSION
 """Of the packed layout; part of any cache's key. The layout is the same for every instruction set."""
