@@ -106,6 +106,7 @@ class SampledRow(NamedTuple):
     num_forced: int = 0  # of token_ids, the last so many
     complete: bool = False  # a grammar lets nothing follow: the request has ended, with `stop`
     postponed: bool = False  # no token yet, for want of a mask: the last position is computed again, in the next step
+    num_drafts: int = 0  # tokens that were made up for the row: at most as many as were planned
 
 
 @dataclass(frozen=True, slots=True)
