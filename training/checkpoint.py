@@ -19,8 +19,8 @@ def export(model: Decoder, tokenizer: Tokenizer, directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     weights = {name: weight.detach().to(torch.bfloat16).contiguous() for name, weight in model.state_dict().items()}
     save_file(weights, str(directory / "model.safetensors"), metadata={"format": "pt"})
-    _write_json(directory / "config.json", _config(model.shape))
-    _write_json(directory / "generation_config.json", _generation_config())
+    write_json(directory / "config.json", llama_config(model.shape))
+    write_json(directory / "generation_config.json", _generation_config())
     save_tokenizer(tokenizer, directory, model.shape.max_positions)
 
 
@@ -45,7 +45,7 @@ def load(directory: Path, dtype: torch.dtype = torch.bfloat16) -> tuple[Decoder,
     return model.to(dtype).eval(), Tokenizer.from_file(str(directory / "tokenizer.json"))
 
 
-def _config(shape: DecoderShape) -> dict[str, object]:
+def llama_config(shape: DecoderShape) -> dict[str, object]:
     return {
         "architectures": ["LlamaForCausalLM"],
         "attention_bias": False,
@@ -84,5 +84,5 @@ def _generation_config() -> dict[str, object]:
     }
 
 
-def _write_json(path: Path, value: dict[str, object]) -> None:
+def write_json(path: Path, value: dict[str, object]) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n")

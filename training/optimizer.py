@@ -16,8 +16,8 @@ DECAY_SHARE = 0.5
 
 def make_optimizers(model: nn.Module, lr_scale: float = 1.0) -> list[torch.optim.Optimizer]:
     """[Muon, AdamW]. Source of Muon: Jordan et al. 2024, kellerjordan.github.io/posts/muon."""
-    hidden = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
-    others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
+    hidden = [p for name, p in model.named_parameters() if p.ndim == 2 and not _is_table(name)]
+    others = [p for name, p in model.named_parameters() if p.ndim != 2 or _is_table(name)]
     muon = torch.optim.Muon(
         hidden, lr=MUON_LR * lr_scale, weight_decay=0.05, momentum=0.95, adjust_lr_fn="match_rms_adamw"
     )
@@ -26,6 +26,11 @@ def make_optimizers(model: nn.Module, lr_scale: float = 1.0) -> list[torch.optim
         for group in optimizer.param_groups:
             group["peak_lr"] = group["lr"]
     return [muon, adamw]
+
+
+def _is_table(name: str) -> bool:
+    """A row a token."""
+    return "embed" in name or "lm_head" in name
 
 
 def lr_factor(progress: float) -> float:

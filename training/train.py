@@ -1,7 +1,8 @@
-"""Train the built-in model, or with --draft its small sibling, which learns from the model in --teacher.
+"""Train the built-in model; with --draft its small sibling, with --mtp a head, which learn from the model in --teacher.
 
     python -m training.train --out DIR --minutes 70 --seed 0 --new-tokenizer
     python -m training.train --out DIR --minutes 12 --seed 0 --draft --teacher src/maitred/builtin/maitred-mini
+    python -m training.train --out DIR --minutes 15 --seed 0 --mtp --teacher src/maitred/builtin/maitred-mini
 
 Writes DIR/curve.jsonl as it goes, DIR/checkpoint.pt every few minutes (a run started again goes on from there) and,
 each time and at the end, a model directory DIR/model that a server can load.
@@ -16,15 +17,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from tokenizers import Tokenizer
-from torch import Tensor
+from torch import Tensor, nn
 
 from training.batches import Batch, Batches
 from training.checkpoint import export, load
-from training.model import DRAFT, MINI, Decoder, DecoderShape
+from training.head import export_head, head_loss, new_head
+from training.model import DRAFT, MINI, Decoder
 from training.optimizer import lr_factor, make_optimizers, set_lr
 from training.tokenizer import train_tokenizer
 
@@ -57,14 +60,16 @@ MIXED_ROWS = (*[Rows(16, 256)] * 7, *[Rows(8, 512)] * 2, Rows(2, 2048))
 class Run:
     """A training run in progress. `budget` counts seconds of training, or steps when `by_steps`."""
 
-    model: Decoder
+    model: nn.Module
     tokenizer: Tokenizer
-    teacher: Decoder | None
+    loss: Callable[[Batch], tuple[Tensor, Tensor]]  # to minimise, and what the curve shows
+    export: Callable[[Path], None]  # writes a directory that can be loaded
     out: Path
     seed: int
     budget: float
     by_steps: bool
     optimizers: list[torch.optim.Optimizer]
+    shown: str = "reply_loss"
     stop_after: int | None = None
     # written by train()
     step: int = 0
@@ -100,7 +105,7 @@ def take_step(run: Run) -> None:
     rows = FIRST_ROWS if run.progress < FIRST_SHARE else MIXED_ROWS[run.step % len(MIXED_ROWS)]
     set_lr(run.optimizers, lr_factor(run.progress))
     batch = Batches(run.tokenizer, Random(run.seed * 1_000_003 + run.step)).draw(rows.num_rows, rows.length)
-    loss, reply_loss = batch_loss(run.model, batch, run.teacher)
+    loss, shown = run.loss(batch)
     loss.backward()  # type: ignore[no-untyped-call]
     torch.nn.utils.clip_grad_norm_(run.model.parameters(), 1.0)
     for optimizer in run.optimizers:
@@ -108,7 +113,7 @@ def take_step(run: Run) -> None:
         optimizer.zero_grad()
     run.step += 1
     run.num_tokens += batch.num_tokens
-    run.recent.append(reply_loss.detach())
+    run.recent.append(shown.detach())
 
 
 def batch_loss(model: Decoder, batch: Batch, teacher: Decoder | None) -> tuple[Tensor, Tensor]:
@@ -141,7 +146,7 @@ def log(run: Run) -> None:
         "step": run.step,
         "elapsed_s": round(run.elapsed_s, 1),
         "num_tokens": run.num_tokens,
-        "reply_loss": round(torch.stack(run.recent).mean().item(), 5),
+        run.shown: round(torch.stack(run.recent).mean().item(), 5),
         "lr_factor": round(lr_factor(run.progress), 4),
     }
     run.recent.clear()
@@ -160,7 +165,7 @@ def save(run: Run) -> None:
     }
     torch.save(state, run.out / "checkpoint.pt.new")
     (run.out / "checkpoint.pt.new").rename(run.out / "checkpoint.pt")
-    export(run.model, run.tokenizer, run.out / "model")
+    run.export(run.out / "model")
 
 
 def resume(run: Run) -> None:
@@ -178,25 +183,50 @@ def resume(run: Run) -> None:
 def make_run(arguments: argparse.Namespace) -> Run:
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(arguments.seed)
-    shape: DecoderShape = DRAFT if arguments.draft else MINI
-    model, teacher = Decoder(shape), None
-    if arguments.teacher is not None:
-        teacher, tokenizer = load(arguments.teacher, torch.float32)
-    elif arguments.new_tokenizer:
-        tokenizer = train_tokenizer(shape.vocab_size, TOKENIZER_SEED)
-    else:
-        tokenizer = Tokenizer.from_file(str(TOKENIZER))
     arguments.out.mkdir(parents=True, exist_ok=True)
-    return Run(
-        model=model,
-        tokenizer=tokenizer,
-        teacher=teacher,
+    make = _head_run if arguments.mtp else _model_run
+    return make(
+        arguments,
         out=arguments.out,
         seed=arguments.seed,
         budget=arguments.steps or arguments.minutes * 60,
         by_steps=arguments.steps is not None,
-        optimizers=make_optimizers(model),
         stop_after=arguments.stop_after,
+    )
+
+
+def _model_run(arguments: argparse.Namespace, **settings: Any) -> Run:
+    model, teacher = Decoder(DRAFT if arguments.draft else MINI), None
+    if arguments.teacher is not None:
+        teacher, tokenizer = load(arguments.teacher, torch.float32)
+    elif arguments.new_tokenizer:
+        tokenizer = train_tokenizer(MINI.vocab_size, TOKENIZER_SEED)
+    else:
+        tokenizer = Tokenizer.from_file(str(TOKENIZER))
+    return Run(
+        model=model,
+        tokenizer=tokenizer,
+        loss=lambda batch: batch_loss(model, batch, teacher),
+        export=lambda directory: export(model, tokenizer, directory),
+        optimizers=make_optimizers(model),
+        **settings,
+    )
+
+
+def _head_run(arguments: argparse.Namespace, **settings: Any) -> Run:
+    if arguments.teacher is None:
+        raise SystemExit("--mtp needs --teacher: the model that the head is for")
+    model, tokenizer = load(arguments.teacher, torch.float32)
+    model.requires_grad_(False)
+    head = new_head(model)
+    return Run(
+        model=head,
+        tokenizer=tokenizer,
+        loss=lambda batch: head_loss(head, model, batch),
+        export=lambda directory: export_head(head, directory),
+        optimizers=make_optimizers(head),
+        shown="first_same",
+        **settings,
     )
 
 
@@ -209,6 +239,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--draft", action="store_true", help="train the draft's shape")
+    parser.add_argument("--mtp", action="store_true", help="train a head beside the teacher, which stays as it is")
     parser.add_argument(
         "--new-tokenizer",
         action="store_true",
@@ -221,7 +252,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> None:
     run = make_run(parse_arguments(argv))
     resume(run)
-    print(f"{run.model.num_parameters():,} parameters", flush=True)
+    print(f"{sum(weight.numel() for weight in run.model.parameters()):,} parameters", flush=True)
     train(run, time.monotonic)
 
 

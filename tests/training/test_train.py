@@ -50,3 +50,14 @@ def test_equal_seeds_give_equal_weights_even_when_interrupted(tmp_path: Path):
     main([*common, "--out", str(parts)])
     one, two = (load_file(out / "model" / "model.safetensors") for out in (whole, parts))
     assert all(one[name].equal(two[name]) for name in one)
+
+
+def test_a_head_learns_beside_a_model_that_stays_as_it_is(tmp_path: Path):
+    model = ROOT / "src/maitred/builtin/maitred-mini"
+    before = (model / "model.safetensors").read_bytes()
+    main(["--out", str(tmp_path), "--mtp", "--teacher", str(model), "--steps", "2"])
+    weights = load_file(tmp_path / "model" / "model.safetensors")
+    assert weights["fc.weight"].shape == (256, 3 * 256)
+    assert weights["layers.0.self_attn.q_proj.weight"].shape == (256, 2 * 256)
+    assert "embed_tokens.weight" not in weights, "it embeds as the model does"
+    assert (model / "model.safetensors").read_bytes() == before
