@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from maitred.config import CacheConfig, ModelConfig, SchedulerConfig
 from maitred.cost_model import native_token_budget
@@ -129,31 +130,11 @@ class NativePlan:
         `on_phase` is told of each phase as it ends, and what happened in it; `on_packed` how many bytes of weights are
         packed, and of how many, while that lasts.
         """
-        spec = self.spec
         threads = _native.ThreadPool(self.num_threads)
-        pool = make_kv_pool(
-            dtype=self.kv_dtype,
-            num_layers=spec.num_layers,
-            num_blocks=num_blocks,
-            block_size=self.block_size,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-        )
+        pool = self.make_pool(num_blocks)
         on_phase("kv_pool", "")
-        loaded = load_weights(
-            self.program, self.checkpoint, threads, isa=self.isa, cache=self.weight_cache, on_packed=on_packed
-        )
-        on_phase("weights", loaded.summary)
-        runner = NativeProgram(
-            self.program,
-            loaded.weights,
-            pool,
-            threads,
-            max_tokens=self.max_tokens,
-            max_logits=self.max_logits,
-            max_model_len=max_model_len,
-            isa=self.isa,
-        )
+        runner, summary = self.load(threads, pool, max_model_len=max_model_len, on_packed=on_packed)
+        on_phase("weights", summary)
         host = NativeHostPool(pool, num_host_blocks, threads) if num_host_blocks else None
         sample_rows = NativeSampler(threads, isa=self.isa).sample_rows
         if self.bind_threads:
@@ -168,6 +149,37 @@ class NativePlan:
             threads=threads,
             choice=ThreadChoice(self.num_threads) if self.choose_threads else None,
         )
+
+    def make_pool(self, num_blocks: int) -> Any:
+        """A `_native.KVPool`. Raises OutOfMemory."""
+        spec = self.spec
+        return make_kv_pool(
+            dtype=self.kv_dtype,
+            num_layers=spec.num_layers,
+            num_blocks=num_blocks,
+            block_size=self.block_size,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+        )
+
+    def load(
+        self, threads: Any, pool: Any, *, max_model_len: int, on_packed: OnPacked | None = None
+    ) -> tuple[NativeProgram, str]:
+        """The program with its weights, and where those came from. Raises CheckpointError."""
+        loaded = load_weights(
+            self.program, self.checkpoint, threads, isa=self.isa, cache=self.weight_cache, on_packed=on_packed
+        )
+        runner = NativeProgram(
+            self.program,
+            loaded.weights,
+            pool,
+            threads,
+            max_tokens=self.max_tokens,
+            max_logits=self.max_logits,
+            max_model_len=max_model_len,
+            isa=self.isa,
+        )
+        return runner, loaded.summary
 
 
 def plan_native_executor(

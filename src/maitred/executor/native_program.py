@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from maitred.kernels import _native
+from maitred.kernels.sampler import Sampler
 from maitred.model.packed import PackedWeights
 from maitred.model.program import (
     LOGITS,
@@ -41,6 +42,14 @@ class Step(Protocol):
     first_tokens: Int32s
     block_tables: Int32s
     first_blocks: Int32s
+
+
+class Chained(NamedTuple):
+    """Tokens of a chain of steps, for each of R rows."""
+
+    tokens: NDArray[np.int32]  # [R, most tokens of a row]; what is beyond `counts` means nothing
+    counts: NDArray[np.int32]  # [R]
+    faults: NDArray[np.int32]  # [R], index into `kernels.sampler.FAULTS`: why there are fewer than were wanted
 
 
 class OpTime(NamedTuple):
@@ -87,7 +96,8 @@ class NativeProgram:
         builder = _Builder(program, weights, self._native, max_model_len)
         builder.build()
         self._frequencies = builder.frequencies
-        self._logits: Any = builder.rows[LOGITS].view(max_logits)
+        self._logits_rows = builder.rows[LOGITS]
+        self._logits: Any = self._logits_rows.view(max_logits)
 
     def run(self, step: Step, logits_tokens: Sequence[int]) -> NDArray[np.float32]:
         """Compute the step and [len(logits_tokens), V] logits of those tokens; a view, good until the next call."""
@@ -101,6 +111,38 @@ class NativeProgram:
         )
         logits: NDArray[np.float32] = self._logits[: len(logits_tokens)]
         return logits
+
+    def chain(
+        self,
+        sampler: Sampler,
+        step: Step,
+        num_tokens_R: Int32s,
+        settings_R4: NDArray[np.float64],
+        sequences_R3: NDArray[np.uint64],
+    ) -> Chained:
+        """Compute the step, sample each row's next token from its last one's logits, compute that, and so on: so many
+        tokens of each row (>= 1), of which the last is not computed. No row is more than one of `max_logits`.
+
+        Settings: temperature (0 is greedy), top_k, top_p, min_p. Sequences: seed, sample index and position of the
+        first token, as `executor.sampler.uniform` takes them. A row that nothing can be sampled from ends there.
+        """
+        num_rows = len(num_tokens_R)
+        tokens_RK = np.zeros((num_rows, int(num_tokens_R.max())), np.int32)
+        made = Chained(tokens_RK, np.zeros(num_rows, np.int32), np.zeros(num_rows, np.int32))
+        self._native.chain(
+            sampler.native,
+            self._logits_rows,
+            step.token_ids,
+            step.positions,
+            step.first_tokens,
+            step.block_tables,
+            step.first_blocks,
+            num_tokens_R,
+            settings_R4,
+            sequences_R3,
+            *made,
+        )
+        return made
 
     def more_logits(self, logits_tokens: Sequence[int]) -> NDArray[np.float32]:
         """The same of other tokens of the step that ran last."""
@@ -121,7 +163,7 @@ class NativeProgram:
 
     def close(self) -> None:
         """Give back buffers, weights and threads."""
-        del self._logits, self._native, self._keep
+        del self._logits, self._logits_rows, self._native, self._keep
 
 
 class _Builder:

@@ -60,7 +60,7 @@ def ragged_step(slices: Sequence[Slice], block_size: int) -> RaggedStep:
     """Block tables already hold this step's blocks."""
     num_tokens = [piece.num_tokens for piece in slices]
     tables = [piece.work.state.blocks.array[: -(-(piece.start + piece.num_tokens) // block_size)] for piece in slices]
-    first_tokens = _running_sums(num_tokens)
+    first_tokens = running_sums(num_tokens)
     total = int(first_tokens[-1])
     starts = [piece.start for piece in slices]
     if total == len(slices):  # one token each
@@ -78,11 +78,11 @@ def ragged_step(slices: Sequence[Slice], block_size: int) -> RaggedStep:
         positions=positions,
         first_tokens=first_tokens,
         block_tables=np.concatenate(tables, dtype=np.int32, casting="unsafe"),
-        first_blocks=_running_sums([len(table) for table in tables]),
+        first_blocks=running_sums([len(table) for table in tables]),
     )
 
 
-def _running_sums(counts: Sequence[int]) -> Int32s:
+def running_sums(counts: Sequence[int]) -> Int32s:
     sums = np.zeros(len(counts) + 1, dtype=np.int32)
     np.cumsum(counts, out=sums[1:])
     return sums

@@ -37,7 +37,7 @@ class Sampler:
 
     def __init__(self, pool: Any, *, isa: str = "auto") -> None:
         try:
-            self._native = _native.Sampler(pool, isa)
+            self.native = _native.Sampler(pool, isa)
         except ValueError as error:
             raise KernelError(str(error)) from None
 
@@ -66,7 +66,7 @@ class Sampler:
         if num_rows == 0:
             return sampled
         try:
-            self._native.sample(logits_RV, settings_R5, list(changes), num_top_R, *sampled)
+            self.native.sample(logits_RV, settings_R5, list(changes), num_top_R, *sampled)
         except (ValueError, TypeError) as error:
             raise KernelError(f"rows cannot be sampled: {error}") from None
         return sampled

@@ -51,6 +51,12 @@ def open_checkpoint(model: str | None, revision: str | None = None) -> Checkpoin
     return Checkpoint(folder, model, revision=folder.name)
 
 
+def folder_beside(checkpoint: Checkpoint, kind: str) -> Path | None:
+    """The folder NAME-KIND next to the checkpoint's, where its draft model ("draft") or its head ("mtp") lies."""
+    folder = checkpoint.folder.with_name(f"{checkpoint.folder.name}-{kind}")
+    return folder if (folder / "config.json").is_file() else None
+
+
 class FileStamp(NamedTuple):
     name: str
     size_bytes: int

@@ -12,6 +12,7 @@
 #include <string>
 #include <utility>
 
+#include "chain.h"
 #include "program.h"
 #include "program_ops.h"
 #include "rotate.h"
@@ -24,6 +25,10 @@ namespace {
 using Bytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Vector = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Ints = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Table = nb::ndarray<int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using OutInts = nb::ndarray<int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using ChainSettings = nb::ndarray<const double, nb::shape<-1, 4>, nb::c_contig, nb::device::cpu>;
+using Sequences = nb::ndarray<const uint64_t, nb::shape<-1, 3>, nb::c_contig, nb::device::cpu>;
 using View = nb::ndarray<nb::numpy, float, nb::ndim<2>, nb::device::cpu>;
 
 struct RopeTable {
@@ -198,6 +203,27 @@ void run_logits(BoundProgram& self, const Ints& logits_tokens) {
   self.program.run_logits(step);
 }
 
+void chain(BoundProgram& self, Sampler& sampler, const Rows& logits, const Ints& token_ids, const Ints& positions,
+           const Ints& first_tokens, const Ints& block_tables, const Ints& first_blocks, const Ints& num_tokens,
+           const ChainSettings& settings, const Sequences& sequences, const Table& tokens, const OutInts& num_sampled,
+           const OutInts& faults) {
+  const StepRows step = step_of(token_ids, positions, first_tokens, block_tables, first_blocks, first_tokens);
+  const size_t num_rows = static_cast<size_t>(step.num_rows);
+  if (num_tokens.size() != num_rows || settings.shape(0) != num_rows || sequences.shape(0) != num_rows ||
+      tokens.shape(0) != num_rows || num_sampled.size() != num_rows || faults.size() != num_rows)
+    throw std::invalid_argument("the arrays of a chain do not fit its " + std::to_string(num_rows) + " rows");
+  check_width(logits, self.program.limits().vocab_size);
+  const ChainRows rows{static_cast<int>(tokens.shape(1)),
+                       num_tokens.data(),
+                       settings.data(),
+                       sequences.data(),
+                       tokens.data(),
+                       num_sampled.data(),
+                       faults.data()};
+  nb::gil_scoped_release release;
+  run_chain(self.program, sampler, logits, step, rows);
+}
+
 std::vector<std::pair<std::string, int64_t>> profile(const BoundProgram& self) {
   std::vector<std::pair<std::string, int64_t>> found;
   for (const Program::Op& op : self.program.ops()) found.emplace_back(op.name, op.nanoseconds);
@@ -278,6 +304,10 @@ void bind_program(nb::module_& m) {
       .def("begin_logits", [](BoundProgram& self) { self.program.begin_logits(); })
       .def("run", &run, nb::arg("token_ids"), nb::arg("positions"), nb::arg("first_tokens"), nb::arg("block_tables"),
            nb::arg("first_blocks"), nb::arg("logits_tokens"))
+      .def("chain", &chain, nb::arg("sampler"), nb::arg("logits"), nb::arg("token_ids"), nb::arg("positions"),
+           nb::arg("first_tokens"), nb::arg("block_tables"), nb::arg("first_blocks"), nb::arg("num_tokens"),
+           nb::arg("settings"), nb::arg("sequences"), nb::arg("tokens").noconvert(), nb::arg("num_sampled").noconvert(),
+           nb::arg("faults").noconvert(), "A step, then steps of what was sampled; see csrc/chain.h.")
       .def("run_logits", &run_logits, nb::arg("logits_tokens"))
       .def_prop_ro(
           "num_attention_units",

@@ -34,7 +34,21 @@ float choose(bool first, float a, float b) {
   return a;
 }
 
+uint64_t mix64(uint64_t z) {
+  z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9U;
+  z = (z ^ (z >> 27)) * 0x94D049BB133111EBU;
+  return z ^ (z >> 31);
+}
+
 }  // namespace
+
+double uniform(uint64_t seed, uint64_t sample_index, uint64_t position) {
+  constexpr uint64_t kGoldenGamma = 0x9E3779B97F4A7C15U;
+  uint64_t state = mix64(seed + kGoldenGamma);
+  state = mix64((state ^ sample_index) + kGoldenGamma);
+  state = mix64((state ^ position) + kGoldenGamma);
+  return static_cast<double>(state >> 11) * 0x1.0p-53;
+}
 
 // The ten steps of executor/sampler.py.
 void Sampler::Task::run(SampleRow& row) {

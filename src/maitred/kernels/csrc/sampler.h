@@ -97,6 +97,9 @@ struct SampleRow {
   SampleFault fault;
 };
 
+// executor/sampler.py's: a number in [0, 1), of its arguments only.
+double uniform(uint64_t seed, uint64_t sample_index, uint64_t position);
+
 class Sampler {
  public:
   Sampler(ThreadPool& pool, Isa isa);
