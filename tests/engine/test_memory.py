@@ -9,6 +9,7 @@ import pytest
 from maitred.config import CacheConfig, SchedulerConfig
 from maitred.engine.memory import (
     GIB,
+    DraftMemory,
     MemoryPlan,
     available_memory_bytes,
     format_bytes,
@@ -28,6 +29,7 @@ def plan(
     pinned: int | None = None,
     kv_bytes: int | None = None,
     max_num_seqs: int = 4,
+    draft: DraftMemory | None = None,
 ) -> MemoryPlan:
     return plan_memory(
         available_bytes=available,
@@ -37,6 +39,7 @@ def plan(
         pinned_context=pinned,
         cache=CacheConfig(block_size=16, kv_cache_memory_bytes=kv_bytes),
         scheduler=SchedulerConfig(max_num_seqs=max_num_seqs, max_num_batched_tokens=512),
+        draft=draft,
     )
 
 
@@ -76,6 +79,17 @@ def test_a_pinned_cache_size_is_taken_whole_or_refused():
     assert plan(kv_bytes=300 * 1024 * 1024).num_blocks == 300
     with pytest.raises(OutOfMemory, match=r"asks for 20.00 GiB, and 8.00 GiB are left"):
         plan(kv_bytes=20 * GIB)
+
+
+def test_a_draft_models_weights_and_cache_come_out_of_the_same_memory():
+    mib = 1024 * 1024
+    beside = plan(max_num_seqs=512, draft=DraftMemory(weights_bytes=GIB, bytes_per_block=mib // 4))
+    assert beside.weights_bytes == 2 * GIB
+    assert beside.num_blocks == (int(10 * GIB * 0.9) - 2 * GIB) // (mib + mib // 4)
+    assert beside.bytes_per_block == mib  # of what is swapped
+    assert beside.kv_bytes == beside.num_blocks * (mib + mib // 4)
+    assert "of these, 1.00 GiB of weights and 1.40 GiB of cache are the draft model's" in beside.describe()
+    assert plan(kv_bytes=300 * mib, draft=DraftMemory(0, mib // 2)).num_blocks == 200
 
 
 def test_weights_that_do_not_fit_are_refused_with_both_numbers():

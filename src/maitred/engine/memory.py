@@ -19,22 +19,32 @@ DEFAULT_SWAP_BYTES = 4 * GIB
 RESERVE_SHARE = 0.10  # of the available memory, left for activations, the tokenizer and the system
 
 
+@dataclass(frozen=True, slots=True)
+class DraftMemory:
+    """What a draft model takes: its cache has a block for each of the served model's."""
+
+    weights_bytes: int
+    bytes_per_block: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
     """What will be allocated, in bytes; made before anything is."""
 
     available_bytes: int
-    weights_bytes: int
-    bytes_per_block: int
+    weights_bytes: int  # the draft model's included
+    bytes_per_block: int  # of the served model
     block_size: int  # tokens
     num_blocks: int
     max_model_len: int  # tokens
     model_context: int  # tokens the model was made for
     longest_context: int  # tokens one request could have if it had all the KV cache
+    draft: DraftMemory | None = None  # of the above, unless said otherwise
 
     @property
     def kv_bytes(self) -> int:
-        return self.num_blocks * self.bytes_per_block
+        """The draft model's included."""
+        return self.num_blocks * (self.bytes_per_block + (self.draft.bytes_per_block if self.draft else 0))
 
     @property
     def num_full_contexts(self) -> float:
@@ -51,6 +61,11 @@ class MemoryPlan:
             f"        context   {self.max_model_len:,} tokens{self._remark()}; "
             f"the longest that memory holds is {self.longest_context:,}",
         ]
+        if self.draft is not None:
+            lines.append(
+                f"        of these, {format_bytes(self.draft.weights_bytes)} of weights and "
+                f"{format_bytes(self.num_blocks * self.draft.bytes_per_block)} of cache are the draft model's"
+            )
         return "\n".join(lines)
 
     def _remark(self) -> str:
@@ -92,12 +107,17 @@ def plan_memory(
     pinned_context: int | None,
     cache: CacheConfig,
     scheduler: SchedulerConfig,
+    draft: DraftMemory | None = None,
 ) -> MemoryPlan:
     """Fit the KV cache: what `max_num_seqs` full contexts need, bounded by what is left after the weights.
 
+    `draft` comes to `weights_bytes` and `bytes_per_block`; a pinned number of KV bytes holds both caches.
     Without `pinned_context` the context shrinks to what fits; with it, or with a pinned number of KV bytes, what does
     not fit raises OutOfMemory with both numbers.
     """
+    served_bytes_per_block = bytes_per_block
+    if draft is not None:
+        weights_bytes, bytes_per_block = weights_bytes + draft.weights_bytes, bytes_per_block + draft.bytes_per_block
     budget = int(available_bytes * (1 - RESERVE_SHARE)) - weights_bytes
     if budget < bytes_per_block:
         raise OutOfMemory(
@@ -125,12 +145,13 @@ def plan_memory(
     return MemoryPlan(
         available_bytes=available_bytes,
         weights_bytes=weights_bytes,
-        bytes_per_block=bytes_per_block,
+        bytes_per_block=served_bytes_per_block,
         block_size=cache.block_size,
         num_blocks=num_blocks,
         max_model_len=context,
         model_context=model_context,
         longest_context=blocks_that_fit * cache.block_size,
+        draft=draft,
     )
 
 

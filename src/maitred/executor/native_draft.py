@@ -109,8 +109,10 @@ def _check_vocabulary(served: Checkpoint, served_spec: DecoderSpec, checkpoint: 
 
 
 def _step(pieces: Sequence[Piece]) -> RaggedStep:
-    first_tokens = running_sums([len(piece.token_ids) for piece in pieces])
-    positions = np.concatenate([np.arange(p.start, p.start + len(p.token_ids), dtype=np.int32) for p in pieces])
+    num_tokens = [len(piece.token_ids) for piece in pieces]
+    first_tokens = running_sums(num_tokens)
+    starts = np.array([piece.start for piece in pieces], dtype=np.int32) - first_tokens[:-1]
+    positions = np.arange(first_tokens[-1], dtype=np.int32) + np.repeat(starts, num_tokens)
     return RaggedStep(
         token_ids=np.concatenate([piece.token_ids for piece in pieces], dtype=np.int32, casting="unsafe"),
         positions=positions,

@@ -14,8 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-import numpy as np
-
 from maitred.speculative.proposer import DraftAsk, DraftedRequest, Ints, SamplerSettings
 
 logger = logging.getLogger(__name__)
@@ -75,23 +73,22 @@ class _Kept:
     """What is known of a request: the first `num_known` of its tokens and the drafts after them were computed."""
 
     number: int  # its own, from 1
-    names: Ints  # of the blocks that its known tokens fill, see `_Blocks`
+    names: list[int]  # of the blocks that its known tokens fill, see `_Blocks`
     num_known: int = 0
     drafts: Sequence[int] = ()
+    settled_table: bytes = b""  # the block table before the block of the last known token
     is_hopeless: bool = False  # what it knows gives no logits to draw from
 
-    def marks(self, first: int, end: int) -> Ints:
-        """Of blocks first .. end - 1 of its table, while its known tokens do not fill them: its own, and negative."""
-        return -(self.number << _INDEX_BITS) - np.arange(first, end)
+    def mark(self, block: int) -> int:
+        """Of a block of its table, while its known tokens do not fill it: its own, and negative."""
+        return -(self.number << _INDEX_BITS | block)
 
     def num_as_drafted(self, tokens: Ints) -> int:
         """Of `tokens`, those at the beginning that were computed when it last drafted."""
-        count = self.num_known
-        for draft in self.drafts[:-1]:  # the last was not computed
-            if count >= len(tokens) or tokens[count] != draft:
-                break
-            count += 1
-        return count
+        computed = self.drafts[:-1]  # the last was not
+        now = tokens[self.num_known : self.num_known + len(computed)].tolist()
+        pairs = enumerate(zip(computed, now, strict=False))
+        return self.num_known + next((i for i, (then, token) in pairs if then != token), len(now))
 
 
 class _Blocks:
@@ -100,40 +97,47 @@ class _Blocks:
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
-        self._contents: Ints = np.zeros(num_blocks, np.int64)  # 0 is nothing
+        self._contents = [0] * num_blocks  # 0 is nothing
         self._size = block_size
 
     def up_to(self, num_positions: int) -> int:
         """Blocks for so many positions."""
         return -(-num_positions // self._size)
 
-    def names(self, tokens: Ints, known: Ints) -> Ints:
-        """Names of all blocks that the tokens fill, of which the first are known."""
-        first, count = len(known), len(tokens) // self._size
-        if first == count:
-            return known
-        name, more = int(known[-1]) if first else 0, []
-        for block in range(first, count):
-            name = hash((name, tokens[block * self._size : (block + 1) * self._size].tobytes())) & _POSITIVE | 1
-            more.append(name)
-        return np.concatenate([known, np.array(more, dtype=np.int64)])
+    def name(self, names: list[int], tokens: Ints) -> None:
+        """Add the names of all blocks that the tokens fill to those that are known."""
+        for block in range(len(names), len(tokens) // self._size):
+            filling = tokens[block * self._size : (block + 1) * self._size].tobytes()
+            names.append(hash((names[-1] if names else 0, filling)) & _POSITIVE | 1)
 
     def num_valid(self, table: Ints, kept: _Kept, num_as_drafted: int) -> int:
         """How many positions lie in the table's blocks as its tokens make them."""
-        named = self._contents[table[: len(kept.names)]] == kept.names
-        count = len(named) if named.all() else int(named.argmin())
-        end = self.up_to(num_as_drafted)
-        own = self._contents[table[count:end]] == kept.marks(count, end)
-        if own.all():
-            return max(num_as_drafted, count * self._size)
-        return (count + int(own.argmin())) * self._size
+        names, end = kept.names, self.up_to(num_as_drafted)
+        block = first = self._num_settled(table, kept)
+        contents = [self._contents[block_id] for block_id in table[first : max(end, len(names))].tolist()]
+        while block < len(names) and contents[block - first] == names[block]:
+            block += 1
+        num_named = block
+        while block < end and contents[block - first] == kept.mark(block):
+            block += 1
+        return block * self._size if block < end else max(num_as_drafted, num_named * self._size)
 
     def write(self, table: Ints, kept: _Kept, first: int) -> None:
         """The request's tokens are computed from position `first` on, and drafts to the end of the table."""
-        block, filled = first // self._size, len(kept.names)
-        self._contents[table[block:filled]] = kept.names[block:]
-        partial = max(block, filled)
-        self._contents[table[partial:]] = kept.marks(partial, len(table))
+        block = first // self._size
+        for index, block_id in enumerate(table[block:].tolist(), block):
+            self._contents[block_id] = kept.names[index] if index < len(kept.names) else kept.mark(index)
+
+    def settle(self, table: Ints, kept: _Kept) -> None:
+        """Note where the known tokens of the request are computed."""
+        kept.settled_table = table[: (kept.num_known - 1) // self._size].tobytes()
+
+    def _num_settled(self, table: Ints, kept: _Kept) -> int:
+        """Blocks that need no look: a request keeps those before its last known token, and who shares them writes
+        alike. Blocks behind go back where drafts are rejected, and come again, perhaps after others had them.
+        """
+        count = len(kept.settled_table) // table.itemsize
+        return count if table[:count].tobytes() == kept.settled_table else 0
 
 
 @dataclass(slots=True)
@@ -146,11 +150,13 @@ class _Job:
     num_known: int
     num_drafts: int
     num_computed: int
+    table: Ints  # blocks of all that will be written: known tokens, and drafts but the last
 
-    def piece(self, num_tokens: int, block_ids: Ints) -> Piece:
-        """The next of its known tokens."""
+    def next_piece(self, num_tokens: int) -> Piece:
+        """So many of the known tokens that are not computed, which are then."""
         first = self.num_computed
-        return Piece(self.request.tokens.array[first : first + num_tokens], first, block_ids)
+        self.num_computed += num_tokens
+        return Piece(self.request.tokens.array[first : self.num_computed], first, self.table)
 
 
 class DraftModel:
@@ -196,31 +202,27 @@ class DraftModel:
         kept = self._kept_of(ask.request)
         if num_drafts < 1 or kept.is_hopeless:
             return None
-        kept.names = self._blocks.names(tokens[:-1], kept.names)  # the last is computed in the chain, for its logits
-        valid = self._blocks.num_valid(ask.request.blocks.array, kept, kept.num_as_drafted(tokens))
-        job = _Job(place, ask.request, kept, len(tokens), num_drafts, min(valid, len(tokens) - 1))
-        self._blocks.write(self._table(job), kept, job.num_computed)  # so that the next one computes it no more
-        return job
+        self._blocks.name(kept.names, tokens[:-1])  # the last is computed in the chain, for its logits
+        table = ask.request.blocks.array[: self._blocks.up_to(len(tokens) + num_drafts - 1)]
+        valid = min(self._blocks.num_valid(table, kept, kept.num_as_drafted(tokens)), len(tokens) - 1)
+        self._blocks.write(table, kept, valid)  # here, so that who shares them computes them no more
+        return _Job(place, ask.request, kept, len(tokens), num_drafts, valid, table)
 
     def _kept_of(self, request: DraftedRequest) -> _Kept:
         kept = self._kept.get(request.request_id)
         if kept is None:
             self._num_requests += 1
-            kept = self._kept[request.request_id] = _Kept(self._num_requests, np.empty(0, np.int64))
+            kept = self._kept[request.request_id] = _Kept(self._num_requests, [])
         return kept
 
     def _draft(self, jobs: Sequence[_Job]) -> Iterator[tuple[_Job, list[int]]]:
         """At most `max_rows` of them."""
         self._catch_up(jobs)
         ends = [ChainEnd(job.num_drafts, job.request.sampler) for job in jobs]
-        pieces = [job.piece(job.num_known - job.num_computed, self._table(job)) for job in jobs]
+        pieces = [job.next_piece(job.num_known - job.num_computed) for job in jobs]
         for job, made in zip(jobs, self._runner.chain(pieces, ends), strict=True):
             self._keep(job, made)
             yield job, made.tokens
-
-    def _table(self, job: _Job) -> Ints:
-        """Blocks of all that will be written: known tokens and drafts but the last."""
-        return job.request.blocks.array[: self._blocks.up_to(job.num_known + job.num_drafts - 1)]
 
     def _catch_up(self, jobs: Sequence[_Job]) -> None:
         """Compute until what is left of all fits into one step, the last known token of each at least."""
@@ -229,13 +231,13 @@ class DraftModel:
             for job in jobs:
                 count = min(job.num_known - 1 - job.num_computed, room)
                 if count > 0:
-                    pieces.append(job.piece(count, self._table(job)))
-                    job.num_computed += count
+                    pieces.append(job.next_piece(count))
                     room -= count
             self._runner.compute(pieces)
 
     def _keep(self, job: _Job, made: DraftTokens) -> None:
         job.kept.num_known, job.kept.drafts = job.num_known, made.tokens
+        self._blocks.settle(job.table, job.kept)
         if made.fault is not None and not made.tokens:
             job.kept.is_hopeless = True  # whatever comes later would be computed from the same
             logger.warning("no drafts for request %s: the draft model's %s", job.request.request_id, made.fault)
