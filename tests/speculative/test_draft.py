@@ -121,6 +121,17 @@ def test_drafts_are_what_the_model_says_alone_under_the_same_seed(isa: str, dtyp
     assert found == [hand.outputs[request.request_id][:n] for request, n in zip(requests, counts, strict=True)]
 
 
+def test_threads_change_no_draft():
+    prompts = [random_prompt(4 + n, seed=n) for n in range(6)]
+    found = []
+    for num_threads in (1, 2):
+        world = World(num_threads=num_threads)
+        requests = [world.request(f"r{i}", p, SETTINGS[i % len(SETTINGS)]) for i, p in enumerate(prompts)]
+        found.append(world.ask(*((request, 6) for request in requests)))
+        world.model.close()
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("seed", [0, 1, -3, 2**63 + 5, 2**70])
 def test_any_seed_draws_as_the_served_models_sampler_does(seed: int):
     decoder, prompt, sampling = make_decoder(make_spec()), random_prompt(6, seed=1), SamplingParams(temperature=2.0)
