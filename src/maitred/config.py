@@ -25,6 +25,8 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
 METRICS_COMPAT = ("none", "vllm")
 BIND_THREADS = ("auto", "on", "off")
+SPECULATIVE = ("auto", "off", "ngram", "draft")
+MAX_SPECULATIVE_TOKENS = 16
 POLICY_NAMES = ("fcfs", "priority", "interactive", "sjf", "srpt", "rr", "mlfq", "edf", "least_slack", "vtc", "lpm")
 """Ours; packages may bring more."""
 PREDICTOR_NAMES = ("max_tokens", "quantile", "ranker")
@@ -152,6 +154,29 @@ SCHEDULER_RANGES: dict[str, tuple[float, float]] = {
 """Lowest and highest: what a policy computes with must be finite."""
 
 PolicyArg = bool | int | float | str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculativeConfig:
+    """Speculative decoding: tokens are made up and checked several at a time; the output stays the same to the bit."""
+
+    speculative: str = _one_of(SPECULATIVE, "auto")
+    """Who makes tokens up: a draft model, ngram (what followed the last tokens when they were there before), off, or
+    auto, which is a draft model where there is one, else ngram. How many is decided by measurement, down to none."""
+    speculative_model: str | None = None
+    """Folder or hub id of a draft model with the same vocabulary; None is what lies beside the served model under its
+    name and -draft, as with the built-in one."""
+    num_speculative_tokens: int = 5
+    """Most tokens that are made up for a request in one step, 1 to 16."""
+
+    def __post_init__(self) -> None:
+        _require_choices(self)
+        _require_between("num_speculative_tokens", self.num_speculative_tokens, 1, MAX_SPECULATIVE_TOKENS)
+        if self.speculative_model is not None and self.speculative not in ("auto", "draft"):
+            raise ConfigError(
+                f"speculative_model is {self.speculative_model!r}, and speculative is {self.speculative!r}; a draft "
+                "model is for speculative=draft, or auto"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -378,12 +403,13 @@ class ProcessConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """One engine: model, cache and scheduler."""
+    """One engine: model, cache, scheduler, and who drafts."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     admission: AdmissionConfig = field(default_factory=AdmissionConfig)
+    speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     decision_log: str | None = None
     """Folder for the log of every step's inputs and plan (hashes, never prompt tokens); None keeps none."""
     decision_log_max_bytes: int = 64 * 1024 * 1024

@@ -66,6 +66,22 @@ class Band(NamedTuple):
     quantiles: tuple[float, ...]  # of measured over modelled time, evenly spaced
 
 
+class Knot(NamedTuple):
+    """A measured point of a curve that is linear between such points."""
+
+    size: float
+    seconds: float
+
+
+def between(knots: tuple[Knot, ...], size: float) -> float:
+    """The curve at `size`: flat before the first knot, and behind the last one as steep as between the last two."""
+    if size <= knots[0].size or len(knots) == 1:
+        return knots[0].seconds
+    right = next((index for index, knot in enumerate(knots) if size <= knot.size), len(knots) - 1)
+    first, last = knots[right - 1], knots[right]
+    return last.seconds + (last.seconds - first.seconds) / (last.size - first.size) * (size - last.size)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostModel:
     """Seconds for each unit of `StepShape`; 0 where a device does not feel it."""
@@ -88,20 +104,31 @@ class CostModel:
     """How measured step times are spread about modelled ones; empty is a machine that never stutters."""
     gap_jitter: tuple[float, ...] = ()
     """The same for the time between steps: quantiles of measured over modelled."""
+    steps: tuple[Knot, ...] = ()
+    """Measured steps by their number of tokens; where there are any, they stand in place of the tokens' terms above."""
+    drafts: tuple[Knot, ...] = ()
+    """What making up one token each for so many requests takes; none takes no time."""
 
     def step_s(self, shape: StepShape) -> float:
         """Of a plan that has rows."""
         rows, prefill, decode, context, attention, samples, groups = shape
-        tokens_s = prefill * self.prefill_token_s + decode * self.decode_token_s
+        if self.steps:
+            tokens_s = between(self.steps, prefill + decode)
+        else:
+            tokens_s = max(prefill * self.prefill_token_s + decode * self.decode_token_s, self.weights_s)
         return (
             self.fixed_s
             + rows * self.row_s
-            + (tokens_s if tokens_s > self.weights_s else self.weights_s)
+            + tokens_s
             + context * self.context_token_s
             + attention * self.prefill_attention_s
             + samples * self.sample_s
             + groups * self.group_s
         )
+
+    def draft_s(self, rows: float) -> float:
+        """Of one token each for so many requests."""
+        return between(self.drafts, rows) if self.drafts and rows else 0.0
 
     def slowed_s(self, shape: StepShape, slowness: Slowness) -> float:
         """`step_s` on a machine that is so slow."""

@@ -114,6 +114,7 @@ class ModelOutput:
     """The outcome of one plan, rows in the plan's order."""
 
     rows: tuple[SampledRow, ...]
+    draft_s: float = 0.0  # of the step's time, what making up drafts took
 
 
 class Executor(Protocol):

@@ -17,6 +17,7 @@ from maitred.config import (
     ProcessConfig,
     SchedulerConfig,
     ServerConfig,
+    SpeculativeConfig,
 )
 from maitred.errors import did_you_mean
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from maitred.engine.starting import Engine
 
 # EngineConfig gives only its own scalar fields: its parts stand before it
-ENGINE_PARTS: tuple[type, ...] = (ModelConfig, CacheConfig, SchedulerConfig, EngineConfig)
+ENGINE_PARTS: tuple[type, ...] = (ModelConfig, CacheConfig, SchedulerConfig, SpeculativeConfig, EngineConfig)
 
 
 def engine_config(options: Options) -> EngineConfig:
@@ -36,6 +37,7 @@ def engine_config(options: Options) -> EngineConfig:
         model=options[ModelConfig],
         cache=options[CacheConfig],
         scheduler=options[SchedulerConfig],
+        speculative=options[SpeculativeConfig],
     )
 
 

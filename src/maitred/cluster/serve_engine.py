@@ -20,13 +20,22 @@ from maitred.config import (
     ProcessConfig,
     SchedulerConfig,
     ServerConfig,
+    SpeculativeConfig,
 )
 from maitred.engine.starting import Engine, StartingEngine
 from maitred.engine.supervisor import Start
 from maitred.errors import ConfigError, EngineDead, did_you_mean
 
 SERVING = "maitred.api.serving"  # by name: layers above this one are imported only where they run
-PARTS: tuple[type, ...] = (ModelConfig, CacheConfig, SchedulerConfig, AdmissionConfig, ProcessConfig, ServerConfig)
+PARTS: tuple[type, ...] = (
+    ModelConfig,
+    CacheConfig,
+    SchedulerConfig,
+    SpeculativeConfig,
+    AdmissionConfig,
+    ProcessConfig,
+    ServerConfig,
+)
 NOT_HERE = ("host", "port", "announce_fd", "ssl_certfile", "ssl_keyfile", "tenants", "ledger")  # Serve listens
 
 
@@ -71,6 +80,7 @@ class ServeOptions:
             cache=self.part(CacheConfig),
             scheduler=self.part(SchedulerConfig),
             admission=self.part(AdmissionConfig),
+            speculative=self.part(SpeculativeConfig),
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,8 +14,9 @@ from maitred.config import EngineConfig, SchedulerConfig
 from maitred.decisions.codec import Header
 from maitred.decisions.log import Recorder
 from maitred.engine.checkpoint_facts import check_overrides, facts_of
-from maitred.engine.core import EngineCore
-from maitred.engine.executors import BuiltExecutor, ExecutorPlan, plan_executor
+from maitred.engine.core import EngineCore, MeasureSwaps
+from maitred.engine.drafting import DraftPlan, make_proposer, plan_drafts
+from maitred.engine.executors import BuiltExecutor, ExecutorPlan, plan_executor, useful_threads
 from maitred.engine.grammar_queue import Prepare
 from maitred.engine.installed import installed_policies
 from maitred.engine.loop import LoadedEngine
@@ -26,7 +28,7 @@ from maitred.engine.memory import (
     swap_bytes,
 )
 from maitred.engine.model_facts import ModelFacts
-from maitred.engine.swap_meter import SwapMeter
+from maitred.engine.step_meter import StepMeter
 from maitred.engine.timeline import Timeline
 from maitred.executor.grammar import Grammars
 from maitred.kvcache.manager import KVCacheManager
@@ -37,15 +39,13 @@ from maitred.model.spec import DecoderSpec
 from maitred.policy.policies import POLICIES, policy_for
 from maitred.policy.policy import PolicyFactory
 from maitred.scheduler.scheduler import Scheduler
-from maitred.scheduler.swap import SwapCosts
-from maitred.step import SchedulerOutput
+from maitred.scheduler.speculation import Speculation
 from maitred.storage.decision_files import DecisionLogFile
 
 if TYPE_CHECKING:
     from maitred.engine.intake import ServedModel
 
 OnEvent = Callable[[str], None]
-SwapObserver = Callable[[SchedulerOutput, float], SwapCosts | None]
 
 
 @dataclass(kw_only=True)
@@ -89,8 +89,9 @@ def build_parts(
     timeline = Timeline(clock)
     check_overrides(config.model.generation_config)
     policy_for(config.scheduler, policies)  # before anything is loaded
-    with open_checkpoint(config.model.model, config.model.revision) as checkpoint:
-        layout = _plan(config, checkpoint, tell)
+    with ExitStack() as files:
+        checkpoint = files.enter_context(open_checkpoint(config.model.model, config.model.revision))
+        layout = _plan(config, checkpoint, tell, files)
         facts = facts_of(config, checkpoint, layout.spec, layout.executor, layout.memory, served_model_names)
         timeline.end("plan")
         if facts.chat_template is None:
@@ -106,6 +107,7 @@ def build_parts(
         clock,
         Recorder(log.write) if log is not None else None,
         _swap_observer(executor, layout, tell),
+        StepMeter().step_costs if layout.drafts is not None else None,
     )
     timeline.end("scheduler")
     tell(f"ready   in {timeline.total_s:.2f} s")
@@ -142,14 +144,18 @@ class _Layout(NamedTuple):
     executor: ExecutorPlan
     memory: MemoryPlan
     num_host_blocks: int
+    drafts: DraftPlan | None
     scheduler: SchedulerConfig  # with the executor's token budget where none was given
 
 
-def _plan(config: EngineConfig, checkpoint: Checkpoint, tell: OnEvent) -> _Layout:
+def _plan(config: EngineConfig, checkpoint: Checkpoint, tell: OnEvent, files: ExitStack) -> _Layout:
     """Which executor, how much memory for what; told line by line. Raises OutOfMemory for what cannot fit."""
     spec = spec_from_config(checkpoint.config)
     tell(f"model   {checkpoint.name}: {spec.architecture}, {spec.num_parameters() / 1e6:,.1f} M parameters")
     executor = plan_executor(config, checkpoint, spec, tell)
+    drafts = plan_drafts(
+        config, checkpoint, executor, lambda draft: useful_threads(spec_from_config(draft.config)), files
+    )
     scheduler = config.scheduler.settled(executor.token_budget)
     memory = plan_memory(
         available_bytes=executor.available_bytes(available_memory_bytes()),
@@ -159,11 +165,14 @@ def _plan(config: EngineConfig, checkpoint: Checkpoint, tell: OnEvent) -> _Layou
         pinned_context=config.model.max_model_len,
         cache=config.cache,
         scheduler=config.scheduler,
+        draft=drafts.memory if drafts is not None else None,
     )
     tell(executor.describe())
     tell(memory.describe())
     tell(f"steps   of at most {scheduler.token_budget} tokens, {scheduler.max_num_seqs} requests")
-    return _Layout(spec, executor, memory, _num_host_blocks(config, executor, memory), scheduler)
+    if drafts is not None:
+        tell(f"drafts  at most {config.speculative.num_speculative_tokens} a step, by {drafts.name}")
+    return _Layout(spec, executor, memory, _num_host_blocks(config, executor, memory), drafts, scheduler)
 
 
 def _num_host_blocks(config: EngineConfig, executor: ExecutorPlan, memory: MemoryPlan) -> int:
@@ -213,6 +222,15 @@ def _build_executor(
         on_packed=on_packed,
     )
     timeline.end("executor")
+    if layout.drafts is not None:
+        executor.proposer, story = make_proposer(
+            layout.drafts,
+            executor.threads,
+            num_blocks=layout.memory.num_blocks,
+            max_model_len=layout.memory.max_model_len,
+            on_packed=on_packed,
+        )
+        on_phase("drafts", story)
     return executor
 
 
@@ -226,10 +244,12 @@ def _scheduler(
         enable_prefix_caching=config.cache.enable_prefix_caching,
         num_host_blocks=layout.num_host_blocks,
     )
-    return Scheduler(layout.scheduler, cache, policies=policies)
+    drafts = layout.drafts is not None
+    speculation = Speculation(config.speculative.num_speculative_tokens) if drafts else None
+    return Scheduler(layout.scheduler, cache, policies=policies, speculation=speculation)
 
 
-def _swap_observer(executor: BuiltExecutor, layout: _Layout, tell: OnEvent) -> SwapObserver | None:
+def _swap_observer(executor: BuiltExecutor, layout: _Layout, tell: OnEvent) -> MeasureSwaps | None:
     """None where nothing is ever swapped."""
     bandwidth = executor.measure_swap()
     if bandwidth is None:
@@ -240,12 +260,12 @@ def _swap_observer(executor: BuiltExecutor, layout: _Layout, tell: OnEvent) -> S
         f"{layout.num_host_blocks:,} blocks; {bandwidth.out_bytes_per_s / 1e9:.1f} GB/s out, "
         f"{bandwidth.in_bytes_per_s / 1e9:.1f} GB/s in"
     )
-    meter = SwapMeter(
+    meter = StepMeter(
         bytes_per_block=bytes_per_block,
         out_bytes_per_s=bandwidth.out_bytes_per_s,
         in_bytes_per_s=bandwidth.in_bytes_per_s,
     )
-    return meter.observe
+    return meter.swap_costs
 
 
 def _decision_log(config: EngineConfig, layout: _Layout) -> DecisionLogFile:

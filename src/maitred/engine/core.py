@@ -8,6 +8,7 @@ from typing import Protocol
 
 from maitred.clock import Clock
 from maitred.config import SchedulerConfig
+from maitred.cost_model import CostModel
 from maitred.engine.host_shares import HostShares
 from maitred.engine.prefill_meter import PrefillMeter
 from maitred.engine.speed_meter import SpeedMeter
@@ -16,12 +17,16 @@ from maitred.request import FinishReason, RequestSpec, RequestState
 from maitred.scheduler.scheduler import Scheduler
 from maitred.scheduler.stats import SchedulerStats
 from maitred.scheduler.swap import SwapCosts
-from maitred.step import Executor, RequestProgress, SchedulerOutput
+from maitred.step import Executor, ModelOutput, RequestProgress, SchedulerOutput
 
 # Of the device's rate: so short ones pass long ones, and a request waits for others' 128 times its own work at most.
 AGEING_SHARE = 1 / 128
 AGEING = "ageing_tokens_per_s"  # of the policies that have a use for it
 MIN_STEPS, NEWS = 3, 1.5  # steps with prompts until the rate is believed; told again when so many times more or less
+
+
+MeasureSwaps = Callable[[SchedulerOutput, float], SwapCosts | None]
+MeasureSteps = Callable[[SchedulerOutput, ModelOutput, float], CostModel | None]
 
 
 class StepObserver(Protocol):
@@ -50,11 +55,12 @@ class EngineCore:
         executor: Executor,
         clock: Clock,
         observer: StepObserver | None = None,
-        measure: Callable[[SchedulerOutput, float], SwapCosts | None] | None = None,
+        measure_swaps: MeasureSwaps | None = None,
+        measure_steps: MeasureSteps | None = None,
     ) -> None:
-        """`measure` is told each plan and how long it took (s), and gives the costs of swapping when they are news."""
+        """Both are told each plan, what came of it and how long it took (s); they give costs when they are news."""
         self._scheduler, self._executor, self._clock, self._observer = scheduler, executor, clock, observer
-        self._measure = measure
+        self._measure_swaps, self._measure_steps = measure_swaps, measure_steps
         self._prefill = PrefillMeter()
         self.speed: SpeedMeter | None = None  # while a router wants to know
         self._ages_by_device = _leaves_ageing_open(scheduler.config)
@@ -147,9 +153,7 @@ class EngineCore:
         progress = self._scheduler.update(plan, output, updated_at)
         if self._observer is not None:
             self._observer.stepped(plan, progress, scheduled_at, updated_at)
-        costs = self._measure(plan, updated_at - execute_at) if self._measure is not None else None
-        if costs is not None:
-            self.set_swap_costs(costs)  # after the step was noted: it counts from the next one on
+        self._tell_costs(plan, output, updated_at - execute_at)
         if self.speed is not None:
             self.speed.observe(plan, updated_at - execute_at)
         if self._ages_by_device and AGEING in self._scheduler.order.policy.arguments:
@@ -158,6 +162,13 @@ class EngineCore:
         self.execute_s += updated_at - execute_at
         self.host_s += (execute_at - scheduled_at) + (self.last_step_at - updated_at)
         return self._host_shares.told(expired + progress, self.host_s)
+
+    def _tell_costs(self, plan: SchedulerOutput, output: ModelOutput, execute_s: float) -> None:
+        """What is news; after the step was noted, so it counts from the next one on."""
+        if self._measure_swaps is not None and (swaps := self._measure_swaps(plan, execute_s)) is not None:
+            self.set_swap_costs(swaps)
+        if self._measure_steps is not None and (steps := self._measure_steps(plan, output, execute_s)) is not None:
+            self._scheduler.set_step_costs(steps)
 
     def _age_by_device(self, plan: SchedulerOutput, execute_s: float) -> None:
         """How fast waiting outweighs work, from how fast this device works; told anew when it is quite another.

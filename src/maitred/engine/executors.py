@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from maitred.config import EngineConfig
 from maitred.engine.memory import usable_cores
@@ -14,6 +14,7 @@ from maitred.errors import ConfigError, KernelError
 from maitred.executor.grammar import Grammars
 from maitred.model.checkpoint import Checkpoint
 from maitred.model.spec import DecoderSpec
+from maitred.speculative.proposer import Proposer
 from maitred.step import ModelOutput, SchedulerOutput
 
 SMALL_MODEL_PARAMETERS = 30_000_000
@@ -35,6 +36,8 @@ class BuiltExecutor(Protocol):
     """`step.Executor`, and what only its builder asks of it."""
 
     grammars: Grammars | None
+    proposer: Proposer | None
+    threads: Any  # a `_native.ThreadPool`, where it has one
 
     def execute(self, plan: SchedulerOutput) -> ModelOutput: ...
 
@@ -121,7 +124,7 @@ def _plan_native(config: EngineConfig, checkpoint: Checkpoint, spec: DecoderSpec
         spec,
         cache=config.cache,
         scheduler=config.scheduler,
-        num_threads=_useful_threads(spec),
+        num_threads=useful_threads(spec),
     )
 
 
@@ -135,7 +138,7 @@ def _plan_torch(config: EngineConfig, checkpoint: Checkpoint, spec: DecoderSpec)
         checkpoint,
         spec,
         block_size=config.cache.block_size,
-        num_threads=_useful_threads(spec),
+        num_threads=useful_threads(spec),
     )
 
 
@@ -168,7 +171,7 @@ def check_threads(asked: int | None) -> None:
         )
 
 
-def _useful_threads(spec: DecoderSpec) -> int:
+def useful_threads(spec: DecoderSpec) -> int:
     """A small model's operations take microseconds, and a second thread makes them wait for each other.
 
     At 4 M parameters a native step takes 0.3 ms on one thread. On two it takes as much at best, and on a machine with

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Never, TypeVar, cast
 
 from maitred.clock import WallClock
-from maitred.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from maitred.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculativeConfig
 from maitred.engine.build import EngineParts, build_parts
 from maitred.engine.grammar_check import GrammarChecker
 from maitred.engine.intake import ServedModel, make_requests
@@ -30,15 +30,15 @@ Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
 T = TypeVar("T")
 
-_SCHEDULER, _CACHE = SchedulerConfig(), CacheConfig()  # for their defaults
+_SCHEDULER, _CACHE, _SPECULATIVE = SchedulerConfig(), CacheConfig(), SpeculativeConfig()  # for their defaults
 
 
 class LLM:
     """A model and a scheduler for scripts.
 
-    Arguments are the fields of ModelConfig, CacheConfig and SchedulerConfig, see there; `model=None` is the built-in
-    model. Use as a context manager, or call close(), to give back memory at once; dropping the last reference does so
-    too. Not for use from two threads at once.
+    Arguments are the fields of ModelConfig, CacheConfig, SchedulerConfig and SpeculativeConfig, see there; `model=None`
+    is the built-in model. Use as a context manager, or call close(), to give back memory at once; dropping the last
+    reference does so too. Not for use from two threads at once.
     """
 
     def __init__(
@@ -62,6 +62,9 @@ class LLM:
         policy: str = "fcfs",
         num_threads: int | None = None,
         weight_cache: str = "auto",
+        speculative: str = "auto",
+        speculative_model: str | None = None,
+        num_speculative_tokens: int = _SPECULATIVE.num_speculative_tokens,
         chat_template: str | None = None,
         allow_special_tokens_in_content: bool = False,
         generation_config: Mapping[str, float | int | None] | None = None,
@@ -97,6 +100,11 @@ class LLM:
                 max_num_batched_tokens=max_num_batched_tokens,
                 max_num_seqs=max_num_seqs,
                 policy=policy,
+            ),
+            speculative=SpeculativeConfig(
+                speculative=speculative,
+                speculative_model=speculative_model,
+                num_speculative_tokens=num_speculative_tokens,
             ),
             decision_log=decision_log,
         )

@@ -137,7 +137,7 @@ def build_batch(works: Sequence[RowWork], block_size: int) -> Batch:
     positions_T = np.arange(int(num_tokens_R.sum())) + np.repeat(starts_R - first_token_R, num_tokens_R)
     token_ids_T = np.empty_like(positions_T)
     blocks_T = positions_T // block_size  # index in the table, and then the block's id
-    for (row, state), first in zip(sorted_works, first_token_R.tolist(), strict=True):
+    for (row, state, _), first in zip(sorted_works, first_token_R.tolist(), strict=True):
         tokens = slice(first, first + row.num_tokens)
         token_ids_T[tokens] = state.tokens.array[row.start : row.start + row.num_tokens]
         blocks_T[tokens] = state.blocks.array[blocks_T[tokens]]
@@ -162,7 +162,7 @@ def unwritten_slots(works: Iterable[RowWork], block_size: int) -> Ints:
     not written at once; else one request's NaN would end a later one.
     """
     slots = [np.empty(0, dtype=np.int64)]
-    for row, state in works:
+    for row, state, _ in works:
         positions = np.arange(row.start + row.num_tokens, state.blocks.size * block_size)
         slots.append(state.blocks.array[positions // block_size] * block_size + positions % block_size)
     return np.concatenate(slots)

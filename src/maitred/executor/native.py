@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from maitred.executor.drafted import accepted, samplers_of, with_drafts
 from maitred.executor.grammar import Grammars
 from maitred.executor.grammar_rows import follow_grammars, keep, wait_for_masks
 from maitred.executor.native_swap import Bandwidth, NativeHostPool
@@ -18,6 +19,7 @@ from maitred.executor.ragged import RaggedStep, Slice, cut, ragged_step
 from maitred.executor.sampler import SampledToken, token_logprobs
 from maitred.executor.sampler_state import RequestSampler
 from maitred.executor.state import HeldRequest, RowWork, take_plan
+from maitred.speculative.proposer import Proposer
 from maitred.step import ModelOutput, SampledRow, SchedulerOutput, TokenLogprobs
 
 logger = logging.getLogger(__name__)
@@ -92,24 +94,29 @@ class NativeExecutor:
         self._runner = runner
         self._sample_rows = sample_rows
         self.grammars: Grammars | None = None  # for requests with one; whoever builds an engine sets it
+        self.proposer: Proposer | None = None  # of drafts; whoever builds an engine sets it
         self._block_size = block_size
         self._states: dict[str, HeldRequest] = {}
         self._host = host
         self.threads, self.choice, self._clock = threads, choice, clock
 
     def execute(self, plan: SchedulerOutput) -> ModelOutput:
-        works = self._take_plan(plan)
-        if not works:
+        planned = self._take_plan(plan)
+        if not planned:
             return ModelOutput(())
+        drafting_at = self._clock()
+        works = with_drafts(planned, self.proposer, self.vocab_size, self._runner.max_tokens - 1)
         tokens: dict[int, SampledToken] = {}
         prompts: dict[int, list[TokenLogprobs]] = {}
         began_at = self._clock()
         for slices in cut(works, self._runner.max_tokens):
             self._run(slices, tokens, prompts)
+        self._settle_blocks(planned)
         follow_grammars(works, tokens, self.grammars)
         if self.choice is not None:
-            self._choose_threads(self.choice, plan.num_tokens, len(works), began_at)
-        return ModelOutput(tuple(self._reports(works, tokens, prompts)))
+            num_tokens = sum(work.row.num_tokens for work in works)
+            self._choose_threads(self.choice, num_tokens, len(works), began_at)
+        return ModelOutput(tuple(self._reports(works, tokens, prompts)), draft_s=began_at - drafting_at)
 
     def measure_swap(self) -> Bandwidth | None:
         """How fast blocks go to the host and back; None without host blocks. For a new executor: it spoils the pool."""
@@ -120,6 +127,8 @@ class NativeExecutor:
         self._states.clear()
         if self.grammars is not None:
             self.grammars.close()
+        if self.proposer is not None:
+            self.proposer.close()
         self._host = None
         self._runner.close()
         del self._runner, self.pool, self._sample_rows, self.threads
@@ -141,7 +150,7 @@ class NativeExecutor:
 
     def _take_plan(self, plan: SchedulerOutput) -> list[RowWork]:
         """All of the plan but the computing, and each row's block table."""
-        works = take_plan(plan, self._states, self.vocab_size, self.pool, self._host, self.grammars)
+        works = take_plan(plan, self._states, self.vocab_size, self.pool, self._host, self.grammars, self.proposer)
         for work in works:
             work.state.take_blocks(work.row)
         return works  # what others left in unwritten slots is never read, so nothing is cleared
@@ -151,26 +160,46 @@ class NativeExecutor:
     ) -> None:
         """One call of the program, and what is wanted of its logits."""
         step = ragged_step(slices, self._block_size)
-        sampling = [i for i, piece in enumerate(slices) if piece.samples]
-        last_tokens = [int(step.first_tokens[i + 1]) - 1 for i in sampling]
-        most = self._runner.max_logits
-        logits_RV = self._runner.run(step, last_tokens[:most])
-        for first in range(0, len(sampling), most):
-            if first:
-                logits_RV = self._runner.more_logits(last_tokens[first : first + most])
-            self._sample([slices[i] for i in sampling[first : first + most]], logits_RV, tokens)
+        sampling = [piece for piece in slices if piece.samples]
+        ends = step.first_tokens[1:].tolist()
+        wanted = [
+            token for piece, end in zip(slices, ends, strict=True) for token in range(end - piece.num_sampled, end)
+        ]
+        logits_RV = self._runner.run(step, wanted[: self._runner.max_logits])
+        self._sample(sampling, wanted, logits_RV, tokens)
         for piece, first in zip(slices, step.first_tokens.tolist(), strict=False):
             self._add_prompt_logprobs(piece, first, prompts)
         if self.on_logits is not None:
             self._show_logits(self.on_logits, slices, step)
 
-    def _sample(self, slices: Sequence[Slice], logits_RV: Logits, tokens: dict[int, SampledToken]) -> None:
-        """One token for each; it is now part of the request's state."""
-        states = [piece.work.state for piece in slices]
-        has_masks = wait_for_masks(states, self.grammars)
-        sampled = self._sample_rows(logits_RV, [state.sampler for state in states])
-        for piece, state, token in zip(slices, states, sampled, strict=True):
-            tokens[piece.row] = keep(state, token, has_masks)
+    def _sample(
+        self, slices: Sequence[Slice], wanted: Sequence[int], logits_RV: Logits, tokens: dict[int, SampledToken]
+    ) -> None:
+        """A token for each, and for each of its drafts that is right; they are now part of the request's state.
+
+        `logits_RV` are those of the first of the `wanted` tokens.
+        """
+        if not slices:
+            return
+        has_masks = wait_for_masks([piece.work.state for piece in slices], self.grammars)
+        samplers = [sampler for piece in slices for sampler in samplers_of(piece.work)]
+        sampled, most = self._sample_rows(logits_RV, samplers[: len(logits_RV)]), self._runner.max_logits
+        for first in range(most, len(wanted), most):
+            logits_RV = self._runner.more_logits(wanted[first : first + most])
+            sampled += self._sample_rows(logits_RV, samplers[first : first + most])
+        first = 0
+        for piece in slices:
+            found = accepted(piece.work.drafts, sampled[first : first + piece.num_sampled])
+            first += piece.num_sampled
+            state = piece.work.state
+            kept = [keep(state, token, has_masks) for token in found]
+            tokens[piece.row] = kept[-1]._replace(before=tuple(kept[:-1]))
+
+    def _settle_blocks(self, planned: Sequence[RowWork]) -> None:
+        """Of rows for which drafts were planned, as the scheduler does."""
+        for row, state, _ in planned:
+            if row.num_drafts:
+                state.settle_blocks(max(row.start + row.num_known, state.tokens.size - 1), self._block_size)
 
     def _add_prompt_logprobs(self, piece: Slice, first: int, prompts: dict[int, list[TokenLogprobs]]) -> None:
         """Of prompt positions start + 1 .. start + num_tokens, each from the logits before it."""

@@ -15,7 +15,7 @@ NAN_LOGITS = "logits are NaN"
 
 def prompt_tokens_due(work: RowWork) -> list[int]:
     """The prompt tokens after those the row computes, whose logprobs were asked for; empty when none were."""
-    row, state = work
+    row, state, _ = work
     if state.prompt_logprobs is None:
         return []
     last = min(row.start + row.num_tokens, state.num_prompt_tokens - 1)
@@ -34,12 +34,17 @@ def report(
         error = NAN_LOGITS
     if error is not None:
         return SampledRow(work.row.request_id, (), error=error)
+    if token is None:
+        return SampledRow(work.row.request_id, (), prompt_logprobs=prompt_logprobs)
+    sampled = () if token.is_missing else (*token.before, token)
     return SampledRow(
         work.row.request_id,
-        (token.token_id, *token.forced) if token is not None and not token.is_missing else (),
-        logprobs=(token.logprobs,) if token is not None and token.logprobs is not None else None,
+        (*(one.token_id for one in sampled), *token.forced),
+        logprobs=tuple(one.logprobs for one in sampled if one.logprobs is not None) or None,
         prompt_logprobs=prompt_logprobs,
-        num_forced=len(token.forced) if token is not None else 0,
-        complete=token is not None and token.complete,
-        postponed=token is not None and token.is_missing and not token.complete,
+        num_accepted=len(token.before),
+        num_forced=len(token.forced),
+        complete=token.complete,
+        postponed=token.is_missing and not token.complete,
+        num_drafts=work.row.num_drafts,
     )

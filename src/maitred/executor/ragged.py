@@ -19,13 +19,20 @@ Int32s = NDArray[np.int32]
 
 
 class Slice(NamedTuple):
-    """Tokens [start, start + num_tokens) of a row; `samples` when the row does and its last token is among them."""
+    """Tokens [start, start + num_tokens) of a row; `samples` when the row does and its last token is among them, with
+    which all its drafts are.
+    """
 
     row: int  # its place in the plan
     work: RowWork
     start: int
     num_tokens: int
     samples: bool
+
+    @property
+    def num_sampled(self) -> int:
+        """Positions that are sampled: its last ones."""
+        return 1 + len(self.work.drafts) if self.samples else 0
 
 
 @dataclass(slots=True)
@@ -40,7 +47,7 @@ class RaggedStep:
 
 
 def cut(works: Sequence[RowWork], max_tokens: int) -> list[list[Slice]]:
-    """Passes of at most `max_tokens` tokens each, in the rows' order."""
+    """Passes of at most `max_tokens` tokens each, in the rows' order; a last known token and its drafts share one."""
     passes: list[list[Slice]] = [[]]
     room = max_tokens
     for index, work in enumerate(works):
@@ -50,6 +57,13 @@ def cut(works: Sequence[RowWork], max_tokens: int) -> list[list[Slice]]:
                 passes.append([])
                 room = max_tokens
             count = min(room, end - start)
+            together = end - 1 - work.row.num_drafts
+            if together < start + count < end:
+                count = together - start
+                if count == 0:
+                    passes.append([])
+                    room = max_tokens
+                    continue
             passes[-1].append(Slice(index, work, start, count, work.row.samples and start + count == end))
             start += count
             room -= count
@@ -71,7 +85,10 @@ def ragged_step(slices: Sequence[Slice], block_size: int) -> RaggedStep:
         positions = np.arange(total, dtype=np.int32)
         for piece, first in zip(slices, first_tokens.tolist(), strict=False):
             end = first + piece.num_tokens
-            token_ids[first:end] = piece.work.state.tokens.array[piece.start : piece.start + piece.num_tokens]
+            known = piece.work.state.tokens.array[piece.start : piece.start + piece.num_tokens]
+            token_ids[first : first + len(known)] = known
+            if piece.samples and piece.work.drafts:
+                token_ids[first + len(known) : end] = piece.work.drafts
             positions[first:end] += piece.start - first
     return RaggedStep(
         token_ids=token_ids,

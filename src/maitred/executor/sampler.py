@@ -57,6 +57,7 @@ class SampledToken(NamedTuple):
     forced: tuple[int, ...] = ()  # that its grammar leaves no choice for after it
     complete: bool = False  # its grammar lets nothing follow these
     is_missing: bool = False  # there is none: its grammar is complete already, or the mask is not there
+    before: tuple[SampledToken, ...] = ()  # in the same step: accepted drafts
 
 
 def sample_rows(logits_RV: NDArray[np.float32], samplers: Sequence[RequestSampler]) -> list[SampledToken]:

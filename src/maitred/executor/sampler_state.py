@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from copy import copy
 from typing import NamedTuple
 
 import numpy as np
@@ -134,6 +135,24 @@ class RequestSampler:
             self._tail.append(token_id)
             del self._tail[: -self._tail_length]
 
+    def ahead(self, token_id: int) -> RequestSampler:
+        """The sampler that this one is once `token_id` is output; this one stays as it is."""
+        other = object.__new__(RequestSampler)
+        for name in RequestSampler.__slots__:  # a third of what copy.copy takes
+            setattr(other, name, getattr(self, name))
+        other.mask = None
+        if self._thoughts is not None:
+            other._thoughts = copy(self._thoughts)
+        p = self.sampling
+        if p.repetition_penalty != 1.0:
+            other._known = self._known.copy()
+        if p.presence_penalty != 0.0 or p.frequency_penalty != 0.0:
+            other._output = self._output.copy()
+        if self._tail_length:
+            other._tail = list(self._tail)
+        other.append(token_id)
+        return other
+
     def changes(self) -> LogitChanges:
         """The same as `apply`, as data; its arrays are good until the next `append`."""
         p = self.sampling
@@ -228,6 +247,11 @@ class _TokenCounts:
     @property
     def counts(self) -> NDArray[np.float32]:
         return self._counts[: len(self._slot_of)]
+
+    def copy(self) -> _TokenCounts:
+        other = copy(self)
+        other._slot_of, other._ids, other._counts = dict(self._slot_of), self._ids.copy(), self._counts.copy()
+        return other
 
     def add(self, token_id: int) -> None:
         slot = self._slot_of.setdefault(token_id, len(self._slot_of))

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from maitred.errors import KernelError
 from maitred.executor.grammar import Grammars, GrammarSlot
 from maitred.executor.sampler_state import RequestSampler
+from maitred.speculative.proposer import Proposer
 from maitred.step import BlockCopy, NewRequest, ScheduledRow, SchedulerOutput
 
 Ints = NDArray[np.int64]
@@ -51,16 +52,29 @@ class GrowingInts:
     def replace(self, index: int, value: int) -> None:
         self.array[index] = value
 
+    def shorten(self, size: int) -> None:
+        self.size = min(self.size, size)
+
 
 class HeldRequest:
     """One request as the executor knows it. Everything in it can be rebuilt from a `NewRequest` and the blocks."""
 
-    __slots__ = ("blocks", "grammar", "num_prompt_tokens", "prompt_logprobs", "request_id", "sampler", "tokens")
+    __slots__ = (
+        "blocks",
+        "grammar",
+        "num_prompt_tokens",
+        "prediction",
+        "prompt_logprobs",
+        "request_id",
+        "sampler",
+        "tokens",
+    )
 
     def __init__(self, new: NewRequest, vocab_size: int) -> None:
         self.request_id = new.request_id
         self.num_prompt_tokens = new.spec.num_prompt_tokens
         self.prompt_logprobs = new.spec.sampling.prompt_logprobs
+        self.prediction = new.spec.prediction_token_ids
         self.tokens = GrowingInts((*new.spec.prompt_token_ids, *new.output_token_ids))
         assert self.tokens.size == new.spec.num_prompt_tokens + new.num_output_tokens, new
         self.blocks = GrowingInts()
@@ -78,17 +92,21 @@ class HeldRequest:
         )
 
     def take_blocks(self, row: ScheduledRow) -> bool:
-        """Bring the block table up to the row's plan; whether it changed. Raises KernelError for a row with drafts."""
-        if row.num_drafts:
-            raise KernelError(
-                f"request {row.request_id}: {row.num_drafts} of {row.num_tokens} planned tokens are drafts, and this "
-                "executor has no proposer to make them up; give its scheduler no num_drafts"
-            )
+        """Bring the block table up to the row's plan; whether it changed."""
         for index, block_id in row.replaced_blocks:
             self.blocks.replace(index, block_id)
         if row.new_block_ids:
             self.blocks.extend(row.new_block_ids)
         return bool(row.new_block_ids or row.replaced_blocks)
+
+    def settle_blocks(self, num_computed: int, block_size: int) -> None:
+        """Blocks past the computed tokens are the request's no more, as the scheduler has it after rows with drafts."""
+        self.blocks.shorten(-(-num_computed // block_size))
+
+    @property
+    def may_draft(self) -> bool:
+        """Whether drafts help: the masks of a grammar are made for one position."""
+        return self.grammar is None
 
     def output(self) -> list[int]:
         """The output tokens known now."""
@@ -106,6 +124,7 @@ class RowWork(NamedTuple):
 
     row: ScheduledRow
     state: HeldRequest
+    drafts: tuple[int, ...] = ()  # the tokens of the row's last `num_drafts` positions
 
 
 class Pool(Protocol):
@@ -130,10 +149,13 @@ def take_plan(
     pool: Pool,
     host: HostPool | None,
     grammars: Grammars | None = None,
+    proposer: Proposer | None = None,
 ) -> list[RowWork]:
     """Forgets, learns and copies what the plan says, in its order. The rows' block tables are still those of before."""
     for request_id in plan.forgotten_request_ids:
         forgotten = states.pop(request_id, None)  # one that was aborted before its first row is not known
+        if proposer is not None:
+            proposer.forget(request_id)
         if forgotten is not None and forgotten.grammar is not None and grammars is not None:
             grammars.leave(forgotten.grammar)
     for new in plan.new_requests:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from maitred.config import DEFAULT_TOKEN_BUDGET, ModelConfig
 from maitred.errors import ConfigError
 from maitred.executor.batch import Batch, build_batch, unwritten_slots
+from maitred.executor.drafted import with_drafts
 from maitred.executor.grammar import Grammars
 from maitred.executor.grammar_rows import follow_grammars, keep, wait_for_masks
 from maitred.executor.kv_pool import kv_bytes_per_block, pool_shape
@@ -27,6 +28,7 @@ from maitred.executor.torch_swap import Bandwidth, TorchHostPool
 from maitred.model.checkpoint import Checkpoint
 from maitred.model.spec import DecoderSpec
 from maitred.model.torch_decoder import Attend, load_torch_decoder
+from maitred.speculative.proposer import Proposer
 from maitred.step import ModelOutput, SampledRow, SchedulerOutput, TokenLogprobs
 
 SMALL_WEIGHTS_BYTES = 2**30  # in float32
@@ -85,6 +87,8 @@ class TorchExecutor:
             pool_shape(spec, num_blocks=num_blocks, block_size=block_size), device=device, dtype=kv_dtype
         )
         self._host = TorchHostPool(self.pool, num_host_blocks) if num_host_blocks else None
+        self.proposer: Proposer | None = None  # never one: drafts are refused before anything is loaded
+        self.threads: object = None
         self._attention: GatherAttention | FlashAttention
         if flash_refusal(spec, device=device, dtype=dtype, kv_dtype=kv_dtype) is None:
             self._attention = FlashAttention(spec, self.pool, device=device)
@@ -122,6 +126,7 @@ class TorchExecutor:
     def _take_plan(self, plan: SchedulerOutput) -> list[RowWork]:
         """All of the plan but the computing: each row's block table too, and what of it must be cleared."""
         works = take_plan(plan, self._states, self.vocab_size, self.pool, self._host, self.grammars)
+        works = with_drafts(works, None, self.vocab_size, 0)  # nobody makes up drafts here
         changed = [work for work in works if work.state.take_blocks(work.row)]
         stale = unwritten_slots(changed, self._block_size)
         if stale.size:
@@ -172,7 +177,7 @@ class TorchExecutor:
         return logits
 
     def _show_logits(self, on_logits: OnLogits, batch: Batch, hidden_TD: torch.Tensor) -> None:
-        for (row, _), first in zip(batch.works, batch.first_tokens.tolist(), strict=True):
+        for (row, _, _), first in zip(batch.works, batch.first_tokens.tolist(), strict=True):
             on_logits(row.request_id, row.start, self._decoder.logits(hidden_TD[first : first + row.num_tokens]))
 
 

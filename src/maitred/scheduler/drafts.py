@@ -5,30 +5,31 @@ Source: Leviathan et al., Fast Inference from Transformers via Speculative Decod
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from maitred.request import RequestState
 from maitred.scheduler.plan_builder import PlanBuilder
 from maitred.scheduler.state import SchedulerState
 
 NumDrafts = Callable[[RequestState, int], int]
-"""(request, rows in the plan) -> how many tokens to draft for it; pure. 0 drafts none."""
+"""(request, rows in the plan) -> how many tokens to draft for it; pure. For recorded lengths, and for tests."""
 
 
-def plan_drafts(state: SchedulerState, builder: PlanBuilder, num_drafts: NumDrafts) -> None:
+def plan_drafts(state: SchedulerState, builder: PlanBuilder, lengths: Sequence[int]) -> None:
     """Adds drafts to rows that sample, out of what tokens and blocks the finished plan leaves: they preempt nobody, and
     keep nobody waiting. Their blocks are back before the next plan, unless accepted tokens are in them.
+
+    `lengths` has how many are wanted for each row.
     """
-    num_rows = len(builder.rows)
-    for index, row in enumerate(builder.rows):
+    for index, (row, length) in enumerate(zip(builder.rows, lengths, strict=True)):
         if builder.budget <= 0:
             return
-        if not row.samples:
+        if not length or not row.samples:
             continue
         request = builder.requests[index]
         # As many tokens as are accepted come with one more, and max_tokens is the most it may have.
         most = min(builder.budget, request.max_tokens - request.num_output_tokens - 1)
-        wanted = min(num_drafts(request, num_rows), most)
+        wanted = min(length, most)
         if wanted <= 0:
             continue
         count, block_ids = state.kv.allocate_spare(request, wanted)

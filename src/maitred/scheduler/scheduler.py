@@ -12,6 +12,7 @@ from dataclasses import asdict, replace
 from math import ceil
 
 from maitred.config import SchedulerConfig
+from maitred.cost_model import CostModel
 from maitred.errors import InvalidRequest
 from maitred.kvcache.manager import KVCacheManager
 from maitred.policy.order import ServiceOrder
@@ -25,6 +26,7 @@ from maitred.scheduler.deadlines import Deadlines
 from maitred.scheduler.drafts import NumDrafts, plan_drafts
 from maitred.scheduler.notes import Blocked, Preemption
 from maitred.scheduler.planning import build_plan, service_of, why_blocked
+from maitred.scheduler.speculation import Speculation
 from maitred.scheduler.state import SchedulerState
 from maitred.scheduler.stats import SchedulerStats
 from maitred.scheduler.stop import StopRule, stop_at_token
@@ -48,7 +50,8 @@ class Scheduler:
         stop_rule: StopRule = stop_at_token,
         predictor: Predictor | None = None,  # None makes the one that `config` names
         policies: Mapping[str, PolicyFactory] = POLICIES,  # what `config.policy` may name
-        num_drafts: NumDrafts | None = None,  # None drafts nothing
+        num_drafts: NumDrafts | None = None,  # how many drafts there are to be, as a record has it
+        speculation: Speculation | None = None,  # or who decides it; without both nothing is drafted
     ) -> None:
         self._policies = policies
         self._kv = kv_cache
@@ -59,7 +62,7 @@ class Scheduler:
             predictor=predictor if predictor is not None else predictor_named(config.predictor),
             stop_rule=stop_rule,
         )
-        self._num_drafts = num_drafts
+        self._num_drafts, self._speculation = num_drafts, speculation
         self._watch_cache()
         self._deadlines = Deadlines(self.awaits_leader)
         self._step = 0
@@ -216,6 +219,11 @@ class Scheduler:
         """What copying and computing take on this machine; None never copies."""
         self._state.swap_costs = costs
 
+    def set_step_costs(self, costs: CostModel) -> None:
+        """What steps take on this machine: it decides how many tokens are drafted, if any are."""
+        if self._speculation is not None:
+            self._speculation.costs = costs
+
     def configure(self, config: SchedulerConfig) -> None:
         """Changes policy and limits between steps; no request is lost. Raises ConfigError and changes nothing."""
         state = self._state
@@ -236,7 +244,11 @@ class Scheduler:
         self.blocked, self.preemptions = why_blocked(state, builder), tuple(builder.preemptions)
         state.order.issued(builder.requests, service_of(state, builder))
         if self._num_drafts is not None:
-            plan_drafts(state, builder, self._num_drafts)
+            plan_drafts(state, builder, [self._num_drafts(one, len(builder.rows)) for one in builder.requests])
+        elif self._speculation is not None:
+            lengths = self._speculation.lengths(builder.rows, builder.requests)
+            if any(lengths):
+                plan_drafts(state, builder, lengths)
         plan = builder.plan(self._step, state.forgotten)
         self._step += 1
         self._in_flight = builder.requests
@@ -248,6 +260,8 @@ class Scheduler:
     def update(self, plan: SchedulerOutput, output: ModelOutput, now: float) -> list[RequestProgress]:
         """Takes in the outcome of the last plan; progress of each request that got something, in the plan's order."""
         assert plan.step == self._step - 1, f"update of step {plan.step} after schedule of step {self._step - 1}"
+        if self._speculation is not None:
+            self._learn(self._speculation, plan, output)
         progress, ended = apply_output(self._state, plan, self._in_flight, output, now)
         self._in_flight = []
         # A second pass, so that blocks are freed in the plan's order whoever decided that the request ends.
@@ -257,6 +271,12 @@ class Scheduler:
         return progress
 
     # -- small things
+
+    def _learn(self, speculation: Speculation, plan: SchedulerOutput, output: ModelOutput) -> None:
+        drafted = {row.request_id: row for row in plan.rows if row.num_drafts}
+        for result in output.rows if drafted else ():
+            if result.request_id in drafted and result.token_ids:
+                speculation.learn(drafted[result.request_id], result)
 
     def _watch_cache(self) -> None:
         order = self._state.order
@@ -273,6 +293,8 @@ class Scheduler:
 
     def _end(self, request: RequestState, reason: FinishReason, now: float) -> None:
         end(self._state, request, reason, now)
+        if self._speculation is not None:
+            self._speculation.ended(request.request_id)
         self._deadlines.ended(request)
 
 

@@ -37,6 +37,7 @@ class DraftedRequest(Protocol):
 
     request_id: str
     num_prompt_tokens: int
+    prediction: Sequence[int]  # what its client expects to come, as tokens
 
     @property
     def tokens(self) -> IntArray:

@@ -1,0 +1,87 @@
+"""Who drafts for an engine: settled before anything is loaded, made beside its executor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, NamedTuple
+
+from maitred.config import EngineConfig
+from maitred.engine.memory import DraftMemory
+from maitred.errors import ConfigError
+from maitred.model.checkpoint import Checkpoint, folder_beside, open_checkpoint
+from maitred.speculative.ngram import NGramProposer, PredictionProposer
+from maitred.speculative.proposer import Proposer
+
+if TYPE_CHECKING:
+    from maitred.engine.executors import ExecutorPlan
+    from maitred.executor.native_plan import NativePlan
+
+
+class DraftPlan(NamedTuple):
+    """Who drafts. `model` where a draft model does."""
+
+    name: str
+    model: NativePlan | None = None
+
+    @property
+    def memory(self) -> DraftMemory | None:
+        model = self.model
+        return DraftMemory(model.weights_bytes, model.bytes_per_block) if model is not None else None
+
+
+def plan_drafts(
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    executor: ExecutorPlan,
+    num_threads: Callable[[Checkpoint], int],
+    files: ExitStack,
+) -> DraftPlan | None:
+    """None where nobody drafts. `num_threads` of a draft model; `files` keeps its checkpoint open.
+
+    Raises ConfigError for what cannot be: an executor without drafts, a draft model that is not there or is another's.
+    """
+    wanted, folder = config.speculative.speculative, config.speculative.speculative_model
+    if executor.name != "native":
+        if wanted not in ("auto", "off") or folder is not None:
+            raise ConfigError(
+                f"speculative is {wanted!r}, and the {executor.name} executor makes no drafts; leave it out, or serve "
+                "with --executor native on a CPU"
+            )
+        return None
+    if wanted == "off":
+        return None
+    beside = folder_beside(checkpoint, "draft") if folder is None else None
+    if wanted == "draft" and folder is None and beside is None:
+        raise ConfigError(
+            f"speculative is 'draft', and beside {checkpoint.name} there is no {checkpoint.folder.name}-draft; name a "
+            "draft model by --speculative-model"
+        )
+    if wanted == "ngram" or (folder is None and beside is None):
+        return DraftPlan("ngram")
+    draft = files.enter_context(open_checkpoint(folder or str(beside)))
+    from maitred.executor.native_draft import plan_draft  # noqa: PLC0415  the library itself
+
+    model = plan_draft(
+        config.model,
+        checkpoint,
+        draft,
+        cache=config.cache,
+        scheduler=config.scheduler,
+        num_threads=num_threads(draft),
+    )
+    return DraftPlan("draft", model)
+
+
+def make_proposer(
+    plan: DraftPlan, threads: object, *, num_blocks: int, max_model_len: int, on_packed: Callable[[int, int], None]
+) -> tuple[Proposer, str]:
+    """Who drafts for an executor that runs on these threads, and where its weights came from."""
+    if plan.model is None:
+        return PredictionProposer(NGramProposer()), ""
+    from maitred.executor.native_draft import draft_proposer  # noqa: PLC0415  the library itself
+
+    proposer, story = draft_proposer(
+        plan.model, threads, num_blocks=num_blocks, max_model_len=max_model_len, on_packed=on_packed
+    )
+    return PredictionProposer(proposer), story

@@ -1,0 +1,70 @@
+"""Rows with drafts: what their proposer makes up becomes part of the step, and of what was sampled the right ones stay.
+
+Every position is sampled as if the drafts before it were output, and a draft counts while it equals what was sampled at
+the position before it. So output has the bits of a run without drafts, whatever was proposed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from maitred.errors import KernelError
+from maitred.executor.sampler import SampledToken
+from maitred.executor.sampler_state import RequestSampler
+from maitred.executor.state import RowWork
+from maitred.speculative.proposer import DraftAsk, Proposer
+
+
+def with_drafts(works: Sequence[RowWork], proposer: Proposer | None, vocab_size: int, most: int) -> list[RowWork]:
+    """The works, each row as long as the drafts that there are for it: at most `most`.
+
+    Raises KernelError for rows with drafts where nobody makes them up.
+    """
+    asked = [index for index, work in enumerate(works) if work.row.num_drafts]
+    if not asked:
+        return list(works)
+    if proposer is None:
+        row = works[asked[0]].row
+        raise KernelError(
+            f"request {row.request_id}: {row.num_drafts} of {row.num_tokens} planned tokens are drafts, and this "
+            "executor has no proposer to make them up; give its scheduler no drafts"
+        )
+    asks = [DraftAsk(works[i].state, min(works[i].row.num_drafts, most)) for i in asked if works[i].state.may_draft]
+    made = iter(proposer.propose(asks)) if asks else iter(())
+    drafted = list(works)
+    for index in asked:
+        work = works[index]
+        tokens = next(made) if work.state.may_draft else ()
+        drafted[index] = _with(work, [t for t in tokens[: min(work.row.num_drafts, most)] if 0 <= t < vocab_size])
+    return drafted
+
+
+def _with(work: RowWork, drafts: Sequence[int]) -> RowWork:
+    row = work.row._replace(num_tokens=work.row.num_known + len(drafts), num_drafts=len(drafts))
+    return RowWork(row, work.state, tuple(drafts))
+
+
+def samplers_of(work: RowWork) -> Iterator[RequestSampler]:
+    """For the last known token and each draft: what samples the token after it, were the drafts before it output."""
+    sampler = work.state.sampler
+    yield sampler
+    for draft in work.drafts:
+        sampler = sampler.ahead(draft)
+        yield sampler
+
+
+def accepted(drafts: Sequence[int], sampled: Sequence[SampledToken]) -> list[SampledToken]:
+    """Of what was sampled at the last known token and at each draft: what stands, as if sampled in steps of its own.
+
+    A fault behind accepted drafts is left to the next step, which meets it first.
+    """
+    kept = [sampled[0]]
+    for draft, token in zip(drafts, sampled[1:], strict=True):
+        if not _is_token(kept[-1]) or kept[-1].token_id != draft or not _is_token(token):
+            break
+        kept.append(token)
+    return kept
+
+
+def _is_token(token: SampledToken) -> bool:
+    return token.error is None and not token.is_missing

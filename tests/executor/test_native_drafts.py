@@ -1,0 +1,221 @@
+"""Speculative decoding changes no token: whoever drafts, whatever is asked for, whoever shares the steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+
+from maitred import LLM, SamplingParams
+from maitred.clock import WallClock
+from maitred.config import CacheConfig, EngineConfig, SchedulerConfig, SpeculativeConfig
+from maitred.engine.build import EngineParts, build_parts
+from maitred.errors import ConfigError
+from maitred.request import RequestSpec
+from maitred.speculative.ngram import NGrams, PredictionProposer
+from maitred.speculative.proposer import DraftAsk
+from maitred.step import RequestProgress
+
+PROMPTS = (
+    "<|bos|><|im_start|>user\nWhat do 2 soups and 3 teas cost?<|im_end|>\n<|im_start|>assistant\n",
+    "<|bos|><|im_start|>user\nCount from 1 to 30.<|im_end|>\n<|im_start|>assistant\n",
+    "<|bos|><|im_start|>user\nRepeat: red apple river red apple river<|im_end|>\n<|im_start|>assistant\n",
+)
+ASKED = {
+    "greedy": SamplingParams(temperature=0, max_tokens=40),
+    "seeded": SamplingParams(temperature=1.0, seed=3, max_tokens=40),
+    "narrow": SamplingParams(temperature=0.8, top_p=0.9, top_k=20, min_p=0.02, seed=4, max_tokens=40),
+    "penalties": SamplingParams(
+        temperature=0.7, seed=5, max_tokens=40, repetition_penalty=1.2, presence_penalty=0.4, frequency_penalty=0.3
+    ),
+    "bad words": SamplingParams(temperature=0, max_tokens=40, bad_words=("3, 4", "soup")),
+    "min tokens": SamplingParams(temperature=0, max_tokens=60, min_tokens=50),
+    "bias": SamplingParams(temperature=0.5, seed=6, max_tokens=40, logit_bias={300: 4.0, 20: -8.0}),
+    "allowed": SamplingParams(temperature=1.0, seed=6, max_tokens=20, allowed_token_ids=tuple(range(300, 330))),
+    "logprobs": SamplingParams(temperature=0, max_tokens=30, logprobs=3, prompt_logprobs=1),
+    "stop": SamplingParams(temperature=0, max_tokens=60, stop=("12", "make")),
+    "samples": SamplingParams(temperature=1.0, seed=9, n=3, max_tokens=24),
+    "one token": SamplingParams(temperature=0, max_tokens=1),
+}
+SETTINGS = {
+    "roomy": {},
+    "tight": {
+        "kv_cache_memory_bytes": 700_000,
+        "max_num_seqs": 16,
+        "max_num_batched_tokens": 24,
+    },  # chunks, and preemption
+    "swap": {"kv_cache_memory_bytes": 700_000, "max_num_seqs": 24, "swap_memory_bytes": 4_000_000},
+    "one position at a time": {"block_size": 5, "enable_prefix_caching": False},
+}
+
+
+class Scripted:
+    """Drafts what is right up to some position, and something else from there on."""
+
+    name = "scripted"
+
+    def __init__(self, right: dict[str, Sequence[int]], num_right: int) -> None:
+        self._right, self._num_right = right, num_right
+
+    def propose(self, asks: Sequence[DraftAsk]) -> list[Sequence[int]]:
+        return [self._drafts(ask) for ask in asks]
+
+    def _drafts(self, ask: DraftAsk) -> list[int]:
+        known = ask.request.tokens.array
+        text = self._right.get(ask.request.request_id, ())[len(known) - ask.request.num_prompt_tokens :]
+        right = list(text[: min(self._num_right, ask.num_drafts)])
+        return right + [(int(known[-1]) + 7 * i) % 1536 for i in range(ask.num_drafts - len(right))]
+
+    def forget(self, request_id: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Mad:
+    """Says more than it is asked, other than tokens, or nothing."""
+
+    name = "mad"
+
+    def propose(self, asks: Sequence[DraftAsk]) -> list[Sequence[int]]:
+        return [((), (5,) * 40, (-1, 10**9, 3))[i % 3] for i, _ in enumerate(asks)]
+
+    def forget(self, request_id: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def outputs(llm: LLM, sampling: Sequence[SamplingParams]) -> list[object]:
+    found = llm.generate([prompt for prompt in PROMPTS for _ in sampling], [*sampling] * len(PROMPTS))
+    return [
+        (one.token_ids, one.finish_reason, one.text, one.logprobs, request.prompt_logprobs)
+        for request in found
+        for one in request.outputs
+    ]
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[object]:
+    """Without drafts."""
+    with LLM(speculative="off") as llm:
+        return outputs(llm, tuple(ASKED.values()))
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("proposer", ["ngram", "draft"])
+def test_output_is_that_of_a_run_without_drafts(proposer: str, settings: str, alone: list[object]):
+    with LLM(speculative=proposer, num_speculative_tokens=6, **SETTINGS[settings]) as llm:
+        assert outputs(llm, tuple(ASKED.values())) == alone
+
+
+def served(proposer: Callable[[], object] | None, **settings: object) -> tuple[dict[str, list[int]], EngineParts]:
+    """What one request of each kind gives, by its name."""
+    config = EngineConfig(
+        scheduler=SchedulerConfig(max_num_seqs=16),
+        cache=CacheConfig(**settings),
+        speculative=SpeculativeConfig(speculative="off" if proposer is None else "ngram", num_speculative_tokens=4),
+    )
+    parts = build_parts(config, clock=WallClock())
+    if proposer is not None:
+        parts.core._executor.proposer = proposer()
+    found: dict[str, list[int]] = {}
+    for name, sampling in ASKED.items():
+        if sampling.n == 1:
+            prompt = tuple(parts.model.tokenizer.encode(PROMPTS[1], add_special_tokens=False))
+            spec = RequestSpec(
+                request_id=name,
+                arrived_at=0.0,
+                num_prompt_tokens=len(prompt),
+                prompt_token_ids=prompt,
+                max_tokens=sampling.max_tokens or 1,
+                sampling=replace(sampling, stop=(), bad_words=()),
+                seed=sampling.seed or 0,
+            )
+            parts.core.add(spec)
+            found[name] = []
+    while parts.core.has_work:
+        progress: list[RequestProgress] = parts.core.step()
+        for one in progress:
+            assert one.error is None, one
+            found[one.request_id] += one.new_token_ids
+        parts.core.scheduler.check_invariants()
+    return found, parts
+
+
+def test_adversarial_drafts_cost_time_and_nothing_else():
+    right, parts = served(None)
+    parts.close()
+    for num_right in (0, 1, 2, 4):
+        found, parts = served(lambda n=num_right: Scripted(right, n))
+        parts.close()
+        assert found == right, num_right
+    found, parts = served(Mad)
+    parts.close()
+    assert found == right
+
+
+def test_right_drafts_take_a_fifth_of_the_steps():
+    right, parts = served(None)
+    steps = parts.core.stats.num_steps
+    parts.close()
+    found, parts = served(lambda: Scripted(right, 4))
+    assert found == right
+    assert parts.core.stats.num_steps <= steps / 4
+    parts.close()
+
+
+def test_a_prediction_is_drafted_from_whoever_drafts_else():
+    prediction = tuple(range(100, 140))
+
+    class Request:
+        request_id, num_prompt_tokens, sampler, blocks = "a", 3, None, None
+
+        def __init__(self, output: Sequence[int], prediction: Sequence[int]) -> None:
+            from maitred.executor.state import GrowingInts
+
+            self.tokens, self.prediction = GrowingInts((1, 2, 3, *output)), prediction
+
+    proposer = PredictionProposer(None)
+
+    def drafts(output: Sequence[int]) -> list[int]:
+        (found,) = proposer.propose([DraftAsk(Request(output, prediction), 3)])
+        return list(found)
+
+    assert drafts(()) == [100, 101, 102], "nothing was said yet: it begins as predicted"
+    assert drafts((100,)) == [101, 102, 103]
+    assert drafts((7, 8, 9)) == [], "none of that is in it"
+    assert drafts((7, 8, 110, 111)) == [112, 113, 114], "back in it after something else"
+    assert drafts((138, 139)) == [], "it ends there"
+    assert proposer.propose([DraftAsk(Request((1, 2), ()), 3)]) == [()]
+
+
+@pytest.mark.parametrize(
+    ("text", "count", "expected"),
+    [
+        ((5, 6, 7, 8, 1, 5, 6, 7), 2, [8, 1]),
+        ((1, 2, 3, 1, 2, 9, 1, 2), 2, [9, 1]),  # the last time counts
+        ((4, 1, 2, 8, 3, 1, 2, 9, 4, 1, 2), 1, [8]),  # and the longest n-gram before it
+        ((1, 2, 1, 2, 1, 2), 5, [1, 2, 1, 2, 1]),  # what repeats itself goes on
+        ((1, 2, 3, 4), 2, None),
+        ((1,), 2, None),
+    ],
+)
+def test_n_grams_find_what_followed_before(text: tuple[int, ...], count: int, expected: list[int] | None):
+    import numpy as np
+
+    whole = np.array(text, dtype=np.int64)
+    for parts in ((len(text),), range(1, len(text) + 1)):  # at once, and as tokens come
+        grams = NGrams()
+        for end in parts:
+            grams.extend(whole[:end])
+        found = grams.find(whole[-4:])
+        assert (None if found is None else grams.after(found, count)) == expected
+
+
+def test_what_cannot_draft_is_refused_before_anything_is_loaded():
+    with pytest.raises(ConfigError, match="a draft model is for speculative=draft, or auto"):
+        LLM(speculative="ngram", speculative_model="somewhere")
+    with pytest.raises(ConfigError, match="num_speculative_tokens is 17; it must be from 1 to 16"):
+        LLM(num_speculative_tokens=17)
+    with pytest.raises(ConfigError, match="the torch executor makes no drafts"):
+        LLM(speculative="ngram", executor="torch")
