@@ -176,11 +176,14 @@ class DraftModel:
         self._blocks = _Blocks(runner.num_blocks, block_size)
         self.took_s = 0.0
         """What the last `propose` took."""
+        self.num_caught_up = 0
+        """Tokens that the last `propose` computed besides one a request and its drafts: prompts, at first."""
 
     def propose(self, asks: Sequence[DraftAsk]) -> list[Sequence[int]]:
         began_at = self._clock()
         found: list[Sequence[int]] = [()] * len(asks)
         jobs = [job for place, ask in enumerate(asks) if (job := self._job(place, ask)) is not None]
+        self.num_caught_up = sum(job.num_known - job.num_computed - 1 for job in jobs)
         most = self._runner.max_rows
         for first in range(0, len(jobs), most):
             for job, tokens in self._draft(jobs[first : first + most]):
