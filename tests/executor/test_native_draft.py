@@ -22,11 +22,13 @@ from maitred.speculative.proposer import DraftAsk
 from maitred.text import Tokenizer
 from tests.executor.native_worlds import load_native
 from tests.executor.torch_worlds import Hand
-from tests.fakes import make_new
+from tests.fakes import make_new, make_request, make_scheduler
 
 BESIDE = BUILTIN_FOLDER.with_name(f"{BUILTIN_FOLDER.name}-draft")
 VOCAB = 1536
 NUM_BLOCKS = 128
+TOKENIZER = Tokenizer.from_folder(BUILTIN_FOLDER)
+QUESTIONS = ("What is maitred?", "What is on the menu?", "How do I install it?")
 
 
 @contextlib.contextmanager
@@ -91,15 +93,49 @@ def test_a_draft_has_the_served_models_formats_and_no_more_threads_than_are_of_u
     model.close()
 
 
+@pytest.mark.parametrize("num_blocks", [64, 14])  # with room for all, and with preemption
+def test_served_with_its_draft_the_built_in_model_says_the_same_in_fewer_steps(num_blocks: int):
+    alone, _, _ = served(num_blocks, 0)
+    drafted, num_drafts, num_accepted = served(num_blocks, 4)
+    assert drafted == alone
+    assert num_accepted / num_drafts > 0.5
+
+
+def served(num_blocks: int, num_drafts: int) -> tuple[list[list[int]], int, int]:
+    """What requests say, how many drafts there were, and how many stood."""
+    executor = load_native(BUILTIN_FOLDER, num_blocks=num_blocks, dtype="auto")
+    with planned() as plan:
+        executor.proposer, _ = draft_proposer(plan, executor.threads, num_blocks=num_blocks, max_model_len=128)
+    scheduler = make_scheduler(num_blocks=num_blocks, num_drafts=lambda request, num_rows: num_drafts)
+    requests = [
+        make_request(prompt=prompt_of(question), max_tokens=12, seed=i, sampling=SamplingParams(temperature=0.3 * i))
+        for i, question in enumerate(QUESTIONS)
+    ]
+    for request in requests:
+        scheduler.add(request, 0.0)
+    made = accepted = 0
+    while scheduler.has_work:
+        plan_of_step = scheduler.schedule(0.0)
+        output = executor.execute(plan_of_step)
+        scheduler.update(plan_of_step, output, 0.0)
+        made += sum(row.num_drafts for row in output.rows)
+        accepted += sum(row.num_accepted for row in output.rows)
+    executor.close()
+    return [list(request.output_token_ids) for request in requests], made, accepted
+
+
+def prompt_of(question: str) -> list[int]:
+    return TOKENIZER.encode(f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n")
+
+
 @pytest.mark.parametrize("sampling", [SamplingParams(temperature=0.0), SamplingParams(temperature=0.7)])
 def test_most_drafts_of_the_built_in_model_stand(sampling: SamplingParams):
     """Its answers are drafted five tokens at a time; as many stand as the answer goes on with."""
     with planned() as plan:
         model, _ = draft_proposer(plan, _native.ThreadPool(1), num_blocks=NUM_BLOCKS, max_model_len=256)
-    tokenizer = Tokenizer.from_folder(BUILTIN_FOLDER)
     num_drafts = num_accepted = 0
-    for question in ("What is maitred?", "What is on the menu?", "How do I install it?"):
-        prompt = tokenizer.encode(f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n")
+    for question in QUESTIONS:
+        prompt = prompt_of(question)
         hand = Hand(load_native(BUILTIN_FOLDER, num_blocks=NUM_BLOCKS, dtype="auto"), num_blocks=NUM_BLOCKS)
         hand.add("r", prompt, sampling)
         hand.run(24)

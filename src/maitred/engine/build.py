@@ -154,11 +154,12 @@ def _plan(config: EngineConfig, checkpoint: Checkpoint, tell: OnEvent, files: Ex
     tell(f"model   {checkpoint.name}: {spec.architecture}, {spec.num_parameters() / 1e6:,.1f} M parameters")
     executor = plan_executor(config, checkpoint, spec, tell)
     drafts = plan_drafts(
-        config, checkpoint, executor, lambda draft: useful_threads(spec_from_config(draft.config)), files
+        config, checkpoint, executor, lambda draft: useful_threads(spec_from_config(draft.config)), files, tell
     )
     scheduler = config.scheduler.settled(executor.token_budget)
+    available_bytes = executor.available_bytes(available_memory_bytes())
     memory = plan_memory(
-        available_bytes=executor.available_bytes(available_memory_bytes()),
+        available_bytes=drafts.available_bytes(available_bytes) if drafts is not None else available_bytes,
         weights_bytes=executor.weights_bytes,
         bytes_per_block=executor.bytes_per_block,
         model_context=spec.max_position_embeddings,
@@ -171,7 +172,7 @@ def _plan(config: EngineConfig, checkpoint: Checkpoint, tell: OnEvent, files: Ex
     tell(memory.describe())
     tell(f"steps   of at most {scheduler.token_budget} tokens, {scheduler.max_num_seqs} requests")
     if drafts is not None:
-        tell(f"drafts  at most {config.speculative.num_speculative_tokens} a step, by {drafts.name}")
+        tell(drafts.describe(config.speculative.num_speculative_tokens))
     return _Layout(spec, executor, memory, _num_host_blocks(config, executor, memory), drafts, scheduler)
 
 

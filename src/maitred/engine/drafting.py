@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from maitred.config import EngineConfig
 from maitred.engine.memory import DraftMemory
-from maitred.errors import ConfigError
+from maitred.errors import CheckpointError, ConfigError, KernelError
 from maitred.model.checkpoint import Checkpoint, folder_beside, open_checkpoint
 from maitred.speculative.ngram import NGramProposer, PredictionProposer
 from maitred.speculative.proposer import Proposer
@@ -29,6 +29,17 @@ class DraftPlan(NamedTuple):
         model = self.model
         return DraftMemory(model.weights_bytes, model.bytes_per_block) if model is not None else None
 
+    def available_bytes(self, available_bytes: int) -> int:
+        """What is left for weights and caches, where so much is for those and a draft model's buffers."""
+        return available_bytes if self.model is None else self.model.available_bytes(available_bytes)
+
+    def describe(self, num_drafts: int) -> str:
+        """A line for the terminal."""
+        model, by = self.model, self.name
+        if model is not None:
+            by = f"{model.checkpoint.name}: {model.describe().removeprefix(model.name).strip()}"
+        return f"drafts  at most {num_drafts} a step, by {by}"
+
 
 def plan_drafts(
     config: EngineConfig,
@@ -36,10 +47,12 @@ def plan_drafts(
     executor: ExecutorPlan,
     num_threads: Callable[[Checkpoint], int],
     files: ExitStack,
+    tell: Callable[[str], None],
 ) -> DraftPlan | None:
     """None where nobody drafts. `num_threads` of a draft model; `files` keeps its checkpoint open.
 
-    Raises ConfigError for what cannot be: an executor without drafts, a draft model that is not there or is another's.
+    `tell` is told of a draft model that lies beside the served one and cannot be its own; one that was asked for raises
+    ConfigError then, and so does asking an executor that makes no drafts.
     """
     wanted, folder = config.speculative.speculative, config.speculative.speculative_model
     if executor.name != "native":
@@ -51,26 +64,30 @@ def plan_drafts(
         return None
     if wanted == "off":
         return None
-    beside = folder_beside(checkpoint, "draft") if folder is None else None
-    if wanted == "draft" and folder is None and beside is None:
+    found = folder or folder_beside(checkpoint, "draft")
+    if wanted == "draft" and found is None:
         raise ConfigError(
             f"speculative is 'draft', and beside {checkpoint.name} there is no {checkpoint.folder.name}-draft; name a "
             "draft model by --speculative-model"
         )
-    if wanted == "ngram" or (folder is None and beside is None):
+    if wanted == "ngram" or found is None:
         return DraftPlan("ngram")
-    draft = files.enter_context(open_checkpoint(folder or str(beside)))
+    try:
+        draft = files.enter_context(open_checkpoint(str(found)))
+        return DraftPlan("draft", _plan_model(config, checkpoint, draft, num_threads(draft)))
+    except (CheckpointError, ConfigError, KernelError) as error:
+        if wanted == "draft" or folder is not None:
+            raise ConfigError(str(error)) from error
+        tell(f"drafts  not by {found}: {error}")
+        return DraftPlan("ngram")
+
+
+def _plan_model(config: EngineConfig, checkpoint: Checkpoint, draft: Checkpoint, num_threads: int) -> NativePlan:
     from maitred.executor.native_draft import plan_draft  # noqa: PLC0415  the library itself
 
-    model = plan_draft(
-        config.model,
-        checkpoint,
-        draft,
-        cache=config.cache,
-        scheduler=config.scheduler,
-        num_threads=num_threads(draft),
+    return plan_draft(
+        config.model, checkpoint, draft, cache=config.cache, scheduler=config.scheduler, num_threads=num_threads
     )
-    return DraftPlan("draft", model)
 
 
 def make_proposer(

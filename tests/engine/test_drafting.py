@@ -1,0 +1,81 @@
+"""Who drafts for an engine: what lies beside the model, what was asked for, and what cannot be."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from maitred.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculativeConfig
+from maitred.engine.build import build_parts
+from maitred.errors import ConfigError
+from maitred.model.checkpoint import BUILTIN_FOLDER
+
+DRAFT = BUILTIN_FOLDER.with_name(f"{BUILTIN_FOLDER.name}-draft")
+
+
+def told(model: Path | None, **speculative: str) -> list[str]:
+    """The lines of an engine's start."""
+    config = EngineConfig(
+        model=ModelConfig(model=str(model) if model is not None else None, num_threads=1),
+        cache=CacheConfig(block_size=16),
+        scheduler=SchedulerConfig(max_num_seqs=2),
+        speculative=SpeculativeConfig(**speculative),
+    )
+    lines: list[str] = []
+    build_parts(config, on_event=lines.append).close()
+    return lines
+
+
+def drafts_line(lines: list[str]) -> str:
+    (line,) = (line for line in lines if line.startswith("drafts  at most"))
+    return line
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """The built-in model, with nothing beside it."""
+    return Path(shutil.copytree(BUILTIN_FOLDER, tmp_path / "model"))
+
+
+def other_vocabulary(folder: Path) -> Path:
+    shutil.copytree(DRAFT, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 999}))
+    return folder
+
+
+def test_the_built_in_model_drafts_with_its_draft_and_its_memory_is_planned():
+    lines = told(None)
+    assert drafts_line(lines).startswith("drafts  at most 5 a step, by maitred-mini-draft: ")
+    assert any("are the draft model's" in line for line in lines)
+
+
+def test_a_model_alone_drafts_from_its_own_tokens(model: Path):
+    assert drafts_line(told(model)) == "drafts  at most 5 a step, by ngram"
+    with pytest.raises(ConfigError, match="beside model there is no model-draft; name a draft model"):
+        told(model, speculative="draft")
+
+
+def test_a_folder_beside_the_model_is_its_draft(model: Path):
+    shutil.copytree(DRAFT, model.with_name("model-draft"))
+    assert ", by model-draft: " in drafts_line(told(model))
+    assert ", by maitred-mini-draft: " in drafts_line(told(model, speculative_model=str(DRAFT)))
+
+
+def test_a_draft_of_another_vocabulary_is_refused_where_it_was_asked_for_and_else_told(model: Path):
+    beside = other_vocabulary(model.with_name("model-draft"))
+    numbers = "a vocabulary of 999 tokens and model one of 1,536"
+    lines = told(model)
+    assert any(line.startswith(f"drafts  not by {beside}: ") and numbers in line for line in lines)
+    assert drafts_line(lines).endswith("by ngram")
+    for asked in ({"speculative": "draft"}, {"speculative_model": str(beside)}):
+        with pytest.raises(ConfigError, match=numbers):
+            told(model, **asked)
+
+
+def test_a_draft_model_that_is_not_there_is_refused(model: Path):
+    with pytest.raises(ConfigError, match="nowhere"):
+        told(model, speculative_model=str(model / "nowhere"))
