@@ -290,16 +290,3 @@ def test_a_nan_ends_that_requests_drafts_where_it_comes_up():
     world.runner.take()
     assert world.ask((ill, 4), (well, 4)) == [[], found[0]]
     assert world.runner.take() == [(2, 3)]  # what would be computed from NaN is not tried again
-
-
-def test_what_a_call_took_and_how_much_it_caught_up_is_told():
-    ticks = iter([1.0, 3.5, 4.0, 4.5])
-    world = World()
-    model = DraftModel(world.runner, block_size=BLOCK, clock=lambda: next(ticks))
-    request = world.request("r", [1, 2, 3])
-    request.blocks.extend([0, 1])
-    model.propose([DraftAsk(request, 2)])
-    assert (model.took_s, model.num_caught_up) == (2.5, 2)
-    model.propose([DraftAsk(request, 2)])
-    assert (model.took_s, model.num_caught_up) == (0.5, 0)
-    model.close()

@@ -9,8 +9,7 @@ Source: Leviathan et al., Fast Inference from Transformers via Speculative Decod
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -167,28 +166,20 @@ class DraftModel:
 
     name = "draft"
 
-    def __init__(self, runner: DraftRunner, *, block_size: int, clock: Callable[[], float] = time.perf_counter) -> None:
-        """`block_size` is the served model's, whose block numbers the runner's pool has; `clock` tells seconds."""
+    def __init__(self, runner: DraftRunner, *, block_size: int) -> None:
+        """`block_size` is the served model's, whose block numbers the runner's pool has."""
         self._runner = runner
-        self._clock = clock
         self._kept: dict[str, _Kept] = {}
         self._num_requests = 0
         self._blocks = _Blocks(runner.num_blocks, block_size)
-        self.took_s = 0.0
-        """What the last `propose` took."""
-        self.num_caught_up = 0
-        """Tokens that the last `propose` computed besides one a request and its drafts: prompts, at first."""
 
     def propose(self, asks: Sequence[DraftAsk]) -> list[Sequence[int]]:
-        began_at = self._clock()
         found: list[Sequence[int]] = [()] * len(asks)
         jobs = [job for place, ask in enumerate(asks) if (job := self._job(place, ask)) is not None]
-        self.num_caught_up = sum(job.num_known - job.num_computed - 1 for job in jobs)
         most = self._runner.max_rows
         for first in range(0, len(jobs), most):
             for job, tokens in self._draft(jobs[first : first + most]):
                 found[job.place] = tokens
-        self.took_s = self._clock() - began_at
         return found
 
     def forget(self, request_id: str) -> None:
