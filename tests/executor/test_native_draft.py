@@ -101,10 +101,23 @@ def test_served_with_its_draft_the_built_in_model_says_the_same_in_fewer_steps(n
     assert num_accepted / num_drafts > 0.5
 
 
-def served(num_blocks: int, num_drafts: int) -> tuple[list[list[int]], int, int]:
+def test_a_draft_of_nan_drafts_nothing_and_harms_nobody(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    folder = copied_draft(tmp_path / "ill")
+    weights = bytearray((folder / "model.safetensors").read_bytes())
+    begin = 8 + int.from_bytes(weights[:8], "little")
+    weights[begin:] = b"\xc0\x7f" * ((len(weights) - begin) // 2)  # NaN in bfloat16
+    (folder / "model.safetensors").write_bytes(weights)
+    alone, _, _ = served(64, 0)
+    assert served(64, 4, folder) == (alone, 0, 0)
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == 1
+    assert "the draft model's logits are NaN" in warnings[0]
+
+
+def served(num_blocks: int, num_drafts: int, draft: Path = BESIDE) -> tuple[list[list[int]], int, int]:
     """What requests say, how many drafts there were, and how many stood."""
     executor = load_native(BUILTIN_FOLDER, num_blocks=num_blocks, dtype="auto")
-    with planned() as plan:
+    with planned(draft) as plan:
         executor.proposer, _ = draft_proposer(plan, executor.threads, num_blocks=num_blocks, max_model_len=128)
     scheduler = make_scheduler(num_blocks=num_blocks, num_drafts=lambda request, num_rows: num_drafts)
     requests = [

@@ -172,6 +172,7 @@ class DraftModel:
         self._kept: dict[str, _Kept] = {}
         self._num_requests = 0
         self._blocks = _Blocks(runner.num_blocks, block_size)
+        self._is_told = False  # that there are faults; the first one is
 
     def propose(self, asks: Sequence[DraftAsk]) -> list[Sequence[int]]:
         found: list[Sequence[int]] = [()] * len(asks)
@@ -234,4 +235,6 @@ class DraftModel:
         self._blocks.settle(job.table, job.kept)
         if made.fault is not None and not made.tokens:
             job.kept.is_hopeless = True  # whatever comes later would be computed from the same
-            logger.warning("no drafts for request %s: the draft model's %s", job.request.request_id, made.fault)
+            level = logging.DEBUG if self._is_told else logging.WARNING
+            logger.log(level, "no drafts for request %s: the draft model's %s", job.request.request_id, made.fault)
+            self._is_told = True
