@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from maitred.cluster.announcement import Listening, Loaded, announce
-from maitred.engine.parent import end_with_parent
+from maitred.executor.parent import end_with_parent
 
 
 def main(words: list[str]) -> int:

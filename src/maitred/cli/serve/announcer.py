@@ -16,7 +16,7 @@ class Announcer:
         self._fd = fd
         if fd is None:
             return
-        from maitred.engine.parent import end_with_parent
+        from maitred.executor.parent import end_with_parent
 
         try:
             os.set_inheritable(fd, False)  # it is nobody's below us

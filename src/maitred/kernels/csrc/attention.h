@@ -20,6 +20,7 @@
 
 #include "isa.h"
 #include "kv_pool.h"
+#include "team.h"
 #include "thread_pool.h"
 #include "types.h"
 
@@ -69,13 +70,15 @@ class AttentionPlan {
  public:
   // window 0: none. Throws std::invalid_argument when num_kv_heads does not divide num_heads.
   AttentionPlan(const KVLayout& layout, int num_heads, int window, int num_threads);
+  // From now on what threads leave for each other lies in `memory`, with room for steps of so many tokens.
+  void share(SharedMemory& memory, int max_tokens, int max_positions);
   void build(const StepRows& step);
 
   const std::vector<AttentionItem>& items() const { return items_; }
   const std::vector<AttentionUnit>& units() const { return units_; }
   int window() const { return window_; }
   int64_t num_partial_floats() const { return num_partial_floats_; }
-  float* partials() { return partials_.get(); }
+  float* partials() { return partials_; }
   std::atomic<int>& segments_done(int item) { return segments_done_[item]; }
 
  private:
@@ -97,9 +100,12 @@ class AttentionPlan {
   std::vector<AttentionUnit> units_;
   int64_t num_partial_floats_ = 0;
   int64_t capacity_floats_ = 0;
-  std::unique_ptr<float[]> partials_;
+  float* partials_ = nullptr;
+  std::unique_ptr<float[]> own_partials_;
   std::size_t capacity_items_ = 0;
-  std::unique_ptr<std::atomic<int>[]> segments_done_;
+  std::atomic<int>* segments_done_ = nullptr;
+  std::unique_ptr<std::atomic<int>[]> own_segments_done_;
+  bool shares_ = false;
 };
 
 // Each thread's working memory, for all layers and windows.

@@ -33,6 +33,19 @@ AttentionPlan::AttentionPlan(const KVLayout& layout, int num_heads, int window, 
   if (window < 0) throw std::invalid_argument("a window of " + std::to_string(window) + " tokens");
 }
 
+void AttentionPlan::share(SharedMemory& memory, int max_tokens, int max_positions) {
+  // Fewer items are handed out by segments than these, for each of them is more than its part of a thread's share; an
+  // item has so many rows at most, and the step so many in all.
+  const int64_t rows = std::min(int64_t{kItemsPerThread} * num_threads_ * kMaxRows, int64_t{max_tokens} * num_heads_);
+  const int64_t segments = (max_positions + kSegmentSlots - 1) / kSegmentSlots;
+  capacity_floats_ = rows * segments * (padded_head_ + 2);
+  capacity_items_ = static_cast<std::size_t>(max_tokens) * static_cast<std::size_t>(num_heads_);
+  partials_ = reinterpret_cast<float*>(memory.take(capacity_floats_ * static_cast<int64_t>(sizeof(float))));
+  segments_done_ = reinterpret_cast<std::atomic<int>*>(
+      memory.take(static_cast<int64_t>(capacity_items_ * sizeof(std::atomic<int>))));
+  shares_ = true;
+}
+
 void AttentionPlan::build(const StepRows& step) {
   items_.clear();
   slots_.clear();
@@ -133,13 +146,18 @@ void AttentionPlan::divide() {
   std::vector<AttentionUnit> sorted(units_.size());
   for (std::size_t i = 0; i < order.size(); ++i) sorted[i] = units_[order[i]];
   units_.swap(sorted);
+  if (shares_ && (num_partial_floats_ > capacity_floats_ || items_.size() > capacity_items_))
+    throw std::length_error("a step's attention has " + std::to_string(items_.size()) + " items and " +
+                            std::to_string(num_partial_floats_) + " partial results; ranks share room for less");
   if (num_partial_floats_ > capacity_floats_) {
     capacity_floats_ = num_partial_floats_;
-    partials_.reset(new float[static_cast<std::size_t>(capacity_floats_)]);
+    own_partials_.reset(new float[static_cast<std::size_t>(capacity_floats_)]);
+    partials_ = own_partials_.get();
   }
   if (items_.size() > capacity_items_) {
     capacity_items_ = items_.size();
-    segments_done_.reset(new std::atomic<int>[capacity_items_]());  // each is back at 0 when its op is done
+    own_segments_done_.reset(new std::atomic<int>[capacity_items_]());  // each is back at 0 when its op is done
+    segments_done_ = own_segments_done_.get();
   }
 }
 

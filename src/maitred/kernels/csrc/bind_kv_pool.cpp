@@ -80,15 +80,15 @@ void bind_kv_pool(nb::module_& m) {
       .def(
           "__init__",
           [](KVPool* self, const std::string& dtype, int num_layers, int num_blocks, int block_size, int num_kv_heads,
-             int head_dim) {
+             int head_dim, Team* team) {
             if (head_dim > kLargestHead)
               throw std::invalid_argument("a head size of " + std::to_string(head_dim) + "; the largest is " +
                                           std::to_string(kLargestHead));
-            new (self)
-                KVPool(kv_layout(kv_dtype_named(dtype), num_kv_heads, head_dim, block_size), num_layers, num_blocks);
+            new (self) KVPool(kv_layout(kv_dtype_named(dtype), num_kv_heads, head_dim, block_size), num_layers,
+                              num_blocks, team == nullptr ? nullptr : &team->memory());
           },
           nb::kw_only(), nb::arg("dtype"), nb::arg("num_layers"), nb::arg("num_blocks"), nb::arg("block_size"),
-          nb::arg("num_kv_heads"), nb::arg("head_dim"))
+          nb::arg("num_kv_heads"), nb::arg("head_dim"), nb::arg("team") = nb::none(), nb::keep_alive<1, 8>())
       .def_prop_ro("num_layers", &KVPool::num_layers)
       .def_prop_ro("num_blocks", &KVPool::num_blocks)
       .def_prop_ro("num_bytes", &KVPool::num_bytes)

@@ -39,8 +39,9 @@ struct RopeTable {
 // A program and what its operations share. Weights are the caller's, who keeps them as long as the program.
 struct BoundProgram {
   BoundProgram(ThreadPool& threads, KVPool& pool, const std::string& isa, int max_tokens, int max_logits,
-               int vocab_size, int max_positions)
-      : program(threads, pool, Program::Limits{max_tokens, max_logits, vocab_size, max_positions}, isa_named(isa)) {
+               int vocab_size, int max_positions, Team* team)
+      : program(threads, pool, Program::Limits{max_tokens, max_logits, vocab_size, max_positions}, isa_named(isa),
+                team) {
     if (max_tokens < 1 || max_logits < 1) throw std::invalid_argument("a program for steps without tokens or logits");
   }
   const OperandBuffers& operands() const {
@@ -52,12 +53,13 @@ struct BoundProgram {
   AttentionPlan& plan(int num_heads, int window) {
     std::unique_ptr<AttentionPlan>& plan = plans[{num_heads, window}];
     if (plan == nullptr) {
-      const int num_threads = program.threads().num_threads();
-      plan = std::make_unique<AttentionPlan>(program.pool().layout(), num_heads, window, num_threads);
+      plan = std::make_unique<AttentionPlan>(program.pool().layout(), num_heads, window, program.num_threads());
+      if (program.team() != nullptr)
+        plan->share(program.team()->memory(), program.limits().max_tokens, program.limits().max_positions);
       program.add_planner([&made = *plan](const StepRows& step) { made.build(step); });
     }
     if (scratch == nullptr)
-      scratch = std::make_unique<AttentionScratch>(program.pool().layout(), program.threads().num_threads());
+      scratch = std::make_unique<AttentionScratch>(program.pool().layout(), program.num_threads());
     return *plan;
   }
 
@@ -112,11 +114,12 @@ GateAct act_named(const std::string& name) {
   throw std::invalid_argument("no activation '" + name + "'; choose one of silu, gelu, gelu_tanh");
 }
 
-void linear(BoundProgram& self, const LinearShape& shape, const Bytes& data, const Rows& target,
+void linear(BoundProgram& self, const LinearShape& shape, const Bytes& data, const Rows& target, int first,
             const std::string& ending, float alpha, float softcap, const std::string& act, bool few,
             const std::string& name) {
-  check_width(target, out_width(shape));
-  LinearOut out{target.values, target.stride};
+  const int end = first + out_width(shape);
+  if (self.program.team() == nullptr || first < 0 || end > target.width) check_width(target, end);
+  LinearOut out{target.values + first, target.stride};
   out.ending = ending_named(ending);
   out.alpha = alpha;
   out.softcap = softcap;
@@ -243,9 +246,10 @@ void bind_program(nb::module_& m) {
           nb::arg("num_rows"), nb::rv_policy::reference, "The first rows as an array; only while the program lives.");
   nb::class_<RopeTable>(m, "RopeTable", "Angles of a step's tokens.");
   nb::class_<BoundProgram>(m, "Program", "A list of operations over static buffers; see csrc/program.h.")
-      .def(nb::init<ThreadPool&, KVPool&, const std::string&, int, int, int, int>(), nb::arg("threads"),
+      .def(nb::init<ThreadPool&, KVPool&, const std::string&, int, int, int, int, Team*>(), nb::arg("threads"),
            nb::arg("pool"), nb::arg("isa"), nb::arg("max_tokens"), nb::arg("max_logits"), nb::arg("vocab_size"),
-           nb::arg("max_positions"), nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>())
+           nb::arg("max_positions"), nb::arg("team") = nb::none(), nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>(),
+           nb::keep_alive<1, 9>())
       .def(
           "rows",
           [](BoundProgram& self, int64_t width, bool few) {
@@ -263,12 +267,18 @@ void bind_program(nb::module_& m) {
           nb::arg("shapes"), "Room for the prepared rows of linears of these shapes; once, before them.")
       .def(
           "embed",
-          [](BoundProgram& self, const LinearShape& shape, const Bytes& data, float scale, const Rows& target) {
+          [](BoundProgram& self, const LinearShape& shape, const Bytes& data, int first, float scale,
+             const Rows& target) {
             check_width(target, shape.k);
-            if (shape.n < self.program.limits().vocab_size) throw std::invalid_argument("fewer embeddings than tokens");
-            add_embed(self.program, packed(shape, data), scale, target);
+            if (self.program.team() == nullptr && shape.n < self.program.limits().vocab_size)
+              throw std::invalid_argument("fewer embeddings than tokens");
+            add_embed(self.program, packed(shape, data), first, scale, target);
           },
-          nb::arg("shape"), nb::arg("data"), nb::arg("scale"), nb::arg("target"))
+          nb::arg("shape"), nb::arg("data"), nb::arg("first"), nb::arg("scale"), nb::arg("target"),
+          "first: the token of the first embedding, of which a rank has some.")
+      .def(
+          "idle", [](BoundProgram& self, const std::string& name) { add_idle(self.program, name); }, nb::arg("name"),
+          "In the place of what only other ranks compute.")
       .def(
           "prepare",
           [](BoundProgram& self, const Rows& source, const LinearShape& shape, const nb::object& norm, float eps,
@@ -285,8 +295,9 @@ void bind_program(nb::module_& m) {
             add_take(self.program, source, target);
           },
           nb::arg("source"), nb::arg("target"))
-      .def("linear", &linear, nb::arg("shape"), nb::arg("data"), nb::arg("target"), nb::arg("ending"), nb::arg("alpha"),
-           nb::arg("softcap"), nb::arg("act"), nb::arg("few"), nb::arg("name"))
+      .def("linear", &linear, nb::arg("shape"), nb::arg("data"), nb::arg("target"), nb::arg("first"), nb::arg("ending"),
+           nb::arg("alpha"), nb::arg("softcap"), nb::arg("act"), nb::arg("few"), nb::arg("name"),
+           "first: the column of the target where a rank's outputs begin.")
       .def(
           "norm_add",
           [](BoundProgram& self, const Rows& part, const Rows& target, const nb::object& weight, float eps, float scale,
@@ -309,6 +320,9 @@ void bind_program(nb::module_& m) {
            nb::arg("settings"), nb::arg("sequences"), nb::arg("tokens").noconvert(), nb::arg("num_sampled").noconvert(),
            nb::arg("faults").noconvert(), "A step, then steps of what was sampled; see csrc/chain.h.")
       .def("run_logits", &run_logits, nb::arg("logits_tokens"))
+      .def(
+          "serve", [](BoundProgram& self) { self.program.serve(); }, nb::call_guard<nb::gil_scoped_release>(),
+          "Runs what rank 0 of the team runs, until that says to stop.")
       .def_prop_ro(
           "num_attention_units",
           [](const BoundProgram& self) {

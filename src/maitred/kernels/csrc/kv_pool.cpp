@@ -54,7 +54,11 @@ int64_t query_head_bytes(const KVLayout& layout) {
   return layout.dtype == DType::int8 ? 2 * part + 64 : part;
 }
 
-Pages::Pages(int64_t num_bytes) : num_bytes_(num_bytes) {
+Pages::Pages(int64_t num_bytes, SharedMemory* shared) : num_bytes_(num_bytes) {
+  if (shared != nullptr) {
+    begin_ = shared->take(num_bytes);
+    return;
+  }
   const bool huge = num_bytes >= kHugePage;
   mapped_bytes_ =
       static_cast<std::size_t>(huge ? round_up(num_bytes, kHugePage) + kHugePage : round_up(num_bytes, kPage));
@@ -68,16 +72,19 @@ Pages::Pages(int64_t num_bytes) : num_bytes_(num_bytes) {
 #endif
 }
 
-Pages::~Pages() { munmap(mapped_, mapped_bytes_); }
+Pages::~Pages() {
+  if (mapped_ != nullptr) munmap(mapped_, mapped_bytes_);
+}
 
-KVPool::KVPool(const KVLayout& layout, int num_layers, int num_blocks)
+KVPool::KVPool(const KVLayout& layout, int num_layers, int num_blocks, SharedMemory* shared)
     : layout_(layout),
       num_layers_(num_layers),
       num_blocks_(num_blocks),
       pages_(num_layers < 1 || num_blocks < 1
                  ? throw std::invalid_argument("a KV pool of " + std::to_string(num_layers) + " layers and " +
                                                std::to_string(num_blocks) + " blocks; both must be at least 1")
-                 : num_layers * int64_t{num_blocks} * layout.block_bytes) {}
+                 : num_layers * int64_t{num_blocks} * layout.block_bytes,
+             shared) {}
 
 void KVPool::touch(ThreadPool& threads) {
   WorkCounter counter;

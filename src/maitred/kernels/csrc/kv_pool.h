@@ -16,6 +16,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "team.h"
 #include "thread_pool.h"
 #include "types.h"
 
@@ -52,7 +53,8 @@ static inline int64_t int8_part(const KVLayout& layout) { return (int64_t{layout
 // Zeroed memory of the operating system, in huge pages where it has them, given when first touched.
 class Pages {
  public:
-  explicit Pages(int64_t num_bytes);  // throws std::bad_alloc
+  // shared: of it, for as long as it is mapped, instead of memory of this process alone. Throws std::bad_alloc.
+  explicit Pages(int64_t num_bytes, SharedMemory* shared = nullptr);
   ~Pages();
   Pages(const Pages&) = delete;
   Pages& operator=(const Pages&) = delete;
@@ -60,8 +62,8 @@ class Pages {
   int64_t num_bytes() const { return num_bytes_; }
 
  private:
-  void* mapped_;
-  std::size_t mapped_bytes_;
+  void* mapped_ = nullptr;
+  std::size_t mapped_bytes_ = 0;
   uint8_t* begin_;
   int64_t num_bytes_;
 };
@@ -69,7 +71,7 @@ class Pages {
 class KVPool {
  public:
   // Throws std::invalid_argument for counts below 1, std::bad_alloc when the address space is refused.
-  KVPool(const KVLayout& layout, int num_layers, int num_blocks);
+  KVPool(const KVLayout& layout, int num_layers, int num_blocks, SharedMemory* shared = nullptr);
 
   const KVLayout& layout() const { return layout_; }
   int num_layers() const { return num_layers_; }

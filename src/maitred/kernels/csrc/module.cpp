@@ -4,6 +4,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "isa.h"
+#include "team.h"
 #include "thread_pool.h"
 
 namespace nb = nanobind;
@@ -40,6 +41,14 @@ NB_MODULE(_native, m) {
            "Only so many of them take part from now on; the others sleep.")
       .def("bind", &maitred::ThreadPool::bind, nb::arg("cpus"),
            "Binds thread i (0 is the caller) to processor cpus[i]; false where that cannot be.");
+  nb::class_<maitred::Team>(m, "Team", "A rank's place among processes that run a program together; see csrc/team.h.")
+      .def(nb::init<int, int64_t, int, int, int>(), nb::arg("fd"), nb::arg("num_bytes"), nb::arg("rank"),
+           nb::arg("num_ranks"), nb::arg("threads_of_each"))
+      .def("stop", &maitred::Team::stop, "Of rank 0: the others end.")
+      .def("lose", &maitred::Team::lose, nb::arg("why"), "Nobody waits for a rank that ended: what runs raises.")
+      .def_prop_ro(
+          "num_taken", [](maitred::Team& self) { return self.memory().num_taken(); },
+          "Bytes of the shared memory that are in use.");
   maitred::bind_linear(m);
   maitred::bind_program(m);
   maitred::bind_checksum(m);

@@ -23,7 +23,21 @@ void check_below(const char* what, int got, int limit) {
 
 }  // namespace
 
+Program::Program(ThreadPool& threads, KVPool& pool, const Limits& limits, Isa isa, Team* team)
+    : threads_(threads), pool_(pool), limits_(limits), isa_(isa), team_(team) {
+  if (team_ == nullptr) return;
+  const int block_size = pool.layout().block_size;  // and one more block for what is planned ahead
+  const int64_t blocks_of_row = (limits.max_positions + block_size - 1) / block_size + 1;
+  team_->reserve(limits.max_tokens, limits.max_logits, limits.max_tokens * blocks_of_row);
+}
+
 void* Program::add_bytes(int64_t num_bytes) {
+  SharedMemory* const shared = team_ != nullptr ? &team_->memory() : nullptr;
+  buffers_.push_back(std::make_unique<Pages>(num_bytes > 0 ? num_bytes : 1, shared));
+  return buffers_.back()->begin();
+}
+
+void* Program::add_own_bytes(int64_t num_bytes) {
   buffers_.push_back(std::make_unique<Pages>(num_bytes > 0 ? num_bytes : 1));
   return buffers_.back()->begin();
 }
@@ -32,8 +46,8 @@ float* Program::add_rows(int64_t num_rows, int64_t width) {
   return static_cast<float*>(add_bytes(num_rows * width * static_cast<int64_t>(sizeof(float))));
 }
 
-void Program::add(std::string name, int num_counters, Body body) {
-  ops_.push_back(Op{std::move(name), std::move(body), num_counters_});
+void Program::add(std::string name, int num_counters, Body body, Shares shares) {
+  ops_.push_back(Op{std::move(name), std::move(body), num_counters_, shares});
   num_counters_ += num_counters;
 }
 
@@ -47,28 +61,62 @@ void Program::run(const StepRows& rows) {
   check(rows);
   check_logits(rows, rows.num_tokens);
   last_num_tokens_ = rows.num_tokens;
-  for (const Planner& plan : planners_) plan(rows);
-  run_ops(rows, 0, rows.num_logits > 0 ? ops_.size() : first_logits_op_);
+  begin(rows, false);
+  run_all(rows);
+  if (team_ != nullptr) team_->check();
 }
 
 void Program::run_logits(const StepRows& rows) {
   check_logits(rows, last_num_tokens_);
+  begin(rows, true);
   run_ops(rows, first_logits_op_, ops_.size());
+  if (team_ != nullptr) team_->check();
+}
+
+void Program::serve() {
+  make_counters();
+  StepRows rows;
+  for (bool only_logits; team_->wait(rows, only_logits);) {
+    if (only_logits)
+      run_ops(rows, first_logits_op_, ops_.size());
+    else
+      run_all(rows);
+  }
+}
+
+void Program::run_all(const StepRows& rows) {
+  for (const Planner& plan : planners_) plan(rows);
+  run_ops(rows, 0, rows.num_logits > 0 ? ops_.size() : first_logits_op_);
+}
+
+void Program::make_counters() {
+  if (num_counters_made_ == num_counters_) return;
+  own_counters_ = std::make_unique<WorkCounter[]>(static_cast<size_t>(num_counters_));
+  counters_ = team_ == nullptr ? own_counters_.get()
+                               : static_cast<WorkCounter*>(add_bytes(num_counters_ * int64_t{sizeof(WorkCounter)}));
+  num_counters_made_ = num_counters_;
+}
+
+void Program::begin(const StepRows& rows, bool only_logits) {
+  make_counters();
+  if (team_ == nullptr) return;
+  // The others left the last step by its last meeting, and enter this one by its beginning.
+  for (int i = 0; i < num_counters_; ++i) counters_[i].next.store(0, std::memory_order_relaxed);
+  team_->begin(rows, only_logits);
 }
 
 void Program::run_ops(const StepRows& rows, size_t first, size_t end) {
-  if (num_counters_made_ != num_counters_) {
-    counters_ = std::make_unique<WorkCounter[]>(static_cast<size_t>(num_counters_));
-    num_counters_made_ = num_counters_;
-  }
-  for (int i = 0; i < num_counters_; ++i) counters_[i].next.store(0, std::memory_order_relaxed);
-  threads_.run([&](const Worker& worker) {
+  for (int i = 0; i < num_counters_; ++i) own_counters_[i].next.store(0, std::memory_order_relaxed);
+  threads_.run([&](const Worker& own) {
+    const Worker worker = team_ != nullptr ? team_->worker(own) : own;
     const bool alone = worker.count == 1;
-    const bool timed = profiling_ && worker.index == 0;
+    const bool timed = profiling_ && own.index == 0;
     int64_t before = timed ? now_ns(alone) : 0;
     for (size_t i = first; i < end; ++i) {
       Op& op = ops_[i];
-      if (op.body(rows, &counters_[op.first_counter], worker)) worker.meet();
+      WorkCounter* const counters = op.shares == Shares::own ? own_counters_.get() : counters_;
+      if (op.body(rows, counters + op.first_counter, worker)) worker.meet();
+      if (worker.barrier->abandoned()) return;
       if (!timed) continue;
       const int64_t after = now_ns(alone);
       op.nanoseconds = after - before;

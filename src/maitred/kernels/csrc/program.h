@@ -13,6 +13,7 @@
 
 #include "isa.h"
 #include "kv_pool.h"
+#include "team.h"
 #include "thread_pool.h"
 #include "types.h"
 
@@ -24,10 +25,14 @@ class Program {
   // work that each thread does for itself alone.
   using Body = std::function<bool(const StepRows& rows, WorkCounter* counters, const Worker& worker)>;
 
+  // Whose threads take from an operation's counters: everybody's, or those of the rank whose weights it reads.
+  enum class Shares : uint8_t { all, own };
+
   struct Op {
     std::string name;
     Body body;
     int first_counter;
+    Shares shares;
     int64_t nanoseconds = 0;  // of the last run, on the first thread
   };
 
@@ -39,17 +44,19 @@ class Program {
     int max_positions;  // positions are below it
   };
 
-  Program(ThreadPool& threads, KVPool& pool, const Limits& limits, Isa isa)
-      : threads_(threads), pool_(pool), limits_(limits), isa_(isa) {}
+  // team: the ranks that run it together, each with the same operations in the same order; null for one process.
+  Program(ThreadPool& threads, KVPool& pool, const Limits& limits, Isa isa, Team* team);
 
   const Limits& limits() const { return limits_; }
-  const ThreadPool& threads() const { return threads_; }
+  int num_threads() const { return team_ != nullptr ? team_->num_threads() : threads_.num_threads(); }  // of all ranks
+  Team* team() const { return team_; }
   const KVPool& pool() const { return pool_; }
   Isa isa() const { return isa_; }
 
-  void* add_bytes(int64_t num_bytes);  // zeroed, 64-byte aligned, as long as the program lives
+  void* add_bytes(int64_t num_bytes);      // zeroed, 64-byte aligned, as long as the program lives; ranks share them
+  void* add_own_bytes(int64_t num_bytes);  // the same, for this process alone
   float* add_rows(int64_t num_rows, int64_t width);
-  void add(std::string name, int num_counters, Body body);
+  void add(std::string name, int num_counters, Body body, Shares shares = Shares::all);
   // Called by one thread before the others join a step, with what may throw.
   using Planner = std::function<void(const StepRows& rows)>;
   void add_planner(Planner planner) { planners_.push_back(std::move(planner)); }
@@ -61,6 +68,8 @@ class Program {
   void run(const StepRows& rows);
   // Logits of other tokens of the last step; only logits_tokens and num_logits are read.
   void run_logits(const StepRows& rows);
+  // Of the other ranks: runs what rank 0 runs, until that says to stop.
+  void serve();
 
   void set_profiling(bool on) { profiling_ = on; }
   const std::vector<Op>& ops() const { return ops_; }
@@ -70,16 +79,21 @@ class Program {
   void check(const StepRows& rows) const;
   void check_row(const StepRows& rows, int row) const;
   void check_logits(const StepRows& rows, int num_tokens) const;
+  void make_counters();
+  void run_all(const StepRows& rows);
+  void begin(const StepRows& rows, bool only_logits);
   void run_ops(const StepRows& rows, size_t first, size_t end);
 
   ThreadPool& threads_;
   KVPool& pool_;
   const Limits limits_;
   const Isa isa_;
+  Team* const team_;
   std::vector<Planner> planners_;
   std::vector<Op> ops_;
   std::vector<std::unique_ptr<Pages>> buffers_;
-  std::unique_ptr<WorkCounter[]> counters_;  // of all operations; made when the first step runs
+  std::unique_ptr<WorkCounter[]> own_counters_;  // of all operations; made when the first step runs
+  WorkCounter* counters_ = nullptr;              // the same, or those that ranks share
   int num_counters_ = 0;
   int num_counters_made_ = 0;
   size_t first_logits_op_ = 0;

@@ -18,15 +18,15 @@ OperandBuffers::OperandBuffers(Program& program, const std::vector<LinearShape>&
     row_bytes = std::max(row_bytes, operand_row_bytes(operand_dtype(shape.dtype), shape.k));
     num_sums = std::max(num_sums, int64_t{sums_per_row(shape)});
   }
-  const auto room = [&](int64_t num_rows) {
+  const auto room = [&](int64_t num_rows, void* (Program::*add)(int64_t)) {
     Room made;
-    made.rows = static_cast<uint8_t*>(program.add_bytes(num_rows * row_bytes));
-    made.scales = program.add_rows(num_rows, 1);
-    made.sums = static_cast<int32_t*>(program.add_bytes(num_rows * num_sums * static_cast<int64_t>(sizeof(int32_t))));
+    made.rows = static_cast<uint8_t*>((program.*add)(num_rows * row_bytes));
+    made.scales = static_cast<float*>((program.*add)(num_rows * static_cast<int64_t>(sizeof(float))));
+    made.sums = static_cast<int32_t*>((program.*add)(num_rows * num_sums * static_cast<int64_t>(sizeof(int32_t))));
     return made;
   };
-  shared_ = room(std::max(program.limits().max_tokens, program.limits().max_logits));
-  for (int i = 0; i < program.threads().num_threads(); ++i) own_.push_back(room(kOwnRows));
+  shared_ = room(std::max(program.limits().max_tokens, program.limits().max_logits), &Program::add_bytes);
+  for (int i = 0; i < program.num_threads(); ++i) own_.push_back(room(kOwnRows, &Program::add_own_bytes));
 }
 
 Operand OperandBuffers::of(const Worker& worker, const LinearShape& shape, int num_rows) const {
@@ -35,15 +35,22 @@ Operand OperandBuffers::of(const Worker& worker, const LinearShape& shape, int n
   return Operand{dtype, room.rows, operand_row_bytes(dtype, shape.k), room.scales, room.sums};
 }
 
-void add_embed(Program& program, const PackedLinear& weights, float scale, const Rows& target) {
-  program.add("embed", 1, [=](const StepRows& step, WorkCounter* counters, const Worker&) {
+void add_idle(Program& program, const std::string& name) {
+  program.add(name, 0, [](const StepRows&, WorkCounter*, const Worker&) { return true; });
+}
+
+void add_embed(Program& program, const PackedLinear& weights, int first, float scale, const Rows& target) {
+  const auto embed = [=](const StepRows& step, WorkCounter* counters, const Worker&) {
     for (int t = counters->take(); t < step.num_tokens; t = counters->take()) {
+      const int index = step.token_ids[t] - first;
+      if (index < 0 || index >= weights.shape.n) continue;
       float* row = target.values + t * target.stride;
-      unpack_row(weights, step.token_ids[t], row);
+      unpack_row(weights, index, row);
       if (scale != 1.0f) scale_row(row, target.width, scale);
     }
     return true;
-  });
+  };
+  program.add("embed", 1, embed, Program::Shares::own);
 }
 
 void add_take(Program& program, const Rows& source, const Rows& target) {
@@ -76,11 +83,12 @@ void add_prepare(Program& program, const OperandBuffers& operands, const Rows& s
 void add_linear(Program& program, const OperandBuffers& operands, const PackedLinear& weights, const LinearOut& out,
                 bool few, const std::string& name) {
   const LinearKernels& kernels = linear_kernels(program.isa());
-  program.add(name, 1, [=, &kernels, &operands](const StepRows& step, WorkCounter* counters, const Worker& worker) {
+  const auto multiply = [=, &kernels, &operands](const StepRows& step, WorkCounter* counters, const Worker& worker) {
     const int m = rows_of(step, few);
     kernels.linear(weights, operands.of(worker, weights.shape, m), m, out, counters[0], worker);
     return true;
-  });
+  };
+  program.add(name, 1, multiply, Program::Shares::own);
 }
 
 void add_norm_add(Program& program, const Rows& part, const Rows& target, const float* weight, float eps, float scale,

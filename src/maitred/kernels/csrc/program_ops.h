@@ -37,7 +37,11 @@ struct Rows {
   int64_t stride;  // floats from one row to the next
 };
 
-void add_embed(Program& program, const PackedLinear& weights, float scale, const Rows& target);
+// What only other ranks compute: this one meets them after it.
+void add_idle(Program& program, const std::string& name);
+
+// weights: embeddings of the tokens from `first` on; those of others are written by the ranks that have them.
+void add_embed(Program& program, const PackedLinear& weights, int first, float scale, const Rows& target);
 
 // The rows of source whose logits are wanted, one below the other.
 void add_take(Program& program, const Rows& source, const Rows& target);

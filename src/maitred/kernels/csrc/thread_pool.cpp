@@ -2,28 +2,16 @@
 
 #include <sched.h>
 
-#include <chrono>
 #include <stdexcept>
 #include <string>
+
+#include "gate.h"
 
 namespace maitred {
 namespace {
 
-// Longer than nearly all meetings take, and than the way from one step's call to the next: with 50, sleeping and waking
-// between steps of 5 ms cost 4% of them. A fraction of the time slice for which a thread waits whose processor others
-// have.
-constexpr std::chrono::microseconds kSpin{500};
-constexpr int kSpinsBetweenLooks = 32;  // at the clock
 constexpr int kUsedBits = 15;
 constexpr int64_t kStop = -1;
-
-inline void pause() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
 
 bool run_on(const int* cpus, std::size_t count) {
 #if defined(__linux__)
@@ -47,46 +35,6 @@ void check_count(int num_threads, int most) {
 }
 
 }  // namespace
-
-template <class Done>
-void Gate::wait(const Done& done) {
-  using Clock = std::chrono::steady_clock;
-  Clock::time_point end{};
-  for (int spins = 1; !done(); ++spins) {
-    pause();
-    if (spins % kSpinsBetweenLooks != 0) continue;
-    const Clock::time_point now = Clock::now();
-    if (end == Clock::time_point{}) end = now + kSpin;
-    if (now < end) continue;
-    std::unique_lock<std::mutex> lock(mutex_);
-    num_sleeping_.fetch_add(1);
-    // Either open() sees who sleeps, or who goes to sleep sees that it is done.
-    std::atomic_thread_fence(std::memory_order_seq_cst);
-    wake_.wait(lock, done);
-    num_sleeping_.fetch_sub(1);
-    return;
-  }
-}
-
-void Gate::open() {
-  std::atomic_thread_fence(std::memory_order_seq_cst);
-  if (num_sleeping_.load(std::memory_order_relaxed) == 0) return;
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-  }  // who holds it is about to sleep
-  wake_.notify_all();
-}
-
-void Barrier::wait() {
-  const int generation = generation_.load(std::memory_order_acquire);
-  if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == count_) {
-    arrived_.store(0, std::memory_order_relaxed);
-    generation_.store(generation + 1, std::memory_order_release);
-    gate_.open();
-    return;
-  }
-  gate_.wait([&] { return generation_.load(std::memory_order_acquire) != generation; });
-}
 
 ThreadPool::ThreadPool(int num_threads) : num_threads_(num_threads), num_used_(num_threads) {
   check_count(num_threads, (1 << kUsedBits) - 1);

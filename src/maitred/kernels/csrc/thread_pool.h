@@ -8,17 +8,15 @@
 #pragma once
 
 #include <atomic>
-#include <condition_variable>
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <thread>
 #include <vector>
 
 namespace maitred {
 
-// Where threads wait until `done()`, which other threads make true.
+// Where threads wait until `done()`, which other threads make true. It may lie in memory that processes share.
 class Gate {
  public:
   template <class Done>
@@ -27,19 +25,22 @@ class Gate {
 
  private:
   alignas(64) std::atomic<int> num_sleeping_{0};
-  std::mutex mutex_;
-  std::condition_variable wake_;
+  std::atomic<int> num_opened_{0};  // while somebody slept: what sleepers watch
 };
 
 class Barrier {
  public:
   void expect(int count) { count_ = count; }  // while nobody waits
   void wait();
+  // From any thread: nobody waits here any more, now or later.
+  void abandon();
+  bool abandoned() const { return abandoned_.load(std::memory_order_acquire); }
 
  private:
   int count_ = 1;
   alignas(64) std::atomic<int> arrived_{0};
   alignas(64) std::atomic<int> generation_{0};
+  std::atomic<bool> abandoned_{false};
   Gate gate_;
 };
 
