@@ -89,7 +89,11 @@ class ModelConfig:
     """Most bytes in that folder; what was used longest ago goes first."""
     num_threads: int | None = None
     """CPU threads of the executor, at most the physical cores this process may use; None is these cores, or one below
-    30 M parameters, and the native executor uses fewer of them as long as measured steps are faster so."""
+    30 M parameters, and the native executor uses fewer of them as long as measured steps are faster so. With ranks it
+    is threads of each, and None shares the cores among them."""
+    tensor_parallel: int = 1
+    """Ranks: processes that compute each step together, each with its own part of the weights, near its processors
+    (native executor). The tokens are those of one process."""
     bind_threads: str = _one_of(BIND_THREADS, "auto")
     """Whether the native executor's threads keep to a processor each, where they are as many as this process may use:
     on, off, or auto, which is on in an engine's own process, as under maitred serve."""
@@ -117,6 +121,7 @@ class ModelConfig:
             raise ConfigError(f"int4_group_size is {self.int4_group_size}; choose one of 32, 64, 128")
         _require_at_least("max_model_len", self.max_model_len, 2)
         _require_at_least("num_threads", self.num_threads, 1)
+        _require_at_least("tensor_parallel", self.tensor_parallel, 1)
         _require_at_least("weight_cache_max_bytes", self.weight_cache_max_bytes, 0)
 
 

@@ -134,7 +134,7 @@ _METAVARS = {
     "model": "MODEL", "revision": "REV", "host": "ADDRESS", "port": "PORT", "api_keys": "KEY", "policy": "NAME",
     "served_model_names": "NAME", "cors_origins": "ORIGIN", "chat_template": "FILE", "tenants": "FILE",
     "fleet_token_file": "FILE", "ledger": "FILE", "slo": "NAME:TIME", "decision_log": "DIR", "block_size": "TOKENS",
-    "num_threads": "THREADS", "int4_group_size": "WEIGHTS", "default_max_n": "SAMPLES",
+    "num_threads": "THREADS", "tensor_parallel": "RANKS", "int4_group_size": "WEIGHTS", "default_max_n": "SAMPLES",
 }  # fmt: skip
 _UNITS = {"tokens_per_s": "TOKENS", "s": "SECONDS", "bytes": "BYTES", "tokens": "TOKENS", "len": "TOKENS",
           "seqs": "REQUESTS", "requests": "REQUESTS"}  # fmt: skip

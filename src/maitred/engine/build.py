@@ -16,7 +16,7 @@ from maitred.decisions.log import Recorder
 from maitred.engine.checkpoint_facts import check_overrides, facts_of
 from maitred.engine.core import EngineCore, MeasureSwaps
 from maitred.engine.drafting import DraftPlan, make_proposer, plan_drafts
-from maitred.engine.executors import BuiltExecutor, ExecutorPlan, plan_executor, useful_threads
+from maitred.engine.executors import BuiltExecutor, ExecutorPlan, OnLost, plan_executor, useful_threads
 from maitred.engine.grammar_queue import Prepare
 from maitred.engine.installed import installed_policies
 from maitred.engine.loop import LoadedEngine
@@ -82,8 +82,12 @@ def build_parts(
     on_event: OnEvent | None = None,
     clock: Clock | None = None,
     policies: Mapping[str, PolicyFactory] = POLICIES,
+    on_lost: OnLost | None = None,
 ) -> EngineParts:
-    """Load and wire; raises CheckpointError, ConfigError or OutOfMemory before anything large is allocated."""
+    """Load and wire; raises CheckpointError, ConfigError or OutOfMemory before anything large is allocated.
+
+    `on_lost` is told, in some thread, of a rank that ended by itself; steps raise from then on.
+    """
     tell = on_event or (lambda line: None)
     clock = clock or WallClock()
     timeline = Timeline(clock)
@@ -96,7 +100,7 @@ def build_parts(
         timeline.end("plan")
         if facts.chat_template is None:
             tell("chat    the model has no chat template, so /v1/chat/completions is refused; --chat-template FILE")
-        executor = _build_executor(layout, timeline, tell, told_now_and_then(tell, clock))
+        executor = _build_executor(layout, timeline, tell, told_now_and_then(tell, clock), on_lost)
     grammars = executor.grammars = Grammars(
         facts.tokenizer_folder, facts.vocab_size, facts.eos_token_ids, forces=config.model.forced_tokens
     )
@@ -123,9 +127,13 @@ def build_parts(
     )
 
 
-def load_engine(config: EngineConfig, served_model_names: tuple[str, ...], tell: OnEvent) -> LoadedEngine:
+def load_engine(
+    config: EngineConfig, served_model_names: tuple[str, ...], tell: OnEvent, on_lost: OnLost | None = None
+) -> LoadedEngine:
     """The engine that `config` describes, for a loop; installed policies are among those that it may name."""
-    parts = build_parts(config, served_model_names=served_model_names, on_event=tell, policies=installed_policies())
+    parts = build_parts(
+        config, served_model_names=served_model_names, on_event=tell, policies=installed_policies(), on_lost=on_lost
+    )
     return LoadedEngine(
         core=parts.core,
         facts=parts.facts,
@@ -206,7 +214,11 @@ def told_now_and_then(tell: OnEvent, clock: Clock, every_s: float = 2.0) -> Call
 
 
 def _build_executor(
-    layout: _Layout, timeline: Timeline, tell: OnEvent, on_packed: Callable[[int, int], None]
+    layout: _Layout,
+    timeline: Timeline,
+    tell: OnEvent,
+    on_packed: Callable[[int, int], None],
+    on_lost: OnLost | None,
 ) -> BuiltExecutor:
     """Loads the weights and allocates the cache; each phase ends on the timeline."""
 
@@ -221,6 +233,7 @@ def _build_executor(
         num_host_blocks=layout.num_host_blocks,
         on_phase=on_phase,
         on_packed=on_packed,
+        on_lost=on_lost,
     )
     timeline.end("executor")
     if layout.drafts is not None:

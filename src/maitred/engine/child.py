@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -24,13 +25,14 @@ from maitred.config import EngineConfig
 from maitred.engine.child_process import HIGH_WATER_MARK, LogLine
 from maitred.engine.frames import Beat, Begin, Command, Hello, Report, decode_command
 from maitred.engine.loop import Builder, LoadedEngine, run_engine
-from maitred.executor.parent import end_with_parent
 from maitred.engine.sockets import COMMANDS, REPORTS, Receiver, Sender, address_of
 from maitred.engine.timeline import process_age_s
+from maitred.executor.parent import end_with_parent
 
 logger = logging.getLogger(__name__)
 BEAT_S = 0.25
 LAST_WORDS_MS = 2000
+SIGNAL_S = 1.0  # that we sent to ourselves may take to come; one that we ignore does not
 
 
 class SocketLink:
@@ -175,7 +177,19 @@ def build_from_config(
 
     if config.model.bind_threads == "auto":  # nothing else runs here that would be bound with them
         config = replace(config, model=replace(config.model, bind_threads="on"))
-    return load_engine(config, served_model_names, tell)
+    return load_engine(config, served_model_names, tell, on_lost=end_alike)
+
+
+def end_alike(why: str, returncode: int) -> None:
+    """This process ends as a process that computed with it did: no step can end without that, and the parent, which
+    reads why, judges our end as it would that one's.
+    """
+    with suppress(OSError):
+        os.write(2, f"{why}\n".encode())
+    if returncode < 0:
+        os.kill(os.getpid(), -returncode)
+        time.sleep(SIGNAL_S)
+    os._exit(returncode if returncode > 0 else 1)
 
 
 if __name__ == "__main__":

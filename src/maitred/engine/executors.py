@@ -22,6 +22,10 @@ GPU_DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 """One of these is there where PyTorch can see a GPU; without, nobody waits a second for the import of PyTorch."""
 
 
+OnLost = Callable[[str, int], None]
+"""A process that computed with the engine's ended: why in words, and its exit code, minus the signal that killed it."""
+
+
 class Bandwidth(Protocol):
     """Of blocks on their way between pool and host."""
 
@@ -90,6 +94,7 @@ class ExecutorPlan(Protocol):
         num_host_blocks: int = 0,
         on_phase: OnPhase = ...,
         on_packed: Callable[[int, int], None] | None = ...,
+        on_lost: OnLost | None = ...,
     ) -> BuiltExecutor: ...
 
 
@@ -101,30 +106,39 @@ def plan_executor(
     Raises ConfigError when the executor that was asked for cannot serve this model, or none can.
     """
     check_threads(config.model.num_threads)
-    wanted = config.model.executor
+    wanted, has_ranks = config.model.executor, config.model.tensor_parallel > 1
     if wanted == "torch" or (wanted == "auto" and _wants_gpu(config.model.device)):
+        if has_ranks:
+            raise ConfigError("tensor_parallel is the native executor's; leave it out, or choose --executor native")
         return _plan_torch(config, checkpoint, spec)
     try:
-        return _plan_native(config, checkpoint, spec)
+        return _plan_native(config, checkpoint, spec, tell)
     except KernelError as error:
-        if wanted == "native" or not _has_torch() or _integers(config):
+        if wanted == "native" or not _has_torch() or _integers(config) or has_ranks:
             raise ConfigError(str(error)) from error
         tell(f"torch   takes over: {error}")
         return _plan_torch(config, checkpoint, spec)
 
 
-def _plan_native(config: EngineConfig, checkpoint: Checkpoint, spec: DecoderSpec) -> ExecutorPlan:
+def _plan_native(
+    config: EngineConfig, checkpoint: Checkpoint, spec: DecoderSpec, tell: Callable[[str], None]
+) -> ExecutorPlan:
     if importlib.util.find_spec("maitred.kernels._native") is None:
         raise KernelError("the native library was not built; install maitred from a wheel, or with a C++17 compiler")
     from maitred.executor.native_plan import plan_native_executor  # noqa: PLC0415  numpy, and the library itself
 
+    num_ranks = config.model.tensor_parallel
+    num_threads = max(1, useful_threads(spec) // num_ranks)
+    num_all = num_ranks * (config.model.num_threads or num_threads)
+    if num_ranks > 1 and num_all > usable_cores():
+        tell(f"ranks   {num_all} threads in all on {usable_cores()} cores: each step waits for time slices")
     return plan_native_executor(
         config.model,
         checkpoint,
         spec,
         cache=config.cache,
         scheduler=config.scheduler,
-        num_threads=useful_threads(spec),
+        num_threads=num_threads,
     )
 
 

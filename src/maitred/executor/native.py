@@ -64,6 +64,12 @@ class Choice(Protocol):
         """Told of a step (times in s); a number of threads when people should know of it."""
 
 
+class Ranks(Protocol):
+    """Processes that compute with us; `ranks.Ranks` is one."""
+
+    def close(self) -> None: ...
+
+
 class NativeExecutor:
     """Carries out plans (`step.Executor`). Not thread-safe: one thread calls `execute`.
 
@@ -84,10 +90,13 @@ class NativeExecutor:
         on_logits: OnLogits | None = None,
         threads: Any = None,
         choice: Choice | None = None,
+        ranks: Ranks | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`pool` is the `_native.KVPool` that the runner writes, `threads` the `_native.ThreadPool` of which `choice`
-        decides how many take part; without it all do. `clock` tells seconds."""
+        decides how many take part; without it all do; `ranks` the processes that run the program too. `clock` tells
+        seconds.
+        """
         self.on_logits = on_logits
         self.vocab_size = runner.vocab_size
         self.pool = pool
@@ -99,6 +108,7 @@ class NativeExecutor:
         self._states: dict[str, HeldRequest] = {}
         self._host = host
         self.threads, self.choice, self._clock = threads, choice, clock
+        self._ranks = ranks
 
     def execute(self, plan: SchedulerOutput) -> ModelOutput:
         planned = self._take_plan(plan)
@@ -130,6 +140,8 @@ class NativeExecutor:
         if self.proposer is not None:
             self.proposer.close()
         self._host = None
+        if self._ranks is not None:
+            self._ranks.close()
         self._runner.close()
         del self._runner, self.pool, self._sample_rows, self.threads
 

@@ -12,9 +12,20 @@ from maitred.config import CacheConfig, ModelConfig, SchedulerConfig
 from maitred.cost_model import native_token_budget
 from maitred.errors import ConfigError, KernelError
 from maitred.executor.native import NativeExecutor
-from maitred.executor.native_program import NativeProgram, most_logits
+from maitred.executor.native_program import ALONE, NativeProgram, Place, most_logits
 from maitred.executor.native_sampler import NativeSampler
 from maitred.executor.native_swap import NativeHostPool
+from maitred.executor.ranks import (
+    PROCESS_BYTES,
+    SPARE_BYTES,
+    Begin,
+    OnLost,
+    RankConfig,
+    Ranks,
+    bind_rank,
+    processors_of_ranks,
+    rank_config,
+)
 from maitred.executor.thread_choice import ThreadChoice
 from maitred.kernels import _native
 from maitred.kernels.kv_pool import LARGEST_HEAD, make_kv_pool
@@ -23,6 +34,7 @@ from maitred.model.fusions import compile_program
 from maitred.model.packed import OnPacked, plan_weights
 from maitred.model.packed_cache import WeightCache, default_folder, load_weights
 from maitred.model.program import Format, Formats, Program
+from maitred.model.shares import own_program
 from maitred.model.spec import DecoderSpec, NormPlacement
 
 
@@ -40,6 +52,8 @@ class NativePlan:
     max_logits: int
     bind_threads: bool = False
     choose_threads: bool = False  # fewer of them where measured steps are faster so
+    num_ranks: int = 1  # processes, each with its share of the weights and so many threads
+    rank_config: RankConfig | None = None  # where there are several
     weight_cache: WeightCache | None = None
 
     name = "native"
@@ -64,7 +78,8 @@ class NativePlan:
 
     @property
     def weights_bytes(self) -> int:
-        return sum(plan.num_bytes for plan in plan_weights(self.program))
+        """Of all ranks."""
+        return sum(plan.num_bytes for rank in range(self.num_ranks) for plan in plan_weights(self._program_of(rank)))
 
     @property
     def bytes_per_block(self) -> int:
@@ -104,15 +119,16 @@ class NativePlan:
 
     def available_bytes(self, host_available_bytes: int) -> int:
         """Free memory for weights and cache, out of the host's as given."""
-        return max(host_available_bytes - self.buffer_bytes, 0)
+        return max(host_available_bytes - self.buffer_bytes - (self.num_ranks - 1) * PROCESS_BYTES, 0)
 
     def describe(self) -> str:
         """A line for the terminal."""
         formats = self.program.formats
         up_to = "up to " if self.choose_threads and self.num_threads > 1 else ""
+        ranks = f"{self.num_ranks} ranks of " if self.num_ranks > 1 else ""
         head = "" if formats.head == formats.linears else f", embedding and output {formats.head}"
         return (
-            f"native  {self.isa}, {up_to}{self.num_threads} thread{'s' if self.num_threads > 1 else ''}, "
+            f"native  {self.isa}, {ranks}{up_to}{self.num_threads} thread{'s' if self.num_threads > 1 else ''}, "
             f"weights {formats.linears}{head}, KV cache {self.kv_dtype}, {len(self.program.ops)} operations a step"
         )
 
@@ -124,20 +140,33 @@ class NativePlan:
         num_host_blocks: int = 0,
         on_phase: Callable[[str, str], None] = lambda phase, summary: None,
         on_packed: OnPacked | None = None,
+        on_lost: OnLost | None = None,
     ) -> NativeExecutor:
-        """Load the weights and allocate the pool. Raises CheckpointError or OutOfMemory.
+        """Load the weights and allocate the pool. Raises CheckpointError, OutOfMemory or KernelError.
 
         `on_phase` is told of each phase as it ends, and what happened in it; `on_packed` how many bytes of weights are
-        packed, and of how many, while that lasts.
+        packed, and of how many, while that lasts; `on_lost` of a rank that ended by itself, after which steps raise.
         """
-        threads = _native.ThreadPool(self.num_threads)
-        pool = self.make_pool(num_blocks)
-        on_phase("kv_pool", "")
-        runner, summary = self.load(threads, pool, max_model_len=max_model_len, on_packed=on_packed)
+        ranks = self._start_ranks(num_blocks, max_model_len, on_lost) if self.num_ranks > 1 else None
+        place = ranks.place if ranks is not None else ALONE
+        try:
+            threads = _native.ThreadPool(self.num_threads)
+            pool = self.make_pool(num_blocks, place)
+            on_phase("kv_pool", "")
+            runner, summary = self.load(threads, pool, max_model_len=max_model_len, on_packed=on_packed, place=place)
+            if ranks is not None:
+                ranks.wait(place.team.num_taken)
+                summary = f"{self.num_ranks} ranks, of which the first {summary}"
+        except BaseException:
+            if ranks is not None:
+                ranks.close()
+            raise
         on_phase("weights", summary)
         host = NativeHostPool(pool, num_host_blocks, threads) if num_host_blocks else None
         sample_rows = NativeSampler(threads, isa=self.isa).sample_rows
-        if self.bind_threads:
+        if ranks is not None:
+            bind_rank(threads, ranks.cpus)
+        elif self.bind_threads:
             bind_threads(threads)
         on_phase("program", "")
         return NativeExecutor(
@@ -148,9 +177,10 @@ class NativePlan:
             host=host,
             threads=threads,
             choice=ThreadChoice(self.num_threads) if self.choose_threads else None,
+            ranks=ranks,
         )
 
-    def make_pool(self, num_blocks: int) -> Any:
+    def make_pool(self, num_blocks: int, place: Place = ALONE) -> Any:
         """A `_native.KVPool`. Raises OutOfMemory."""
         spec = self.spec
         return make_kv_pool(
@@ -160,14 +190,16 @@ class NativePlan:
             block_size=self.block_size,
             num_kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
+            team=place.team,
         )
 
     def load(
-        self, threads: Any, pool: Any, *, max_model_len: int, on_packed: OnPacked | None = None
+        self, threads: Any, pool: Any, *, max_model_len: int, on_packed: OnPacked | None = None, place: Place = ALONE
     ) -> tuple[NativeProgram, str]:
-        """The program with its weights, and where those came from. Raises CheckpointError."""
+        """The program with a rank's weights, and where those came from. Raises CheckpointError."""
+        program = self._program_of(place.rank) if place.num_ranks > 1 else self.program
         loaded = load_weights(
-            self.program, self.checkpoint, threads, isa=self.isa, cache=self.weight_cache, on_packed=on_packed
+            program, self.checkpoint, threads, isa=self.isa, cache=self.weight_cache, on_packed=on_packed
         )
         runner = NativeProgram(
             self.program,
@@ -178,8 +210,26 @@ class NativePlan:
             max_logits=self.max_logits,
             max_model_len=max_model_len,
             isa=self.isa,
+            place=place,
         )
         return runner, loaded.summary
+
+    def _program_of(self, rank: int) -> Program:
+        return own_program(self.program, rank, self.num_ranks) if self.num_ranks > 1 else self.program
+
+    def _start_ranks(self, num_blocks: int, max_model_len: int, on_lost: OnLost | None) -> Ranks:
+        """The other ranks, which load while this one does."""
+        assert self.rank_config is not None
+        begin = Begin(
+            config=self.rank_config,
+            num_ranks=self.num_ranks,
+            num_threads=self.num_threads,
+            memory_bytes=num_blocks * self.bytes_per_block + 2 * self.buffer_bytes + SPARE_BYTES,
+            num_blocks=num_blocks,
+            max_model_len=max_model_len,
+            cpus=processors_of_ranks(self.num_ranks, self.num_threads) if self.bind_threads else (),
+        )
+        return Ranks(begin, on_lost=on_lost)
 
 
 def plan_native_executor(
@@ -199,8 +249,8 @@ def plan_native_executor(
         raise ConfigError("the native executor runs on a CPU; choose --device cpu or auto, or --executor torch")
     if spec.head_dim > LARGEST_HEAD:
         raise KernelError(f"heads of {spec.head_dim} values; the native executor takes up to {LARGEST_HEAD}")
-    isa, threads = default_isa(), config.num_threads or num_threads
-    budget = native_token_budget(threads, tiles=isa == "amx")
+    isa, threads, num_ranks = default_isa(), config.num_threads or num_threads, config.tensor_parallel
+    budget = native_token_budget(threads * num_ranks, tiles=isa == "amx")
     program = compile_program(spec, resolve_formats(config, checkpoint.dtype, isa))
     plan_weights(program)  # raises for a matrix that no kernel takes
     return NativePlan(
@@ -213,7 +263,9 @@ def plan_native_executor(
         max_tokens=scheduler.settled(budget).token_budget,
         max_logits=most_logits(spec.vocab_size, scheduler.max_num_seqs),
         bind_threads=config.bind_threads == "on",
-        choose_threads=config.num_threads is None,
+        choose_threads=config.num_threads is None and num_ranks == 1,
+        num_ranks=num_ranks,
+        rank_config=rank_config(config, cache, scheduler, checkpoint) if num_ranks > 1 else None,
         weight_cache=weight_cache(config),
     )
 

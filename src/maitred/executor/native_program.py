@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from maitred.kernels import _native
 from maitred.kernels.sampler import Sampler
-from maitred.model.packed import PackedWeights
+from maitred.model.packed import PackedWeights, shape_of
 from maitred.model.program import (
     LOGITS,
     QKV,
@@ -28,6 +28,7 @@ from maitred.model.program import (
     Weight,
 )
 from maitred.model.rope import inverse_frequencies
+from maitred.model.shares import Share, share_of
 from maitred.model.spec import RopeSpec
 
 LOGITS_BYTES = 48 * 2**20  # of the rows of logits of one run; more of them come in several
@@ -50,6 +51,17 @@ class Chained(NamedTuple):
     tokens: NDArray[np.int32]  # [R, most tokens of a row]; what is beyond `counts` means nothing
     counts: NDArray[np.int32]  # [R]
     faults: NDArray[np.int32]  # [R], index into `kernels.sampler.FAULTS`: why there are fewer than were wanted
+
+
+class Place(NamedTuple):
+    """Of a process among those that run a program together."""
+
+    rank: int = 0
+    num_ranks: int = 1
+    team: Any = None  # `_native.Team`, where there are several
+
+
+ALONE = Place()
 
 
 class OpTime(NamedTuple):
@@ -76,14 +88,17 @@ class NativeProgram:
         max_logits: int,
         max_model_len: int,
         isa: str | None = None,
+        place: Place = ALONE,
     ) -> None:
-        """`pool` is a `_native.KVPool`, `threads` a `_native.ThreadPool`; `isa` None is the default one."""
+        """`pool` is a `_native.KVPool`, `threads` a `_native.ThreadPool`; `isa` None is the default one. `weights` are
+        the shares of `place`'s rank (`shares.own_program`).
+        """
         spec = program.spec
         self.program = program
         self.max_tokens = max_tokens
         self.max_logits = max_logits
         self.vocab_size = spec.vocab_size
-        self._keep = (weights, pool, threads)
+        self._keep = (weights, pool, threads, place)
         self._native = _native.Program(
             threads,
             pool,
@@ -92,8 +107,9 @@ class NativeProgram:
             max_logits=max_logits,
             vocab_size=spec.vocab_size,
             max_positions=max_model_len,
+            team=place.team,
         )
-        builder = _Builder(program, weights, self._native, max_model_len)
+        builder = _Builder(program, weights, self._native, max_model_len, place)
         builder.build()
         self._frequencies = builder.frequencies
         self._logits_rows = builder.rows[LOGITS]
@@ -150,6 +166,10 @@ class NativeProgram:
         logits: NDArray[np.float32] = self._logits[: len(logits_tokens)]
         return logits
 
+    def serve(self) -> None:
+        """Of ranks above 0: computes what rank 0 runs, until that ends."""
+        self._native.serve()
+
     @property
     def buffer_bytes(self) -> int:
         return int(self._native.buffer_bytes)
@@ -169,9 +189,9 @@ class NativeProgram:
 class _Builder:
     """Adds a program's operations to a native one; values become rows when they are first written."""
 
-    def __init__(self, program: Program, weights: PackedWeights, native: Any, max_model_len: int) -> None:
+    def __init__(self, program: Program, weights: PackedWeights, native: Any, max_model_len: int, place: Place) -> None:
         self._program, self._weights, self._native = program, weights, native
-        self._max_model_len = max_model_len
+        self._max_model_len, self._place = max_model_len, place
         self._eps = program.spec.norm_eps
         self._head = _head_begins(program.ops)
         self.rows: dict[str, Any] = {}
@@ -180,7 +200,7 @@ class _Builder:
 
     def build(self) -> None:
         ops = self._program.ops
-        self._native.operands([self._shape(op.weight) for op in ops if isinstance(op, Linear)])
+        self._native.operands([shape_of(op.weight) for op in ops if isinstance(op, Linear)])
         for rope in dict.fromkeys(op.rope for op in ops if isinstance(op, QKV)):
             if rope is not None:
                 self._add_rope_table(rope)
@@ -192,13 +212,11 @@ class _Builder:
     def _add(self, index: int, op: Op) -> None:
         match op:
             case Embed():
-                target = self._rows(op.target, op.weight.width)
-                scale = _rounded(op.scale, self._program.formats.linears.dtype)
-                self._native.embed(self._shape(op.weight), self._data(op.weight), scale, target)
+                self._add_embed(op)
             case Prepare():
                 reader = self._reader(index)
                 norm, few = self._vector(op.norm), index >= self._head
-                shape = self._shape(reader.weight)
+                shape = shape_of(reader.weight)
                 self._native.prepare(self.rows[op.source], shape, norm, self._eps, few, op.takes)
             case Take():
                 source = self.rows[op.source]
@@ -211,7 +229,7 @@ class _Builder:
                 spec = self._program.spec
                 target = self._rows(op.target, spec.q_width)
                 cap = spec.attention_softcap or 0.0
-                reader = self._shape(self._reader(index).weight)
+                reader = shape_of(self._reader(index).weight)
                 scale, window = spec.attention_scale, op.window or 0
                 self._native.attention(op.layer, spec.num_heads, window, scale, cap, target, reader)
             case NormAdd():
@@ -220,8 +238,16 @@ class _Builder:
             case _:
                 raise AssertionError(op)
 
+    def _add_embed(self, op: Embed) -> None:
+        target = self._rows(op.target, op.weight.width)
+        scale = _rounded(op.scale, self._program.formats.linears.dtype)
+        share = self._share(op.weight)
+        if share.weight is None:
+            self._native.idle("embed")
+        else:
+            self._native.embed(shape_of(share.weight), self._data(op.weight), share.first, scale, target)
+
     def _add_linear(self, index: int, op: Linear) -> None:
-        shape = self._shape(op.weight)
         few = index >= self._head
         ending, alpha, softcap, act = "store", 1.0, 0.0, "silu"
         match op.ending:
@@ -231,9 +257,14 @@ class _Builder:
                 ending, alpha = "add", op.ending.scale
             case Gated():
                 ending, act = "gate", op.ending.activation.value
-        target = self._rows(op.target, shape.out_width, few=op.target == LOGITS)
+        target = self._rows(op.target, shape_of(op.weight).out_width, few=op.target == LOGITS)
         name = op.weight.name if op.target != LOGITS else "output"
-        self._native.linear(shape, self._data(op.weight), target, ending, alpha, softcap, act, few, name)
+        share = self._share(op.weight)
+        if share.weight is None:
+            self._native.idle(name)
+            return
+        shape, data = shape_of(share.weight), self._data(op.weight)
+        self._native.linear(shape, data, target, share.first, ending, alpha, softcap, act, few, name)
 
     def _add_qkv(self, op: QKV) -> None:
         spec = self._program.spec
@@ -262,8 +293,10 @@ class _Builder:
             self.rows[name] = self._native.rows(width, few)
         return self.rows[name]
 
-    def _shape(self, weight: Weight) -> Any:
-        return self._weights[weight.name].shape
+    def _share(self, weight: Weight) -> Share:
+        if self._place.num_ranks == 1:
+            return Share(0, weight)
+        return share_of(weight, self._place.rank, self._place.num_ranks)
 
     def _data(self, weight: Weight) -> Any:
         return self._weights[weight.name].buffer

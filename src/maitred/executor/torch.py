@@ -269,6 +269,7 @@ class TorchPlan:
         num_host_blocks: int = 0,
         on_phase: Callable[[str, str], None] = lambda phase, summary: None,
         on_packed: Callable[[int, int], None] | None = None,  # nothing is packed
+        on_lost: Callable[[str, int], None] | None = None,  # and nobody helps
     ) -> TorchExecutor:
         """Load the weights and allocate the pool. Raises CheckpointError or OutOfMemory."""
         decoder = load_torch_decoder(

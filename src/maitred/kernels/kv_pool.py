@@ -16,9 +16,16 @@ LARGEST_HEAD = 1024
 
 
 def make_kv_pool(
-    *, dtype: str, num_layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
+    *,
+    dtype: str,
+    num_layers: int,
+    num_blocks: int,
+    block_size: int,
+    num_kv_heads: int,
+    head_dim: int,
+    team: _native.Team | None = None,
 ) -> _native.KVPool:
-    """Memory for K and V, zero, given by the operating system when first touched.
+    """Memory for K and V, zero, given by the operating system when first touched; with a `team`, what its ranks share.
 
     Raises KernelError for a dtype or size that the kernels cannot take, OutOfMemory when the memory is refused.
     """
@@ -30,6 +37,7 @@ def make_kv_pool(
             block_size=block_size,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
+            team=team,
         )
     except ValueError as error:
         raise KernelError(str(error)) from None

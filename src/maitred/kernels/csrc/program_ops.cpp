@@ -36,7 +36,8 @@ Operand OperandBuffers::of(const Worker& worker, const LinearShape& shape, int n
 }
 
 void add_idle(Program& program, const std::string& name) {
-  program.add(name, 0, [](const StepRows&, WorkCounter*, const Worker&) { return true; });
+  constexpr int kCounters = 1;  // as the others' operation has, so that all count the next ones alike
+  program.add(name, kCounters, [](const StepRows&, WorkCounter*, const Worker&) { return true; });
 }
 
 void add_embed(Program& program, const PackedLinear& weights, int first, float scale, const Rows& target) {
