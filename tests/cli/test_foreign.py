@@ -56,8 +56,8 @@ def test_what_is_called_equal_is_there_and_was_named_letter_by_letter():
 @pytest.mark.parametrize(
     ("words", "answer"),
     [
-        ("serve --tp-size 2", "no option --tp-size; not yet: one engine computes on one device"),
-        ("serve --dp-size=2", "no option --dp-size; not yet: one engine computes on one device"),
+        ("serve --tp-size 2", "no option --tp-size; here it is --tensor-parallel RANKS, processes of this machine"),
+        ("serve --dp-size=2", "no option --dp-size; not yet: splits over machines"),
         ("serve --quantization awq", "here it is --dtype int8 (or int4)"),
         ("serve --gpu-memory-utilization 0.9", "here it is --kv-cache-memory-bytes BYTES"),
         ("serve --model_base_path /models", "here it is MODEL (or --model MODEL)"),
@@ -85,7 +85,7 @@ def test_a_habit_of_others_is_answered_and_not_accepted(words: str, answer: str,
 def test_a_key_of_a_config_file_is_answered_as_the_flag_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "serve.yaml").write_text("tp_size: 2\n")
     assert main(["serve", "--config", str(tmp_path / "serve.yaml")]) == 2
-    assert "serve.yaml:1: no option 'tp_size'; not yet: one engine computes on one device" in capsys.readouterr().err
+    assert "serve.yaml:1: no option 'tp_size'; here it is --tensor-parallel RANKS" in capsys.readouterr().err
 
 
 def test_a_flag_of_ours_with_a_letter_missing_is_still_recognised():

@@ -96,3 +96,24 @@ def test_threads_that_nobody_counted_out_follow_measured_steps(monkeypatch: pyte
         executor.close()
     assert choices[0].num_threads == 2
     assert choices[1] is None
+
+
+def test_ranks_share_the_cores_and_more_threads_than_these_are_told_not_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(executors, "usable_cores", lambda: 4)
+    monkeypatch.setattr(executors, "SMALL_MODEL_PARAMETERS", 0)
+    plan, told = planned(device="cpu", tensor_parallel=2)
+    assert (plan.num_threads, plan.choose_threads, told) == (2, False, [])
+    assert ", 2 ranks of 2 threads, " in plan.describe()
+    assert planned(device="cpu", tensor_parallel=9)[0].num_threads == 1
+    _, told = planned(device="cpu", tensor_parallel=2, num_threads=4)
+    assert told == ["ranks   8 threads in all on 4 cores: each step waits for time slices"]
+    with pytest.raises(ConfigError, match="num_threads is 5"):
+        planned(device="cpu", tensor_parallel=2, num_threads=5)
+
+
+def test_ranks_are_refused_where_pytorch_computes(monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(ConfigError, match="tensor_parallel is the native executor's"):
+        planned(executor="torch", tensor_parallel=2)
+    without_native(monkeypatch)
+    with pytest.raises(ConfigError, match="the native library was not built"):
+        planned(device="cpu", tensor_parallel=2)

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import os
-import resource
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +14,14 @@ import psutil
 import pytest
 
 from maitred.config import CacheConfig, ModelConfig, SchedulerConfig
-from maitred.errors import ConfigError, KernelError, OutOfMemory
+from maitred.engine.llm import LLM
+from maitred.errors import ConfigError, KernelError
 from maitred.executor import ranks
 from maitred.executor.native import NativeExecutor
 from maitred.executor.native_plan import plan_native_executor
 from maitred.model.checkpoint import open_checkpoint
 from maitred.model.families import spec_from_config
-from maitred.model.program import Part, Weight
-from maitred.model.program import Format
-from maitred.model.shares import share_of
+from maitred.request import SamplingParams
 from tests.conftest import ROOT
 from tests.executor.test_native_identity import Bits, World
 from tests.model.checkpoints import make_checkpoint
@@ -90,3 +86,141 @@ def test_any_number_of_ranks_gives_the_bits_of_one(
     folder = make_checkpoint(family, tmp_path / "model", **changes)
     one = outcome(folder, 1, **model)
     assert [outcome(folder, num_ranks, **model) == one for num_ranks in (2, 3)] == [True, True]
+
+
+# ---- beginning and end
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("llama", tmp_path_factory.mktemp("ranks") / "model")
+
+
+def processes() -> list[psutil.Process]:
+    """Ranks that this process has started."""
+    return [child for child in psutil.Process().children() if "maitred.executor.rank_process" in child.cmdline()]
+
+
+def output_of(script: str, *arguments: str) -> str:
+    """Of Python in a process of its own."""
+    command = [sys.executable, "-c", script, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=HANGS_S, check=True).stdout
+
+
+def test_close_leaves_no_process_and_no_descriptor(model: Path):
+    before = psutil.Process().num_fds()
+    with running(model, 3):
+        ours = processes()
+        assert len(ours) == 2
+    assert all(is_gone(process) for process in ours)
+    assert psutil.Process().num_fds() == before
+
+
+PARENT = """
+import sys, time
+from pathlib import Path
+from tests.executor.test_ranks import processes, running
+with running(Path(sys.argv[1]), 3):
+    print(*(process.pid for process in processes()), flush=True)
+    time.sleep(600)
+"""
+
+
+def test_ranks_end_with_rank_0_however_that_ends(model: Path):
+    """Even those that are stopped."""
+    with subprocess.Popen(
+        [sys.executable, "-c", PARENT, str(model)], stdout=subprocess.PIPE, text=True, cwd=ROOT
+    ) as rank_0:
+        assert rank_0.stdout is not None
+        others = [psutil.Process(int(pid)) for pid in rank_0.stdout.readline().split()]
+        assert len(others) == 2
+        others[0].suspend()
+        rank_0.kill()
+    until(lambda: all(is_gone(process) for process in others))
+
+
+def test_a_rank_that_dies_fails_steps_and_not_the_process_that_made_the_llm(model: Path):
+    with LLM(str(model), tensor_parallel=2, num_threads=1, executor="native", weight_cache="off") as llm:
+        asked = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+        assert len(llm.generate("hello", asked)[0].outputs[0].token_ids) == 4
+        (rank,) = processes()
+        rank.kill()
+        until(lambda: is_gone(rank))
+        with pytest.raises(RuntimeError, match="rank 1 was killed by SIGKILL"):
+            llm.generate("hello", asked)  # it waits for the rank until its keeper knows
+
+
+def test_a_rank_that_cannot_load_is_told_by_its_number(model: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(ranks, "RANK", (sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"))
+    with pytest.raises(KernelError, match="rank 1 was killed by SIGKILL before it had loaded"), running(model, 2):
+        pass
+    monkeypatch.setattr(ranks, "RANK", ("/there/is/no/such/program",))
+    with pytest.raises(KernelError, match=r"rank 1 could not be started: .*No such file"), running(model, 2):
+        pass
+
+
+# ---- shared memory
+
+
+def test_memory_that_is_not_allowed_is_told_before_anything_is_loaded(model: Path, monkeypatch: pytest.MonkeyPatch):
+    def refuse(name: str) -> int:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    with pytest.raises(ConfigError, match=r"this system refuses it \(memfd_create: .*not permitted"), running(model, 2):
+        pass
+    assert processes() == []
+
+
+LIMITED = """
+import resource, sys
+from pathlib import Path
+from maitred.errors import OutOfMemory
+from tests.executor.test_ranks import running
+resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))
+try:
+    with running(Path(sys.argv[1]), 2):
+        pass
+except OutOfMemory as error:
+    print(error)
+"""
+
+
+def test_memory_of_which_there_is_too_little_is_told_before_anything_is_loaded(model: Path):
+    assert "memory that ranks share could not be had" in output_of(LIMITED, str(model))
+
+
+# ---- processors
+
+
+def test_ranks_get_a_processor_a_thread_or_a_node():
+    near, far = [0, 1, 2, 3], [4, 5, 6, 7]
+    assert ranks.dealt_processors([near, far], 2, 4) == ((0, 1, 2, 3), (4, 5, 6, 7))
+    assert ranks.dealt_processors([near, far], 4, 2) == ((0, 1), (2, 3), (4, 5), (6, 7))
+    assert ranks.dealt_processors([near, far], 2, 3) == ((0, 1, 2, 3), (4, 5, 6, 7))
+    assert ranks.dealt_processors([near], 2, 1) == ()
+    assert ranks.dealt_processors([near], 2, 2) == ((0, 1), (2, 3))
+
+
+def test_nodes_are_those_of_the_processors_that_may_be_used(tmp_path: Path):
+    for node, cpus in {0: "0-2,8", 1: "3-5", 10: "6-7"}.items():
+        (tmp_path / f"node{node}").mkdir()
+        (tmp_path / f"node{node}" / "cpulist").write_text(cpus + "\n")
+    assert ranks.processors_by_node({1, 8, 3, 4}, tmp_path) == [[1, 8], [3, 4]]
+    assert ranks.processors_by_node({2, 5}, tmp_path / "none") == [[2, 5]]
+
+
+BOUND = """
+import os, sys
+from pathlib import Path
+from tests.executor.test_ranks import processes, running
+with running(Path(sys.argv[1]), 2, bind_threads="on"):
+    print(sorted(os.sched_getaffinity(0)), *(process.cpu_affinity() for process in processes()))
+"""
+
+
+def test_ranks_that_are_as_many_as_processors_keep_to_one_each(model: Path):
+    cpus = sorted(os.sched_getaffinity(0))
+    if len(cpus) != 2:
+        pytest.skip("for two processors")
+    assert output_of(BOUND, str(model)).split() == [f"[{cpu}]" for cpu in cpus]

@@ -49,6 +49,8 @@ here it is --kv-dtype bfloat16|int8|float32
   -ctk -ctv cache-type-k cache-type-v kv-cache-dtype
 here it is --num-threads THREADS
   -t threads n-threads tensorflow-intra-op-parallelism tensorflow-session-parallelism
+here it is --tensor-parallel RANKS, processes of this machine
+  -tp tp tp-size tensor-parallel-size
 here it is --bind-threads on
   -C -Cr cpu-mask cpu-range cpu-strict numa numa-bind numa-bind-cpus numa-bind-nodes numa-node
 here it is --no-enable-prefix-caching, and --enable-prefix-caching
@@ -109,8 +111,8 @@ here it is maitred --version
   version
 here it is --help
   usage
-not yet: one engine computes on one device, so a model is not split over several
-  dist-timeout -tp -pp -dp -pcp -dcp -asc -sm -ts -mg -dpa -dpb -dpe -dph -dpl -dpm -dpn -dpp -dpr tp pp dp tp-size
+not yet: splits over machines, or by layers; --tensor-parallel is this one's, maitred route --replicas is data parallel
+  dist-timeout -pp -dp -pcp -dcp -asc -sm -ts -mg -dpa -dpb -dpe -dph -dpl -dpm -dpn -dpp -dpr pp dp
   moe-data-parallel-size max-ep-size dwdp-size api-server-count nnodes node-rank master-addr master-port headless
   rpc split-mode tensor-split main-gpu device-ids base-gpu-id gpu-id-step load-balance-method moe-dense-tp-size
   max-parallel-loading-workers enable-dense-mlp-attn-tp enable-shared-experts-attn-tp shared-experts-tp-size

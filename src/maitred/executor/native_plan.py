@@ -229,7 +229,7 @@ class NativePlan:
             max_model_len=max_model_len,
             cpus=processors_of_ranks(self.num_ranks, self.num_threads) if self.bind_threads else (),
         )
-        return Ranks(begin, on_lost=on_lost)
+        return Ranks(begin, on_lost)
 
 
 def plan_native_executor(

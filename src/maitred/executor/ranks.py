@@ -31,8 +31,8 @@ from maitred.model.checkpoint import Checkpoint
 RANK = (sys.executable, "-P", "-m", "maitred.executor.rank_process")
 PROCESS_BYTES = 64 * 2**20
 """What a rank's process takes besides its weights: Python, numpy and the library."""
-SPARE_BYTES = 16 * 2**30
-"""Of addresses, for what is no buffer of the plan: parts of long attentions. What is not touched is no memory."""
+SPARE_BYTES = 2**38
+"""Of addresses, for what is no buffer of the plan, such as parts of long attentions. What is not touched is no memory."""
 NODES = Path("/sys/devices/system/node")
 STOP_S = 3.0  # a rank that was told to end, and has not by then, is killed
 
@@ -87,7 +87,7 @@ class Ranks:
     """The other ranks' processes. A thread for each begins it, and waits for its end: the system ends a process with
     the thread that began it."""
 
-    def __init__(self, begin: Begin, *, command: Sequence[str] = RANK, on_lost: OnLost | None = None) -> None:
+    def __init__(self, begin: Begin, on_lost: OnLost | None = None) -> None:
         """`begin` as for rank 0, without memory yet; `on_lost` is called by some thread. Raises ConfigError or
         OutOfMemory where there is no such memory.
         """
@@ -97,7 +97,7 @@ class Ranks:
         self.place = Place(0, begin.num_ranks, self._team)
         self.cpus = begin.own_cpus
         bind_process(self.cpus)
-        self._command, self._on_lost = command, on_lost
+        self._on_lost = on_lost
         self._answers: queue.SimpleQueue[tuple[int, Loaded]] = queue.SimpleQueue()
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._loaded = self._closing = False
@@ -144,7 +144,7 @@ class Ranks:
         """One rank's life."""
         try:
             process = self._processes[begin.rank] = subprocess.Popen(
-                self._command,
+                RANK,
                 stdin=subprocess.PIPE,  # its end tells the rank that we are gone
                 stdout=subprocess.PIPE,  # and its end tells us that the rank is
                 bufsize=0,
