@@ -157,7 +157,7 @@ def test_wrong_settings_name_the_choices():
 @pytest.mark.parametrize(
     ("argument", "answer"),
     [
-        ("tensor_parallel_size", "not yet: one engine computes on one device"),
+        ("tensor_parallel_size", "here it is tensor_parallel= RANKS"),
         ("gpu_memory_utilization", "here it is kv_cache_memory_bytes= BYTES"),
         ("quantization", "here it is dtype= int8"),
         ("n_ctx", "here it is max_model_len= TOKENS"),

@@ -32,7 +32,7 @@ RANK = (sys.executable, "-P", "-m", "maitred.executor.rank_process")
 PROCESS_BYTES = 64 * 2**20
 """What a rank's process takes besides its weights: Python, numpy and the library."""
 SPARE_BYTES = 2**38
-"""Of addresses, for what is no buffer of the plan, such as parts of long attentions. What is not touched is no memory."""
+"""Of addresses, for what is no buffer of the plan, as parts of long attentions. What is not touched is no memory."""
 NODES = Path("/sys/devices/system/node")
 STOP_S = 3.0  # a rank that was told to end, and has not by then, is killed
 
