@@ -71,8 +71,9 @@ def plan_draft(
     """
     spec = spec_from_config(checkpoint.config)
     _check_vocabulary(served, spec_from_config(served.config), checkpoint, spec)
+    alone = replace(config, tensor_parallel=1)  # rank 0 makes drafts up by itself
     plan = plan_native_executor(
-        config, checkpoint, spec, cache=cache, scheduler=scheduler, num_threads=config.num_threads or num_threads
+        alone, checkpoint, spec, cache=cache, scheduler=scheduler, num_threads=config.num_threads or num_threads
     )
     return replace(plan, num_threads=min(plan.num_threads, num_threads))
 
