@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -147,40 +148,28 @@ class NativePlan:
         `on_phase` is told of each phase as it ends, and what happened in it; `on_packed` how many bytes of weights are
         packed, and of how many, while that lasts; `on_lost` of a rank that ended by itself, after which steps raise.
         """
-        if self.num_ranks == 1:
-            return self._build(None, num_blocks, max_model_len, num_host_blocks, on_phase, on_packed)
-        ranks = self._start_ranks(num_blocks, max_model_len, on_lost)
-        try:
-            return self._build(ranks, num_blocks, max_model_len, num_host_blocks, on_phase, on_packed)
-        except BaseException:
-            ranks.close()
-            raise
-
-    def _build(
-        self,
-        ranks: Ranks | None,
-        num_blocks: int,
-        max_model_len: int,
-        num_host_blocks: int,
-        on_phase: Callable[[str, str], None],
-        on_packed: OnPacked | None,
-    ) -> NativeExecutor:
-        place = ranks.place if ranks is not None else ALONE
-        threads = _native.ThreadPool(self.num_threads)
-        pool = self.make_pool(num_blocks, place)
-        on_phase("kv_pool", "")
-        runner, summary = self.load(threads, pool, max_model_len=max_model_len, on_packed=on_packed, place=place)
-        if ranks is not None:
-            ranks.wait(place.team.num_taken)
-            summary = f"{self.num_ranks} ranks, of which the first {summary}"
-        on_phase("weights", summary)
-        host = NativeHostPool(pool, num_host_blocks, threads) if num_host_blocks else None
-        sample_rows = NativeSampler(threads, isa=self.isa).sample_rows
-        if ranks is not None:
-            bind_rank(threads, ranks.cpus)
-        elif self.bind_threads:
-            bind_threads(threads)
-        on_phase("program", "")
+        with ExitStack() as undo:
+            ranks, place = None, ALONE
+            if self.num_ranks > 1:
+                ranks = self._start_ranks(num_blocks, max_model_len, on_lost)
+                undo.callback(ranks.close)
+                place = ranks.place
+            threads = _native.ThreadPool(self.num_threads)
+            pool = self.make_pool(num_blocks, place)
+            on_phase("kv_pool", "")
+            runner, summary = self.load(threads, pool, max_model_len=max_model_len, on_packed=on_packed, place=place)
+            if ranks is not None:
+                ranks.wait(place.team.num_taken)
+                summary = f"{self.num_ranks} ranks, of which the first {summary}"
+            on_phase("weights", summary)
+            host = NativeHostPool(pool, num_host_blocks, threads) if num_host_blocks else None
+            sample_rows = NativeSampler(threads, isa=self.isa).sample_rows
+            if ranks is not None:
+                bind_rank(threads, ranks.cpus)
+            elif self.bind_threads:
+                bind_threads(threads)
+            on_phase("program", "")
+            undo.pop_all()
         return NativeExecutor(
             runner,
             pool,

@@ -96,7 +96,6 @@ class Ranks:
         self._team = join_team(begin)
         self.place = Place(0, begin.num_ranks, self._team)
         self.cpus = begin.own_cpus
-        bind_process(self.cpus)
         self._on_lost = on_lost
         self._answers: queue.SimpleQueue[tuple[int, Loaded]] = queue.SimpleQueue()
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
@@ -108,11 +107,7 @@ class Ranks:
         for keeper in self._keepers:
             keeper.daemon = True
             keeper.start()
-
-    @property
-    def pids(self) -> list[int]:
-        """Of ranks 1 and up, once they have loaded."""
-        return [process.pid for _, process in sorted(self._processes.items())]
+        bind_process(self.cpus)  # from here on: the others begin wherever there is room
 
     def wait(self, num_taken: int) -> None:
         """Until all have loaded, and have the program in memory that rank 0 has. Raises KernelError."""
@@ -143,34 +138,47 @@ class Ranks:
     def _keep(self, begin: Begin) -> None:
         """One rank's life."""
         try:
-            process = self._processes[begin.rank] = subprocess.Popen(
-                RANK,
-                stdin=subprocess.PIPE,  # its end tells the rank that we are gone
-                stdout=subprocess.PIPE,  # and its end tells us that the rank is
-                bufsize=0,
-                pass_fds=[begin.memory_fd],
-                start_new_session=True,  # Ctrl-C is for us
-            )
+            process = self._processes[begin.rank] = _start(begin.memory_fd)
         except OSError as error:
             self._answers.put((begin.rank, Loaded(error=f"could not be started: {error}")))
             return
+        loaded = self._follow(process, begin)
+        why = cause_of_end(process.wait())
+        if loaded is None:
+            self._answers.put((begin.rank, Loaded(error=f"{why} before it had loaded")))
+        elif not loaded.error and not self._closing:
+            self._lost(f"rank {begin.rank} {why}", process.returncode)
+
+    def _follow(self, process: subprocess.Popen[bytes], begin: Begin) -> Loaded | None:
+        """To its end: what it said when it had loaded, None if it never did."""
         assert process.stdin is not None
         assert process.stdout is not None
         with process.stdin as commands, process.stdout as answers:
             with suppress(OSError):
                 commands.write(msgspec.json.encode(begin) + b"\n")
             line = answers.readline()
-            loaded = msgspec.json.decode(line, type=Loaded) if line else None
-            if loaded is not None:
-                self._answers.put((begin.rank, loaded))
+            if not line:
+                return None
+            loaded = msgspec.json.decode(line, type=Loaded)
+            self._answers.put((begin.rank, loaded))
             answers.read()
-        why = cause_of_end(process.wait())
-        if loaded is None:
-            self._answers.put((begin.rank, Loaded(error=f"{why} before it had loaded")))
-        elif not loaded.error and not self._closing:
-            self._team.lose(f"rank {begin.rank} {why}")
-            if self._on_lost is not None:
-                self._on_lost(f"rank {begin.rank} {why}", process.returncode)
+            return loaded
+
+    def _lost(self, why: str, returncode: int) -> None:
+        self._team.lose(why)
+        if self._on_lost is not None:
+            self._on_lost(why, returncode)
+
+
+def _start(memory_fd: int) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        RANK,
+        stdin=subprocess.PIPE,  # its end tells the rank that we are gone
+        stdout=subprocess.PIPE,  # and its end tells us that the rank is
+        bufsize=0,
+        pass_fds=[memory_fd],
+        start_new_session=True,  # Ctrl-C is for us
+    )
 
 
 def cause_of_end(returncode: int) -> str:

@@ -107,6 +107,7 @@ void Team::check() const {
 void Team::stop() {
   shared_->round.store(-1, std::memory_order_release);
   shared_->begins.open();
+  shared_->barrier.abandon();  // a step that failed here has left them waiting in its middle
 }
 
 void Team::lose(const std::string& why) {
