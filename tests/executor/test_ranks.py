@@ -23,7 +23,7 @@ from maitred.model.checkpoint import open_checkpoint
 from maitred.model.families import spec_from_config
 from maitred.request import SamplingParams
 from tests.conftest import ROOT
-from tests.executor.test_native_identity import Bits, World
+from tests.executor.test_native_identity import Bits, World, tries_everything
 from tests.model.checkpoints import make_checkpoint
 from tests.waiting import HANGS_S, is_gone, until
 
@@ -47,15 +47,18 @@ def running(folder: Path, num_ranks: int, *, num_blocks: int = 24, **model: Any)
         executor.close()
 
 
+NUM_BLOCKS = 21
+
+
 def world() -> World:
-    """Chunks, shared beginnings, preemption; of more requests than fit at once."""
+    """Chunks, shared beginnings, a prompt longer than attention sums at once; of more requests than fit at once."""
     beginning = tuple(range(5, 60))
     return World(
-        prompts=(beginning, (*beginning, 7, 8), (9,), tuple(range(100, 140)), (*beginning[:40], 3)),
-        output_lengths=(12, 30, 40, 25, 9),
+        prompts=(beginning, (*beginning, 7, 8), (9,), tuple(i % 250 for i in range(300)), (*beginning[:40], 3)),
+        output_lengths=(6, 12, 40, 9, 5),
         arrivals=3,
         block_size=BLOCK_SIZE,
-        num_blocks=12,
+        num_blocks=NUM_BLOCKS,
         scheduler={"max_num_batched_tokens": 24, "max_num_seqs": 8},
     )
 
@@ -63,9 +66,10 @@ def world() -> World:
 def outcome(folder: Path, num_ranks: int, **model: Any) -> tuple[dict[str, dict[int, list[bytes]]], list[list[int]]]:
     """Every position's logits, as often as they were computed, and the tokens."""
     bits = Bits()
-    with running(folder, num_ranks, num_blocks=12, **model) as executor:
+    with running(folder, num_ranks, num_blocks=NUM_BLOCKS, **model) as executor:
         executor.on_logits = bits
         requests = world().serve(executor)
+    assert tries_everything(requests)
     return bits.seen, [list(request.output_token_ids) for request in requests]
 
 
@@ -75,7 +79,7 @@ def outcome(folder: Path, num_ranks: int, **model: Any) -> tuple[dict[str, dict[
         ("llama_bias", {}, {"dtype": "float32", "kv_dtype": "bfloat16"}),
         ("gemma2", {"tie_word_embeddings": True}, {"dtype": "bfloat16"}),
         ("qwen3", {"hidden_size": 40}, {"dtype": "int8", "kv_dtype": "int8"}),
-        ("qwen2", {}, {"dtype": "int4", "num_threads": 2}),
+        ("qwen2", {}, {"dtype": "int4"}),
     ],
     ids=lambda value: value if isinstance(value, str) else value.get("dtype"),
 )
@@ -83,9 +87,12 @@ def test_any_number_of_ranks_gives_the_bits_of_one(
     family: str, changes: dict[str, Any], model: dict[str, Any], tmp_path: Path
 ):
     """Biases and gates, tied matrices and others, and (hidden size 40: two tiles) ranks that own nothing of some."""
-    folder = make_checkpoint(family, tmp_path / "model", **changes)
+    folder = make_checkpoint(family, tmp_path / "model", max_position_embeddings=512, **changes)
     one = outcome(folder, 1, **model)
-    assert [outcome(folder, num_ranks, **model) == one for num_ranks in (2, 3)] == [True, True]
+    several = [
+        outcome(folder, num_ranks, **model, num_threads=threads) == one for num_ranks, threads in ((2, 2), (3, 1))
+    ]
+    assert several == [True, True]
 
 
 # ---- beginning and end
