@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -121,6 +122,17 @@ def test_close_leaves_no_process_and_no_descriptor(model: Path):
         assert len(ours) == 2
     assert all(is_gone(process) for process in ours)
     assert psutil.Process().num_fds() == before
+
+
+def test_an_executor_that_is_dropped_leaves_no_process(model: Path, monkeypatch: pytest.MonkeyPatch):
+    def refuse(*_: object) -> None:
+        raise OSError("no room for a log")
+
+    monkeypatch.setattr("maitred.engine.build._decision_log", refuse)
+    with pytest.raises(OSError, match="no room for a log"):
+        LLM(str(model), tensor_parallel=2, num_threads=1, executor="native", decision_log="anywhere")
+    gc.collect()
+    assert processes() == []
 
 
 PARENT = """

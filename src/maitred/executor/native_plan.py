@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -170,7 +171,7 @@ class NativePlan:
                 bind_threads(threads)
             on_phase("program", "")
             undo.pop_all()
-        return NativeExecutor(
+        executor = NativeExecutor(
             runner,
             pool,
             sample_rows,
@@ -180,6 +181,9 @@ class NativePlan:
             choice=ThreadChoice(self.num_threads) if self.choose_threads else None,
             ranks=ranks,
         )
+        if ranks is not None:
+            weakref.finalize(executor, ranks.close)  # of one that is dropped, as when what comes next fails
+        return executor
 
     def make_pool(self, num_blocks: int, place: Place = ALONE) -> Any:
         """A `_native.KVPool`. Raises OutOfMemory."""
