@@ -202,6 +202,7 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     grammar: str = ""  # what the output is bound to, as llguidance takes it: JSON or Lark; empty binds nothing
     thinking: ThinkingLimit | None = None
     prediction_token_ids: Sequence[int] = ()  # what the client expects the output to be; drafts are taken from it
+    adapter: str = ""  # LoRA adapter by its name; empty is the model as it is
     resumed: ResumePoint | None = None  # where another engine left off
 
 

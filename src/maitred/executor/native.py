@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from maitred.executor.drafted import accepted, samplers_of, with_drafts
 from maitred.executor.grammar import Grammars
 from maitred.executor.grammar_rows import follow_grammars, keep, wait_for_masks
+from maitred.executor.native_lora import NativeAdapters, refuse
 from maitred.executor.native_swap import Bandwidth, NativeHostPool
 from maitred.executor.outcome import PROMPT_LOGPROBS_CHUNK, prompt_tokens_due, report
 from maitred.executor.ragged import RaggedStep, Slice, cut, ragged_step
@@ -91,6 +92,7 @@ class NativeExecutor:
         threads: Any = None,
         choice: Choice | None = None,
         ranks: Ranks | None = None,
+        adapters: NativeAdapters | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`pool` is the `_native.KVPool` that the runner writes, `threads` the `_native.ThreadPool` of which `choice`
@@ -102,6 +104,7 @@ class NativeExecutor:
         self.pool = pool
         self._runner = runner
         self._sample_rows = sample_rows
+        self.adapters = adapters
         self.grammars: Grammars | None = None  # for requests with one; whoever builds an engine sets it
         self.proposer: Proposer | None = None  # of drafts; whoever builds an engine sets it
         self._block_size = block_size
@@ -119,9 +122,11 @@ class NativeExecutor:
         tokens: dict[int, SampledToken] = {}
         prompts: dict[int, list[TokenLogprobs]] = {}
         began_at = self._clock()
-        for slices in cut(works, self._runner.max_tokens):
+        refused = refuse(works, self.adapters)
+        for slices in cut(works, self._runner.max_tokens, skipped=refused):
             self._run(slices, tokens, prompts)
         self._settle_blocks(planned)
+        tokens |= refused
         follow_grammars(works, tokens, self.grammars)
         if self.choice is not None:
             num_tokens = sum(work.row.num_tokens for work in works)
@@ -143,6 +148,7 @@ class NativeExecutor:
         if self._ranks is not None:
             self._ranks.close()
         self._runner.close()
+        self.adapters = None
         del self._runner, self.pool, self._sample_rows, self.threads
 
     def _choose_threads(self, choice: Choice, num_tokens: int, num_rows: int, began_at: float) -> None:
@@ -172,6 +178,8 @@ class NativeExecutor:
     ) -> None:
         """One call of the program, and what is wanted of its logits."""
         step = ragged_step(slices, self._block_size)
+        if self.adapters is not None:
+            step.adapters = self.adapters.slots([piece.work.state.adapter for piece in slices])
         sampling = [piece for piece in slices if piece.samples]
         ends = step.first_tokens[1:].tolist()
         wanted = [

@@ -14,6 +14,7 @@ from maitred.config import CacheConfig, ModelConfig, SchedulerConfig
 from maitred.cost_model import native_token_budget
 from maitred.errors import ConfigError, KernelError
 from maitred.executor.native import NativeExecutor
+from maitred.executor.native_lora import NativeAdapters
 from maitred.executor.native_program import ALONE, NativeProgram, Place, most_logits
 from maitred.executor.native_sampler import NativeSampler
 from maitred.executor.native_swap import NativeHostPool
@@ -180,6 +181,7 @@ class NativePlan:
             threads=threads,
             choice=ThreadChoice(self.num_threads) if self.choose_threads else None,
             ranks=ranks,
+            adapters=NativeAdapters(runner) if ranks is None else None,
         )
         if ranks is not None:
             weakref.finalize(executor, ranks.close)  # of one that is dropped, as when what comes next fails

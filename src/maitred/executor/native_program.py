@@ -43,6 +43,7 @@ class Step(Protocol):
     first_tokens: Int32s
     block_tables: Int32s
     first_blocks: Int32s
+    adapters: Int32s | None
 
 
 class Chained(NamedTuple):
@@ -67,6 +68,16 @@ ALONE = Place()
 class OpTime(NamedTuple):
     name: str
     nanoseconds: int
+
+
+class LowRankPart(NamedTuple):
+    """What an adapter adds to one linear, as csrc/adapters.h has it: A and B as flat bytes aligned to 64."""
+
+    dtype: str  # float32 or bfloat16
+    rank: int  # of all of A, its padding included
+    a: NDArray[np.uint8]
+    b: NDArray[np.uint8]
+    runs: Int32s  # [runs, 3] panels, first rank, ranks
 
 
 def most_logits(vocab_size: int, max_rows: int) -> int:
@@ -114,6 +125,8 @@ class NativeProgram:
         self._frequencies = builder.frequencies
         self._logits_rows = builder.rows[LOGITS]
         self._logits: Any = self._logits_rows.view(max_logits)
+        self.adapted = tuple(builder.adapted)
+        """Weights of the linears that adapters may add to, in the order of `load_adapter`'s parts."""
 
     def run(self, step: Step, logits_tokens: Sequence[int]) -> NDArray[np.float32]:
         """Compute the step and [len(logits_tokens), V] logits of those tokens; a view, good until the next call."""
@@ -124,6 +137,7 @@ class NativeProgram:
             step.block_tables,
             step.first_blocks,
             np.array(logits_tokens, dtype=np.int32),
+            step.adapters,
         )
         logits: NDArray[np.float32] = self._logits[: len(logits_tokens)]
         return logits
@@ -169,6 +183,12 @@ class NativeProgram:
     def serve(self) -> None:
         """Of ranks above 0: computes what rank 0 runs, until that ends."""
         self._native.serve()
+    def load_adapter(self, slot: int, parts: Sequence[LowRankPart | None]) -> None:
+        """Rows of later steps may name the slot. The caller keeps the parts until it is unloaded; between steps."""
+        self._native.load_adapter(slot, list(parts))
+
+    def unload_adapter(self, slot: int) -> None:
+        self._native.unload_adapter(slot)
 
     @property
     def buffer_bytes(self) -> int:
@@ -195,6 +215,7 @@ class _Builder:
         self._eps = program.spec.norm_eps
         self._head = _head_begins(program.ops)
         self.rows: dict[str, Any] = {}
+        self.adapted: list[Weight] = []
         self.frequencies: list[NDArray[np.float32]] = []  # the native program reads them where they are
         self._tables: dict[RopeSpec, Any] = {}
 
@@ -217,7 +238,8 @@ class _Builder:
                 reader = self._reader(index)
                 norm, few = self._vector(op.norm), index >= self._head
                 shape = shape_of(reader.weight)
-                self._native.prepare(self.rows[op.source], shape, norm, self._eps, few, op.takes)
+                adapted = self._adapted(reader, few)
+                self._native.prepare(self.rows[op.source], shape, norm, self._eps, few, op.takes, adapted)
             case Take():
                 source = self.rows[op.source]
                 self._native.take(source, self._rows(op.target, source.width))
@@ -263,8 +285,17 @@ class _Builder:
         if share.weight is None:
             self._native.idle(name)
             return
-        shape, data = shape_of(share.weight), self._data(op.weight)
-        self._native.linear(shape, data, target, share.first, ending, alpha, softcap, act, few, name)
+        shape, data, adapted = shape_of(share.weight), self._data(op.weight), self._adapted(op, few)
+        self._native.linear(shape, data, target, share.first, ending, alpha, softcap, act, few, adapted, name)
+
+    def _adapted(self, linear: Linear, few: bool) -> int:
+        """The linear's number among those that adapters may add to, -1 for the output matrix."""
+        if linear.target == LOGITS:
+            return -1
+        if linear.weight not in self.adapted[-1:]:
+            assert self._native.adapted_linear(shape_of(linear.weight), few) == len(self.adapted)
+            self.adapted.append(linear.weight)
+        return len(self.adapted) - 1
 
     def _add_qkv(self, op: QKV) -> None:
         spec = self._program.spec

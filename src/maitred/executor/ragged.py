@@ -6,7 +6,7 @@ time, is carried out in passes over slices of its rows; nothing a token computes
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -44,13 +44,19 @@ class RaggedStep:
     first_tokens: Int32s  # [R + 1]
     block_tables: Int32s  # block ids of slice 0, then of slice 1, ...
     first_blocks: Int32s  # [R + 1]
+    adapters: Int32s | None = None  # [R] slots, -1 for none; None where no row has one
 
 
-def cut(works: Sequence[RowWork], max_tokens: int) -> list[list[Slice]]:
-    """Passes of at most `max_tokens` tokens each, in the rows' order; a last known token and its drafts share one."""
+def cut(works: Sequence[RowWork], max_tokens: int, skipped: Container[int] = ()) -> list[list[Slice]]:
+    """Passes of at most `max_tokens` tokens each, in the rows' order, without the rows that are `skipped`.
+
+    A last known token and its drafts share one.
+    """
     passes: list[list[Slice]] = [[]]
     room = max_tokens
     for index, work in enumerate(works):
+        if index in skipped:
+            continue
         start, end = work.row.start, work.row.start + work.row.num_tokens
         while start < end:
             if room == 0:
@@ -67,7 +73,7 @@ def cut(works: Sequence[RowWork], max_tokens: int) -> list[list[Slice]]:
             passes[-1].append(Slice(index, work, start, count, work.row.samples and start + count == end))
             start += count
             room -= count
-    return passes
+    return passes if passes[0] else []
 
 
 def ragged_step(slices: Sequence[Slice], block_size: int) -> RaggedStep:

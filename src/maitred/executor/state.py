@@ -60,6 +60,7 @@ class HeldRequest:
     """One request as the executor knows it. Everything in it can be rebuilt from a `NewRequest` and the blocks."""
 
     __slots__ = (
+        "adapter",
         "blocks",
         "grammar",
         "num_prompt_tokens",
@@ -72,6 +73,7 @@ class HeldRequest:
 
     def __init__(self, new: NewRequest, vocab_size: int) -> None:
         self.request_id = new.request_id
+        self.adapter = new.spec.adapter
         self.num_prompt_tokens = new.spec.num_prompt_tokens
         self.prompt_logprobs = new.spec.sampling.prompt_logprobs
         self.prediction = new.spec.prediction_token_ids

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from maitred.config import DEFAULT_TOKEN_BUDGET, ModelConfig
-from maitred.errors import ConfigError
+from maitred.errors import ConfigError, KernelError
 from maitred.executor.batch import Batch, build_batch, unwritten_slots
 from maitred.executor.drafted import with_drafts
 from maitred.executor.grammar import Grammars
@@ -127,6 +127,12 @@ class TorchExecutor:
         """All of the plan but the computing: each row's block table too, and what of it must be cleared."""
         works = take_plan(plan, self._states, self.vocab_size, self.pool, self._host, self.grammars)
         works = with_drafts(works, None, self.vocab_size, 0)  # nobody makes up drafts here
+        for work in works:
+            if work.state.adapter:
+                raise KernelError(
+                    f"request {work.row.request_id} asks for adapter {work.state.adapter}, which the torch executor "
+                    f"does not have; --executor native does"
+                )
         changed = [work for work in works if work.state.take_blocks(work.row)]
         stale = unwritten_slots(changed, self._block_size)
         if stale.size:

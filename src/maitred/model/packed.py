@@ -184,9 +184,13 @@ def _check_shape(source: WeightSource, checkpoint: Checkpoint) -> None:
             f"tensor {source.tensor} has shape {list(raw.shape)}, config.json asks for {list(source.shape)} "
             f"({checkpoint.file_of(source.tensor)})"
         )
+    _check_dtype(raw, source.tensor)
+
+
+def _check_dtype(raw: RawTensor, name: str) -> None:
     if raw.dtype not in _NUMPY_DTYPES:
         raise CheckpointError(
-            f"tensor {source.tensor} is of type {raw.dtype}; weights must be one of {', '.join(_NUMPY_DTYPES)}"
+            f"tensor {name} is of type {raw.dtype}; weights must be one of {', '.join(_NUMPY_DTYPES)}"
         )
 
 
@@ -212,6 +216,12 @@ def _values(raw: RawTensor, name: str) -> tuple[NDArray[Any], str]:
     if values.ctypes.data % values.itemsize:  # a file may put a tensor at any byte
         return values.copy(), dtype
     return values, dtype
+
+
+def float32_values(raw: RawTensor, name: str) -> NDArray[np.float32]:
+    """A tensor of one of `_NUMPY_DTYPES` in float32. Raises CheckpointError, naming it, for one of another type."""
+    _check_dtype(raw, name)
+    return _float32(*_values(raw, name))
 
 
 def _float32(values: NDArray[Any], dtype: str) -> NDArray[np.float32]:

@@ -100,6 +100,13 @@ class SafetensorsFile:
             self._mapping.close()
 
 
+def parse_safetensors(path: Path, data: bytes) -> dict[str, RawTensor]:
+    """Tensors of a file that was read whole; `path` is for messages. Raises CheckpointError as SafetensorsFile does."""
+    header_bytes = _read_header(path, data[:8], len(data), lambda length: data[8 : 8 + length])
+    entries, view = _parse_header(path, header_bytes, len(data)), memoryview(data)
+    return {name: RawTensor(e.dtype, e.shape, view[e.begin : e.end]) for name, e in entries.items()}
+
+
 def _read_header(path: Path, length_bytes: bytes, size_bytes: int, read: Any) -> bytes:
     length = int.from_bytes(length_bytes, "little")
     if len(length_bytes) < 8 or not 2 <= length <= min(size_bytes - 8, _MAX_HEADER_BYTES):
@@ -111,16 +118,22 @@ def _read_header(path: Path, length_bytes: bytes, size_bytes: int, read: Any) ->
     return header
 
 
+def _naturals(values: list[int]) -> tuple[int, ...]:
+    if not all(type(value) is int and value >= 0 for value in values):
+        raise ValueError(values)
+    return tuple(values)
+
+
 def _parse_header(path: Path, header_bytes: bytes, size_bytes: int) -> dict[str, _Entry]:
     start = 8 + len(header_bytes)
     try:
         header = json.loads(header_bytes)
         header.pop("__metadata__", None)
         entries = {
-            name: _Entry(e["dtype"], tuple(e["shape"]), start + e["data_offsets"][0], start + e["data_offsets"][1])
+            name: _Entry(e["dtype"], _naturals(e["shape"]), *(start + n for n in _naturals(e["data_offsets"])))
             for name, e in header.items()
         }
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise CheckpointError(f"{path}: the header is no valid safetensors header; download the file again") from None
     needed = max((entry.end for entry in entries.values()), default=start)
     if needed > size_bytes:

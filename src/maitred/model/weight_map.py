@@ -51,6 +51,17 @@ def weight_map(spec: DecoderSpec, tensor_names: Collection[str]) -> tuple[Weight
     return sources
 
 
+def linear_sources(spec: DecoderSpec) -> dict[str, WeightSource]:
+    """The layers' matrices by the name of their module without the model's prefix, as layers.0.self_attn.q_proj."""
+    found: dict[str, WeightSource] = {}
+    for i in range(spec.num_layers):
+        layer = f"layers.{i}."
+        for source in (*_attention(spec, f"{layer}self_attn.", layer), *_mlp(spec, f"{layer}mlp.", layer)):
+            if len(source.shape) == 2:
+                found[source.tensor.removesuffix(".weight")] = source
+    return found
+
+
 def _is_harmless(name: str, spec: DecoderSpec) -> bool:
     return bool(HARMLESS.search(name)) or (spec.tied_embeddings and name.endswith("lm_head.weight"))
 

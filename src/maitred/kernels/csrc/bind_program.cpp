@@ -1,15 +1,19 @@
 // maitred.kernels._native.Program: Python adds the operations, one by one, then runs steps.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <map>
 #include <memory>
+#include <optional>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 #include <utility>
 
 #include "chain.h"
@@ -41,9 +45,14 @@ struct BoundProgram {
   BoundProgram(ThreadPool& threads, KVPool& pool, const std::string& isa, int max_tokens, int max_logits,
                int vocab_size, int max_positions, Team* team)
       : program(threads, pool, Program::Limits{max_tokens, max_logits, vocab_size, max_positions}, isa_named(isa),
-                team) {
+                team),
+        adapters(std::max(max_tokens, max_logits), threads.num_threads(), program.isa()) {
     if (max_tokens < 1 || max_logits < 1) throw std::invalid_argument("a program for steps without tokens or logits");
+    program.add_planner([this](const StepRows& step) { adapters.plan(step); });
+    program.add_logits_planner([this](const StepRows& step) { adapters.plan_logits(step); });
   }
+  // linear: as adapted_linear numbers them, -1 for one that adapters leave alone.
+  AdaptedLinear adapted(int linear) { return AdaptedLinear{linear < 0 ? nullptr : &adapters, linear}; }
   const OperandBuffers& operands() const {
     if (operand_buffers == nullptr) throw std::logic_error("operands come before the operations that use them");
     return *operand_buffers;
@@ -64,6 +73,7 @@ struct BoundProgram {
   }
 
   Program program;
+  Adapters adapters;
   std::unique_ptr<OperandBuffers> operand_buffers;
   std::map<std::pair<int, int>, std::unique_ptr<AttentionPlan>> plans;
   std::unique_ptr<AttentionScratch> scratch;
@@ -115,7 +125,7 @@ GateAct act_named(const std::string& name) {
 }
 
 void linear(BoundProgram& self, const LinearShape& shape, const Bytes& data, const Rows& target, int first,
-            const std::string& ending, float alpha, float softcap, const std::string& act, bool few,
+            const std::string& ending, float alpha, float softcap, const std::string& act, bool few, int adapted,
             const std::string& name) {
   const int end = first + out_width(shape);
   if (self.program.team() == nullptr || first < 0 || end > target.width) check_width(target, end);
@@ -124,7 +134,7 @@ void linear(BoundProgram& self, const LinearShape& shape, const Bytes& data, con
   out.alpha = alpha;
   out.softcap = softcap;
   out.act = act_named(act);
-  add_linear(self.program, self.operands(), packed(shape, data), out, few, name);
+  add_linear(self.program, self.operands(), packed(shape, data), out, few, self.adapted(adapted), name);
 }
 
 RopeTable make_rope_table(BoundProgram& self, const Vector& frequencies, float factor) {
@@ -173,9 +183,39 @@ void attention_op(BoundProgram& self, int layer, int num_heads, int window, floa
                 *self.scratch, self.queries, target);
 }
 
+using Runs = nb::ndarray<const int32_t, nb::shape<-1, 3>, nb::c_contig, nb::device::cpu>;
+using AdapterPart =
+    std::tuple<std::string, int, Bytes, Bytes, Runs>;  // format, rank, A, B, (panels, first rank, ranks)
+
+LowRank low_rank_of(const AdapterPart& from) {
+  const auto& [dtype, rank, a, b, runs] = from;
+  if (dtype != "float32" && dtype != "bfloat16") throw std::invalid_argument("an adapter in " + dtype);
+  LowRank part{dtype == "float32" ? DType::f32 : DType::bf16, rank, a.data(), b.data(), {}};
+  for (size_t i = 0; i < runs.shape(0); ++i) part.runs.push_back({runs(i, 0), runs(i, 1), runs(i, 2)});
+  return part;
+}
+
+// parts: of each adapted linear, None where the adapter has none.
+void load_adapter(BoundProgram& self, int slot, const std::vector<std::optional<AdapterPart>>& parts) {
+  std::vector<LowRank> loaded;
+  for (const std::optional<AdapterPart>& part : parts)
+    loaded.push_back(part ? low_rank_of(*part) : LowRank{DType::f32, 0, nullptr, nullptr, {}});
+  self.adapters.check(loaded);
+  for (size_t i = 0; i < parts.size(); ++i) {
+    if (!parts[i]) continue;
+    const int64_t a = static_cast<int64_t>(std::get<2>(*parts[i]).size());
+    const int64_t b = static_cast<int64_t>(std::get<3>(*parts[i]).size());
+    if (a != a_bytes(loaded[i], self.adapters.shape(static_cast<int>(i))) || b != b_bytes(loaded[i]))
+      throw std::invalid_argument("an adapter has " + std::to_string(a) + " and " + std::to_string(b) +
+                                  " bytes for linear " + std::to_string(i) + ", which are not what its ranks take");
+  }
+  self.adapters.load(slot, std::move(loaded));
+}
+
 StepRows step_of(const Ints& token_ids, const Ints& positions, const Ints& first_tokens, const Ints& block_tables,
-                 const Ints& first_blocks, const Ints& logits_tokens) {
-  if (positions.size() != token_ids.size() || first_tokens.size() < 2 || first_blocks.size() != first_tokens.size() ||
+                 const Ints& first_blocks, const Ints& logits_tokens, const std::optional<Ints>& adapters) {
+  if (positions.size() != token_ids.size() || (adapters && adapters->size() + 1 != first_tokens.size()) ||
+      first_tokens.size() < 2 || first_blocks.size() != first_tokens.size() ||
       first_blocks.data()[first_blocks.size() - 1] != static_cast<int32_t>(block_tables.size()))
     throw std::invalid_argument("the arrays of a step do not fit each other");
   StepRows step{};
@@ -188,12 +228,15 @@ StepRows step_of(const Ints& token_ids, const Ints& positions, const Ints& first
   step.block_tables = block_tables.data();
   step.first_blocks = first_blocks.data();
   step.logits_tokens = logits_tokens.data();
+  step.adapters = adapters ? adapters->data() : nullptr;
   return step;
 }
 
 void run(BoundProgram& self, const Ints& token_ids, const Ints& positions, const Ints& first_tokens,
-         const Ints& block_tables, const Ints& first_blocks, const Ints& logits_tokens) {
-  const StepRows step = step_of(token_ids, positions, first_tokens, block_tables, first_blocks, logits_tokens);
+         const Ints& block_tables, const Ints& first_blocks, const Ints& logits_tokens,
+         const std::optional<Ints>& adapters) {
+  const StepRows step =
+      step_of(token_ids, positions, first_tokens, block_tables, first_blocks, logits_tokens, adapters);
   nb::gil_scoped_release release;
   self.program.run(step);
 }
@@ -282,12 +325,17 @@ void bind_program(nb::module_& m) {
       .def(
           "prepare",
           [](BoundProgram& self, const Rows& source, const LinearShape& shape, const nb::object& norm, float eps,
-             bool few, bool taken) {
+             bool few, bool taken, int adapted) {
             check_width(source, shape.k);
             add_prepare(self.program, self.operands(), source, shape, vector_of(norm, shape.k), eps, few, taken,
-                        source.values == self.rotated);
+                        source.values == self.rotated, self.adapted(adapted));
           },
-          nb::arg("source"), nb::arg("shape"), nb::arg("norm").none(), nb::arg("eps"), nb::arg("few"), nb::arg("taken"))
+          nb::arg("source"), nb::arg("shape"), nb::arg("norm").none(), nb::arg("eps"), nb::arg("few"), nb::arg("taken"),
+          nb::arg("adapted"))
+      .def(
+          "adapted_linear",
+          [](BoundProgram& self, const LinearShape& shape, bool few) { return self.adapters.add_linear(shape, few); },
+          nb::arg("shape"), nb::arg("few"), "A number for a linear that adapters may add to, for its operations.")
       .def(
           "take",
           [](BoundProgram& self, const Rows& source, const Rows& target) {
@@ -296,7 +344,7 @@ void bind_program(nb::module_& m) {
           },
           nb::arg("source"), nb::arg("target"))
       .def("linear", &linear, nb::arg("shape"), nb::arg("data"), nb::arg("target"), nb::arg("first"), nb::arg("ending"),
-           nb::arg("alpha"), nb::arg("softcap"), nb::arg("act"), nb::arg("few"), nb::arg("name"),
+           nb::arg("alpha"), nb::arg("softcap"), nb::arg("act"), nb::arg("few"), nb::arg("adapted"), nb::arg("name"),
            "first: the column of the target where a rank's outputs begin.")
       .def(
           "norm_add",
@@ -314,7 +362,11 @@ void bind_program(nb::module_& m) {
            "reader: the linear that reads the target next; sinks: a logit a head that only adds to the denominator.")
       .def("begin_logits", [](BoundProgram& self) { self.program.begin_logits(); })
       .def("run", &run, nb::arg("token_ids"), nb::arg("positions"), nb::arg("first_tokens"), nb::arg("block_tables"),
-           nb::arg("first_blocks"), nb::arg("logits_tokens"))
+           nb::arg("first_blocks"), nb::arg("logits_tokens"), nb::arg("adapters") = nb::none())
+      .def("load_adapter", &load_adapter, nb::arg("slot"), nb::arg("parts"),
+           "Of each adapted linear (format, rank, A, B, runs) or None; A and B stay the caller's. Between steps.")
+      .def(
+          "unload_adapter", [](BoundProgram& self, int slot) { self.adapters.unload(slot); }, nb::arg("slot"))
       .def("chain", &chain, nb::arg("sampler"), nb::arg("logits"), nb::arg("token_ids"), nb::arg("positions"),
            nb::arg("first_tokens"), nb::arg("block_tables"), nb::arg("first_blocks"), nb::arg("num_tokens"),
            nb::arg("settings"), nb::arg("sequences"), nb::arg("tokens").noconvert(), nb::arg("num_sampled").noconvert(),

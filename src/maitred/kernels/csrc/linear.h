@@ -112,6 +112,8 @@ struct LinearOut {
   float alpha = 1.0f;
   float softcap = 0.0f;  // store only: cap(y) = softcap * tanh(y / softcap); 0 leaves y
   GateAct act = GateAct::silu;
+  // What is added to acc before the ending, by row: null for nothing, else a value for each channel, tile by tile.
+  const float* const* deltas = nullptr;
 };
 
 // What multiplies: an instruction by its name, and the rows that its inner loop takes.

@@ -108,15 +108,18 @@ template <class K>
 struct Tile {
   using V = typename K::V;
   static constexpr int vectors = kTile / V::width;
-  const float* row_scales;  // of the first row; null for f32 and bf16
-  const int32_t* starts;    // of the first row, where the products did not begin from them (K::kEndsFromSums, int8)
-  int width;                // values of an output row from this tile on
+  const float* row_scales;     // of the first row; null for f32 and bf16
+  const int32_t* starts;       // of the first row, where the products did not begin from them (K::kEndsFromSums, int8)
+  const float* const* deltas;  // of the first row; null where no row has any
+  int first;                   // channel of the tile
+  int width;                   // values of an output row from this tile on
   bool biased;
   V scales[vectors];  // of the channels, int8
   V biases[vectors];
 
-  Tile(const PackedLinear& weights, const Plan& plan, int tile, const float* row_scales, const int32_t* starts)
-      : row_scales(row_scales), starts(starts) {
+  Tile(const PackedLinear& weights, const Plan& plan, int tile, const float* row_scales, const int32_t* starts,
+       const float* const* deltas)
+      : row_scales(row_scales), starts(starts), deltas(deltas), first(tile * kTile) {
     const LinearShape& shape = weights.shape;
     const float* behind = reinterpret_cast<const float*>(weights.data + plan.tiles * tile_bytes(shape));
     if (shape.dtype == DType::int8) {
@@ -127,11 +130,14 @@ struct Tile {
     for (int i = 0; biased && i < vectors; ++i) biases[i] = V::load(behind + tile * kTile + i * V::width);
     width = out_width(shape) - tile * (shape.gated ? kTile / 2 : kTile);
   }
+  const float* delta_of(int row) const {
+    return deltas == nullptr || deltas[row] == nullptr ? nullptr : deltas[row] + first;
+  }
 };
 
 // The `i`-th vector of a row, from its sums: float32, or int32 that still lack the channels' scales.
 template <class K, bool kInt32>
-inline typename K::V value_at(const Tile<K>& tile, const void* acc, int row, int i) {
+inline typename K::V value_at(const Tile<K>& tile, const void* acc, int row, const float* delta, int i) {
   using V = typename K::V;
   const int place = row * kTile + i * V::width;
   V y;
@@ -142,6 +148,7 @@ inline typename K::V value_at(const Tile<K>& tile, const void* acc, int row, int
   else
     y = V::load(static_cast<const float*>(acc) + place);
   if (tile.row_scales != nullptr) y = y * V::set1(tile.row_scales[row]);
+  if (delta != nullptr) y = y + V::load(delta + i * V::width);
   if (tile.biased) y = y + tile.biases[i];
   return y;
 }
@@ -150,29 +157,33 @@ template <class K, bool kInt32, GateAct kAct>
 inline void end_gate(const Tile<K>& tile, const void* acc, int num_rows, const LinearOut& out, float* to) {
   using V = typename K::V;
   constexpr int kVectors = Tile<K>::vectors / 2;
-  for (int row = 0; row < num_rows; ++row, to += out.row_stride)
+  for (int row = 0; row < num_rows; ++row, to += out.row_stride) {
+    const float* delta = tile.delta_of(row);
     for (int i = 0; i < kVectors && i * V::width < tile.width; ++i) {
-      const V gate = value_at<K, kInt32>(tile, acc, row, i);
-      const V up = value_at<K, kInt32>(tile, acc, row, kVectors + i);
+      const V gate = value_at<K, kInt32>(tile, acc, row, delta, i);
+      const V up = value_at<K, kInt32>(tile, acc, row, delta, kVectors + i);
       const V act = kAct == GateAct::silu ? silu(gate) : kAct == GateAct::gelu ? gelu(gate) : gelu_tanh(gate);
       put(to + i * V::width, act * up, tile.width - i * V::width);
     }
+  }
 }
 
 template <class K, bool kInt32, Ending kEnding>
 inline void end_plain(const Tile<K>& tile, const void* acc, int num_rows, const LinearOut& out, float* to) {
   using V = typename K::V;
   const V alpha = V::set1(out.alpha);
-  for (int row = 0; row < num_rows; ++row, to += out.row_stride)
+  for (int row = 0; row < num_rows; ++row, to += out.row_stride) {
+    const float* delta = tile.delta_of(row);
     for (int i = 0; i < Tile<K>::vectors && i * V::width < tile.width; ++i) {
       const int left = tile.width - i * V::width;
-      V y = value_at<K, kInt32>(tile, acc, row, i) * alpha;
+      V y = value_at<K, kInt32>(tile, acc, row, delta, i) * alpha;
       if (kEnding == Ending::add)
         y = get<V>(to + i * V::width, left) + y;
       else if (out.softcap != 0.0f)
         y = V::set1(out.softcap) * tanh_of(y / V::set1(out.softcap));
       put(to + i * V::width, y, left);
     }
+  }
 }
 
 template <class K, bool kInt32>
@@ -190,7 +201,8 @@ inline void end_tile(const PackedLinear& weights, const Plan& plan, int index, i
                      int row0, const void* acc, const LinearOut& out) {
   const DType dtype = weights.shape.dtype;
   const bool scaled = dtype == DType::int8 || dtype == DType::int4;
-  const Tile<K> tile(weights, plan, index, scaled ? rows.scales + row0 : nullptr, rows.sums + row0);
+  const Tile<K> tile(weights, plan, index, scaled ? rows.scales + row0 : nullptr, rows.sums + row0,
+                     out.deltas == nullptr ? nullptr : out.deltas + row0);
   float* to = out.rows + row0 * out.row_stride + index * (weights.shape.gated ? kTile / 2 : kTile);
   if (dtype == DType::int8)
     end_rows<K, true>(tile, acc, num_rows, out, to);

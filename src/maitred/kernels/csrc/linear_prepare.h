@@ -60,6 +60,15 @@ struct NormedRow {
 };
 
 template <class V>
+inline NormedRow<V> normed_row(const PrepareSource& source, int k, int i) {
+  const float* x = source.rows + (source.index != nullptr ? source.index[i] : i) * source.row_stride;
+  NormedRow<V> row{x, source.norm_weight, 1.0f, k};
+  if (source.norm_weight != nullptr)
+    row.inverse = 1.0f / V::root(sum_of_squares<V>(x, k) / static_cast<float>(k) + source.eps);
+  return row;
+}
+
+template <class V>
 inline float largest(const NormedRow<V>& row, int begin, int end) {
   V most = V::set1(0.0f);
   for (int i = begin; i < end; i += V::width) most = V::max_bits(most, V::abs(row.at(i)));
@@ -118,9 +127,8 @@ inline void prepare_bf16(const NormedRow<typename K::V>& row, uint16_t* to) {
   if (written < padded) std::memset(to + written, 0, (padded - written) * sizeof(uint16_t));
 }
 
-template <class K>
-inline void prepare_f32(const NormedRow<typename K::V>& row, float* to) {
-  using V = typename K::V;
+template <class V>
+inline void prepare_f32(const NormedRow<V>& row, float* to) {
   for (int i = 0; i < row.k; i += V::width) V::store(to + i, row.at(i));
   const int padded = static_cast<int>(operand_row_bytes(DType::f32, row.k) / 4);
   const int written = divide_up(row.k, V::width) * V::width;
@@ -134,18 +142,15 @@ void prepare(const PrepareSource& source, const LinearShape& shape, int first, i
   float* const rotated =
       static_cast<float*>(__builtin_alloca_with_align(rotates ? operand_row_bytes(DType::f32, shape.k) : 64, 8 * 64));
   for (int i = first; i < last; ++i) {
-    const float* x = source.rows + (source.index != nullptr ? source.index[i] : i) * source.row_stride;
-    NormedRow<V> row{x, source.norm_weight, 1.0f, shape.k};
-    if (source.norm_weight != nullptr)
-      row.inverse = 1.0f / V::root(sum_of_squares<V>(x, shape.k) / static_cast<float>(shape.k) + source.eps);
+    NormedRow<V> row = normed_row<V>(source, shape.k, i);
     uint8_t* to = static_cast<uint8_t*>(out.rows) + i * out.row_stride;
-    if (shape.dtype == DType::f32) prepare_f32<K>(row, reinterpret_cast<float*>(to));
+    if (shape.dtype == DType::f32) prepare_f32(row, reinterpret_cast<float*>(to));
     if (shape.dtype == DType::bf16) prepare_bf16<K>(row, reinterpret_cast<uint16_t*>(to));
     int32_t* const sums = out.sums + static_cast<int64_t>(i) * sums_per_row(shape);
     if (shape.dtype == DType::int4)
       prepare_int4<K>(row, shape.group, sums_per_row(shape) / 2, reinterpret_cast<int8_t*>(to), out.scales[i], sums);
     if (rotates) {
-      prepare_f32<K>(row, rotated);
+      prepare_f32(row, rotated);
       rotate(rotated, shape.k);
       row = NormedRow<V>{rotated, nullptr, 1.0f, shape.k};
     }

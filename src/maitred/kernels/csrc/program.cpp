@@ -68,6 +68,7 @@ void Program::run(const StepRows& rows) {
 
 void Program::run_logits(const StepRows& rows) {
   check_logits(rows, last_num_tokens_);
+  for (const Planner& plan : logits_planners_) plan(rows);
   begin(rows, true);
   run_ops(rows, first_logits_op_, ops_.size());
   if (team_ != nullptr) team_->check();

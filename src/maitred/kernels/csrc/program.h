@@ -60,6 +60,8 @@ class Program {
   // Called by one thread before the others join a step, with what may throw.
   using Planner = std::function<void(const StepRows& rows)>;
   void add_planner(Planner planner) { planners_.push_back(std::move(planner)); }
+  // The same before more logits of the step; rows as run_logits has them.
+  void add_logits_planner(Planner planner) { logits_planners_.push_back(std::move(planner)); }
   // Operations added from here on make logits; the rows before them stay, so they may run again for other tokens.
   void begin_logits() { first_logits_op_ = ops_.size(); }
 
@@ -89,7 +91,7 @@ class Program {
   const Limits limits_;
   const Isa isa_;
   Team* const team_;
-  std::vector<Planner> planners_;
+  std::vector<Planner> planners_, logits_planners_;
   std::vector<Op> ops_;
   std::vector<std::unique_ptr<Pages>> buffers_;
   std::unique_ptr<WorkCounter[]> own_counters_;  // of all operations; made when the first step runs

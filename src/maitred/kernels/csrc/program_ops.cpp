@@ -36,7 +36,7 @@ Operand OperandBuffers::of(const Worker& worker, const LinearShape& shape, int n
 }
 
 void add_idle(Program& program, const std::string& name) {
-  constexpr int kCounters = 1;  // as the others' operation has, so that all count the next ones alike
+  constexpr int kCounters = 2;  // as the others' operation has, so that all count the next ones alike
   program.add(name, kCounters, [](const StepRows&, WorkCounter*, const Worker&) { return true; });
 }
 
@@ -64,17 +64,19 @@ void add_take(Program& program, const Rows& source, const Rows& target) {
 }
 
 void add_prepare(Program& program, const OperandBuffers& operands, const Rows& source, const LinearShape& shape,
-                 const float* norm_weight, float eps, bool few, bool taken, bool rotated) {
+                 const float* norm_weight, float eps, bool few, bool taken, bool rotated,
+                 const AdaptedLinear& adapted) {
   const LinearKernels& kernels = linear_kernels(program.isa());
   const char* name = norm_weight == nullptr ? "prepare" : "norm and prepare";
-  program.add(name, 1, [=, &kernels, &operands](const StepRows& step, WorkCounter* counters, const Worker& worker) {
+  program.add(name, 2, [=, &kernels, &operands](const StepRows& step, WorkCounter* counters, const Worker& worker) {
     const int m = rows_of(step, few);
     const Operand operand = operands.of(worker, shape, m);
     const PrepareSource from{source.values, source.stride, taken ? step.logits_tokens : nullptr,
                              norm_weight,   eps,           rotated};
+    if (adapted.active()) adapted.adapters->project(adapted.linear, from, counters[1], worker);
     if (m <= kOwnRows) {
       kernels.prepare(from, shape, 0, m, operand);
-      return false;
+      return adapted.active();
     }
     prepare_rows(kernels, from, shape, m, operand, counters[0], worker);
     return true;
@@ -82,14 +84,20 @@ void add_prepare(Program& program, const OperandBuffers& operands, const Rows& s
 }
 
 void add_linear(Program& program, const OperandBuffers& operands, const PackedLinear& weights, const LinearOut& out,
-                bool few, const std::string& name) {
+                bool few, const AdaptedLinear& adapted, const std::string& name) {
   const LinearKernels& kernels = linear_kernels(program.isa());
   const auto multiply = [=, &kernels, &operands](const StepRows& step, WorkCounter* counters, const Worker& worker) {
     const int m = rows_of(step, few);
-    kernels.linear(weights, operands.of(worker, weights.shape, m), m, out, counters[0], worker);
+    LinearOut to = out;
+    if (adapted.active()) {
+      adapted.adapters->expand(adapted.linear, counters[1], worker);
+      worker.meet();
+      to.deltas = adapted.adapters->deltas(adapted.linear);
+    }
+    kernels.linear(weights, operands.of(worker, weights.shape, m), m, to, counters[0], worker);
     return true;
   };
-  program.add(name, 1, multiply, Program::Shares::own);
+  program.add(name, 2, multiply, Program::Shares::own);
 }
 
 void add_norm_add(Program& program, const Rows& part, const Rows& target, const float* weight, float eps, float scale,

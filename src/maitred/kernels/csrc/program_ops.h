@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#include "adapters.h"
 #include "attention.h"
 #include "linear.h"
 #include "program.h"
@@ -46,14 +47,21 @@ void add_embed(Program& program, const PackedLinear& weights, int first, float s
 // The rows of source whose logits are wanted, one below the other.
 void add_take(Program& program, const Rows& source, const Rows& target);
 
+// The program's adapters and the linear's number among theirs; null: they add nothing to it.
+struct AdaptedLinear {
+  Adapters* adapters = nullptr;
+  int linear = 0;
+  bool active() const { return adapters != nullptr && adapters->active(linear); }
+};
+
 // few: as many rows as logits are wanted; and if `taken`, those of source that belong to them, else its first ones.
 // norm_weight null: no norm.
 void add_prepare(Program& program, const OperandBuffers& operands, const Rows& source, const LinearShape& shape,
-                 const float* norm_weight, float eps, bool few, bool taken, bool rotated);
+                 const float* norm_weight, float eps, bool few, bool taken, bool rotated, const AdaptedLinear& adapted);
 
 // few: as many rows as logits are wanted.
 void add_linear(Program& program, const OperandBuffers& operands, const PackedLinear& weights, const LinearOut& out,
-                bool few, const std::string& name);
+                bool few, const AdaptedLinear& adapted, const std::string& name);
 
 void add_norm_add(Program& program, const Rows& part, const Rows& target, const float* weight, float eps, float scale,
                   bool few);

@@ -29,6 +29,7 @@ struct StepRows {
   const int32_t* block_tables;   // block ids of request 0, then of request 1, ...
   const int32_t* first_blocks;   // [R + 1] where each request's part of block_tables begins
   const int32_t* logits_tokens;  // [num_logits] tokens whose logits are wanted, ascending
+  const int32_t* adapters;       // [R] the slot of each request's adapter, -1 for none; null where no request has one
 };
 
 }  // namespace maitred

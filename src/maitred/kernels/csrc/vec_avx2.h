@@ -36,6 +36,7 @@ struct Vec8 {
   }
   static __m256i bits(Vec8 a) { return _mm256_castps_si256(a.v); }
   static Vec8 load(const float* from) { return {_mm256_loadu_ps(from)}; }
+  static Vec8 from_bf16(const uint16_t* from) { return {load_bf16(from)}; }
   static Vec8 load_part(const float* from, int n) { return {_mm256_maskload_ps(from, mask(n))}; }
   static Vec8 load_even(const uint8_t* pairs) { return {even_of(load_bits(pairs))}; }
   static Vec8 load_odd(const uint8_t* pairs) { return {odd_of(load_bits(pairs))}; }

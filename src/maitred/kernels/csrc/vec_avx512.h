@@ -60,6 +60,7 @@ struct Vec16 {
   static constexpr int width = 16;
   __m512 v;
   static Vec16 load(const float* from) { return {_mm512_loadu_ps(from)}; }
+  static Vec16 from_bf16(const uint16_t* from) { return {load_bf16(from)}; }
   static Vec16 load_part(const float* from, int n) { return {_mm512_maskz_loadu_ps(first_lanes(n), from)}; }
   static void store(float* to, Vec16 a) { _mm512_storeu_ps(to, a.v); }
   static void store_part(float* to, Vec16 a, int n) { _mm512_mask_storeu_ps(to, first_lanes(n), a.v); }

@@ -32,6 +32,7 @@ struct Vec4 {
   static constexpr int width = 4;
   float32x4_t v;
   static Vec4 load(const float* from) { return {vld1q_f32(from)}; }
+  static Vec4 from_bf16(const uint16_t* from) { return {load_bf16(reinterpret_cast<const uint8_t*>(from))}; }
   static Vec4 load_part(const float* from, int n) {
     float values[4] = {};
     for (int i = 0; i < n; ++i) values[i] = from[i];

@@ -14,6 +14,7 @@ struct Vec1 {
   static constexpr int width = 1;
   float x;
   static Vec1 load(const float* from) { return {*from}; }
+  static Vec1 from_bf16(const uint16_t* from) { return {bf16_to_float(*from)}; }
   static Vec1 load_part(const float*, int) { return {0.0f}; }
   static void store(float* to, Vec1 a) { *to = a.x; }
   static void store_part(float*, Vec1, int) {}

@@ -8,7 +8,7 @@
 //   pow2(n)                   2^n for whole n in -126 .. 127
 //   max_bits, largest_bits    of magnitudes: the larger bits, so that a NaN wins
 //   sum, root                 of all lanes; of one number
-//   from_int32, store_bf16, store_int8   V::width values, rounded to nearest even
+//   from_int32, from_bf16, store_bf16, store_int8   V::width values, rounded to nearest even
 //   sum_int8(from, n)         of n values, a multiple of 32
 //   prefetch_to_write(line)   as this core's own
 #pragma once
