@@ -86,10 +86,14 @@ PEFT_CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.parametrize("family", ["llama_bias", "qwen2", "qwen3", "phi3", "gemma2", "gemma3", "olmo2"])
+def test_greedy_tokens_are_pefts_in_float32(family: str, tmp_path: Path) -> None:
+    check_family(family, PEFT_CONFIGS["all"], None, tmp_path)
+
+
 @pytest.mark.parametrize("isa", _native.available_isas())
-@pytest.mark.parametrize("family", ["llama", "llama_bias", "qwen2", "qwen3", "phi3", "gemma2", "gemma3", "olmo2"])
-def test_greedy_tokens_are_pefts_in_float32(family: str, isa: str, tmp_path: Path) -> None:
-    check_family(family, PEFT_CONFIGS["all"], isa, tmp_path)
+def test_every_instruction_set_gives_pefts_tokens(isa: str, tmp_path: Path) -> None:
+    check_family("llama", PEFT_CONFIGS["all"], isa, tmp_path)
 
 
 @pytest.mark.parametrize("config", [name for name in PEFT_CONFIGS if name != "all"])
@@ -119,3 +123,140 @@ def check_family(family: str, config: dict[str, Any], isa: str | None, folder: P
         for request in plain:
             assert_greedy(adapted, request)
     executor.close()
+
+
+# ---- the same bits in any company
+
+
+def a_decoder(kind: str) -> Any:
+    """One whose matrices fill whole tiles, and one where nothing is a multiple of anything."""
+    if kind == "odd":
+        sizes = {"hidden_size": 72, "intermediate_size": 100, "head_dim": 18, "qkv_bias": True}
+        return make_decoder(make_spec(**sizes, max_position_embeddings=128))
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32}
+    return make_decoder(make_spec(**sizes, max_position_embeddings=128))
+
+
+def some_adapters(spec: DecoderSpec, folder: Path) -> dict[str, Adapter]:
+    """Of unlike ranks; two for some linears only."""
+    ranks = {"a": 4, "b": 16, "c": 5, "d": 1}
+    only = {"b": ("q_proj", "v_proj"), "d": ("down_proj", "gate_proj")}
+    adapters = {}
+    for seed, (name, rank) in enumerate(ranks.items()):
+        tensors = random_tensors(spec, rank, seed=seed)
+        kept = {key: value for key, value in tensors.items() if any(t in key for t in only.get(name, ("proj",)))}
+        adapters[name] = read_adapter(write_adapter(folder / name, kept, rank=rank), spec, max_rank=16)
+    return adapters
+
+
+def load_all(executor: NativeExecutor, adapters: dict[str, Adapter]) -> NativeExecutor:
+    assert executor.adapters is not None
+    for name, adapter in adapters.items():
+        executor.adapters.load(name, adapter)
+    return executor
+
+
+@pytest.mark.parametrize("formats", FORMATS, ids=lambda f: f"{f['dtype']}-{f['kv_dtype']}")
+@pytest.mark.parametrize("kind", ["odd", "even"])
+def test_logits_are_the_same_bits_beside_any_adapters(kind: str, formats: dict[str, Any], tmp_path: Path):
+    """Of each instruction set, `tests/kernels/test_low_rank.py` says the same of one linear."""
+    chooser = Random(f"{kind} {formats}")
+    decoder = a_decoder(kind)
+    adapters = some_adapters(decoder.spec, tmp_path)
+    names = ["a", "b", "c", "d", "", "a", "", "b"]
+    prompts = [[chooser.randrange(VOCAB) for _ in range(chooser.choice([1, 5, 40]))] for _ in names]
+    together, bits = [greedy(f"r{i}", p, n) for i, (p, n) in enumerate(zip(prompts, names, strict=True))], Bits()
+    executor = make_native(
+        decoder, num_blocks=200, num_threads=3, max_tokens=33, max_logits=3, on_logits=bits, **formats
+    )
+    executor.choice = EachInTurn(executor.threads.num_threads)
+    serve(load_all(executor, adapters), together, max_num_batched_tokens=33)
+    for name in set(names):
+        alone, own = Bits(), {name: adapters[name]} if name else {}
+        executor = make_native(decoder, num_blocks=200, max_tokens=600, on_logits=alone, **formats)
+        load_all(executor, own)
+        for request, its_name in zip(together, names, strict=True):
+            if its_name == name:
+                prompt = list(request.spec.prompt_token_ids)
+                serve(executor, [greedy(request.request_id, prompt, name)], max_num_batched_tokens=600)
+                found = {position: set(seen) for position, seen in bits.seen[request.request_id].items()}
+                assert found == {position: set(seen) for position, seen in alone.seen[request.request_id].items()}
+
+
+# ---- over quantised weights
+
+
+@pytest.mark.parametrize("formats", FORMATS, ids=lambda f: f"{f['dtype']}-{f['kv_dtype']}")
+def test_over_rounded_weights_an_adapter_is_as_if_added_to_what_they_stand_for(formats: dict[str, Any], tmp_path: Path):
+    """What an adapter changes in the logits is what it changes in float32, within what rounding changes itself."""
+    decoder = a_decoder("even")
+    spec = decoder.spec
+    adapter = read_adapter(write_adapter(tmp_path, random_tensors(spec, 8), rank=8), spec, max_rank=16)
+    prompt = list(range(20, 50))
+
+    def logits(name: str, **formats: Any) -> Any:
+        seen = Bits()
+        executor = make_native(decoder, num_blocks=50, on_logits=seen, **formats)
+        serve(load_all(executor, {"a": adapter}), [greedy("r", prompt, name, length=1)])
+        return np.stack([np.frombuffer(seen.seen["r"][p][0], dtype=np.float32) for p in range(len(prompt))])
+
+    exact, exact_adapted = logits("", **FORMATS[0]), logits("a", **FORMATS[0])
+    got, got_adapted = logits("", **formats), logits("a", **formats)
+    rounding, change = np.abs(got - exact).mean(), np.abs(exact_adapted - exact).mean()
+    assert np.abs(got_adapted - exact_adapted).mean() < max(1e-5, 1.5 * rounding) < change
+
+
+# ---- residents
+
+
+def test_a_request_whose_adapter_is_not_there_ends_alone(tmp_path: Path):
+    decoder = a_decoder("odd")
+    adapters = some_adapters(decoder.spec, tmp_path)
+    executor = load_all(make_native(decoder, num_blocks=100), {"a": adapters["a"]})
+    lost, other, plain = greedy("l", [1, 2, 3], "z"), greedy("o", [1, 2, 3], "a"), greedy("p", [1, 2, 3], "")
+    serve(executor, [lost, other, plain])
+    assert lost.error == "adapter z is not loaded"
+    assert lost.output_token_ids == []
+    assert [len(r.output_token_ids) for r in (other, plain)] == [NUM_GREEDY, NUM_GREEDY]
+    alone = greedy("l2", [1, 2, 3], "z")
+    serve(executor, [alone])  # a step of nobody else
+    assert alone.error == "adapter z is not loaded"
+
+
+def test_an_adapter_that_is_unloaded_makes_room_for_another(tmp_path: Path):
+    decoder = a_decoder("even")
+    adapters = some_adapters(decoder.spec, tmp_path)
+    executor = load_all(make_native(decoder, num_blocks=100), {"a": adapters["a"], "b": adapters["b"]})
+    first = greedy("f", [1, 2, 3], "b")
+    serve(executor, [first])
+    executor.adapters.unload("a")
+    executor.adapters.load("c", adapters["c"])  # in the place of a
+    again, other, lost = greedy("g", [1, 2, 3], "b"), greedy("c", [1, 2, 3], "c"), greedy("l", [1, 2, 3], "a")
+    serve(executor, [again, other, lost])
+    assert again.output_token_ids == first.output_token_ids
+    assert lost.error is not None
+    only_c = load_all(make_native(decoder, num_blocks=100), {"c": adapters["c"]})
+    alone = greedy("c", [1, 2, 3], "c")
+    serve(only_c, [alone])
+    assert alone.output_token_ids == other.output_token_ids
+    assert executor.adapters.names() == {"b", "c"}
+
+
+def test_names_are_loaded_once_and_unloaded_once(tmp_path: Path):
+    decoder = a_decoder("even")
+    adapters = some_adapters(decoder.spec, tmp_path)
+    executor = load_all(make_native(decoder), {"a": adapters["a"]})
+    with pytest.raises(KernelError, match="adapter a is loaded already"):
+        executor.adapters.load("a", adapters["b"])
+    executor.adapters.unload("a")
+    with pytest.raises(KernelError, match="adapter a is not loaded"):
+        executor.adapters.unload("a")
+
+
+def test_bytes_are_known_before_an_adapter_is_packed(tmp_path: Path):
+    decoder = a_decoder("even")
+    adapter = some_adapters(decoder.spec, tmp_path)["b"]
+    executor = make_native(decoder, dtype="int8")
+    packed = executor.adapters.pack(adapter)
+    assert executor.adapters.num_bytes(adapter) == packed.num_bytes
+    assert packed.num_bytes < 0.7 * adapter.num_bytes  # bfloat16, and what fills A's stacked ranks

@@ -43,7 +43,7 @@ class AdapterConfig:
     layers: frozenset[int] | None  # None: all
 
     def rank(self, module: str) -> int:
-        return _first_match(self.rank_pattern, module, self.rank_default)
+        return int(_first_match(self.rank_pattern, module, self.rank_default))
 
     def scale(self, module: str) -> float:
         """alpha / rank, or alpha / sqrt(rank) (rsLoRA, arXiv:2312.03732)."""
@@ -149,7 +149,7 @@ class _Keys:
         return frozenset(layers)
 
     def _checked_number(self, key: str, value: Any, kind: type | tuple[type, ...]) -> Any:
-        if isinstance(value, bool) or not isinstance(value, kind) or not abs(value) < 1e30:
+        if isinstance(value, bool) or not isinstance(value, kind) or not -1e30 < value < 1e30:  # type: ignore[operator]
             raise self._fault(key, "it must be a number")
         return value
 

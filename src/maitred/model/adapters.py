@@ -215,12 +215,11 @@ class _Tensors:
     def low_rank(self, linear: str, source: WeightSource, config: AdapterConfig) -> LowRank:
         sides, module = self._sides[linear], self._named[linear]
         rank = config.rank(module)
-        a, b = sides["A"], sides["B"]
         num_rows, width = source.shape
-        a = self._values(*a, (rank, width))
-        b = self._values(*b, (num_rows, rank)) * np.float32(config.scale(module))
+        a = self._values(*sides["A"], (rank, width))
+        b = self._values(*sides["B"], (num_rows, rank)) * np.float32(config.scale(module))
         if not _is_finite(b):
-            raise CheckpointError(f"{self._path}: tensor {b[0]} has values that its scale makes infinite")
+            raise CheckpointError(f"{self._path}: tensor {sides['B'][0]} has values that its scale makes infinite")
         return LowRank(source.row, a, b)
 
     def _values(self, name: str, raw: RawTensor, shape: tuple[int, int]) -> NDArray[np.float32]:

@@ -130,7 +130,7 @@ def _parse_header(path: Path, header_bytes: bytes, size_bytes: int) -> dict[str,
         header = json.loads(header_bytes)
         header.pop("__metadata__", None)
         entries = {
-            name: _Entry(e["dtype"], _naturals(e["shape"]), *(start + n for n in _naturals(e["data_offsets"])))
+            name: _Entry(str(e["dtype"]), _naturals(e["shape"]), *(start + n for n in _naturals(e["data_offsets"])))
             for name, e in header.items()
         }
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
