@@ -22,4 +22,5 @@ def test_arm_kernels_agree_with_the_plain_ones() -> None:
     done = subprocess.run([str(ROOT / "scripts" / "test-neon")], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "linear: neon checked" in done.stdout
+    assert "low rank: neon checked" in done.stdout
     assert "attention: neon checked" in done.stdout
