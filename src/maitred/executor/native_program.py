@@ -293,7 +293,8 @@ class _Builder:
         if linear.target == LOGITS:
             return -1
         if linear.weight not in self.adapted[-1:]:
-            assert self._native.adapted_linear(shape_of(linear.weight), few) == len(self.adapted)
+            number = self._native.adapted_linear(shape_of(linear.weight), few)
+            assert number == len(self.adapted)
             self.adapted.append(linear.weight)
         return len(self.adapted) - 1
 

@@ -213,7 +213,8 @@ void load_adapter(BoundProgram& self, int slot, const std::vector<std::optional<
 }
 
 StepRows step_of(const Ints& token_ids, const Ints& positions, const Ints& first_tokens, const Ints& block_tables,
-                 const Ints& first_blocks, const Ints& logits_tokens, const std::optional<Ints>& adapters) {
+                 const Ints& first_blocks, const Ints& logits_tokens,
+                 const std::optional<Ints>& adapters = std::nullopt) {
   if (positions.size() != token_ids.size() || (adapters && adapters->size() + 1 != first_tokens.size()) ||
       first_tokens.size() < 2 || first_blocks.size() != first_tokens.size() ||
       first_blocks.data()[first_blocks.size() - 1] != static_cast<int32_t>(block_tables.size()))

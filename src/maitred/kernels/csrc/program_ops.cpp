@@ -8,6 +8,10 @@
 namespace maitred {
 namespace {
 
+// Of an operation that reads weights: its own, and that of what adapters add. Ranks that have none of the weights have as
+// many, so that all count the next operations alike.
+constexpr int kWeightCounters = 2;
+
 int rows_of(const StepRows& step, bool few) { return few ? step.num_logits : step.num_tokens; }
 
 }  // namespace
@@ -36,8 +40,7 @@ Operand OperandBuffers::of(const Worker& worker, const LinearShape& shape, int n
 }
 
 void add_idle(Program& program, const std::string& name) {
-  constexpr int kCounters = 2;  // as the others' operation has, so that all count the next ones alike
-  program.add(name, kCounters, [](const StepRows&, WorkCounter*, const Worker&) { return true; });
+  program.add(name, kWeightCounters, [](const StepRows&, WorkCounter*, const Worker&) { return true; });
 }
 
 void add_embed(Program& program, const PackedLinear& weights, int first, float scale, const Rows& target) {
@@ -51,7 +54,7 @@ void add_embed(Program& program, const PackedLinear& weights, int first, float s
     }
     return true;
   };
-  program.add("embed", 1, embed, Program::Shares::own);
+  program.add("embed", kWeightCounters, embed, Program::Shares::own);
 }
 
 void add_take(Program& program, const Rows& source, const Rows& target) {
@@ -97,7 +100,7 @@ void add_linear(Program& program, const OperandBuffers& operands, const PackedLi
     kernels.linear(weights, operands.of(worker, weights.shape, m), m, to, counters[0], worker);
     return true;
   };
-  program.add(name, 2, multiply, Program::Shares::own);
+  program.add(name, kWeightCounters, multiply, Program::Shares::own);
 }
 
 void add_norm_add(Program& program, const Rows& part, const Rows& target, const float* weight, float eps, float scale,
