@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from maitred.errors import CheckpointError
 from maitred.model.adapters import read_adapter
@@ -90,6 +92,13 @@ def test_half_and_double_precision_are_read(dtype: Any, tmp_path: Path):
     tensors = {name: tensor.astype(dtype) for name, tensor in random_tensors(a_spec(), RANK).items()}
     adapter = read(write_adapter(tmp_path, tensors, rank=RANK))
     assert np.array_equal(adapter.tensors["layers.1.qkv.weight"][0].a, tensors[f"{Q}A.weight"].astype(np.float32))
+
+
+def test_bfloat16_is_read(tmp_path: Path):
+    folder, tensors = a_folder(tmp_path), random_tensors(a_spec(), RANK)
+    rounded = {name: torch.from_numpy(tensor).bfloat16() for name, tensor in tensors.items()}
+    save_file(rounded, folder / "adapter_model.safetensors")
+    assert np.array_equal(read(folder).tensors["layers.1.qkv.weight"][0].a, rounded[f"{Q}A.weight"].float().numpy())
 
 
 def test_the_digest_covers_both_files(tmp_path: Path):

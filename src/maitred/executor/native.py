@@ -122,7 +122,7 @@ class NativeExecutor:
         tokens: dict[int, SampledToken] = {}
         prompts: dict[int, list[TokenLogprobs]] = {}
         began_at = self._clock()
-        refused = refuse(works, self.adapters)
+        refused = refuse(works, self.adapters) if any(work.state.adapter for work in works) else {}
         for slices in cut(works, self._runner.max_tokens, skipped=refused):
             self._run(slices, tokens, prompts)
         self._settle_blocks(planned)
@@ -178,8 +178,9 @@ class NativeExecutor:
     ) -> None:
         """One call of the program, and what is wanted of its logits."""
         step = ragged_step(slices, self._block_size)
-        if self.adapters is not None:
-            step.adapters = self.adapters.slots([piece.work.state.adapter for piece in slices])
+        names = [piece.work.state.adapter for piece in slices]
+        if self.adapters is not None and any(names):
+            step.adapters = self.adapters.slots(names)
         sampling = [piece for piece in slices if piece.samples]
         ends = step.first_tokens[1:].tolist()
         wanted = [

@@ -81,10 +81,8 @@ class NativeAdapters:
         slot, _ = self._resident.pop(name)
         self._runner.unload_adapter(slot)
 
-    def slots(self, names: Sequence[str]) -> Int32s | None:
-        """Of each row, by the name of its adapter (empty: none); None when none has one. All are resident."""
-        if not any(names):
-            return None
+    def slots(self, names: Sequence[str]) -> Int32s:
+        """Of each row, by the name of its adapter, which is resident; -1 for no name."""
         return np.array([self._resident[name][0] if name else -1 for name in names], dtype=np.int32)
 
 
