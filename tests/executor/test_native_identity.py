@@ -11,9 +11,11 @@ Worlds are rehearsed without numbers first, and those that preempt nobody or sha
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import cache
 from random import Random
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -91,6 +93,7 @@ class World:
     block_size: int
     num_blocks: int
     scheduler: dict[str, int]
+    adapters: tuple[str, ...] = ("",)  # of the requests, in turn
 
     def requests(self) -> list[RequestState]:
         return [
@@ -100,6 +103,8 @@ class World:
                 max_tokens=length,
                 sampling=SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True),
                 block_size=self.block_size,
+                adapter=self.adapters[i % len(self.adapters)],
+                cache_salt=self.adapters[i % len(self.adapters)],
             )
             for i, (prompt, length) in enumerate(zip(self.prompts, self.output_lengths, strict=True))
         ]
@@ -138,9 +143,9 @@ def tries_everything(requests: list[RequestState]) -> bool:
     )
 
 
-def a_world(chooser: Random) -> World:
+def a_world(chooser: Random, adapters: tuple[str, ...] = ("",)) -> World:
     for _ in range(1000):
-        world = any_world(chooser)
+        world = replace(any_world(chooser), adapters=adapters)
         if tries_everything(world.serve(FakeExecutor())):
             return world
     raise AssertionError("no world preempts and shares")
@@ -172,12 +177,14 @@ def any_world(chooser: Random) -> World:
     )
 
 
-def alone(decoder: Any, request: RequestState, **formats: Any) -> dict[int, bytes]:
+def alone(decoder: Any, request: RequestState, adapter: Any = None, **formats: Any) -> dict[int, bytes]:
     """A request's logits by itself: one step for the prompt, then one a token."""
-    bits = Bits()
+    bits, name = Bits(), request.spec.adapter
     executor = make_native(decoder, num_blocks=40, block_size=16, max_tokens=600, on_logits=bits, **formats)
-    length = request.max_tokens
-    world = World((tuple(request.spec.prompt_token_ids),), (length,), 0, 16, 40, {"max_num_batched_tokens": 600})
+    if name:
+        executor.adapters.load(name, adapter)
+    length, limits = request.max_tokens, {"max_num_batched_tokens": 600}
+    world = World((tuple(request.spec.prompt_token_ids),), (length,), 0, 16, 40, limits, (name,))
     world.serve(executor)
     found = {position: logits for position, [logits] in bits.seen["r0"].items()}
     assert len(found) == request.num_prompt_tokens + length - 1
@@ -192,7 +199,15 @@ def alone(decoder: Any, request: RequestState, **formats: Any) -> dict[int, byte
 def test_logits_are_the_same_bits_under_any_schedule(kind: str, seed: int, formats: dict[str, Any], isa: str):
     # the names too, for a first example is always the smallest, and each case shall have a world of its own
     chooser = Random(f"{kind} {formats} {isa} {seed}")
-    decoder, world, bits = a_decoder(kind), a_world(chooser), Bits()
+    decoder, world = a_decoder(kind), a_world(chooser)
+    check_bits(decoder, world, chooser, isa=isa, **formats)
+
+
+def check_bits(
+    decoder: Any, world: World, chooser: Random, adapters: Mapping[str, Any] = MappingProxyType({}), **formats: Any
+) -> None:
+    """The world's requests, served among each other, have the logits that they have alone."""
+    bits = Bits()
     executor = make_native(
         decoder,
         num_blocks=world.num_blocks,
@@ -201,14 +216,15 @@ def test_logits_are_the_same_bits_under_any_schedule(kind: str, seed: int, forma
         max_tokens=chooser.choice([5, 64, 600]),
         max_logits=chooser.choice([1, 3, 64]),
         on_logits=bits,
-        isa=isa,
         **formats,
     )
+    for name, adapter in adapters.items():
+        executor.adapters.load(name, adapter)
     executor.choice = EachInTurn(executor.threads.num_threads)
     requests = world.serve(executor)
     assert tries_everything(requests)
     for request in requests:
-        expected = alone(decoder, request, isa=isa, **formats)
+        expected = alone(decoder, request, adapters.get(request.spec.adapter), **formats)
         for position, versions in bits.seen[request.request_id].items():
             assert set(versions) == {expected[position]}, (request.request_id, position)
     executor.close()

@@ -19,8 +19,8 @@ from maitred.model.families import spec_from_config
 from maitred.model.spec import DecoderSpec
 from maitred.request import RequestState, SamplingParams
 from tests.executor.native_worlds import load_native, make_native
-from tests.executor.test_native_identity import Bits, EachInTurn
-from tests.executor.torch_worlds import VOCAB, make_decoder, make_spec
+from tests.executor.test_native_identity import LONGEST, Bits, a_world, check_bits
+from tests.executor.torch_worlds import make_decoder, make_spec
 from tests.fakes import make_request, make_scheduler
 from tests.model.adapters import make_peft, random_tensors, write_adapter
 from tests.model.checkpoints import VOCAB_SIZE, load_reference, make_checkpoint
@@ -132,9 +132,9 @@ def a_decoder(kind: str) -> Any:
     """One whose matrices fill whole tiles, and one where nothing is a multiple of anything."""
     if kind == "odd":
         sizes = {"hidden_size": 72, "intermediate_size": 100, "head_dim": 18, "qkv_bias": True}
-        return make_decoder(make_spec(**sizes, max_position_embeddings=128))
+        return make_decoder(make_spec(**sizes, max_position_embeddings=LONGEST))
     sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32}
-    return make_decoder(make_spec(**sizes, max_position_embeddings=128))
+    return make_decoder(make_spec(**sizes, max_position_embeddings=LONGEST))
 
 
 def some_adapters(spec: DecoderSpec, folder: Path) -> dict[str, Adapter]:
@@ -159,28 +159,10 @@ def load_all(executor: NativeExecutor, adapters: dict[str, Adapter]) -> NativeEx
 @pytest.mark.parametrize("formats", FORMATS, ids=lambda f: f"{f['dtype']}-{f['kv_dtype']}")
 @pytest.mark.parametrize("kind", ["odd", "even"])
 def test_logits_are_the_same_bits_beside_any_adapters(kind: str, formats: dict[str, Any], tmp_path: Path):
-    """Of each instruction set, `tests/kernels/test_low_rank.py` says the same of one linear."""
-    chooser = Random(f"{kind} {formats}")
-    decoder = a_decoder(kind)
-    adapters = some_adapters(decoder.spec, tmp_path)
-    names = ["a", "b", "c", "d", "", "a", "", "b"]
-    prompts = [[chooser.randrange(VOCAB) for _ in range(chooser.choice([1, 5, 40]))] for _ in names]
-    together, bits = [greedy(f"r{i}", p, n) for i, (p, n) in enumerate(zip(prompts, names, strict=True))], Bits()
-    executor = make_native(
-        decoder, num_blocks=200, num_threads=3, max_tokens=33, max_logits=3, on_logits=bits, **formats
-    )
-    executor.choice = EachInTurn(executor.threads.num_threads)
-    serve(load_all(executor, adapters), together, max_num_batched_tokens=33)
-    for name in set(names):
-        alone, own = Bits(), {name: adapters[name]} if name else {}
-        executor = make_native(decoder, num_blocks=200, max_tokens=600, on_logits=alone, **formats)
-        load_all(executor, own)
-        for request, its_name in zip(together, names, strict=True):
-            if its_name == name:
-                prompt = list(request.spec.prompt_token_ids)
-                serve(executor, [greedy(request.request_id, prompt, name)], max_num_batched_tokens=600)
-                found = {position: set(seen) for position, seen in bits.seen[request.request_id].items()}
-                assert found == {position: set(seen) for position, seen in alone.seen[request.request_id].items()}
+    """Chunked, preempted, from the prefix cache; of each instruction set, `test_low_rank.py` says it of one linear."""
+    chooser, decoder = Random(f"{kind} {formats}"), a_decoder(kind)
+    world = a_world(chooser, adapters=("a", "b", "", "a", "c", "d"))
+    check_bits(decoder, world, chooser, some_adapters(decoder.spec, tmp_path), **formats)
 
 
 # ---- over quantised weights

@@ -18,8 +18,8 @@ from maitred.model.program import Format, Part, Weight
 Floats = NDArray[np.float32]
 FORMATS = {"float32": 0, "bfloat16": 0, "int8": 0, "int4": 32}
 ENDINGS = ("store", "add", "gate")
-NUM_TOKENS = 23
-MAX_ROWS = 40
+NUM_TOKENS = 57  # more than any kernel takes at once
+MAX_ROWS = 64
 
 
 class LinearLayer:
