@@ -183,6 +183,7 @@ class NativeProgram:
     def serve(self) -> None:
         """Of ranks above 0: computes what rank 0 runs, until that ends."""
         self._native.serve()
+
     def load_adapter(self, slot: int, parts: Sequence[LowRankPart | None]) -> None:
         """Rows of later steps may name the slot. The caller keeps the parts until it is unloaded; between steps."""
         self._native.load_adapter(slot, list(parts))
