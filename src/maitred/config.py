@@ -183,6 +183,11 @@ class SpeculativeConfig:
                 "model is for speculative=draft, or auto"
             )
 
+    @property
+    def num_drafts(self) -> int:
+        """Most of a request in a step, where anybody drafts."""
+        return 0 if self.speculative == "off" else self.num_speculative_tokens
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:

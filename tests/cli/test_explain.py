@@ -28,7 +28,7 @@ def test_fusions_kernels_formats_buffers_and_bytes_are_told(capsys, monkeypatch,
     assert (
         "layers.*.gate_up                4 x [200 x 72] int4/32   scalar int8, tiles of 4 x 32, gate beside up" in text
     )
-    assert "logits [64 x 272]" in text
+    assert "logits [384 x 272]" in text
     assert "bytes of keys and values for each token of context of each request" in text
     assert text.endswith("fell back nothing\n")
 

@@ -9,10 +9,18 @@ import pytest
 from maitred.cli.command import Command, make_parser
 from maitred.cli.flags import Kind, UsageError, bytes_number, flags_of, help_text
 from maitred.cli.main import COMMANDS, load
-from maitred.config import AdmissionConfig, CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, ServerConfig
+from maitred.config import (
+    AdmissionConfig,
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    SchedulerConfig,
+    ServerConfig,
+    SpeculativeConfig,
+)
 
 ALL_COMMANDS = [load(path) for path in COMMANDS]
-CONFIGS = (ModelConfig, CacheConfig, SchedulerConfig, ServerConfig, AdmissionConfig, EngineConfig)
+CONFIGS = (ModelConfig, CacheConfig, SchedulerConfig, ServerConfig, AdmissionConfig, SpeculativeConfig, EngineConfig)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +108,7 @@ def test_help_tells_default_and_unit():
     assert "environment: MAITRED_API_KEY" in help_text(by_name["--api-key"])
 
 
-PARTS = ("model", "cache", "scheduler", "admission")  # fields of EngineConfig that are dataclasses themselves
+PARTS = ("model", "cache", "scheduler", "admission", "speculative")  # fields of EngineConfig that are dataclasses
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.__name__)

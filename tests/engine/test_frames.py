@@ -111,6 +111,7 @@ spec_fields: dict[str, st.SearchStrategy] = {
         end=token_ids.map(tuple),
         opened=st.booleans(),
     ),
+    "prediction_token_ids": token_ids,
     "resumed": st.none() | resume_points,
 }
 specs = st.builds(RequestSpec, **spec_fields)

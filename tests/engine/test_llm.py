@@ -74,7 +74,7 @@ def test_thirty_two_long_requests_in_the_cache_of_three_all_end_with_the_same_to
     params = SamplingParams(temperature=0.0, max_tokens=230, ignore_eos=True)
     expected = [output.outputs[0].token_ids for output in llm.chat(conversations, params)]
     plan, context = llm.memory_plan, 256
-    kv_bytes = 3 * (context // plan.block_size) * plan.bytes_per_block
+    kv_bytes = 3 * (context // plan.block_size) * plan.kv_bytes // plan.num_blocks
     with LLM(dtype="float32", max_model_len=context, max_num_seqs=32, kv_cache_memory_bytes=kv_bytes) as tight:
         assert tight.memory_plan.num_blocks * plan.block_size == 3 * context
         samples = [output.outputs[0] for output in tight.chat(conversations, params)]

@@ -138,6 +138,7 @@ def arrived_of(arrival: Arrival) -> Arrived:
             bad_word_token_ids=(),
             grammar="",
             thinking=None,
+            prediction_token_ids=(),
             resumed=None if point is None else replace(point, output_token_ids=[0] * len(point.output_token_ids)),
         ),
     )

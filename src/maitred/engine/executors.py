@@ -139,6 +139,7 @@ def _plan_native(
         cache=config.cache,
         scheduler=config.scheduler,
         num_threads=num_threads,
+        num_drafts=config.speculative.num_drafts,
     )
 
 

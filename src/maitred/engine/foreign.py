@@ -68,6 +68,12 @@ here it is --generation-config KEY=VALUE, such as --generation-config temperatur
   preferred-sampling-params
 here it is --chat-template FILE
   chat-template-file
+here it is --speculative ngram (or draft, off)
+  -sc speculative-config speculative-algorithm spec-type spec-method
+here it is --speculative-model DIR
+  -md model-draft spec-model spec-draft-model speculative-draft-model speculative-draft-model-path
+here it is --num-speculative-tokens TOKENS
+  draft draft-max draft-n spec-tokens spec-draft-n-max speculative-num-draft-tokens speculative-num-steps
 here it is --served-model-name NAME
   -a alias model-name
 here it is --host ADDRESS
@@ -123,10 +129,10 @@ not yet: splits over machines, or by layers; --tensor-parallel is this one's, ma
   data-parallel* prefill-context-parallel* decode-context-parallel* attention-*-parallel-size dp-* pp-* dcp-* cp-*
   *-cp *-cp-* *-dp-* dist* *distributed* *-nccl* nccl-* *ray* elastic-ep-* enable-elastic-* enable-attn-tp-*
   disable-attn-tp-* enable-tp-* all2all-* tbo-* *allreduce*
-not yet: speculative decoding
-  -sc -md -td -tbd -hfd -hfrd -ctkd -ctvd -devd -ngld -Cd -Crd -Cbd -otd -cmoed -ncmoed -lcs -lcd
-  num-speculative-tokens enable-multi-layer-eagle per-request-spec-decode-metrics spec-* speculative-* draft*
-  *-draft *-draft-* lookup-cache-* decoupled-spec-*
+not yet: more to set of speculative decoding than --speculative, --speculative-model and --num-speculative-tokens
+  -td -tbd -hfd -hfrd -ctkd -ctvd -devd -ngld -Cd -Crd -Cbd -otd -cmoed -ncmoed -lcs -lcd
+  enable-multi-layer-eagle per-request-spec-decode-metrics speculative-token-map spec-* speculative-* draft* *-draft
+  *-draft-* lookup-cache-* decoupled-spec-*
 not yet: LoRA
   *lora* control-vector*
 not yet: tools that the server itself runs

@@ -247,8 +247,9 @@ def plan_native_executor(
     cache: CacheConfig,
     scheduler: SchedulerConfig,
     num_threads: int,
+    num_drafts: int = 0,
 ) -> NativePlan:
-    """Settle number formats and compile.
+    """Settle number formats and compile; `num_drafts` are a request's in a step, at most, each with logits.
 
     Raises KernelError for a model that this executor cannot express, ConfigError for settings that cannot be.
     """
@@ -268,7 +269,7 @@ def plan_native_executor(
         num_threads=threads,
         isa=isa,
         max_tokens=scheduler.settled(budget).token_budget,
-        max_logits=most_logits(spec.vocab_size, scheduler.max_num_seqs),
+        max_logits=most_logits(spec.vocab_size, scheduler.max_num_seqs * (1 + num_drafts)),
         bind_threads=config.bind_threads == "on",
         choose_threads=config.num_threads is None and num_ranks == 1,
         num_ranks=num_ranks,
