@@ -112,6 +112,7 @@ spec_fields: dict[str, st.SearchStrategy] = {
         opened=st.booleans(),
     ),
     "prediction_token_ids": token_ids,
+    "adapter": st.text(max_size=5),
     "resumed": st.none() | resume_points,
 }
 specs = st.builds(RequestSpec, **spec_fields)

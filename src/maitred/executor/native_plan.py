@@ -273,7 +273,7 @@ def plan_native_executor(
         bind_threads=config.bind_threads == "on",
         choose_threads=config.num_threads is None and num_ranks == 1,
         num_ranks=num_ranks,
-        rank_config=rank_config(config, cache, scheduler, checkpoint) if num_ranks > 1 else None,
+        rank_config=rank_config(config, cache, scheduler, num_drafts, checkpoint) if num_ranks > 1 else None,
         weight_cache=weight_cache(config),
     )
 

@@ -48,6 +48,7 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
     model: ModelConfig
     cache: CacheConfig
     scheduler: SchedulerConfig
+    num_drafts: int
 
 
 class Begin(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,10 +77,15 @@ class Loaded(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def rank_config(
-    model: ModelConfig, cache: CacheConfig, scheduler: SchedulerConfig, checkpoint: Checkpoint
+    model: ModelConfig, cache: CacheConfig, scheduler: SchedulerConfig, num_drafts: int, checkpoint: Checkpoint
 ) -> RankConfig:
     return RankConfig(
-        folder=str(checkpoint.folder), identity=checkpoint.identity, model=model, cache=cache, scheduler=scheduler
+        folder=str(checkpoint.folder),
+        identity=checkpoint.identity,
+        model=model,
+        cache=cache,
+        scheduler=scheduler,
+        num_drafts=num_drafts,
     )
 
 
