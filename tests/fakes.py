@@ -174,6 +174,7 @@ class FakeExecutor:
             prompt_logprobs,
             num_accepted=num_sampled - 1,
             num_forced=len(tokens) - num_sampled,
+            num_drafts=row.num_drafts,
         )
 
 

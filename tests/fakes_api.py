@@ -7,6 +7,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from operator import eq
 from typing import Any
 
 import tokenizers
@@ -121,6 +122,8 @@ class FakeReplica:
             num_cached_tokens=self.num_cached_tokens,
             first_scheduled_at=request.arrived_at,
             first_token_at=request.arrived_at,
+            num_draft_tokens=len(request.prediction_token_ids),  # each of its tokens is tried, where it would stand
+            num_accepted_tokens=sum(map(eq, request.prediction_token_ids, tokens)),
         )
         for start in range(0, len(tokens), self.tokens_per_item):
             await self._turn(ended)

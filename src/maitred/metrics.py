@@ -97,6 +97,9 @@ HOST_SECONDS = _counter("engine_host_seconds", "seconds", "Time of steps outside
 SCHEDULED_TOKENS = _counter("scheduled_tokens", "tokens", "Tokens computed, prompt and output, recomputed ones too.")
 PROMPT_TOKENS = _counter("prompt_tokens", "tokens", "Prompt tokens of requests admitted to a first step.")
 GENERATION_TOKENS = _counter("generation_tokens", "tokens", "Tokens generated.")
+DRAFTED_ROWS = _counter("drafts", "requests", "Times that tokens were made up for a request in a step.", ("proposer",))
+DRAFT_TOKENS = _counter("draft_tokens", "tokens", "Tokens made up for the model to check.", ("proposer",))
+ACCEPTED_TOKENS = _counter("draft_tokens_accepted", "tokens", "Of them, those that became output.", ("proposer",))
 PREEMPTIONS = _counter("preemptions", "requests", "Times a running request had to give up its blocks.")
 SWAPPED_OUT_BLOCKS = _counter("swapped_out_blocks", "blocks", "KV blocks of preempted requests copied to the host.")
 SWAPPED_IN_BLOCKS = _counter(
@@ -260,6 +263,9 @@ ENGINE_METRICS: tuple[Metric, ...] = (
     SCHEDULED_TOKENS,
     PROMPT_TOKENS,
     GENERATION_TOKENS,
+    DRAFTED_ROWS,
+    DRAFT_TOKENS,
+    ACCEPTED_TOKENS,
     PREEMPTIONS,
     SWAPPED_OUT_BLOCKS,
     SWAPPED_IN_BLOCKS,

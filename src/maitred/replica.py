@@ -31,6 +31,9 @@ class ReplicaState:
     num_prompt_tokens: int = 0  # prompts admitted to a first step
     num_generated_tokens: int = 0
     num_scheduled_tokens: int = 0
+    num_drafted_rows: int = 0  # of steps, those for which tokens were made up
+    num_draft_tokens: int = 0  # in them
+    num_accepted_tokens: int = 0  # of these, those that became output
     num_preemptions: int = 0
     num_swapped_out_blocks: int = 0  # KV of preempted requests, copied to the host
     num_swapped_in_blocks: int = 0

@@ -215,6 +215,8 @@ class Charges(NamedTuple):
     num_preemptions: int = 0
     first_scheduled_at: float | None = None  # s
     first_token_at: float | None = None  # s
+    num_draft_tokens: int = 0  # made up for it so far; nobody is billed for them
+    num_accepted_tokens: int = 0  # of them, those that became output
 
 
 NO_CHARGES = Charges()
@@ -256,6 +258,8 @@ class RequestState:
     num_charged_prompt_tokens: int = 0  # its part of the prompt counter: all once scheduled, 0 if a sibling's counts
     charges_told: bool = False  # its owner has heard of them
     num_preemptions: int = 0
+    num_draft_tokens: int = 0  # made up for it
+    num_accepted_tokens: int = 0  # of them, those that became output
     first_scheduled_at: float | None = None  # s
     first_token_at: float | None = None  # s
     last_token_at: float | None = None  # s
@@ -274,6 +278,7 @@ class RequestState:
         charges, self.output_token_ids = point.charges, list(point.output_token_ids)
         self.num_charged_prompt_tokens, self.num_cached_tokens = charges.num_prompt_tokens, charges.num_cached_tokens
         self.num_preemptions = charges.num_preemptions
+        self.num_draft_tokens, self.num_accepted_tokens = charges.num_draft_tokens, charges.num_accepted_tokens
         self.first_scheduled_at, self.first_token_at = charges.first_scheduled_at, charges.first_token_at
         self.last_token_at, self.stalled_at = point.last_token_at, point.stalled_at
         self.stalled_prefill_s, self.stalled_decode_s = point.stalled_prefill_s, point.stalled_decode_s
@@ -360,6 +365,8 @@ class RequestState:
             self.num_preemptions,
             self.first_scheduled_at,
             self.first_token_at,
+            self.num_draft_tokens,
+            self.num_accepted_tokens,
         )
 
 

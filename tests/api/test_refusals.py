@@ -32,7 +32,6 @@ UNBUILT: dict[str, Any] = {
     "function_call": "auto",
     "modalities": ["text", "audio"],
     "audio": {"voice": "x", "format": "wav"},
-    "prediction": {"type": "content", "content": "x"},
     "web_search_options": {},
     "verbosity": "high",
     "use_beam_search": True,

@@ -69,6 +69,8 @@ charges = st.builds(
     num_preemptions=st.integers(0, 9),
     first_scheduled_at=st.none() | times,
     first_token_at=st.none() | times,
+    num_draft_tokens=st.integers(0, 9),
+    num_accepted_tokens=st.integers(0, 9),
 )
 resume_points = st.builds(
     ResumePoint,
@@ -151,11 +153,11 @@ def test_progress_arrives_as_it_left():
         queue_s=0.1, prefill_s=0.2, decode_s=0.3, stall_s=0.4, schedule_s=0.05, ttft_s=0.35, num_preemptions=4
     )
     progress = [
-        RequestProgress("a", (5,), logprobs, None, None, None, None, Charges(9, 8, 1, 0, 1.5, 2.5)),
+        RequestProgress("a", (5,), logprobs, None, None, None, None, Charges(9, 8, 1, 0, 1.5, 2.5, 6, 4)),
         RequestProgress("b", (), None, logprobs, FinishReason.STOP, "###", None, Charges(9, 4, 7, 2), timing),
         RequestProgress("c", (), None, None, FinishReason.ERROR, 7, "logits are NaN", Charges(), timing),
     ]
-    figures = Figures(*range(10), 1.5, 2.5)
+    figures = Figures(*range(13), 1.5, 2.5)
     assert decode_report(encode(Stepped(progress, 3, figures))) == Stepped(progress, 3, figures)
     assert decode_report(encode(Stepped([], 3, None))) == Stepped([], 3, None)
 

@@ -96,7 +96,15 @@ def build_parts(
     with ExitStack() as files:
         checkpoint = files.enter_context(open_checkpoint(config.model.model, config.model.revision))
         layout = _plan(config, checkpoint, tell, files)
-        facts = facts_of(config, checkpoint, layout.spec, layout.executor, layout.memory, served_model_names)
+        facts = facts_of(
+            config,
+            checkpoint,
+            layout.spec,
+            layout.executor,
+            layout.memory,
+            served_model_names,
+            layout.drafts.name if layout.drafts is not None else "",
+        )
         timeline.end("plan")
         if facts.chat_template is None:
             tell("chat    the model has no chat template, so /v1/chat/completions is refused; --chat-template FILE")

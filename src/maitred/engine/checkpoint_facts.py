@@ -48,6 +48,7 @@ def facts_of(
     executor_plan: ExecutorPlan,
     plan: MemoryPlan,
     names: Sequence[str],
+    proposer: str = "",
 ) -> ModelFacts:
     """Raises CheckpointError when the model has no tokenizer, ConfigError for a template that cannot be read."""
     generation = {**checkpoint.generation_config, **config.model.generation_config}
@@ -65,13 +66,13 @@ def facts_of(
         revision=checkpoint.identity,
         block_size=config.cache.block_size,
         max_num_seqs=config.scheduler.max_num_seqs,
-        footprint=_footprint(spec, executor_plan, plan),
+        footprint=_footprint(spec, executor_plan, plan, proposer),
         allow_special_tokens_in_content=config.model.allow_special_tokens_in_content,
         tool_format=config.model.tool_format,
     )
 
 
-def _footprint(spec: DecoderSpec, executor_plan: ExecutorPlan, plan: MemoryPlan) -> Footprint:
+def _footprint(spec: DecoderSpec, executor_plan: ExecutorPlan, plan: MemoryPlan, proposer: str) -> Footprint:
     return Footprint(
         architecture=spec.architecture,
         num_parameters=spec.num_parameters(),
@@ -82,6 +83,7 @@ def _footprint(spec: DecoderSpec, executor_plan: ExecutorPlan, plan: MemoryPlan)
         weights_bytes=plan.weights_bytes,
         kv_bytes=plan.kv_bytes,
         isa=executor_plan.isa,
+        proposer=proposer,
     )
 
 

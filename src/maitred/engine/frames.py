@@ -78,6 +78,9 @@ class Figures(msgspec.Struct, frozen=True, array_like=True):
     num_blocks_cached: int = 0
     num_steps: int = 0
     num_scheduled_tokens: int = 0
+    num_drafted_rows: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
     num_preemptions: int = 0
     num_swapped_out_blocks: int = 0
     num_swapped_in_blocks: int = 0

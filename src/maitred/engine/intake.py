@@ -71,12 +71,13 @@ def make_requests(
     new_seed: Callable[[], int] = random_seed,
     grammar: str = "",
     thinking: ThinkingLimit | None = None,
+    prediction: str = "",
 ) -> list[RequestSpec]:
     """One RequestSpec for each of `sampling.n` samples, sample 0 first, checked and ready for the queue.
 
-    `grammar` and `thinking` bind them. Tokenises and hashes, so call it off the event loop. Raises PromptTooLong
-    with both numbers (before tokenising when the text's length alone proves it) and InvalidRequest for tokens that the
-    vocabulary does not have.
+    `grammar` and `thinking` bind them, `prediction` is what they may be like. Tokenises and hashes, so call it off the
+    event loop. Raises PromptTooLong with both numbers (before tokenising when the text's length alone proves it) and
+    InvalidRequest for tokens that the vocabulary does not have.
     """
     check_sampling_tokens(sampling, model.vocab_size)
     token_ids = _prompt_tokens(model, prompt, add_special_tokens)
@@ -86,6 +87,7 @@ def make_requests(
     hashes = hash_blocks(token_ids, model.block_size, root_hash(model.revision, cache_salt))
     bad_words = _bad_word_tokens(model, sampling.bad_words)
     _check_can_sample(model, sampling, bad_words)
+    predicted = _prediction_tokens(model, prediction)
     if sampling.structured_outputs is not None:
         sampling = replace(sampling, structured_outputs=None)  # `grammar` is what became of it
     many = sampling.n > 1
@@ -112,6 +114,7 @@ def make_requests(
             features=features,
             grammar=grammar,
             thinking=thinking,
+            prediction_token_ids=predicted,
         )
         for index in range(sampling.n)
     ]
@@ -135,6 +138,20 @@ def _prompt_tokens(model: ServedModel, prompt: str | Sequence[int], add_special_
     if len(token_ids) > limit:
         raise PromptTooLong(_too_long(str(len(token_ids)), model), param="prompt")
     return token_ids
+
+
+def _prediction_tokens(model: ServedModel, text: str) -> tuple[int, ...]:
+    """No answer is longer than the context, so no prediction need be."""
+    if not text:
+        return ()
+    try:
+        return tuple(model.tokenizer.encode(text, add_special_tokens=False, most=model.max_model_len))
+    except TooManyTokens as error:
+        raise InvalidRequest(
+            f"the prediction has {error.num_tokens} tokens; at most {model.max_model_len}, this model's maximum "
+            "context length",
+            param="prediction",
+        ) from None
 
 
 def _too_long(num_tokens: str, model: ServedModel, detail: str = "") -> str:

@@ -97,6 +97,8 @@ class EngineCounters(msgspec.Struct, frozen=True):
     num_prefix_queried_tokens: int
     num_prefix_hit_tokens: int
     num_finished: int
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0  # of them
 
 
 class LiveView(msgspec.Struct, frozen=True):
@@ -161,6 +163,8 @@ def live_view(scheduler: Scheduler, now: float) -> LiveView:
             num_prefix_queried_tokens=stats.num_prefix_queried_tokens,
             num_prefix_hit_tokens=stats.num_prefix_hit_tokens,
             num_finished=sum(stats.num_finished.get(reason, 0) for reason in FinishReason),
+            num_draft_tokens=stats.num_draft_tokens,
+            num_accepted_tokens=stats.num_accepted_tokens,
         ),
     )
 

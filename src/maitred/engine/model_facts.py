@@ -20,6 +20,7 @@ class Footprint:
     weights_bytes: int
     kv_bytes: int
     isa: str = ""  # the instruction set; empty where the executor has none to choose
+    proposer: str = ""  # who makes up tokens for the model to check; empty where nobody does
 
 
 class ModelFacts(msgspec.Struct, frozen=True):

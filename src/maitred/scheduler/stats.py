@@ -16,12 +16,23 @@ class SchedulerCounters:
     num_prompt_tokens: int = 0  # prompts admitted to a first step; that of n samples counts once
     num_generated_tokens: int = 0
     num_scheduled_tokens: int = 0
+    num_drafted_rows: int = 0  # of plans, those for which tokens were made up
+    num_draft_tokens: int = 0  # in them
+    num_accepted_tokens: int = 0  # of these
     num_preemptions: int = 0
     num_swapped_out_blocks: int = 0
     num_swapped_in_blocks: int = 0
     num_prefix_queried_tokens: int = 0
     num_prefix_hit_tokens: int = 0
     num_finished: dict[FinishReason, int] = field(default_factory=lambda: dict.fromkeys(FinishReason, 0))
+
+    def count_drafts(self, request: RequestState, num_made: int, num_accepted: int) -> None:
+        """So many tokens were made up for a row, and so many of them became output."""
+        request.num_draft_tokens += num_made
+        request.num_accepted_tokens += num_accepted
+        self.num_drafted_rows += num_made > 0
+        self.num_draft_tokens += num_made
+        self.num_accepted_tokens += num_accepted
 
     def count_prompt(self, request: RequestState) -> None:
         """Its prompt is admitted to a first step; `num_cached_tokens` is set."""
@@ -44,6 +55,9 @@ class SchedulerStats:
     num_prompt_tokens: int
     num_generated_tokens: int
     num_scheduled_tokens: int
+    num_drafted_rows: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
     num_preemptions: int
     num_swapped_out_blocks: int
     num_swapped_in_blocks: int

@@ -88,7 +88,9 @@ def _apply_row(
     if token_ids:
         num_taken, reason = _take(state, request, row, result, now)
         token_ids, logprobs = token_ids[:num_taken], logprobs and logprobs[:num_taken]
-        row_end -= row.num_drafts - min(num_taken - 1, result.num_accepted)
+        num_accepted = min(num_taken - 1, result.num_accepted)
+        state.counters.count_drafts(request, result.num_drafts, num_accepted)
+        row_end -= row.num_drafts - num_accepted
     elif result.postponed:
         row_end = _postpone(state, request, row)
     elif result.complete:

@@ -240,7 +240,7 @@ def _batches(
     limits: TimeLimits,
     new_seed: Callable[[], int],
 ) -> list[list[RequestSpec]]:
-    now, num_tokens = app.clock.now(), 0
+    now, num_tokens, prediction = app.clock.now(), 0, ask.prediction()
     batches: list[list[RequestSpec]] = []
     for position, prompt in enumerate(prompts):
         try:
@@ -258,6 +258,7 @@ def _batches(
                 new_seed=new_seed,
                 grammar=ask.shape_found.grammar,
                 thinking=ask.shape_found.thinking,
+                prediction=prediction,
             )
         except RequestError as error:
             if error.param == "prompt" and len(prompts) > 1:

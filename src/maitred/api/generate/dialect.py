@@ -54,6 +54,8 @@ class GenerationAsk:
     `keeps_text`."""
     shape: Callable[[], Shape] = lambda: NO_SHAPE
     """What binds the answers; called once, in the same thread, after `prompts`."""
+    prediction: Callable[[], str] = str
+    """A text that the answers may be like; called once, in the same thread."""
     is_shaped: bool = False  # so `shape` may take long
     shape_found: Shape = NO_SHAPE  # what `shape` gave
     keeps_text: bool = False  # the answer repeats it

@@ -19,6 +19,8 @@ class TokenUsage(NamedTuple):
     num_cached_tokens: int  # of the prompts, taken from the prefix cache
     num_generated_tokens: int
     num_reasoning_tokens: int = 0
+    num_predicted_tokens: int = 0  # drafts of samples that brought a prediction
+    num_accepted_tokens: int = 0  # of them, those that became output
 
 
 @dataclass(slots=True, eq=False)
@@ -86,11 +88,14 @@ class Outcome:
 
     def usage(self) -> TokenUsage:
         """So far."""
+        predicted = [c for c, s in zip(self.charges, self.samples, strict=True) if s.request.prediction_token_ids]
         return TokenUsage(
             num_prompt_tokens=sum(batch[0].num_prompt_tokens for batch in self.batches),
             num_cached_tokens=sum(c.num_cached_tokens for c in self.charges[:: self.num_samples_per_prompt]),
             num_generated_tokens=sum(sample.num_tokens for sample in self.samples),
             num_reasoning_tokens=sum(sample.num_reasoning_tokens for sample in self.samples),
+            num_predicted_tokens=sum(charges.num_draft_tokens for charges in predicted),
+            num_accepted_tokens=sum(charges.num_accepted_tokens for charges in predicted),
         )
 
     def num_tokens_used(self) -> tuple[int, int]:

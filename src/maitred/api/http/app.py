@@ -88,7 +88,7 @@ class App:
             with suppress(FileNotFoundError):  # of a folder that is gone
                 self._paths.add(os.path.abspath(model.root))
         self.fleet = FleetFeed(replica, model, self.fleet_token, self.in_flight)
-        self.observer.metrics.engine_came(replica, model.names[0], model.block_size, admission)
+        self.observer.metrics.engine_came(replica, model, admission)
 
     def _progressed(self, progress: list[RequestProgress], num_queued: int, now: float) -> None:
         self.gate.progressed(progress, num_queued, now)

@@ -26,6 +26,7 @@ from maitred.tenancy.quota import TenantQuota
 
 if TYPE_CHECKING:
     from maitred.api.http.results import Results
+    from maitred.engine.intake import ServedModel
 
 _STATE: Mapping[Metric, Callable[[ReplicaState], float]] = {
     m.ENGINE_UP: lambda s: float(s.alive),
@@ -54,6 +55,13 @@ _STATE: Mapping[Metric, Callable[[ReplicaState], float]] = {
     m.SWAPPED_IN_BLOCKS: lambda s: s.num_swapped_in_blocks,
     m.PREFIX_QUERIED: lambda s: s.num_prefix_queried_tokens,
     m.PREFIX_HIT: lambda s: s.num_prefix_hit_tokens,
+}
+
+
+_DRAFTS: Mapping[Metric, Callable[[ReplicaState], float]] = {
+    m.DRAFTED_ROWS: lambda s: s.num_drafted_rows,
+    m.DRAFT_TOKENS: lambda s: s.num_draft_tokens,
+    m.ACCEPTED_TOKENS: lambda s: s.num_accepted_tokens,
 }
 
 
@@ -143,6 +151,7 @@ class EdgeMetrics(Collector):
         self._version, self._compat = version, compat
         self._model: str | None = None
         self._block_size = 0
+        self._proposer = ""
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
         self.histograms = {metric: Histogram(metric) for metric in m.EDGE_METRICS if metric.buckets}
@@ -154,9 +163,11 @@ class EdgeMetrics(Collector):
         self.results: Results | None = None
         self.tenants = TenantCounts(num_tenants_file_failures)
 
-    def engine_came(self, replica: Replica, model: str, block_size: int, admission: AdmissionController | None) -> None:
+    def engine_came(self, replica: Replica, model: ServedModel, admission: AdmissionController | None) -> None:
         """From now on the page tells of it."""
-        self._replica, self._model, self._block_size, self._admission = replica, model, block_size, admission
+        self._replica, self._admission = replica, admission
+        self._model, self._block_size = model.names[0], model.block_size
+        self._proposer = model.footprint.proposer if model.footprint is not None else ""
 
     def http_answered(self, route: str, status: int) -> None:
         key = (route, str(status))
@@ -201,6 +212,8 @@ class EdgeMetrics(Collector):
     def _samples(self, metric: Metric, state: ReplicaState) -> dict[tuple[str, ...], float]:
         if metric in _STATE:
             return {(): float(_STATE[metric](state))}
+        if metric in _DRAFTS:
+            return {(self._proposer,): float(_DRAFTS[metric](state))} if self._proposer else {}
         if metric is m.REQUESTS_FINISHED:
             return {(reason.value,): float(state.num_finished.get(reason, 0)) for reason in FinishReason}
         if metric is m.HTTP_REQUESTS:

@@ -90,10 +90,13 @@ def _summary(frame: LiveFrame, rates: Rates) -> list[str]:
     asked = engine.counters.num_prefix_queried_tokens
     hits = f"{engine.counters.num_prefix_hit_tokens / asked:.0%}" if asked else "-"
     rate = "-" if rates.tokens_per_s is None else f"{rates.tokens_per_s:,.0f}"
+    drafts = engine.counters.num_draft_tokens
+    accepted = f"   drafts accepted {engine.counters.num_accepted_tokens / drafts:.0%}" if drafts else ""
     return [
         f"maitred serves {frame.model}, policy {engine.policy}",
         f"slots {engine.num_running} of {engine.max_num_seqs}   waiting {engine.num_waiting}   new tokens/s {rate}   "
-        f"step {seconds(rates.step_s)}   prompt from cache {hits}   preemptions {engine.counters.num_preemptions}",
+        f"step {seconds(rates.step_s)}   prompt from cache {hits}   preemptions {engine.counters.num_preemptions}"
+        f"{accepted}",
         f"{_times('first token', frame.first_token)}   {_times('in the queue', frame.queue)}",
         f"{_times('between tokens', frame.between_tokens)}   (50% / 90% / 99% of the last minute)",
     ]

@@ -75,7 +75,9 @@ def usage_of(outcome: Outcome) -> Usage:
         completion_tokens=used.num_generated_tokens,
         total_tokens=used.num_prompt_tokens + used.num_generated_tokens,
         prompt_tokens_details=PromptTokensDetails(used.num_cached_tokens),
-        completion_tokens_details=CompletionTokensDetails(used.num_reasoning_tokens),
+        completion_tokens_details=CompletionTokensDetails(
+            used.num_reasoning_tokens, used.num_accepted_tokens, used.num_predicted_tokens - used.num_accepted_tokens
+        ),
         timing_ms=UNSET if timing is None else _timing_ms(timing),
     )
 

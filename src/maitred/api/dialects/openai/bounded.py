@@ -8,9 +8,10 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import Raw, UnsetType
 
-from maitred.api.dialects.openai.schemas import SentTokenIds
+from maitred.api.dialects.openai.schemas import Prediction, SentTokenIds
 from maitred.api.generate.dialect import Prompt
 from maitred.api.http.bodies import decode_json
+from maitred.api.http.errors import shortened
 from maitred.errors import InvalidRequest
 
 T = TypeVar("T")
@@ -18,6 +19,9 @@ MAX_OBJECT_BYTES = 64 * 1024
 MAX_PROMPTS = 1024
 MAX_LISTED = 1_000_000  # items of a prompt that is a list; so many token ids take 25 ms to decode
 
+MAX_PREDICTION_BYTES = 2**20
+
+_PREDICTION = msgspec.json.Decoder(Prediction)
 _ANY = msgspec.json.Decoder(dict[str, Any])
 _VALUE = msgspec.json.Decoder(Any)
 _UNREAD = msgspec.json.Decoder(dict[str, Raw])
@@ -64,6 +68,21 @@ def _object(
     if len(sent) > most:
         raise InvalidRequest(f"{name} has {len(sent)} bytes; at most {most}", param=name)
     return decode_json(sent, decoder, at=name)
+
+
+def predicted_text(raw: Raw | UnsetType) -> str:
+    """Of a prediction; empty when absent or null. Raises InvalidRequest."""
+    prediction = _object(raw, "prediction", _PREDICTION, MAX_PREDICTION_BYTES)
+    if prediction is None:
+        return ""
+    parts = prediction.content if isinstance(prediction.content, list) else []
+    for at, kind, known in [
+        ("prediction.type", prediction.type, "content"),
+        *((f"prediction.content[{i}].type", part.type, "text") for i, part in enumerate(parts)),
+    ]:
+        if kind != known:
+            raise InvalidRequest(f"{at} is {shortened(repr(kind))}; it must be {known!r}", param=at)
+    return prediction.content if isinstance(prediction.content, str) else "".join(part.text or "" for part in parts)
 
 
 def prompts_of(raw: Raw, *, max_listed: int = MAX_LISTED) -> list[Prompt]:

@@ -71,6 +71,7 @@ def decode_chat(app: App, exchange: Exchange, sent: bytes) -> GenerationAsk:
         sampling=sampling,
         prompts=reading.prompts,
         shape=reading.shape,
+        prediction=reading.prediction,
         is_shaped=is_shaped(body),
         may_take_long=body.chat_template_kwargs is not UNSET,
         add_special_tokens=bool(body.add_special_tokens),  # the template writes them

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from msgspec import UNSET
 
-from maitred.api.dialects.openai.bounded import any_object
+from maitred.api.dialects.openai.bounded import any_object, predicted_text
 from maitred.api.dialects.openai.messages import render_chat
 from maitred.api.dialects.openai.schemas import ChatCompletionRequest, GenerationFields
 from maitred.api.dialects.openai.tools import choice_of, content_source, tools_of
@@ -90,6 +90,10 @@ class ChatReading:
         )
         body.messages.clear()
         return [self._prompt]
+
+    def prediction(self) -> str:
+        """What the answer may be like. Raises InvalidRequest."""
+        return predicted_text(self._body.prediction)
 
     def shape(self) -> Shape:
         """Raises InvalidRequest for what cannot be enforced."""

@@ -181,7 +181,6 @@ CHAT_REFUSED: Refused = {
     "function_call": ("none",),
     "modalities": (["text"],),
     "audio": (),
-    "prediction": (),
     "moderation": (),
     "web_search_options": (),
     "verbosity": ("medium",),
@@ -202,6 +201,7 @@ COMPLETION_REFUSED: Refused = {
     "tools": ([],),
     "max_completion_tokens": (),
     "top_logprobs": (0,),
+    "prediction": (),
 }
 TOKENIZE_REFUSED: Refused = {"tools": ([],), "chat_template": (), "mm_processor_kwargs": ({},)}
 
@@ -255,6 +255,7 @@ _WHY: Mapping[str, str] = {
     "function_call": "send tool_choice",
     "best_of": "send n",
     "input_ids": "send the tokens as the prompt of /v1/completions",
+    "prediction": "send it to /v1/chat/completions",
     "max_completion_tokens": "send max_tokens, which is its name here",
     "top_logprobs": "send logprobs, which is the number here",
     **{name: f'send structured_outputs: {{"{ours}": ...}}' for name, ours in _REMOVED.items()},

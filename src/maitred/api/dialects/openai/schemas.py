@@ -113,6 +113,13 @@ class ContentPart(msgspec.Struct, kw_only=True):
     text: str | None = None
 
 
+class Prediction(msgspec.Struct, kw_only=True):
+    """What the answer may be like (OpenAI's predicted outputs)."""
+
+    type: str
+    content: str | list[ContentPart]
+
+
 class ChatMessage(msgspec.Struct, kw_only=True):
     role: str
     content: str | list[ContentPart] | None = None
@@ -145,6 +152,7 @@ class ChatCompletionRequest(GenerationFields, kw_only=True):
     reasoning_effort: Annotated[str | None, Meta(extra_json_schema={"enum": [*EFFORTS, None]})] = None
     include_reasoning: bool | None = None
     thinking_token_budget: Count = None
+    prediction: AnyObject = UNSET
     # accepted, and without effect on the answer
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
@@ -196,6 +204,9 @@ class PromptTokensDetails(msgspec.Struct):
 
 class CompletionTokensDetails(msgspec.Struct):
     reasoning_tokens: int = 0
+    # of a prediction: what was checked and became output, and what was checked in vain, which nobody is billed for
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
 
 
 class TimingMs(msgspec.Struct, kw_only=True):
