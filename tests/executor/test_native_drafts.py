@@ -13,7 +13,6 @@ from maitred.config import CacheConfig, EngineConfig, SchedulerConfig, Speculati
 from maitred.engine.build import EngineParts, build_parts
 from maitred.errors import ConfigError
 from maitred.request import RequestSpec
-from maitred.speculative.ngram import NGrams, PredictionProposer
 from maitred.speculative.proposer import DraftAsk
 from maitred.step import RequestProgress
 
@@ -162,54 +161,6 @@ def test_right_drafts_take_a_fifth_of_the_steps():
     assert found == right
     assert parts.core.stats.num_steps <= steps / 4
     parts.close()
-
-
-def test_a_prediction_is_drafted_from_whoever_drafts_else():
-    prediction = tuple(range(100, 140))
-
-    class Request:
-        request_id, num_prompt_tokens, sampler, blocks = "a", 3, None, None
-
-        def __init__(self, output: Sequence[int], prediction: Sequence[int]) -> None:
-            from maitred.executor.state import GrowingInts
-
-            self.tokens, self.prediction = GrowingInts((1, 2, 3, *output)), prediction
-
-    proposer = PredictionProposer(None)
-
-    def drafts(output: Sequence[int]) -> list[int]:
-        (found,) = proposer.propose([DraftAsk(Request(output, prediction), 3)])
-        return list(found)
-
-    assert drafts(()) == [100, 101, 102], "nothing was said yet: it begins as predicted"
-    assert drafts((100,)) == [101, 102, 103]
-    assert drafts((7, 8, 9)) == [], "none of that is in it"
-    assert drafts((7, 8, 110, 111)) == [112, 113, 114], "back in it after something else"
-    assert drafts((138, 139)) == [], "it ends there"
-    assert proposer.propose([DraftAsk(Request((1, 2), ()), 3)]) == [()]
-
-
-@pytest.mark.parametrize(
-    ("text", "count", "expected"),
-    [
-        ((5, 6, 7, 8, 1, 5, 6, 7), 2, [8, 1]),
-        ((1, 2, 3, 1, 2, 9, 1, 2), 2, [9, 1]),  # the last time counts
-        ((4, 1, 2, 8, 3, 1, 2, 9, 4, 1, 2), 1, [8]),  # and the longest n-gram before it
-        ((1, 2, 1, 2, 1, 2), 5, [1, 2, 1, 2, 1]),  # what repeats itself goes on
-        ((1, 2, 3, 4), 2, None),
-        ((1,), 2, None),
-    ],
-)
-def test_n_grams_find_what_followed_before(text: tuple[int, ...], count: int, expected: list[int] | None):
-    import numpy as np
-
-    whole = np.array(text, dtype=np.int64)
-    for parts in ((len(text),), range(1, len(text) + 1)):  # at once, and as tokens come
-        grams = NGrams()
-        for end in parts:
-            grams.extend(whole[:end])
-        found = grams.find(whole[-4:])
-        assert (None if found is None else grams.after(found, count)) == expected
 
 
 def test_what_cannot_draft_is_refused_before_anything_is_loaded():

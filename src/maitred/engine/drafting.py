@@ -10,7 +10,8 @@ from maitred.config import EngineConfig
 from maitred.engine.memory import DraftMemory
 from maitred.errors import CheckpointError, ConfigError, KernelError
 from maitred.model.checkpoint import Checkpoint, folder_beside, open_checkpoint
-from maitred.speculative.ngram import NGramProposer, PredictionProposer
+from maitred.speculative.ngram import NGramProposer
+from maitred.speculative.prediction import PredictionProposer
 from maitred.speculative.proposer import Proposer
 
 if TYPE_CHECKING:

@@ -1,118 +1,96 @@
-"""N-gram proposer: what followed the last few tokens when the request had them before follows again, perhaps.
+"""N-gram proposer: what followed the last tokens of a request when they were met before, in its prompt or its output.
 
-Source: Saxena, Prompt Lookup Decoding, 2023 (github.com/apoorvumang/prompt-lookup-decoding). The longest of a few
-lengths decides; tables of where each n-gram ended last are kept as tokens come, so no step scans the text.
+As prompt lookup (github.com/apoorvumang/prompt-lookup-decoding) and vLLM's `ngram` do, but the place is not searched
+in each step: tokens are indexed as they come, by the hash chains with which deflate finds its matches (RFC 1951,
+section 4). The longest match counts, of equals the last; and as in SuffixDecoding (arXiv:2411.04975) no more is drafted
+than matched, since short matches are mostly chance.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
-import numpy as np
+from maitred.speculative.proposer import DraftAsk
 
-from maitred.speculative.proposer import DraftAsk, Ints, Proposer
-
-LENGTHS = (4, 3, 2)
-"""Of n-grams, the longest first. Single tokens say little: they would draft nearly always, and mostly in vain."""
+LONGEST_MATCH = 16  # tokens; more is not looked at
+MOST_PLACES = 16  # at which a match is tried, the last ones
 
 
-class NGrams:
-    """Where each n-gram of a text was followed by what, last; the text only grows."""
+class Match(NamedTuple):
+    """The last tokens of a text are like `length` of an indexed one's, up to position `end`."""
 
-    __slots__ = ("_num_indexed", "_tables", "_tokens")
+    end: int
+    length: int
+
+
+class PairIndex:
+    """Tokens that grow, and where each pair of neighbours was met before. O(1) a token."""
+
+    __slots__ = ("_before", "_last", "tokens")
 
     def __init__(self) -> None:
-        self._tokens: list[int] = []
-        self._tables: tuple[dict[bytes, int], ...] = tuple({} for _ in LENGTHS)
-        self._num_indexed = 0  # n-grams that end before it are in the tables
+        self.tokens: list[int] = []
+        self._last: dict[int, int] = {}  # where a pair ends that was met last
+        self._before: list[int] = []  # at each position: where the pair that ends here did before; -1 is nowhere
 
-    def extend(self, tokens: Ints) -> None:
-        """The text is `tokens` now, which begin with what it was."""
-        self._tokens += tokens[len(self._tokens) :].tolist()
-        last = len(tokens) - 1  # what ends with the last token has no successor yet
-        raw, size = np.ascontiguousarray(tokens).tobytes(), tokens.itemsize
-        for length, table in zip(LENGTHS, self._tables, strict=True):
-            first = max(self._num_indexed, length - 1)
-            for end in range(first, last):
-                table[raw[(end + 1 - length) * size : (end + 1) * size]] = end + 1
-        self._num_indexed = max(self._num_indexed, last)
+    def extend(self, token_ids: Iterable[int]) -> None:
+        tokens, last, before = self.tokens, self._last, self._before
+        previous = tokens[-1] if tokens else -1  # no token is -1, so its pair is never looked for
+        for position, token in enumerate(token_ids, len(tokens)):
+            pair = previous << 32 | token
+            before.append(last.get(pair, -1))
+            last[pair] = position
+            tokens.append(token)
+            previous = token
 
-    def find(self, last: Ints) -> int | None:
-        """Position of what followed the longest n-gram that `last` ends with; None where none was there."""
-        for length, table in zip(LENGTHS, self._tables, strict=True):
-            if length <= len(last) and (found := table.get(last[len(last) - length :].tobytes())) is not None:
-                return found
-        return None
+    def match(self, text: Sequence[int]) -> Match | None:
+        """Where the end of `text` was met, its last two tokens at least, and something follows."""
+        if len(text) < 2:
+            return None
+        place, best = self._last.get(text[-2] << 32 | text[-1], -1), Match(-1, 0)
+        if place == len(self.tokens) - 1:
+            place = self._before[place]
+        for _ in range(MOST_PLACES):
+            if place < 0 or best.length == LONGEST_MATCH:
+                break
+            length = self._length(text, place)
+            if length > best.length:
+                best = Match(place, length)
+            place = self._before[place]
+        return best if best.length else None
 
-    def after(self, position: int, count: int) -> list[int]:
-        """`count` tokens from there on; past the end it goes on with those that it gave, as a text repeats itself."""
-        found = self._tokens[position : position + count]
-        period = len(self._tokens) - position
-        while len(found) < count:
-            found.append(found[len(found) - period])
-        return found
+    def _length(self, text: Sequence[int], place: int) -> int:
+        """Tokens that are alike up to `place`; the last two are."""
+        tokens, length, most = self.tokens, 2, min(LONGEST_MATCH, place + 1, len(text))
+        while length < most and tokens[place - length] == text[-1 - length]:
+            length += 1
+        return length
 
 
 class NGramProposer:
-    """Looks drafts up in the request's own tokens (`proposer.Proposer`)."""
+    """Proposes from the request's own tokens (`proposer.Proposer`)."""
 
     name = "ngram"
 
     def __init__(self) -> None:
-        self._texts: dict[str, NGrams] = {}
+        self._indexes: dict[str, PairIndex] = {}
 
     def propose(self, asks: Sequence[DraftAsk]) -> list[Sequence[int]]:
-        return [self._look_up(ask) for ask in asks]
-
-    def _look_up(self, ask: DraftAsk) -> Sequence[int]:
-        tokens = ask.request.tokens.array
-        text = self._texts.setdefault(ask.request.request_id, NGrams())
-        text.extend(tokens)
-        found = text.find(tokens[-LENGTHS[0] :])
-        return () if found is None else text.after(found, ask.num_drafts)
+        return [self._drafts(ask) for ask in asks]
 
     def forget(self, request_id: str) -> None:
-        self._texts.pop(request_id, None)
+        self._indexes.pop(request_id, None)
 
     def close(self) -> None:
-        self._texts.clear()
+        self._indexes.clear()
 
-
-class PredictionProposer:
-    """Requests that came with a prediction of their output draft from it, all others as `others` says."""
-
-    def __init__(self, others: Proposer | None) -> None:
-        self._others = others
-        self._predictions: dict[str, NGrams] = {}
-
-    @property
-    def name(self) -> str:
-        return self._others.name if self._others is not None else "prediction"
-
-    def propose(self, asks: Sequence[DraftAsk]) -> list[Sequence[int]]:
-        others = [ask for ask in asks if not len(ask.request.prediction)]
-        made = iter(self._others.propose(others) if self._others is not None and others else [()] * len(others))
-        return [self._predicted(ask) if len(ask.request.prediction) else next(made) for ask in asks]
-
-    def _predicted(self, ask: DraftAsk) -> Sequence[int]:
-        request, output = ask.request, ask.request.tokens.array[ask.request.num_prompt_tokens :]
-        prediction = np.array(request.prediction, dtype=np.int64)
-        text = self._predictions.get(request.request_id)
-        if text is None:
-            text = self._predictions[request.request_id] = NGrams()
-            text.extend(prediction)
-        if len(output) < LENGTHS[-1] and np.array_equal(output, prediction[: len(output)]):
-            found: int | None = len(output)  # too little of it to be looked up
-        else:
-            found = text.find(output[-LENGTHS[0] :])
-        return () if found is None else request.prediction[found : found + ask.num_drafts]
-
-    def forget(self, request_id: str) -> None:
-        self._predictions.pop(request_id, None)
-        if self._others is not None:
-            self._others.forget(request_id)
-
-    def close(self) -> None:
-        self._predictions.clear()
-        if self._others is not None:
-            self._others.close()
+    def _drafts(self, ask: DraftAsk) -> Sequence[int]:
+        index = self._indexes.setdefault(ask.request.request_id, PairIndex())
+        tokens = index.tokens
+        index.extend(ask.request.tokens.array[len(tokens) :].tolist())
+        match = index.match(tokens)
+        if match is None:
+            return ()
+        first, period = match.end + 1, len(tokens) - 1 - match.end  # a match that is not over yet repeats itself
+        return [tokens[first + i % period] for i in range(min(ask.num_drafts, match.length))]

@@ -1,0 +1,72 @@
+"""Drafts from a predicted text: a request may bring what its output will be like, such as a file before an edit.
+
+The text is followed as long as output is like it. Where they part, the place is looked up at which they meet again;
+until there is one, a token is taken to stand in the place of another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from maitred.speculative.ngram import LONGEST_MATCH, PairIndex
+from maitred.speculative.proposer import DraftAsk, DraftedRequest, Proposer
+
+
+class PredictionProposer:
+    """Drafts for requests with a prediction; all others are asked of `proposer` (`proposer.Proposer`)."""
+
+    def __init__(self, proposer: Proposer) -> None:
+        self._proposer = proposer
+        self._followed: dict[str, PredictedText] = {}
+
+    @property
+    def name(self) -> str:
+        return self._proposer.name
+
+    def propose(self, asks: Sequence[DraftAsk]) -> list[Sequence[int]]:
+        others = [ask for ask in asks if not ask.request.prediction]
+        proposed = iter(self._proposer.propose(others) if others else ())
+        return [self._drafts(ask) if ask.request.prediction else next(proposed) for ask in asks]
+
+    def forget(self, request_id: str) -> None:
+        self._followed.pop(request_id, None)
+        self._proposer.forget(request_id)
+
+    def close(self) -> None:
+        self._followed.clear()
+        self._proposer.close()
+
+    def _drafts(self, ask: DraftAsk) -> Sequence[int]:
+        request = ask.request
+        followed = self._followed.get(request.request_id)
+        if followed is None:
+            followed = self._followed[request.request_id] = PredictedText(request.prediction)
+        return followed.drafts(_output(request, followed.num_seen), ask.num_drafts)
+
+
+class PredictedText:
+    """How far one request's output has come in its prediction."""
+
+    def __init__(self, token_ids: Sequence[int]) -> None:
+        self._index = PairIndex()
+        self._index.extend(token_ids)
+        self._next = 0  # position in the prediction that output is expected to go on with
+        self._tail: list[int] = []  # of the output
+        self.num_seen = 0
+
+    def drafts(self, new_tokens: Sequence[int], num_drafts: int) -> Sequence[int]:
+        """After these, which are output since it was last asked."""
+        text = self._index.tokens
+        self.num_seen += len(new_tokens)
+        self._tail = [*self._tail, *new_tokens][-LONGEST_MATCH:]
+        is_followed = text[self._next : self._next + len(new_tokens)] == list(new_tokens)
+        self._next += len(new_tokens)
+        if not is_followed and (match := self._index.match(self._tail)) is not None:
+            self._next = match.end + 1
+        return text[self._next : self._next + num_drafts]
+
+
+def _output(request: DraftedRequest, first: int) -> list[int]:
+    """Its output tokens from number `first` on."""
+    tokens: list[int] = request.tokens.array[request.num_prompt_tokens + first :].tolist()
+    return tokens
