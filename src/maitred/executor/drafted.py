@@ -9,14 +9,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from maitred.errors import KernelError
+from maitred.executor.grammar import Grammars
 from maitred.executor.sampler import SampledToken
 from maitred.executor.sampler_state import RequestSampler
-from maitred.executor.state import RowWork
+from maitred.executor.state import HeldRequest, RowWork
 from maitred.speculative.proposer import DraftAsk, Proposer
 
 
-def with_drafts(works: Sequence[RowWork], proposer: Proposer | None, vocab_size: int, most: int) -> list[RowWork]:
-    """The works, each row as long as the drafts that there are for it: at most `most`.
+def with_drafts(
+    works: Sequence[RowWork],
+    proposer: Proposer | None,
+    vocab_size: int,
+    most: int,
+    grammars: Grammars | None = None,
+) -> list[RowWork]:
+    """The works, each row as long as the drafts that there are for it: at most `most`. Grammars are told of theirs.
 
     Raises KernelError for rows with drafts where nobody makes them up.
     """
@@ -29,14 +36,26 @@ def with_drafts(works: Sequence[RowWork], proposer: Proposer | None, vocab_size:
             f"request {row.request_id}: {row.num_drafts} of {row.num_tokens} planned tokens are drafts, and this "
             "executor has no proposer to make them up; give its scheduler no drafts"
         )
-    asks = [DraftAsk(works[i].state, min(works[i].row.num_drafts, most)) for i in asked if works[i].state.may_draft]
+    may = {i: _may_draft(works[i].state, grammars) for i in asked}
+    asks = [DraftAsk(works[i].state, min(works[i].row.num_drafts, most)) for i in asked if may[i]]
     made = iter(proposer.propose(asks)) if asks else iter(())
     drafted = list(works)
     for index in asked:
         work = works[index]
-        tokens = next(made) if work.state.may_draft else ()
+        tokens = next(made) if may[index] else ()
         drafted[index] = _with(work, [t for t in tokens[: min(work.row.num_drafts, most)] if 0 <= t < vocab_size])
+    bound = [(slot, drafted[i].drafts) for i in asked if drafted[i].drafts and (slot := works[i].state.grammar)]
+    if bound and grammars is not None:
+        grammars.draft(bound)
     return drafted
+
+
+def _may_draft(state: HeldRequest, grammars: Grammars | None) -> bool:
+    """A grammar's worker that is late with masks has no time for more of them."""
+    grammar = state.grammar
+    if grammar is None:
+        return True
+    return grammars is not None and grammars.may_draft and not (grammar.error or grammar.complete)
 
 
 def _with(work: RowWork, drafts: Sequence[int]) -> RowWork:
@@ -46,10 +65,12 @@ def _with(work: RowWork, drafts: Sequence[int]) -> RowWork:
 
 def samplers_of(work: RowWork) -> Iterator[RequestSampler]:
     """For the last known token and each draft: what samples the token after it, were the drafts before it output."""
-    sampler = work.state.sampler
+    sampler, grammar = work.state.sampler, work.state.grammar
     yield sampler
-    for draft in work.drafts:
+    for index, draft in enumerate(work.drafts):
         sampler = sampler.ahead(draft)
+        if grammar is not None and index < grammar.num_allowed:
+            sampler.mask = grammar.draft_masks[index]
         yield sampler
 
 

@@ -21,8 +21,10 @@ from typing import NamedTuple
 import numpy as np
 
 from maitred.executor.grammar_frames import (
+    MAX_DRAFTED,
     MAX_SLOTS,
     Advanced,
+    Drafted,
     Filled,
     MaskMemory,
     Opened,
@@ -65,6 +67,8 @@ class GrammarSlot:
     error: str = ""
     complete: bool = False  # as a worker found that was begun again
     num_faults: int = 0
+    draft_masks: Sequence[TokenMask] = ()  # where those after its drafts lie, one each
+    num_allowed: int = 0  # of them, the first so many are there
 
 
 class Grammars:
@@ -141,7 +145,7 @@ class Grammars:
         """A request comes, which has `output()`; the worker hears of it with the next `tell`."""
         slot = heapq.heappop(self._free)  # the executor holds fewer requests than there are slots
         memory = self._mapped()
-        mask = np.frombuffer(memory.memory, np.uint32, memory.num_words, memory.offset(slot))
+        mask = _mask_at(memory, slot)
         forces = self._forces and may_force(spec.sampling)
         held = self._slots[slot] = GrammarSlot(slot, Bound(spec.grammar, forces, output), mask)
         self._opened.append(held)
@@ -162,6 +166,25 @@ class Grammars:
         if self._opened and not self._is_busy:
             self._send([])
 
+    @property
+    def may_draft(self) -> bool:
+        """Whether `draft` may be called: the worker has told all it was asked for, so that it never waits."""
+        if self._is_busy and not self._opened:
+            self._receive(self._answer_s, 0.0)
+        return not self._is_busy and not self._opened
+
+    def draft(self, drafted: Sequence[tuple[GrammarSlot, Sequence[int]]]) -> None:
+        """Tokens were made up to follow `output()` of each: their masks are made while the next forward pass runs, and
+        `num_allowed` says after `wait` how many there are."""
+        memory, row, told = self._mapped(), MAX_SLOTS, list[Drafted]()
+        for held, made in drafted:
+            tokens = list(made[: MAX_SLOTS + MAX_DRAFTED - row])
+            held.num_allowed = 0
+            held.draft_masks = [_mask_at(memory, row + i) for i in range(len(tokens))]
+            told.append(Drafted(held.number, row, tokens))
+            row += len(tokens)
+        self._send([], told)
+
     def wait(self, patience_s: float = math.inf) -> bool:
         """Until the masks of all slots are there, but for those that have an `error` or are `complete` now. False when
         they are not after `patience_s` (s), as when the worker had to be begun again."""
@@ -172,11 +195,11 @@ class Grammars:
                 return False
         return True
 
-    def advance(self, sampled: Sequence[tuple[GrammarSlot, int]]) -> list[Outcome]:
+    def advance(self, sampled: Sequence[tuple[GrammarSlot, list[int]]]) -> list[Outcome]:
         """Tokens were sampled, the last that `output()` gives for each; what came of them, as far as the worker lives
         to tell. Masks say the rest: of forced tokens they leave one."""
         outcomes: dict[int, Outcome] = {}
-        if self._send([Advanced(held.number, [token]) for held, token in sampled]):
+        if self._send([Advanced(held.number, tokens) for held, tokens in sampled]):
             answer = self._receive(self._advance_s, math.inf)
             outcomes = {outcome.slot: outcome for outcome in answer.outcomes} if isinstance(answer, Outcomes) else {}
         return [outcomes.get(held.number) or Outcome(held.number, [], False, held.error) for held, _ in sampled]
@@ -199,10 +222,11 @@ class Grammars:
     def _is_busy(self) -> bool:
         return self._num_filled < self._number
 
-    def _send(self, advanced: list[Advanced]) -> bool:
+    def _send(self, advanced: list[Advanced], drafted: Sequence[Drafted] = ()) -> bool:
         """Whether the worker was told; another one was begun otherwise."""
         self._number += 1
-        step = Step(self._number, self._closed, [_opening(held, self._number) for held in self._opened], advanced)
+        opened = [_opening(held, self._number) for held in self._opened]
+        step = Step(self._number, self._closed, opened, advanced, list(drafted))
         self._closed, self._opened = [], []
         try:
             if self._told is None or self._worker is not self._told:
@@ -237,6 +261,9 @@ class Grammars:
         for number in filled.complete:
             if number in there:
                 there[number].complete = True
+        for number, count in filled.allowed:
+            if number in there:
+                there[number].num_allowed = count
 
     def _begin_again(self) -> None:
         """A worker that knows of all slots and their tokens."""
@@ -304,6 +331,10 @@ def may_force(sampling: SamplingParams) -> bool:
     """Whether sampling under a mask of one token gives that token, whatever the logits, and nobody asks for these."""
     hides = sampling.min_tokens or sampling.bad_words or sampling.allowed_token_ids is not None
     return sampling.logprobs is None and not hides
+
+
+def _mask_at(memory: MaskMemory, row: int) -> TokenMask:
+    return np.frombuffer(memory.memory, np.uint32, memory.num_words, memory.offset(row))
 
 
 def _opening(held: GrammarSlot, step: int) -> Opened:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import msgspec
 
 MAX_SLOTS = 8192  # requests with a grammar that an executor may hold at once; memory is taken by those there are
+MAX_DRAFTED = 1024  # drafts of a step that have masks
 _HEADER_BYTES = 64
 _WORKED_ON = struct.Struct("<i")  # slot + 1; 0 is none
 
@@ -43,6 +44,14 @@ class Advanced(Frame, frozen=True, array_like=True):
     token_ids: list[int]
 
 
+class Drafted(Frame, frozen=True, array_like=True):
+    """Tokens were made up; the masks after each are wanted in rows from `row` on, as far as the grammar allows them."""
+
+    slot: int
+    row: int  # of the memory
+    token_ids: list[int]
+
+
 class Step(Frame, frozen=True, array_like=True):
     """What happened since the last one, in this order. `Outcomes` answers it if anything advanced, then `Filled`."""
 
@@ -50,6 +59,7 @@ class Step(Frame, frozen=True, array_like=True):
     closed: list[int]
     opened: list[Opened]
     advanced: list[Advanced]
+    drafted: list[Drafted] = []
 
 
 class Outcome(Frame, frozen=True, array_like=True):
@@ -72,6 +82,7 @@ class Filled(Frame, frozen=True, array_like=True, tag=True):
     number: int
     errors: list[tuple[int, str]]
     complete: list[int]
+    allowed: list[tuple[int, int]] = []  # slot, and how many of its drafts have masks
 
 
 encode: Callable[[object], bytes] = msgspec.msgpack.Encoder().encode
@@ -82,23 +93,24 @@ decode_answer: Callable[[bytes], Outcomes | Filled] = msgspec.msgpack.Decoder(Ou
 
 
 class MaskMemory:
-    """Shared memory of masks, one row a slot, and what the worker works on, so that who outlives it knows."""
+    """Shared memory of masks, one row a slot, then one a draft; and what the worker works on, so that who outlives it
+    knows."""
 
     def __init__(self, fd: int, vocab_size: int) -> None:
         self.fd = fd
         self.num_words = -(-vocab_size // 32)
         self._row_bytes = -(-4 * self.num_words // 64) * 64
-        size = _HEADER_BYTES + MAX_SLOTS * self._row_bytes
+        size = _HEADER_BYTES + (MAX_SLOTS + MAX_DRAFTED) * self._row_bytes
         if os.fstat(fd).st_size < size:
             os.ftruncate(fd, size)
         self.memory = mmap.mmap(fd, size)
 
-    def offset(self, slot: int) -> int:
-        return _HEADER_BYTES + slot * self._row_bytes
+    def offset(self, row: int) -> int:
+        return _HEADER_BYTES + row * self._row_bytes
 
-    def write(self, slot: int, mask: bytes) -> None:
+    def write(self, row: int, mask: bytes) -> None:
         """As many words as there are logits."""
-        start = self.offset(slot)
+        start = self.offset(row)
         self.memory[start : start + 4 * self.num_words] = mask[: 4 * self.num_words]
 
     @property

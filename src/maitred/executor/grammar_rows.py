@@ -22,6 +22,15 @@ def wait_for_masks(states: Sequence[HeldRequest], grammars: Grammars | None) -> 
     return grammars.wait(PATIENCE_S if len(bound) < len(states) else math.inf)
 
 
+def num_checked(work: RowWork, has_masks: bool) -> int:
+    """Of a row's drafts, the first so many: those after which it can be sampled."""
+    grammar = work.state.grammar
+    if grammar is None:
+        return len(work.drafts)
+    is_bound = has_masks and not (grammar.error or grammar.complete)
+    return min(len(work.drafts), grammar.num_allowed) if is_bound else 0
+
+
 def keep(state: HeldRequest, token: SampledToken, has_mask: bool) -> SampledToken:
     """Adds a sampled token to the request's state; what came of the row."""
     if state.grammar is not None:
@@ -39,7 +48,7 @@ def follow_grammars(works: Sequence[RowWork], tokens: dict[int, SampledToken], g
     if grammars is None:
         return
     sampled = {
-        row: (slot, token.token_id)
+        row: (slot, [one.token_id for one in (*token.before, token)])
         for row, token in tokens.items()
         if token.error is None and not token.is_missing and (slot := works[row].state.grammar) is not None
     }

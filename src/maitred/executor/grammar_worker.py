@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection
@@ -23,6 +23,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from maitred.executor.grammar_frames import (
     Advanced,
     Compiled,
+    Drafted,
     Filled,
     MaskMemory,
     Opened,
@@ -123,6 +124,20 @@ class Slot:
     def complete(self) -> bool:
         return self._matcher.is_stopped()
 
+    def masks_after(self, token_ids: Sequence[int]) -> Iterator[bytes]:
+        """After each of these, were it output; ends with the first that the grammar does not allow, or ends at."""
+        ahead = self._matcher.deep_copy()
+        for token_id in token_ids:
+            if ahead.is_stopped() or not ahead.validate_tokens([token_id]):
+                return
+            ahead.consume_token(token_id)
+            if ahead.is_stopped():
+                return
+            mask = ahead.compute_bitmask()
+            if ahead.is_error():  # it is met again, if these tokens are output
+                return
+            yield mask
+
     def mask(self) -> bytes:
         """Raises GrammarFault."""
         mask = self._matcher.compute_bitmask()
@@ -152,9 +167,10 @@ class StepServer:
             touched = [opened.slot for opened in step.opened] + [advanced.slot for advanced in step.advanced]
             for slot in dict.fromkeys(touched):
                 self._fill(slot, errors)
+            allowed = [(drafted.slot, self._fill_after(drafted)) for drafted in step.drafted]
             self._memory.work_on(None)
             complete = [number for number in touched if number in self._slots and self._slots[number].complete]
-            self._connection.send_bytes(encode(Filled(step.number, list(errors.items()), complete)))
+            self._connection.send_bytes(encode(Filled(step.number, list(errors.items()), complete, allowed)))
 
     def _open(self, opened: Opened, errors: dict[int, str]) -> None:
         self._memory.work_on(opened.slot)
@@ -178,6 +194,17 @@ class StepServer:
         except GrammarFault as fault:
             del self._slots[advanced.slot]
             return Outcome(advanced.slot, [], False, str(fault))
+
+    def _fill_after(self, drafted: Drafted) -> int:
+        """How many masks there are after drafts."""
+        slot, count = self._slots.get(drafted.slot), 0
+        if slot is None:
+            return 0
+        self._memory.work_on(drafted.slot)
+        for mask in slot.masks_after(drafted.token_ids):
+            self._memory.write(drafted.row + count, mask)
+            count += 1
+        return count
 
     def _fill(self, number: int, errors: dict[int, str]) -> None:
         slot = self._slots.get(number)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from maitred.executor.drafted import accepted, samplers_of, with_drafts
 from maitred.executor.grammar import Grammars
-from maitred.executor.grammar_rows import follow_grammars, keep, wait_for_masks
+from maitred.executor.grammar_rows import follow_grammars, keep, num_checked, wait_for_masks
 from maitred.executor.native_lora import NativeAdapters, refuse
 from maitred.executor.native_swap import Bandwidth, NativeHostPool
 from maitred.executor.outcome import PROMPT_LOGPROBS_CHUNK, prompt_tokens_due, report
@@ -118,7 +118,7 @@ class NativeExecutor:
         if not planned:
             return ModelOutput(())
         drafting_at = self._clock()
-        works = with_drafts(planned, self.proposer, self.vocab_size, self._runner.max_tokens - 1)
+        works = with_drafts(planned, self.proposer, self.vocab_size, self._runner.max_tokens - 1, self.grammars)
         tokens: dict[int, SampledToken] = {}
         prompts: dict[int, list[TokenLogprobs]] = {}
         began_at = self._clock()
@@ -210,7 +210,8 @@ class NativeExecutor:
             sampled += self._sample_rows(logits_RV, samplers[first : first + most])
         first = 0
         for piece in slices:
-            found = accepted(piece.work.drafts, sampled[first : first + piece.num_sampled])
+            num_drafts = num_checked(piece.work, has_masks)
+            found = accepted(piece.work.drafts[:num_drafts], sampled[first : first + 1 + num_drafts])
             first += piece.num_sampled
             state = piece.work.state
             kept = [keep(state, token, has_masks) for token in found]

@@ -105,11 +105,6 @@ class HeldRequest:
         """Blocks past the computed tokens are the request's no more, as the scheduler has it after rows with drafts."""
         self.blocks.shorten(-(-num_computed // block_size))
 
-    @property
-    def may_draft(self) -> bool:
-        """Whether drafts help: the masks of a grammar are made for one position."""
-        return self.grammar is None
-
     def output(self) -> list[int]:
         """The output tokens known now."""
         tokens: list[int] = self.tokens.array[self.num_prompt_tokens :].tolist()

@@ -1,0 +1,209 @@
+"""Drafts change no token: each way to ask for text, under proposers that are right, wrong and worse."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import pytest
+
+from maitred import LLM, SamplingParams
+from maitred.engine.output import RequestOutput
+from maitred.scheduler.stats import SchedulerStats
+from maitred.speculative.ngram import NGramProposer
+from maitred.speculative.proposer import DraftAsk, Proposer
+from maitred.structured_outputs import StructuredOutputsParams
+
+VOCAB = 1536
+PROMPTS = [
+    "Which wine goes with the fish?",
+    "Repeat: one two three four five six seven, one two three four five six seven",
+    [5, 9, 300, 7, 5, 9, 300, 7, 5, 9],
+    "The kitchen is open from noon to ten. " * 12,
+]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+SEEDED = SamplingParams(temperature=1.0, seed=7, max_tokens=24, ignore_eos=True)
+
+
+class World(NamedTuple):
+    """How text is asked for, and of what engine."""
+
+    sampling: SamplingParams
+    engine: Mapping[str, Any] = MappingProxyType({})
+    happens: Callable[[SchedulerStats], int] = lambda stats: 1  # what it is about, counted
+
+
+WORLDS = {
+    "greedy": World(GREEDY),
+    "seeded": World(SEEDED),
+    "top_p, top_k and min_p": World(replace(SEEDED, top_p=0.9, top_k=50, min_p=0.01)),
+    "penalties": World(
+        replace(SEEDED, repetition_penalty=1.3, frequency_penalty=0.7, presence_penalty=0.4, temperature=0.5)
+    ),
+    "bad words": World(replace(GREEDY, bad_words=["wine", "the", " one two", " three four", "."])),
+    "min_tokens": World(SamplingParams(temperature=0.0, min_tokens=9, max_tokens=24)),
+    "logit bias": World(replace(SEEDED, logit_bias={5: 4.0, 9: 3.0, 300: 6.0})),
+    "allowed tokens": World(replace(SEEDED, allowed_token_ids=[5, 9, 300, 7, 11])),
+    "logprobs": World(replace(SEEDED, logprobs=3, prompt_logprobs=2)),
+    "stop strings": World(replace(GREEDY, stop=["e", " fo"])),
+    "stop tokens": World(SamplingParams(temperature=0.9, seed=3, max_tokens=30, stop_token_ids=list(range(0, 900, 3)))),
+    "end of text": World(SamplingParams(temperature=0.0, max_tokens=60)),
+    "samples": World(replace(SEEDED, n=3, logprobs=0)),
+    "one token": World(replace(GREEDY, max_tokens=1)),
+    "chunked prompts": World(replace(SEEDED, prompt_logprobs=0), {"max_num_batched_tokens": 8, "max_num_seqs": 4}),
+    "small steps": World(SEEDED, {"max_num_batched_tokens": 5, "max_num_seqs": 4}),
+    "preemption": World(
+        replace(SEEDED, n=2, max_tokens=60), {"block_size": 4, "num_blocks": 70}, lambda stats: stats.num_preemptions
+    ),
+    "swapping": World(
+        replace(SEEDED, n=2, max_tokens=60, presence_penalty=1.0),
+        {"block_size": 4, "num_blocks": 70, "swap_memory_bytes": 2**24},
+        lambda stats: stats.num_preemptions,
+    ),
+    "a grammar": World(
+        replace(GREEDY, max_tokens=40, structured_outputs=StructuredOutputsParams(regex=r"[a-z ]{3,40}(one|two)?"))
+    ),
+    "a schema": World(
+        SamplingParams(
+            temperature=0.8,
+            seed=5,
+            max_tokens=80,
+            structured_outputs=StructuredOutputsParams(
+                json={
+                    "type": "object",
+                    "properties": {"dish": {"enum": ["fish", "soup"]}, "people": {"type": "integer"}},
+                    "required": ["dish", "people"],
+                    "additionalProperties": False,
+                }
+            ),
+        )
+    ),
+}
+
+Draft = Callable[[Sequence[int], int, int], list[int]]
+"""(what will be output from here on, how many are asked for, number of the ask) -> drafts"""
+
+
+def right(coming: Sequence[int], count: int, turn: int) -> list[int]:
+    return list(coming[:count])
+
+
+def wrong(coming: Sequence[int], count: int, turn: int) -> list[int]:
+    return [(token + 1) % VOCAB for token in coming[:count]]
+
+
+def half_right(coming: Sequence[int], count: int, turn: int) -> list[int]:
+    """Right up to another place each time, wrong from there on."""
+    return [token if i < turn % (count + 1) else 3 for i, token in enumerate(coming[:count])]
+
+
+def adversarial(coming: Sequence[int], count: int, turn: int) -> list[int]:
+    """No tokens at all, too many, none of the vocabulary, right ones one place late."""
+    guesses = [
+        [],
+        [*coming, *coming][: count + 9],
+        [coming[0], -1, *coming[2:]],
+        [VOCAB + 5] * count,
+        list(coming[1:]),
+        [coming[0]] * count,
+    ]
+    return guesses[turn % len(guesses)]
+
+
+class Scripted:
+    """Knows what will come, and drafts what `draft` makes of it (`proposer.Proposer`)."""
+
+    name = "scripted"
+
+    def __init__(self, outputs: Sequence[RequestOutput], draft: Draft) -> None:
+        self._draft, self._turn = draft, 0
+        self._outputs = {
+            (tuple(output.prompt_token_ids), sample.index): list(sample.token_ids)
+            for output in outputs
+            for sample in output.outputs
+        }
+
+    def propose(self, asks: Sequence[DraftAsk]) -> list[Sequence[int]]:
+        return [self._drafts(ask) for ask in asks]
+
+    def _drafts(self, ask: DraftAsk) -> Sequence[int]:
+        request, self._turn = ask.request, self._turn + 1
+        tokens = request.tokens.array.tolist()
+        prompt = tuple(tokens[: request.num_prompt_tokens])
+        whole = self._outputs[prompt, request.sampler.sample_index]  # type: ignore[attr-defined]
+        coming = whole[len(tokens) - len(prompt) :]
+        return self._draft(coming, ask.num_drafts, self._turn) if coming else [1]
+
+    def forget(self, request_id: str) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+NUM_DRAFTS = 4
+
+
+def make_llm(engine: Mapping[str, Any]) -> LLM:
+    settings = {"max_model_len": 256, "executor": "native", "speculative": "off", **engine}
+    num_blocks = settings.pop("num_blocks", None)
+    if num_blocks is not None:
+        with LLM(max_model_len=64, speculative="off", block_size=settings["block_size"]) as probe:
+            settings["kv_cache_memory_bytes"] = num_blocks * probe.memory_plan.bytes_per_block
+    return LLM(**settings)
+
+
+class Served(NamedTuple):
+    outputs: list[RequestOutput]
+    stats: SchedulerStats
+
+
+def serve(world: World, proposer: Proposer | None = None) -> Served:
+    """With a proposer each row has drafts, as many as there is room for, whatever that costs."""
+    with make_llm(world.engine) as llm:
+        core = llm._open().core
+        if proposer is not None:
+            core._executor.proposer = proposer  # type: ignore[attr-defined]
+            core.scheduler._num_drafts = lambda request, num_rows: NUM_DRAFTS
+        return Served(llm.generate(PROMPTS, world.sampling), core.stats)
+
+
+@pytest.fixture(scope="module", params=WORLDS)
+def world(request: pytest.FixtureRequest) -> tuple[World, Served]:
+    """A world, and what is served in it without drafts."""
+    world = WORLDS[request.param]
+    alone = serve(world)
+    assert world.happens(alone.stats)
+    return world, alone
+
+
+def told(outputs: Sequence[RequestOutput]) -> list[Any]:
+    """All but times and request ids."""
+    return [
+        (
+            output.prompt_logprobs,
+            [(s.token_ids, s.text, s.logprobs, s.finish_reason, s.stop_reason) for s in output.outputs],
+        )
+        for output in outputs
+    ]
+
+
+@pytest.mark.parametrize("draft", [right, wrong, half_right, adversarial])
+def test_drafts_change_nothing_whatever_they_are(world: tuple[World, Served], draft: Draft):
+    asked, alone = world
+    served = serve(asked, Scripted(alone.outputs, draft))
+    assert told(served.outputs) == told(alone.outputs)
+    assert asked.happens(served.stats)
+    if draft is right and asked.sampling.max_tokens != 1:
+        assert served.stats.num_steps < alone.stats.num_steps
+        assert served.stats.num_accepted_tokens > 0
+    if draft is wrong:
+        assert served.stats.num_accepted_tokens == 0
+
+
+@pytest.mark.parametrize("proposer", [NGramProposer])
+def test_text_that_is_looked_up_changes_nothing(world: tuple[World, Served], proposer: Callable[[], Proposer]):
+    asked, alone = world
+    assert told(serve(asked, proposer()).outputs) == told(alone.outputs)
