@@ -45,7 +45,7 @@ class LinearLayer:
         program.operands([shape])
         number = program.adapted_linear(shape, False)
         program.prepare(self.x, shape, self.norm, 1e-6, False, False, number)
-        program.linear(shape, self.packed.data, self.y, ending, 0.5, 0.0, "silu", False, number, "w")
+        program.linear(shape, self.packed.data, self.y, 0, ending, 0.5, 0.0, "silu", False, number, "w")
         program.begin_logits()
         self._kept: list[Any] = []
 
