@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from maitred.cost_model import CostModel, Knot, between
 from maitred.engine.memory import GIB, swap_bytes
 from maitred.engine.step_meter import StepMeter
 from maitred.errors import OutOfMemory
-from maitred.step import BlockCopy, ScheduledRow, SchedulerOutput
+from maitred.step import BlockCopy, ModelOutput, SampledRow, ScheduledRow, SchedulerOutput
 
 
 def plan(*num_tokens: int, swaps: bool = False) -> SchedulerOutput:
@@ -56,3 +57,56 @@ def test_host_memory_is_a_share_of_what_is_free_with_a_gpu_and_none_without():
     assert swap_bytes(7, on_gpu=False, **free) == 7
     with pytest.raises(OutOfMemory, match=r"asks for 95\.00 GiB of host memory, and 90\.00 GiB are left"):
         swap_bytes(95 * GIB, on_gpu=True, **free)
+
+
+def decode(count: int, *, context: int = 100, drafts: int = 0) -> SchedulerOutput:
+    rows = tuple(ScheduledRow(f"r{i}", context, 1 + drafts, True, num_drafts=drafts) for i in range(count))
+    return SchedulerOutput(step=0, rows=rows)
+
+
+def output(plan: SchedulerOutput, made: int = 0, draft_s: float = 0.0) -> ModelOutput:
+    return ModelOutput(tuple(SampledRow(row.request_id, (0,), num_drafts=made) for row in plan.rows), draft_s)
+
+
+def learned(meter: StepMeter, *steps: tuple[SchedulerOutput, ModelOutput, float]) -> CostModel:
+    told = [costs for step in steps if (costs := meter.step_costs(*step)) is not None]
+    return told[-1]
+
+
+def step(count: int, seconds: float, *, context: int = 100, drafts: int = 0, draft_s: float = 0.0):
+    plan = decode(count, context=context, drafts=drafts)
+    return plan, output(plan, drafts, draft_s), seconds + draft_s
+
+
+def test_steps_are_told_by_their_number_of_tokens():
+    meter = make_meter()
+    costs = learned(meter, *[step(1, 0.010)] * 4, *[step(8, 0.012)] * 4, *[step(2, 0.011, drafts=7)] * 4)
+    assert [knot.size for knot in costs.steps] == [1, 8, 16]
+    assert [knot.seconds for knot in costs.steps] == pytest.approx([0.010, 0.0115, 0.0115])  # two that fell are pooled
+
+
+def test_a_step_that_stuttered_is_not_told():
+    meter = make_meter()
+    steps = [step(4, 0.010 if i % 5 else 0.200) for i in range(60)]
+    assert between(learned(meter, *steps).steps, 4) == pytest.approx(0.010, rel=0.1)
+
+
+def test_context_costs_what_longer_ones_showed():
+    meter = make_meter()
+    steps = [step(4, 0.010 + 4 * context * 1e-6, context=context) for context in range(100, 1100, 5)]
+    assert learned(meter, *steps).context_token_s == pytest.approx(1e-6, rel=0.05)
+
+
+def test_drafting_is_told_apart_from_the_step_and_not_while_a_proposer_catches_up():
+    meter = make_meter()
+    costs = learned(meter, *[step(3, 0.010, drafts=4, draft_s=0.5)], *[step(3, 0.010, drafts=4, draft_s=0.004)] * 5)
+    assert costs.drafts == (Knot(3, pytest.approx(0.001)),)
+    assert between(costs.steps, 15) == pytest.approx(0.010)
+
+
+def test_drafts_that_were_not_made_take_no_tokens():
+    meter = make_meter()
+    plan = decode(2, drafts=4)
+    costs = learned(meter, *[(plan, output(plan, 0), 0.010)] * 3)
+    assert [knot.size for knot in costs.steps] == [2]
+    assert costs.drafts == ()

@@ -234,3 +234,18 @@ def test_slowness_is_asked_at_the_time_of_each_step():
     Simulation(setup(), COSTS, Results(), slowness=slowness).run(iter([arrival("r", output=3)]))
     first_s = COSTS.fixed_s + 8 * COSTS.prefill_token_s
     assert asked == pytest.approx([0.0, first_s, first_s + 2 * (COSTS.fixed_s + COSTS.decode_token_s)])
+
+
+def test_drafts_that_are_accepted_save_steps_and_those_that_are_not_cost_next_to_nothing():
+    def results(acceptance: float | None) -> Results:
+        engine = setup(acceptance=acceptance, num_blocks=256)
+        run = Simulation(engine, CostModel(weights_s=0.01, decode_token_s=1e-4), Results())
+        return run.run(iter([arrival(f"r{i}", at=0.0, output=200) for i in range(2)]))
+
+    without, right, wrong = results(None), results(1.0), results(0.0)
+    assert right.num_steps < without.num_steps / 4
+    assert right.num_accepted_drafts == right.num_drafts > 0
+    assert wrong.busy_s < 1.03 * without.busy_s
+    assert wrong.num_accepted_drafts == 0
+    assert (without.num_drafts, "num_drafts" in without.to_json()) == (0, False)
+    assert right.to_json()["num_drafts"] == right.num_drafts

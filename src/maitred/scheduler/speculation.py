@@ -17,10 +17,10 @@ from maitred.cost_model import CostModel, StepShape, shape_of
 from maitred.request import RequestState
 from maitred.step import SampledRow, ScheduledRow
 
-MEMORY = 0.9
+MEMORY = 0.97
 """Weight of what a request's drafts showed one step before, beside what they show now."""
 SHARED_MEMORY = 0.99
-PRIOR_WEIGHT = 2.0
+PRIOR_WEIGHT = 16.0
 """Drafts' worth of what the proposer showed with others, beside what it showed with this request."""
 LEVELS = 64
 """Chances are told apart in so many steps: requests of one level get one length."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from maitred.clock import ManualClock
@@ -16,11 +17,12 @@ from maitred.policy.policy import PolicyFactory
 from maitred.policy.predictor import Foretold, predictor_named
 from maitred.request import FinishReason, RequestState
 from maitred.scheduler.scheduler import Scheduler
+from maitred.scheduler.speculation import Speculation
 from maitred.sim.clients import SimulatedRequest
 from maitred.sim.jitter import Jitter
 from maitred.sim.results import GroupResults, Results
 from maitred.sim.workload import block_hashes
-from maitred.step import ModelOutput, RequestProgress, SampledRow, SchedulerOutput
+from maitred.step import ModelOutput, RequestProgress, SampledRow, ScheduledRow, SchedulerOutput
 
 SlownessAt = Callable[[float], Slowness]
 """Of the machine at a time (s since the first arrival)."""
@@ -39,6 +41,10 @@ class EngineSetup:
     """One of PREDICTORS, in place of `scheduler.predictor`: the oracle's truth is only known here."""
     policies: Mapping[str, PolicyFactory] = field(default_factory=lambda: POLICIES)
     """By name; installed ones may be among them."""
+    acceptance: float | None = None
+    """Chance that a draft is accepted after those before it; None drafts nothing."""
+    num_speculative_tokens: int = 5
+    """Most drafts of a request in a step."""
 
 
 class SimulatedEngine:
@@ -58,7 +64,7 @@ class SimulatedEngine:
     ) -> None:
         self._setup = setup
         self.clock = ManualClock()
-        self._executor = _SimulatedExecutor(self.clock, cost_model, results, jitter, slowness)
+        self._executor = _SimulatedExecutor(self.clock, cost_model, results, jitter, slowness, setup.acceptance or 0.0)
         self.live = self._executor.live_requests  # by id; whoever ends one takes it out
         self.kv_cache = KVCacheManager(
             num_blocks=setup.num_blocks,
@@ -67,7 +73,15 @@ class SimulatedEngine:
             enable_prefix_caching=setup.enable_prefix_caching,
         )
         predictor = predictor_named(setup.predictor, self._true_length)
-        self.scheduler = Scheduler(setup.scheduler, self.kv_cache, self._stop_rule, predictor, setup.policies)
+        drafts = setup.acceptance is not None
+        self.scheduler = Scheduler(
+            setup.scheduler,
+            self.kv_cache,
+            self._stop_rule,
+            predictor,
+            setup.policies,
+            speculation=Speculation(setup.num_speculative_tokens, cost_model) if drafts else None,
+        )
         self.core = EngineCore(self.scheduler, self._executor, self.clock, observer)
 
     @property
@@ -125,7 +139,9 @@ class _SimulatedExecutor:
         results: Results,
         jitter: Jitter | None,
         slowness: SlownessAt | None,
+        acceptance: float,
     ) -> None:
+        self._acceptance = acceptance
         self.live_requests: dict[str, SimulatedRequest] = {}
         self.gap_s = 0.0  # after the last step
         self._clock, self._cost_model, self._results, self._jitter = clock, cost_model, results, jitter
@@ -140,6 +156,7 @@ class _SimulatedExecutor:
             return ModelOutput(())
         results, num_rows = self._results, len(plan.rows)
         step_s, gap_s = self._times(shape_of(plan.rows))
+        step_s += draft_chain_s(self._cost_model, [row.num_drafts for row in plan.rows])
         self._clock.advance(step_s)
         self.gap_s = gap_s
         results.num_steps += 1
@@ -172,14 +189,19 @@ class _SimulatedExecutor:
 
     def _sample(self, plan: SchedulerOutput, now: float) -> list[SampledRow]:
         """The rows' answers; gaps between tokens are counted here, equal ones of a tenant at once."""
-        live_requests, sampled = self.live_requests, []
+        live_requests, sampled, results = self.live_requests, list[SampledRow](), self._results
         gaps: dict[tuple[int, float], int] = {}
         groups: dict[int, GroupResults] = {}
         for row in plan.rows:
             if not row.samples:
                 continue
             live = live_requests[row.request_id]
-            sampled.append(live.sampled)
+            if row.num_drafts:
+                sampled.append(self._drafted(row))
+                results.num_drafts += row.num_drafts
+                results.num_accepted_drafts += sampled[-1].num_accepted
+            else:
+                sampled.append(live.sampled)
             last_at = live.last_token_at
             if last_at >= 0.0:
                 key = (id(live.group), last_at)
@@ -195,5 +217,24 @@ class _SimulatedExecutor:
             groups[group_id].itl_s.add(now - last_at + self._edge_gap_s, times)
         return sampled
 
+    def _drafted(self, row: ScheduledRow) -> SampledRow:
+        """Which drafts are right is a function of request and position: the same in every run."""
+        first = row.start + row.num_known
+        num_accepted = 0
+        while num_accepted < row.num_drafts and chance(row.request_id, first + num_accepted) < self._acceptance:
+            num_accepted += 1
+        tokens = (0,) * (num_accepted + 1)
+        return SampledRow(row.request_id, tokens, num_accepted=num_accepted, num_drafts=row.num_drafts)
+
     def close(self) -> None:
         """Holds nothing."""
+
+
+def draft_chain_s(costs: CostModel, lengths: Sequence[int]) -> float:
+    """What making up so many drafts for each row takes: a link of the chain for all that are as long."""
+    return sum(costs.draft_s(sum(length >= depth for length in lengths)) for depth in range(1, max(lengths) + 1))
+
+
+def chance(request_id: str, position: int) -> float:
+    """A number in [0, 1) that is spread evenly and always the same."""
+    return zlib.crc32(f"{position}:{request_id}".encode()) / 2**32

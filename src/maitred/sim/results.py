@@ -220,6 +220,7 @@ class Results:
         self.ended_at = 0.0  # s, last end
         self.num_steps = 0
         self.num_row_steps = 0  # rows of all steps
+        self.num_drafts = self.num_accepted_drafts = 0
         self.busy_s = 0.0  # time in steps
         self.tickets = Tickets()
         self.queue_length = Series()
@@ -313,7 +314,9 @@ class Results:
         """The figures of `maitred simulate --json` for one policy."""
         tenants = {name: group.to_json(self.duration_s) for name, group in sorted(self.tenants.items())}
         whole = self.total.to_json(self.duration_s, self.jain)
-        return {**whole, "utilisation": self.utilisation, "tenants": tenants}
+        drafts = {"num_drafts": self.num_drafts, "num_accepted_drafts": self.num_accepted_drafts}
+        drafts = drafts if self.num_drafts else {}
+        return {**whole, "utilisation": self.utilisation, **drafts, "tenants": tenants}
 
 
 @dataclass(frozen=True, slots=True)

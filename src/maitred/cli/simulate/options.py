@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from maitred.cli.flags import option
-from maitred.config import SIMULATED_PREDICTOR_NAMES, SchedulerConfig
+from maitred.config import MAX_SPECULATIVE_TOKENS, SIMULATED_PREDICTOR_NAMES, SchedulerConfig
 from maitred.errors import ConfigError
 
 DEVICES = ("a100", "h100", "h200", "mi300x", "tpu-v5e", "cpu")
@@ -30,6 +30,11 @@ class SimulateOptions:
     """tenants.yaml: weight, tier, limits and time limits of the tenants that the workload names."""
     admission: bool = False
     """Put the server's admission control before the engine, with the limits below; who is refused is in the figures."""
+    acceptance: float | None = option(None, metavar="SHARE")
+    """Speculate: each draft is accepted with this chance, 0 to 1, if those before it were; the scheduler decides how
+    many, as it does when it serves."""
+    num_speculative_tokens: int = 5
+    """Most drafts of a request in a step, 1 to 16."""
     jitter: bool = True
     """Let steps vary as they did when the profile was recorded."""
     seed: int = 0
@@ -42,6 +47,10 @@ class SimulateOptions:
     def __post_init__(self) -> None:
         if not self.rate_scale > 0:
             raise ConfigError(f"rate_scale is {self.rate_scale}; it must be over 0")
+        if self.acceptance is not None and not 0 <= self.acceptance <= 1:
+            raise ConfigError(f"acceptance is {self.acceptance}; it must be from 0 to 1")
+        if not 1 <= self.num_speculative_tokens <= MAX_SPECULATIVE_TOKENS:
+            raise ConfigError(f"num_speculative_tokens is {self.num_speculative_tokens}; it must be from 1 to 16")
         if self.report is not None and not self.report.endswith((".html", ".svg")):
             raise ConfigError(f"report is {self.report!r}; its name must end in .html or .svg")
 

@@ -98,7 +98,7 @@ def run_simulations(asked: Simulated) -> int:
             name = policy if bounds is None or len(policies) > 1 else balance
             began = time.perf_counter()
             if bounds is None:
-                results = simulate(engine_setup(scheduler, asked.cache, targets[0], policy), targets[0], inputs)
+                results = simulate(engine_setup(asked, targets[0], policy), targets[0], inputs)
                 figures[name] = results.to_json()
             else:
                 results, figures[name] = _simulate_fleet(asked, bounds, targets, inputs, policy, balance)
@@ -128,7 +128,7 @@ def _simulate_fleet(
     asked: Simulated, bounds: Bounds, targets: list[Target], inputs: Inputs, policy: str, balance: str
 ) -> tuple[Results, dict[str, Any]]:
     def setup_of(target: Target) -> EngineSetup:
-        return engine_setup(asked.scheduler, asked.cache, target, policy)
+        return engine_setup(asked, target, policy)
 
     queue = setup_of(targets[0]).scheduler
     setup = fleet_setup(
@@ -151,11 +151,11 @@ def _simulate_fleet(
     return results, simulation.to_json()
 
 
-def engine_setup(scheduler: SimulatedSchedulerConfig, cache: CacheConfig, target: Target, policy: str) -> EngineSetup:
+def engine_setup(asked: Simulated, target: Target, policy: str) -> EngineSetup:
     """The configuration a server would have, with those arguments that this policy has; the predictor is the
     simulation's own.
     """
-    policies = installed_policies()
+    policies, scheduler, cache = installed_policies(), asked.scheduler, asked.cache
     plain = {f.name: getattr(scheduler, f.name) for f in fields(SchedulerConfig) if f.name != "predictor"}
     known = parameters_of(policies[policy])
     plain |= {"policy": policy, "policy_args": {k: v for k, v in scheduler.policy_args.items() if k in known}}
@@ -166,6 +166,8 @@ def engine_setup(scheduler: SimulatedSchedulerConfig, cache: CacheConfig, target
         enable_prefix_caching=cache.enable_prefix_caching,
         predictor=scheduler.predictor,
         policies=policies,
+        acceptance=asked.options.acceptance,
+        num_speculative_tokens=asked.options.num_speculative_tokens,
     )
 
 
