@@ -7,7 +7,8 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -16,6 +17,7 @@ from msgspec.structs import replace
 
 from maitred.engine.build import EngineParts
 from maitred.request import FinishReason, RequestSpec, ResumePoint, ThinkingLimit
+from maitred.speculative.proposer import DraftAsk
 from tests.engine.grammar_worlds import (
     GRAMMARS,
     HOPELESS,
@@ -145,6 +147,76 @@ def test_a_worker_that_is_killed_costs_no_token(forcing: EngineParts):
             os.kill(pid, signal.SIGKILL)
 
     assert serve(forcing, a_mixture(), before_step=kill) == expected
+
+
+class Reciting:
+    """Drafts what it knows a request to say, wrong at every seventh position (`proposer.Proposer`)."""
+
+    name = "reciting"
+
+    def __init__(self, known: Mapping[str, Served]) -> None:
+        self._known = known
+        self.num_asked_for_bound = 0
+
+    def propose(self, asks: Sequence[DraftAsk]) -> list[Sequence[int]]:
+        return [self._drafts(ask) for ask in asks]
+
+    def _drafts(self, ask: DraftAsk) -> Sequence[int]:
+        state: Any = ask.request
+        self.num_asked_for_bound += state.grammar is not None
+        first = state.tokens.size - state.num_prompt_tokens
+        said = self._known[state.request_id].token_ids[first : first + ask.num_drafts]
+        return [token if (first + i) % 7 else (token + 9) % 1536 for i, token in enumerate(said)]
+
+    def forget(self, request_id: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@pytest.fixture(scope="module")
+def drafting(plain: EngineParts) -> Iterator[tuple[EngineParts, dict[str, Served], Reciting]]:
+    """An engine in which each row has drafts, what it is to say, and who drafts."""
+    expected = serve(plain, a_mixture())
+    with engine(forced_tokens=False) as parts:
+        executor: Any = parts.core._executor
+        executor.proposer = Reciting(expected)
+        parts.core.scheduler._num_drafts = lambda request, num_rows: 4
+        yield parts, expected, executor.proposer
+
+
+def test_drafts_are_cut_at_the_masks_and_save_steps(drafting: tuple[EngineParts, dict[str, Served], Reciting]):
+    parts, expected, proposer = drafting
+    numbers: list[int] = []
+    assert serve(parts, a_mixture(), before_step=numbers.append) == expected
+    assert proposer.num_asked_for_bound > 10
+    assert len(numbers) < max(len(served.token_ids) for served in expected.values()) / 2
+
+
+def test_a_worker_that_is_killed_over_drafts_costs_no_token(
+    drafting: tuple[EngineParts, dict[str, Served], Reciting],
+):
+    """Before they are told, or while the masks after them are made."""
+    parts, expected, _ = drafting
+    grammars, executor = grammars_of(parts), cast(Any, parts.core._executor)
+    run, killed = executor._runner.run, list[int]()
+
+    def kill(number: int) -> None:
+        if number in (1, 6) and (pid := grammars.worker_pid) is not None:
+            os.kill(pid, signal.SIGKILL)
+
+    def run_and_kill(*words: Any) -> Any:
+        if len(killed) < 2 and any(held.draft_masks for held in grammars._slots.values()):
+            assert grammars.worker_pid is not None
+            killed.append(grammars.worker_pid)
+            os.kill(grammars.worker_pid, signal.SIGKILL)
+            grammars._mapped().work_on(None)
+        return run(*words)
+
+    executor._runner.run = run_and_kill
+    assert serve(parts, a_mixture()) == expected
+    executor._runner.run = run
+    assert len(set(killed)) == 2
+    assert serve(parts, a_mixture(), before_step=kill) == expected
 
 
 def test_a_worker_that_hangs_is_replaced():

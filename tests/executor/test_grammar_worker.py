@@ -42,6 +42,32 @@ def test_a_token_is_forced_where_and_only_where_the_masks_to_come_leave_it_alone
             assert slow.mask() == quick.mask()
 
 
+@settings(max_examples=40, deadline=None)
+@given(st.sampled_from(GRAMMARS[:3]), st.integers(0, 12), st.booleans(), st.randoms(use_true_random=False))
+def test_masks_after_drafts_are_those_that_the_drafts_would_lead_to(
+    grammar: str, num_known: int, ends_wrong: bool, chooser: object
+):
+    """And the matcher is where it was; drafts end where the grammar does not allow one, or where it ends."""
+    slot, stepping = (Slot(BUILTIN.matcher(grammar), forces=False) for _ in range(2))
+    tokens: list[int] = []
+    masks: list[bytes] = []
+    while not stepping.complete and len(tokens) < num_known + 5:
+        token = chooser.choice(allowed(stepping.mask()))  # type: ignore[attr-defined]
+        tokens.append(token)
+        stepping.consume([token])
+        if len(tokens) > num_known and not stepping.complete:
+            masks.append(stepping.mask())
+    slot.consume(tokens[:num_known])
+    if slot.complete:
+        assert list(slot.masks_after([5])) == []
+        return
+    before, drafts = slot.mask(), tokens[num_known:]
+    if ends_wrong and not stepping.complete:
+        drafts += [next(token for token in range(1536) if token not in allowed(stepping.mask()))] * 2
+    assert list(slot.masks_after(drafts)) == masks
+    assert slot.mask() == before
+
+
 @pytest.mark.parametrize("make", [byte_level, llama_2, gemma])
 def test_every_token_stands_for_the_bytes_that_we_write_for_it(make: Callable[[], Tokenizer], tmp_path: Path):
     tokenizer = make()
