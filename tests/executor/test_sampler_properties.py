@@ -294,3 +294,29 @@ def test_samples_of_one_prompt_are_unlike_and_repeatable():
     assert texts == [text(i) for i in range(8)]
     assert len({tuple(t) for t in texts}) == 8
     assert all(len(set(t)) > 10 for t in texts)
+
+
+@settings(max_examples=300, deadline=None)
+@given(worlds(), st.integers(0, 10), st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=3), max_size=2))
+def test_a_sampler_ahead_is_the_one_that_was_told_the_tokens(
+    world: tuple[LogitsRow, dict[str, Any], list[int], list[int], int], num_known: int, words: list[list[int]]
+):
+    logits, params, prompt, output, seed = world
+    known = {
+        "sampling": SamplingParams(**params, logprobs=1),
+        "vocab_size": len(logits),
+        "seed": seed,
+        "sample_index": 0,
+        "prompt_token_ids": prompt,
+        "bad_word_token_ids": words,
+    }
+
+    def drawn(sampler: RequestSampler) -> object:
+        return sample_rows(logits[None, :].copy(), [sampler])[0]
+
+    sampler = RequestSampler(**known, output_token_ids=output[:num_known])
+    before, ahead = drawn(sampler), sampler
+    for count, token in enumerate(output[num_known:], num_known + 1):
+        ahead = ahead.ahead(token)
+        assert drawn(ahead) == drawn(RequestSampler(**known, output_token_ids=output[:count]))
+    assert drawn(sampler) == before

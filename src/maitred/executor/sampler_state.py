@@ -95,8 +95,9 @@ class RequestSampler:
         self._banned_sequences = [w for w in words if len(w) > 1 and 0 <= w[-1] < vocab_size]
         self._tail_length = max((len(word) - 1 for word in self._banned_sequences), default=0)
         self._tail = list(prompt_token_ids[-self._tail_length :]) if self._tail_length else []
-        self._known = _TokenCounts(prompt_token_ids if sampling.repetition_penalty != 1.0 else ())
-        self._output = _TokenCounts()
+        known = _TokenCounts(prompt_token_ids if sampling.repetition_penalty != 1.0 else ())
+        self._known: _TokenCounts | _CountsAhead = known
+        self._output: _TokenCounts | _CountsAhead = _TokenCounts()
         for token_id in output_token_ids:
             self.append(token_id)
 
@@ -136,7 +137,7 @@ class RequestSampler:
             del self._tail[: -self._tail_length]
 
     def ahead(self, token_id: int) -> RequestSampler:
-        """The sampler that this one is once `token_id` is output; this one stays as it is."""
+        """The sampler that this one is once `token_id` is output, until this one's next `append`."""
         other = object.__new__(RequestSampler)
         for name in RequestSampler.__slots__:  # a third of what copy.copy takes
             setattr(other, name, getattr(self, name))
@@ -145,9 +146,9 @@ class RequestSampler:
             other._thoughts = copy(self._thoughts)
         p = self.sampling
         if p.repetition_penalty != 1.0:
-            other._known = self._known.copy()
+            other._known = self._known.ahead()
         if p.presence_penalty != 0.0 or p.frequency_penalty != 0.0:
-            other._output = self._output.copy()
+            other._output = self._output.ahead()
         if self._tail_length:
             other._tail = list(self._tail)
         other.append(token_id)
@@ -248,10 +249,9 @@ class _TokenCounts:
     def counts(self) -> NDArray[np.float32]:
         return self._counts[: len(self._slot_of)]
 
-    def copy(self) -> _TokenCounts:
-        other = copy(self)
-        other._slot_of, other._ids, other._counts = dict(self._slot_of), self._ids.copy(), self._counts.copy()
-        return other
+    def ahead(self) -> _CountsAhead:
+        """The same, to be added to apart; good until the next `add` to this one."""
+        return _CountsAhead(self.ids, self.counts)
 
     def add(self, token_id: int) -> None:
         slot = self._slot_of.setdefault(token_id, len(self._slot_of))
@@ -260,3 +260,23 @@ class _TokenCounts:
             self._counts = np.concatenate([self._counts, np.zeros_like(self._counts)])
         self._ids[slot] = token_id
         self._counts[slot] += 1
+
+
+class _CountsAhead:
+    """Token counts to which a few are added: those are looked for, so that no table of the many is copied."""
+
+    __slots__ = ("counts", "ids")
+
+    def __init__(self, ids: TokenIds, counts: NDArray[np.float32]) -> None:
+        self.ids, self.counts = ids, counts  # never written to
+
+    def ahead(self) -> _CountsAhead:
+        return _CountsAhead(self.ids, self.counts)
+
+    def add(self, token_id: int) -> None:
+        found = self.ids == token_id
+        if found.any():
+            self.counts = self.counts + found.astype(np.float32)
+        else:
+            self.ids = np.append(self.ids, token_id)
+            self.counts = np.append(self.counts, np.float32(1.0))
