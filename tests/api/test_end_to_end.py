@@ -107,6 +107,22 @@ def test_samples_differ_and_have_usage(real):
     assert answer.usage.completion_tokens <= 4 * 24
 
 
+def test_a_prediction_changes_no_token_and_is_on_no_bill(real):
+    client = strict_client(real.url)
+    fields = {"temperature": 0.7, "seed": 5, "max_tokens": 100, "extra_body": {"ignore_eos": True}, "logprobs": True}
+    alone = chat(client, **fields)
+    text = alone.choices[0].message.content
+    before = real.replica.state()
+    for content in (text, text[:30] + " something else " + text[40:], "never said"):
+        answer = chat(client, **fields, prediction={"type": "content", "content": content})
+        assert answer.choices[0] == alone.choices[0]
+        details = answer.usage.completion_tokens_details
+        assert answer.usage.completion_tokens == 100 > details.accepted_prediction_tokens
+    after = real.replica.state()
+    assert after.num_generated_tokens - before.num_generated_tokens == 300
+    assert after.num_accepted_tokens <= after.num_draft_tokens
+
+
 def test_a_repeated_prompt_comes_from_the_cache(real, web):
     fields = {"model": "mini", "prompt": SENTENCE * 5, "temperature": 0}
     first = complete(web, **fields)
