@@ -20,11 +20,13 @@ from maitred.errors import ConfigError, KernelError
 from maitred.executor import ranks
 from maitred.executor.native import NativeExecutor
 from maitred.executor.native_plan import plan_native_executor
+from maitred.model.adapters import Adapter, read_adapter
 from maitred.model.checkpoint import open_checkpoint
 from maitred.model.families import spec_from_config
 from maitred.request import SamplingParams
 from tests.conftest import ROOT
 from tests.executor.test_native_identity import Bits, World, tries_everything
+from tests.model.adapters import random_tensors, write_adapter
 from tests.model.checkpoints import make_checkpoint
 from tests.waiting import HANGS_S, is_gone, until
 
@@ -51,7 +53,7 @@ def running(folder: Path, num_ranks: int, *, num_blocks: int = 24, **model: Any)
 NUM_BLOCKS = 21
 
 
-def world() -> World:
+def world(adapters: tuple[str, ...] = ("",)) -> World:
     """Chunks, shared beginnings, a prompt longer than attention sums at once; of more requests than fit at once."""
     beginning = tuple(range(5, 60))
     return World(
@@ -61,6 +63,7 @@ def world() -> World:
         block_size=BLOCK_SIZE,
         num_blocks=NUM_BLOCKS,
         scheduler={"max_num_batched_tokens": 24, "max_num_seqs": 8},
+        adapters=adapters,
     )
 
 
@@ -94,6 +97,43 @@ def test_any_number_of_ranks_gives_the_bits_of_one(
         outcome(folder, num_ranks, **model, num_threads=threads) == one for num_ranks, threads in ((2, 2), (3, 1))
     ]
     assert several == [True, True]
+
+
+def adapters_of(folder: Path, model_folder: Path) -> dict[str, Adapter]:
+    """Of unlike ranks, one for some linears only."""
+    with open_checkpoint(str(model_folder)) as checkpoint:
+        spec = spec_from_config(checkpoint.config)
+    found = {}
+    for seed, (name, rank, only) in enumerate([("a", 4, "proj"), ("b", 9, "v_proj"), ("c", 16, "proj")]):
+        tensors = {key: value for key, value in random_tensors(spec, rank, seed=seed).items() if only in key}
+        found[name] = read_adapter(write_adapter(folder / name, tensors, rank=rank), spec, max_rank=16)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "model"),
+    [("llama_bias", {}, {"dtype": "float32"}), ("phi3", {"hidden_size": 40}, {"dtype": "int8", "kv_dtype": "int8"})],
+    ids=["llama_bias", "phi3"],
+)
+def test_any_number_of_ranks_gives_adapters_the_bits_of_one(
+    family: str, changes: dict[str, Any], model: dict[str, Any], tmp_path: Path
+):
+    """Adapters come and go while ranks run: c takes a's place, and what it was."""
+    folder = make_checkpoint(family, tmp_path / "model", max_position_embeddings=512, **changes)
+    adapters, outcomes = adapters_of(tmp_path, folder), []
+    for num_ranks in (1, 2, 3):
+        bits = Bits()
+        with running(folder, num_ranks, num_blocks=NUM_BLOCKS, **model) as executor:
+            executor.on_logits = bits
+            for name in ("a", "b"):
+                executor.adapters.load(name, adapters[name])
+            first = world(("a", "a", "b", "")).serve(executor)
+            executor.adapters.unload("a")
+            executor.adapters.load("c", adapters["c"])
+            second = world(("c", "c", "", "b")).serve(executor)
+        outcomes.append((bits.seen, [list(request.output_token_ids) for request in (*first, *second)]))
+    assert outcomes[1] == outcomes[0]
+    assert outcomes[2] == outcomes[0]
 
 
 # ---- beginning and end

@@ -21,6 +21,7 @@ PANEL = 16  # output channels, and values of A that lie together
 RANKS_AT_ONCE = 4
 TILE = 32
 ALIGNMENT = 64
+PAGE = 4096
 Floats = NDArray[np.float32]
 
 
@@ -31,6 +32,19 @@ class PackedAdapter:
     digest: str
     num_bytes: int
     parts: tuple[LowRankPart | None, ...]  # of each adapted linear; None where nothing is added
+    memory: NDArray[np.uint8]  # in which all of them lie
+
+    def moved(self, memory: NDArray[np.uint8]) -> PackedAdapter:
+        """The same in other memory."""
+        memory[:] = self.memory[: self.num_bytes]
+        start = self.memory.ctypes.data
+
+        def there(part: NDArray[np.uint8]) -> NDArray[np.uint8]:
+            first = part.ctypes.data - start
+            return memory[first : first + part.nbytes]
+
+        parts = tuple(part and part._replace(a=there(part.a), b=there(part.b)) for part in self.parts)
+        return PackedAdapter(self.digest, self.num_bytes, parts, memory)
 
 
 class AdapterRunner(Protocol):
@@ -44,6 +58,18 @@ class AdapterRunner(Protocol):
 
     def unload_adapter(self, slot: int) -> None: ...
 
+    @property
+    def adapter_memory(self) -> NDArray[np.uint8] | None:
+        """Where parts must lie, because ranks share them; None: anywhere."""
+
+    def release_adapter_memory(self, offset: int, num_bytes: int) -> None: ...
+
+
+class Resident(NamedTuple):
+    slot: int
+    adapter: PackedAdapter  # as the library reads it
+    offset: int  # in memory that ranks share
+
 
 class NativeAdapters:
     """The resident adapters of an executor. `pack` and `num_bytes` are for any thread; the rest for the one that calls
@@ -52,7 +78,7 @@ class NativeAdapters:
     def __init__(self, runner: AdapterRunner) -> None:
         self._runner = runner
         self._adapted = runner.adapted
-        self._resident: dict[str, tuple[int, PackedAdapter]] = {}  # name -> slot, what the library reads
+        self._resident: dict[str, Resident] = {}
 
     def names(self) -> frozenset[str]:
         return frozenset(self._resident)
@@ -69,21 +95,36 @@ class NativeAdapters:
         if name in self._resident:
             raise KernelError(f"adapter {name} is loaded already; unload it first")
         packed = adapter if isinstance(adapter, PackedAdapter) else self.pack(adapter)
-        taken = {slot for slot, _ in self._resident.values()}
+        taken = {resident.slot for resident in self._resident.values()}
         slot = next(slot for slot in range(len(taken) + 1) if slot not in taken)
+        memory, offset = self._runner.adapter_memory, 0
+        if memory is not None:
+            offset = self._free_offset(packed.num_bytes)
+            packed = packed.moved(memory[offset : offset + packed.num_bytes])
         self._runner.load_adapter(slot, packed.parts)
-        self._resident[name] = (slot, packed)
+        self._resident[name] = Resident(slot, packed, offset)
 
     def unload(self, name: str) -> None:
         """Free it. Raises KernelError for a name that is not resident."""
         if name not in self._resident:
             raise KernelError(f"adapter {name} is not loaded")
-        slot, _ = self._resident.pop(name)
-        self._runner.unload_adapter(slot)
+        gone = self._resident.pop(name)
+        self._runner.unload_adapter(gone.slot)
+        if self._runner.adapter_memory is not None:
+            self._runner.release_adapter_memory(gone.offset, gone.adapter.num_bytes)
+
+    def _free_offset(self, num_bytes: int) -> int:
+        """The first room for so many bytes between those that are resident, from a page's start."""
+        at = 0
+        for resident in sorted(self._resident.values(), key=lambda resident: resident.offset):
+            if resident.offset - at >= num_bytes:
+                break
+            at = _round_up(resident.offset + resident.adapter.num_bytes, PAGE)
+        return at
 
     def slots(self, names: Sequence[str]) -> Int32s:
         """Of each row, by the name of its adapter, which is resident; -1 for no name."""
-        return np.array([self._resident[name][0] if name else -1 for name in names], dtype=np.int32)
+        return np.array([self._resident[name].slot if name else -1 for name in names], dtype=np.int32)
 
 
 def refuse(works: Sequence[RowWork], adapters: NativeAdapters | None) -> dict[int, SampledToken]:
@@ -147,7 +188,7 @@ def pack_adapter(adapted: Sequence[Weight], adapter: Adapter) -> PackedAdapter:
     offsets = _layout(planned)
     memory = allocate(offsets[-1])
     packed = [_packed(plan, memory[first:]) if plan else None for plan, first in zip(planned, offsets, strict=False)]
-    return PackedAdapter(adapter.digest, offsets[-1], tuple(packed))
+    return PackedAdapter(adapter.digest, offsets[-1], tuple(packed), memory)
 
 
 def plans(adapted: Sequence[Weight], adapter: Adapter) -> list[PartPlan | None]:

@@ -181,7 +181,7 @@ class NativePlan:
             threads=threads,
             choice=ThreadChoice(self.num_threads) if self.choose_threads else None,
             ranks=ranks,
-            adapters=NativeAdapters(runner) if ranks is None else None,
+            adapters=NativeAdapters(runner),
         )
         if ranks is not None:
             weakref.finalize(executor, ranks.close)  # of one that is dropped, as when what comes next fails

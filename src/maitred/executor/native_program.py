@@ -192,6 +192,17 @@ class NativeProgram:
         self._native.unload_adapter(slot)
 
     @property
+    def adapter_memory(self) -> NDArray[np.uint8] | None:
+        """Where parts must lie that are loaded, because ranks share them; None for one process: anywhere. Parts of it
+        that were never written take no memory."""
+        memory: NDArray[np.uint8] | None = self._native.adapter_memory
+        return memory
+
+    def release_adapter_memory(self, offset: int, num_bytes: int) -> None:
+        """Gives whole pages of it back to the system."""
+        self._native.release_adapter_memory(offset, num_bytes)
+
+    @property
     def buffer_bytes(self) -> int:
         return int(self._native.buffer_bytes)
 
@@ -283,10 +294,11 @@ class _Builder:
         target = self._rows(op.target, shape_of(op.weight).out_width, few=op.target == LOGITS)
         name = op.weight.name if op.target != LOGITS else "output"
         share = self._share(op.weight)
+        adapted = self._adapted(op, few)
         if share.weight is None:
-            self._native.idle(name)
+            self._native.idle(name, adapted)
             return
-        shape, data, adapted = shape_of(share.weight), self._data(op.weight), self._adapted(op, few)
+        shape, data = shape_of(share.weight), self._data(op.weight)
         self._native.linear(shape, data, target, share.first, ending, alpha, softcap, act, few, adapted, name)
 
     def _adapted(self, linear: Linear, few: bool) -> int:

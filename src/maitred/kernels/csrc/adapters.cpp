@@ -1,11 +1,15 @@
 #include "adapters.h"
 
+#include <sys/mman.h>
+
 #include <algorithm>
 #include <stdexcept>
 #include <string>
 
 namespace maitred {
 namespace {
+
+constexpr int kMostSlots = 4096, kMostSharedRank = 1024;  // of adapters that ranks share
 
 int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
@@ -45,8 +49,78 @@ int64_t b_bytes(const LowRank& adapter) {
   return values * value_bytes(adapter.dtype);
 }
 
-Adapters::Adapters(int max_rows, int num_threads, Isa isa)
-    : max_rows_(max_rows), num_threads_(num_threads), kernels_(low_rank_kernels(isa)) {}
+// An adapter as other ranks find it; addresses as offsets into shared_bytes.
+struct Adapters::Published {
+  static constexpr int kMostLinears = 1024, kMostRuns = 8;
+  struct Part {
+    int64_t a, b;
+    DType dtype;
+    int rank, num_runs;
+    PanelRun runs[kMostRuns];
+  };
+  int64_t version;  // 0: none was ever here
+  Part parts[kMostLinears];
+};
+
+Adapters::Adapters(int max_rows, int num_threads, Isa isa, Team* team)
+    : max_rows_(max_rows), num_threads_(num_threads), kernels_(low_rank_kernels(isa)), team_(team) {
+  if (team == nullptr) return;
+  // Addresses: what is not touched is no memory.
+  published_ = reinterpret_cast<Published*>(team->memory().take(kMostSlots * int64_t{sizeof(Published)}));
+  shared_bytes_ = team->memory().take(kSharedBytes);
+  sum_stride_ = kMostSharedRank;
+  sums_ = std::make_unique<Pages>(max_rows_ * sum_stride_ * static_cast<int64_t>(sizeof(float)), &team->memory());
+}
+
+void Adapters::release_shared(int64_t offset, int64_t num_bytes) {
+  constexpr int64_t kPage = 4096;
+  if (shared_bytes_ == nullptr || offset < 0 || num_bytes < 1 || offset % kPage != 0 ||
+      offset + num_bytes > kSharedBytes)
+    throw std::invalid_argument("no such memory of adapters");
+  madvise(shared_bytes_ + offset, static_cast<size_t>(round_up(num_bytes, kPage)), MADV_REMOVE);
+}
+
+void Adapters::publish(int slot, const std::vector<LowRank>& parts) {
+  if (slot >= kMostSlots || parts.size() > static_cast<size_t>(Published::kMostLinears))
+    throw std::invalid_argument("ranks share " + std::to_string(kMostSlots) + " adapters at most");
+  Published& to = published_[slot];
+  for (size_t i = 0; i < parts.size(); ++i) {
+    const LowRank& from = parts[i];
+    Published::Part part{};
+    if (from.rank > 0) {
+      part = Published::Part{from.a - shared_bytes_,
+                             from.b - shared_bytes_,
+                             from.dtype,
+                             from.rank,
+                             static_cast<int>(from.runs.size()),
+                             {}};
+      if (part.num_runs > Published::kMostRuns || from.rank > kMostSharedRank || part.a < 0 || part.b < 0 ||
+          part.a + a_bytes(from, linears_[i].shape) > kSharedBytes || part.b + b_bytes(from) > kSharedBytes)
+        throw std::invalid_argument("an adapter that ranks cannot share: of rank " + std::to_string(from.rank));
+      std::copy(from.runs.begin(), from.runs.end(), part.runs);
+    }
+    to.parts[i] = part;
+  }
+  ++to.version;
+}
+
+// What rank 0 last loaded there.
+void Adapters::find(int slot) {
+  if (slot >= kMostSlots || published_[slot].version == 0) return;
+  if (found_.size() <= static_cast<size_t>(slot)) found_.resize(static_cast<size_t>(slot) + 1);
+  const Published& from = published_[slot];
+  if (found_[static_cast<size_t>(slot)] == from.version) return;
+  std::vector<LowRank> parts;
+  for (size_t i = 0; i < linears_.size(); ++i) {
+    const Published::Part& part = from.parts[i];
+    parts.push_back(LowRank{part.dtype, part.rank, shared_bytes_ + part.a, shared_bytes_ + part.b,
+                            std::vector<PanelRun>(part.runs, part.runs + part.num_runs)});
+  }
+  make_room(parts);
+  if (slots_.size() <= static_cast<size_t>(slot)) slots_.resize(static_cast<size_t>(slot) + 1);
+  slots_[static_cast<size_t>(slot)] = std::move(parts);
+  found_[static_cast<size_t>(slot)] = from.version;
+}
 
 int Adapters::add_linear(const LinearShape& shape, bool few) {
   linears_.push_back(Linear{shape, few, {}});
@@ -63,6 +137,7 @@ void Adapters::check(const std::vector<LowRank>& parts) const {
 
 void Adapters::load(int slot, std::vector<LowRank> parts) {
   if (slot < 0) throw std::invalid_argument("an adapter for slot " + std::to_string(slot));
+  if (team_ != nullptr) publish(slot, parts);
   make_room(parts);
   if (slots_.size() <= static_cast<size_t>(slot)) slots_.resize(static_cast<size_t>(slot) + 1);
   slots_[static_cast<size_t>(slot)] = std::move(parts);
@@ -98,6 +173,7 @@ void Adapters::plan(const StepRows& step) {
   slot_of_token_.clear();
   for (int row = 0; step.adapters != nullptr && row < step.num_rows; ++row) {
     const int slot = step.adapters[row];
+    if (slot >= 0 && team_ != nullptr && !team_->leads()) find(slot);
     if (slot < -1 || (slot >= 0 && !loaded(slot)))
       throw std::invalid_argument("row " + std::to_string(row) + " of a step has adapter " + std::to_string(slot) +
                                   ", which is not loaded");
@@ -168,34 +244,38 @@ void Adapters::project(int linear, const PrepareSource& source, WorkCounter& cou
   }
 }
 
-void Adapters::expand(int linear, WorkCounter& counter, const Worker& worker) {
-  constexpr int kLeastPanels = 16, kSharesOfAThread = 16;
+void Adapters::expand(int linear, int first, int count, WorkCounter& counter, const Worker& worker) {
+  constexpr int kLeastTiles = 8, kSharesOfAThread = 16;
   const Linear& of = linears_[static_cast<size_t>(linear)];
   const Rows& rows = rows_of(of);
-  const int num_blocks = static_cast<int>(rows.blocks.size()), panels = num_panels(of.shape);
+  const int num_blocks = static_cast<int>(rows.blocks.size()), half = num_panels(of.shape) / 2;
   const int wanted = (kSharesOfAThread * worker.count + num_blocks - 1) / num_blocks;
-  const int shares = std::max(1, std::min(wanted, panels / kLeastPanels));  // of a block
+  const int shares = std::max(1, std::min(wanted, count / kLeastTiles));  // of a block
   for (int i = counter.take(); i < num_blocks * shares; i = counter.take()) {
     const Block& block = rows.blocks[static_cast<size_t>(i / shares)];
     const LowRank& adapter = part(block.slot, linear);
-    const int share = i % shares;
-    if (adapter.rank != 0) expand_block(adapter, of, block, panels * share / shares, panels * (share + 1) / shares);
+    if (adapter.rank == 0) continue;
+    const int share = i % shares, tile = first + count * share / shares, end = first + count * (share + 1) / shares;
+    if (of.shape.gated) {
+      expand_panels(adapter, of, block, tile, end);
+      expand_panels(adapter, of, block, half + tile, half + end);
+    } else {
+      expand_panels(adapter, of, block, 2 * tile, 2 * end);
+    }
   }
 }
 
-// Panels [first, end), run by run; a run of a gated pair ends where its half does.
-void Adapters::expand_block(const LowRank& part, const Linear& linear, const Block& block, int first, int end) {
+// Panels [first, end), run by run; of a gated pair they are of one half.
+void Adapters::expand_panels(const LowRank& part, const Linear& linear, const Block& block, int first, int end) {
   const LinearShape& shape = linear.shape;
-  const int half = shape.gated ? num_panels(shape) / 2 : num_panels(shape);
   const float* sums = reinterpret_cast<const float*>(sums_->begin()) + block.first * sum_stride_;
   float* to = reinterpret_cast<float*>(deltas_->begin()) + block.first * delta_stride_;
   const uint8_t* b = part.b;
   int begins = 0;
   for (const PanelRun& run : part.runs) {
     const int64_t panel_bytes = int64_t{run.num_ranks} * kPanel * value_bytes(part.dtype);
-    const int ends = std::min(begins + run.num_panels, end);
-    for (int panel = std::max(begins, first); panel < ends;) {
-      const int count = (panel < half ? std::min(ends, half) : ends) - panel;
+    const int panel = std::max(begins, first), count = std::min(begins + run.num_panels, end) - panel;
+    if (count > 0) {
       const LowRankB panels{part.dtype,
                             count,
                             run.num_ranks,
@@ -203,7 +283,6 @@ void Adapters::expand_block(const LowRank& part, const Linear& linear, const Blo
                             to + panel_place(shape, panel),
                             shape.gated ? kTile : kPanel};
       kernels_.expand(panels, sums + run.first_rank, sum_stride_, block.count, delta_stride_);
-      panel += count;
     }
     b += run.num_panels * panel_bytes;
     begins += run.num_panels;

@@ -13,6 +13,7 @@
 #include "kv_pool.h"
 #include "linear.h"
 #include "low_rank.h"
+#include "team.h"
 #include "thread_pool.h"
 #include "types.h"
 
@@ -38,9 +39,18 @@ int64_t a_bytes(const LowRank& adapter, const LinearShape& shape);
 int64_t b_bytes(const LowRank& adapter);
 
 // The adapters of a program and their rows in a step. Loaded, unloaded and planned for by one thread, between steps.
+//
+// Ranks that run a program together (team.h) have all of every adapter in memory that they share, and read what is
+// added to their own tiles. Rank 0 loads, and leaves there what the others find when a step names the slot.
 class Adapters {
  public:
-  Adapters(int max_rows, int num_threads, Isa isa);
+  // num_threads: of all ranks.
+  Adapters(int max_rows, int num_threads, Isa isa, Team* team);
+
+  // Memory for adapters where there are ranks, of which those parts are memory that are used; null for one process.
+  uint8_t* shared_bytes() const { return shared_bytes_; }
+  static constexpr int64_t kSharedBytes = int64_t{1} << 36;
+  void release_shared(int64_t offset, int64_t num_bytes);  // whole pages of it
 
   // A linear that adapters may add to, by the number that its operations ask with. few: as in program_ops.h.
   int add_linear(const LinearShape& shape, bool few);
@@ -62,8 +72,8 @@ class Adapters {
   bool active(int linear) const { return !linears_[static_cast<size_t>(linear)].deltas.empty(); }
   // A x of all rows that have an adapter; all workers with one fresh counter.
   void project(int linear, const PrepareSource& source, WorkCounter& counter, const Worker& worker);
-  // B of that, once all have projected.
-  void expand(int linear, WorkCounter& counter, const Worker& worker);
+  // B of that for tiles [first, first + count) of the linear, once all have projected; by those who have its weights.
+  void expand(int linear, int first, int count, WorkCounter& counter, const Worker& worker);
   // What LinearOut takes, once all have expanded.
   const float* const* deltas(int linear) const { return linears_[static_cast<size_t>(linear)].deltas.data(); }
 
@@ -90,12 +100,19 @@ class Adapters {
     return slot < static_cast<int>(slots_.size()) && !slots_[static_cast<size_t>(slot)].empty();
   }
   void make_room(const std::vector<LowRank>& parts);
+  void publish(int slot, const std::vector<LowRank>& parts);
+  void find(int slot);
   void group(const std::vector<int32_t>& slots, Rows& rows);
   void aim(bool few);
-  void expand_block(const LowRank& part, const Linear& linear, const Block& block, int first, int end);
+  void expand_panels(const LowRank& part, const Linear& linear, const Block& block, int first, int end);
 
   const int max_rows_, num_threads_;
   const LowRankKernels& kernels_;
+  Team* const team_;
+  struct Published;  // of a slot
+  uint8_t* shared_bytes_ = nullptr;
+  Published* published_ = nullptr;  // [kMostSlots]
+  std::vector<int64_t> found_;      // by slot, the version that is here
   std::vector<Linear> linears_;
   std::vector<std::vector<LowRank>> slots_;  // empty: none is loaded
   std::vector<int32_t> slot_of_token_;       // of the last step; empty: no row has one

@@ -33,6 +33,7 @@ using Table = nb::ndarray<int32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using OutInts = nb::ndarray<int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using ChainSettings = nb::ndarray<const double, nb::shape<-1, 4>, nb::c_contig, nb::device::cpu>;
 using Sequences = nb::ndarray<const uint64_t, nb::shape<-1, 3>, nb::c_contig, nb::device::cpu>;
+using SharedBytes = nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>, nb::device::cpu>;
 using View = nb::ndarray<nb::numpy, float, nb::ndim<2>, nb::device::cpu>;
 
 struct RopeTable {
@@ -46,13 +47,15 @@ struct BoundProgram {
                int vocab_size, int max_positions, Team* team)
       : program(threads, pool, Program::Limits{max_tokens, max_logits, vocab_size, max_positions}, isa_named(isa),
                 team),
-        adapters(std::max(max_tokens, max_logits), threads.num_threads(), program.isa()) {
+        adapters(std::max(max_tokens, max_logits), program.num_threads(), program.isa(), team) {
     if (max_tokens < 1 || max_logits < 1) throw std::invalid_argument("a program for steps without tokens or logits");
     program.add_planner([this](const StepRows& step) { adapters.plan(step); });
     program.add_logits_planner([this](const StepRows& step) { adapters.plan_logits(step); });
   }
   // linear: as adapted_linear numbers them, -1 for one that adapters leave alone.
-  AdaptedLinear adapted(int linear) { return AdaptedLinear{linear < 0 ? nullptr : &adapters, linear}; }
+  AdaptedLinear adapted(int linear, int first_tile = 0) {
+    return AdaptedLinear{linear < 0 ? nullptr : &adapters, linear, first_tile};
+  }
   const OperandBuffers& operands() const {
     if (operand_buffers == nullptr) throw std::logic_error("operands come before the operations that use them");
     return *operand_buffers;
@@ -134,7 +137,8 @@ void linear(BoundProgram& self, const LinearShape& shape, const Bytes& data, con
   out.alpha = alpha;
   out.softcap = softcap;
   out.act = act_named(act);
-  add_linear(self.program, self.operands(), packed(shape, data), out, few, self.adapted(adapted), name);
+  add_linear(self.program, self.operands(), packed(shape, data), out, few,
+             self.adapted(adapted, first / (shape.gated ? kTile / 2 : kTile)), name);
 }
 
 RopeTable make_rope_table(BoundProgram& self, const Vector& frequencies, float factor) {
@@ -321,8 +325,11 @@ void bind_program(nb::module_& m) {
           nb::arg("shape"), nb::arg("data"), nb::arg("first"), nb::arg("scale"), nb::arg("target"),
           "first: the token of the first embedding, of which a rank has some.")
       .def(
-          "idle", [](BoundProgram& self, const std::string& name) { add_idle(self.program, name); }, nb::arg("name"),
-          "In the place of what only other ranks compute.")
+          "idle",
+          [](BoundProgram& self, const std::string& name, int adapted) {
+            add_idle(self.program, self.adapted(adapted), name);
+          },
+          nb::arg("name"), nb::arg("adapted") = -1, "In the place of what only other ranks compute.")
       .def(
           "prepare",
           [](BoundProgram& self, const Rows& source, const LinearShape& shape, const nb::object& norm, float eps,
@@ -366,6 +373,21 @@ void bind_program(nb::module_& m) {
            nb::arg("first_blocks"), nb::arg("logits_tokens"), nb::arg("adapters") = nb::none())
       .def("load_adapter", &load_adapter, nb::arg("slot"), nb::arg("parts"),
            "Of each adapted linear (format, rank, A, B, runs) or None; A and B stay the caller's. Between steps.")
+      .def_prop_ro(
+          "adapter_memory",
+          [](BoundProgram& self) -> std::optional<SharedBytes> {
+            if (self.adapters.shared_bytes() == nullptr) return std::nullopt;
+            return SharedBytes(self.adapters.shared_bytes(), {static_cast<size_t>(Adapters::kSharedBytes)},
+                               nb::handle());
+          },
+          nb::rv_policy::reference,
+          "What ranks share for adapters; None for one process. Only while the program lives.")
+      .def(
+          "release_adapter_memory",
+          [](BoundProgram& self, int64_t offset, int64_t num_bytes) {
+            self.adapters.release_shared(offset, num_bytes);
+          },
+          nb::arg("offset"), nb::arg("num_bytes"))
       .def(
           "unload_adapter", [](BoundProgram& self, int slot) { self.adapters.unload(slot); }, nb::arg("slot"))
       .def("chain", &chain, nb::arg("sampler"), nb::arg("logits"), nb::arg("token_ids"), nb::arg("positions"),

@@ -114,6 +114,7 @@ struct LinearOut {
   GateAct act = GateAct::silu;
   // What is added to acc before the ending, by row: null for nothing, else a value for each channel, tile by tile.
   const float* const* deltas = nullptr;
+  int first_delta = 0;  // of the first tile
 };
 
 // What multiplies: an instruction by its name, and the rows that its inner loop takes.

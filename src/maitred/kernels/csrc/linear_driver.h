@@ -118,8 +118,8 @@ struct Tile {
   V biases[vectors];
 
   Tile(const PackedLinear& weights, const Plan& plan, int tile, const float* row_scales, const int32_t* starts,
-       const float* const* deltas)
-      : row_scales(row_scales), starts(starts), deltas(deltas), first(tile * kTile) {
+       const float* const* deltas, int first_delta)
+      : row_scales(row_scales), starts(starts), deltas(deltas), first(first_delta + tile * kTile) {
     const LinearShape& shape = weights.shape;
     const float* behind = reinterpret_cast<const float*>(weights.data + plan.tiles * tile_bytes(shape));
     if (shape.dtype == DType::int8) {
@@ -202,7 +202,7 @@ inline void end_tile(const PackedLinear& weights, const Plan& plan, int index, i
   const DType dtype = weights.shape.dtype;
   const bool scaled = dtype == DType::int8 || dtype == DType::int4;
   const Tile<K> tile(weights, plan, index, scaled ? rows.scales + row0 : nullptr, rows.sums + row0,
-                     out.deltas == nullptr ? nullptr : out.deltas + row0);
+                     out.deltas == nullptr ? nullptr : out.deltas + row0, out.first_delta);
   float* to = out.rows + row0 * out.row_stride + index * (weights.shape.gated ? kTile / 2 : kTile);
   if (dtype == DType::int8)
     end_rows<K, true>(tile, acc, num_rows, out, to);

@@ -78,10 +78,12 @@ void Program::serve() {
   make_counters();
   StepRows rows;
   for (bool only_logits; team_->wait(rows, only_logits);) {
-    if (only_logits)
-      run_ops(rows, first_logits_op_, ops_.size());
-    else
+    if (!only_logits) {
       run_all(rows);
+      continue;
+    }
+    for (const Planner& plan : logits_planners_) plan(rows);
+    run_ops(rows, first_logits_op_, ops_.size());
   }
 }
 

@@ -8,8 +8,8 @@
 namespace maitred {
 namespace {
 
-// Of an operation that reads weights: its own, and that of what adapters add. Ranks that have none of the weights have as
-// many, so that all count the next operations alike.
+// Of an operation that reads weights: its own, and that of what adapters add. Ranks that have none of the weights have
+// as many, so that all count the next operations alike.
 constexpr int kWeightCounters = 2;
 
 int rows_of(const StepRows& step, bool few) { return few ? step.num_logits : step.num_tokens; }
@@ -39,8 +39,11 @@ Operand OperandBuffers::of(const Worker& worker, const LinearShape& shape, int n
   return Operand{dtype, room.rows, operand_row_bytes(dtype, shape.k), room.scales, room.sums};
 }
 
-void add_idle(Program& program, const std::string& name) {
-  program.add(name, kWeightCounters, [](const StepRows&, WorkCounter*, const Worker&) { return true; });
+void add_idle(Program& program, const AdaptedLinear& adapted, const std::string& name) {
+  program.add(name, kWeightCounters, [=](const StepRows&, WorkCounter*, const Worker& worker) {
+    if (adapted.active()) worker.meet();
+    return true;
+  });
 }
 
 void add_embed(Program& program, const PackedLinear& weights, int first, float scale, const Rows& target) {
@@ -93,9 +96,10 @@ void add_linear(Program& program, const OperandBuffers& operands, const PackedLi
     const int m = rows_of(step, few);
     LinearOut to = out;
     if (adapted.active()) {
-      adapted.adapters->expand(adapted.linear, counters[1], worker);
+      adapted.adapters->expand(adapted.linear, adapted.first, num_tiles(weights.shape), counters[1], worker);
       worker.meet();
       to.deltas = adapted.adapters->deltas(adapted.linear);
+      to.first_delta = adapted.first * kTile;
     }
     kernels.linear(weights, operands.of(worker, weights.shape, m), m, to, counters[0], worker);
     return true;

@@ -38,21 +38,22 @@ struct Rows {
   int64_t stride;  // floats from one row to the next
 };
 
+// The program's adapters and the linear's number among theirs; null: they add nothing to it.
+struct AdaptedLinear {
+  Adapters* adapters = nullptr;
+  int linear = 0;
+  int first = 0;  // tile of it that this rank's weights begin with
+  bool active() const { return adapters != nullptr && adapters->active(linear); }
+};
+
 // What only other ranks compute: this one meets them after it.
-void add_idle(Program& program, const std::string& name);
+void add_idle(Program& program, const AdaptedLinear& adapted, const std::string& name);
 
 // weights: embeddings of the tokens from `first` on; those of others are written by the ranks that have them.
 void add_embed(Program& program, const PackedLinear& weights, int first, float scale, const Rows& target);
 
 // The rows of source whose logits are wanted, one below the other.
 void add_take(Program& program, const Rows& source, const Rows& target);
-
-// The program's adapters and the linear's number among theirs; null: they add nothing to it.
-struct AdaptedLinear {
-  Adapters* adapters = nullptr;
-  int linear = 0;
-  bool active() const { return adapters != nullptr && adapters->active(linear); }
-};
 
 // few: as many rows as logits are wanted; and if `taken`, those of source that belong to them, else its first ones.
 // norm_weight null: no norm.

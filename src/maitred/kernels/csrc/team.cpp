@@ -75,6 +75,7 @@ void Team::reserve(int max_tokens, int max_logits, int64_t max_blocks) {
   arrays_.first_blocks = room(max_tokens + 1);
   arrays_.block_tables = room(max_blocks);
   arrays_.logits_tokens = room(max_logits);
+  arrays_.adapters = room(max_tokens);
   max_tokens_ = max_tokens, max_logits_ = max_logits, max_blocks_ = max_blocks;
 }
 
@@ -90,6 +91,8 @@ void Team::begin(const StepRows& rows, bool only_logits) {
     copy(rows.first_tokens, rows.num_rows + 1, arrays_.first_tokens);
     copy(rows.first_blocks, rows.num_rows + 1, arrays_.first_blocks);
     copy(rows.block_tables, num_blocks, arrays_.block_tables);
+    if (rows.adapters != nullptr) copy(rows.adapters, rows.num_rows, arrays_.adapters);
+    shared_->adapted = rows.adapters != nullptr;
   }
   copy(rows.logits_tokens, rows.num_logits, arrays_.logits_tokens);
   shared_->num_tokens = rows.num_tokens;
@@ -121,9 +124,11 @@ bool Team::wait(StepRows& rows, bool& only_logits) {
   seen_ = shared_->round.load(std::memory_order_acquire);
   if (seen_ < 0) return false;
   only_logits = shared_->only_logits;
-  rows = StepRows{shared_->num_tokens,  shared_->num_rows,    shared_->num_logits,
-                  arrays_.token_ids,    arrays_.positions,    arrays_.first_tokens,
-                  arrays_.block_tables, arrays_.first_blocks, arrays_.logits_tokens};
+  rows = StepRows{shared_->num_tokens,   shared_->num_rows,
+                  shared_->num_logits,   arrays_.token_ids,
+                  arrays_.positions,     arrays_.first_tokens,
+                  arrays_.block_tables,  arrays_.first_blocks,
+                  arrays_.logits_tokens, shared_->adapted ? arrays_.adapters : nullptr};
   return true;
 }
 

@@ -69,10 +69,10 @@ class Team {
     Gate begins;
     alignas(64) std::atomic<int64_t> round;  // negative: no more
     int num_tokens, num_rows, num_logits;
-    bool only_logits;
+    bool only_logits, adapted;
   };
   struct Arrays {
-    int32_t *token_ids, *positions, *first_tokens, *block_tables, *first_blocks, *logits_tokens;
+    int32_t *token_ids, *positions, *first_tokens, *block_tables, *first_blocks, *logits_tokens, *adapters;
   };
 
   const int rank_;
