@@ -35,6 +35,7 @@ export class Chat {
   useModel(name, { isBuiltIn = false } = {}) {
     this.model = name;
     $("suggestions").hidden = !isBuiltIn;
+    if (isBuiltIn) this.settings.offerRestaurant();
     this.resolveModel();
   }
 

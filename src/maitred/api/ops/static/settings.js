@@ -17,12 +17,19 @@ class WrongField extends Error {
 export class Settings {
   constructor() {
     this.all = [...NUMBERS, ...OTHERS].map($);
+    this.kept = {};
     this.restore();
     for (const field of this.all) field.addEventListener("input", () => this.keep());
     $("reset").addEventListener("click", () => {
       for (const field of this.all) put(field, "");
       this.keep();
     });
+  }
+
+  /** The built-in model knows the restaurant: its tools are offered unless the reader said otherwise. */
+  offerRestaurant() {
+    $("restaurant").defaultChecked = true;
+    if (this.kept.restaurant === undefined) put($("restaurant"), "");
   }
 
   get system() {
@@ -65,14 +72,14 @@ export class Settings {
 
   restore() {
     try {
-      const kept = JSON.parse(sessionStorage.getItem(KEPT) ?? "{}");
-      for (const field of this.all) put(field, kept[field.id] ?? "");
+      this.kept = JSON.parse(sessionStorage.getItem(KEPT) ?? "{}");
+      for (const field of this.all) put(field, this.kept[field.id] ?? "");
     } catch { /* nothing kept, or not ours */ }
   }
 }
 
 function put(field, value) {
-  if (field.type === "checkbox") field.checked = value === true;
+  if (field.type === "checkbox") field.checked = value === "" ? field.defaultChecked : value === true;
   else field.value = value;
 }
 
