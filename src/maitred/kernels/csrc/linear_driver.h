@@ -248,6 +248,12 @@ inline void fetch_outputs(const LinearShape& shape, const LinearOut& out, int ti
     K::V::prefetch_to_write(to);
     if (width == kTile) K::V::prefetch_to_write(to + kTile / 2);
   }
+  for (int i = 0; out.deltas != nullptr && i < num_rows; ++i) {
+    if (out.deltas[row + i] == nullptr) continue;
+    const float* delta = out.deltas[row + i] + out.first_delta + tile * kTile;
+    __builtin_prefetch(delta);
+    __builtin_prefetch(delta + kTile / 2);
+  }
 }
 
 // One tile and one block of rows, with its ending; `after`: the weights that this thread reads next, null if none.

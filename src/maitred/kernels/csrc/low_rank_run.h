@@ -58,29 +58,47 @@ inline void project_group(const typename T::Value* a, int steps, const float* x,
     sums[i / kRanksAtOnce * sums_stride + i % kRanksAtOnce] = V::sum(acc[i / kRanksAtOnce][i % kRanksAtOnce]);
 }
 
-// R rows x panels.
+// R rows x P panels that lie together.
+template <class V, class T, int R, int P>
+inline void expand_together(const typename T::Value* b, int num_ranks, const float* sums, int64_t sums_stride,
+                            float* to, int64_t to_stride, int panel_step) {
+  constexpr int kParts = 16 / V::width, kSums = P * kParts;
+  V acc[R][kSums];
+#pragma GCC unroll 64
+  for (int i = 0; i < R * kSums; ++i) acc[i / kSums][i % kSums] = V::set1(0.0f);
+  for (int j = 0; j < num_ranks; ++j) {
+    V x[R];
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) x[r] = V::set1(sums[r * sums_stride + j]);
+#pragma GCC unroll 32
+    for (int i = 0; i < kSums; ++i) {
+      const typename T::Value* from = b + (i / kParts * num_ranks + j) * kPanel + i % kParts * V::width;
+      if (i % kParts == 0) __builtin_prefetch(reinterpret_cast<const char*>(from) + kAhead);
+      const V w = T::at(from);
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) acc[r][i] = V::fma(w, x[r], acc[r][i]);
+    }
+  }
+#pragma GCC unroll 64
+  for (int i = 0; i < R * kSums; ++i) {
+    const int panel = i % kSums / kParts, part = i % kParts;
+    V::store(to + i / kSums * to_stride + panel * panel_step + part * V::width, acc[i / kSums][i % kSums]);
+  }
+}
+
+// R rows x panels, of which as many are taken together as the registers hold sums of.
 template <class V, class T, int R>
 inline void expand_rows(const LowRankB& panels, const float* sums, int64_t sums_stride, int64_t to_stride) {
-  constexpr int kParts = 16 / V::width;
+  constexpr int kTogether = V::width == 16 ? 4 : 1;
   const typename T::Value* b = reinterpret_cast<const typename T::Value*>(panels.data);
+  const int64_t size = int64_t{panels.num_ranks} * kPanel;
   float* to = panels.to;
-  for (int panel = 0; panel < panels.num_panels; ++panel, to += panels.panel_step) {
-    V acc[R][kParts];
-#pragma GCC unroll 64
-    for (int i = 0; i < R * kParts; ++i) acc[i / kParts][i % kParts] = V::set1(0.0f);
-    for (int j = 0; j < panels.num_ranks; ++j, b += kPanel) {
-      __builtin_prefetch(reinterpret_cast<const char*>(b) + kAhead);
-#pragma GCC unroll 16
-      for (int part = 0; part < kParts; ++part) {
-        const V w = T::at(b + part * V::width);
-#pragma GCC unroll 4
-        for (int r = 0; r < R; ++r) acc[r][part] = V::fma(w, V::set1(sums[r * sums_stride + j]), acc[r][part]);
-      }
-    }
-#pragma GCC unroll 64
-    for (int i = 0; i < R * kParts; ++i)
-      V::store(to + i / kParts * to_stride + i % kParts * V::width, acc[i / kParts][i % kParts]);
-  }
+  int panel = 0;
+  for (; panel + kTogether <= panels.num_panels;
+       panel += kTogether, b += kTogether * size, to += kTogether * panels.panel_step)
+    expand_together<V, T, R, kTogether>(b, panels.num_ranks, sums, sums_stride, to, to_stride, panels.panel_step);
+  for (; panel < panels.num_panels; ++panel, b += size, to += panels.panel_step)
+    expand_together<V, T, R, 1>(b, panels.num_ranks, sums, sums_stride, to, to_stride, panels.panel_step);
 }
 
 // kRows at a time, as many as the registers hold sums of.
