@@ -77,9 +77,9 @@ SOURCES: dict[str, Source] = {
     "bill of the order": Source(orders.ask_bill, 50, _ordering, ("order",)),
     "nothing ordered": Source(orders.ask_about_nothing, 1, lambda g: not g.order),
     "pay": Source(orders.pay_bill, 120, lambda g: g.bill > 0, ("order", "bill of the order")),
-    "change": Source(orders.change, 16),
+    "change": Source(orders.change, 20),
     "plus": Source(orders.add, 18),
-    "minus": Source(orders.subtract, 24),
+    "minus": Source(orders.subtract, 28),
     "price": Source(orders.price, 4),
     "vegetarian": Source(orders.vegetarian, 2),
     "compare": Source(orders.compare, 4),
@@ -92,7 +92,7 @@ SOURCES: dict[str, Source] = {
     "table": Source(talk.book, 7, lambda g: not g.table),
     "recall table": Source(talk.recall_table, 35, lambda g: bool(g.table), ("table",)),
     "unknown guest": Source(talk.ask_about_unknown, 1, lambda g: not (g.name or g.table)),
-    "count": Source(talk.count, 10),
+    "count": Source(talk.count, 30),
     "repeat": Source(talk.repeat, 12),
     "greet": Source(talk.greet, 3),
     "scope": Source(talk.out_of_scope, 5),
@@ -127,9 +127,9 @@ TOOL_SOURCES: dict[str, tuple[str, Source]] = {
 FOCUS = {"cancel": 14, "add": 4, "bill of the order": 2, "pay": 3, "recall order": 1, "close": 1}
 """Turns that need others before them, so that short chats have too few of them, with how often a chat begins there."""
 FOCUS_SHARE = 0.28
-TOOL_FOCUS = {"price": 4, "order": 4, "add": 3, "cancel": 3, "table": 3}
+TOOL_FOCUS = {"price": 3, "order": 3, "add": 6, "cancel": 7, "table": 3}
 TOOL_FOCUS_SHARE = 0.5
-SHAPED_SHARE = 0.36
+SHAPED_SHARE = 0.42
 """Of all chats, those with tools, thoughts or a schema."""
 
 Sources = Mapping[str, Source]
@@ -150,7 +150,7 @@ def shaped_chat(rng: Random, max_turns: int) -> Chat:
     """A training chat with tools, with thoughts in all turns or the last, or with a schema at its end."""
     has_tools, is_bound, thinks = rng.choices(
         ((True, False, False), (True, False, True), (False, False, True), (False, True, False), (False, True, True)),
-        (54, 8, 22, 13, 3),
+        (54, 10, 20, 13, 3),
     )[0]
     tools = _offer(rng) if has_tools else ()
     focus = TOOL_FOCUS if has_tools and rng.random() < TOOL_FOCUS_SHARE else FOCUS if rng.random() < 0.15 else {}
