@@ -190,6 +190,29 @@ class SpeculativeConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LoraConfig:
+    """LoRA adapters, served beside the model under names of their own (native executor)."""
+
+    lora: Mapping[str, str] = field(default_factory=dict)
+    """NAME=DIR: an adapter as PEFT saves it, which answers as the model NAME. May be repeated."""
+    lora_dir: str | None = None
+    """Folder whose adapters may be loaded and unloaded while the server runs (/v1/load_lora_adapter); None allows
+    none."""
+    max_lora_rank: int = 64
+    """Adapters of higher rank are refused."""
+    lora_memory_bytes: int = 2**30
+    """Most memory for adapters; those not in use go when others need the room, and come back when asked
+    for."""
+
+    def __post_init__(self) -> None:
+        _require_between("max_lora_rank", self.max_lora_rank, 1, 1024)
+        _require_at_least("lora_memory_bytes", self.lora_memory_bytes, 1)
+        for name, path in self.lora.items():
+            if not isinstance(path, str) or not name or "@" in name:
+                raise ConfigError(f"lora has {name}={path}; write NAME=DIR, and no @ in the name")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
     """The scheduler: who is served next, and how much in one step."""
 
@@ -420,6 +443,7 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     admission: AdmissionConfig = field(default_factory=AdmissionConfig)
     speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     decision_log: str | None = None
     """Folder for the log of every step's inputs and plan (hashes, never prompt tokens); None keeps none."""
     decision_log_max_bytes: int = 64 * 1024 * 1024

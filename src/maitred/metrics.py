@@ -100,6 +100,13 @@ GENERATION_TOKENS = _counter("generation_tokens", "tokens", "Tokens generated.")
 DRAFTED_ROWS = _counter("drafts", "requests", "Times that tokens were made up for a request in a step.", ("proposer",))
 DRAFT_TOKENS = _counter("draft_tokens", "tokens", "Tokens made up for the model to check.", ("proposer",))
 ACCEPTED_TOKENS = _counter("draft_tokens_accepted", "tokens", "Of them, those that became output.", ("proposer",))
+ADAPTER_BYTES = _gauge("lora_adapter_bytes", "bytes", "LoRA adapters in memory, or on their way there.")
+ADAPTER_LOADS = _counter("lora_adapter_loads", "loads", "Times a LoRA adapter was read into memory.")
+ADAPTER_EVICTIONS = _counter("lora_adapter_evictions", "adapters", "LoRA adapters that made room for others.")
+ADAPTER_REQUESTS = _counter(
+    "lora_requests", "requests", "Samples that ended, by the LoRA adapter they named; 100 have labels.", ("adapter",)
+)
+ADAPTER_TOKENS = _counter("lora_tokens", "tokens", "Tokens of them.", ("adapter", "kind"))
 PREEMPTIONS = _counter("preemptions", "requests", "Times a running request had to give up its blocks.")
 SWAPPED_OUT_BLOCKS = _counter("swapped_out_blocks", "blocks", "KV blocks of preempted requests copied to the host.")
 SWAPPED_IN_BLOCKS = _counter(
@@ -267,6 +274,11 @@ ENGINE_METRICS: tuple[Metric, ...] = (
     DRAFT_TOKENS,
     ACCEPTED_TOKENS,
     PREEMPTIONS,
+    ADAPTER_BYTES,
+    ADAPTER_LOADS,
+    ADAPTER_EVICTIONS,
+    ADAPTER_REQUESTS,
+    ADAPTER_TOKENS,
     SWAPPED_OUT_BLOCKS,
     SWAPPED_IN_BLOCKS,
     PREFIX_QUERIED,

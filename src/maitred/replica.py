@@ -32,6 +32,9 @@ class ReplicaState:
     num_generated_tokens: int = 0
     num_scheduled_tokens: int = 0
     num_drafted_rows: int = 0  # of steps, those for which tokens were made up
+    adapter_bytes: int = 0  # of LoRA adapters in memory
+    adapter_loads: int = 0
+    adapter_evictions: int = 0
     num_draft_tokens: int = 0  # in them
     num_accepted_tokens: int = 0  # of these, those that became output
     num_preemptions: int = 0

@@ -6,12 +6,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from maitred.clock import Clock, WallClock
-from maitred.config import EngineConfig, ProcessConfig
+from maitred.config import EngineConfig, LoraConfig, ProcessConfig
 from maitred.engine import served_model as served
+from maitred.engine.adapters import AdapterCache
 from maitred.engine.client import EngineClient
 from maitred.engine.core import EngineCore
 from maitred.engine.engine_thread import in_thread
-from maitred.engine.grammar_queue import Prepare
+from maitred.engine.held import Prepare
 from maitred.engine.intake import ServedModel, make_requests
 from maitred.engine.loop import LoadedEngine
 from maitred.engine.memory import MemoryPlan
@@ -85,6 +86,8 @@ def client_of(
     facts: ModelFacts | None = None,
     clock: Clock | None = None,
     prepare: Prepare | None = None,
+    adapters: AdapterCache | None = None,
+    lora_dir: str | None = None,
     **process: Any,
 ) -> EngineClient:
     """A client of `core`, which runs in a thread; ready."""
@@ -98,9 +101,13 @@ def client_of(
         model_context=256,
         longest_context=256,
     )
-    loaded = LoadedEngine(core, facts or model_facts(), plan, deterministic=True, close=core.close, prepare=prepare)
+    loaded = LoadedEngine(
+        core, facts or model_facts(), plan, deterministic=True, close=core.close, prepare=prepare, adapters=adapters
+    )
     start = Start(
-        config=EngineConfig(), process=ProcessConfig(**process), open=in_thread(lambda config, names, tell: loaded)
+        config=EngineConfig(lora=LoraConfig(lora_dir=lora_dir)),
+        process=ProcessConfig(**process),
+        open=in_thread(lambda config, names, tell: loaded),
     )
     client = EngineClient(start, clock or WallClock())
     client.start()

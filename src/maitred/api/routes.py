@@ -15,7 +15,7 @@ from maitred.api.generate.resume import Resume
 from maitred.api.http.app import App
 from maitred.api.http.exchange import Exchange
 from maitred.api.http.routes import Route, RouteTable
-from maitred.api.ops import admin, fleet, health, live, sleep
+from maitred.api.ops import adapters, admin, fleet, health, live, sleep
 from maitred.api.ops.live_feed import LiveFrame
 from maitred.api.ops.openapi import openapi_document
 from maitred.cluster.replica_events import FleetEvent, VersionResponse
@@ -184,6 +184,26 @@ def _administration(ledger: Ledger | None) -> tuple[Route, ...]:
             answer=usage.UsagePage,
             errors=(400, 401, 403, 404, 503),
             query=usage.USAGE_QUERY,
+        ),
+        Route(
+            method="POST",
+            path="/v1/load_lora_adapter",
+            handler=adapters.load,
+            summary="Load a LoRA adapter that lies in --lora-dir.",
+            admin=adapters.LOADING,
+            body=adapters.LoadAdapter,
+            text="text/plain",
+            errors=(400, 401, 403, 413, 415, 503),
+        ),
+        Route(
+            method="POST",
+            path="/v1/unload_lora_adapter",
+            handler=adapters.unload,
+            summary="Unload a LoRA adapter, when its last request is done.",
+            admin=adapters.LOADING,
+            body=adapters.UnloadAdapter,
+            text="text/plain",
+            errors=(400, 401, 403, 404, 413, 415, 503),
         ),
         Route(
             method="GET",

@@ -126,6 +126,7 @@ def option(default: Any = dataclasses.MISSING, **says: object) -> Any:
 _SAYS: dict[str, dict[str, object]] = {
     "api_keys": {"name": "--api-key", "env": "MAITRED_API_KEY"},
     "served_model_names": {"name": "--served-model-name"},
+    "lora": {"metavar": "NAME=DIR"},
     "policy_args": {"name": "--policy-arg", "metavar": "NAME=VALUE"},
     "drain_timeout_s": {"name": "--drain-timeout"},
     "policy": {"choices": config.POLICY_NAMES},
@@ -134,7 +135,8 @@ _METAVARS = {
     "model": "MODEL", "revision": "REV", "host": "ADDRESS", "port": "PORT", "api_keys": "KEY", "policy": "NAME",
     "served_model_names": "NAME", "cors_origins": "ORIGIN", "chat_template": "FILE", "tenants": "FILE",
     "fleet_token_file": "FILE", "ledger": "FILE", "slo": "NAME:TIME", "decision_log": "DIR", "block_size": "TOKENS",
-    "num_threads": "THREADS", "tensor_parallel": "RANKS", "int4_group_size": "WEIGHTS", "default_max_n": "SAMPLES",
+    "num_threads": "THREADS", "lora_dir": "DIR", "max_lora_rank": "RANK", "tensor_parallel": "RANKS",
+    "int4_group_size": "WEIGHTS", "default_max_n": "SAMPLES",
 }  # fmt: skip
 _UNITS = {"tokens_per_s": "TOKENS", "s": "SECONDS", "bytes": "BYTES", "tokens": "TOKENS", "len": "TOKENS",
           "seqs": "REQUESTS", "requests": "REQUESTS"}  # fmt: skip

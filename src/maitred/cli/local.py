@@ -13,6 +13,7 @@ from maitred.config import (
     POLICY_NAMES,
     CacheConfig,
     EngineConfig,
+    LoraConfig,
     ModelConfig,
     ProcessConfig,
     SchedulerConfig,
@@ -26,7 +27,14 @@ if TYPE_CHECKING:
     from maitred.engine.starting import Engine
 
 # EngineConfig gives only its own scalar fields: its parts stand before it
-ENGINE_PARTS: tuple[type, ...] = (ModelConfig, CacheConfig, SchedulerConfig, SpeculativeConfig, EngineConfig)
+ENGINE_PARTS: tuple[type, ...] = (
+    ModelConfig,
+    CacheConfig,
+    SchedulerConfig,
+    SpeculativeConfig,
+    LoraConfig,
+    EngineConfig,
+)
 
 
 def engine_config(options: Options) -> EngineConfig:
@@ -38,6 +46,7 @@ def engine_config(options: Options) -> EngineConfig:
         cache=options[CacheConfig],
         scheduler=options[SchedulerConfig],
         speculative=options[SpeculativeConfig],
+        lora=options[LoraConfig],
     )
 
 

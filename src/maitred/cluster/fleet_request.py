@@ -62,6 +62,11 @@ class FleetRequest:
     fingerprint: str | None = None  # of the replica that made its tokens; None goes on anywhere
 
     @property
+    def adapter(self) -> str:
+        """None of its own: `model` names it."""
+        return ""
+
+    @property
     def max_outputs(self) -> int:
         return self.max_tokens
 

@@ -16,6 +16,7 @@ from maitred.config import (
     AdmissionConfig,
     CacheConfig,
     EngineConfig,
+    LoraConfig,
     ModelConfig,
     ProcessConfig,
     SchedulerConfig,
@@ -32,6 +33,7 @@ PARTS: tuple[type, ...] = (
     CacheConfig,
     SchedulerConfig,
     SpeculativeConfig,
+    LoraConfig,
     AdmissionConfig,
     ProcessConfig,
     ServerConfig,
@@ -81,6 +83,7 @@ class ServeOptions:
             scheduler=self.part(SchedulerConfig),
             admission=self.part(AdmissionConfig),
             speculative=self.part(SpeculativeConfig),
+            lora=self.part(LoraConfig),
         )
 
 

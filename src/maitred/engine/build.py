@@ -9,15 +9,18 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from msgspec.structs import replace
+
 from maitred.clock import Clock, WallClock
 from maitred.config import EngineConfig, SchedulerConfig
 from maitred.decisions.codec import Header
 from maitred.decisions.log import Recorder
+from maitred.engine.adapters import AdapterCache, adapter_cache, introduced
 from maitred.engine.checkpoint_facts import check_overrides, facts_of
 from maitred.engine.core import EngineCore, MeasureSwaps
 from maitred.engine.drafting import DraftPlan, make_proposer, plan_drafts
 from maitred.engine.executors import BuiltExecutor, ExecutorPlan, OnLost, plan_executor, useful_threads
-from maitred.engine.grammar_queue import Prepare
+from maitred.engine.held import Prepare
 from maitred.engine.installed import installed_policies
 from maitred.engine.loop import LoadedEngine
 from maitred.engine.memory import (
@@ -60,6 +63,7 @@ class EngineParts:
     deterministic: bool = False  # the executor says that tokens do not depend on what shares the batch
     decision_log: DecisionLogFile | None = None
     prepare: Prepare | None = None  # compiles a grammar
+    adapters: AdapterCache | None = None  # None where the executor has none
 
     @cached_property
     def model(self) -> ServedModel:
@@ -70,6 +74,8 @@ class EngineParts:
 
     def close(self) -> None:
         """Give back memory and threads."""
+        if self.adapters is not None:
+            self.adapters.close()
         self.core.close()
         if self.decision_log is not None:
             self.decision_log.close()
@@ -112,6 +118,11 @@ def build_parts(
     grammars = executor.grammars = Grammars(
         facts.tokenizer_folder, facts.vocab_size, facts.eos_token_ids, forces=config.model.forced_tokens
     )
+    adapters = adapter_cache(getattr(executor, "adapters", None), layout.spec, config.lora)
+    if adapters is not None and config.lora.lora:
+        facts = replace(facts, adapters=tuple(introduced(adapters, config.lora.lora)))
+        tell(f"lora    {len(facts.adapters)} adapters, of rank {max(one.rank for one in facts.adapters)} at most")
+        timeline.end("adapters")
     log = _decision_log(config, layout) if config.decision_log is not None else None
     core = EngineCore(
         _scheduler(config, layout, facts.revision, policies),
@@ -132,6 +143,7 @@ def build_parts(
         deterministic=bool(getattr(executor, "deterministic", False)),
         decision_log=log,
         prepare=grammars.prepare,
+        adapters=adapters,
     )
 
 
@@ -149,6 +161,7 @@ def load_engine(
         deterministic=parts.deterministic,
         close=parts.close,
         prepare=parts.prepare,
+        adapters=parts.adapters,
         start_phases=parts.start_phases,
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakSet
 
@@ -12,6 +13,7 @@ import msgspec
 
 from maitred.clock import Clock
 from maitred.config import SchedulerConfig
+from maitred.engine.adapter_book import AdapterBook
 from maitred.engine.crash_isolation import CrashIsolation, refusal, refusal_of_foreign
 from maitred.engine.frames import (
     Abort,
@@ -32,6 +34,7 @@ from maitred.engine.live_view import LiveView
 from maitred.engine.progress_streams import ProgressStream
 from maitred.engine.queries import (
     CONFIGURE,
+    INTRODUCE_ADAPTER,
     LIVE_VIEW,
     POLICY_NAMES,
     QUEUE_VIEW,
@@ -54,7 +57,9 @@ OnProgress = Callable[[list[RequestProgress], int, float], None]
 """(what came at once, how many requests have no place in the engine, now); on the event loop, so it must not wait."""
 A = TypeVar("A")
 R = TypeVar("R")
-_GAUGES = frozenset({"num_running", "num_waiting", "num_blocks", "num_blocks_used", "num_blocks_cached", *SPEEDS})
+_GAUGES = frozenset(
+    {"adapter_bytes", "num_running", "num_waiting", "num_blocks", "num_blocks_used", "num_blocks_cached", *SPEEDS}
+)
 OnBlocks = Callable[[BlockChanges | None], None]
 """What changed; None when an engine died, and with it all that was cached. On the event loop, so it must not wait."""
 
@@ -84,6 +89,8 @@ class EngineClient:
         self._numbers = itertools.count()
         self._totals = Totals()
         self._isolation = CrashIsolation(self._send)
+        introduce = partial(self._ask, INTRODUCE_ADAPTER)
+        self.adapters = AdapterBook(self.supervisor.send, introduce, start.config.lora.lora_dir)
         self._figures, self._past = Figures(), Figures()  # of this engine, and the counters of those before it
         self._news_at = self._busy_at = clock.now()
         self._on_blocks: OnBlocks | None = None
@@ -91,7 +98,13 @@ class EngineClient:
     def start(self) -> Ready:
         """Load, and wait for it. Raises what keeps the engine from loading."""
         self.supervisor.begin()
-        return self.supervisor.wait()
+        return self.wait()
+
+    def wait(self) -> Ready:
+        """For the first engine, which was begun. Raises what keeps it from loading."""
+        ready = self.supervisor.wait()
+        self.adapters.begin(ready.facts.adapters)
+        return ready
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
         """Live on `loop` from now on, with or without requests; `submit` sees to it too."""
@@ -152,6 +165,7 @@ class EngineClient:
             num_blocks_cached=figures.num_blocks_cached,
             prefill_tokens_per_s=figures.prefill_tokens_per_s,
             decode_tokens_per_s=figures.decode_tokens_per_s,
+            adapter_bytes=figures.adapter_bytes,
             num_prompt_tokens=totals.num_prompt_tokens,
             num_prefix_queried_tokens=totals.num_prompt_tokens,
             num_prefix_hit_tokens=totals.num_prefix_hit_tokens,
@@ -282,6 +296,7 @@ class EngineClient:
         self._news_at = self._clock.now()
         if self._on_blocks is not None:
             self._ask_for_blocks()
+        self.adapters.tell()
         self._isolation.begin(list(self._live.values()))
         return len(self._live)
 

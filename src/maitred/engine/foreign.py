@@ -74,6 +74,12 @@ here it is --speculative-model DIR
   -md model-draft spec-model spec-draft-model speculative-draft-model speculative-draft-model-path
 here it is --num-speculative-tokens TOKENS
   draft draft-max draft-n spec-tokens spec-draft-n-max speculative-num-draft-tokens speculative-num-steps
+here it is --lora NAME=DIR
+  lora-modules lora-paths
+here it is --lora-dir DIR, or --lora NAME=DIR
+  enable-lora
+here it is --lora-memory-bytes BYTES
+  max-loras max-cpu-loras max-loras-per-batch max-loaded-loras
 here it is --served-model-name NAME
   -a alias model-name
 here it is --host ADDRESS
@@ -133,7 +139,7 @@ not yet: more to set of speculative decoding than --speculative, --speculative-m
   -td -tbd -hfd -hfrd -ctkd -ctvd -devd -ngld -Cd -Crd -Cbd -otd -cmoed -ncmoed -lcs -lcd
   enable-multi-layer-eagle per-request-spec-decode-metrics speculative-token-map spec-* speculative-* draft* *-draft
   *-draft-* lookup-cache-* decoupled-spec-*
-not yet: LoRA
+not yet: more to set of LoRA than --lora, --lora-dir, --max-lora-rank and --lora-memory-bytes
   *lora* control-vector*
 not yet: tools that the server itself runs
   -ag agent ui-mcp-proxy webui-mcp-proxy tools tools-* tool-server mcp-*

@@ -8,7 +8,7 @@ import msgspec
 
 from maitred.config import EngineConfig
 from maitred.engine.memory import MemoryPlan
-from maitred.engine.model_facts import ModelFacts
+from maitred.engine.model_facts import AdapterFacts, ModelFacts
 from maitred.errors import (
     CheckpointError,
     ConfigError,
@@ -59,11 +59,23 @@ class Ask(Frame, frozen=True, tag=True):
     argument: msgspec.Raw
 
 
+class KnowAdapters(Frame, frozen=True, tag=True):
+    """LoRA adapters that requests may name from now on; nothing is read yet."""
+
+    adapters: tuple[AdapterFacts, ...]
+
+
+class ForgetAdapter(Frame, frozen=True, tag=True):
+    """No request will name it again."""
+
+    key: str
+
+
 class Stop(Frame, frozen=True, tag=True):
     """End after the current step."""
 
 
-Command = Begin | Submit | Abort | Ask | Stop
+Command = Begin | Submit | Abort | Ask | KnowAdapters | ForgetAdapter | Stop
 
 # -- reports
 
@@ -86,6 +98,9 @@ class Figures(msgspec.Struct, frozen=True, array_like=True):
     num_swapped_in_blocks: int = 0
     prefill_tokens_per_s: float = 0.0
     decode_tokens_per_s: float = 0.0
+    adapter_bytes: int = 0
+    adapter_loads: int = 0
+    adapter_evictions: int = 0
     execute_s: float = 0.0
     host_s: float = 0.0
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from maitred.engine.model_facts import Footprint
+from maitred.engine.model_facts import AdapterFacts, Footprint
 from maitred.errors import InvalidRequest, PromptTooLong, TooManyTokens
 from maitred.executor.sampling_checks import check_sampling_tokens
 from maitred.kvcache.prefix_cache import hash_blocks, root_hash
@@ -71,6 +71,7 @@ def make_requests(
     new_seed: Callable[[], int] = random_seed,
     grammar: str = "",
     thinking: ThinkingLimit | None = None,
+    adapter: AdapterFacts | None = None,
     prediction: str = "",
 ) -> list[RequestSpec]:
     """One RequestSpec for each of `sampling.n` samples, sample 0 first, checked and ready for the queue.
@@ -79,6 +80,8 @@ def make_requests(
     event loop. Raises PromptTooLong with both numbers (before tokenising when the text's length alone proves it) and
     InvalidRequest for tokens that the vocabulary does not have.
     """
+    if adapter is not None:  # so that no block is shared with what other bytes computed
+        cache_salt = f"{cache_salt}\0lora:{adapter.digest}"
     check_sampling_tokens(sampling, model.vocab_size)
     token_ids = _prompt_tokens(model, prompt, add_special_tokens)
     max_tokens = _resolve_max_tokens(model, len(token_ids), sampling)
@@ -114,6 +117,7 @@ def make_requests(
             features=features,
             grammar=grammar,
             thinking=thinking,
+            adapter=adapter.key if adapter is not None else "",
             prediction_token_ids=predicted,
         )
         for index in range(sampling.n)

@@ -7,17 +7,19 @@ import itertools
 import logging
 import re
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, Never, TypeVar, cast
 
 from maitred.clock import WallClock
-from maitred.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculativeConfig
+from maitred.config import CacheConfig, EngineConfig, LoraConfig, ModelConfig, SchedulerConfig, SpeculativeConfig
 from maitred.engine.build import EngineParts, build_parts
 from maitred.engine.grammar_check import GrammarChecker
 from maitred.engine.intake import ServedModel, make_requests
 from maitred.engine.memory import MemoryPlan
+from maitred.engine.model_facts import AdapterFacts
 from maitred.engine.output import OutputBuilder, RequestOutput
-from maitred.errors import EngineDead, InvalidRequest, did_you_mean
+from maitred.errors import CheckpointError, EngineDead, InvalidRequest, did_you_mean
 from maitred.request import FinishReason, SamplingParams
 from maitred.structured_outputs import StructuredOutputsParams
 from maitred.text.answer_format import AnswerFormat
@@ -29,8 +31,14 @@ logger = logging.getLogger(__name__)
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
 T = TypeVar("T")
+_HOLDER = "llm"  # of the adapter that a call to generate uses, so that it stays
 
-_SCHEDULER, _CACHE, _SPECULATIVE = SchedulerConfig(), CacheConfig(), SpeculativeConfig()  # for their defaults
+_SCHEDULER, _CACHE, _SPECULATIVE, _LORA = (
+    SchedulerConfig(),
+    CacheConfig(),
+    SpeculativeConfig(),
+    LoraConfig(),
+)  # for their defaults
 
 
 class LLM:
@@ -63,6 +71,9 @@ class LLM:
         num_threads: int | None = None,
         tensor_parallel: int = 1,
         weight_cache: str = "auto",
+        lora: Mapping[str, str] | None = None,
+        max_lora_rank: int = _LORA.max_lora_rank,
+        lora_memory_bytes: int = _LORA.lora_memory_bytes,
         speculative: str = "auto",
         speculative_model: str | None = None,
         num_speculative_tokens: int = _SPECULATIVE.num_speculative_tokens,
@@ -103,6 +114,7 @@ class LLM:
                 max_num_seqs=max_num_seqs,
                 policy=policy,
             ),
+            lora=LoraConfig(lora=lora or {}, max_lora_rank=max_lora_rank, lora_memory_bytes=lora_memory_bytes),
             speculative=SpeculativeConfig(
                 speculative=speculative,
                 speculative_model=speculative_model,
@@ -141,8 +153,10 @@ class LLM:
         priority: Sequence[int] | int = 0,
         add_special_tokens: bool = True,
         use_tqdm: bool = False,
+        lora: str | None = None,
     ) -> list[RequestOutput]:
         """Complete every prompt; outputs come in the order of the prompts. `use_tqdm` counts them on stderr.
+        `lora` names the adapter, one of `LLM(lora=)`.
 
         A prompt is text or token ids. `sampling_params` is one for all, or one each; None takes the model's own
         defaults. Raises RequestError before anything runs when a prompt or a parameter cannot work.
@@ -154,6 +168,7 @@ class LLM:
         priorities = _one_each(priority, len(listed), "priority")
         parts = self._open()
         now = self._clock.now()
+        adapter = self._adapter(parts, lora)
         grammars = self._grammars(listed, sampling, is_chat=not add_special_tokens)
         batches = [
             make_requests(
@@ -165,6 +180,7 @@ class LLM:
                 priority=urgency,
                 add_special_tokens=add_special_tokens,
                 grammar=grammar,
+                adapter=adapter,
             )
             for prompt, params, urgency, grammar in zip(listed, sampling, priorities, grammars, strict=True)
         ]
@@ -175,12 +191,16 @@ class LLM:
             outputs.append(builder.output)
             builders.update(dict.fromkeys((request.request_id for request in requests), builder))
         try:
+            if adapter is not None:
+                _acquire(parts, adapter)
             for request in itertools.chain.from_iterable(batches):
                 parts.core.add(request)
             self._run(parts, builders, _Count(len(listed)) if use_tqdm else None)
         finally:
             for request_id in builders:  # nothing stays behind when interrupted
                 parts.core.finish(request_id, FinishReason.ABORT)
+            if parts.adapters is not None:
+                parts.adapters.release(_HOLDER)
         return outputs
 
     def chat(
@@ -192,6 +212,7 @@ class LLM:
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         use_tqdm: bool = False,
+        lora: str | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation, or each of several; needs a model with a chat template."""
         template = self.model.chat_template
@@ -207,7 +228,17 @@ class LLM:
             )
             for conversation in conversations
         ]
-        return self.generate(prompts, sampling_params, add_special_tokens=False, use_tqdm=use_tqdm)
+        return self.generate(prompts, sampling_params, add_special_tokens=False, use_tqdm=use_tqdm, lora=lora)
+
+    def _adapter(self, parts: EngineParts, name: str | None) -> AdapterFacts | None:
+        """Raises InvalidRequest for one that is not there."""
+        if name is None:
+            return None
+        named = {facts.name: facts for facts in parts.facts.adapters}
+        if name not in named:
+            hint = did_you_mean(name, named) or "; give LLM(lora={NAME: DIR})"
+            raise InvalidRequest(f"lora is {name!r}, which is not loaded{hint}", param="lora")
+        return named[name]
 
     def _grammars(self, prompts: Sequence[Prompt], sampling: Sequence[SamplingParams], *, is_chat: bool) -> list[str]:
         """What binds each answer; a chat's may begin with thoughts. Raises InvalidRequest."""
@@ -261,6 +292,21 @@ class LLM:
                         builder.complete(ended)
                 if count is not None and all(sample.finish_reason for sample in builder.output.outputs):
                     count.add(builder.output)
+
+
+def _acquire(parts: EngineParts, adapter: AdapterFacts) -> None:
+    """Returns when it is in memory. Raises CheckpointError for files that have changed."""
+    assert parts.adapters is not None
+    problems: list[str] = []
+    something = threading.Event()
+    parts.adapters.wake = something.set
+    parts.adapters.acquire(_HOLDER, adapter.key, problems.append)
+    while not problems:
+        something.wait()
+        something.clear()
+        parts.adapters.settle()
+    if problems[0]:
+        raise CheckpointError(problems[0])
 
 
 class _Count:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import msgspec
 
 from maitred.clock import Clock, WallClock
 from maitred.config import EngineConfig
+from maitred.engine.adapters import AdapterCache
 from maitred.engine.core import EngineCore
 from maitred.engine.frames import (
     Abort,
@@ -22,6 +25,8 @@ from maitred.engine.frames import (
     Died,
     Failed,
     Figures,
+    ForgetAdapter,
+    KnowAdapters,
     Ready,
     Refused,
     Report,
@@ -31,16 +36,17 @@ from maitred.engine.frames import (
     Told,
     encode,
 )
-from maitred.engine.grammar_queue import GrammarQueue, Prepare
+from maitred.engine.held import HeldRequests, Need, Prepare
 from maitred.engine.memory import MemoryPlan
 from maitred.engine.model_facts import ModelFacts
-from maitred.engine.queries import QUERIES
+from maitred.engine.queries import INTRODUCE_ADAPTER, QUERIES, AdapterFolder
 from maitred.engine.speed_meter import SPEEDS
 from maitred.errors import MaitredError
 from maitred.request import FinishReason, RequestSpec
 from maitred.step import RequestProgress
 
 logger = logging.getLogger(__name__)
+ADAPTER_FIGURES = ("bytes", "loads", "evictions")
 FIGURES_S = 0.1  # at most so often while there is work
 MAX_CHANGES = 16 * 1024  # blocks in one report; half a megabyte
 OUT_OF_MEMORY = "out of memory; give less with --kv-cache-memory-bytes, --max-num-seqs or --max-model-len"
@@ -56,6 +62,7 @@ class LoadedEngine:
     deterministic: bool
     close: Callable[[], None]
     prepare: Prepare | None = None  # compiles a grammar; None where no request has one
+    adapters: AdapterCache | None = None  # None where no request has one
     start_phases: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -91,7 +98,7 @@ def run_engine(begin: Begin, link: Link, build: Builder, on_loaded: Callable[[],
     try:
         phases = dict(loaded.start_phases)
         link.send(Ready(loaded.facts, loaded.memory_plan, loaded.deterministic, phases))
-        EngineLoop(loaded.core, link, WallClock(), loaded.prepare).run()
+        EngineLoop(loaded.core, link, WallClock(), loaded.prepare, loaded.adapters).run()
     except Exception as error:
         logger.debug("where the engine stopped", exc_info=error)
         link.send(Died(f"{type(error).__name__}: {error}"))
@@ -119,9 +126,20 @@ def _load(begin: Begin, link: Link, build: Builder) -> LoadedEngine | None:
 class EngineLoop:
     """One engine behind its link. `run` returns when it was told to stop."""
 
-    def __init__(self, core: EngineCore, link: Link, clock: Clock, prepare: Prepare | None = None) -> None:
+    def __init__(
+        self,
+        core: EngineCore,
+        link: Link,
+        clock: Clock,
+        prepare: Prepare | None = None,
+        adapters: AdapterCache | None = None,
+    ) -> None:
         self._core, self._link, self._clock = core, link, clock
-        self._grammars = GrammarQueue(prepare, link.wake) if prepare is not None else None
+        self._prepare, self._adapters = prepare, adapters
+        self._held = HeldRequests(link.wake)
+        self._introduced: deque[Report] = deque()  # answers from the thread that reads adapters
+        if adapters is not None:
+            adapters.wake = link.wake
         self._ended: list[RequestProgress] = []  # between two steps
         self._told = Figures()
         self._told_at = -FIGURES_S
@@ -134,21 +152,24 @@ class EngineLoop:
                 self._tell([])  # the figures of an idle engine, before it falls silent
             for command in link.commands(wait=not core.has_work):
                 self._obey(command)
-            self._add_compiled()
+            self._add_held()
             progress, self._ended = self._ended, []
             if core.has_work and not self._stopping:
                 progress += core.step()
+            self._release(progress)
             if progress or core.has_work:
                 self._tell(progress)
             link.round_number += 1
 
     def _obey(self, command: Command) -> None:
         match command:
-            case Submit(spec) if spec.grammar and self._grammars is not None:
-                self._grammars.hold(spec)
             case Submit(spec):
-                self._add(spec)
-            case Abort(request_id, reason) if self._grammars is not None and self._grammars.drop(request_id):
+                needs = self._needs(spec)
+                if needs:
+                    self._held.hold(spec, needs)
+                else:
+                    self._add(spec)
+            case Abort(request_id, reason) if self._held.drop(request_id):
                 self._note_end(RequestProgress(request_id, finish_reason=reason))
             case Abort(request_id, FinishReason.SHED):
                 self._note_end(self._core.shed(request_id))
@@ -156,10 +177,14 @@ class EngineLoop:
                 self._note_end(self._core.finish(request_id, reason))
             case Ask():
                 self._answer(command)
+            case KnowAdapters(adapters) if self._adapters is not None:
+                self._adapters.know(adapters)
+            case ForgetAdapter(key) if self._adapters is not None:
+                self._adapters.forget(key)
             case Stop():
                 self._stopping = True
-            case Begin():
-                logger.warning("this engine has begun already")
+            case Begin() | KnowAdapters() | ForgetAdapter():
+                logger.warning("dropped a command that is not for this engine: %s", type(command).__name__)
 
     def _add(self, spec: RequestSpec) -> None:
         try:
@@ -167,8 +192,23 @@ class EngineLoop:
         except MaitredError as error:  # cannot ever fit: this request's fault, not the engine's
             self._ended.append(RequestProgress(spec.request_id, finish_reason=FinishReason.ERROR, error=str(error)))
 
-    def _add_compiled(self) -> None:
-        for spec, error in self._grammars.ready() if self._grammars is not None else ():
+    def _needs(self, spec: RequestSpec) -> list[Need]:
+        """What must be made before it is the scheduler's."""
+        needs: list[Need] = []
+        if spec.grammar and self._prepare is not None:
+            needs.append(partial(self._prepare, spec.grammar))
+        if spec.adapter and self._adapters is not None:
+            needs.append(partial(self._adapters.acquire, spec.request_id, spec.adapter))
+        return needs
+
+    def _add_held(self) -> None:
+        if self._adapters is not None:
+            self._adapters.settle()
+        while self._introduced:
+            self._link.send(self._introduced.popleft())
+        for request_id, reason in self._held.expired(self._clock.now()) if self._held else ():
+            self._note_end(RequestProgress(request_id, finish_reason=reason))
+        for spec, error in self._held.ready():
             if error:
                 self._note_end(RequestProgress(spec.request_id, finish_reason=FinishReason.ERROR, error=error))
             else:
@@ -178,7 +218,26 @@ class EngineLoop:
         if ended is not None:
             self._ended.append(ended)
 
+    def _release(self, progress: list[RequestProgress]) -> None:
+        adapters = self._adapters
+        for item in progress if adapters is not None else ():
+            if adapters is not None and item.finish_reason is not None:
+                adapters.release(item.request_id)
+
+    def _introduce(self, adapters: AdapterCache, ask: Ask) -> None:
+        """In the thread that reads adapters: what it is, or what is wrong with it."""
+        try:
+            folder = msgspec.msgpack.decode(ask.argument, type=AdapterFolder)
+            facts = adapters.introduce(folder.name, folder.path, folder.inside)
+            self._introduced.append(Answer(ask.number, msgspec.Raw(encode(facts))))
+        except Exception as error:
+            self._introduced.append(Refused(ask.number, type(error).__name__, str(error)))
+        self._link.wake()
+
     def _answer(self, ask: Ask) -> None:
+        if ask.query == INTRODUCE_ADAPTER.name and self._adapters is not None:
+            self._adapters.begin_introducing(partial(self._introduce, self._adapters, ask))
+            return
         try:
             query = QUERIES[ask.query]
             result = query.answer(self._core, self._clock, msgspec.msgpack.decode(ask.argument, type=query.argument))
@@ -196,9 +255,9 @@ class EngineLoop:
             self._told = figures
         blocks = self._block_changes()
         if progress or figures is not None or blocks is not None:
-            self._link.send(Stepped(progress, self._core.num_queued, figures, blocks))
+            self._link.send(Stepped(progress, self._core.num_queued + len(self._held), figures, blocks))
         while blocks is not None and (blocks := self._block_changes()) is not None:
-            self._link.send(Stepped([], self._core.num_queued, None, blocks))
+            self._link.send(Stepped([], self._core.num_queued + len(self._held), None, blocks))
 
     def _block_changes(self) -> BlockChanges | None:
         changes = self._core.block_changes
@@ -208,4 +267,6 @@ class EngineLoop:
         core, stats = self._core, self._core.stats
         named = {name: getattr(stats, name) for name in Figures.__struct_fields__ if name.startswith("num_")}
         speed = {} if core.speed is None else {name: getattr(core.speed, name) for name in SPEEDS}
+        if self._adapters is not None:
+            speed |= {f"adapter_{name}": getattr(self._adapters, f"num_{name}") for name in ADAPTER_FIGURES}
         return Figures(**named, **speed, execute_s=core.execute_s, host_s=core.host_s)

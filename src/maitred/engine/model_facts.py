@@ -23,6 +23,22 @@ class Footprint:
     proposer: str = ""  # who makes up tokens for the model to check; empty where nobody does
 
 
+class AdapterFacts(msgspec.Struct, frozen=True, array_like=True):
+    """A LoRA adapter that may be asked for, as its files were when they were checked."""
+
+    name: str
+    path: str  # of its folder
+    digest: str  # sha256 of its files, in hex
+    rank: int
+    num_bytes: int  # in memory
+    inside: str | None = None  # the folder that its files must not lead out of
+
+    @property
+    def key(self) -> str:
+        """What requests and the executor know it by: another one for other bytes."""
+        return f"{self.name}@{self.digest[:16]}"
+
+
 class ModelFacts(msgspec.Struct, frozen=True):
     """`ServedModel` without its text parts, and where those come from."""
 
@@ -41,3 +57,4 @@ class ModelFacts(msgspec.Struct, frozen=True):
     allow_special_tokens_in_content: bool = False
     tool_format: str | None = None  # None is what the chat template shows
     max_num_seqs: int = 0  # requests in one step; 0 where it is not known
+    adapters: tuple[AdapterFacts, ...] = ()  # those named at the start

@@ -14,6 +14,8 @@ from maitred.clock import Clock
 from maitred.config import SchedulerConfig
 from maitred.engine.core import EngineCore
 from maitred.engine.live_view import LiveView, look_at
+from maitred.engine.model_facts import AdapterFacts
+from maitred.errors import ConfigError
 from maitred.scheduler.queue_view import QueueView, queue_view
 
 A = TypeVar("A")
@@ -38,6 +40,14 @@ class QueuePage(msgspec.Struct, frozen=True):
     limit: int
 
 
+class AdapterFolder(msgspec.Struct, frozen=True):
+    """A LoRA adapter's folder, under the name that requests give."""
+
+    name: str
+    path: str
+    inside: str | None  # the folder that its files must not lead out of
+
+
 class Wanted(msgspec.Struct, frozen=True):
     is_wanted: bool
 
@@ -56,6 +66,14 @@ def _tell_router(core: EngineCore, clock: Clock, wanted: Wanted) -> Nothing:
     return Nothing()
 
 
+def _no_adapters(core: EngineCore, clock: Clock, folder: AdapterFolder) -> AdapterFacts:
+    raise ConfigError("this engine has no adapters; they need the native executor")
+
+
+INTRODUCE_ADAPTER: Query[AdapterFolder, AdapterFacts] = Query(
+    "introduce_adapter", AdapterFolder, AdapterFacts, _no_adapters
+)
+"""Where there are adapters the loop itself answers, when the folder was read."""
 QUEUE_VIEW: Query[QueuePage, QueueView] = Query("queue_view", QueuePage, QueueView, _queue_view)
 LIVE_VIEW: Query[Nothing, LiveView] = Query(
     "live_view", Nothing, LiveView, lambda core, clock, nothing: look_at(core, clock)
@@ -70,5 +88,14 @@ CONFIGURE: Query[SchedulerConfig, Nothing] = Query("configure", SchedulerConfig,
 TELL_ROUTER: Query[Wanted, Nothing] = Query("tell_router", Wanted, Nothing, _tell_router)
 
 QUERIES: Mapping[str, Query[Any, Any]] = {
-    call.name: call for call in (QUEUE_VIEW, LIVE_VIEW, SCHEDULER_CONFIG, POLICY_NAMES, CONFIGURE, TELL_ROUTER)
+    call.name: call
+    for call in (
+        QUEUE_VIEW,
+        LIVE_VIEW,
+        SCHEDULER_CONFIG,
+        POLICY_NAMES,
+        CONFIGURE,
+        TELL_ROUTER,
+        INTRODUCE_ADAPTER,
+    )
 }

@@ -53,7 +53,7 @@ class StartingEngine:
         """Raises CheckpointError, ConfigError or OutOfMemory as the engine does, EngineDead when it ended without a
         word.
         """
-        ready = self._replica.supervisor.wait()
+        ready = self._replica.wait()
         model = served_model(ready.facts, self._text.tokenizer)
         try:
             model.text.read()

@@ -18,6 +18,8 @@ from maitred.step import ModelOutput, ScheduledRow, SchedulerOutput
 NEWS = 1.25  # swapping: told again when a prompt's token takes this many times more or less than what was told
 STEP_NEWS = 1.1  # and steps
 RECENT = 9  # steps of about the same number of tokens, whose median counts: one that stuttered is none of it
+WARM, EVERY = 32, 8  # after so many steps every so many of those without drafts
+MADE_S = 2e-5  # of a step with drafts: asking a proposer for none takes less
 EXACT = 8  # up to so many tokens each number is by itself; then four to an octave
 LONG_CHUNK = 512  # positions from which on a prompt's attention is too much of its step to tell of the tokens
 MEMORY = 0.99  # of what a step's context showed, one step later
@@ -34,7 +36,7 @@ class StepMeter:
         self._steps, self._drafts = Curve(), Curve()
         self._context = Slope()
         self._told: CostModel | None = None
-        self._num_steps = 0
+        self._num_steps = self._asked_at = 0
         self._drafting: Set[str] = frozenset()  # in the step before
 
     def swap_costs(self, plan: SchedulerOutput, execute_s: float) -> SwapCosts | None:
@@ -47,7 +49,10 @@ class StepMeter:
         return SwapCosts(*self._swap, now_s)
 
     def step_costs(self, plan: SchedulerOutput, output: ModelOutput, execute_s: float) -> CostModel | None:
-        """Takes in a step; what steps cost, when it is news."""
+        """Takes in a step; what steps cost, when it is news. Of many alike, only some are looked at."""
+        self._num_steps += 1
+        if self._num_steps > WARM and self._num_steps % EVERY and not output.draft_s > MADE_S:
+            return None
         if not plan.rows or plan.swap_outs or plan.swap_ins or execute_s <= output.draft_s:
             return None
         made = {row.request_id: row.num_drafts for row in output.rows}
@@ -58,9 +63,9 @@ class StepMeter:
         context = sum(row.start + row.num_tokens for row in plan.rows)
         is_decode = all(row.num_known == 1 for row in plan.rows)
         self._observe_step(tokens, context if is_decode else 0, execute_s - output.draft_s)
-        self._num_steps += 1
-        if self._num_steps > 2 * RECENT and self._num_steps % RECENT:
+        if self._num_steps > WARM and self._num_steps - self._asked_at < RECENT:
             return None
+        self._asked_at = self._num_steps
         return self._news()
 
     def _observe_drafts(self, rows: Iterable[ScheduledRow], made: dict[str, int], draft_s: float) -> None:

@@ -218,7 +218,11 @@ class Supervisor:
     def _spawn(self) -> None:
         config = replace(self._start.config, scheduler=self.scheduler)
         if self._facts is not None:  # what the edge promises of the context must hold for this one too
-            config = replace(config, model=replace(config.model, max_model_len=self._facts.max_model_len))
+            config = replace(
+                config,
+                model=replace(config.model, max_model_len=self._facts.max_model_len),
+                lora=replace(config.lora, lora={}),  # its owner tells it of adapters: files may have changed since
+            )
         begin = Begin(config, tuple(self._start.served_model_names), self._start.log_level)
         self._watchdog, self._stuck, self._oom_kills = Watchdog(TICK_S), False, num_oom_kills()
         self._child = self._start.open(begin, self._on_exit)

@@ -203,17 +203,25 @@ class NativeExecutor:
         if not slices:
             return
         has_masks = wait_for_masks([piece.work.state for piece in slices], self.grammars)
-        samplers = [sampler for piece in slices for sampler in samplers_of(piece.work)]
+        samplers = [
+            sampler
+            for piece in slices
+            for sampler in (samplers_of(piece.work) if piece.work.drafts else (piece.work.state.sampler,))
+        ]
         sampled, most = self._sample_rows(logits_RV, samplers[: len(logits_RV)]), self._runner.max_logits
         for first in range(most, len(wanted), most):
             logits_RV = self._runner.more_logits(wanted[first : first + most])
             sampled += self._sample_rows(logits_RV, samplers[first : first + most])
         first = 0
         for piece in slices:
+            state = piece.work.state
+            if not piece.work.drafts:
+                tokens[piece.row] = keep(state, sampled[first], has_masks)
+                first += 1
+                continue
             num_drafts = num_checked(piece.work, has_masks)
             found = accepted(piece.work.drafts[:num_drafts], sampled[first : first + 1 + num_drafts])
             first += piece.num_sampled
-            state = piece.work.state
             kept = [keep(state, token, has_masks) for token in found]
             tokens[piece.row] = kept[-1]._replace(before=tuple(kept[:-1]))
 

@@ -63,6 +63,7 @@ class Scheduler:
             stop_rule=stop_rule,
         )
         self._num_drafts, self._speculation = num_drafts, speculation
+        self._drafting = False  # whether `speculation` gave the last plan drafts
         self._watch_cache()
         self._deadlines = Deadlines(self.awaits_leader)
         self._step = 0
@@ -247,7 +248,8 @@ class Scheduler:
             plan_drafts(state, builder, [self._num_drafts(one, len(builder.rows)) for one in builder.requests])
         elif self._speculation is not None:
             lengths = self._speculation.lengths(builder.rows, builder.requests)
-            if any(lengths):
+            self._drafting = any(lengths)
+            if self._drafting:
                 plan_drafts(state, builder, lengths)
         plan = builder.plan(self._step, state.forgotten)
         self._step += 1
@@ -260,7 +262,7 @@ class Scheduler:
     def update(self, plan: SchedulerOutput, output: ModelOutput, now: float) -> list[RequestProgress]:
         """Takes in the outcome of the last plan; progress of each request that got something, in the plan's order."""
         assert plan.step == self._step - 1, f"update of step {plan.step} after schedule of step {self._step - 1}"
-        if self._speculation is not None:
+        if self._speculation is not None and self._drafting:
             self._learn(self._speculation, plan, output)
         progress, ended = apply_output(self._state, plan, self._in_flight, output, now)
         self._in_flight = []

@@ -24,6 +24,9 @@ PRIOR_WEIGHT = 16.0
 """Drafts' worth of what the proposer showed with others, beside what it showed with this request."""
 LEVELS = 64
 """Chances are told apart in so many steps: requests of one level get one length."""
+LASTS, NONE_LASTS = 6, 64
+"""Steps for which a decision stands while the same requests decode, since to decide takes a good part of what a small
+model's step does; one against drafts stands longer, until a trial shows something."""
 TRIAL_SHARE = 0.01
 """Of time, for drafts that are not expected to pay, so that it is noticed when they would."""
 
@@ -63,28 +66,38 @@ class Speculation:
     most: int
     costs: CostModel | None = None  # of this machine, as it was last measured; nothing is drafted before
     num_trials: int = 0
+    _decided: _Decided | None = None
     _credit_s: float = 0.0  # for trials
     _all: Shown = field(default_factory=lambda: Shown(SHARED_MEMORY))
     _shown: dict[str, Shown] = field(default_factory=dict)
 
     def lengths(self, rows: Sequence[ScheduledRow], requests: Sequence[RequestState]) -> Sequence[int]:
         """Drafts for each row of a plan without any; all 0 while prompts are in it, for they come first."""
-        none = [0] * len(rows)
-        if self.costs is None or not rows or any(row.num_tokens > 1 for row in rows):
-            return none
-        step = _Step(self.costs, shape_of(rows))
-        levels = self._levels(rows, requests)
-        chosen = _best(step, levels, self.most)
-        if any(chosen):
-            for level, length in zip(levels, chosen, strict=True):
-                for index in level.rows:
-                    none[index] = length
-            return none
-        self._credit_s += TRIAL_SHARE * step.base_s
-        return self._trial(step, rows, none)
+        costs, decided = self.costs, self._decided
+        if costs is None or not rows or any(row.num_tokens > 1 for row in rows):
+            self._decided = None
+            return [0] * len(rows)
+        if decided is None or decided.num_left == 0 or not decided.is_about(costs, rows):
+            decided = self._decided = self._decide(costs, rows, requests)
+        decided.num_left -= 1
+        if decided.is_none:
+            self._credit_s += TRIAL_SHARE * decided.step.base_s
+            if self._credit_s > decided.trial_s:
+                return self._trial(decided.step, rows)
+        return decided.lengths
+
+    def _decide(self, costs: CostModel, rows: Sequence[ScheduledRow], requests: Sequence[RequestState]) -> _Decided:
+        step, levels, lengths = _Step(costs, shape_of(rows)), self._levels(rows, requests), [0] * len(rows)
+        for level, length in zip(levels, _best(step, levels, self.most), strict=True):
+            for index in level.rows:
+                lengths[index] = length
+        trial_s = max(step.more_s(1, (1,)), TRIAL_SHARE * step.base_s)
+        return _Decided(costs, rows[0].request_id, rows[-1].request_id, step, lengths, trial_s)
 
     def learn(self, row: ScheduledRow, result: SampledRow) -> None:
         """What came of a row with drafts."""
+        if self._decided is not None and self._decided.is_none:
+            self._decided = None
         shown = self._shown.setdefault(row.request_id, Shown(MEMORY))
         for one in (shown, self._all):
             one.learn(result.num_drafts, result.num_accepted)
@@ -117,9 +130,9 @@ class Speculation:
             level.rows.append(index)
         return list(levels.values())
 
-    def _trial(self, step: _Step, rows: Sequence[ScheduledRow], lengths: list[int]) -> Sequence[int]:
+    def _trial(self, step: _Step, rows: Sequence[ScheduledRow]) -> Sequence[int]:
         """One row's drafts now and then: as many as the time put aside for it allows."""
-        index = self.num_trials % len(rows)
+        index, lengths = self.num_trials % len(rows), [0] * len(rows)
         if not rows[index].samples:
             self.num_trials += 1
             return lengths
@@ -131,6 +144,33 @@ class Speculation:
             self._credit_s -= max(cost_s, TRIAL_SHARE * step.base_s)
             lengths[index] = length
         return lengths
+
+
+@dataclass(slots=True)
+class _Decided:
+    """Lengths for the rows of a plan, and of those after it while the same requests are in it."""
+
+    costs: CostModel
+    first_id: str
+    last_id: str
+    step: _Step
+    lengths: list[int]
+    trial_s: float  # what the least trial takes
+    is_none: bool = field(init=False)
+    num_left: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.is_none = not any(self.lengths)
+        self.num_left = NONE_LASTS if self.is_none else LASTS
+
+    def is_about(self, costs: CostModel, rows: Sequence[ScheduledRow]) -> bool:
+        """Requests come in at the end and go from anywhere, which changes how many there are."""
+        return (
+            costs is self.costs
+            and len(rows) == len(self.lengths)
+            and rows[0].request_id == self.first_id
+            and rows[-1].request_id == self.last_id
+        )
 
 
 class _Step:

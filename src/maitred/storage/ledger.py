@@ -72,6 +72,10 @@ class Owned(Protocol):
     @property
     def sample_index(self) -> int: ...
 
+    @property
+    def adapter(self) -> str:
+        """NAME@BYTES of the LoRA adapter that it was for; empty for the model as it is."""
+
 
 class Metered(Protocol):
     """A request that is followed to its end, as whoever listens to its engine notes it."""
@@ -296,7 +300,8 @@ class Ledger:
         return written
 
     def _owner(self, entry: _OpenRow, now: float) -> tuple[str, str, str, str, float, float]:
-        request, model = entry.request.spec, self.model if entry.model is None else entry.model
+        request = entry.request.spec
+        model = entry.model if entry.model is not None else request.adapter.partition("@")[0] or self.model
         return request.tenant, request.key_id, model, tier_of_priority(request.priority), entry.opened_at, now
 
     def _row_id(self, file: LedgerFile, entry: _OpenRow) -> str:

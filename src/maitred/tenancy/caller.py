@@ -8,7 +8,7 @@ from maitred.errors import PermissionDenied
 from maitred.tenancy.quota import TenantQuota
 from maitred.tenancy.tenant import LEAST_URGENT, Limits, Tenant
 
-ANYBODY = Tenant(name="", tier="priority", priorities=(0, LEAST_URGENT), default_priority=0)
+ANYBODY = Tenant(name="", tier="priority", priorities=(0, LEAST_URGENT), default_priority=0, adapters=("*",))
 """The one tenant of a server that knows none; without limits, and with all rights."""
 
 

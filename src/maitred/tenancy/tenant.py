@@ -62,7 +62,13 @@ class Tenant:
     """A request that is not done after this long (s) is given up."""
     shared_cache_group: str | None = None
     """Tenants of one group share cached prompts, and can measure whether another asked the same; None shares none."""
+    adapters: tuple[str, ...] = ()
+    """Names of the LoRA adapters that it may ask for, or *, which is all; none unless named."""
     limits: Limits = Limits()
+
+    def may_use(self, adapter: str) -> bool:
+        """Whether it may ask for this one, and see that it is there."""
+        return adapter in self.adapters or "*" in self.adapters
 
     def priority_of_tier(self, service_tier: str | None) -> int:
         """The priority that OpenAI's `service_tier` comes to here: what it stands for, within the allowed range."""
@@ -180,6 +186,12 @@ def _range(value: Any, where: str) -> tuple[int, int]:
     return low, high
 
 
+def _names(value: Any, where: str) -> tuple[str, ...]:
+    if not isinstance(value, list):
+        raise ConfigError(f'{where} is {_shown(value)}; write a list of names, or ["*"] for all')
+    return tuple(_text(name, f"{where}[{index}]") for index, name in enumerate(value))
+
+
 _LIMITS: dict[str, Reader] = {
     "requests_per_minute": _integer(1),
     "tokens_per_minute": _integer(1),
@@ -197,6 +209,7 @@ _TERMS: dict[str, Reader] = {
     "queue_timeout_s": _positive,
     "timeout_s": _positive,
     "shared_cache_group": _text,
+    "adapters": _names,
 }
 _KEY_FIELDS: dict[str, Reader] = {"id": _text, "sha256": _text, "prefix": _text, "name": _text, "admin": _switch}
 

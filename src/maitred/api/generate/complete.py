@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack, aclosing
+from contextlib import AbstractContextManager, AsyncExitStack, aclosing, nullcontext
 from functools import partial
 from typing import NamedTuple
 
@@ -50,9 +50,9 @@ async def generate(
     limits = time_limits(ask.limits, exchange.headers).and_also(time_left(exchange.headers))
     salt = cache_salt(app, exchange.caller, ask.cache_salt)
     new_seed = resumption.seeds() if resumption is not None else _seeds(app, exchange)
-    with leased(app, exchange.caller, ask, limits) as lease, app.kept_logprobs.answer() as keep:
+    with _using(app, ask), leased(app, exchange.caller, ask, limits) as lease, app.kept_logprobs.answer() as keep:
         if await app.results.replay(exchange, wanted):
-            _replayed(app, exchange, lease)
+            _replayed(app, exchange, ask, lease)
             return
         events = EventStream(exchange, silence_s=app.config.sse_keep_alive_s) if ask.stream else None
         async with app.in_flight.watch(exchange, events), AsyncExitStack() as following:
@@ -92,6 +92,11 @@ async def generate(
         app.results.keep(exchange, wanted)
 
 
+def _using(app: App, ask: GenerationAsk) -> AbstractContextManager[None]:
+    """Its adapter stays until it has its answer."""
+    return app.adapters.using(ask.adapter) if app.adapters is not None else nullcontext()
+
+
 class _Decoded(NamedTuple):
     ask: GenerationAsk
     wanted: Wanted | None  # of the result cache
@@ -114,11 +119,12 @@ def _wanted(app: App, exchange: Exchange, ask: GenerationAsk, body: bytes) -> Wa
     limits = tenant.limits
     if sampling.max_tokens is None and (limits.tokens_per_minute, limits.token_budget) != (None, None):
         return None
-    revision = f"{app.model.revision}:{tenant.default_max_tokens}"
+    digest = ask.adapter.digest if ask.adapter is not None else ""
+    revision = f"{app.model.revision}:{digest}:{tenant.default_max_tokens}"
     return app.results.wanted(exchange, body, revision=revision, temperature=sampling.temperature, seed=sampling.seed)
 
 
-def _replayed(app: App, exchange: Exchange, lease: HttpLease) -> None:
+def _replayed(app: App, exchange: Exchange, ask: GenerationAsk, lease: HttpLease) -> None:
     """A request of its tenant's, and no tokens: nothing was computed."""
     caller = exchange.caller
     spec = RequestSpec(
@@ -129,6 +135,7 @@ def _replayed(app: App, exchange: Exchange, lease: HttpLease) -> None:
         priority=lease.priority,
         tenant=caller.tenant.name,
         key_id=caller.key_id,
+        adapter=ask.adapter.key if ask.adapter is not None else "",
     )
     app.on_replayed(spec)
 
@@ -167,7 +174,7 @@ def _teller(app: App, exchange: Exchange, ask: GenerationAsk, outcome: Outcome) 
     head = StreamHead(
         id=ask.answer.id,
         created=ask.answer.created,
-        fingerprint=fingerprint_of(app.model),
+        fingerprint=fingerprint_of(app.model, ask.adapter),
         seeds=tuple(spec.seed for spec in firsts),
         max_tokens=tuple(spec.max_tokens for spec in firsts),
         num_prompt_tokens=sum(spec.num_prompt_tokens for spec in firsts),
@@ -259,6 +266,7 @@ def _batches(
                 grammar=ask.shape_found.grammar,
                 thinking=ask.shape_found.thinking,
                 prediction=prediction,
+                adapter=ask.adapter,
             )
         except RequestError as error:
             if error.param == "prompt" and len(prompts) > 1:

@@ -11,6 +11,7 @@ from maitred.api.generate.time_limits import AskedLimits
 from maitred.api.http.app import App
 from maitred.api.http.exchange import Exchange
 from maitred.api.http.formats import AnswerFormat
+from maitred.engine.model_facts import AdapterFacts
 from maitred.engine.output import TextDelta
 from maitred.request import SamplingParams
 from maitred.text.shape import NO_SHAPE, Shape
@@ -63,6 +64,7 @@ class GenerationAsk:
     add_special_tokens: bool
     default_max_tokens: float | None = None  # where `sampling` has none, as far as the context has room
     score_only: bool = False  # the token that must be sampled is not shown
+    adapter: AdapterFacts | None = None  # LoRA adapter that it names
     # how it is treated
     priority: int | None = None  # None is the tenant's
     tier: str | None = None  # service tier, in place of a priority

@@ -13,6 +13,7 @@ from maitred.api.http.app import App
 from maitred.api.http.body_decoder import BodyDecoder
 from maitred.api.http.exchange import Exchange
 from maitred.cluster.told_tokens import ResumeRequest
+from maitred.engine.model_facts import AdapterFacts
 from maitred.errors import CannotResume, InvalidRequest, PermissionDenied
 
 MAX_TOLD_BYTES = 32 * 1024 * 1024  # of tokens, beside as much body as any request may have
@@ -41,16 +42,16 @@ class Resume:
         if dialect is None:
             paths = ", ".join(self._dialects)
             raise InvalidRequest(f"{asked.path[:100]!r} is none of the paths that are resumed: {paths}", param="path")
-        _check_numerics(app, asked.head.fingerprint)
         exchange.format = dialect.format
         async with exchange.turn():
             body = bytes(asked.body)
             ask, note_tokens = dialect.decode(app, exchange, body), app.fleet.noting(body, exchange.headers)
+        _check_numerics(app, ask.adapter, asked.head.fingerprint)
         await generate(app, exchange, ask, None, note_tokens, Resumption(asked, ask, app.model))
 
 
-def _check_numerics(app: App, fingerprint: str) -> None:
-    own = fingerprint_of(app.model)
+def _check_numerics(app: App, adapter: AdapterFacts | None, fingerprint: str) -> None:
+    own = fingerprint_of(app.model, adapter)
     same = own == fingerprint
     if isinstance(app.replica, DecidesResume):
         why_not = app.replica.why_not_resumed(same_numbers=same)

@@ -8,13 +8,15 @@ from maitred.api.generate.outcome import Outcome, Sample
 from maitred.api.ops.fleet_feed import identity
 from maitred.cluster.told_tokens import StreamHead, ToldSample, ToldUsage, frame, head_line
 from maitred.engine.intake import ServedModel
+from maitred.engine.model_facts import AdapterFacts
 from maitred.engine.output import TextDelta
 
 
-def fingerprint_of(model: ServedModel) -> str:
+def fingerprint_of(model: ServedModel, adapter: AdapterFacts | None = None) -> str:
     """What tokens depend on besides the request: equal ones give equal tokens."""
     told = identity(model).fingerprint
-    return model.revision if told is None else " ".join(msgspec.structs.astuple(told))
+    own = model.revision if told is None else " ".join(msgspec.structs.astuple(told))
+    return own if adapter is None else f"{own} {adapter.digest}"
 
 
 def told_usage(outcome: Outcome) -> ToldUsage:

@@ -23,15 +23,25 @@ from maitred.api.ops.fleet_feed import FleetFeed
 from maitred.api.ops.observer import Observer
 from maitred.clock import Clock
 from maitred.config import SchedulerConfig, ServerConfig
+from maitred.engine.adapter_book import AdapterBook
 from maitred.engine.grammar_check import GrammarChecker
 from maitred.engine.installed import policy_of
 from maitred.engine.intake import ServedModel
+from maitred.engine.model_facts import AdapterFacts
 from maitred.errors import ModelNotFound, Unavailable
 from maitred.gate.admission import AdmissionController
 from maitred.gate.gate import Gate
 from maitred.replica import Replica
 from maitred.request import RequestSpec
 from maitred.step import RequestProgress
+from maitred.tenancy.caller import Caller
+
+
+@runtime_checkable
+class HasAdapters(Protocol):
+    """A replica that serves LoRA adapters; `EngineClient` is one."""
+
+    adapters: AdapterBook
 
 
 @runtime_checkable
@@ -95,6 +105,17 @@ class App:
         self.fleet.unfinished.progressed(progress)
 
     @property
+    def adapters(self) -> AdapterBook | None:
+        """None where the replica has none."""
+        return self.replica.adapters if isinstance(self.replica, HasAdapters) else None
+
+    def adapter(self, name: str | None, caller: Caller) -> AdapterFacts | None:
+        """What `name` stands for; None where it is no adapter, or not for this caller."""
+        if name is None or self.adapters is None or not caller.tenant.may_use(name):
+            return None
+        return self.adapters.named.get(name)
+
+    @property
     def model(self) -> ServedModel:
         """Raises Unavailable before there is one."""
         self.check_loaded()
@@ -110,11 +131,17 @@ class App:
     def ready(self) -> bool:
         return self.in_flight.welcome and self.replica.state().alive
 
-    def check_model(self, name: str | None) -> str:
-        """`name`, which may be the model's path, or the canonical one when none was given; raises ModelNotFound."""
+    def is_model(self, name: str) -> bool:
+        """Whether it is one of the model's own names, or its path."""
+        return name in self.model.names or os.path.normpath(name) in self._paths
+
+    def check_model(self, name: str | None, caller: Caller) -> str:
+        """`name`, which may be the model's path or an adapter of the caller's, or the canonical one when none was
+        given; raises ModelNotFound, for others' adapters as for what is not there.
+        """
         if name is None:
             return self.model.names[0]
-        if name not in self.model.names and os.path.normpath(name) not in self._paths:
+        if not self.is_model(name) and self.adapter(name, caller) is None:
             raise ModelNotFound(
                 f"the model {shortened(repr(name))} is not served here; choose one of {', '.join(self.model.names)}",
                 param="model",

@@ -43,6 +43,9 @@ _STATE: Mapping[Metric, Callable[[ReplicaState], float]] = {
     m.SLEEPS: lambda s: s.num_sleeps,
     m.WAKE_SECONDS: lambda s: s.wake_s,
     m.RESUMED: lambda s: s.num_resumed,
+    m.ADAPTER_BYTES: lambda s: s.adapter_bytes,
+    m.ADAPTER_LOADS: lambda s: s.adapter_loads,
+    m.ADAPTER_EVICTIONS: lambda s: s.adapter_evictions,
     m.WRONG_FRAMES: lambda s: s.num_wrong_frames,
     m.STEPS: lambda s: s.num_steps,
     m.EXECUTE_SECONDS: lambda s: s.execute_s,
@@ -58,6 +61,7 @@ _STATE: Mapping[Metric, Callable[[ReplicaState], float]] = {
 }
 
 
+MAX_ADAPTER_LABELS = 100
 _DRAFTS: Mapping[Metric, Callable[[ReplicaState], float]] = {
     m.DRAFTED_ROWS: lambda s: s.num_drafted_rows,
     m.DRAFT_TOKENS: lambda s: s.num_draft_tokens,
@@ -129,6 +133,27 @@ class TenantCounts:
         return self._counts[metric]
 
 
+class AdapterCounts:
+    """What was asked of LoRA adapters, by name; of more than MAX_ADAPTER_LABELS the later ones are `other`."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, list[int]] = {}  # requests, prompt tokens, generated tokens
+
+    def ended(self, adapter: str, num_prompt_tokens: int, num_tokens: int) -> None:
+        if adapter not in self._counts and len(self._counts) >= MAX_ADAPTER_LABELS:
+            adapter = "other"
+        counts = self._counts.setdefault(adapter, [0, 0, 0])
+        for place, more in enumerate((1, num_prompt_tokens, num_tokens)):
+            counts[place] += more
+
+    def requests(self) -> dict[tuple[str, ...], float]:
+        return {(name,): float(counts[0]) for name, counts in self._counts.items()}
+
+    def tokens(self) -> dict[tuple[str, ...], float]:
+        kinds = enumerate(("prompt", "generated"), 1)
+        return {(name, kind): float(counts[i]) for i, kind in kinds for name, counts in self._counts.items()}
+
+
 class EdgeMetrics(Collector):
     """One app's counts, and the page. Nothing is global, so two apps may live in one process."""
 
@@ -161,6 +186,7 @@ class EdgeMetrics(Collector):
         self.num_log_lines_dropped: Callable[[], int] = lambda: 0
         self._answered: dict[tuple[str, str], int] = {}
         self.results: Results | None = None
+        self.adapters = AdapterCounts()
         self.tenants = TenantCounts(num_tenants_file_failures)
 
     def engine_came(self, replica: Replica, model: ServedModel, admission: AdmissionController | None) -> None:
@@ -226,6 +252,8 @@ class EdgeMetrics(Collector):
             m.CACHE_INFO: {(str(self._block_size), str(state.num_blocks)): 1.0},
             m.INFO: {(self._version, self._model): 1.0} if self._model is not None else {},
             m.START_SECONDS: {(phase,): seconds for phase, seconds in self._start_phases.items()},
+            m.ADAPTER_REQUESTS: self.adapters.requests(),
+            m.ADAPTER_TOKENS: self.adapters.tokens(),
             m.START_BUDGET: {(): self._start_budget_s},
             m.REQUESTS_IN_OBJECTIVE: self._promises.samples(),
             m.HTTP_IN_FLIGHT: {(): float(self.num_in_flight)},

@@ -98,6 +98,9 @@ class Observer:
         """Whatever its end was."""
         timing, num_prompt = sample.timing, sample.request.num_prompt_tokens
         self.metrics.sample_finished(timing, num_prompt_tokens=num_prompt, num_tokens=sample.num_tokens)
+        if sample.request.adapter:
+            adapter = sample.request.adapter.partition("@")[0]
+            self.metrics.adapters.ended(adapter, num_prompt, sample.num_tokens)
         if timing is not None:
             self.latencies.answer_ended(timing)
 

@@ -73,7 +73,11 @@ def served(config: EngineConfig) -> Iterator[Served]:
 
 def _flags(config: EngineConfig) -> dict[str, object]:
     """The keys of a config file for all that is not as it would be without."""
-    parts = zip(ENGINE_PARTS, (config.model, config.cache, config.scheduler, config.speculative, config), strict=True)
+    parts = zip(
+        ENGINE_PARTS,
+        (config.model, config.cache, config.scheduler, config.speculative, config.lora, config),
+        strict=True,
+    )
     return {
         flag.key: dict(value) if isinstance(value, Mapping) else value
         for kind, part in parts

@@ -54,7 +54,7 @@ def decode_chat(app: App, exchange: Exchange, sent: bytes) -> GenerationAsk:
     """POST /v1/chat/completions. Raises InvalidRequest, UnsupportedParameter or ModelNotFound."""
     as_sent = _DECODER.decode(sent)
     body = as_sent.body
-    model = app.check_model(body.model)
+    model = app.check_model(body.model, exchange.caller)
     heed_others(app, exchange, as_sent, _DECODER, CHAT_REFUSED)
     check_common(body, exchange.caller, policy_without_priorities=app.policy_without_priorities)
     check_object(body.prompt_cache_options, "prompt_cache_options")
@@ -70,6 +70,7 @@ def decode_chat(app: App, exchange: Exchange, sent: bytes) -> GenerationAsk:
         id=id,
         sampling=sampling,
         prompts=reading.prompts,
+        adapter=app.adapter(body.model, exchange.caller),
         shape=reading.shape,
         prediction=reading.prediction,
         is_shaped=is_shaped(body),

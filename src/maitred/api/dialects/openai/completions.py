@@ -45,7 +45,7 @@ def decode_completion(app: App, exchange: Exchange, sent: bytes) -> GenerationAs
     """POST /v1/completions. Raises InvalidRequest, UnsupportedParameter or ModelNotFound."""
     as_sent = _DECODER.decode(sent)
     body = as_sent.body
-    model = app.check_model(body.model)
+    model = app.check_model(body.model, exchange.caller)
     heed_others(app, exchange, as_sent, _DECODER, COMPLETION_REFUSED)
     check_common(body, exchange.caller, policy_without_priorities=app.policy_without_priorities)
     sampling = completion_sampling(body, app.model, app.config.default_max_n)
@@ -59,6 +59,7 @@ def decode_completion(app: App, exchange: Exchange, sent: bytes) -> GenerationAs
         id=answer_id,
         sampling=sampling,
         num_prompts=len(prompts),
+        adapter=app.adapter(body.model, exchange.caller),
         prompts=lambda: prompts,
         add_special_tokens=body.add_special_tokens is not False,
         default_max_tokens=COMPLETION_MAX_TOKENS,

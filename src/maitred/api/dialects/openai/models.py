@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import msgspec
 from msgspec import UNSET
 
 from maitred.api.dialects.openai.bounded import MAX_LISTED, any_object
@@ -20,6 +21,7 @@ from maitred.api.dialects.openai.schemas import (
 from maitred.api.http.app import App
 from maitred.api.http.body_decoder import BodyDecoder
 from maitred.api.http.exchange import Exchange
+from maitred.engine.model_facts import AdapterFacts
 from maitred.errors import InvalidRequest, PromptTooLong
 
 _TOKENIZE = BodyDecoder(TokenizeRequest, TOKENIZE_REFUSED)
@@ -30,14 +32,25 @@ MOST_CONTEXTS = 2
 
 
 async def list_models(app: App, exchange: Exchange) -> None:
-    """Every name under which the model answers."""
-    await exchange.answer_json(ModelList([_card(app, name) for name in app.model.names]))
+    """Every name under which the model answers, and the adapters that the caller may ask for."""
+    cards = [_card(app, name) for name in app.model.names]
+    named = app.adapters.named.values() if app.adapters is not None else ()
+    sees_all = app.fleet_token.is_shown_by(exchange.headers)
+    cards += [_adapter_card(app, facts) for facts in named if sees_all or exchange.caller.tenant.may_use(facts.name)]
+    await exchange.answer_json(ModelList(cards))
 
 
 async def get_model(app: App, exchange: Exchange) -> None:
     """One of them; raises ModelNotFound."""
-    name = app.check_model(exchange.parameter)
-    await exchange.answer_json(_card(app, name))
+    name = app.check_model(exchange.parameter, exchange.caller)
+    adapter = app.adapter(name, exchange.caller)
+    await exchange.answer_json(_card(app, name) if adapter is None else _adapter_card(app, adapter))
+
+
+def _adapter_card(app: App, adapter: AdapterFacts) -> ModelCard:
+    """As vLLM shows one: `root` is where it lies, `parent` what it is an adapter of."""
+    card = _card(app, adapter.name)
+    return msgspec.structs.replace(card, root=adapter.path, parent=app.model.names[0])
 
 
 def _card(app: App, name: str) -> ModelCard:
@@ -54,7 +67,7 @@ async def tokenize(app: App, exchange: Exchange) -> None:
     """Tokens of a prompt, or of messages as the chat route would render them."""
     sent = await exchange.sent(_TOKENIZE)
     body = sent.body
-    app.check_model(body.model)
+    app.check_model(body.model, exchange.caller)
     heed_others(app, exchange, sent, _TOKENIZE, TOKENIZE_REFUSED)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("send either prompt or messages", param="prompt")
@@ -94,7 +107,7 @@ async def detokenize(app: App, exchange: Exchange) -> None:
     """Text of tokens, special ones included."""
     sent = await exchange.sent(_DETOKENIZE)
     body = sent.body
-    app.check_model(body.model)
+    app.check_model(body.model, exchange.caller)
     heed_others(app, exchange, sent, _DETOKENIZE, {})
     await exchange.answer_json(await app.text.run(exchange.num_body_bytes, partial(_detokenize, app, body)))
 

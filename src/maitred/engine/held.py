@@ -1,0 +1,73 @@
+"""Held requests: what a request needs is made in other threads, and it is the scheduler's when all of it is there."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from maitred.request import FinishReason, RequestSpec
+
+Done = Callable[[str], None]
+"""Told what is wrong, or nothing; in any thread."""
+Need = Callable[[Done], None]
+"""Begins to make something, such as a compiled grammar; returns at once."""
+Prepare = Callable[[str, Done], None]
+"""Compiles a grammar."""
+
+
+@dataclass(slots=True, eq=False)
+class _Held:
+    spec: RequestSpec
+    num_needs: int  # that are not there yet
+
+
+class HeldRequests:
+    """Used by the engine loop's thread; `wake` is called in another one when something is there."""
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self._wake = wake
+        self._held: dict[str, _Held] = {}
+        self._done: deque[tuple[_Held, str]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def hold(self, spec: RequestSpec, needs: Sequence[Need]) -> None:
+        """Until all needs are met."""
+        held = self._held[spec.request_id] = _Held(spec, len(needs))
+
+        def done(error: str) -> None:
+            self._done.append((held, error))
+            self._wake()
+
+        for need in needs:
+            need(done)
+
+    def drop(self, request_id: str) -> bool:
+        """Ended from outside; whether it was here."""
+        return self._held.pop(request_id, None) is not None
+
+    def ready(self) -> Iterator[tuple[RequestSpec, str]]:
+        """Those that wait no more, in order, each with what is wrong with what it needs; empty when nothing is."""
+        while self._done:
+            held, error = self._done.popleft()
+            held.num_needs -= 1
+            if (error or not held.num_needs) and self._held.get(held.spec.request_id) is held:
+                del self._held[held.spec.request_id]
+                yield held.spec, error
+
+    def expired(self, now: float) -> list[tuple[str, FinishReason]]:
+        """Those whose time is over; they are held no more."""
+        over = [(request_id, reason) for request_id, held in self._held.items() if (reason := _over(held.spec, now))]
+        for request_id, _ in over:
+            del self._held[request_id]
+        return over
+
+
+def _over(spec: RequestSpec, now: float) -> FinishReason | None:
+    if spec.finish_by is not None and now >= spec.finish_by:
+        return FinishReason.TIMEOUT
+    if spec.start_by is not None and spec.resumed is None and now >= spec.start_by:
+        return FinishReason.QUEUE_TIMEOUT
+    return None
