@@ -27,7 +27,7 @@ from training.generate import Constraint, generate
 from training.head import Head, load_head, survival
 from training.model import Decoder
 from training.shapes import opening
-from training.tokenizer import END, MARKS, render
+from training.tokenizer import END, render
 from training.world import SCORED, SHAPES, Chat, held_out_question, held_out_shape
 
 LONG_TURNS = 34
@@ -67,11 +67,6 @@ MakeConstraint = Callable[[Tokenizer, Ask], Constraint | None]
 """What binds an answer: given the ask, whose chat has the tools and whether the order's schema is given."""
 
 
-def shapes_known(tokenizer: Tokenizer) -> tuple[str, ...]:
-    """SHAPES, or nothing of a model that was trained before it had marks for calls and thoughts."""
-    return SHAPES if all(tokenizer.token_to_id(mark) is not None for mark in MARKS) else ()
-
-
 def evaluate(
     model: Decoder, tokenizer: Tokenizer, num_each: int, seed: int = 1, constrain: MakeConstraint | None = None
 ) -> list[Score]:
@@ -85,7 +80,7 @@ def evaluate(
             chat = held_out_question(rng, rng.choice(SCORED), num_before)
             chats += [chat] if fitting(chat) else []
         scores.append(score(model, tokenizer, title, chats, constrain))
-    for shape in shapes_known(tokenizer):
+    for shape in SHAPES:
         chats = [held_out_shape(rng, shape) for _ in range(num_each)]
         scores.append(score(model, tokenizer, shape, chats, constrain))
     return scores
@@ -129,7 +124,7 @@ def asks_of(chat: Chat) -> list[Ask]:
 def agreement(model: Decoder, draft: Decoder, tokenizer: Tokenizer, num_chats: int, seed: int = 5) -> float:
     """Share of reply tokens of held-out chats, the right reply given as context, where both find the same likeliest."""
     rng, batches = Random(seed), Batches(tokenizer, Random(seed))
-    names = (*SCORED, *shapes_known(tokenizer))
+    names = (*SCORED, *SHAPES)
     same = total = 0
     for _ in range(num_chats):
         name = rng.choice(names)

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 from maitred.errors import CheckpointError
 from maitred.model.adapters import read_adapter
+from maitred.model.checkpoint import open_checkpoint
 from maitred.model.families import spec_from_config
 from maitred.model.spec import DecoderSpec
 from tests.model.adapters import random_tensors, write_adapter
@@ -329,3 +330,8 @@ def test_a_file_that_changes_under_the_reader_is_refused(name: str, change: Any,
     monkeypatch.setattr("maitred.model.adapter_config.json.loads", while_it_is_read)
     with pytest.raises(CheckpointError, match=f"{name} changed while it was read"):
         read(folder)
+
+
+def test_a_path_that_no_file_can_have_is_no_folder():
+    with pytest.raises(CheckpointError, match="there is no folder xxx"):
+        read_adapter(Path("x" * 5000), spec_from_config(open_checkpoint(None).config), max_rank=64)

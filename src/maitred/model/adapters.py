@@ -85,8 +85,12 @@ def read_adapter(folder: Path, spec: DecoderSpec, *, max_rank: int, inside: Path
 
 
 def _refuse_pickle(folder: Path) -> None:
-    if not folder.is_dir():
-        raise CheckpointError(f"there is no folder {folder}; an adapter is a folder with {CONFIG_NAME}")
+    try:
+        is_folder = folder.is_dir()
+    except OSError:  # a name that no file can have
+        is_folder = False
+    if not is_folder:
+        raise CheckpointError(f"there is no folder {str(folder)[:200]}; an adapter is a folder with {CONFIG_NAME}")
     if (folder / WEIGHTS_NAME).exists():
         return
     pickled = [path.name for path in sorted(folder.iterdir()) if path.suffix in PICKLE_SUFFIXES]
