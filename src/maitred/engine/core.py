@@ -58,7 +58,7 @@ class EngineCore:
         measure_swaps: MeasureSwaps | None = None,
         measure_steps: MeasureSteps | None = None,
     ) -> None:
-        """Both are told each plan, what came of it and how long it took (s); they give costs when they are news."""
+        """Both are told each plan and how long it took (s): the executor, and the whole step; they give what is news."""
         self._scheduler, self._executor, self._clock, self._observer = scheduler, executor, clock, observer
         self._measure_swaps, self._measure_steps = measure_swaps, measure_steps
         self._prefill = PrefillMeter()
@@ -153,7 +153,7 @@ class EngineCore:
         progress = self._scheduler.update(plan, output, updated_at)
         if self._observer is not None:
             self._observer.stepped(plan, progress, scheduled_at, updated_at)
-        self._tell_costs(plan, output, updated_at - execute_at)
+        self._tell_costs(plan, output, updated_at - execute_at, self._clock.now() - scheduled_at)
         if self.speed is not None:
             self.speed.observe(plan, updated_at - execute_at)
         if self._ages_by_device and AGEING in self._scheduler.order.policy.arguments:
@@ -163,11 +163,13 @@ class EngineCore:
         self.host_s += (execute_at - scheduled_at) + (self.last_step_at - updated_at)
         return self._host_shares.told(expired + progress, self.host_s)
 
-    def _tell_costs(self, plan: SchedulerOutput, output: ModelOutput, execute_s: float) -> None:
-        """What is news; after the step was noted, so it counts from the next one on."""
+    def _tell_costs(self, plan: SchedulerOutput, output: ModelOutput, execute_s: float, step_s: float) -> None:
+        """What is news; after the step was noted, so it counts from the next one on. Drafts cost the host time too, so
+        what they are weighed by is the whole step.
+        """
         if self._measure_swaps is not None and (swaps := self._measure_swaps(plan, execute_s)) is not None:
             self.set_swap_costs(swaps)
-        if self._measure_steps is not None and (steps := self._measure_steps(plan, output, execute_s)) is not None:
+        if self._measure_steps is not None and (steps := self._measure_steps(plan, output, step_s)) is not None:
             self._scheduler.set_step_costs(steps)
 
     def _age_by_device(self, plan: SchedulerOutput, execute_s: float) -> None:

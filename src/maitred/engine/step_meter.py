@@ -48,12 +48,12 @@ class StepMeter:
         self._told_prefill_s = now_s
         return SwapCosts(*self._swap, now_s)
 
-    def step_costs(self, plan: SchedulerOutput, output: ModelOutput, execute_s: float) -> CostModel | None:
+    def step_costs(self, plan: SchedulerOutput, output: ModelOutput, step_s: float) -> CostModel | None:
         """Takes in a step; what steps cost, when it is news. Of many alike, only some are looked at."""
         self._num_steps += 1
         if self._num_steps > WARM and self._num_steps % EVERY and not output.draft_s > MADE_S:
             return None
-        if not plan.rows or plan.swap_outs or plan.swap_ins or execute_s <= output.draft_s:
+        if not plan.rows or plan.swap_outs or plan.swap_ins or step_s <= output.draft_s:
             return None
         made = {row.request_id: row.num_drafts for row in output.rows}
         self._observe_drafts(plan.rows, made, output.draft_s)
@@ -62,7 +62,7 @@ class StepMeter:
         tokens = sum(row.num_known + (made.get(row.request_id, 0) if row.num_drafts else 0) for row in plan.rows)
         context = sum(row.start + row.num_tokens for row in plan.rows)
         is_decode = all(row.num_known == 1 for row in plan.rows)
-        self._observe_step(tokens, context if is_decode else 0, execute_s - output.draft_s)
+        self._observe_step(tokens, context if is_decode else 0, step_s - output.draft_s)
         if self._num_steps > WARM and self._num_steps - self._asked_at < RECENT:
             return None
         self._asked_at = self._num_steps
