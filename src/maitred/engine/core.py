@@ -58,7 +58,7 @@ class EngineCore:
         measure_swaps: MeasureSwaps | None = None,
         measure_steps: MeasureSteps | None = None,
     ) -> None:
-        """Both are told each plan and how long it took (s): the executor, and the whole step; they give what is news."""
+        """Both are told each plan and how long it took (s), the executor or the whole step; they give what is news."""
         self._scheduler, self._executor, self._clock, self._observer = scheduler, executor, clock, observer
         self._measure_swaps, self._measure_steps = measure_swaps, measure_steps
         self._prefill = PrefillMeter()
