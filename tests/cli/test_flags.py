@@ -108,7 +108,14 @@ def test_help_tells_default_and_unit():
     assert "environment: MAITRED_API_KEY" in help_text(by_name["--api-key"])
 
 
-PARTS = ("model", "cache", "scheduler", "admission", "speculative")  # fields of EngineConfig that are dataclasses
+PARTS = (
+    "model",
+    "cache",
+    "scheduler",
+    "admission",
+    "speculative",
+    "lora",
+)  # fields of EngineConfig that are dataclasses
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.__name__)

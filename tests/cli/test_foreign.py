@@ -16,7 +16,8 @@ from tests.conftest import ROOT
 OWN = list(make_parser(load("serve"))._option_string_actions)
 # Named alike and meant alike; a value of another form, as a folder for --generation-config, is refused.
 SAME = """-h --help --api-key --block-size --chat-template --config --cors-origins --device --dtype
---enable-prefix-caching --generation-config --host --kv-cache-memory-bytes --log-format --log-level --max-model-len
+--enable-prefix-caching --generation-config --host --kv-cache-memory-bytes --log-format --log-level --lora
+--max-lora-rank --max-model-len
 --max-num-batched-tokens --max-num-seqs --max-queued-requests --model --port --revision --served-model-name
 --ssl-certfile --ssl-keyfile""".split()  # noqa: SIM905
 

@@ -172,7 +172,7 @@ def test_groups_cover_the_batch_and_their_spans_the_keys(
 
 def check_span(batch: Batch, span: batch_module.KeySpan, first_row: int, window: int | None) -> None:
     for i, ids in enumerate(span.block_ids):
-        row, state = batch.works[first_row + i]
+        row, state, _ = batch.works[first_row + i]
         first_key = 0 if window is None else max(0, row.start - window + 1)
         wanted = range(first_key // batch.block_size, (row.start + row.num_tokens - 1) // batch.block_size + 1)
         assert span.first_positions[i] == wanted.start * batch.block_size

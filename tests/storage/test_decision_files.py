@@ -51,7 +51,7 @@ def test_a_real_run_replays_decision_by_decision(tmp_path: Path):
         llm.chat(chats, sampling)
         llm.generate([[7] * 100], SamplingParams(max_tokens=5), priority=3)
     frames = list(read_frames(log_parts(tmp_path)))
-    assert len(frames) > 50
+    assert len(frames) > 25  # drafts make them fewer than tokens
     assert first_difference(frames) is None
 
 

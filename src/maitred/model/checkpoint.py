@@ -53,7 +53,8 @@ def open_checkpoint(model: str | None, revision: str | None = None) -> Checkpoin
 
 def folder_beside(checkpoint: Checkpoint, kind: str) -> Path | None:
     """The folder NAME-KIND next to the checkpoint's, where its draft model ("draft") or its head ("mtp") lies."""
-    folder = checkpoint.folder.with_name(f"{checkpoint.folder.name}-{kind}")
+    own = checkpoint.folder.resolve()  # "." has no name
+    folder = own.with_name(f"{own.name}-{kind}") if own.name else own
     return folder if (folder / "config.json").is_file() else None
 
 
