@@ -49,7 +49,7 @@ class Batch:
             async with asyncio.TaskGroup() as workers:
                 for _ in range(concurrency):
                     workers.create_task(self._work(waiting))
-        except* Exception as group:
+        except ExceptionGroup as group:  # not `except*`, which would wrap what is raised in another
             raise group.exceptions[0] from None
 
     async def _work(self, waiting: Iterable[InputLine]) -> None:
