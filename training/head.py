@@ -131,12 +131,11 @@ def head_loss(head: Head, model: Decoder, batch: Batch) -> tuple[Tensor, Tensor]
     with torch.autocast("cpu", torch.bfloat16):
         mask = batch.mask()
         taps_BTE, hidden_BTD = tapped(model, tokens_BT, mask)
-        at, steps = _where(head, tokens_BT.shape[1], mask), list[tuple[Tensor, Tensor]]()
-        x_BTD = head.fc(taps_BTE)
+        steps, x_BTD = list[tuple[Tensor, Tensor]](), head.fc(taps_BTE)
         loss, first_same = torch.zeros(()), torch.zeros(())
         for step in range(num_steps):
             embedded_BTD = model.model.embed_tokens(_shifted(tokens_BT, step + 1))
-            x_BTD = head.layers[0].ahead(embedded_BTD, x_BTD, at, steps)
+            x_BTD = head.layers[0].ahead(embedded_BTD, x_BTD, _where(head, step, mask), steps)
             weight_N, kept = _weights(batch, step)
             logits_NV = head.lm_head(head.norm(x_BTD).flatten(0, 1)[kept])
             with torch.no_grad():
@@ -155,14 +154,14 @@ def survival(head: Head, model: Decoder, batch: Batch, num_steps: int) -> tuple[
     """How many drafts of replies were still right at each depth [num_steps], fed back as in serving; of how many."""
     mask = batch.mask()
     taps_BTE, hidden_BTD = tapped(model, batch.tokens_BT, mask)
-    at, steps = _where(head, batch.tokens_BT.shape[1], mask), list[tuple[Tensor, Tensor]]()
+    steps = list[tuple[Tensor, Tensor]]()
     said_BT = model.logits(hidden_BTD).argmax(-1)  # after each token
     x_BTD, drafted_BT = head.fc(taps_BTE), _shifted(batch.tokens_BT, 1)
     alive_BT = (batch.weight_BT >= 1.0).roll(-num_steps - 1, 1) & (batch.weight_BT >= 1.0).roll(-1, 1)
     alive_BT[:, -num_steps - 1 :] = False
     total, right = int(alive_BT.sum()), []
     for step in range(num_steps):
-        x_BTD = head.layers[0].ahead(model.model.embed_tokens(drafted_BT), x_BTD, at, steps)
+        x_BTD = head.layers[0].ahead(model.model.embed_tokens(drafted_BT), x_BTD, _where(head, step, mask), steps)
         drafted_BT = head.lm_head(head.norm(x_BTD)).argmax(-1)
         alive_BT = alive_BT & (drafted_BT == _shifted(said_BT, step + 1))
         right.append(alive_BT.sum())
@@ -208,8 +207,9 @@ def load_head(directory: Path, model: Decoder) -> Head:
     return head.to(next(model.parameters()).dtype).eval()
 
 
-def _where(head: Head, length: int, mask: Tensor) -> Where:
-    cos, sin = rope_tables(head.shape, torch.arange(length))
+def _where(head: Head, step: int, mask: Tensor) -> Where:
+    """Rows stand one position later with each step."""
+    cos, sin = rope_tables(head.shape, step + torch.arange(mask.shape[-1]))
     return Where(cos.to(mask.dtype), sin.to(mask.dtype), mask)
 
 
