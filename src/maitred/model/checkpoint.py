@@ -73,7 +73,7 @@ class Checkpoint:
         """For /v1/models: the hub id, or the folder's name."""
         self.revision = revision
         """The hub's commit; None for a folder."""
-        self.config = _read_config(folder)
+        self.config = read_config(folder)
         self.generation_config = _read_json_if_there(folder / "generation_config.json")
         self._files = tuple(SafetensorsFile(path) for path in _weight_files(folder))
         self._file_of = _locate_tensors(self._files)
@@ -165,7 +165,7 @@ def _refuse_path(model: str, path: Path) -> None:
         raise CheckpointError(f"{model!r} is neither a folder nor a hub id (owner/name)")
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
+def read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.is_file():
         raise CheckpointError(f"{folder} has no config.json, so it is no model in Hugging Face layout; check the path")

@@ -17,7 +17,7 @@ from maitred.errors import CheckpointError
 from maitred.kernels.linear import SourceMatrix, allocate, linear_shape, pack
 from maitred.model.checkpoint import Checkpoint, RawTensor
 from maitred.model.program import Part, Program, Weight
-from maitred.model.weight_map import WeightSource, weight_map
+from maitred.model.weight_map import WeightSource, head_map, weight_map
 
 ALIGNMENT = 4096  # of a tensor in a flat file: a page
 Buffer = NDArray[np.uint8]
@@ -152,7 +152,9 @@ class _Sources:
     def __init__(self, program: Program, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
         self._by_parameter: dict[str, list[WeightSource]] = {}
-        for source in weight_map(program.spec, checkpoint.tensor_names()):
+        names = checkpoint.tensor_names()
+        found = weight_map(program.spec, names) if program.head is None else head_map(program.head, names)
+        for source in found:
             self._by_parameter.setdefault(source.parameter, []).append(source)
             _check_shape(source, checkpoint)
 

@@ -25,6 +25,7 @@ from collections.abc import Iterator
 from msgspec import Struct
 from msgspec.structs import replace
 
+from maitred.model.head import HeadSpec
 from maitred.model.spec import Activation, DecoderSpec, NormPlacement, QKNorm, RopeSpec
 
 HIDDEN = "hidden"  # the residual stream
@@ -350,6 +351,7 @@ class Program(Struct, frozen=True):
     ops: tuple[Op, ...]
     fusions: tuple[Fusion, ...]
     num_ops_lowered: int
+    head: HeadSpec | None = None  # of which `spec` is the decoder
 
     @property
     def weights(self) -> tuple[Weight, ...]:

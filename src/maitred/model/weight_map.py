@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 from maitred.errors import CheckpointError
+from maitred.model.head import HeadSpec
 from maitred.model.spec import DecoderSpec, NormPlacement, QKNorm
 
 # Prefixes under which a text model's tensors stand: as usual, and inside a multimodal model, older form and today's.
@@ -15,6 +16,11 @@ PREFIXES = ("model.", "language_model.model.", "model.language_model.")
 # Tensors that a checkpoint may hold and the decoder has no use for: rotary tables of old releases, and the parts of a
 # multimodal model that read pictures.
 HARMLESS = re.compile(r"(^|\.)(rotary_emb\.inv_freq$|vision_tower\.|multi_modal_projector\.)")
+
+# And in a head's folder: its vocabulary (`head_folder` reads it), and what its training copied from the model.
+HARMLESS_IN_HEAD = re.compile(r"^(d2t|t2d|verifier_norm\.weight|verifier_lm_head\.weight)$")
+HEAD_LAYERS = ("layers.0.", "midlayer.")
+"""What a head's one layer is called by `speculators` and by SpecForge."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,20 +41,37 @@ def weight_map(spec: DecoderSpec, tensor_names: Collection[str]) -> tuple[Weight
     """
     prefix = next((p for p in PREFIXES if f"{p}embed_tokens.weight" in tensor_names), PREFIXES[0])
     sources = tuple(_sources(spec, prefix))
+    _check(sources, tensor_names, spec.architecture, lambda name: _is_harmless(name, spec))
+    return sources
+
+
+def head_map(spec: HeadSpec, tensor_names: Collection[str]) -> tuple[WeightSource, ...]:
+    """`weight_map` of a head, in the layout of `speculators` or of SpecForge. Raises CheckpointError as that does."""
+    layer = next((p for p in HEAD_LAYERS if f"{p}hidden_norm.weight" in tensor_names), HEAD_LAYERS[0])
+    sources = tuple(_head_sources(spec, layer))
+    _check(sources, tensor_names, spec.decoder.architecture, lambda name: bool(HARMLESS_IN_HEAD.search(name)))
+    return sources
+
+
+def _check(
+    sources: tuple[WeightSource, ...],
+    tensor_names: Collection[str],
+    architecture: str,
+    is_harmless: Callable[[str], bool],
+) -> None:
     wanted = {source.tensor for source in sources}
     missing = [source.tensor for source in sources if source.tensor not in tensor_names]
     if missing:
         raise CheckpointError(
-            f"{len(missing)} tensors of {spec.architecture} are missing from the weights: {_first(missing)}; "
+            f"{len(missing)} tensors of {architecture} are missing from the weights: {_first(missing)}; "
             f"config.json and the weights may be of different models"
         )
-    surplus = [name for name in sorted(tensor_names) if name not in wanted and not _is_harmless(name, spec)]
+    surplus = [name for name in sorted(tensor_names) if name not in wanted and not is_harmless(name)]
     if surplus:
         raise CheckpointError(
-            f"the weights hold {len(surplus)} tensors that {spec.architecture} as described by config.json has no "
+            f"the weights hold {len(surplus)} tensors that {architecture} as described by config.json has no "
             f"place for: {_first(surplus)}; leaving them out would change the model's answers"
         )
-    return sources
 
 
 def linear_sources(spec: DecoderSpec) -> dict[str, WeightSource]:
@@ -56,7 +79,8 @@ def linear_sources(spec: DecoderSpec) -> dict[str, WeightSource]:
     found: dict[str, WeightSource] = {}
     for i in range(spec.num_layers):
         layer = f"layers.{i}."
-        for source in (*_attention(spec, f"{layer}self_attn.", layer), *_mlp(spec, f"{layer}mlp.", layer)):
+        attention = _attention(spec, f"{layer}self_attn.", layer, spec.hidden_size)
+        for source in (*attention, *_mlp(spec, f"{layer}mlp.", layer)):
             if len(source.shape) == 2:
                 found[source.tensor.removesuffix(".weight")] = source
     return found
@@ -75,7 +99,7 @@ def _sources(spec: DecoderSpec, prefix: str) -> Iterator[WeightSource]:
     yield WeightSource(f"{prefix}embed_tokens.weight", (spec.vocab_size, spec.hidden_size), "embedding.weight")
     for i in range(spec.num_layers):
         source, target = f"{prefix}layers.{i}.", f"layers.{i}."
-        yield from _attention(spec, source + "self_attn.", target)
+        yield from _attention(spec, source + "self_attn.", target, spec.hidden_size)
         yield from _mlp(spec, source + "mlp.", target)
         for tensor, parameter in _NORMS[spec.norm_placement]:
             yield WeightSource(f"{source}{tensor}.weight", hidden, f"{target}{parameter}.weight", 0, spec.norm_offset)
@@ -83,6 +107,23 @@ def _sources(spec: DecoderSpec, prefix: str) -> Iterator[WeightSource]:
     if not spec.tied_embeddings:
         head = prefix.removesuffix("model.") if prefix == "language_model.model." else ""
         yield WeightSource(f"{head}lm_head.weight", (spec.vocab_size, spec.hidden_size), "output.weight")
+
+
+def _head_sources(spec: HeadSpec, source: str) -> Iterator[WeightSource]:
+    decoder, hidden, target = spec.decoder, (spec.decoder.hidden_size,), "layers.0."
+    yield WeightSource("embed_tokens.weight", (spec.num_embeddings, *hidden), "embedding.weight")
+    if spec.norms_taps:
+        yield WeightSource("input_norm.weight", (spec.tap_width,), "taps_norm.weight")
+    for i in range(len(spec.taps) if spec.norms_each_tap else 0):
+        yield WeightSource(f"fc_norm.{i}.weight", hidden, f"tap_norms.{i}.weight")
+    yield WeightSource("fc.weight", (*hidden, spec.tap_width), "fc.weight")
+    yield WeightSource(f"{source}hidden_norm.weight", hidden, f"{target}hidden_norm.weight")
+    for tensor, parameter in _NORMS[NormPlacement.PRE]:
+        yield WeightSource(f"{source}{tensor}.weight", hidden, f"{target}{parameter}.weight")
+    yield from _attention(decoder, source + "self_attn.", target, 2 * decoder.hidden_size)
+    yield from _mlp(decoder, source + "mlp.", target)
+    yield WeightSource("norm.weight", hidden, "norm.weight")
+    yield WeightSource("lm_head.weight", (decoder.vocab_size, *hidden), "output.weight")
 
 
 _NORMS: dict[NormPlacement, tuple[tuple[str, str], ...]] = {  # (name in the checkpoint, parameter)
@@ -100,10 +141,10 @@ _NORMS: dict[NormPlacement, tuple[tuple[str, str], ...]] = {  # (name in the che
 }
 
 
-def _attention(spec: DecoderSpec, source: str, target: str) -> Iterator[WeightSource]:
+def _attention(spec: DecoderSpec, source: str, target: str, width_in: int) -> Iterator[WeightSource]:
     q, kv = spec.q_width, spec.kv_width
     parts = (("qkv_proj", q + 2 * kv),) if spec.fused_weights else (("q_proj", q), ("k_proj", kv), ("v_proj", kv))
-    yield from _stacked(source, parts, spec.hidden_size, f"{target}qkv", spec.qkv_bias)
+    yield from _stacked(source, parts, width_in, f"{target}qkv", spec.qkv_bias)
     if spec.qk_norm is not QKNorm.NONE:
         full = spec.qk_norm is QKNorm.FULL_WIDTH
         for name, width in (("q_norm", q), ("k_norm", kv)):

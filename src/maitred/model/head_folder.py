@@ -1,0 +1,243 @@
+"""Head folder: an EAGLE-3 head as the package `speculators` 0.9 or SpecForge writes it, beside the model it drafts for.
+
+Both hold one decoder layer and what surrounds it. They differ in the layer's name (`weight_map.HEAD_LAYERS`), in where
+config.json describes it, and in how they count the layers of the model whose output the head reads:
+
+- `speculators` (`speculators_model_type`; the layer under `transformer_layer_config`): after how many layers;
+- SpecForge (`LlamaForCausalLMEagle3`; the layer at the top): `eagle_config` names the layer, from 0, so one less.
+
+Where a config does not say, both mean the states after 2, after half, and after all but 3 of the layers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from maitred.errors import CheckpointError, ConfigError
+from maitred.model.checkpoint import Checkpoint, RawTensor
+from maitred.model.families import spec_from_config
+from maitred.model.head import HeadSpec
+from maitred.model.spec import DecoderSpec
+from maitred.model.weight_map import PREFIXES
+
+SPECFORGE = "LlamaForCausalLMEagle3"
+EMBEDDING = "embed_tokens.weight"
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+
+Config = Mapping[str, Any]
+
+_FAMILIES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+_INTEGERS: dict[str, Any] = {"I64": np.int64, "I32": np.int32, "BOOL": np.uint8}
+_NO_BIASES = {"attention_bias": False, "mlp_bias": False}
+
+
+class HeadCheckpoint(Checkpoint):
+    """An open head's folder, which offers the served model's embedding as its own where it has none."""
+
+    def __init__(self, folder: Path, served: Checkpoint) -> None:
+        super().__init__(folder, folder.resolve().name)
+        self._served = served
+        self._borrowed = "" if EMBEDDING in self._file_of else _embedding_of(served)
+        model = spec_from_config(served.config)
+        self.spec: HeadSpec = head_spec(self.config, model.num_layers)
+        _check_beside(self.spec, model, f"the head {self.name} is not for {served.name}")
+        self.draft_to_target: NDArray[np.int32] | None = _draft_to_target(self)
+        """The served model's id of each token that the head can draft; None where the ids are the same."""
+
+    @cached_property
+    def identity(self) -> str:
+        own = super().identity
+        return hashlib.sha256((own + self._served.identity).encode()).hexdigest() if self._borrowed else own
+
+    def tensor_names(self) -> tuple[str, ...]:
+        return (*super().tensor_names(), *([EMBEDDING] if self._borrowed else []))
+
+    def tensor(self, name: str) -> RawTensor:
+        return self._served.tensor(self._borrowed) if self._borrows(name) else super().tensor(name)
+
+    def file_of(self, name: str) -> Path:
+        return self._served.file_of(self._borrowed) if self._borrows(name) else super().file_of(name)
+
+    def _borrows(self, name: str) -> bool:
+        return bool(self._borrowed) and name == EMBEDDING
+
+
+def open_head(folder: Path, served: Checkpoint) -> HeadCheckpoint:
+    """Open a head beside the model that it drafts for, which has to stay open as long.
+
+    Raises CheckpointError for what is no head, or one that is not supported, and ConfigError, with both numbers, for a
+    head of another model.
+    """
+    return HeadCheckpoint(folder, served)
+
+
+def is_head(config: Config) -> bool:
+    """Whether this is the config.json of a head, supported or not, and not of a model that drafts by itself."""
+    names = config.get("architectures") or []
+    return "speculators_model_type" in config or any("eagle" in str(name).lower() for name in names)
+
+
+def head_spec(config: Config, num_layers: int) -> HeadSpec:
+    """What a head's config.json describes, beside a model of so many layers.
+
+    Raises CheckpointError, naming what is not supported.
+    """
+    try:
+        return _describe(config, num_layers)
+    except (TypeError, ValueError, KeyError, AttributeError) as error:
+        raise CheckpointError(
+            f"config.json does not describe a head: a value has the wrong type or is missing "
+            f"({type(error).__name__}: {error})"
+        ) from error
+
+
+def _describe(config: Config, num_layers: int) -> HeadSpec:
+    layer = _layer_config(config)
+    _check_supported(config, layer)
+    num_embeddings, num_drafted = layer.get("vocab_size"), config.get("draft_vocab_size")
+    decoder = spec_from_config(
+        {
+            **layer,
+            "num_hidden_layers": 1,
+            "vocab_size": num_drafted if num_embeddings and num_drafted else num_embeddings,
+            "tie_word_embeddings": False,  # it has an output of its own, whatever the model's is
+        }
+    )
+    return HeadSpec(
+        decoder=replace(decoder, architecture=_name_of(config)),
+        taps=_taps(config, num_layers),
+        num_embeddings=int(layer["vocab_size"]),
+        norms_taps=bool(config.get("norm_before_fc")),
+        norms_each_tap=bool(config.get("fc_norm")),
+        norms_residual=bool(config.get("norm_before_residual")),
+        norms_state=bool(config.get("norm_output")),
+    )
+
+
+def _name_of(config: Config) -> str:
+    names = config.get("architectures") or [config.get("speculators_model_type")]
+    return str(names[0])
+
+
+def _layer_config(config: Config) -> dict[str, Any]:
+    """The layer, as config.json of a model describes its layers."""
+    kind = config.get("speculators_model_type")
+    if kind is None and _name_of(config) == SPECFORGE:
+        return {**config, "architectures": ["LlamaForCausalLM"], **_NO_BIASES}
+    if kind != "eagle3":
+        raise CheckpointError(
+            f"heads of kind {kind or _name_of(config)!r} are not supported; the supported ones are 'eagle3' as "
+            f"speculators writes it, and {SPECFORGE!r} of SpecForge"
+        )
+    layer = config.get("transformer_layer_config")
+    if not isinstance(layer, dict):
+        raise CheckpointError(f"the head's config.json has no transformer_layer_config; it has {layer!r}")
+    family = layer.get("model_type", "qwen3")  # as the package reads one without
+    if family not in _FAMILIES:
+        raise CheckpointError(f"the head's layer is one of {family!r}; the supported ones are {', '.join(_FAMILIES)}")
+    return {**layer, "architectures": [_FAMILIES[family]]}
+
+
+def _check_supported(config: Config, layer: Config) -> None:
+    """Raises CheckpointError for what such a head may have and is not computed here."""
+    own, read = layer.get("hidden_size"), config.get("target_hidden_size")
+    num_layers, window = layer.get("num_hidden_layers", 1), layer.get("sliding_window")
+    slides = layer.get("use_sliding_window") or "sliding_attention" in (layer.get("layer_types") or ())
+    takes_taps = (config.get("eagle_config") or {}).get("use_aux_hidden_state", True)
+    reasons = (
+        (num_layers != 1, f"it has {num_layers} layers; those of 1 are"),
+        (slides, f"its layer sees a sliding window of {window} tokens; those that see all are"),
+        (read not in (None, own), f"it reads states of {read} values and has {own} itself; those of one width are"),
+        (config.get("norm_before_fc") and config.get("fc_norm"), "it has both norm_before_fc and fc_norm; one is"),
+        (not takes_taps, "use_aux_hidden_state is false; those that read several layers are"),
+    )
+    for holds, reason in reasons:
+        if holds:
+            raise CheckpointError(f"this head is not supported: {reason}")
+
+
+def _taps(config: Config, num_layers: int) -> tuple[int, ...]:
+    """After how many layers. Raises CheckpointError for layers that a model of so many has not."""
+    named, indices = config.get(LAYER_IDS), (config.get("eagle_config") or {}).get(LAYER_IDS)
+    if named is None and indices is not None:
+        named = [index + 1 for index in indices]
+    taps = tuple(named or (2, num_layers // 2, num_layers - 3))
+    if not all(type(tap) is int and 0 <= tap <= num_layers for tap in taps) or len(set(taps)) != len(taps):
+        whose = f"its {LAYER_IDS} say" if named else f"where {LAYER_IDS} are left out, it reads"
+        raise CheckpointError(
+            f"the head reads the model after layers {', '.join(map(str, taps))} ({whose} so), and they must be "
+            f"different ones of a model of {num_layers} layers"
+        )
+    return taps
+
+
+def _check_beside(spec: HeadSpec, model: DecoderSpec, told: str) -> None:
+    """Raises ConfigError where it was made for another model; its keys and values lie in a layer of the model's."""
+    own = spec.decoder
+    sizes = (
+        ("reads", "a vocabulary of {:,} tokens", spec.num_embeddings, model.vocab_size),
+        ("reads", "states of {} values", own.hidden_size, model.hidden_size),
+        ("keeps", "{} heads of keys and values", own.num_kv_heads, model.num_kv_heads),
+        ("keeps", "heads of {} values", own.head_dim, model.head_dim),
+    )
+    for verb, what, mine, others in sizes:
+        if mine != others:
+            raise ConfigError(f"{told}: it {verb} {what.format(mine)}, and the model has {what.format(others)}")
+
+
+def _embedding_of(served: Checkpoint) -> str:
+    names = set(served.tensor_names())
+    return next((f"{p}{EMBEDDING}" for p in PREFIXES if f"{p}{EMBEDDING}" in names), f"{PREFIXES[0]}{EMBEDDING}")
+
+
+def _draft_to_target(head: HeadCheckpoint) -> NDArray[np.int32] | None:
+    """`d2t` says by how much each token's id is more in the model. Raises CheckpointError where it cannot be so."""
+    num_drafted, num_tokens = head.spec.decoder.vocab_size, head.spec.num_embeddings
+    if "d2t" not in head.tensor_names():
+        if num_drafted != num_tokens:
+            raise CheckpointError(
+                f"the head {head.name} drafts {num_drafted:,} of {num_tokens:,} tokens, and has no tensor d2t that "
+                f"says which; copy its folder again"
+            )
+        return None
+    ids = _integers(head, "d2t", num_drafted) + np.arange(num_drafted)
+    if not ((ids >= 0) & (ids < num_tokens)).all():
+        raise CheckpointError(
+            f"tensor d2t of the head {head.name} leads to token {int(ids.min() if ids.min() < 0 else ids.max())}, and "
+            f"the model has {num_tokens:,}; copy its folder again"
+        )
+    _check_marked(head, ids, num_tokens)
+    is_same = num_drafted == num_tokens and bool((ids == np.arange(num_tokens)).all())
+    return None if is_same else ids.astype(np.int32)
+
+
+def _check_marked(head: HeadCheckpoint, ids: NDArray[np.int64], num_tokens: int) -> None:
+    """`t2d`, where there is one, marks the tokens that `d2t` leads to; in a head whose vocabulary was never set it does
+    not."""
+    if "t2d" not in head.tensor_names():
+        return
+    marked = np.flatnonzero(_integers(head, "t2d", num_tokens))
+    num_both = len(np.intersect1d(marked, ids))
+    if not num_both == len(marked) == len(ids):
+        raise CheckpointError(
+            f"the head {head.name} has two vocabularies: t2d marks {len(marked):,} tokens and d2t leads to "
+            f"{len(ids):,}, of which {num_both:,} are the same; copy its folder again"
+        )
+
+
+def _integers(head: HeadCheckpoint, name: str, length: int) -> NDArray[np.int64]:
+    raw = head.tensor(name)
+    if raw.dtype not in _INTEGERS or raw.shape != (length,):
+        raise CheckpointError(
+            f"tensor {name} of the head {head.name} has shape {list(raw.shape)} of {raw.dtype}, and should have "
+            f"[{length}] of {', '.join(_INTEGERS)}"
+        )
+    return np.frombuffer(raw.data, dtype=_INTEGERS[raw.dtype]).astype(np.int64)
