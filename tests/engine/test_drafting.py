@@ -12,6 +12,7 @@ from maitred.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConf
 from maitred.engine.build import build_parts
 from maitred.errors import ConfigError
 from maitred.model.checkpoint import BUILTIN_FOLDER
+from tests.model.heads import make_head
 
 DRAFT = BUILTIN_FOLDER.with_name(f"{BUILTIN_FOLDER.name}-draft")
 
@@ -40,6 +41,12 @@ def model(tmp_path: Path) -> Path:
     return Path(shutil.copytree(BUILTIN_FOLDER, tmp_path / "model"))
 
 
+@pytest.fixture
+def head(tmp_path: Path) -> Path:
+    """A head of the built-in model."""
+    return make_head(tmp_path / "head", BUILTIN_FOLDER)
+
+
 def other_vocabulary(folder: Path) -> Path:
     shutil.copytree(DRAFT, folder)
     config = json.loads((folder / "config.json").read_text())
@@ -48,7 +55,7 @@ def other_vocabulary(folder: Path) -> Path:
 
 
 def test_the_built_in_model_drafts_with_its_draft_and_its_memory_is_planned():
-    lines = told(None)
+    lines = told(None, speculative="draft")
     assert drafts_line(lines).startswith("drafts  at most 5 a step, by maitred-mini-draft: ")
     assert any("are the draft model's" in line for line in lines)
 
@@ -79,3 +86,34 @@ def test_a_draft_of_another_vocabulary_is_refused_where_it_was_asked_for_and_els
 def test_a_draft_model_that_is_not_there_is_refused(model: Path):
     with pytest.raises(ConfigError, match="nowhere"):
         told(model, speculative_model=str(model / "nowhere"))
+
+
+def test_a_head_beside_the_model_comes_before_a_draft_and_its_memory_is_planned(model: Path, head: Path):
+    pytest.importorskip("maitred.executor.native_head")
+    shutil.copytree(DRAFT, model.with_name("model-draft"))
+    shutil.copytree(head, model.with_name("model-mtp"))
+    lines = told(model)
+    assert ", by model-mtp: " in drafts_line(lines)
+    assert any("of weights are the head's, and a layer of each block" in line for line in lines)
+    assert ", by model-draft: " in drafts_line(told(model, speculative="draft"))
+    assert ", by head: " in drafts_line(told(model, speculative_model=str(head)))
+
+
+def test_a_head_of_another_model_is_refused_where_it_was_asked_for_and_else_told(model: Path):
+    beside = make_head(model.with_name("model-mtp"), BUILTIN_FOLDER, layer={"vocab_size": 999})
+    numbers = "a vocabulary of 999 tokens, and the model has a vocabulary of 1,536 tokens"
+    lines = told(model)
+    assert any(line.startswith(f"drafts  not by {beside}: ") and numbers in line for line in lines)
+    assert drafts_line(lines).endswith("by ngram")
+    for asked in ({"speculative": "mtp"}, {"speculative_model": str(beside)}):
+        with pytest.raises(ConfigError, match=numbers):
+            told(model, **asked)
+
+
+def test_one_kind_is_not_taken_for_another(model: Path, head: Path):
+    with pytest.raises(ConfigError, match="beside model there is no model-mtp; name a head by --speculative-model"):
+        told(model, speculative="mtp")
+    with pytest.raises(ConfigError, match="speculative is 'draft', and head is a head; ask for mtp, or auto"):
+        told(model, speculative="draft", speculative_model=str(head))
+    with pytest.raises(ConfigError, match="is 'mtp', and maitred-mini-draft is a draft model; ask for draft, or auto"):
+        told(model, speculative="mtp", speculative_model=str(DRAFT))

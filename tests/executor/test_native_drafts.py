@@ -169,4 +169,4 @@ def test_what_cannot_draft_is_refused_before_anything_is_loaded():
     with pytest.raises(ConfigError, match="num_speculative_tokens is 17; it must be from 1 to 16"):
         LLM(num_speculative_tokens=17)
     with pytest.raises(ConfigError, match="the torch executor makes no drafts"):
-        LLM(speculative="ngram", executor="torch")
+        LLM(speculative="mtp", executor="torch")

@@ -181,9 +181,14 @@ def _plan(config: EngineConfig, checkpoint: Checkpoint, tell: OnEvent, files: Ex
     """Which executor, how much memory for what; told line by line. Raises OutOfMemory for what cannot fit."""
     spec = spec_from_config(checkpoint.config)
     tell(f"model   {checkpoint.name}: {spec.architecture}, {spec.num_parameters() / 1e6:,.1f} M parameters")
-    executor = plan_executor(config, checkpoint, spec, tell)
-    drafts = plan_drafts(
-        config, checkpoint, executor, lambda draft: useful_threads(spec_from_config(draft.config)), files, tell
+    executor, drafts = plan_drafts(
+        config,
+        checkpoint,
+        plan_executor(config, checkpoint, spec, tell),
+        with_layer=lambda: plan_executor(config, checkpoint, spec, lambda line: None, num_extra_layers=1),
+        num_threads=lambda draft: useful_threads(spec_from_config(draft.config)),
+        files=files,
+        tell=tell,
     )
     scheduler = config.scheduler.settled(executor.token_budget)
     available_bytes = executor.available_bytes(available_memory_bytes())
@@ -260,7 +265,7 @@ def _build_executor(
     if layout.drafts is not None:
         executor.proposer, story = make_proposer(
             layout.drafts,
-            executor.threads,
+            executor,
             num_blocks=layout.memory.num_blocks,
             max_model_len=layout.memory.max_model_len,
             on_packed=on_packed,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from maitred.config import EngineConfig
 from maitred.engine.memory import DraftMemory
@@ -15,91 +15,167 @@ from maitred.speculative.prediction import PredictionProposer
 from maitred.speculative.proposer import Proposer
 
 if TYPE_CHECKING:
-    from maitred.engine.executors import ExecutorPlan
+    from maitred.engine.executors import BuiltExecutor, ExecutorPlan
+    from maitred.executor.native import NativeExecutor
+    from maitred.executor.native_head import HeadPlan
     from maitred.executor.native_plan import NativePlan
+
+_CALLED = {"draft": "draft model", "mtp": "head"}
+_BESIDE = {"auto": ("mtp", "draft"), "draft": ("draft",), "mtp": ("mtp",), "ngram": ()}
+"""What is looked for beside the served model, the first that can draft is taken."""
 
 
 class DraftPlan(NamedTuple):
-    """Who drafts. `model` where a draft model does."""
+    """Who drafts: `model` where a draft model does, `head` where a head does."""
 
     name: str
+    source: str = ""  # of its weights
     model: NativePlan | None = None
+    head: HeadPlan | None = None
 
     @property
     def memory(self) -> DraftMemory | None:
-        model = self.model
-        return DraftMemory(model.weights_bytes, model.bytes_per_block) if model is not None else None
+        if self.head is not None:
+            return DraftMemory(self.head.weights_bytes)
+        return DraftMemory(self.model.weights_bytes, self.model.bytes_per_block) if self.model is not None else None
 
     def available_bytes(self, available_bytes: int) -> int:
-        """What is left for weights and caches, where so much is for those and a draft model's buffers."""
+        """What is left for weights and caches, where so much is for those and a drafter's buffers."""
+        if self.head is not None:
+            return max(available_bytes - self.head.buffer_bytes, 0)
         return available_bytes if self.model is None else self.model.available_bytes(available_bytes)
 
     def describe(self, num_drafts: int) -> str:
         """A line for the terminal."""
-        model, by = self.model, self.name
-        if model is not None:
-            by = f"{model.checkpoint.name}: {model.describe().removeprefix(model.name).strip()}"
+        by = self.name
+        if self.model is not None:
+            by = f"{self.source}: {self.model.describe().removeprefix(self.model.name).strip()}"
+        if self.head is not None:
+            by = f"{self.source}: {self.head.describe()}"
         return f"drafts  at most {num_drafts} a step, by {by}"
+
+
+Plans = tuple["ExecutorPlan", DraftPlan | None]
 
 
 def plan_drafts(
     config: EngineConfig,
     checkpoint: Checkpoint,
     executor: ExecutorPlan,
+    *,
+    with_layer: Callable[[], ExecutorPlan],
     num_threads: Callable[[Checkpoint], int],
     files: ExitStack,
     tell: Callable[[str], None],
-) -> DraftPlan | None:
-    """None where nobody drafts. `num_threads` of a draft model; `files` keeps its checkpoint open.
+) -> Plans:
+    """Who drafts beside this executor, None where nobody does; and the executor's plan, which a head changes.
 
-    `tell` is told of a draft model that lies beside the served one and cannot be its own; one that was asked for raises
-    ConfigError then, and so does asking an executor that makes no drafts.
+    `with_layer` plans the executor with a layer more in its KV cache, a head's; `num_threads` are of a draft model;
+    `files` keeps checkpoints open. `tell` is told of what lies beside the served model and cannot draft for it; what
+    was asked for raises ConfigError then, and so does asking an executor that makes no drafts.
     """
-    wanted, folder = config.speculative.speculative, config.speculative.speculative_model
+    wanted, named = config.speculative.speculative, config.speculative.speculative_model
     if executor.name != "native":
-        if wanted not in ("auto", "off") or folder is not None:
-            raise ConfigError(
-                f"speculative is {wanted!r}, and the {executor.name} executor makes no drafts; leave it out, or serve "
-                "with --executor native on a CPU"
-            )
-        return None
+        _refuse_elsewhere(wanted, named, executor.name)
+        return executor, None
     if wanted == "off":
-        return None
-    found = folder or folder_beside(checkpoint, "draft")
-    if wanted == "draft" and found is None:
+        return executor, None
+    for kind, folder in _candidates(wanted, named, checkpoint):
+        try:
+            drafter = files.enter_context(open_checkpoint(folder))
+            if (kind or _kind_of(drafter, wanted)) == "mtp":
+                return _plan_head(config, checkpoint, drafter, with_layer(), files)
+            return executor, _plan_model(config, checkpoint, drafter, num_threads(drafter))
+        except (CheckpointError, ConfigError, KernelError) as error:
+            if wanted != "auto" or named is not None:
+                raise ConfigError(str(error)) from error
+            tell(f"drafts  not by {folder}: {error}")
+    return executor, DraftPlan("ngram")
+
+
+def _refuse_elsewhere(wanted: str, named: str | None, executor: str) -> None:
+    if wanted not in ("auto", "off") or named is not None:
         raise ConfigError(
-            f"speculative is 'draft', and beside {checkpoint.name} there is no {checkpoint.folder.name}-draft; name a "
-            "draft model by --speculative-model"
+            f"speculative is {wanted!r}, and the {executor} executor makes no drafts; leave it out, or serve "
+            "with --executor native on a CPU"
         )
-    if wanted == "ngram" or found is None:
-        return DraftPlan("ngram")
-    try:
-        draft = files.enter_context(open_checkpoint(str(found)))
-        return DraftPlan("draft", _plan_model(config, checkpoint, draft, num_threads(draft)))
-    except (CheckpointError, ConfigError, KernelError) as error:
-        if wanted == "draft" or folder is not None:
-            raise ConfigError(str(error)) from error
-        tell(f"drafts  not by {found}: {error}")
-        return DraftPlan("ngram")
 
 
-def _plan_model(config: EngineConfig, checkpoint: Checkpoint, draft: Checkpoint, num_threads: int) -> NativePlan:
+def _candidates(wanted: str, named: str | None, checkpoint: Checkpoint) -> list[tuple[str, str]]:
+    """Kind and folder of who may draft; of what was named, the kind is not known yet."""
+    if named is not None:
+        return [("", named)]
+    found = [(kind, str(folder)) for kind in _BESIDE[wanted] if (folder := folder_beside(checkpoint, kind))]
+    if wanted in _CALLED and not found:
+        raise ConfigError(
+            f"speculative is {wanted!r}, and beside {checkpoint.name} there is no {checkpoint.folder.name}-{wanted}; "
+            f"name a {_CALLED[wanted]} by --speculative-model"
+        )
+    return found
+
+
+def _kind_of(drafter: Checkpoint, wanted: str) -> str:
+    """Raises ConfigError for another kind than was asked for."""
+    from maitred.model.head_folder import is_head  # noqa: PLC0415  numpy
+
+    kind = "mtp" if is_head(drafter.config) else "draft"
+    if wanted not in ("auto", kind):
+        raise ConfigError(
+            f"speculative is {wanted!r}, and {drafter.name} is a {_CALLED[kind]}; ask for {kind}, or auto"
+        )
+    return kind
+
+
+def _plan_model(config: EngineConfig, checkpoint: Checkpoint, draft: Checkpoint, num_threads: int) -> DraftPlan:
     from maitred.executor.native_draft import plan_draft  # noqa: PLC0415  the library itself
 
-    return plan_draft(
+    plan = plan_draft(
         config.model, checkpoint, draft, cache=config.cache, scheduler=config.scheduler, num_threads=num_threads
     )
+    return DraftPlan("draft", draft.name, model=plan)
+
+
+def _plan_head(
+    config: EngineConfig, checkpoint: Checkpoint, folder: Checkpoint, executor: ExecutorPlan, files: ExitStack
+) -> Plans:
+    from maitred.model.head_folder import open_head  # noqa: PLC0415  numpy
+
+    head = files.enter_context(open_head(folder.folder, checkpoint, folder.name))
+    from maitred.executor.native_head import plan_head  # noqa: PLC0415  the library itself
+
+    plan = plan_head(config.model, checkpoint, head, cast("NativePlan", executor))
+    return executor, DraftPlan("mtp", folder.name, head=plan)
 
 
 def make_proposer(
-    plan: DraftPlan, threads: object, *, num_blocks: int, max_model_len: int, on_packed: Callable[[int, int], None]
+    plan: DraftPlan,
+    executor: BuiltExecutor,
+    *,
+    num_blocks: int,
+    max_model_len: int,
+    on_packed: Callable[[int, int], None],
 ) -> tuple[Proposer, str]:
-    """Who drafts for an executor that runs on these threads, and where its weights came from."""
-    if plan.model is None:
-        return PredictionProposer(NGramProposer()), ""
-    from maitred.executor.native_draft import draft_proposer  # noqa: PLC0415  the library itself
-
-    proposer, story = draft_proposer(
-        plan.model, threads, num_blocks=num_blocks, max_model_len=max_model_len, on_packed=on_packed
-    )
+    """Who drafts for this executor, on its threads, and where its weights came from."""
+    proposer, story = _make(plan, executor, num_blocks, max_model_len, on_packed)
     return PredictionProposer(proposer), story
+
+
+def _make(
+    plan: DraftPlan,
+    executor: BuiltExecutor,
+    num_blocks: int,
+    max_model_len: int,
+    on_packed: Callable[[int, int], None],
+) -> tuple[Proposer, str]:
+    if plan.head is not None:
+        from maitred.executor.native_head import head_proposer  # noqa: PLC0415  the library itself
+
+        served = cast("NativeExecutor", executor)
+        return head_proposer(plan.head, served, max_model_len=max_model_len, on_packed=on_packed)
+    if plan.model is not None:
+        from maitred.executor.native_draft import draft_proposer  # noqa: PLC0415  the library itself
+
+        return draft_proposer(
+            plan.model, executor.threads, num_blocks=num_blocks, max_model_len=max_model_len, on_packed=on_packed
+        )
+    return NGramProposer(), ""

@@ -21,10 +21,11 @@ RESERVE_SHARE = 0.10  # of the available memory, left for activations, the token
 
 @dataclass(frozen=True, slots=True)
 class DraftMemory:
-    """What a draft model takes: its cache has a block for each of the served model's."""
+    """What a draft model takes, whose cache has a block for each of the served model's; or a head, whose keys and
+    values lie in those."""
 
     weights_bytes: int
-    bytes_per_block: int
+    bytes_per_block: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,11 +63,14 @@ class MemoryPlan:
             f"the longest that memory holds is {self.longest_context:,}",
         ]
         if self.draft is not None:
-            lines.append(
-                f"        of these, {format_bytes(self.draft.weights_bytes)} of weights and "
-                f"{format_bytes(self.num_blocks * self.draft.bytes_per_block)} of cache are the draft model's"
-            )
+            lines.append(f"        of these, {self._drafts_share(self.draft)}")
         return "\n".join(lines)
+
+    def _drafts_share(self, draft: DraftMemory) -> str:
+        weights = f"{format_bytes(draft.weights_bytes)} of weights"
+        if not draft.bytes_per_block:
+            return f"{weights} are the head's, and a layer of each block"
+        return f"{weights} and {format_bytes(self.num_blocks * draft.bytes_per_block)} of cache are the draft model's"
 
     def _remark(self) -> str:
         if self.max_model_len < self.model_context:

@@ -248,6 +248,7 @@ def plan_native_executor(
     scheduler: SchedulerConfig,
     num_threads: int,
     num_drafts: int = 0,
+    num_extra_layers: int = 0,
 ) -> NativePlan:
     """Settle number formats and compile; `num_drafts` are a request's in a step, at most, each with logits.
 

@@ -42,15 +42,20 @@ _NO_BIASES = {"attention_bias": False, "mlp_bias": False}
 class HeadCheckpoint(Checkpoint):
     """An open head's folder, which offers the served model's embedding as its own where it has none."""
 
-    def __init__(self, folder: Path, served: Checkpoint) -> None:
-        super().__init__(folder, folder.resolve().name)
+    def __init__(self, folder: Path, served: Checkpoint, name: str) -> None:
+        super().__init__(folder, name)
         self._served = served
-        self._borrowed = "" if EMBEDDING in self._file_of else _embedding_of(served)
+        self._borrowed = "" if EMBEDDING in self._file_of else embedding_tensor(served)
         model = spec_from_config(served.config)
         self.spec: HeadSpec = head_spec(self.config, model.num_layers)
         _check_beside(self.spec, model, f"the head {self.name} is not for {served.name}")
         self.draft_to_target: NDArray[np.int32] | None = _draft_to_target(self)
         """The served model's id of each token that the head can draft; None where the ids are the same."""
+
+    @property
+    def has_embedding(self) -> bool:
+        """Whether its embedding is its own, and not the served model's."""
+        return not self._borrowed
 
     @cached_property
     def identity(self) -> str:
@@ -70,13 +75,13 @@ class HeadCheckpoint(Checkpoint):
         return bool(self._borrowed) and name == EMBEDDING
 
 
-def open_head(folder: Path, served: Checkpoint) -> HeadCheckpoint:
-    """Open a head beside the model that it drafts for, which has to stay open as long.
+def open_head(folder: Path, served: Checkpoint, name: str | None = None) -> HeadCheckpoint:
+    """Open a head beside the model that it drafts for, which has to stay open as long; `name` is None for the folder's.
 
     Raises CheckpointError for what is no head, or one that is not supported, and ConfigError, with both numbers, for a
     head of another model.
     """
-    return HeadCheckpoint(folder, served)
+    return HeadCheckpoint(folder, served, name or folder.resolve().name)
 
 
 def is_head(config: Config) -> bool:
@@ -193,7 +198,8 @@ def _check_beside(spec: HeadSpec, model: DecoderSpec, told: str) -> None:
             raise ConfigError(f"{told}: it {verb} {what.format(mine)}, and the model has {what.format(others)}")
 
 
-def _embedding_of(served: Checkpoint) -> str:
+def embedding_tensor(served: Checkpoint) -> str:
+    """Its name in a model's checkpoint."""
     names = set(served.tensor_names())
     return next((f"{p}{EMBEDDING}" for p in PREFIXES if f"{p}{EMBEDDING}" in names), f"{PREFIXES[0]}{EMBEDDING}")
 
