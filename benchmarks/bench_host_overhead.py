@@ -42,9 +42,9 @@ class Meter:
         executor = core._executor
         self._execute = executor.execute
         executor.execute = self._timed_execute
-        if hasattr(executor, "_runner"):
-            self._run = executor._runner.run
-            executor._runner.run = self._timed_run
+        if hasattr(executor, "runner"):
+            self._run = executor.runner.run
+            executor.runner.run = self._timed_run
 
     def clear(self) -> None:
         self.native.clear(), self.executor.clear(), self.outside.clear(), self.beside.clear()

@@ -62,7 +62,7 @@ class Bench:
         self._step = 0
 
     def _time_native(self) -> None:
-        run = self.executor._runner.run
+        run = self.executor.runner.run
 
         def timed(*args: Any) -> Any:
             began = time.perf_counter()
@@ -70,7 +70,7 @@ class Bench:
             self.native_s = time.perf_counter() - began
             return logits
 
-        self.executor._runner.run = timed  # type: ignore[method-assign]
+        self.executor.runner.run = timed  # type: ignore[method-assign]
 
     def new_request(self, name: str, length: int) -> NewRequest:
         prompt = [self._random.randrange(self.spec.vocab_size) for _ in range(length)]
@@ -127,13 +127,13 @@ def decode(
 
 def print_profile(bench: Bench) -> None:
     """Of the last native call, where it was profiled."""
-    if not any(op.nanoseconds for op in bench.executor._runner.profile()):
+    if not any(op.nanoseconds for op in bench.executor.runner.profile()):
         return
     linear_bytes = {op.weight.name: packed_bytes(op.weight) for op in bench.plan.program.ops if isinstance(op, Linear)}
     head = next(reversed(linear_bytes))
     linear_bytes["output"] = linear_bytes[head]
     times, sizes = defaultdict(float), defaultdict(int)
-    for name, nanoseconds in bench.executor._runner.profile():
+    for name, nanoseconds in bench.executor.runner.profile():
         kind = name.split(".")[-1]
         times[kind] += nanoseconds
         sizes[kind] += linear_bytes.get(name, 0)
@@ -161,7 +161,7 @@ def main() -> None:
     parser.add_argument("--no-profile", action="store_true")
     options = parser.parse_args()
     bench = Bench(options, max([1, *options.requests]))
-    bench.executor._runner.set_profiling(not options.no_profile)
+    bench.executor.runner.set_profiling(not options.no_profile)
     print(bench.plan.describe())
     for length in options.prefill:
         name = f"p{length}"

@@ -198,7 +198,7 @@ def test_a_worker_that_is_killed_over_drafts_costs_no_token(
     """Before they are told, or while the masks after them are made."""
     parts, expected, _ = drafting
     grammars, executor = grammars_of(parts), cast(Any, parts.core._executor)
-    run, killed = executor._runner.run, list[int]()
+    run, killed = executor.runner.run, list[int]()
 
     def kill(number: int) -> None:
         if number in (1, 6) and (pid := grammars.worker_pid) is not None:
@@ -212,9 +212,9 @@ def test_a_worker_that_is_killed_over_drafts_costs_no_token(
             grammars._mapped().work_on(None)
         return run(*words)
 
-    executor._runner.run = run_and_kill
+    executor.runner.run = run_and_kill
     assert serve(parts, a_mixture()) == expected
-    executor._runner.run = run
+    executor.runner.run = run
     assert len(set(killed)) == 2
     assert serve(parts, a_mixture(), before_step=kill) == expected
 

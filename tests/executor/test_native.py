@@ -194,14 +194,14 @@ def a_step(**changes: Any) -> RaggedStep:
     ],
 )
 def test_a_step_that_does_not_fit_is_refused(changes: dict[str, Any], message: str):
-    runner = make_hand().executor._runner
+    runner = make_hand().executor.runner
     with pytest.raises(ValueError, match=message):
         runner.run(a_step(**changes), [2])
     assert np.isfinite(runner.run(a_step(), [2])).all()
 
 
 def test_logits_of_a_token_that_is_not_there_are_refused():
-    runner = make_hand().executor._runner
+    runner = make_hand().executor.runner
     with pytest.raises(ValueError, match="token with logits 3; the program takes 0 to 2"):
         runner.run(a_step(), [3])
 
@@ -346,7 +346,7 @@ def test_steps_have_more_tokens_for_more_threads_and_for_tiles(
 def test_other_threads_run_while_a_step_does():
     """The interpreter takes nothing from a thread by itself here: another one runs only where a call lets go of it."""
     hand, step, wanted = make_hand(), a_step(), np.array([2], dtype=np.int32)
-    native = hand.executor._runner._native
+    native = hand.executor.runner._native
     go, ran, interval = threading.Lock(), threading.Event(), sys.getswitchinterval()
 
     def other() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,6 +20,7 @@ from maitred.executor.ragged import RaggedStep, Slice, cut, ragged_step
 from maitred.executor.sampler import SampledToken, token_logprobs
 from maitred.executor.sampler_state import RequestSampler
 from maitred.executor.state import HeldRequest, RowWork, take_plan
+from maitred.speculative.mtp import Computed
 from maitred.speculative.proposer import Proposer
 from maitred.step import ModelOutput, SampledRow, SchedulerOutput, TokenLogprobs
 
@@ -52,6 +53,10 @@ class Runner(Protocol):
     def more_logits(self, logits_tokens: Sequence[int]) -> Logits:
         """The same of other tokens of the step that ran last."""
 
+    @property
+    def taps(self) -> NDArray[np.float32] | None:
+        """[max_tokens, width] of the step that ran last, for a head; None of a program without."""
+
     def close(self) -> None: ...
 
 
@@ -63,6 +68,12 @@ class Choice(Protocol):
 
     def took(self, num_tokens: int, num_rows: int, began_at: float, ended_at: float) -> int | None:
         """Told of a step (times in s); a number of threads when people should know of it."""
+
+
+class TapReader(Protocol):
+    """Whoever drafts from what the program computed; `speculative.mtp.Head` is one."""
+
+    def computed(self, rows: Iterable[Computed]) -> None: ...
 
 
 class Ranks(Protocol):
@@ -102,11 +113,12 @@ class NativeExecutor:
         self.on_logits = on_logits
         self.vocab_size = runner.vocab_size
         self.pool = pool
-        self._runner = runner
+        self.runner = runner
         self._sample_rows = sample_rows
         self.adapters = adapters
         self.grammars: Grammars | None = None  # for requests with one; whoever builds an engine sets it
         self.proposer: Proposer | None = None  # of drafts; whoever builds an engine sets it
+        self.head: TapReader | None = None  # told of what steps computed; likewise
         self._block_size = block_size
         self._states: dict[str, HeldRequest] = {}
         self._host = host
@@ -118,12 +130,12 @@ class NativeExecutor:
         if not planned:
             return ModelOutput(())
         drafting_at = self._clock()
-        works = with_drafts(planned, self.proposer, self.vocab_size, self._runner.max_tokens - 1, self.grammars)
+        works = with_drafts(planned, self.proposer, self.vocab_size, self.runner.max_tokens - 1, self.grammars)
         tokens: dict[int, SampledToken] = {}
         prompts: dict[int, list[TokenLogprobs]] = {}
         began_at = self._clock()
         refused = refuse(works, self.adapters) if any(work.state.adapter for work in works) else {}
-        for slices in cut(works, self._runner.max_tokens, skipped=refused):
+        for slices in cut(works, self.runner.max_tokens, skipped=refused):
             self._run(slices, tokens, prompts)
         self._settle_blocks(planned)
         tokens |= refused
@@ -147,9 +159,9 @@ class NativeExecutor:
         self._host = None
         if self._ranks is not None:
             self._ranks.close()
-        self._runner.close()
-        self.adapters = None
-        del self._runner, self.pool, self._sample_rows, self.threads
+        self.runner.close()
+        self.adapters = self.head = None
+        del self.runner, self.pool, self._sample_rows, self.threads
 
     def _choose_threads(self, choice: Choice, num_tokens: int, num_rows: int, began_at: float) -> None:
         """For the next step, by what this one took."""
@@ -186,12 +198,24 @@ class NativeExecutor:
         wanted = [
             token for piece, end in zip(slices, ends, strict=True) for token in range(end - piece.num_sampled, end)
         ]
-        logits_RV = self._runner.run(step, wanted[: self._runner.max_logits])
+        logits_RV = self.runner.run(step, wanted[: self.runner.max_logits])
         self._sample(sampling, wanted, logits_RV, tokens)
         for piece, first in zip(slices, step.first_tokens.tolist(), strict=False):
             self._add_prompt_logprobs(piece, first, prompts)
         if self.on_logits is not None:
             self._show_logits(self.on_logits, slices, step)
+        if self.head is not None:
+            self.head.computed(self._computed(slices, step))
+
+    def _computed(self, slices: Sequence[Slice], step: RaggedStep) -> Iterator[Computed]:
+        """Of each slice, the positions whose next token is known now."""
+        assert self.runner.taps is not None
+        taps_TE = self.runner.taps[: len(step.token_ids)].copy()
+        for piece, first in zip(slices, step.first_tokens.tolist(), strict=False):
+            state = piece.work.state
+            count = min(piece.num_tokens, state.tokens.size - 1 - piece.start)
+            if count > 0:  # none of a row whose sampling failed
+                yield Computed(state, piece.start, taps_TE[first : first + count])
 
     def _sample(
         self, slices: Sequence[Slice], wanted: Sequence[int], logits_RV: Logits, tokens: dict[int, SampledToken]
@@ -208,9 +232,9 @@ class NativeExecutor:
             for piece in slices
             for sampler in (samplers_of(piece.work) if piece.work.drafts else (piece.work.state.sampler,))
         ]
-        sampled, most = self._sample_rows(logits_RV, samplers[: len(logits_RV)]), self._runner.max_logits
+        sampled, most = self._sample_rows(logits_RV, samplers[: len(logits_RV)]), self.runner.max_logits
         for first in range(most, len(wanted), most):
-            logits_RV = self._runner.more_logits(wanted[first : first + most])
+            logits_RV = self.runner.more_logits(wanted[first : first + most])
             sampled += self._sample_rows(logits_RV, samplers[first : first + most])
         first = 0
         for piece in slices:
@@ -238,10 +262,10 @@ class NativeExecutor:
             return
         row = piece.work.row._replace(start=piece.start, num_tokens=piece.num_tokens)
         next_tokens = prompt_tokens_due(RowWork(row, state))
-        chunk = min(PROMPT_LOGPROBS_CHUNK, self._runner.max_logits)
+        chunk = min(PROMPT_LOGPROBS_CHUNK, self.runner.max_logits)
         for offset in range(0, len(next_tokens), chunk):
             due = next_tokens[offset : offset + chunk]
-            logits_nV = self._runner.more_logits(range(first + offset, first + offset + len(due)))
+            logits_nV = self.runner.more_logits(range(first + offset, first + offset + len(due)))
             prompts.setdefault(piece.row, []).extend(
                 token_logprobs(logits_V, token, state.prompt_logprobs)
                 for logits_V, token in zip(logits_nV, due, strict=True)
@@ -258,7 +282,7 @@ class NativeExecutor:
 
     def _show_logits(self, on_logits: OnLogits, slices: Sequence[Slice], step: RaggedStep) -> None:
         for piece, first in zip(slices, step.first_tokens.tolist(), strict=False):
-            for offset in range(0, piece.num_tokens, self._runner.max_logits):
-                count = min(self._runner.max_logits, piece.num_tokens - offset)
-                logits_nV = self._runner.more_logits(range(first + offset, first + offset + count))
+            for offset in range(0, piece.num_tokens, self.runner.max_logits):
+                count = min(self.runner.max_logits, piece.num_tokens - offset)
+                logits_nV = self.runner.more_logits(range(first + offset, first + offset + count))
                 on_logits(piece.work.row.request_id, piece.start + offset, logits_nV.copy())

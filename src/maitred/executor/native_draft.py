@@ -11,7 +11,7 @@ import numpy as np
 from maitred.config import CacheConfig, ModelConfig, SchedulerConfig
 from maitred.errors import ConfigError
 from maitred.executor.native_plan import NativePlan, plan_native_executor
-from maitred.executor.native_program import NativeProgram
+from maitred.executor.native_program import Int32s, NativeProgram
 from maitred.executor.ragged import RaggedStep, running_sums
 from maitred.kernels import _native
 from maitred.kernels.sampler import FAULTS, Sampler
@@ -38,18 +38,10 @@ class NativeDraftRunner:
         self.num_blocks = int(pool.num_blocks)
 
     def compute(self, pieces: Sequence[Piece]) -> None:
-        self._program.run(_step(pieces), ())
+        self._program.run(step_of(pieces), ())
 
     def chain(self, pieces: Sequence[Piece], ends: Sequence[ChainEnd]) -> list[DraftTokens]:
-        made = self._program.chain(
-            self._sampler,
-            _step(pieces),
-            np.array([end.num_tokens for end in ends], dtype=np.int32),
-            np.array([_settings(end.settings) for end in ends], dtype=np.float64),
-            np.array([_sequence(*pair) for pair in zip(pieces, ends, strict=True)], dtype=np.uint64),
-        )
-        rows = zip(made.tokens.tolist(), made.counts.tolist(), made.faults.tolist(), strict=True)
-        return [DraftTokens(tokens[:count], FAULTS[fault]) for tokens, count, fault in rows]
+        return chain_rows(self._program, self._sampler, pieces, ends)
 
     def close(self) -> None:
         self._program.close()
@@ -95,6 +87,29 @@ def draft_proposer(
     return DraftModel(runner, block_size=plan.block_size), summary
 
 
+def chain_rows(
+    program: NativeProgram,
+    sampler: Sampler,
+    pieces: Sequence[Piece],
+    ends: Sequence[ChainEnd],
+    *,
+    ahead: int = 0,
+    vocabulary: Int32s | None = None,
+) -> list[DraftTokens]:
+    """A chain of the program's steps; tokens of the pieces stand `ahead` of the positions that they are computed at."""
+    firsts = [piece.start + len(piece.token_ids) + ahead for piece in pieces]
+    made = program.chain(
+        sampler,
+        step_of(pieces),
+        np.array([end.num_tokens for end in ends], dtype=np.int32),
+        np.array([_settings(end.settings) for end in ends], dtype=np.float64),
+        np.array([_sequence(end.settings, first) for end, first in zip(ends, firsts, strict=True)], dtype=np.uint64),
+        vocabulary,
+    )
+    rows = zip(made.tokens.tolist(), made.counts.tolist(), made.faults.tolist(), strict=True)
+    return [DraftTokens(tokens[:count], FAULTS[fault]) for tokens, count, fault in rows]
+
+
 def _check_vocabulary(served: Checkpoint, served_spec: DecoderSpec, checkpoint: Checkpoint, spec: DecoderSpec) -> None:
     """Raises ConfigError where a token id would be another token to the draft model."""
     if spec.vocab_size != served_spec.vocab_size:
@@ -109,7 +124,7 @@ def _check_vocabulary(served: Checkpoint, served_spec: DecoderSpec, checkpoint: 
         raise ConfigError(f"the draft model {checkpoint.name} has another vocabulary than {served.name}: {difference}")
 
 
-def _step(pieces: Sequence[Piece]) -> RaggedStep:
+def step_of(pieces: Sequence[Piece]) -> RaggedStep:
     num_tokens = [len(piece.token_ids) for piece in pieces]
     first_tokens = running_sums(num_tokens)
     starts = np.array([piece.start for piece in pieces], dtype=np.int32) - first_tokens[:-1]
@@ -128,7 +143,6 @@ def _settings(sampler: SamplerSettings) -> tuple[float, float, float, float]:
     return (0.0, 0.0, 1.0, 0.0) if p.greedy else (p.temperature, p.top_k, p.top_p, p.min_p)
 
 
-def _sequence(piece: Piece, end: ChainEnd) -> tuple[int, int, int]:
-    """What `sampler.uniform` draws with, as it takes it, for the token after the piece."""
-    settings = end.settings
-    return settings.seed & _MASK_64, settings.sample_index & _MASK_64, piece.start + len(piece.token_ids)
+def _sequence(settings: SamplerSettings, position: int) -> tuple[int, int, int]:
+    """What `sampler.uniform` draws with, as it takes it, for the token at the position."""
+    return settings.seed & _MASK_64, settings.sample_index & _MASK_64, position

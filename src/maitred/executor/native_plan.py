@@ -36,7 +36,7 @@ from maitred.model.checkpoint import Checkpoint
 from maitred.model.fusions import compile_program
 from maitred.model.packed import OnPacked, plan_weights
 from maitred.model.packed_cache import WeightCache, default_folder, load_weights
-from maitred.model.program import Format, Formats, Program
+from maitred.model.program import Columns, Format, Formats, Program
 from maitred.model.shares import own_program
 from maitred.model.spec import DecoderSpec, NormPlacement
 
@@ -68,6 +68,11 @@ class NativePlan:
         return self.program.spec
 
     @property
+    def num_pool_layers(self) -> int:
+        """A head's is one more."""
+        return self.spec.num_layers + any(isinstance(op, Columns) for op in self.program.ops)
+
+    @property
     def dtype_name(self) -> str:
         return str(self.program.formats.linears)
 
@@ -91,7 +96,7 @@ class NativePlan:
         return int(
             _native.kv_bytes_per_block(
                 dtype=self.kv_dtype,
-                num_layers=spec.num_layers,
+                num_layers=self.num_pool_layers,
                 block_size=self.block_size,
                 num_kv_heads=spec.num_kv_heads,
                 head_dim=spec.head_dim,
@@ -192,7 +197,7 @@ class NativePlan:
         spec = self.spec
         return make_kv_pool(
             dtype=self.kv_dtype,
-            num_layers=spec.num_layers,
+            num_layers=self.num_pool_layers,
             num_blocks=num_blocks,
             block_size=self.block_size,
             num_kv_heads=spec.num_kv_heads,
@@ -248,9 +253,10 @@ def plan_native_executor(
     scheduler: SchedulerConfig,
     num_threads: int,
     num_drafts: int = 0,
-    num_extra_layers: int = 0,
+    taps: tuple[int, ...] = (),
 ) -> NativePlan:
-    """Settle number formats and compile; `num_drafts` are a request's in a step, at most, each with logits.
+    """Settle number formats and compile; `num_drafts` are a request's in a step, at most, each with logits. `taps` are
+    numbers of layers after which a head reads along (`head.HeadSpec`).
 
     Raises KernelError for a model that this executor cannot express, ConfigError for settings that cannot be.
     """
@@ -260,7 +266,7 @@ def plan_native_executor(
         raise KernelError(f"heads of {spec.head_dim} values; the native executor takes up to {LARGEST_HEAD}")
     isa, threads, num_ranks = default_isa(), config.num_threads or num_threads, config.tensor_parallel
     budget = native_token_budget(threads * num_ranks, tiles=isa == "amx")
-    program = compile_program(spec, resolve_formats(config, checkpoint.dtype, isa))
+    program = compile_program(spec, resolve_formats(config, checkpoint.dtype, isa), taps)
     plan_weights(program)  # raises for a matrix that no kernel takes
     return NativePlan(
         program=program,
@@ -274,7 +280,7 @@ def plan_native_executor(
         bind_threads=config.bind_threads == "on",
         choose_threads=config.num_threads is None and num_ranks == 1,
         num_ranks=num_ranks,
-        rank_config=rank_config(config, cache, scheduler, num_drafts, checkpoint) if num_ranks > 1 else None,
+        rank_config=rank_config(config, cache, scheduler, num_drafts, taps, checkpoint) if num_ranks > 1 else None,
         weight_cache=weight_cache(config),
     )
 

@@ -12,10 +12,14 @@ from maitred.kernels import _native
 from maitred.kernels.sampler import Sampler
 from maitred.model.packed import PackedWeights, shape_of
 from maitred.model.program import (
+    HIDDEN,
     LOGITS,
     QKV,
+    TAKEN,
+    TAPS,
     AddTo,
     Attention,
+    Columns,
     Embed,
     Gated,
     Linear,
@@ -109,14 +113,16 @@ class NativeProgram:
         self.max_tokens = max_tokens
         self.max_logits = max_logits
         self.vocab_size = spec.vocab_size
-        self._keep = (weights, pool, threads, place)
+        num_embeddings = program.head.num_embeddings if program.head is not None else spec.vocab_size
+        self.weights = weights
+        self._keep = (pool, threads, place)
         self._native = _native.Program(
             threads,
             pool,
             isa=isa or _native.default_isa(),
             max_tokens=max_tokens,
             max_logits=max_logits,
-            vocab_size=spec.vocab_size,
+            vocab_size=num_embeddings,
             max_positions=max_model_len,
             team=place.team,
         )
@@ -125,6 +131,11 @@ class NativeProgram:
         self._frequencies = builder.frequencies
         self._logits_rows = builder.rows[LOGITS]
         self._logits: Any = self._logits_rows.view(max_logits)
+        taps = builder.rows.get(TAPS)
+        self.taps: NDArray[np.float32] | None = taps.view(max_tokens) if taps is not None else None
+        """Rows [max_tokens, all taps of a token]: what a head reads of the last step, or of its next one if this is the
+        head."""
+        self._feedback = (builder.rows[TAKEN], builder.rows[HIDDEN]) if program.head is not None else (None, None)
         self.adapted = tuple(builder.adapted)
         """Weights of the linears that adapters may add to, in the order of `load_adapter`'s parts."""
 
@@ -149,12 +160,15 @@ class NativeProgram:
         num_tokens_R: Int32s,
         settings_R4: NDArray[np.float64],
         sequences_R3: NDArray[np.uint64],
+        vocabulary: Int32s | None = None,
     ) -> Chained:
         """Compute the step, sample each row's next token from its last one's logits, compute that, and so on: so many
         tokens of each row (>= 1), of which the last is not computed. No row is more than one of `max_logits`.
 
         Settings: temperature (0 is greedy), top_k, top_p, min_p. Sequences: seed, sample index and position of the
         first token, as `executor.sampler.uniform` takes them. A row that nothing can be sampled from ends there.
+        `vocabulary` has the token of each logit, where they are not the same. A head reads its own state after the
+        first step, in place of the taps.
         """
         num_rows = len(num_tokens_R)
         tokens_RK = np.zeros((num_rows, int(num_tokens_R.max())), np.int32)
@@ -171,6 +185,8 @@ class NativeProgram:
             settings_R4,
             sequences_R3,
             *made,
+            *self._feedback,
+            vocabulary,
         )
         return made
 
@@ -215,7 +231,7 @@ class NativeProgram:
 
     def close(self) -> None:
         """Give back buffers, weights and threads."""
-        del self._logits, self._logits_rows, self._native, self._keep
+        del self._logits, self._logits_rows, self._feedback, self.taps, self._native, self._keep, self.weights
 
 
 class _Builder:
@@ -237,8 +253,15 @@ class _Builder:
         for rope in dict.fromkeys(op.rope for op in ops if isinstance(op, QKV)):
             if rope is not None:
                 self._add_rope_table(rope)
+        logits_begin = self._head
+        if self._program.head is not None:
+            self._rows(TAPS, self._program.head.tap_width)
+            # Its keys and values are wanted without more than its own state comes of them.
+            logits_begin = next(index for index, op in enumerate(ops) if isinstance(op, Attention))
         for index, op in enumerate(ops):
-            if index == self._head:
+            if isinstance(op, Embed):
+                self._native.begin_state()
+            if index == logits_begin:
                 self._native.begin_logits()
             self._add(index, op)
 
@@ -255,6 +278,8 @@ class _Builder:
             case Take():
                 source = self.rows[op.source]
                 self._native.take(source, self._rows(op.target, source.width))
+            case Columns():
+                self._add_columns(index, op)
             case Linear():
                 self._add_linear(index, op)
             case QKV():
@@ -280,6 +305,15 @@ class _Builder:
             self._native.idle("embed")
         else:
             self._native.embed(shape_of(share.weight), self._data(op.weight), share.first, scale, target)
+
+    def _add_columns(self, index: int, op: Columns) -> None:
+        source, target = self.rows[op.source], self._rows(op.target, self._width(op.target))
+        norm = self._vector(op.norm)
+        self._native.norm(source, op.source_first, target, op.first, op.width, norm, self._eps, index >= self._head)
+
+    def _width(self, value: str) -> int:
+        """Of a value that is written by columns."""
+        return max(op.first + op.width for op in self._program.ops if isinstance(op, Columns) and op.target == value)
 
     def _add_linear(self, index: int, op: Linear) -> None:
         few = index >= self._head

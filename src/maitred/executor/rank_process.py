@@ -55,6 +55,7 @@ def _load(begin: Begin, place: Place) -> NativeProgram:
             scheduler=config.scheduler,
             num_threads=begin.num_threads,
             num_drafts=config.num_drafts,
+            taps=config.taps,
         )
         threads = _native.ThreadPool(begin.num_threads)
         pool = plan.make_pool(begin.num_blocks, place)

@@ -49,6 +49,7 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
     cache: CacheConfig
     scheduler: SchedulerConfig
     num_drafts: int
+    taps: tuple[int, ...] = ()
 
 
 class Begin(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,7 +78,12 @@ class Loaded(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def rank_config(
-    model: ModelConfig, cache: CacheConfig, scheduler: SchedulerConfig, num_drafts: int, checkpoint: Checkpoint
+    model: ModelConfig,
+    cache: CacheConfig,
+    scheduler: SchedulerConfig,
+    num_drafts: int,
+    taps: tuple[int, ...],
+    checkpoint: Checkpoint,
 ) -> RankConfig:
     return RankConfig(
         folder=str(checkpoint.folder),
@@ -86,6 +92,7 @@ def rank_config(
         cache=cache,
         scheduler=scheduler,
         num_drafts=num_drafts,
+        taps=taps,
     )
 
 

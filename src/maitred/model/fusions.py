@@ -14,9 +14,11 @@ from msgspec.structs import replace
 from maitred.errors import KernelError
 from maitred.model.program import (
     QKV,
+    TAPS,
     Add,
     AddTo,
     Attention,
+    Columns,
     Embed,
     Formats,
     Fusion,
@@ -41,7 +43,7 @@ from maitred.model.program import (
 )
 from maitred.model.spec import DecoderSpec
 
-NATIVE_OPS = (Embed, Take, Prepare, Linear, QKV, Attention, NormAdd)
+NATIVE_OPS = (Embed, Take, Columns, Prepare, Linear, QKV, Attention, NormAdd)
 
 
 Rewrite = Callable[[Sequence[Op]], tuple[int, list[Op]] | None]
@@ -56,9 +58,14 @@ class Pass:
     """The new list, and how often something was found."""
 
 
-def compile_program(spec: DecoderSpec, formats: Formats) -> Program:
-    """Lower and fuse. Raises KernelError, naming the operation, for what the native library cannot express."""
-    lowered = lower(spec, formats)
+def compile_program(spec: DecoderSpec, formats: Formats, taps: Sequence[int] = ()) -> Program:
+    """Lower and fuse; `taps` as `lower` has them. Raises KernelError, naming the operation, for what the native library
+    cannot express."""
+    return fused(spec, formats, lower(spec, formats, taps))
+
+
+def fused(spec: DecoderSpec, formats: Formats, lowered: Sequence[Op]) -> Program:
+    """Raises KernelError as `compile_program` does."""
     ops, fusions = list(lowered), []
     for each in PASSES:
         before = len(ops)
@@ -205,6 +212,8 @@ def _tie_output(ops: list[Op]) -> tuple[list[Op], int]:
 def _take_early(ops: list[Op]) -> tuple[list[Op], int]:
     """Rows whose logits nobody wants end where their keys and values are written and attended to: in the last layer."""
     last = max(index for index, op in enumerate(ops) if isinstance(op, Attention))
+    if any(isinstance(op, Columns) and op.target == TAPS for op in ops[last:]):  # a head looks at all of them
+        return ops, 0
     take = next(op for op in ops[last:] if isinstance(op, Take))
     rest: list[Op] = [take]
     for op in ops[last + 1 :]:

@@ -17,8 +17,8 @@ class HeadSpec:
     """What a head computes: hidden = fc(taps), then a layer that reads token and hidden side by side.
 
     Parameters beside those of `decoder` (`spec.parameter_shapes`, whose `layers.0.qkv.weight` is twice as wide):
-    `fc.weight` [hidden, taps * hidden], `layers.0.hidden_norm.weight` [hidden]; `taps_norm.weight` [taps * hidden] where
-    `norms_taps`; `tap_norms.{i}.weight` [hidden] where `norms_each_tap`.
+    `fc.weight` [hidden, taps * hidden], `layers.0.hidden_norm.weight` [hidden]; `taps_norm.weight` [taps * hidden]
+    where `norms_taps`; `tap_norms.{i}.weight` [hidden] where `norms_each_tap`.
     """
 
     decoder: DecoderSpec

@@ -20,7 +20,7 @@ those take 7 ms of every start to define.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -29,6 +29,8 @@ from maitred.model.head import HeadSpec
 from maitred.model.spec import Activation, DecoderSpec, NormPlacement, QKNorm, RopeSpec
 
 HIDDEN = "hidden"  # the residual stream
+TAKEN = "taken"  # its rows whose logits are wanted
+TAPS = "taps"  # what a head reads of it, or whoever runs a head gives
 LOGITS = "logits"
 
 
@@ -108,6 +110,17 @@ class Norm(Struct, frozen=True):
     source: str
     target: str
     weight: Weight
+
+
+class Columns(Struct, frozen=True):
+    """target[:, first:] = source[:, source_first:], `width` columns of it, normalised if there is a norm"""
+
+    source: str
+    target: str
+    width: int
+    first: int = 0
+    source_first: int = 0
+    norm: Weight | None = None
 
 
 class Prepare(Struct, frozen=True):
@@ -231,28 +244,40 @@ class Softcap(Struct, frozen=True):
 
 
 Op = (
-    Embed | Take | Norm | Prepare | Linear | HeadNorm | Rope | WriteKV | QKV | Attention | Gate | Add | NormAdd | Scale
-    | Softcap
+    Embed | Take | Norm | Columns | Prepare | Linear | HeadNorm | Rope | WriteKV | QKV | Attention | Gate | Add
+    | NormAdd | Scale | Softcap
 )  # fmt: skip
 
 # ---- from a spec to operations
 
 
-def lower(spec: DecoderSpec, formats: Formats) -> list[Op]:
-    """The whole step, one operation a formula."""
-    return list(_lowered(spec, formats))
+def lower(spec: DecoderSpec, formats: Formats, taps: Sequence[int] = ()) -> list[Op]:
+    """The whole step, one operation a formula; `taps` are numbers of layers after which a head reads HIDDEN."""
+    return list(_lowered(spec, formats, taps))
 
 
-def _lowered(spec: DecoderSpec, formats: Formats) -> Iterator[Op]:
-    embedding = _matrix("embedding", spec.vocab_size, spec.hidden_size, formats.head)
+def _lowered(spec: DecoderSpec, formats: Formats, taps: Sequence[int]) -> Iterator[Op]:
+    embedding = matrix("embedding", spec.vocab_size, spec.hidden_size, formats.head)
     yield Embed(HIDDEN, embedding, spec.embedding_scale)
     for index in range(spec.num_layers):
+        yield from _tap(spec, taps, index)
         layer = f"layers.{index}."
-        yield from _part(spec, layer + "attention", _attention(spec, formats.linears, index))
-        yield from _part(spec, layer + "mlp", _mlp(spec, formats.linears, layer))
-    yield Take(HIDDEN, "taken")
-    yield Norm("taken", "normed", _vector("norm", spec.hidden_size))
-    yield _prepare("normed", spec.hidden_size, formats.head)
+        yield from part_of(spec, layer + "attention", attention(spec, formats.linears, index))
+        yield from part_of(spec, layer + "mlp", mlp(spec, formats.linears, layer))
+    yield from _tap(spec, taps, spec.num_layers)
+    yield Take(HIDDEN, TAKEN)
+    yield Norm(TAKEN, "normed", vector("norm", spec.hidden_size))
+    yield from logits(spec, formats, "normed")
+
+
+def _tap(spec: DecoderSpec, taps: Sequence[int], num_layers: int) -> Iterator[Op]:
+    if num_layers in taps:
+        yield Columns(HIDDEN, TAPS, spec.hidden_size, first=taps.index(num_layers) * spec.hidden_size)
+
+
+def logits(spec: DecoderSpec, formats: Formats, source: str) -> Iterator[Op]:
+    """Of normed rows."""
+    yield prepare(source, spec.hidden_size, formats.head)
     name = "embedding" if spec.tied_embeddings else "output"
     # A name of its own even when tied: that both are one buffer is for a pass to find.
     parts = (Part(parameter=f"{name}.weight", first=0, rows=spec.vocab_size),)
@@ -263,58 +288,62 @@ def _lowered(spec: DecoderSpec, formats: Formats) -> Iterator[Op]:
         yield Softcap(LOGITS, spec.logit_softcap)
 
 
-def _part(spec: DecoderSpec, name: str, computed: Iterator[Op]) -> Iterator[Op]:
+def part_of(spec: DecoderSpec, name: str, computed: Iterator[Op]) -> Iterator[Op]:
     """A part of a layer between its norms, from the residual stream ("normed") and back onto it ("part")."""
     pre = spec.norm_placement is not NormPlacement.POST
     post = spec.norm_placement is not NormPlacement.PRE
     if pre:
-        yield Norm(HIDDEN, "normed", _vector(f"{name}_norm", spec.hidden_size))
+        yield Norm(HIDDEN, "normed", vector(f"{name}_norm", spec.hidden_size))
     for op in computed:
         if isinstance(op, Prepare) and op.source == "normed" and not pre:
             yield replace(op, source=HIDDEN)
         else:
             yield op
     if post:
-        yield Norm("part", "part", _vector(f"{name}_post_norm", spec.hidden_size))
+        yield Norm("part", "part", vector(f"{name}_post_norm", spec.hidden_size))
     yield Add("part", HIDDEN, spec.residual_scale)
 
 
-def _attention(spec: DecoderSpec, format: Format, index: int) -> Iterator[Op]:
+def attention(
+    spec: DecoderSpec, format: Format, index: int, source: str = "normed", width: int = 0, pool_layer: int | None = None
+) -> Iterator[Op]:
+    """Of layer `index`, over `width` values of the source (0: as HIDDEN has), kept as `pool_layer` (None: `index`)."""
     layer, qkv = spec.layers[index], f"layers.{index}.qkv"
-    q, kv = spec.q_width, spec.kv_width
-    yield _prepare("normed", spec.hidden_size, format)
+    q, kv, width = spec.q_width, spec.kv_width, width or spec.hidden_size
+    kept = index if pool_layer is None else pool_layer
+    yield prepare(source, width, format)
     for value, first, rows in (("q", 0, q), ("k", q, kv), ("v", q + kv, kv)):
-        yield _linear("operand", value, qkv, first, rows, spec.hidden_size, format, spec.qkv_bias)
+        yield linear("operand", value, qkv, first, rows, width, format, spec.qkv_bias)
     if spec.qk_norm is not QKNorm.NONE:
         full = spec.qk_norm is QKNorm.FULL_WIDTH
         for value, width in (("q", q), ("k", kv)):
-            weight = _vector(f"layers.{index}.{value}_norm", width if full else spec.head_dim)
+            weight = vector(f"layers.{index}.{value}_norm", width if full else spec.head_dim)
             yield HeadNorm(value, weight, full)
     if layer.rope is not None:
         yield Rope("q", layer.rope)
         yield Rope("k", layer.rope)
-    yield WriteKV(index, "k", "v")
-    yield Attention("q", "attended", index, layer.window)
-    yield _prepare("attended", q, format)
+    yield WriteKV(kept, "k", "v")
+    yield Attention("q", "attended", kept, layer.window)
+    yield prepare("attended", q, format)
     output = f"layers.{index}.attention_output"
-    yield _linear("operand", "part", output, 0, spec.hidden_size, q, format, spec.output_bias)
+    yield linear("operand", "part", output, 0, spec.hidden_size, q, format, spec.output_bias)
 
 
-def _mlp(spec: DecoderSpec, format: Format, layer: str) -> Iterator[Op]:
+def mlp(spec: DecoderSpec, format: Format, layer: str) -> Iterator[Op]:
     inner = spec.intermediate_size
-    yield _prepare("normed", spec.hidden_size, format)
+    yield prepare("normed", spec.hidden_size, format)
     for value, first in (("gate", 0), ("up", inner)):
-        yield _linear("operand", value, f"{layer}gate_up", first, inner, spec.hidden_size, format, spec.mlp_bias)
+        yield linear("operand", value, f"{layer}gate_up", first, inner, spec.hidden_size, format, spec.mlp_bias)
     yield Gate("gate", "up", "inner", spec.activation)
-    yield _prepare("inner", inner, format)
-    yield _linear("operand", "part", f"{layer}down", 0, spec.hidden_size, inner, format, spec.mlp_bias)
+    yield prepare("inner", inner, format)
+    yield linear("operand", "part", f"{layer}down", 0, spec.hidden_size, inner, format, spec.mlp_bias)
 
 
-def _prepare(source: str, width: int, format: Format) -> Prepare:
+def prepare(source: str, width: int, format: Format) -> Prepare:
     return Prepare(source, "operand", width, format.operand)
 
 
-def _linear(
+def linear(
     source: str, target: str, name: str, first: int, rows: int, width: int, format: Format, biased: bool
 ) -> Linear:
     part = Part(parameter=f"{name}.weight", first=first, rows=rows)
@@ -322,13 +351,13 @@ def _linear(
     return Linear(source, target, Weight(name=name, parts=(part,), width=width, format=format, bias=bias))
 
 
-def _matrix(name: str, rows: int, width: int, format: Format) -> Weight:
+def matrix(name: str, rows: int, width: int, format: Format) -> Weight:
     part = Part(parameter=f"{name}.weight", first=0, rows=rows)
     return Weight(name=name, parts=(part,), width=width, format=format)
 
 
-def _vector(name: str, rows: int) -> Weight:
-    return _matrix(name, rows, 1, VECTOR)
+def vector(name: str, rows: int) -> Weight:
+    return matrix(name, rows, 1, VECTOR)
 
 
 # ---- the program

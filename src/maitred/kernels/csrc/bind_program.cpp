@@ -257,22 +257,25 @@ void run_logits(BoundProgram& self, const Ints& logits_tokens) {
 void chain(BoundProgram& self, Sampler& sampler, const Rows& logits, const Ints& token_ids, const Ints& positions,
            const Ints& first_tokens, const Ints& block_tables, const Ints& first_blocks, const Ints& num_tokens,
            const ChainSettings& settings, const Sequences& sequences, const Table& tokens, const OutInts& num_sampled,
-           const OutInts& faults) {
+           const OutInts& faults, const Rows* state, const Rows* hidden, const std::optional<Ints>& vocabulary) {
   const StepRows step = step_of(token_ids, positions, first_tokens, block_tables, first_blocks, first_tokens);
   const size_t num_rows = static_cast<size_t>(step.num_rows);
   if (num_tokens.size() != num_rows || settings.shape(0) != num_rows || sequences.shape(0) != num_rows ||
       tokens.shape(0) != num_rows || num_sampled.size() != num_rows || faults.size() != num_rows)
     throw std::invalid_argument("the arrays of a chain do not fit its " + std::to_string(num_rows) + " rows");
-  check_width(logits, self.program.limits().vocab_size);
+  check_width(logits, vocabulary ? static_cast<int64_t>(vocabulary->size()) : self.program.limits().vocab_size);
+  if (state != nullptr) check_width(*state, hidden == nullptr ? -1 : hidden->width);
   const ChainRows rows{static_cast<int>(tokens.shape(1)),
                        num_tokens.data(),
                        settings.data(),
                        sequences.data(),
                        tokens.data(),
                        num_sampled.data(),
-                       faults.data()};
+                       faults.data(),
+                       vocabulary ? vocabulary->data() : nullptr};
+  const Feedback feedback = state != nullptr ? Feedback{*state, *hidden} : Feedback{};
   nb::gil_scoped_release release;
-  run_chain(self.program, sampler, logits, step, rows);
+  run_chain(self.program, sampler, logits, step, rows, state != nullptr ? &feedback : nullptr);
 }
 
 std::vector<std::pair<std::string, int64_t>> profile(const BoundProgram& self) {
@@ -355,6 +358,15 @@ void bind_program(nb::module_& m) {
            nb::arg("alpha"), nb::arg("softcap"), nb::arg("act"), nb::arg("few"), nb::arg("adapted"), nb::arg("name"),
            "first: the column of the target where a rank's outputs begin.")
       .def(
+          "norm",
+          [](BoundProgram& self, const Rows& source, int64_t source_first, const Rows& target, int64_t target_first,
+             int64_t width, const nb::object& weight, float eps, bool few) {
+            add_norm(self.program, source.columns(source_first, width), target.columns(target_first, width),
+                     vector_of(weight, width), eps, few);
+          },
+          nb::arg("source"), nb::arg("source_first"), nb::arg("target"), nb::arg("target_first"), nb::arg("width"),
+          nb::arg("weight").none(), nb::arg("eps"), nb::arg("few"), "Without a weight they are copied.")
+      .def(
           "norm_add",
           [](BoundProgram& self, const Rows& part, const Rows& target, const nb::object& weight, float eps, float scale,
              bool few) {
@@ -368,6 +380,7 @@ void bind_program(nb::module_& m) {
       .def("attention", &attention_op, nb::arg("layer"), nb::arg("num_heads"), nb::arg("window"), nb::arg("scale"),
            nb::arg("softcap"), nb::arg("target"), nb::arg("reader"), nb::arg("sinks") = nb::none(),
            "reader: the linear that reads the target next; sinks: a logit a head that only adds to the denominator.")
+      .def("begin_state", [](BoundProgram& self) { self.program.begin_state(); })
       .def("begin_logits", [](BoundProgram& self) { self.program.begin_logits(); })
       .def("run", &run, nb::arg("token_ids"), nb::arg("positions"), nb::arg("first_tokens"), nb::arg("block_tables"),
            nb::arg("first_blocks"), nb::arg("logits_tokens"), nb::arg("adapters") = nb::none())
@@ -393,7 +406,8 @@ void bind_program(nb::module_& m) {
       .def("chain", &chain, nb::arg("sampler"), nb::arg("logits"), nb::arg("token_ids"), nb::arg("positions"),
            nb::arg("first_tokens"), nb::arg("block_tables"), nb::arg("first_blocks"), nb::arg("num_tokens"),
            nb::arg("settings"), nb::arg("sequences"), nb::arg("tokens").noconvert(), nb::arg("num_sampled").noconvert(),
-           nb::arg("faults").noconvert(), "A step, then steps of what was sampled; see csrc/chain.h.")
+           nb::arg("faults").noconvert(), nb::arg("state") = nb::none(), nb::arg("hidden") = nb::none(),
+           nb::arg("vocabulary") = nb::none(), "A step, then steps of what was sampled; see csrc/chain.h.")
       .def("run_logits", &run_logits, nb::arg("logits_tokens"))
       .def(
           "serve", [](BoundProgram& self) { self.program.serve(); }, nb::call_guard<nb::gil_scoped_release>(),

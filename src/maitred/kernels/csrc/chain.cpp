@@ -1,5 +1,6 @@
 #include "chain.h"
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -64,8 +65,13 @@ bool takes(const ChainRows& rows, int row, int index, const SampleRow& sample) {
   rows.faults[row] = static_cast<int32_t>(sample.fault);
   rows.num_sampled[row] = index + (failed ? 0 : 1);
   if (failed) return false;
-  rows.tokens[row * rows.width + index] = sample.token;
+  rows.tokens[row * rows.width + index] = rows.vocabulary == nullptr ? sample.token : rows.vocabulary[sample.token];
   return index + 1 < rows.num_tokens[row];
+}
+
+void feed(const Feedback& feedback, size_t from, size_t to) {
+  const float* state = feedback.from.row(static_cast<int64_t>(from));
+  std::copy(state, state + feedback.from.width, feedback.to.row(static_cast<int64_t>(to)));
 }
 
 void check(const ChainRows& rows, int num_rows) {
@@ -78,7 +84,8 @@ void check(const ChainRows& rows, int num_rows) {
 
 }  // namespace
 
-void run_chain(Program& program, Sampler& sampler, const Rows& logits, StepRows first, const ChainRows& rows) {
+void run_chain(Program& program, Sampler& sampler, const Rows& logits, StepRows first, const ChainRows& rows,
+               const Feedback* feedback) {
   check(rows, first.num_rows);
   std::vector<int32_t> last_tokens;
   std::vector<int> going;  // rows of the chain that are in the step
@@ -92,17 +99,19 @@ void run_chain(Program& program, Sampler& sampler, const Rows& logits, StepRows 
   NextStep next;
   StepRows step = first;
   for (int index = 0; !going.empty(); ++index) {
-    program.run(step);
+    program.run(step, feedback != nullptr && index > 0);
     samples.clear();
     for (int row : going) {
-      float* row_logits = logits.values + static_cast<int64_t>(samples.size()) * logits.stride;
-      samples.push_back(sample_row(rows, row, index, row_logits));
+      samples.push_back(sample_row(rows, row, index, logits.row(static_cast<int64_t>(samples.size()))));
     }
     sampler.sample(samples.data(), static_cast<int>(samples.size()), logits.width);
     next.clear();
-    for (size_t i = 0; i < going.size(); ++i)
-      if (takes(rows, going[i], index, samples[i]))
-        next.add(first, going[i], samples[i].token, first.positions[last_tokens[going[i]]] + index + 1);
+    for (size_t i = 0; i < going.size(); ++i) {
+      const int row = going[i];
+      if (!takes(rows, row, index, samples[i])) continue;
+      if (feedback != nullptr) feed(*feedback, i, next.rows.size());
+      next.add(first, row, rows.tokens[row * rows.width + index], first.positions[last_tokens[row]] + index + 1);
+    }
     going = next.rows;
     step = next.step();
   }

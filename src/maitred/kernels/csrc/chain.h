@@ -19,12 +19,21 @@ struct ChainRows {
   int32_t* tokens;            // [R][width]
   int32_t* num_sampled;       // [R] fewer than num_tokens[r] where the sampler found a fault
   int32_t* faults;            // [R] SampleFault
+  const int32_t* vocabulary;  // the token of each logit; null where they are the same
+};
+
+// What a head reads in the place of what it read at first: the rows of `from` that belong to the last logits, as the
+// first rows of `to`.
+struct Feedback {
+  Rows from, to;
 };
 
 // Runs `first`, samples a token for each of its rows from the logits of the row's last token, and goes on with those
 // that want more, a token each. `logits` are the rows that the program writes them to; `first` may leave out
-// logits_tokens, and its block tables reach as far as the last token but one that is sampled.
+// logits_tokens, and its block tables reach as far as the last token but one that is sampled. With feedback, which may
+// be null, later steps go on from the program's state.
 // Throws std::invalid_argument as Program::run does, and for rows that want too few or too many tokens.
-void run_chain(Program& program, Sampler& sampler, const Rows& logits, StepRows first, const ChainRows& rows);
+void run_chain(Program& program, Sampler& sampler, const Rows& logits, StepRows first, const ChainRows& rows,
+               const Feedback* feedback = nullptr);
 
 }  // namespace maitred

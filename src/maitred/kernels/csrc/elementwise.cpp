@@ -19,20 +19,44 @@ float sum_of_squares(const float* row, int64_t width) {
   return lanes[0];
 }
 
+float inverse_rms(const float* row, int64_t width, float eps) {
+  return 1.0f / std::sqrt(sum_of_squares(row, width) / static_cast<float>(width) + eps);
+}
+
+// Calls body(t) for each row that this thread takes.
+template <typename Body>
+void each_row(int num_rows, WorkCounter& counter, const Body& body) {
+  const int num_shares = (num_rows + kRowsPerShare - 1) / kRowsPerShare;
+  for (int share = counter.take(); share < num_shares; share = counter.take()) {
+    const int end = std::min(num_rows, (share + 1) * kRowsPerShare);
+    for (int t = share * kRowsPerShare; t < end; ++t) body(t);
+  }
+}
+
 }  // namespace
 
 void norm_add_rows(const float* part, int64_t part_stride, float* hidden, int64_t hidden_stride, const float* weight,
                    int64_t width, int num_rows, float eps, float scale, WorkCounter& counter) {
-  const int num_shares = (num_rows + kRowsPerShare - 1) / kRowsPerShare;
-  for (int share = counter.take(); share < num_shares; share = counter.take()) {
-    const int end = std::min(num_rows, (share + 1) * kRowsPerShare);
-    for (int t = share * kRowsPerShare; t < end; ++t) {
-      const float* x = part + t * part_stride;
-      float* y = hidden + t * hidden_stride;
-      const float inverse = 1.0f / std::sqrt(sum_of_squares(x, width) / static_cast<float>(width) + eps);
-      for (int64_t i = 0; i < width; ++i) y[i] += scale * (x[i] * inverse * weight[i]);
+  each_row(num_rows, counter, [=](int t) {
+    const float* x = part + t * part_stride;
+    float* y = hidden + t * hidden_stride;
+    const float inverse = inverse_rms(x, width, eps);
+    for (int64_t i = 0; i < width; ++i) y[i] += scale * (x[i] * inverse * weight[i]);
+  });
+}
+
+void norm_rows(const float* source, int64_t source_stride, float* target, int64_t target_stride, const float* weight,
+               int64_t width, int num_rows, float eps, WorkCounter& counter) {
+  each_row(num_rows, counter, [=](int t) {
+    const float* x = source + t * source_stride;
+    float* y = target + t * target_stride;
+    if (weight == nullptr) {
+      std::copy(x, x + width, y);
+      return;
     }
-  }
+    const float inverse = inverse_rms(x, width, eps);
+    for (int64_t i = 0; i < width; ++i) y[i] = x[i] * inverse * weight[i];
+  });
 }
 
 void scale_row(float* row, int64_t width, float scale) {

@@ -15,6 +15,10 @@ constexpr int kRowsPerShare = 4;
 void norm_add_rows(const float* part, int64_t part_stride, float* hidden, int64_t hidden_stride, const float* weight,
                    int64_t width, int num_rows, float eps, float scale, WorkCounter& counter);
 
+// target[t] = source[t] / rms(source[t]) * weight, likewise; weight null: target[t] = source[t]. Both may be one.
+void norm_rows(const float* source, int64_t source_stride, float* target, int64_t target_stride, const float* weight,
+               int64_t width, int num_rows, float eps, WorkCounter& counter);
+
 // row[i] *= scale
 void scale_row(float* row, int64_t width, float scale);
 

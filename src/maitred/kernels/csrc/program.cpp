@@ -57,12 +57,12 @@ int64_t Program::buffer_bytes() const {
   return total;
 }
 
-void Program::run(const StepRows& rows) {
+void Program::run(const StepRows& rows, bool goes_on) {
   check(rows);
   check_logits(rows, rows.num_tokens);
   last_num_tokens_ = rows.num_tokens;
   begin(rows, false);
-  run_all(rows);
+  run_all(rows, goes_on);
   if (team_ != nullptr) team_->check();
 }
 
@@ -87,9 +87,9 @@ void Program::serve() {
   }
 }
 
-void Program::run_all(const StepRows& rows) {
+void Program::run_all(const StepRows& rows, bool goes_on) {
   for (const Planner& plan : planners_) plan(rows);
-  run_ops(rows, 0, rows.num_logits > 0 ? ops_.size() : first_logits_op_);
+  run_ops(rows, goes_on ? first_state_op_ : 0, rows.num_logits > 0 ? ops_.size() : first_logits_op_);
 }
 
 void Program::make_counters() {

@@ -65,9 +65,12 @@ class Program {
   // Operations added from here on make logits; the rows before them stay, so they may run again for other tokens.
   void begin_logits() { first_logits_op_ = ops_.size(); }
 
+  // Operations before this one are left out of steps that go on from what the last one left in the buffers.
+  void begin_state() { first_state_op_ = ops_.size(); }
+
   // Throws std::invalid_argument for a step that the buffers, the model or the pool cannot take. Without logits_tokens
-  // the operations that make logits are left out.
-  void run(const StepRows& rows);
+  // the operations that make logits are left out. goes_on: from the state, for a program of one process.
+  void run(const StepRows& rows, bool goes_on = false);
   // Logits of other tokens of the last step; only logits_tokens and num_logits are read.
   void run_logits(const StepRows& rows);
   // Of the other ranks: runs what rank 0 runs, until that says to stop.
@@ -82,7 +85,7 @@ class Program {
   void check_row(const StepRows& rows, int row) const;
   void check_logits(const StepRows& rows, int num_tokens) const;
   void make_counters();
-  void run_all(const StepRows& rows);
+  void run_all(const StepRows& rows, bool goes_on = false);
   void begin(const StepRows& rows, bool only_logits);
   void run_ops(const StepRows& rows, size_t first, size_t end);
 
@@ -98,6 +101,7 @@ class Program {
   WorkCounter* counters_ = nullptr;              // the same, or those that ranks share
   int num_counters_ = 0;
   int num_counters_made_ = 0;
+  size_t first_state_op_ = 0;
   size_t first_logits_op_ = 0;
   int last_num_tokens_ = 0;
   bool profiling_ = false;

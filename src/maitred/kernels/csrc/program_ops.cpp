@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <stdexcept>
 
 #include "elementwise.h"
 
@@ -15,6 +16,13 @@ constexpr int kWeightCounters = 2;
 int rows_of(const StepRows& step, bool few) { return few ? step.num_logits : step.num_tokens; }
 
 }  // namespace
+
+Rows Rows::columns(int64_t first, int64_t count) const {
+  if (first < 0 || count < 1 || first + count > width)
+    throw std::invalid_argument("columns " + std::to_string(first) + " to " + std::to_string(first + count - 1) +
+                                " of rows of " + std::to_string(width) + " values");
+  return Rows{values + first, count, stride};
+}
 
 OperandBuffers::OperandBuffers(Program& program, const std::vector<LinearShape>& shapes) {
   int64_t row_bytes = 64, num_sums = 1;
@@ -112,6 +120,15 @@ void add_norm_add(Program& program, const Rows& part, const Rows& target, const 
   program.add("norm and add", 1, [=](const StepRows& step, WorkCounter* counters, const Worker&) {
     norm_add_rows(part.values, part.stride, target.values, target.stride, weight, part.width, rows_of(step, few), eps,
                   scale, counters[0]);
+    return true;
+  });
+}
+
+void add_norm(Program& program, const Rows& source, const Rows& target, const float* weight, float eps, bool few) {
+  const char* name = weight == nullptr ? "copy" : "norm";
+  program.add(name, 1, [=](const StepRows& step, WorkCounter* counters, const Worker&) {
+    norm_rows(source.values, source.stride, target.values, target.stride, weight, source.width, rows_of(step, few), eps,
+              counters[0]);
     return true;
   });
 }

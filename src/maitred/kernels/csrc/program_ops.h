@@ -36,6 +36,10 @@ struct Rows {
   float* values;
   int64_t width;
   int64_t stride;  // floats from one row to the next
+
+  float* row(int64_t index) const { return values + index * stride; }
+  // Throws std::invalid_argument for columns that are not there.
+  Rows columns(int64_t first, int64_t count) const;
 };
 
 // The program's adapters and the linear's number among theirs; null: they add nothing to it.
@@ -66,6 +70,9 @@ void add_linear(Program& program, const OperandBuffers& operands, const PackedLi
 
 void add_norm_add(Program& program, const Rows& part, const Rows& target, const float* weight, float eps, float scale,
                   bool few);
+
+// target = source, normed if there is a weight; both of source's width. few: as many rows as logits are wanted.
+void add_norm(Program& program, const Rows& source, const Rows& target, const float* weight, float eps, bool few);
 
 // table: room for max_tokens x 2 x num_pairs values.
 void add_rope_table(Program& program, const RopeOp& rope, float* table);
