@@ -82,12 +82,19 @@ def native_plan(
     isa: str | None = None,
     max_tokens: int | None = None,
     max_logits: int | None = None,
+    taps: tuple[int, ...] = (),
     **model: Any,
 ) -> NativePlan:
     """A plan in float32 on one thread, unless told otherwise."""
     config = ModelConfig(**{"dtype": "float32", "num_threads": 1, "weight_cache": "off"} | model)
     plan = plan_native_executor(
-        config, checkpoint, spec, cache=CacheConfig(block_size=block_size), scheduler=SchedulerConfig(), num_threads=1
+        config,
+        checkpoint,
+        spec,
+        cache=CacheConfig(block_size=block_size),
+        scheduler=SchedulerConfig(),
+        num_threads=1,
+        taps=taps,
     )
     asked = {"isa": isa, "max_tokens": max_tokens, "max_logits": max_logits}
     return replace(plan, **{name: value for name, value in asked.items() if value is not None})

@@ -397,7 +397,7 @@ def weights_of(op: Op) -> tuple[Weight, ...]:
     match op:
         case Embed() | Norm() | HeadNorm() | NormAdd() | Linear():
             return (op.weight,)
-        case Prepare():
+        case Prepare() | Columns():
             return (op.norm,) if op.norm is not None else ()
         case QKV():
             return tuple(weight for weight in (op.q_norm, op.k_norm) if weight is not None)
