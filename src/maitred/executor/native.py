@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -73,7 +73,7 @@ class Choice(Protocol):
 class TapReader(Protocol):
     """Whoever drafts from what the program computed; `speculative.mtp.Head` is one."""
 
-    def computed(self, rows: Iterable[Computed]) -> None: ...
+    def computed(self, step: Computed) -> None: ...
 
 
 class Ranks(Protocol):
@@ -204,18 +204,10 @@ class NativeExecutor:
             self._add_prompt_logprobs(piece, first, prompts)
         if self.on_logits is not None:
             self._show_logits(self.on_logits, slices, step)
-        if self.head is not None:
-            self.head.computed(self._computed(slices, step))
-
-    def _computed(self, slices: Sequence[Slice], step: RaggedStep) -> Iterator[Computed]:
-        """Of each slice, the positions whose next token is known now."""
-        assert self.runner.taps is not None
-        taps_TE = self.runner.taps[: len(step.token_ids)].copy()
-        for piece, first in zip(slices, step.first_tokens.tolist(), strict=False):
-            state = piece.work.state
-            count = min(piece.num_tokens, state.tokens.size - 1 - piece.start)
-            if count > 0:  # none of a row whose sampling failed
-                yield Computed(state, piece.start, taps_TE[first : first + count])
+        if self.head is not None and self.runner.taps is not None:
+            states = [piece.work.state for piece in slices]
+            starts, counts = [piece.start for piece in slices], [piece.num_tokens for piece in slices]
+            self.head.computed(Computed(states, starts, counts, self.runner.taps[: len(step.token_ids)].copy()))
 
     def _sample(
         self, slices: Sequence[Slice], wanted: Sequence[int], logits_RV: Logits, tokens: dict[int, SampledToken]

@@ -126,9 +126,10 @@ def head_proposer(
 
     Raises CheckpointError or OutOfMemory.
     """
+    width = plan.checkpoint.spec.tap_width
     context = min(max_model_len, plan.checkpoint.spec.decoder.max_position_embeddings)
     program, summary = plan.load(executor, max_model_len=context, on_packed=on_packed)
     sampler = Sampler(executor.threads, isa=plan.served.isa)
-    head = Head(NativeHeadRunner(program, sampler, plan.checkpoint.draft_to_target, context))
+    head = Head(NativeHeadRunner(program, sampler, plan.checkpoint.draft_to_target, context), tap_width=width)
     executor.head = head
     return head, summary

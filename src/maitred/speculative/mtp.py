@@ -1,17 +1,16 @@
 """Head: one layer beside the served model drafts from what that computed, its taps (EAGLE-3; multi-token prediction).
 
 Slot t of its keys and values is made of the taps at position t and the token after it, so it comes one step later than
-the model's own. Its layer is one more of the served pool: shared, copied and swapped blocks bring it along. Prompts are
-taken in as they are computed; of output the taps wait until drafts are asked for, or until there are many of them, so
-that a step without drafts does nothing for them but keep them. Slots that nobody made hold what they held: drafts are
-guesses, which the served model checks.
+the model's own. Its layer is one more of the served pool: shared, copied and swapped blocks bring it along. Taps wait
+until drafts are asked for, so that steps without drafts do nothing for them but keep them, and those that waited too
+long are dropped. Slots that nobody made hold what they held: drafts are guesses, which the served model checks.
 Source: Li et al., EAGLE-3, 2025, arXiv:2503.01840.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -23,16 +22,19 @@ from maitred.speculative.proposer import DraftAsk, DraftedRequest
 
 logger = logging.getLogger(__name__)
 Taps = NDArray[np.float32]
-FLUSHED_TOGETHER = 16
-"""Positions: a request whose so many last ones are known gets their slots made, asked for or not."""
+WAITING_BYTES = 64 * 2**20
+"""Of taps, at most."""
+_LOGGED = 64
+"""Steps whose taps are dealt out to their requests together."""
 
 
 class Computed(NamedTuple):
-    """Positions of a request that a step computed, and its taps [of them, width], which are the caller's."""
+    """A step: requests, the first position of each and how many, and the taps of all, one below the other."""
 
-    request: DraftedRequest
-    start: int
-    taps: Taps
+    requests: Sequence[DraftedRequest]
+    starts: Sequence[int]
+    counts: Sequence[int]
+    taps: Taps  # [positions, width], not the caller's
 
 
 class HeadRunner(Protocol):
@@ -61,30 +63,40 @@ class HeadRunner(Protocol):
 
 @dataclass(slots=True)
 class _Kept:
-    """Taps of a request that wait, of positions that follow each other; the last ones that are known."""
+    """Taps of a request that wait, of positions that follow each other."""
 
-    first: int
+    request: DraftedRequest
+    first: int = 0
     waiting: list[Taps] = field(default_factory=list)
     num_waiting: int = 0
-    num_made: int = 0  # of the first of them, slots are made: the last one's state is wanted again
     is_hopeless: bool = False  # nothing can be drawn from what it says
 
+    @property
+    def end(self) -> int:
+        """Position after the last."""
+        return self.first + self.num_waiting
+
     def add(self, start: int, taps: Taps) -> None:
-        if start != self.first + self.num_waiting:  # resumed elsewhere
-            self.first, self.num_waiting, self.num_made = start, 0, 0
-            self.waiting.clear()
+        if not self.first <= start <= self.end:
+            self.drop(0)
+            self.first = start
+        self.drop(start - self.first)  # rejected drafts
         self.waiting.append(taps)
         self.num_waiting += len(taps)
 
-    @property
-    def last(self) -> int:
-        """Position."""
-        return self.first + self.num_waiting - 1
+    def drop(self, num_kept: int) -> None:
+        """All but the first so many."""
+        while (num_more := self.num_waiting - num_kept) > 0:
+            last = self.waiting.pop()
+            self.num_waiting -= len(last)
+            if len(last) > num_more:
+                self.waiting.append(last[:-num_more])
+                self.num_waiting += len(last) - num_more
 
     def take(self) -> tuple[int, Taps]:
-        """Position of the first, and all taps; of which the last waits on, with its slot made."""
+        """Position of the first, and all taps; of which the last waits on, since its state is wanted again."""
         first, taps = self.first, self.waiting[0] if len(self.waiting) == 1 else np.concatenate(self.waiting)
-        self.first, self.waiting, self.num_waiting, self.num_made = self.last, [taps[-1:].copy()], 1, 1
+        self.first, self.waiting, self.num_waiting = self.end - 1, [taps[-1:].copy()], 1
         return first, taps
 
 
@@ -100,28 +112,27 @@ class Head:
 
     name = "mtp"
 
-    def __init__(self, runner: HeadRunner) -> None:
+    def __init__(self, runner: HeadRunner, *, tap_width: int) -> None:
         self._runner = runner
+        self._log: list[Computed] = []
+        self._num_logged = 0  # positions
         self._kept: dict[str, _Kept] = {}
+        self._most_waiting = max(WAITING_BYTES // (4 * tap_width), runner.max_tokens)
         self._is_told = False  # that there are faults; the first one is
 
-    def computed(self, rows: Iterable[Computed]) -> None:
-        """Told of each step when its tokens are sampled: positions whose next token is known."""
-        many = []
-        for row in rows:
-            kept = self._kept.get(row.request.request_id)
-            if kept is None:
-                kept = self._kept[row.request.request_id] = _Kept(row.start)
-            kept.add(row.start, row.taps)
-            if kept.num_waiting - kept.num_made >= FLUSHED_TOGETHER:
-                many.append((row.request, kept))
-        self._make(many)
+    def computed(self, step: Computed) -> None:
+        """Told of each step."""
+        self._log.append(step)
+        self._num_logged += len(step.taps)
+        if len(self._log) >= _LOGGED or self._num_logged > self._most_waiting:
+            self._deal()
 
     def propose(self, asks: Sequence[DraftAsk]) -> list[Sequence[int]]:
+        self._deal()
         found: list[Sequence[int]] = [()] * len(asks)
         jobs = [job for place, ask in enumerate(asks) if (job := self._job(place, ask)) is not None]
         if sum(job.kept.num_waiting for job in jobs) > self._runner.max_tokens:
-            self._make([(job.ask.request, job.kept) for job in jobs])
+            self._make([job.kept for job in jobs])
         most = self._runner.max_rows
         for first in range(0, len(jobs), most):
             some = jobs[first : first + most]
@@ -131,9 +142,11 @@ class Head:
         return found
 
     def forget(self, request_id: str) -> None:
+        self._deal()
         self._kept.pop(request_id, None)
 
     def close(self) -> None:
+        self._log.clear()
         self._kept.clear()
         self._runner.close()
 
@@ -142,36 +155,61 @@ class Head:
         request = ask.request
         kept, num_tokens = self._kept.get(request.request_id), len(request.tokens.array)
         num_drafts = min(ask.num_drafts, self._runner.max_positions - num_tokens + 1)
-        if kept is None or kept.is_hopeless or kept.last != num_tokens - 2 or num_drafts < 1:
+        if kept is None or kept.is_hopeless or num_drafts < 1 or not kept.first < num_tokens - 1 <= kept.end:
             return None
+        kept.drop(num_tokens - 1 - kept.first)  # rejected drafts; each needs the token after it, besides
         return _Job(place, ask, kept, num_drafts)
 
     def _chain(self, jobs: Sequence[_Job]) -> list[DraftTokens]:
         pieces, taps = [], []
         for job in jobs:
             first, rows = job.kept.take()
-            pieces.append(_piece(job.ask.request, first, len(rows)))
+            pieces.append(_piece(job.kept.request, first, len(rows)))
             taps.append(rows)
         ends = [ChainEnd(job.num_drafts, job.ask.request.sampler) for job in jobs]
         return self._runner.chain(pieces, taps, ends)
 
-    def _make(self, waiting: Sequence[tuple[DraftedRequest, _Kept]]) -> None:
+    def _make(self, waiting: Sequence[_Kept]) -> None:
         """Slots of all that waits, as many tokens a pass as there is room for."""
         pieces: list[Piece] = []
         taps: list[Taps] = []
         room = self._runner.max_tokens
-        for request, kept in waiting:
+        for kept in waiting:
             first, rows = kept.take()
             while len(rows):
                 if room == 0:
                     self._runner.compute(pieces, taps)
                     pieces, taps, room = [], [], self._runner.max_tokens
                 count = min(room, len(rows))
-                pieces.append(_piece(request, first, count))
+                pieces.append(_piece(kept.request, first, count))
                 taps.append(rows[:count])
                 first, rows, room = first + count, rows[count:], room - count
         if pieces:
             self._runner.compute(pieces, taps)
+
+    def _deal(self) -> None:
+        """Give each request the taps of the steps that were logged."""
+        for step in self._log:
+            first = 0
+            for request, start, count in zip(step.requests, step.starts, step.counts, strict=True):
+                kept = self._kept.get(request.request_id)
+                if kept is None or kept.request is not request:  # it comes back as another
+                    kept = self._kept[request.request_id] = _Kept(request)
+                kept.add(start, step.taps[first : first + count])
+                first += count
+        if self._log:
+            self._log.clear()
+            self._num_logged = 0
+            self._drop_old()
+
+    def _drop_old(self) -> None:
+        """Until what waits is within its bound: all of those that came first, but for the last position."""
+        num_waiting = sum(kept.num_waiting for kept in self._kept.values())
+        for kept in self._kept.values():
+            if num_waiting <= self._most_waiting:
+                return
+            num_waiting -= kept.num_waiting - 1
+            kept.take()
 
     def _note(self, job: _Job, made: DraftTokens) -> None:
         if made.fault is None or made.tokens:
