@@ -185,7 +185,7 @@ def _plan(config: EngineConfig, checkpoint: Checkpoint, tell: OnEvent, files: Ex
         config,
         checkpoint,
         plan_executor(config, checkpoint, spec, tell),
-        with_layer=lambda: plan_executor(config, checkpoint, spec, lambda line: None, num_extra_layers=1),
+        with_taps=lambda taps: plan_executor(config, checkpoint, spec, lambda line: None, taps),
         num_threads=lambda draft: useful_threads(spec_from_config(draft.config)),
         files=files,
         tell=tell,

@@ -63,14 +63,14 @@ def plan_drafts(
     checkpoint: Checkpoint,
     executor: ExecutorPlan,
     *,
-    with_layer: Callable[[], ExecutorPlan],
+    with_taps: Callable[[tuple[int, ...]], ExecutorPlan],
     num_threads: Callable[[Checkpoint], int],
     files: ExitStack,
     tell: Callable[[str], None],
 ) -> Plans:
     """Who drafts beside this executor, None where nobody does; and the executor's plan, which a head changes.
 
-    `with_layer` plans the executor with a layer more in its KV cache, a head's; `num_threads` are of a draft model;
+    `with_taps` plans the executor so that a head reads along after these layers; `num_threads` are of a draft model;
     `files` keeps checkpoints open. `tell` is told of what lies beside the served model and cannot draft for it; what
     was asked for raises ConfigError then, and so does asking an executor that makes no drafts.
     """
@@ -84,7 +84,7 @@ def plan_drafts(
         try:
             drafter = files.enter_context(open_checkpoint(folder))
             if (kind or _kind_of(drafter, wanted)) == "mtp":
-                return _plan_head(config, checkpoint, drafter, with_layer(), files)
+                return _plan_head(config, checkpoint, drafter, with_taps, files)
             return executor, _plan_model(config, checkpoint, drafter, num_threads(drafter))
         except (CheckpointError, ConfigError, KernelError) as error:
             if wanted != "auto" or named is not None:
@@ -136,14 +136,20 @@ def _plan_model(config: EngineConfig, checkpoint: Checkpoint, draft: Checkpoint,
 
 
 def _plan_head(
-    config: EngineConfig, checkpoint: Checkpoint, folder: Checkpoint, executor: ExecutorPlan, files: ExitStack
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    folder: Checkpoint,
+    with_taps: Callable[[tuple[int, ...]], ExecutorPlan],
+    files: ExitStack,
 ) -> Plans:
     from maitred.model.head_folder import open_head  # noqa: PLC0415  numpy
 
-    head = files.enter_context(open_head(folder.folder, checkpoint, folder.name))
+    head = open_head(folder.folder, checkpoint, folder.name)
+    files.callback(head.close)
     from maitred.executor.native_head import plan_head  # noqa: PLC0415  the library itself
 
-    plan = plan_head(config.model, checkpoint, head, cast("NativePlan", executor))
+    executor = with_taps(head.spec.taps)
+    plan = plan_head(cast("NativePlan", executor), head, max_rows=config.scheduler.max_num_seqs)
     return executor, DraftPlan("mtp", folder.name, head=plan)
 
 

@@ -103,11 +103,11 @@ def plan_executor(
     checkpoint: Checkpoint,
     spec: DecoderSpec,
     tell: Callable[[str], None],
-    num_extra_layers: int = 0,
+    taps: tuple[int, ...] = (),
 ) -> ExecutorPlan:
     """auto: PyTorch where it sees a GPU; else native, and PyTorch again, with the reason told, for what that lacks.
 
-    `num_extra_layers` are the KV cache's beyond the model's, which the native executor alone has.
+    `taps` are numbers of layers after which a head reads along, which the native executor alone lets it.
     Raises ConfigError when the executor that was asked for cannot serve this model, or none can.
     """
     check_threads(config.model.num_threads)
@@ -117,7 +117,7 @@ def plan_executor(
             raise ConfigError("tensor_parallel is the native executor's; leave it out, or choose --executor native")
         return _plan_torch(config, checkpoint, spec)
     try:
-        return _plan_native(config, checkpoint, spec, tell, num_extra_layers)
+        return _plan_native(config, checkpoint, spec, tell, taps)
     except KernelError as error:
         if wanted == "native" or not _has_torch() or _integers(config) or has_ranks:
             raise ConfigError(str(error)) from error
@@ -130,7 +130,7 @@ def _plan_native(
     checkpoint: Checkpoint,
     spec: DecoderSpec,
     tell: Callable[[str], None],
-    num_extra_layers: int,
+    taps: tuple[int, ...],
 ) -> ExecutorPlan:
     if importlib.util.find_spec("maitred.kernels._native") is None:
         raise KernelError("the native library was not built; install maitred from a wheel, or with a C++17 compiler")
@@ -149,7 +149,7 @@ def _plan_native(
         scheduler=config.scheduler,
         num_threads=num_threads,
         num_drafts=config.speculative.num_drafts,
-        num_extra_layers=num_extra_layers,
+        taps=taps,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from maitred.executor.native import NativeExecutor
 from maitred.executor.native_draft import chain_rows, step_of
@@ -16,7 +17,7 @@ from maitred.model.packed import OnPacked, PackedWeights, plan_weights, total_by
 from maitred.model.packed_cache import load_weights
 from maitred.model.program import Program
 from maitred.speculative.draft import ChainEnd, DraftTokens, Piece
-from maitred.speculative.mtp import Head, Taps
+from maitred.speculative.mtp import WAITING_BYTES, Head, Taps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,16 +40,16 @@ class HeadPlan:
 
     @property
     def buffer_bytes(self) -> int:
-        """Rows of its program, and the taps that the served one leaves."""
+        """Rows of its program, the taps that the served one leaves, and those that wait."""
         head = self.checkpoint.spec
         decoder = head.decoder
         widths = 8 * decoder.hidden_size + 3 * decoder.q_width + decoder.intermediate_size + 3 * head.tap_width
-        return 4 * (self.served.max_tokens * widths + self.max_rows * decoder.vocab_size)
+        return 4 * (self.served.max_tokens * widths + self.max_rows * decoder.vocab_size) + WAITING_BYTES
 
     def describe(self) -> str:
         """A line for the terminal."""
         taps = ", ".join(str(tap) for tap in self.checkpoint.spec.taps)
-        return f"{self.checkpoint.name}: a head on layers {taps}, weights {self.program.formats.linears}"
+        return f"a head on layers {taps}, weights {self.program.formats.linears}"
 
     def load(
         self, executor: NativeExecutor, *, max_model_len: int, on_packed: OnPacked | None = None
@@ -60,7 +61,8 @@ class HeadPlan:
         )
         weights = loaded.weights
         if self._shares_embedding:
-            weights = PackedWeights({**weights.tensors, "embedding": executor.runner.weights["embedding"]})
+            embedding = cast(NativeProgram, executor.runner).weights["embedding"]
+            weights = PackedWeights({**weights.tensors, "embedding": embedding})
         program = NativeProgram(
             self.program,
             weights,
