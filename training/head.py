@@ -135,7 +135,7 @@ def head_loss(head: Head, model: Decoder, batch: Batch) -> tuple[Tensor, Tensor]
         loss, first_same = torch.zeros(()), torch.zeros(())
         for step in range(num_steps):
             embedded_BTD = model.model.embed_tokens(_shifted(tokens_BT, step + 1))
-            x_BTD = head.layers[0].ahead(embedded_BTD, x_BTD, _where(head, step, mask), steps)
+            x_BTD = head.layers[0].ahead(embedded_BTD, x_BTD, where(head, step, mask), steps)
             weight_N, kept = _weights(batch, step)
             logits_NV = head.lm_head(head.norm(x_BTD).flatten(0, 1)[kept])
             with torch.no_grad():
@@ -161,7 +161,7 @@ def survival(head: Head, model: Decoder, batch: Batch, num_steps: int) -> tuple[
     alive_BT[:, -num_steps - 1 :] = False
     total, right = int(alive_BT.sum()), []
     for step in range(num_steps):
-        x_BTD = head.layers[0].ahead(model.model.embed_tokens(drafted_BT), x_BTD, _where(head, step, mask), steps)
+        x_BTD = head.layers[0].ahead(model.model.embed_tokens(drafted_BT), x_BTD, where(head, step, mask), steps)
         drafted_BT = head.lm_head(head.norm(x_BTD)).argmax(-1)
         alive_BT = alive_BT & (drafted_BT == _shifted(said_BT, step + 1))
         right.append(alive_BT.sum())
@@ -207,7 +207,7 @@ def load_head(directory: Path, model: Decoder) -> Head:
     return head.to(next(model.parameters()).dtype).eval()
 
 
-def _where(head: Head, step: int, mask: Tensor) -> Where:
+def where(head: Head, step: int, mask: Tensor) -> Where:
     """Rows stand one position later with each step."""
     cos, sin = rope_tables(head.shape, step + torch.arange(mask.shape[-1]))
     return Where(cos.to(mask.dtype), sin.to(mask.dtype), mask)

@@ -1,0 +1,164 @@
+"""Heads: drafts are those of the package `speculators`, on folders that it wrote.
+
+The package asks for an older transformers than the other tests, and for torchvision and datasets, so it is not among
+what contributors install; where it is there (`pip install --no-deps speculators==0.9.0`, and what it then misses), the
+reference is held against it. Without, against what trains the built-in model's head.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from maitred.model.checkpoint import open_checkpoint
+from maitred.model.head_folder import open_head
+from tests.executor.head_reference import HeadReference, parameters_of
+from tests.model.checkpoints import VOCAB_SIZE, make_checkpoint
+from tests.model.heads import TAPS, vocabulary
+from training.head import Head, export_head, head_shape, load_head
+from training.head import where as rows_of_step
+from training.model import MINI, Decoder
+
+NUM_DRAFTS = 6
+DRAFT_IDS = np.arange(VOCAB_SIZE)[3::4]
+
+HEADS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "of fewer tokens": {"draft_ids": DRAFT_IDS},
+    "normed before": {"norm_before_fc": True, "norm_before_residual": True},
+    "normed each, and after": {"fc_norm": True, "norm_output": True, "draft_ids": DRAFT_IDS},
+    "qwen3": {"family": "qwen3", "norm_before_residual": True},
+    "with biases": {"layer": {"attention_bias": True, "mlp_bias": True}},
+}
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint("llama", tmp_path_factory.mktemp("models") / "served")
+
+
+def write_head(folder: Path, *, family: str = "llama", draft_ids: Any = None, layer: Any = None, **flags: Any) -> Any:
+    """A random head of the served model, the package's own, which also saves it."""
+    speculators = pytest.importorskip("speculators", reason="the package speculators 0.9 is not installed")
+    from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
+    from transformers import AutoConfig
+
+    described = AutoConfig.for_model(
+        family,
+        **{
+            "vocab_size": VOCAB_SIZE,
+            "hidden_size": 72,
+            "intermediate_size": 44,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 18,
+            "rms_norm_eps": 1e-5,
+            "pad_token_id": None,
+            **(layer or {}),
+        },
+    )
+    described._attn_implementation = "sdpa"
+    greedy = speculators.proposals.greedy.GreedyTokenProposalConfig(speculative_tokens=NUM_DRAFTS)
+    config = Eagle3SpeculatorConfig(
+        transformer_layer_config=described,
+        draft_vocab_size=VOCAB_SIZE if draft_ids is None else len(draft_ids),
+        eagle_aux_hidden_state_layer_ids=list(TAPS),
+        speculators_config=speculators.SpeculatorsConfig(
+            algorithm="eagle3",
+            proposal_methods=[greedy],
+            default_proposal_method="greedy",
+            verifier=speculators.VerifierConfig(name_or_path=None, architectures=["LlamaForCausalLM"]),
+        ),
+        **flags,
+    )
+    head = Eagle3DraftModel(config)
+    if draft_ids is not None:
+        head.load_vocab_mappings(
+            **{name: torch.from_numpy(ids) for name, ids in vocabulary(draft_ids, VOCAB_SIZE).items()}
+        )
+    _randomise(head)
+    head.save_pretrained(folder)
+    return head.eval()
+
+
+def _randomise(head: Any) -> None:
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, weight in head.named_parameters():
+            noise = torch.randn(weight.shape, generator=generator)
+            if weight.ndim == 2:
+                weight.copy_(noise * (0.2 if "embed" in name else 1.5 * weight.shape[1] ** -0.5))
+            else:
+                weight.copy_(0.3 * noise if name.endswith("bias") else 1 + 0.2 * noise)
+
+
+def drafts_of_package(head: Any, taps_TE: np.ndarray, next_tokens_T: list[int]) -> list[int]:
+    """Greedy drafts after the last row, each fed back as in serving.
+
+    The package trains with the right tokens and never feeds a draft back. But at its step k, row t reads the token k
+    places after its own; so the drafts go there, on rows that row t does not see.
+    """
+    num_rows, drafts = len(taps_TE), list[int]()
+    hidden = torch.zeros(1, num_rows + NUM_DRAFTS, taps_TE.shape[1])
+    hidden[0, :num_rows] = torch.from_numpy(taps_TE)
+    token_ids = torch.zeros(1, num_rows + NUM_DRAFTS, dtype=torch.long)
+    token_ids[0, :num_rows] = torch.tensor(next_tokens_T)
+    for step in range(NUM_DRAFTS):
+        with torch.no_grad():
+            made = head(hidden, token_ids, torch.zeros_like(token_ids), ttt_steps=step + 1)
+        drafted = int(made[step][0, num_rows - 1])
+        drafts.append(drafted + (int(head.d2t[drafted]) if head.d2t is not None else 0))
+        token_ids[0, num_rows + step] = drafts[-1]
+    return drafts
+
+
+def states(num_rows: int, seed: int, width: int = len(TAPS) * 72) -> tuple[np.ndarray, list[int]]:
+    """Taps of so many positions, and the tokens after them."""
+    random = np.random.default_rng(seed)
+    taps_TE = random.standard_normal((num_rows, width), dtype=np.float32)
+    return taps_TE, random.integers(VOCAB_SIZE, size=num_rows).tolist()
+
+
+@pytest.mark.parametrize("settings", HEADS.values(), ids=HEADS)
+def test_the_reference_drafts_as_the_package_does(tmp_path: Path, served: Path, settings: dict[str, Any]):
+    package = write_head(tmp_path, **settings)
+    with open_checkpoint(str(served)) as model, open_head(tmp_path, model) as head:
+        reference = HeadReference(head.spec, parameters_of(head), head.draft_to_target)
+        for seed, num_rows in enumerate((1, 2, 7, 40)):
+            taps_TE, next_tokens_T = states(num_rows, seed)
+            drafts, _ = reference.drafts(taps_TE, next_tokens_T, NUM_DRAFTS)
+            assert drafts == drafts_of_package(package, taps_TE, next_tokens_T)
+
+
+def drafts_of_training(head: Head, model: Decoder, taps_TE: np.ndarray, next_tokens_T: list[int]) -> list[int]:
+    """The same, by the code that trains: all rows go on with the last one's draft, which nobody sees of the others."""
+    mask = torch.full((len(taps_TE), len(taps_TE)), -torch.inf).triu(1)[None, None]
+    token_ids, drafts, steps = torch.tensor([next_tokens_T]), list[int](), list[Any]()
+    with torch.no_grad():
+        x_BTD = head.fc(torch.from_numpy(taps_TE)[None])
+        for step in range(NUM_DRAFTS):
+            embedded_BTD = model.model.embed_tokens(token_ids)
+            x_BTD = head.layers[0].ahead(embedded_BTD, x_BTD, rows_of_step(head, step, mask), steps)
+            drafts.append(int(head.lm_head(head.norm(x_BTD[0, -1])).argmax()))
+            token_ids = torch.full_like(token_ids, drafts[-1])
+    return drafts
+
+
+def test_the_reference_drafts_as_the_head_was_trained(tmp_path: Path):
+    torch.manual_seed(0)
+    model = Decoder(MINI)
+    export_head(Head(head_shape(MINI)), tmp_path)
+    trained = load_head(tmp_path, model)
+    with open_checkpoint(None) as served, open_head(tmp_path, served) as head:
+        parameters = parameters_of(head)
+        model.model.embed_tokens.weight.data.copy_(torch.from_numpy(parameters["embedding.weight"]))
+        reference = HeadReference(head.spec, parameters)
+        for num_rows in (1, 5, 33):
+            taps_TE, next_tokens_T = states(num_rows, num_rows, width=3 * MINI.hidden_size)
+            drafts, _ = reference.drafts(taps_TE, next_tokens_T, NUM_DRAFTS)
+            assert drafts == drafts_of_training(trained, model, taps_TE, next_tokens_T)
