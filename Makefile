@@ -55,10 +55,11 @@ soak: $(VENV)/.installed-dev ## the tests marked so, a million simulated request
 TRAIN = OMP_WAIT_POLICY=passive $(BIN)/python -m training.train --seed 0 --threads $$(nproc)
 SCORE = OMP_WAIT_POLICY=passive $(BIN)/python -m training.evaluate --threads $$(nproc)
 MINUTES ?= 80
-train: $(VENV)/.installed-dev ## train the built-in model (MINUTES=80) and its draft anew into runs/ and score both (an hour and three quarters); what was stopped goes on
+train: $(VENV)/.installed-dev ## train the built-in model (MINUTES=80), its draft and its head anew into runs/ and score them (two hours); what was stopped goes on
 	$(TRAIN) --out runs/mini --minutes $(MINUTES) --new-tokenizer
 	$(TRAIN) --out runs/draft --minutes 12 --draft --teacher runs/mini/model
-	$(SCORE) --model runs/mini/model --draft runs/draft/model --num-each 500 --misses 3 > runs/mini/scores.md && cat runs/mini/scores.md
+	$(TRAIN) --out runs/mtp --minutes 15 --mtp --teacher runs/mini/model
+	$(SCORE) --model runs/mini/model --draft runs/draft/model --head runs/mtp/model --num-each 500 --misses 3 > runs/mini/scores.md && cat runs/mini/scores.md
 	$(SCORE) --model runs/draft/model --num-each 50 > runs/draft/scores.md && cat runs/draft/scores.md
 
 clean: ## remove what the verbs above made
