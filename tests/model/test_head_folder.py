@@ -87,11 +87,24 @@ def test_the_norms_of_a_head_are_read(tmp_path: Path, served: Checkpoint):
 
 def test_a_head_that_names_no_layers_reads_those_that_its_package_reads(tmp_path: Path):
     model = make_checkpoint("llama", tmp_path / "deep", num_hidden_layers=8)
-    unsaid = {"speculators": {"eagle_aux_hidden_state_layer_ids": None}, "specforge": {"eagle_config": None}}
+    unsaid: dict[str, dict[str, Any]] = {
+        "speculators": {"eagle_aux_hidden_state_layer_ids": None},
+        "specforge": {"eagle_config": None},
+    }
     with open_checkpoint(str(model)) as deep:
         for layout in LAYOUTS:
             folder = make_head(tmp_path / layout, model, layout=layout, **unsaid[layout])
             assert open_head(folder, deep).spec.taps == (2, 4, 5)
+
+
+def test_a_model_too_shallow_for_that_needs_them_named(tmp_path: Path):
+    model = make_checkpoint("llama", tmp_path / "shallow", num_hidden_layers=4)
+    folder = make_head(tmp_path / "head", model, eagle_aux_hidden_state_layer_ids=None)
+    with (
+        open_checkpoint(str(model)) as shallow,
+        pytest.raises(CheckpointError, match=r"after layers 2, 2, 1 .* left out.* a model of 4 layers"),
+    ):
+        open_head(folder, shallow)
 
 
 def test_what_training_exports_is_a_head(tmp_path: Path):
@@ -103,7 +116,8 @@ def test_what_training_exports_is_a_head(tmp_path: Path):
     export_head(Head(head_shape(MINI)), tmp_path)
     with open_checkpoint(None) as served:
         head = open_head(tmp_path, served)
-        assert (head.spec.taps, head.dtype, head.has_embedding) == (TRAINED_TAPS, "bfloat16", False)
+        assert head.spec.taps == TRAINED_TAPS
+        assert (head.dtype, head.has_embedding) == ("bfloat16", False)
         assert head.spec.num_embeddings == llama_config(MINI)["vocab_size"]
         assert shapes_of(head)["layers.0.qkv.weight"][0] == (256, 512)
 
@@ -139,6 +153,7 @@ UNSUPPORTED: dict[str, dict[str, Any]] = {
     "it reads states of 96 values and has 72 itself": {"target_hidden_size": 96},
     "it has both norm_before_fc and fc_norm": {"norm_before_fc": True, "fc_norm": True},
     "after layers 1, 3, 4 .* a model of 3 layers": {"eagle_aux_hidden_state_layer_ids": [1, 3, 4]},
+    r"eagle_aux_hidden_state_layer_ids is \[\]": {"eagle_aux_hidden_state_layer_ids": []},
     "after layers 1, 1, 3": {"eagle_aux_hidden_state_layer_ids": [1, 1, 3]},
     "does not describe a head: .* wrong type": {"eagle_config": [1, 2]},
     "has no transformer_layer_config": {"transformer_layer_config": None},

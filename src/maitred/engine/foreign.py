@@ -68,7 +68,7 @@ here it is --generation-config KEY=VALUE, such as --generation-config temperatur
   preferred-sampling-params
 here it is --chat-template FILE
   chat-template-file
-here it is --speculative ngram (or draft, off)
+here it is --speculative ngram (or draft, mtp, off)
   -sc speculative-config speculative-algorithm spec-type spec-method
 here it is --speculative-model DIR
   -md model-draft spec-model spec-draft-model speculative-draft-model speculative-draft-model-path

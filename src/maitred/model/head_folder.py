@@ -174,12 +174,12 @@ def _taps(config: Config, num_layers: int) -> tuple[int, ...]:
     named, indices = config.get(LAYER_IDS), (config.get("eagle_config") or {}).get(LAYER_IDS)
     if named is None and indices is not None:
         named = [index + 1 for index in indices]
-    taps = tuple(named or (2, num_layers // 2, num_layers - 3))
-    if not all(type(tap) is int and 0 <= tap <= num_layers for tap in taps) or len(set(taps)) != len(taps):
-        whose = f"its {LAYER_IDS} say" if named else f"where {LAYER_IDS} are left out, it reads"
+    taps = (2, num_layers // 2, num_layers - 3) if named is None else tuple(named)
+    if not taps or not all(type(tap) is int and 0 <= tap <= num_layers for tap in taps) or len({*taps}) != len(taps):
+        where = f"{LAYER_IDS} is left out" if named is None else f"{LAYER_IDS} is {named}"
         raise CheckpointError(
-            f"the head reads the model after layers {', '.join(map(str, taps))} ({whose} so), and they must be "
-            f"different ones of a model of {num_layers} layers"
+            f"the head reads the model after layers {', '.join(map(str, taps))} ({where}), and they must be different "
+            f"ones of a model of {num_layers} layers"
         )
     return taps
 
