@@ -150,7 +150,8 @@ def make_llm(engine: Mapping[str, Any]) -> LLM:
     settings = {"max_model_len": 256, "executor": "native", "speculative": "off", **engine}
     num_blocks = settings.pop("num_blocks", None)
     if num_blocks is not None:
-        with LLM(max_model_len=64, speculative="off", block_size=settings["block_size"]) as probe:
+        probed = {name: settings[name] for name in ("speculative", "block_size")}
+        with LLM(max_model_len=64, executor="native", **probed) as probe:
             settings["kv_cache_memory_bytes"] = num_blocks * probe.memory_plan.bytes_per_block
     return LLM(**settings)
 
@@ -166,6 +167,7 @@ def serve(world: World, proposer: Proposer | None = None) -> Served:
         core = llm._open().core
         if proposer is not None:
             core._executor.proposer = proposer  # type: ignore[attr-defined]
+        if core._executor.proposer is not None:  # type: ignore[attr-defined]
             core.scheduler._num_drafts = lambda request, num_rows: NUM_DRAFTS
         return Served(llm.generate(PROMPTS, world.sampling), core.stats)
 
@@ -201,6 +203,13 @@ def test_drafts_change_nothing_whatever_they_are(world: tuple[World, Served], dr
         assert served.stats.num_accepted_tokens > 0
     if draft is wrong:
         assert served.stats.num_accepted_tokens == 0
+
+
+def test_a_head_changes_nothing(world: tuple[World, Served]):
+    asked, alone = world
+    served = serve(asked._replace(engine={**asked.engine, "speculative": "mtp"}))
+    assert told(served.outputs) == told(alone.outputs)
+    assert asked.happens(served.stats)
 
 
 @pytest.mark.parametrize("proposer", [NGramProposer])

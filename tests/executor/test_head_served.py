@@ -1,0 +1,134 @@
+"""The built-in model with its head: most of what that drafts stands, and faults of its own cost its drafts alone."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from maitred.executor.native_head import head_proposer, plan_head
+from maitred.model.checkpoint import BUILTIN_FOLDER, open_checkpoint
+from maitred.model.families import spec_from_config
+from maitred.model.head_folder import open_head
+from maitred.request import SamplingParams
+from maitred.text import Tokenizer
+from tests.executor.native_worlds import native_plan
+from tests.fakes import make_request, make_scheduler
+
+HEAD = BUILTIN_FOLDER.with_name(f"{BUILTIN_FOLDER.name}-mtp")
+TOKENIZER = Tokenizer.from_folder(BUILTIN_FOLDER)
+QUESTIONS = ("What is maitred?", "What is on the menu?", "How do I install it?")
+NUM_BLOCKS = 128
+
+
+class Served(NamedTuple):
+    outputs: list[list[int]]
+    num_drafts: int
+    num_accepted: int
+
+
+def prompt_of(question: str) -> list[int]:
+    return TOKENIZER.encode(f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n")
+
+
+def served(
+    num_drafts: Sequence[int],
+    head: Path = HEAD,
+    *,
+    temperature: float = 0.0,
+    context: int = 256,
+    rounds: int = 1,
+    **plan: object,
+) -> Served:
+    """Each question, after which drafts are asked for as often as `num_drafts` says, step by step and over again."""
+    with open_checkpoint(None) as checkpoint, open_head(head, checkpoint) as opened:
+        taps = opened.spec.taps if any(num_drafts) else ()
+        made = native_plan(checkpoint, spec_from_config(checkpoint.config), taps=taps, **{"dtype": "auto"} | plan)
+        executor = made.build(num_blocks=NUM_BLOCKS, max_model_len=256)
+        if taps:
+            executor.proposer, _ = head_proposer(plan_head(made, opened, max_rows=8), executor, max_model_len=context)
+    scheduler = make_scheduler(
+        num_blocks=NUM_BLOCKS,
+        num_drafts=lambda request, num_rows: num_drafts[len(request.output_token_ids) % len(num_drafts)],
+    )
+    outputs, drafted, accepted = [], 0, 0
+    for _ in range(rounds):
+        requests = [
+            make_request(
+                prompt=prompt_of(question), max_tokens=24, seed=i, sampling=SamplingParams(temperature=temperature)
+            )
+            for i, question in enumerate(QUESTIONS)
+        ]
+        for request in requests:
+            scheduler.add(request, 0.0)
+        while scheduler.has_work:
+            step = scheduler.schedule(0.0)
+            output = executor.execute(step)
+            scheduler.update(step, output, 0.0)
+            drafted += sum(row.num_drafts for row in output.rows)
+            accepted += sum(row.num_accepted for row in output.rows)
+        outputs += [list(request.output_token_ids) for request in requests]
+    executor.close()
+    return Served(outputs, drafted, accepted)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("dtype", ["auto", "float32", "int8"])
+def test_most_drafts_stand_and_output_is_the_same(temperature: float, dtype: str):
+    alone = served([0], temperature=temperature, dtype=dtype)
+    drafted = served([4], temperature=temperature, dtype=dtype)
+    assert drafted.outputs == alone.outputs
+    assert drafted.num_accepted / drafted.num_drafts > 0.6
+
+
+def test_a_head_that_was_not_asked_for_a_while_catches_up():
+    """The taps of those steps waited."""
+    drafted = served([0] * 9 + [3] * 3)
+    assert drafted.outputs == served([0]).outputs
+    assert drafted.num_accepted / drafted.num_drafts > 0.6
+
+
+def test_prompts_that_are_found_in_the_cache_bring_the_heads_part_along():
+    once, again = served([4]), served([4], rounds=2)
+    assert again.outputs == once.outputs * 2
+    share = again.num_accepted / again.num_drafts
+    assert share > 0.9 * once.num_accepted / once.num_drafts
+
+
+@pytest.mark.parametrize("plan", [{"max_tokens": 16}, {"max_logits": 8}])
+def test_small_steps_and_few_logits_change_nothing(plan: dict[str, int]):
+    assert served([5], **plan).outputs == served([0]).outputs
+
+
+def test_where_the_heads_context_ends_drafts_do():
+    short = served([4], context=24)
+    assert short.outputs == served([0]).outputs
+    assert 0 < short.num_drafts < served([4]).num_drafts
+
+
+def test_a_head_of_nan_drafts_nothing_and_harms_nobody(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    folder = tmp_path / "ill"
+    shutil.copytree(HEAD, folder)
+    weights = bytearray((folder / "model.safetensors").read_bytes())
+    begin = 8 + int.from_bytes(weights[:8], "little")
+    weights[begin:] = b"\xc0\x7f" * ((len(weights) - begin) // 2)  # NaN in bfloat16
+    (folder / "model.safetensors").write_bytes(weights)
+    assert served([4], folder) == Served(served([0]).outputs, 0, 0)
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == 1
+    assert "the head's logits are NaN" in warnings[0]
+
+
+def test_taps_after_the_last_layer_are_read_too(tmp_path: Path):
+    """A head that was trained for others drafts nonsense; what counts is that output is the same."""
+    folder = tmp_path / "last"
+    shutil.copytree(HEAD, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"eagle_aux_hidden_state_layer_ids": [0, 3, 5]}))
+    drafted = served([3], folder)
+    assert drafted.outputs == served([0]).outputs
+    assert drafted.num_drafts > 0
