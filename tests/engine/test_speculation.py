@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -11,10 +14,13 @@ import pytest
 
 from maitred import LLM, SamplingParams
 from maitred.engine.output import RequestOutput
+from maitred.model.checkpoint import open_checkpoint
+from maitred.model.families import spec_from_config
 from maitred.scheduler.stats import SchedulerStats
 from maitred.speculative.ngram import NGramProposer
 from maitred.speculative.proposer import DraftAsk, Proposer
 from maitred.structured_outputs import StructuredOutputsParams
+from tests.model.adapters import random_tensors, write_adapter
 
 VOCAB = 1536
 PROMPTS = [
@@ -33,6 +39,7 @@ class World(NamedTuple):
     sampling: SamplingParams
     engine: Mapping[str, Any] = MappingProxyType({})
     happens: Callable[[SchedulerStats], int] = lambda stats: 1  # what it is about, counted
+    has_adapter: bool = False
 
 
 WORLDS = {
@@ -62,6 +69,8 @@ WORLDS = {
         {"block_size": 4, "num_blocks": 70, "swap_memory_bytes": 2**24},
         lambda stats: stats.num_preemptions,
     ),
+    "an adapter": World(SEEDED, has_adapter=True),
+    "an adapter and two ranks": World(replace(SEEDED, n=2), {"tensor_parallel": 2}, has_adapter=True),
     "a grammar": World(
         replace(GREEDY, max_tokens=40, structured_outputs=StructuredOutputsParams(regex=r"[a-z ]{3,40}(one|two)?"))
     ),
@@ -163,13 +172,21 @@ class Served(NamedTuple):
 
 def serve(world: World, proposer: Proposer | None = None) -> Served:
     """With a proposer each row has drafts, as many as there is room for, whatever that costs."""
-    with make_llm(world.engine) as llm:
+    with ExitStack() as stack:
+        lora = {"a": str(adapter(Path(stack.enter_context(TemporaryDirectory()))))} if world.has_adapter else {}
+        llm = stack.enter_context(make_llm({**world.engine, "lora": lora}))
         core = llm._open().core
         if proposer is not None:
             core._executor.proposer = proposer  # type: ignore[attr-defined]
         if core._executor.proposer is not None:  # type: ignore[attr-defined]
             core.scheduler._num_drafts = lambda request, num_rows: NUM_DRAFTS
-        return Served(llm.generate(PROMPTS, world.sampling), core.stats)
+        return Served(llm.generate(PROMPTS, world.sampling, lora="a" if lora else None), core.stats)
+
+
+def adapter(folder: Path) -> Path:
+    with open_checkpoint(None) as checkpoint:
+        spec = spec_from_config(checkpoint.config)
+    return write_adapter(folder, random_tensors(spec, 4), rank=4)
 
 
 @pytest.fixture(scope="module", params=WORLDS)
