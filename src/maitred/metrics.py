@@ -100,6 +100,12 @@ GENERATION_TOKENS = _counter("generation_tokens", "tokens", "Tokens generated.")
 DRAFTED_ROWS = _counter("drafts", "requests", "Times that tokens were made up for a request in a step.", ("proposer",))
 DRAFT_TOKENS = _counter("draft_tokens", "tokens", "Tokens made up for the model to check.", ("proposer",))
 ACCEPTED_TOKENS = _counter("draft_tokens_accepted", "tokens", "Of them, those that became output.", ("proposer",))
+ACCEPTED_AT_POSITION = _counter(
+    "draft_tokens_accepted_at_position",
+    "tokens",
+    "Of those too, by their place among the tokens made up for a request in a step; the first is 0.",
+    ("proposer", "position"),
+)
 ADAPTER_BYTES = _gauge("lora_adapter_bytes", "bytes", "LoRA adapters in memory, or on their way there.")
 ADAPTER_LOADS = _counter("lora_adapter_loads", "loads", "Times a LoRA adapter was read into memory.")
 ADAPTER_EVICTIONS = _counter("lora_adapter_evictions", "adapters", "LoRA adapters that made room for others.")
@@ -273,6 +279,7 @@ ENGINE_METRICS: tuple[Metric, ...] = (
     DRAFTED_ROWS,
     DRAFT_TOKENS,
     ACCEPTED_TOKENS,
+    ACCEPTED_AT_POSITION,
     PREEMPTIONS,
     ADAPTER_BYTES,
     ADAPTER_LOADS,

@@ -4,10 +4,37 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Protocol
+
+import msgspec
 
 from maitred.request import FinishReason, RequestSpec
 from maitred.step import RequestProgress
+
+
+class DraftCounts(msgspec.Struct, array_like=True):
+    """Tokens that were made up, and what came of them. They only grow."""
+
+    num_rows: int = 0  # of steps, those for which tokens were made up
+    num_tokens: int = 0  # in them
+    accepted: list[int] = []  # of the first, second ... tokens of rows, those that became output
+
+    @property
+    def num_accepted(self) -> int:
+        return sum(self.accepted)
+
+    def count(self, num_made: int, num_accepted: int) -> None:
+        """So many were made up for a row, at least one, and so many of them, the first ones, became output."""
+        self.num_rows += 1
+        self.num_tokens += num_made
+        self.accepted += [0] * (num_made - len(self.accepted))
+        for place in range(num_accepted):
+            self.accepted[place] += 1
+
+    def __add__(self, other: DraftCounts) -> DraftCounts:
+        accepted = [mine + theirs for mine, theirs in zip_longest(self.accepted, other.accepted, fillvalue=0)]
+        return DraftCounts(self.num_rows + other.num_rows, self.num_tokens + other.num_tokens, accepted)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,12 +58,11 @@ class ReplicaState:
     num_prompt_tokens: int = 0  # prompts admitted to a first step
     num_generated_tokens: int = 0
     num_scheduled_tokens: int = 0
-    num_drafted_rows: int = 0  # of steps, those for which tokens were made up
     adapter_bytes: int = 0  # of LoRA adapters in memory
     adapter_loads: int = 0
     adapter_evictions: int = 0
-    num_draft_tokens: int = 0  # in them
-    num_accepted_tokens: int = 0  # of these, those that became output
+    drafts: DraftCounts = field(default_factory=DraftCounts)  # of its proposer
+    predicted_drafts: DraftCounts = field(default_factory=DraftCounts)  # of texts that requests predicted
     num_preemptions: int = 0
     num_swapped_out_blocks: int = 0  # KV of preempted requests, copied to the host
     num_swapped_in_blocks: int = 0

@@ -120,7 +120,9 @@ def test_a_prediction_changes_no_token_and_is_on_no_bill(real):
         assert answer.usage.completion_tokens == 100 > details.accepted_prediction_tokens
     after = real.replica.state()
     assert after.num_generated_tokens - before.num_generated_tokens == 300
-    assert after.num_accepted_tokens <= after.num_draft_tokens
+    predicted = after.predicted_drafts
+    assert predicted.num_accepted - before.predicted_drafts.num_accepted > 0
+    assert predicted.num_accepted <= predicted.num_tokens
 
 
 def test_a_repeated_prompt_comes_from_the_cache(real, web):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from maitred.engine.model_facts import Footprint
-from maitred.replica import ReplicaState
+from maitred.replica import DraftCounts, ReplicaState
 from tests.api.conftest import MESSAGES
 from tests.api.test_chat import chat, events_of
 from tests.fakes_api import FakeReplica, make_model, running_server
@@ -78,10 +79,10 @@ def test_what_is_no_prediction_is_refused_with_its_place(http, prediction, param
 
 class DraftingReplica(FakeReplica):
     def state(self) -> ReplicaState:
-        return ReplicaState(num_drafted_rows=7, num_draft_tokens=30, num_accepted_tokens=21)
+        return ReplicaState(drafts=DraftCounts(7, 30, [7, 7, 5, 2, 0]), predicted_drafts=DraftCounts(2, 10, [2, 1]))
 
 
-def test_the_metrics_page_counts_drafts_by_proposer():
+def test_the_metrics_page_counts_drafts_by_proposer_and_those_from_predictions_apart():
     held = Footprint(
         architecture="LlamaForCausalLM",
         num_parameters=4,
@@ -96,10 +97,19 @@ def test_the_metrics_page_counts_drafts_by_proposer():
     with running_server(DraftingReplica(), make_model(footprint=held), metrics_compat="vllm") as server:
         lines = httpx.get(f"{server.url}/metrics").text.splitlines()
     assert 'maitred_draft_tokens_total{proposer="ngram"} 30.0' in lines
+    assert 'maitred_draft_tokens_total{proposer="prediction"} 10.0' in lines
     assert 'maitred_draft_tokens_accepted_total{proposer="ngram"} 21.0' in lines
-    told = {line.partition("{")[0]: line.rpartition(" ")[2] for line in lines if line.startswith("vllm:spec_decode")}
+    assert 'maitred_draft_tokens_accepted_at_position_total{position="1",proposer="prediction"} 1.0' in lines
+    families = text_string_to_metric_families("\n".join(lines))
+    told = {
+        (sample.name, sample.labels.get("position")): sample.value
+        for family in families
+        for sample in family.samples
+        if sample.name.startswith("vllm:spec_decode") and sample.labels["proposer"] == "ngram"
+    }
     assert told == {
-        "vllm:spec_decode_num_drafts_total": "7.0",
-        "vllm:spec_decode_num_draft_tokens_total": "30.0",
-        "vllm:spec_decode_num_accepted_tokens_total": "21.0",
+        ("vllm:spec_decode_num_drafts_total", None): 7.0,
+        ("vllm:spec_decode_num_draft_tokens_total", None): 30.0,
+        ("vllm:spec_decode_num_accepted_tokens_total", None): 21.0,
+        **{("vllm:spec_decode_num_accepted_tokens_per_pos_total", str(i)): n for i, n in enumerate([7, 7, 5, 2, 0])},
     }

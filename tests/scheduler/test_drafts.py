@@ -147,6 +147,20 @@ def test_a_tenant_is_counted_for_tokens_it_got_and_for_no_draft(draft_at: TokenA
     assert counter(four) == counter(None) == 8
 
 
+def test_drafts_are_counted_by_their_place_and_those_from_a_prediction_apart():
+    asked = make_request("a", prompt=8, max_tokens=11)
+    predicting = make_request("p", prompt=8, max_tokens=11, prediction_token_ids=(1, 2, 3))
+    run = drafting(asked, predicting, draft_at=right_in_front)
+    run.to_end()
+    stats = run.scheduler.stats
+    for request, counts in ((asked, stats.drafts), (predicting, stats.predicted_drafts)):
+        assert (counts.num_tokens, counts.num_accepted) == (request.num_draft_tokens, request.num_accepted_tokens)
+        assert counts.num_rows >= counts.accepted[0] >= counts.accepted[1] > 0 == counts.accepted[3]
+    both = stats.drafts + stats.predicted_drafts
+    assert both.accepted == [2 * count for count in stats.drafts.accepted]
+    assert both.num_rows == 2 * stats.drafts.num_rows
+
+
 def test_an_outcome_of_another_number_of_tokens_than_were_accepted_is_a_bug_of_the_executor():
     scheduler = make_scheduler(num_drafts=four)
     scheduler.add(make_request("a", max_tokens=40), 0.0)

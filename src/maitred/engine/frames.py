@@ -19,6 +19,7 @@ from maitred.errors import (
     OutOfMemory,
     PromptTooLong,
 )
+from maitred.replica import DraftCounts
 from maitred.request import FinishReason, RequestSpec
 from maitred.step import RequestProgress
 
@@ -90,12 +91,11 @@ class Figures(msgspec.Struct, frozen=True, array_like=True):
     num_blocks_cached: int = 0
     num_steps: int = 0
     num_scheduled_tokens: int = 0
-    num_drafted_rows: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
     num_preemptions: int = 0
     num_swapped_out_blocks: int = 0
     num_swapped_in_blocks: int = 0
+    drafts: DraftCounts = msgspec.field(default_factory=DraftCounts)
+    predicted_drafts: DraftCounts = msgspec.field(default_factory=DraftCounts)
     prefill_tokens_per_s: float = 0.0
     decode_tokens_per_s: float = 0.0
     adapter_bytes: int = 0

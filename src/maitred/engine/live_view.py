@@ -132,6 +132,7 @@ def look_at(core: EngineCore, clock: Clock) -> LiveView:
 def live_view(scheduler: Scheduler, now: float) -> LiveView:
     """As things stand between two steps."""
     stats, running = scheduler.stats, scheduler.running
+    drafts = stats.drafts + stats.predicted_drafts
     shown = nsmallest(MAX_RUNNING, running, key=_seated_at)
     kv = scheduler.kv_cache
     blocks_per_cell = -(-kv.num_blocks // MAX_CELLS)
@@ -163,8 +164,8 @@ def live_view(scheduler: Scheduler, now: float) -> LiveView:
             num_prefix_queried_tokens=stats.num_prefix_queried_tokens,
             num_prefix_hit_tokens=stats.num_prefix_hit_tokens,
             num_finished=sum(stats.num_finished.get(reason, 0) for reason in FinishReason),
-            num_draft_tokens=stats.num_draft_tokens,
-            num_accepted_tokens=stats.num_accepted_tokens,
+            num_draft_tokens=drafts.num_tokens,
+            num_accepted_tokens=drafts.num_accepted,
         ),
     )
 

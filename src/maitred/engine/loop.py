@@ -265,7 +265,7 @@ class EngineLoop:
 
     def _figures(self) -> Figures:
         core, stats = self._core, self._core.stats
-        named = {name: getattr(stats, name) for name in Figures.__struct_fields__ if name.startswith("num_")}
+        named = {name: getattr(stats, name) for name in Figures.__struct_fields__ if hasattr(stats, name)}
         speed = {} if core.speed is None else {name: getattr(core.speed, name) for name in SPEEDS}
         if self._adapters is not None:
             speed |= {f"adapter_{name}": getattr(self._adapters, f"num_{name}") for name in ADAPTER_FIGURES}

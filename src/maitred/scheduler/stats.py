@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from maitred.replica import DraftCounts
 from maitred.request import FinishReason, RequestState
 
 
@@ -16,9 +17,8 @@ class SchedulerCounters:
     num_prompt_tokens: int = 0  # prompts admitted to a first step; that of n samples counts once
     num_generated_tokens: int = 0
     num_scheduled_tokens: int = 0
-    num_drafted_rows: int = 0  # of plans, those for which tokens were made up
-    num_draft_tokens: int = 0  # in them
-    num_accepted_tokens: int = 0  # of these
+    drafts: DraftCounts = field(default_factory=DraftCounts)  # of the executor's proposer
+    predicted_drafts: DraftCounts = field(default_factory=DraftCounts)  # of texts that requests predicted
     num_preemptions: int = 0
     num_swapped_out_blocks: int = 0
     num_swapped_in_blocks: int = 0
@@ -28,11 +28,12 @@ class SchedulerCounters:
 
     def count_drafts(self, request: RequestState, num_made: int, num_accepted: int) -> None:
         """So many tokens were made up for a row, and so many of them became output."""
+        if not num_made:
+            return
         request.num_draft_tokens += num_made
         request.num_accepted_tokens += num_accepted
-        self.num_drafted_rows += num_made > 0
-        self.num_draft_tokens += num_made
-        self.num_accepted_tokens += num_accepted
+        counts = self.predicted_drafts if request.spec.prediction_token_ids else self.drafts
+        counts.count(num_made, num_accepted)
 
     def count_prompt(self, request: RequestState) -> None:
         """Its prompt is admitted to a first step; `num_cached_tokens` is set."""
@@ -55,9 +56,8 @@ class SchedulerStats:
     num_prompt_tokens: int
     num_generated_tokens: int
     num_scheduled_tokens: int
-    num_drafted_rows: int
-    num_draft_tokens: int
-    num_accepted_tokens: int
+    drafts: DraftCounts
+    predicted_drafts: DraftCounts
     num_preemptions: int
     num_swapped_out_blocks: int
     num_swapped_in_blocks: int

@@ -26,6 +26,7 @@ VLLM_NAMES: Mapping[Metric, str] = {
     m.DRAFTED_ROWS: "vllm:spec_decode_num_drafts",
     m.DRAFT_TOKENS: "vllm:spec_decode_num_draft_tokens",
     m.ACCEPTED_TOKENS: "vllm:spec_decode_num_accepted_tokens",
+    m.ACCEPTED_AT_POSITION: "vllm:spec_decode_num_accepted_tokens_per_pos",
     m.REQUESTS_FINISHED: "vllm:request_success",
     m.CACHE_INFO: "vllm:cache_config_info",
     m.TTFT: "vllm:time_to_first_token_seconds",

@@ -20,7 +20,7 @@ from maitred.api.ops.promises import Promises
 from maitred.errors import RateLimited
 from maitred.gate.admission import AdmissionController
 from maitred.metrics import Metric, MetricKind
-from maitred.replica import Replica, ReplicaState
+from maitred.replica import DraftCounts, Replica, ReplicaState
 from maitred.request import FinishReason, RequestTiming
 from maitred.tenancy.quota import TenantQuota
 
@@ -62,10 +62,12 @@ _STATE: Mapping[Metric, Callable[[ReplicaState], float]] = {
 
 
 MAX_ADAPTER_LABELS = 100
-_DRAFTS: Mapping[Metric, Callable[[ReplicaState], float]] = {
-    m.DRAFTED_ROWS: lambda s: s.num_drafted_rows,
-    m.DRAFT_TOKENS: lambda s: s.num_draft_tokens,
-    m.ACCEPTED_TOKENS: lambda s: s.num_accepted_tokens,
+PREDICTION = "prediction"  # the proposer that a request's own prediction counts as
+_DRAFTS: Mapping[Metric, Callable[[DraftCounts], dict[tuple[str, ...], float]]] = {
+    m.DRAFTED_ROWS: lambda d: {(): float(d.num_rows)},
+    m.DRAFT_TOKENS: lambda d: {(): float(d.num_tokens)},
+    m.ACCEPTED_TOKENS: lambda d: {(): float(d.num_accepted)},
+    m.ACCEPTED_AT_POSITION: lambda d: {(str(place),): float(count) for place, count in enumerate(d.accepted)},
 }
 
 
@@ -239,7 +241,7 @@ class EdgeMetrics(Collector):
         if metric in _STATE:
             return {(): float(_STATE[metric](state))}
         if metric in _DRAFTS:
-            return {(self._proposer,): float(_DRAFTS[metric](state))} if self._proposer else {}
+            return self._draft_samples(_DRAFTS[metric], state)
         if metric is m.REQUESTS_FINISHED:
             return {(reason.value,): float(state.num_finished.get(reason, 0)) for reason in FinishReason}
         if metric is m.HTTP_REQUESTS:
@@ -263,6 +265,15 @@ class EdgeMetrics(Collector):
             m.LOG_LINES_DROPPED: {(): float(self.num_log_lines_dropped())},
         }
         return own[metric]
+
+    def _draft_samples(
+        self, samples: Callable[[DraftCounts], dict[tuple[str, ...], float]], state: ReplicaState
+    ) -> dict[tuple[str, ...], float]:
+        """By proposer: the engine's, and texts that requests predicted; none where nobody drafts."""
+        if not self._proposer:
+            return {}
+        proposers = {self._proposer: state.drafts, PREDICTION: state.predicted_drafts}
+        return {(name, *labels): value for name, counts in proposers.items() for labels, value in samples(counts).items()}
 
 
 def result_cache_samples(results: Results | None) -> dict[Metric, dict[tuple[str, ...], float]]:
