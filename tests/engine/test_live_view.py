@@ -24,7 +24,7 @@ from maitred.engine.live_view import (
 )
 from maitred.scheduler.scheduler import Scheduler
 from tests.engine.clients import ask, follow, running_client
-from tests.fakes import FakeExecutor, make_request, make_samples, make_scheduler
+from tests.fakes import FakeExecutor, make_request, make_samples, make_scheduler, token_at
 
 
 def stepped(scheduler: Scheduler, steps: int, executor: FakeExecutor, now: float = 1.0) -> None:
@@ -54,6 +54,22 @@ def test_phases_times_and_lengths_are_the_requests_own():
     stepped(scheduler, 3, executor, now=3.0)
     (long,) = live_view(scheduler, 4.0).running
     assert (long.phase, long.first_token_at, long.num_output_tokens) == ("decode", 3.0, 2)
+
+
+def test_drafts_are_told_of_each_request_and_of_all():
+    scheduler, executor = make_scheduler(num_drafts=lambda request, num_rows: 3), FakeExecutor(draft_at=_wrong_at_odd)
+    for name in ("a", "b"):
+        scheduler.add(make_request(name, prompt=8, max_tokens=30, prediction_token_ids=(5,) * (name == "b")), 0.0)
+    stepped(scheduler, 2, executor)
+    view = live_view(scheduler, 2.0)
+    assert [request.num_draft_tokens for request in view.running] == [6, 6]
+    assert all(0 < request.num_accepted_tokens < 6 for request in view.running)
+    assert view.counters.num_draft_tokens == 12
+    assert view.counters.num_accepted_tokens == sum(request.num_accepted_tokens for request in view.running)
+
+
+def _wrong_at_odd(request_id: str, position: int) -> int:
+    return 0 if position % 2 else token_at(request_id, position)
 
 
 def test_those_who_wait_come_with_their_state_and_reason():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -65,6 +66,22 @@ def test_the_view_follows_the_load(server, open_page, expect):
     expect(page.locator("#blocks-note")).to_contain_text("0 of 60,000 blocks in use")
     httpx.post(f"{server.url}/v1/completions", json={"model": "tiny", "prompt": "tea", "max_tokens": 3})
     expect(page.locator("#p50-first_token")).not_to_have_text("–")
+
+
+def test_drafts_are_shown_where_there_are_some(server, open_page, expect):
+    page = open_page(server.url)
+    expect(page.locator("#stat-batch")).to_have_text("0")
+    expect(page.locator("#stat-drafts")).to_be_hidden()
+    with serving(FOREVER, repeats=True, num_drafts=lambda request, num_rows: 3) as drafting:
+        page = open_page(drafting.url)
+        with live_requests(drafting, 1, prompt="x" * 4000):
+            expect(page.locator("#stat-drafts")).to_have_text("100")
+            page.get_by_text("As a table").click()
+            row = page.locator("#seats tbody tr")
+            expect(row.locator("td").nth(8)).to_have_text(re.compile("^[1-9]"))
+            expect(row.locator("td").nth(9)).to_have_text(re.compile("^[1-9]"))
+            page.locator("#blocks").hover(position={"x": 5, "y": 5})
+            expect(page.locator("#tip")).to_contain_text(re.compile("([1-9][0-9]*) of \\1 drafts kept"))
 
 
 def test_lines_of_the_grid_stay_thin_while_guests_wait(server, open_page, expect):

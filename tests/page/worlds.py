@@ -11,6 +11,7 @@ from typing import Any
 from maitred.clock import WallClock
 from maitred.engine.core import EngineCore
 from maitred.engine.intake import ServedModel
+from maitred.scheduler.drafts import NumDrafts
 from maitred.step import ModelOutput, SchedulerOutput
 from tests.engine.worlds import client_of
 from tests.fakes import FakeExecutor, make_scheduler
@@ -49,11 +50,21 @@ def page_model(**fields: Any) -> ServedModel:
 
 @contextmanager
 def serving(
-    text: str, *, repeats: bool = False, num_slots: int = 4, num_blocks: int = 60_000, **server: Any
+    text: str,
+    *,
+    repeats: bool = False,
+    num_slots: int = 4,
+    num_blocks: int = 60_000,
+    num_drafts: NumDrafts | None = None,
+    **server: Any,
 ) -> Iterator[RunningServer]:
     """`running.replica` is the engine."""
     scheduler = make_scheduler(
-        max_num_seqs=num_slots, num_blocks=num_blocks, block_size=BLOCK_SIZE, max_num_batched_tokens=512
+        max_num_seqs=num_slots,
+        num_blocks=num_blocks,
+        block_size=BLOCK_SIZE,
+        max_num_batched_tokens=512,
+        num_drafts=num_drafts,
     )
     clock = WallClock()
     engine = client_of(EngineCore(scheduler, Saying(text, repeats=repeats, step_s=0.004), clock))

@@ -46,6 +46,8 @@ class RunningRequest(msgspec.Struct, frozen=True):
     arrived_at: float
     started_at: float | None  # its first step
     first_token_at: float | None
+    num_draft_tokens: int = 0  # made up for it
+    num_accepted_tokens: int = 0  # of them
 
 
 class QueuedRequest(msgspec.Struct, frozen=True):
@@ -200,6 +202,8 @@ def _running(request: RequestState) -> RunningRequest:
         arrived_at=round(request.arrived_at, 4),
         started_at=_rounded(request.first_scheduled_at),
         first_token_at=_rounded(request.first_token_at),
+        num_draft_tokens=request.num_draft_tokens,
+        num_accepted_tokens=request.num_accepted_tokens,
     )
 
 

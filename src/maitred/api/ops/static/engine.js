@@ -88,10 +88,11 @@ export class Engine {
   }
 
   table(frame) {
-    const head = ["slot", "request", "tenant", "phase", "prompt", "new", "most", "blocks", "preempted"];
+    const head = ["slot", "request", "tenant", "phase", "prompt", "new", "most", "blocks", "drafts", "kept", "preempted"];
     const rows = frame.engine.running.map((r, index) => [
       frame.seats[index] + 1, this.isMine(r.id) ? "yours" : inertLine(r.id, 28), inertLine(r.tenant || "–", 20), r.phase,
-      r.num_prompt_tokens, r.num_output_tokens, r.max_tokens, r.num_blocks, r.num_preemptions,
+      r.num_prompt_tokens, r.num_output_tokens, r.max_tokens, r.num_blocks, r.num_draft_tokens, r.num_accepted_tokens,
+      r.num_preemptions,
     ]);
     rows.sort((a, b) => a[0] - b[0]);
     const cells = (values, tag) => h("tr", {}, ...values.map((value) => h(tag, {}, String(value))));

@@ -38,10 +38,11 @@ export class Stats {
     this.seen = []; // {now, counters, execute_s, host_s} of the last seconds
     this.rates = []; // tokens/s, for the little chart
     this.tiles = new Tiles($("stats"), {
-      rate: "new tokens/s", batch: "in the batch", waiting: "waiting", kv: "KV in use", prefix: "cache hits", step: "a step takes",
+      rate: "new tokens/s", batch: "in the batch", waiting: "waiting", kv: "KV in use", prefix: "cache hits", step: "a step takes", drafts: "drafts kept",
     });
     this.chart = h("canvas", { "aria-hidden": "true" });
     this.tiles.node("rate").append(this.chart);
+    this.tiles.node("drafts").hidden = true; // until there are some
   }
 
   take(frame) {
@@ -65,6 +66,10 @@ export class Stats {
     const steps = grown("num_steps");
     const spent = engine.execute_s + engine.host_s - before.execute_s - before.host_s;
     this.tiles.set("step", steps ? seconds(spent / steps) : "–");
+    const drafted = grown("num_draft_tokens");
+    const kept = percent(grown("num_accepted_tokens"), drafted);
+    this.tiles.set("drafts", drafted ? kept.toFixed(0) : "–", drafted ? "%" : "", kept);
+    this.tiles.node("drafts").hidden = !engine.counters.num_draft_tokens;
     this.draw();
   }
 

@@ -230,6 +230,7 @@ export function told(ticket, now) {
     lines.push(`${doing}: ${r.num_prompt_tokens} prompt + ${r.num_output_tokens} new tokens`);
     if (r.num_cached_tokens) lines.push(`${r.num_cached_tokens} prompt tokens from the cache`);
     if (r.num_blocks) lines.push(plural(r.num_blocks, "KV block", "KV blocks"));
+    if (r.num_draft_tokens) lines.push(`${r.num_accepted_tokens} of ${plural(r.num_draft_tokens, "draft", "drafts")} kept`);
     if (r.first_token_at) lines.push(`first token after ${seconds(r.first_token_at - r.arrived_at)}`);
   }
   if (r.num_preemptions) lines.push(plural(r.num_preemptions, "preemption", "preemptions"));
