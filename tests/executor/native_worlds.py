@@ -11,10 +11,21 @@ import torch
 from maitred.config import CacheConfig, ModelConfig, SchedulerConfig
 from maitred.executor.native import NativeExecutor
 from maitred.executor.native_plan import NativePlan, plan_native_executor
+from maitred.executor.native_program import NativeProgram
 from maitred.model.checkpoint import RawTensor, open_checkpoint
 from maitred.model.families import spec_from_config
 from maitred.model.spec import DecoderSpec
 from maitred.model.weight_map import WeightSource, weight_map
+
+
+class Narrow:
+    """A program whose ranks share so many bytes for adapters (`native_lora.AdapterRunner`)."""
+
+    def __init__(self, runner: NativeProgram, num_bytes: int) -> None:
+        assert runner.adapter_memory is not None
+        self.adapted, self.adapter_memory = runner.adapted, runner.adapter_memory[:num_bytes]
+        self.load_adapter, self.unload_adapter = runner.load_adapter, runner.unload_adapter
+        self.release_adapter_memory = runner.release_adapter_memory
 
 
 class DecoderCheckpoint:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -12,6 +13,8 @@ import torch
 
 from maitred.errors import KernelError
 from maitred.executor.native import NativeExecutor
+from maitred.executor.native_lora import PAGE, NativeAdapters, PackedAdapter
+from maitred.executor.native_program import LowRankPart
 from maitred.kernels import _native
 from maitred.model.adapters import Adapter, read_adapter
 from maitred.model.checkpoint import open_checkpoint
@@ -242,3 +245,62 @@ def test_bytes_are_known_before_an_adapter_is_packed(tmp_path: Path):
     packed = executor.adapters.pack(adapter)
     assert executor.adapters.num_bytes(adapter) == packed.num_bytes
     assert packed.num_bytes < 0.7 * adapter.num_bytes  # bfloat16, and what fills A's stacked ranks
+
+
+class SharingRunner:
+    """So much memory for adapters as ranks share it, zero where it was given back; programs read nothing here."""
+
+    adapted = ()
+
+    def __init__(self, num_pages: int) -> None:
+        self.adapter_memory = np.zeros(num_pages * PAGE, dtype=np.uint8)
+        self.parts: dict[int, LowRankPart] = {}
+
+    def load_adapter(self, slot: int, parts: Sequence[LowRankPart | None]) -> None:
+        (self.parts[slot],) = parts
+
+    def unload_adapter(self, slot: int) -> None:
+        del self.parts[slot]
+
+    def release_adapter_memory(self, offset: int, num_bytes: int) -> None:
+        assert offset % PAGE == 0 < num_bytes
+        self.adapter_memory[offset : offset + PAGE * -(-num_bytes // PAGE)] = 0
+
+
+def packed_of(bits: np.ndarray) -> PackedAdapter:
+    half = len(bits) // 2
+    part = LowRankPart("float32", 4, bits[:half], bits[half:], np.zeros((0, 3), dtype=np.int32))
+    return PackedAdapter("", len(bits), (part,), bits)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_in_memory_that_ranks_share_adapters_find_room_as_long_as_bytes_are_free(seed: int):
+    chooser, num_pages = Random(seed), 40
+    runner = SharingRunner(num_pages)
+    adapters, resident, slots = NativeAdapters(runner), {}, {}
+    for step in range(400):
+        num_bytes = chooser.randrange(2, 9 * PAGE)
+        free = num_pages - sum(-(-len(bits) // PAGE) for bits in resident.values())
+        if -(-num_bytes // PAGE) <= free:
+            name = str(step)
+            resident[name] = np.frombuffer(chooser.randbytes(num_bytes), dtype=np.uint8)
+            adapters.load(name, packed_of(resident[name]))
+            slots[name] = int(adapters.slots([name])[0])
+        else:
+            gone = chooser.choice([*resident])
+            adapters.unload(gone)
+            del resident[gone]
+        for name, bits in resident.items():
+            part = runner.parts[slots[name]]
+            assert np.concatenate([part.a, part.b]).tobytes() == bits.tobytes()
+    for name in resident:
+        adapters.unload(name)
+    assert not runner.adapter_memory.any(), "given back to the system"
+
+
+def test_more_bytes_than_ranks_share_are_refused_and_nothing_is_loaded():
+    adapters = NativeAdapters(SharingRunner(2))
+    adapters.load("a", packed_of(np.ones(PAGE, dtype=np.uint8)))
+    with pytest.raises(KernelError, match="takes 4097 bytes, and of 8192 that ranks share for adapters 4096"):
+        adapters.load("b", packed_of(np.ones(PAGE + 1, dtype=np.uint8)))
+    assert adapters.names() == {"a"}

@@ -19,12 +19,14 @@ from maitred.engine.llm import LLM
 from maitred.errors import ConfigError, KernelError
 from maitred.executor import ranks
 from maitred.executor.native import NativeExecutor
+from maitred.executor.native_lora import PAGE, NativeAdapters
 from maitred.executor.native_plan import plan_native_executor
 from maitred.model.adapters import Adapter, read_adapter
 from maitred.model.checkpoint import open_checkpoint
 from maitred.model.families import spec_from_config
 from maitred.request import SamplingParams
 from tests.conftest import ROOT
+from tests.executor.native_worlds import Narrow
 from tests.executor.test_native_identity import Bits, World, tries_everything
 from tests.model.adapters import random_tensors, write_adapter
 from tests.model.checkpoints import make_checkpoint
@@ -118,13 +120,14 @@ def adapters_of(folder: Path, model_folder: Path) -> dict[str, Adapter]:
 def test_any_number_of_ranks_gives_adapters_the_bits_of_one(
     family: str, changes: dict[str, Any], model: dict[str, Any], tmp_path: Path
 ):
-    """Adapters come and go while ranks run: c takes a's place, and what it was."""
+    """Adapters come and go while ranks run: there is room for c when a has gone and b has moved."""
     folder = make_checkpoint(family, tmp_path / "model", max_position_embeddings=512, **changes)
     adapters, outcomes = adapters_of(tmp_path, folder), []
     for num_ranks in (1, 2, 3):
         bits = Bits()
         with running(folder, num_ranks, num_blocks=NUM_BLOCKS, **model) as executor:
             executor.on_logits = bits
+            executor.adapters = narrowed(executor, adapters["b"], adapters["c"])
             for name in ("a", "b"):
                 executor.adapters.load(name, adapters[name])
             first = world(("a", "a", "b", "")).serve(executor)
@@ -134,6 +137,15 @@ def test_any_number_of_ranks_gives_adapters_the_bits_of_one(
         outcomes.append((bits.seen, [list(request.output_token_ids) for request in (*first, *second)]))
     assert outcomes[1] == outcomes[0]
     assert outcomes[2] == outcomes[0]
+
+
+def narrowed(executor: NativeExecutor, *adapters: Adapter) -> NativeAdapters:
+    """The executor's, with room for these and no more."""
+    runner = executor._runner
+    if runner.adapter_memory is None:
+        return executor.adapters
+    pages = sum(-(-executor.adapters.num_bytes(adapter) // PAGE) for adapter in adapters)
+    return NativeAdapters(Narrow(runner, PAGE * pages))
 
 
 # ---- beginning and end

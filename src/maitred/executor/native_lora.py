@@ -70,6 +70,11 @@ class Resident(NamedTuple):
     adapter: PackedAdapter  # as the library reads it
     offset: int  # in memory that ranks share
 
+    @property
+    def end(self) -> int:
+        """There, where the next may begin."""
+        return _round_up(self.offset + self.adapter.num_bytes, PAGE)
+
 
 class NativeAdapters:
     """The resident adapters of an executor. `pack` and `num_bytes` are for any thread; the rest for the one that calls
@@ -91,7 +96,7 @@ class NativeAdapters:
         return pack_adapter(self._adapted, adapter)
 
     def load(self, name: str, adapter: Adapter | PackedAdapter) -> None:
-        """Make it resident. Raises KernelError for a name that is."""
+        """Make it resident. Raises KernelError for a name that is, or where ranks share no room for it."""
         if name in self._resident:
             raise KernelError(f"adapter {name} is loaded already; unload it first")
         packed = adapter if isinstance(adapter, PackedAdapter) else self.pack(adapter)
@@ -99,10 +104,8 @@ class NativeAdapters:
         slot = next(slot for slot in range(len(taken) + 1) if slot not in taken)
         memory, offset = self._runner.adapter_memory, 0
         if memory is not None:
-            offset = self._free_offset(packed.num_bytes)
-            packed = packed.moved(memory[offset : offset + packed.num_bytes])
-        self._runner.load_adapter(slot, packed.parts)
-        self._resident[name] = Resident(slot, packed, offset)
+            offset = self._room_for(packed.num_bytes, memory)
+        self._put(name, Resident(slot, packed, offset), memory)
 
     def unload(self, name: str) -> None:
         """Free it. Raises KernelError for a name that is not resident."""
@@ -113,14 +116,51 @@ class NativeAdapters:
         if self._runner.adapter_memory is not None:
             self._runner.release_adapter_memory(gone.offset, gone.adapter.num_bytes)
 
+    def _put(self, name: str, resident: Resident, memory: NDArray[np.uint8] | None) -> None:
+        """Lay it down where it says, for the program to read there. Raises KernelError."""
+        slot, packed, offset = resident
+        if memory is not None:
+            packed = packed.moved(memory[offset : offset + packed.num_bytes])
+        try:
+            self._runner.load_adapter(slot, packed.parts)
+        except ValueError as error:
+            raise KernelError(f"adapter {name} cannot be loaded: {error}") from None
+        self._resident[name] = Resident(slot, packed, offset)
+
+    def _room_for(self, num_bytes: int, memory: NDArray[np.uint8]) -> int:
+        """A page's start before so many free bytes. Where only several gaps together have them, all move together."""
+        at = self._free_offset(num_bytes)
+        if at + num_bytes > len(memory):
+            at = self._compact(memory)
+        if at + num_bytes > len(memory):
+            raise KernelError(
+                f"an adapter takes {num_bytes} bytes, and of {len(memory)} that ranks share for adapters {at} are "
+                "taken; lower --lora-memory-bytes"
+            )
+        return at
+
     def _free_offset(self, num_bytes: int) -> int:
-        """The first room for so many bytes between those that are resident, from a page's start."""
+        """The first room for so many bytes between those that are resident, else their end."""
         at = 0
-        for resident in sorted(self._resident.values(), key=lambda resident: resident.offset):
+        for resident in self._by_offset().values():
             if resident.offset - at >= num_bytes:
                 break
-            at = _round_up(resident.offset + resident.adapter.num_bytes, PAGE)
+            at = resident.end
         return at
+
+    def _compact(self, memory: NDArray[np.uint8]) -> int:
+        """Move those that are resident to the memory's beginning; where the last one ends."""
+        at = 0
+        for name, resident in self._by_offset().items():
+            if resident.offset > at:
+                self._put(name, resident._replace(offset=at), memory)
+                free = max(resident.offset, self._resident[name].end)
+                self._runner.release_adapter_memory(free, resident.end - free)
+            at = self._resident[name].end
+        return at
+
+    def _by_offset(self) -> dict[str, Resident]:
+        return dict(sorted(self._resident.items(), key=lambda item: item[1].offset))
 
     def slots(self, names: Sequence[str]) -> Int32s:
         """Of each row, by the name of its adapter, which is resident; -1 for no name."""
