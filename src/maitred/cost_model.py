@@ -7,6 +7,7 @@ arithmetic of its tokens, whichever is more.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -77,7 +78,7 @@ def between(knots: tuple[Knot, ...], size: float) -> float:
     """The curve at `size`: flat before the first knot, and behind the last one as steep as between the last two."""
     if size <= knots[0].size or len(knots) == 1:
         return knots[0].seconds
-    right = next((index for index, knot in enumerate(knots) if size <= knot.size), len(knots) - 1)
+    right = min(bisect_left(knots, (size,)), len(knots) - 1)
     first, last = knots[right - 1], knots[right]
     return last.seconds + (last.seconds - first.seconds) / (last.size - first.size) * (size - last.size)
 
@@ -107,24 +108,28 @@ class CostModel:
     steps: tuple[Knot, ...] = ()
     """Measured steps by their number of tokens; where there are any, they stand in place of the tokens' terms above."""
     drafts: tuple[Knot, ...] = ()
-    """What making up one token each for so many requests takes; none takes no time."""
+    """What making up one token each for so many requests takes, the host's part included; none takes no time."""
+    catch_up_token_s: float = 0.0
+    """Of a known token that whoever makes drafts up has not computed yet."""
 
     def step_s(self, shape: StepShape) -> float:
         """Of a plan that has rows."""
         rows, prefill, decode, context, attention, samples, groups = shape
-        if self.steps:
-            tokens_s = between(self.steps, prefill + decode)
-        else:
-            tokens_s = max(prefill * self.prefill_token_s + decode * self.decode_token_s, self.weights_s)
         return (
             self.fixed_s
             + rows * self.row_s
-            + tokens_s
+            + self.tokens_s(prefill, decode)
             + context * self.context_token_s
             + attention * self.prefill_attention_s
             + samples * self.sample_s
             + groups * self.group_s
         )
+
+    def tokens_s(self, prefill: float, decode: float) -> float:
+        """Of a step's tokens, or of reading the weights for them."""
+        if self.steps:
+            return between(self.steps, prefill + decode)
+        return max(prefill * self.prefill_token_s + decode * self.decode_token_s, self.weights_s)
 
     def draft_s(self, rows: float) -> float:
         """Of one token each for so many requests."""

@@ -68,14 +68,14 @@ def output(plan: SchedulerOutput, made: int = 0, draft_s: float = 0.0) -> ModelO
     return ModelOutput(tuple(SampledRow(row.request_id, (0,), num_drafts=made) for row in plan.rows), draft_s)
 
 
-def learned(meter: StepMeter, *steps: tuple[SchedulerOutput, ModelOutput, float]) -> CostModel:
+def learned(meter: StepMeter, *steps: tuple[SchedulerOutput, ModelOutput, float, float]) -> CostModel:
     told = [costs for step in steps if (costs := meter.step_costs(*step)) is not None]
     return told[-1]
 
 
-def step(count: int, seconds: float, *, context: int = 100, drafts: int = 0, draft_s: float = 0.0):
+def step(count: int, seconds: float, *, context: int = 100, drafts: int = 0, draft_s: float = 0.0, host_s: float = 0.0):
     plan = decode(count, context=context, drafts=drafts)
-    return plan, output(plan, drafts, draft_s), seconds + draft_s
+    return plan, output(plan, drafts, draft_s), seconds + draft_s, host_s
 
 
 def test_steps_are_told_by_their_number_of_tokens():
@@ -104,9 +104,26 @@ def test_drafting_is_told_apart_from_the_step_and_not_while_a_proposer_catches_u
     assert between(costs.steps, 15) == pytest.approx(0.010)
 
 
-def test_drafts_that_were_not_made_take_no_tokens():
+def test_drafts_that_were_asked_for_and_not_made_take_no_tokens_but_time():
     meter = make_meter()
     plan = decode(2, drafts=4)
-    costs = learned(meter, *[(plan, output(plan, 0), 0.010)] * 3)
-    assert [knot.size for knot in costs.steps] == [2]
-    assert costs.drafts == ()
+    costs = learned(meter, *[(plan, output(plan, 0, 0.004), 0.014, 0.0)] * 3)
+    assert costs.steps == (Knot(2, pytest.approx(0.010)),)
+    assert costs.drafts == (Knot(2, pytest.approx(0.001)),)
+
+
+def test_what_drafts_cost_the_host_is_theirs_and_not_the_steps():
+    meter = make_meter()
+    costs = learned(
+        meter, *[step(2, 0.010, host_s=0.001)] * 4, *[step(2, 0.010, drafts=4, draft_s=0.004, host_s=0.003)] * 6
+    )
+    assert costs.drafts == (Knot(2, pytest.approx(0.0015)),)
+    assert between(costs.steps, 10) == pytest.approx(0.011)
+
+
+def test_catching_up_is_told_by_the_token():
+    meter = make_meter()
+    drafting = [step(2, 0.010, drafts=4, draft_s=0.004)] * 6
+    forgotten = SchedulerOutput(step=0, rows=(), forgotten_request_ids=("r0", "r1")), ModelOutput(()), 0.001, 0.0
+    costs = learned(meter, *drafting, forgotten, step(2, 0.010, drafts=4, draft_s=0.004 + 200 * 1e-5))
+    assert costs.catch_up_token_s == pytest.approx(1e-5)

@@ -26,7 +26,7 @@ MIN_STEPS, NEWS = 3, 1.5  # steps with prompts until the rate is believed; told 
 
 
 MeasureSwaps = Callable[[SchedulerOutput, float], SwapCosts | None]
-MeasureSteps = Callable[[SchedulerOutput, ModelOutput, float], CostModel | None]
+MeasureSteps = Callable[[SchedulerOutput, ModelOutput, float, float], CostModel | None]
 
 
 class StepObserver(Protocol):
@@ -39,7 +39,7 @@ class StepObserver(Protocol):
 
     def configured(self, config: SchedulerConfig, now: float) -> None: ...
 
-    def measured(self, costs: SwapCosts, now: float) -> None: ...
+    def measured(self, costs: SwapCosts | CostModel, now: float) -> None: ...
 
     def stepped(
         self, plan: SchedulerOutput, progress: list[RequestProgress], scheduled_at: float, updated_at: float
@@ -58,7 +58,7 @@ class EngineCore:
         measure_swaps: MeasureSwaps | None = None,
         measure_steps: MeasureSteps | None = None,
     ) -> None:
-        """Both are told each plan and how long it took (s), the executor or the whole step; they give what is news."""
+        """Both are told each plan and how long it took (s), the executor and (steps) the host; they give what is news."""
         self._scheduler, self._executor, self._clock, self._observer = scheduler, executor, clock, observer
         self._measure_swaps, self._measure_steps = measure_swaps, measure_steps
         self._prefill = PrefillMeter()
@@ -141,6 +141,12 @@ class EngineCore:
         if self._observer is not None:
             self._observer.measured(costs, self._clock.now())
 
+    def set_step_costs(self, costs: CostModel) -> None:
+        """Tells the scheduler what steps and drafts take."""
+        self._scheduler.set_step_costs(costs)
+        if self._observer is not None:
+            self._observer.measured(costs, self._clock.now())
+
     def step(self) -> list[RequestProgress]:
         """Schedules, executes, updates: progress of every request that got something."""
         scheduled_at = self._clock.now()
@@ -153,7 +159,9 @@ class EngineCore:
         progress = self._scheduler.update(plan, output, updated_at)
         if self._observer is not None:
             self._observer.stepped(plan, progress, scheduled_at, updated_at)
-        self._tell_costs(plan, output, updated_at - execute_at, self._clock.now() - scheduled_at)
+        self._tell_costs(
+            plan, output, updated_at - execute_at, self._clock.now() - updated_at + execute_at - scheduled_at
+        )
         if self.speed is not None:
             self.speed.observe(plan, updated_at - execute_at)
         if self._ages_by_device and AGEING in self._scheduler.order.policy.arguments:
@@ -163,14 +171,13 @@ class EngineCore:
         self.host_s += (execute_at - scheduled_at) + (self.last_step_at - updated_at)
         return self._host_shares.told(expired + progress, self.host_s)
 
-    def _tell_costs(self, plan: SchedulerOutput, output: ModelOutput, execute_s: float, step_s: float) -> None:
-        """What is news; after the step was noted, so it counts from the next one on. Drafts cost the host time too, so
-        what they are weighed by is the whole step.
-        """
+    def _tell_costs(self, plan: SchedulerOutput, output: ModelOutput, execute_s: float, host_s: float) -> None:
+        """What is news; after the step was noted, so it counts from the next one on. Drafts cost the host time too."""
         if self._measure_swaps is not None and (swaps := self._measure_swaps(plan, execute_s)) is not None:
             self.set_swap_costs(swaps)
-        if self._measure_steps is not None and (steps := self._measure_steps(plan, output, step_s)) is not None:
-            self._scheduler.set_step_costs(steps)
+        measure_steps = self._measure_steps
+        if measure_steps is not None and (steps := measure_steps(plan, output, execute_s, host_s)) is not None:
+            self.set_step_costs(steps)
 
     def _age_by_device(self, plan: SchedulerOutput, execute_s: float) -> None:
         """How fast waiting outweighs work, from how fast this device works; told anew when it is quite another.

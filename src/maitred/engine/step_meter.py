@@ -6,9 +6,10 @@ Both rules are told when what is measured is news, and their decisions are funct
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Sequence
 from math import floor, log2
 from statistics import median
+from typing import NamedTuple
 
 from maitred.cost_model import CostModel, Knot
 from maitred.engine.prefill_meter import PrefillMeter
@@ -18,10 +19,11 @@ from maitred.step import ModelOutput, ScheduledRow, SchedulerOutput
 NEWS = 1.25  # swapping: told again when a prompt's token takes this many times more or less than what was told
 STEP_NEWS = 1.1  # and steps
 RECENT = 9  # steps of about the same number of tokens, whose median counts: one that stuttered is none of it
-WARM, EVERY = 32, 8  # after so many steps every so many of those without drafts
-MADE_S = 2e-5  # of a step with drafts: asking a proposer for none takes less
+WARM = 32  # steps, the first ones, each of which is looked at
+LOOK_S, ASK_S = 0.03, 0.1  # after those: time between looks at steps of a kind, and at what they make
 EXACT = 8  # up to so many tokens each number is by itself; then four to an octave
 LONG_CHUNK = 512  # positions from which on a prompt's attention is too much of its step to tell of the tokens
+BEHIND = 16  # tokens for each row that drafts: more is a proposer that catches up
 MEMORY = 0.99  # of what a step's context showed, one step later
 STUTTER = 3.0  # times the median: says nothing of the context
 
@@ -33,11 +35,13 @@ class StepMeter:
         self._swap = (bytes_per_block, out_bytes_per_s, in_bytes_per_s)
         self._prefill = PrefillMeter()
         self._told_prefill_s: float | None = None
-        self._steps, self._drafts = Curve(), Curve()
+        self._steps, self._drafts, self._host = Curve(), Curve(), Curve()
         self._context = Slope()
+        self._catch_up: deque[float] = deque(maxlen=RECENT)  # s for each token
+        self._computed: dict[str, int] = {}  # by who drafts: tokens that its proposer has
         self._told: CostModel | None = None
-        self._num_steps = self._asked_at = 0
-        self._drafting: Set[str] = frozenset()  # in the step before
+        self._num_steps, self._total_s, self._asked_at = 0, 0.0, 0.0
+        self._looked_at = {False: 0.0, True: 0.0}  # at steps without drafts and with some
 
     def swap_costs(self, plan: SchedulerOutput, execute_s: float) -> SwapCosts | None:
         """Takes in a step; what swapping costs, when it is news."""
@@ -48,35 +52,67 @@ class StepMeter:
         self._told_prefill_s = now_s
         return SwapCosts(*self._swap, now_s)
 
-    def step_costs(self, plan: SchedulerOutput, output: ModelOutput, step_s: float) -> CostModel | None:
+    def step_costs(
+        self, plan: SchedulerOutput, output: ModelOutput, execute_s: float, host_s: float
+    ) -> CostModel | None:
         """Takes in a step; what steps cost, when it is news. Of many alike, only some are looked at."""
         self._num_steps += 1
-        if self._num_steps > WARM and self._num_steps % EVERY and not output.draft_s > MADE_S:
+        began_s, self._total_s = self._total_s, self._total_s + execute_s + host_s
+        for request_id in plan.forgotten_request_ids:
+            self._computed.pop(request_id, None)
+        drafting = output.draft_s > 0.0
+        asked = self._asked(plan.rows) if drafting else NOT_ASKED
+        is_warm = self._num_steps > WARM
+        if is_warm and asked.num_behind == 0 and began_s - self._looked_at[drafting] < LOOK_S:
+            return None  # whether it is looked at does not depend on how long it took
+        if not plan.rows or plan.swap_outs or plan.swap_ins or execute_s <= output.draft_s:
             return None
-        if not plan.rows or plan.swap_outs or plan.swap_ins or step_s <= output.draft_s:
+        self._looked_at[drafting] = self._total_s
+        self._look(plan.rows, output, asked, execute_s - output.draft_s, host_s)
+        if is_warm and self._total_s - self._asked_at < ASK_S:
             return None
-        made = {row.request_id: row.num_drafts for row in output.rows}
-        self._observe_drafts(plan.rows, made, output.draft_s)
-        if any(row.num_known > 1 and row.start + row.num_known > LONG_CHUNK for row in plan.rows):
-            return None
-        tokens = sum(row.num_known + (made.get(row.request_id, 0) if row.num_drafts else 0) for row in plan.rows)
-        context = sum(row.start + row.num_tokens for row in plan.rows)
-        is_decode = all(row.num_known == 1 for row in plan.rows)
-        self._observe_step(tokens, context if is_decode else 0, step_s - output.draft_s)
-        if self._num_steps > WARM and self._num_steps - self._asked_at < RECENT:
-            return None
-        self._asked_at = self._num_steps
+        self._asked_at = self._total_s
         return self._news()
 
-    def _observe_drafts(self, rows: Iterable[ScheduledRow], made: dict[str, int], draft_s: float) -> None:
+    def _asked(self, rows: Iterable[ScheduledRow]) -> Asked:
+        """Each step with drafts is noted, so that it is known how far their proposer is behind."""
+        num_rows = num_drafts = longest = num_behind = 0
+        computed = self._computed
+        for request_id, start, num_tokens, _, _, _, wanted in rows:
+            if wanted:
+                num_rows += 1
+                num_drafts += wanted
+                longest = max(longest, wanted)
+                num_behind += max(0, start + num_tokens - wanted - 1 - computed.get(request_id, 0))
+                computed[request_id] = start + num_tokens
+        return Asked(num_drafts, longest, num_behind if num_behind > BEHIND * num_rows else 0)
+
+    def _look(
+        self, rows: Sequence[ScheduledRow], output: ModelOutput, asked: Asked, model_s: float, host_s: float
+    ) -> None:
+        """`model_s` is the executor's time without making up drafts."""
+        made = sum([row.num_drafts for row in output.rows]) if asked.longest else 0
+        tokens = made - asked.num_drafts + sum([row.num_tokens for row in rows])
+        is_decode = tokens == made + len(rows)
+        usual_s = self._host.at(len(rows)) if is_decode else None
+        if asked.longest:
+            more_s = max(0.0, host_s - usual_s) if usual_s is not None else 0.0
+            host_s -= more_s
+            self._observe_drafts(asked, output.draft_s + more_s)
+        elif is_decode:
+            self._host.add(len(rows), host_s)
+        if not is_decode and any(row.num_known > 1 and row.start + row.num_known > LONG_CHUNK for row in rows):
+            return
+        context = sum([row.start + row.num_tokens for row in rows]) if is_decode else 0
+        self._observe_step(tokens, context, model_s + host_s)
+
+    def _observe_drafts(self, asked: Asked, drafting_s: float) -> None:
         """A chain has fewer rows the longer it gets; counted is a link with as many as there are on average."""
-        lengths = {row.request_id: row.num_drafts for row in rows if row.num_drafts}
-        before, self._drafting = self._drafting, lengths.keys()
-        if not lengths.keys() <= before:
-            return  # who drafts for the first time makes its proposer catch up
-        lengths = {request_id: length for request_id, length in lengths.items() if made.get(request_id)}
-        if lengths:
-            self._drafts.add(sum(lengths.values()) / max(lengths.values()), draft_s / max(lengths.values()))
+        rows = asked.num_drafts / asked.longest
+        if not asked.num_behind:
+            self._drafts.add(rows, drafting_s / asked.longest)
+        elif (usual_s := self._drafts.at(rows)) is not None:
+            self._catch_up.append(max(0.0, drafting_s - usual_s * asked.longest) / asked.num_behind)
 
     def _observe_step(self, tokens: int, context: int, step_s: float) -> None:
         usual_s = self._steps.at(tokens)
@@ -86,11 +122,27 @@ class StepMeter:
         self._steps.add(tokens, max(alone_s, 0.0))
 
     def _news(self) -> CostModel | None:
-        model = CostModel(context_token_s=self._context.slope, steps=self._steps.knots(), drafts=self._drafts.knots())
+        model = CostModel(
+            context_token_s=self._context.slope,
+            steps=self._steps.knots(),
+            drafts=self._drafts.knots(),
+            catch_up_token_s=median(self._catch_up) if self._catch_up else 0.0,
+        )
         if not model.steps or (self._told is not None and _is_like(self._told, model)):
             return None
         self._told = model
         return model
+
+
+class Asked(NamedTuple):
+    """What a plan asks of whoever makes drafts up."""
+
+    num_drafts: int
+    longest: int  # of one row
+    num_behind: int  # known tokens that are computed first, if they are many
+
+
+NOT_ASKED = Asked(0, 0, 0)
 
 
 def bucket_of(count: float) -> int:
@@ -154,5 +206,5 @@ def _is_like(told: CostModel, model: CostModel) -> bool:
             not a.seconds / STEP_NEWS <= b.seconds <= a.seconds * STEP_NEWS for a, b in zip(before, now, strict=True)
         ):
             return False
-    before_s, now_s = told.context_token_s, model.context_token_s
-    return before_s / 1.5 <= now_s <= before_s * 1.5
+    pairs = (told.context_token_s, model.context_token_s), (told.catch_up_token_s, model.catch_up_token_s)
+    return all(before_s / 1.5 <= now_s <= before_s * 1.5 for before_s, now_s in pairs)

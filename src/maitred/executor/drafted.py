@@ -17,19 +17,20 @@ from maitred.speculative.proposer import DraftAsk, Proposer
 
 
 def with_drafts(
-    works: Sequence[RowWork],
+    works: list[RowWork],
     proposer: Proposer | None,
     vocab_size: int,
     most: int,
     grammars: Grammars | None = None,
 ) -> list[RowWork]:
     """The works, each row as long as the drafts that there are for it: at most `most`. Grammars are told of theirs.
+    They are `works` itself where no drafts are planned.
 
     Raises KernelError for rows with drafts where nobody makes them up.
     """
     asked = [index for index, work in enumerate(works) if work.row.num_drafts]
     if not asked:
-        return list(works)
+        return works
     if proposer is None:
         row = works[asked[0]].row
         raise KernelError(

@@ -143,7 +143,8 @@ class NativeExecutor:
         if self.choice is not None:
             num_tokens = sum(work.row.num_tokens for work in works)
             self._choose_threads(self.choice, num_tokens, len(works), began_at)
-        return ModelOutput(tuple(self._reports(works, tokens, prompts)), draft_s=began_at - drafting_at)
+        draft_s = began_at - drafting_at if works is not planned else 0.0
+        return ModelOutput(tuple(self._reports(works, tokens, prompts)), draft_s=draft_s)
 
     def measure_swap(self) -> Bandwidth | None:
         """How fast blocks go to the host and back; None without host blocks. For a new executor: it spoils the pool."""

@@ -25,6 +25,7 @@ from maitred.request import FinishReason, RequestState, RequestStatus
 from maitred.scheduler.deadlines import Deadlines
 from maitred.scheduler.drafts import NumDrafts, plan_drafts
 from maitred.scheduler.notes import Blocked, Preemption
+from maitred.scheduler.plan_builder import PlanBuilder
 from maitred.scheduler.planning import build_plan, service_of, why_blocked
 from maitred.scheduler.speculation import Speculation
 from maitred.scheduler.state import SchedulerState
@@ -247,10 +248,7 @@ class Scheduler:
         if self._num_drafts is not None:
             plan_drafts(state, builder, [self._num_drafts(one, len(builder.rows)) for one in builder.requests])
         elif self._speculation is not None:
-            lengths = self._speculation.lengths(builder.rows, builder.requests)
-            self._drafting = any(lengths)
-            if self._drafting:
-                plan_drafts(state, builder, lengths)
+            self._drafting = self._speculate(self._speculation, builder)
         plan = builder.plan(self._step, state.forgotten)
         self._step += 1
         self._in_flight = builder.requests
@@ -273,6 +271,17 @@ class Scheduler:
         return progress
 
     # -- small things
+
+    def _speculate(self, speculation: Speculation, builder: PlanBuilder) -> bool:
+        """Whether it gave the plan drafts, out of what tokens prompts leave."""
+        speculation.forgotten(self._state.forgotten)
+        if builder.budget <= 0:
+            return False
+        lengths = speculation.lengths(builder.rows, builder.requests)
+        if not any(lengths):
+            return False
+        plan_drafts(self._state, builder, lengths)
+        return True
 
     def _learn(self, speculation: Speculation, plan: SchedulerOutput, output: ModelOutput) -> None:
         drafted = {row.request_id: row for row in plan.rows if row.num_drafts}

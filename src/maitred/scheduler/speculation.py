@@ -13,7 +13,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
-from maitred.cost_model import CostModel, StepShape, shape_of
+from maitred.cost_model import CostModel, shape_of
+from maitred.policy.rules.cost import expected_outputs
 from maitred.request import RequestState
 from maitred.step import SampledRow, ScheduledRow
 
@@ -26,7 +27,9 @@ LEVELS = 64
 """Chances are told apart in so many steps: requests of one level get one length."""
 LASTS, NONE_LASTS = 6, 64
 """Steps for which a decision stands while the same requests decode, since to decide takes a good part of what a small
-model's step does; one against drafts stands longer, until a trial shows something."""
+model's step does; one against drafts stands longer, whoever comes and goes, until a trial shows something."""
+FEWER = 7 / 8
+"""Of the rows that were decided about: with fewer than so many, what was too full may not be."""
 TRIAL_SHARE = 0.01
 """Of time, for drafts that are not expected to pay, so that it is noticed when they would."""
 
@@ -40,6 +43,7 @@ class Shown:
     offered: float = 0.0  # rows that had some
     tried: float = 0.0  # drafts, up to the first wrong one of each row
     right: float = 0.0
+    num_computed: int = 0  # tokens of the request that its proposer has computed
 
     def learn(self, num_made: int, num_accepted: int) -> None:
         keep = self.memory
@@ -49,6 +53,14 @@ class Shown:
             self.tried = keep * self.tried + min(num_made, num_accepted + 1)
             self.right = keep * self.right + num_accepted
 
+    def chances(self, offer: float, accept: float) -> tuple[float, float]:
+        """With what others showed as a prior."""
+        weight = PRIOR_WEIGHT
+        return (
+            (self.offered + weight * offer) / (self.asked + weight),
+            (self.right + weight * accept) / (self.tried + weight),
+        )
+
 
 @dataclass(slots=True)
 class _Level:
@@ -56,7 +68,12 @@ class _Level:
 
     offer: float
     accept: float
-    rows: list[int]
+    rows: list[int] = field(default_factory=list)
+    catch_up_s: float = 0.0  # what their proposer has yet to compute, spread over the steps that they have left
+
+    def gain(self, most: int) -> float:
+        """Expected tokens of a step with all the drafts that there may be."""
+        return self.offer * len(self.rows) * sum(self.accept**depth for depth in range(1, most + 1))
 
 
 @dataclass(slots=True)
@@ -72,35 +89,45 @@ class Speculation:
     _shown: dict[str, Shown] = field(default_factory=dict)
 
     def lengths(self, rows: Sequence[ScheduledRow], requests: Sequence[RequestState]) -> Sequence[int]:
-        """Drafts for each row of a plan without any; all 0 while prompts are in it, for they come first."""
+        """Drafts for each row of a plan without any, or nothing for none; rows that compute prompts have none."""
         costs, decided = self.costs, self._decided
-        if costs is None or not rows or any(row.num_tokens > 1 for row in rows):
-            self._decided = None
-            return [0] * len(rows)
-        if decided is None or decided.num_left == 0 or not decided.is_about(costs, rows):
-            decided = self._decided = self._decide(costs, rows, requests)
+        if costs is None or not rows:
+            return ()
+        num_tokens = sum([row.num_tokens for row in rows])
+        if decided is None or decided.num_left == 0 or not decided.is_about(costs, num_tokens, rows):
+            decided = self._decided = self._decide(costs, num_tokens, rows, requests)
         decided.num_left -= 1
-        if decided.is_none:
-            self._credit_s += TRIAL_SHARE * decided.step.base_s
-            if self._credit_s > decided.trial_s:
-                return self._trial(decided.step, rows)
-        return decided.lengths
+        if not decided.is_none:
+            return decided.lengths
+        self._credit_s += TRIAL_SHARE * decided.step.base_s
+        return self._trial(decided, rows, requests) if self._credit_s > decided.trial_s else ()
 
-    def _decide(self, costs: CostModel, rows: Sequence[ScheduledRow], requests: Sequence[RequestState]) -> _Decided:
-        step, levels, lengths = _Step(costs, shape_of(rows)), self._levels(rows, requests), [0] * len(rows)
+    def _decide(
+        self, costs: CostModel, num_tokens: int, rows: Sequence[ScheduledRow], requests: Sequence[RequestState]
+    ) -> _Decided:
+        step, lengths = _Step(costs, rows), [0] * len(rows)
+        levels = self._levels(step, rows, requests)
         for level, length in zip(levels, _best(step, levels, self.most), strict=True):
             for index in level.rows:
                 lengths[index] = length
         trial_s = max(step.more_s(1, (1,)), TRIAL_SHARE * step.base_s)
-        return _Decided(costs, rows[0].request_id, rows[-1].request_id, step, lengths, trial_s)
+        return _Decided(costs, num_tokens, rows[0].request_id, rows[-1].request_id, step, lengths, trial_s)
 
     def learn(self, row: ScheduledRow, result: SampledRow) -> None:
         """What came of a row with drafts."""
-        if self._decided is not None and self._decided.is_none:
-            self._decided = None
+        if result.num_accepted and self._decided is not None and self._decided.is_none:
+            self._decided = None  # a trial that brought nothing leaves it at that
         shown = self._shown.setdefault(row.request_id, Shown(MEMORY))
+        shown.num_computed = row.start + row.num_known + result.num_accepted
         for one in (shown, self._all):
             one.learn(result.num_drafts, result.num_accepted)
+
+    def forgotten(self, request_ids: Iterable[str]) -> None:
+        """They left the executor, and what their proposer computed is gone."""
+        for request_id in request_ids:
+            shown = self._shown.get(request_id)
+            if shown is not None:
+                shown.num_computed = 0
 
     def ended(self, request_id: str) -> None:
         self._shown.pop(request_id, None)
@@ -109,41 +136,54 @@ class Speculation:
         """That there are drafts for a request when asked for, and that one is accepted after those before it."""
         every, own = self._all, self._shown.get(request_id)
         offer, accept = (every.offered + 1.0) / (every.asked + 1.0), (every.right + 1.0) / (every.tried + 2.0)
-        if own is None:
-            return offer, accept
-        weight = PRIOR_WEIGHT
-        return (
-            (own.offered + weight * offer) / (own.asked + weight),
-            (own.right + weight * accept) / (own.tried + weight),
-        )
+        return (offer, accept) if own is None else own.chances(offer, accept)
 
-    def _levels(self, rows: Sequence[ScheduledRow], requests: Sequence[RequestState]) -> list[_Level]:
-        levels: dict[tuple[int, int], _Level] = {}
+    def num_behind(self, request: RequestState) -> int:
+        """Known tokens that its proposer has yet to compute before it drafts, besides the last."""
+        shown = self._shown.get(request.request_id)
+        return max(0, request.num_tokens - 1 - (shown.num_computed if shown is not None else 0))
+
+    def _levels(self, step: _Step, rows: Sequence[ScheduledRow], requests: Sequence[RequestState]) -> list[_Level]:
+        """Of rows that decode, without those that would not have enough of their drafts to pay for catching up."""
+        levels: dict[tuple[int, int, int], _Level] = {}
+        token_s, prior, shown = step.costs.catch_up_token_s, self.chances(""), self._shown
         for index, (row, request) in enumerate(zip(rows, requests, strict=True)):
-            if not row.samples:
+            if not row.samples or row.num_tokens > 1:
                 continue
-            offer, accept = self.chances(request.request_id)
-            key = round(offer * LEVELS), round(accept * LEVELS)
+            own = shown.get(row.request_id)
+            offer, accept = prior if own is None else own.chances(*prior)
+            behind = self.num_behind(request) / _num_left(request) if token_s else 0.0  # for a token to come
+            key = round(offer * LEVELS), round(accept * LEVELS), int(4 * behind).bit_length()
             level = levels.get(key)
             if level is None:
-                level = levels[key] = _Level(key[0] / LEVELS, key[1] / LEVELS, [])
+                level = levels[key] = _Level(key[0] / LEVELS, key[1] / LEVELS)
             level.rows.append(index)
-        return list(levels.values())
+            level.catch_up_s += token_s * behind
+        return [level for level in levels.values() if level.catch_up_s < level.gain(self.most) * step.token_s]
 
-    def _trial(self, step: _Step, rows: Sequence[ScheduledRow]) -> Sequence[int]:
+    def _trial(
+        self, decided: _Decided, rows: Sequence[ScheduledRow], requests: Sequence[RequestState]
+    ) -> Sequence[int]:
         """One row's drafts now and then: as many as the time put aside for it allows."""
-        index, lengths = self.num_trials % len(rows), [0] * len(rows)
-        if not rows[index].samples:
-            self.num_trials += 1
+        step, index, lengths = decided.step, self.num_trials % len(rows), [0] * len(rows)
+        self.num_trials += 1
+        if not rows[index].samples or rows[index].num_tokens > 1:
             return lengths
+        catch_up_s = step.costs.catch_up_token_s * self.num_behind(requests[index])
         length = self.most
-        while length and (cost_s := step.more_s(length, [1] * length)) > self._credit_s:
+        while length and (cost_s := catch_up_s + step.more_s(length, [1] * length)) > self._credit_s:
             length -= 1
         if length:
-            self.num_trials += 1
             self._credit_s -= max(cost_s, TRIAL_SHARE * step.base_s)
             lengths[index] = length
+        else:
+            decided.trial_s = min(2 * decided.trial_s, cost_s)  # others may have less to catch up with
         return lengths
+
+
+def _num_left(request: RequestState) -> float:
+    """Tokens that are expected to come."""
+    return max(1.0, expected_outputs(request) - request.num_output_tokens)
 
 
 @dataclass(slots=True)
@@ -151,6 +191,7 @@ class _Decided:
     """Lengths for the rows of a plan, and of those after it while the same requests are in it."""
 
     costs: CostModel
+    num_tokens: int
     first_id: str
     last_id: str
     step: _Step
@@ -163,10 +204,13 @@ class _Decided:
         self.is_none = not any(self.lengths)
         self.num_left = NONE_LASTS if self.is_none else LASTS
 
-    def is_about(self, costs: CostModel, rows: Sequence[ScheduledRow]) -> bool:
+    def is_about(self, costs: CostModel, num_tokens: int, rows: Sequence[ScheduledRow]) -> bool:
         """Requests come in at the end and go from anywhere, which changes how many there are."""
+        if self.is_none:
+            return len(rows) >= FEWER * len(self.lengths)
         return (
             costs is self.costs
+            and num_tokens == self.num_tokens
             and len(rows) == len(self.lengths)
             and rows[0].request_id == self.first_id
             and rows[-1].request_id == self.last_id
@@ -174,45 +218,59 @@ class _Decided:
 
 
 class _Step:
-    """A step without drafts, and what it takes longer with some."""
+    """A step without drafts, and what it takes longer with some.
 
-    __slots__ = ("_costs", "_shape", "base_s")
+    Where prompts are in it, `base_s` is what it would take without them: their time is worth what they bring, and a
+    draft is to be had for less than a step of those that decode.
+    """
 
-    def __init__(self, costs: CostModel, shape: StepShape) -> None:
-        self._costs, self._shape = costs, shape
-        self.base_s = costs.step_s(shape)
+    __slots__ = ("_decode", "_prefill", "_tokens_s", "base_s", "costs", "num_decoding")
+
+    def __init__(self, costs: CostModel, rows: Sequence[ScheduledRow]) -> None:
+        decoding = [row for row in rows if row.num_tokens == 1]
+        shape, alone = shape_of(rows), shape_of(decoding)
+        self.costs, self._prefill, self._decode = costs, shape.prefill_tokens, shape.decode_tokens
+        self._tokens_s = costs.tokens_s(self._prefill, self._decode)
+        self.num_decoding = len(decoding)
+        self.base_s = costs.step_s(alone if decoding else shape)
+
+    @property
+    def token_s(self) -> float:
+        """What a token of those that decode takes."""
+        return self.base_s / max(1, self.num_decoding)
 
     def more_s(self, num_drafts: float, rows_at_depth: Iterable[float]) -> float:
-        """With so many drafts in all, of so many rows at each depth."""
-        shape, costs = self._shape, self._costs
-        longer = shape._replace(
-            decode_tokens=shape.decode_tokens + num_drafts,  # type: ignore[arg-type]  # expected ones are no integers
-            samples=shape.samples + num_drafts,  # type: ignore[arg-type]
-        )
-        return costs.step_s(longer) - self.base_s + sum(costs.draft_s(rows) for rows in rows_at_depth)
+        """With so many drafts in all, asked of so many rows at each depth."""
+        costs = self.costs
+        tokens_s = costs.tokens_s(self._prefill, self._decode + num_drafts) - self._tokens_s
+        return tokens_s + num_drafts * costs.sample_s + sum([costs.draft_s(rows) for rows in rows_at_depth])
 
 
 def _best(step: _Step, levels: Sequence[_Level], most: int) -> list[int]:
     """The length of each level that gives most expected tokens a second, on the way from the likeliest slot down."""
     slots = sorted(
-        (
-            (level.accept**depth, depth, index)
-            for index, level in enumerate(levels)
-            for depth in range(1, most + 1)
-            if level.offer * level.accept > 0
-        ),
-        key=lambda slot: (-slot[0], slot[1], slot[2]),
+        (-(level.accept**depth), depth, index)
+        for index, level in enumerate(levels)
+        for depth in range(1, most + 1)
+        if level.offer * level.accept > 0
     )
-    expected = float(sum(len(level.rows) for level in levels))
+    expected, to_come = float(step.num_decoding), sum(level.gain(most) for level in levels)
     best_rate, best_end = expected / step.base_s if step.base_s > 0 else inf, 0
-    drafts, rows_at_depth = 0.0, [0.0] * most
+    drafts = draft_s = longer_s = 0.0
+    rows_at_depth = [0] * (most + 1)
     for end, (survival, depth, index) in enumerate(slots, 1):
+        if expected + to_come <= best_rate * (step.base_s + longer_s):
+            break  # not even if the rest cost nothing
         level = levels[index]
-        made = level.offer * len(level.rows)
-        expected += made * survival
+        made, before = level.offer * len(level.rows), rows_at_depth[depth]
+        expected -= made * survival
+        to_come += made * survival
         drafts += made
-        rows_at_depth[depth - 1] += made
-        rate = expected / (step.base_s + step.more_s(drafts, rows_at_depth[:depth]))
+        rows_at_depth[depth] = before + len(level.rows)
+        draft_s += step.costs.draft_s(rows_at_depth[depth]) - step.costs.draft_s(before)
+        draft_s += level.catch_up_s if depth == 1 else 0.0
+        longer_s = draft_s + step.more_s(drafts, ())
+        rate = expected / (step.base_s + longer_s)
         if rate > best_rate:
             best_rate, best_end = rate, end
     lengths = [0] * len(levels)
