@@ -52,7 +52,7 @@ def measure(running: int, churn: bool, steps: int) -> str:
         core_s.append(ended - answered + between - started)
         now = time.monotonic()
         started = time.perf_counter()
-        recorder.stepped(plan, progress, now, now + 0.003)
+        recorder.stepped(plan, output, progress, now, now + 0.003)
         record_s.append(time.perf_counter() - started)
         started = time.perf_counter()
         frames.append(encoder.encode(records[-1]))

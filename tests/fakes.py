@@ -16,6 +16,7 @@ from maitred.kvcache.prefix_cache import BlockHasher, TokenHasher
 from maitred.request import RequestSpec, RequestState, SamplingParams
 from maitred.scheduler.drafts import NumDrafts
 from maitred.scheduler.scheduler import Scheduler
+from maitred.scheduler.speculation import Speculation
 from maitred.scheduler.stop import StopRule, stop_at_token
 from maitred.step import ModelOutput, NewRequest, SampledRow, ScheduledRow, SchedulerOutput, TokenLogprobs
 
@@ -92,6 +93,7 @@ def make_scheduler(
     hasher: BlockHasher | None = None,
     stop_rule: StopRule = stop_at_token,
     num_drafts: NumDrafts | None = None,
+    speculation: Speculation | None = None,
     **settings: Any,
 ) -> Scheduler:
     config = SchedulerConfig(
@@ -108,7 +110,7 @@ def make_scheduler(
         enable_prefix_caching=enable_prefix_caching,
         num_host_blocks=num_host_blocks,
     )
-    return Scheduler(config, kv_cache, stop_rule, num_drafts=num_drafts)
+    return Scheduler(config, kv_cache, stop_rule, num_drafts=num_drafts, speculation=speculation)
 
 
 class FakeExecutor:

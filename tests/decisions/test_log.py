@@ -13,8 +13,9 @@ import pytest
 from msgspec import structs
 
 from maitred.clock import ManualClock
+from maitred.cost_model import CostModel
 from maitred.decisions.codec import VERSION, Header, LogEncoder, read_log
-from maitred.decisions.log import Arrival, Arrived, Outcome, Recorder, Step, StepRecord
+from maitred.decisions.log import Arrival, Arrived, Drafted, Outcome, Recorder, Step, StepRecord, StepsMeasured
 from maitred.decisions.replay import LoggedOutcomes, ReplayedStep, first_difference, fresh_scheduler, replay
 from maitred.engine.core import EngineCore
 from maitred.errors import ConfigError
@@ -22,6 +23,7 @@ from maitred.kvcache.prefix_cache import TokenHasher
 from maitred.policy.policies import POLICIES
 from maitred.request import FinishReason, RequestState, ResumePoint, SamplingParams
 from maitred.scheduler.scheduler import Scheduler
+from maitred.scheduler.speculation import Speculation
 from maitred.scheduler.swap import SwapCosts
 from maitred.step import ModelOutput, RequestProgress, SchedulerOutput
 from tests.decisions.version_3 import converted
@@ -101,9 +103,11 @@ def record_run(
     meddle: bool = True,
     policies: Sequence[str] = ("priority", "fcfs"),
     forced_after: Callable[[str, int], int] | None = None,
+    num_speculative_tokens: int = 0,
     **settings: object,
 ) -> Run:
     """A live loop under random load; `meddle` aborts, finishes, fails and swaps the policy on the way."""
+    most = num_speculative_tokens
     chooser, clock = Random(seed), ManualClock()
     scheduler = make_scheduler(
         num_blocks=NUM_BLOCKS,
@@ -114,10 +118,16 @@ def record_run(
         quantum_tokens=5,
         ageing_tokens_per_s=50.0,
         num_host_blocks=NUM_HOST_BLOCKS,
+        speculation=Speculation(most) if most else None,
         **settings,
     )
     header = Header(
-        scheduler.config, NUM_BLOCKS, BLOCK_SIZE, enable_prefix_caching=True, num_host_blocks=NUM_HOST_BLOCKS
+        scheduler.config,
+        NUM_BLOCKS,
+        BLOCK_SIZE,
+        enable_prefix_caching=True,
+        num_host_blocks=NUM_HOST_BLOCKS,
+        num_speculative_tokens=most,
     )
     executor = TimedExecutor(clock)
     executor.forced_after = forced_after or executor.forced_after
@@ -132,6 +142,8 @@ def record_run(
             core.add(arrivals.pop(0).spec)
         if meddle:
             meddle_with(core, executor, chooser, policies)
+        if most and chooser.random() < 0.1:
+            core.set_step_costs(CostModel(weights_s=0.01, decode_token_s=chooser.choice([0.0001, 0.002])))
         core.step()
     encoder = LogEncoder(header)  # after the run: encoding may lag behind
     return [encoder.start(), *map(encoder.encode, records)], scheduler
@@ -184,6 +196,22 @@ def test_forced_tokens_are_caught_up_with_again_as_they_were(seed: int):
     assert first_difference(frames) is None
     assert sum(outcome.num_forced for outcome in outcomes) > 50
     assert any(0 < outcome.num_forced < outcome.num_tokens - 1 for outcome in outcomes)  # with accepted drafts
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_how_many_tokens_to_draft_is_decided_again_by_what_was_told_and_what_came_of_them(seed: int):
+    frames, _ = record_run(seed, policies=["vtc", *POLICIES], num_speculative_tokens=4)
+    steps = [step.step for step in replay(frames)]
+    assert first_difference(frames) is None
+    assert len({row.num_drafts for step in steps for row in step.plan.rows}) > 2, "lengths differ"
+    assert reencoded(frames[0], steps) == frames[1:]
+    told_less = [*frames[:1], *reencoded(frames[0], [untold(step) for step in steps])]
+    assert "num_tokens was" in str(first_difference(told_less))
+
+
+def untold(step: Step) -> Step:
+    """Without what steps cost."""
+    return structs.replace(step, events=tuple(e for e in step.events if not isinstance(e, StepsMeasured)))
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -320,13 +348,15 @@ def record_of(step: Step, requests: dict[str, RequestState]) -> StepRecord:
             )
         else:
             events.append(event)
-    progress = []
+    progress, drafted = [], []
     for outcome in step.outcomes:
+        if outcome.num_drafts:
+            drafted.append(Drafted(outcome.request_id, outcome.num_drafts, outcome.num_accepted))
         requests[outcome.request_id].block_hashes += outcome.new_hashes
         progress.append(
             RequestProgress(outcome.request_id, (0,) * outcome.num_tokens, finish_reason=outcome.finish_reason)
         )
-    return StepRecord(step.scheduled_at, step.updated_at, step.plan, tuple(progress), tuple(events))
+    return StepRecord(step.scheduled_at, step.updated_at, step.plan, tuple(progress), tuple(events), tuple(drafted))
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -376,7 +406,7 @@ def test_a_file_that_is_no_log_and_a_log_of_another_version_are_refused():
     with pytest.raises(ConfigError, match="is this a decision log"):
         read_log([])
     header = Header(make_scheduler().config, 4, 4, enable_prefix_caching=True, version=99)
-    with pytest.raises(ConfigError, match="version 99, this maitred reads versions 5 to 6"):
+    with pytest.raises(ConfigError, match="version 99, this maitred reads versions 5 to 7"):
         read_log([msgspec.msgpack.encode(header)])
 
 
@@ -391,7 +421,7 @@ def test_a_run_recorded_by_version_3_is_replayed_bit_for_bit(run: str):
     assert any(spec.sample_index > 0 for spec in arrivals)
     assert any(spec.sampling.prompt_logprobs is not None for spec in arrivals)
     assert any(spec.resumed is not None for spec in arrivals)
-    with pytest.raises(ConfigError, match="version 3, this maitred reads versions 5 to 6"):
+    with pytest.raises(ConfigError, match="version 3, this maitred reads versions 5 to 7"):
         first_difference(recorded)
 
 
@@ -402,7 +432,7 @@ def test_a_run_recorded_by_version_4_is_replayed_bit_for_bit(run: str):
     assert any(step.plan.swap_ins for step in steps)
     assert any(step.plan.block_copies for step in steps)
     assert any(row.num_drafts for step in steps for row in step.plan.rows) == (run == "drafts")
-    with pytest.raises(ConfigError, match="version 4, this maitred reads versions 5 to 6"):
+    with pytest.raises(ConfigError, match="version 4, this maitred reads versions 5 to 7"):
         first_difference(recorded)
 
 

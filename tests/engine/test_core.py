@@ -50,7 +50,12 @@ class Notes:
         self.told.append(("measured", costs, now))
 
     def stepped(
-        self, plan: SchedulerOutput, progress: list[RequestProgress], scheduled_at: float, updated_at: float
+        self,
+        plan: SchedulerOutput,
+        output: ModelOutput,
+        progress: list[RequestProgress],
+        scheduled_at: float,
+        updated_at: float,
     ) -> None:
         self.told.append(("stepped", plan.step, scheduled_at, updated_at))
 

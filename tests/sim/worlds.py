@@ -29,7 +29,9 @@ class PlanKeeper:
 
     def configured(self, config: object, now: float) -> None: ...
 
-    def stepped(self, plan: SchedulerOutput, progress: object, scheduled_at: float, updated_at: float) -> None:
+    def stepped(
+        self, plan: SchedulerOutput, output: object, progress: object, scheduled_at: float, updated_at: float
+    ) -> None:
         self.plans.append(plan)
         self.times.append((scheduled_at, updated_at))
 

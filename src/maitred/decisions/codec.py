@@ -17,12 +17,14 @@ from maitred.decisions.log import (
     Arrival,
     Arrived,
     Configured,
+    Drafted,
     Ended,
     Event,
     Measured,
     Outcome,
     Step,
     StepRecord,
+    StepsMeasured,
     arrived_of,
     split_digests,
 )
@@ -30,8 +32,8 @@ from maitred.errors import ConfigError
 from maitred.request import FinishReason, RequestSpec, RequestState
 from maitred.step import BlockCopy, NewRequest, RequestProgress, ScheduledRow, SchedulerOutput
 
-VERSION = 6
-READABLE = (5, 6)  # 5 had no forced tokens
+VERSION = 7
+READABLE = (5, 6, 7)  # 5 had no forced tokens, 6 not what decides the number of drafts
 
 
 class Header(msgspec.Struct, frozen=True):
@@ -42,6 +44,7 @@ class Header(msgspec.Struct, frozen=True):
     block_size: int
     enable_prefix_caching: bool
     num_host_blocks: int = 0
+    num_speculative_tokens: int = 0  # most drafts of a row; 0 where none are made, or other rules say how many
     run: str = ""  # equal in all files of a run
     part: int = 0  # 0, 1, 2 ...
     version: int = VERSION
@@ -66,6 +69,7 @@ class _Outcomes(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True
     finished: tuple[tuple[int, FinishReason], ...] = ()
     new_hashes: tuple[tuple[int, bytes], ...] = ()  # digests of the blocks that the row filled, which the log lacks
     num_forced: tuple[tuple[int, int], ...] = ()
+    drafts: tuple[tuple[int, int, int], ...] = ()  # made and accepted
 
 
 class _Frame(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
@@ -122,7 +126,7 @@ class LogEncoder:
             scheduled_at=record.scheduled_at,
             updated_at=record.updated_at,
             rows=self._rows(plan.rows),
-            outcomes=self._outcomes(plan.rows, record.progress),
+            outcomes=self._outcomes(plan.rows, record.progress, record.drafted),
             forgotten=tuple([known[request_id].number for request_id in plan.forgotten_request_ids]),
             new=tuple([(known[new.request_id].number, new.num_output_tokens) for new in plan.new_requests]),
             block_copies=plan.block_copies,
@@ -135,7 +139,7 @@ class LogEncoder:
                 del known[logged.request.request_id]
         return _encode(frame)
 
-    def _event(self, event: Arrival | Ended | Configured | Measured) -> Event:
+    def _event(self, event: Arrival | Ended | Configured | Measured | StepsMeasured) -> Event:
         if isinstance(event, Arrival):
             request = event.request
             self._known[request.request_id] = _Logged(self._next_number, request, event.num_hashes)
@@ -151,10 +155,13 @@ class LogEncoder:
         request_ids, *columns = zip(*rows, strict=True)
         return _Rows(tuple([self._known[request_id].number for request_id in request_ids]), *columns)
 
-    def _outcomes(self, rows: Sequence[ScheduledRow], progress: Sequence[RequestProgress]) -> _Outcomes:
+    def _outcomes(
+        self, rows: Sequence[ScheduledRow], progress: Sequence[RequestProgress], drafted: Sequence[Drafted]
+    ) -> _Outcomes:
         size, known = self._block_size, self._known
+        drafts_of = {request_id: counts for request_id, *counts in drafted}
         told_of = {told.request_id: told for told in progress}
-        num_tokens, finished, new_hashes, forced = [], [], [], []
+        num_tokens, finished, new_hashes, forced, drafts = [], [], [], [], []
         for index, (request_id, start, num_computed, samples, _, _, num_drafts) in enumerate(rows):
             told, logged, reason, num_given, num_forced = told_of.get(request_id), known[request_id], None, 0, 0
             if told is not None:
@@ -169,12 +176,14 @@ class LogEncoder:
             if samples and not num_given and reason is None:
                 end -= 1  # postponed
             if num_drafts:
+                if request_id in drafts_of:
+                    drafts.append((index, *drafts_of[request_id]))
                 end += max(0, num_given - num_forced - 1) - num_drafts  # computed, and accepted
             if size and end // size > logged.num_hashes and reason is not FinishReason.ERROR:
                 filled = logged.request.block_hashes[logged.num_hashes : end // size]
                 logged.num_hashes += len(filled)
                 new_hashes.append((index, b"".join([digest[:DIGEST_BYTES] for digest in filled])))
-        return _Outcomes(tuple(num_tokens), tuple(finished), tuple(new_hashes), tuple(forced))
+        return _Outcomes(tuple(num_tokens), tuple(finished), tuple(new_hashes), tuple(forced), tuple(drafts))
 
 
 class LogDecoder:
@@ -220,10 +229,13 @@ def _new_request(spec: RequestSpec, num_output_tokens: int) -> NewRequest:
 
 def _outcomes(rows: Sequence[ScheduledRow], given: _Outcomes) -> Iterator[Outcome]:
     finished, new_hashes, forced = dict(given.finished), dict(given.new_hashes), dict(given.num_forced)
+    drafts = {index: counts for index, *counts in given.drafts}
     for index, (row, num_tokens) in enumerate(zip(rows, given.num_tokens, strict=True)):
-        if num_tokens or index in finished or index in new_hashes:
+        if num_tokens or index in finished or index in new_hashes or index in drafts:
             hashes = split_digests(new_hashes.get(index, b""))
-            yield Outcome(row.request_id, num_tokens, finished.get(index), hashes, forced.get(index, 0))
+            yield Outcome(
+                row.request_id, num_tokens, finished.get(index), hashes, forced.get(index, 0), *drafts.get(index, ())
+            )
 
 
 def read_log(frames: Iterable[bytes]) -> tuple[Header, Iterator[Step]]:

@@ -15,9 +15,10 @@ import msgspec
 from msgspec.structs import replace
 
 from maitred.config import SchedulerConfig
+from maitred.cost_model import CostModel
 from maitred.request import DEFAULT_SAMPLING, FinishReason, RequestSpec, RequestState, SamplingParams
 from maitred.scheduler.swap import SwapCosts
-from maitred.step import RequestProgress, SchedulerOutput
+from maitred.step import ModelOutput, RequestProgress, SchedulerOutput
 
 WITH_PROMPT_LOGPROBS = SamplingParams(prompt_logprobs=0)  # such a request uses no prefix cache
 DIGEST_BYTES = (
@@ -52,7 +53,14 @@ class Measured(msgspec.Struct, frozen=True, tag="measured"):
     costs: SwapCosts
 
 
-Event = Arrived | Ended | Configured | Measured
+class StepsMeasured(msgspec.Struct, frozen=True, tag="steps_measured"):
+    """What steps and drafts cost, as the engine measured it."""
+
+    now: float
+    costs: CostModel
+
+
+Event = Arrived | Ended | Configured | Measured | StepsMeasured
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -63,6 +71,8 @@ class Outcome(msgspec.Struct, frozen=True):
     finish_reason: FinishReason | None = None
     new_hashes: tuple[bytes, ...] = ()
     num_forced: int = 0
+    num_drafts: int = 0  # that were made
+    num_accepted: int = 0  # of them, those behind the end included
 
 
 class Step(msgspec.Struct, frozen=True):
@@ -83,6 +93,14 @@ class Arrival(NamedTuple):
     num_hashes: int
 
 
+class Drafted(NamedTuple):
+    """What came of a request's drafts in a step."""
+
+    request_id: str
+    num_drafts: int
+    num_accepted: int
+
+
 class StepRecord(NamedTuple):
     """One step as the engine hands it over: nothing in it changes any more, so it can be encoded later, elsewhere."""
 
@@ -90,7 +108,8 @@ class StepRecord(NamedTuple):
     updated_at: float
     plan: SchedulerOutput
     progress: tuple[RequestProgress, ...]
-    events: tuple[Arrival | Ended | Configured | Measured, ...] = ()
+    events: tuple[Arrival | Ended | Configured | Measured | StepsMeasured, ...] = ()
+    drafted: tuple[Drafted, ...] = ()
 
 
 class Recorder:
@@ -98,7 +117,7 @@ class Recorder:
 
     def __init__(self, write: Callable[[StepRecord], object]) -> None:
         self._write = write
-        self._events: list[Arrival | Ended | Configured | Measured] = []
+        self._events: list[Arrival | Ended | Configured | Measured | StepsMeasured] = []
 
     def added(self, request: RequestState, now: float) -> None:
         self._events.append(Arrival(now, request, len(request.block_hashes)))
@@ -109,13 +128,19 @@ class Recorder:
     def configured(self, config: SchedulerConfig, now: float) -> None:
         self._events.append(Configured(now, config))
 
-    def measured(self, costs: SwapCosts, now: float) -> None:
-        self._events.append(Measured(now, costs))
+    def measured(self, costs: SwapCosts | CostModel, now: float) -> None:
+        self._events.append(Measured(now, costs) if isinstance(costs, SwapCosts) else StepsMeasured(now, costs))
 
     def stepped(
-        self, plan: SchedulerOutput, progress: list[RequestProgress], scheduled_at: float, updated_at: float
+        self,
+        plan: SchedulerOutput,
+        output: ModelOutput,
+        progress: list[RequestProgress],
+        scheduled_at: float,
+        updated_at: float,
     ) -> None:
-        self._write(StepRecord(scheduled_at, updated_at, plan, tuple(progress), tuple(self._events)))
+        drafted = [Drafted(row.request_id, row.num_drafts, row.num_accepted) for row in output.rows if row.num_drafts]
+        self._write(StepRecord(scheduled_at, updated_at, plan, tuple(progress), tuple(self._events), tuple(drafted)))
         self._events = []
 
 

@@ -7,12 +7,13 @@ from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple
 
 from maitred.decisions.codec import Header, read_log
-from maitred.decisions.log import Arrived, Configured, Event, Measured, Outcome, Step
+from maitred.decisions.log import Arrived, Configured, Event, Measured, Outcome, Step, StepsMeasured
 from maitred.kvcache.manager import KVCacheManager
 from maitred.policy.policies import POLICIES
 from maitred.policy.policy import PolicyFactory
 from maitred.request import FinishReason, RequestState
 from maitred.scheduler.scheduler import Scheduler
+from maitred.scheduler.speculation import Speculation
 from maitred.step import ModelOutput, SampledRow, SchedulerOutput
 
 
@@ -53,7 +54,7 @@ class LoggedOutcomes:
         self._sampling = [row.request_id for row in plan.rows if row.samples]
 
     def num_drafts(self, request: RequestState, num_rows: int) -> int:
-        """As recorded: what a proposer is worth is learned where it runs."""
+        """As recorded, where no rule is known that decided it."""
         return self._drafted.get(request.request_id, 0)
 
     def set_step(self, outcomes: Iterable[Outcome]) -> ModelOutput:
@@ -82,9 +83,17 @@ def _sampled_row(outcome: Outcome) -> SampledRow | None:
     if not outcome.num_tokens:
         ended = outcome.finish_reason is FinishReason.STOP
         return SampledRow(outcome.request_id, (), complete=True) if ended else None
-    num_accepted = outcome.num_tokens - 1 - outcome.num_forced
-    tokens = (0,) * outcome.num_tokens
-    return SampledRow(outcome.request_id, tokens, num_accepted=num_accepted, num_forced=outcome.num_forced)
+    num_accepted, num_forced = outcome.num_accepted, outcome.num_forced
+    if not outcome.num_drafts:  # none, or a version that did not say
+        num_accepted = outcome.num_tokens - 1 - num_forced
+    tokens = (0,) * max(outcome.num_tokens, num_accepted + 1 + num_forced)
+    return SampledRow(
+        outcome.request_id,
+        tokens,
+        num_accepted=num_accepted,
+        num_forced=num_forced,
+        num_drafts=outcome.num_drafts,
+    )
 
 
 def fresh_scheduler(
@@ -98,7 +107,15 @@ def fresh_scheduler(
         enable_prefix_caching=header.enable_prefix_caching,
         num_host_blocks=header.num_host_blocks,
     )
-    return Scheduler(header.config, kv_cache, outcomes.stop_rule, policies=policies, num_drafts=outcomes.num_drafts)
+    most = header.num_speculative_tokens
+    return Scheduler(
+        header.config,
+        kv_cache,
+        outcomes.stop_rule,
+        policies=policies,
+        num_drafts=outcomes.num_drafts if not most else None,
+        speculation=Speculation(most) if most else None,
+    )
 
 
 def replay(frames: Iterable[bytes], policies: Mapping[str, PolicyFactory] = POLICIES) -> Iterator[ReplayedStep]:
@@ -131,6 +148,8 @@ def _apply(event: Event, scheduler: Scheduler) -> None:
         scheduler.configure(event.config)
     elif isinstance(event, Measured):
         scheduler.set_swap_costs(event.costs)
+    elif isinstance(event, StepsMeasured):
+        scheduler.set_step_costs(event.costs)
     else:
         scheduler.finish(event.request_id, event.reason, event.now)
 

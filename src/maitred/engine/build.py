@@ -315,6 +315,7 @@ def _decision_log(config: EngineConfig, layout: _Layout) -> DecisionLogFile:
         block_size=layout.memory.block_size,
         enable_prefix_caching=config.cache.enable_prefix_caching,
         num_host_blocks=layout.num_host_blocks,
+        num_speculative_tokens=config.speculative.num_speculative_tokens if layout.drafts is not None else 0,
     )
     return DecisionLogFile(
         Path(config.decision_log or ""),

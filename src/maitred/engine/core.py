@@ -42,7 +42,12 @@ class StepObserver(Protocol):
     def measured(self, costs: SwapCosts | CostModel, now: float) -> None: ...
 
     def stepped(
-        self, plan: SchedulerOutput, progress: list[RequestProgress], scheduled_at: float, updated_at: float
+        self,
+        plan: SchedulerOutput,
+        output: ModelOutput,
+        progress: list[RequestProgress],
+        scheduled_at: float,
+        updated_at: float,
     ) -> None: ...
 
 
@@ -58,7 +63,7 @@ class EngineCore:
         measure_swaps: MeasureSwaps | None = None,
         measure_steps: MeasureSteps | None = None,
     ) -> None:
-        """Both are told each plan and how long it took (s), the executor and (steps) the host; they give what is news."""
+        """Both are told each plan and how long it took (s), the executor and, of steps, the host; they give news."""
         self._scheduler, self._executor, self._clock, self._observer = scheduler, executor, clock, observer
         self._measure_swaps, self._measure_steps = measure_swaps, measure_steps
         self._prefill = PrefillMeter()
@@ -158,7 +163,7 @@ class EngineCore:
         updated_at = self._clock.now()
         progress = self._scheduler.update(plan, output, updated_at)
         if self._observer is not None:
-            self._observer.stepped(plan, progress, scheduled_at, updated_at)
+            self._observer.stepped(plan, output, progress, scheduled_at, updated_at)
         self._tell_costs(
             plan, output, updated_at - execute_at, self._clock.now() - updated_at + execute_at - scheduled_at
         )

@@ -80,9 +80,11 @@ class SimulatedEngine:
             self._stop_rule,
             predictor,
             setup.policies,
-            speculation=Speculation(setup.num_speculative_tokens, cost_model) if drafts else None,
+            speculation=Speculation(setup.num_speculative_tokens) if drafts else None,
         )
         self.core = EngineCore(self.scheduler, self._executor, self.clock, observer)
+        if drafts:
+            self.core.set_step_costs(cost_model)
 
     @property
     def has_work(self) -> bool:
