@@ -1,0 +1,150 @@
+"""A process is killed while requests speculate under adapters on two ranks: every stream goes on exactly."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from maitred.model.checkpoint import BUILTIN_FOLDER, open_checkpoint
+from maitred.model.families import spec_from_config
+from tests.conftest import ServerProcess, start_server
+from tests.model.adapters import random_tensors, write_adapter
+from tests.reliability.test_served_engine import engine_of, on_linux
+from tests.waiting import HANGS_S, is_gone, joined, until
+
+MODEL = "maitred-mini"
+NUM_TOKENS = 400  # so many that no stream ends before the kill
+pytestmark = on_linux
+
+
+@dataclass(eq=False)
+class Stream:
+    """One streamed request, in a thread."""
+
+    url: str
+    body: dict[str, Any]
+    text: str = ""
+    errors: list[str] = field(default_factory=list)
+    is_whole: bool = False
+
+    def __post_init__(self) -> None:
+        self.thread = threading.Thread(target=self._run)
+        self.thread.start()
+
+    def _run(self) -> None:
+        body = {**self.body, "stream": True}
+        with httpx.stream("POST", f"{self.url}/v1/completions", json=body, timeout=HANGS_S) as answer:
+            for line in answer.iter_lines():
+                if line == "data: [DONE]":
+                    self.is_whole = True
+                elif line.startswith("data: "):
+                    self._take(json.loads(line[6:]))
+
+    def _take(self, chunk: dict[str, Any]) -> None:
+        if "error" in chunk:
+            self.errors.append(chunk["error"]["message"])
+        else:
+            self.text += chunk["choices"][0]["text"]
+
+
+def asked(model: str) -> list[dict[str, Any]]:
+    """Greedy and seeded."""
+    common = {"model": model, "prompt": "The maître d'", "max_tokens": NUM_TOKENS, "ignore_eos": True}
+    return [{**common, "temperature": 0}, {**common, "temperature": 0.8, "seed": 7}]
+
+
+def calm(server: ServerProcess, body: dict[str, Any]) -> str:
+    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=HANGS_S)
+    assert answer.status_code == 200, answer.text
+    return str(answer.json()["choices"][0]["text"])
+
+
+def begun(server: ServerProcess, bodies: list[dict[str, Any]]) -> list[Stream]:
+    """Return when each has text."""
+    streams = [Stream(server.url, body) for body in bodies]
+    until(lambda: all(stream.text for stream in streams))
+    return streams
+
+
+def metric(server: ServerProcess, name: str) -> float:
+    lines = httpx.get(f"{server.url}/metrics", timeout=HANGS_S).text.splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(f"maitred_{name}"))
+
+
+def rank_of(engine: psutil.Process) -> psutil.Process:
+    return next(one for one in engine.children() if "maitred.executor.rank_process" in one.cmdline())
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    with open_checkpoint(str(BUILTIN_FOLDER)) as checkpoint:
+        spec = spec_from_config(checkpoint.config)
+    root = tmp_path_factory.mktemp("adapters")
+    for seed, name in enumerate(("sql", "gone")):
+        write_adapter(root / name, random_tensors(spec, 4, seed=seed), rank=4, lora_alpha=1)
+    return root
+
+
+@pytest.fixture(scope="module")
+def served(folders: Path) -> Iterator[ServerProcess]:
+    adapters = [word for name in ("sql", "gone") for word in ("--lora", f"{name}={folders / name}")]
+    server = start_server(*adapters, "--speculative", "draft", "--tensor-parallel", "2", "--num-threads", "1")
+    yield server
+    if server.process.poll() is None:
+        assert server.stop() == 0
+
+
+@pytest.fixture(scope="module")
+def texts(served: ServerProcess) -> dict[str, list[str]]:
+    """What nobody disturbed."""
+    found = {model: [calm(served, body) for body in asked(model)] for model in (MODEL, "sql", "gone")}
+    assert len({text for of_model in found.values() for text in of_model}) == 6, "adapters and seeds make a difference"
+    assert metric(served, "draft_tokens_total") > 0
+    return found
+
+
+@pytest.mark.parametrize("victim", ["engine", "rank"])
+def test_every_stream_goes_on_exactly(served: ServerProcess, texts: dict[str, list[str]], victim: str):
+    before = metric(served, "requests_resumed_total")
+    streams = begun(served, [*asked(MODEL), *asked("sql")])
+    engine = engine_of(served)
+    rank = rank_of(engine)
+    (engine if victim == "engine" else rank).kill()
+    joined(*(stream.thread for stream in streams))
+    assert [(stream.errors, stream.is_whole) for stream in streams] == [([], True)] * 4
+    assert [stream.text for stream in streams] == [*texts[MODEL], *texts["sql"]]
+    assert metric(served, "requests_resumed_total") == before + 4
+    until(lambda: is_gone(engine) and is_gone(rank))
+
+
+def test_an_adapter_deleted_while_in_use_ends_no_other_request(
+    served: ServerProcess, texts: dict[str, list[str]], folders: Path
+):
+    """In memory it is used to the end. After a death it would have to be read again, and who needs it is told."""
+    doomed = begun(served, asked("gone"))
+    shutil.rmtree(folders / "gone")
+    joined(*(stream.thread for stream in doomed))
+    assert [stream.text for stream in doomed] == texts["gone"]
+    doomed, others = begun(served, asked("gone")), begun(served, [*asked(MODEL), *asked("sql")])
+    engine_of(served).kill()
+    joined(*(stream.thread for stream in (*doomed, *others)))
+    assert [stream.text for stream in others] == [*texts[MODEL], *texts["sql"]]
+    assert [stream.errors for stream in others] == [[]] * 4
+    assert all("adapter gone: " in stream.errors[0] and stream.is_whole for stream in doomed)
+
+
+def test_a_server_that_is_killed_takes_engine_and_ranks_along(served: ServerProcess):
+    engine = engine_of(served)
+    rank = rank_of(engine)
+    served.process.kill()
+    served.process.wait(HANGS_S)
+    until(lambda: is_gone(engine) and is_gone(rank))
