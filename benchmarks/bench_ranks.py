@@ -46,7 +46,8 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--quick", action="store_true", help="as with " + " ".join(f"--{k} {v}" for k, v in QUICK.items()))
+    quick = " ".join(f"--{name} {value}" for name, value in QUICK.items())
+    parser.add_argument("--quick", action="store_true", help=f"as with {quick}")
     options = parser.parse_args()
     if options.quick:
         vars(options).update(QUICK)

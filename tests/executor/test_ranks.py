@@ -141,7 +141,7 @@ def test_any_number_of_ranks_gives_adapters_the_bits_of_one(
 
 def narrowed(executor: NativeExecutor, *adapters: Adapter) -> NativeAdapters:
     """The executor's, with room for these and no more."""
-    runner = executor._runner
+    runner = executor.runner
     if runner.adapter_memory is None:
         return executor.adapters
     pages = sum(-(-executor.adapters.num_bytes(adapter) // PAGE) for adapter in adapters)

@@ -273,7 +273,8 @@ class EdgeMetrics(Collector):
         if not self._proposer:
             return {}
         proposers = {self._proposer: state.drafts, PREDICTION: state.predicted_drafts}
-        return {(name, *labels): value for name, counts in proposers.items() for labels, value in samples(counts).items()}
+        named = {name: samples(counts) for name, counts in proposers.items()}
+        return {(name, *labels): value for name, counts in named.items() for labels, value in counts.items()}
 
 
 def result_cache_samples(results: Results | None) -> dict[Metric, dict[tuple[str, ...], float]]:
