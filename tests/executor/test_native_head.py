@@ -1,29 +1,42 @@
 """Heads: drafts are those of the package `speculators`, on folders that it wrote.
 
 The package asks for an older transformers than the other tests, and for torchvision and datasets, so it is not among
-what contributors install; where it is there (`pip install --no-deps speculators==0.9.0`, and what it then misses), the
-reference is held against it. Without, against what trains the built-in model's head.
+what contributors install. Where it is there (`pip install --no-deps speculators==0.9.0`, and what it then misses), the
+numpy reference and the native head are held against it; without, the reference against what trains the built-in
+model's head, and the native one against the reference.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from maitred.executor.native_head import NativeHeadRunner, plan_head
+from maitred.kernels import _native
+from maitred.kernels.sampler import Sampler
 from maitred.model.checkpoint import open_checkpoint
-from maitred.model.head_folder import open_head
+from maitred.model.families import spec_from_config
+from maitred.model.head_folder import HeadCheckpoint, open_head
+from maitred.request import SamplingParams
+from maitred.speculative.draft import ChainEnd, Piece
 from tests.executor.head_reference import HeadReference, parameters_of
+from tests.executor.native_worlds import native_plan
 from tests.model.checkpoints import VOCAB_SIZE, make_checkpoint
-from tests.model.heads import TAPS, vocabulary
+from tests.model.heads import TAPS, make_head, vocabulary
 from training.head import Head, export_head, head_shape, load_head
 from training.head import where as rows_of_step
 from training.model import MINI, Decoder
 
 NUM_DRAFTS = 6
+BLOCK_SIZE = 4
+GREEDY: Any = SimpleNamespace(sampling=SamplingParams(temperature=0.0), seed=0, sample_index=0)
 DRAFT_IDS = np.arange(VOCAB_SIZE)[3::4]
 
 HEADS: dict[str, dict[str, Any]] = {
@@ -135,6 +148,40 @@ def test_the_reference_drafts_as_the_package_does(tmp_path: Path, served: Path, 
             assert drafts == drafts_of_package(package, taps_TE, next_tokens_T)
 
 
+@contextmanager
+def native_head(folder: Path, model: Path, isa: str | None = None) -> Iterator[tuple[NativeHeadRunner, HeadCheckpoint]]:
+    """In float32, on one thread, beside its model."""
+    with open_checkpoint(str(model)) as served:
+        head = open_head(folder, served)
+        plan = native_plan(served, spec_from_config(served.config), taps=head.spec.taps, isa=isa)
+        executor = plan.build(num_blocks=64, max_model_len=128)
+        program, _ = plan_head(plan, head, max_rows=4).load(executor, max_model_len=128)
+        sampler = Sampler(executor.threads, isa=plan.isa)
+        runner = NativeHeadRunner(program, sampler, head.draft_to_target, max_positions=128)
+        yield runner, head
+        runner.close()
+        executor.close()
+        head.close()
+
+
+def drafts_of_native(
+    runner: NativeHeadRunner, requests: list[tuple[np.ndarray, list[int]]], num_made_before: int = 0
+) -> list[list[int]]:
+    """Of several requests in one chain; the first rows of each may have been made before."""
+    blocks, pieces, taps, first_block = [], [], [], 0
+    for taps_TE, next_tokens_T in requests:
+        num_blocks = -(-(len(taps_TE) + NUM_DRAFTS) // BLOCK_SIZE)
+        blocks.append(np.arange(first_block, first_block + num_blocks, dtype=np.int32))
+        first_block += num_blocks
+        before = min(num_made_before, len(taps_TE) - 1)
+        tokens = np.array(next_tokens_T, dtype=np.int32)
+        if before:
+            runner.compute([Piece(tokens[:before], 0, blocks[-1])], [taps_TE[:before]])
+        pieces.append(Piece(tokens[before:], before, blocks[-1]))
+        taps.append(taps_TE[before:])
+    return [made.tokens for made in runner.chain(pieces, taps, [ChainEnd(NUM_DRAFTS, GREEDY)] * len(requests))]
+
+
 def drafts_of_training(head: Head, model: Decoder, taps_TE: np.ndarray, next_tokens_T: list[int]) -> list[int]:
     """The same, by the code that trains: all rows go on with the last one's draft, which nobody sees of the others."""
     mask = torch.full((len(taps_TE), len(taps_TE)), -torch.inf).triu(1)[None, None]
@@ -162,3 +209,32 @@ def test_the_reference_drafts_as_the_head_was_trained(tmp_path: Path):
             taps_TE, next_tokens_T = states(num_rows, num_rows, width=3 * MINI.hidden_size)
             drafts, _ = reference.drafts(taps_TE, next_tokens_T, NUM_DRAFTS)
             assert drafts == drafts_of_training(trained, model, taps_TE, next_tokens_T)
+
+
+@pytest.mark.parametrize("isa", _native.available_isas())
+@pytest.mark.parametrize("settings", HEADS.values(), ids=HEADS)
+def test_the_native_head_drafts_as_the_reference(tmp_path: Path, served: Path, settings: dict[str, Any], isa: str):
+    requests = [states(num_rows, seed) for seed, num_rows in enumerate((1, 2, 7, 40))]
+    with native_head(make_head(tmp_path, served, **settings), served, isa) as (runner, head):
+        reference = HeadReference(head.spec, parameters_of(head), head.draft_to_target)
+        wanted = [reference.drafts(*request, NUM_DRAFTS)[0] for request in requests]
+        assert drafts_of_native(runner, requests) == wanted
+        assert drafts_of_native(runner, requests, num_made_before=5) == wanted
+
+
+def test_a_head_of_specforge_drafts_as_the_same_of_speculators(tmp_path: Path, served: Path):
+    request, found = states(9, seed=3), []
+    for layout in ("speculators", "specforge"):
+        folder = make_head(tmp_path / layout, served, layout=layout, draft_ids=DRAFT_IDS, own_embedding=True)
+        with native_head(folder, served) as (runner, _):
+            found += drafts_of_native(runner, [request])
+    assert found[0] == found[1]
+    assert set(found[0]) <= set(DRAFT_IDS.tolist())
+
+
+@pytest.mark.parametrize("settings", HEADS.values(), ids=HEADS)
+def test_the_native_head_drafts_as_the_package_does(tmp_path: Path, served: Path, settings: dict[str, Any]):
+    package = write_head(tmp_path, **settings)
+    requests = [states(num_rows, seed) for seed, num_rows in enumerate((1, 2, 7, 40))]
+    with native_head(tmp_path, served) as (runner, _):
+        assert drafts_of_native(runner, requests) == [drafts_of_package(package, *request) for request in requests]

@@ -112,6 +112,12 @@ def _weights(layer: dict[str, Any], settings: dict[str, Any], layout: str, own_e
         "norm.weight": (hidden,),
         "lm_head.weight": (settings["draft_vocab_size"], hidden),
     }
+    if layer.get("attention_bias"):
+        widths = {"q": q, "k": kv, "v": kv, "o": hidden}
+        shapes |= {f"{at}self_attn.{name}_proj.bias": (width,) for name, width in widths.items()}
+    if layer.get("mlp_bias"):
+        widths = {"gate": inner, "up": inner, "down": hidden}
+        shapes |= {f"{at}mlp.{name}_proj.bias": (width,) for name, width in widths.items()}
     if layer["model_type"] == "qwen3":
         shapes |= {f"{at}self_attn.{name}_norm.weight": (head_dim,) for name in "qk"}
     if settings.get("norm_before_fc"):
@@ -127,5 +133,5 @@ def _weights(layer: dict[str, Any], settings: dict[str, Any], layout: str, own_e
 def _random(random: np.random.Generator, name: str, shape: tuple[int, ...]) -> np.ndarray:
     noise = random.standard_normal(shape, dtype=np.float32)
     if len(shape) == 1:
-        return 1 + np.float32(0.2) * noise
+        return noise * np.float32(0.3) if name.endswith("bias") else 1 + np.float32(0.2) * noise
     return noise * np.float32(0.2 if "embed" in name else 1.5 * shape[1] ** -0.5)

@@ -250,9 +250,6 @@ class _Builder:
     def build(self) -> None:
         ops = self._program.ops
         self._native.operands([shape_of(op.weight) for op in ops if isinstance(op, Linear)])
-        for rope in dict.fromkeys(op.rope for op in ops if isinstance(op, QKV)):
-            if rope is not None:
-                self._add_rope_table(rope)
         logits_begin = self._head
         if self._program.head is not None:
             self._rows(TAPS, self._program.head.tap_width)
@@ -261,6 +258,7 @@ class _Builder:
         for index, op in enumerate(ops):
             if isinstance(op, Embed):
                 self._native.begin_state()
+                self._add_rope_tables()  # of positions, which move on with the state
             if index == logits_begin:
                 self._native.begin_logits()
             self._add(index, op)
@@ -358,10 +356,12 @@ class _Builder:
             self._eps,
         )
 
-    def _add_rope_table(self, rope: RopeSpec) -> None:
-        frequencies = np.array(inverse_frequencies(rope, self._max_model_len), dtype=np.float32)
-        self.frequencies.append(frequencies)
-        self._tables[rope] = self._native.rope_table(frequencies, rope.attention_factor)
+    def _add_rope_tables(self) -> None:
+        for rope in dict.fromkeys(op.rope for op in self._program.ops if isinstance(op, QKV)):
+            if rope is not None:
+                frequencies = np.array(inverse_frequencies(rope, self._max_model_len), dtype=np.float32)
+                self.frequencies.append(frequencies)
+                self._tables[rope] = self._native.rope_table(frequencies, rope.attention_factor)
 
     def _reader(self, index: int) -> Linear:
         """The linear that reads what the operation at `index` prepares or attends to."""
