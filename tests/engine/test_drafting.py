@@ -89,7 +89,6 @@ def test_a_draft_model_that_is_not_there_is_refused(model: Path):
 
 
 def test_a_head_beside_the_model_comes_before_a_draft_and_its_memory_is_planned(model: Path, head: Path):
-    pytest.importorskip("maitred.executor.native_head")
     shutil.copytree(DRAFT, model.with_name("model-draft"))
     shutil.copytree(head, model.with_name("model-mtp"))
     lines = told(model)

@@ -28,7 +28,8 @@ from maitred.request import SamplingParams
 from maitred.speculative.draft import ChainEnd, Piece
 from tests.executor.head_reference import HeadReference, parameters_of
 from tests.executor.native_worlds import native_plan
-from tests.model.checkpoints import VOCAB_SIZE, make_checkpoint
+from tests.executor.torch_worlds import Hand, random_prompt
+from tests.model.checkpoints import VOCAB_SIZE, load_reference, make_checkpoint
 from tests.model.heads import TAPS, make_head, vocabulary
 from training.head import Head, export_head, head_shape, load_head
 from training.head import where as rows_of_step
@@ -238,3 +239,25 @@ def test_the_native_head_drafts_as_the_package_does(tmp_path: Path, served: Path
     requests = [states(num_rows, seed) for seed, num_rows in enumerate((1, 2, 7, 40))]
     with native_head(tmp_path, served) as (runner, _):
         assert drafts_of_native(runner, requests) == [drafts_of_package(package, *request) for request in requests]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "olmo2", "granite", "phi3"])
+def test_taps_are_what_transformers_has_between_its_layers(tmp_path: Path, family: str):
+    folder, prompt = make_checkpoint(family, tmp_path), random_prompt(23, seed=1)
+    reference = load_reference(folder)
+    taps = (0, 2, len(reference.model.layers))
+    with open_checkpoint(str(folder)) as served:
+        executor = native_plan(served, spec_from_config(served.config), taps=taps).build(
+            num_blocks=64, max_model_len=128
+        )
+    hand = Hand(executor)
+    hand.add("a", prompt)
+    hand.step()
+    last: list[torch.Tensor] = []  # transformers norms it before it tells
+    reference.model.layers[-1].register_forward_hook(lambda layer, args, out: last.append(out))
+    with torch.no_grad():
+        told = reference.model(torch.tensor([prompt]), output_hidden_states=True).hidden_states
+    wanted = torch.cat([told[taps[0]], told[taps[1]], *last], dim=-1)[0]
+    got = torch.from_numpy(executor.runner.taps[: len(prompt)].copy())
+    torch.testing.assert_close(got, wanted, atol=2e-4, rtol=2e-4)
+    executor.close()
