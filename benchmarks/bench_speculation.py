@@ -1,0 +1,361 @@
+"""What drafts bring: on against off, and the chosen number against the best one, in turns of one run.
+
+    python benchmarks/bench_speculation.py SECTION ... [--proposers draft mtp] [--quick] [--turns 7] [--threads 1]
+
+builtin     the built-in model and who drafts for it (`--proposers`), over the load; ngram on texts that do not repeat
+copying     ngram, an answer that repeats its prompt, one request
+scripted    Qwen3-0.6B's shape (random weights, int8, context 512), a proposer whose acceptance is given: 0.8 and 0
+simulated   chosen against the best fixed length of 0 to 8 under step costs measured here; a ramp by windows of 5 s
+live        the same in four cells, live, on the model of `scripted`
+ramp        1 to 32 clients and back, and bursts of 32, live on the built-in model
+
+Engines, or rules of one engine, take turns within one process, the order changes with each turn, and a turn is held
+against the one of "off" beside it: printed are medians of these ratios of tokens a second. The core's loop is timed:
+scheduler, executor and what they tell, without HTTP and detokenisation. Greedy; end-of-sequence is ignored. With one
+thread, processor time is counted, by the engine too, so that a busy machine does not spoil the figures.
+
+Foretold, at 1 / 8 / 32 requests (in brackets what must be): built-in with its draft 2.0 / 1.05 / 0.98 (1.5 / 1.0 /
+0.97), ngram there 0.99 each (0.97); copying 1.5 (1.25); scripted 0.8 2.4 / 1.4 / 1.05 (2.2 / 1.35 / 1.05), 0 0.98 each
+(0.97); simulated 93% at worst, 98% in the mean (95%); live 95% (93%); ramp 1.1, bursts 1.0 (0.95); windows 0.97 (0.97).
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import count, product
+from pathlib import Path
+from random import Random
+from typing import Any, NamedTuple
+
+from bench_start import make_checkpoint
+
+from maitred import LLM, SamplingParams
+from maitred.cli.profile.live import CpuClock
+from maitred.config import SchedulerConfig
+from maitred.cost_model import CostModel
+from maitred.engine.core import EngineCore
+from maitred.engine.intake import make_requests
+from maitred.engine.step_meter import StepMeter
+from maitred.scheduler.speculation import Speculation
+from maitred.sim.clients import Clients
+from maitred.sim.engine import EngineSetup, SimulatedEngine, chance
+from maitred.sim.results import Results
+from maitred.sim.simulator import Simulation
+from maitred.sim.workload import Arrival
+from maitred.speculative.proposer import DraftAsk
+from maitred.step import ScheduledRow
+
+ACCEPTANCES, REQUESTS, CONTEXTS = (0.0, 0.3, 0.6, 0.9), (1, 4, 8, 16, 32), (64, 512, 2048)
+LENGTHS = range(9)
+RAMP, RAMP_STEP_S, WINDOW_S = (1, 2, 4, 8, 16, 32, 16, 8, 4, 2, 1), 15.0, 5.0
+ids = count()
+
+
+class Fixed:
+    """As many drafts for everybody, whatever comes of them, in steps without prompts; in a `Speculation`'s place."""
+
+    def __init__(self, length: int) -> None:
+        self.length, self.costs = length, None
+
+    def lengths(self, rows: Sequence[ScheduledRow], requests: object) -> Sequence[int]:
+        return [self.length] * len(rows) if all(row.num_tokens == 1 for row in rows) else ()
+
+    def learn(self, row: object, result: object) -> None: ...
+    def ended(self, request_id: str) -> None: ...
+    def forgotten(self, request_ids: object) -> None: ...
+
+
+class Scripted:
+    """A proposer that knows what comes, and says it with a given chance."""
+
+    name = "scripted"
+
+    def __init__(self) -> None:
+        self.acceptance, self.outputs = 0.0, dict[tuple[int, ...], list[int]]()
+
+    def propose(self, asks: Sequence[DraftAsk]) -> list[Sequence[int]]:
+        return [self._drafts(ask) for ask in asks]
+
+    def _drafts(self, ask: DraftAsk) -> Sequence[int]:
+        tokens, prompt = ask.request.tokens.array, ask.request.num_prompt_tokens
+        coming, at = self.outputs[tuple(tokens[:8].tolist())], len(tokens) - prompt
+        return [
+            token if chance(ask.request.request_id, at + i) < self.acceptance else token ^ 1
+            for i, token in enumerate(coming[at : at + ask.num_drafts])
+        ]
+
+    def forget(self, request_id: str) -> None: ...
+    def close(self) -> None: ...
+
+
+class Engine(NamedTuple):
+    """An LLM's engine with a rule of its own for the number of drafts; None drafts nothing."""
+
+    llm: LLM
+    rule: Any
+    measure: Any  # tells the rule what steps cost
+
+    @property
+    def core(self) -> EngineCore:
+        core = self.llm._open().core
+        core.scheduler._speculation, core._measure_steps = self.rule, self.measure  # type: ignore[attr-defined]
+        return core
+
+    def serve(self, prompts: Sequence[Any], tokens: int, at_once: Any = None, temperature: float = 0.0) -> float:
+        """Tokens a second; `at_once(number ended)` at a time, all of them without."""
+        core, parts = self.core, self.llm._open()
+        sampling = SamplingParams(temperature=temperature, seed=0, max_tokens=tokens, ignore_eos=True)
+        coming = [
+            spec
+            for prompt in prompts
+            for spec in make_requests(parts.model, prompt, sampling, request_id=f"b{next(ids)}", now=0.0)
+        ][::-1]
+        now = core._clock.now
+        began, num_tokens, running, ended = now(), 0, 0, 0
+        while coming or core.has_work:
+            while coming and (at_once is None or running < at_once(ended)):
+                core.add(coming.pop())
+                running += 1
+            for progress in core.step():
+                num_tokens += len(progress.new_token_ids)
+                if progress.finish_reason is not None:
+                    running, ended = running - 1, ended + 1
+        return num_tokens / (now() - began)
+
+
+def compare(engines: dict[str, Engine], turns: int, turn: Callable[[Engine], float]) -> dict[str, tuple[float, float]]:
+    """Of each: median tokens a second, and median of its ratios to the first one's beside it."""
+    rates: dict[str, list[float]] = {name: [] for name in engines}
+    for number in range(turns + 1):  # the first one warms up
+        order = list(engines)[:: 1 if number % 2 else -1]
+        for name in order:
+            rates[name].append(turn(engines[name]))
+    first = rates[next(iter(engines))][1:]
+    return {
+        name: (statistics.median(found[1:]), statistics.median(a / b for a, b in zip(found[1:], first, strict=True)))
+        for name, found in rates.items()
+    }
+
+
+def drafted(engine: Engine) -> tuple[int, int]:
+    stats = engine.core.stats
+    return stats.num_draft_tokens, stats.num_accepted_tokens
+
+
+def report(what: str, engines: dict[str, Engine], turns: int, turn: Callable[[Engine], float]) -> dict[str, float]:
+    before = {name: drafted(engine) for name, engine in engines.items()}
+    found = compare(engines, turns, turn)
+    for name, (rate, ratio) in list(found.items()):
+        made, right = (now - then for now, then in zip(drafted(engines[name]), before[name], strict=True))
+        share = f"{right / made:.0%} of {made} drafts accepted" if made else ""
+        print(f"{what:24} {name:16} {rate:10,.0f} tokens/s {ratio:6.3f}  {share}", flush=True)
+    return {name: ratio for name, (_, ratio) in found.items()}
+
+
+def make_llm(options: argparse.Namespace, speculative: str, model: str | None = None, **settings: Any) -> LLM:
+    llm = LLM(model, speculative=speculative, num_threads=options.threads, max_num_seqs=64, **settings)
+    core: Any = llm._open().core
+    if options.threads == 1:
+        core._clock = CpuClock()
+        core._executor._clock = core._clock.now
+    return llm
+
+
+def own_engine(options: argparse.Namespace, speculative: str) -> Engine:
+    llm = make_llm(options, speculative)
+    core: Any = llm._open().core
+    return Engine(llm, core.scheduler._speculation, core._measure_steps)
+
+
+def counting(number: int) -> list[str]:
+    """Questions that the built-in model was trained to answer."""
+    return [chat(f"Count from {1 + i} to {30 + i}.") for i in range(number)]
+
+
+def chat(question: str) -> str:
+    return f"<|bos|><|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
+
+
+def stories(number: int) -> list[str]:
+    return [chat(f"Write a story about number {17 * i + 3} and the sea.") for i in range(number)]
+
+
+def builtin(options: argparse.Namespace) -> None:
+    engines = {name: own_engine(options, name) for name in ("off", *options.proposers)}
+    for number in (1, 8, 32) if options.quick else (1, 2, 4, 8, 16, 32):
+        report(
+            f"{number} counting", engines, options.turns, partial(Engine.serve, prompts=counting(number), tokens=112)
+        )
+    engines = {"off": engines["off"], "ngram": own_engine(options, "ngram")}
+    for number in (1, 8, 32):
+        turn = partial(Engine.serve, prompts=stories(number), tokens=160, temperature=1.0)
+        report(f"{number} not repeating", engines, options.turns, turn)
+
+
+def copying(options: argparse.Namespace) -> None:
+    """A text that repeats itself goes on so: the simplest copying that any language model does."""
+    text = " ".join(f"Item {i * 7 % 23} is in room {i * 5 % 19}." for i in range(12)) + "\n"
+    engines = {"off": own_engine(options, "off"), "ngram": own_engine(options, "ngram")}
+    report("1 copying", engines, options.turns, lambda e: e.serve([text * 4], 192))
+
+
+class Stage:
+    """The model of `scripted` (with --quick the built-in one), 32 prompts in its prefix cache, what follows them."""
+
+    def __init__(self, options: argparse.Namespace, folder: str) -> None:
+        self.context, self.tokens = (128, 32) if options.quick else (512, 64)
+        model = None if options.quick else str(make_checkpoint(Path(folder) / "model"))
+        settings = {"dtype": "int8", "weight_cache": "off", "num_speculative_tokens": max(LENGTHS)}
+        self.llm = make_llm(options, "ngram", model, max_model_len=2 * self.context, **settings)
+        random = Random(0)
+        self.prompts = [[random.randrange(3, 250) for _ in range(self.context)] for _ in range(32)]
+        self.proposer = Scripted()
+        sampling = SamplingParams(temperature=0.0, max_tokens=self.tokens, ignore_eos=True)
+        _ = self.engine(None).core
+        for prompt, output in zip(self.prompts, self.llm.generate(self.prompts, sampling), strict=True):
+            self.proposer.outputs[tuple(prompt[:8])] = list(output.outputs[0].token_ids)
+        self.llm._open().core._executor.proposer = self.proposer  # type: ignore[attr-defined]
+
+    def engine(self, rule: Any) -> Engine:
+        return Engine(self.llm, rule, StepMeter().step_costs if isinstance(rule, Speculation) else None)
+
+    def costs(self) -> CostModel:
+        """What a meter makes of steps of all sizes."""
+        meter, told = StepMeter(), list[CostModel]()
+
+        def measure(*step: Any) -> None:
+            costs = meter.step_costs(*step)
+            told.extend([costs] if costs is not None else [])
+
+        for length in (0, 1, 3, 7, 0, 1, 3, 7):
+            for number in (1, 2, 4, 8, 16, 32):
+                Engine(self.llm, Fixed(length), measure).serve(self.prompts[:number], self.tokens)
+        return told[-1]
+
+
+@contextmanager
+def stage_of(options: argparse.Namespace) -> Iterator[Stage]:
+    with tempfile.TemporaryDirectory() as folder:
+        stage = Stage(options, folder)
+        with stage.llm:
+            yield stage
+
+
+def scripted(options: argparse.Namespace) -> None:
+    with stage_of(options) as stage:
+        for acceptance in (0.8, 0.0):
+            stage.proposer.acceptance = acceptance
+            engines = {"off": stage.engine(None), f"accepts {acceptance}": stage.engine(Speculation(5))}
+            for number in (1, 8, 32):
+                turn = partial(Engine.serve, prompts=stage.prompts[:number], tokens=stage.tokens)
+                report(f"{number} at {stage.context}", engines, options.turns, turn)
+
+
+def live(options: argparse.Namespace) -> None:
+    with stage_of(options) as stage:
+        for number, acceptance in ((1, 0.6), (4, 0.9), (8, 0.6), (32, 0.3)):
+            stage.proposer.acceptance = acceptance
+            engines = {
+                f"length {k}": stage.engine(Fixed(k)) for k in ((0, 2, 5) if options.quick else (0, 1, 2, 3, 5, 8))
+            }
+            engines["chosen"] = stage.engine(Speculation(max(LENGTHS)))
+            turn = partial(Engine.serve, prompts=stage.prompts[:number], tokens=stage.tokens)
+            ratios = report(f"{number}, accepts {acceptance}", engines, options.turns, turn)
+            chosen = ratios.pop("chosen")
+            print(f"{number}, accepts {acceptance}: chosen is {chosen / max(ratios.values()):.1%} of the best")
+
+
+def simulate(costs: CostModel, number: int, context: int, acceptance: float, length: int | None) -> float:
+    """Tokens a second; the rule decides where no length is given."""
+    simulation, output = Simulation(setup_of(acceptance), costs, Results()), 192
+    if length is not None:
+        simulation.scheduler._speculation = Fixed(length)  # type: ignore[assignment]
+    return number * output / simulation.run(iter([arrival(context, output) for _ in range(number)])).busy_s
+
+
+def setup_of(acceptance: float) -> EngineSetup:
+    scheduler = SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=8192)
+    return EngineSetup(
+        scheduler=scheduler, num_blocks=20_000, acceptance=acceptance, num_speculative_tokens=max(LENGTHS)
+    )
+
+
+def arrival(context: int, output: int) -> Arrival:
+    name = f"r{next(ids)}"
+    return Arrival(0.0, name, context, output, max_tokens=output, own=name.encode())
+
+
+def simulated(options: argparse.Namespace) -> None:
+    with stage_of(options) as stage:
+        costs = stage.costs()
+    print("step costs (tokens: ms) " + ", ".join(f"{size:.0f}: {s * 1e3:.2f}" for size, s in costs.steps))
+    shares = []
+    for acceptance, number, context in product(ACCEPTANCES, REQUESTS, CONTEXTS[1:2] if options.quick else CONTEXTS):
+        best, length = max((simulate(costs, number, context, acceptance, k), k) for k in LENGTHS)
+        chosen = simulate(costs, number, context, acceptance, None)
+        shares.append((chosen / best, f"acceptance {acceptance}, {number} at {context}, whose best length is {length}"))
+    for share, cell in sorted(shares)[:8]:
+        print(f"{share:.1%} of the best fixed length: {cell}")
+    print(f"mean of {len(shares)} cells {statistics.mean(share for share, _ in shares):.1%}")
+    for acceptance in (0.0, 0.3, 0.6):
+        pairs = list(
+            zip(windows(costs, acceptance, drafts=True), windows(costs, acceptance, drafts=False), strict=True)
+        )
+        least, at = min((on / off, i) for i, (on, off) in enumerate(pairs) if off)
+        whole = sum(on for on, _ in pairs) / sum(off for _, off in pairs)
+        print(
+            f"ramp at acceptance {acceptance}: {whole:.3f}x of off; least of {WINDOW_S:.0f} s {least:.3f} (number {at})"
+        )
+
+
+def windows(costs: CostModel, acceptance: float, *, drafts: bool) -> list[int]:
+    """Tokens in each while clients, who ask again as soon as they are answered, come and go."""
+    results = Results()
+    engine, clients = SimulatedEngine(setup_of(acceptance), costs, results), Clients(results, 16)
+    if not drafts:
+        engine.scheduler._speculation = None
+    found = [0] * round(RAMP_STEP_S * len(RAMP) / WINDOW_S)
+    while (now := engine.clock.now()) < RAMP_STEP_S * len(RAMP):
+        while len(engine.live) < RAMP[int(now / RAMP_STEP_S)]:
+            clients.begin(iter([arrival(64, 192)]))
+            engine.add(clients.take())
+        for progress in engine.step():
+            found[min(int(engine.clock.now() / WINDOW_S), len(found) - 1)] += len(progress.new_token_ids)
+            if progress.finish_reason is not None:
+                del engine.live[progress.request_id]
+        engine.rest()
+    return found
+
+
+def ramp(options: argparse.Namespace) -> None:
+    engines = {name: own_engine(options, name) for name in ("off", *options.proposers)}
+    levels = [level for level in RAMP for _ in range((1 if options.quick else 3) * level)]
+    report("ramp", engines, options.turns, lambda e: e.serve(counting(len(levels)), 112, lambda ended: levels[ended]))
+    burst = [level for _ in range(2 if options.quick else 5) for level in (1,) * 4 + (32,) * 64]
+    report("bursts", engines, options.turns, lambda e: e.serve(counting(len(burst)), 112, lambda ended: burst[ended]))
+
+
+SECTIONS = {section.__name__: section for section in (builtin, copying, scripted, simulated, live, ramp)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sections", nargs="+", choices=SECTIONS)
+    parser.add_argument("--proposers", nargs="*", default=["draft"], help="for the built-in model: draft, mtp, ngram")
+    parser.add_argument("--turns", type=int, default=7)
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--quick", action="store_true", help="the built-in model, three turns, fewer cells")
+    options = parser.parse_args()
+    options.turns = min(options.turns, 3) if options.quick else options.turns
+    for name in options.sections:
+        print(f"-- {name}")
+        SECTIONS[name](options)
+
+
+if __name__ == "__main__":
+    main()
