@@ -81,8 +81,11 @@ class World:
         self.cache.know([facts])
         return facts
 
-    def acquire(self, request_id: str, facts: AdapterFacts) -> None:
-        self.cache.acquire(request_id, facts.key, lambda error: self.told.__setitem__(request_id, error))
+    def acquire(self, request_id: str, facts: AdapterFacts, place: int = 0) -> None:
+        def done(error: str) -> None:
+            self.told[request_id] = error
+
+        self.cache.acquire(request_id, facts.key, done, lambda: (place,))
 
     def wait_for(self, request_id: str) -> str:
         while request_id not in self.told:
@@ -123,6 +126,39 @@ def test_the_one_unused_for_longest_makes_room_and_none_in_use_does(tmp_path: Pa
     assert world.wait_for("r4") == ""
     assert world.told["r5"] == ""
     assert set(world.store.resident) == {a.key, b.key}
+
+
+def test_room_goes_to_who_comes_first_by_the_policy_and_past_nobody(tmp_path: Path):
+    world = World(1)
+    a, b, c = (world.know(tmp_path, name) for name in "abc")
+    world.acquire("r1", a)
+    assert world.wait_for("r1") == ""
+    for request_id, facts, place in (("late", b, 3), ("early", c, 1), ("same", a, 2)):
+        world.acquire(request_id, facts, place)
+    world.acquire("first", a, 0)  # before all who wait, and needs no room
+    assert world.told == {"r1": "", "first": ""}
+    world.cache.release("r1")
+    world.cache.release("first")
+    world.cache.settle()
+    ended: list[str] = []
+    for request_id in ("early", "same", "late"):
+        assert world.wait_for(request_id) == ""
+        ended.append(request_id)
+        assert list(world.told) == ["r1", "first", *ended]
+        world.cache.release(request_id)
+        world.cache.settle()
+
+
+def test_who_is_first_and_gives_up_lets_the_next_one_in(tmp_path: Path):
+    world = World(1)
+    a, b = world.know(tmp_path, "a"), world.know(tmp_path, "b")
+    world.acquire("r1", a)
+    assert world.wait_for("r1") == ""
+    world.acquire("first", b, 1)
+    world.acquire("next", a, 2)
+    world.cache.release("first")
+    world.cache.settle()
+    assert world.told == {"r1": "", "next": ""}
 
 
 def test_files_that_went_or_changed_end_only_who_needs_them_again(tmp_path: Path):

@@ -115,13 +115,13 @@ def texts(served: ServerProcess) -> dict[str, list[str]]:
 @pytest.mark.parametrize("victim", ["engine", "rank"])
 def test_every_stream_goes_on_exactly(served: ServerProcess, texts: dict[str, list[str]], victim: str):
     before = metric(served, "requests_resumed_total")
-    streams = begun(served, [*asked(MODEL), *asked("sql")])
+    streams = begun(served, asked("sql")) + begun(served, asked(MODEL))
     engine = engine_of(served)
     rank = rank_of(engine)
     (engine if victim == "engine" else rank).kill()
     joined(*(stream.thread for stream in streams))
     assert [(stream.errors, stream.is_whole) for stream in streams] == [([], True)] * 4
-    assert [stream.text for stream in streams] == [*texts[MODEL], *texts["sql"]]
+    assert [stream.text for stream in streams] == [*texts["sql"], *texts[MODEL]]
     assert metric(served, "requests_resumed_total") == before + 4
     until(lambda: is_gone(engine) and is_gone(rank))
 

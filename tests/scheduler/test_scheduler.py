@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from maitred.config import SchedulerConfig
+from maitred.config import POLICY_NAMES, SchedulerConfig
 from maitred.errors import ConfigError, InvalidRequest, PromptTooLong
 from maitred.request import FinishReason, RequestStatus, SamplingParams
 from maitred.step import ModelOutput
@@ -279,3 +279,15 @@ def test_the_outcome_of_another_step_is_our_bug():
     scheduler.schedule(0.0)
     with pytest.raises(AssertionError, match="update of step 0 after schedule of step 1"):
         scheduler.update(old, ModelOutput(()), 0.0)
+
+
+@pytest.mark.parametrize("policy", POLICY_NAMES)
+def test_a_newcomer_is_told_the_place_that_it_would_get(policy: str):
+    scheduler = make_scheduler(policy=policy)
+    requests = [
+        make_request(prompt=4 + 3 * (i % 4), arrived_at=float(i % 3), priority=i % 2, max_tokens=1 + i) for i in range(8)
+    ]
+    foretold = sorted(requests, key=scheduler.place_of_newcomer)
+    for request in requests:
+        scheduler.add(request, 3.0)
+    assert list(scheduler.waiting) == foretold

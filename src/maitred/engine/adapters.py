@@ -1,8 +1,8 @@
 """LoRA adapters of an engine: those that are known, and an LRU cache of those in memory, within a bound of bytes.
 
 An adapter is read and packed in a thread; who needs it is held outside the scheduler's queue until then (`held`). Room
-is made before anything is read, so that what is resident and what is being read are never over the bound together. An
-adapter is known by a key of its name and its bytes: a load under the same name makes another one, for new requests, and
+is made before anything is read, so that what is resident and what is being read are never over the bound together; it
+goes to those who wait in the order that the policy would serve them in. An adapter is known by a key of its name and its bytes: a load under the same name makes another one, for new requests, and
 files that have changed since are refused when they are read again.
 """
 
@@ -12,6 +12,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from heapq import heapify, heappop
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -25,6 +26,8 @@ from maitred.model.spec import DecoderSpec
 
 Read = Callable[[Path, Path | None], Adapter]
 """(folder, where its files must lie); in any thread. Raises CheckpointError."""
+Place = Callable[[], tuple[Any, ...]]
+"""Of a request in the policy's order as it is now; smaller is served first."""
 
 
 class AdapterStore(Protocol):
@@ -43,6 +46,7 @@ class AdapterStore(Protocol):
 class _Ask(NamedTuple):
     key: str
     done: Done
+    place: Place
 
 
 class AdapterCache:
@@ -55,7 +59,9 @@ class AdapterCache:
         self._known: dict[str, AdapterFacts] = {}
         self._resident: OrderedDict[str, int] = OrderedDict()  # key -> bytes; with those that are being read; LRU first
         self._reading: dict[str, list[_Ask]] = {}
-        self._asks: dict[str, _Ask] = {}  # by request, in order: who waits for room
+        self._asks: dict[str, _Ask] = {}  # by request, in order of arrival: who waits for room
+        self._first: _Ask | None = None  # of them, when room was last looked for
+        self._may_fit = False  # something has changed since
         self._holders: dict[str, str] = {}  # request -> key
         self._users: Counter[str] = Counter()
         self._read_now: deque[tuple[str, Any, str]] = deque()  # key, packed, what is wrong
@@ -93,20 +99,24 @@ class AdapterCache:
     def forget(self, key: str) -> None:
         """Nobody will ask for it again; its memory is given back, at once or when its last request has ended."""
         self._known.pop(key, None)
+        self._may_fit = True
         self._drop_if_forgotten(key)
 
-    def acquire(self, request_id: str, key: str, done: Done) -> None:
-        """`done` is told when it is resident; it stays so until `release`."""
+    def acquire(self, request_id: str, key: str, done: Done, place: Place = tuple) -> None:
+        """`done` is told when it is resident; it stays so until `release`. Those of equal place wait in the order of
+        these calls.
+        """
         if key not in self._known:
             done(f"adapter {key.partition('@')[0]} is not loaded any more")
             return
-        self._asks[request_id] = _Ask(key, done)
-        self._give_out()
+        self._asks[request_id] = _Ask(key, done, place)
+        if self._first is None or place() < self._first.place():
+            self._give_out()
 
     def release(self, request_id: str) -> None:
         """The request has ended, or waits no more; for requests without adapters this does nothing."""
-        self._asks.pop(request_id, None)
-        key = self._holders.pop(request_id, None)
+        waited, key = self._asks.pop(request_id, None), self._holders.pop(request_id, None)
+        self._may_fit |= waited is not None or key is not None
         if key is not None:
             self._users[key] -= 1
             if not self._users[key]:
@@ -114,27 +124,38 @@ class AdapterCache:
                 self._drop_if_forgotten(key)
 
     def settle(self) -> None:
-        """Take in what was read, and give room that has come free to who waits longest."""
+        """Take in what was read, and give away room that has come free."""
         while self._read_now:
             self._came(*self._read_now.popleft())
-        if self._asks:
+        if self._may_fit:
             self._give_out()
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _give_out(self) -> None:
-        """In order, so that nobody who needs much room waits for ever."""
-        while self._asks:
-            request_id, ask = next(iter(self._asks.items()))
-            facts = self._known.get(ask.key)
-            if ask.key not in self._resident and facts is not None and not self._make_room(facts.num_bytes):
+        """In the policy's order, and past nobody: who needs much room must not wait for ever."""
+        self._may_fit, self._first = False, None
+        waiting = [(ask.place(), number, one) for number, (one, ask) in enumerate(self._asks.items())]
+        heapify(waiting)
+        while waiting:
+            request_id = heappop(waiting)[-1]
+            ask = self._asks[request_id]
+            if not self._give(request_id, ask):
+                self._first = ask
                 return
-            del self._asks[request_id]
-            if ask.key not in self._resident and facts is None:
-                ask.done(f"adapter {ask.key.partition('@')[0]} is not loaded any more")
-                continue
+
+    def _give(self, request_id: str, ask: _Ask) -> bool:
+        """False where there is no room."""
+        facts = self._known.get(ask.key)
+        if ask.key not in self._resident and facts is not None and not self._make_room(facts.num_bytes):
+            return False
+        del self._asks[request_id]
+        if ask.key not in self._resident and facts is None:
+            ask.done(f"adapter {ask.key.partition('@')[0]} is not loaded any more")
+        else:
             self._hold(request_id, ask, facts)
+        return True
 
     def _hold(self, request_id: str, ask: _Ask, facts: AdapterFacts | None) -> None:
         self._holders[request_id] = ask.key
@@ -184,6 +205,7 @@ class AdapterCache:
 
     def _came(self, key: str, packed: Any, error: str) -> None:
         waiting = self._reading.pop(key)
+        self._may_fit = True
         if not error:
             try:
                 self._store.load(key, packed)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 
 from maitred.clock import Clock
 from maitred.config import SchedulerConfig
@@ -98,6 +99,10 @@ class EngineCore:
         if self._observer is not None:
             self._observer.added(request, now)
         return request
+
+    def place_of_newcomer(self, spec: RequestSpec) -> Callable[[], tuple[Any, ...]]:
+        """Asked at any time, where it would stand in the policy's order if it were added; smaller is served first."""
+        return partial(self._scheduler.place_of_newcomer, RequestState(spec))
 
     def abort(self, request_id: str) -> RequestProgress | None:
         """Frees its blocks at once; its last progress, or None when it is not here (any more)."""

@@ -198,7 +198,8 @@ class EngineLoop:
         if spec.grammar and self._prepare is not None:
             needs.append(partial(self._prepare, spec.grammar))
         if spec.adapter and self._adapters is not None:
-            needs.append(partial(self._adapters.acquire, spec.request_id, spec.adapter))
+            place = self._core.place_of_newcomer(spec)
+            needs.append(partial(self._adapters.acquire, spec.request_id, spec.adapter, place=place))
         return needs
 
     def _add_held(self) -> None:

@@ -169,7 +169,14 @@ class ServiceOrder(Generic[Q]):
 
     def place(self, request: Q) -> tuple[Any, ...]:
         """Smaller is served first, in and across groups."""
-        key, rule = self.keys[request.request_id], self.policy.groups
+        return self._placed(request, self.keys[request.request_id])
+
+    def place_of_newcomer(self, request: Q) -> tuple[Any, ...]:
+        """As `place`, of one that has not come to the queue yet."""
+        return self._placed(request, self.policy.order(request))
+
+    def _placed(self, request: Q, key: tuple[Any, ...]) -> tuple[Any, ...]:
+        rule = self.policy.groups
         if rule is None:
             return key
         group = rule.group_of(request)

@@ -185,10 +185,18 @@ class Scheduler:
             self._kv.hash_known(request)
         self._state.requests[request.request_id] = request
         self._deadlines.add(request)
-        if request.predicted_output_tokens is None:  # else it was recorded, or a simulator knows better
-            request.predicted_output_tokens = bounded_prediction(self._state.predictor, request)
+        self._predict(request)
         self._state.sample_groups.joined(request)
         self._state.enqueue(request)
+
+    def place_of_newcomer(self, request: RequestState) -> tuple[Any, ...]:
+        """In the policy's order as it is now, of one that has not been added; smaller is served first."""
+        self._predict(request)
+        return self._state.order.place_of_newcomer(request)
+
+    def _predict(self, request: RequestState) -> None:
+        if request.predicted_output_tokens is None:  # else it was recorded, or a simulator knows better
+            request.predicted_output_tokens = bounded_prediction(self._state.predictor, request)
 
     def abort(self, request_id: str, now: float) -> RequestProgress | None:
         """Ends a request and frees its blocks at once; None when it is not here (any more)."""
