@@ -285,7 +285,8 @@ def test_the_outcome_of_another_step_is_our_bug():
 def test_a_newcomer_is_told_the_place_that_it_would_get(policy: str):
     scheduler = make_scheduler(policy=policy)
     requests = [
-        make_request(prompt=4 + 3 * (i % 4), arrived_at=float(i % 3), priority=i % 2, max_tokens=1 + i) for i in range(8)
+        make_request(prompt=4 + 3 * (i % 4), arrived_at=float(i % 3), priority=i % 2, max_tokens=1 + i)
+        for i in range(8)
     ]
     foretold = sorted(requests, key=scheduler.place_of_newcomer)
     for request in requests:

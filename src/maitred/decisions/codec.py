@@ -159,7 +159,7 @@ class LogEncoder:
         self, rows: Sequence[ScheduledRow], progress: Sequence[RequestProgress], drafted: Sequence[Drafted]
     ) -> _Outcomes:
         size, known = self._block_size, self._known
-        drafts_of = {request_id: counts for request_id, *counts in drafted}
+        drafts_of = {each.request_id: each for each in drafted}
         told_of = {told.request_id: told for told in progress}
         num_tokens, finished, new_hashes, forced, drafts = [], [], [], [], []
         for index, (request_id, start, num_computed, samples, _, _, num_drafts) in enumerate(rows):
@@ -176,8 +176,8 @@ class LogEncoder:
             if samples and not num_given and reason is None:
                 end -= 1  # postponed
             if num_drafts:
-                if request_id in drafts_of:
-                    drafts.append((index, *drafts_of[request_id]))
+                if (made := drafts_of.get(request_id)) is not None:
+                    drafts.append((index, made.num_drafts, made.num_accepted))
                 end += max(0, num_given - num_forced - 1) - num_drafts  # computed, and accepted
             if size and end // size > logged.num_hashes and reason is not FinishReason.ERROR:
                 filled = logged.request.block_hashes[logged.num_hashes : end // size]
