@@ -143,8 +143,8 @@ def compare(engines: dict[str, Engine], turns: int, turn: Callable[[Engine], flo
 
 
 def drafted(engine: Engine) -> tuple[int, int]:
-    stats = engine.core.stats
-    return stats.num_draft_tokens, stats.num_accepted_tokens
+    drafts = engine.core.stats.drafts
+    return drafts.num_tokens, drafts.num_accepted
 
 
 def report(what: str, engines: dict[str, Engine], turns: int, turn: Callable[[Engine], float]) -> dict[str, float]:

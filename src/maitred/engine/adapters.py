@@ -2,8 +2,9 @@
 
 An adapter is read and packed in a thread; who needs it is held outside the scheduler's queue until then (`held`). Room
 is made before anything is read, so that what is resident and what is being read are never over the bound together; it
-goes to those who wait in the order that the policy would serve them in. An adapter is known by a key of its name and its bytes: a load under the same name makes another one, for new requests, and
-files that have changed since are refused when they are read again.
+goes to those who wait in the order that the policy would serve them in. An adapter is known by a key of its name and
+its bytes: a load under the same name makes another one, for new requests, and files that have changed since are refused
+when they are read again.
 """
 
 from __future__ import annotations

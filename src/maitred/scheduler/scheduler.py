@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from math import ceil
+from typing import Any
 
 from maitred.config import SchedulerConfig
 from maitred.cost_model import CostModel
