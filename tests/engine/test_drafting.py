@@ -60,6 +60,10 @@ def test_the_built_in_model_drafts_with_its_draft_and_its_memory_is_planned():
     assert any("are the draft model's" in line for line in lines)
 
 
+def test_the_built_in_model_drafts_with_its_head_unless_told_otherwise():
+    assert drafts_line(told(None)).startswith("drafts  at most 5 a step, by maitred-mini-mtp: ")
+
+
 def test_a_model_alone_drafts_from_its_own_tokens(model: Path):
     assert drafts_line(told(model)) == "drafts  at most 5 a step, by ngram"
     with pytest.raises(ConfigError, match="beside model there is no model-draft; name a draft model"):
