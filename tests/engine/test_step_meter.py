@@ -99,7 +99,7 @@ def test_context_costs_what_longer_ones_showed():
 
 def test_drafting_is_told_apart_from_the_step_and_not_while_a_proposer_catches_up():
     meter = make_meter()
-    costs = learned(meter, *[step(3, 0.010, drafts=4, draft_s=0.5)], *[step(3, 0.010, drafts=4, draft_s=0.004)] * 5)
+    costs = learned(meter, *[step(3, 0.010, drafts=4, draft_s=0.5)], *[step(3, 0.010, drafts=4, draft_s=0.004)] * 8)
     assert costs.drafts == (Knot(3, pytest.approx(0.001)),)
     assert between(costs.steps, 15) == pytest.approx(0.010)
 
@@ -107,7 +107,7 @@ def test_drafting_is_told_apart_from_the_step_and_not_while_a_proposer_catches_u
 def test_drafts_that_were_asked_for_and_not_made_take_no_tokens_but_time():
     meter = make_meter()
     plan = decode(2, drafts=4)
-    costs = learned(meter, *[(plan, output(plan, 0, 0.004), 0.014, 0.0)] * 3)
+    costs = learned(meter, *[(plan, output(plan, 0, 0.004), 0.014, 0.0)] * 8)
     assert costs.steps == (Knot(2, pytest.approx(0.010)),)
     assert costs.drafts == (Knot(2, pytest.approx(0.001)),)
 

@@ -19,7 +19,7 @@ from maitred.step import ModelOutput, ScheduledRow, SchedulerOutput
 NEWS = 1.25  # swapping: told again when a prompt's token takes this many times more or less than what was told
 STEP_NEWS = 1.1  # and steps
 RECENT = 9  # steps of about the same number of tokens, whose median counts: one that stuttered is none of it
-WARM = 32  # steps, the first ones, each of which is looked at
+COLD, FIRST, WARM = 2, 8, 32  # steps of a kind that touch memory anew; until it is first told; each looked at
 LOOK_S, ASK_S = 0.03, 0.1  # after those: time between looks at steps of a kind, and at what they make
 EXACT = 8  # up to so many tokens each number is by itself; then four to an octave
 LONG_CHUNK = 512  # positions from which on a prompt's attention is too much of its step to tell of the tokens
@@ -42,6 +42,7 @@ class StepMeter:
         self._told: CostModel | None = None
         self._num_steps, self._total_s, self._asked_at = 0, 0.0, 0.0
         self._looked_at = {False: 0.0, True: 0.0}  # at steps without drafts and with some
+        self._num_cold = {False: COLD, True: COLD}
 
     def swap_costs(self, plan: SchedulerOutput, execute_s: float) -> SwapCosts | None:
         """Takes in a step; what swapping costs, when it is news."""
@@ -67,9 +68,12 @@ class StepMeter:
             return None  # whether it is looked at does not depend on how long it took
         if not plan.rows or plan.swap_outs or plan.swap_ins or execute_s <= output.draft_s:
             return None
+        if self._num_cold[drafting]:
+            self._num_cold[drafting] -= 1
+            return None
         self._looked_at[drafting] = self._total_s
         self._look(plan.rows, output, asked, execute_s - output.draft_s, host_s)
-        if is_warm and self._total_s - self._asked_at < ASK_S:
+        if self._num_steps < FIRST or (is_warm and not asked.num_behind and self._total_s - self._asked_at < ASK_S):
             return None
         self._asked_at = self._total_s
         return self._news()

@@ -27,11 +27,12 @@ LEVELS = 64
 """Chances are told apart in so many steps: requests of one level get one length."""
 LASTS, NONE_LASTS = 6, 64
 """Steps for which a decision stands while the same requests decode, since to decide takes a good part of what a small
-model's step does; one against drafts stands longer, whoever comes and goes, until a trial shows something."""
+model's step does; one against drafts stands longer, until a trial shows something or, after a while, others come."""
 FEWER = 7 / 8
 """Of the rows that were decided about: with fewer than so many, what was too full may not be."""
 TRIAL_SHARE = 0.01
-"""Of time, for drafts that are not expected to pay, so that it is noticed when they would."""
+"""Of time, for drafts that are not expected to pay, so that it is noticed when they would, and for steps without any
+where drafts are expected to, so that what those take is known."""
 
 
 @dataclass(slots=True)
@@ -94,13 +95,18 @@ class Speculation:
         if costs is None or not rows:
             return ()
         num_tokens = sum([row.num_tokens for row in rows])
+        if num_tokens > len(rows) and all(row.num_tokens > 1 for row in rows):
+            return ()
         if decided is None or decided.num_left == 0 or not decided.is_about(costs, num_tokens, rows):
             decided = self._decided = self._decide(costs, num_tokens, rows, requests)
         decided.num_left -= 1
-        if not decided.is_none:
-            return decided.lengths
         self._credit_s += TRIAL_SHARE * decided.step.base_s
-        return self._trial(decided, rows, requests) if self._credit_s > decided.trial_s else ()
+        if self._credit_s <= decided.trial_s:
+            return decided.lengths
+        if decided.is_none:
+            return self._trial(decided, rows, requests)
+        self._credit_s -= decided.trial_s
+        return ()
 
     def _decide(
         self, costs: CostModel, num_tokens: int, rows: Sequence[ScheduledRow], requests: Sequence[RequestState]
@@ -110,7 +116,7 @@ class Speculation:
         for level, length in zip(levels, _best(step, levels, self.most), strict=True):
             for index in level.rows:
                 lengths[index] = length
-        trial_s = max(step.more_s(1, (1,)), TRIAL_SHARE * step.base_s)
+        trial_s = step.base_s if any(lengths) else self._trial_s(step)
         return _Decided(costs, num_tokens, rows[0].request_id, rows[-1].request_id, step, lengths, trial_s)
 
     def learn(self, row: ScheduledRow, result: SampledRow) -> None:
@@ -139,9 +145,10 @@ class Speculation:
         return (offer, accept) if own is None else own.chances(offer, accept)
 
     def num_behind(self, request: RequestState) -> int:
-        """Known tokens that its proposer has yet to compute before it drafts, besides the last."""
+        """Known tokens that its proposer has yet to compute before it drafts, if they are more than it made up last."""
         shown = self._shown.get(request.request_id)
-        return max(0, request.num_tokens - 1 - (shown.num_computed if shown is not None else 0))
+        behind = request.num_tokens - 1 - (shown.num_computed if shown is not None else 0)
+        return behind if behind > self.most else 0
 
     def _levels(self, step: _Step, rows: Sequence[ScheduledRow], requests: Sequence[RequestState]) -> list[_Level]:
         """Of rows that decode, without those that would not have enough of their drafts to pay for catching up."""
@@ -161,13 +168,18 @@ class Speculation:
             level.catch_up_s += token_s * behind
         return [level for level in levels.values() if level.catch_up_s < level.gain(self.most) * step.token_s]
 
+    def _trial_s(self, step: _Step) -> float:
+        """Of one draft or, every second time, of as many as may be, for what those take is to be known too."""
+        length = 1 if self.num_trials % 2 else self.most
+        return max(step.more_s(length, [1] * length), TRIAL_SHARE * step.base_s)
+
     def _trial(
         self, decided: _Decided, rows: Sequence[ScheduledRow], requests: Sequence[RequestState]
     ) -> Sequence[int]:
         """One row's drafts now and then: as many as the time put aside for it allows."""
         step, index, lengths = decided.step, self.num_trials % len(rows), [0] * len(rows)
-        self.num_trials += 1
         if not rows[index].samples or rows[index].num_tokens > 1:
+            self.num_trials += 1
             return lengths
         catch_up_s = step.costs.catch_up_token_s * self.num_behind(requests[index])
         length = self.most
@@ -176,8 +188,9 @@ class Speculation:
         if length:
             self._credit_s -= max(cost_s, TRIAL_SHARE * step.base_s)
             lengths[index] = length
-        else:
-            decided.trial_s = min(2 * decided.trial_s, cost_s)  # others may have less to catch up with
+        self.num_trials += 1
+        # Who was too far behind is passed over, and waited for: others may be less so.
+        decided.trial_s = self._trial_s(step) if length else min(2 * decided.trial_s, cost_s)
         return lengths
 
 
@@ -196,18 +209,20 @@ class _Decided:
     last_id: str
     step: _Step
     lengths: list[int]
-    trial_s: float  # what the least trial takes
+    trial_s: float  # what the least trial takes, or a step without drafts
     is_none: bool = field(init=False)
     num_left: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.is_none = not any(self.lengths)
-        self.num_left = NONE_LASTS if self.is_none else LASTS
+        decode_only = self.num_tokens == len(self.lengths)  # else others begin to decode soon
+        self.num_left = NONE_LASTS if self.is_none and decode_only else LASTS
 
     def is_about(self, costs: CostModel, num_tokens: int, rows: Sequence[ScheduledRow]) -> bool:
         """Requests come in at the end and go from anywhere, which changes how many there are."""
         if self.is_none:
-            return len(rows) >= FEWER * len(self.lengths)
+            is_new = self.num_left > NONE_LASTS - 2 * LASTS
+            return len(rows) >= FEWER * len(self.lengths) and (is_new or rows[-1].request_id == self.last_id)
         return (
             costs is self.costs
             and num_tokens == self.num_tokens
