@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -11,14 +12,15 @@ from typing import Any
 import httpx
 import pytest
 
-from maitred.engine.adapter_book import AdapterBook
+from maitred.engine.adapter_book import AdapterBook, AtWork
 from maitred.engine.live_requests import LiveRequest
 from maitred.engine.model_facts import AdapterFacts
 from maitred.engine.queries import AdapterFolder
 from maitred.errors import CheckpointError
 from maitred.storage.ledger import Ledger
 from tests.api.test_tenants import table_of
-from tests.fakes_api import FakeReplica, FakeTenants, RunningServer, running_server
+from tests.api.test_watched import page_at
+from tests.fakes_api import FakeReplica, FakeTenants, RunningServer, make_model, running_server
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 
@@ -127,6 +129,16 @@ def test_metrics_name_the_adapter(house: RunningServer):
     page = ask(house, "/metrics", "boss").text
     assert 'maitred_lora_requests_total{adapter="sql"} 1.0' in page
     assert 'maitred_lora_tokens_total{adapter="sql",kind="generated"} 3.0' in page
+
+
+def test_a_gateway_that_knows_vllm_finds_the_adapters_at_work():
+    replica = AdapterReplica(None)
+    replica.adapters.at_work = lambda: AtWork(("sql", "chat"), ("sql",))
+    with running_server(replica, make_model(max_num_seqs=8), metrics_compat="vllm") as server:
+        before, [(labels, at)] = time.time(), page_at(server.url)["vllm:lora_requests_info"]
+    expected = {"max_lora": "8", "running_lora_adapters": "sql,chat", "waiting_lora_adapters": "sql"}
+    assert labels == expected
+    assert before <= at <= time.time()
 
 
 def test_the_ledger_names_the_adapter(tmp_path: Path):

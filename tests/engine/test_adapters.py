@@ -15,11 +15,12 @@ import msgspec
 import pytest
 
 from maitred.clock import WallClock
-from maitred.engine.adapter_book import AdapterBook
+from maitred.engine.adapter_book import AdapterBook, adapters_at_work
 from maitred.engine.adapters import AdapterCache
 from maitred.engine.core import EngineCore
 from maitred.engine.frames import KnowAdapters
 from maitred.engine.intake import make_requests
+from maitred.engine.live_requests import LiveRequest
 from maitred.engine.model_facts import AdapterFacts
 from maitred.engine.queries import AdapterFolder
 from maitred.errors import CheckpointError, ConfigError
@@ -368,6 +369,15 @@ async def test_who_waits_for_an_adapter_too_long_is_given_up(tmp_path: Path):
     finally:
         may_read.set()
         await client.close()
+
+
+def test_adapters_at_work_are_told_by_name():
+    facts = [AdapterFacts(name, "x", "1" * 64, 1, 1) for name in ("a", "b", "a")]
+    specs = [request(f"r{number}", one) for number, one in enumerate([*facts, None])]
+    lives = [LiveRequest(spec, None) for spec in specs]  # type: ignore[arg-type]
+    assert adapters_at_work(lives) == ((), ("a", "b"))
+    lives[2].charges = lives[2].charges._replace(first_scheduled_at=1.0)
+    assert adapters_at_work(lives) == (("a",), ("a", "b"))
 
 
 def test_blocks_are_shared_by_the_same_bytes_alone():

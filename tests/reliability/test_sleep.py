@@ -8,15 +8,23 @@ import httpx
 import psutil
 import pytest
 
+from maitred.model.checkpoint import BUILTIN_FOLDER, open_checkpoint
+from maitred.model.families import spec_from_config
 from tests.conftest import ServerProcess, start_server
+from tests.model.adapters import random_tensors, write_adapter
 from tests.waiting import until
 
 ASK = {"model": "maitred-mini", "prompt": "Once", "max_tokens": 8, "temperature": 0}
 
 
 @pytest.fixture(scope="module")
-def sleeper() -> Iterator[ServerProcess]:
-    running = start_server("--sleep-after-s", "600", "--sse-keep-alive-s", "0.15", "--api-key", "k")
+def sleeper(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    root = tmp_path_factory.mktemp("adapters")
+    with open_checkpoint(str(BUILTIN_FOLDER)) as checkpoint:
+        write_adapter(root / "sql", random_tensors(spec_from_config(checkpoint.config), 4), rank=4)
+    running = start_server(
+        *("--sleep-after-s", "600", "--sse-keep-alive-s", "0.15", "--api-key", "k", "--lora-dir", str(root))
+    )
     yield running
     assert running.stop() == 0
 
@@ -60,6 +68,22 @@ def test_wake_up_by_hand_and_wrong_words(client: httpx.Client):
     assert wrong.status_code == 400
     assert wrong.json()["error"]["message"] == "level is 'deep'; choose one of 0, 1, 2"
     assert client.post("/sleep", headers={"authorization": "Bearer wrong"}).status_code == 401
+
+
+def test_an_adapter_is_loaded_while_it_sleeps_and_stays_over_the_next_sleep(client: httpx.Client):
+    body = {**ASK, "model": "sql"}
+    assert client.post("/sleep").status_code == 200
+    loaded = client.post("/v1/load_lora_adapter", json={"lora_name": "sql", "lora_path": "sql"})
+    assert (loaded.status_code, loaded.text) == (200, "Success: LoRA adapter 'sql' added successfully.")
+    assert client.get("/is_sleeping").json() == {"is_sleeping": False}
+    text = client.post("/v1/completions", json=body).json()["choices"][0]["text"]
+    assert text != client.post("/v1/completions", json=ASK).json()["choices"][0]["text"]
+    assert client.post("/sleep").status_code == 200
+    assert client.post("/v1/completions", json=body).json()["choices"][0]["text"] == text
+    assert client.post("/sleep").status_code == 200
+    assert client.post("/v1/unload_lora_adapter", json={"lora_name": "sql"}).status_code == 200
+    assert client.get("/is_sleeping").json() == {"is_sleeping": True}
+    assert client.post("/v1/completions", json=body).status_code == 404
 
 
 def test_a_server_falls_asleep_by_itself():

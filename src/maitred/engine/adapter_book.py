@@ -10,20 +10,59 @@ import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from maitred.engine.frames import Command, ForgetAdapter, KnowAdapters
+from maitred.engine.live_requests import LiveRequest
 from maitred.engine.model_facts import AdapterFacts
 from maitred.engine.queries import AdapterFolder
 
 Introduce = Callable[[AdapterFolder], Awaitable[AdapterFacts]]
 
 
+async def _is_awake() -> None:
+    """Of an engine that never sleeps."""
+
+
+class AtWork(NamedTuple):
+    """Names of the adapters that requests have, in order of arrival."""
+
+    running: tuple[str, ...]
+    waiting: tuple[str, ...]  # of requests that were in no step yet
+
+
+def adapters_at_work(requests: Iterable[LiveRequest]) -> AtWork:
+    names: tuple[dict[str, None], dict[str, None]] = {}, {}
+    for live in requests:
+        if live.spec.adapter:
+            names[live.charges.first_scheduled_at is None][live.spec.adapter.partition("@")[0]] = None
+    return AtWork(*map(tuple, names))
+
+
+@runtime_checkable
+class HasAdapters(Protocol):
+    """A replica that serves LoRA adapters; `EngineClient` is one."""
+
+    adapters: AdapterBook
+
+
 class AdapterBook:
     """Belongs to the event loop, once there is one."""
 
-    def __init__(self, send: Callable[[Command], bool], introduce: Introduce, folder: str | None = None) -> None:
-        """`introduce` has the engine read a folder; clients may load what lies in `folder`."""
-        self._send, self._introduce, self.folder = send, introduce, folder
+    def __init__(
+        self,
+        send: Callable[[Command], bool],
+        introduce: Introduce,
+        folder: str | None = None,
+        *,
+        wake_up: Callable[[], Awaitable[None]] = _is_awake,
+        at_work: Callable[[], AtWork] = lambda: AtWork((), ()),
+    ) -> None:
+        """`introduce` has the engine read a folder; `wake_up` returns when there is one again, after a sleep. Clients
+        may load what lies in `folder`.
+        """
+        self._send, self._introduce, self._wake_up, self.folder = send, introduce, wake_up, folder
+        self.at_work = at_work
         self.named: dict[str, AdapterFacts] = {}
         self._kept: dict[str, AdapterFacts] = {}  # by key: those named, and those still in use
         self._users: Counter[str] = Counter()
@@ -34,15 +73,21 @@ class AdapterBook:
         for facts in adapters:
             self.named[facts.name] = self._kept[facts.key] = facts
 
+    @property
+    def is_used(self) -> bool:
+        """Whether there are adapters, or may be."""
+        return bool(self._kept) or self.folder is not None
+
     def tell(self) -> None:
         """A new engine, before it gets its first request."""
         if self._kept:
             self._send(KnowAdapters(tuple(self._kept.values())))
 
     async def load(self, folder: AdapterFolder) -> AdapterFacts:
-        """From now on the name stands for what lies there. Raises CheckpointError, ConfigError or EngineDead, and then
-        nothing has changed.
+        """From now on the name stands for what lies there. An engine that sleeps is woken, as by any request. Raises
+        CheckpointError, ConfigError or EngineDead, and then nothing has changed.
         """
+        await self._wake_up()
         facts = await self._introduce(folder)
         before = self.named.get(folder.name)
         self.named[facts.name] = self._kept[facts.key] = facts

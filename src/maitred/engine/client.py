@@ -13,7 +13,7 @@ import msgspec
 
 from maitred.clock import Clock
 from maitred.config import SchedulerConfig
-from maitred.engine.adapter_book import AdapterBook
+from maitred.engine.adapter_book import AdapterBook, adapters_at_work
 from maitred.engine.crash_isolation import CrashIsolation, refusal, refusal_of_foreign
 from maitred.engine.frames import (
     Abort,
@@ -89,8 +89,13 @@ class EngineClient:
         self._numbers = itertools.count()
         self._totals = Totals()
         self._isolation = CrashIsolation(self._send)
-        introduce = partial(self._ask, INTRODUCE_ADAPTER)
-        self.adapters = AdapterBook(self.supervisor.send, introduce, start.config.lora.lora_dir)
+        self.adapters = AdapterBook(
+            self.supervisor.send,
+            partial(self._ask, INTRODUCE_ADAPTER),
+            start.config.lora.lora_dir,
+            wake_up=self.supervisor.sleep.wake_up,
+            at_work=lambda: adapters_at_work(self._live.values()),
+        )
         self._figures, self._past = Figures(), Figures()  # of this engine, and the counters of those before it
         self._news_at = self._busy_at = clock.now()
         self._on_blocks: OnBlocks | None = None

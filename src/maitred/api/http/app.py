@@ -23,7 +23,7 @@ from maitred.api.ops.fleet_feed import FleetFeed
 from maitred.api.ops.observer import Observer
 from maitred.clock import Clock
 from maitred.config import SchedulerConfig, ServerConfig
-from maitred.engine.adapter_book import AdapterBook
+from maitred.engine.adapter_book import AdapterBook, HasAdapters
 from maitred.engine.grammar_check import GrammarChecker
 from maitred.engine.installed import policy_of
 from maitred.engine.intake import ServedModel
@@ -35,13 +35,6 @@ from maitred.replica import Replica
 from maitred.request import RequestSpec
 from maitred.step import RequestProgress
 from maitred.tenancy.caller import Caller
-
-
-@runtime_checkable
-class HasAdapters(Protocol):
-    """A replica that serves LoRA adapters; `EngineClient` is one."""
-
-    adapters: AdapterBook
 
 
 @runtime_checkable

@@ -11,6 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.core import Metric as Family
 
 from maitred import metrics as m
+from maitred.engine.adapter_book import AtWork
 from maitred.metrics import Metric
 
 # ours -> vLLM 0.32's, without the _total that a counter's samples get
@@ -47,6 +48,18 @@ def vllm_families(families: Iterable[Family], model: str) -> Iterator[Family]:
     for family in families:
         if family.name in names:
             yield _renamed(family, names[family.name], {"model_name": model, "engine": "0"})
+
+
+def lora_family(work: AtWork, max_num_seqs: int, unix_s: float) -> Family:
+    """vLLM's gauge of adapters at work, whose labels are what gateways read; its value is the time. Any number may
+    be in one batch here, so at most as many as requests.
+
+    Source: vllm/v1/metrics/loggers.py, and the model server protocol of gateway-api-inference-extension.
+    """
+    labels = ("max_lora", "waiting_lora_adapters", "running_lora_adapters")
+    family = GaugeMetricFamily("vllm:lora_requests_info", "Running stats on lora requests.", labels=labels)
+    family.add_metric((str(max_num_seqs), ",".join(work.waiting), ",".join(work.running)), unix_s)
+    return family
 
 
 def _renamed(family: Family, name: str, more_labels: dict[str, str]) -> Family:

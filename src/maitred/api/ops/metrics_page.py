@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
@@ -15,8 +16,9 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from maitred import metrics as m
-from maitred.api.ops.metrics_compat import vllm_families
+from maitred.api.ops.metrics_compat import lora_family, vllm_families
 from maitred.api.ops.promises import Promises
+from maitred.engine.adapter_book import HasAdapters
 from maitred.errors import RateLimited
 from maitred.gate.admission import AdmissionController
 from maitred.metrics import Metric, MetricKind
@@ -177,7 +179,7 @@ class EdgeMetrics(Collector):
         self._promises = promises or Promises(())
         self._version, self._compat = version, compat
         self._model: str | None = None
-        self._block_size = 0
+        self._block_size = self._max_num_seqs = 0
         self._proposer = ""
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
@@ -194,7 +196,7 @@ class EdgeMetrics(Collector):
     def engine_came(self, replica: Replica, model: ServedModel, admission: AdmissionController | None) -> None:
         """From now on the page tells of it."""
         self._replica, self._admission = replica, admission
-        self._model, self._block_size = model.names[0], model.block_size
+        self._model, self._block_size, self._max_num_seqs = model.names[0], model.block_size, model.max_num_seqs
         self._proposer = model.footprint.proposer if model.footprint is not None else ""
 
     def http_answered(self, route: str, status: int) -> None:
@@ -227,6 +229,8 @@ class EdgeMetrics(Collector):
         yield from families
         if self._compat == "vllm":
             yield from vllm_families(families, self._model or "")
+            if isinstance(self._replica, HasAdapters) and self._replica.adapters.is_used:
+                yield lora_family(self._replica.adapters.at_work(), self._max_num_seqs, time.time())
 
     def _families(self) -> Iterator[Family]:
         state = self._replica.state()
