@@ -19,22 +19,27 @@ from maitred.tenancy.tenant import LEAST_URGENT, Tenant
 Header = tuple[bytes, bytes]
 TENANT = b"x-maitred-tenant"  # empty where clients have keys and no tenants; without it a router vouches for nobody
 WEIGHT, PRIORITY = b"x-maitred-weight", b"x-maitred-priority"
+ADAPTER = b"x-maitred-adapter"  # that it names, where its tenant may use it
 SALT = b"x-maitred-salt"  # of the tenant's cache group
 KEY_ID, ADMIN = b"x-maitred-key-id", b"x-maitred-admin"
 MAX_TOKENS = b"x-maitred-default-max-tokens"  # of a request that names none
 TIME_LEFT = (b"x-maitred-ttft-left-ms", b"x-maitred-queue-left-ms", b"x-maitred-time-left-ms")  # as TimeLimits
-BELIEVED = frozenset((TENANT, WEIGHT, PRIORITY, SALT, KEY_ID, ADMIN, MAX_TOKENS, *TIME_LEFT, SEED, TELL))
+BELIEVED = frozenset((TENANT, WEIGHT, PRIORITY, SALT, ADAPTER, KEY_ID, ADMIN, MAX_TOKENS, *TIME_LEFT, SEED, TELL))
 LEAST_LEFT_S = 0.001
 
 
-def vouching(caller: Caller, *, salt: str, priority: int, default_max_tokens: int | None = None) -> list[Header]:
-    """What a router says of who asks, whose key it has seen; the gate granted the priority."""
+def vouching(
+    caller: Caller, *, salt: str, priority: int, default_max_tokens: int | None = None, model: str | None = None
+) -> list[Header]:
+    """What a router says of who asks for `model`, whose key it has seen; the gate granted the priority."""
     told: list[Header] = [(ADMIN, b"1")] if caller.is_admin else []
     if caller.is_anybody:
         return [(TENANT, b""), *told]
     tenant = caller.tenant
     told += ((TENANT, tenant.name.encode()), (WEIGHT, b"%.12g" % tenant.weight), (PRIORITY, b"%d" % priority))
     told += ((SALT, salt.encode()), (KEY_ID, quote(caller.key_id).encode()))
+    if model is not None and tenant.may_use(model):
+        told.append((ADAPTER, quote(model).encode()))
     return told if default_max_tokens is None else [*told, (MAX_TOKENS, b"%d" % default_max_tokens)]
 
 
@@ -76,6 +81,7 @@ def vouched_caller(headers: Mapping[bytes, bytes], quotas: QuotaBook, anybody: C
         priorities=(priority, priority),
         default_priority=priority,
         default_max_tokens=int(_number(headers, MAX_TOKENS)) if MAX_TOKENS in headers else None,
+        adapters=(unquote(headers[ADAPTER].decode("latin-1")),) if ADAPTER in headers else (),
         shared_cache_group=headers.get(SALT, b"").decode("latin-1"),
     )
     return Caller(tenant, quotas.of(tenant), unquote(headers.get(KEY_ID, b"").decode("latin-1")), is_admin)

@@ -36,6 +36,7 @@ class LiveReplica:
     upstream: Upstream
     name: bytes  # for a header
     cards: Sequence[dict[str, Any]] = ()  # of its models, as it lists them
+    adapters: frozenset[str] = frozenset()  # names of cards that have a parent
     follower: asyncio.Task[None] | None = field(default=None, repr=False)
 
     @property

@@ -23,9 +23,9 @@ logger = logging.getLogger("maitred.fleet")
 FIRST_DELAY_S, MAX_DELAY_S = 0.1, 2.0  # between two looks at one that is not there; doubled with each
 POLL_S = 1.0  # between two looks at one that tells nothing by itself
 ANSWER_S = 5.0  # what is asked here costs nobody more than a moment
-MAX_TOLD_BYTES = 1024 * 1024
+MAX_TOLD_BYTES = 4 * 1024 * 1024
 MAX_EVENT_BYTES = 1024 * 1024
-MAX_MODELS = 1000
+MAX_MODELS = 10_000  # and adapters
 NAME = "maitred"  # what `/version` of ours says that it is
 
 
@@ -65,6 +65,15 @@ class Follower:
         if told is not None:
             fleet.tell(live, told)
         fleet.probed(live.facts.name, ok=told is not None and told.state is State.READY)
+
+    async def learn_models(self, fleet: Fleet, live: LiveReplica) -> None:
+        """Ask one that is ready for its models, between the looks of its follower."""
+        try:
+            told = await self._look(live)
+        except UpstreamFailed:
+            return
+        if fleet.replicas.get(live.facts.name) is live and told.state is live.facts.state is State.READY:
+            self._tell(fleet, live, replace(live.facts, models=told.models))
 
     async def _follow(self, fleet: Fleet, live: LiveReplica) -> None:
         delay_s = FIRST_DELAY_S
@@ -130,6 +139,7 @@ class Follower:
             raise UpstreamFailed(Broken.WRONG, f"{live.origin.url}/v1/models answers {status}: {message_of(body)}")
         cards = [card for card in _decoded(body, _Models).data if isinstance(card.get("id"), str)]
         live.cards = cards[:MAX_MODELS]
+        live.adapters = frozenset(card["id"] for card in live.cards if card.get("parent"))
         return tuple(card["id"] for card in live.cards)
 
     async def _get(self, live: LiveReplica, path: str) -> tuple[int, bytes]:

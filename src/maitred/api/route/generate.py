@@ -62,6 +62,7 @@ async def _route(
 ) -> None:
     if router.draining:
         raise Unavailable("the router is shutting down; try again", retry_after_s=1.0)
+    await router.models.check(read.model, exchange.caller)
     wanted = _wanted(router, exchange, body, read) if is_generation else None
     with leased(router, exchange, read) as granted:
         if wanted is not None and await router.results.replay(exchange, wanted):
@@ -159,7 +160,7 @@ def _to_go_on(read: RoutedBody) -> list[Header]:
     return [seed, (TELL, b"1")] if read.stream else [seed]
 
 
-def _vouched(router: Router, exchange: Exchange, granted: RouteLease) -> list[Header]:
+def _vouched(router: Router, exchange: Exchange, granted: RouteLease, model: str | None) -> list[Header]:
     """A router that asks for no key vouches for nobody."""
     if router.authenticator.is_open:
         return []
@@ -169,6 +170,7 @@ def _vouched(router: Router, exchange: Exchange, granted: RouteLease) -> list[He
         salt=router.salt_of(caller),
         priority=granted.lease.priority,
         default_max_tokens=granted.default_max_tokens,
+        model=model,
     )
 
 
@@ -179,7 +181,7 @@ def _outgoing(
     headers = towards_replica(exchange)
     secret = router.fleet_token.shown()
     if secret:
-        secret += _vouched(router, exchange, granted)
+        secret += _vouched(router, exchange, granted, read.model)
         if is_generation:
             secret += _to_go_on(read)
     if router.authenticator.is_open and b"authorization" in exchange.headers:  # it is for the replicas

@@ -17,6 +17,7 @@ from maitred.api.route.fleet import Fleet
 from maitred.api.route.follow import Follower
 from maitred.api.route.launching import LaunchedReplicas, MakeLauncher
 from maitred.api.route.metrics import RouteMetrics
+from maitred.api.route.model_names import ModelNames
 from maitred.api.route.observer import RouteObserver
 from maitred.api.route.shared import Shared
 from maitred.clock import Clock, WallClock
@@ -82,6 +83,7 @@ class Router:
             metrics=self.metrics,
             on_tick=self._look,
         )
+        self.models = ModelNames(self.fleet, follower.learn_models)
         self.fleet.choices.on_bound = self._bound
         self.metrics.looks_at(self.fleet.core, self.clock, self.fleet.connections)
         redis = shared.redis if shared is not None else None

@@ -10,26 +10,24 @@ from maitred.api.dialects.openai.format import OPENAI
 from maitred.api.http.exchange import Exchange
 from maitred.api.http.routes import Route, RouteTable
 from maitred.api.route import admin
-from maitred.api.route.follow import union_of_cards
 from maitred.api.route.generate import generate, pass_through
 from maitred.api.route.router import Router
-from maitred.errors import ModelNotFound, Unavailable
+from maitred.errors import Unavailable
 
 _ERRORS = (400, 401, 403, 404, 413, 429, 500, 502, 503, 504)
 
 
 async def _models(router: Router, exchange: Exchange) -> None:
-    """The union: what any replica serves."""
-    cards = union_of_cards(list(router.fleet.replicas.values()))
-    await exchange.answer_json({"object": "list", "data": cards})
+    """The union: what any replica serves, but for others' adapters."""
+    await exchange.answer_json({"object": "list", "data": router.models.cards(exchange.caller)})
 
 
 async def _model(router: Router, exchange: Exchange) -> None:
-    cards = union_of_cards(list(router.fleet.replicas.values()))
-    card = next((card for card in cards if card["id"] == exchange.parameter), None)
+    name = exchange.parameter
+    await router.models.check(name, exchange.caller)
+    card = next((card for card in router.models.cards(exchange.caller) if card["id"] == name), None)
     if card is None:
-        names = ", ".join(card["id"] for card in cards) or "none yet"
-        raise ModelNotFound(f"no replica serves the model {exchange.parameter!r}; there are: {names}", param="model")
+        raise router.models.not_found(name, exchange.caller)
     await exchange.answer_json(card)
 
 

@@ -1,0 +1,71 @@
+"""Names that the replicas answer to: which a caller may use, and a new look where a request brings another one.
+
+Models come and go with replicas, which are followed. Adapters are loaded while a replica runs, and it tells of them
+only when it is asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from maitred.api.http.errors import shortened
+from maitred.api.route.fleet import Fleet, LiveReplica
+from maitred.api.route.follow import union_of_cards
+from maitred.errors import ModelNotFound
+from maitred.tenancy.caller import Caller
+
+PAUSE_S = 1.0  # between two looks
+LOOK_S = 1.0  # that a request waits for one
+MAX_TOLD = 20  # names in an error
+
+Learn = Callable[[Fleet, LiveReplica], Awaitable[None]]
+"""Asks a replica for its models, and tells the fleet."""
+
+
+class ModelNames:
+    """Of one router; on its event loop."""
+
+    def __init__(self, fleet: Fleet, learn: Learn) -> None:
+        self._fleet, self._learn = fleet, learn
+        self._looked_at = -PAUSE_S
+        self._next: asyncio.Task[None] | None = None  # a look that has not begun
+
+    def cards(self, caller: Caller) -> list[dict[str, Any]]:
+        """What any replica serves, but for adapters that are not the caller's."""
+        cards = union_of_cards(list(self._fleet.replicas.values()))
+        return [card for card in cards if not card.get("parent") or caller.tenant.may_use(card["id"])]
+
+    async def check(self, name: str | None, caller: Caller) -> None:
+        """Raises ModelNotFound, for others' adapters as for what is not there. Before any replica has told its models,
+        all names pass.
+        """
+        core = self._fleet.core
+        if name is None or not core.models:
+            return
+        if name not in core.models:
+            await self._look()
+        if name not in core.models or not (caller.tenant.may_use(name) or not self._is_adapter(name)):
+            raise self.not_found(name, caller)
+
+    def not_found(self, name: str, caller: Caller) -> ModelNotFound:
+        names = [str(card["id"]) for card in self.cards(caller)]
+        more = f" and {len(names) - MAX_TOLD} more" if len(names) > MAX_TOLD else ""
+        there = (", ".join(names[:MAX_TOLD]) or "none yet") + more
+        return ModelNotFound(f"no replica serves the model {shortened(repr(name))}; there are: {there}", param="model")
+
+    def _is_adapter(self, name: str) -> bool:
+        return any(name in live.adapters for live in self._fleet.replicas.values())
+
+    async def _look(self) -> None:
+        """Returns when all replicas were asked after this call, or when that takes too long."""
+        if self._next is None:
+            self._next = asyncio.create_task(self._look_in_turn(), name="look for models")
+        await asyncio.wait({self._next}, timeout=PAUSE_S + LOOK_S)
+
+    async def _look_in_turn(self) -> None:
+        loop = asyncio.get_running_loop()
+        await asyncio.sleep(self._looked_at + PAUSE_S - loop.time())
+        self._next, self._looked_at = None, loop.time()  # who comes from now on needs another look
+        await asyncio.gather(*(self._learn(self._fleet, live) for live in self._fleet.replicas.values()))
