@@ -47,9 +47,11 @@ struct BoundProgram {
                int vocab_size, int max_positions, Team* team)
       : program(threads, pool, Program::Limits{max_tokens, max_logits, vocab_size, max_positions}, isa_named(isa),
                 team),
-        adapters(std::max(max_tokens, max_logits), program.num_threads(), program.isa(), team) {
+        adapters(std::max(max_tokens, max_logits), program.num_threads(), program.isa(), team),
+        first_touch(pool, program.num_threads()) {
     if (max_tokens < 1 || max_logits < 1) throw std::invalid_argument("a program for steps without tokens or logits");
     program.add_planner([this](const StepRows& step) { adapters.plan(step); });
+    add_first_touch(program, first_touch);
     program.add_logits_planner([this](const StepRows& step) { adapters.plan_logits(step); });
   }
   // linear: as adapted_linear numbers them, -1 for one that adapters leave alone.
@@ -77,6 +79,7 @@ struct BoundProgram {
 
   Program program;
   Adapters adapters;
+  FirstTouch first_touch;
   std::unique_ptr<OperandBuffers> operand_buffers;
   std::map<std::pair<int, int>, std::unique_ptr<AttentionPlan>> plans;
   std::unique_ptr<AttentionScratch> scratch;

@@ -47,6 +47,14 @@ Operand OperandBuffers::of(const Worker& worker, const LinearShape& shape, int n
   return Operand{dtype, room.rows, operand_row_bytes(dtype, shape.k), room.scales, room.sums};
 }
 
+void add_first_touch(Program& program, FirstTouch& first_touch) {
+  program.add_planner([&first_touch](const StepRows& step) { first_touch.plan(step); });
+  program.add("first touch", 1, [&first_touch](const StepRows&, WorkCounter* counters, const Worker&) {
+    if (first_touch.num_planned() > 0) first_touch.touch(*counters);
+    return false;
+  });
+}
+
 void add_idle(Program& program, const AdaptedLinear& adapted, const std::string& name) {
   program.add(name, kWeightCounters, [=](const StepRows&, WorkCounter*, const Worker& worker) {
     if (adapted.active()) worker.meet();

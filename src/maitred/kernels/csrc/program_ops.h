@@ -6,6 +6,7 @@
 
 #include "adapters.h"
 #include "attention.h"
+#include "first_touch.h"
 #include "linear.h"
 #include "program.h"
 #include "qkv.h"
@@ -49,6 +50,9 @@ struct AdaptedLinear {
   int first = 0;  // tile of it that this rank's weights begin with
   bool active() const { return adapters != nullptr && adapters->active(linear); }
 };
+
+// Memory of the pool that the program's steps will write.
+void add_first_touch(Program& program, FirstTouch& first_touch);
 
 // What only other ranks compute: this one meets them after it.
 void add_idle(Program& program, const AdaptedLinear& adapted, const std::string& name);
