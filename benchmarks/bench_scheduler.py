@@ -1,6 +1,6 @@
 """What a scheduling decision costs: schedule() and update() against running and waiting requests, and prefix hits.
 
-    python benchmarks/bench_scheduler.py [--steps 1000] [--policy priority | --policy all | --policy sjf,srpt]
+    python benchmarks/bench_scheduler.py [--steps 1000] [--policy priority | --policy all | --policy a,b | --drafts]
 
 `--policy all`, or several names, measures each at 256 running and 10,000 waiting, where the aim is a median of 1.5 ms
 and a p99 of 4 ms: steady, under churn, and "busy", in which short newcomers that every policy favours (urgent,
@@ -29,15 +29,18 @@ from itertools import count
 from typing import Any
 
 from maitred.config import SchedulerConfig
+from maitred.cost_model import CostModel
 from maitred.kvcache.manager import KVCacheManager
 from maitred.kvcache.prefix_cache import TokenHasher, hash_blocks, root_hash
 from maitred.policy.policies import POLICIES
 from maitred.request import FinishReason, RequestSpec, RequestState, SamplingParams
 from maitred.scheduler.scheduler import Scheduler
+from maitred.scheduler.speculation import Speculation
 from maitred.step import ModelOutput, SampledRow, SchedulerOutput
 
 BLOCK_SIZE = 16
 PROMPT_TOKENS = 256
+MEMORY_BOUND, COMPUTE_BOUND = CostModel(weights_s=0.05), CostModel(decode_token_s=0.0005)
 CHURN = 0.02  # share of the running requests replaced in each step: 256 running that live 50 steps each
 SAMPLING = SamplingParams(max_tokens=None, temperature=0.0)
 HASHER = TokenHasher(BLOCK_SIZE, "bench")
@@ -76,10 +79,29 @@ def state_of(tokens: list[int], **fields: Any) -> RequestState:
 
 
 def answer(plan: SchedulerOutput) -> ModelOutput:
-    return ModelOutput(tuple(SampledRow(row.request_id, (11,)) for row in plan.rows if row.samples))
+    """One draft of each row is right."""
+    return ModelOutput(
+        tuple(
+            SampledRow(
+                row.request_id,
+                (11, 11) if row.num_drafts else (11,),
+                num_accepted=min(1, row.num_drafts),
+                num_drafts=row.num_drafts,
+            )
+            for row in plan.rows
+            if row.samples
+        )
+    )
 
 
-def fill(running: int, waiting: int, policy: str, max_num_batched_tokens: int, quantum_tokens: int) -> Scheduler:
+def fill(
+    running: int,
+    waiting: int,
+    policy: str,
+    max_num_batched_tokens: int,
+    quantum_tokens: int,
+    speculation: Speculation | None = None,
+) -> Scheduler:
     """A scheduler with that many requests in decode and in the queue."""
     config = SchedulerConfig(
         max_num_seqs=running,
@@ -88,7 +110,7 @@ def fill(running: int, waiting: int, policy: str, max_num_batched_tokens: int, q
         quantum_tokens=quantum_tokens,
     )
     kv_cache = KVCacheManager(num_blocks=100_000, block_size=BLOCK_SIZE, hasher=HASHER)
-    scheduler = Scheduler(config, kv_cache)
+    scheduler = Scheduler(config, kv_cache, speculation=speculation)
     for _ in range(running):
         scheduler.add(new_request(), 0.0)
     num_decoding = 0
@@ -128,12 +150,21 @@ class Times:
 
 
 def measure(
-    running: int, waiting: int, churn: bool, *, steps: int, policy: str, freeze: bool = True, busy: bool = False
+    running: int,
+    waiting: int,
+    churn: bool,
+    *,
+    steps: int,
+    policy: str,
+    freeze: bool = True,
+    busy: bool = False,
+    speculation: Speculation | None = None,
 ) -> Times:
     # With churn the budget has room for the prompts that come in.
     num_replaced = max(1, round(CHURN * running)) if churn else 0
     budget = running + PROMPT_TOKENS * max(1, num_replaced)
-    scheduler = fill(running, waiting, policy, budget, quantum_tokens=16 if busy else 128)
+    budget += running * speculation.most if speculation is not None else 0
+    scheduler = fill(running, waiting, policy, budget, 16 if busy else 128, speculation)
     gc.collect()
     if freeze:
         gc.freeze()
@@ -176,6 +207,16 @@ def print_steps(steps: int, policy: str) -> None:
     print(f"{256:8} {10_000:8} {'no freeze':>9} {times.row()}")
 
 
+def print_drafts(steps: int) -> None:
+    """Where all draft, and where the rule keeps finding that nobody should."""
+    print(f"256 running with drafts, {steps} steps; times in ms, p50 and p99; aim 1.5 at the median")
+    print(f"{'drafts':>12} {'load':>7} |     schedule()    |   schedule() CPU  |      update()")
+    for name, costs in (("most", MEMORY_BOUND), ("none", COMPUTE_BOUND)):
+        for churn in (False, True):
+            times = measure(256, 0, churn, steps=steps, policy="fcfs", speculation=Speculation(5, costs))
+            print(f"{name:>12} {'churn' if churn else 'steady':>7} {times.row()}", flush=True)
+
+
 def print_policies(steps: int, policies: Iterable[str]) -> None:
     print(f"256 running, 10,000 waiting, {steps} steps each; times in ms, p50 and p99; aim 1.5 and 4")
     print(f"{'policy':>12} {'load':>7} |     schedule()    |   schedule() CPU  |      update()     | preemptions")
@@ -211,8 +252,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--policy", default="fcfs")
+    parser.add_argument("--drafts", action="store_true", help="only: 256 running with drafts")
     args = parser.parse_args()
-    if args.policy == "all" or "," in args.policy:
+    if args.drafts:
+        print_drafts(args.steps)
+    elif args.policy == "all" or "," in args.policy:
         print_policies(args.steps, POLICIES if args.policy == "all" else args.policy.split(","))
     else:
         print_steps(args.steps, args.policy)

@@ -277,7 +277,7 @@ def simulate(costs: CostModel, number: int, context: int, acceptance: float, len
     simulation, output = Simulation(setup_of(acceptance), costs, Results()), 192
     if length is not None:
         simulation.scheduler._speculation = Fixed(length)  # type: ignore[assignment]
-    return number * output / simulation.run(iter([arrival(context, output) for _ in range(number)])).busy_s
+    return number * output / simulation.run(iter([arrival(i, context, output) for i in range(number)])).busy_s
 
 
 def setup_of(acceptance: float) -> EngineSetup:
@@ -287,9 +287,16 @@ def setup_of(acceptance: float) -> EngineSetup:
     )
 
 
-def arrival(context: int, output: int) -> Arrival:
-    name = f"r{next(ids)}"
-    return Arrival(0.0, name, context, output, max_tokens=output, own=name.encode())
+def arrival(number: int, prompt: int, output: int) -> Arrival:
+    name = f"r{number}"  # which of its drafts are right is a function of it
+    return Arrival(
+        at=0.0,
+        request_id=name,
+        prompt_tokens=prompt,
+        output_tokens=output,
+        max_tokens=output,
+        own=name.encode(),
+    )
 
 
 def simulated(options: argparse.Namespace) -> None:
@@ -321,10 +328,10 @@ def windows(costs: CostModel, acceptance: float, *, drafts: bool) -> list[int]:
     engine, clients = SimulatedEngine(setup_of(acceptance), costs, results), Clients(results, 16)
     if not drafts:
         engine.scheduler._speculation = None
-    found = [0] * round(RAMP_STEP_S * len(RAMP) / WINDOW_S)
+    numbers, found = count(), [0] * round(RAMP_STEP_S * len(RAMP) / WINDOW_S)
     while (now := engine.clock.now()) < RAMP_STEP_S * len(RAMP):
         while len(engine.live) < RAMP[int(now / RAMP_STEP_S)]:
-            clients.begin(iter([arrival(64, 192)]))
+            clients.begin(iter([arrival(next(numbers), 64, 192)]))
             engine.add(clients.take())
         for progress in engine.step():
             found[min(int(engine.clock.now() / WINDOW_S), len(found) - 1)] += len(progress.new_token_ids)
