@@ -73,8 +73,8 @@ class StepMeter:
         if self._num_cold[drafting]:
             self._num_cold[drafting] -= 1
             return None
-        if was_drafting and not drafting:
-            return None  # caches are colder than in steps without drafts that follow each other
+        if was_drafting != drafting and asked.num_behind == 0:
+            return None  # caches are colder than in steps of a kind that follow each other
         self._looked_at[drafting] = self._total_s
         self._look(plan.rows, output, asked, execute_s - output.draft_s, host_s)
         if self._num_steps < FIRST or (is_warm and not asked.num_behind and self._total_s - self._asked_at < ASK_S):
@@ -107,6 +107,8 @@ class StepMeter:
             more_s = max(0.0, host_s - usual_s) if usual_s is not None else 0.0
             host_s -= more_s
             self._observe_drafts(asked, output.draft_s + more_s)
+            if asked.num_behind:
+                return
         elif is_decode:
             self._host.add(len(rows), host_s)
         if not is_decode and any(row.num_known > 1 and row.start + row.num_known > LONG_CHUNK for row in rows):

@@ -84,6 +84,7 @@ class Speculation:
     most: int
     costs: CostModel | None = None  # of this machine, as it was last measured; nothing is drafted before
     num_trials: int = 0
+    _again: Sequence[int] = ()  # a trial has two steps, for the first finds colder caches than it would leave
     _num_resting: int = 0  # steps to come without a look at anything
     _decided: _Decided | None = None
     _credit_s: float = 0.0  # for trials
@@ -92,6 +93,9 @@ class Speculation:
 
     def lengths(self, rows: Sequence[ScheduledRow], requests: Sequence[RequestState]) -> Sequence[int]:
         """Drafts for each row of a plan without any, or nothing for none; rows that compute prompts have none."""
+        if len(again := self._again) == len(rows) > 0:
+            self._again = ()
+            return again
         if self._num_resting:
             self._num_resting -= 1
             return ()
@@ -112,7 +116,7 @@ class Speculation:
         if self._credit_s <= decided.trial_s:
             return decided.lengths
         self._credit_s -= decided.trial_s
-        self._num_resting = 1  # the first step after some with drafts finds colder caches
+        self._num_resting = 1  # two, as in a trial of drafts
         return ()
 
     def _decide(
@@ -178,7 +182,7 @@ class Speculation:
     def _trial_s(self, step: _Step) -> float:
         """Of one draft or, every second time, of as many as may be, for what those take is to be known too."""
         length = 1 if self.num_trials % 2 else self.most
-        return max(step.more_s(length, [1] * length), TRIAL_SHARE * step.base_s)
+        return max(2 * step.more_s(length, [1] * length), TRIAL_SHARE * step.base_s)
 
     def _trial(
         self, decided: _Decided, rows: Sequence[ScheduledRow], requests: Sequence[RequestState]
@@ -190,11 +194,12 @@ class Speculation:
             return lengths
         catch_up_s = step.costs.catch_up_token_s * self.num_behind(requests[index])
         length = self.most
-        while length and (cost_s := catch_up_s + step.more_s(length, [1] * length)) > self._credit_s:
+        while length and (cost_s := catch_up_s + 2 * step.more_s(length, [1] * length)) > self._credit_s:
             length -= 1
         if length:
             self._credit_s -= max(cost_s, TRIAL_SHARE * step.base_s)
             lengths[index] = length
+            self._again = lengths
         self.num_trials += 1
         # Who was too far behind is passed over, and waited for: others may be less so.
         decided.trial_s = self._trial_s(step) if length else min(2 * decided.trial_s, cost_s)
