@@ -200,10 +200,15 @@ def builtin(options: argparse.Namespace) -> None:
 
 
 def copying(options: argparse.Namespace) -> None:
-    """A text that repeats itself goes on so: the simplest copying that any language model does."""
-    text = " ".join(f"Item {i * 7 % 23} is in room {i * 5 % 19}." for i in range(12)) + "\n"
+    """Who asks again is answered again: the answer stands in the prompt."""
     engines = {"off": own_engine(options, "off"), "ngram": own_engine(options, "ngram")}
-    report("1 copying", engines, options.turns, lambda e: e.serve([text * 4], 192))
+    sampling = SamplingParams(temperature=0.0, max_tokens=112)
+    again = []
+    for question in counting(8):
+        answer = engines["off"].llm.generate([question], sampling)[0].outputs[0].text
+        again.append(f"{question}{answer}<|im_end|>\n{question.removeprefix('<|bos|>')}")
+    one_by_one = partial(Engine.serve, prompts=again, tokens=112, at_once=lambda ended: 1)
+    report("1 copying", engines, options.turns, one_by_one)
 
 
 class Stage:
