@@ -22,8 +22,8 @@ import httpx
 from maitred.api import serving
 from maitred.api.http import server
 from maitred.api.http.logs import configure_logging
-from maitred.api.http.text_threads import hand_over_quickly
 from maitred.config import ServerConfig
+from maitred.engine.limits import hand_over_quickly
 from maitred.request import RequestSpec
 from maitred.step import RequestProgress
 from tests.conftest import ROOT

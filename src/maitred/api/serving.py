@@ -12,12 +12,12 @@ from maitred.api.http.loading import Opened, Starting
 from maitred.api.http.logs import configure_logging
 from maitred.api.http.routes import RouteTable
 from maitred.api.http.server import Server
-from maitred.api.http.text_threads import hand_over_quickly
 from maitred.api.ops.observer import Observer
 from maitred.api.routes import make_routes
 from maitred.clock import Clock, WallClock
 from maitred.config import ServerConfig
 from maitred.engine.intake import ServedModel
+from maitred.engine.limits import hand_over_quickly
 from maitred.gate.admission import AdmissionController
 from maitred.replica import Replica
 from maitred.storage.ledger import Ledger

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -16,14 +15,6 @@ LONG_BYTES = 16 * 1024  # of a body; tokenising so much takes some milliseconds
 TINY_BYTES = 1024  # 0.1 to 0.8 ms, where handing it over and back takes 0.1
 TINY_S = 0.001  # one that took longer sends the next to a thread, and so does the first
 SHORT_THREADS = max(1, min(3, (os.cpu_count() or 1) - 1))  # more would crowd out the event loop
-SWITCH_INTERVAL_S = 0.0005
-
-
-def hand_over_quickly() -> None:
-    """Let the event loop wait no longer than this for Python's lock, which text threads hold when they are not
-    tokenising. The interpreter's own 5 ms come anew with every callback of the loop.
-    """
-    sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL_S))
 
 
 class TextThreads:

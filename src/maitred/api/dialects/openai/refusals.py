@@ -207,7 +207,7 @@ TOKENIZE_REFUSED: Refused = {"tools": ([],), "chat_template": (), "mm_processor_
 
 _ONE_AFTER_THE_OTHER = "their order is fixed: penalties, temperature, min_p, top_k, top_p"
 _NEVER_CUT = "prompts are never cut; shorten it yourself"
-_NO_ADAPTERS = "there are no adapters; serve the merged model"
+_ADAPTER = "name the adapter in model"
 _THOUGHTS = "send reasoning_effort (none is off)"
 _WHY: Mapping[str, str] = {
     **dict.fromkeys(_SAMPLERS, "there is no such sampler; shape the draw by temperature, min_p, top_k and top_p"),
@@ -215,7 +215,7 @@ _WHY: Mapping[str, str] = {
     "chat_template": "a template may not come with a request; start the server with --chat-template FILE",
     "template": "a template may not come with a request; start the server with --chat-template FILE",
     **dict.fromkeys(("truncate_prompt_tokens", "truncation_side", "truncate", "transforms"), _NEVER_CUT),
-    **dict.fromkeys(("lora", "lora_path", "adapter_id"), _NO_ADAPTERS),
+    **dict.fromkeys(("lora", "lora_path", "adapter_id"), _ADAPTER),
     "grammar": 'send structured_outputs: {"grammar": ...}',
     "ebnf": 'send structured_outputs: {"grammar": ...}',
     "regex": 'send structured_outputs: {"regex": ...}',
