@@ -1,17 +1,18 @@
-"""Every setting, one frozen dataclass per part, checked once where it enters and handed on in slices."""
+"""Every setting, one frozen dataclass per part, checked once where it enters and handed on in slices.
+
+Those of the HTTP server stand in `server_config`, and are imported from here.
+"""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
 
-from maitred.errors import ConfigError, did_you_mean
-from maitred.objectives import parse_slo
+from maitred.errors import ConfigError
+from maitred.field_checks import one_of, require_at_least, require_between, require_choices
+from maitred.server_config import AdmissionConfig, ServerConfig
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
+__all__ = ("AdmissionConfig", "ServerConfig")  # those that are defined elsewhere
 
 EXECUTORS = ("auto", "torch", "native")
 DEVICES = ("auto", "cpu", "cuda")
@@ -21,9 +22,6 @@ LM_HEAD_DTYPES = DTYPES
 INT4_GROUP_SIZES = (32, 64, 128)
 DTYPE_ALIASES = {"bf16": "bfloat16", "fp32": "float32"}
 HALF = ("half", "float16", "fp16", "f16")
-LOG_LEVELS = ("debug", "info", "warning", "error")
-LOG_FORMATS = ("text", "json")
-METRICS_COMPAT = ("none", "vllm")
 BIND_THREADS = ("auto", "on", "off")
 SPECULATIVE = ("auto", "off", "ngram", "draft", "mtp")
 MAX_SPECULATIVE_TOKENS = 16
@@ -31,32 +29,6 @@ POLICY_NAMES = ("fcfs", "priority", "interactive", "sjf", "srpt", "rr", "mlfq", 
 """Ours; packages may bring more."""
 PREDICTOR_NAMES = ("max_tokens", "quantile", "ranker")
 SIMULATED_PREDICTOR_NAMES = ("oracle", *PREDICTOR_NAMES, "adversarial")
-
-
-def _one_of(choices: tuple[str, ...], default: str) -> str:
-    """A field that takes one of `choices`, which the command line reads too."""
-    chosen: str = field(default=default, metadata={"choices": choices})
-    return chosen
-
-
-def _require_choices(config: DataclassInstance) -> None:
-    """Of every field made by `_one_of`."""
-    for f in fields(config):
-        value, choices = getattr(config, f.name), f.metadata.get("choices", ())
-        if choices and value not in choices:
-            raise ConfigError(
-                f"{f.name} is {value!r}{did_you_mean(value, choices)}; choose one of {', '.join(choices)}"
-            )
-
-
-def _require_at_least(name: str, value: float | None, low: float) -> None:
-    if value is not None and not value >= low:
-        raise ConfigError(f"{name} is {value}; it must be at least {low}")
-
-
-def _require_between(name: str, value: float, low: float, high: float) -> None:
-    if not low <= value <= high:
-        raise ConfigError(f"{name} is {value}; it must be from {low:g} to {high:g}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,18 +39,18 @@ class ModelConfig:
     """Folder in Hugging Face layout, or hub id; None is the built-in model."""
     revision: str | None = None
     """Hub branch, tag or commit; None is the default branch."""
-    executor: str = _one_of(EXECUTORS, "auto")
+    executor: str = one_of(EXECUTORS, "auto")
     """auto, torch or native."""
-    device: str = _one_of(DEVICES, "auto")
+    device: str = one_of(DEVICES, "auto")
     """auto, cpu or cuda; auto takes a GPU when PyTorch sees one."""
-    dtype: str = _one_of(DTYPES, "auto")
+    dtype: str = one_of(DTYPES, "auto")
     """Weights and activations; auto is the checkpoint's own dtype where the device is fast at it, else float32. int8
     and int4 are quantised at load, by the native executor."""
-    lm_head_dtype: str = _one_of(LM_HEAD_DTYPES, "auto")
+    lm_head_dtype: str = one_of(LM_HEAD_DTYPES, "auto")
     """Output matrix and embedding (native executor); auto is as `dtype`, but int8 where that is int4."""
     int4_group_size: int = 32
     """Weights that share a scale when dtype is int4: 32, 64 or 128. Smaller is more exact and reads more bytes."""
-    kv_dtype: str = _one_of(KV_DTYPES, "auto")
+    kv_dtype: str = one_of(KV_DTYPES, "auto")
     """KV cache; auto is the weights' dtype, and bfloat16 where that is int8 or int4."""
     max_model_len: int | None = None
     """Context in tokens, prompt and output; None is the model's own, reduced to what memory holds."""
@@ -94,7 +66,7 @@ class ModelConfig:
     tensor_parallel: int = 1
     """Ranks: processes that compute each step together, each with its own part of the weights, near its processors
     (native executor). The tokens are those of one process."""
-    bind_threads: str = _one_of(BIND_THREADS, "auto")
+    bind_threads: str = one_of(BIND_THREADS, "auto")
     """Whether the native executor's threads keep to a processor each, where they are as many as this process may use:
     on, off, or auto, which is on in an engine's own process, as under maitred serve."""
     chat_template: str | None = None
@@ -114,15 +86,15 @@ class ModelConfig:
             if (dtype := getattr(self, name)) in HALF:
                 raise ConfigError(f"{name} is {dtype!r}; float16 is not computed here, bfloat16 takes as many bytes")
             object.__setattr__(self, name, DTYPE_ALIASES.get(dtype, dtype))
-        _require_choices(self)
+        require_choices(self)
         if self.model is not None and not self.model.strip():
             raise ConfigError(f"model is {self.model!r}; name a folder or a hub id, or none for the built-in model")
         if self.int4_group_size not in INT4_GROUP_SIZES:
             raise ConfigError(f"int4_group_size is {self.int4_group_size}; choose one of 32, 64, 128")
-        _require_at_least("max_model_len", self.max_model_len, 2)
-        _require_at_least("num_threads", self.num_threads, 1)
-        _require_at_least("tensor_parallel", self.tensor_parallel, 1)
-        _require_at_least("weight_cache_max_bytes", self.weight_cache_max_bytes, 0)
+        require_at_least("max_model_len", self.max_model_len, 2)
+        require_at_least("num_threads", self.num_threads, 1)
+        require_at_least("tensor_parallel", self.tensor_parallel, 1)
+        require_at_least("weight_cache_max_bytes", self.weight_cache_max_bytes, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,9 +112,9 @@ class CacheConfig:
     (at most a quarter of what is free) with a GPU, and 0 on a CPU: there a larger KV cache serves better."""
 
     def __post_init__(self) -> None:
-        _require_at_least("block_size", self.block_size, 1)
-        _require_at_least("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1)
-        _require_at_least("swap_memory_bytes", self.swap_memory_bytes, 0)
+        require_at_least("block_size", self.block_size, 1)
+        require_at_least("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1)
+        require_at_least("swap_memory_bytes", self.swap_memory_bytes, 0)
 
 
 DEFAULT_TOKEN_BUDGET = 512
@@ -165,7 +137,7 @@ PolicyArg = bool | int | float | str
 class SpeculativeConfig:
     """Speculative decoding: tokens are made up and checked several at a time; the output stays the same to the bit."""
 
-    speculative: str = _one_of(SPECULATIVE, "auto")
+    speculative: str = one_of(SPECULATIVE, "auto")
     """Who makes tokens up: a draft model, mtp (a head that reads the model's own states, as EAGLE-3), ngram (what
     followed the last tokens when they were there before), off, or auto, which is a head where there is one, else a
     draft model, else ngram. How many is decided by measurement, down to none."""
@@ -176,8 +148,8 @@ class SpeculativeConfig:
     """Most tokens that are made up for a request in one step, 1 to 16."""
 
     def __post_init__(self) -> None:
-        _require_choices(self)
-        _require_between("num_speculative_tokens", self.num_speculative_tokens, 1, MAX_SPECULATIVE_TOKENS)
+        require_choices(self)
+        require_between("num_speculative_tokens", self.num_speculative_tokens, 1, MAX_SPECULATIVE_TOKENS)
         if self.speculative_model is not None and self.speculative not in ("auto", "draft", "mtp"):
             raise ConfigError(
                 f"speculative_model is {self.speculative_model!r}, and speculative is {self.speculative!r}; a draft "
@@ -206,8 +178,8 @@ class LoraConfig:
     for."""
 
     def __post_init__(self) -> None:
-        _require_between("max_lora_rank", self.max_lora_rank, 1, 1024)
-        _require_at_least("lora_memory_bytes", self.lora_memory_bytes, 1)
+        require_between("max_lora_rank", self.max_lora_rank, 1, 1024)
+        require_at_least("lora_memory_bytes", self.lora_memory_bytes, 1)
         for name, path in self.lora.items():
             if not isinstance(path, str) or not name or "@" in name:
                 raise ConfigError(f"lora has {name}={path}; write NAME=DIR, and no @ in the name")
@@ -246,15 +218,15 @@ class SchedulerConfig:
     level of priority adds ageing_s."""
     prefill_tokens_per_s: float = 2000.0
     """least_slack: prompt tokens computed in a second, to know how long before its deadline a request must start."""
-    predictor: str = _one_of(PREDICTOR_NAMES, "ranker")
+    predictor: str = one_of(PREDICTOR_NAMES, "ranker")
     """How output lengths are guessed: max_tokens, quantile (history) or ranker (learns from words of the prompt)."""
 
     def __post_init__(self) -> None:
-        _require_choices(self)
-        _require_at_least("max_num_seqs", self.max_num_seqs, 1)
+        require_choices(self)
+        require_at_least("max_num_seqs", self.max_num_seqs, 1)
         for name, (low, high) in SCHEDULER_RANGES.items():
             if getattr(self, name) is not None:
-                _require_between(name, getattr(self, name), low, high)
+                require_between(name, getattr(self, name), low, high)
         if self.token_budget < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) is below max_num_seqs "
@@ -280,127 +252,6 @@ class SchedulerConfig:
         return replace(self, max_num_batched_tokens=max(token_budget, self.max_num_seqs))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdmissionConfig:
-    """Admission: who is refused, and how long the others may take."""
-
-    max_queued_requests: int = 4096
-    """Most samples that wait for their first token; for more the least urgent is shed, or the newcomer answered 503."""
-    max_queued_tokens: int | None = None
-    """Most prompt tokens that wait for their first token; None is no limit."""
-    max_queued_by_priority: Mapping[str, int] = field(default_factory=dict)
-    """PRIORITY=COUNT: most waiting samples of this priority and those less urgent, to keep room for the others."""
-    ttft_objective_s: float | None = None
-    """Who would wait longer (s) for a first token is answered 503 at once. Requests may ask for less."""
-    queue_timeout_s: float | None = None
-    """A request in no step after this (s) is answered 503. Requests may ask for less."""
-    request_timeout_s: float | None = None
-    """A request not done after this (s) is ended, with 504 if nothing was sent yet. Requests may ask for less."""
-
-    def __post_init__(self) -> None:
-        _require_at_least("max_queued_requests", self.max_queued_requests, 1)
-        _require_at_least("max_queued_tokens", self.max_queued_tokens, 1)
-        for name in ("ttft_objective_s", "queue_timeout_s", "request_timeout_s"):
-            _require_at_least(name, getattr(self, name), 0.001)
-        for priority, cap in self.max_queued_by_priority.items():
-            if not priority.isdecimal() or not isinstance(cap, int) or cap < 0:
-                raise ConfigError(f"max_queued_by_priority has {priority}={cap}; write PRIORITY=COUNT, such as 1=100")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerConfig:
-    """The HTTP server: address, keys, limits, time-outs, TLS, logs and traces."""
-
-    host: str = "127.0.0.1"
-    """Address to listen on; 0.0.0.0 for every interface."""
-    port: int = 8000
-    """TCP port; 0 lets the system choose."""
-    api_keys: tuple[str, ...] = ()
-    """Keys that clients may send as `Authorization: Bearer KEY`; empty leaves the server open."""
-    served_model_names: tuple[str, ...] = ()
-    """Names under which the model answers, the first is canonical; empty uses the model's own name."""
-    cors_origins: tuple[str, ...] = ()
-    """Origins a browser page may call from; none by default."""
-    strict_fields: bool = False
-    """Refuse a request with a field that nobody knows (400); else it is served, and the header
-    x-maitred-ignored-fields names the field."""
-    max_body_bytes: int = 8 * 1024 * 1024
-    """Largest request body in bytes. One of 8 MiB can keep other requests waiting for 0.1 s."""
-    result_cache_bytes: int = 0
-    """Memory for answers that are given again to the same request of the same tenant, byte by byte; only those with
-    temperature 0 or a seed. 0 keeps none."""
-    result_cache_ttl_s: float = 3600.0
-    """An answer in the result cache is given again for this long (s)."""
-    sse_keep_alive_s: float = 15.0
-    """A comment is sent on a silent stream this often (s), so that proxies keep it open; 0 is never."""
-    default_max_n: int = 16
-    """Largest n a request may ask for, at most 128."""
-    max_concurrent_requests: int = 10_000
-    """Requests held at once, queued ones included; more are answered 503."""
-    max_connections: int = 16_384
-    """Connections held at once, idle ones included; more are answered 503, and so are those that would take one of the
-    last 64 descriptors (ulimit -n, raised to its hard limit at the start)."""
-    header_timeout_s: float = 10.0
-    """A client that connects must send a request's head within this (s); 0.1 to 600."""
-    body_timeout_s: float = 10.0
-    """And its body within this (s), plus a second for each 16 KiB that came; 0.1 to 600."""
-    send_timeout_s: float = 60.0
-    """A client that takes nothing of an answer for this long (s) is dropped, and its request with it."""
-    ssl_certfile: str | None = None
-    """PEM file with the certificate chain; with it the server speaks HTTPS (TLS 1.2 and later). When the file changes,
-    or at SIGHUP, it is read again, and no connection ends."""
-    ssl_keyfile: str | None = None
-    """PEM file with the certificate's key; None is the certificate's own file."""
-    fleet_token_file: str | None = None
-    """File with the secret that a router and its replicas share: who shows it may listen to this server's events, and
-    is believed what it says of a request's tenant."""
-    drain_timeout_s: float = 30.0
-    """After SIGTERM, requests in flight may take this long (s); then, or at a second signal, they end with an error."""
-    decode_timeout_s: float = 10.0
-    """GET /health/decode waits this long (s) for its one token."""
-    otlp_endpoint: str | None = None
-    """OpenTelemetry receiver (OTLP over HTTP) for traces, such as http://127.0.0.1:4318; needs the extra `otel`."""
-    metrics_compat: str = _one_of(METRICS_COMPAT, "none")
-    """none, or vllm: /metrics shows the same figures under vLLM's names besides, for dashboards that know those."""
-    slo: tuple[str, ...] = ()
-    """Objective of requests, such as ttft:1s, itl:80ms, tpot:50ms or e2e:20s, written and judged as `bench serve --slo`
-    does; maitred_requests_in_objective_total counts who met it."""
-    start_budget_s: float = 30.0
-    """A start that takes longer (s) names its longest phase in the log, and has an alert."""
-    announce_fd: int | None = None
-    """For a launcher: a socket that this process inherits. The address goes there as a line of JSON, another follows
-    when the engine has loaded, and when the other end closes, the server ends at once."""
-    log_level: str = _one_of(LOG_LEVELS, "info")
-    """debug, info, warning or error."""
-    log_format: str = _one_of(LOG_FORMATS, "text")
-    """text or json (one object a line)."""
-
-    def __post_init__(self) -> None:
-        _require_choices(self)
-        if not 0 <= self.port <= 65535:
-            raise ConfigError(f"port is {self.port}; it must be from 0 to 65535")
-        if not 1 <= self.default_max_n <= 128:
-            raise ConfigError(f"default_max_n is {self.default_max_n}; it must be from 1 to 128")
-        _require_at_least("max_body_bytes", self.max_body_bytes, 1)
-        _require_at_least("max_concurrent_requests", self.max_concurrent_requests, 1)
-        _require_at_least("max_connections", self.max_connections, 1)
-        for name in ("header_timeout_s", "body_timeout_s", "send_timeout_s"):
-            _require_between(name, getattr(self, name), 0.1, 600.0)
-        if self.otlp_endpoint is not None and not re.match(r"https?://[^/]", self.otlp_endpoint):
-            raise ConfigError(f"otlp_endpoint is {self.otlp_endpoint!r}; it must look like http://127.0.0.1:4318")
-        if self.ssl_keyfile is not None and self.ssl_certfile is None:
-            raise ConfigError("ssl_keyfile is given without ssl_certfile; give both, or a certificate that has its key")
-        for text in self.slo:
-            parse_slo(text)
-        _require_at_least("start_budget_s", self.start_budget_s, 0)
-        _require_at_least("announce_fd", self.announce_fd, 3)
-        _require_at_least("result_cache_bytes", self.result_cache_bytes, 0)
-        _require_at_least("result_cache_ttl_s", self.result_cache_ttl_s, 0.001)
-        _require_at_least("sse_keep_alive_s", self.sse_keep_alive_s, 0)
-        _require_at_least("drain_timeout_s", self.drain_timeout_s, 0)
-        _require_at_least("decode_timeout_s", self.decode_timeout_s, 0.001)
-
-
 RESUME_RULES = ("exact", "always", "never")
 
 
@@ -416,7 +267,7 @@ class ProcessConfig:
     max_restarts: int = 5
     """Restarts in a row before the engine is given up; one that lived for ten seconds ends the row. A kill from outside
     weighs a tenth."""
-    resume: str = _one_of(RESUME_RULES, "exact")
+    resume: str = one_of(RESUME_RULES, "exact")
     """What a request that has tokens does when the engine died: exact goes on where the executor gives the same tokens
     as if nothing had happened, and else ends with an error; always goes on; never ends with an error."""
     sleep_after_s: float | None = None
@@ -424,10 +275,10 @@ class ProcessConfig:
     next request starts the engine and waits for it. None never sleeps by itself."""
 
     def __post_init__(self) -> None:
-        _require_choices(self)
-        _require_at_least("step_timeout_s", self.step_timeout_s, 0.1)
-        _require_at_least("max_restarts", self.max_restarts, 0)
-        _require_at_least("sleep_after_s", self.sleep_after_s, 0.1)
+        require_choices(self)
+        require_at_least("step_timeout_s", self.step_timeout_s, 0.1)
+        require_at_least("max_restarts", self.max_restarts, 0)
+        require_at_least("sleep_after_s", self.sleep_after_s, 0.1)
         if self.in_process and self.sleep_after_s is not None:
             raise ConfigError(
                 "sleep_after_s needs an engine in a process of its own, whose end gives the memory back; "
@@ -453,5 +304,5 @@ class EngineConfig:
     """Of a run, this many files of the decision log are kept, the newest."""
 
     def __post_init__(self) -> None:
-        _require_at_least("decision_log_max_bytes", self.decision_log_max_bytes, 4096)
-        _require_at_least("decision_log_max_files", self.decision_log_max_files, 1)
+        require_at_least("decision_log_max_bytes", self.decision_log_max_bytes, 4096)
+        require_at_least("decision_log_max_files", self.decision_log_max_files, 1)

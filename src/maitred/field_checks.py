@@ -1,0 +1,37 @@
+"""Checks of settings, for the dataclasses in `config` and `server_config`. Each raises ConfigError with the value."""
+
+from __future__ import annotations
+
+from dataclasses import field, fields
+from typing import TYPE_CHECKING
+
+from maitred.errors import ConfigError, did_you_mean
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+
+def one_of(choices: tuple[str, ...], default: str) -> str:
+    """A field that takes one of `choices`, which the command line reads too."""
+    chosen: str = field(default=default, metadata={"choices": choices})
+    return chosen
+
+
+def require_choices(config: DataclassInstance) -> None:
+    """Of every field made by `one_of`."""
+    for f in fields(config):
+        value, choices = getattr(config, f.name), f.metadata.get("choices", ())
+        if choices and value not in choices:
+            raise ConfigError(
+                f"{f.name} is {value!r}{did_you_mean(value, choices)}; choose one of {', '.join(choices)}"
+            )
+
+
+def require_at_least(name: str, value: float | None, low: float) -> None:
+    if value is not None and not value >= low:
+        raise ConfigError(f"{name} is {value}; it must be at least {low}")
+
+
+def require_between(name: str, value: float, low: float, high: float) -> None:
+    if not low <= value <= high:
+        raise ConfigError(f"{name} is {value}; it must be from {low:g} to {high:g}")

@@ -1,0 +1,136 @@
+"""Settings of the HTTP server, and of who is admitted."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from maitred.errors import ConfigError
+from maitred.field_checks import one_of, require_at_least, require_between, require_choices
+from maitred.objectives import parse_slo
+
+LOG_LEVELS = ("debug", "info", "warning", "error")
+LOG_FORMATS = ("text", "json")
+METRICS_COMPAT = ("none", "vllm")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdmissionConfig:
+    """Admission: who is refused, and how long the others may take."""
+
+    max_queued_requests: int = 4096
+    """Most samples that wait for their first token; for more the least urgent is shed, or the newcomer answered 503."""
+    max_queued_tokens: int | None = None
+    """Most prompt tokens that wait for their first token; None is no limit."""
+    max_queued_by_priority: Mapping[str, int] = field(default_factory=dict)
+    """PRIORITY=COUNT: most waiting samples of this priority and those less urgent, to keep room for the others."""
+    ttft_objective_s: float | None = None
+    """Who would wait longer (s) for a first token is answered 503 at once. Requests may ask for less."""
+    queue_timeout_s: float | None = None
+    """A request in no step after this (s) is answered 503. Requests may ask for less."""
+    request_timeout_s: float | None = None
+    """A request not done after this (s) is ended, with 504 if nothing was sent yet. Requests may ask for less."""
+
+    def __post_init__(self) -> None:
+        require_at_least("max_queued_requests", self.max_queued_requests, 1)
+        require_at_least("max_queued_tokens", self.max_queued_tokens, 1)
+        for name in ("ttft_objective_s", "queue_timeout_s", "request_timeout_s"):
+            require_at_least(name, getattr(self, name), 0.001)
+        for priority, cap in self.max_queued_by_priority.items():
+            if not priority.isdecimal() or not isinstance(cap, int) or cap < 0:
+                raise ConfigError(f"max_queued_by_priority has {priority}={cap}; write PRIORITY=COUNT, such as 1=100")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """The HTTP server: address, keys, limits, time-outs, TLS, logs and traces."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 for every interface."""
+    port: int = 8000
+    """TCP port; 0 lets the system choose."""
+    api_keys: tuple[str, ...] = ()
+    """Keys that clients may send as `Authorization: Bearer KEY`; empty leaves the server open."""
+    served_model_names: tuple[str, ...] = ()
+    """Names under which the model answers, the first is canonical; empty uses the model's own name."""
+    cors_origins: tuple[str, ...] = ()
+    """Origins a browser page may call from; none by default."""
+    strict_fields: bool = False
+    """Refuse a request with a field that nobody knows (400); else it is served, and the header
+    x-maitred-ignored-fields names the field."""
+    max_body_bytes: int = 8 * 1024 * 1024
+    """Largest request body in bytes. One of 8 MiB can keep other requests waiting for 0.1 s."""
+    result_cache_bytes: int = 0
+    """Memory for answers that are given again to the same request of the same tenant, byte by byte; only those with
+    temperature 0 or a seed. 0 keeps none."""
+    result_cache_ttl_s: float = 3600.0
+    """An answer in the result cache is given again for this long (s)."""
+    sse_keep_alive_s: float = 15.0
+    """A comment is sent on a silent stream this often (s), so that proxies keep it open; 0 is never."""
+    default_max_n: int = 16
+    """Largest n a request may ask for, at most 128."""
+    max_concurrent_requests: int = 10_000
+    """Requests held at once, queued ones included; more are answered 503."""
+    max_connections: int = 16_384
+    """Connections held at once, idle ones included; more are answered 503, and so are those that would take one of the
+    last 64 descriptors (ulimit -n, raised to its hard limit at the start)."""
+    header_timeout_s: float = 10.0
+    """A client that connects must send a request's head within this (s); 0.1 to 600."""
+    body_timeout_s: float = 10.0
+    """And its body within this (s), plus a second for each 16 KiB that came; 0.1 to 600."""
+    send_timeout_s: float = 60.0
+    """A client that takes nothing of an answer for this long (s) is dropped, and its request with it."""
+    ssl_certfile: str | None = None
+    """PEM file with the certificate chain; with it the server speaks HTTPS (TLS 1.2 and later). When the file changes,
+    or at SIGHUP, it is read again, and no connection ends."""
+    ssl_keyfile: str | None = None
+    """PEM file with the certificate's key; None is the certificate's own file."""
+    fleet_token_file: str | None = None
+    """File with the secret that a router and its replicas share: who shows it may listen to this server's events, and
+    is believed what it says of a request's tenant."""
+    drain_timeout_s: float = 30.0
+    """After SIGTERM, requests in flight may take this long (s); then, or at a second signal, they end with an error."""
+    decode_timeout_s: float = 10.0
+    """GET /health/decode waits this long (s) for its one token."""
+    otlp_endpoint: str | None = None
+    """OpenTelemetry receiver (OTLP over HTTP) for traces, such as http://127.0.0.1:4318; needs the extra `otel`."""
+    metrics_compat: str = one_of(METRICS_COMPAT, "none")
+    """none, or vllm: /metrics shows the same figures under vLLM's names besides, for dashboards that know those."""
+    slo: tuple[str, ...] = ()
+    """Objective of requests, such as ttft:1s, itl:80ms, tpot:50ms or e2e:20s, written and judged as `bench serve --slo`
+    does; maitred_requests_in_objective_total counts who met it."""
+    start_budget_s: float = 30.0
+    """A start that takes longer (s) names its longest phase in the log, and has an alert."""
+    announce_fd: int | None = None
+    """For a launcher: a socket that this process inherits. The address goes there as a line of JSON, another follows
+    when the engine has loaded, and when the other end closes, the server ends at once."""
+    log_level: str = one_of(LOG_LEVELS, "info")
+    """debug, info, warning or error."""
+    log_format: str = one_of(LOG_FORMATS, "text")
+    """text or json (one object a line)."""
+
+    def __post_init__(self) -> None:
+        require_choices(self)
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"port is {self.port}; it must be from 0 to 65535")
+        if not 1 <= self.default_max_n <= 128:
+            raise ConfigError(f"default_max_n is {self.default_max_n}; it must be from 1 to 128")
+        require_at_least("max_body_bytes", self.max_body_bytes, 1)
+        require_at_least("max_concurrent_requests", self.max_concurrent_requests, 1)
+        require_at_least("max_connections", self.max_connections, 1)
+        for name in ("header_timeout_s", "body_timeout_s", "send_timeout_s"):
+            require_between(name, getattr(self, name), 0.1, 600.0)
+        if self.otlp_endpoint is not None and not re.match(r"https?://[^/]", self.otlp_endpoint):
+            raise ConfigError(f"otlp_endpoint is {self.otlp_endpoint!r}; it must look like http://127.0.0.1:4318")
+        if self.ssl_keyfile is not None and self.ssl_certfile is None:
+            raise ConfigError("ssl_keyfile is given without ssl_certfile; give both, or a certificate that has its key")
+        for text in self.slo:
+            parse_slo(text)
+        require_at_least("start_budget_s", self.start_budget_s, 0)
+        require_at_least("announce_fd", self.announce_fd, 3)
+        require_at_least("result_cache_bytes", self.result_cache_bytes, 0)
+        require_at_least("result_cache_ttl_s", self.result_cache_ttl_s, 0.001)
+        require_at_least("sse_keep_alive_s", self.sse_keep_alive_s, 0)
+        require_at_least("drain_timeout_s", self.drain_timeout_s, 0)
+        require_at_least("decode_timeout_s", self.decode_timeout_s, 0.001)
