@@ -144,6 +144,8 @@ def main() -> None:
     parser.add_argument("--room", type=int, default=50, help="of them, that memory is for")
     parser.add_argument("--exponent", type=float, default=1.0, help="of Zipf's law, by which requests name them")
     parser.add_argument("--per-turn", type=int, default=400, help="requests")
+    parser.add_argument("--prompt", type=int, default=32, help="tokens of each of them")
+    parser.add_argument("--output", type=int, default=64, help="tokens of each of them")
     options = parser.parse_args()
     if options.registered is not None:
         lora_traffic.measure(options)

@@ -44,7 +44,7 @@ from maitred.model.spec import DecoderSpec
 from maitred.model.weight_map import linear_sources
 from maitred.request import RequestSpec, SamplingParams
 
-RANK, PROMPT_TOKENS, OUTPUT_TOKENS = 8, 32, 64
+RANK = 8
 SLACK_BYTES = 16 * 2**20  # of an allocator
 KV_BYTES = 32 * 2**20  # soon in use as a whole, so that it does not grow later
 NO_BOUND = 2**50
@@ -99,10 +99,11 @@ class Clients:
         """Nobody listens."""
 
 
-class House:
+class AdaptedEngine:
     """An engine that knows all adapters, with room for some."""
 
-    def __init__(self, folders: list[Path], max_bytes: int) -> None:
+    def __init__(self, folders: list[Path], max_bytes: int, options: argparse.Namespace) -> None:
+        self._options = options
         config = EngineConfig(
             cache=CacheConfig(kv_cache_memory_bytes=KV_BYTES),
             lora=LoraConfig(lora_memory_bytes=max_bytes),
@@ -128,13 +129,13 @@ class House:
         for number in range(len(self.known)):
             self.cache.release(str(number))
 
-    def serve(self, chosen: Sequence[AdapterFacts | None], num_clients: int, seed: int) -> Took:
-        model, random = self.parts.model, Random(seed)
-        sampling = SamplingParams(temperature=0.0, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
+    def serve(self, chosen: Sequence[AdapterFacts | None], seed: int) -> Took:
+        model, random, options = self.parts.model, Random(seed), self._options
+        sampling = SamplingParams(temperature=0.0, max_tokens=options.output, ignore_eos=True)
         specs = [
             make_requests(
                 model,
-                [random.randrange(5, 1000) for _ in range(PROMPT_TOKENS)],
+                [random.randrange(5, 1000) for _ in range(options.prompt)],
                 sampling,
                 request_id=f"{seed}-{number}",
                 now=0.0,
@@ -142,10 +143,10 @@ class House:
             )[0]
             for number, adapter in enumerate(chosen)
         ]
-        clients = Clients(iter(specs), num_clients)
+        clients = Clients(iter(specs), options.requests)
         began, computed = time.perf_counter(), time.process_time()
         EngineLoop(self.parts.core, clients, WallClock(), None, self.cache).run()
-        assert clients.num_tokens == OUTPUT_TOKENS * len(chosen)
+        assert clients.num_tokens == options.output * len(chosen)
         assert self.cache.num_bytes <= self.max_bytes
         return Took(
             (time.perf_counter() - began) / clients.num_tokens, (time.process_time() - computed) / clients.num_tokens
@@ -155,12 +156,12 @@ class House:
 def measure(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as root:
         folders = write_adapters(Path(root), options.registered)
-        every = House(folders, NO_BOUND)
+        every = AdaptedEngine(folders, NO_BOUND, options)
         size = max(facts.num_bytes for facts in every.known)
-        few = House(folders, options.room * size)
-        few.serve([None] * 200, options.requests, seed=-1)  # the cache of keys and values is touched
+        few = AdaptedEngine(folders, options.room * size, options)
+        few.serve([None] * 200, seed=-1)  # the cache of keys and values is touched
         before = psutil.Process().memory_info().rss
-        few.serve(zipf(few.known, 400, options.exponent, seed=-2), options.requests, seed=-2)
+        few.serve(zipf(few.known, 400, options.exponent, seed=-2), seed=-2)
         grown = psutil.Process().memory_info().rss - before
         every.load_all()
         _compare(few, every, options)
@@ -168,24 +169,24 @@ def measure(options: argparse.Namespace) -> None:
     room, grew, most = (num_bytes / 2**20 for num_bytes in (few.max_bytes, grown, allowed))
     print(f"room for {room:.1f} MiB; the process grew by {grew:.1f} MiB, allowed are {most:.1f}")
     assert grown <= allowed, "over the bound"
-    for house in (few, every):
-        house.parts.close()
+    for engine in (few, every):
+        engine.parts.close()
 
 
-def _compare(few: House, every: House, options: argparse.Namespace) -> None:
+def _compare(few: AdaptedEngine, every: AdaptedEngine, options: argparse.Namespace) -> None:
     ratios: list[Took] = []
     loads = few.cache.num_loads
     for turn in range(options.turns):
         chosen = zipf(range(options.registered), options.per_turn, options.exponent, seed=turn)
         took = []
-        for house in (every, few, every):
-            took.append(house.serve([house.known[i] for i in chosen], options.requests, seed=1000 * turn + len(took)))
+        for engine in (every, few, every):
+            took.append(engine.serve([engine.known[i] for i in chosen], seed=1000 * turn + len(took)))
         ratios.append(Took(*((took[0][i] + took[2][i]) / 2 / took[1][i] for i in range(2))))
     num_served = options.turns * options.per_turn
     print(
-        f"{options.registered} adapters of rank {RANK}, room for {options.room}, Zipf {options.exponent:g}, "
-        f"{options.requests} clients, {options.turns} turns of {options.per_turn} requests; "
-        f"{(few.cache.num_loads - loads) / num_served:.0%} of the requests loaded one"
+        f"{options.registered} adapters of rank {RANK}, room for {options.room}, Zipf {options.exponent:g}; "
+        f"{options.requests} clients, {options.turns} turns of {options.per_turn} requests of {options.prompt} and "
+        f"{options.output} tokens; {(few.cache.num_loads - loads) / num_served:.0%} of them loaded one"
     )
     for name, at in (("tokens a second", 0), ("tokens a processor second", 1)):
         values = [ratio[at] for ratio in ratios]
