@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 
 from maitred.config import LoraConfig
 from maitred.engine.held import Done
-from maitred.engine.limits import hand_over_quickly
+from maitred.engine.limits import STEP_SWITCH_INTERVAL_S, hand_over_quickly
 from maitred.engine.memory import format_bytes
 from maitred.engine.model_facts import AdapterFacts
 from maitred.errors import CheckpointError, ConfigError, MaitredError
@@ -235,7 +235,7 @@ def adapter_cache(store: AdapterStore | None, spec: DecoderSpec, config: LoraCon
         if config.lora or config.lora_dir is not None:
             raise ConfigError("LoRA adapters need the native executor; leave out --lora and --lora-dir, or PyTorch")
         return None
-    hand_over_quickly()  # adapters are read while steps run
+    hand_over_quickly(STEP_SWITCH_INTERVAL_S)  # adapters are read while steps run
     return AdapterCache(store, partial(_read, spec, config.max_lora_rank), config.lora_memory_bytes)
 
 

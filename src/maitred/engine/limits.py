@@ -13,14 +13,14 @@ SPARE_DESCRIPTORS = 64  # for the engine's next start, files and logs: no connec
 MIN_DESCRIPTORS = 128
 _WANT_OF_MEMORY = ("can't start new thread", "emory allocation", "Cannot allocate memory")  # Python's, libraries'
 MIN_ADDRESS_BYTES = 2**30  # both processes' code and threads, before any weights; below, libraries end the process
-SWITCH_INTERVAL_S = 0.0005
+SWITCH_INTERVAL_S, STEP_SWITCH_INTERVAL_S = 0.0005, 0.0001
 
 
-def hand_over_quickly() -> None:
+def hand_over_quickly(within_s: float = SWITCH_INTERVAL_S) -> None:
     """Let an event loop, or an engine's, wait no longer than this for Python's lock, which threads beside it hold when
     they tokenise nothing, or read no file. The interpreter's own 5 ms come anew with every callback, and every step.
     """
-    sys.setswitchinterval(min(sys.getswitchinterval(), SWITCH_INTERVAL_S))
+    sys.setswitchinterval(min(sys.getswitchinterval(), within_s))
 
 
 def claim_descriptors() -> int:
