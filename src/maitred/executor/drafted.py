@@ -68,6 +68,9 @@ def samplers_of(work: RowWork) -> Iterator[RequestSampler]:
     """For the last known token and each draft: what samples the token after it, were the drafts before it output."""
     sampler, grammar = work.state.sampler, work.state.grammar
     yield sampler
+    if grammar is None and sampler.is_alike_ahead:  # a copy for each draft takes a tenth of a small model's step
+        yield from (sampler for _ in work.drafts)
+        return
     for index, draft in enumerate(work.drafts):
         sampler = sampler.ahead(draft)
         if grammar is not None and index < grammar.num_allowed:

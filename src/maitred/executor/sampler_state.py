@@ -122,6 +122,12 @@ class RequestSampler:
             or ((p.presence_penalty != 0.0 or p.frequency_penalty != 0.0) and self.num_output_tokens > 0)
         )
 
+    @property
+    def is_alike_ahead(self) -> bool:
+        """Whether it draws alike whatever is output from here on: greedy, of logits that nothing changes."""
+        p = self.sampling
+        return p.greedy and not (self.changes_logits or self._thoughts or p.presence_penalty or p.frequency_penalty)
+
     def append(self, token_id: int) -> None:
         """Note that `token_id` is now the last output token."""
         self.num_output_tokens += 1
