@@ -527,6 +527,7 @@ def test_answers_that_cannot_be_written_are_told_in_one_line(tmp_path: Path):
 
 
 WALL_CLOCK_USERS = {
+    "api/ops/metrics_page.py": "`vllm:lora_requests_info` has the date for its value",
     "api/http/results.py": "the age of an answer that another machine kept; a wrong one costs a hit",
     "storage/ledger.py": "rows tell when",
     "engine/checkpoint_facts.py": "when the model was made",
