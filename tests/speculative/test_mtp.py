@@ -116,15 +116,31 @@ def test_steps_without_drafts_are_caught_up_with():
     world = World()
     r, s = world.request("r", 3), world.request("s", 2)
     world.step((r, 0, 3), (s, 0, 2))
-    for i in range(100):
+    for i in range(mtp.KEPT):
         r.tokens.append(103 + i)
         s.tokens.append(102 + i)
         turn = world.step((r, 3 + i, 1), (s, 2 + i, 1))
-    r.tokens.append(203)
-    assert world.ask((r, 1)) == [[204]]
-    assert world.slot(r, 102) == (203, turn)
-    assert all(world.slot(r, at) == (101 + at, at - 1.0) for at in range(3, 103))
-    assert world.slot(s, 50) is None
+    last = 2 + mtp.KEPT
+    r.tokens.append(101 + last)
+    assert world.ask((r, 1)) == [[102 + last]]
+    assert world.slot(r, last) == (101 + last, turn)
+    assert all(world.slot(r, at) == (101 + at, at - 1.0) for at in range(3, last + 1))
+    assert world.slot(s, 5) is None
+
+
+def test_who_was_not_asked_for_long_has_the_last_positions():
+    world = World()
+    r = world.request("r", 3)
+    world.step((r, 0, 3))
+    for i in range(10 * mtp.KEPT):
+        r.tokens.append(103 + i)
+        world.step((r, 3 + i, 1))
+    r.tokens.append(103 + 10 * mtp.KEPT)
+    assert world.ask((r, 1)) == [[104 + 10 * mtp.KEPT]]
+    made = [position for _, position in world.slots.made]
+    assert max(made) == 2 + 10 * mtp.KEPT
+    assert mtp.KEPT <= len(made) <= 2 * mtp.KEPT + mtp._LOGGED
+    assert sorted(made) == list(range(min(made), max(made) + 1))
 
 
 def test_whose_last_taps_are_missing_drafts_nothing():
@@ -161,19 +177,16 @@ def test_what_does_not_fit_into_a_pass_goes_before():
     assert all(world.slot(request, at) == (101 + at, 1.0) for request in requests for at in range(6))
 
 
-def test_taps_that_waited_too_long_are_dropped_and_drafts_go_on():
-    world = World(max_tokens=4)
-    world.head._most_waiting = 50
-    r = world.request("r", 2)
-    world.step((r, 0, 2))
-    for i in range(300):
-        r.tokens.append(102 + i)
-        world.step((r, 2 + i, 1))
-    r.tokens.append(402)
-    assert world.ask((r, 1)) == [[403]]
-    num_made = sum(world.slot(r, at) is not None for at in range(302))
-    assert num_made <= 50 + mtp._LOGGED
-    assert world.slot(r, 301) == (402, 301.0)
+def test_where_too_much_waits_long_prompts_keep_their_last_positions():
+    world = World(max_tokens=64)
+    world.head._most_waiting = 200
+    long, short = world.request("long", 300), world.request("short", 20)
+    world.step((long, 0, 300), (short, 0, 20))
+    long.tokens.append(400)
+    short.tokens.append(120)
+    assert world.ask((long, 1), (short, 1)) == [[401], [121]]
+    assert sum(world.slot(long, at) is not None for at in range(300)) == mtp.KEPT
+    assert all(world.slot(short, at) is not None for at in range(20))
 
 
 def test_a_head_that_says_nothing_is_asked_no_more():

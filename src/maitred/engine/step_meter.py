@@ -18,7 +18,7 @@ from maitred.step import ModelOutput, ScheduledRow, SchedulerOutput
 
 NEWS = 1.25  # swapping: told again when a prompt's token takes this many times more or less than what was told
 STEP_NEWS = 1.1  # and steps
-RECENT = 9  # steps of about the same number of tokens, whose median counts: one that stuttered is none of it
+RECENT = 9  # steps of about the same number of tokens, whose lower quartile counts
 COLD, FIRST, WARM = 2, 8, 32  # steps of a kind that touch memory anew; until it is first told; each looked at
 LOOK_S, ASK_S = 0.03, 0.1  # after those: time between looks at steps of a kind, and at what they make
 EXACT = 8  # up to so many tokens each number is by itself; then four to an octave
@@ -160,23 +160,29 @@ def bucket_of(count: float) -> int:
 
 
 class Curve:
-    """Seconds by a count: the median of recent measurements at each, and never less for more."""
+    """Seconds by a count: the lower quartile of recent measurements at each, and never less for more.
+
+    What makes a step take longer than it must is a machine that is cold or busy, and a kind of step that is rarely
+    taken would be judged by that for long. So those that took several times as long as a newer one are dropped, too.
+    """
 
     def __init__(self) -> None:
         self._recent: dict[int, deque[tuple[float, float]]] = {}
 
     def add(self, count: float, seconds: float) -> None:
-        self._recent.setdefault(bucket_of(count), deque(maxlen=RECENT)).append((count, seconds))
+        before = self._recent.get(bucket_of(count), ())
+        kept = [each for each in before if each[1] <= STUTTER * seconds]
+        self._recent[bucket_of(count)] = deque([*kept, (count, seconds)], maxlen=RECENT)
 
     def at(self, count: float) -> float | None:
         found = self._recent.get(bucket_of(count))
-        return median(seconds for _, seconds in found) if found else None
+        return _lower_quartile([seconds for _, seconds in found]) if found else None
 
     def knots(self) -> tuple[Knot, ...]:
         """Neighbours that fall both become their mean (pool adjacent violators): none knows which of them is wrong."""
         pooled: list[tuple[list[float], float, int]] = []  # (counts of the knots that share a time, it, measurements)
         for _, recent in sorted(self._recent.items()):
-            counts, seconds = [sum(count for count, _ in recent) / len(recent)], median(s for _, s in recent)
+            counts, seconds = [sum(count for count, _ in recent) / len(recent)], _lower_quartile([s for _, s in recent])
             weight = len(recent)
             while pooled and pooled[-1][1] > seconds:
                 before, before_s, before_weight = pooled.pop()
@@ -184,6 +190,10 @@ class Curve:
                 counts, weight = before + counts, before_weight + weight
             pooled.append((counts, seconds, weight))
         return tuple(Knot(count, seconds) for counts, seconds, _ in pooled for count in counts)
+
+
+def _lower_quartile(values: list[float]) -> float:
+    return sorted(values)[(len(values) - 1) // 4]
 
 
 class Slope:

@@ -33,6 +33,9 @@ FEWER = 7 / 8
 TRIAL_SHARE = 0.01
 """Of time, for drafts that are not expected to pay, so that it is noticed when they would, and for steps without any
 where drafts are expected to, so that what those take is known."""
+LEAST_LOST = 0.05
+"""Share of a step's time that a step without drafts is taken to lose at least: nobody knows by how much drafts pay to
+less than that."""
 
 
 @dataclass(slots=True)
@@ -124,10 +127,11 @@ class Speculation:
     ) -> _Decided:
         step, lengths = _Step(costs, rows), [0] * len(rows)
         levels = self._levels(step, rows, requests)
-        for level, length in zip(levels, _best(step, levels, self.most), strict=True):
+        best, share_lost = _best(step, levels, self.most)
+        for level, length in zip(levels, best, strict=True):
             for index in level.rows:
                 lengths[index] = length
-        trial_s = 2 * step.base_s if any(lengths) else self._trial_s(step)
+        trial_s = 2 * step.base_s * max(share_lost, LEAST_LOST) if any(lengths) else self._trial_s(step)
         return _Decided(costs, num_tokens, rows[0].request_id, rows[-1].request_id, step, lengths, trial_s)
 
     def learn(self, row: ScheduledRow, result: SampledRow) -> None:
@@ -273,8 +277,9 @@ class _Step:
         return tokens_s + num_drafts * costs.sample_s + sum([costs.draft_s(rows) for rows in rows_at_depth])
 
 
-def _best(step: _Step, levels: Sequence[_Level], most: int) -> list[int]:
-    """The length of each level that gives most expected tokens a second, on the way from the likeliest slot down."""
+def _best(step: _Step, levels: Sequence[_Level], most: int) -> tuple[list[int], float]:
+    """The length of each level that gives most expected tokens a second, on the way from the likeliest slot down; and
+    which share of them a step without drafts loses."""
     slots = sorted(
         (-(level.accept**depth), depth, index)
         for index, level in enumerate(levels)
@@ -283,6 +288,7 @@ def _best(step: _Step, levels: Sequence[_Level], most: int) -> list[int]:
     )
     expected, to_come = float(step.num_decoding), sum(level.gain(most) for level in levels)
     best_rate, best_end = expected / step.base_s if step.base_s > 0 else inf, 0
+    plain_rate = best_rate
     drafts = draft_s = longer_s = 0.0
     rows_at_depth = [0] * (most + 1)
     for end, (survival, depth, index) in enumerate(slots, 1):
@@ -303,4 +309,4 @@ def _best(step: _Step, levels: Sequence[_Level], most: int) -> list[int]:
     lengths = [0] * len(levels)
     for _, depth, index in slots[:best_end]:
         lengths[index] = depth
-    return lengths
+    return lengths, 1.0 - plain_rate / best_rate if best_end else 0.0

@@ -24,7 +24,10 @@ logger = logging.getLogger(__name__)
 Taps = NDArray[np.float32]
 WAITING_BYTES = 64 * 2**20
 """Of taps, at most."""
-_LOGGED = 64
+KEPT = 32
+"""Steps without being asked, after which a request keeps the taps of so many last positions: with those, drafts are as
+often right as with all, and whoever tries drafts again has that much to catch up with."""
+_LOGGED = 16
 """Steps whose taps are dealt out to their requests together."""
 
 
@@ -69,6 +72,7 @@ class _Kept:
     first: int = 0
     waiting: list[Taps] = field(default_factory=list)
     num_waiting: int = 0
+    num_unasked: int = 0  # steps
     is_hopeless: bool = False  # nothing can be drawn from what it says
 
     @property
@@ -83,6 +87,14 @@ class _Kept:
         self.drop(start - self.first)  # rejected drafts
         self.waiting.append(taps)
         self.num_waiting += len(taps)
+        self.num_unasked += 1
+        if self.num_unasked > KEPT and self.num_waiting > 2 * KEPT:
+            self.forget_old()
+
+    def forget_old(self) -> None:
+        """All but the last `KEPT`, at most."""
+        taps = np.concatenate(self.waiting)[-KEPT:]  # a copy of its own: what the others are views of is large
+        self.first, self.waiting, self.num_waiting = self.end - len(taps), [taps.copy()], len(taps)
 
     def drop(self, num_kept: int) -> None:
         """All but the first so many."""
@@ -97,6 +109,7 @@ class _Kept:
         """Position of the first, and all taps; of which the last waits on, since its state is wanted again."""
         first, taps = self.first, self.waiting[0] if len(self.waiting) == 1 else np.concatenate(self.waiting)
         self.first, self.waiting, self.num_waiting = self.end - 1, [taps[-1:].copy()], 1
+        self.num_unasked = 0
         return first, taps
 
 
@@ -203,13 +216,13 @@ class Head:
             self._drop_old()
 
     def _drop_old(self) -> None:
-        """Until what waits is within its bound: all of those that came first, but for the last position."""
+        """Until what waits is within its bound, of those that came first."""
         num_waiting = sum(kept.num_waiting for kept in self._kept.values())
         for kept in self._kept.values():
             if num_waiting <= self._most_waiting:
                 return
-            num_waiting -= kept.num_waiting - 1
-            kept.take()
+            num_waiting -= kept.num_waiting - min(kept.num_waiting, KEPT)
+            kept.forget_old()
 
     def _note(self, job: _Job, made: DraftTokens) -> None:
         if made.fault is None or made.tokens:
