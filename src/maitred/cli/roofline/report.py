@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from maitred.cli.console import note
 from maitred.cli.roofline.timed import TimedEngine
-from maitred.config import EngineConfig
+from maitred.config import EngineConfig, SpeculativeConfig
 from maitred.engine.build import build_parts
 from maitred.engine.executors import plan_executor
 from maitred.engine.memory import format_bytes, usable_cores
@@ -101,8 +101,11 @@ def _floors(
 def _with_engine(
     options: RooflineOptions, config: EngineConfig, floors: list[Floor], batches: list[int]
 ) -> list[Floor]:
-    """Each floor with the median of the engine's own steps beside it."""
-    parts = build_parts(config, on_event=note)
+    """Each floor with the median of the engine's own steps beside it.
+
+    Without drafts: a floor is of a step in which each row's context gains one token.
+    """
+    parts = build_parts(replace(config, speculative=SpeculativeConfig(speculative="off")), on_event=note)
     try:
         engine = TimedEngine(parts, parts.core.scheduler.config.token_budget)
         took = [engine.decode_s(batch, options.context, DECODE_STEPS) for batch in batches]
