@@ -21,6 +21,7 @@ MAX_SEED = 2**63 - 1
 
 class RequestStatus(Enum):
     WAITING = "waiting"
+    WAITING_FOR_KV = "waiting_for_kv"  # out of the queue until it came from elsewhere, or did not
     RUNNING = "running"
     FINISHED = "finished"
 

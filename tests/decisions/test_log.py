@@ -15,13 +15,27 @@ from msgspec import structs
 from maitred.clock import ManualClock
 from maitred.cost_model import CostModel
 from maitred.decisions.codec import VERSION, Header, LogEncoder, read_log
-from maitred.decisions.log import Arrival, Arrived, Drafted, Outcome, Recorder, Step, StepRecord, StepsMeasured
+from maitred.decisions.log import (
+    Arrival,
+    Arrived,
+    Drafted,
+    Held,
+    KvArrived,
+    Outcome,
+    Recorder,
+    Released,
+    Reserved,
+    Step,
+    StepRecord,
+    StepsMeasured,
+)
 from maitred.decisions.replay import LoggedOutcomes, ReplayedStep, first_difference, fresh_scheduler, replay
 from maitred.engine.core import EngineCore
 from maitred.errors import ConfigError
 from maitred.kvcache.prefix_cache import TokenHasher
 from maitred.policy.policies import POLICIES
 from maitred.request import FinishReason, RequestState, ResumePoint, SamplingParams
+from maitred.scheduler.reservations import GivenUp
 from maitred.scheduler.scheduler import Scheduler
 from maitred.scheduler.speculation import Speculation
 from maitred.scheduler.swap import SwapCosts
@@ -104,6 +118,7 @@ def record_run(
     policies: Sequence[str] = ("priority", "fcfs"),
     forced_after: Callable[[str, int], int] | None = None,
     num_speculative_tokens: int = 0,
+    kv_from_elsewhere: bool = False,
     **settings: object,
 ) -> Run:
     """A live loop under random load; `meddle` aborts, finishes, fails and swaps the policy on the way."""
@@ -134,6 +149,7 @@ def record_run(
     executor.postponed = postponing_some() if forced_after else executor.postponed
     records: list[StepRecord] = []
     core = EngineCore(scheduler, executor, clock, Recorder(records.append))
+    elsewhere = Elsewhere(core, chooser)
     arrivals = random_workload(chooser)
     while arrivals or core.has_work:
         if not core.has_work:
@@ -142,11 +158,40 @@ def record_run(
             core.add(arrivals.pop(0).spec)
         if meddle:
             meddle_with(core, executor, chooser, policies)
+        if kv_from_elsewhere:
+            elsewhere.act()
         if most and chooser.random() < 0.1:
             core.set_step_costs(CostModel(weights_s=0.01, decode_token_s=chooser.choice([0.0001, 0.002])))
         core.step()
     encoder = LogEncoder(header)  # after the run: encoding may lag behind
     return [encoder.start(), *map(encoder.encode, records)], scheduler
+
+
+class Elsewhere:
+    """Sends KV, all of it, a part or none, and holds some for others; at random."""
+
+    def __init__(self, core: EngineCore, chooser: Random) -> None:
+        self._core, self._chooser = core, chooser
+        self._coming: dict[str, tuple[int, int]] = {}
+        core.on_given_up = self._give_up
+
+    def act(self) -> None:
+        core, chooser = self._core, self._chooser
+        for request in chooser.sample(core.scheduler.waiting, min(2, len(core.scheduler.waiting))):
+            reserved = core.reserve(request.request_id, request.num_prompt_tokens)
+            if reserved is not None:
+                self._coming[request.request_id] = reserved.start, reserved.end
+            core.hold(f"lease {chooser.randint(0, 2)}", request.block_hashes)
+        if self._coming and (not core.can_step or chooser.random() < 0.3):
+            request_id = chooser.choice(sorted(self._coming))
+            start, end = self._coming.pop(request_id)
+            assert core.kv_arrived(request_id, chooser.choice([start, end, start + (end - start) // 8 * 4]))
+        if not core.has_work or chooser.random() < 0.1:
+            core.release(f"lease {chooser.randint(0, 2)}")
+
+    def _give_up(self, given_up: GivenUp) -> None:
+        for request_id in given_up.request_ids:
+            del self._coming[request_id]
 
 
 def meddle_with(core: EngineCore, executor: FakeExecutor, chooser: Random, policies: Sequence[str]) -> None:
@@ -176,6 +221,16 @@ def test_a_fresh_scheduler_makes_the_recorded_plans_again(seed: int):
     assert all(step.equal for step in steps)
     assert first_difference(frames) is None
     assert scheduler.stats.num_blocks_used == 0
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_reservations_and_leases_are_decided_again_as_they_were(policy: str):
+    kinds: set[type] = set()
+    for seed in range(4):
+        frames, _ = record_run(seed, True, (policy, *POLICIES), kv_from_elsewhere=True)
+        assert first_difference(frames) is None
+        kinds |= {type(event) for step in read_log(frames)[1] for event in step.events}
+    assert {Reserved, KvArrived, Held, Released} <= kinds
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -406,7 +461,7 @@ def test_a_file_that_is_no_log_and_a_log_of_another_version_are_refused():
     with pytest.raises(ConfigError, match="is this a decision log"):
         read_log([])
     header = Header(make_scheduler().config, 4, 4, enable_prefix_caching=True, version=99)
-    with pytest.raises(ConfigError, match="version 99, this maitred reads versions 5 to 7"):
+    with pytest.raises(ConfigError, match="version 99, this maitred reads versions 5 to 8"):
         read_log([msgspec.msgpack.encode(header)])
 
 
@@ -421,7 +476,7 @@ def test_a_run_recorded_by_version_3_is_replayed_bit_for_bit(run: str):
     assert any(spec.sample_index > 0 for spec in arrivals)
     assert any(spec.sampling.prompt_logprobs is not None for spec in arrivals)
     assert any(spec.resumed is not None for spec in arrivals)
-    with pytest.raises(ConfigError, match="version 3, this maitred reads versions 5 to 7"):
+    with pytest.raises(ConfigError, match="version 3, this maitred reads versions 5 to 8"):
         first_difference(recorded)
 
 
@@ -432,7 +487,7 @@ def test_a_run_recorded_by_version_4_is_replayed_bit_for_bit(run: str):
     assert any(step.plan.swap_ins for step in steps)
     assert any(step.plan.block_copies for step in steps)
     assert any(row.num_drafts for step in steps for row in step.plan.rows) == (run == "drafts")
-    with pytest.raises(ConfigError, match="version 4, this maitred reads versions 5 to 7"):
+    with pytest.raises(ConfigError, match="version 4, this maitred reads versions 5 to 8"):
         first_difference(recorded)
 
 

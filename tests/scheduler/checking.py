@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from maitred.request import RequestState
 from maitred.step import BlockCopy, ModelOutput, ScheduledRow, SchedulerOutput
 from tests.fakes import FakeExecutor, TokenAt, token_at
 
@@ -23,6 +26,23 @@ class CheckingExecutor(FakeExecutor):
         self._host: Slots = {}
         self._tables: dict[str, list[int]] = {}
         self._histories: dict[str, list[int]] = {}
+
+    def write(self, block_ids: Sequence[int], request: RequestState, start: int) -> None:
+        """What another engine computed of its tokens from position `start` on comes to these blocks."""
+        history: list[int] = []
+        for token in (*request.spec.prompt_token_ids, *request.output_token_ids):
+            history.append(hash((history[-1] if history else None, token)))
+        for number, block in enumerate(block_ids):
+            begin = start + number * self._block_size
+            self._slots[block] = list(history[begin : begin + self._block_size])
+
+    def spoil(self, block_ids: Sequence[int]) -> None:
+        """What came to these blocks is not what it should be."""
+        for block in block_ids:
+            self._slots[block] = [-1] * self._block_size
+
+    def contents(self, block_ids: Sequence[int]) -> list[list[int | None]]:
+        return [list(self._block(block)) for block in block_ids]
 
     def execute(self, plan: SchedulerOutput) -> ModelOutput:
         output = super().execute(plan)

@@ -16,15 +16,13 @@ from maitred.decisions.log import (
     DIGEST_BYTES,
     Arrival,
     Arrived,
-    Configured,
     Drafted,
     Ended,
     Event,
-    Measured,
     Outcome,
     Step,
     StepRecord,
-    StepsMeasured,
+    Told,
     arrived_of,
     split_digests,
 )
@@ -32,8 +30,8 @@ from maitred.errors import ConfigError
 from maitred.request import FinishReason, RequestSpec, RequestState
 from maitred.step import BlockCopy, NewRequest, RequestProgress, ScheduledRow, SchedulerOutput
 
-VERSION = 7
-READABLE = (5, 6, 7)  # 5 had no forced tokens, 6 not what decides the number of drafts
+VERSION = 8
+READABLE = (5, 6, 7, 8)  # 5 had no forced tokens, 6 not what decides the number of drafts, 7 no KV from elsewhere
 
 
 class Header(msgspec.Struct, frozen=True):
@@ -139,7 +137,7 @@ class LogEncoder:
                 del known[logged.request.request_id]
         return _encode(frame)
 
-    def _event(self, event: Arrival | Ended | Configured | Measured | StepsMeasured) -> Event:
+    def _event(self, event: Arrival | Told) -> Event:
         if isinstance(event, Arrival):
             request = event.request
             self._known[request.request_id] = _Logged(self._next_number, request, event.num_hashes)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from maitred.decisions.codec import read_log
-from maitred.decisions.log import Arrived, Configured, Ended
+from maitred.decisions.log import Arrived, Configured, Ended, KvArrived, Reserved
 from maitred.decisions.replay import ReplayedStep, replay
 from maitred.errors import ConfigError
 from maitred.policy.policies import POLICIES
@@ -27,6 +27,7 @@ class Wait:
     for_lack: dict[Lack, float] = field(default_factory=dict)  # s in which the first in the queue lacked this
     as_first_s: float = 0.0  # of it, as the first in the queue
     for_leader_s: float = 0.0  # until another sample had computed the prompt
+    for_kv_s: float = 0.0  # until KV had come from elsewhere, or was given up
     until_step_s: float = 0.0  # until the step under way had ended
     most_blocks_short: int = 0  # of the first in the queue
     overtaking: set[str] = field(default_factory=set)  # ids of those that arrived later and started earlier
@@ -128,6 +129,7 @@ class _HistoryBuilder:
         self._last_at: float | None = None  # when the last step was scheduled, and what it left behind:
         self._blocked: Blocked | None = None
         self._waits_for_leader = False
+        self._for_kv_since: float | None = None
         request = step.scheduler.request(arrived.spec.request_id)
         config = step.scheduler.config
         if request is None:  # it ended before the step
@@ -141,7 +143,7 @@ class _HistoryBuilder:
     def take(self, step: ReplayedStep) -> bool:
         """Takes in one step; True when the request has ended."""
         at, history = step.step.scheduled_at, self.history
-        self._wait_until(at)
+        self._wait_until(at, self._for_kv_s(step))
         for event in step.step.events:
             if isinstance(event, Ended) and event.request_id == self._request_id:
                 return self._end(event.reason, event.now)
@@ -168,13 +170,14 @@ class _HistoryBuilder:
         self.history.ahead = tuple(before)
         self.history.num_running_then = scheduler.num_running - sum(r is not None for r in admitted)
 
-    def _wait_until(self, at: float) -> None:
-        """The time since the last step went by with what that step said."""
+    def _wait_until(self, at: float, for_kv_s: float) -> None:
+        """The time since the last step went by with waiting for KV, and with what that step said."""
         wait = self._wait
         if wait is None:
             return
+        wait.for_kv_s += for_kv_s
         if self._last_at is not None:
-            passed = at - self._last_at
+            passed = max(0.0, at - self._last_at - for_kv_s)
             if self._waits_for_leader:
                 wait.for_leader_s += passed
             elif self._blocked is not None:
@@ -183,6 +186,26 @@ class _HistoryBuilder:
                 wait.most_blocks_short = max(wait.most_blocks_short, self._blocked.num_blocks_short)
                 wait.as_first_s += passed if self._blocked.request_id == self._request_id else 0.0
         wait.ended_at = at
+
+    def _for_kv_s(self, step: ReplayedStep) -> float:
+        """Of the time since the last step: from a reservation until the KV came, or until the step that gave it up."""
+        total, since = 0.0, self._for_kv_since
+        for event in step.step.events:
+            if isinstance(event, Reserved) and self._concerns_me(event.request_id, step.scheduler):
+                since = event.now
+            elif isinstance(event, KvArrived | Ended) and self._concerns_me(event.request_id, step.scheduler):
+                total += event.now - since if since is not None else 0.0
+                since = None
+        at, waits_on = step.step.scheduled_at, self.history.request.status is RequestStatus.WAITING_FOR_KV
+        self._for_kv_since = at if waits_on else None
+        return total + (at - since if since is not None else 0.0)
+
+    def _concerns_me(self, request_id: str, scheduler: Scheduler) -> bool:
+        """It is the one, or a sample of the same prompt that has not started: they wait for KV together."""
+        if request_id == self._request_id or self.history.starts:
+            return request_id == self._request_id
+        other, parent = scheduler.request(request_id), self.history.request.spec.parent_id
+        return parent is not None and other is not None and other.spec.parent_id == parent
 
     def _note_preemptions(self, step: ReplayedStep) -> None:
         for preemption in step.scheduler.preemptions:

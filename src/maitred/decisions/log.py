@@ -1,14 +1,15 @@
 """Records of the decision log: all that a fresh scheduler needs to make the plans of a run again (`replay`).
 
 For each step it holds what the scheduler was told since the step before (arrivals, ends, changes of policy and
-config), `now`, the plan, and the outcome as far as scheduling depends on it (how many tokens, why a request ended,
-names of blocks that output filled). Shortened block hashes stand for tokens: no token, text or key is in it.
+config, KV that comes from elsewhere or is held for others), `now`, the plan, and the outcome as far as scheduling
+depends on it (how many tokens, why a request ended, names of blocks that output filled). Shortened block hashes stand
+for tokens: no token, text or key is in it.
 `codec` makes bytes of it, `storage/decision_files` keeps them in files.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -60,7 +61,37 @@ class StepsMeasured(msgspec.Struct, frozen=True, tag="steps_measured"):
     costs: CostModel
 
 
-Event = Arrived | Ended | Configured | Measured | StepsMeasured
+class Reserved(msgspec.Struct, frozen=True, tag="reserved"):
+    """A request left the queue with blocks for KV from elsewhere; so many of its tokens were asked for."""
+
+    now: float
+    request_id: str
+    num_tokens: int
+
+
+class KvArrived(msgspec.Struct, frozen=True, tag="kv_arrived"):
+    """The KV of so many of its tokens came, and it queues again."""
+
+    now: float
+    request_id: str
+    num_tokens: int
+
+
+class Held(msgspec.Struct, frozen=True, tag="held"):
+    """Blocks that a lease holds, by digest."""
+
+    now: float
+    lease: str
+    digests: bytes
+
+
+class Released(msgspec.Struct, frozen=True, tag="released"):
+    now: float
+    lease: str
+
+
+Told = Ended | Configured | Measured | StepsMeasured | Reserved | KvArrived | Held | Released
+Event = Arrived | Told
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -108,7 +139,7 @@ class StepRecord(NamedTuple):
     updated_at: float
     plan: SchedulerOutput
     progress: tuple[RequestProgress, ...]
-    events: tuple[Arrival | Ended | Configured | Measured | StepsMeasured, ...] = ()
+    events: tuple[Arrival | Told, ...] = ()
     drafted: tuple[Drafted, ...] = ()
 
 
@@ -117,7 +148,7 @@ class Recorder:
 
     def __init__(self, write: Callable[[StepRecord], object]) -> None:
         self._write = write
-        self._events: list[Arrival | Ended | Configured | Measured | StepsMeasured] = []
+        self._events: list[Arrival | Told] = []
 
     def added(self, request: RequestState, now: float) -> None:
         self._events.append(Arrival(now, request, len(request.block_hashes)))
@@ -130,6 +161,18 @@ class Recorder:
 
     def measured(self, costs: SwapCosts | CostModel, now: float) -> None:
         self._events.append(Measured(now, costs) if isinstance(costs, SwapCosts) else StepsMeasured(now, costs))
+
+    def reserved(self, request_id: str, num_tokens: int, now: float) -> None:
+        self._events.append(Reserved(now, request_id, num_tokens))
+
+    def kv_arrived(self, request_id: str, num_tokens: int, now: float) -> None:
+        self._events.append(KvArrived(now, request_id, num_tokens))
+
+    def held(self, lease: str, block_hashes: Sequence[bytes], now: float) -> None:
+        self._events.append(Held(now, lease, b"".join([digest[:DIGEST_BYTES] for digest in block_hashes])))
+
+    def released(self, lease: str, now: float) -> None:
+        self._events.append(Released(now, lease))
 
     def stepped(
         self,

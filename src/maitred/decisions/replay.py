@@ -7,7 +7,21 @@ from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple
 
 from maitred.decisions.codec import Header, read_log
-from maitred.decisions.log import Arrived, Configured, Event, Measured, Outcome, Step, StepsMeasured
+from maitred.decisions.log import (
+    Arrived,
+    Configured,
+    Ended,
+    Event,
+    Held,
+    KvArrived,
+    Measured,
+    Outcome,
+    Released,
+    Reserved,
+    Step,
+    StepsMeasured,
+    split_digests,
+)
 from maitred.kvcache.manager import KVCacheManager
 from maitred.policy.policies import POLICIES
 from maitred.policy.policy import PolicyFactory
@@ -142,16 +156,25 @@ def first_difference(frames: Iterable[bytes]) -> str | None:
 
 
 def _apply(event: Event, scheduler: Scheduler) -> None:
-    if isinstance(event, Arrived):
-        scheduler.add(RequestState(event.spec), event.now)
-    elif isinstance(event, Configured):
-        scheduler.configure(event.config)
-    elif isinstance(event, Measured):
-        scheduler.set_swap_costs(event.costs)
-    elif isinstance(event, StepsMeasured):
-        scheduler.set_step_costs(event.costs)
-    else:
-        scheduler.finish(event.request_id, event.reason, event.now)
+    match event:
+        case Arrived(now, spec):
+            scheduler.add(RequestState(spec), now)
+        case Ended(now, request_id, reason):
+            scheduler.finish(request_id, reason, now)
+        case Configured(_, config):
+            scheduler.configure(config)
+        case Measured(_, costs):
+            scheduler.set_swap_costs(costs)
+        case StepsMeasured(_, costs):
+            scheduler.set_step_costs(costs)
+        case Reserved(now, request_id, num_tokens):
+            scheduler.reserve(request_id, num_tokens, now)
+        case KvArrived(now, request_id, num_tokens):
+            scheduler.kv_arrived(request_id, num_tokens, now)
+        case Held(now, lease, digests):
+            scheduler.hold(lease, split_digests(digests), now)
+        case Released(now, lease):
+            scheduler.release(lease, now)
 
 
 def _difference(name: str, recorded: Any, replayed: Any) -> str | None:

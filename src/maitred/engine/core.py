@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
@@ -15,6 +16,7 @@ from maitred.engine.prefill_meter import PrefillMeter
 from maitred.engine.speed_meter import SpeedMeter
 from maitred.kvcache.changes import Changes
 from maitred.request import FinishReason, RequestSpec, RequestState
+from maitred.scheduler.reservations import GivenUp, Reserved
 from maitred.scheduler.scheduler import Scheduler
 from maitred.scheduler.stats import SchedulerStats
 from maitred.scheduler.swap import SwapCosts
@@ -41,6 +43,15 @@ class StepObserver(Protocol):
     def configured(self, config: SchedulerConfig, now: float) -> None: ...
 
     def measured(self, costs: SwapCosts | CostModel, now: float) -> None: ...
+
+    def reserved(self, request_id: str, num_tokens: int, now: float) -> None: ...
+
+    def kv_arrived(self, request_id: str, num_tokens: int, now: float) -> None: ...
+
+    def held(self, lease: str, block_hashes: Sequence[bytes], now: float) -> None:
+        """The hashes of the blocks that were there."""
+
+    def released(self, lease: str, now: float) -> None: ...
 
     def stepped(
         self,
@@ -69,6 +80,10 @@ class EngineCore:
         self._measure_swaps, self._measure_steps = measure_swaps, measure_steps
         self._prefill = PrefillMeter()
         self.speed: SpeedMeter | None = None  # while a router wants to know
+        # Told before anything is written to blocks that were given up, in the engine's thread; it asks nothing of here.
+        self.on_given_up: Callable[[GivenUp], None] | None = None
+        self.wake: Callable[[], None] = lambda: None  # ends the wait of whoever drives it; called in any thread
+        self._called: deque[Callable[[], object]] = deque()
         self._ages_by_device = _leaves_ageing_open(scheduler.config)
         self.execute_s = 0.0  # total time in the executor
         self.host_s = 0.0  # total time of steps outside it
@@ -77,7 +92,18 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
+        """Whether requests are here."""
         return self._scheduler.has_work
+
+    @property
+    def can_step(self) -> bool:
+        """Whether a step would compute anything: not while all that are here wait for KV from elsewhere."""
+        return self._scheduler.can_step
+
+    @property
+    def next_deadline(self) -> float | None:
+        """When a request may run out of time (s), which the next step from then on notices."""
+        return self._scheduler.next_deadline
 
     @property
     def num_queued(self) -> int:
@@ -114,6 +140,7 @@ class EngineCore:
         """Ends a request for a reason found in its text; as `abort` otherwise."""
         now = self._clock.now()
         progress = self._scheduler.finish(request_id, reason, now, stop_reason=stop_reason)
+        self._tell_given_up()
         if progress is not None and self._observer is not None:
             self._observer.ended(request_id, reason, now)
         return self._host_shares.told([progress], self.host_s)[0] if progress is not None else None
@@ -122,6 +149,53 @@ class EngineCore:
         """Gives up a request that is in no step yet; None when it is, or not here (any more)."""
         waiting = self._scheduler.waits_to_start(request_id)
         return self.finish(request_id, FinishReason.SHED) if waiting else None
+
+    def call_soon(self, action: Callable[[], object]) -> None:
+        """From any thread: it is called in the engine's, between two steps."""
+        self._called.append(action)
+        self.wake()
+
+    def run_called(self) -> None:
+        """Before each step, and whenever `wake` was called: all that waits to be."""
+        while self._called:
+            self._called.popleft()()
+
+    def reserve(self, request_id: str, num_tokens: int) -> Reserved | None:
+        """As `Scheduler.reserve`; the blocks may be filled in another thread until `kv_arrived`, or `on_given_up`."""
+        now = self._clock.now()
+        reserved = self._scheduler.reserve(request_id, num_tokens, now)
+        if reserved is not None and self._observer is not None:
+            self._observer.reserved(request_id, num_tokens, now)
+        return reserved
+
+    def kv_arrived(self, request_id: str, num_tokens: int) -> bool:
+        """As `Scheduler.kv_arrived`."""
+        now = self._clock.now()
+        came = self._scheduler.kv_arrived(request_id, num_tokens, now)
+        if came and self._observer is not None:
+            self._observer.kv_arrived(request_id, num_tokens, now)
+        return came
+
+    def hold(self, lease: str, block_hashes: Sequence[bytes]) -> tuple[int, ...]:
+        """As `Scheduler.hold`; the blocks may be read in another thread until `release`, or `on_given_up`."""
+        now = self._clock.now()
+        blocks = self._scheduler.hold(lease, block_hashes, now)
+        if blocks and self._observer is not None:
+            self._observer.held(lease, block_hashes[: len(blocks)], now)
+        return blocks
+
+    def release(self, lease: str) -> bool:
+        """As `Scheduler.release`."""
+        now = self._clock.now()
+        held = self._scheduler.release(lease, now)
+        if held and self._observer is not None:
+            self._observer.released(lease, now)
+        return held
+
+    def _tell_given_up(self) -> None:
+        given_up = self._scheduler.given_up
+        if self.on_given_up is not None and (given_up.request_ids or given_up.leases):
+            self.on_given_up(given_up)
 
     def tell_router(self, wanted: bool) -> None:
         """What a router over several engines wants to know, from now on or no more: cached blocks and speed."""
@@ -162,6 +236,7 @@ class EngineCore:
         scheduled_at = self._clock.now()
         expired = self._expire(scheduled_at)
         plan = self._scheduler.schedule(scheduled_at)
+        self._tell_given_up()
         self._host_shares.started(plan.new_requests, self.host_s)
         execute_at = self._clock.now()
         output = self._executor.execute(plan)
@@ -204,6 +279,7 @@ class EngineCore:
 
     def _expire(self, now: float) -> list[RequestProgress]:
         expired = self._scheduler.expire(now)
+        self._tell_given_up()
         if self._observer is not None:
             for progress in expired:
                 assert progress.finish_reason is not None

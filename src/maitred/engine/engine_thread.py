@@ -116,11 +116,11 @@ class _ThreadLink:
 
     # -- the engine's end
 
-    def commands(self, *, wait: bool) -> Iterator[Command]:
+    def commands(self, *, wait: bool, at_most_s: float | None = None) -> Iterator[Command]:
         self._busy = not wait
         if wait:
             with self._came:
-                self._came.wait_for(lambda: self._commands or self._is_woken)
+                self._came.wait_for(lambda: self._commands or self._is_woken, at_most_s)
                 self._is_woken = False
             self._busy = True
         while self._commands:

@@ -14,7 +14,7 @@ import msgspec
 
 from maitred.clock import Clock
 from maitred.engine.core import EngineCore
-from maitred.request import FinishReason, RequestState
+from maitred.request import FinishReason, RequestState, RequestStatus
 from maitred.scheduler.queue_view import reason_of
 from maitred.scheduler.scheduler import Scheduler
 
@@ -56,7 +56,7 @@ class QueuedRequest(msgspec.Struct, frozen=True):
     id: str
     tenant: str
     priority: int
-    state: str  # waiting, preempted, or sibling: waits for the prompt of another sample
+    state: str  # waiting, preempted, waiting for KV, or sibling: waits for the prompt of another sample
     num_prompt_tokens: int
     num_output_tokens: int
     num_preemptions: int
@@ -113,7 +113,7 @@ class LiveView(msgspec.Struct, frozen=True):
     num_running: int
     num_waiting: int
     running: tuple[RunningRequest, ...]  # the longest-standing first
-    waiting: tuple[QueuedRequest, ...]  # the next first
+    waiting: tuple[QueuedRequest, ...]  # the next first; those that wait for KV from elsewhere come last
     blocks: BlockMap
     tenants: tuple[TenantShare, ...]  # of those in the batch, the largest first
     counters: EngineCounters
@@ -138,7 +138,7 @@ def live_view(scheduler: Scheduler, now: float) -> LiveView:
     shown = nsmallest(MAX_RUNNING, running, key=_seated_at)
     kv = scheduler.kv_cache
     blocks_per_cell = -(-kv.num_blocks // MAX_CELLS)
-    waiting = scheduler.next_in_line(MAX_WAITING)
+    waiting = [*scheduler.next_in_line(MAX_WAITING), *scheduler.waiting_for_kv][:MAX_WAITING]
     return LiveView(
         now=round(now, 4),
         policy=scheduler.config.policy,
@@ -208,7 +208,9 @@ def _running(request: RequestState) -> RunningRequest:
 
 
 def _waiting(scheduler: Scheduler, request: RequestState, place: int) -> QueuedRequest:
-    if scheduler.awaits_leader(request):
+    if request.status is RequestStatus.WAITING_FOR_KV:
+        state = "waiting for KV"
+    elif scheduler.awaits_leader(request):
         state = "sibling"
     elif request.num_preemptions:
         state = "preempted"

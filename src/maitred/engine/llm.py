@@ -124,6 +124,8 @@ class LLM:
         )
         self._clock = WallClock()
         self._parts: EngineParts | None = build_parts(config, clock=self._clock)
+        self._woken = threading.Event()  # KV that requests wait for has come
+        self._parts.core.wake = self._woken.set
         self._parts.model.text.read()  # what is wrong with it is told now
         self._ids = itertools.count()
         self._checker = GrammarChecker()
@@ -284,6 +286,10 @@ class LLM:
 
     def _run(self, parts: EngineParts, builders: Mapping[str, OutputBuilder], count: _Count | None) -> None:
         while parts.core.has_work:
+            if not parts.core.can_step:
+                self._woken.wait()  # nobody has a deadline here
+                self._woken.clear()
+            parts.core.run_called()
             for progress in parts.core.step():
                 builder = builders[progress.request_id]
                 if builder.push(progress):

@@ -48,6 +48,7 @@ from maitred.step import RequestProgress
 logger = logging.getLogger(__name__)
 ADAPTER_FIGURES = ("bytes", "loads", "evictions")
 FIGURES_S = 0.1  # at most so often while there is work
+MAX_WAIT_S = 3600.0  # for a deadline, at once; what waits for it takes no time that is much longer
 MAX_CHANGES = 16 * 1024  # blocks in one report; half a megabyte
 OUT_OF_MEMORY = "out of memory; give less with --kv-cache-memory-bytes, --max-num-seqs or --max-model-len"
 
@@ -76,8 +77,8 @@ class Link(Protocol):
     round_number: int
     """Changes with every round of the loop, so that the other end sees a step that does not end."""
 
-    def commands(self, *, wait: bool) -> Iterator[Command]:
-        """What has come; with `wait`, at least one, unless `wake` was called."""
+    def commands(self, *, wait: bool, at_most_s: float | None = None) -> Iterator[Command]:
+        """What has come; with `wait`, at least one, unless `wake` was called or so many seconds went by."""
 
     def wake(self) -> None:
         """From any thread: whoever waits for commands, now or next, waits no more."""
@@ -138,6 +139,7 @@ class EngineLoop:
         self._prepare, self._adapters = prepare, adapters
         self._held = HeldRequests(link.wake)
         self._introduced: deque[Report] = deque()  # answers from the thread that reads adapters
+        core.wake = link.wake
         if adapters is not None:
             adapters.wake = link.wake
         self._ended: list[RequestProgress] = []  # between two steps
@@ -148,10 +150,12 @@ class EngineLoop:
     def run(self) -> None:
         core, link = self._core, self._link
         while not self._stopping:
-            if not core.has_work:
+            wait = not core.can_step  # for commands, or for KV from elsewhere, whose coming wakes it
+            if wait:
                 self._tell([])  # the figures of an idle engine, before it falls silent
-            for command in link.commands(wait=not core.has_work):
+            for command in link.commands(wait=wait, at_most_s=self._until_deadline_s() if wait else None):
                 self._obey(command)
+            core.run_called()
             self._add_held()
             progress, self._ended = self._ended, []
             if core.has_work and not self._stopping:
@@ -160,6 +164,10 @@ class EngineLoop:
             if progress or core.has_work:
                 self._tell(progress)
             link.round_number += 1
+
+    def _until_deadline_s(self) -> float | None:
+        deadline = self._core.next_deadline
+        return None if deadline is None else min(max(0.0, deadline - self._clock.now()), MAX_WAIT_S)
 
     def _obey(self, command: Command) -> None:
         match command:
@@ -249,7 +257,7 @@ class EngineLoop:
     def _tell(self, progress: list[RequestProgress]) -> None:
         now = self._clock.now()
         figures = None
-        if now - self._told_at >= FIGURES_S or not self._core.has_work:
+        if now - self._told_at >= FIGURES_S or not self._core.can_step:
             figures, self._told_at = self._figures(), now
             if figures == self._told and not progress and not self._core.block_changes:
                 return

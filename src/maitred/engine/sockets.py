@@ -10,6 +10,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from math import ceil
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -166,12 +167,12 @@ class Receiver(Generic[F]):
         """Whether there is something to receive; None waits for ever."""
         return bool(self._socket.poll(None if seconds is None else int(seconds * 1000)))
 
-    def wait_or(self, fd: int) -> None:
-        """Until there is something to receive, or `fd` can be read, of which all is read."""
+    def wait_or(self, fd: int, at_most_s: float | None = None) -> None:
+        """Until there is something to receive, or `fd` can be read, of which all is read; or so long."""
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(fd, zmq.POLLIN)
-        if any(found == fd for found, _ in poller.poll()):
+        if any(found == fd for found, _ in poller.poll(None if at_most_s is None else ceil(1000 * at_most_s))):
             os.read(fd, 4096)
 
     def receive(self) -> Iterator[F]:

@@ -6,7 +6,7 @@ Source: PagedAttention, Kwon et al. 2023, arXiv:2309.06180, sections 4.3 and 4.4
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from maitred.errors import PromptTooLong
@@ -135,11 +135,17 @@ class KVCacheManager:
 
     def num_blocks_short(self, request: RequestState, hit: PrefixHit) -> int:
         """How many more free blocks `admit` would need; 0 when it would succeed."""
-        ref_counts = self.ref_counts
+        return max(0, self.num_blocks_needed(request, hit) - self._pool.num_free)
+
+    def num_blocks_needed(self, request: RequestState, hit: PrefixHit) -> int:
+        """Free blocks that `admit` takes."""
         copied_tail = hit.forked and hit.num_tokens % self.block_size != 0
-        needed = self.num_blocks_for(request.num_tokens) - len(hit.blocks) + copied_tail
-        needed += sum(1 for block in hit.blocks if ref_counts[block] == 0)  # a free block that is hit is free no more
-        return max(0, needed - self._pool.num_free)
+        return self.num_blocks_for(request.num_tokens) - len(hit.blocks) + copied_tail + self._num_free_in(hit)
+
+    def _num_free_in(self, hit: PrefixHit) -> int:
+        """A free block that is hit is free no more."""
+        ref_counts = self.ref_counts
+        return sum(1 for block in hit.blocks if ref_counts[block] == 0)
 
     def admit(self, request: RequestState, hit: PrefixHit) -> Allocation | None:
         """Gives a request that has no blocks the hit, and fresh blocks for the rest of its known tokens.
@@ -212,9 +218,8 @@ class KVCacheManager:
             request.block_hashes.extend(self._hasher(request, num_blocks))
 
     def free(self, request: RequestState) -> None:
-        """Gives back all blocks, the last first, so that a chain is evicted from its end."""
-        for block in reversed(request.block_table):
-            self._pool.release(block)
+        """Gives back all blocks."""
+        self.release(request.block_table)
         request.block_table = []
         request.num_computed_tokens = 0
 
@@ -242,6 +247,33 @@ class KVCacheManager:
         request.host_block_table = []
         request.num_swapped_tokens = 0
 
+    def reserve(
+        self, request: RequestState, hit: PrefixHit, num_blocks: int, num_spared: int
+    ) -> tuple[int, ...] | None:
+        """Gives a request that waits the hit, and fresh blocks up to so many in all, which somebody else will fill:
+        none of its tokens is computed yet. None, with nothing changed, unless `num_spared` free blocks would be left.
+        """
+        num_new = num_blocks - len(hit.blocks)
+        if num_new + self._num_free_in(hit) + num_spared > self._pool.num_free:
+            return None
+        for block in hit.blocks:
+            self._pool.share(block)
+        new = self._take(num_new)
+        request.block_table = [*hit.blocks, *new]
+        return tuple(new)
+
+    def hold(self, block_hashes: Sequence[bytes]) -> tuple[int, ...]:
+        """Blocks of the longest cached prefix of a chain, held once more until `release`."""
+        blocks = tuple(self._cache.find(block_hashes))
+        for block in blocks:
+            self._pool.share(block)
+        return blocks
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """What `hold` gave, the last first, so that a chain is evicted from its end."""
+        for block in reversed(blocks):
+            self._pool.release(block)
+
     def begin_step(self) -> None:
         """Before each plan."""
         self._host.begin_step()
@@ -251,10 +283,13 @@ class KVCacheManager:
         ref_counts, kept = self.ref_counts, set(hit.blocks)
         return sum(1 for block in victim.block_table if ref_counts[block] == 1 and block not in kept)
 
-    def check_invariants(self, requests: Iterable[RequestState]) -> None:
-        """Asserts that the reference counts are what the block tables of `requests`, all that hold blocks, say."""
+    def check_invariants(self, requests: Iterable[RequestState], leased: Iterable[int] = ()) -> None:
+        """Asserts that the reference counts are what the block tables of `requests`, all that hold blocks, and what is
+        `leased` say.
+        """
         requests = list(requests)
         held = Counter(block for request in requests for block in request.block_table)
+        held.update(leased)
         assert all(len(set(r.block_table)) == len(r.block_table) for r in requests), "a block twice in one table"
         assert [held[block] for block in range(self.num_blocks)] == self.ref_counts
         self._pool.check_invariants()

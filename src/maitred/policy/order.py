@@ -27,9 +27,9 @@ class ServiceOrder(Generic[Q]):
         self._watch = PrefixWatch() if policy.kv_needs is not None else None
         self._num_rescores_left = RESCORE_WINDOW
 
-    def successor(self, policy: Policy, running: Iterable[Q]) -> ServiceOrder[Q]:
-        """The same requests, waiting and running, ordered by another policy. Keys are made of what a request carries
-        (arrival, quanta), never of the moment, so nobody loses the time it has waited.
+    def successor(self, policy: Policy, running: Iterable[Q], withdrawn: Iterable[Q] = ()) -> ServiceOrder[Q]:
+        """The same requests, waiting, running and withdrawn, ordered by another policy. Keys are made of what a request
+        carries (arrival, quanta), never of the moment, so nobody loses the time it has waited.
         """
         order = ServiceOrder(policy, self._find_kv)
         policy.quanta.update(self.policy.quanta)
@@ -41,6 +41,9 @@ class ServiceOrder(Generic[Q]):
             order._begin_quantum(request)
         for request in self.queue.in_order():
             order.enqueue(request)
+        for request in withdrawn:
+            order.enqueue(request)
+            order.withdraw(request)
         return order
 
     def begin_step(self) -> None:
@@ -81,6 +84,18 @@ class ServiceOrder(Generic[Q]):
             key = min(key, self.policy.resumed(request))
         self.keys[request.request_id] = key
         return key
+
+    def withdraw(self, request: Q) -> None:
+        """Out of the queue until it is `put_back`, or ends; it keeps its key, and to the groups it waits on."""
+        self.queue.remove(request.request_id)
+        if self._watch is not None:
+            self._watch.forget(request.request_id)
+
+    def put_back(self, request: Q) -> None:
+        """To its old place in the queue; what the cache has gained for it counts from the next step on."""
+        self.queue.push(request, self.keys[request.request_id])
+        if self._watch is not None:
+            self._watch.score_again(request.request_id)
 
     def hand_over(self, request: Q, other: ServiceOrder[Q]) -> None:
         """To another order of the same policy, with its key, and from queue to queue if it waits."""

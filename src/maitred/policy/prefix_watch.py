@@ -41,6 +41,10 @@ class PrefixWatch:
                 del self._watched[request_id]
             self._gaining |= watchers
 
+    def score_again(self, request_id: str) -> None:
+        """One that is not watched."""
+        self._gaining[request_id] = None
+
     def gaining(self, limit: int) -> list[str]:
         """The next ids to be scored again; `watch` or `forget` each of them."""
         return list(islice(self._gaining, limit))

@@ -44,6 +44,14 @@ class Deadlines:
             heapify(self._heap)
             self._num_dead = 0
 
+    @property
+    def next_at(self) -> float | None:
+        """When the next request may run out of time (s)."""
+        while self._heap and self._heap[0].request.finished:
+            heappop(self._heap)
+            self._num_dead = max(0, self._num_dead - 1)
+        return self._heap[0].due_at if self._heap else None
+
     def missed(self, now: float) -> Iterator[tuple[RequestState, FinishReason]]:
         """Those whose time is up, the most overdue first; end each before asking for the next.
 

@@ -160,7 +160,7 @@ def _plan_admissions(
         hit = state.reusable(head)
         builder.num_blocks_short = kv.num_blocks_short(head, hit)
         if builder.num_blocks_short:
-            if not preempt_for(state, head, builder):
+            if not preempt_for(state, head, builder):  # which frees what is set aside, too
                 return
             hit = state.reusable(head)
         allocation = kv.admit(head, hit)

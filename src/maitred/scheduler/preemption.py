@@ -6,13 +6,18 @@ from maitred.kvcache.manager import Allocation
 from maitred.request import RequestState
 from maitred.scheduler.notes import Preemption, PreemptionCause
 from maitred.scheduler.plan_builder import PlanBuilder, Removed
+from maitred.scheduler.reserving import give_up_one
 from maitred.scheduler.state import SchedulerState
 from maitred.scheduler.swap import worth_swapping
 
 
 def grow(state: SchedulerState, request: RequestState, builder: PlanBuilder) -> Allocation | None:
-    """Room for one more token, taken from the worst running requests if need be; None if it is itself the worst."""
+    """Room for one more token, taken from what is set aside, then from the worst running requests if need be; None if
+    it is itself the worst.
+    """
     while (allocation := state.kv.allocate(request, 1)) is None:
+        if give_up_one(state):
+            continue
         victim = state.worst_running()
         builder.out_of_blocks = True
         preempt(state, victim, builder, PreemptionCause.BLOCKS, by=request)
@@ -22,24 +27,36 @@ def grow(state: SchedulerState, request: RequestState, builder: PlanBuilder) -> 
 
 
 def preempt_for(state: SchedulerState, head: RequestState, builder: PlanBuilder) -> bool:
-    """Preempts requests that `head` outranks, the worst first, for a slot and blocks; nobody if in vain."""
+    """Preempts requests that `head` outranks, the worst first, for a slot and blocks; nobody if in vain. Blocks that
+    are set aside go first.
+    """
+    kv, victims = state.kv, _victims_for(state, head, builder)
+    if not victims and state.num_running:
+        return False
+    while state.reservations and kv.num_blocks_short(head, state.reusable(head)) and give_up_one(state, behind=head):
+        victims = _victims_for(state, head, builder)
+    for victim in victims:
+        preempt(state, victim, builder, PreemptionCause.OUTRANKED, by=head)
+    return not kv.num_blocks_short(head, state.reusable(head))
+
+
+def _victims_for(state: SchedulerState, head: RequestState, builder: PlanBuilder) -> list[RequestState]:
+    """Those that would make enough room for `head`; nobody when all of them would not, or when it has room."""
     kv = state.kv
     outranked = [r for r in state.order.outranked(head, state.running()) if r.request_id not in builder.settled]
     hit = state.reusable(head)
     short = kv.num_blocks_short(head, hit)
+    if not short and state.num_running < state.config.max_num_seqs:
+        return []
     if not outranked or short > sum(len(r.block_table) for r in outranked):
-        return False
+        return []
     victims = []
     for victim in outranked:
         victims.append(victim)
         short -= kv.num_freed_by(victim, hit)
         if short <= 0:
             break
-    if short > 0:
-        return False
-    for victim in victims:
-        preempt(state, victim, builder, PreemptionCause.OUTRANKED, by=head)
-    return not kv.num_blocks_short(head, state.reusable(head))
+    return victims if short <= 0 else []
 
 
 def preempt(

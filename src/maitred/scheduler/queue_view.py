@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from maitred.config import SchedulerConfig
-from maitred.request import RequestState
+from maitred.request import RequestState, RequestStatus
 from maitred.scheduler.notes import Blocked, Lack
 from maitred.scheduler.scheduler import Scheduler
 
@@ -30,7 +30,7 @@ class WaitingRequest(msgspec.Struct, frozen=True):
 
 
 class QueueView(msgspec.Struct, frozen=True):
-    """A page of the queue, the next first."""
+    """A page of the queue, the next first; those that wait for KV from elsewhere come last."""
 
     policy: str
     num_running: int
@@ -42,7 +42,7 @@ class QueueView(msgspec.Struct, frozen=True):
 
 def queue_view(scheduler: Scheduler, now: float, *, offset: int = 0, limit: int = 100) -> QueueView:
     """Costs a sort of the whole queue, so it is for people and not for every step."""
-    waiting = scheduler.waiting
+    waiting = (*scheduler.waiting, *scheduler.waiting_for_kv)
     page = waiting[offset : offset + min(limit, MAX_PAGE)]
     return QueueView(
         policy=scheduler.config.policy,
@@ -75,6 +75,8 @@ def _waiting(scheduler: Scheduler, request: RequestState, position: int, now: fl
 
 def reason_of(scheduler: Scheduler, request: RequestState, position: int) -> str:
     """Why it waits, as of the last step."""
+    if request.status is RequestStatus.WAITING_FOR_KV:
+        return "KV of its prompt is on its way from elsewhere"
     if scheduler.awaits_leader(request):
         return "another sample of the same prompt computes the prompt first"
     if position > 0:

@@ -9,7 +9,7 @@ from maitred.request import RequestState
 
 @dataclass(slots=True, eq=False)
 class _SampleGroup:
-    living: int = 0
+    members: dict[str, RequestState] = field(default_factory=dict)  # the living
     leader: RequestState | None = None  # computes the prompt, for the first time
     prompt_computed: bool = False
     sources: dict[str, RequestState] = field(default_factory=dict)  # running, prompt computed: may be forked
@@ -29,7 +29,7 @@ class SampleGroups:
     @property
     def num_awaiting(self) -> int:
         """Those that wait for their leader: before its prompt is computed no other member runs."""
-        return sum(group.living - 1 for group in self._led.values())
+        return sum(len(group.members) - 1 for group in self._led.values())
 
     def awaits_leader(self, request: RequestState) -> bool:
         """Whether another sample is computing the prompt of this one, which waits."""
@@ -40,7 +40,7 @@ class SampleGroups:
 
     def joined(self, request: RequestState) -> None:
         if request.spec.parent_id is not None and _shares(request):
-            self._groups.setdefault(request.spec.parent_id, _SampleGroup()).living += 1
+            self._groups.setdefault(request.spec.parent_id, _SampleGroup()).members[request.request_id] = request
 
     def started(self, request: RequestState) -> None:
         group = self._group_of(request)
@@ -69,10 +69,17 @@ class SampleGroups:
         if group is None:
             return
         self.preempted(request)
-        group.living -= 1
-        if group.living == 0:
+        del group.members[request.request_id]
+        if not group.members:
             assert request.spec.parent_id is not None
             del self._groups[request.spec.parent_id]
+
+    def fellows(self, request: RequestState) -> list[RequestState]:
+        """The other samples of its prompt, while nobody has computed that or does: all of them wait."""
+        group = self._group_of(request)
+        if group is None or group.prompt_computed or group.leader is not None:
+            return []
+        return [member for member in group.members.values() if member is not request]
 
     def source_for(self, request: RequestState) -> RequestState | None:
         """A running sample of the same prompt whose blocks can be shared, the longest-standing one."""

@@ -7,7 +7,7 @@ are all this one rule within `max_num_batched_tokens`. Pure: time is an argument
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from math import ceil
 from typing import Any
@@ -28,6 +28,8 @@ from maitred.scheduler.drafts import NumDrafts, plan_drafts
 from maitred.scheduler.notes import Blocked, Preemption
 from maitred.scheduler.plan_builder import PlanBuilder
 from maitred.scheduler.planning import build_plan, service_of, why_blocked
+from maitred.scheduler.reservations import NOTHING_GIVEN_UP, GivenUp, Reserved
+from maitred.scheduler.reserving import arrived, can_step, hold, join_fellow, release, reserve
 from maitred.scheduler.speculation import Speculation
 from maitred.scheduler.state import SchedulerState
 from maitred.scheduler.stats import SchedulerStats
@@ -72,6 +74,7 @@ class Scheduler:
         self._in_flight: list[RequestState] = []  # of the last plan, row by row
         self.blocked: Blocked | None = None  # in the last step
         self.preemptions: tuple[Preemption, ...] = ()  # in the last step
+        self.given_up: GivenUp = NOTHING_GIVEN_UP  # in the last `schedule`, `finish` or `expire`
 
     # -- what callers ask
 
@@ -89,12 +92,24 @@ class Scheduler:
         return bool(self._state.requests)
 
     @property
+    def can_step(self) -> bool:
+        """Whether a plan would hold anything: not while all that are here wait for KV from elsewhere."""
+        return can_step(self._state)
+
+    @property
+    def next_deadline(self) -> float | None:
+        """When `expire` may have something to do (s)."""
+        return self._deadlines.next_at
+
+    @property
     def num_running(self) -> int:
         return self._state.num_running
 
     @property
     def num_queued(self) -> int:
-        """Those that could run if there were room: neither running, nor waiting for the prompt of another sample."""
+        """Those that could run if there were room: neither running, nor waiting for KV, nor for the prompt of another
+        sample.
+        """
         return len(self._state.order.queue) - self._state.sample_groups.num_awaiting
 
     def awaits_leader(self, request: RequestState) -> bool:
@@ -114,6 +129,11 @@ class Scheduler:
     def waiting(self) -> tuple[RequestState, ...]:
         """In order; for people to look at."""
         return tuple(self._state.order.queue.in_order())
+
+    @property
+    def waiting_for_kv(self) -> tuple[RequestState, ...]:
+        """Out of the queue: those that have a reservation, and other samples of their prompts."""
+        return tuple(self._state.reservations.waiting.values())
 
     def next_in_line(self, count: int) -> list[RequestState]:
         """The first `count` of `waiting`, without sorting all of it."""
@@ -146,7 +166,7 @@ class Scheduler:
     def stats(self) -> SchedulerStats:
         return SchedulerStats(
             num_running=self.num_running,
-            num_waiting=len(self._state.order.queue),
+            num_waiting=len(self._state.order.queue) + len(self._state.reservations.waiting),
             num_blocks=self._kv.num_blocks,
             num_blocks_used=self._kv.num_used,
             num_blocks_cached=self._kv.num_cached,
@@ -156,10 +176,14 @@ class Scheduler:
     def check_invariants(self) -> None:
         """Asserts what must hold between any two calls; slow."""
         queued, running = list(self._state.order.queue), list(self._state.running())
-        everyone = sorted(r.request_id for r in [*queued, *running])
+        away, reservations = list(self.waiting_for_kv), self._state.reservations
+        everyone = sorted(r.request_id for r in [*queued, *away, *running])
         assert everyone == sorted(self._state.requests)
-        self._state.order.check_invariants(running)
+        self._state.order.check_invariants([*away, *running])
         assert all(r.status is RequestStatus.WAITING for r in queued)
+        assert all(r.status is RequestStatus.WAITING_FOR_KV and not r.num_computed_tokens for r in away)
+        assert {r.request_id for r in away if r.block_table} == set(reservations.reserved)
+        assert all(reservations.waiting[name].block_table for name in reservations.reserved)
         assert all(r.status is RequestStatus.RUNNING for r in running)
         assert not any(r.block_table or r.num_computed_tokens for r in queued)
         assert self._state.sample_groups.num_awaiting == sum(self._state.sample_groups.awaits_leader(r) for r in queued)
@@ -169,8 +193,8 @@ class Scheduler:
             for r in decoding:  # a postponed row may have begun a block
                 fewest, most = map(self._kv.num_blocks_for, (r.num_computed_tokens, r.num_tokens))
                 assert fewest <= len(r.block_table) <= most
-        self._kv.check_invariants(running)
-        self._kv.check_host(queued)
+        self._kv.check_invariants([*away, *running], [b for blocks in reservations.leases.values() for b in blocks])
+        self._kv.check_host([*queued, *away])
 
     # -- what happens to requests
 
@@ -189,6 +213,8 @@ class Scheduler:
         self._predict(request)
         self._state.sample_groups.joined(request)
         self._state.enqueue(request)
+        if self._state.reservations:
+            join_fellow(self._state, request)
 
     def place_of_newcomer(self, request: RequestState) -> tuple[Any, ...]:
         """In the policy's order as it is now, of one that has not been added; smaller is served first."""
@@ -208,19 +234,22 @@ class Scheduler:
     ) -> RequestProgress | None:
         """Ends a request for a reason found outside, such as a stop string; its last progress, or None if unknown."""
         request = self._state.requests.get(request_id)
-        if request is None:
-            return None
-        request.stop_reason = stop_reason
-        self._end(request, reason, now)
-        return last_progress(RequestProgress(request_id), request, now)
+        progress = self._finish(request, reason, now, stop_reason) if request is not None else None
+        self.given_up = self._state.reservations.take_given_up()
+        return progress
 
     def expire(self, now: float) -> list[RequestProgress]:
         """Ends those whose `start_by` or `finish_by` has passed; their last progress. Call it before `schedule`."""
-        return [
-            progress
-            for request, reason in self._deadlines.missed(now)
-            if (progress := self.finish(request.request_id, reason, now)) is not None
-        ]
+        expired = [self._finish(request, reason, now) for request, reason in self._deadlines.missed(now)]
+        self.given_up = self._state.reservations.take_given_up()
+        return expired
+
+    def _finish(
+        self, request: RequestState, reason: FinishReason, now: float, stop_reason: int | str | None = None
+    ) -> RequestProgress:
+        request.stop_reason = stop_reason
+        self._end(request, reason, now)
+        return last_progress(RequestProgress(request.request_id), request, now)
 
     def set_policy(self, name: str) -> None:
         """Orders everything by another policy from now on. Raises ConfigError when there is none of that name."""
@@ -240,11 +269,37 @@ class Scheduler:
         state = self._state
         order = state.order
         if _rules_of(config) != _rules_of(state.config):  # else keep it, and what it knows of service given
-            order = order.successor(policy_for(config, self._policies), state.running())
+            order = order.successor(policy_for(config, self._policies), state.running(), self.waiting_for_kv)
         if config.predictor != state.config.predictor:
             state.predictor = predictor_named(config.predictor)
         state.order, state.config = order, config
         self._watch_cache()
+
+    # -- KV from elsewhere
+
+    def reserve(self, request_id: str, num_tokens: int, now: float) -> Reserved | None:
+        """Blocks for the KV of the first `num_tokens` tokens of a request that waits in the queue, rounded down to
+        whole blocks, and to less than all that it knows. It leaves the queue until `kv_arrived`, or until its blocks
+        are given up. None, with nothing changed, when blocks lack, or when it would gain nothing.
+        """
+        return reserve(self._state, request_id, num_tokens)
+
+    def kv_arrived(self, request_id: str, num_tokens: int, now: float) -> bool:
+        """Positions [0, num_tokens) hold verified KV: a multiple of block_size from `Reserved.start`, where nothing
+        came, to `Reserved.end`. The request queues again, at its old place. False, with nothing changed, for one that
+        is gone or whose blocks were given up.
+        """
+        return arrived(self._state, request_id, num_tokens)
+
+    def hold(self, lease: str, block_hashes: Sequence[bytes], now: float) -> tuple[int, ...]:
+        """Blocks of the longest cached prefix of a chain of hashes; they stay what they are until `release`, or until
+        they are given up. A lease that holds some already holds these instead, if there are any.
+        """
+        return hold(self._state, lease, block_hashes)
+
+    def release(self, lease: str, now: float) -> bool:
+        """Ends a lease; False when there is none of that name (any more)."""
+        return release(self._state, lease)
 
     # -- a step
 
@@ -253,6 +308,7 @@ class Scheduler:
         state = self._state
         builder = build_plan(state, now)
         self.blocked, self.preemptions = why_blocked(state, builder), tuple(builder.preemptions)
+        self.given_up = state.reservations.take_given_up()
         state.order.issued(builder.requests, service_of(state, builder))
         if self._num_drafts is not None:
             plan_drafts(state, builder, [self._num_drafts(one, len(builder.rows)) for one in builder.requests])

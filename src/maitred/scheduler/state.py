@@ -11,6 +11,7 @@ from maitred.kvcache.manager import KVCacheManager, PrefixHit
 from maitred.policy.order import ServiceOrder
 from maitred.policy.predictor import Predictor
 from maitred.request import RequestState, RequestStatus
+from maitred.scheduler.reservations import Reservations
 from maitred.scheduler.samples import SampleGroups
 from maitred.scheduler.stats import SchedulerCounters
 from maitred.scheduler.stop import StopRule
@@ -31,6 +32,7 @@ class SchedulerState:
     prefilling: dict[str, RequestState] = field(default_factory=dict)  # running, more than one token behind
     decoding: dict[str, RequestState] = field(default_factory=dict)  # running, one token behind
     sample_groups: SampleGroups = field(default_factory=SampleGroups)
+    reservations: Reservations = field(default_factory=Reservations)
     forgotten: list[str] = field(default_factory=list)  # left their slots since the last plan
     prompt_logprobs_until: dict[str, int] = field(default_factory=dict)  # last position whose logprobs were handed out
     counters: SchedulerCounters = field(default_factory=SchedulerCounters)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from maitred.request import FinishReason, RequestState, RequestStatus
+from maitred.scheduler.reserving import forget
 from maitred.scheduler.state import SchedulerState
 from maitred.scheduler.timing import timing_of
 from maitred.step import ModelOutput, RequestProgress, SampledRow, ScheduledRow, SchedulerOutput
@@ -51,6 +52,8 @@ def end(state: SchedulerState, request: RequestState, reason: FinishReason, now:
     request_id = request.request_id
     if request.status is RequestStatus.RUNNING:
         state.leave_running(request)
+    elif request.status is RequestStatus.WAITING_FOR_KV:
+        forget(state, request)
     request.status, request.finish_reason, request.finished_at = RequestStatus.FINISHED, reason, now
     del state.requests[request_id]
     state.order.ended(request)

@@ -61,6 +61,7 @@ def _waiting(history: RequestHistory, wait: Wait, *, is_first: bool) -> Iterator
     }
     reasons = [(seconds, f"because {lacking[lack]}") for lack, seconds in wait.for_lack.items()]
     reasons.append((wait.for_leader_s, "because another sample computed the prompt they share"))
+    reasons.append((wait.for_kv_s, "for KV from elsewhere"))
     reasons.append((wait.until_step_s, "until the step under way had ended"))
     for seconds, reason in sorted(reasons, reverse=True):
         if seconds > 0:

@@ -1,0 +1,49 @@
+"""Reservations: blocks set aside for KV that comes from elsewhere, or held under a lease until somebody copied them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from maitred.request import RequestState
+
+
+class Reserved(NamedTuple):
+    """Blocks of a request that waits for KV: positions [0, start) are cached, `block_ids` are for [start, end)."""
+
+    start: int  # both are multiples of block_size
+    end: int
+    block_ids: tuple[int, ...]
+
+
+class GivenUp(NamedTuple):
+    """Whose blocks may be written to from now on by somebody else: nobody copies into them or out of them."""
+
+    request_ids: tuple[str, ...] = ()
+    leases: tuple[str, ...] = ()
+
+
+NOTHING_GIVEN_UP = GivenUp()
+
+
+@dataclass(slots=True, eq=False)
+class Reservations:
+    """What is set aside now; false while nothing is."""
+
+    reserved: dict[str, Reserved] = field(default_factory=dict)  # by request
+    # everybody whose status is WAITING_FOR_KV: those above, and samples that wait for the same prompt
+    waiting: dict[str, RequestState] = field(default_factory=dict)
+    leases: dict[str, tuple[int, ...]] = field(default_factory=dict)  # -> blocks, the newest last
+    given_up_requests: list[str] = field(default_factory=list)  # that nobody was told of yet
+    given_up_leases: list[str] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.reserved or self.leases)
+
+    def take_given_up(self) -> GivenUp:
+        """Since it was asked last."""
+        if not self.given_up_requests and not self.given_up_leases:
+            return NOTHING_GIVEN_UP
+        given_up = GivenUp(tuple(self.given_up_requests), tuple(self.given_up_leases))
+        self.given_up_requests, self.given_up_leases = [], []
+        return given_up

@@ -1,0 +1,160 @@
+"""Reserving: blocks are set aside for KV that comes from elsewhere, or held under a lease until somebody copied them.
+
+A request whose KV is on its way is out of the queue and in nobody's way. When it has come, its blocks are free but
+findable, and the request is admitted like any other with a cached prefix; so whatever did not come is computed.
+What is set aside is given up before a running request would lose its blocks: the newest lease first, then the
+reservation of the last in the policy's order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from maitred.request import RequestState, RequestStatus
+from maitred.scheduler.reservations import Reserved
+from maitred.scheduler.state import SchedulerState
+
+# ---- KV that comes
+
+
+def reserve(state: SchedulerState, request_id: str, num_tokens: int) -> Reserved | None:
+    """Blocks for the KV of its first `num_tokens` tokens, and the request leaves the queue; None, with nothing changed,
+    when that gains nothing, or when the blocks lack, or are needed by the first in the queue, which it comes behind.
+    """
+    request, kv = state.requests.get(request_id), state.kv
+    if request is None or request.status is not RequestStatus.WAITING or not kv.finds_again(request):
+        return None
+    if state.sample_groups.awaits_leader(request):
+        return None
+    num_blocks = min(num_tokens // kv.block_size, (request.num_tokens - 1) // kv.block_size, len(request.block_hashes))
+    end, hit = num_blocks * kv.block_size, kv.find_prefix(request)
+    if end <= max(hit.num_tokens, state.reusable(request).num_tokens):
+        return None
+    block_ids = kv.reserve(request, hit, num_blocks, _num_needed_ahead(state, request))
+    if block_ids is None:
+        return None
+    reserved = state.reservations.reserved[request_id] = Reserved(hit.num_tokens, end, block_ids)
+    for each in (request, *state.sample_groups.fellows(request)):
+        _leave_queue(state, each)
+    return reserved
+
+
+def join_fellow(state: SchedulerState, request: RequestState) -> None:
+    """A newcomer waits along with a sample of its prompt that waits for KV."""
+    parent, reservations = request.spec.parent_id, state.reservations
+    if parent is None or not state.kv.finds_again(request):
+        return
+    if any(reservations.waiting[request_id].spec.parent_id == parent for request_id in reservations.reserved):
+        _leave_queue(state, request)
+
+
+def arrived(state: SchedulerState, request_id: str, num_tokens: int) -> bool:
+    """The KV of so many tokens is in the reserved blocks, verified: it can be found, and the request queues again.
+    False, with nothing changed, for one that has no reservation (any more).
+    """
+    reserved = state.reservations.reserved.get(request_id)
+    if reserved is None:
+        return False
+    assert reserved.start <= num_tokens <= reserved.end, f"{num_tokens} tokens came for {reserved}"
+    request = state.reservations.waiting[request_id]
+    state.kv.commit(request, reserved.start, num_tokens)
+    _end_reservation(state, request)
+    _enter_queue(state, request)
+    return True
+
+
+def forget(state: SchedulerState, request: RequestState) -> None:
+    """It ends while it waits for KV."""
+    if request.request_id in state.reservations.reserved:
+        state.reservations.given_up_requests.append(request.request_id)
+        _end_reservation(state, request)
+    state.reservations.waiting.pop(request.request_id)
+
+
+def _num_needed_ahead(state: SchedulerState, request: RequestState) -> int:
+    """Blocks that the first in the queue is to find free, so that a large request does not starve."""
+    head = state.order.queue.peek()
+    if head is None or head is request or state.order.place(request) < state.order.place(head):
+        return 0
+    return state.kv.num_blocks_needed(head, state.reusable(head))
+
+
+def _leave_queue(state: SchedulerState, request: RequestState) -> None:
+    request.status = RequestStatus.WAITING_FOR_KV
+    state.reservations.waiting[request.request_id] = request
+    state.order.withdraw(request)
+
+
+def _enter_queue(state: SchedulerState, request: RequestState) -> None:
+    request.status = RequestStatus.WAITING
+    del state.reservations.waiting[request.request_id]
+    state.order.put_back(request)
+
+
+def _end_reservation(state: SchedulerState, request: RequestState) -> None:
+    """Its blocks are free, and the samples that waited along queue again."""
+    reservations, parent = state.reservations, request.spec.parent_id
+    del reservations.reserved[request.request_id]
+    state.kv.free(request)
+    for fellow in list(reservations.waiting.values()) if parent is not None else ():
+        if fellow.spec.parent_id == parent and fellow.request_id not in reservations.reserved and fellow is not request:
+            _enter_queue(state, fellow)
+
+
+# ---- KV that others copy
+
+
+def hold(state: SchedulerState, lease: str, block_hashes: Sequence[bytes]) -> tuple[int, ...]:
+    """Blocks of the longest cached prefix, which stay what they are until the lease ends; a lease that holds some
+    already holds these instead. Nothing changes when none is cached.
+    """
+    blocks = state.kv.hold(block_hashes)
+    if blocks:
+        release(state, lease)
+        state.reservations.leases[lease] = blocks
+    return blocks
+
+
+def release(state: SchedulerState, lease: str) -> bool:
+    """Whether it held any."""
+    blocks = state.reservations.leases.pop(lease, None)
+    if blocks is not None:
+        state.kv.release(blocks)
+    return blocks is not None
+
+
+# ---- giving up
+
+
+def give_up_one(state: SchedulerState, behind: RequestState | None = None) -> bool:
+    """Frees the blocks of the newest lease, else of the last reservation in the policy's order, which must come behind
+    that request if one is named; False when there is none.
+    """
+    reservations, order = state.reservations, state.order
+    if reservations.leases:
+        lease, blocks = reservations.leases.popitem()
+        state.kv.release(blocks)
+        reservations.given_up_leases.append(lease)
+        return True
+    if not reservations.reserved:
+        return False
+    last = max((reservations.waiting[request_id] for request_id in reservations.reserved), key=order.place)
+    if behind is not None and order.place(last) < order.place(behind):
+        return False
+    reservations.given_up_requests.append(last.request_id)
+    _end_reservation(state, last)
+    _enter_queue(state, last)
+    return True
+
+
+def can_step(state: SchedulerState) -> bool:
+    """Whether a plan would compute something, or give something up: not while the blocks that the first in the queue
+    lacks are reserved for those before it, and nobody runs.
+    """
+    head, reservations = state.order.queue.peek(), state.reservations
+    if state.num_running or head is None:
+        return state.num_running > 0
+    if not reservations or reservations.leases or not state.kv.num_blocks_short(head, state.reusable(head)):
+        return True
+    place = state.order.place(head)
+    return any(state.order.place(reservations.waiting[request_id]) > place for request_id in reservations.reserved)
