@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from maitred.kvcache.tiers import worth_fetching
+
 
 class SwapCosts(NamedTuple):
     """Costs of swapping and of recomputing on this machine; measured by the engine, told to the scheduler."""
@@ -17,5 +19,5 @@ class SwapCosts(NamedTuple):
 def worth_swapping(costs: SwapCosts, num_blocks: int, num_tokens: int) -> bool:
     """Copying so many blocks out and in again takes less time than computing so many tokens again."""
     num_bytes = num_blocks * costs.bytes_per_block
-    copying_s = num_bytes / costs.out_bytes_per_s + num_bytes / costs.in_bytes_per_s
-    return copying_s < num_tokens * costs.prefill_s_per_token
+    out_s = num_bytes / costs.out_bytes_per_s
+    return worth_fetching(num_bytes, num_tokens, costs.in_bytes_per_s, out_s, costs.prefill_s_per_token)

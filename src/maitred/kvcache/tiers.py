@@ -1,0 +1,136 @@
+"""KV tiers: where blocks outlive the pool (disk, Redis), what each must offer, and whether to fetch or to compute.
+
+A tier stores the bytes of whole blocks under their chain hashes. What it gives back was verified to the last bit;
+whatever goes wrong is a miss, counted by its reason, and is computed again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Protocol
+
+
+class DropReason(StrEnum):
+    """Why a block is not in a tier, or no longer: the `reason` of `maitred_kv_dropped_total`."""
+
+    TORN = "torn"  # cut short: its writer was killed, or the file was
+    DAMAGED = "damaged"  # its bytes are not those that were written
+    FOREIGN = "foreign"  # another model, dtype, executor or layout
+    OLDER = "older"  # an earlier layout of our files
+    NO_KEY = "no_key"  # encrypted, and there is no key, or another one; kept
+    NO_SPACE = "no_space"  # the disk or the server is full
+    READ_ONLY = "read_only"  # the folder may not be written
+    FAILED = "failed"  # any other error of the device
+    TOO_LARGE = "too_large"  # over the bound on one block
+    UNREACHABLE = "unreachable"  # the server does not answer
+    LAGGED = "lagged"  # came faster than it could be stored
+
+
+@dataclass(slots=True)
+class TierStats:
+    """What a tier holds and did. Written by the tier, under its lock; others read."""
+
+    num_blocks: int = 0  # held now
+    num_bytes: int = 0  # held now, on the medium
+    num_hits: int = 0  # blocks read and verified
+    num_misses: int = 0  # blocks asked for and not given
+    num_written: int = 0  # blocks
+    num_evicted: int = 0  # blocks that went for newer ones
+    dropped: Counter[DropReason] = field(default_factory=Counter)  # blocks
+
+
+class KVTier(Protocol):
+    """Storage of KV blocks. Keys are the 32-byte chain hashes; a row is one block's `bytes_per_block`.
+
+    All methods may be called from any thread. `read`, `write` and `clear` do I/O in the caller's thread, which is not
+    the engine's. Nothing raises for a fault of the medium: that is a miss, or a block not stored, and is counted.
+    """
+
+    name: str
+    bytes_per_block: int
+    stats: TierStats
+
+    def num_known(self, keys: Sequence[bytes]) -> int:
+        """How many from the front are there, by what is in memory: microseconds, no I/O. Reading may find fewer."""
+
+    def look_up(self, keys: Sequence[bytes], tell: Callable[[int], None]) -> None:
+        """`tell(num_known)`: before this returns where the index is in memory, else once, from a thread of the tier."""
+
+    def read(self, keys: Sequence[bytes], salt: str, into: memoryview) -> int:
+        """Verified blocks into consecutive rows of `into`; how many from the front. Rows after those hold anything."""
+
+    def write(self, keys: Sequence[bytes], salt: str, rows: memoryview) -> int:
+        """Stores consecutive rows that are not there yet; how many from the front are there now."""
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """They were of use elsewhere (in the pool), so they should stay."""
+
+    def clear(self) -> int:
+        """Deletes all blocks; how many there were."""
+
+    def close(self) -> None:
+        """Gives files and connections back. Everything after it finds and stores nothing."""
+
+
+# ---- fetch or compute
+
+
+def worth_fetching(
+    num_bytes: float, num_tokens: int, bandwidth: float, latency_s: float, prefill_s_per_token: float
+) -> bool:
+    """Fetching so many bytes (bytes/s, and s before the first of them) takes less time than computing the tokens."""
+    return num_bytes / bandwidth + latency_s < num_tokens * prefill_s_per_token
+
+
+def break_even_tokens(
+    bytes_per_token: float, bandwidth: float, latency_s: float, prefill_s_per_token: float
+) -> int | None:
+    """The fewest tokens that `worth_fetching` fetches; None where computing is always faster."""
+    gain_s = prefill_s_per_token - bytes_per_token / bandwidth  # of each token
+    return math.floor(latency_s / gain_s) + 1 if gain_s > 0 else None
+
+
+_HALVES_AFTER = 16  # fetches
+_LEAST_SPREAD = 0.1  # of sizes, as a part of their mean: below it they tell nothing of the latency
+_MOST_LATENCY = 0.9  # of the mean time
+
+
+class FetchMeter:
+    """Smoothed bandwidth and latency of a tier or a link: the line through the newest fetches, by least squares.
+
+    It goes through their mean, so a fetch of the usual size is foretold as it was measured, whatever the two terms are.
+    """
+
+    def __init__(self, *, bandwidth: float, latency_s: float) -> None:
+        """Starts from guesses, which the first fetches replace."""
+        self.bandwidth, self.latency_s = bandwidth, latency_s  # bytes/s, s
+        self.num_fetches = 0
+        self._weight = self._x = self._y = self._xx = self._xy = 0.0  # sums, of which the older count less
+
+    def fetched(self, num_bytes: int, seconds: float) -> None:
+        """A fetch of so many bytes took so long."""
+        self.num_fetches += 1
+        self._add(float(num_bytes), max(seconds, 1e-9))
+        mean_bytes, mean_s = self._x / self._weight, self._y / self._weight
+        spread = self._xx / self._weight - mean_bytes**2
+        if spread > (_LEAST_SPREAD * mean_bytes) ** 2:
+            slope = (self._xy / self._weight - mean_bytes * mean_s) / spread
+            self.latency_s = mean_s - slope * mean_bytes
+        self.latency_s = min(max(self.latency_s, 0.0), _MOST_LATENCY * mean_s)
+        self.bandwidth = max(mean_bytes, 1.0) / (mean_s - self.latency_s)
+
+    def seconds_for(self, num_bytes: float) -> float:
+        """How long a fetch would take."""
+        return num_bytes / self.bandwidth + self.latency_s
+
+    def _add(self, num_bytes: float, seconds: float) -> None:
+        keep = 0.5 ** (1 / _HALVES_AFTER)
+        self._weight = self._weight * keep + 1.0
+        self._x = self._x * keep + num_bytes
+        self._y = self._y * keep + seconds
+        self._xx = self._xx * keep + num_bytes**2
+        self._xy = self._xy * keep + num_bytes * seconds
