@@ -37,6 +37,15 @@ class DraftCounts(msgspec.Struct, array_like=True):
         return DraftCounts(self.num_rows + other.num_rows, self.num_tokens + other.num_tokens, accepted)
 
 
+class TierFigures(msgspec.Struct, array_like=True):
+    """A KV tier, for metrics; tokens and drops only grow."""
+
+    name: str
+    num_bytes: int  # that it holds
+    hit_tokens: int  # fetched in place of computing
+    dropped: dict[str, int]  # blocks by reason
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaState:
     """A replica at one moment. Counters only grow; gauges are as of the last step."""

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any, Protocol
 
 from maitred.clock import Clock
@@ -63,6 +64,14 @@ class StepObserver(Protocol):
     ) -> None: ...
 
 
+class FollowsRequests(Protocol):
+    """Who fetches and stores KV; `kv_tiers.KVTiers` is one. Told in the engine's thread."""
+
+    def entered(self, request: RequestState) -> None: ...
+
+    def ended(self, request_id: str) -> None: ...
+
+
 class EngineCore:
     """Requests in, progress out. Not thread-safe: one caller at a time."""
 
@@ -82,6 +91,7 @@ class EngineCore:
         self.speed: SpeedMeter | None = None  # while a router wants to know
         # Told before anything is written to blocks that were given up, in the engine's thread; it asks nothing of here.
         self.on_given_up: Callable[[GivenUp], None] | None = None
+        self.kv_tiers: FollowsRequests | None = None
         self.wake: Callable[[], None] = lambda: None  # ends the wait of whoever drives it; called in any thread
         self._called: deque[Callable[[], object]] = deque()
         self._ages_by_device = _leaves_ageing_open(scheduler.config)
@@ -124,7 +134,14 @@ class EngineCore:
         self._scheduler.add(request, now)
         if self._observer is not None:
             self._observer.added(request, now)
+        if self.kv_tiers is not None:
+            self.kv_tiers.entered(request)
         return request
+
+    @property
+    def prefill_s_per_token(self) -> float | None:
+        """Of a prompt, in the executor; None until it was measured."""
+        return self._prefill.s_per_token
 
     def place_of_newcomer(self, spec: RequestSpec) -> Callable[[], tuple[Any, ...]]:
         """Asked at any time, where it would stand in the policy's order if it were added; smaller is served first."""
@@ -143,6 +160,8 @@ class EngineCore:
         self._tell_given_up()
         if progress is not None and self._observer is not None:
             self._observer.ended(request_id, reason, now)
+        if self.kv_tiers is not None and progress is not None:
+            self.kv_tiers.ended(request_id)
         return self._host_shares.told([progress], self.host_s)[0] if progress is not None else None
 
     def shed(self, request_id: str) -> RequestProgress | None:
@@ -249,8 +268,10 @@ class EngineCore:
         )
         if self.speed is not None:
             self.speed.observe(plan, updated_at - execute_at)
-        if self._ages_by_device and AGEING in self._scheduler.order.policy.arguments:
-            self._age_by_device(plan, updated_at - execute_at)
+        ages = self._ages_by_device and AGEING in self._scheduler.order.policy.arguments
+        if (ages or self.kv_tiers is not None) and self._prefill.observe(plan, updated_at - execute_at) and ages:
+            self._age_by_device()
+        self._tell_ended(expired, progress)
         self.last_step_at = self._clock.now()
         self.execute_s += updated_at - execute_at
         self.host_s += (execute_at - scheduled_at) + (self.last_step_at - updated_at)
@@ -264,13 +285,18 @@ class EngineCore:
         if measure_steps is not None and (steps := measure_steps(plan, output, execute_s, host_s)) is not None:
             self.set_step_costs(steps)
 
-    def _age_by_device(self, plan: SchedulerOutput, execute_s: float) -> None:
+    def _tell_ended(self, *progress: Sequence[RequestProgress]) -> None:
+        for told in chain(*progress) if self.kv_tiers is not None else ():
+            if told.finish_reason is not None and self.kv_tiers is not None:
+                self.kv_tiers.ended(told.request_id)
+
+    def _age_by_device(self) -> None:
         """How fast waiting outweighs work, from how fast this device works; told anew when it is quite another.
 
         Everybody's key is made anew then, of what the request carries, so nobody loses the time it has waited.
         """
         meter, config = self._prefill, self._scheduler.config
-        if not meter.observe(plan, execute_s) or meter.num_steps < MIN_STEPS or meter.s_per_token is None:
+        if meter.num_steps < MIN_STEPS or meter.s_per_token is None:
             return
         rate = min(max(AGEING_SHARE / meter.s_per_token, 0.001), 1e9)
         told = config.ageing_tokens_per_s

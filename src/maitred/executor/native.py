@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from maitred.executor.drafted import accepted, samplers_of, with_drafts
 from maitred.executor.grammar import Grammars
 from maitred.executor.grammar_rows import follow_grammars, keep, num_checked, wait_for_masks
+from maitred.executor.native_blocks import NativeBlocks
 from maitred.executor.native_lora import NativeAdapters, refuse
 from maitred.executor.native_swap import Bandwidth, NativeHostPool
 from maitred.executor.outcome import PROMPT_LOGPROBS_CHUNK, prompt_tokens_due, report
@@ -149,6 +150,10 @@ class NativeExecutor:
     def measure_swap(self) -> Bandwidth | None:
         """How fast blocks go to the host and back; None without host blocks. For a new executor: it spoils the pool."""
         return self._host.measure() if self._host is not None else None
+
+    def block_io(self) -> NativeBlocks:
+        """Blocks as bytes, for other threads; ranks share the pool's memory."""
+        return NativeBlocks(self.pool)
 
     def close(self) -> None:
         """Drop states, pool, weights and threads."""

@@ -23,7 +23,7 @@ from maitred.executor.sampler import SampledToken, sample_rows, token_logprobs
 from maitred.executor.state import HeldRequest, RowWork, take_plan
 from maitred.executor.torch_attention import GatherAttention
 from maitred.executor.torch_flash import FlashAttention, flash_refusal, reads_block_tables
-from maitred.executor.torch_kv import TorchKVPool
+from maitred.executor.torch_kv import TorchBlocks, TorchKVPool
 from maitred.executor.torch_swap import Bandwidth, TorchHostPool
 from maitred.model.checkpoint import Checkpoint
 from maitred.model.spec import DecoderSpec
@@ -114,6 +114,10 @@ class TorchExecutor:
         """How fast blocks go to the host and back; None without host blocks. For a new executor: it spoils the pool."""
         with torch.inference_mode(), _threads(self._num_threads):
             return self._host.measure() if self._host is not None else None
+
+    def block_io(self) -> TorchBlocks | None:
+        """Blocks as bytes, for other threads; None on a GPU, whose copies wait for its queue."""
+        return TorchBlocks(self.pool) if self.device.type == "cpu" else None
 
     def close(self) -> None:
         """Drop states, pool and weights."""

@@ -65,3 +65,22 @@ class TorchKVPool:
     def clear(self, slots: torch.Tensor) -> None:
         """Zero these slots in every layer."""
         self._slots.index_fill_(2, slots, 0.0)
+
+
+class TorchBlocks:
+    """Whole blocks of a pool on a CPU as bytes, [layers, 2, slots, kv heads, head size] each, beside a step."""
+
+    def __init__(self, pool: TorchKVPool) -> None:
+        self._pool = pool
+        shape = pool.shape
+        self._block = (shape.num_layers, 2, shape.block_size, shape.num_kv_heads, shape.head_dim)
+        self.bytes_per_block: int = torch.Size(self._block).numel() * pool.dtype.itemsize
+
+    def read(self, blocks: Sequence[int], into: memoryview) -> None:
+        rows = self._pool.gather(blocks).view(torch.uint8)
+        torch.frombuffer(into, dtype=torch.uint8).copy_(rows.flatten())
+
+    def write(self, blocks: Sequence[int], rows: memoryview) -> None:
+        if blocks:
+            contents = torch.frombuffer(rows, dtype=torch.uint8).view(self._pool.dtype)
+            self._pool.scatter(blocks, contents.view(len(blocks), *self._block))

@@ -1,0 +1,244 @@
+"""KV tiers beside a real engine: what was computed once is fetched, and whatever goes wrong is computed again."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+
+from maitred.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculativeConfig
+from maitred.engine import kv_tiers
+from maitred.engine.build import EngineParts, build_parts
+from maitred.engine.intake import make_requests
+from maitred.engine.kv_tiers import KVTiers
+from maitred.kvcache.tiers import TierStats
+from maitred.request import SamplingParams
+
+PROMPT = list(range(300, 300 + 200))
+
+
+class DictTier:
+    """Keeps blocks in a dict. `before_read`, `before_write` are called in the threads that do so."""
+
+    name = "dict"
+
+    def __init__(self, bytes_per_block: int) -> None:
+        self.bytes_per_block, self.stats = bytes_per_block, TierStats()
+        self.blocks: dict[bytes, bytes] = {}
+        self.before_read: Callable[[], None] = lambda: None
+        self.before_write: Callable[[], None] = lambda: None
+
+    def num_known(self, keys: Sequence[bytes]) -> int:
+        return next((i for i, key in enumerate(keys) if key not in self.blocks), len(keys))
+
+    def look_up(self, keys: Sequence[bytes], tell: Callable[[int], None]) -> None:
+        tell(self.num_known(keys))
+
+    def read(self, keys: Sequence[bytes], salt: str, into: memoryview) -> int:
+        self.before_read()
+        size = self.bytes_per_block
+        for i, key in enumerate(keys):
+            if key not in self.blocks:
+                return i
+            into[i * size : (i + 1) * size] = self.blocks[key]
+        return len(keys)
+
+    def write(self, keys: Sequence[bytes], salt: str, rows: memoryview) -> int:
+        self.before_write()
+        size = self.bytes_per_block
+        for i, key in enumerate(keys):
+            self.blocks[key] = bytes(rows[i * size : (i + 1) * size])
+        return len(keys)
+
+    def touch(self, keys: Sequence[bytes]) -> None: ...
+
+    def clear(self) -> int:
+        count = len(self.blocks)
+        self.blocks.clear()
+        return count
+
+    def close(self) -> None: ...
+
+
+class Engine:
+    """A small native engine with a tier, stepped here."""
+
+    def __init__(self, tier: DictTier | None = None, *, num_blocks: int = 64, speculative: str = "off") -> None:
+        probe = EngineConfig(
+            model=ModelConfig(num_threads=1),
+            cache=CacheConfig(kv_cache_memory_bytes=num_blocks * 48 * 1024),
+            scheduler=SchedulerConfig(max_num_seqs=4),
+            speculative=SpeculativeConfig(speculative=speculative),
+        )
+        self.parts: EngineParts = build_parts(probe)
+        core = self.core = self.parts.core
+        io = core._executor.block_io()  # type: ignore[attr-defined]
+        self.tier = tier if tier is not None else DictTier(io.bytes_per_block)
+        self.woken = threading.Event()
+        core.wake = self.woken.set
+        self.tiers = KVTiers(core, io, [self.tier], block_size=16, staging_bytes=2**28, clock=core._clock)
+        self.tokens: dict[str, list[int]] = {}
+
+    def add(self, name: str, prompt: Sequence[int] = PROMPT, *, n: int = 1, **sampling: object) -> list[str]:
+        params = SamplingParams(n=n, max_tokens=24, ignore_eos=True, seed=7, **sampling)  # type: ignore[arg-type]
+        specs = make_requests(self.parts.model, prompt, params, request_id=name, now=self.core._clock.now())
+        for spec in specs:
+            self.tokens[spec.request_id] = []
+            self.core.add(spec)
+        return [spec.request_id for spec in specs]
+
+    def step(self) -> None:
+        if not self.core.can_step:
+            assert self.woken.wait(20)
+        self.woken.clear()
+        self.core.run_called()
+        for told in self.core.step():
+            self.tokens[told.request_id] += told.new_token_ids
+        self.core.scheduler.check_invariants()
+
+    def run(self) -> None:
+        while self.core.has_work:
+            self.step()
+
+    def rest(self) -> None:
+        """Until all is stored."""
+        while self.tiers._stores:
+            assert self.woken.wait(20)
+            self.woken.clear()
+            self.core.run_called()
+        self.core.scheduler.check_invariants()
+
+    def complete(self, name: str, prompt: Sequence[int] = PROMPT, **sampling: object) -> list[list[int]]:
+        names = self.add(name, prompt, **sampling)
+        states = [self.core.scheduler.request(each) for each in names]
+        self.run()
+        self.cached = [state.num_cached_tokens for state in states if state is not None]
+        self.rest()
+        return [self.tokens[each] for each in names]
+
+    def close(self) -> None:
+        self.tiers.close()
+        self.parts.close()
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., Engine]]:
+    made: list[Engine] = []
+
+    def one(*args: object, **fields: object) -> Engine:
+        made.append(Engine(*args, **fields))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield one
+    for each in made:
+        each.close()
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"temperature": 0.9}, {"temperature": 0.9, "n": 4}])
+@pytest.mark.parametrize("speculative", ["off", "mtp"])
+def test_a_new_engine_goes_on_with_what_another_computed(make, sampling, speculative):
+    first = make(speculative=speculative)
+    said = first.complete("a", **sampling)
+    assert first.cached[0] == 0
+    again = make(first.tier, speculative=speculative)
+    assert again.complete("b", **sampling) == said
+    assert again.cached[0] == 192  # all whole blocks before the last token
+    turn = [*PROMPT, *said[0], 5, 6, 7]
+    third = make(first.tier, speculative=speculative)
+    found = third.complete("c", turn, **sampling)
+    assert third.cached[0] == 208, "what the answer filled is there too"
+    plain = make(speculative=speculative)
+    assert plain.complete("d", turn, **sampling) == found
+    assert third.tiers.figures()[0].hit_tokens == 208
+
+
+def test_unlike_salts_share_nothing(make):
+    engine = make()
+    engine.complete("a")
+    specs = make_requests(
+        engine.parts.model, PROMPT, SamplingParams(max_tokens=4), request_id="b", now=0.0, cache_salt="theirs"
+    )
+    other = make(engine.tier)
+    other.tokens["b"] = []
+    other.core.add(specs[0])
+    assert not len(other.tiers)
+
+
+def test_an_abort_while_it_is_fetched_frees_its_blocks(make):
+    first = make()
+    first.complete("a")
+    again, let_go = make(first.tier), threading.Event()
+    reading = threading.Event()
+    again.tier.before_read = lambda: (reading.set(), let_go.wait(20))[0]
+    (name,) = again.add("b")
+    assert reading.wait(20)
+    assert again.core.abort(name) is not None
+    assert again.core.stats.num_blocks_used == 0
+    let_go.set()
+    assert again.complete("c") == first.complete("d")
+
+
+def test_a_tier_that_raises_or_forgets_is_computed_around(make):
+    first = make()
+    said = first.complete("a")
+    again = make(first.tier)
+    wrong = iter([OSError("gone"), None])
+
+    def fail() -> None:
+        if (error := next(wrong, None)) is not None:
+            raise error
+
+    again.tier.before_read = fail
+    assert again.complete("b") == said
+    assert again.cached == [0]
+    del again.tier.blocks[list(again.tier.blocks)[5]]
+    third = make(again.tier)
+    assert third.complete("c") == said
+    assert third.cached == [5 * 16]
+
+
+def test_a_tier_that_hangs_is_left_alone(make, monkeypatch):
+    monkeypatch.setattr(kv_tiers, "PATIENCE_S", 0.05)
+    first = make()
+    said = first.complete("a")
+    again, let_go = make(first.tier), threading.Event()
+    again.tier.before_read = lambda: let_go.wait(20)
+    assert again.complete("b") == said
+    assert again.cached == [0]
+    assert again.complete("c", [9, *PROMPT])
+    let_go.set()
+
+
+def test_what_is_fetched_is_given_up_before_a_running_request_is_preempted(make):
+    first = make(num_blocks=32)
+    said = first.complete("a")
+    again, reading, let_go = make(first.tier, num_blocks=32), threading.Event(), threading.Event()
+    again.tier.before_read = lambda: (reading.set(), let_go.wait(20))[0]
+    (running,) = again.add("b", list(range(1000, 1000 + 18 * 16 - 2)))
+    again.step()
+    (fetched,) = again.add("c")
+    assert reading.wait(20)
+    while again.tiers._fetches:
+        again.step()  # until the growing answer needs a block of the reserved ones
+        if not again.core.has_work:
+            break
+    let_go.set()
+    again.run()
+    assert again.core.stats.num_preemptions == 0
+    assert again.tokens[fetched] == said[0]
+    assert len(again.tokens[running]) == 24
+
+
+def test_storage_that_lags_is_not_waited_for(make):
+    engine = make()
+    engine.tiers._staging_bytes = 1
+    let_go = threading.Event()
+    engine.tier.before_write = lambda: let_go.wait(20)
+    for number in range(3):
+        engine.add(f"r{number}", [number, *PROMPT])
+    engine.run()
+    assert engine.tiers.figures()[0].dropped["lagged"] > 0
+    let_go.set()
+    engine.rest()
+    assert engine.core.stats.num_blocks_used == 0
