@@ -194,3 +194,29 @@ def test_every_story_of_a_wild_run_adds_up(seed: int):
                 if index < len(history.starts):
                     assert history.starts[index].at == pytest.approx(wait.ended_at)
                     assert told == pytest.approx(wait.total_s)
+
+
+def test_a_wait_for_kv_from_elsewhere_is_told_and_no_other_cause_is():
+    engine = LoggedEngine(max_num_seqs=1)
+    engine.add("before", max_tokens=2)
+    for sample in make_samples("p", 2, prompt=13, max_tokens=1):
+        engine.core.add(sample.spec)
+    engine.steps(1)
+    reserved = engine.core.reserve("p-0", 13)
+    assert reserved is not None
+    engine.steps(1)
+    engine.clock.advance(4.0)
+    assert engine.core.kv_arrived("p-0", reserved.end)
+    (wait,) = engine.history("p-0").waits
+    assert (wait.for_kv_s, wait.for_lack, wait.total_s) == (5.0, {Lack.SLOTS: 1.0}, 6.0)
+    assert engine.history("p-0").starts[0].num_reused_tokens == 12
+    assert engine.history("p-1").waits[0].for_kv_s == 5.0
+
+
+def test_a_wait_for_kv_that_was_given_up_ends_there():
+    engine = LoggedEngine(num_blocks=8)
+    engine.add("running", prompt=4, max_tokens=28)
+    engine.add("waiting", prompt=21)
+    assert engine.core.reserve("waiting", 21) is not None
+    history = engine.history("waiting")
+    assert 0.0 < history.waits[0].for_kv_s < history.waits[0].total_s

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import ast
+import threading
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,6 +17,7 @@ from maitred.decisions.log import Recorder
 from maitred.decisions.replay import first_difference
 from maitred.engine.core import EngineCore
 from maitred.request import FinishReason, RequestState
+from maitred.scheduler.reservations import GivenUp
 from maitred.scheduler.swap import SwapCosts
 from maitred.step import ModelOutput, RequestProgress, SchedulerOutput
 from tests.fakes import FakeExecutor, make_samples, make_scheduler, make_spec, token_at
@@ -48,6 +52,18 @@ class Notes:
 
     def measured(self, costs: SwapCosts, now: float) -> None:
         self.told.append(("measured", costs, now))
+
+    def reserved(self, request_id: str, num_tokens: int, now: float) -> None:
+        self.told.append(("reserved", request_id, num_tokens, now))
+
+    def kv_arrived(self, request_id: str, num_tokens: int, now: float) -> None:
+        self.told.append(("kv_arrived", request_id, num_tokens, now))
+
+    def held(self, lease: str, block_hashes: Sequence[bytes], now: float) -> None:
+        self.told.append(("held", lease, len(block_hashes), now))
+
+    def released(self, lease: str, now: float) -> None:
+        self.told.append(("released", lease, now))
 
     def stepped(
         self,
@@ -207,3 +223,65 @@ def test_ageing_that_is_given_while_requests_run_is_not_measured_over():
     core.configure(replace(measured, ageing_tokens_per_s=3.0))
     serve_prompts(core, 5, named="b")
     assert core.scheduler.config.ageing_tokens_per_s == 3.0
+
+
+def test_kv_from_elsewhere_is_noted_where_it_has_an_effect():
+    notes = Notes()
+    core, _ = make_core(notes)
+    core.add(make_spec("a", prompt=12, max_tokens=1))
+    assert core.reserve("a", 4) is not None
+    assert core.reserve("a", 4) is None
+    assert (core.has_work, core.can_step) == (True, False)
+    assert core.kv_arrived("a", 4)
+    assert not core.kv_arrived("a", 4)
+    held = core.scheduler.request("a").block_hashes  # type: ignore[union-attr]
+    assert len(core.hold("lease", held)) == 1
+    assert core.release("lease")
+    assert not core.release("lease")
+    assert [told[0] for told in notes.told] == ["added", "reserved", "kv_arrived", "held", "released"]
+
+
+def test_whoever_copies_is_told_before_anything_is_written_to_blocks_that_were_given_up():
+    core, executor = make_core()
+    told: list[tuple[GivenUp, int]] = []
+    core.on_given_up = lambda given_up: told.append((given_up, len(executor.plans)))
+    core.add(make_spec("a", prompt=100, max_tokens=150))
+    core.step()
+    core.add(make_spec("b", prompt=60))
+    core.add(make_spec("c", prompt=60))
+    assert core.reserve("b", 60) is not None
+    assert core.reserve("c", 60) is not None
+    core.abort("c")
+    assert told == [(GivenUp(("c",), ()), 1)]
+    while len(told) == 1:
+        core.step()
+    assert told[1] == (GivenUp(("b",), ()), len(executor.plans) - 1)
+
+
+def test_a_deadline_ends_a_request_that_waits_for_kv():
+    core, executor = make_core()
+    core.add(make_spec("a", prompt=12, finish_by=2.0))
+    assert core.reserve("a", 12) is not None
+    assert core.next_deadline == 2.0
+    told: list[GivenUp] = []
+    core.on_given_up = told.append
+    executor._clock.advance(2.0)
+    (progress,) = core.step()
+    assert (progress.finish_reason, told) == (FinishReason.TIMEOUT, [GivenUp(("a",), ())])
+    assert core.stats.num_blocks_used == 0
+
+
+def test_what_another_thread_has_to_say_is_heard_between_two_steps():
+    core, _ = make_core()
+    core.add(make_spec("a", prompt=12))
+    reserved = core.reserve("a", 12)
+    assert reserved is not None
+    woken = threading.Event()
+    core.wake = woken.set
+    thread = threading.Thread(target=core.call_soon, args=(partial(core.kv_arrived, "a", reserved.end),))
+    thread.start()
+    woken.wait()
+    thread.join()
+    assert not core.can_step
+    core.run_called()
+    assert core.can_step

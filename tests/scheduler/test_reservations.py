@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+
+from maitred.policy.policies import POLICIES
 from maitred.request import Charges, FinishReason, RequestState, RequestStatus, ResumePoint, SamplingParams
 from maitred.scheduler.queue_view import queue_view
 from maitred.scheduler.reservations import GivenUp, Reserved
@@ -83,6 +86,23 @@ def test_others_pass_it_and_it_comes_back_to_its_old_place():
     assert tokens_by_request(run.step()) == {"b": 12}
     assert arrive(run, requests[0], reserved)
     assert [r.request_id for r in run.scheduler.waiting] == ["a", "c"]
+    run.to_end()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_under_every_policy_it_keeps_its_place_also_when_the_policy_changes_meanwhile(policy: str):
+    requests = [
+        make_request(f"r{i}", prompt=12, arrived_at=i / 8, priority=i % 2, tenant=f"t{i % 3}") for i in range(6)
+    ]
+    run = Run(make_scheduler(policy=policy), *requests)
+    before = [r.request_id for r in run.scheduler.waiting]
+    reserved = [(request, reserve(run, request)) for request in requests[1:4]]
+    run.scheduler.set_policy("fcfs")
+    run.scheduler.set_policy(policy)
+    for request, each in reserved:
+        assert each is not None
+        assert arrive(run, request, each, num_blocks=0)
+    assert [r.request_id for r in run.scheduler.waiting] == before
     run.to_end()
 
 

@@ -55,6 +55,7 @@ def scenarios(draw: st.DrawFn) -> Scenario:
         arrivals_percent=draw(st.integers(15, 85)),
         aborts_percent=draw(st.sampled_from([0, 5])),
         enable_prefix_caching=draw(st.booleans()),
+        kv_percent=draw(st.sampled_from([0, 60])),
     )
 
 
@@ -68,7 +69,8 @@ def for_every_policy(max_examples: int) -> Callable[[Any], Any]:
 
 @for_every_policy(150)
 def test_every_property_holds_in_every_step(name: str, scenario: Scenario):
-    check_steps(POLICIES[name], scenario, CheckingExecutor(scenario.block_size).execute)
+    executor = CheckingExecutor(scenario.block_size)
+    check_steps(POLICIES[name], scenario, executor.execute, bring=executor.write)
 
 
 @for_every_policy(25)
@@ -109,6 +111,7 @@ def test_the_whole_kit_in_one_call(name: str):
 
 def test_the_worlds_reach_what_they_are_to_watch(monkeypatch: pytest.MonkeyPatch):
     """Preemptions, quanta, prefix hits and aborts happen, for each policy that knows them."""
+    num_given_up = 0
     for name, make in POLICIES.items():
         quanta: list[str] = []
 
@@ -124,7 +127,10 @@ def test_the_worlds_reach_what_they_are_to_watch(monkeypatch: pytest.MonkeyPatch
             sum(r.spec.sample_index > 0 and r.num_output_tokens > 0 for w in worlds for r in w.requests.values()) > 50
         )
         assert sum(s.num_prefix_hit_tokens for s in stats) > 100
+        assert sum(w.num_arrived for w in worlds) > 20
+        num_given_up += sum(w.num_given_up for w in worlds)
         assert (len(quanta) > 50) == (worlds[0].policy.quantum_end is not None)
+    assert num_given_up > 20
 
 
 # -- Policies that break a promise. A check that cannot fail is none.

@@ -19,7 +19,7 @@ from maitred.policy.parameters import make_policy
 from maitred.policy.policy import PolicyFactory
 from maitred.policy.queue import MIN_DEAD_ENTRIES
 from maitred.request import RequestState
-from maitred.testing.conformance_world import Execute, Moment, Scenario, ServiceMeter, World, answer, scenario_of
+from maitred.testing.conformance_world import Bring, Execute, Moment, Scenario, ServiceMeter, World, answer, scenario_of
 
 Property = Callable[[Moment], str | None]
 """What is wrong at this moment, in words, or None."""
@@ -37,9 +37,11 @@ class PolicyFault(ConfigError):
 
 
 def conservation(moment: Moment) -> str | None:
-    """Every request is in one place: it waits, runs or has ended; none is lost, none is there twice."""
+    """Every request is in one place: it waits in the queue or for KV, runs or has ended; none is lost, none is there
+    twice.
+    """
     scheduler = moment.world.scheduler
-    here = [r.request_id for r in (*scheduler.waiting, *scheduler.running)]
+    here = [r.request_id for r in (*scheduler.waiting, *scheduler.waiting_for_kv, *scheduler.running)]
     if len(set(here)) != len(here):
         return "a request is there twice"
     if len(here) + moment.world.num_finished != len(moment.world.requests):
@@ -127,14 +129,15 @@ def bounded_queue(moment: Moment) -> str | None:
     if held > 2 * living + MIN_DEAD_ENTRIES + 1:
         return f"the queue holds {held} entries for {living} requests"
     try:
-        order.check_invariants(moment.world.scheduler.running)
+        scheduler = moment.world.scheduler
+        order.check_invariants((*scheduler.running, *scheduler.waiting_for_kv))
     except AssertionError as fault:
         return f"the order remembers requests that have gone {fault}"
     return None
 
 
 def no_block_leak(moment: Moment) -> str | None:
-    """Blocks are held by running requests alone, as often as their tables say."""
+    """Blocks are held by running requests, reservations and leases alone, as often as they say."""
     try:
         moment.world.scheduler.check_invariants()
     except AssertionError as fault:
@@ -161,9 +164,10 @@ def check_steps(
     scenario: Scenario,
     execute: Execute = answer,
     properties: Iterable[str] = STEP_PROPERTIES,
+    bring: Bring = lambda blocks, request, start: None,
 ) -> World:
     """Runs the scenario to its end and watches properties in every step; everybody must come to the end."""
-    world, names = World(make, scenario, execute), list(properties)
+    world, names = World(make, scenario, execute, bring), list(properties)
     while world.scheduler.has_work or len(world.requests) < scenario.num_requests:
         world.arrive()
         moment = world.step()
@@ -181,6 +185,7 @@ def check_steps(
 
 def _check_ended(world: World) -> None:
     step = len(world.plans)
+    world.end_leases()
     if world.kv_cache.num_used:
         fault = f"{world.kv_cache.num_used} blocks are held by nobody"
         raise PolicyFault("no block leak", world.scenario, step, fault)

@@ -15,12 +15,15 @@ from maitred.kvcache.prefix_cache import TokenHasher
 from maitred.policy.policy import Policy, PolicyFactory
 from maitred.policy.rules.arrival import fcfs
 from maitred.request import RequestSpec, RequestState, SamplingParams
+from maitred.scheduler.reservations import Reserved
 from maitred.scheduler.scheduler import Scheduler
 from maitred.step import ModelOutput, SampledRow, SchedulerOutput
 
 T = TypeVar("T")
 
 Execute = Callable[[SchedulerOutput], ModelOutput]
+Bring = Callable[[Sequence[int], RequestState, int], object]
+"""(blocks, request, position): writes KV of the request's tokens from there on, which came from elsewhere."""
 
 CHECKED, OTHER = "checked", "other"  # names under which a world's scheduler knows the policy, and fcfs
 
@@ -68,6 +71,7 @@ class Scenario:
     arrivals_percent: int = 60  # chance of another arrival before a step, asked again after each
     samples_percent: int = 20  # chance that one comes as several samples
     aborts_percent: int = 2  # chance of an abort before a step
+    kv_percent: int = 0  # chance that KV comes from elsewhere before a step, or is waited for, held or released
     enable_prefix_caching: bool = True
 
     @property
@@ -106,6 +110,7 @@ def scenario_of(seed: int) -> Scenario:
         arrivals_percent=dice.between(15, 85),
         aborts_percent=dice.choose([0, 0, 5]),
         enable_prefix_caching=dice.chance(75),
+        kv_percent=90 if seed % 3 == 2 else 0,
     )
 
 
@@ -125,9 +130,15 @@ class Moment:
 class World:
     """A scheduler under the checked policy, and the load of a scenario."""
 
-    def __init__(self, make: PolicyFactory, scenario: Scenario, execute: Execute = answer) -> None:
+    def __init__(
+        self,
+        make: PolicyFactory,
+        scenario: Scenario,
+        execute: Execute = answer,
+        bring: Bring = lambda blocks, request, start: None,
+    ) -> None:
         self.scenario, self.dice, self.now = scenario, Dice(scenario.seed ^ 0x5EED), 0.0
-        self._execute = execute
+        self._execute, self._bring = execute, bring
         self._hasher = TokenHasher(scenario.block_size, "conformance")
         self.kv_cache = KVCacheManager(
             num_blocks=scenario.num_blocks,
@@ -139,6 +150,8 @@ class World:
         self.scheduler = Scheduler(scenario.config, self.kv_cache, policies=policies)
         self.requests: dict[str, RequestState] = {}  # all there ever were
         self.num_finished = 0
+        self._coming: dict[str, Reserved] = {}  # KV from elsewhere, by request
+        self.num_arrived = self.num_given_up = 0  # of reservations
         self.plans: list[SchedulerOutput] = []
 
     @property
@@ -162,10 +175,50 @@ class World:
         while len(self.requests) < scenario.num_requests and dice.chance(scenario.arrivals_percent):
             for request in self.draw_samples():
                 self.add(request)
-        living = [*self.scheduler.waiting, *self.scheduler.running]
+        living = [*self.scheduler.waiting, *self.scheduler.running, *self.scheduler.waiting_for_kv]
         if living and dice.chance(scenario.aborts_percent):
             self.scheduler.abort(dice.choose(living).request_id, self.now)
+            self._note_given_up()
             self.num_finished += 1
+        if scenario.kv_percent and dice.chance(scenario.kv_percent):
+            acts = [self._reserve] * 3 + [self._kv_arrives] * 2 + [self._hold, self._release]
+            dice.choose(acts)()
+
+    def _reserve(self) -> None:
+        for request in self.scheduler.waiting[: self.dice.between(0, 3)]:
+            num_tokens = self.dice.between(0, request.num_tokens)
+            reserved = self.scheduler.reserve(request.request_id, num_tokens, self.now)
+            if reserved is not None:
+                self._coming[request.request_id] = reserved
+
+    def _kv_arrives(self) -> None:
+        """All of it, or the beginning, or nothing."""
+        if self._coming:
+            request_id = self.dice.choose(sorted(self._coming))
+            start, _, blocks = self._coming.pop(request_id)
+            blocks = blocks[: self.dice.between(0, len(blocks))]
+            self._bring(blocks, self.requests[request_id], start)
+            num_tokens = start + len(blocks) * self.scenario.block_size
+            came = self.scheduler.kv_arrived(request_id, num_tokens, self.now)
+            assert came, f"the reservation of {request_id} is lost"
+            self.num_arrived += bool(blocks)
+
+    def _hold(self) -> None:
+        request = self.dice.choose(list(self.requests.values())) if self.requests else None
+        if request is not None:
+            self.scheduler.hold(f"lease {self.dice.between(0, 2)}", request.block_hashes, self.now)
+
+    def _release(self) -> None:
+        self.scheduler.release(f"lease {self.dice.between(0, 2)}", self.now)
+
+    def end_leases(self) -> None:
+        for number in range(3):
+            self.scheduler.release(f"lease {number}", self.now)
+
+    def _note_given_up(self) -> None:
+        for request_id in self.scheduler.given_up.request_ids:
+            del self._coming[request_id]
+            self.num_given_up += 1
 
     def draw_samples(self) -> list[RequestState]:
         """A request, or several samples of its prompt."""
@@ -234,6 +287,7 @@ class World:
             quanta_before={r.request_id: self.num_quanta(r) for r in before},
             plan=scheduler.schedule(self.now),
         )
+        self._note_given_up()
         self.plans.append(moment.plan)
         forgotten = dict.fromkeys(moment.plan.forgotten_request_ids)
         waiting = scheduler.waiting
