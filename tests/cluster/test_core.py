@@ -7,7 +7,16 @@ import pytest
 from maitred.cluster.actions import Bind, Move, Probe, Refuse, Start, Stop
 from maitred.cluster.fleet_request import Failure, FailureKind, Usage
 from maitred.cluster.replicas import Kind, Report, State
-from maitred.errors import EngineDead, InvalidRequest, ModelNotFound, PromptTooLong, QueueTimeout, RequestTimeout
+from maitred.config import SchedulerConfig
+from maitred.errors import (
+    ConfigError,
+    EngineDead,
+    InvalidRequest,
+    ModelNotFound,
+    PromptTooLong,
+    QueueTimeout,
+    RequestTimeout,
+)
 from maitred.policy.policies import POLICIES
 from tests.cluster.fleets import Driver, facts, make_core, make_request
 
@@ -44,6 +53,20 @@ def test_those_held_are_bound_in_the_order_of_the_policy():
     assert [r.request_id for r in fleet.core.held()] == ["urgent", "usual", "late"]
     fleet.end("running")
     assert "urgent" in fleet.bound
+
+
+def test_another_policy_orders_those_held_anew():
+    fleet = Driver(make_core("a", slots=1))
+    fleet.arrive("running")
+    for request_id, priority in (("late", 2), ("urgent", 0), ("usual", 1)):
+        fleet.arrive(request_id, priority=priority)
+    fleet.do(fleet.core.configured(SchedulerConfig(policy="priority"), fleet.now))
+    assert [r.request_id for r in fleet.core.held()] == ["urgent", "usual", "late"]
+    with pytest.raises(ConfigError):
+        fleet.core.configured(SchedulerConfig(policy="none such"), fleet.now)
+    fleet.end("running")
+    assert "urgent" in fleet.bound
+    fleet.core.check_invariants()
 
 
 def test_the_backlog_of_one_model_does_not_hold_up_another():

@@ -12,6 +12,7 @@ from maitred.cluster.fleet_request import Failure, FailureKind, Usage
 from maitred.cluster.record import Header, Recorder
 from maitred.cluster.replay import Replayed, replay, split
 from maitred.cluster.replicas import Report
+from maitred.config import SchedulerConfig
 from maitred.errors import ConfigError
 from tests.cluster.fleets import Driver, facts, make_core
 
@@ -27,6 +28,7 @@ def recorded_day() -> bytes:
     for i in range(8):
         fleet.arrive(f"r{i}", keys=(2**64 - 1, 5, i), tenant=f"t{i % 2}", ttft_slo_s=1.0, start_by=5.0)
     fleet.core.progressed("r0", 2, 0.2)
+    fleet.do(fleet.core.configured(SchedulerConfig(policy="vtc", output_token_weight=3.0), fleet.now))
     fleet.end("r0", Usage(num_prompt_tokens=90, num_output_tokens=2))
     fleet.fail("r1", Failure(FailureKind.RESET, message="connection refused"))
     fleet.wait(9.0)
@@ -39,9 +41,8 @@ def test_the_same_calls_give_the_same_actions():
     steps = list(replay(split(recorded_day())))
     assert len(steps) > 15
     assert all(step.agrees for step in steps)
-    assert {"joined", "reported", "arrived", "progressed", "ended", "failed", "tick", "left", "aborted"} == {
-        step.method for step in steps
-    }
+    answers = {"progressed", "ended", "failed", "aborted"}
+    assert {"joined", "reported", "configured", "arrived", "tick", "left", *answers} == {step.method for step in steps}
     arrival = next(step for step in steps if step.method == "arrived")
     assert arrival.arguments[0].keys == (2**64 - 1, 5, 0)
     assert isinstance(arrival, Replayed)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from maitred.cluster.actions import Action, Bind
 from maitred.cluster.balance import BALANCES, choose
@@ -59,6 +59,12 @@ class Binder:
         while self.waiting.num_held and (found := self._next()) is not None:
             bound.append(self._bind(*found, now))
         return bound
+
+    def reorder(self, policy: Policy, bound: Iterable[FleetRequest]) -> None:
+        """Everything is ordered by another policy from now on."""
+        self.policy = policy
+        self.waiting.reorder(policy, bound)
+        self._in_vain.clear()
 
     def bound_elsewhere(self, replica: Replica, hash_key: int | None, keys: Sequence[int]) -> None:
         """By another router, which shares its sessions and the history of foreign servers."""

@@ -6,8 +6,7 @@ What happens goes in by the methods of `ClusterCore`, what must be done comes ou
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any
 
 from maitred.cluster.actions import Action, Probe
 from maitred.cluster.autoscale import FleetFigures
@@ -19,7 +18,7 @@ from maitred.cluster.health import Health
 from maitred.cluster.lessons import Lessons
 from maitred.cluster.prefix_index import PrefixIndex
 from maitred.cluster.record import Recorder, core_input
-from maitred.cluster.replicas import Replica, ReplicaFacts, Replicas, Report, State
+from maitred.cluster.replicas import Due, Replica, ReplicaDue, ReplicaFacts, Replicas, Report, State
 from maitred.cluster.requests import Requests
 from maitred.cluster.sizing import EVERY_S, Autoscale, Sizing, as_asked
 from maitred.cluster.timers import Timers
@@ -33,17 +32,6 @@ from maitred.policy.predictor import Predictor, predictor_named
 GONE = Failure(FailureKind.RESET, message="it is gone")
 SILENT = Failure(FailureKind.SILENT, message="nothing was heard of it")
 _KEPT = {(State.WARM, State.READY), (State.ASLEEP, State.READY), (State.ASLEEP, State.STARTING)}
-
-
-class _Due(Enum):
-    SILENCE = "silence"
-    PROBE = "probe"
-    FULL = "full"
-
-
-class _ReplicaDue(NamedTuple):
-    what: _Due
-    replica: Replica
 
 
 class ClusterCore:
@@ -61,16 +49,16 @@ class ClusterCore:
         self.config, self.scheduler = config, scheduler
         self.recorder: Recorder | None = None  # is told of all that goes in
         self.fleet, self.index = Replicas(config), PrefixIndex()
-        self.policy = policy_for(scheduler, policies)
-        predictor = predictor or predictor_named(scheduler.predictor)
-        self._lessons = Lessons(predictor if self.policy.reads_predictions else None, self.index)
+        self.policy, self._policies = policy_for(scheduler, policies), policies
+        self._predictor = predictor or predictor_named(scheduler.predictor)
+        self._lessons = Lessons(self._predictor if self.policy.reads_predictions else None, self.index)
         binder = Binder(config, self.policy, self.fleet, self.index, self._lessons)
         self._binder = binder
         self._health = Health(config, self.fleet)
         self._sizing = Sizing(config, self.fleet, autoscale)
         self._requests = Requests(config, self.fleet, binder, self._lessons, self._health, self._sizing)
         self._draining = Draining(self.fleet, self._sizing, self._requests, self._health)
-        self._timers: Timers[_ReplicaDue] = Timers(self._is_living)
+        self._timers: Timers[ReplicaDue] = Timers(self._is_living)
         self._facts_version = -1
         self._scale_at: float | None = None
 
@@ -236,6 +224,14 @@ class ClusterCore:
         self._sizing.restart(names)
         return self._resize(now)
 
+    @core_input
+    def configured(self, scheduler: SchedulerConfig, now: float) -> list[Action]:
+        """All who are held are ordered by this policy from now on. Raises ConfigError, and changes nothing."""
+        self.policy, self.scheduler = policy_for(scheduler, self._policies), scheduler
+        self._lessons.predictor = self._predictor if self.policy.reads_predictions else None
+        self._binder.reorder(self.policy, self._requests.all_bound())
+        return self._requests.dispatch(now)
+
     # -- time
 
     @core_input
@@ -329,7 +325,7 @@ class ClusterCore:
     def _watch(self, replica: Replica) -> None:
         if replica.facts.has_beats and not replica.is_watched:
             replica.is_watched = True
-            self._timers.add(replica.heard_at + self.config.silence_s, _ReplicaDue(_Due.SILENCE, replica))
+            self._timers.add(replica.heard_at + self.config.silence_s, ReplicaDue(Due.SILENCE, replica))
 
     def _fleet_changed(self, now: float) -> list[Action]:
         """Who there is, or what they serve."""
@@ -362,23 +358,23 @@ class ClusterCore:
         if not replica.is_full:
             replica.unready_since = now
         replica.full_until = max(until, replica.full_until)
-        self._timers.add(replica.full_until, _ReplicaDue(_Due.FULL, replica))
+        self._timers.add(replica.full_until, ReplicaDue(Due.FULL, replica))
         replica.is_full = True
 
     def _expect_probe(self, replica: Replica, now: float) -> None:
         """It is out. What it does for others may still come to an end, so they stay."""
-        self._timers.add(now + self._health.next_probe_s(replica), _ReplicaDue(_Due.PROBE, replica))
+        self._timers.add(now + self._health.next_probe_s(replica), ReplicaDue(Due.PROBE, replica))
 
     # -- what falls due
 
-    def _is_living(self, due: _ReplicaDue) -> bool:
+    def _is_living(self, due: ReplicaDue) -> bool:
         return self.fleet.by_name.get(due.replica.name) is due.replica
 
-    def _fell_due(self, due: _ReplicaDue, now: float) -> list[Action]:
+    def _fell_due(self, due: ReplicaDue, now: float) -> list[Action]:
         what, replica = due
-        if what is _Due.SILENCE:
+        if what is Due.SILENCE:
             return self._silence_due(replica, now)
-        if what is _Due.PROBE:
+        if what is Due.PROBE:
             return [Probe(replica.name)] if replica.state is State.EJECTED else []
         replica.is_full = now < replica.full_until
         self.fleet.note_room(replica)
@@ -395,6 +391,6 @@ class ClusterCore:
         if self._health.may_eject() and self._health.eject(replica, FailureKind.SILENT, now):
             self._expect_probe(replica, now)
             return self._requests.abandon(replica, SILENT, now)
-        self._timers.add(now + self.config.silence_s, _ReplicaDue(_Due.SILENCE, replica))
+        self._timers.add(now + self.config.silence_s, ReplicaDue(Due.SILENCE, replica))
         replica.is_watched = True
         return [Probe(replica.name)]

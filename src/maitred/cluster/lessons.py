@@ -19,7 +19,7 @@ class Lessons:
 
     def __init__(self, predictor: Predictor | None, index: PrefixIndex) -> None:
         """`predictor` is None where the policy reads no predictions."""
-        self._predictor = predictor
+        self.predictor = predictor
         self._history = ForeignHistory(index)
         self._ratios: OrderedDict[str | None, TokenRatio] = OrderedDict()
         self._expected: dict[str, Expected] = {}  # of requests in flight to foreign servers
@@ -27,8 +27,8 @@ class Lessons:
     def estimate(self, request: FleetRequest) -> None:
         """Of a new request: what it will cost."""
         request.num_inputs = self._ratio_of(request.model).tokens(request.num_bytes)
-        if self._predictor is not None:
-            request.expected_outputs = bounded_prediction(self._predictor, request)
+        if self.predictor is not None:
+            request.expected_outputs = bounded_prediction(self.predictor, request)
 
     def sent(self, request: FleetRequest, replica: Replica) -> None:
         if replica.facts.kind is Kind.FOREIGN and request.keys:
@@ -51,8 +51,8 @@ class Lessons:
                 cached_tokens=usage.num_cached_tokens,
                 prompt_tokens=usage.num_prompt_tokens,
             )
-        if self._predictor is not None and usage.complete and request.num_outputs:
-            self._predictor.observe(request)
+        if self.predictor is not None and usage.complete and request.num_outputs:
+            self.predictor.observe(request)
 
     def left_replica(self, request: FleetRequest) -> None:
         """It is in flight no more."""

@@ -32,6 +32,10 @@ class PrefixIndex:
     def num_keys_of(self, bit: int) -> int:
         return len(self._keys.get(bit, ()))
 
+    def holders(self, key: int) -> int:
+        """Those that hold it, as bits."""
+        return self._replicas.get(key, 0)
+
     def hits(self, keys: Sequence[int], mask: int) -> list[Hit]:
         """How many of the first `keys` each replica in `mask` (bits) has: deepest first, without those that have none.
 

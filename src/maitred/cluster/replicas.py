@@ -106,6 +106,21 @@ class Replica:
         return max(1, self.limit - self.num_others) - self.num_own
 
 
+class Due(Enum):
+    """What of a replica may fall due."""
+
+    SILENCE = "silence"
+    PROBE = "probe"
+    FULL = "full"
+
+
+class ReplicaDue(NamedTuple):
+    """Of one replica."""
+
+    what: Due
+    replica: Replica
+
+
 class Replicas:
     """All there are, by name and by bit. `ready` and `room` are sets of bits, kept up to date by the methods here."""
 

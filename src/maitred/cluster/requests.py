@@ -74,6 +74,9 @@ class Requests:
         request = self._living.get(request_id)
         return request if request is not None and request.place is Place.BOUND else None
 
+    def all_bound(self) -> list[FleetRequest]:
+        return [request for request in self if request.place is Place.BOUND]
+
     # -- they come
 
     def arrive(self, request: FleetRequest, now: float) -> list[Action]:
@@ -260,7 +263,7 @@ class Requests:
 
     def check_invariants(self) -> None:
         """Asserts that each is in one place; slow."""
-        bound = [request for request in self if request.place is Place.BOUND]
+        bound = self.all_bound()
         self._binder.check_invariants(bound)
         for replica in self._fleet:
             assert replica.in_flight == {r.request_id: r for r in bound if r.replica == replica.bit}

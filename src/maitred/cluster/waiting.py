@@ -80,6 +80,14 @@ class Waiting:
             del self._orders[use]
         self._note_rank(request)
 
+    def reorder(self, policy: Policy, bound: Iterable[FleetRequest]) -> None:
+        """By another policy from now on, those bound too; nobody loses the time it has waited."""
+        self.policy = policy
+        of_use: dict[Use, list[FleetRequest]] = {}
+        for request in bound:
+            of_use.setdefault(self._use_of[request.request_id], []).append(request)
+        self._orders = {use: order.successor(policy, of_use.get(use, ())) for use, order in self._orders.items()}
+
     def key_of(self, request: FleetRequest) -> tuple[Any, ...]:
         """Its place in its group."""
         return self._orders[self._use_of[request.request_id]].keys[request.request_id]
