@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import msgspec
 
@@ -87,6 +87,35 @@ class ReplicaState:
     wake_s: float = 0.0  # what the last start out of sleep took
     num_resumed: int = 0  # samples that went on with another engine
     num_wrong_frames: int = 0  # messages from the engine's process that were none, and were dropped
+
+
+class WorkerView(msgspec.Struct, frozen=True):
+    """An engine's process as `GET /admin/roles` lists it; a server has one of them or several."""
+
+    worker: int  # 0, 1 ...
+    pid: int | None
+    role: str  # what is sent there: mixed is everything
+    alive: bool
+    error: str | None
+    asleep: bool
+    num_running: int
+    num_waiting: int
+    num_blocks: int
+    num_blocks_used: int
+    num_blocks_cached: int
+    num_restarts: int
+
+    @classmethod
+    def of(cls, worker: int, pid: int | None, state: ReplicaState, role: str = "mixed") -> WorkerView:
+        told = {name: getattr(state, name) for name in cls.__struct_fields__[3:]}
+        return cls(worker, pid, role, **told)
+
+
+@runtime_checkable
+class HasWorkers(Protocol):
+    """A replica that tells of its engines one by one."""
+
+    def workers(self) -> tuple[WorkerView, ...]: ...
 
 
 class Replica(Protocol):

@@ -149,3 +149,16 @@ def test_an_engine_that_works_for_nobody_is_broken_whoever_was_there(works: bool
         pass
     assert engines.trials.others_live() is works
     assert not engines.trials.others_live(), "asked anew for each cause"
+
+
+def test_a_suspect_from_another_engine_waits_for_its_turn():
+    engines = Engines("a")
+    suspects = [LiveRequest(make_spec(name, prompt=[1]), cast(Any, None), num_deaths=SUSPECT_AFTER) for name in "xy"]
+    for live in suspects:
+        engines.live[live.request_id] = live
+        engines.trials.enter(live)
+    assert engines.sent == ["a", "x"]
+    assert [engines.trials.is_suspect(live) for live in engines.live.values()] == [False, True, True]
+    for _ in range(TRIAL_TOKENS):
+        engines.step()
+    assert engines.sent == ["a", "x", "y"]

@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import Callable
-from functools import partial
-from typing import Any, TypeVar
 from weakref import WeakSet
-
-import msgspec
 
 from maitred.clock import Clock
 from maitred.config import SchedulerConfig
@@ -26,11 +21,11 @@ from maitred.engine.frames import (
     Report,
     Stepped,
     Submit,
-    encode,
     error_of,
 )
 from maitred.engine.live_requests import LiveRequest, Totals
 from maitred.engine.live_view import LiveView
+from maitred.engine.model_facts import AdapterFacts, ModelFacts
 from maitred.engine.progress_streams import ProgressStream
 from maitred.engine.queries import (
     CONFIGURE,
@@ -40,23 +35,22 @@ from maitred.engine.queries import (
     QUEUE_VIEW,
     SCHEDULER_CONFIG,
     TELL_ROUTER,
+    AdapterFolder,
     Nothing,
-    Query,
     QueuePage,
     Wanted,
 )
+from maitred.engine.questions import Questions
 from maitred.engine.speed_meter import SPEEDS
 from maitred.engine.supervisor import Loss, Start, Supervisor
 from maitred.errors import EngineDead, MaitredError, RequestTooLarge, UnsupportedParameter
-from maitred.replica import ReplicaState
+from maitred.replica import ReplicaState, WorkerView
 from maitred.request import FinishReason, RequestSpec
 from maitred.scheduler.queue_view import QueueView
 from maitred.step import RequestProgress
 
 OnProgress = Callable[[list[RequestProgress], int, float], None]
 """(what came at once, how many requests have no place in the engine, now); on the event loop, so it must not wait."""
-A = TypeVar("A")
-R = TypeVar("R")
 _GAUGES = frozenset(
     {"adapter_bytes", "num_running", "num_waiting", "num_blocks", "num_blocks_used", "num_blocks_cached", *SPEEDS}
 )
@@ -77,6 +71,8 @@ class EngineClient:
         *,
         on_admitted: Callable[[LiveRequest], None] | None = None,  # told on the event loop, so it must not wait
         on_event: Callable[[str], None] = lambda line: None,
+        adapters: AdapterBook | None = None,  # that engines share; None is its own
+        on_change: Callable[[], None] = lambda: None,  # told, on the event loop, when an engine has come or gone
     ) -> None:
         self.supervisor = Supervisor(start, clock, self, on_event=on_event)
         self._rule, self._in_process = start.process.resume, start.process.in_process
@@ -85,13 +81,13 @@ class EngineClient:
         self.on_progress: OnProgress = lambda progress, num_queued, now: None
         self._streams: WeakSet[ProgressStream] = WeakSet()
         self._live: dict[str, LiveRequest] = {}  # in order of arrival
-        self._questions: dict[int, tuple[Query[Any, Any], asyncio.Future[Any]]] = {}
-        self._numbers = itertools.count()
+        self._questions = Questions(self._send_question, self.supervisor.death)
+        self._on_change = on_change
         self._totals = Totals()
         self._isolation = CrashIsolation(self._send)
-        self.adapters = AdapterBook(
+        self.adapters = adapters or AdapterBook(
             self.supervisor.send,
-            partial(self._ask, INTRODUCE_ADAPTER),
+            self.introduce_adapter,
             start.config.lora.lora_dir,
             wake_up=self.supervisor.sleep.wake_up,
             at_work=lambda: adapters_at_work(self._live.values()),
@@ -102,8 +98,16 @@ class EngineClient:
 
     def start(self) -> Ready:
         """Load, and wait for it. Raises what keeps the engine from loading."""
-        self.supervisor.begin()
+        self.begin()
         return self.wait()
+
+    def begin(self, facts: ModelFacts | None = None) -> None:
+        """Start the engine; `facts` are those of another that loads the same. In the main thread."""
+        self.supervisor.begin(facts)
+
+    def give_up(self) -> None:
+        """From another thread: `wait` raises soon."""
+        self.supervisor.give_up()
 
     def wait(self) -> Ready:
         """For the first engine, which was begun. Raises what keeps it from loading."""
@@ -130,14 +134,28 @@ class EngineClient:
             return stream
         if request.request_id in self._live:
             raise ValueError(f"request id {request.request_id!r} is already running")
-        live = self._live[request.request_id] = LiveRequest(request, stream)
+        live = LiveRequest(request, stream)
         if self._on_admitted is not None:
             self._on_admitted(live)
+        self.enter(live)
+        return stream
+
+    def enter(self, live: LiveRequest) -> None:
+        """A request, new or from another engine; if there is no engine here now, the next one gets it."""
+        self._live[live.request_id] = live
         self._busy_at = self._clock.now()
-        self._isolation.enter(live)  # if there is no engine now, the next one gets it
+        self._isolation.enter(live)
         if not self.supervisor.ready:
             self.supervisor.sleep.wake()
-        return stream
+
+    def movable(self) -> dict[str, LiveRequest]:
+        """While there is no engine here: who may go on with another one. Suspects are tried here, if one will come."""
+        is_suspect = (lambda live: False) if self.supervisor.over else self._isolation.is_suspect
+        return {request_id: live for request_id, live in self._live.items() if not is_suspect(live)}
+
+    def let_go(self, request_id: str) -> None:
+        """It goes on elsewhere; only while there is no engine here, or its tokens would still come."""
+        del self._live[request_id]
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
         live = self._live.get(request_id)
@@ -186,6 +204,10 @@ class EngineClient:
             **counters,
         )
 
+    def workers(self) -> tuple[WorkerView, ...]:
+        """This one."""
+        return (WorkerView.of(0, self.supervisor.pid, self.state()),)
+
     # -- sleep
 
     async def sleep(self, *, abort: bool = False) -> None:
@@ -215,22 +237,26 @@ class EngineClient:
 
     async def queue_view(self, *, offset: int, limit: int) -> QueueView:
         """Who waits, as it stands between two steps. Raises EngineDead."""
-        return await self._ask(QUEUE_VIEW, QueuePage(offset, limit))
+        return await self._questions.ask(QUEUE_VIEW, QueuePage(offset, limit))
 
     async def live_view(self) -> LiveView:
         """Slots, queue and blocks, as they stand between two steps. Raises EngineDead."""
-        return await self._ask(LIVE_VIEW, Nothing())
+        return await self._questions.ask(LIVE_VIEW, Nothing())
 
     async def scheduler_config(self) -> SchedulerConfig:
-        return await self._ask(SCHEDULER_CONFIG, Nothing())
+        return await self._questions.ask(SCHEDULER_CONFIG, Nothing())
 
     async def policy_names(self) -> tuple[str, ...]:
-        return await self._ask(POLICY_NAMES, Nothing())
+        return await self._questions.ask(POLICY_NAMES, Nothing())
 
     async def configure(self, config: SchedulerConfig) -> None:
         """Changes policy and limits, losing no request; returns when it is done. Raises ConfigError, or EngineDead."""
-        await self._ask(CONFIGURE, config)
+        await self._questions.ask(CONFIGURE, config)
         self.supervisor.scheduler = config
+
+    async def introduce_adapter(self, folder: AdapterFolder) -> AdapterFacts:
+        """What lies there. Raises CheckpointError, ConfigError or EngineDead."""
+        return await self._questions.ask(INTRODUCE_ADAPTER, folder)
 
     def tell_router(self, on_blocks: OnBlocks | None) -> None:
         """Measure speed, and tell which blocks can be found by prefix, all that are there first; None tells no more."""
@@ -239,21 +265,11 @@ class EngineClient:
 
     def _ask_for_blocks(self) -> None:
         """Its answer says nothing: what is wanted comes with the steps. Without an engine, the next one is asked."""
-        wanted = Wanted(self._on_blocks is not None)
-        self.supervisor.send(Ask(next(self._numbers), TELL_ROUTER.name, msgspec.Raw(encode(wanted))))
+        self._questions.tell(TELL_ROUTER, Wanted(self._on_blocks is not None))
 
-    async def _ask(self, query: Query[A, R], argument: A) -> R:
-        loop = asyncio.get_running_loop()
-        self.attach(loop)
-        number = next(self._numbers)
-        answer: asyncio.Future[R] = loop.create_future()
-        if not self.supervisor.send(Ask(number, query.name, msgspec.Raw(encode(argument)))):
-            raise self.supervisor.death()
-        self._questions[number] = (query, answer)
-        try:
-            return await answer
-        finally:
-            self._questions.pop(number, None)
+    def _send_question(self, ask: Ask) -> bool:
+        self.attach(asyncio.get_running_loop())
+        return self.supervisor.send(ask)
 
     # -- the end
 
@@ -274,16 +290,15 @@ class EngineClient:
             case Stepped():
                 self._stepped(report)
             case Answer(number, result):
-                self._answered(number, result)
+                self._questions.answered(number, result)
             case Refused(number, kind, message):
-                self._settle(number, error_of(kind, message))
+                self._questions.settle(number, error_of(kind, message))
 
     def lost(self, cause: str, *, deterministic: bool, own_fault: bool) -> Loss:
         """Who may, waits; the others end."""
         now, before = self._clock.now(), len(self._live)
         self._keep_counters()
-        for number in list(self._questions):
-            self._settle(number, self.supervisor.death())
+        self._questions.end_all()
         culprit = self._isolation.died(self._live.values(), own_fault=own_fault)
         for live in list(self._live.values()):
             if live.ending is not None:
@@ -295,7 +310,9 @@ class EngineClient:
             else:
                 self._end_with_error(live, EngineDead(f"{cause}, and {why}"), now)
         found_cause = culprit is not None and self._isolation.others_live()
-        return Loss(len(self._live), before - len(self._live), found_cause)
+        loss = Loss(len(self._live), before - len(self._live), found_cause)
+        self._on_change()
+        return loss
 
     def regained(self) -> int:
         self._news_at = self._clock.now()
@@ -303,6 +320,7 @@ class EngineClient:
             self._ask_for_blocks()
         self.adapters.tell()
         self._isolation.begin(list(self._live.values()))
+        self._on_change()
         return len(self._live)
 
     def idle_s(self) -> float:
@@ -310,11 +328,12 @@ class EngineClient:
 
     def slept(self) -> None:
         self._keep_counters()
-        for number in list(self._questions):
-            self._settle(number, self.supervisor.death())
+        self._questions.end_all()
+        self._on_change()
 
     def bereft(self, cause: str) -> None:
         self._keep_counters()
+        self._on_change()
         self._end_all(self.supervisor.death())
 
     def _keep_counters(self) -> None:
@@ -327,8 +346,7 @@ class EngineClient:
 
     def _end_all(self, error: EngineDead) -> None:
         now = self._clock.now()
-        for number in list(self._questions):
-            self._settle(number, error)
+        self._questions.end_all()
         for live in list(self._live.values()):
             self._end_with_error(live, error, now)
 
@@ -366,24 +384,6 @@ class EngineClient:
         """To the counters and whoever listens to all."""
         self._totals.count(progress)
         self.on_progress(progress, num_queued, self._clock.now())
-
-    def _answered(self, number: int, result: msgspec.Raw) -> None:
-        if number not in self._questions:
-            return  # nobody waits for it any more
-        query, _ = self._questions[number]
-        try:
-            self._settle(number, msgspec.msgpack.decode(result, type=query.result))
-        except (msgspec.DecodeError, MaitredError) as error:
-            self._settle(number, EngineDead(f"the engine's answer to {query.name} cannot be read: {error}"))
-
-    def _settle(self, number: int, outcome: object) -> None:
-        _, answer = self._questions.get(number, (None, None))
-        if answer is None or answer.done():
-            return
-        if isinstance(outcome, MaitredError):
-            answer.set_exception(outcome)
-        else:
-            answer.set_result(outcome)
 
     def _send(self, live: LiveRequest) -> None:
         now = self._clock.now()

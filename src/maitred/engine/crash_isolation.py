@@ -54,11 +54,19 @@ class CrashIsolation:
         self._others_progress = False  # since the last cause was found, or the beginning
 
     def enter(self, live: LiveRequest) -> None:
-        """A new request: to the engine, unless one is tried alone."""
-        if self._alone is None:
+        """A new request, or another engine's: to the engine, unless one is tried alone; a suspect in its turn."""
+        if self._alone is not None:
+            self._held.append(live)
+        elif live.num_deaths < SUSPECT_AFTER:
             self._send(live)
         else:
-            self._held.append(live)
+            self._waiting.append(live)
+            if self._on_trial is None:
+                self._try_next()
+
+    def is_suspect(self, live: LiveRequest) -> bool:
+        """Whether it is to be tried, beside the others or alone."""
+        return live.num_deaths >= SUSPECT_AFTER or live is self._alone
 
     def begin(self, living: Iterable[LiveRequest]) -> None:
         """A new engine, and all who wait for it."""

@@ -36,6 +36,10 @@ class EngineThread:
         self._thread.start()
 
     @property
+    def pid(self) -> int:
+        return os.getpid()
+
+    @property
     def name(self) -> str:
         return "thread"
 

@@ -187,7 +187,7 @@ def _seated_at(request: RequestState) -> tuple[float, str]:
 def _running(request: RequestState) -> RunningRequest:
     behind = request.num_tokens - request.num_computed_tokens
     return RunningRequest(
-        id=_short(request.request_id),
+        id=short_id(request.request_id),
         tenant=request.tenant,
         priority=request.priority,
         # More than one token behind: its prompt, or after a preemption what it had already, is being computed.
@@ -217,7 +217,7 @@ def _waiting(scheduler: Scheduler, request: RequestState, place: int) -> QueuedR
     else:
         state = "waiting"
     return QueuedRequest(
-        id=_short(request.request_id),
+        id=short_id(request.request_id),
         tenant=request.tenant,
         priority=request.priority,
         state=state,
@@ -229,7 +229,7 @@ def _waiting(scheduler: Scheduler, request: RequestState, place: int) -> QueuedR
     )
 
 
-def _short(request_id: str) -> str:
+def short_id(request_id: str) -> str:
     """Clients may choose most of it; its end tells samples apart, so the middle goes."""
     if len(request_id) <= MAX_ID_CHARS:
         return request_id

@@ -113,6 +113,11 @@ class Supervisor:
         return self._ready is None or self._ready.deterministic
 
     @property
+    def pid(self) -> int | None:
+        """Of the process that the engine is in; None while there is none."""
+        return self._child.pid if self._child is not None else None
+
+    @property
     def num_restarts(self) -> int:
         return self._backoff.num_restarts
 
@@ -159,9 +164,16 @@ class Supervisor:
 
     # -- beginning and end
 
-    def begin(self) -> None:
-        """Start the first child. In the main thread, for the system ends a child with the thread that began it."""
-        self._spawn()
+    def begin(self, facts: ModelFacts | None = None) -> None:
+        """Start the first child; `facts` are those of another engine that loads the same, and must be this one's too.
+        In the main thread, for the system ends a child with the thread that began it. Once it is attached, what keeps
+        the child from starting is no error here: it is tried again.
+        """
+        self._facts = facts
+        if self._loop is None:
+            self._spawn()
+        else:
+            self._respawn()
 
     def give_up(self) -> None:
         """From another thread: `wait` raises soon."""
@@ -348,7 +360,7 @@ class Supervisor:
             self.over = True
             child.kill()
             return
-        again = self._loop is not None and self.num_restarts > 0
+        is_late = self._loop is not None  # nobody waits for it: it is another one, or another's
         woken = self.sleep.phase is Phase.WAKING
         self._ready, self._ready_at, self.error = ready, self._clock.now(), None
         self._on_event = logger.debug  # the start-up lines are for the first time
@@ -357,8 +369,10 @@ class Supervisor:
             logger.info(
                 "the engine is awake after %.2f s; %d requests begin", self.sleep.wake_s, self._owner.regained()
             )
-        elif again:
+        elif is_late and self.num_restarts > 0:
             logger.warning("the engine is back, %s; %d requests go on", child.name, self._owner.regained())
+        elif is_late:
+            logger.info("another engine is there, %s; %d requests begin", child.name, self._owner.regained())
 
     # -- time
 

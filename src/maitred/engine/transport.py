@@ -19,6 +19,9 @@ class Transport(Protocol):
     """Why it ended or will, if that is known."""
 
     @property
+    def pid(self) -> int: ...
+
+    @property
     def name(self) -> str:
         """`process 14021` or `thread`."""
 
