@@ -270,6 +270,9 @@ class ProcessConfig:
     resume: str = one_of(RESUME_RULES, "exact")
     """What a request that has tokens does when the engine died: exact goes on where the executor gives the same tokens
     as if nothing had happened, and else ends with an error; always goes on; never ends with an error."""
+    mixed_workers: int = 1
+    """Engines of this server, each in a process of its own with a KV cache of its own; requests are shared out among
+    them. --num-threads and --kv-cache-memory-bytes are each one's; without, cores and memory are shared out."""
     sleep_after_s: float | None = None
     """Without a request for so long (s), the engine's process ends and gives its memory back; the server stays, and the
     next request starts the engine and waits for it. None never sleeps by itself."""
@@ -279,11 +282,26 @@ class ProcessConfig:
         require_at_least("step_timeout_s", self.step_timeout_s, 0.1)
         require_at_least("max_restarts", self.max_restarts, 0)
         require_at_least("sleep_after_s", self.sleep_after_s, 0.1)
+        require_at_least("mixed_workers", self.mixed_workers, 1)
+        if self.in_process and self.mixed_workers > 1:
+            raise ConfigError(
+                f"mixed_workers is {self.mixed_workers}, and each needs a process of its own; leave in_process out"
+            )
         if self.in_process and self.sleep_after_s is not None:
             raise ConfigError(
                 "sleep_after_s needs an engine in a process of its own, whose end gives the memory back; "
                 "leave in_process out"
             )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineShare:
+    """What an engine may take of its machine, where several share it."""
+
+    num_engines: int = 1
+    """Alike, of which it is one."""
+    available_bytes: int | None = None
+    """Memory that was free before the first of them; None is what is free as it starts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -296,6 +314,7 @@ class EngineConfig:
     admission: AdmissionConfig = field(default_factory=AdmissionConfig)
     speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
+    share: MachineShare = field(default_factory=MachineShare)
     decision_log: str | None = None
     """Folder for the log of every step's inputs and plan (hashes, never prompt tokens); None keeps none."""
     decision_log_max_bytes: int = 64 * 1024 * 1024

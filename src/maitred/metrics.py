@@ -253,6 +253,13 @@ FLEET_CONNECTIONS = _counter(
     ("kind",),
 )
 
+WORKER_UP = _gauge("worker_up", "bool", "1 while the worker's engine is there.", ("worker", "role"))
+WORKER_RUNNING = _gauge("worker_requests_running", "requests", "Samples in the worker's batch.", ("worker",))
+WORKER_WAITING = _gauge("worker_requests_waiting", "requests", "Samples that wait in the worker.", ("worker",))
+WORKER_KV_USAGE = _gauge(
+    "worker_kv_usage_ratio", "ratio", "Share of the worker's KV blocks that requests hold.", ("worker",)
+)
+
 ENGINE_METRICS: tuple[Metric, ...] = (
     ENGINE_UP,
     ENGINE_ASLEEP,
@@ -292,6 +299,7 @@ ENGINE_METRICS: tuple[Metric, ...] = (
     PREFIX_HIT,
     REQUESTS_FINISHED,
 )
+WORKER_METRICS: tuple[Metric, ...] = (WORKER_UP, WORKER_RUNNING, WORKER_WAITING, WORKER_KV_USAGE)
 EDGE_METRICS: tuple[Metric, ...] = (
     INFO,
     START_SECONDS,
@@ -341,7 +349,14 @@ FLEET_METRICS: tuple[Metric, ...] = (
     FLEET_LOAD_RATIO,
     FLEET_CONNECTIONS,
 )
-METRICS: tuple[Metric, ...] = ENGINE_METRICS + EDGE_METRICS + ADMISSION_METRICS + RESULT_CACHE_METRICS + TENANT_METRICS
+METRICS: tuple[Metric, ...] = (
+    *ENGINE_METRICS,
+    *WORKER_METRICS,
+    *EDGE_METRICS,
+    *ADMISSION_METRICS,
+    *RESULT_CACHE_METRICS,
+    *TENANT_METRICS,
+)
 
 
 def metrics_document() -> str:
@@ -355,6 +370,7 @@ def metrics_document() -> str:
             "`python -m maitred.metrics > docs/metrics.md`.",
             "",
             *_table("The engine", ENGINE_METRICS),
+            *_table("Workers, of a server with several", WORKER_METRICS),
             *_table("The HTTP server", EDGE_METRICS),
             *_table("Admission", ADMISSION_METRICS),
             *_table("The result cache", RESULT_CACHE_METRICS),

@@ -115,6 +115,7 @@ PARTS = (
     "admission",
     "speculative",
     "lora",
+    "share",
 )  # fields of EngineConfig that are dataclasses
 
 

@@ -58,7 +58,8 @@ def test_what_is_called_equal_is_there_and_was_named_letter_by_letter():
     ("words", "answer"),
     [
         ("serve --tp-size 2", "no option --tp-size; here it is --tensor-parallel RANKS, processes of this machine"),
-        ("serve --dp-size=2", "no option --dp-size; not yet: splits over machines"),
+        ("serve --pp-size=2", "no option --pp-size; not yet: splits over machines"),
+        ("serve --data-parallel-size 2", "here it is --mixed-workers WORKERS, engines of this server"),
         ("serve --quantization awq", "here it is --dtype int8 (or int4)"),
         ("serve --gpu-memory-utilization 0.9", "here it is --kv-cache-memory-bytes BYTES"),
         ("serve --model_base_path /models", "here it is MODEL (or --model MODEL)"),

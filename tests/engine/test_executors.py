@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from maitred.config import EngineConfig, ModelConfig
+from maitred.config import EngineConfig, MachineShare, ModelConfig
 from maitred.engine import executors
 from maitred.engine.executors import plan_executor
 from maitred.errors import ConfigError, KernelError
 from maitred.model.checkpoint import open_checkpoint
 from maitred.model.families import spec_from_config
 
+ALONE = MachineShare()
 
-def planned(**model: Any) -> tuple[Any, list[str]]:
+
+def planned(share: MachineShare = ALONE, /, **model: Any) -> tuple[Any, list[str]]:
     """The plan for the built-in model, and what was told."""
     told: list[str] = []
     checkpoint = open_checkpoint(None)
-    config = EngineConfig(model=ModelConfig(**model))
+    config = EngineConfig(model=ModelConfig(**model), share=share)
     return plan_executor(config, checkpoint, spec_from_config(checkpoint.config), told.append), told
 
 
@@ -117,3 +121,22 @@ def test_ranks_are_refused_where_pytorch_computes(monkeypatch: pytest.MonkeyPatc
     without_native(monkeypatch)
     with pytest.raises(ConfigError, match="the native library was not built"):
         planned(device="cpu", tensor_parallel=2)
+
+
+def test_engines_of_one_machine_share_its_cores_and_no_gpu(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(executors, "usable_cores", lambda: 4)
+    monkeypatch.setattr(executors, "SMALL_MODEL_PARAMETERS", 0)
+    assert planned(MachineShare(num_engines=2), device="cpu")[0].num_threads == 2
+    assert planned(MachineShare(num_engines=2), device="cpu", tensor_parallel=2)[0].num_threads == 1
+    assert planned(MachineShare(num_engines=9), device="cpu", executor="torch")[0].num_threads == 1
+    assert planned(MachineShare(num_engines=2), device="cpu", num_threads=3)[0].num_threads == 3
+    monkeypatch.setattr(executors, "_wants_gpu", lambda device: device != "cpu")
+    with pytest.raises(ConfigError, match="several workers share processors, not a GPU"):
+        planned(MachineShare(num_engines=2))
+
+
+def test_mapped_weights_are_those_that_the_cache_keeps(tmp_path: Path):
+    plan, _ = planned(device="cpu", weight_cache=str(tmp_path))
+    assert plan.mapped_bytes == 0, "too small to be kept"
+    assert replace(plan, weight_cache=replace(plan.weight_cache, min_bytes=1)).mapped_bytes >= plan.weights_bytes
+    assert replace(plan, weight_cache=None).mapped_bytes == 0

@@ -13,6 +13,7 @@ from maitred.engine.memory import (
     MemoryPlan,
     available_memory_bytes,
     format_bytes,
+    own_share,
     physical_cores,
     plan_memory,
     usable_cores,
@@ -135,3 +136,12 @@ def test_a_cpu_quota_counts_when_it_is_below_the_affinity(tmp_path: Path):
     assert usable_cores(cgroup) == 1
     (cgroup / "cpu.max").write_text("max 100000\n")
     assert usable_cores(cgroup) >= 1
+
+
+@pytest.mark.parametrize("mapped", [0, GIB])
+def test_engines_of_one_machine_get_equal_parts_and_count_mapped_weights_once(mapped: int):
+    available, num_engines = 10 * GIB, 4
+    share = plan(available=own_share(available, num_engines, mapped), max_num_seqs=512)
+    in_all = num_engines * share.num_blocks * share.bytes_per_block + (GIB if mapped else num_engines * GIB)
+    assert 0 <= available * 0.9 - in_all <= num_engines * share.bytes_per_block
+    assert own_share(available, 1, mapped) == available

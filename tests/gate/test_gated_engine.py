@@ -12,7 +12,7 @@ from maitred.config import AdmissionConfig, SchedulerConfig
 from maitred.engine.client import EngineClient
 from maitred.engine.core import EngineCore
 from maitred.errors import Overloaded
-from maitred.gate.admission import AdmissionController
+from maitred.gate.admission import AdmissionController, admission_of
 from maitred.gate.gate import Ask, Gate
 from maitred.request import FinishReason, RequestSpec
 from maitred.step import ModelOutput, RequestProgress, SchedulerOutput
@@ -135,3 +135,11 @@ def test_the_gate_learns_of_another_number_of_slots():
     gate.reconfigure(SchedulerConfig(max_num_seqs=3, max_num_batched_tokens=64, policy="priority"))
     assert gate.admission is not None
     assert (gate.admission._max_num_seqs, gate.admission._priority_first) == (3, True)
+
+
+def test_the_gate_in_front_of_several_engines_counts_the_slots_of_all():
+    gate = Gate(admission_of(AdmissionConfig(), SchedulerConfig(max_num_seqs=2), 3))
+    assert gate.admission is not None
+    assert gate.admission._max_num_seqs == 6
+    gate.reconfigure(SchedulerConfig(max_num_seqs=4))
+    assert gate.admission._max_num_seqs == 12

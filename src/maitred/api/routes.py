@@ -235,6 +235,15 @@ def _administration(ledger: Ledger | None) -> tuple[Route, ...]:
         ),
         Route(
             method="GET",
+            path="/admin/roles",
+            handler=admin.show_roles,
+            summary="The engines' processes: what each is for, and how it is.",
+            admin="see the workers",
+            answer=admin.Roles,
+            errors=(401, 403, 404, 503),
+        ),
+        Route(
+            method="GET",
             path="/admin/live",
             handler=live.WatchLive(),
             summary="Watch slots, queue and KV blocks; at most five events a second.",

@@ -22,7 +22,7 @@ from maitred.cluster.launch import STOP_S, Ended, IsReady, LaunchEvent, Listens,
 from maitred.cluster.serve_choice import Seen, ServeChoice, key_of
 from maitred.cluster.serve_engine import ServedEngine, ServeOptions, read_options, start_engine
 from maitred.cluster.supervised import Supervised
-from maitred.config import AdmissionConfig, SchedulerConfig, ServerConfig
+from maitred.config import AdmissionConfig, ProcessConfig, SchedulerConfig, ServerConfig
 from maitred.errors import ConfigError, did_you_mean
 
 try:
@@ -339,7 +339,7 @@ def app(args: Mapping[str, Any]) -> serve.Application:
     settings of `maitred serve` by name (`model`, `max_num_seqs`, `api_keys`, ...). Raises ConfigError.
     """
     options = read_options(args)
-    slots = options.part(SchedulerConfig).max_num_seqs
+    slots = options.part(ProcessConfig).mixed_workers * options.part(SchedulerConfig).max_num_seqs
     objective_s = options.part(AdmissionConfig).ttft_objective_s
     scaling = AutoscalingConfig(
         min_replicas=options.min_replicas,

@@ -12,6 +12,7 @@ from typing import Any
 from maitred.clock import Clock, WallClock
 from maitred.cluster.config import FleetConfig
 from maitred.cluster.serve_scaling import ARRIVED, ENDED, SERVED_S, START_S
+from maitred.cluster.workers import Workers
 from maitred.config import (
     AdmissionConfig,
     CacheConfig,
@@ -23,6 +24,7 @@ from maitred.config import (
     ServerConfig,
     SpeculativeConfig,
 )
+from maitred.engine.client import EngineClient
 from maitred.engine.starting import Engine, StartingEngine
 from maitred.engine.supervisor import Start
 from maitred.errors import ConfigError, EngineDead, did_you_mean
@@ -170,7 +172,8 @@ async def start_engine(options: ServeOptions, clock: Clock | None = None) -> Ser
         served_model_names=options.part(ServerConfig).served_model_names,
         log_level=logging.getLogger().level,
     )
-    starting = StartingEngine(start, on_event=logging.getLogger("maitred.start").info)
+    make = Workers if start.process.mixed_workers > 1 else EngineClient
+    starting = StartingEngine(start, on_event=logging.getLogger("maitred.start").info, make=make)
     try:
         engine = await asyncio.to_thread(starting.wait)
     except BaseException:

@@ -19,7 +19,7 @@ from maitred.engine.adapters import AdapterCache, adapter_cache, introduced
 from maitred.engine.checkpoint_facts import check_overrides, facts_of
 from maitred.engine.core import EngineCore, MeasureSwaps
 from maitred.engine.drafting import DraftPlan, make_proposer, plan_drafts
-from maitred.engine.executors import BuiltExecutor, ExecutorPlan, OnLost, plan_executor, useful_threads
+from maitred.engine.executors import BuiltExecutor, ExecutorPlan, OnLost, own_threads, plan_executor
 from maitred.engine.held import Prepare
 from maitred.engine.installed import installed_policies
 from maitred.engine.loop import LoadedEngine
@@ -27,8 +27,10 @@ from maitred.engine.memory import (
     MemoryPlan,
     available_memory_bytes,
     format_bytes,
+    own_share,
     plan_memory,
     swap_bytes,
+    usable_cores,
 )
 from maitred.engine.model_facts import ModelFacts
 from maitred.engine.step_meter import StepMeter
@@ -186,12 +188,12 @@ def _plan(config: EngineConfig, checkpoint: Checkpoint, tell: OnEvent, files: Ex
         checkpoint,
         plan_executor(config, checkpoint, spec, tell),
         with_taps=lambda taps: plan_executor(config, checkpoint, spec, lambda line: None, taps),
-        num_threads=lambda draft: useful_threads(spec_from_config(draft.config)),
+        num_threads=lambda draft: own_threads(config, spec_from_config(draft.config)),
         files=files,
         tell=tell,
     )
     scheduler = config.scheduler.settled(executor.token_budget)
-    available_bytes = executor.available_bytes(available_memory_bytes())
+    available_bytes = executor.available_bytes(_own_memory(config, executor))
     memory = plan_memory(
         available_bytes=drafts.available_bytes(available_bytes) if drafts is not None else available_bytes,
         weights_bytes=executor.weights_bytes,
@@ -204,10 +206,31 @@ def _plan(config: EngineConfig, checkpoint: Checkpoint, tell: OnEvent, files: Ex
     )
     tell(executor.describe())
     tell(memory.describe())
+    if config.share.num_engines > 1:
+        tell(_told_share(config, executor))
     tell(f"steps   of at most {scheduler.token_budget} tokens, {scheduler.max_num_seqs} requests")
     if drafts is not None:
         tell(drafts.describe(config.speculative.num_speculative_tokens))
     return _Layout(spec, executor, memory, _num_host_blocks(config, executor, memory), drafts, scheduler)
+
+
+def _own_memory(config: EngineConfig, executor: ExecutorPlan) -> int:
+    """Of the host's, what this engine plans with."""
+    free_bytes = config.share.available_bytes
+    if free_bytes is None:
+        free_bytes = available_memory_bytes()
+    return own_share(free_bytes, config.share.num_engines, executor.mapped_bytes)
+
+
+def _told_share(config: EngineConfig, executor: ExecutorPlan) -> str:
+    num_engines, mapped = config.share.num_engines, executor.mapped_bytes
+    weights = f"weights {format_bytes(mapped)} in memory once, mapped by all" if mapped else "weights of its own"
+    num_threads = num_engines * (executor.num_threads or 1) * config.model.tensor_parallel
+    busy = f"; {num_threads} threads in all on {usable_cores()} cores wait for time slices"
+    return (
+        f"workers {num_engines}, each with KV cache and steps as told here, {weights}"
+        f"{busy if num_threads > usable_cores() else ''}"
+    )
 
 
 def _num_host_blocks(config: EngineConfig, executor: ExecutorPlan, memory: MemoryPlan) -> int:
@@ -215,7 +238,7 @@ def _num_host_blocks(config: EngineConfig, executor: ExecutorPlan, memory: Memor
     num_bytes = swap_bytes(
         config.cache.swap_memory_bytes,
         on_gpu=on_gpu,
-        available_host_bytes=available_memory_bytes(),
+        available_host_bytes=_own_memory(config, executor),
         host_bytes_planned=0 if on_gpu else memory.weights_bytes + memory.kv_bytes,
     )
     return num_bytes // memory.bytes_per_block

@@ -80,6 +80,16 @@ class ExecutorPlan(Protocol):
     def weights_bytes(self) -> int: ...
 
     @property
+    def mapped_bytes(self) -> int:
+        """Of the weights, those that engines of one model have in memory once."""
+        ...
+
+    @property
+    def num_threads(self) -> int | None:
+        """Of each rank; None is PyTorch's own choice."""
+        ...
+
+    @property
     def bytes_per_block(self) -> int: ...
 
     def available_bytes(self, host_available_bytes: int) -> int: ...
@@ -115,6 +125,11 @@ def plan_executor(
     if wanted == "torch" or (wanted == "auto" and _wants_gpu(config.model.device)):
         if has_ranks:
             raise ConfigError("tensor_parallel is the native executor's; leave it out, or choose --executor native")
+        if config.share.num_engines > 1 and _wants_gpu(config.model.device):
+            raise ConfigError(
+                "several workers share processors, not a GPU; start a server for each GPU (CUDA_VISIBLE_DEVICES) "
+                "behind maitred route, or add --device cpu"
+            )
         return _plan_torch(config, checkpoint, spec)
     try:
         return _plan_native(config, checkpoint, spec, tell, taps)
@@ -137,7 +152,7 @@ def _plan_native(
     from maitred.executor.native_plan import plan_native_executor  # noqa: PLC0415  numpy, and the library itself
 
     num_ranks = config.model.tensor_parallel
-    num_threads = max(1, useful_threads(spec) // num_ranks)
+    num_threads = max(1, own_threads(config, spec) // num_ranks)
     num_all = num_ranks * (config.model.num_threads or num_threads)
     if num_ranks > 1 and num_all > usable_cores():
         tell(f"ranks   {num_all} threads in all on {usable_cores()} cores: each step waits for time slices")
@@ -163,7 +178,7 @@ def _plan_torch(config: EngineConfig, checkpoint: Checkpoint, spec: DecoderSpec)
         checkpoint,
         spec,
         block_size=config.cache.block_size,
-        num_threads=useful_threads(spec),
+        num_threads=own_threads(config, spec),
     )
 
 
@@ -194,6 +209,11 @@ def check_threads(asked: int | None) -> None:
             f"num_threads is {asked}, and this process may use {cores} physical core{'s' if cores > 1 else ''}; "
             f"ask for {cores} or less, or leave it out"
         )
+
+
+def own_threads(config: EngineConfig, spec: DecoderSpec) -> int:
+    """Of an engine that shares the cores with others, where nobody asked for a number."""
+    return min(useful_threads(spec), max(1, usable_cores() // config.share.num_engines))
 
 
 def useful_threads(spec: DecoderSpec) -> int:

@@ -51,6 +51,8 @@ here it is --num-threads THREADS
   -t threads n-threads tensorflow-intra-op-parallelism tensorflow-session-parallelism
 here it is --tensor-parallel RANKS, processes of this machine
   -tp tp tp-size tensor-parallel-size
+here it is --mixed-workers WORKERS, engines of this server
+  -dp dp dp-size data-parallel-size
 here it is --bind-threads on
   -C -Cr cpu-mask cpu-range cpu-strict numa numa-bind numa-bind-cpus numa-bind-nodes numa-node
 here it is --no-enable-prefix-caching, and --enable-prefix-caching

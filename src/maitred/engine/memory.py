@@ -93,6 +93,13 @@ def swap_bytes(asked: int | None, *, on_gpu: bool, available_host_bytes: int, ho
     return asked
 
 
+def own_share(available_bytes: int, num_engines: int, mapped_bytes: int) -> int:
+    """Of memory that several engines share, what one of them is to plan with. Of the weights `mapped_bytes` lie there
+    once for all, so that each gets an equal part of what is left beside them and the reserve.
+    """
+    return (available_bytes + int((num_engines - 1) * mapped_bytes / (1 - RESERVE_SHARE))) // num_engines
+
+
 def format_bytes(count: float) -> str:
     """1536 -> '1.5 KiB'."""
     for unit in ("B", "KiB", "MiB"):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from maitred.clock import Clock, WallClock
 from maitred.engine.client import EngineClient
+from maitred.engine.frames import Ready
 from maitred.engine.intake import ServedModel
 from maitred.engine.live_requests import LiveRequest
 from maitred.engine.memory import MemoryPlan
@@ -14,13 +17,48 @@ from maitred.engine.served_model import TextAhead, served_model
 from maitred.engine.supervisor import Start
 from maitred.errors import MaitredError
 from maitred.gate.admission import AdmissionController, admission_of
+from maitred.replica import Replica
+
+
+class OwnReplica(Replica, Protocol):
+    """A replica of this server's own, from its start to its end: an engine, or several as one."""
+
+    def begin(self) -> None:
+        """Start the first engine. In the main thread."""
+
+    def wait(self) -> Ready:
+        """Returns when it has loaded. Raises what keeps it from loading."""
+
+    def give_up(self) -> None:
+        """From another thread: `wait` raises soon."""
+
+    def attach(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Live on `loop` from now on."""
+
+    async def close(self) -> None: ...
+
+    def stop(self) -> None:
+        """The same from any thread once the loop has ended; idempotent."""
+
+
+class MakeReplica(Protocol):
+    """Of what it is started with."""
+
+    def __call__(
+        self,
+        start: Start,
+        clock: Clock,
+        *,
+        on_admitted: Callable[[LiveRequest], None] | None = ...,
+        on_event: Callable[[str], None] = ...,
+    ) -> OwnReplica: ...
 
 
 @dataclass(slots=True)
 class Engine:
     """A running engine and what a server must know of it."""
 
-    replica: EngineClient
+    replica: OwnReplica
     model: ServedModel
     memory_plan: MemoryPlan
     admission: AdmissionController
@@ -41,12 +79,14 @@ class StartingEngine:
         clock: Clock | None = None,
         on_event: Callable[[str], None] = lambda line: None,
         on_admitted: Callable[[LiveRequest], None] | None = None,
+        make: MakeReplica = EngineClient,
     ) -> None:
         """`on_event` gets a line per phase, `on_admitted` every request, on the event loop."""
         clock = clock or WallClock()
-        self._admission = admission_of(start.config.admission, start.config.scheduler)
-        self._replica = EngineClient(start, clock, on_admitted=on_admitted, on_event=on_event)
-        self._replica.supervisor.begin()
+        config, num_engines = start.config, start.process.mixed_workers
+        self._admission = admission_of(config.admission, config.scheduler, num_engines)
+        self._replica = make(start, clock, on_admitted=on_admitted, on_event=on_event)
+        self._replica.begin()
         self._text = TextAhead(start.config.model.model)
 
     def wait(self) -> Engine:
@@ -64,7 +104,7 @@ class StartingEngine:
 
     def give_up(self) -> None:
         """From any thread: `wait` raises soon, and the engine ends."""
-        self._replica.supervisor.give_up()
+        self._replica.give_up()
 
     def stop(self) -> None:
         """End the engine, once nobody waits; idempotent."""

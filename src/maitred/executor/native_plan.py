@@ -34,7 +34,7 @@ from maitred.kernels import _native
 from maitred.kernels.kv_pool import LARGEST_HEAD, make_kv_pool
 from maitred.model.checkpoint import Checkpoint
 from maitred.model.fusions import compile_program
-from maitred.model.packed import OnPacked, plan_weights
+from maitred.model.packed import OnPacked, plan_weights, total_bytes
 from maitred.model.packed_cache import WeightCache, default_folder, load_weights
 from maitred.model.program import Columns, Format, Formats, Program
 from maitred.model.shares import own_program
@@ -88,6 +88,13 @@ class NativePlan:
     def weights_bytes(self) -> int:
         """Of all ranks."""
         return sum(plan.num_bytes for rank in range(self.num_ranks) for plan in plan_weights(self._program_of(rank)))
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Of them, those that processes which serve the same have in memory once."""
+        cache = self.weight_cache
+        sizes = (total_bytes(plan_weights(self._program_of(rank))) for rank in range(self.num_ranks))
+        return sum(size for size in sizes if size >= cache.min_bytes) if cache is not None else 0
 
     @property
     def bytes_per_block(self) -> int:

@@ -218,6 +218,7 @@ class TorchPlan:
 
     name = "torch"
     isa = ""  # its own choice
+    mapped_bytes = 0  # each process has weights of its own
 
     @property
     def device_name(self) -> str:

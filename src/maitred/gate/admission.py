@@ -88,8 +88,11 @@ class AdmissionController:
     order heeds priorities, only those as urgent count as ahead of a newcomer.
     """
 
-    def __init__(self, config: AdmissionConfig, *, max_num_seqs: int, priority_first: bool = False) -> None:
-        self.config = config
+    def __init__(
+        self, config: AdmissionConfig, *, max_num_seqs: int, priority_first: bool = False, num_engines: int = 1
+    ) -> None:
+        """`max_num_seqs` is of all engines."""
+        self.config, self._num_engines = config, num_engines
         self.num_refused = dict.fromkeys(REASONS, 0)
         self._max_num_seqs = max_num_seqs
         self._priority_first = priority_first
@@ -107,8 +110,8 @@ class AdmissionController:
         self._owed_work, self._owed_at = 0.0, 0.0  # of those turned away, who will be back
 
     def reconfigure(self, scheduler: SchedulerConfig) -> None:
-        """The engine has another number of slots, or another policy."""
-        self.resize(scheduler.max_num_seqs)
+        """Each engine has another number of slots, or another policy."""
+        self.resize(self._num_engines * scheduler.max_num_seqs)
         self._priority_first = scheduler.policy in PRIORITY_FIRST
 
     def resize(self, max_num_seqs: int) -> None:
@@ -338,7 +341,11 @@ class AdmissionController:
         self._waiting_tokens -= entry.num_prompt_tokens
 
 
-def admission_of(config: AdmissionConfig, scheduler: SchedulerConfig) -> AdmissionController:
-    """The admission controller in front of an engine that is configured so."""
-    priority_first = scheduler.policy in PRIORITY_FIRST
-    return AdmissionController(config, max_num_seqs=scheduler.max_num_seqs, priority_first=priority_first)
+def admission_of(config: AdmissionConfig, scheduler: SchedulerConfig, num_engines: int = 1) -> AdmissionController:
+    """The admission controller in front of engines that are configured so."""
+    return AdmissionController(
+        config,
+        max_num_seqs=num_engines * scheduler.max_num_seqs,
+        priority_first=scheduler.policy in PRIORITY_FIRST,
+        num_engines=num_engines,
+    )

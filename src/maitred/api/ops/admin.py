@@ -14,6 +14,7 @@ from maitred.api.http.exchange import Exchange
 from maitred.config import PolicyArg, SchedulerConfig
 from maitred.engine.installed import policy_of
 from maitred.errors import ConfigError, InvalidRequest, RouteNotFound
+from maitred.replica import HasWorkers, WorkerView
 from maitred.scheduler.queue_view import MAX_PAGE, QueueView
 
 LIMITS = frozenset({"max_num_seqs", "max_num_batched_tokens"})  # memory was planned for them
@@ -31,6 +32,12 @@ class Administrable(Protocol):
 
     async def configure(self, config: SchedulerConfig) -> None:
         """Returns when it took effect. Raises ConfigError and changes nothing."""
+
+
+class Roles(msgspec.Struct, frozen=True):
+    """Who does what."""
+
+    workers: tuple[WorkerView, ...]
 
 
 class PolicyView(msgspec.Struct, frozen=True):
@@ -79,6 +86,13 @@ async def change_policy(app: App, exchange: Exchange) -> None:
         raise InvalidRequest(str(error), param="policy") from None
     app.reconfigured(config)
     await exchange.answer_json(policy_view(config, await engine.policy_names()))
+
+
+async def show_roles(app: App, exchange: Exchange) -> None:
+    """The engines of this server, what is sent to each, and how it is."""
+    if not isinstance(app.replica, HasWorkers):
+        raise RouteNotFound("this server has no engine of its own to look into; ask the servers behind it")
+    await exchange.answer_json(Roles(app.replica.workers()))
 
 
 def policy_view(config: SchedulerConfig, choices: tuple[str, ...]) -> PolicyView:

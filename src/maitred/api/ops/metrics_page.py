@@ -22,7 +22,7 @@ from maitred.engine.adapter_book import HasAdapters
 from maitred.errors import RateLimited
 from maitred.gate.admission import AdmissionController
 from maitred.metrics import Metric, MetricKind
-from maitred.replica import DraftCounts, Replica, ReplicaState
+from maitred.replica import DraftCounts, HasWorkers, Replica, ReplicaState, WorkerView
 from maitred.request import FinishReason, RequestTiming
 from maitred.tenancy.quota import TenantQuota
 
@@ -70,6 +70,14 @@ _DRAFTS: Mapping[Metric, Callable[[DraftCounts], dict[tuple[str, ...], float]]] 
     m.DRAFT_TOKENS: lambda d: {(): float(d.num_tokens)},
     m.ACCEPTED_TOKENS: lambda d: {(): float(d.num_accepted)},
     m.ACCEPTED_AT_POSITION: lambda d: {(str(place),): float(count) for place, count in enumerate(d.accepted)},
+}
+
+
+_WORKER: Mapping[Metric, Callable[[WorkerView], float]] = {
+    m.WORKER_UP: lambda w: float(w.alive),
+    m.WORKER_RUNNING: lambda w: w.num_running,
+    m.WORKER_WAITING: lambda w: w.num_waiting,
+    m.WORKER_KV_USAGE: lambda w: w.num_blocks_used / w.num_blocks if w.num_blocks else 0.0,
 }
 
 
@@ -252,6 +260,8 @@ class EdgeMetrics(Collector):
             return {labels: float(count) for labels, count in self._answered.items()}
         if metric in _ADMISSION:
             return _ADMISSION[metric](self._admission) if self._admission is not None else {}
+        if metric in _WORKER:
+            return worker_samples(metric, self._replica)
         if metric in m.TENANT_METRICS:
             return self.tenants.samples(metric)
         own: dict[Metric, dict[tuple[str, ...], float]] = {
@@ -279,6 +289,17 @@ class EdgeMetrics(Collector):
         proposers = {self._proposer: state.drafts, PREDICTION: state.predicted_drafts}
         named = {name: samples(counts) for name, counts in proposers.items()}
         return {(name, *labels): value for name, counts in named.items() for labels, value in counts.items()}
+
+
+def worker_samples(metric: Metric, replica: Replica) -> dict[tuple[str, ...], float]:
+    """By worker; a server that has one engine tells of it under the names without."""
+    workers = replica.workers() if isinstance(replica, HasWorkers) else ()
+    told = _WORKER[metric]
+    return {_labels(metric, worker): float(told(worker)) for worker in workers} if len(workers) > 1 else {}
+
+
+def _labels(metric: Metric, worker: WorkerView) -> tuple[str, ...]:
+    return tuple(str(getattr(worker, label)) for label in metric.labels)
 
 
 def result_cache_samples(results: Results | None) -> dict[Metric, dict[tuple[str, ...], float]]:

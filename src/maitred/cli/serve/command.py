@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from maitred.api.http.loading import Opened
     from maitred.engine.live_requests import LiveRequest
-    from maitred.engine.starting import StartingEngine
+    from maitred.engine.starting import MakeReplica, StartingEngine
 
 
 def _run(options: Options) -> int:
@@ -104,7 +104,17 @@ def _start(
         from maitred.engine.engine_thread import in_thread
 
         start = replace(start, open=in_thread(load_engine))
-    return StartingEngine(start, on_event=tell, on_admitted=on_admitted)
+    return StartingEngine(start, on_event=tell, on_admitted=on_admitted, make=_replica_of(process))
+
+
+def _replica_of(process: ProcessConfig) -> MakeReplica:
+    if process.mixed_workers == 1:
+        from maitred.engine.client import EngineClient
+
+        return EngineClient
+    from maitred.cluster.workers import Workers  # and a router's core, for which one engine does not wait
+
+    return Workers
 
 
 def _engine_config(options: Options) -> EngineConfig:

@@ -1,0 +1,68 @@
+"""A worker as `workers` knows it, and a prompt of its own: one request of the cluster core."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from maitred.cluster.fleet_request import FleetRequest, request_of
+from maitred.cluster.replicas import ReplicaFacts, State
+from maitred.engine.client import EngineClient
+from maitred.engine.live_requests import LiveRequest
+from maitred.request import RequestSpec
+
+KEY_BYTES = 8  # of a block's hash
+
+
+@dataclass(slots=True, eq=False)
+class Worker:
+    """One engine of several."""
+
+    number: int
+    client: EngineClient
+    is_up: bool = False  # as the core knows it
+    num_queued: int = 0  # requests that have no place in its engine
+
+    @property
+    def is_there(self) -> bool:
+        """Whether it has an engine, silent or not."""
+        return self.client.supervisor.ready
+
+    @property
+    def seems_up(self) -> bool:
+        """Whether it has an engine that is heard of."""
+        return self.is_there and self.client.supervisor.why_not_alive is None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it was given up."""
+        return self.client.supervisor.over
+
+    @property
+    def facts(self) -> ReplicaFacts:
+        return ReplicaFacts(name=str(self.number), state=State.READY if self.is_up else State.STARTING)
+
+
+@dataclass(slots=True, eq=False)
+class Prompt:
+    """The samples of one prompt, which go to one worker, where they share its blocks."""
+
+    request: FleetRequest
+    samples: dict[str, LiveRequest] = field(default_factory=dict)  # that have not ended, in order
+    worker: Worker | None = None  # None while it is held
+
+
+def prompt_of(prompt_id: str, live: LiveRequest) -> Prompt:
+    """With its first sample."""
+    return Prompt(_request_of(prompt_id, live.spec), {live.request_id: live})
+
+
+def key_of(block: bytes) -> int:
+    """Prefix key of a KV block, by its hash, which all blocks before it are part of."""
+    return int.from_bytes(block[:KEY_BYTES], "little")
+
+
+def _request_of(prompt_id: str, spec: RequestSpec) -> FleetRequest:
+    request = request_of(spec, tuple(map(key_of, spec.block_hashes)))
+    request.request_id, request.num_samples = prompt_id, spec.sampling.n if spec.parent_id is not None else 1
+    request.features = spec.features
+    return request

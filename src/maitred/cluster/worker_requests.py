@@ -1,0 +1,161 @@
+"""The requests of several workers: what the core decides of them is done, what the workers tell is told to the core."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+
+from maitred.clock import Clock
+from maitred.cluster.actions import Action, Bind, Refuse
+from maitred.cluster.core import ClusterCore
+from maitred.cluster.fleet_request import Failure, FailureKind, FleetRequest, Usage
+from maitred.cluster.worker import Prompt, Worker, prompt_of
+from maitred.engine.client import OnProgress
+from maitred.engine.live_requests import LiveRequest
+from maitred.errors import EngineDead, MaitredError, QueueTimeout, RequestTimeout
+from maitred.request import FinishReason
+from maitred.step import RequestProgress
+
+NOBODYS_FAULT = Failure(FailureKind.FULL, retry_after_s=0.0)  # it is bound again as if it had come now
+REASONS = {QueueTimeout: FinishReason.QUEUE_TIMEOUT, RequestTimeout: FinishReason.TIMEOUT}
+
+
+class WorkerRequests:
+    """From their arrival to their end: held by the core, or with a worker. On one event loop."""
+
+    def __init__(self, core: ClusterCore, workers: Sequence[Worker], clock: Clock, on_held: Callable[[], None]) -> None:
+        """`on_held` is told that somebody waits for a worker."""
+        self._core, self._workers, self._clock, self._on_held = core, workers, clock, on_held
+        self.on_progress: OnProgress = lambda progress, num_queued, now: None
+        self.prompts: dict[str, Prompt] = {}  # by the id of each sample, in order of arrival
+        self._by_id: dict[str, Prompt] = {}  # by the core's
+        self.ended: Counter[FinishReason] = Counter()  # of those that no worker had
+        self.is_closed = False  # nobody is bound any more
+
+    @property
+    def num_held(self) -> int:
+        """Samples that wait for a worker."""
+        return sum(len(prompt.samples) for prompt in self._by_id.values() if prompt.worker is None)
+
+    def held(self) -> Iterator[tuple[FleetRequest, LiveRequest]]:
+        """Those that wait for a worker, the next first; sorts."""
+        for request in self._core.held():
+            for live in self._by_id[request.request_id].samples.values():
+                yield request, live
+
+    def living(self) -> Iterator[LiveRequest]:
+        """All there are, in order of arrival."""
+        return (prompt.samples[request_id] for request_id, prompt in self.prompts.items())
+
+    def enter(self, live: LiveRequest) -> None:
+        """To the worker that has the samples before it; the first is the core's to place."""
+        prompt_id = live.spec.parent_id or live.request_id
+        prompt = self._by_id.get(prompt_id)
+        if prompt is not None:
+            self.prompts[live.request_id], prompt.samples[live.request_id] = prompt, live
+            if prompt.worker is not None:
+                prompt.worker.client.enter(live)
+            return
+        prompt = prompt_of(prompt_id, live)
+        self.prompts[live.request_id] = self._by_id[prompt_id] = prompt
+        self.do(self._core.arrived(prompt.request, self._clock.now()))
+
+    def abort(self, request_id: str, reason: FinishReason) -> None:
+        """As `Replica.abort`."""
+        prompt = self.prompts.get(request_id)
+        if prompt is None:
+            return
+        live = prompt.samples[request_id]
+        if prompt.worker is not None:
+            prompt.worker.client.abort(request_id, reason)
+        elif reason is not FinishReason.SHED or live.charges.first_scheduled_at is None:
+            self._end_here(live, reason)
+
+    def put_back(self, worker: Worker) -> None:
+        """Its engine is gone: who may, goes on with another one, when there is room."""
+        movable, now = worker.client.movable(), self._clock.now()
+        for prompt in dict.fromkeys(self.prompts[request_id] for request_id in movable):
+            if prompt.samples.keys() <= movable.keys():
+                for live in prompt.samples.values():
+                    worker.client.let_go(live.request_id)
+                    if live.charges.first_scheduled_at is not None:
+                        prompt.request.start_by = None  # it was in a step in time
+                prompt.worker = None
+                self.do(self._core.failed(prompt.request.request_id, NOBODYS_FAULT, now))
+
+    # -- what the core decides
+
+    def do(self, actions: Sequence[Action]) -> None:
+        if self.is_closed:
+            return
+        for action in actions:
+            match action:
+                case Bind(request_id, choice):
+                    self._bind(self._by_id[request_id], self._workers[int(choice.replica)])
+                case Refuse(request_id, error):
+                    self._refuse(self._by_id[request_id], error)
+        if self._core.num_held:
+            self._on_held()
+
+    def _bind(self, prompt: Prompt, worker: Worker) -> None:
+        prompt.worker = worker
+        for live in list(prompt.samples.values()):
+            worker.client.enter(live)
+
+    def _refuse(self, prompt: Prompt, error: MaitredError) -> None:
+        """Its time is up. A worker that has it ends it, with what it had come to."""
+        for live in list(prompt.samples.values()):
+            reason = REASONS.get(type(error), FinishReason.ERROR)
+            if prompt.worker is not None:
+                prompt.worker.client.abort(live.request_id, reason)
+            else:
+                self._end_here(live, reason, error if reason is FinishReason.ERROR else None)
+
+    # -- what the workers tell
+
+    def hear(self, worker: Worker, progress: list[RequestProgress], num_queued: int, now: float) -> None:
+        worker.num_queued = num_queued
+        self._account(progress, now)
+
+    def _account(self, progress: list[RequestProgress], now: float) -> None:
+        """To the core, and whoever listens to all; ended prompts make room for others."""
+        done: list[tuple[Prompt, FinishReason]] = []
+        for item in progress:
+            prompt = self.prompts.get(item.request_id)
+            if prompt is None:
+                continue
+            if item.new_token_ids:
+                self._core.progressed(prompt.request.request_id, len(item.new_token_ids), now)
+            if item.finish_reason is not None:
+                del self.prompts[item.request_id], prompt.samples[item.request_id]
+                if not prompt.samples:
+                    done.append((prompt, item.finish_reason))
+        self.on_progress(progress, self._core.num_held + sum(worker.num_queued for worker in self._workers), now)
+        for prompt, reason in done:
+            self._let_go(prompt, reason, now)
+
+    def _let_go(self, prompt: Prompt, reason: FinishReason, now: float) -> None:
+        prompt_id = prompt.request.request_id
+        del self._by_id[prompt_id]
+        is_complete = reason in (FinishReason.STOP, FinishReason.LENGTH)
+        if prompt.worker is None:
+            self.do(self._core.aborted(prompt_id, now))
+        else:
+            self.do(self._core.ended(prompt_id, Usage(complete=is_complete), now))
+
+    def _end_here(self, live: LiveRequest, reason: FinishReason, error: MaitredError | None = None) -> None:
+        """No worker has it."""
+        now = self._clock.now()
+        ended = live.ended(reason, now, None if error is None else str(error))
+        self.ended[reason] += 1
+        self._account([ended], now)
+        if error is None:
+            live.stream.put(ended)
+        else:
+            live.stream.fail(error)
+
+    def end_held(self, error: EngineDead) -> None:
+        """No worker will come."""
+        for name, prompt in list(self.prompts.items()):
+            if prompt.worker is None:
+                self._end_here(prompt.samples[name], FinishReason.ERROR, error)
