@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from maitred.errors import OutOfMemory
 from maitred.executor.kv_pool import PoolShape
@@ -27,6 +29,8 @@ class TorchKVPool:
                 f"the KV cache of {shape.num_blocks} blocks needs {wanted} bytes on {device} and could not be had; "
                 f"lower --kv-cache-memory-bytes, --max-num-seqs or --max-model-len ({error})"
             ) from error
+        self.progress = 0, 0
+        """Forward passes that have begun, and the layers whose KV the last of them has written; on a CPU."""
         by_slot = shape.num_blocks * shape.block_size
         self._slots = self._pool.view(shape.num_layers, 2, by_slot, shape.num_kv_heads, shape.head_dim)
 
@@ -42,6 +46,7 @@ class TorchKVPool:
         k_slots, v_slots = self.slots(layer)
         k_slots.index_copy_(0, slots_T, k_TKH.to(self.dtype))
         v_slots.index_copy_(0, slots_T, v_TKH.to(self.dtype))
+        self.progress = self.progress[0] + (layer == 0), layer + 1
 
     @property
     def device(self) -> torch.device:
@@ -56,6 +61,13 @@ class TorchKVPool:
         """The reverse of `gather`."""
         index = torch.tensor(blocks, device=self._pool.device)
         self._pool.index_copy_(2, index, contents.permute(1, 2, 0, 3, 4, 5))
+
+    def as_bytes(self) -> NDArray[np.uint8]:
+        """The memory itself, [layers, 2, blocks, bytes], for `layer_io.HostLayers`; of a pool on a CPU."""
+        assert self._pool.device.type == "cpu"
+        layers, both, blocks = self.shape[:3]
+        array: NDArray[np.uint8] = self._pool.view(layers, both, blocks, -1).view(torch.uint8).numpy()
+        return array
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """(source, target) each, in every layer."""

@@ -65,6 +65,30 @@ void write_blocks(KVPool& pool, const std::vector<int>& blocks, const Bytes2& in
             [&](int i) { pool.write_block(blocks[i], bytes + rows[i] * pool.bytes_per_block()); });
 }
 
+using Bytes1 = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Bytes1Out = nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+void check_part_bytes(const KVPool& pool, int num_layers, std::size_t num_blocks, std::size_t num_bytes) {
+  const int64_t wanted = num_layers * static_cast<int64_t>(num_blocks) * pool.layout().block_bytes;
+  if (static_cast<int64_t>(num_bytes) != wanted)
+    throw std::invalid_argument(std::to_string(num_bytes) + " bytes; these layers of these blocks have " +
+                                std::to_string(wanted));
+}
+
+void read_part(const KVPool& pool, int first_layer, int num_layers, const std::vector<int>& blocks, Bytes1Out out) {
+  check_part_bytes(pool, num_layers, blocks.size(), out.shape(0));
+  uint8_t* bytes = out.data();
+  nb::gil_scoped_release release;
+  pool.read_part(first_layer, num_layers, blocks, bytes);
+}
+
+void write_part(KVPool& pool, int first_layer, int num_layers, const std::vector<int>& blocks, const Bytes1& in) {
+  check_part_bytes(pool, num_layers, blocks.size(), in.shape(0));
+  const uint8_t* bytes = in.data();
+  nb::gil_scoped_release release;
+  pool.write_part(first_layer, num_layers, blocks, bytes);
+}
+
 nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> block_view(nb::handle self, int layer, int block) {
   const KVPool& pool = nb::cast<const KVPool&>(self);
   pool.check_block(block);
@@ -103,6 +127,14 @@ void bind_kv_pool(nb::module_& m) {
       .def("read_blocks", &read_blocks, nb::arg("blocks"), nb::arg("out"), nb::arg("rows"), nb::arg("threads"))
       .def("write_blocks", &write_blocks, nb::arg("blocks"), nb::arg("rows_of_blocks"), nb::arg("rows"),
            nb::arg("threads"))
+      .def("read_part", &read_part, nb::arg("first_layer"), nb::arg("num_layers"), nb::arg("blocks"), nb::arg("out"))
+      .def("write_part", &write_part, nb::arg("first_layer"), nb::arg("num_layers"), nb::arg("blocks"), nb::arg("rows"))
+      .def_prop_ro("layer_bytes", [](const KVPool& self) { return self.layout().block_bytes; })
+      .def_prop_ro("progress",
+                   [](const KVPool& self) {
+                     const KVProgress progress = self.progress();
+                     return std::make_pair(progress.num_runs, progress.num_layers);
+                   })
       .def("block_view", &block_view, nb::arg("layer"), nb::arg("block"));
   m.def(
       "kv_bytes_per_block",

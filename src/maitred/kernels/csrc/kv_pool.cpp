@@ -124,4 +124,29 @@ void KVPool::write_block(int index, const uint8_t* bytes) {
     std::memcpy(block(layer, index), bytes, static_cast<std::size_t>(layout_.block_bytes));
 }
 
+void KVPool::check_part(int first, int count, const std::vector<int>& blocks) const {
+  if (first < 0 || count < 0 || first > num_layers_ - count)
+    throw std::out_of_range(std::to_string(count) + " layers from " + std::to_string(first) + " of a KV pool of " +
+                            std::to_string(num_layers_));
+  for (int index : blocks) check_block(index);
+}
+
+void KVPool::read_part(int first, int count, const std::vector<int>& blocks, uint8_t* bytes) const {
+  check_part(first, count, blocks);
+  for (int layer = first; layer < first + count; ++layer)
+    for (int index : blocks) {
+      std::memcpy(bytes, block(layer, index), static_cast<std::size_t>(layout_.block_bytes));
+      bytes += layout_.block_bytes;
+    }
+}
+
+void KVPool::write_part(int first, int count, const std::vector<int>& blocks, const uint8_t* bytes) {
+  check_part(first, count, blocks);
+  for (int layer = first; layer < first + count; ++layer)
+    for (int index : blocks) {
+      std::memcpy(block(layer, index), bytes, static_cast<std::size_t>(layout_.block_bytes));
+      bytes += layout_.block_bytes;
+    }
+}
+
 }  // namespace maitred

@@ -13,8 +13,10 @@
 //   gathers them into tiles as it goes. No memory is lost to padding, but speed is.
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <vector>
 
 #include "team.h"
 #include "thread_pool.h"
@@ -68,6 +70,12 @@ class Pages {
   int64_t num_bytes_;
 };
 
+// How far the computing has come, for who reads the pool from a thread of its own beside a step.
+struct KVProgress {
+  int64_t num_runs;  // of the program that have begun
+  int num_layers;    // whose keys and values the last of them has written
+};
+
 class KVPool {
  public:
   // Throws std::invalid_argument for counts below 1, std::bad_alloc when the address space is refused.
@@ -92,11 +100,29 @@ class KVPool {
   void write_block(int block, const uint8_t* bytes);
   void check_block(int block) const;
 
+  // Layers [first, first + count) of each of `blocks`, layer by layer, to or from contiguous bytes: of one thread,
+  // which may run beside a step that leaves those blocks alone. Throws std::out_of_range.
+  void read_part(int first, int count, const std::vector<int>& blocks, uint8_t* bytes) const;
+  void write_part(int first, int count, const std::vector<int>& blocks, const uint8_t* bytes);
+
+  // Called by the program, which has one step at a time.
+  void begin_run() { progress_.store(((progress_ >> kLayerBits) + 1) << kLayerBits, std::memory_order_release); }
+  void wrote_layer() { progress_.fetch_add(1, std::memory_order_release); }
+  // What it tells as written may be read.
+  KVProgress progress() const {
+    const int64_t both = progress_.load(std::memory_order_acquire);
+    return {both >> kLayerBits, static_cast<int>(both & ((1 << kLayerBits) - 1))};
+  }
+
  private:
+  static constexpr int kLayerBits = 16;
+  void check_part(int first, int count, const std::vector<int>& blocks) const;
+
   KVLayout layout_;
   int num_layers_;
   int num_blocks_;
   Pages pages_;
+  std::atomic<int64_t> progress_{0};  // runs, and in the low bits layers
 };
 
 }  // namespace maitred

@@ -62,6 +62,7 @@ void Program::run(const StepRows& rows, bool goes_on) {
   check_logits(rows, rows.num_tokens);
   last_num_tokens_ = rows.num_tokens;
   begin(rows, false);
+  if (num_kv_writes_ > 0) pool_.begin_run();
   run_all(rows, goes_on);
   if (team_ != nullptr) team_->check();
 }
@@ -119,6 +120,7 @@ void Program::run_ops(const StepRows& rows, size_t first, size_t end) {
       Op& op = ops_[i];
       WorkCounter* const counters = op.shares == Shares::own ? own_counters_.get() : counters_;
       if (op.body(rows, counters + op.first_counter, worker)) worker.meet();
+      if (op.writes_kv && own.index == 0) pool_.wrote_layer();
       if (worker.barrier->abandoned()) return;
       if (!timed) continue;
       const int64_t after = now_ns(alone);

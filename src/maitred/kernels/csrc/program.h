@@ -34,6 +34,7 @@ class Program {
     int first_counter;
     Shares shares;
     int64_t nanoseconds = 0;  // of the last run, on the first thread
+    bool writes_kv = false;   // of the next layer; workers meet after it
   };
 
   // What a step is checked against, since a wrong index would read memory that is not ours.
@@ -57,6 +58,10 @@ class Program {
   void* add_own_bytes(int64_t num_bytes);  // the same, for this process alone
   float* add_rows(int64_t num_rows, int64_t width);
   void add(std::string name, int num_counters, Body body, Shares shares = Shares::all);
+  // The operation added last writes a layer's keys and values; told are those of a program that writes all layers.
+  void mark_kv_write(int layer) {
+    if (layer == num_kv_writes_) ops_.back().writes_kv = true, ++num_kv_writes_;
+  }
   // Called by one thread before the others join a step, with what may throw.
   using Planner = std::function<void(const StepRows& rows)>;
   void add_planner(Planner planner) { planners_.push_back(std::move(planner)); }
@@ -104,6 +109,7 @@ class Program {
   size_t first_state_op_ = 0;
   size_t first_logits_op_ = 0;
   int last_num_tokens_ = 0;
+  int num_kv_writes_ = 0;
   bool profiling_ = false;
 };
 

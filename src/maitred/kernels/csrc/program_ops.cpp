@@ -155,6 +155,7 @@ void add_qkv(Program& program, const QKVOp& op, const Rows& source, const float*
     qkv(op, pool, step, source.values, source.stride, rope_table, queries, counters[0], worker, isa);
     return true;
   });
+  program.mark_kv_write(op.layer);
 }
 
 void add_attention(Program& program, const AttentionOp& op, AttentionPlan& plan, const AttentionScratch& scratch,
