@@ -1,0 +1,1 @@
+"""KV between processes: pieces that a receiver pulls under a lease, over shared memory or sockets."""

@@ -1,0 +1,59 @@
+"""What two workers must have alike, what is converted, and what only `mixed` takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from maitred.transfer.compat import EXACT, MIXED, agree, layout_of
+from maitred.transfer.pieces import Refusal
+from tests.transfer.worlds import make_layout
+
+
+@pytest.mark.parametrize("compat", [EXACT, MIXED])
+@pytest.mark.parametrize(
+    "unlike",
+    [{"revision": "xyz"}, {"positions": "yarn 4"}, {"kv_dtype": "float32"}, {"num_layers": 5}, {"num_kv_heads": 4}],
+)
+def test_another_model_dtype_or_rope_is_refused_with_both_sides_named(unlike: dict[str, Any], compat: str) -> None:
+    (name, theirs), own = *unlike.items(), make_layout()
+    with pytest.raises(Refusal) as refused:
+        agree(own, make_layout(**unlike), compat=compat, receives=True)
+    assert refused.value.reason == "unlike"
+    assert f"{name} is {getattr(own.agreed, name)!r} here, {theirs!r} there" in str(refused.value)
+
+
+@pytest.mark.parametrize("unlike", [{"weight_dtype": "int8"}, {"executor": "torch"}, {"isa": "amx"}])
+def test_other_number_formats_need_mixed_and_have_a_namespace_of_their_own(unlike: dict[str, Any]) -> None:
+    own, peer = make_layout(), make_layout(**unlike)
+    with pytest.raises(Refusal, match=f"{next(iter(unlike))} is .* --kv-compat|--kv-compat mixed"):
+        agree(own, peer, compat=EXACT, receives=True)
+    terms = agree(own, peer, compat=MIXED, receives=True)
+    assert terms.namespace == agree(peer, own, compat=MIXED, receives=False).namespace != ""
+    assert agree(own, make_layout(), compat=MIXED, receives=True).namespace == ""
+    assert terms.namespace != agree(peer, own, compat=MIXED, receives=True).namespace  # whose numbers they are
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "blocks", "pulled"),
+    [
+        (16, 16, range(3, 9), range(3, 9)),
+        (16, 32, range(1, 4), range(2, 8)),
+        (32, 16, range(3, 9), range(1, 4)),  # a block of theirs that holds one of ours is taken whole
+        (32, 16, range(4), range(2)),
+        (32, 16, range(5), range(2)),  # and its second half may not be there yet
+        (48, 32, range(7), range(4)),
+    ],
+)
+def test_blocks_of_another_size_are_pulled_in_whole_units(theirs: int, ours: int, blocks: range, pulled: range) -> None:
+    terms = agree(make_layout(block_size=ours), make_layout(block_size=theirs), compat=EXACT, receives=True)
+    assert terms.pulled(blocks) == pulled
+    assert len(pulled) % terms.unit == 0
+
+
+@pytest.mark.parametrize("encoded", [b"", b"\x80", b"cos\nsystem", b"\xff" * 40])
+def test_what_is_no_layout_is_refused(encoded: bytes) -> None:
+    with pytest.raises(Refusal) as refused:
+        layout_of(encoded)
+    assert refused.value.reason == "garbage"
