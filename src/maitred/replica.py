@@ -37,6 +37,21 @@ class DraftCounts(msgspec.Struct, array_like=True):
         return DraftCounts(self.num_rows + other.num_rows, self.num_tokens + other.num_tokens, accepted)
 
 
+class HandoverCounts(msgspec.Struct, array_like=True):
+    """Requests whose KV another engine had, and what was pulled for them. They only grow."""
+
+    outcomes: dict[str, int] = {}  # moved, recomputed, or local where it was here already
+    num_bytes: int = 0
+
+    def add(self, outcome: str) -> None:
+        self.outcomes[outcome] = self.outcomes.get(outcome, 0) + 1
+
+    def __add__(self, other: HandoverCounts) -> HandoverCounts:
+        names = {**self.outcomes, **other.outcomes}
+        outcomes = {name: self.outcomes.get(name, 0) + other.outcomes.get(name, 0) for name in names}
+        return HandoverCounts(outcomes, self.num_bytes + other.num_bytes)
+
+
 class TierFigures(msgspec.Struct, array_like=True):
     """A KV tier, for metrics; tokens and drops only grow."""
 

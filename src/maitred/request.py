@@ -204,6 +204,7 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     thinking: ThinkingLimit | None = None
     prediction_token_ids: Sequence[int] = ()  # what the client expects the output to be; drafts are taken from it
     adapter: str = ""  # LoRA adapter by its name; empty is the model as it is
+    kv_from: tuple[str, ...] = ()  # addresses of an engine that has its KV
     resumed: ResumePoint | None = None  # where another engine left off
 
 

@@ -207,6 +207,7 @@ def arrived_of(arrival: Arrival) -> Arrived:
             grammar="",
             thinking=None,
             prediction_token_ids=(),
+            kv_from=(),
             resumed=None if point is None else replace(point, output_token_ids=[0] * len(point.output_token_ids)),
         ),
     )

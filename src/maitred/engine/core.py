@@ -64,12 +64,15 @@ class StepObserver(Protocol):
     ) -> None: ...
 
 
-class FollowsRequests(Protocol):
-    """Who fetches and stores KV; `kv_tiers.KVTiers` is one. Told in the engine's thread."""
+class FollowsKV(Protocol):
+    """Who fetches, gives or stores KV; `kv_tiers.KVTiers` is one. Told in the engine's thread."""
 
     def entered(self, request: RequestState) -> None: ...
 
     def ended(self, request_id: str) -> None: ...
+
+    def given_up(self, given_up: GivenUp) -> None:
+        """Told before anything is written to the blocks; asks nothing of the core."""
 
 
 class EngineCore:
@@ -89,9 +92,8 @@ class EngineCore:
         self._measure_swaps, self._measure_steps = measure_swaps, measure_steps
         self._prefill = PrefillMeter()
         self.speed: SpeedMeter | None = None  # while a router wants to know
-        # Told before anything is written to blocks that were given up, in the engine's thread; it asks nothing of here.
-        self.on_given_up: Callable[[GivenUp], None] | None = None
-        self.kv_tiers: FollowsRequests | None = None
+        self.kv_followers: list[FollowsKV] = []
+        self.on_given_up: Callable[[GivenUp], None] | None = None  # as a follower is told
         self.wake: Callable[[], None] = lambda: None  # ends the wait of whoever drives it; called in any thread
         self._called: deque[Callable[[], object]] = deque()
         self._ages_by_device = _leaves_ageing_open(scheduler.config)
@@ -134,8 +136,8 @@ class EngineCore:
         self._scheduler.add(request, now)
         if self._observer is not None:
             self._observer.added(request, now)
-        if self.kv_tiers is not None:
-            self.kv_tiers.entered(request)
+        for follower in self.kv_followers:
+            follower.entered(request)
         return request
 
     @property
@@ -160,8 +162,8 @@ class EngineCore:
         self._tell_given_up()
         if progress is not None and self._observer is not None:
             self._observer.ended(request_id, reason, now)
-        if self.kv_tiers is not None and progress is not None:
-            self.kv_tiers.ended(request_id)
+        for follower in self.kv_followers if progress is not None else ():
+            follower.ended(request_id)
         return self._host_shares.told([progress], self.host_s)[0] if progress is not None else None
 
     def shed(self, request_id: str) -> RequestProgress | None:
@@ -213,8 +215,12 @@ class EngineCore:
 
     def _tell_given_up(self) -> None:
         given_up = self._scheduler.given_up
-        if self.on_given_up is not None and (given_up.request_ids or given_up.leases):
+        if not given_up.request_ids and not given_up.leases:
+            return
+        if self.on_given_up is not None:
             self.on_given_up(given_up)
+        for follower in self.kv_followers:
+            follower.given_up(given_up)
 
     def tell_router(self, wanted: bool) -> None:
         """What a router over several engines wants to know, from now on or no more: cached blocks and speed."""
@@ -269,7 +275,7 @@ class EngineCore:
         if self.speed is not None:
             self.speed.observe(plan, updated_at - execute_at)
         ages = self._ages_by_device and AGEING in self._scheduler.order.policy.arguments
-        if (ages or self.kv_tiers is not None) and self._prefill.observe(plan, updated_at - execute_at) and ages:
+        if (ages or self.kv_followers) and self._prefill.observe(plan, updated_at - execute_at) and ages:
             self._age_by_device()
         self._tell_ended(expired, progress)
         self.last_step_at = self._clock.now()
@@ -286,9 +292,10 @@ class EngineCore:
             self.set_step_costs(steps)
 
     def _tell_ended(self, *progress: Sequence[RequestProgress]) -> None:
-        for told in chain(*progress) if self.kv_tiers is not None else ():
-            if told.finish_reason is not None and self.kv_tiers is not None:
-                self.kv_tiers.ended(told.request_id)
+        for told in chain(*progress) if self.kv_followers else ():
+            if told.finish_reason is not None:
+                for follower in self.kv_followers:
+                    follower.ended(told.request_id)
 
     def _age_by_device(self) -> None:
         """How fast waiting outweighs work, from how fast this device works; told anew when it is quite another.

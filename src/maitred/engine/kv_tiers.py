@@ -135,8 +135,8 @@ class KVTiers:
         self._wanting: dict[str, _Found] = {}  # for whose KV blocks lacked
         self._num_leases = 0
         self._thread = threading.current_thread()
-        self._fetching, self._storing = _Worker("maitred-kv-fetch"), _Worker("maitred-kv-store")
-        core.kv_tiers, core.on_given_up = self, self._given_up
+        self._fetching, self._storing = ThreadOfJobs("maitred-kv-fetch"), ThreadOfJobs("maitred-kv-store")
+        core.kv_followers.append(self)
 
     def __len__(self) -> int:
         """Requests whose KV is on the way."""
@@ -347,7 +347,7 @@ class KVTiers:
         if self._stores.pop(store.lease, None) is not None:  # else it was given up
             self._core.release(store.lease)
 
-    def _given_up(self, given_up: GivenUp) -> None:
+    def given_up(self, given_up: GivenUp) -> None:
         """Returns when no thread touches those blocks any more."""
         for request_id in given_up.request_ids:
             fetch = self._fetches.pop(request_id, None)
@@ -372,7 +372,7 @@ class KVTiers:
         return {str(reason): count for reason, count in (tier.tier.stats.dropped + tier.dropped).items()}
 
 
-class _Worker:
+class ThreadOfJobs:
     """A thread that does one thing after another; none is started before there is something to do."""
 
     def __init__(self, name: str) -> None:

@@ -1,0 +1,177 @@
+"""KV of other engines: given to those that ask for it by its hashes, and pulled for requests that say who has it.
+
+The engine's thread decides, reserves and holds; threads of connections copy. Whatever does not come is computed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+from maitred.clock import Clock
+from maitred.engine.core import EngineCore
+from maitred.engine.kv_tiers import ThreadOfJobs
+from maitred.executor.layer_io import LayerIO
+from maitred.replica import HandoverCounts
+from maitred.request import RequestState
+from maitred.scheduler.reservations import GivenUp
+from maitred.transfer.blocks import HeldBlocks
+from maitred.transfer.handshake import Identity
+from maitred.transfer.leases import Readable
+from maitred.transfer.offers import Offers
+from maitred.transfer.pieces import Offered, Refusal
+from maitred.transfer.puller import Puller, connect_any
+from maitred.transfer.source import Source
+
+ANSWER_S = 5.0  # to who asks for blocks: the engine's thread looks between two steps
+TIMEOUT_S = 5.0  # without a word from a peer
+
+
+class PeerConfig(NamedTuple):
+    """How KV moves between engines."""
+
+    identity: Identity
+    transport: str = "auto"
+    staging_bytes: int = 256 * 2**20
+    lease_s: float = 30.0
+
+
+@dataclass(slots=True, eq=False)
+class _Pull:
+    request_id: str
+    addresses: Sequence[str]
+    keys: Sequence[bytes]  # from the first block on
+    start: int  # block
+    held: HeldBlocks
+
+
+class KVPeers:
+    """One engine's end of all transfers. All methods are the engine thread's."""
+
+    def __init__(self, core: EngineCore, io: LayerIO, config: PeerConfig, *, block_size: int, clock: Clock) -> None:
+        self._core, self._io, self._config, self._block_size = core, io, config, block_size
+        self._offers = Offers(io, lease_s=config.lease_s, clock=clock, find=self._find, on_end=self._unlease)
+        self._source = Source(config.identity, self._offers, staging_bytes=config.staging_bytes, timeout_s=TIMEOUT_S)
+        self.addresses = self._listen()
+        self.counts = HandoverCounts()
+        self._pulls: dict[str, _Pull] = {}
+        self._pullers: dict[tuple[str, ...], Puller] = {}  # the pulling thread's
+        self._pulling = ThreadOfJobs("maitred-kv-pull")
+        self._num_leases = 0
+        core.kv_followers.append(self)
+
+    def _listen(self) -> tuple[str, ...]:
+        source = self._source
+        if self._config.transport == "tcp":
+            return (source.listen_tcp("127.0.0.1", 0),)
+        if self._config.transport == "nixl":
+            return (source.listen_nixl("127.0.0.1", 0),)
+        return (source.listen_shm(),)
+
+    # -- requests
+
+    def entered(self, request: RequestState) -> None:
+        """One that says where its KV is waits for it, if there are blocks to bring it into."""
+        addresses = request.spec.kv_from
+        if not addresses:
+            return
+        reserved = self._core.reserve(request.request_id, request.num_tokens - 1)
+        if reserved is None:
+            self.counts.add("local" if self._finds_all(request) else "recomputed")
+            return
+        first = reserved.start // self._block_size
+        keys = request.block_hashes[: reserved.end // self._block_size]
+        pull = _Pull(request.request_id, addresses, keys, first, HeldBlocks(self._io, reserved.block_ids, first=first))
+        self._pulls[request.request_id] = pull
+        self._pulling.give(partial(self._pull, pull))
+
+    def ended(self, request_id: str) -> None:
+        """Of one that waits for KV, `given_up` tells."""
+
+    def given_up(self, given_up: GivenUp) -> None:
+        """Returns when nobody touches those blocks any more."""
+        for request_id in given_up.request_ids:
+            pull = self._pulls.pop(request_id, None)
+            if pull is not None:
+                pull.held.give_up()
+                self.counts.add("recomputed")
+        for lease in given_up.leases:
+            self._offers.revoke(lease)
+
+    def close(self) -> None:
+        for pull in self._pulls.values():
+            pull.held.give_up()
+        self._source.close()
+        self._pulling.end(0.0)
+        for puller in list(self._pullers.values()):
+            puller.abort()
+
+    def _finds_all(self, request: RequestState) -> bool:
+        hit = self._core.scheduler.kv_cache.find_prefix(request)
+        return request.num_tokens - hit.num_tokens <= self._block_size
+
+    # -- giving, asked in threads of connections
+
+    def _find(self, hashes: Sequence[bytes]) -> Offered:
+        found: list[Offered] = []
+        is_found = threading.Event()
+
+        def look() -> None:
+            found.append(self._lease(hashes))
+            is_found.set()
+
+        self._core.call_soon(look)
+        return found[0] if is_found.wait(ANSWER_S) else Offered("", 0)
+
+    def _lease(self, hashes: Sequence[bytes]) -> Offered:
+        self._num_leases += 1
+        lease = f"peer-{self._offers.epoch}-{self._num_leases}"
+        blocks = self._core.hold(lease, hashes)
+        if blocks:
+            self._offers.offer(lease, len(blocks), blocks, Readable(len(blocks)))
+        return Offered(lease, len(blocks))
+
+    def _unlease(self, lease: str, why: str) -> None:
+        self._core.call_soon(partial(self._core.release, lease))
+
+    # -- taking, in the thread that pulls
+
+    def _pull(self, pull: _Pull) -> None:
+        num_blocks, num_bytes = 0, 0
+        try:
+            puller = self._puller(tuple(pull.addresses))
+            offered = puller.ask(pull.keys)
+            wanted = range(pull.start, min(offered.num_blocks, len(pull.keys)))
+            if wanted:
+                pulled = puller.pull(offered.lease, range(self._io.num_layers), wanted, pull.held)
+                num_blocks, num_bytes = pulled.num_blocks, pulled.num_bytes
+            if offered.num_blocks:
+                puller.release(offered.lease)
+        except Refusal as refusal:
+            self._offers.count(refusal.reason)
+        finally:
+            self._core.call_soon(partial(self._pulled, pull, num_blocks, num_bytes))
+
+    def _puller(self, addresses: tuple[str, ...]) -> Puller:
+        """Raises Refusal."""
+        puller = self._pullers.get(addresses)
+        if puller is None or puller.is_closed:
+            puller = self._pullers[addresses] = connect_any(
+                addresses,
+                self._config.identity,
+                transport=self._config.transport,
+                staging_bytes=self._config.staging_bytes,
+                timeout_s=TIMEOUT_S,
+            )
+        return puller
+
+    def _pulled(self, pull: _Pull, num_blocks: int, num_bytes: int) -> None:
+        self.counts.num_bytes += num_bytes
+        if self._pulls.get(pull.request_id) is not pull:
+            return  # its blocks were given up
+        del self._pulls[pull.request_id]
+        self.counts.add("moved" if num_blocks else "recomputed")
+        self._core.kv_arrived(pull.request_id, (pull.start + num_blocks) * self._block_size)

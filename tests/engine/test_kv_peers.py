@@ -1,0 +1,146 @@
+"""KV pulled from another engine: the same text, and whatever goes wrong is computed."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+import msgspec
+import pytest
+
+from maitred.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculativeConfig
+from maitred.engine.build import build_parts
+from maitred.engine.intake import make_requests
+from maitred.engine.kv_peers import KVPeers, PeerConfig
+from maitred.engine.peering import layers_of, layout_of
+from maitred.request import SamplingParams
+from maitred.transfer.handshake import Identity
+
+PROMPT = list(range(300, 500))
+
+
+class Engine:
+    """A small native engine that gives and takes KV, stepped here or in a thread that rests in between."""
+
+    def __init__(self, *, num_blocks: int = 64, speculative: str = "off", transport: str = "auto") -> None:
+        config = EngineConfig(
+            model=ModelConfig(num_threads=1),
+            cache=CacheConfig(kv_cache_memory_bytes=num_blocks * 48 * 1024),
+            scheduler=SchedulerConfig(max_num_seqs=4),
+            speculative=SpeculativeConfig(speculative=speculative),
+        )
+        self.parts = build_parts(config)
+        core = self.core = self.parts.core
+        self.woken = threading.Event()
+        core.wake = self.woken.set
+        executor = core._executor
+        layout = layout_of(self.parts.facts, self.parts.spec, executor)
+        identity = Identity(layout, None, "exact")
+        self.peers = KVPeers(
+            core, layers_of(executor, layout), PeerConfig(identity, transport), block_size=16, clock=core._clock
+        )
+        self.tokens: dict[str, list[int]] = {}
+        self._stopped = False
+        self._resting: threading.Thread | None = None
+
+    def add(self, name: str, prompt: Sequence[int] = PROMPT, kv_from: Sequence[str] = (), **sampling: object):
+        params = SamplingParams(max_tokens=24, ignore_eos=True, seed=7, **sampling)
+        specs = make_requests(self.parts.model, prompt, params, request_id=name, now=self.core._clock.now())
+        for spec in specs:
+            self.tokens[spec.request_id] = []
+            self.core.add(msgspec.structs.replace(spec, kv_from=tuple(kv_from)))
+        return [spec.request_id for spec in specs]
+
+    def step(self) -> None:
+        if not self.core.can_step:
+            assert self.woken.wait(20)
+        self.woken.clear()
+        self.core.run_called()
+        for told in self.core.step():
+            self.tokens[told.request_id] += told.new_token_ids
+        self.core.scheduler.check_invariants()
+
+    def run(self) -> None:
+        while self.core.has_work:
+            self.step()
+
+    def complete(self, name: str, *args: object, **sampling: object) -> list[list[int]]:
+        names = self.add(name, *args, **sampling)
+        states = [self.core.scheduler.request(each) for each in names]
+        self.run()
+        self.cached = [state.num_cached_tokens for state in states]
+        return [self.tokens[each] for each in names]
+
+    def rest_in_thread(self) -> None:
+        """Answers those who ask for its KV."""
+
+        def rest() -> None:
+            while not self._stopped:
+                self.woken.wait(20)
+                self.woken.clear()
+                self.core.run_called()
+
+        self._resting = threading.Thread(target=rest, daemon=True)
+        self._resting.start()
+
+    def close(self) -> None:
+        if self._stopped:
+            return
+        self._stopped = True
+        self.peers.close()
+        self.woken.set()
+        if self._resting is not None:
+            self._resting.join(20)
+        self.parts.close()
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., Engine]]:
+    made: list[Engine] = []
+
+    def one(**fields: object) -> Engine:
+        made.append(Engine(**fields))
+        return made[-1]
+
+    yield one
+    for each in made:
+        each.close()
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"temperature": 0.9, "n": 4}])
+def test_an_engine_goes_on_with_what_another_computed(make, transport, sampling):
+    first, second = make(transport=transport), make(transport=transport, speculative="off")
+    said = first.complete("a", **sampling)
+    first.rest_in_thread()
+    assert second.complete("b", PROMPT, first.peers.addresses, **sampling) == said
+    assert second.cached[0] == 192
+    assert second.peers.counts.outcomes["moved"] == 1
+    assert second.peers.counts.num_bytes > 12 * 16 * 1024
+    turn = [*PROMPT, *said[0], 5]
+    again = second.complete("c", turn, first.peers.addresses, **sampling)
+    assert second.cached[0] == 208
+    alone = make()
+    assert alone.complete("d", turn, **sampling) == again
+
+
+def test_a_peer_that_is_gone_or_has_nothing_costs_no_token(make):
+    first, second = make(), make()
+    said = first.complete("a")
+    addresses = first.peers.addresses
+    first.rest_in_thread()
+    other = list(range(700, 900))
+    assert second.complete("b", other, addresses) == make().complete("c", other)
+    assert second.cached == [0]
+    first.close()
+    assert second.complete("d", PROMPT, addresses) == said
+    assert second.cached == [0]
+    assert second.peers.counts.outcomes == {"recomputed": 2}
+
+
+def test_heads_are_pulled_along(make):
+    first, second = make(speculative="mtp"), make(speculative="mtp")
+    said = first.complete("a")
+    first.rest_in_thread()
+    assert second.complete("b", PROMPT, first.peers.addresses) == said
+    assert second.cached == [192]
