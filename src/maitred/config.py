@@ -111,7 +111,14 @@ class CacheConfig:
     """Host memory for keys and values of preempted requests, used where copying beats computing again; None is 4 GiB
     (at most a quarter of what is free) with a GPU, and 0 on a CPU: there a larger KV cache serves better."""
 
+    kv_transport: str = one_of(("auto", "shm", "tcp", "nixl"), "auto")
+    """How KV moves between workers: shm (memory of this machine), tcp, nixl, or auto, the first of them that works."""
+    kv_lease_s: float = 30.0
+    """How long (s) a worker keeps KV for another that says nothing; it is renewed while that one waits."""
+
     def __post_init__(self) -> None:
+        require_choices(self)
+        require_at_least("kv_lease_s", self.kv_lease_s, 0.1)
         require_at_least("block_size", self.block_size, 1)
         require_at_least("kv_cache_memory_bytes", self.kv_cache_memory_bytes, 1)
         require_at_least("swap_memory_bytes", self.swap_memory_bytes, 0)
@@ -253,6 +260,7 @@ class SchedulerConfig:
 
 
 RESUME_RULES = ("exact", "always", "never")
+HANDOVERS = ("auto", "always", "never")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -270,9 +278,17 @@ class ProcessConfig:
     resume: str = one_of(RESUME_RULES, "exact")
     """What a request that has tokens does when the engine died: exact goes on where the executor gives the same tokens
     as if nothing had happened, and else ends with an error; always goes on; never ends with an error."""
-    mixed_workers: int = 1
+    mixed_workers: int | None = None
     """Engines of this server, each in a process of its own with a KV cache of its own; requests are shared out among
-    them. --num-threads and --kv-cache-memory-bytes are each one's; without, cores and memory are shared out."""
+    them. --num-threads and --kv-cache-memory-bytes are each one's; without, cores and memory are shared out. None is 1,
+    or none beside prefill and decode workers."""
+    prefill_workers: int = 0
+    """Engines that are sent prompts to compute; a decode or mixed worker pulls the KV and goes on with the answer."""
+    decode_workers: int = 0
+    """Engines that go on with answers whose prompts others computed, and take whole requests where that is faster."""
+    handover: str = one_of(HANDOVERS, "auto")
+    """Whether a prompt is computed by another worker than its answer: auto does as foretold from queues, free blocks
+    and what steps and transfers take here; always wherever it can be; never."""
     sleep_after_s: float | None = None
     """Without a request for so long (s), the engine's process ends and gives its memory back; the server stays, and the
     next request starts the engine and waits for it. None never sleeps by itself."""
@@ -282,16 +298,32 @@ class ProcessConfig:
         require_at_least("step_timeout_s", self.step_timeout_s, 0.1)
         require_at_least("max_restarts", self.max_restarts, 0)
         require_at_least("sleep_after_s", self.sleep_after_s, 0.1)
-        require_at_least("mixed_workers", self.mixed_workers, 1)
-        if self.in_process and self.mixed_workers > 1:
+        for name in ("mixed_workers", "prefill_workers", "decode_workers"):
+            require_at_least(name, getattr(self, name), 0)
+        if not self.roles:
+            raise ConfigError("mixed_workers is 0, and there are no others; give at least one worker")
+        if "prefill" in self.roles and len(set(self.roles)) == 1:
             raise ConfigError(
-                f"mixed_workers is {self.mixed_workers}, and each needs a process of its own; leave in_process out"
+                f"prefill_workers is {self.prefill_workers}, and nobody goes on with the answers; give decode_workers "
+                "or mixed_workers too"
+            )
+        if self.in_process and len(self.roles) > 1:
+            raise ConfigError(
+                f"there are {len(self.roles)} workers, and each needs a process of its own; leave in_process out"
             )
         if self.in_process and self.sleep_after_s is not None:
             raise ConfigError(
                 "sleep_after_s needs an engine in a process of its own, whose end gives the memory back; "
                 "leave in_process out"
             )
+
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """Of each worker, in order."""
+        apart = self.prefill_workers + self.decode_workers
+        mixed = self.mixed_workers if self.mixed_workers is not None else int(not apart)
+        return ("prefill",) * self.prefill_workers + ("decode",) * self.decode_workers + ("mixed",) * mixed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -302,6 +334,8 @@ class MachineShare:
     """Alike, of which it is one."""
     available_bytes: int | None = None
     """Memory that was free before the first of them; None is what is free as it starts."""
+    exchanges_kv: bool = False
+    """Whether they pull KV from each other."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

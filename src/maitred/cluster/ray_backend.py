@@ -339,7 +339,7 @@ def app(args: Mapping[str, Any]) -> serve.Application:
     settings of `maitred serve` by name (`model`, `max_num_seqs`, `api_keys`, ...). Raises ConfigError.
     """
     options = read_options(args)
-    slots = options.part(ProcessConfig).mixed_workers * options.part(SchedulerConfig).max_num_seqs
+    slots = len(options.part(ProcessConfig).roles) * options.part(SchedulerConfig).max_num_seqs
     objective_s = options.part(AdmissionConfig).ttft_objective_s
     scaling = AutoscalingConfig(
         min_replicas=options.min_replicas,

@@ -172,7 +172,7 @@ async def start_engine(options: ServeOptions, clock: Clock | None = None) -> Ser
         served_model_names=options.part(ServerConfig).served_model_names,
         log_level=logging.getLogger().level,
     )
-    make = Workers if start.process.mixed_workers > 1 else EngineClient
+    make = Workers if len(start.process.roles) > 1 else EngineClient
     starting = StartingEngine(start, on_event=logging.getLogger("maitred.start").info, make=make)
     try:
         engine = await asyncio.to_thread(starting.wait)

@@ -8,6 +8,7 @@ from weakref import WeakSet
 
 from maitred.clock import Clock
 from maitred.config import SchedulerConfig
+from maitred.cost_model import CostModel
 from maitred.engine.adapter_book import AdapterBook, adapters_at_work
 from maitred.engine.crash_isolation import CrashIsolation, refusal, refusal_of_foreign
 from maitred.engine.frames import (
@@ -52,7 +53,7 @@ from maitred.step import RequestProgress
 OnProgress = Callable[[list[RequestProgress], int, float], None]
 """(what came at once, how many requests have no place in the engine, now); on the event loop, so it must not wait."""
 _GAUGES = frozenset(
-    {"adapter_bytes", "num_running", "num_waiting", "num_blocks", "num_blocks_used", "num_blocks_cached", *SPEEDS}
+    {"adapter_bytes", "step_costs", "num_running", "num_waiting", "num_blocks", "num_blocks_used", "num_blocks_cached", *SPEEDS}
 )
 OnBlocks = Callable[[BlockChanges | None], None]
 """What changed; None when an engine died, and with it all that was cached. On the event loop, so it must not wait."""
@@ -147,6 +148,24 @@ class EngineClient:
         self._isolation.enter(live)
         if not self.supervisor.ready:
             self.supervisor.sleep.wake()
+
+    def hand_over(self, request_id: str) -> LiveRequest:
+        """It goes on with another engine, from the tokens that have come; what this one still makes of it is dropped."""
+        live = self._live.pop(request_id)
+        self.supervisor.send(Abort(request_id, FinishReason.ABORT))
+        live.moved(self._clock.now())
+        return live
+
+    @property
+    def kv_addresses(self) -> tuple[str, ...]:
+        """Where the present engine's KV is pulled from."""
+        ready = self.supervisor.loaded
+        return ready.kv_addresses if ready is not None else ()
+
+    @property
+    def step_costs(self) -> CostModel | None:
+        """As the present engine has measured them."""
+        return self._figures.step_costs
 
     def movable(self) -> dict[str, LiveRequest]:
         """While there is no engine here: who may go on with another one. Suspects are tried here, if one will come."""

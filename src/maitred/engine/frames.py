@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from maitred.config import EngineConfig
+from maitred.cost_model import CostModel
 from maitred.engine.memory import MemoryPlan
 from maitred.engine.model_facts import AdapterFacts, ModelFacts
 from maitred.errors import (
@@ -19,7 +20,7 @@ from maitred.errors import (
     OutOfMemory,
     PromptTooLong,
 )
-from maitred.replica import DraftCounts
+from maitred.replica import DraftCounts, HandoverCounts
 from maitred.request import FinishReason, RequestSpec
 from maitred.step import RequestProgress
 
@@ -98,6 +99,8 @@ class Figures(msgspec.Struct, frozen=True, array_like=True):
     predicted_drafts: DraftCounts = msgspec.field(default_factory=DraftCounts)
     prefill_tokens_per_s: float = 0.0
     decode_tokens_per_s: float = 0.0
+    step_costs: CostModel | None = None  # where workers hand over
+    handovers: HandoverCounts = msgspec.field(default_factory=HandoverCounts)
     adapter_bytes: int = 0
     adapter_loads: int = 0
     adapter_evictions: int = 0
@@ -122,6 +125,7 @@ class Ready(Frame, frozen=True, tag=True):
     memory_plan: MemoryPlan
     deterministic: bool  # tokens do not depend on the batch: a resumed request goes on as it would have
     start_phases: dict[str, float] = {}
+    kv_addresses: tuple[str, ...] = ()  # where others pull its KV
 
 
 class Failed(Frame, frozen=True, tag=True):

@@ -38,6 +38,7 @@ class LiveRequest:
     num_resumes: int = 0
     num_deaths: int = 0  # of engines that had it, and may have died of it
     num_prompt_logprobs: int = 0  # positions delivered
+    kv_from: tuple[str, ...] = ()  # where the next engine finds its KV
     num_repeated: int = 0  # prompt positions that the present engine reported again
 
     def __post_init__(self) -> None:
@@ -74,6 +75,10 @@ class LiveRequest:
             self.stalled_at = now
         self.num_repeated = 0
 
+    def moved(self, now: float) -> None:
+        """From an engine that lives on to another one."""
+        self.sent, self.stalled_at, self.num_repeated = False, now, 0
+
     def resume(self, now: float) -> RequestSpec:
         """For the next engine: what was asked, and how far it had come."""
         if self.stalled_at is not None:
@@ -94,7 +99,7 @@ class LiveRequest:
 
     def _as_it_stands(self) -> RequestSpec:
         if self.charges is NO_CHARGES and not self.output_token_ids:
-            return self.spec
+            return replace(self.spec, kv_from=self.kv_from) if self.kv_from else self.spec
         point = ResumePoint(
             output_token_ids=list(self.output_token_ids),
             charges=self.charges,
@@ -103,7 +108,7 @@ class LiveRequest:
             stalled_prefill_s=self.stalled_prefill_s,
             stalled_decode_s=self.stalled_decode_s,
         )
-        return replace(self.spec, resumed=point)
+        return replace(self.spec, resumed=point, kv_from=self.kv_from)
 
     def _without_repeats(self, progress: RequestProgress) -> RequestProgress:
         """An engine reports each prompt position once and in order; a second engine begins again."""

@@ -65,6 +65,7 @@ class LoadedEngine:
     prepare: Prepare | None = None  # compiles a grammar; None where no request has one
     adapters: AdapterCache | None = None  # None where no request has one
     start_phases: Mapping[str, float] = field(default_factory=dict)
+    kv_addresses: tuple[str, ...] = ()
 
 
 Builder = Callable[[EngineConfig, tuple[str, ...], Callable[[str], None]], LoadedEngine]
@@ -98,7 +99,7 @@ def run_engine(begin: Begin, link: Link, build: Builder, on_loaded: Callable[[],
     on_loaded()
     try:
         phases = dict(loaded.start_phases)
-        link.send(Ready(loaded.facts, loaded.memory_plan, loaded.deterministic, phases))
+        link.send(Ready(loaded.facts, loaded.memory_plan, loaded.deterministic, phases, loaded.kv_addresses))
         EngineLoop(loaded.core, link, WallClock(), loaded.prepare, loaded.adapters).run()
     except Exception as error:
         logger.debug("where the engine stopped", exc_info=error)
@@ -278,4 +279,6 @@ class EngineLoop:
         speed = {} if core.speed is None else {name: getattr(core.speed, name) for name in SPEEDS}
         if self._adapters is not None:
             speed |= {f"adapter_{name}": getattr(self._adapters, f"num_{name}") for name in ADAPTER_FIGURES}
-        return Figures(**named, **speed, execute_s=core.execute_s, host_s=core.host_s)
+        for follower in core.kv_followers:
+            speed |= follower.figures()
+        return Figures(**named, **speed, step_costs=core.told_step_costs, execute_s=core.execute_s, host_s=core.host_s)

@@ -83,7 +83,7 @@ class StartingEngine:
     ) -> None:
         """`on_event` gets a line per phase, `on_admitted` every request, on the event loop."""
         clock = clock or WallClock()
-        config, num_engines = start.config, start.process.mixed_workers
+        config, num_engines = start.config, len(start.process.roles)
         self._admission = admission_of(config.admission, config.scheduler, num_engines)
         self._replica = make(start, clock, on_admitted=on_admitted, on_event=on_event)
         self._replica.begin()

@@ -108,7 +108,7 @@ def _start(
 
 
 def _replica_of(process: ProcessConfig) -> MakeReplica:
-    if process.mixed_workers == 1:
+    if len(process.roles) == 1:
         from maitred.engine.client import EngineClient
 
         return EngineClient
