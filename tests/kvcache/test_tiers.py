@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maitred.kvcache.tiers import FetchMeter, break_even_tokens, worth_fetching
+from maitred.kvcache.tiers import FetchMeter, KVFingerprint, break_even_tokens, worth_fetching
 from maitred.scheduler.swap import SwapCosts, worth_swapping
 
 MIB = 2**20
@@ -71,3 +73,10 @@ def test_whatever_is_measured_the_terms_stay_possible(fetches):
         meter.fetched(num_bytes, seconds)
     assert meter.bandwidth > 0
     assert meter.latency_s >= 0
+
+
+def test_whatever_decides_the_bytes_of_a_block_decides_the_fingerprint():
+    ours = KVFingerprint(**{field.name: "same" for field in fields(KVFingerprint)})
+    others = [replace(ours, **{field.name: "other"}) for field in fields(KVFingerprint)]
+    assert len({fingerprint.digest() for fingerprint in [ours, *others]}) == 1 + len(others)
+    assert replace(others[0], revision="same").digest() == ours.digest()

@@ -6,11 +6,13 @@ whatever goes wrong is a miss, counted by its reason, and is computed again.
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
+from hashlib import sha256
 from typing import Protocol
 
 
@@ -25,7 +27,6 @@ class DropReason(StrEnum):
     NO_SPACE = "no_space"  # the disk or the server is full
     READ_ONLY = "read_only"  # the folder may not be written
     FAILED = "failed"  # any other error of the device
-    TOO_LARGE = "too_large"  # over the bound on one block
     UNREACHABLE = "unreachable"  # the server does not answer
     LAGGED = "lagged"  # came faster than it could be stored
 
@@ -41,6 +42,23 @@ class TierStats:
     num_written: int = 0  # blocks
     num_evicted: int = 0  # blocks that went for newer ones
     dropped: Counter[DropReason] = field(default_factory=Counter)  # blocks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVFingerprint:
+    """What decides the bytes of a block besides its tokens and their salt: blocks of unlike ones are never mixed."""
+
+    revision: str  # of the model
+    weight_dtype: str
+    kv_dtype: str
+    executor: str
+    instruction_set: str  # empty where the executor has none to choose
+    block_layout: str  # cells, block size, layers, heads, head size
+    rope: str  # and the context setting where positions depend on it
+
+    def digest(self) -> str:
+        """64 hex digits."""
+        return sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
 
 
 class KVTier(Protocol):

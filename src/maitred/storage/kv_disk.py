@@ -366,7 +366,7 @@ class KVDisk:
 
     def _count_drops(self, drops: Mapping[DropReason, int]) -> None:
         with self._lock:
-            self.stats.dropped.update(drops)
+            self.stats.dropped.update({reason: count for reason, count in drops.items() if count})
 
 
 def _base_of(place: int) -> int:
