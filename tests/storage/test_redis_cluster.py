@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 
 from maitred.clock import ManualClock
+from maitred.storage.kv_redis import open_kv_redis
 from maitred.storage.redis_notices import Bound, Notices
 from maitred.storage.redis_quota import QuotaExchange
 from maitred.tenancy.shared import SharedQuotas
 from tests.storage.redis_server import RunningRedis, free_port, needs_redis, running_redis
+from tests.storage.test_kv_disk import BLOCK, found, keys_of, rows_of
 from tests.storage.test_redis import store_at, written
 from tests.waiting import until, until_async
 
@@ -74,3 +76,18 @@ async def _all_written(store, keys: list[bytes]) -> None:
             while await store.get(key) != b"again":
                 store.put(key, b"again", 60.0)
                 await asyncio.sleep(0.02)
+
+
+def test_kv_blocks_lie_on_all_primaries_and_outlive_one(nodes: list[RunningRedis]):
+    keys = keys_of(NUM_KEYS)
+    url = nodes[1].url.replace("redis://", "redis+cluster://")
+    tier = open_kv_redis(url, max_block_bytes=BLOCK, bytes_per_block=BLOCK, fingerprint="")
+    try:
+        until(lambda: tier.write(keys, "", rows_of(keys)) == NUM_KEYS)
+        assert found(tier, keys) == NUM_KEYS
+        nodes[0].kill()
+        until(lambda: tier.write(keys, "", rows_of(keys)) == found(tier, keys) == NUM_KEYS, limit_s=30.0)
+        assert tier.clear() == NUM_KEYS
+        assert found(tier, keys) == 0
+    finally:
+        tier.close()

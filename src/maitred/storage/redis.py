@@ -56,9 +56,9 @@ class Breaker:
 class RedisStore:
     """A `SharedStore`, and the connection of all else that routers share. Belongs to one event loop."""
 
-    def __init__(self, url: str, *, probe_s: float = PROBE_S) -> None:
+    def __init__(self, url: str, *, probe_s: float = PROBE_S, user: str = "the router") -> None:
         """Connects with `start`. Raises ConfigError for a wrong URL, or where redis-py is not installed."""
-        self._name = shown(url)
+        self._name, self._user = shown(url), user
         self._client = _client(url)
         self._breaker, self._probe_s = Breaker(), probe_s
         self._queue: deque[tuple[Command, int]] = deque()
@@ -121,7 +121,7 @@ class RedisStore:
         self._num_queued_bytes += num_bytes
         self._is_filled.set()
 
-    async def ask(self, commands: Sequence[Command]) -> list[Any] | None:
+    async def ask(self, commands: Sequence[Command], timeout_s: float = COMMAND_S) -> list[Any] | None:
         """The answers to several commands, an exception where one was refused; None where Redis is gone.
 
         For tasks of their own that no request waits for.
@@ -129,7 +129,7 @@ class RedisStore:
         if not self.is_up or not commands:
             return None
         try:
-            async with asyncio.timeout(COMMAND_S):
+            async with asyncio.timeout(timeout_s):
                 answers = await self._execute(commands)
         except Exception as error:
             self._failed(error)
@@ -140,6 +140,19 @@ class RedisStore:
         else:
             self._failed(refused)
         return answers
+
+    async def drop_all(self, beginning: bytes) -> int:
+        """Deletes what has a key that begins so, without signs of a pattern; how many there were."""
+        count, batch = 0, []
+        try:
+            async for key in self._client.scan_iter(match=PREFIX + beginning + b"*", count=1000):
+                batch.append(("UNLINK", key))
+                if len(batch) == BATCH:
+                    count += _num_deleted(await self.ask(batch))
+                    batch = []
+        except Exception as error:
+            self._failed(error)
+        return count + _num_deleted(await self.ask(batch))
 
     # ---- its tasks
 
@@ -188,7 +201,7 @@ class RedisStore:
         if not self._breaker.failed():
             return
         why = str(error) or type(error).__name__
-        logger.warning("Redis at %s is of no use (%s); the router goes on without it", self._name, why[:200])
+        logger.warning("Redis at %s is of no use (%s); %s goes on without it", self._name, why[:200], self._user)
         self.num_dropped += len(self._queue)
         self._queue.clear()
         self._num_queued_bytes = 0
@@ -210,6 +223,10 @@ def _is_other_type(error: Exception) -> bool:
     return "WRONGTYPE" in str(error)
 
 
+def _num_deleted(answers: list[Any] | None) -> int:
+    return sum(answer for answer in answers or () if isinstance(answer, int))
+
+
 def _client(url: str) -> Any:
     try:
         from redis.asyncio import BlockingConnectionPool, Redis
@@ -217,7 +234,7 @@ def _client(url: str) -> Any:
         from redis.asyncio.retry import Retry
         from redis.backoff import NoBackoff
     except ImportError:
-        raise ConfigError("--redis needs the package redis; install it with: pip install 'maitred[redis]'") from None
+        raise ConfigError("Redis needs the package redis; install it with: pip install 'maitred[redis]'") from None
     scheme, separator, rest = url.partition("://")
     settings: dict[str, Any] = {
         "socket_timeout": COMMAND_S,
