@@ -1,8 +1,8 @@
 """KV Redis tier: blocks that servers share through Redis, over its one connection with its breaker.
 
 An event loop of its own talks to Redis; `read` and `write` wait for it in the caller's thread, `look_up` is told from
-it, within LOOK_UP_S for each 256 keys. A value is a block and a checksum bound to its name. How long values stay is Redis's own matter
-(`maxmemory-policy`) within TTL_S; what is known to be there is remembered for a moment only, as it may go any time.
+it, within LOOK_UP_S for each 256 keys. A value is a block and a checksum bound to its name. How long values stay is
+Redis's own matter (`maxmemory-policy`) within TTL_S; what is there is remembered for a moment only, as it may go.
 """
 
 from __future__ import annotations
