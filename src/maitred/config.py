@@ -124,6 +124,29 @@ class CacheConfig:
         require_at_least("swap_memory_bytes", self.swap_memory_bytes, 0)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TiersConfig:
+    """KV that outlives requests and restarts."""
+
+    kv_disk: str | None = None
+    """Folder that keeps keys and values of finished requests, so that a conversation which goes on later, after a
+    restart too, is not computed again. One server's alone; None keeps none."""
+    kv_disk_max_bytes: int = 16 * 2**30
+    """Most bytes in that folder; what was used longest ago goes first."""
+    kv_disk_key_file: str | None = None
+    """File of 32 bytes, raw or as hex or base64, that encrypt what lies in that folder (AES-256-GCM, extra kvcrypt)."""
+    kv_staging_bytes: int = 256 * 2**20
+    """Most bytes of keys and values that wait in memory to be stored; what comes while there are more is not stored."""
+
+    def __post_init__(self) -> None:
+        require_at_least("kv_disk_max_bytes", self.kv_disk_max_bytes, 1)
+        require_at_least("kv_staging_bytes", self.kv_staging_bytes, 1)
+        if self.kv_disk is not None and not self.kv_disk.strip():
+            raise ConfigError(f"kv_disk is {self.kv_disk!r}; name a folder, or leave it out")
+        if self.kv_disk_key_file is not None and self.kv_disk is None:
+            raise ConfigError("kv_disk_key_file encrypts what lies in kv_disk; name that folder too")
+
+
 DEFAULT_TOKEN_BUDGET = 512
 UNMEASURED_AGEING = 200.0  # tokens/s
 SCHEDULER_RANGES: dict[str, tuple[float, float]] = {
@@ -317,7 +340,6 @@ class ProcessConfig:
                 "leave in_process out"
             )
 
-
     @property
     def roles(self) -> tuple[str, ...]:
         """Of each worker, in order."""
@@ -349,6 +371,7 @@ class EngineConfig:
     speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     share: MachineShare = field(default_factory=MachineShare)
+    tiers: TiersConfig = field(default_factory=TiersConfig)
     decision_log: str | None = None
     """Folder for the log of every step's inputs and plan (hashes, never prompt tokens); None keeps none."""
     decision_log_max_bytes: int = 64 * 1024 * 1024
@@ -359,3 +382,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         require_at_least("decision_log_max_bytes", self.decision_log_max_bytes, 4096)
         require_at_least("decision_log_max_files", self.decision_log_max_files, 1)
+        if self.tiers.kv_disk is not None and not self.cache.enable_prefix_caching:
+            raise ConfigError(
+                "kv_disk keeps what the prefix cache finds; leave enable_prefix_caching on, or kv_disk out"
+            )

@@ -118,6 +118,11 @@ SWAPPED_OUT_BLOCKS = _counter("swapped_out_blocks", "blocks", "KV blocks of pree
 SWAPPED_IN_BLOCKS = _counter(
     "swapped_in_blocks", "blocks", "KV blocks of preempted requests copied back from the host."
 )
+KV_TIER_HITS = _counter(
+    "kv_tier_hit_tokens", "tokens", "Tokens whose KV was fetched from a tier in place of computing them.", ("tier",)
+)
+KV_TIER_BYTES = _gauge("kv_tier_bytes", "bytes", "What a KV tier holds.", ("tier",))
+KV_DROPPED = _counter("kv_dropped", "blocks", "KV blocks that a tier could not keep or give back.", ("tier", "reason"))
 PREFIX_QUERIED = _counter("prefix_cache_queried_tokens", "tokens", "Prompt tokens looked up in the prefix cache.")
 PREFIX_HIT = _counter("prefix_cache_hit_tokens", "tokens", "Prompt tokens found in the prefix cache.")
 REQUESTS_FINISHED = _counter("requests_finished", "requests", "Samples that ended, by finish reason.", ("reason",))
@@ -295,6 +300,9 @@ ENGINE_METRICS: tuple[Metric, ...] = (
     ADAPTER_TOKENS,
     SWAPPED_OUT_BLOCKS,
     SWAPPED_IN_BLOCKS,
+    KV_TIER_HITS,
+    KV_TIER_BYTES,
+    KV_DROPPED,
     PREFIX_QUERIED,
     PREFIX_HIT,
     REQUESTS_FINISHED,

@@ -52,13 +52,37 @@ class HandoverCounts(msgspec.Struct, array_like=True):
         return HandoverCounts(outcomes, self.num_bytes + other.num_bytes)
 
 
-class TierFigures(msgspec.Struct, array_like=True):
+class TierFigures(msgspec.Struct, array_like=True, frozen=True):
     """A KV tier, for metrics; tokens and drops only grow."""
 
-    name: str
     num_bytes: int  # that it holds
     hit_tokens: int  # fetched in place of computing
     dropped: dict[str, int]  # blocks by reason
+
+    def after(self, past: TierFigures) -> TierFigures:
+        """With what an earlier engine counted."""
+        dropped = {why: self.dropped.get(why, 0) + past.dropped.get(why, 0) for why in self.dropped | past.dropped}
+        return TierFigures(self.num_bytes, self.hit_tokens + past.hit_tokens, dropped)
+
+    def __add__(self, other: TierFigures) -> TierFigures:
+        """Of two engines that each have one."""
+        both = self.after(other)
+        return TierFigures(self.num_bytes + other.num_bytes, both.hit_tokens, both.dropped)
+
+
+class TierView(msgspec.Struct, frozen=True):
+    """A KV tier as people look at it."""
+
+    name: str
+    num_bytes: int
+    num_blocks: int
+    hit_tokens: int  # fetched in place of computing
+    stored_blocks: int  # written so far
+    evicted_blocks: int
+    dropped: dict[str, int]  # blocks by reason
+    bytes_per_s: float  # of fetches; a guess before the first
+    latency_s: float
+    break_even_tokens: int | None  # fewest that are fetched; None where computing is faster, or was not measured yet
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,12 +110,14 @@ class ReplicaState:
     adapter_loads: int = 0
     adapter_evictions: int = 0
     drafts: DraftCounts = field(default_factory=DraftCounts)  # of its proposer
+    handovers: HandoverCounts = field(default_factory=HandoverCounts)
     predicted_drafts: DraftCounts = field(default_factory=DraftCounts)  # of texts that requests predicted
     num_preemptions: int = 0
     num_swapped_out_blocks: int = 0  # KV of preempted requests, copied to the host
     num_swapped_in_blocks: int = 0
     num_prefix_queried_tokens: int = 0
     num_prefix_hit_tokens: int = 0
+    kv_tiers: Mapping[str, TierFigures] = field(default_factory=dict)
     num_finished: Mapping[FinishReason, int] = field(default_factory=dict)
     last_step_age_s: float = 0.0  # since a step last ended, or 0 when idle
     execute_s: float = 0.0  # total time spent in the executor

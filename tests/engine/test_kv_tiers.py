@@ -150,7 +150,7 @@ def test_a_new_engine_goes_on_with_what_another_computed(make, sampling, specula
     assert third.cached[0] == 208, "what the answer filled is there too"
     plain = make(speculative=speculative)
     assert plain.complete("d", turn, **sampling) == found
-    assert third.tiers.figures()[0].hit_tokens == 208
+    assert third.tiers.figures()["dict"].hit_tokens == 208
 
 
 def test_unlike_salts_share_nothing(make):
@@ -238,7 +238,7 @@ def test_storage_that_lags_is_not_waited_for(make):
     for number in range(3):
         engine.add(f"r{number}", [number, *PROMPT])
     engine.run()
-    assert engine.tiers.figures()[0].dropped["lagged"] > 0
+    assert engine.tiers.figures()["dict"].dropped["lagged"] > 0
     let_go.set()
     engine.rest()
     assert engine.core.stats.num_blocks_used == 0

@@ -15,7 +15,7 @@ from maitred.api.generate.resume import Resume
 from maitred.api.http.app import App
 from maitred.api.http.exchange import Exchange
 from maitred.api.http.routes import Route, RouteTable
-from maitred.api.ops import adapters, admin, fleet, health, live, sleep
+from maitred.api.ops import adapters, admin, fleet, health, kv, live, sleep
 from maitred.api.ops.live_feed import LiveFrame
 from maitred.api.ops.openapi import openapi_document
 from maitred.cluster.replica_events import FleetEvent, VersionResponse
@@ -240,6 +240,24 @@ def _administration(ledger: Ledger | None) -> tuple[Route, ...]:
             summary="The engines' processes: what each is for, and how it is.",
             admin="see the workers",
             answer=admin.Roles,
+            errors=(401, 403, 404, 503),
+        ),
+        Route(
+            method="GET",
+            path="/admin/kv",
+            handler=kv.show,
+            summary="KV that outlives requests and restarts, by tier.",
+            admin="see KV tiers",
+            answer=kv.Tiers,
+            errors=(401, 403, 404, 503),
+        ),
+        Route(
+            method="DELETE",
+            path="/admin/kv",
+            handler=kv.clear,
+            summary="Empty the KV tiers.",
+            admin="empty the KV tiers",
+            answer=kv.Cleared,
             errors=(401, 403, 404, 503),
         ),
         Route(

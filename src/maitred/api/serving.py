@@ -60,18 +60,20 @@ def serve(
     tenants: TenantSource | None = None,
     ledger: Ledger | None = None,
     start_phases: Mapping[str, float] | None = None,
+    salt_secret: bytes | None = None,
     is_ending: Callable[[], bool] = lambda: False,
     on_open: Callable[[Opened, str, int], None] | None = None,
 ) -> None:
     """Listen while the engine loads, and serve until SIGTERM or SIGINT; then finish what is in flight and return.
 
     `listener` is a bound socket; without one, `config` says where. `on_open` is told the engine, host and port when
-    requests are welcome. `is_ending` tells whether a signal came before they are heard here. Raises what keeps the
-    engine from loading.
+    requests are welcome. `salt_secret` keeps tenants' cached prefixes apart, those that outlive the process too; None
+    is drawn for this process alone. `is_ending` tells whether a signal came before they are heard here. Raises what
+    keeps the engine from loading.
     """
     num_log_lines_dropped = configure_logging(config)
     hand_over_quickly()
-    app = _loading_app(config, WallClock(), tenants, ledger, start_phases, policy=policy)
+    app = _loading_app(config, WallClock(), tenants, ledger, start_phases, policy=policy, salt_secret=salt_secret)
     app.observer.metrics.num_log_lines_dropped = num_log_lines_dropped
 
     def opened(host: str, port: int) -> None:
@@ -94,12 +96,21 @@ def _loading_app(
     *,
     policy: str | None,
     is_ready: Callable[[], bool] = lambda: True,
+    salt_secret: bytes | None = None,
 ) -> App:
     spent_tokens = ledger.spent_tokens() if ledger is not None else None
     authenticator = Authenticator(config.api_keys, tenants, spent_tokens)
     failures = authenticator.num_file_failures
     observer = Observer(config, clock, start_phases=start_phases, num_tenants_file_failures=failures)
-    app = App(config, clock=clock, observer=observer, authenticator=authenticator, policy=policy, is_ready=is_ready)
+    app = App(
+        config,
+        clock=clock,
+        observer=observer,
+        authenticator=authenticator,
+        policy=policy,
+        is_ready=is_ready,
+        salt_secret=salt_secret,
+    )
     if ledger is not None:
         app.on_replayed = ledger.replayed
     return app

@@ -19,6 +19,7 @@ from maitred.config import (
     SchedulerConfig,
     ServerConfig,
     SpeculativeConfig,
+    TiersConfig,
 )
 from maitred.errors import did_you_mean
 
@@ -33,6 +34,7 @@ ENGINE_PARTS: tuple[type, ...] = (
     SchedulerConfig,
     SpeculativeConfig,
     LoraConfig,
+    TiersConfig,
     EngineConfig,
 )
 
@@ -47,6 +49,7 @@ def engine_config(options: Options) -> EngineConfig:
         scheduler=options[SchedulerConfig],
         speculative=options[SpeculativeConfig],
         lora=options[LoraConfig],
+        tiers=options[TiersConfig],
     )
 
 

@@ -19,6 +19,7 @@ class Worker:
 
     number: int
     client: EngineClient
+    role: str = "mixed"  # what it is sent: prompts, answers, or both
     is_up: bool = False  # as the core knows it
     num_queued: int = 0  # requests that have no place in its engine
 
@@ -49,6 +50,12 @@ class Prompt:
     request: FleetRequest
     samples: dict[str, LiveRequest] = field(default_factory=dict)  # that have not ended, in order
     worker: Worker | None = None  # None while it is held
+    goes_to: Worker | None = None  # once its first tokens are there, which `worker` computes
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether each sample has a token."""
+        return all(live.output_token_ids for live in self.samples.values())
 
 
 def prompt_of(prompt_id: str, live: LiveRequest) -> Prompt:

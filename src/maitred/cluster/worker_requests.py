@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from maitred.clock import Clock
 from maitred.cluster.actions import Action, Bind, Refuse
+from maitred.cluster.balance import Choice
 from maitred.cluster.core import ClusterCore
 from maitred.cluster.fleet_request import Failure, FailureKind, FleetRequest, Usage
 from maitred.cluster.worker import Prompt, Worker, prompt_of
@@ -91,16 +92,34 @@ class WorkerRequests:
         for action in actions:
             match action:
                 case Bind(request_id, choice):
-                    self._bind(self._by_id[request_id], self._workers[int(choice.replica)])
+                    self._bind(self._by_id[request_id], choice)
                 case Refuse(request_id, error):
                     self._refuse(self._by_id[request_id], error)
         if self._core.num_held:
             self._on_held()
 
-    def _bind(self, prompt: Prompt, worker: Worker) -> None:
-        prompt.worker = worker
+    def _bind(self, prompt: Prompt, choice: Choice) -> None:
+        worker = self._workers[int(choice.replica)]
+        computes = worker if choice.prefill is None else self._workers[int(choice.prefill)]
+        if not computes.is_up:
+            computes = worker
+        prompt.worker, prompt.goes_to = computes, worker if computes is not worker else None
+        finds = () if choice.fetch_from is None else self._workers[int(choice.fetch_from)].client.kv_addresses
         for live in list(prompt.samples.values()):
-            worker.client.enter(live)
+            live.kv_from = finds
+            computes.client.enter(live)
+
+    def _hand_over(self, prompt: Prompt, now: float) -> None:
+        """Its prompt is computed: who is to answer goes on, with the KV it pulls. If nobody is there, it stays."""
+        sender, receiver, prompt.goes_to = prompt.worker, prompt.goes_to, None
+        assert sender is not None
+        assert receiver is not None
+        if receiver.is_up:
+            prompt.worker = receiver
+            for live in [sender.client.hand_over(request_id) for request_id in prompt.samples]:
+                live.kv_from = sender.client.kv_addresses
+                receiver.client.enter(live)
+        self.do(self._core.handed_over(prompt.request.request_id, now))
 
     def _refuse(self, prompt: Prompt, error: MaitredError) -> None:
         """Its time is up. A worker that has it ends it, with what it had come to."""
@@ -116,6 +135,10 @@ class WorkerRequests:
     def hear(self, worker: Worker, progress: list[RequestProgress], num_queued: int, now: float) -> None:
         worker.num_queued = num_queued
         self._account(progress, now)
+        for item in progress:
+            prompt = self.prompts.get(item.request_id)
+            if prompt is not None and prompt.goes_to is not None and prompt.has_begun:
+                self._hand_over(prompt, now)
 
     def _account(self, progress: list[RequestProgress], now: float) -> None:
         """To the core, and whoever listens to all; ended prompts make room for others."""

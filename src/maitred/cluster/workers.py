@@ -11,6 +11,7 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import TypeVar
 from weakref import WeakSet
 
@@ -24,7 +25,7 @@ from maitred.cluster.worker import Worker
 from maitred.cluster.worker_blocks import WorkerBlocks
 from maitred.cluster.worker_requests import WorkerRequests
 from maitred.cluster.worker_views import live_view_of_all, queue_of_all, queued_request, state_of_all, waiting_request
-from maitred.config import MachineShare, SchedulerConfig
+from maitred.config import EngineConfig, MachineShare, SchedulerConfig
 from maitred.engine.adapter_book import AdapterBook, adapters_at_work
 from maitred.engine.client import EngineClient, OnBlocks, OnProgress
 from maitred.engine.frames import Command, Ready
@@ -49,7 +50,7 @@ T = TypeVar("T")
 
 
 class Workers:
-    """A Replica over `mixed_workers` engines. Everything runs on one event loop, but for `begin`, `wait` and `stop`.
+    """A Replica over the engines of a server. Everything runs on one event loop, but for `begin`, `wait` and `stop`.
 
     The first engine loads alone: it settles the context, and packs the weights that the others map.
     """
@@ -62,8 +63,12 @@ class Workers:
         on_admitted: Callable[[LiveRequest], None] | None = None,
         on_event: Callable[[str], None] = lambda line: None,
     ) -> None:
-        num_workers, scheduler = start.process.mixed_workers, start.config.scheduler
-        share = MachineShare(num_engines=num_workers, available_bytes=available_memory_bytes())
+        roles, scheduler = start.process.roles, start.config.scheduler
+        share = MachineShare(
+            num_engines=len(roles),
+            available_bytes=available_memory_bytes(),
+            exchanges_kv=start.process.handover != "never" and set(roles) != {"mixed"},
+        )
         start = replace(start, config=replace(start.config, share=share))
         self._clock, self._on_admitted = clock, on_admitted
         self.adapters = AdapterBook(
@@ -73,7 +78,7 @@ class Workers:
             wake_up=self.wake_up,
             at_work=lambda: adapters_at_work(self._requests.living()),
         )
-        self._workers = [self._make(n, start, on_event if n == 0 else logger.debug) for n in range(num_workers)]
+        self._workers = [self._make(n, start, on_event if n == 0 else logger.debug) for n in range(len(roles))]
         config = FleetConfig(slots=scheduler.max_num_seqs, hold_timeout_s=NEVER_S)
         self._core = ClusterCore(config, scheduler, policies=installed_policies())
         self._requests = WorkerRequests(self._core, self._workers, clock, self._wake_one)
@@ -88,8 +93,9 @@ class Workers:
         def changed() -> None:
             self._changed(worker)
 
+        start = replace(start, config=_own_folder(start.config, number))
         client = EngineClient(start, self._clock, on_event=on_event, adapters=self.adapters, on_change=changed)
-        worker = Worker(number, client)
+        worker = Worker(number, client, start.process.roles[number])
         client.on_progress = lambda progress, num_queued, now: self._requests.hear(worker, progress, num_queued, now)
         return worker
 
@@ -177,8 +183,7 @@ class Workers:
         return state_of_all(states, self._requests.num_held, self._requests.ended)
 
     def workers(self) -> tuple[WorkerView, ...]:
-        clients = [worker.client for worker in self._workers]
-        return tuple(WorkerView.of(n, client.supervisor.pid, client.state()) for n, client in enumerate(clients))
+        return tuple(WorkerView.of(w.number, w.client.supervisor.pid, w.client.state(), w.role) for w in self._workers)
 
     def why_not_resumed(self, *, same_numbers: bool) -> str | None:
         """None where a stream may go on that another server began; `same_numbers` is whether their fingerprints are."""
@@ -305,3 +310,10 @@ class Workers:
 
     def _death(self) -> EngineDead:
         return self._workers[0].client.supervisor.death()
+
+
+def _own_folder(config: EngineConfig, number: int) -> EngineConfig:
+    """A tier on disk is one engine's alone."""
+    if config.tiers.kv_disk is None:
+        return config
+    return replace(config, tiers=replace(config.tiers, kv_disk=str(Path(config.tiers.kv_disk) / f"worker-{number}")))

@@ -22,6 +22,9 @@ from maitred.engine.drafting import DraftPlan, make_proposer, plan_drafts
 from maitred.engine.executors import BuiltExecutor, ExecutorPlan, OnLost, own_threads, plan_executor
 from maitred.engine.held import Prepare
 from maitred.engine.installed import installed_policies
+from maitred.engine.kv_peers import KVPeers, PeerConfig
+from maitred.engine.kv_storage import describe, fingerprint, open_tiers
+from maitred.engine.kv_tiers import KVTiers
 from maitred.engine.loop import LoadedEngine
 from maitred.engine.memory import (
     MemoryPlan,
@@ -33,11 +36,13 @@ from maitred.engine.memory import (
     usable_cores,
 )
 from maitred.engine.model_facts import ModelFacts
+from maitred.engine.peering import layers_of, layout_of
 from maitred.engine.step_meter import StepMeter
 from maitred.engine.timeline import Timeline
 from maitred.executor.grammar import Grammars
 from maitred.kvcache.manager import KVCacheManager
 from maitred.kvcache.prefix_cache import TokenHasher
+from maitred.kvcache.tiers import KVTier
 from maitred.model.checkpoint import Checkpoint, open_checkpoint
 from maitred.model.families import spec_from_config
 from maitred.model.spec import DecoderSpec
@@ -46,6 +51,8 @@ from maitred.policy.policy import PolicyFactory
 from maitred.scheduler.scheduler import Scheduler
 from maitred.scheduler.speculation import Speculation
 from maitred.storage.decision_files import DecisionLogFile
+from maitred.transfer.compat import EXACT
+from maitred.transfer.handshake import Identity
 
 if TYPE_CHECKING:
     from maitred.engine.intake import ServedModel
@@ -66,6 +73,8 @@ class EngineParts:
     decision_log: DecisionLogFile | None = None
     prepare: Prepare | None = None  # compiles a grammar
     adapters: AdapterCache | None = None  # None where the executor has none
+    kv_tiers: KVTiers | None = None  # None where nothing outlives a request
+    kv_peers: KVPeers | None = None  # None where no other engine is beside it
 
     @cached_property
     def model(self) -> ServedModel:
@@ -78,6 +87,10 @@ class EngineParts:
         """Give back memory and threads."""
         if self.adapters is not None:
             self.adapters.close()
+        if self.kv_peers is not None:
+            self.kv_peers.close()
+        if self.kv_tiers is not None:
+            self.kv_tiers.close()
         self.core.close()
         if self.decision_log is not None:
             self.decision_log.close()
@@ -116,7 +129,12 @@ def build_parts(
         timeline.end("plan")
         if facts.chat_template is None:
             tell("chat    the model has no chat template, so /v1/chat/completions is refused; --chat-template FILE")
-        executor = _build_executor(layout, timeline, tell, told_now_and_then(tell, clock), on_lost)
+        with ExitStack() as undo:  # of what somebody else may want, when we cannot have the rest
+            tiers = _open_tiers(config, checkpoint, layout, tell)
+            for tier in tiers:
+                undo.callback(tier.close)
+            executor = _build_executor(layout, timeline, tell, told_now_and_then(tell, clock), on_lost)
+            undo.pop_all()
     grammars = executor.grammars = Grammars(
         facts.tokenizer_folder, facts.vocab_size, facts.eos_token_ids, forces=config.model.forced_tokens
     )
@@ -132,8 +150,10 @@ def build_parts(
         clock,
         Recorder(log.write) if log is not None else None,
         _swap_observer(executor, layout, tell),
-        StepMeter().step_costs if layout.drafts is not None else None,
+        StepMeter().step_costs if layout.drafts is not None or config.share.exchanges_kv else None,
     )
+    kv_peers = _kv_peers(config, core, executor, facts, layout.spec, clock) if config.share.exchanges_kv else None
+    kv_tiers = _kv_tiers(config, core, executor, tiers, clock) if tiers else None
     timeline.end("scheduler")
     tell(f"ready   in {timeline.total_s:.2f} s")
     return EngineParts(
@@ -146,6 +166,8 @@ def build_parts(
         decision_log=log,
         prepare=grammars.prepare,
         adapters=adapters,
+        kv_tiers=kv_tiers,
+        kv_peers=kv_peers,
     )
 
 
@@ -165,6 +187,7 @@ def load_engine(
         prepare=parts.prepare,
         adapters=parts.adapters,
         start_phases=parts.start_phases,
+        kv_addresses=parts.kv_peers.addresses if parts.kv_peers is not None else (),
     )
 
 
@@ -329,6 +352,48 @@ def _swap_observer(executor: BuiltExecutor, layout: _Layout, tell: OnEvent) -> M
         in_bytes_per_s=bandwidth.in_bytes_per_s,
     )
     return meter.swap_costs
+
+
+def _open_tiers(config: EngineConfig, checkpoint: Checkpoint, layout: _Layout, tell: OnEvent) -> list[KVTier]:
+    head = layout.drafts.head if layout.drafts is not None else None
+    files = [checkpoint] if head is None else [checkpoint, head.checkpoint]
+    of_what = fingerprint(config, layout.executor, layout.spec, layout.memory.max_model_len, files)
+    tiers = open_tiers(config, layout.executor, of_what)
+    for tier in tiers:
+        tell(describe(tier, config.cache.block_size))
+    return tiers
+
+
+def _kv_peers(
+    config: EngineConfig,
+    core: EngineCore,
+    executor: BuiltExecutor,
+    facts: ModelFacts,
+    spec: DecoderSpec,
+    clock: Clock,
+) -> KVPeers:
+    """Between engines of one machine and user, so nothing is proved."""
+    layout = layout_of(facts, spec, executor)
+    peers = PeerConfig(
+        Identity(layout, None, EXACT), config.cache.kv_transport, config.tiers.kv_staging_bytes, config.cache.kv_lease_s
+    )
+    return KVPeers(core, layers_of(executor, layout), peers, block_size=config.cache.block_size, clock=clock)
+
+
+def _kv_tiers(
+    config: EngineConfig, core: EngineCore, executor: BuiltExecutor, tiers: Sequence[KVTier], clock: Clock
+) -> KVTiers:
+    io = executor.block_io()
+    assert io is not None, "tiers of an executor that cannot give its blocks as bytes"
+    assert all(tier.bytes_per_block == io.bytes_per_block for tier in tiers), "tiers of other blocks"
+    return KVTiers(
+        core,
+        io,
+        tiers,
+        block_size=config.cache.block_size,
+        staging_bytes=config.tiers.kv_staging_bytes,
+        clock=clock,
+    )
 
 
 def _decision_log(config: EngineConfig, layout: _Layout) -> DecisionLogFile:

@@ -51,6 +51,7 @@ class SocketLink:
         )
         self._reports = self._sender()
         self._woken, self._bell = os.pipe()
+        os.set_blocking(self._bell, False)
         self.round_number = 0
         self._busy = False  # read by the beating thread
         self._beating: threading.Thread | None = None
@@ -66,7 +67,10 @@ class SocketLink:
 
     def wake(self) -> None:
         """From any thread: whoever waits for commands, now or next, waits no more."""
-        os.write(self._bell, b"\0")
+        with suppress(
+            BlockingIOError
+        ):  # full, so it will be heard; an engine that is busy for long reads nothing of it
+            os.write(self._bell, b"\0")
 
     def send(self, report: Report) -> None:
         """Raises RequestTooLarge."""

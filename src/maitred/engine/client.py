@@ -22,6 +22,7 @@ from maitred.engine.frames import (
     Report,
     Stepped,
     Submit,
+    counted,
     error_of,
 )
 from maitred.engine.live_requests import LiveRequest, Totals
@@ -29,8 +30,10 @@ from maitred.engine.live_view import LiveView
 from maitred.engine.model_facts import AdapterFacts, ModelFacts
 from maitred.engine.progress_streams import ProgressStream
 from maitred.engine.queries import (
+    CLEAR_KV,
     CONFIGURE,
     INTRODUCE_ADAPTER,
+    KV_TIERS,
     LIVE_VIEW,
     POLICY_NAMES,
     QUEUE_VIEW,
@@ -42,19 +45,15 @@ from maitred.engine.queries import (
     Wanted,
 )
 from maitred.engine.questions import Questions
-from maitred.engine.speed_meter import SPEEDS
 from maitred.engine.supervisor import Loss, Start, Supervisor
 from maitred.errors import EngineDead, MaitredError, RequestTooLarge, UnsupportedParameter
-from maitred.replica import ReplicaState, WorkerView
+from maitred.replica import ReplicaState, TierView, WorkerView
 from maitred.request import FinishReason, RequestSpec
 from maitred.scheduler.queue_view import QueueView
 from maitred.step import RequestProgress
 
 OnProgress = Callable[[list[RequestProgress], int, float], None]
 """(what came at once, how many requests have no place in the engine, now); on the event loop, so it must not wait."""
-_GAUGES = frozenset(
-    {"adapter_bytes", "step_costs", "num_running", "num_waiting", "num_blocks", "num_blocks_used", "num_blocks_cached", *SPEEDS}
-)
 OnBlocks = Callable[[BlockChanges | None], None]
 """What changed; None when an engine died, and with it all that was cached. On the event loop, so it must not wait."""
 
@@ -150,7 +149,7 @@ class EngineClient:
             self.supervisor.sleep.wake()
 
     def hand_over(self, request_id: str) -> LiveRequest:
-        """It goes on with another engine, from the tokens that have come; what this one still makes of it is dropped."""
+        """It goes on with another engine, from the tokens that have come; what this one makes of it yet is dropped."""
         live = self._live.pop(request_id)
         self.supervisor.send(Abort(request_id, FinishReason.ABORT))
         live.moved(self._clock.now())
@@ -193,7 +192,6 @@ class EngineClient:
     def state(self) -> ReplicaState:
         """Counters of all engines so far; gauges of the present one."""
         supervisor, figures, past, totals = self.supervisor, self._figures, self._past, self._totals
-        counters = {name: getattr(figures, name) + getattr(past, name) for name in _COUNTERS}
         error = supervisor.why_not_alive
         return ReplicaState(
             alive=error is None,
@@ -220,7 +218,7 @@ class EngineClient:
             wake_s=supervisor.sleep.wake_s,
             num_resumed=totals.num_resumed,
             num_wrong_frames=supervisor.num_wrong_frames,
-            **counters,
+            **counted(figures, past),
         )
 
     def workers(self) -> tuple[WorkerView, ...]:
@@ -231,8 +229,7 @@ class EngineClient:
 
     async def sleep(self, *, abort: bool = False) -> None:
         """End the engine's process once there is no request, and return when it is gone; the next request starts it
-        again. `abort` ends those that there are. Raises EngineDead, and UnsupportedParameter for an engine that has no
-        process of its own.
+        again. `abort` ends those that there are. Raises EngineDead, UnsupportedParameter where it has no process.
         """
         if self._in_process:
             raise UnsupportedParameter(
@@ -267,6 +264,14 @@ class EngineClient:
 
     async def policy_names(self) -> tuple[str, ...]:
         return await self._questions.ask(POLICY_NAMES, Nothing())
+
+    async def kv_tiers(self) -> tuple[TierView, ...]:
+        """What outlives requests and restarts; none where nothing does. Raises EngineDead."""
+        return await self._questions.ask(KV_TIERS, Nothing())
+
+    async def clear_kv(self) -> int:
+        """Empties the tiers; returns when it is done, with how many blocks there were. Raises EngineDead."""
+        return await self._questions.ask(CLEAR_KV, Nothing())
 
     async def configure(self, config: SchedulerConfig) -> None:
         """Changes policy and limits, losing no request; returns when it is done. Raises ConfigError, or EngineDead."""
@@ -360,7 +365,7 @@ class EngineClient:
         if self._on_blocks is not None:
             self._on_blocks(None)
         figures, past = self._figures, self._past
-        self._past = Figures(**{name: getattr(past, name) + getattr(figures, name) for name in _COUNTERS})
+        self._past = Figures(**counted(figures, past))
         self._figures = Figures(num_blocks=figures.num_blocks)
 
     def _end_all(self, error: EngineDead) -> None:
@@ -412,6 +417,3 @@ class EngineClient:
             self._end_with_error(live, error, now)
             return
         self._totals.num_resumed += live.sent and live.num_resumes > 0
-
-
-_COUNTERS = tuple(name for name in Figures.__struct_fields__ if name not in _GAUGES)

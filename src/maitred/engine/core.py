@@ -16,6 +16,7 @@ from maitred.engine.host_shares import HostShares
 from maitred.engine.prefill_meter import PrefillMeter
 from maitred.engine.speed_meter import SpeedMeter
 from maitred.kvcache.changes import Changes
+from maitred.replica import HandoverCounts, TierFigures, TierView
 from maitred.request import FinishReason, RequestSpec, RequestState
 from maitred.scheduler.reservations import GivenUp, Reserved
 from maitred.scheduler.scheduler import Scheduler
@@ -75,6 +76,16 @@ class FollowsKV(Protocol):
         """Told before anything is written to the blocks; asks nothing of the core."""
 
 
+class Tiers(Protocol):
+    """Storage of KV that outlives requests; `kv_tiers.KVTiers` is it. Called in the engine's thread."""
+
+    def views(self) -> list[TierView]: ...
+
+    def figures(self) -> dict[str, TierFigures]: ...
+
+    def clear(self, done: Callable[[int], None]) -> None: ...
+
+
 class EngineCore:
     """Requests in, progress out. Not thread-safe: one caller at a time."""
 
@@ -93,10 +104,13 @@ class EngineCore:
         self._prefill = PrefillMeter()
         self.speed: SpeedMeter | None = None  # while a router wants to know
         self.kv_followers: list[FollowsKV] = []
+        self.kv_tiers: Tiers | None = None
+        self.kv_handovers: HandoverCounts | None = None
         self.on_given_up: Callable[[GivenUp], None] | None = None  # as a follower is told
         self.wake: Callable[[], None] = lambda: None  # ends the wait of whoever drives it; called in any thread
         self._called: deque[Callable[[], object]] = deque()
         self._ages_by_device = _leaves_ageing_open(scheduler.config)
+        self.told_step_costs: CostModel | None = None
         self.execute_s = 0.0  # total time in the executor
         self.host_s = 0.0  # total time of steps outside it
         self._host_shares = HostShares()
@@ -252,6 +266,7 @@ class EngineCore:
 
     def set_step_costs(self, costs: CostModel) -> None:
         """Tells the scheduler what steps and drafts take."""
+        self.told_step_costs = costs
         self._scheduler.set_step_costs(costs)
         if self._observer is not None:
             self._observer.measured(costs, self._clock.now())

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from maitred.config import EngineConfig
+from maitred.engine.kv_threads import BlockIO
 from maitred.engine.memory import usable_cores
 from maitred.engine.timeline import OnPhase
 from maitred.errors import ConfigError, KernelError
@@ -46,6 +47,8 @@ class BuiltExecutor(Protocol):
     def execute(self, plan: SchedulerOutput) -> ModelOutput: ...
 
     def measure_swap(self) -> Bandwidth | None: ...
+
+    def block_io(self) -> BlockIO | None: ...
 
     def close(self) -> None: ...
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import msgspec
 
@@ -10,6 +11,7 @@ from maitred.config import EngineConfig
 from maitred.cost_model import CostModel
 from maitred.engine.memory import MemoryPlan
 from maitred.engine.model_facts import AdapterFacts, ModelFacts
+from maitred.engine.speed_meter import SPEEDS
 from maitred.errors import (
     CheckpointError,
     ConfigError,
@@ -20,7 +22,7 @@ from maitred.errors import (
     OutOfMemory,
     PromptTooLong,
 )
-from maitred.replica import DraftCounts, HandoverCounts
+from maitred.replica import DraftCounts, HandoverCounts, TierFigures
 from maitred.request import FinishReason, RequestSpec
 from maitred.step import RequestProgress
 
@@ -106,6 +108,22 @@ class Figures(msgspec.Struct, frozen=True, array_like=True):
     adapter_evictions: int = 0
     execute_s: float = 0.0
     host_s: float = 0.0
+    kv_tiers: dict[str, TierFigures] = {}
+
+
+_OF_BLOCKS = ("num_blocks", "num_blocks_used", "num_blocks_cached")
+_GAUGES = frozenset({"adapter_bytes", "step_costs", "num_running", "num_waiting", *_OF_BLOCKS, *SPEEDS})
+_COUNTERS = tuple(name for name in Figures.__struct_fields__ if name not in {*_GAUGES, "kv_tiers"})
+
+
+def counted(now: Figures, past: Figures) -> dict[str, Any]:
+    """Counters of this engine and of those before it together, by name."""
+    held, counted = {**past.kv_tiers, **now.kv_tiers}, past.kv_tiers
+    tiers = {
+        name: tier.after(counted[name]) if name in now.kv_tiers and name in counted else tier
+        for name, tier in held.items()
+    }
+    return {name: getattr(now, name) + getattr(past, name) for name in _COUNTERS} | {"kv_tiers": tiers}
 
 
 class Hello(Frame, frozen=True, tag=True):

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from maitred.clock import Clock
 from maitred.engine.core import EngineCore
-from maitred.engine.kv_tiers import ThreadOfJobs
+from maitred.engine.kv_threads import Worker
 from maitred.executor.layer_io import LayerIO
 from maitred.replica import HandoverCounts
 from maitred.request import RequestState
@@ -56,10 +56,10 @@ class KVPeers:
         self._offers = Offers(io, lease_s=config.lease_s, clock=clock, find=self._find, on_end=self._unlease)
         self._source = Source(config.identity, self._offers, staging_bytes=config.staging_bytes, timeout_s=TIMEOUT_S)
         self.addresses = self._listen()
-        self.counts = HandoverCounts()
+        self.counts = core.kv_handovers = HandoverCounts()
         self._pulls: dict[str, _Pull] = {}
         self._pullers: dict[tuple[str, ...], Puller] = {}  # the pulling thread's
-        self._pulling = ThreadOfJobs("maitred-kv-pull")
+        self._pulling = Worker("maitred-kv-pull")
         self._num_leases = 0
         core.kv_followers.append(self)
 

@@ -1,73 +1,33 @@
 """KV tiers of a running engine: what was computed is stored behind it, and fetched before it is computed again.
 
-The engine's thread decides and reserves; two threads of its own move bytes between the pool and the tiers, a piece at a
-time. Nothing waits for them but the request whose KV is on the way, and that not for longer than computing would take.
+The engine's thread decides and reserves; threads of its own move bytes between the pool and the tiers, a piece at a
+time: one fetches, one copies out of the pool, one stores what was copied. Nothing waits for them but the request whose
+KV is on the way, and that not for longer than computing would take.
 """
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from queue import SimpleQueue
-from typing import NamedTuple, Protocol
-
-import msgspec
+from typing import NamedTuple
 
 from maitred.clock import Clock
 from maitred.engine.core import EngineCore
+from maitred.engine.kv_threads import BlockIO, Guard, Worker
 from maitred.kvcache.tiers import DropReason, FetchMeter, KVTier, break_even_tokens, worth_fetching
-from maitred.replica import TierFigures
+from maitred.replica import TierFigures, TierView
 from maitred.request import RequestState, RequestStatus
 from maitred.scheduler.reservations import GivenUp
 
-logger = logging.getLogger(__name__)
 PIECE_BYTES = 8 * 2**20  # moved at once: what giving up waits for
 PATIENCE_S = 2.0  # more than a fetch should take, until its thread counts as stuck
 TIMES = 2.0  # a fetch that takes so many times the foretold time is compared with computing anew
 RETRIES = 4  # requests in line, whose fetch is tried again in each round
-DRAIN_S = 10.0  # to store what is queued, when an engine ends
+DRAIN_S = 2.0  # to store what is queued, when an engine ends; who stops its process waits little longer
 FIRST_GUESS = (0.5e9, 0.002)  # bytes/s, s; until a fetch was measured
-
-
-class BlockIO(Protocol):
-    """Whole blocks of the pool, from a thread beside a step that leaves them alone."""
-
-    bytes_per_block: int
-
-    def read(self, blocks: Sequence[int], into: memoryview) -> None: ...
-
-    def write(self, blocks: Sequence[int], rows: memoryview) -> None: ...
-
-
-class TierView(msgspec.Struct, frozen=True):
-    """A tier as people look at it."""
-
-    name: str
-    num_bytes: int
-    num_blocks: int
-    hit_tokens: int  # fetched in place of computing
-    stored_blocks: int  # written so far
-    evicted_blocks: int
-    dropped: dict[str, int]  # blocks by reason
-    bytes_per_s: float
-    latency_s: float
-    break_even_tokens: int | None  # fewest that are fetched; None where computing is faster, or was not measured yet
-
-
-@dataclass(slots=True, eq=False)
-class _Guard:
-    """Whether a thread may still touch the blocks; whoever takes them away waits for the piece under way."""
-
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    is_over: bool = False
-
-    def end(self) -> None:
-        with self.lock:
-            self.is_over = True
 
 
 @dataclass(slots=True, eq=False)
@@ -80,10 +40,16 @@ class _Fetch:
     start: int  # tokens that were there
     began_at: float  # s
     most_s: float  # after which computing would have been faster
-    guard: _Guard = field(default_factory=_Guard)
+    guard: Guard = field(default_factory=Guard)
     num_done: int = 0  # blocks, written by the thread
     took_s: float = 0.0
     watch: threading.Timer | None = None
+
+    def end(self) -> None:
+        """Its thread writes no more."""
+        self.guard.end()
+        if self.watch is not None:
+            self.watch.cancel()
 
 
 @dataclass(slots=True, eq=False)
@@ -93,7 +59,9 @@ class _Store:
     salt: str
     keys: Sequence[bytes]
     blocks: Sequence[int]
-    guard: _Guard = field(default_factory=_Guard)
+    guard: Guard = field(default_factory=Guard)
+    num_copied: int = 0  # blocks, by the thread
+    has_failed: bool = False  # what follows a block that is not stored is not found
 
 
 @dataclass(slots=True, eq=False)
@@ -102,6 +70,7 @@ class _Tier:
     meter: FetchMeter = field(default_factory=lambda: FetchMeter(bandwidth=FIRST_GUESS[0], latency_s=FIRST_GUESS[1]))
     hit_tokens: int = 0
     dropped: Counter[DropReason] = field(default_factory=Counter)  # before they came to the tier
+    on_the_way: set[bytes] = field(default_factory=set)  # keys of blocks that it will have, unless something fails
     is_stuck: bool = False  # a fetch of it does not end
 
 
@@ -125,7 +94,7 @@ class KVTiers:
         staging_bytes: int,
         clock: Clock,
     ) -> None:
-        """`staging_bytes` bound what waits to be stored."""
+        """`staging_bytes` bound what was copied and waits to be stored, and what waits to be copied."""
         self._core, self._io, self._block_size = core, io, block_size
         self._tiers = [_Tier(tier) for tier in tiers]
         self._staging_bytes, self._clock = staging_bytes, clock
@@ -135,7 +104,11 @@ class KVTiers:
         self._wanting: dict[str, _Found] = {}  # for whose KV blocks lacked
         self._num_leases = 0
         self._thread = threading.current_thread()
-        self._fetching, self._storing = ThreadOfJobs("maitred-kv-fetch"), ThreadOfJobs("maitred-kv-store")
+        self._piece_bytes = min(PIECE_BYTES, staging_bytes)
+        self._room = threading.Semaphore(staging_bytes // self._piece_bytes)  # pieces
+        self._fetching, self._copying = Worker("maitred-kv-fetch"), Worker("maitred-kv-copy")
+        self._storing = Worker("maitred-kv-store")
+        core.kv_tiers = self
         core.kv_followers.append(self)
 
     def __len__(self) -> int:
@@ -167,9 +140,14 @@ class KVTiers:
         for tier in self._tiers:
             self._store(request, tier)
 
-    def clear(self) -> int:
-        """Empties the tiers; how many blocks there were."""
-        return sum(each.tier.clear() for each in self._tiers)
+    def clear(self, done: Callable[[int], None]) -> None:
+        """Empties the tiers, in the thread that stores; `done` is told, here, how many blocks there were."""
+
+        def empty() -> None:
+            count = sum(each.tier.clear() for each in self._tiers)
+            self._core.call_soon(partial(done, count))
+
+        self._storing.give(empty)
 
     def views(self) -> list[TierView]:
         """For people."""
@@ -193,24 +171,23 @@ class KVTiers:
             for each in self._tiers
         ]
 
-    def figures(self) -> tuple[TierFigures, ...]:
-        """For metrics."""
-        return tuple(
-            TierFigures(each.tier.name, each.tier.stats.num_bytes, each.hit_tokens, dict(self._dropped(each)))
+    def figures(self) -> dict[str, TierFigures]:
+        """For metrics, by name."""
+        return {
+            each.tier.name: TierFigures(each.tier.stats.num_bytes, each.hit_tokens, dict(self._dropped(each)))
             for each in self._tiers
-        )
+        }
 
     def close(self) -> None:
-        """Stores what is queued, for a while; then the tiers are closed."""
+        """Stores what is queued, for a while; then the tiers are closed, but for one whose writing does not end."""
+        until = self._clock.now() + DRAIN_S
         for fetch in self._fetches.values():
-            fetch.guard.end()
-            if fetch.watch is not None:
-                fetch.watch.cancel()
+            fetch.end()
         self._fetching.end(0.0)
-        if not self._storing.end(DRAIN_S):
-            for store in self._stores.values():
-                store.guard.end()
-        for each in self._tiers:
+        is_done = all(worker.end(until - self._clock.now()) for worker in (self._copying, self._storing))
+        for store in self._stores.values():
+            store.guard.end()
+        for each in self._tiers if is_done else ():
             each.tier.close()
 
     # -- fetching
@@ -267,24 +244,22 @@ class KVTiers:
         """Its thread hangs, or those before it took too long: what came counts, and the rest is computed."""
         if self._fetches.get(fetch.request_id) is fetch:
             fetch.tier.is_stuck = True
-            fetch.guard.end()
             self._settle(fetch)
 
     def _fetched(self, fetch: _Fetch) -> None:
         """The thread is done with it."""
         fetch.tier.is_stuck = False
-        if fetch.watch is not None:
-            fetch.watch.cancel()
         if self._fetches.get(fetch.request_id) is fetch:  # else it was given up, or took too long
             self._settle(fetch)
 
     def _settle(self, fetch: _Fetch) -> None:
         del self._fetches[fetch.request_id]
+        fetch.end()
         num_tokens = fetch.num_done * self._block_size
-        fetch.tier.hit_tokens += num_tokens
         if fetch.num_done:
             fetch.tier.meter.fetched(fetch.num_done * self._io.bytes_per_block, fetch.took_s)
-        self._core.kv_arrived(fetch.request_id, fetch.start + num_tokens)
+        if self._core.kv_arrived(fetch.request_id, fetch.start + num_tokens):
+            fetch.tier.hit_tokens += num_tokens
 
     def _fetch(self, fetch: _Fetch) -> None:
         """In the thread that fetches."""
@@ -311,92 +286,85 @@ class KVTiers:
         keys = request.block_hashes
         num_known = tier.tier.num_known(keys)
         tier.tier.touch(keys[:num_known])
-        if num_known == len(keys) or (tier.tier.name, keys[-1]) in self._being_stored():
-            return  # another sample said the same
+        while num_known < len(keys) and keys[num_known] in tier.on_the_way:
+            num_known += 1  # another sample said the same
+        if num_known == len(keys):
+            return
         self._num_leases += 1
         lease = f"store-{self._num_leases}"
         blocks = self._core.hold(lease, keys)
-        new = blocks[num_known:]
-        waiting = sum(len(each.blocks) for each in self._stores.values())
-        if new and waiting and (waiting + len(new)) * self._io.bytes_per_block > self._staging_bytes:
-            tier.dropped[DropReason.LAGGED] += len(new)
-            new = ()
-        if not new:
+        if len(blocks) <= num_known or self._lags(tier, len(blocks) - num_known):
             self._core.release(lease)
             return
-        store = _Store(lease, tier, request.spec.cache_salt, keys[num_known : len(blocks)], new)
-        self._stores[lease] = store
-        self._storing.give(partial(self._copy_out, store))
+        keys = keys[num_known : len(blocks)]
+        store = self._stores[lease] = _Store(lease, tier, request.spec.cache_salt, keys, blocks[num_known:])
+        tier.on_the_way.update(keys)
+        self._copying.give(partial(self._copy_out, store))
+
+    def _lags(self, tier: _Tier, num_blocks: int) -> bool:
+        """Whether so many more are too much beside those that wait: then they are dropped."""
+        waiting = sum(len(each.blocks) for each in self._stores.values())
+        if not waiting or (waiting + num_blocks) * self._io.bytes_per_block <= self._staging_bytes:
+            return False
+        tier.dropped[DropReason.LAGGED] += num_blocks
+        return True
 
     def _copy_out(self, store: _Store) -> None:
-        """In the thread that stores."""
+        """In the thread that copies."""
         try:
             for piece in self._pieces(len(store.keys)):
-                keys, blocks = store.keys[piece], store.blocks[piece]
-                rows = memoryview(bytearray(len(keys) * self._io.bytes_per_block))
-                with store.guard.lock:
-                    if store.guard.is_over:
-                        return
-                    self._io.read(blocks, rows)
-                if store.tier.tier.write(keys, store.salt, rows) < len(keys):
+                self._room.acquire()
+                rows = self._copied_rows(store, store.blocks[piece])
+                if rows is None:
+                    self._room.release()
                     return
+                self._storing.give(partial(self._write, store, store.keys[piece], rows))
         finally:
-            self._core.call_soon(partial(self._stored, store))
+            self._core.call_soon(partial(self._core.release, store.lease))
+            self._storing.give(partial(self._core.call_soon, partial(self._stored, store)))
+
+    def _copied_rows(self, store: _Store, blocks: Sequence[int]) -> memoryview | None:
+        """None when they were given up."""
+        rows = memoryview(bytearray(len(blocks) * self._io.bytes_per_block))
+        with store.guard.lock:
+            if store.guard.is_over:
+                return None
+            self._io.read(blocks, rows)
+            store.num_copied += len(blocks)
+        return rows
+
+    def _write(self, store: _Store, keys: Sequence[bytes], rows: memoryview) -> None:
+        """In the thread that stores."""
+        try:
+            if not store.has_failed:
+                store.has_failed = True
+                store.has_failed = store.tier.tier.write(keys, store.salt, rows) < len(keys)
+        finally:
+            self._room.release()
 
     def _stored(self, store: _Store) -> None:
-        if self._stores.pop(store.lease, None) is not None:  # else it was given up
-            self._core.release(store.lease)
+        """As much of it as came to be."""
+        del self._stores[store.lease]
+        store.tier.on_the_way.difference_update(store.keys)
 
     def given_up(self, given_up: GivenUp) -> None:
         """Returns when no thread touches those blocks any more."""
         for request_id in given_up.request_ids:
             fetch = self._fetches.pop(request_id, None)
             if fetch is not None:
-                fetch.guard.end()
+                fetch.end()
         for lease in given_up.leases:
-            store = self._stores.pop(lease, None)
+            store = self._stores.get(lease)
             if store is not None:
                 store.guard.end()
-                store.tier.dropped[DropReason.LAGGED] += len(store.blocks)
+                store.tier.dropped[DropReason.LAGGED] += len(store.blocks) - store.num_copied
 
     # -- small things
 
-    def _being_stored(self) -> set[tuple[str, bytes]]:
-        return {(each.tier.tier.name, each.keys[-1]) for each in self._stores.values()}
-
     def _pieces(self, num_blocks: int) -> Iterator[slice]:
-        size = max(1, PIECE_BYTES // self._io.bytes_per_block)
+        size = max(1, self._piece_bytes // self._io.bytes_per_block)
         return (slice(first, first + size) for first in range(0, num_blocks, size))
 
     def _dropped(self, tier: _Tier) -> Mapping[str, int]:
-        return {str(reason): count for reason, count in (tier.tier.stats.dropped + tier.dropped).items()}
-
-
-class ThreadOfJobs:
-    """A thread that does one thing after another; none is started before there is something to do."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._thread: threading.Thread | None = None
-
-    def give(self, job: Callable[[], None]) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-            self._thread.start()
-        self._jobs.put(job)
-
-    def end(self, seconds: float) -> bool:
-        """After what it was given, for which it has so long; whether all of that was done."""
-        if self._thread is None:
-            return True
-        self._jobs.put(None)
-        self._thread.join(seconds)
-        return not self._thread.is_alive()
-
-    def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            try:
-                job()
-            except Exception:
-                logger.exception("KV could not be moved; it is computed")
+        dropped = tier.tier.stats.dropped.copy() + tier.dropped  # a copy, since other threads count, too
+        return {str(reason): count for reason, count in dropped.items()}

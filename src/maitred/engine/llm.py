@@ -12,7 +12,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Never, TypeVar, cast
 
 from maitred.clock import WallClock
-from maitred.config import CacheConfig, EngineConfig, LoraConfig, ModelConfig, SchedulerConfig, SpeculativeConfig
+from maitred.config import (
+    CacheConfig,
+    EngineConfig,
+    LoraConfig,
+    ModelConfig,
+    SchedulerConfig,
+    SpeculativeConfig,
+    TiersConfig,
+)
 from maitred.engine.build import EngineParts, build_parts
 from maitred.engine.grammar_check import GrammarChecker
 from maitred.engine.intake import ServedModel, make_requests
@@ -33,20 +41,17 @@ Message = Mapping[str, Any]
 T = TypeVar("T")
 _HOLDER = "llm"  # of the adapter that a call to generate uses, so that it stays
 
-_SCHEDULER, _CACHE, _SPECULATIVE, _LORA = (
-    SchedulerConfig(),
-    CacheConfig(),
-    SpeculativeConfig(),
-    LoraConfig(),
-)  # for their defaults
+# for their defaults
+_SCHEDULER, _CACHE, _TIERS = SchedulerConfig(), CacheConfig(), TiersConfig()
+_SPECULATIVE, _LORA = SpeculativeConfig(), LoraConfig()
 
 
 class LLM:
     """A model and a scheduler for scripts.
 
-    Arguments are the fields of ModelConfig, CacheConfig, SchedulerConfig and SpeculativeConfig, see there; `model=None`
-    is the built-in model. Use as a context manager, or call close(), to give back memory at once; dropping the last
-    reference does so too. Not for use from two threads at once.
+    Arguments are the fields of ModelConfig, CacheConfig, SchedulerConfig, SpeculativeConfig and TiersConfig, see there;
+    `model=None` is the built-in model. Use as a context manager, or call close(), to give back memory at once; dropping
+    the last reference does so too. Not for use from two threads at once.
     """
 
     def __init__(
@@ -67,6 +72,10 @@ class LLM:
         kv_cache_memory_bytes: int | None = None,
         swap_memory_bytes: int | None = None,
         enable_prefix_caching: bool = True,
+        kv_disk: str | None = None,
+        kv_disk_max_bytes: int = _TIERS.kv_disk_max_bytes,
+        kv_disk_key_file: str | None = None,
+        kv_staging_bytes: int = _TIERS.kv_staging_bytes,
         policy: str = "fcfs",
         num_threads: int | None = None,
         tensor_parallel: int = 1,
@@ -119,6 +128,12 @@ class LLM:
                 speculative=speculative,
                 speculative_model=speculative_model,
                 num_speculative_tokens=num_speculative_tokens,
+            ),
+            tiers=TiersConfig(
+                kv_disk=kv_disk,
+                kv_disk_max_bytes=kv_disk_max_bytes,
+                kv_disk_key_file=kv_disk_key_file,
+                kv_staging_bytes=kv_staging_bytes,
             ),
             decision_log=decision_log,
         )

@@ -39,9 +39,10 @@ from maitred.engine.frames import (
 from maitred.engine.held import HeldRequests, Need, Prepare
 from maitred.engine.memory import MemoryPlan
 from maitred.engine.model_facts import ModelFacts
-from maitred.engine.queries import INTRODUCE_ADAPTER, QUERIES, AdapterFolder
+from maitred.engine.queries import INTRODUCE_ADAPTER, QUERIES, AdapterFolder, Later
 from maitred.engine.speed_meter import SPEEDS
 from maitred.errors import MaitredError
+from maitred.replica import HandoverCounts
 from maitred.request import FinishReason, RequestSpec
 from maitred.step import RequestProgress
 
@@ -251,9 +252,13 @@ class EngineLoop:
         try:
             query = QUERIES[ask.query]
             result = query.answer(self._core, self._clock, msgspec.msgpack.decode(ask.argument, type=query.argument))
-            self._link.send(Answer(ask.number, msgspec.Raw(encode(result))))
+            tell = partial(self._tell_result, ask)
+            result.begin(tell) if isinstance(result, Later) else tell(result)
         except (MaitredError, KeyError, msgspec.DecodeError) as error:
             self._link.send(Refused(ask.number, type(error).__name__, str(error)))
+
+    def _tell_result(self, ask: Ask, result: object) -> None:
+        self._link.send(Answer(ask.number, msgspec.Raw(encode(result))))
 
     def _tell(self, progress: list[RequestProgress]) -> None:
         now = self._clock.now()
@@ -279,6 +284,13 @@ class EngineLoop:
         speed = {} if core.speed is None else {name: getattr(core.speed, name) for name in SPEEDS}
         if self._adapters is not None:
             speed |= {f"adapter_{name}": getattr(self._adapters, f"num_{name}") for name in ADAPTER_FIGURES}
-        for follower in core.kv_followers:
-            speed |= follower.figures()
-        return Figures(**named, **speed, step_costs=core.told_step_costs, execute_s=core.execute_s, host_s=core.host_s)
+        tiers = core.kv_tiers.figures() if core.kv_tiers is not None else {}
+        return Figures(
+            **named,
+            **speed,
+            step_costs=core.told_step_costs if core.kv_handovers is not None else None,
+            handovers=HandoverCounts() + core.kv_handovers if core.kv_handovers is not None else HandoverCounts(),
+            execute_s=core.execute_s,
+            host_s=core.host_s,
+            kv_tiers=tiers,
+        )

@@ -16,10 +16,17 @@ from maitred.engine.core import EngineCore
 from maitred.engine.live_view import LiveView, look_at
 from maitred.engine.model_facts import AdapterFacts
 from maitred.errors import ConfigError
+from maitred.replica import TierView
 from maitred.scheduler.queue_view import QueueView, queue_view
 
 A = TypeVar("A")
 R = TypeVar("R")
+
+
+class Later(NamedTuple, Generic[R]):
+    """A result that comes between two later steps: `begin` is given what takes it."""
+
+    begin: Callable[[Callable[[R], None]], None]
 
 
 class Query(NamedTuple, Generic[A, R]):
@@ -28,7 +35,7 @@ class Query(NamedTuple, Generic[A, R]):
     name: str
     argument: type[A]
     result: Any  # the type R; not always one that `type[R]` can write
-    answer: Callable[[EngineCore, Clock, A], R]
+    answer: Callable[[EngineCore, Clock, A], R | Later[R]]
 
 
 class Nothing(msgspec.Struct, frozen=True):
@@ -66,6 +73,14 @@ def _tell_router(core: EngineCore, clock: Clock, wanted: Wanted) -> Nothing:
     return Nothing()
 
 
+def _kv_tiers(core: EngineCore, clock: Clock, nothing: Nothing) -> tuple[TierView, ...]:
+    return tuple(core.kv_tiers.views()) if core.kv_tiers is not None else ()
+
+
+def _clear_kv(core: EngineCore, clock: Clock, nothing: Nothing) -> int | Later[int]:
+    return Later(core.kv_tiers.clear) if core.kv_tiers is not None else 0
+
+
 def _no_adapters(core: EngineCore, clock: Clock, folder: AdapterFolder) -> AdapterFacts:
     raise ConfigError("this engine has no adapters; they need the native executor")
 
@@ -85,6 +100,8 @@ POLICY_NAMES: Query[Nothing, tuple[str, ...]] = Query(
     "policy_names", Nothing, tuple[str, ...], lambda core, clock, nothing: core.scheduler.policy_names
 )
 CONFIGURE: Query[SchedulerConfig, Nothing] = Query("configure", SchedulerConfig, Nothing, _configure)
+KV_TIERS: Query[Nothing, tuple[TierView, ...]] = Query("kv_tiers", Nothing, tuple[TierView, ...], _kv_tiers)
+CLEAR_KV: Query[Nothing, int] = Query("clear_kv", Nothing, int, _clear_kv)
 TELL_ROUTER: Query[Wanted, Nothing] = Query("tell_router", Wanted, Nothing, _tell_router)
 
 QUERIES: Mapping[str, Query[Any, Any]] = {
@@ -96,6 +113,8 @@ QUERIES: Mapping[str, Query[Any, Any]] = {
         POLICY_NAMES,
         CONFIGURE,
         TELL_ROUTER,
+        KV_TIERS,
+        CLEAR_KV,
         INTRODUCE_ADAPTER,
     )
 }

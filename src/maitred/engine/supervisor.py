@@ -108,6 +108,11 @@ class Supervisor:
         return self._ready is not None and not self.stopping
 
     @property
+    def loaded(self) -> Ready | None:
+        """What the present engine said of itself when it was ready."""
+        return self._ready
+
+    @property
     def is_deterministic(self) -> bool:
         """Whether its tokens do not depend on the batch; of the one that loads nothing else is known."""
         return self._ready is None or self._ready.deterministic

@@ -58,8 +58,9 @@ class App:
         authenticator: Authenticator,
         is_ready: Callable[[], bool] = lambda: True,
         policy: str | None = None,
+        salt_secret: bytes | None = None,
     ) -> None:
-        """`policy` is the scheduler's; None heeds priorities."""
+        """`policy` is the scheduler's; None heeds priorities. `salt_secret` None is drawn for this process alone."""
         self.config, self.clock, self.observer, self.authenticator = config, clock, observer, authenticator
         self.replica: Replica = LoadingReplica()
         self.loaded_model: ServedModel | None = None
@@ -78,7 +79,7 @@ class App:
         self.on_replayed: Callable[[RequestSpec], None] = lambda spec: None
         """Told of each answer from the result cache; without tokens."""
         self.request_numbers = itertools.count()
-        self.salt_secret = secrets.token_bytes(32)  # the cache it protects does not outlive this process either
+        self.salt_secret = salt_secret or secrets.token_bytes(32)
 
     def open(self, replica: Replica, model: ServedModel, admission: AdmissionController | None = None) -> None:
         """The engine is there. `admission` knows its slots, and turns away more than it can serve in time."""

@@ -22,7 +22,7 @@ from maitred.engine.adapter_book import HasAdapters
 from maitred.errors import RateLimited
 from maitred.gate.admission import AdmissionController
 from maitred.metrics import Metric, MetricKind
-from maitred.replica import DraftCounts, HasWorkers, Replica, ReplicaState, WorkerView
+from maitred.replica import DraftCounts, HasWorkers, Replica, ReplicaState, TierFigures, WorkerView
 from maitred.request import FinishReason, RequestTiming
 from maitred.tenancy.quota import TenantQuota
 
@@ -78,6 +78,13 @@ _WORKER: Mapping[Metric, Callable[[WorkerView], float]] = {
     m.WORKER_RUNNING: lambda w: w.num_running,
     m.WORKER_WAITING: lambda w: w.num_waiting,
     m.WORKER_KV_USAGE: lambda w: w.num_blocks_used / w.num_blocks if w.num_blocks else 0.0,
+}
+
+
+_TIERS: Mapping[Metric, Callable[[TierFigures], dict[tuple[str, ...], float]]] = {
+    m.KV_TIER_HITS: lambda t: {(): float(t.hit_tokens)},
+    m.KV_TIER_BYTES: lambda t: {(): float(t.num_bytes)},
+    m.KV_DROPPED: lambda t: {(reason,): float(count) for reason, count in t.dropped.items()},
 }
 
 
@@ -254,6 +261,9 @@ class EdgeMetrics(Collector):
             return {(): float(_STATE[metric](state))}
         if metric in _DRAFTS:
             return self._draft_samples(_DRAFTS[metric], state)
+        if metric in _TIERS:
+            named = {name: _TIERS[metric](figures) for name, figures in state.kv_tiers.items()}
+            return {(name, *labels): value for name, counts in named.items() for labels, value in counts.items()}
         if metric is m.REQUESTS_FINISHED:
             return {(reason.value,): float(state.num_finished.get(reason, 0)) for reason in FinishReason}
         if metric is m.HTTP_REQUESTS:

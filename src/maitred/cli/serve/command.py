@@ -30,6 +30,7 @@ def _run(options: Options) -> int:
     from maitred.clock import WallClock
     from maitred.engine.limits import SPARE_DESCRIPTORS, check_addresses, claim_descriptors
     from maitred.engine.timeline import Timeline, process_age_s
+    from maitred.storage.kv_folder import salt_secret
 
     timeline = Timeline(WallClock(), age_s=process_age_s())
     server = options[ServerConfig]
@@ -45,6 +46,7 @@ def _run(options: Options) -> int:
         ending = noted()
         if ending.came:
             return 0
+        secret = salt_secret(config.tiers.kv_disk) if config.tiers.kv_disk is not None else None
         timeline.end("command")
         starting = _start(options, config, tell, ledger.opened if ledger is not None else None)
         try:
@@ -72,6 +74,7 @@ def _run(options: Options) -> int:
                 tenants=tenants,
                 ledger=ledger,
                 start_phases=timeline.phases,
+                salt_secret=secret,
                 is_ending=lambda: ending.came,
                 on_open=on_open,
             )

@@ -1,0 +1,64 @@
+"""Threads that move KV between the pool and its tiers, and what they share with the engine's thread."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Protocol
+
+logger = logging.getLogger(__name__)
+
+
+class BlockIO(Protocol):
+    """Whole blocks of the pool, from a thread beside a step that leaves them alone."""
+
+    bytes_per_block: int
+
+    def read(self, blocks: Sequence[int], into: memoryview) -> None: ...
+
+    def write(self, blocks: Sequence[int], rows: memoryview) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class Guard:
+    """Whether a thread may still touch the blocks; whoever takes them away waits for the piece under way."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    is_over: bool = False
+
+    def end(self) -> None:
+        with self.lock:
+            self.is_over = True
+
+
+class Worker:
+    """A thread that does one thing after another; none is started before there is something to do."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def give(self, job: Callable[[], None]) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread.start()
+        self._jobs.put(job)
+
+    def end(self, seconds: float) -> bool:
+        """After what it was given, for which it has so long; whether all of that was done."""
+        if self._thread is None:
+            return True
+        self._jobs.put(None)
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                job()
+            except Exception:
+                logger.exception("KV could not be moved; it is computed")
