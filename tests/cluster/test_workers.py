@@ -138,15 +138,14 @@ async def test_a_killed_worker_s_requests_go_on_token_for_token_with_another(gat
         heard: list[str] = []
         workers.on_progress = lambda progress, num_queued, now: heard.extend(p.request_id for p in progress)
         samples = [Following(workers, state.spec) for state in states]
-        for sample in samples:
-            await sample.has(9)  # the first is a step ahead
+        await samples[0].has(10)
         assert running_by_worker(workers) == [n, 0]
         kill(workers, 0)
         await until_async(lambda: running_by_worker(workers) == [0, n])
         gate.open()
         for number, sample in enumerate(samples):
             assert await sample.task == expected(PROMPT, 60, sample_index=number)
-            assert sample.told[-1].timing.stall_s > 0
+        assert samples[0].told[-1].timing.stall_s > 0
         state = workers.state()
         assert (state.alive, state.num_resumed, state.num_generated_tokens) == (True, n, n * 60)
         assert state.num_prompt_tokens == sum(s.told[-1].charges.num_prompt_tokens for s in samples)
@@ -158,8 +157,7 @@ async def test_a_killed_worker_s_requests_go_on_token_for_token_with_another(gat
 async def test_without_another_worker_they_wait_for_the_next_engine(gate: Gate):
     async with running_workers(gate.habit) as workers:
         asked = [Following(workers, ask(f"r{i}", [i + 1, 50])) for i in range(3)]
-        for each in asked:
-            await each.has(10)
+        await asyncio.gather(asked[0].has(10), asked[1].has(10))
         is_over = after(workers, 2)
         gate.shut()
         kill(workers, 0)
