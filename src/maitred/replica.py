@@ -78,6 +78,7 @@ class TierView(msgspec.Struct, frozen=True):
     num_blocks: int
     hit_tokens: int  # fetched in place of computing
     stored_blocks: int  # written so far
+    waiting_blocks: int  # to be stored
     evicted_blocks: int
     dropped: dict[str, int]  # blocks by reason
     bytes_per_s: float  # of fetches; a guess before the first

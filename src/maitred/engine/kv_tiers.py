@@ -160,6 +160,7 @@ class KVTiers:
                 each.tier.stats.num_blocks,
                 each.hit_tokens,
                 each.tier.stats.num_written,
+                self._num_waiting(each),
                 each.tier.stats.num_evicted,
                 dict(self._dropped(each)),
                 each.meter.bandwidth,
@@ -303,7 +304,7 @@ class KVTiers:
 
     def _lags(self, tier: _Tier, num_blocks: int) -> bool:
         """Whether so many more are too much beside those that wait: then they are dropped."""
-        waiting = sum(len(each.blocks) for each in self._stores.values())
+        waiting = sum(map(self._num_waiting, self._tiers))
         if not waiting or (waiting + num_blocks) * self._io.bytes_per_block <= self._staging_bytes:
             return False
         tier.dropped[DropReason.LAGGED] += num_blocks
@@ -364,6 +365,10 @@ class KVTiers:
     def _pieces(self, num_blocks: int) -> Iterator[slice]:
         size = max(1, self._piece_bytes // self._io.bytes_per_block)
         return (slice(first, first + size) for first in range(0, num_blocks, size))
+
+    def _num_waiting(self, tier: _Tier) -> int:
+        """Blocks that are to be stored there."""
+        return sum(len(each.blocks) for each in self._stores.values() if each.tier is tier)
 
     def _dropped(self, tier: _Tier) -> Mapping[str, int]:
         dropped = tier.tier.stats.dropped.copy() + tier.dropped  # a copy, since other threads count, too
