@@ -25,7 +25,8 @@ from maitred.cluster.sizing import Autoscale
 from maitred.config import SchedulerConfig
 from maitred.cost_model import CostModel
 from maitred.sim.engine import EngineSetup
-from maitred.sim.fleet import FleetSetup, FleetSimulation, ReplicaSetup
+from maitred.sim.fleet import FleetSimulation
+from maitred.sim.fleet_setup import FleetSetup, ReplicaSetup
 from maitred.sim.results import Objectives, Results
 from maitred.sim.workload import Arrival
 

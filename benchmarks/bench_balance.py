@@ -22,7 +22,8 @@ from maitred.config import SchedulerConfig
 from maitred.cost_model import CostModel
 from maitred.sim.devices import device_named, model_named, num_kv_blocks, roofline
 from maitred.sim.engine import EngineSetup
-from maitred.sim.fleet import FleetSetup, FleetSimulation, ReplicaSetup
+from maitred.sim.fleet import FleetSimulation
+from maitred.sim.fleet_setup import FleetSetup, ReplicaSetup
 from maitred.sim.results import Results
 from maitred.sim.simulator import Simulation
 from maitred.sim.traces import TraceWorkload

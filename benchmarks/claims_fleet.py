@@ -28,7 +28,8 @@ from maitred.cluster.config import FleetConfig
 from maitred.config import SchedulerConfig
 from maitred.sim.devices import device_named, model_named, num_kv_blocks, roofline
 from maitred.sim.engine import EngineSetup
-from maitred.sim.fleet import FleetSetup, FleetSimulation, ReplicaSetup
+from maitred.sim.fleet import FleetSimulation
+from maitred.sim.fleet_setup import FleetSetup, ReplicaSetup
 from maitred.sim.results import Objectives, Results
 from maitred.sim.synthetic import ClassSpec, SyntheticWorkload, WorkloadSpec
 from maitred.sim.workload import Arrival, chain, next_turn

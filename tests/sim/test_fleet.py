@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from maitred.cluster.autoscale import AutoscaleConfig, Autoscaler
 from maitred.cluster.config import BALANCES, FleetConfig
-from maitred.sim.fleet import FleetSetup, FleetSimulation, ReplicaSetup
+from maitred.sim.fleet import FleetSimulation
+from maitred.sim.fleet_setup import FleetSetup, ReplicaSetup
 from maitred.sim.results import Results
 from maitred.sim.workload import chain
 from tests.sim.worlds import COSTS, arrival, setup, simulation, workload

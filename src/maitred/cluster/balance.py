@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from math import ceil, inf
 from typing import NamedTuple
 
+from maitred.cluster.disagg import Option
 from maitred.cluster.fleet_request import FleetRequest
 from maitred.cluster.prefix_index import PrefixIndex
 from maitred.cluster.replicas import Replica, Replicas, bits_of
@@ -33,8 +34,10 @@ class Choice(NamedTuple):
     """Where a request goes, and why."""
 
     replica: str
-    prefill: str | None = None  # another replica that computes the prompt; not yet
+    prefill: str | None = None  # another replica that computes the prompt and hands its KV over
     ranked: Sequence[tuple[float, float, str, int]] = ()  # fields of Candidate; made into those when somebody looks
+    fetch_from: str | None = None  # another replica, whose KV of a prefix is fetched before the prompt is computed
+    foretold: Sequence[Option] = ()  # where workers told what they are: ways to serve it, the best first
 
     @property
     def candidates(self) -> list[Candidate]:
@@ -44,6 +47,8 @@ class Choice(NamedTuple):
     @property
     def terms(self) -> dict[str, dict[str, float]]:
         """By candidate, for people to read."""
+        if self.foretold:
+            return {option.name: option.terms for option in self.foretold}
         return {c.replica: {"score": c.score, "load": c.load, "cached_tokens": c.num_cached} for c in self.candidates}
 
 

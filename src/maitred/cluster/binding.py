@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from maitred.cluster.actions import Action, Bind
-from maitred.cluster.balance import BALANCES, choose
+from maitred.cluster.balance import BALANCES, MAX_CANDIDATES, Choice, cached_tokens, choose
 from maitred.cluster.config import FleetConfig
+from maitred.cluster.disagg import NO_PROMISES, Ask, Promises, options
 from maitred.cluster.fleet_request import FleetRequest, Place
 from maitred.cluster.lessons import Lessons
 from maitred.cluster.prefix_index import PrefixIndex
@@ -28,8 +29,10 @@ class Binder:
         fleet: Replicas,
         index: PrefixIndex,
         lessons: Lessons,
+        promises: Promises = NO_PROMISES,
     ) -> None:
         self._config, self._fleet, self._index, self._lessons = config, fleet, index, lessons
+        self._promises = promises
         self.policy = policy
         self.waiting = Waiting(policy, self._find_kv)
         self._balance = BALANCES[config.balance](fleet)
@@ -47,7 +50,7 @@ class Binder:
         use = use_of(request)
         usable = self._fleet.usable(use)
         room = usable & self._fleet.room
-        if self.waiting.num_held or not room:
+        if self.waiting.num_held or not room or self._foretells(usable):
             return None
         request.held_at = now
         self.waiting.admit(request, use)
@@ -57,7 +60,10 @@ class Binder:
         """Binds whom it can, in order; afterwards nobody is held whom a replica that it may use has room for."""
         bound: list[Action] = []
         while self.waiting.num_held and (found := self._next()) is not None:
-            bound.append(self._bind(*found, now))
+            bind = self._bind(*found, now)
+            if bind is None:
+                break  # whoever is first waits for room
+            bound.append(bind)
         return bound
 
     def reorder(self, policy: Policy, bound: Iterable[FleetRequest]) -> None:
@@ -75,6 +81,7 @@ class Binder:
     def release(self, request: FleetRequest) -> None:
         """Its place is free: it ended, or is to be held again."""
         self._fleet.free(self._fleet.at(request.replica), request)
+        self._fleet.work.released(request.request_id)
         self._lessons.left_replica(request)
         victim = self._preempts.pop(request.request_id, None)
         if victim is not None:
@@ -133,17 +140,24 @@ class Binder:
 
     # -- where to
 
-    def _bind(self, request: FleetRequest, room: int, usable: int, now: float) -> Bind:
+    def _bind(self, request: FleetRequest, room: int, usable: int, now: float) -> Bind | None:
+        """None where `_foretells` and no worker has room for its KV."""
         takes_slot = not room & self._fleet.room
-        replica, choice = choose(
-            request,
-            self._fleet,
-            room,
-            usable,
-            balance=self._balance,
-            index=self._index,
-            ratio=self._config.max_load_ratio,
-        )
+        if self._foretells(usable):
+            found = self._foretold(request, room, usable, now)
+            if found is None:
+                return None
+            replica, choice = found
+        else:
+            replica, choice = choose(
+                request,
+                self._fleet,
+                room,
+                usable,
+                balance=self._balance,
+                index=self._index,
+                ratio=self._config.max_load_ratio,
+            )
         if takes_slot and (victim := self._victim(request, replica)) is not None:
             self._victims[victim.request_id] = request.request_id
             self._preempts[request.request_id] = victim.request_id
@@ -152,6 +166,35 @@ class Binder:
         self._lessons.sent(request, replica)
         self.num_binds += 1
         return Bind(request.request_id, choice, request.num_attempts, request.has_begun)
+
+    def _foretells(self, usable: int) -> bool:
+        """Whether workers may hand over, and have told what foretelling their times takes."""
+        return self._config.handover != "never" and all(r.facts.worker is not None for r in self._fleet.of(usable))
+
+    def _foretold(self, request: FleetRequest, room: int, usable: int, now: float) -> tuple[Replica, Choice] | None:
+        """By `disagg`, None when it must wait. Writes `num_cached`."""
+        fleet, promises = self._fleet, self._promises
+        cached = cached_tokens(request, self._index, usable)
+        loads = [
+            fleet.work.load(r.name, r.facts.worker, now)._replace(
+                num_cached=cached.get(r.bit, 0), has_slot=bool(room >> r.bit & 1)
+            )
+            for r in fleet.of(usable)
+            if r.facts.worker is not None
+        ]
+        num_known, objective_s = request.num_inputs + request.num_outputs, request.ttft_slo_s or promises.ttft_s
+        ask = Ask(num_known, fleet.work.outputs_left(request), objective_s, promises.tpot_s)
+        ways = options(ask, loads, self._config.handover)
+        if not ways:
+            return None
+        best = ways[0]
+        computes = fleet.by_name[best.prefill or best.replica]
+        finds = computes if best.fetch_from is None else fleet.by_name[best.fetch_from]
+        request.num_cached = min(cached.get(finds.bit, 0), request.num_inputs - 1)
+        assert computes.facts.worker is not None
+        fleet.work.bound(request, best, computes.facts.worker, now)
+        foretold = tuple(ways[:MAX_CANDIDATES])
+        return fleet.by_name[best.replica], Choice(best.replica, best.prefill, (), best.fetch_from, foretold)
 
     def _note_start(self, request: FleetRequest, replica: Replica, now: float) -> None:
         request.num_computed = request.num_cached

@@ -6,12 +6,14 @@ What happens goes in by the methods of `ClusterCore`, what must be done comes ou
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from maitred.cluster.actions import Action, Probe
 from maitred.cluster.autoscale import FleetFigures
 from maitred.cluster.binding import Binder
 from maitred.cluster.config import FleetConfig
+from maitred.cluster.disagg import NO_PROMISES, Promises, Role
 from maitred.cluster.draining import Draining
 from maitred.cluster.fleet_request import Failure, FailureKind, FleetRequest, Usage
 from maitred.cluster.health import Health
@@ -20,6 +22,7 @@ from maitred.cluster.prefix_index import PrefixIndex
 from maitred.cluster.record import Recorder, core_input
 from maitred.cluster.replicas import Due, Replica, ReplicaDue, ReplicaFacts, Replicas, Report, State
 from maitred.cluster.requests import Requests
+from maitred.cluster.roles import Roles, RoleScaling
 from maitred.cluster.sizing import EVERY_S, Autoscale, Sizing, as_asked
 from maitred.cluster.timers import Timers
 from maitred.cluster.view import FleetView, view_of
@@ -45,6 +48,8 @@ class ClusterCore:
         policies: Mapping[str, PolicyFactory] = POLICIES,
         predictor: Predictor | None = None,  # None makes the one that `scheduler` names
         autoscale: Autoscale = as_asked,
+        promises: Promises = NO_PROMISES,
+        role_scaling: Mapping[Role, RoleScaling] = MappingProxyType({}),
     ) -> None:
         self.config, self.scheduler = config, scheduler
         self.recorder: Recorder | None = None  # is told of all that goes in
@@ -52,10 +57,11 @@ class ClusterCore:
         self.policy, self._policies = policy_for(scheduler, policies), policies
         self._predictor = predictor or predictor_named(scheduler.predictor)
         self._lessons = Lessons(self._predictor if self.policy.reads_predictions else None, self.index)
-        binder = Binder(config, self.policy, self.fleet, self.index, self._lessons)
+        binder = Binder(config, self.policy, self.fleet, self.index, self._lessons, promises)
         self._binder = binder
         self._health = Health(config, self.fleet)
         self._sizing = Sizing(config, self.fleet, autoscale)
+        self._roles = Roles(self.fleet, promises, config.role_switching == "on", role_scaling)
         self._requests = Requests(config, self.fleet, binder, self._lessons, self._health, self._sizing)
         self._draining = Draining(self.fleet, self._sizing, self._requests, self._health)
         self._timers: Timers[ReplicaDue] = Timers(self._is_living)
@@ -85,6 +91,13 @@ class ClusterCore:
             request.has_begun = True
             self.fleet.at(request.replica).heard_at = now
             self._requests.waiting.progressed(request, num_tokens)
+            self.fleet.work.progressed(request_id, num_tokens, now)
+
+    @core_input
+    def handed_over(self, request_id: str, now: float) -> list[Action]:
+        """Who computed its prompt for another worker has nothing more of it, whatever came of the hand-over."""
+        replica = self.fleet.by_name.get(self.fleet.work.prefilled(request_id) or "")
+        return ([] if replica is None else self._sizing.emptied(replica)) + self._requests.dispatch(now)
 
     @core_input
     def ended(self, request_id: str, usage: Usage | None, now: float) -> list[Action]:
@@ -164,7 +177,7 @@ class ClusterCore:
         replica = self.fleet.by_name.get(name)
         if replica is None or replica.state is State.DRAINING:
             return []
-        return self._draining.begin(replica, self.config.replica_drain_s, now) + self._fleet_changed(now)
+        return self._drain(replica, now) + self._fleet_changed(now)
 
     @core_input
     def leaving(self, name: str, within_s: float, now: float) -> list[Action]:
@@ -245,12 +258,13 @@ class ClusterCore:
             actions += self._requests.fell_due(request_due, now)
         if self._scale_at is not None and self._scale_at <= now:
             actions += self._resize(now)
+        actions += self._roles.tick(self.num_held, lambda r: self._drain(r, now), now)
         return actions + self._requests.dispatch(now)
 
     def next_tick(self) -> float | None:
         """(s) when something falls due, if nothing else happens; None is never."""
         timers = (self._timers, self._draining.timers, self._requests.timers)
-        times = (self._scale_at, *(each.next_at() for each in timers))
+        times = (self._scale_at, self._roles.next_at, *(each.next_at() for each in timers))
         return min((at for at in times if at is not None), default=None)
 
     # -- to look at
@@ -306,6 +320,7 @@ class ClusterCore:
         self.fleet.set_state(replica, State.WARM if is_spare else state, now)
         if state is State.READY:
             self._sizing.is_there(replica, now)
+            self._roles.is_there(replica.name, now)
             self._watch(replica)
 
     def _is_news(self, replica: Replica, told: State) -> bool:
@@ -330,6 +345,7 @@ class ClusterCore:
     def _fleet_changed(self, now: float) -> list[Action]:
         """Who there is, or what they serve."""
         refused: list[Action] = []
+        self._roles.changed(now)
         if self._facts_version != self.fleet.facts_version:
             self._facts_version = self.fleet.facts_version
             refused = self._requests.look_again()
@@ -343,10 +359,13 @@ class ClusterCore:
         starts = self._sizing.starts(now)
         actions: list[Action] = [*starts, *self._sizing.sleeps(now)]
         for name in self._sizing.surplus():
-            actions += self._draining.begin(self.fleet.by_name[name], self.config.replica_drain_s, now)
+            actions += self._drain(self.fleet.by_name[name], now)
         if self._scale_at is None or self._scale_at <= now:
             self._scale_at = now + EVERY_S
         return actions + self._rotate_in([start.name for start in starts if start.origin == "warm"], now)
+
+    def _drain(self, replica: Replica, now: float) -> list[Action]:
+        return self._draining.begin(replica, self.config.replica_drain_s, now)
 
     def _rotate_in(self, names: list[str], now: float) -> list[Action]:
         for name in names:

@@ -8,7 +8,9 @@ from enum import Enum
 from typing import NamedTuple
 
 from maitred.cluster.config import FleetConfig, Tier, tiers_of
+from maitred.cluster.disagg import WorkerFacts
 from maitred.cluster.fleet_request import FailureKind, FleetRequest
+from maitred.cluster.work import WorkBook
 
 MAX_CACHED_SETS = 64
 
@@ -45,6 +47,7 @@ class ReplicaFacts:
     has_beats: bool = False  # its stream of events is open, so it is to be heard of four times a second
     pid: int | None = None
     error: str | None = None
+    worker: WorkerFacts | None = None  # that it may hand KV over, and what foretelling its times takes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +135,7 @@ class Replicas:
         self.ready = 0
         self.room = 0  # of those ready
         self.last_left_at = 0.0
+        self.work = WorkBook()
         self.version = 0  # rises when anything but load changes
         self.facts_version = 0  # rises when somebody comes, goes or tells other facts
         self.models: dict[str, int] = {}  # told, by whom
@@ -187,6 +191,7 @@ class Replicas:
 
     def remove(self, replica: Replica, now: float) -> None:
         self.last_left_at = now
+        self.work.gone(replica.name)
         del self.by_name[replica.name]
         self._by_bit[replica.bit] = None
         self.ready &= ~(1 << replica.bit)

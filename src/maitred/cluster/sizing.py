@@ -213,8 +213,9 @@ class Sizing:
         return serving[: max(0, len(serving) - self.target)]
 
     def emptied(self, replica: Replica) -> list[Stop]:
-        """Nobody may be in flight there any more."""
-        done = replica.state is State.DRAINING and not replica.in_flight and replica.facts.is_launched
+        """Nobody may be in flight there any more, nor have KV there that another waits for."""
+        is_empty = not replica.in_flight and not self._fleet.work.num_here(replica.name)
+        done = replica.state is State.DRAINING and is_empty and replica.facts.is_launched
         return [Stop(replica.name)] if done else []
 
     # -- who is what

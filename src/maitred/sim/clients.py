@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
+import msgspec
+
 from maitred.errors import MaitredError, Overloaded, RateLimited
 from maitred.gate.admission import AdmissionController
 from maitred.gate.gate import Gate, Lease
@@ -34,11 +36,14 @@ class SimulatedRequest:
     num_slow_gaps: int = 0
     lease: Lease | None = None  # once the gate let it in
     slots: list[list[float]] = field(default_factory=list)  # from, to (s): when it had one; the last may lack its end
+    moves: list[tuple[float, float]] = field(default_factory=list)  # from, to (s): when its KV was waited for
 
     def begin_again(self) -> None:
         """It is on no engine any more; whatever it had there is lost."""
         self.state, self.last_token_at, self.num_slow_gaps = None, -1.0, 0
+        self.spec = msgspec.structs.replace(self.spec, resumed=None)
         self.slots.clear()
+        self.moves.clear()
 
 
 class Clients:
@@ -124,7 +129,9 @@ class Clients:
         live.lease.end(live.state.num_tokens)
         if reason in ENDED_BY_ITSELF:
             live.slots[-1].append(now)
-            self.results.finished(live.group, live.state, num_slow_gaps=live.num_slow_gaps, slots=live.slots)
+            self.results.finished(
+                live.group, live.state, num_slow_gaps=live.num_slow_gaps, slots=live.slots, moves=live.moves
+            )
             after_s = self.results.edge.whole_s(live.arrival.prompt_tokens, live.arrival.output_tokens)
             follower = next_turn(live.arrival, now + after_s)
             if follower is not None:

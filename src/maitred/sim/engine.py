@@ -90,6 +90,11 @@ class SimulatedEngine:
     def has_work(self) -> bool:
         return self.core.has_work
 
+    @property
+    def can_step(self) -> bool:
+        """Not all that are here wait for KV."""
+        return self.core.can_step
+
     def wait_until(self, now: float) -> None:
         """Nothing if its clock is further already, for it has executed a step that ends later."""
         self.clock.advance(max(0.0, now - self.clock.now()))

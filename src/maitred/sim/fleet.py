@@ -6,9 +6,11 @@ of a prompt are made of its blocks' names, one for as many tokens as a live key 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from enum import IntEnum
+from functools import partial
 from heapq import heappop, heappush
 from math import floor
 from random import Random
@@ -16,25 +18,24 @@ from typing import Any
 
 from xxhash import xxh3_64_intdigest as key_of
 
-from maitred.cluster.actions import Action, Bind, Move, Refuse, Start, Stop
-from maitred.cluster.config import FleetConfig
+from maitred.cluster.actions import Action, Bind, Move, Refuse, Start, Stop, Switch
 from maitred.cluster.core import ClusterCore
+from maitred.cluster.disagg import Promises
 from maitred.cluster.fleet_request import FleetRequest, Usage, request_of
 from maitred.cluster.replicas import ReplicaFacts, Report, State
-from maitred.cluster.sizing import Autoscale, as_asked
-from maitred.config import DEFAULT_TOKEN_BUDGET, SchedulerConfig
-from maitred.cost_model import CostModel, StepShape
+from maitred.engine.core import StepObserver
 from maitred.errors import MaitredError
 from maitred.gate.admission import AdmissionController
 from maitred.policy.predictor import Foretold, predictor_named
 from maitred.request import FinishReason
 from maitred.sim.clients import ENDED_BY_ITSELF, Clients, SimulatedRequest
-from maitred.sim.engine import EngineSetup, SimulatedEngine
+from maitred.sim.engine import SimulatedEngine
 from maitred.sim.fleet_figures import FleetFigures
+from maitred.sim.fleet_setup import FleetSetup
+from maitred.sim.handover import Handovers, SimulatedReplica
 from maitred.sim.jitter import Jitter
 from maitred.sim.results import Results
 from maitred.sim.workload import Arrival
-from maitred.step import RequestProgress
 from maitred.tenancy.tenant import Tenant
 
 BEAT_S = 0.25
@@ -42,64 +43,20 @@ KEY_TOKENS = 64  # of a prefix key: 256 bytes of English
 MOST_CHANGES = 1 << 30  # all
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaSetup:
-    """One replica: an engine on a device."""
-
-    engine: EngineSetup
-    cost_model: CostModel
-    tells_speed: bool = True
-    """Whether the router knows how fast its device is."""
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Of prompts, in steps of as many tokens as there may be."""
-        budget = self.engine.scheduler.max_num_batched_tokens or DEFAULT_TOKEN_BUDGET
-        return budget / self.cost_model.step_s(StepShape(prefill_tokens=budget, rows=1))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FleetSetup:
-    """A router and what is behind it."""
-
-    config: FleetConfig
-    scheduler: SchedulerConfig
-    """Of the router's queue: its policy."""
-    replicas: Sequence[ReplicaSetup]
-    """As many as there may be at once, in the order in which they are started."""
-    low: int | None = None
-    """Fewest there are to be, and as many are there at the beginning; None keeps all of them."""
-    autoscale: Autoscale = as_asked
-    cold_start_s: float = 30.0
-    wake_s: float = 3.0
-    num_asleep: int = 0
-    """Replicas that are kept asleep when they are stopped, and so need `wake_s` to start."""
-
-
 class _Phase(IntEnum):
     """What comes first of what happens at one moment."""
 
     STEP_ENDS = 0
-    REPORT = 1
-    READY = 2
-    ARRIVAL = 3
-    TICK = 4
-    STEP = 5
+    TRANSFER = 1
+    REPORT = 2
+    READY = 3
+    ARRIVAL = 4
+    TICK = 5
+    STEP = 6
 
 
-@dataclass(slots=True, eq=False)
-class _Replica:
-    name: str
-    number: int  # of its setup
-    facts: ReplicaFacts
-    engine: SimulatedEngine
-    progress: list[RequestProgress] = field(default_factory=list)  # of the step under way, told when it ends
-    is_stepping: bool = False  # or is to, at a time that is set
-    is_reporting: bool = False  # at the next beat
-    is_gone: bool = False
-
-
-Event = tuple[float, int, int, Callable[[_Replica, float], None], _Replica]
+Happen = Callable[[SimulatedReplica, float], None]
+Event = tuple[float, int, int, Happen, SimulatedReplica]
 
 
 class FleetSimulation:
@@ -113,22 +70,31 @@ class FleetSimulation:
         seed: int | None = None,  # of the jitter; None has none
         tenants: Mapping[str, Tenant] | None = None,
         admission: AdmissionController | None = None,
+        observer_of: Callable[[str], StepObserver] | None = None,  # of an engine, by its name
     ) -> None:
         self.results, self.figures = results, FleetFigures()
-        self._setup, self._seed = setup, seed
+        self._setup, self._seed, self._observer_of = setup, seed, observer_of
         engine = setup.replicas[0].engine
         self._block_size, self._key_blocks = engine.block_size, max(1, KEY_TOKENS // engine.block_size)
         self._clients = Clients(results, engine.block_size, tenants, admission)
         self._live: dict[str, SimulatedRequest] = {}
-        self._at: dict[str, _Replica] = {}  # request -> where it is bound to
-        self._replicas: dict[str, _Replica] = {}
-        self._unused = list(range(len(setup.replicas)))  # numbers of setups, a heap
+        self._at: dict[str, SimulatedReplica] = {}  # request -> where it is bound to
+        self._replicas: dict[str, SimulatedReplica] = {}
+        self._unused = list(range(len(setup.replicas)))  # numbers of setups, in order
         predictor = predictor_named(engine.predictor, self._true_length)
         self.core = ClusterCore(
-            setup.config, setup.scheduler, policies=engine.policies, predictor=predictor, autoscale=setup.autoscale
+            setup.config,
+            setup.scheduler,
+            policies=engine.policies,
+            predictor=predictor,
+            autoscale=setup.autoscale,
+            promises=Promises(results.objectives.ttft_s, results.objectives.tpot_s or results.objectives.itl_s),
+            role_scaling=setup.role_scaling,
         )
         rules = self.core.policy.groups, self.core.policy.outranks
-        self._counts_tokens = rules != (None, None)  # else the first tells all, and the end how many
+        self._handovers = self._make_handovers(setup)
+        # else the first tells all, and the end how many
+        self._counts_tokens = rules != (None, None) or self._handovers is not None
         mean_speed = sum(r.tokens_per_s for r in setup.replicas) / len(setup.replicas)
         self._speeds = [r.tokens_per_s / mean_speed for r in setup.replicas]
         self._events: list[Event] = []
@@ -144,12 +110,24 @@ class FleetSimulation:
         self.figures.ended(max(self._now, self.results.ended_at))
         return self.results
 
+    @property
+    def replicas(self) -> list[SimulatedReplica]:
+        """Those that there are."""
+        return list(self._replicas.values())
+
+    def replica(self, name: str) -> SimulatedReplica:
+        return self._replicas[name]
+
     def to_json(self) -> dict[str, Any]:
         """The figures of `maitred simulate --fleet --json`, once it has run; busy is a share of all replicas' time."""
         figures = self.results.to_json()
         replica_s = self.figures.replica_s
         figures["utilisation"] = self.results.busy_s / replica_s if replica_s > 0 else 0.0
-        return {**figures, **self.figures.to_json(self.results)}
+        figures |= self.figures.to_json(self.results)
+        if self._handovers is None:
+            return figures
+        roles = {"replica_s_by_role": self.figures.role_s, "num_role_switches": len(self.figures.switches)}
+        return {**figures, **self._handovers.to_json(), **roles}
 
     # -- what happens next
 
@@ -160,11 +138,16 @@ class FleetSimulation:
             at, phase = arrives_at, _Phase.ARRIVAL
         if tick_at is not None and (tick_at, _Phase.TICK) < (at, phase):
             at, phase = max(tick_at, self._now), _Phase.TICK
+        moved_at = None if self._handovers is None else self._handovers.next_at
+        if moved_at is not None and (moved_at, _Phase.TRANSFER) < (at, phase):
+            at, phase = max(moved_at, self._now), _Phase.TRANSFER
         self._now = at
         if phase == _Phase.ARRIVAL:
             self._arrive(self._clients.take())
         elif phase == _Phase.TICK:
             self._carry_out(self.core.tick(at))
+        elif at == moved_at and phase == _Phase.TRANSFER and self._handovers is not None:
+            self._handovers.advance(at)
         else:
             _, _, _, happen, replica = heappop(events)
             if not replica.is_gone:
@@ -175,7 +158,7 @@ class FleetSimulation:
         arrives_at = self._clients.next_at
         return (bool(self._events) and self._events[0][0] <= now) or (arrives_at is not None and arrives_at <= now)
 
-    def _expect(self, at: float, phase: _Phase, happen: Callable[[_Replica, float], None], replica: _Replica) -> None:
+    def _expect(self, at: float, phase: _Phase, happen: Happen, replica: SimulatedReplica) -> None:
         self._num_events += 1
         heappush(self._events, (at, phase, self._num_events, happen, replica))
 
@@ -218,6 +201,8 @@ class FleetSimulation:
         replica = self._at.pop(request_id, None)
         if replica is None:
             return
+        if self._handovers is not None:
+            self._handovers.drop(request_id, self._now)
         replica.engine.take_back(request_id)
         replica.progress = [told for told in replica.progress if told.request_id != request_id]
         self.figures.changed(replica.name, -1, self._now)
@@ -237,36 +222,52 @@ class FleetSimulation:
                 self._start(action)
             elif isinstance(action, Stop):
                 self._stop(action)
+            elif isinstance(action, Switch):
+                self._switch(action)
 
     def _bind(self, bind: Bind) -> None:
         now, live, replica = self._now, self._live[bind.request_id], self._replicas[bind.choice.replica]
-        replica.engine.wait_until(now)
         try:
-            replica.engine.add(live)
+            self._add(live, replica, bind, now)
         except MaitredError as error:
             self._refuse(bind.request_id, error)
             self._carry_out(self.core.ended(bind.request_id, None, now))
             return
         self._at[bind.request_id] = replica
         self.figures.changed(replica.name, 1, now)
+        self._wake(replica, now)
+
+    def _add(self, live: SimulatedRequest, replica: SimulatedReplica, bind: Bind, now: float) -> None:
+        if self._handovers is None:
+            replica.engine.wait_until(now)
+            replica.engine.add(live)
+            return
+        prefill, peer = (self._replicas.get(name or "") for name in (bind.choice.prefill, bind.choice.fetch_from))
+        self._handovers.bind(live, replica, prefill, peer, now)
+
+    def _wake(self, replica: SimulatedReplica, now: float) -> None:
         if not replica.is_stepping:
             replica.is_stepping = True
-            self._expect(replica.engine.clock.now(), _Phase.STEP, self._step, replica)
+            self._expect(max(now, replica.engine.clock.now()), _Phase.STEP, self._step, replica)
 
     # -- replicas work
 
-    def _step(self, replica: _Replica, now: float) -> None:
+    def _step(self, replica: SimulatedReplica, now: float) -> None:
         engine = replica.engine
-        if not engine.has_work:
+        if not engine.can_step:
             replica.is_stepping = False
             return
         engine.wait_until(now)
         replica.progress = engine.step()
+        if self._handovers is not None:
+            self._handovers.stepped(replica, now, engine.clock.now())
         self._expect(engine.clock.now(), _Phase.STEP_ENDS, self._end_step, replica)
 
-    def _end_step(self, replica: _Replica, now: float) -> None:
+    def _end_step(self, replica: SimulatedReplica, now: float) -> None:
         progress, replica.progress = replica.progress, []
         core, engine = self.core, replica.engine
+        if self._handovers is not None:
+            progress = self._handovers.told(replica, progress, now)
         if progress:
             self._clients.progressed(progress, core.num_held, now)
         for told in progress:
@@ -282,20 +283,22 @@ class FleetSimulation:
         else:
             self._step(replica, now)
 
-    def _end(self, request_id: str, reason: FinishReason, replica: _Replica, now: float) -> None:
+    def _end(self, request_id: str, reason: FinishReason, replica: SimulatedReplica, now: float) -> None:
         live = self._live.pop(request_id)
-        del self._at[request_id], replica.engine.live[request_id]
-        self.figures.changed(replica.name, -1, now)
+        del replica.engine.live[request_id]
+        self.figures.changed(self._at.pop(request_id).name, -1, now)
         self._clients.ended(live, reason, now)
         state = live.state
         assert state is not None
         complete = reason in ENDED_BY_ITSELF
         if complete:
             self.figures.num_prompt_tokens += state.num_prompt_tokens
+        if complete and self._setup.disk is not None:
+            self._setup.disk.store(state.block_hashes)
         usage = Usage(state.num_prompt_tokens, state.num_output_tokens, state.num_cached_tokens, complete)
         self._carry_out(self.core.ended(request_id, usage, now))
 
-    def _note_changes(self, replica: _Replica, now: float) -> None:
+    def _note_changes(self, replica: SimulatedReplica, now: float) -> None:
         """What its cache has, or has no more, is told at its next beat."""
         if replica.is_reporting or not replica.engine.kv_cache.changes:
             return
@@ -303,7 +306,7 @@ class FleetSimulation:
         offset = BEAT_S * replica.number / len(self._setup.replicas)
         self._expect(BEAT_S * (floor((now - offset) / BEAT_S) + 1) + offset, _Phase.REPORT, self._report, replica)
 
-    def _report(self, replica: _Replica, now: float) -> None:
+    def _report(self, replica: SimulatedReplica, now: float) -> None:
         replica.is_reporting = False
         changes = replica.engine.kv_cache.changes
         assert changes is not None
@@ -324,20 +327,29 @@ class FleetSimulation:
         names = [f"replica-{number + 1}" for number in range(high)]
         if low is not None:
             names = [start.name for start in self.core.scaled(low, high, began_at) if isinstance(start, Start)]
+        if self._handovers is not None:
+            names = list(self._first_workers())
         for name in names:
             replica = self._make(name, State.READY)
             self.figures.started(name, self._speeds[replica.number], 0.0)
             self._is_ready(replica, 0.0)
 
+    def _first_workers(self) -> Iterator[str]:
+        """By their roles."""
+        counts = Counter(setup.worker.role for setup in self._setup.replicas if setup.worker is not None)
+        for role, count in counts.items():
+            scaling = self._setup.role_scaling.get(role)
+            yield from (f"{role.value}-{i + 1}" for i in range(count if scaling is None else scaling.bounds.low))
+
     def _start(self, start: Start) -> None:
         takes_s = self._setup.cold_start_s if start.origin == "cold" else self._setup.wake_s
         replica = self._replicas.get(start.name) or self._make(start.name, State.READY)
         replica.facts = replace(replica.facts, state=State.READY)
-        self.figures.num_starts += 1
+        self.figures.starts.append((self._now, start.name))
         self.figures.started(replica.name, self._speeds[replica.number], self._now)
         self._expect(self._now + takes_s, _Phase.READY, self._is_ready, replica)
 
-    def _is_ready(self, replica: _Replica, now: float) -> None:
+    def _is_ready(self, replica: SimulatedReplica, now: float) -> None:
         self.figures.ready(replica.name)
         self._carry_out(self.core.joined(replica.facts, now))
 
@@ -345,28 +357,59 @@ class FleetSimulation:
         """It ends, or falls asleep: either way its cache is gone."""
         replica = self._replicas.pop(stop.name)
         replica.is_gone = True
-        heappush(self._unused, replica.number)
+        if self._handovers is not None:
+            self._handovers.lost(replica, self._now)
+        self._unused.append(replica.number)
+        self._unused.sort()
         self.figures.stopped(stop.name, self._now)
         self._carry_out(self.core.left(stop.name, self._now))
         num_asleep = sum(1 for other in self._replicas.values() if other.facts.state is State.ASLEEP)
         if num_asleep < self._setup.num_asleep and stop.name not in self._replicas:
             self._carry_out(self.core.joined(self._make(stop.name, State.ASLEEP).facts, self._now))
 
-    def _make(self, name: str, state: State) -> _Replica:
-        number = heappop(self._unused)
+    def _make(self, name: str, state: State) -> SimulatedReplica:
+        number = self._number_for(name)
         setup = self._setup.replicas[number]
         facts = ReplicaFacts(
             name=name,
             state=state,
             slots=setup.engine.scheduler.max_num_seqs,
             tokens_per_s=setup.tokens_per_s if setup.tells_speed else None,
-            is_launched=self._setup.low is not None,
+            is_launched=self._setup.low is not None or bool(self._setup.role_scaling),
+            worker=setup.worker,
         )
         jitter = None if self._seed is None else Jitter(setup.cost_model, Random(f"{self._seed}/{name}"))
-        engine = SimulatedEngine(setup.engine, setup.cost_model, self.results, jitter=jitter)
+        observer = None if self._observer_of is None else self._observer_of(name)
+        engine = SimulatedEngine(setup.engine, setup.cost_model, self.results, jitter=jitter, observer=observer)
         engine.kv_cache.tell_changes(True)
-        self._replicas[name] = made = _Replica(name, number, facts, engine)
+        self._replicas[name] = made = SimulatedReplica(name, number, facts, engine)
+        if self._handovers is not None:
+            engine.core.on_given_up = partial(self._handovers.given_up, made)
         return made
+
+    def _number_for(self, name: str) -> int:
+        """The first setup that is not used, of the role that it is named after."""
+        of_role = [n for n in sorted(self._unused) if (w := self._setup.replicas[n].worker) and name.startswith(w.role)]
+        number = of_role[0] if of_role else self._unused[0]
+        self._unused.remove(number)
+        return number
+
+    def _switch(self, switch: Switch) -> None:
+        replica = self._replicas[switch.name]
+        replica.facts = replace(replica.facts, worker=replace(replica.worker, role=switch.role))
+        self.figures.switches.append((self._now, switch.name, switch.role.value))
+        self._carry_out(self.core.joined(replica.facts, self._now))
+
+    def _make_handovers(self, setup: FleetSetup) -> Handovers | None:
+        if setup.disk is None and (setup.link is None or setup.config.handover == "never"):
+            return None
+        return Handovers(setup.link, setup.disk, wake=self._wake, rid=self._is_rid, expect=self._expect_transfer)
+
+    def _is_rid(self, request_id: str, now: float) -> None:
+        self._carry_out(self.core.handed_over(request_id, now))
+
+    def _expect_transfer(self, at: float, happen: Happen, replica: SimulatedReplica) -> None:
+        self._expect(at, _Phase.TRANSFER, happen, replica)
 
     def _true_length(self, request: Foretold) -> float:
         return float(self._live[request.request_id].arrival.output_tokens)

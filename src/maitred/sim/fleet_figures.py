@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,10 +36,12 @@ class FleetFigures:
     """
 
     replica_s: float = 0.0
-    num_starts: int = 0  # besides those that were there at the beginning
+    starts: list[tuple[float, str]] = field(default_factory=list)  # (s, who) besides those there at the beginning
     num_prompt_tokens: int = 0  # of finished requests
     max_over_mean: Sketch = field(default_factory=Sketch)
     targets: list[tuple[float, int]] = field(default_factory=list)  # (s, replicas there or starting), where it changed
+    switches: list[tuple[float, str, str]] = field(default_factory=list)  # (s, worker, its new role)
+    role_s: dict[str, float] = field(default_factory=dict)  # as replica_s, by what they are named after
     _loads: dict[str, ReplicaLoad] = field(default_factory=dict)
     _span_ends_at: float = SPAN_S
     _num_in_flight: int = 0
@@ -53,7 +56,10 @@ class FleetFigures:
 
     def stopped(self, name: str, now: float) -> None:
         self._pass(now)
-        self.replica_s += now - self._loads.pop(name).began_at
+        stayed_s = now - self._loads.pop(name).began_at
+        self.replica_s += stayed_s
+        role = name.rpartition("-")[0]
+        self.role_s[role] = self.role_s.get(role, 0.0) + stayed_s
         self._note_count(now)
 
     def changed(self, name: str, more: int, now: float) -> None:
@@ -77,7 +83,7 @@ class FleetFigures:
             "prefix_hit_ratio": results.num_cached_tokens / prompts if prompts else 0.0,
             "load_max_over_mean": self.max_over_mean.quantile(0.99),
             "replica_s": self.replica_s,
-            "num_starts": self.num_starts,
+            "num_starts": len(self.starts),
         }
 
     def _note_count(self, now: float) -> None:
@@ -109,3 +115,22 @@ class FleetFigures:
         for ratio in self._since_bound:
             self.max_over_mean.add(ratio)
         self._since_bound.clear()
+
+
+@dataclass(slots=True)
+class HandoverFigures:
+    """What came of all of them."""
+
+    outcomes: Counter[str] = field(default_factory=Counter)
+    wait_s: Sketch = field(default_factory=Sketch)  # from the first token until the receiver could go on
+    hit_tokens: Counter[str] = field(default_factory=Counter)  # by tier
+
+    def to_json(self, num_bytes: int, num_disk_blocks: int | None) -> dict[str, Any]:
+        disk = {} if num_disk_blocks is None else {"kv_disk_blocks": num_disk_blocks}
+        return {
+            "handovers": dict(sorted(self.outcomes.items())),
+            "handover_wait_s": self.wait_s.to_json(),
+            "kv_transfer_bytes": num_bytes,
+            "kv_tier_hit_tokens": dict(sorted(self.hit_tokens.items())),
+            **disk,
+        }

@@ -11,8 +11,8 @@ from maitred.sim.svg import COLOURS, Axis, Panel, axis, number_text, sheet
 
 MAX_LANES = 64
 MAX_CURVE_POINTS = 400
-PREFILL, DECODE, WAITED = "#f2b134", "#5a9bd4", "#c9c9c9"
-TICKET_LEGEND = (("waits", WAITED), ("prefill", PREFILL), ("decode", DECODE))
+PREFILL, DECODE, WAITED, HANDED_OVER = "#f2b134", "#5a9bd4", "#c9c9c9", "#c2452d"
+TICKET_LEGEND = (("waits", WAITED), ("prefill", PREFILL), ("hand-over", HANDED_OVER), ("decode", DECODE))
 _MEASURES = (
     ("ttft_s", "TTFT"),
     ("itl_s", "inter-token latency"),
@@ -103,7 +103,8 @@ def _timeline(policy: str, tickets: Sequence[Ticket], span: Axis) -> Panel:
 def _draw_ticket(panel: Panel, ticket: Ticket, lanes: Sequence[int]) -> None:
     waited_s, stay_s = ticket.scheduled_at - ticket.arrived_at, ticket.finished_at - ticket.arrived_at
     preempted = f", preempted {ticket.num_preemptions} times" if ticket.num_preemptions else ""
-    hint = f"{ticket.request_id} {ticket.tenant}: waited {waited_s:.3f} s, {stay_s:.3f} s in all{preempted}"
+    moved = "".join(f", KV handed over in {until - began:.4f} s" for began, until in ticket.moves)
+    hint = f"{ticket.request_id} {ticket.tenant}: waited {waited_s:.3f} s, {stay_s:.3f} s in all{preempted}{moved}"
     waiting_since = ticket.arrived_at
     for (began, until), lane in zip(ticket.slots, lanes, strict=True):
         if lane < MAX_LANES:
@@ -112,6 +113,9 @@ def _draw_ticket(panel: Panel, ticket: Ticket, lanes: Sequence[int]) -> None:
             panel.bar(began, first, y, 0.8, PREFILL, hint)
             panel.bar(first, until, y, 0.8, DECODE, hint)
         waiting_since = until
+    for (began, until), lane in zip(ticket.moves, lanes[1:], strict=False):
+        if lane < MAX_LANES:
+            panel.bar(began, until, lane + 0.5, 0.4, HANDED_OVER, hint)
 
 
 def in_lanes(slots: Sequence[tuple[float, float]]) -> list[int]:

@@ -245,12 +245,15 @@ class Results:
         *,
         num_slow_gaps: int = 0,
         slots: Sequence[Sequence[float]] = (),
+        moves: Sequence[tuple[float, float]] = (),
     ) -> None:
-        """`slots` are the times (from, to) in which it had one; empty is from its first step to its end."""
+        """`slots` are the times (from, to) in which it had one; empty is from its first step to its end. `moves` are
+        those in which it waited for its KV.
+        """
         group.finished(request, self._is_good(request, num_slow_gaps), self.edge)
         assert request.finished_at is not None
         self._left(group, request.finished_at)
-        self.tickets.add(request, slots)
+        self.tickets.add(request, slots, moves)
 
     def failed(self, group: GroupResults, now: float, reason: str) -> None:
         """Refused by admission or by a limit, or given up."""
@@ -331,6 +334,7 @@ class Ticket:
     finished_at: float
     num_preemptions: int
     slots: tuple[tuple[float, float], ...]  # from, to: when it was not put out
+    moves: tuple[tuple[float, float], ...] = ()  # from, to: when it waited for its KV, handed over
 
 
 class Tickets:
@@ -341,14 +345,29 @@ class Tickets:
     def __init__(self) -> None:
         self.kept: list[Ticket] = []
 
-    def add(self, request: RequestState, slots: Sequence[Sequence[float]] = ()) -> None:
+    def add(
+        self,
+        request: RequestState,
+        slots: Sequence[Sequence[float]] = (),
+        moves: Sequence[tuple[float, float]] = (),
+    ) -> None:
         if len(self.kept) >= self.LIMIT:
             return
         times = (request.arrived_at, request.first_scheduled_at, request.first_token_at, request.finished_at)
         arrived, scheduled, first, ended = (at if at is not None else request.arrived_at for at in times)
         stays = tuple((began, until) for began, until in slots) or ((scheduled, ended),)
         self.kept.append(
-            Ticket(request.request_id, request.tenant, arrived, scheduled, first, ended, request.num_preemptions, stays)
+            Ticket(
+                request.request_id,
+                request.tenant,
+                arrived,
+                scheduled,
+                first,
+                ended,
+                request.num_preemptions,
+                stays,
+                tuple(moves),
+            )
         )
 
 

@@ -90,6 +90,21 @@ def test_policies_of_a_fleet_that_scales_name_the_figures(trace: str, capsys):
     assert all(whole["num_starts"] >= 1 for whole in compared.values())
 
 
+def test_workers_hand_over_and_tell_what_came_of_it(trace: str, capsys):
+    words = ("--workload", trace, "--device", "h100", *LLAMA, "--handover", "always", "--link", "100gbe")
+    told = figures(capsys, *words, "--prefill-workers", "1", "--decode-workers", "1")["always"]
+    assert 0 < told["handovers"]["moved"] <= told["num_finished"]
+    assert told["kv_transfer_bytes"] > 0
+    assert told["replica_s_by_role"].keys() == {"prefill", "decode"}
+
+
+def test_one_engine_may_have_a_disk_and_roles_may_follow_the_load(trace: str, capsys):
+    words = ("--workload", trace, "--device", "h100", *LLAMA)
+    assert "kv_disk_blocks" in figures(capsys, *words, "--kv-disk-bytes", "1000000000")["auto"]
+    scaled = figures(capsys, *words, "--prefill-workers", "1:3", "--decode-workers", "1:2")["auto"]
+    assert scaled["handovers"]
+
+
 def test_json_to_a_file_leaves_the_table_on_the_terminal(trace: str, tmp_path: Path, capsys):
     result = tmp_path / "result.json"
     assert main(["simulate", "--workload", trace, "--json", str(result)]) == 0
@@ -163,6 +178,13 @@ def test_every_predictor_can_be_tried(trace: str, predictor: str, capsys):
         (("--model", "llama"), 1, "choose one of"),
         (("--device", "h100", "--model", "llama-3.1-70b"), 1, "141 GB of weights"),
         (("--balance", "hash"), 2, "add --fleet"),
+        (("--prefill-workers", "1"), 2, "add --decode-workers N or --mixed-workers N"),
+        (("--link", "tpc", "--mixed-workers", "2"), 2, "did you mean tcp?"),
+        (("--link", "shm"), 2, "add --prefill-workers 1 --decode-workers 1"),
+        (("--mixed-workers", "2", "--link", "none", "--handover", "always"), 2, "give --link tcp"),
+        (("--mixed-workers", "2", "--fleet", "2"), 2, "give --mixed-workers N instead"),
+        (("--prefill-workers", "0:2", "--decode-workers", "1"), 2, "the last of a role stays"),
+        (("--kv-disk-bytes", "10", *LLAMA, "--device", "h100"), 2, "give at least as many"),
         (("--fleet", "4:2"), 2, "at least the fewest"),
         (("--fleet", "2", "--balance", "prefx"), 2, "did you mean prefix?"),
         (("--fleet", "2", "--balance", "hash,prefix", "--policy", "fcfs,srpt"), 2, "one of them at a time"),

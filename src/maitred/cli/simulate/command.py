@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from maitred.cli.command import Command, Options
-from maitred.cli.simulate.options import SimulatedFleetOptions, SimulatedSchedulerConfig, SimulateOptions
+from maitred.cli.simulate.options import (
+    SimulatedFleetOptions,
+    SimulatedSchedulerConfig,
+    SimulatedWorkerOptions,
+    SimulateOptions,
+)
 from maitred.config import AdmissionConfig, CacheConfig
 
 
@@ -15,6 +20,7 @@ def _run(options: Options) -> int:
             options[SimulateOptions],
             options[SimulatedSchedulerConfig],
             options[SimulatedFleetOptions],
+            options[SimulatedWorkerOptions],
             options[AdmissionConfig],
             options[CacheConfig],
         )
@@ -25,7 +31,14 @@ COMMAND = Command(
     path="simulate",
     summary="Compare scheduling policies on a workload, with the scheduler that serves and a model of the machine.",
     run=_run,
-    parts=(SimulateOptions, SimulatedFleetOptions, SimulatedSchedulerConfig, AdmissionConfig, CacheConfig),
+    parts=(
+        SimulateOptions,
+        SimulatedFleetOptions,
+        SimulatedWorkerOptions,
+        SimulatedSchedulerConfig,
+        AdmissionConfig,
+        CacheConfig,
+    ),
     first=(
         "workload",
         "policy",
@@ -37,6 +50,9 @@ COMMAND = Command(
         "fleet",
         "balance",
         "fleet_devices",
+        "prefill_workers",
+        "decode_workers",
+        "handover",
         "max_num_seqs",
         "json",
         "report",
@@ -47,5 +63,6 @@ COMMAND = Command(
         "maitred simulate --workload examples/workloads/tenants.yaml --slo ttft:1s --report report.html",
         "maitred simulate --workload trace.jsonl --tenants tenants.yaml --admission --ttft-objective-s 1",
         "maitred simulate -w trace.jsonl --model llama-3.1-8b --fleet 8 --device h100 --balance hash,prefix",
+        "maitred simulate -w trace.jsonl --model llama-3.1-8b --prefill-workers 1 --decode-workers 3 --link 100gbe",
     ),
 )

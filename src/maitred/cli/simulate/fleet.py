@@ -14,7 +14,7 @@ from maitred.cluster.config import FleetConfig
 from maitred.config import SchedulerConfig
 from maitred.errors import ConfigError
 from maitred.sim.engine import EngineSetup
-from maitred.sim.fleet import FleetSetup, ReplicaSetup
+from maitred.sim.fleet_setup import FleetSetup, ReplicaSetup
 
 if TYPE_CHECKING:
     from maitred.cli.simulate.options import SimulatedFleetOptions
@@ -23,10 +23,11 @@ SetupOf = Callable[[Target], EngineSetup]
 MAX_REPLICAS = 10_000
 
 
-def bounds_of(options: SimulatedFleetOptions) -> Bounds | None:
+def bounds_of(options: SimulatedFleetOptions, has_workers: bool) -> Bounds | None:
     """None without --fleet. Raises UsageError for flags that need it, and for numbers that cannot be."""
     if options.fleet is None:
-        _refuse_without_fleet(options)
+        if not has_workers:
+            _refuse_without_fleet(options)
         return None
     try:
         bounds = Bounds.parse(options.fleet)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from maitred.cli.flags import option
+from maitred.cluster.config import HANDOVERS
 from maitred.config import MAX_SPECULATIVE_TOKENS, SIMULATED_PREDICTOR_NAMES, SchedulerConfig
 from maitred.errors import ConfigError
 
@@ -76,6 +77,32 @@ class SimulatedFleetOptions:
     """A replica that is asleep takes so long (s) to wake up."""
     asleep: int = 0
     """So many of the replicas that stop sleep instead."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedWorkerOptions:
+    """Workers that hand KV over"""
+
+    prefill_workers: str | None = option(None, metavar="N|MIN:MAX")
+    """Simulate workers behind one port: so many to which prompts are sent first; with MIN:MAX as the load asks for."""
+    decode_workers: str | None = option(None, metavar="N|MIN:MAX")
+    """So many that go on with the answers; with MIN:MAX as the load asks for."""
+    mixed_workers: int = 0
+    """So many for both."""
+    prefill_device: str | None = option(None, metavar="NAME|FILE", choices=DEVICES)
+    """Device of prefill workers; None is --device."""
+    decode_device: str | None = option(None, metavar="NAME|FILE", choices=DEVICES)
+    """Device of decode workers; None is --device."""
+    mixed_device: str | None = option(None, metavar="NAME|FILE", choices=DEVICES)
+    """Device of mixed workers; None is --device."""
+    link: str = option("tcp", metavar="NAME|RATE|none")
+    """Between workers: shm, tcp, 10gbe, 25gbe, 100gbe, 400g, nvlink, a rate such as 100MB/s, or none."""
+    handover: str = option("auto", metavar="RULE", choices=HANDOVERS)
+    """Whether one worker computes a prompt and another answers: auto, always or never, as of `maitred serve`."""
+    role_switching: str = option("on", metavar="on|off", choices=("on", "off"))
+    """Whether prefill workers become decode workers, and the other way round, when load turns; not with MIN:MAX."""
+    kv_disk_bytes: int | None = option(None, metavar="BYTES")
+    """Disk tier of all workers: ended requests' KV is stored there, and read where that is quicker than computing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

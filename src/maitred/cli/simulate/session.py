@@ -16,6 +16,7 @@ from maitred.cli.flags import UsageError
 from maitred.cli.simulate.fleet import bounds_of, devices_of, fleet_setup
 from maitred.cli.simulate.sources import Target, find_target, read_workload
 from maitred.cli.simulate.table import table
+from maitred.cli.simulate.workers import WorkersAsked, workers_of
 from maitred.cluster.bounds import Bounds
 from maitred.cluster.config import BALANCES
 from maitred.config import AdmissionConfig, CacheConfig, SchedulerConfig
@@ -36,7 +37,12 @@ from maitred.storage.key_files import read_tenant_file
 from maitred.tenancy.tenant import Tenant
 
 if TYPE_CHECKING:
-    from maitred.cli.simulate.options import SimulatedFleetOptions, SimulatedSchedulerConfig, SimulateOptions
+    from maitred.cli.simulate.options import (
+        SimulatedFleetOptions,
+        SimulatedSchedulerConfig,
+        SimulatedWorkerOptions,
+        SimulateOptions,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +52,7 @@ class Simulated:
     options: SimulateOptions
     scheduler: SimulatedSchedulerConfig
     fleet: SimulatedFleetOptions
+    workers: SimulatedWorkerOptions
     admission: AdmissionConfig
     cache: CacheConfig
 
@@ -75,11 +82,14 @@ class Inputs(NamedTuple):
 def run_simulations(asked: Simulated) -> int:
     options, scheduler = asked.options, asked.scheduler
     applied = _admission(options, asked.admission)
-    bounds = bounds_of(asked.fleet)
+    workers = workers_of(asked.workers, asked.fleet, options.device)
+    bounds = bounds_of(asked.fleet, workers is not None)
+    if workers is not None:
+        bounds = Bounds(len(workers.workers), len(workers.workers))
     policies, balances = _policies(scheduler), _balances(asked.fleet)
     if len(policies) > 1 and len(balances) > 1:
         raise UsageError("--policy and --balance both name several; compare one of them at a time")
-    targets = _targets(asked, bounds)
+    targets = _targets(asked, bounds, workers)
     inputs = Inputs(
         workload=read_workload(options.workload, options.rate_scale),
         objectives=Objectives(**{f"{name}_s": bound for name, bound in map(parse_slo, options.slo)}),
@@ -87,7 +97,7 @@ def run_simulations(asked: Simulated) -> int:
         tenants=None if options.tenants is None else read_tenant_file(Path(options.tenants)).tenants,
         admission=applied,
     )
-    label = _label(targets, bounds)
+    label = _label(targets, bounds, workers)
     note(f"{label}; {options.workload}, policies {', '.join(policies)}")
     for doubt in dict.fromkeys(target.doubt for target in targets if target.doubt is not None):
         note(f"warning: {doubt}")
@@ -96,36 +106,48 @@ def run_simulations(asked: Simulated) -> int:
     for policy in policies:
         for balance in balances if bounds is not None else [""]:
             name = policy if bounds is None or len(policies) > 1 else balance
+            if workers is not None and len(policies) == len(balances) == 1:
+                name = workers.options.handover
             began = time.perf_counter()
             if bounds is None:
                 results = simulate(engine_setup(asked, targets[0], policy), targets[0], inputs)
                 figures[name] = results.to_json()
             else:
-                results, figures[name] = _simulate_fleet(asked, bounds, targets, inputs, policy, balance)
+                results, figures[name] = _simulate_fleet(asked, bounds, workers, targets, inputs, policy, balance)
             outcomes[name] = results
             _note_speed(name, results, time.perf_counter() - began)
     _tell(options, outcomes, figures, label)
     return 0
 
 
-def _targets(asked: Simulated, bounds: Bounds | None) -> list[Target]:
+def _targets(asked: Simulated, bounds: Bounds | None, workers: WorkersAsked | None) -> list[Target]:
     """One for each replica; one without a fleet."""
     device = asked.options.device
-    devices = [device] if bounds is None else devices_of(asked.fleet, bounds, device)
+    if workers is not None:
+        devices = workers.devices
+    else:
+        devices = [device] if bounds is None else devices_of(asked.fleet, bounds, device)
     found = {name: find_target(name, asked.options.model) for name in dict.fromkeys(devices)}
     return [found[name] for name in devices]
 
 
-def _label(targets: list[Target], bounds: Bounds | None) -> str:
+def _label(targets: list[Target], bounds: Bounds | None, workers: WorkersAsked | None) -> str:
     if bounds is None:
         return targets[0].label
-    counts = Counter(target.label for target in targets)
+    roles = [""] * len(targets) if workers is None else [f"{worker.role.value} " for worker in workers.workers]
+    counts = Counter(f"{role}{target.label}" for role, target in zip(roles, targets, strict=True))
     at_most = "up to " if bounds.low < bounds.high else ""
     return ", ".join(f"{at_most}{count} x {label}" for label, count in counts.items())
 
 
 def _simulate_fleet(
-    asked: Simulated, bounds: Bounds, targets: list[Target], inputs: Inputs, policy: str, balance: str
+    asked: Simulated,
+    bounds: Bounds,
+    workers: WorkersAsked | None,
+    targets: list[Target],
+    inputs: Inputs,
+    policy: str,
+    balance: str,
 ) -> tuple[Results, dict[str, Any]]:
     def setup_of(target: Target) -> EngineSetup:
         return engine_setup(asked, target, policy)
@@ -141,7 +163,7 @@ def _simulate_fleet(
         ttft_objective_s=inputs.objectives.ttft_s,
     )
     simulation = FleetSimulation(
-        setup,
+        setup if workers is None else workers.setup(setup, targets, inputs.objectives.ttft_s),
         Results(inputs.objectives, targets[0].edge),
         seed=inputs.seed,
         tenants=inputs.terms,

@@ -77,6 +77,8 @@ class Target:
     """(cache, max_num_seqs) -> KV blocks."""
     token_budget: int
     """Tokens of a step where nobody asks for another number."""
+    kv_bytes_per_token: float
+    num_layers: int = 1
     edge: EdgeModel = field(default_factory=EdgeModel)
     doubt: str | None = None
     """Why its times are not to be relied on, if so."""
@@ -124,6 +126,8 @@ def _of_profile(profile: Profile, model: str | None) -> Target:
         profile.cost_model,
         num_blocks,
         profile.token_budget,
+        profile.kv_bytes_per_token,
+        _num_layers(profile.model),
         profile.edge,
         profile.doubt,
     )
@@ -137,8 +141,20 @@ def _of_datasheet(device: Device, shape: ModelShape) -> Target:
         return _enough_blocks(cache, max_num_seqs, shape.context, shape.kv_bytes_per_token, free)
 
     return Target(
-        f"{shape.name} on {device.name} (datasheet)", roofline(device, shape), num_blocks, device.token_budget
+        f"{shape.name} on {device.name} (datasheet)",
+        roofline(device, shape),
+        num_blocks,
+        device.token_budget,
+        shape.kv_bytes_per_token,
+        shape.num_layers,
     )
+
+
+def _num_layers(model: str) -> int:
+    """Of a profile's model; 1 where nobody knows it here, so that no part of a chunk's KV leaves before all of it."""
+    from maitred.model.checkpoint import BUILTIN_NAME
+
+    return _model_shape(model).num_layers if model in MODELS or model == BUILTIN_NAME else 1
 
 
 def _enough_blocks(

@@ -1,0 +1,341 @@
+"""Disaggregated prefill and decode: which worker computes a prompt, which its answer, and whose KV is fetched first.
+
+Each way to serve a request is foretold by the workers' cost models: TTFT, time per output token, what the others lose
+by it, in one sum. Only a way that has room for its KV at both ends is looked at. Terms are those of DistServe
+(arXiv:2401.09670: goodput under two objectives, prefill as a queue that decoding must not be in), Splitwise
+(arXiv:2311.18677: transfer hidden behind the prompt, mixed machines), Mooncake (arXiv:2407.00079: TTFT of queue,
+transfer and computing; longest prefix against nearest), NVIDIA Dynamo (short or cached prompts stay where they decode).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+from maitred.cost_model import CostModel, StepShape
+from maitred.kvcache.tiers import worth_fetching
+
+MAX_PAIRED = 8  # of each side, the cheapest so many are looked at in pairs
+MOST_SHARE = 0.95  # of a worker's time: no queue is foretold to be endless
+ROLE = 0.05  # of a cost, by which its role is preferred: so workers settle into the roles that they were given
+OVER = 8.0  # a second past an objective counts as so many more
+EDGE = 0.8
+OTHERS = 3.0  # and one that others lose of theirs, whose place between start and objective nobody knows
+LAX_TTFT_S, LAX_TPOT_S = 10.0, 1.0  # of the objective that is not given, where the other is
+
+
+class Role(str, Enum):
+    """What a worker is sent first; none is unable to do the rest."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    MIXED = "mixed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerFacts:
+    """What a worker tells of itself, besides what every replica does."""
+
+    role: Role = Role.MIXED
+    costs: CostModel
+    token_budget: int
+    num_blocks: int
+    block_size: int
+    bytes_per_token: float
+    """Of KV."""
+    num_layers: int = 1
+    """Whose KV can leave one by one."""
+    bandwidth: float = 0.0
+    """Of its link (bytes/s); 0 has none."""
+    latency_s: float = 0.0
+    shares_link: bool = False
+    """With all other workers of its host."""
+
+
+class WorkerLoad(NamedTuple):
+    """A worker as one request meets it."""
+
+    name: str
+    facts: WorkerFacts
+    queued_tokens: float = 0.0  # uncached, of prompts that have no token yet
+    rows: int = 0  # requests that decode
+    context_tokens: int = 0  # of those
+    free_blocks: int = 0  # neither held nor reserved
+    prefill_share: float = 0.0  # of its time lately, from 0 to 1
+    bytes_in_flight: float = 0.0  # of computed prompts, to and from it; of all that share its link
+    bytes_queued: float = 0.0  # KV of prompts that are to be computed here for others
+    num_cached: int = 0  # tokens of the request's prompt whose KV it has
+    has_slot: bool = True
+
+
+class Promises(NamedTuple):
+    """Objectives (s) that choices are held against; without any, they shorten the time that all spend together."""
+
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+
+
+NO_PROMISES = Promises()
+
+
+class Ask(NamedTuple):
+    """A request, and what it is promised."""
+
+    num_inputs: int
+    num_outputs: float  # expected
+    ttft_objective_s: float | None = None
+    tpot_objective_s: float | None = None
+
+
+class Option(NamedTuple):
+    """One way to serve a request, foretold; the smallest cost is chosen."""
+
+    replica: str
+    prefill: str | None
+    fetch_from: str | None
+    cost: float
+    ttft_s: float
+    tpot_s: float
+    fetch_s: float  # before the prompt
+    transfer_s: float  # that the prompt's computing does not hide
+    harm_s: float  # seconds that others lose
+
+    @property
+    def name(self) -> str:
+        """`worker`, `prefill > worker`, with `< peer` where a prefix is fetched."""
+        way = self.replica if self.prefill is None else f"{self.prefill} > {self.replica}"
+        return way if self.fetch_from is None else f"{way} < {self.fetch_from}"
+
+    @property
+    def terms(self) -> dict[str, float]:
+        return {name: value for name, value in self._asdict().items() if isinstance(value, float)}
+
+
+class _Prompt(NamedTuple):
+    """The computing of a prompt at one worker."""
+
+    worker: WorkerLoad
+    fetch_from: str | None
+    fetch_s: float
+    queue_s: float
+    ttft_s: float
+    computing_s: float
+    harm_s: float
+    cost: float
+
+
+class _Answer(NamedTuple):
+    """The decoding at one worker."""
+
+    worker: WorkerLoad
+    tpot_s: float
+    harm_s: float
+    cost: float
+
+
+def options(ask: Ask, workers: Sequence[WorkerLoad], handover: str = "auto") -> list[Option]:
+    """All that have room, the cheapest first; none when the request must wait."""
+    prices = _Prices(ask)
+    prompts = [_prompt(ask, worker, workers, prices) for worker in workers]
+    answers = [_answer(ask, worker, prices) for worker in workers if worker.has_slot and _fits(ask, worker)]
+    found = list(_pairs(ask, prompts, answers, prices)) if handover != "never" else []
+    if handover != "always" or not _may_pair(ask, workers):
+        by_name = {prompt.worker.name: prompt for prompt in prompts}
+        both = [(by_name[answer.worker.name], answer) for answer in answers]
+        found += [_local(prompt, answer) for prompt, answer in both]
+    return sorted(found, key=lambda option: (option.cost, option.name))
+
+
+# -- prices
+
+
+class _Prices:
+    """What a second is worth. Without objectives a second is a second, of whoever waits; with some, each counts by its
+    share of what is allowed, and more past that.
+    """
+
+    def __init__(self, ask: Ask) -> None:
+        self.is_promised = ask.ttft_objective_s is not None or ask.tpot_objective_s is not None
+        self._ttft_s = ask.ttft_objective_s or (LAX_TTFT_S if self.is_promised else 1.0)
+        self.tpot_s = ask.tpot_objective_s or LAX_TPOT_S
+        self._num_outputs = max(1.0, ask.num_outputs)
+
+    def first_token(self, ttft_s: float) -> float:
+        return self._bent(ttft_s / self._ttft_s)
+
+    def tokens(self, tpot_s: float) -> float:
+        return self._bent(tpot_s / self.tpot_s) if self.is_promised else tpot_s * self._num_outputs
+
+    def others(self, lost_s: float) -> float:
+        """Those that decode lose so much in all. As much is at stake for each of them, at the edge or not: else prompts
+        would go to those who have most to spare, and nobody would be left alone with his answers.
+        """
+        return lost_s * (OTHERS / self.tpot_s / self._num_outputs if self.is_promised else 1.0)
+
+    def _bent(self, used: float) -> float:
+        return used + OVER * max(0.0, used - EDGE) if self.is_promised else used
+
+
+# -- one end
+
+
+def _prompt(ask: Ask, worker: WorkerLoad, workers: Sequence[WorkerLoad], prices: _Prices) -> _Prompt:
+    fetch_from, num_cached, fetch_s = _best_prefix(ask, worker, workers)
+    num_tokens = max(1, ask.num_inputs - num_cached)
+    queue_s = chunks_s(worker, worker.queued_tokens, 0)
+    computing_s = chunks_s(worker, num_tokens, num_cached)
+    busy = worker.rows > 0 or worker.queued_tokens > 0
+    ttft_s = busy * decode_step_s(worker) / 2 + max(queue_s, fetch_s) + computing_s
+    num_steps = -(-num_tokens // chunk_of(worker))
+    lost_s = max(0.0, computing_s - num_steps * decode_step_s(worker))
+    share = min(worker.prefill_share, MOST_SHARE)
+    behind_s = computing_s * share / (2 * (1 - share) ** 2)  # M/D/1: what those who come meanwhile wait the longer
+    cost = prices.first_token(ttft_s) + prices.others(worker.rows * lost_s)
+    cost += prices.first_token(ttft_s + behind_s) - prices.first_token(ttft_s)
+    return _Prompt(worker, fetch_from, fetch_s, queue_s, ttft_s, computing_s, worker.rows * lost_s + behind_s, cost)
+
+
+def _best_prefix(ask: Ask, worker: WorkerLoad, workers: Sequence[WorkerLoad]) -> tuple[str | None, int, float]:
+    """(peer to fetch from, tokens cached then, how long it takes): the longest, if that is quicker than computing."""
+    own = min(worker.num_cached, ask.num_inputs - 1)
+    peer = max(workers, key=lambda w: (w.num_cached, w.name))
+    num_tokens = min(peer.num_cached, ask.num_inputs - 1) - own
+    bandwidth, latency_s = link_between(peer, worker)
+    if num_tokens < worker.facts.block_size or not bandwidth:
+        return None, own, 0.0
+    num_bytes = num_tokens * worker.facts.bytes_per_token
+    bandwidth *= num_bytes / (num_bytes + max(peer.bytes_in_flight, worker.bytes_in_flight))
+    prefill_s = chunks_s(worker, num_tokens, own) / num_tokens
+    if not worth_fetching(num_bytes, num_tokens, bandwidth, latency_s, prefill_s):
+        return None, own, 0.0
+    return peer.name, own + num_tokens, num_bytes / bandwidth + latency_s
+
+
+def _answer(ask: Ask, worker: WorkerLoad, prices: _Prices) -> _Answer:
+    tpot_s, before_s = _pace_s(worker, 1, ask.num_inputs), _pace_s(worker)
+    slower_s = max(0.0, tpot_s - before_s) * ask.num_outputs if worker.rows else 0.0
+    harm_s = worker.rows * slower_s
+    return _Answer(worker, tpot_s, harm_s, prices.tokens(tpot_s) + prices.others(harm_s))
+
+
+def _fits(ask: Ask, worker: WorkerLoad) -> bool:
+    """The prompt and a block to begin the answer; whoever is alone there is tried."""
+    is_empty = worker.free_blocks >= worker.facts.num_blocks
+    return is_empty or worker.free_blocks >= ask.num_inputs // worker.facts.block_size + 2
+
+
+# -- both ends
+
+
+def _local(prompt: _Prompt, answer: _Answer) -> Option:
+    out_of_role = ROLE * answer.cost if _is(answer, Role.PREFILL) else 0.0
+    return _option(prompt, answer, None, 0.0, prompt.cost + answer.cost + out_of_role)
+
+
+def _pairs(ask: Ask, prompts: list[_Prompt], answers: list[_Answer], prices: _Prices) -> Iterator[Option]:
+    senders = [p for p in prompts if p.worker.facts.role is not Role.DECODE and _fits(ask, p.worker)]
+    receivers = [a for a in answers if a.worker.facts.role is not Role.PREFILL]
+    senders = sorted(senders, key=lambda p: (p.cost, p.worker.name))[:MAX_PAIRED]
+    receivers = sorted(receivers, key=lambda a: (a.cost, a.worker.name))[:MAX_PAIRED]
+    for prompt in senders:
+        for answer in receivers:
+            moved = _transfer_s(ask, prompt, answer.worker)
+            if moved is not None:
+                num_outputs = max(1.0, ask.num_outputs)
+                later_s = answer.tpot_s + moved / num_outputs
+                late = prices.tokens(later_s) - prices.tokens(answer.tpot_s)
+                in_role = ROLE * prompt.cost if _is(prompt, Role.PREFILL) and _is(answer, Role.DECODE) else 0.0
+                yield _option(prompt, answer, prompt.worker.name, moved, prompt.cost + answer.cost + late - in_role)
+
+
+def _is(end: _Prompt | _Answer, role: Role) -> bool:
+    return end.worker.facts.role is role
+
+
+def _may_pair(ask: Ask, workers: Sequence[WorkerLoad]) -> bool:
+    """Whether a hand-over could be, if there were room."""
+    senders = [w for w in workers if w.facts.role is not Role.DECODE]
+    receivers = [w for w in workers if w.facts.role is not Role.PREFILL]
+    return any(num_moved(ask.num_inputs, r) and link_between(s, r)[0] for s in senders for r in receivers if s is not r)
+
+
+def _transfer_s(ask: Ask, prompt: _Prompt, receiver: WorkerLoad) -> float | None:
+    """What the prompt's computing does not hide; None where nothing can be moved."""
+    sender = prompt.worker
+    bandwidth, latency_s = link_between(sender, receiver)
+    num_tokens = num_moved(ask.num_inputs, receiver)
+    if sender.name == receiver.name or not bandwidth or not num_tokens:
+        return None
+    num_bytes = num_tokens * sender.facts.bytes_per_token
+    before = max(sender.bytes_in_flight, receiver.bytes_in_flight) + sender.bytes_queued - prompt.queue_s * bandwidth
+    last_layer_s = num_bytes / sender.facts.num_layers / bandwidth
+    hidden_s = prompt.computing_s * (1 - 1 / sender.facts.num_layers)
+    return max((num_bytes + max(0.0, before)) / bandwidth - hidden_s, last_layer_s) + latency_s
+
+
+def num_moved(num_inputs: int, receiver: WorkerLoad) -> int:
+    """Tokens whose KV a hand-over moves: whole blocks that the receiver lacks."""
+    size = receiver.facts.block_size
+    return max(0, (num_inputs // size - receiver.num_cached // size) * size)
+
+
+def link_between(sender: WorkerLoad, receiver: WorkerLoad) -> tuple[float, float]:
+    """(bytes/s, s): the slower of their two."""
+    one, other = sender.facts, receiver.facts
+    return min(one.bandwidth, other.bandwidth), max(one.latency_s, other.latency_s)
+
+
+def _option(prompt: _Prompt, answer: _Answer, prefill: str | None, transfer_s: float, cost: float) -> Option:
+    return Option(
+        answer.worker.name,
+        prefill,
+        prompt.fetch_from,
+        cost,
+        prompt.ttft_s,
+        answer.tpot_s,
+        prompt.fetch_s,
+        transfer_s,
+        prompt.harm_s + answer.harm_s,
+    )
+
+
+# -- time, by the cost model
+
+
+def chunk_of(worker: WorkerLoad) -> int:
+    """Prompt tokens of a full step."""
+    return max(1, worker.facts.token_budget - worker.rows)
+
+
+def chunks_s(worker: WorkerLoad, num_tokens: float, start: int) -> float:
+    """Computing so many tokens of prompts from position `start` on, in steps with all that decodes there."""
+    chunk = chunk_of(worker)
+    num_full, rest = divmod(num_tokens, chunk)
+    attention_s = worker.facts.costs.prefill_attention_s * num_tokens * (start + num_tokens / 2)
+    rest_s = _step_s(worker, worker.rows, rest) if rest else 0.0
+    return num_full * _step_s(worker, worker.rows, chunk) + rest_s + attention_s
+
+
+def decode_step_s(worker: WorkerLoad, num_more: int = 0, context_more: int = 0) -> float:
+    """Of all that decode there, and some more; of one if there is none."""
+    return _step_s(worker, max(1, worker.rows + num_more), 0, context_more)
+
+
+def _pace_s(worker: WorkerLoad, num_more: int = 0, context_more: int = 0) -> float:
+    """Seconds a token, with the time that prompts take of it."""
+    return decode_step_s(worker, num_more, context_more) / (1 - min(worker.prefill_share, MOST_SHARE))
+
+
+def _step_s(worker: WorkerLoad, rows: int, prefill: float, context_more: int = 0) -> float:
+    costs, num_rows = worker.facts.costs, rows + (prefill > 0)
+    shape = StepShape(
+        rows=num_rows,
+        prefill_tokens=round(prefill),
+        decode_tokens=rows,
+        context_tokens=worker.context_tokens + context_more,
+        samples=num_rows,
+        groups=(prefill > 0) + (rows > 0),
+    )
+    return costs.expected_s(shape) + costs.gap_s(num_rows)

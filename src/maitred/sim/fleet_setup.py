@@ -1,0 +1,58 @@
+"""What a simulated fleet is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from maitred.cluster.config import FleetConfig
+from maitred.cluster.disagg import Role, WorkerFacts
+from maitred.cluster.roles import RoleScaling
+from maitred.cluster.sizing import Autoscale, as_asked
+from maitred.config import DEFAULT_TOKEN_BUDGET, SchedulerConfig
+from maitred.cost_model import CostModel, StepShape
+from maitred.sim.disk import SimulatedDisk
+from maitred.sim.engine import EngineSetup
+from maitred.sim.links import Link
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaSetup:
+    """One replica: an engine on a device."""
+
+    engine: EngineSetup
+    cost_model: CostModel
+    tells_speed: bool = True
+    """Whether the router knows how fast its device is."""
+    worker: WorkerFacts | None = None
+    """What it tells of itself where it may hand KV over."""
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of prompts, in steps of as many tokens as there may be."""
+        budget = self.engine.scheduler.max_num_batched_tokens or DEFAULT_TOKEN_BUDGET
+        return budget / self.cost_model.step_s(StepShape(prefill_tokens=budget, rows=1))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetSetup:
+    """A router and what is behind it."""
+
+    config: FleetConfig
+    scheduler: SchedulerConfig
+    """Of the router's queue: its policy."""
+    replicas: Sequence[ReplicaSetup]
+    """As many as there may be at once, in the order in which they are started."""
+    low: int | None = None
+    """Fewest there are to be, and as many are there at the beginning; None keeps all of them."""
+    autoscale: Autoscale = as_asked
+    cold_start_s: float = 30.0
+    wake_s: float = 3.0
+    num_asleep: int = 0
+    """Replicas that are kept asleep when they are stopped, and so need `wake_s` to start."""
+    role_scaling: Mapping[Role, RoleScaling] = field(default_factory=dict)
+    """How many workers there are of each role, where that follows the load."""
+    link: Link | None = None
+    """Between workers."""
+    disk: SimulatedDisk | None = None
+    """That all workers store KV on and read it from; only where all tell what they are as workers."""

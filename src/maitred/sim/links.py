@@ -1,0 +1,112 @@
+"""Links between simulated workers: transfers that run at once share a link's bandwidth evenly (processor sharing)."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from maitred.errors import ConfigError, did_you_mean
+
+GB = 1e9
+DRY = 0.5  # bytes: with less left, nothing is
+
+
+class Link(NamedTuple):
+    """A kind of link, by what a transfer gets of it when it is alone, checksums included."""
+
+    bandwidth: float  # bytes/s
+    latency_s: float
+    is_shared: bool = False  # all transfers of the host share it; else each worker has a port each way
+
+
+# Of one host as first measured (memory copies, plain sockets over loopback); of a network nine tenths of its rate.
+LINKS: dict[str, Link] = {
+    "shm": Link(4 * GB, 50e-6, is_shared=True),
+    "tcp": Link(2 * GB, 200e-6, is_shared=True),
+    "10gbe": Link(1.125 * GB, 200e-6),
+    "25gbe": Link(2.8 * GB, 200e-6),
+    "100gbe": Link(11.25 * GB, 100e-6),
+    "400g": Link(45 * GB, 20e-6),
+    "nvlink": Link(400 * GB, 10e-6),
+}
+DISK = Link(2 * GB, 200e-6, is_shared=True)  # a local NVMe drive, read in blocks
+_RATE = re.compile(r"(\d+(?:\.\d+)?)([MG])B/s")
+
+
+def link_named(name: str) -> Link | None:
+    """A name of LINKS, a rate such as 100MB/s, or none. Raises ConfigError."""
+    if name == "none":
+        return None
+    rate = _RATE.fullmatch(name)
+    if rate is not None and float(rate[1]) > 0:
+        return Link(float(rate[1]) * (1e6 if rate[2] == "M" else GB), 200e-6, is_shared=True)
+    if name not in LINKS:
+        choices = ", ".join(LINKS)
+        raise ConfigError(
+            f"--link is {name!r}{did_you_mean(name, LINKS)}; choose {choices}, a rate as 100MB/s, or none"
+        )
+    return LINKS[name]
+
+
+@dataclass(slots=True, eq=False)
+class Flow:
+    """One transfer; bytes may join it while it runs."""
+
+    ports: tuple[str, ...]
+    left: float = 0.0  # bytes
+    rate: float = 0.0  # bytes/s, while some are left
+
+
+class Links:
+    """All transfers over links of one kind. `now` (s) never goes back."""
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+        self.next_at: float | None = None  # when the next flow has run dry
+        self.num_bytes = 0  # that were sent
+        self._flows: dict[Flow, None] = {}  # with bytes left
+        self._now = 0.0
+
+    def open(self, sender: str, receiver: str) -> Flow:
+        return Flow(("all",) if self.link.is_shared else (f"out {sender}", f"in {receiver}"))
+
+    def send(self, flow: Flow, num_bytes: int, now: float) -> None:
+        self._pass(now)
+        flow.left += num_bytes
+        self.num_bytes += num_bytes
+        self._flows[flow] = None
+        self._share()
+
+    def cut(self, flow: Flow, now: float) -> None:
+        """What is left of it does not come."""
+        self._pass(now)
+        flow.left = 0.0
+        self._flows.pop(flow, None)
+        self._share()
+
+    def advance(self, now: float) -> list[Flow]:
+        """Flows that have run dry by now."""
+        self._pass(now)
+        dry = [flow for flow in self._flows if flow.left < DRY]
+        for flow in dry:
+            flow.left = 0.0
+            del self._flows[flow]
+        self._share()
+        return dry
+
+    def _pass(self, now: float) -> None:
+        passed_s, self._now = max(0.0, now - self._now), max(now, self._now)
+        for flow in self._flows:
+            flow.left -= flow.rate * passed_s
+
+    def _share(self) -> None:
+        """Each port evenly among its flows; a flow is as fast as the fuller of its ports."""
+        users: dict[str, int] = {}
+        for flow in self._flows:
+            for port in flow.ports:
+                users[port] = users.get(port, 0) + 1
+        for flow in self._flows:
+            flow.rate = self.link.bandwidth / max(users[port] for port in flow.ports)
+        ends = [self._now + max(0.0, flow.left) / flow.rate for flow in self._flows]
+        self.next_at = min(ends, default=None)

@@ -1,0 +1,228 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+from zlib import crc32
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from maitred.cluster.autoscale import AutoscaleConfig, Autoscaler
+from maitred.cluster.bounds import Bounds
+from maitred.cluster.config import FleetConfig
+from maitred.cluster.disagg import Role, WorkerFacts
+from maitred.cluster.roles import RoleScaling
+from maitred.decisions.codec import Header, LogEncoder
+from maitred.decisions.log import Recorder, StepRecord
+from maitred.decisions.replay import first_difference
+from maitred.sim.disk import SimulatedDisk
+from maitred.sim.fleet import FleetSimulation
+from maitred.sim.fleet_setup import FleetSetup, ReplicaSetup
+from maitred.sim.links import Link
+from maitred.sim.report import svg_report
+from maitred.sim.results import Results
+from maitred.sim.workload import Arrival, Span, chain
+from tests.sim.worlds import COSTS, arrival, setup, workload
+
+FAST, SLOW = Link(1e9, 1e-5), Link(2e4, 1e-3, is_shared=True)  # a token's KV has 100 bytes
+CHATS = {
+    "a": {"input": "uniform:1,120", "output": "uniform:1,12", "prefix_tokens": 8, "max_tokens": 16},
+    "b": {
+        "turns": "uniform:1,3",
+        "input": 25,
+        "output": "uniform:1,6",
+        "think_s": 0.05,
+        "priority": 1,
+        "max_tokens": 8,
+    },
+}
+
+
+class Logs:
+    """A decision log of each engine."""
+
+    def __init__(self) -> None:
+        self.records: dict[str, list[StepRecord]] = {}
+
+    def observer(self, name: str) -> Recorder:
+        return Recorder(self.records.setdefault(name, []).append)
+
+
+def one(role: str, link: Link | None = FAST, **fields: Any) -> ReplicaSetup:
+    engine = setup(**{"num_blocks": 256} | fields)
+    facts = WorkerFacts(
+        role=Role(role),
+        costs=COSTS,
+        token_budget=64,
+        num_blocks=engine.num_blocks,
+        block_size=4,
+        bytes_per_token=100.0,
+        num_layers=8,
+        bandwidth=link.bandwidth if link else 0.0,
+        latency_s=link.latency_s if link else 0.0,
+        shares_link=link is not None and link.is_shared,
+    )
+    return ReplicaSetup(engine=engine, cost_model=COSTS, worker=facts)
+
+
+def fleet(
+    *roles: str, handover: str = "auto", link: Link | None = FAST, logs: Logs | None = None, **fields: Any
+) -> FleetSimulation:
+    of_fleet = {name: fields.pop(name) for name in ("disk", "role_scaling", "cold_start_s") if name in fields}
+    replicas = [one(role, link, **fields) for role in roles]
+    config = FleetConfig(handover=handover)
+    made = FleetSetup(config=config, scheduler=replicas[0].engine.scheduler, replicas=replicas, link=link, **of_fleet)
+    return FleetSimulation(made, Results(), observer_of=None if logs is None else logs.observer)
+
+
+def short_names(asked: Arrival) -> Arrival:
+    """Blocks' names that are told apart by their first eight bytes, of which logs are made."""
+
+    def short(name: bytes) -> bytes:
+        return crc32(name).to_bytes(4, "little")
+
+    spans = tuple(Span(short(name), end) for name, end in asked.spans)
+    return replace(asked, own=short(asked.own), spans=spans)
+
+
+def assert_nothing_is_left(simulated: FleetSimulation, num_requests: int) -> None:
+    total = simulated.results.total
+    assert (total.num_finished, total.num_failed, total.num_here) == (num_requests, 0, 0)
+    assert simulated.core.num_requests == 0
+    simulated.core.check_invariants()
+    for replica in simulated.replicas:
+        assert replica.engine.kv_cache.num_used == 0
+        replica.engine.scheduler.check_invariants()
+
+
+@settings(max_examples=30)
+@given(
+    handover=st.sampled_from(["auto", "always"]),
+    roles=st.sampled_from([("prefill", "decode"), ("mixed", "mixed"), ("prefill", "decode", "decode", "mixed")]),
+    link=st.sampled_from([FAST, SLOW]),
+    rate=st.sampled_from([60.0, 5000.0]),
+    num_blocks=st.integers(45, 90),
+    seed=st.integers(0, 5),
+)
+def test_every_request_ends_once_no_block_is_lost_and_every_engine_replays(
+    handover, roles, link, rate, num_blocks, seed
+):
+    """Blocks are so few that reservations and leases are given up."""
+    logs = Logs()
+    simulated = fleet(*roles, handover=handover, link=link, logs=logs, num_blocks=num_blocks)
+    simulated.run(map(short_names, workload(rate=rate, num_requests=30, seed=seed, classes=CHATS).arrivals()))
+    assert_nothing_is_left(simulated, 30)
+    header = Header(one("mixed").engine.scheduler, num_blocks, 4, enable_prefix_caching=True)
+    for records in logs.records.values():
+        encoder = LogEncoder(header)
+        assert first_difference([encoder.start(), *map(encoder.encode, records)]) is None
+
+
+def test_never_is_a_fleet_that_knows_of_no_workers():
+    asked = workload(rate=800.0, num_requests=120, classes=CHATS)
+    with_roles = fleet("prefill", "decode", handover="never")
+    with_roles.run(asked.arrivals())
+    engine = one("mixed").engine
+    plain = ReplicaSetup(engine=engine, cost_model=COSTS)
+    alike = FleetSetup(config=FleetConfig(), scheduler=engine.scheduler, replicas=[plain] * 2)
+    today = FleetSimulation(alike, Results())
+    today.run(asked.arrivals())
+    assert with_roles.to_json() == today.to_json()
+
+
+def test_a_handed_over_request_gets_its_first_token_from_one_worker_and_the_rest_from_the_other():
+    simulated = fleet("prefill", "decode", handover="always")
+    results = simulated.run(iter([arrival("r", prompt=100, output=5)]))
+    prefill, decode = (simulated.replica(f"{role}-1").engine.scheduler.stats for role in ("prefill", "decode"))
+    assert (prefill.num_generated_tokens, decode.num_generated_tokens) == (1, 4)
+    assert simulated.to_json()["handovers"] == {"moved": 1}
+    assert simulated.to_json()["kv_transfer_bytes"] == 96 * 100  # whole blocks, but for the last token's
+    assert results.total.itl_s.count == 4
+
+
+def test_a_transfer_is_hidden_behind_the_prompt_but_for_its_last_layer():
+    link = Link(1e6, 0.0)
+    simulated = fleet("prefill", "decode", handover="always", link=link)
+    simulated.run(iter([arrival("r", prompt=200, output=5)]))
+    sent_s = 196 * 100 / link.bandwidth
+    waited_s = simulated.to_json()["handover_wait_s"]["mean"]
+    last_chunk_s = (196 - 192) * 100 / link.bandwidth
+    assert waited_s < sent_s
+    assert waited_s >= last_chunk_s / 8
+
+
+def test_transfers_at_once_share_the_link():
+    link = Link(1e5, 0.0)
+    waits = []
+    for count in (1, 4):
+        simulated = fleet("prefill", "decode", handover="always", link=link)
+        simulated.run(iter([arrival(f"r{i}", prompt=60, output=3) for i in range(count)]))
+        waits.append(simulated.to_json()["handover_wait_s"]["max"])
+    assert waits[1] > 1.5 * waits[0]
+
+
+def test_only_the_busy_role_grows_and_nothing_is_lost_when_it_shrinks():
+    scaling = {
+        role: RoleScaling(Bounds(1, 3), Autoscaler(AutoscaleConfig(ttft_objective_s=0.05)))
+        for role in (Role.PREFILL, Role.DECODE)
+    }
+    roles = ["prefill"] * 3 + ["decode"] * 3
+    simulated = fleet(*roles, handover="always", role_scaling=scaling, cold_start_s=0.5)
+    busy = workload(rate=250.0, num_requests=2500, classes={"a": {"input": 120, "output": 4, "max_tokens": 8}})
+    late = [arrival("late", at=200.0, prompt=50)]
+    simulated.run(iter([*busy.arrivals(), *late]))
+    assert_nothing_is_left(simulated, 2501)
+    assert {name.partition("-")[0] for _, name in simulated.figures.starts} == {"prefill"}  # only the busy role grew
+    assert simulated.figures.role_s["decode"] == simulated.results.ended_at
+
+
+def test_roles_follow_when_the_load_turns_from_prompts_to_answers():
+    prompts = [arrival(f"p{i}", at=i * 0.002, prompt=160, output=2) for i in range(1500)]
+    answers = [arrival(f"a{i}", at=3.0 + i * 0.01, prompt=8, output=200, max_tokens=256) for i in range(1000)]
+    simulated = fleet("prefill", "prefill", "prefill", "decode", handover="always", max_num_seqs=64, num_blocks=2048)
+    simulated.run(iter([*prompts, *answers]))
+    assert_nothing_is_left(simulated, 2500)
+    assert [role for _, _, role in simulated.figures.switches][:1] == ["decode"]
+
+
+def test_a_returning_conversation_finds_its_kv_on_disk():
+    def asked() -> list[Any]:
+        own = {"own": b"conversation"}
+        others = [arrival(f"x{i}", at=1.0 + i * 0.1, prompt=150, output=2) for i in range(20)]  # take the pool's blocks
+        return [arrival("c#1", prompt=160, output=8, **own), *others, arrival("c#2", at=20.0, prompt=180, **own)]
+
+    disk = SimulatedDisk(max_blocks=4000)
+    with_disk, without = fleet("mixed", num_blocks=64, link=None, disk=disk), fleet("mixed", num_blocks=64, link=None)
+    results = with_disk.run(iter(asked()))
+    assert_nothing_is_left(with_disk, 22)
+    assert with_disk.to_json()["kv_tier_hit_tokens"] == {
+        "disk": 164
+    }  # 160 of the prompt, 7 of the answer, whole blocks
+    assert results.num_cached_tokens == without.run(iter(asked())).num_cached_tokens + 164
+
+
+def test_a_full_disk_forgets_the_least_recently_used_chain_from_its_end():
+    disk = SimulatedDisk(max_blocks=3)
+    disk.store([b"a1", b"a2"])
+    disk.store([b"b1", b"b2"])
+    assert (disk.num_known([b"a1", b"a2"]), disk.num_known([b"b1", b"b2"])) == (1, 2)
+
+
+def test_a_prefix_is_fetched_from_the_worker_that_has_it():
+    spans = chain(["system"], 640)
+    first = arrival("first", prompt=700, output=400, max_tokens=512, spans=spans)
+    rest = [arrival(f"r{i}", at=0.8 + i * 1e-4, prompt=700, spans=spans) for i in range(6)]
+    slow = Link(1e8, 1e-5)
+    simulated = fleet("mixed", "mixed", link=slow, num_blocks=1024, max_num_seqs=4)
+    simulated.run(iter([first, *rest]))
+    assert_nothing_is_left(simulated, 7)
+    assert simulated.to_json()["kv_tier_hit_tokens"].get("peer", 0) >= 600
+
+
+def test_the_report_draws_hand_overs():
+    simulated = fleet("prefill", "decode", handover="always", link=SLOW)
+    results = simulated.run(iter([arrival("r", prompt=100, output=5)]))
+    drawn = svg_report({"always": results}, "workers")
+    assert "KV handed over in" in drawn
+    assert pytest.approx(results.tickets.kept[0].moves[0][1], abs=0.1) == results.tickets.kept[0].slots[1][0]
