@@ -118,6 +118,13 @@ SWAPPED_OUT_BLOCKS = _counter("swapped_out_blocks", "blocks", "KV blocks of pree
 SWAPPED_IN_BLOCKS = _counter(
     "swapped_in_blocks", "blocks", "KV blocks of preempted requests copied back from the host."
 )
+HANDOVERS = _counter(
+    "handovers",
+    "requests",
+    "Requests whose KV another worker had: moved, recomputed, or local where it was here already.",
+    ("outcome",),
+)
+KV_TRANSFER_BYTES = _counter("kv_transfer_bytes", "bytes", "KV that was pulled from other workers.")
 KV_TIER_HITS = _counter(
     "kv_tier_hit_tokens", "tokens", "Tokens whose KV was fetched from a tier in place of computing them.", ("tier",)
 )
@@ -300,6 +307,8 @@ ENGINE_METRICS: tuple[Metric, ...] = (
     ADAPTER_TOKENS,
     SWAPPED_OUT_BLOCKS,
     SWAPPED_IN_BLOCKS,
+    HANDOVERS,
+    KV_TRANSFER_BYTES,
     KV_TIER_HITS,
     KV_TIER_BYTES,
     KV_DROPPED,

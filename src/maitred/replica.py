@@ -42,6 +42,7 @@ class HandoverCounts(msgspec.Struct, array_like=True):
 
     outcomes: dict[str, int] = {}  # moved, recomputed, or local where it was here already
     num_bytes: int = 0
+    seconds: float = 0.0  # that pulling them took
 
     def add(self, outcome: str) -> None:
         self.outcomes[outcome] = self.outcomes.get(outcome, 0) + 1
@@ -49,7 +50,7 @@ class HandoverCounts(msgspec.Struct, array_like=True):
     def __add__(self, other: HandoverCounts) -> HandoverCounts:
         names = {**self.outcomes, **other.outcomes}
         outcomes = {name: self.outcomes.get(name, 0) + other.outcomes.get(name, 0) for name in names}
-        return HandoverCounts(outcomes, self.num_bytes + other.num_bytes)
+        return HandoverCounts(outcomes, self.num_bytes + other.num_bytes, self.seconds + other.seconds)
 
 
 class TierFigures(msgspec.Struct, array_like=True, frozen=True):

@@ -4,13 +4,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from maitred.cluster.disagg import Role, WorkerFacts
 from maitred.cluster.fleet_request import FleetRequest, request_of
 from maitred.cluster.replicas import ReplicaFacts, State
+from maitred.cost_model import CostModel
 from maitred.engine.client import EngineClient
 from maitred.engine.live_requests import LiveRequest
 from maitred.request import RequestSpec
 
 KEY_BYTES = 8  # of a block's hash
+LINK_BYTES_PER_S, LINK_S = 2e9, 0.002  # between workers of a machine, until it was measured
+READ_BYTES_PER_S, TOKENS_PER_READ = 10e9, 8  # a processor's guess: weights are read once for up to so many tokens
+
+
+def guessed_costs(weights_bytes: int) -> CostModel:
+    """Until a worker has measured its own."""
+    weights_s = weights_bytes / READ_BYTES_PER_S
+    token_s = weights_s / TOKENS_PER_READ
+    return CostModel(fixed_s=2e-4, weights_s=weights_s, prefill_token_s=token_s, decode_token_s=token_s)
 
 
 @dataclass(slots=True, eq=False)
@@ -20,6 +31,7 @@ class Worker:
     number: int
     client: EngineClient
     role: str = "mixed"  # what it is sent: prompts, answers, or both
+    told: WorkerFacts | None = None  # to the core
     is_up: bool = False  # as the core knows it
     num_queued: int = 0  # requests that have no place in its engine
 
@@ -40,7 +52,30 @@ class Worker:
 
     @property
     def facts(self) -> ReplicaFacts:
-        return ReplicaFacts(name=str(self.number), state=State.READY if self.is_up else State.STARTING)
+        """As the core is told of it next."""
+        self.told = self.own
+        state = State.READY if self.is_up else State.STARTING
+        return ReplicaFacts(name=str(self.number), state=state, worker=self.told)
+
+    @property
+    def own(self) -> WorkerFacts | None:
+        """What foretelling its times takes; None where workers hand nothing over."""
+        ready = self.client.loaded
+        if ready is None or not ready.kv_addresses:
+            return self.told
+        memory = ready.memory_plan
+        return WorkerFacts(
+            role=Role(self.role),
+            costs=self.client.step_costs or guessed_costs(memory.weights_bytes),
+            token_budget=ready.token_budget,
+            num_blocks=memory.num_blocks,
+            block_size=memory.block_size,
+            bytes_per_token=memory.bytes_per_block / memory.block_size,
+            num_layers=1,
+            bandwidth=self.client.pull_bytes_per_s or LINK_BYTES_PER_S,
+            latency_s=LINK_S,
+            shares_link=True,
+        )
 
 
 @dataclass(slots=True, eq=False)

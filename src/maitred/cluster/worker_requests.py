@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
@@ -109,17 +110,17 @@ class WorkerRequests:
             live.kv_from = finds
             computes.client.enter(live)
 
-    def _hand_over(self, prompt: Prompt, now: float) -> None:
+    def _hand_over(self, prompt: Prompt) -> None:
         """Its prompt is computed: who is to answer goes on, with the KV it pulls. If nobody is there, it stays."""
         sender, receiver, prompt.goes_to = prompt.worker, prompt.goes_to, None
-        assert sender is not None
-        assert receiver is not None
+        if sender is None or receiver is None or not prompt.samples:
+            return  # it was done already, or has ended
         if receiver.is_up:
             prompt.worker = receiver
             for live in [sender.client.hand_over(request_id) for request_id in prompt.samples]:
                 live.kv_from = sender.client.kv_addresses
                 receiver.client.enter(live)
-        self.do(self._core.handed_over(prompt.request.request_id, now))
+        self.do(self._core.handed_over(prompt.request.request_id, self._clock.now()))
 
     def _refuse(self, prompt: Prompt, error: MaitredError) -> None:
         """Its time is up. A worker that has it ends it, with what it had come to."""
@@ -138,7 +139,7 @@ class WorkerRequests:
         for item in progress:
             prompt = self.prompts.get(item.request_id)
             if prompt is not None and prompt.goes_to is not None and prompt.has_begun:
-                self._hand_over(prompt, now)
+                asyncio.get_running_loop().call_soon(self._hand_over, prompt)  # once its stream has what came
 
     def _account(self, progress: list[RequestProgress], now: float) -> None:
         """To the core, and whoever listens to all; ended prompts make room for others."""

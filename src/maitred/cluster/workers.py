@@ -39,7 +39,7 @@ from maitred.engine.queries import AdapterFolder
 from maitred.engine.sleep import Phase
 from maitred.engine.supervisor import Start
 from maitred.errors import EngineDead
-from maitred.replica import ReplicaState, WorkerView
+from maitred.replica import ReplicaState, TierView, WorkerView
 from maitred.request import FinishReason, RequestSpec
 from maitred.scheduler.queue_view import MAX_PAGE, QueueView
 
@@ -79,7 +79,12 @@ class Workers:
             at_work=lambda: adapters_at_work(self._requests.living()),
         )
         self._workers = [self._make(n, start, on_event if n == 0 else logger.debug) for n in range(len(roles))]
-        config = FleetConfig(slots=scheduler.max_num_seqs, hold_timeout_s=NEVER_S)
+        config = FleetConfig(
+            slots=scheduler.max_num_seqs,
+            hold_timeout_s=NEVER_S,
+            handover=start.process.handover if share.exchanges_kv else "never",
+            role_switching="off",
+        )
         self._core = ClusterCore(config, scheduler, policies=installed_policies())
         self._requests = WorkerRequests(self._core, self._workers, clock, self._wake_one)
         self._blocks = WorkerBlocks(self._core.index, self._workers, self._report)
@@ -224,6 +229,14 @@ class Workers:
         held = [queued_request(live, self._why_held()) for _, live in self._requests.held()]
         return live_view_of_all(views, held)
 
+    async def kv_tiers(self) -> tuple[TierView, ...]:
+        """Of all engines that are heard of; each has its own."""
+        found = await self._ask_up(lambda client: client.kv_tiers())
+        return tuple(tier for tiers in found for tier in tiers)
+
+    async def clear_kv(self) -> int:
+        return sum(await self._ask_up(lambda client: client.clear_kv()))
+
     async def scheduler_config(self) -> SchedulerConfig:
         return (await self._ask_up(lambda client: client.scheduler_config()))[0]
 
@@ -300,6 +313,8 @@ class Workers:
         for worker in self._workers:
             if worker.is_up != worker.seems_up:
                 self._changed(worker)
+            elif worker.is_up and worker.told != worker.own:
+                self._requests.do(self._core.joined(worker.facts, self._clock.now()))
         now, due = self._clock.now(), self._core.next_tick()
         if due is not None and due <= now:
             self._requests.do(self._core.tick(now))

@@ -81,6 +81,7 @@ class EngineClient:
         self.on_progress: OnProgress = lambda progress, num_queued, now: None
         self._streams: WeakSet[ProgressStream] = WeakSet()
         self._live: dict[str, LiveRequest] = {}  # in order of arrival
+        self._leaving: set[str] = set()  # handed over, whose last progress has not come
         self._questions = Questions(self._send_question, self.supervisor.death)
         self._on_change = on_change
         self._totals = Totals()
@@ -151,7 +152,8 @@ class EngineClient:
     def hand_over(self, request_id: str) -> LiveRequest:
         """It goes on with another engine, from the tokens that have come; what this one makes of it yet is dropped."""
         live = self._live.pop(request_id)
-        self.supervisor.send(Abort(request_id, FinishReason.ABORT))
+        if live.sent and self.supervisor.send(Abort(request_id, FinishReason.ABORT)):
+            self._leaving.add(request_id)
         live.moved(self._clock.now())
         return live
 
@@ -160,6 +162,17 @@ class EngineClient:
         """Where the present engine's KV is pulled from."""
         ready = self.supervisor.loaded
         return ready.kv_addresses if ready is not None else ()
+
+    @property
+    def loaded(self) -> Ready | None:
+        """What the present engine said of itself."""
+        return self.supervisor.loaded
+
+    @property
+    def pull_bytes_per_s(self) -> float | None:
+        """At which the present engine got KV of others; None before it did."""
+        pulled = self._figures.handovers
+        return pulled.num_bytes / pulled.seconds if pulled.seconds else None
 
     @property
     def step_costs(self) -> CostModel | None:
@@ -362,6 +375,7 @@ class EngineClient:
 
     def _keep_counters(self) -> None:
         """The next engine counts from nothing, and has nothing cached; the gauges are of nobody meanwhile."""
+        self._leaving.clear()
         if self._on_blocks is not None:
             self._on_blocks(None)
         figures, past = self._figures, self._past
@@ -390,7 +404,10 @@ class EngineClient:
             news = []
             for item in report.progress:
                 live = self._live.get(item.request_id)
-                if live is not None:
+                if item.request_id in self._leaving:  # until its end here; it may have come back since
+                    if item.finish_reason is not None:
+                        self._leaving.discard(item.request_id)
+                elif live is not None:
                     self._totals.charge(live.charges, item.charges)
                     news.append(live.take(item, now))
             self._deliver(news, report.num_queued)

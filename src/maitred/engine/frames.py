@@ -144,6 +144,7 @@ class Ready(Frame, frozen=True, tag=True):
     deterministic: bool  # tokens do not depend on the batch: a resumed request goes on as it would have
     start_phases: dict[str, float] = {}
     kv_addresses: tuple[str, ...] = ()  # where others pull its KV
+    token_budget: int = 0  # of a step
 
 
 class Failed(Frame, frozen=True, tag=True):

@@ -16,7 +16,7 @@ from maitred.engine.core import EngineCore
 from maitred.engine.kv_threads import Worker
 from maitred.executor.layer_io import LayerIO
 from maitred.replica import HandoverCounts
-from maitred.request import RequestState
+from maitred.request import RequestState, RequestStatus
 from maitred.scheduler.reservations import GivenUp
 from maitred.transfer.blocks import HeldBlocks
 from maitred.transfer.handshake import Identity
@@ -53,6 +53,7 @@ class KVPeers:
 
     def __init__(self, core: EngineCore, io: LayerIO, config: PeerConfig, *, block_size: int, clock: Clock) -> None:
         self._core, self._io, self._config, self._block_size = core, io, config, block_size
+        self._clock = clock
         self._offers = Offers(io, lease_s=config.lease_s, clock=clock, find=self._find, on_end=self._unlease)
         self._source = Source(config.identity, self._offers, staging_bytes=config.staging_bytes, timeout_s=TIMEOUT_S)
         self.addresses = self._listen()
@@ -80,7 +81,8 @@ class KVPeers:
             return
         reserved = self._core.reserve(request.request_id, request.num_tokens - 1)
         if reserved is None:
-            self.counts.add("local" if self._finds_all(request) else "recomputed")
+            if request.status is not RequestStatus.WAITING_FOR_KV:  # else it waits for what another sample pulls
+                self.counts.add("local" if self._finds_all(request) else "recomputed")
             return
         first = reserved.start // self._block_size
         keys = request.block_hashes[: reserved.end // self._block_size]
@@ -140,20 +142,21 @@ class KVPeers:
     # -- taking, in the thread that pulls
 
     def _pull(self, pull: _Pull) -> None:
-        num_blocks, num_bytes = 0, 0
+        num_blocks, num_bytes, seconds = 0, 0, 0.0
         try:
             puller = self._puller(tuple(pull.addresses))
             offered = puller.ask(pull.keys)
             wanted = range(pull.start, min(offered.num_blocks, len(pull.keys)))
             if wanted:
+                began_at = self._clock.now()
                 pulled = puller.pull(offered.lease, range(self._io.num_layers), wanted, pull.held)
-                num_blocks, num_bytes = pulled.num_blocks, pulled.num_bytes
+                num_blocks, num_bytes, seconds = pulled.num_blocks, pulled.num_bytes, self._clock.now() - began_at
             if offered.num_blocks:
                 puller.release(offered.lease)
         except Refusal as refusal:
             self._offers.count(refusal.reason)
         finally:
-            self._core.call_soon(partial(self._pulled, pull, num_blocks, num_bytes))
+            self._core.call_soon(partial(self._pulled, pull, num_blocks, num_bytes, seconds))
 
     def _puller(self, addresses: tuple[str, ...]) -> Puller:
         """Raises Refusal."""
@@ -168,8 +171,9 @@ class KVPeers:
             )
         return puller
 
-    def _pulled(self, pull: _Pull, num_blocks: int, num_bytes: int) -> None:
+    def _pulled(self, pull: _Pull, num_blocks: int, num_bytes: int, seconds: float) -> None:
         self.counts.num_bytes += num_bytes
+        self.counts.seconds += seconds
         if self._pulls.get(pull.request_id) is not pull:
             return  # its blocks were given up
         del self._pulls[pull.request_id]

@@ -100,7 +100,8 @@ def run_engine(begin: Begin, link: Link, build: Builder, on_loaded: Callable[[],
     on_loaded()
     try:
         phases = dict(loaded.start_phases)
-        link.send(Ready(loaded.facts, loaded.memory_plan, loaded.deterministic, phases, loaded.kv_addresses))
+        budget = loaded.core.scheduler.config.token_budget
+        link.send(Ready(loaded.facts, loaded.memory_plan, loaded.deterministic, phases, loaded.kv_addresses, budget))
         EngineLoop(loaded.core, link, WallClock(), loaded.prepare, loaded.adapters).run()
     except Exception as error:
         logger.debug("where the engine stopped", exc_info=error)

@@ -60,6 +60,7 @@ _STATE: Mapping[Metric, Callable[[ReplicaState], float]] = {
     m.SWAPPED_IN_BLOCKS: lambda s: s.num_swapped_in_blocks,
     m.PREFIX_QUERIED: lambda s: s.num_prefix_queried_tokens,
     m.PREFIX_HIT: lambda s: s.num_prefix_hit_tokens,
+    m.KV_TRANSFER_BYTES: lambda s: s.handovers.num_bytes,
 }
 
 
@@ -261,6 +262,8 @@ class EdgeMetrics(Collector):
             return {(): float(_STATE[metric](state))}
         if metric in _DRAFTS:
             return self._draft_samples(_DRAFTS[metric], state)
+        if metric is m.HANDOVERS:
+            return {(outcome,): float(count) for outcome, count in state.handovers.outcomes.items()}
         if metric in _TIERS:
             named = {name: _TIERS[metric](figures) for name, figures in state.kv_tiers.items()}
             return {(name, *labels): value for name, counts in named.items() for labels, value in counts.items()}

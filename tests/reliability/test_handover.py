@@ -1,0 +1,121 @@
+"""`maitred serve --prefill-workers 1 --decode-workers 1` as people run it: KV is handed over, and no token is wrong."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from maitred.config import ProcessConfig
+from maitred.errors import ConfigError
+from tests.conftest import start_server
+from tests.reliability.test_workers import MODEL, STORY, House, Stream, key_of
+from tests.waiting import HANGS_S, until
+
+KINDS: dict[str, dict[str, Any]] = {
+    "greedy": {"prompt": STORY, "max_tokens": 40, "temperature": 0, "ignore_eos": True},
+    "seeded": {"prompt": STORY + "Then", "max_tokens": 40, "temperature": 0.9, "seed": 5, "n": 4, "ignore_eos": True},
+    "logprobs": {"prompt": STORY + "But", "max_tokens": 8, "temperature": 0, "logprobs": 3},
+    "prompt logprobs": {"prompt": STORY + "Or", "max_tokens": 4, "temperature": 0, "prompt_logprobs": 1},
+    "a stop string": {"prompt": STORY, "max_tokens": 60, "temperature": 0, "stop": ["a"]},
+    "one token": {"prompt": STORY + "So", "max_tokens": 1, "temperature": 0},
+    "short": {"prompt": "Hello", "max_tokens": 8, "temperature": 0},
+}
+
+
+def started(folder: Any, *words: str) -> House:
+    digest = hashlib.sha256(b"key-boss").hexdigest()
+    table = {"tenants": {"boss": {"keys": [{"id": "k-boss", "sha256": digest, "admin": True}]}}}
+    table["tenants"]["a"] = {"keys": [{"id": "k-a", "sha256": hashlib.sha256(b"key-a").hexdigest()}]}
+    (folder / "tenants.yaml").write_text(json.dumps(table))
+    ledger = folder / "ledger.sqlite"
+    server = start_server("--tenants", str(folder / "tenants.yaml"), "--ledger", str(ledger), *words)
+    return House(server, ledger)
+
+
+@pytest.fixture(scope="module")
+def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+    words = ("--prefill-workers", "1", "--decode-workers", "1", "--handover", "always")
+    house = started(tmp_path_factory.mktemp("apart"), *words)
+    until(lambda: all(worker["alive"] for worker in house.workers))
+    yield house
+    if house.server.process.poll() is None:
+        house.server.stop()
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+    house = started(tmp_path_factory.mktemp("alone"))
+    yield house
+    house.server.stop()
+
+
+def handovers(house: House) -> dict[str, float]:
+    lines = house.get("/metrics").text.splitlines()
+    told = [line for line in lines if line.startswith("maitred_handovers_total{")]
+    return {line.split('"')[1]: float(line.split(" ")[1]) for line in told}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_answer_is_that_of_a_lone_engine(apart: House, alone: House, kind: str):
+    answers = [house.post("/v1/completions", **KINDS[kind]).json() for house in (apart, alone)]
+    assert answers[0]["choices"] == answers[1]["choices"]
+    assert answers[0]["usage"]["completion_tokens"] == answers[1]["usage"]["completion_tokens"]
+
+
+def test_kv_moves_from_the_prefill_worker_to_the_decode_worker(apart: House):
+    before = handovers(apart).get("moved", 0)
+    apart.post("/v1/completions", prompt="Another story. " + STORY, max_tokens=20, ignore_eos=True)
+    until(lambda: handovers(apart).get("moved", 0) == before + 1)
+    roles = {worker["role"]: worker for worker in apart.workers}
+    assert set(roles) == {"prefill", "decode"}
+    assert roles["decode"]["num_blocks_cached"] > 0
+    until(lambda: apart.sums() == apart.counters())
+
+
+@pytest.mark.parametrize("role", ["decode", "prefill"])
+def test_a_worker_that_is_killed_in_mid_stream_costs_no_token(apart: House, alone: House, role: str):
+    body = {"prompt": f"The {role} worker. {STORY}", "max_tokens": 400, "temperature": 0.8, "seed": 3, "n": 2}
+    body |= {"ignore_eos": True}
+    expected = alone.post("/v1/completions", **body).json()["choices"]
+    stream = Stream(apart, body)
+    (victim,) = [worker for worker in apart.workers if worker["role"] == role]
+    os.kill(victim["pid"], signal.SIGKILL)
+    assert stream.end() == {choice["index"]: choice["text"] for choice in expected}
+    until(lambda: all(worker["alive"] for worker in apart.workers))
+    again = apart.post("/v1/completions", **KINDS["greedy"]).json()["choices"]
+    assert again == alone.post("/v1/completions", **KINDS["greedy"]).json()["choices"]
+
+
+def test_a_client_that_leaves_leaves_nothing_behind(apart: House):
+    for number in range(3):
+        with httpx.stream(
+            "POST",
+            f"{apart.server.url}/v1/completions",
+            json={"model": MODEL, "stream": True, "prompt": f"{number} {STORY}", "max_tokens": 1500, "n": 2},
+            headers=key_of("a"),
+            timeout=HANGS_S,
+        ) as left:
+            next(left.iter_lines())
+    until(apart.is_idle)
+    until(lambda: all(worker["num_blocks_used"] == 0 for worker in apart.workers))
+
+
+@pytest.mark.parametrize(
+    ("settings", "remedy"),
+    [
+        ({"prefill_workers": 1}, "give decode_workers or mixed_workers too"),
+        ({"prefill_workers": 1, "decode_workers": 1, "in_process": True}, "leave in_process out"),
+        ({"decode_workers": -1}, "decode_workers"),
+        ({"handover": "sometimes"}, "handover"),
+    ],
+)
+def test_workers_that_cannot_serve_are_refused_with_a_remedy(settings: dict[str, Any], remedy: str):
+    with pytest.raises(ConfigError, match=remedy):
+        ProcessConfig(**settings)
