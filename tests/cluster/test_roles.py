@@ -6,11 +6,11 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maitred.cluster.disagg import Promises, Role, WorkerLoad
+from maitred.cluster.disagg import HandoverConfig, Role, WorkerLoad
 from maitred.cluster.roles import TURN_BACK_S, RoleSwitching
 from tests.cluster.workers import worker
 
-PROMISED = Promises(ttft_s=1.0, tpot_s=0.012)
+PROMISED = HandoverConfig(ttft_s=1.0, tpot_s=0.012)
 
 
 def split(num_prefill: int, num_decode: int, rows: int = 0, queued: float = 0.0) -> list[WorkerLoad]:

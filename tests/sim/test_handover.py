@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from maitred.cluster.autoscale import AutoscaleConfig, Autoscaler
 from maitred.cluster.bounds import Bounds
 from maitred.cluster.config import FleetConfig
-from maitred.cluster.disagg import Role, WorkerFacts
+from maitred.cluster.disagg import HandoverConfig, Role, WorkerFacts
+from maitred.cluster.record import Recorder as FleetRecorder
+from maitred.cluster.replay import replay, split
 from maitred.cluster.roles import RoleScaling
 from maitred.decisions.codec import Header, LogEncoder
 from maitred.decisions.log import Recorder, StepRecord
@@ -21,7 +23,7 @@ from maitred.sim.fleet import FleetSimulation
 from maitred.sim.fleet_setup import FleetSetup, ReplicaSetup
 from maitred.sim.links import Link
 from maitred.sim.report import svg_report
-from maitred.sim.results import Results
+from maitred.sim.results import Objectives, Results
 from maitred.sim.workload import Arrival, Span, chain
 from tests.sim.worlds import COSTS, arrival, setup, workload
 
@@ -67,13 +69,20 @@ def one(role: str, link: Link | None = FAST, **fields: Any) -> ReplicaSetup:
 
 
 def fleet(
-    *roles: str, handover: str = "auto", link: Link | None = FAST, logs: Logs | None = None, **fields: Any
+    *roles: str,
+    handover: str = "auto",
+    link: Link | None = FAST,
+    logs: Logs | None = None,
+    objectives: Objectives | None = None,
+    **fields: Any,
 ) -> FleetSimulation:
     of_fleet = {name: fields.pop(name) for name in ("disk", "role_scaling", "cold_start_s") if name in fields}
     replicas = [one(role, link, **fields) for role in roles]
-    config = FleetConfig(handover=handover)
-    made = FleetSetup(config=config, scheduler=replicas[0].engine.scheduler, replicas=replicas, link=link, **of_fleet)
-    return FleetSimulation(made, Results(), observer_of=None if logs is None else logs.observer)
+    asked, scheduler = HandoverConfig(handover=handover), replicas[0].engine.scheduler
+    made = FleetSetup(
+        config=FleetConfig(), scheduler=scheduler, replicas=replicas, handover=asked, link=link, **of_fleet
+    )
+    return FleetSimulation(made, Results(objectives), observer_of=None if logs is None else logs.observer)
 
 
 def short_names(asked: Arrival) -> Arrival:
@@ -117,6 +126,16 @@ def test_every_request_ends_once_no_block_is_lost_and_every_engine_replays(
     for records in logs.records.values():
         encoder = LogEncoder(header)
         assert first_difference([encoder.start(), *map(encoder.encode, records)]) is None
+
+
+def test_what_the_router_decides_replays_from_its_log():
+    simulated, frames = fleet("prefill", "decode", "mixed"), list[bytes]()
+    core = simulated.core
+    core.recorder = FleetRecorder(core.config, core.scheduler, frames.append)
+    simulated.run(workload(rate=800.0, num_requests=60, classes=CHATS).arrivals())
+    replayed = list(replay(split(b"".join(frames))))
+    assert any(call.method == "handed_over" for call in replayed)
+    assert all(call.agrees for call in replayed)
 
 
 def test_never_is_a_fleet_that_knows_of_no_workers():
@@ -168,7 +187,8 @@ def test_only_the_busy_role_grows_and_nothing_is_lost_when_it_shrinks():
         for role in (Role.PREFILL, Role.DECODE)
     }
     roles = ["prefill"] * 3 + ["decode"] * 3
-    simulated = fleet(*roles, handover="always", role_scaling=scaling, cold_start_s=0.5)
+    promised = Objectives(ttft_s=0.02)
+    simulated = fleet(*roles, handover="always", role_scaling=scaling, cold_start_s=0.5, objectives=promised)
     busy = workload(rate=250.0, num_requests=2500, classes={"a": {"input": 120, "output": 4, "max_tokens": 8}})
     late = [arrival("late", at=200.0, prompt=50)]
     simulated.run(iter([*busy.arrivals(), *late]))

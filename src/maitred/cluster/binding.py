@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from maitred.cluster.actions import Action, Bind
 from maitred.cluster.balance import BALANCES, MAX_CANDIDATES, Choice, cached_tokens, choose
 from maitred.cluster.config import FleetConfig
-from maitred.cluster.disagg import NO_PROMISES, Ask, Promises, options
+from maitred.cluster.disagg import DEFAULT_HANDOVER, Ask, HandoverConfig, options
 from maitred.cluster.fleet_request import FleetRequest, Place
 from maitred.cluster.lessons import Lessons
 from maitred.cluster.prefix_index import PrefixIndex
@@ -29,10 +29,10 @@ class Binder:
         fleet: Replicas,
         index: PrefixIndex,
         lessons: Lessons,
-        promises: Promises = NO_PROMISES,
+        handover: HandoverConfig = DEFAULT_HANDOVER,
     ) -> None:
         self._config, self._fleet, self._index, self._lessons = config, fleet, index, lessons
-        self._promises = promises
+        self._handover = handover
         self.policy = policy
         self.waiting = Waiting(policy, self._find_kv)
         self._balance = BALANCES[config.balance](fleet)
@@ -169,11 +169,11 @@ class Binder:
 
     def _foretells(self, usable: int) -> bool:
         """Whether workers may hand over, and have told what foretelling their times takes."""
-        return self._config.handover != "never" and all(r.facts.worker is not None for r in self._fleet.of(usable))
+        return self._handover.handover != "never" and all(r.facts.worker is not None for r in self._fleet.of(usable))
 
     def _foretold(self, request: FleetRequest, room: int, usable: int, now: float) -> tuple[Replica, Choice] | None:
         """By `disagg`, None when it must wait. Writes `num_cached`."""
-        fleet, promises = self._fleet, self._promises
+        fleet, asked = self._fleet, self._handover
         cached = cached_tokens(request, self._index, usable)
         loads = [
             fleet.work.load(r.name, r.facts.worker, now)._replace(
@@ -182,9 +182,9 @@ class Binder:
             for r in fleet.of(usable)
             if r.facts.worker is not None
         ]
-        num_known, objective_s = request.num_inputs + request.num_outputs, request.ttft_slo_s or promises.ttft_s
-        ask = Ask(num_known, fleet.work.outputs_left(request), objective_s, promises.tpot_s)
-        ways = options(ask, loads, self._config.handover)
+        num_known, objective_s = request.num_inputs + request.num_outputs, request.ttft_slo_s or asked.ttft_s
+        ask = Ask(num_known, fleet.work.outputs_left(request), objective_s, asked.tpot_s)
+        ways = options(ask, loads, asked.handover)
         if not ways:
             return None
         best = ways[0]

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from maitred.config import RESUME_RULES
 from maitred.errors import ConfigError, did_you_mean
 
-HANDOVERS = ("auto", "always", "never")
+HANDOVERS = ("auto", "always", "never")  # whether one worker computes a prompt and another answers
 BALANCES = ("round_robin", "least_load", "two_choices", "hash", "session", "prefix")
 PLACEMENTS = ("pack", "spread")  # of launched replicas on the nodes of a Ray cluster
 TIER_KEYS = ("replicas", "max_prompt_tokens", "spill_after_s")
@@ -61,23 +61,12 @@ class FleetConfig:
     """Replicas kept loaded and out of rotation, beyond those that there is need for: each takes over at once."""
     asleep: int = 0
     """Replicas kept asleep beyond those: their memory is given back, and they are there sooner than new ones."""
-    handover: str = field(default="auto", metadata={"choices": HANDOVERS})
-    """Whether one worker computes a prompt and hands its KV over to another that answers: auto does as foretold from
-    queues, links and costs, always wherever it can be, never. Only between workers that tell their costs."""
-    role_switching: str = field(default="on", metadata={"choices": ("on", "off")})
-    """Whether a prefill worker becomes a decode worker, or the other way round, when load turns; the last of a role
-    stays."""
     resume: str = field(default="exact", metadata={"choices": RESUME_RULES})
     """What a request that has tokens does when its replica is gone: exact goes on where the same numbers are computed,
     and else ends with an error; always goes on; never ends with an error."""
 
     def __post_init__(self) -> None:
-        for name, choices in (
-            ("balance", BALANCES),
-            ("resume", RESUME_RULES),
-            ("handover", HANDOVERS),
-            ("role_switching", ("on", "off")),
-        ):
+        for name, choices in (("balance", BALANCES), ("resume", RESUME_RULES)):
             value = getattr(self, name)
             if value not in choices:
                 raise ConfigError(

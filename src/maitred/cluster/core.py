@@ -13,7 +13,7 @@ from maitred.cluster.actions import Action, Probe
 from maitred.cluster.autoscale import FleetFigures
 from maitred.cluster.binding import Binder
 from maitred.cluster.config import FleetConfig
-from maitred.cluster.disagg import NO_PROMISES, Promises, Role
+from maitred.cluster.disagg import DEFAULT_HANDOVER, HandoverConfig, Role
 from maitred.cluster.draining import Draining
 from maitred.cluster.fleet_request import Failure, FailureKind, FleetRequest, Usage
 from maitred.cluster.health import Health
@@ -48,7 +48,7 @@ class ClusterCore:
         policies: Mapping[str, PolicyFactory] = POLICIES,
         predictor: Predictor | None = None,  # None makes the one that `scheduler` names
         autoscale: Autoscale = as_asked,
-        promises: Promises = NO_PROMISES,
+        handover: HandoverConfig = DEFAULT_HANDOVER,
         role_scaling: Mapping[Role, RoleScaling] = MappingProxyType({}),
     ) -> None:
         self.config, self.scheduler = config, scheduler
@@ -57,11 +57,11 @@ class ClusterCore:
         self.policy, self._policies = policy_for(scheduler, policies), policies
         self._predictor = predictor or predictor_named(scheduler.predictor)
         self._lessons = Lessons(self._predictor if self.policy.reads_predictions else None, self.index)
-        binder = Binder(config, self.policy, self.fleet, self.index, self._lessons, promises)
+        binder = Binder(config, self.policy, self.fleet, self.index, self._lessons, handover)
         self._binder = binder
         self._health = Health(config, self.fleet)
         self._sizing = Sizing(config, self.fleet, autoscale)
-        self._roles = Roles(self.fleet, promises, config.role_switching == "on", role_scaling)
+        self._roles = Roles(self.fleet, handover, role_scaling)
         self._requests = Requests(config, self.fleet, binder, self._lessons, self._health, self._sizing)
         self._draining = Draining(self.fleet, self._sizing, self._requests, self._health)
         self._timers: Timers[ReplicaDue] = Timers(self._is_living)

@@ -70,14 +70,20 @@ class WorkerLoad(NamedTuple):
     has_slot: bool = True
 
 
-class Promises(NamedTuple):
-    """Objectives (s) that choices are held against; without any, they shorten the time that all spend together."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandoverConfig:
+    """Among workers that tell what they are; without such it has no effect."""
 
+    handover: str = "auto"
+    """One of HANDOVERS: as foretold, wherever it can be, or never."""
+    role_switching: bool = True
+    """A prefill worker becomes a decode worker, or the other way round, when load turns; the last of a role stays."""
     ttft_s: float | None = None
+    """Objectives (s) that choices are held against; without any they shorten the time that all spend together."""
     tpot_s: float | None = None
 
 
-NO_PROMISES = Promises()
+DEFAULT_HANDOVER = HandoverConfig()
 
 
 class Ask(NamedTuple):

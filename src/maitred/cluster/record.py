@@ -12,6 +12,7 @@ import msgspec
 
 from maitred.cluster.actions import Action
 from maitred.cluster.config import FleetConfig
+from maitred.cluster.disagg import DEFAULT_HANDOVER, HandoverConfig
 from maitred.config import SchedulerConfig
 
 VERSION = 1
@@ -35,6 +36,7 @@ class Header(msgspec.Struct, frozen=True):
 
     config: FleetConfig
     scheduler: SchedulerConfig
+    handover: HandoverConfig = DEFAULT_HANDOVER
     version: int = VERSION
 
 
@@ -58,9 +60,15 @@ def checksum_of(actions: object) -> int:
 class Recorder:
     """Hands each frame to `write`, whole, as bytes."""
 
-    def __init__(self, config: FleetConfig, scheduler: SchedulerConfig, write: Callable[[bytes], object]) -> None:
+    def __init__(
+        self,
+        config: FleetConfig,
+        scheduler: SchedulerConfig,
+        write: Callable[[bytes], object],
+        handover: HandoverConfig = DEFAULT_HANDOVER,
+    ) -> None:
         self._write = write
-        self._write_frame(_encode(Header(config, scheduler)))
+        self._write_frame(_encode(Header(config, scheduler, handover)))
 
     def arguments_of(self, method: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
         """Before the call, which writes to the request that it is given."""

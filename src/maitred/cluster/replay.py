@@ -26,7 +26,7 @@ class Replayed(NamedTuple):
 
 
 def made_alike(header: Header) -> ClusterCore:
-    return ClusterCore(header.config, header.scheduler)
+    return ClusterCore(header.config, header.scheduler, handover=header.handover)
 
 
 def replay(frames: Iterable[bytes], make: MakeCore = made_alike) -> Iterator[Replayed]:

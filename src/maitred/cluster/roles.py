@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from maitred.cluster.actions import Action, Start, Switch
-from maitred.cluster.autoscale import FleetFigures
+from maitred.cluster.autoscale import DEFAULT_OBJECTIVE_S, FleetFigures
 from maitred.cluster.bounds import Bounds
-from maitred.cluster.disagg import Promises, Role, WorkerFacts, WorkerLoad, chunks_s, decode_step_s
+from maitred.cluster.disagg import HandoverConfig, Role, WorkerFacts, WorkerLoad, chunks_s, decode_step_s
 from maitred.cluster.replicas import Replica, ReplicaFacts, Replicas, State
 from maitred.cluster.sizing import START_S, Autoscale
 
@@ -43,7 +43,7 @@ class Split(NamedTuple):
         return max(self.prefill, self.decode)
 
 
-def splits(workers: Sequence[WorkerLoad], prompts_s: float, promises: Promises) -> Iterator[Split]:
+def splits(workers: Sequence[WorkerLoad], prompts_s: float, config: HandoverConfig) -> Iterator[Split]:
     """All in which neither role is empty; `prompts_s` are the seconds of prompts that come in a second."""
     costs = workers[0]._replace(rows=0, context_tokens=0)
     queued_s = chunks_s(costs, sum(w.queued_tokens for w in workers), 0)
@@ -52,19 +52,19 @@ def splits(workers: Sequence[WorkerLoad], prompts_s: float, promises: Promises) 
     for num_decode in range(1, len(workers)):
         num_prefill = len(workers) - num_decode
         pace_s = decode_step_s(costs._replace(rows=math.ceil(rows / num_decode), context_tokens=context // num_decode))
-        decode = max(pace_s / _promised_pace_s(costs, promises), held / num_decode / costs.facts.num_blocks / FULL_KV)
+        decode = max(pace_s / _promised_pace_s(costs, config), held / num_decode / costs.facts.num_blocks / FULL_KV)
         yield Split(num_prefill, num_decode, (prompts_s + queued_s / CLEAR_S) / num_prefill / FULL_PREFILL, decode)
 
 
-def _promised_pace_s(worker: WorkerLoad, promises: Promises) -> float:
-    return promises.tpot_s or LAX_PACE * decode_step_s(worker._replace(rows=1, context_tokens=0))
+def _promised_pace_s(worker: WorkerLoad, config: HandoverConfig) -> float:
+    return config.tpot_s or LAX_PACE * decode_step_s(worker._replace(rows=1, context_tokens=0))
 
 
 class RoleSwitching:
     """Asked each second. What it remembers follows from what it was told, so that a log replays."""
 
-    def __init__(self, promises: Promises) -> None:
-        self._promises = promises
+    def __init__(self, config: HandoverConfig) -> None:
+        self._config = config
         self._wanted: tuple[Role, float] | None = None  # role that more should have, and since when
         self._last: tuple[Role, float] | None = None  # role that one was given last, and when
 
@@ -87,7 +87,7 @@ class RoleSwitching:
         """The role that one more worker should have; None while the split is well enough."""
         if not 1 <= num_prefill < len(workers):
             return None
-        by_size = {split.num_prefill: split for split in splits(workers, prompts_s, self._promises)}
+        by_size = {split.num_prefill: split for split in splits(workers, prompts_s, self._config)}
         here, best = by_size[num_prefill], min(by_size.values(), key=lambda split: split.busiest)
         if here.busiest < BUSY or best.num_prefill == num_prefill:
             return None
@@ -114,16 +114,15 @@ class RoleScaling(NamedTuple):
 class Roles:
     """The roles of a fleet's workers, at the core's every second."""
 
-    def __init__(
-        self, fleet: Replicas, promises: Promises, switching: bool, scaling: Mapping[Role, RoleScaling]
-    ) -> None:
+    def __init__(self, fleet: Replicas, config: HandoverConfig, scaling: Mapping[Role, RoleScaling]) -> None:
         """Where they are scaled, nobody switches."""
-        self._fleet, self._promises, self._scaling = fleet, promises, scaling
-        self._switching = RoleSwitching(promises) if switching and not scaling else None
+        self._fleet, self._config, self._scaling = fleet, config, scaling
+        self._switching = RoleSwitching(config) if config.role_switching and not scaling else None
         self._targets = {role: given.bounds.low for role, given in scaling.items()}
         self._begun: dict[str, float] = {}  # starts under way
         self._num_started: dict[Role, int] = {}
         self._start_s = START_S
+        self._served_s: dict[Role, tuple[float, float]] = {}  # as told, and as counted until then
         self.next_at: float | None = None
 
     def tick(self, num_held: int, drain: Callable[[Replica], list[Action]], now: float) -> list[Action]:
@@ -168,21 +167,27 @@ class Roles:
         return Start(name, "cold")
 
     def _figures(self, role: Role, here: Sequence[Replica], num_held: int, now: float) -> FleetFigures:
-        """Of prompts one is computed at a time; answers share a worker as far as their pace and its blocks allow."""
+        """Prompts are computed one at a time, but as many may be there as half of the objective has time for: a slot
+        each, held that many times as long. Answers share a worker as far as their pace and its blocks allow.
+        """
         demand, given = self._fleet.work.demand[role], self._scaling[role]
         ready = [r for r in here if r.state is State.READY]
-        num_ready = len(ready)
         if role is Role.PREFILL:
-            slots, in_flight = 1.0, min(demand.num_here, num_ready)
+            mean_s = demand.served_s / max(1, demand.num_ended)
+            slots = times = max(1.0, (self._config.ttft_s or DEFAULT_OBJECTIVE_S) / 2 // max(mean_s, 1e-3))
+            in_flight = min(demand.num_here, int(len(ready) * slots))
             held = demand.num_here - in_flight
         else:
-            slots = min((self._slots(_facts(r), r.slots) for r in ready), default=1.0)
+            slots, times = min((self._slots(_facts(r), r.slots) for r in ready), default=1.0), 1.0
             in_flight, held = demand.num_here, num_held
+        served_s, counted_s = self._served_s.get(role, (0.0, 0.0))
+        served_s += (demand.served_s - counted_s) * times
+        self._served_s[role] = served_s, demand.served_s
         return FleetFigures(
             low=given.bounds.low,
             high=given.bounds.high,
             target=self._targets[role],
-            num_ready=num_ready,
+            num_ready=len(ready),
             ready_in_s=[max(0.0, self._begun.get(r.name, now) + self._start_s - now) for r in here if r not in ready],
             next_start_s=[self._start_s],
             slots=slots,
@@ -190,14 +195,14 @@ class Roles:
             num_held=held,
             num_arrived=demand.num_arrived,
             num_ended=demand.num_ended,
-            served_s=demand.served_s,
+            served_s=served_s,
         )
 
     def _slots(self, facts: WorkerFacts, most: int) -> float:
         """Rows of the usual length that keep the pace and find blocks."""
         mean = self._fleet.work.mean_tokens
         worker, fitting = WorkerLoad("", facts), FULL_KV * facts.num_blocks * facts.block_size / max(1.0, mean)
-        promised_s = _promised_pace_s(worker, self._promises)
+        promised_s = _promised_pace_s(worker, self._config)
         low, high = 1, max(1, min(most, int(fitting)))
         while low < high:
             rows = (low + high + 1) // 2

@@ -20,7 +20,6 @@ from xxhash import xxh3_64_intdigest as key_of
 
 from maitred.cluster.actions import Action, Bind, Move, Refuse, Start, Stop, Switch
 from maitred.cluster.core import ClusterCore
-from maitred.cluster.disagg import Promises
 from maitred.cluster.fleet_request import FleetRequest, Usage, request_of
 from maitred.cluster.replicas import ReplicaFacts, Report, State
 from maitred.engine.core import StepObserver
@@ -82,13 +81,14 @@ class FleetSimulation:
         self._replicas: dict[str, SimulatedReplica] = {}
         self._unused = list(range(len(setup.replicas)))  # numbers of setups, in order
         predictor = predictor_named(engine.predictor, self._true_length)
+        asked = results.objectives
         self.core = ClusterCore(
             setup.config,
             setup.scheduler,
             policies=engine.policies,
             predictor=predictor,
             autoscale=setup.autoscale,
-            promises=Promises(results.objectives.ttft_s, results.objectives.tpot_s or results.objectives.itl_s),
+            handover=replace(setup.handover, ttft_s=asked.ttft_s, tpot_s=asked.tpot_s or asked.itl_s),
             role_scaling=setup.role_scaling,
         )
         rules = self.core.policy.groups, self.core.policy.outranks
@@ -401,7 +401,7 @@ class FleetSimulation:
         self._carry_out(self.core.joined(replica.facts, self._now))
 
     def _make_handovers(self, setup: FleetSetup) -> Handovers | None:
-        if setup.disk is None and (setup.link is None or setup.config.handover == "never"):
+        if setup.disk is None and (setup.link is None or setup.handover.handover == "never"):
             return None
         return Handovers(setup.link, setup.disk, wake=self._wake, rid=self._is_rid, expect=self._expect_transfer)
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from maitred.cluster.config import FleetConfig
-from maitred.cluster.disagg import Role, WorkerFacts
+from maitred.cluster.disagg import DEFAULT_HANDOVER, HandoverConfig, Role, WorkerFacts
 from maitred.cluster.roles import RoleScaling
 from maitred.cluster.sizing import Autoscale, as_asked
 from maitred.config import DEFAULT_TOKEN_BUDGET, SchedulerConfig
@@ -50,6 +50,8 @@ class FleetSetup:
     wake_s: float = 3.0
     num_asleep: int = 0
     """Replicas that are kept asleep when they are stopped, and so need `wake_s` to start."""
+    handover: HandoverConfig = DEFAULT_HANDOVER
+    """Its objectives are those that results are held against."""
     role_scaling: Mapping[Role, RoleScaling] = field(default_factory=dict)
     """How many workers there are of each role, where that follows the load."""
     link: Link | None = None

@@ -9,7 +9,7 @@ from maitred.cli.flags import UsageError
 from maitred.cli.simulate.sources import Target
 from maitred.cluster.autoscale import AutoscaleConfig, Autoscaler
 from maitred.cluster.bounds import Bounds
-from maitred.cluster.disagg import Role, WorkerFacts
+from maitred.cluster.disagg import HandoverConfig, Role, WorkerFacts
 from maitred.cluster.roles import RoleScaling
 from maitred.errors import ConfigError
 from maitred.sim.disk import SimulatedDisk
@@ -59,7 +59,7 @@ class WorkersAsked:
         ]
         return replace(
             plain,
-            config=replace(plain.config, handover=asked.handover, role_switching=asked.role_switching),
+            handover=HandoverConfig(handover=asked.handover, role_switching=asked.role_switching == "on"),
             replicas=replicas,
             link=self.link,
             disk=None if disk_bytes is None else _disk(disk_bytes, replicas[0].worker),
