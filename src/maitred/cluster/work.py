@@ -61,6 +61,7 @@ class _Part:
     prefill: str  # where its prompt is computed
     num_tokens: int  # known when it was bound
     kv_bytes: float  # of a hand-over, until it is done
+    num_samples: int = 1
     prompt_s: float = 0.0
     num_new: int = 0  # tokens since
     has_begun: bool = False
@@ -123,7 +124,8 @@ class WorkBook:
         num_tokens = request.num_inputs + request.num_outputs
         num_uncached = max(1, num_tokens - request.num_cached)
         moved = num_tokens * facts.bytes_per_token if name != option.replica else 0.0
-        part = self._parts[request.request_id] = _Part(option.replica, name, num_tokens, moved)
+        part = _Part(option.replica, name, num_tokens, moved, request.num_samples)
+        self._parts[request.request_id] = part
         for there in {option.replica, name}:
             self._add(there, part, 1)
         work = self._work[name]
@@ -146,8 +148,8 @@ class WorkBook:
             self.demand[Role.DECODE].began()
             self._unqueue(request_id, part).moved_on_at = now
             self._move(part, 1)
-            work.rows += 1
-            work.context_tokens += part.num_tokens
+            work.rows += part.num_samples
+            work.context_tokens += part.num_samples * part.num_tokens
         part.last_at = now
         part.num_new += num_tokens
         work.context_tokens += num_tokens
@@ -181,10 +183,10 @@ class WorkBook:
         if part.has_begun:
             self.demand[Role.DECODE].ended(part.last_at - part.began_at)
             self._num_answers = min(self._num_answers + 1, NUM_REMEMBERED)
-            self._mean_outputs += (part.num_new - self._mean_outputs) / self._num_answers
+            self._mean_outputs += (part.num_new / part.num_samples - self._mean_outputs) / self._num_answers
             self.mean_tokens += (part.num_tokens + part.num_new - self.mean_tokens) / self._num_answers
-            work.rows -= 1
-            work.context_tokens -= part.num_tokens + part.num_new
+            work.rows -= part.num_samples
+            work.context_tokens -= part.num_samples * part.num_tokens + part.num_new
         work.held_tokens -= part.num_new
         self._add(part.replica, part, -1)
         del self._parts[request_id]
@@ -230,6 +232,6 @@ class WorkBook:
             there = [part for part in self._parts.values() if name in (part.replica, part.prefill)]
             own = [part for part in there if part.replica == name]
             assert work.num_here == len(there)
-            assert work.rows == sum(part.has_begun for part in own)
+            assert work.rows == sum(part.has_begun * part.num_samples for part in own)
             assert work.held_tokens == sum(p.num_tokens for p in there) + sum(p.num_new for p in own)
             assert abs(work.queued_tokens - sum(work.queued.values())) < 1e-3
