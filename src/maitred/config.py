@@ -312,6 +312,9 @@ class ProcessConfig:
     handover: str = one_of(HANDOVERS, "auto")
     """Whether a prompt is computed by another worker than its answer: auto does as foretold from queues, free blocks
     and what steps and transfers take here; always wherever it can be; never."""
+    role_switching: bool = True
+    """A prefill worker becomes a decode worker, or the other way round, when load turns: nothing is restarted, and the
+    last of a role stays."""
     sleep_after_s: float | None = None
     """Without a request for so long (s), the engine's process ends and gives its memory back; the server stays, and the
     next request starts the engine and waits for it. None never sleeps by itself."""

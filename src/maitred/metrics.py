@@ -118,6 +118,7 @@ SWAPPED_OUT_BLOCKS = _counter("swapped_out_blocks", "blocks", "KV blocks of pree
 SWAPPED_IN_BLOCKS = _counter(
     "swapped_in_blocks", "blocks", "KV blocks of preempted requests copied back from the host."
 )
+ROLE_SWITCHES = _counter("role_switches", "workers", "Times that a worker was given another role.")
 HANDOVERS = _counter(
     "handovers",
     "requests",
@@ -307,6 +308,7 @@ ENGINE_METRICS: tuple[Metric, ...] = (
     ADAPTER_TOKENS,
     SWAPPED_OUT_BLOCKS,
     SWAPPED_IN_BLOCKS,
+    ROLE_SWITCHES,
     HANDOVERS,
     KV_TRANSFER_BYTES,
     KV_TIER_HITS,

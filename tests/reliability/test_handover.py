@@ -119,3 +119,24 @@ def test_a_client_that_leaves_leaves_nothing_behind(apart: House):
 def test_workers_that_cannot_serve_are_refused_with_a_remedy(settings: dict[str, Any], remedy: str):
     with pytest.raises(ConfigError, match=remedy):
         ProcessConfig(**settings)
+
+
+def test_roles_change_without_a_restart_and_the_last_that_answers_stays(apart: House):
+    def give(worker: int, role: str) -> httpx.Response:
+        body = {"worker": worker, "role": role}
+        return httpx.post(f"{apart.server.url}/admin/roles", json=body, headers=key_of("boss"), timeout=HANGS_S)
+
+    pids = [worker["pid"] for worker in apart.workers]
+    assert give(0, "mixed").json()["workers"][0]["role"] == "mixed"
+    assert give(1, "prefill").status_code == 200
+    refused = give(0, "prefill")
+    assert refused.status_code == 400
+    assert "last that answers" in refused.json()["error"]["message"]
+    assert give(7, "mixed").status_code == 400
+    assert give(0, "cook").status_code == 400
+    before = handovers(apart).get("moved", 0)
+    apart.post("/v1/completions", prompt="The roles have changed. " + STORY, max_tokens=20, ignore_eos=True)
+    until(lambda: handovers(apart).get("moved", 0) == before + 1)
+    assert [worker["pid"] for worker in apart.workers] == pids
+    assert give(0, "prefill").status_code == 400
+    assert give(1, "decode").status_code == give(0, "prefill").status_code == 200

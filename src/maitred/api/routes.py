@@ -243,6 +243,16 @@ def _administration(ledger: Ledger | None) -> tuple[Route, ...]:
             errors=(401, 403, 404, 503),
         ),
         Route(
+            method="POST",
+            path="/admin/roles",
+            handler=admin.give_role,
+            summary="Give a worker another role.",
+            admin="give workers roles",
+            body=admin.RoleChange,
+            answer=admin.Roles,
+            errors=(400, 401, 403, 404, 413, 415, 503),
+        ),
+        Route(
             method="GET",
             path="/admin/kv",
             handler=kv.show,

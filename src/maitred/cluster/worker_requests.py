@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 from maitred.clock import Clock
-from maitred.cluster.actions import Action, Bind, Refuse
+from maitred.cluster.actions import Action, Bind, Refuse, Switch
 from maitred.cluster.balance import Choice
 from maitred.cluster.core import ClusterCore
 from maitred.cluster.fleet_request import Failure, FailureKind, FleetRequest, Usage
@@ -25,9 +25,17 @@ REASONS = {QueueTimeout: FinishReason.QUEUE_TIMEOUT, RequestTimeout: FinishReaso
 class WorkerRequests:
     """From their arrival to their end: held by the core, or with a worker. On one event loop."""
 
-    def __init__(self, core: ClusterCore, workers: Sequence[Worker], clock: Clock, on_held: Callable[[], None]) -> None:
-        """`on_held` is told that somebody waits for a worker."""
+    def __init__(
+        self,
+        core: ClusterCore,
+        workers: Sequence[Worker],
+        clock: Clock,
+        on_held: Callable[[], None],
+        on_switch: Callable[[int, str], None] = lambda worker, role: None,
+    ) -> None:
+        """`on_held` is told that somebody waits for a worker, `on_switch` which is to have another role."""
         self._core, self._workers, self._clock, self._on_held = core, workers, clock, on_held
+        self._on_switch = on_switch
         self.on_progress: OnProgress = lambda progress, num_queued, now: None
         self.prompts: dict[str, Prompt] = {}  # by the id of each sample, in order of arrival
         self._by_id: dict[str, Prompt] = {}  # by the core's
@@ -94,6 +102,8 @@ class WorkerRequests:
             match action:
                 case Bind(request_id, choice):
                     self._bind(self._by_id[request_id], choice)
+                case Switch(name, role):
+                    self._on_switch(int(name), role.value)
                 case Refuse(request_id, error):
                     self._refuse(self._by_id[request_id], error)
         if self._core.num_held:

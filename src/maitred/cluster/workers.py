@@ -20,6 +20,7 @@ import msgspec
 from maitred.clock import Clock
 from maitred.cluster.config import FleetConfig
 from maitred.cluster.core import ClusterCore
+from maitred.cluster.disagg import HandoverConfig
 from maitred.cluster.replicas import Report
 from maitred.cluster.worker import Worker
 from maitred.cluster.worker_blocks import WorkerBlocks
@@ -38,7 +39,7 @@ from maitred.engine.progress_streams import ProgressStream
 from maitred.engine.queries import AdapterFolder
 from maitred.engine.sleep import Phase
 from maitred.engine.supervisor import Start
-from maitred.errors import EngineDead
+from maitred.errors import ConfigError, EngineDead
 from maitred.replica import ReplicaState, TierView, WorkerView
 from maitred.request import FinishReason, RequestSpec
 from maitred.scheduler.queue_view import MAX_PAGE, QueueView
@@ -71,6 +72,7 @@ class Workers:
         )
         start = replace(start, config=replace(start.config, share=share))
         self._clock, self._on_admitted = clock, on_admitted
+        self._exchange_kv, self._num_role_switches = share.exchanges_kv, 0
         self.adapters = AdapterBook(
             self._send_all,
             self._introduce,
@@ -79,14 +81,10 @@ class Workers:
             at_work=lambda: adapters_at_work(self._requests.living()),
         )
         self._workers = [self._make(n, start, on_event if n == 0 else logger.debug) for n in range(len(roles))]
-        config = FleetConfig(
-            slots=scheduler.max_num_seqs,
-            hold_timeout_s=NEVER_S,
-            handover=start.process.handover if share.exchanges_kv else "never",
-            role_switching="off",
-        )
-        self._core = ClusterCore(config, scheduler, policies=installed_policies())
-        self._requests = WorkerRequests(self._core, self._workers, clock, self._wake_one)
+        config = FleetConfig(slots=scheduler.max_num_seqs, hold_timeout_s=NEVER_S)
+        rules = HandoverConfig(handover=start.process.handover, role_switching=start.process.role_switching)
+        self._core = ClusterCore(config, scheduler, policies=installed_policies(), handover=rules)
+        self._requests = WorkerRequests(self._core, self._workers, clock, self._wake_one, self._switch)
         self._blocks = WorkerBlocks(self._core.index, self._workers, self._report)
         self._streams: WeakSet[ProgressStream] = WeakSet()
         self._facts: ModelFacts | None = None
@@ -185,10 +183,30 @@ class Workers:
     def state(self) -> ReplicaState:
         """Sums over the workers, and of who waits for one."""
         states = [worker.client.state() for worker in self._workers]
-        return state_of_all(states, self._requests.num_held, self._requests.ended)
+        total = state_of_all(states, self._requests.num_held, self._requests.ended)
+        return replace(total, num_role_switches=self._num_role_switches)
 
     def workers(self) -> tuple[WorkerView, ...]:
         return tuple(WorkerView.of(w.number, w.client.supervisor.pid, w.client.state(), w.role) for w in self._workers)
+
+    def give_role(self, number: int, role: str) -> None:
+        """From now on, of one worker; it goes on with what it has. Raises ConfigError, and changes nothing."""
+        if not 0 <= number < len(self._workers):
+            raise ConfigError(f"there is no worker {number}; they are 0 to {len(self._workers) - 1}")
+        if not self._exchange_kv:
+            raise ConfigError("these workers hand nothing over; serve with --prefill-workers and --decode-workers")
+        roles = [role if worker.number == number else worker.role for worker in self._workers]
+        if "prefill" in roles and len(set(roles)) == 1:
+            raise ConfigError(f"worker {number} is the last that answers; give another one that role first")
+        self._switch(number, role)
+
+    def _switch(self, number: int, role: str) -> None:
+        worker = self._workers[number]
+        if worker.role != role:
+            logger.info("worker %d was %s, and is %s", number, worker.role, role)
+            worker.role = role
+            self._num_role_switches += 1
+            self._requests.do(self._core.joined(worker.facts, self._clock.now()))
 
     def why_not_resumed(self, *, same_numbers: bool) -> str | None:
         """None where a stream may go on that another server began; `same_numbers` is whether their fingerprints are."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 from urllib.parse import parse_qs
 
 import msgspec
@@ -14,7 +14,7 @@ from maitred.api.http.exchange import Exchange
 from maitred.config import PolicyArg, SchedulerConfig
 from maitred.engine.installed import policy_of
 from maitred.errors import ConfigError, InvalidRequest, RouteNotFound
-from maitred.replica import HasWorkers, WorkerView
+from maitred.replica import HasRoles, HasWorkers, WorkerView
 from maitred.scheduler.queue_view import MAX_PAGE, QueueView
 
 LIMITS = frozenset({"max_num_seqs", "max_num_batched_tokens"})  # memory was planned for them
@@ -57,7 +57,15 @@ class PolicyChange(msgspec.Struct, frozen=True):
     policy: str | msgspec.UnsetType = msgspec.UNSET
 
 
+class RoleChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What one worker is to do from now on."""
+
+    worker: int
+    role: Literal["prefill", "decode", "mixed"]
+
+
 _CHANGES = msgspec.json.Decoder(dict[str, Any])
+_ROLE = msgspec.json.Decoder(RoleChange)
 
 
 async def show_queue(app: App, exchange: Exchange) -> None:
@@ -92,6 +100,18 @@ async def show_roles(app: App, exchange: Exchange) -> None:
     """The engines of this server, what is sent to each, and how it is."""
     if not isinstance(app.replica, HasWorkers):
         raise RouteNotFound("this server has no engine of its own to look into; ask the servers behind it")
+    await exchange.answer_json(Roles(app.replica.workers()))
+
+
+async def give_role(app: App, exchange: Exchange) -> None:
+    """Another role for one worker; answers when it has it, with all of them."""
+    if not isinstance(app.replica, HasRoles):
+        raise RouteNotFound("this server has one engine, which does everything; serve with --prefill-workers")
+    change = await exchange.json(_ROLE)
+    try:
+        app.replica.give_role(change.worker, change.role)
+    except ConfigError as error:
+        raise InvalidRequest(str(error), param="worker") from None
     await exchange.answer_json(Roles(app.replica.workers()))
 
 
