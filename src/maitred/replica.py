@@ -60,15 +60,23 @@ class TierFigures(msgspec.Struct, array_like=True, frozen=True):
     hit_tokens: int  # fetched in place of computing
     dropped: dict[str, int]  # blocks by reason
 
-    def after(self, past: TierFigures) -> TierFigures:
-        """With what an earlier engine counted."""
-        dropped = {why: self.dropped.get(why, 0) + past.dropped.get(why, 0) for why in self.dropped | past.dropped}
-        return TierFigures(self.num_bytes, self.hit_tokens + past.hit_tokens, dropped)
-
     def __add__(self, other: TierFigures) -> TierFigures:
-        """Of two engines that each have one."""
-        both = self.after(other)
-        return TierFigures(self.num_bytes + other.num_bytes, both.hit_tokens, both.dropped)
+        dropped = {why: self.dropped.get(why, 0) + other.dropped.get(why, 0) for why in self.dropped | other.dropped}
+        return TierFigures(self.num_bytes + other.num_bytes, self.hit_tokens + other.hit_tokens, dropped)
+
+
+class KVFigures(msgspec.Struct, array_like=True, frozen=True):
+    """KV tiers, by name."""
+
+    tiers: dict[str, TierFigures] = {}
+
+    def __add__(self, other: KVFigures) -> KVFigures:
+        both = self.tiers.keys() & other.tiers.keys()
+        return KVFigures(self.tiers | other.tiers | {name: self.tiers[name] + other.tiers[name] for name in both})
+
+    def counters(self) -> KVFigures:
+        """What an engine leaves behind when it ends."""
+        return KVFigures({n: TierFigures(0, tier.hit_tokens, tier.dropped) for n, tier in self.tiers.items()})
 
 
 class TierView(msgspec.Struct, frozen=True):
@@ -119,7 +127,7 @@ class ReplicaState:
     num_swapped_in_blocks: int = 0
     num_prefix_queried_tokens: int = 0
     num_prefix_hit_tokens: int = 0
-    kv_tiers: Mapping[str, TierFigures] = field(default_factory=dict)
+    kv_tiers: KVFigures = field(default_factory=KVFigures)
     num_finished: Mapping[FinishReason, int] = field(default_factory=dict)
     last_step_age_s: float = 0.0  # since a step last ended, or 0 when idle
     execute_s: float = 0.0  # total time spent in the executor

@@ -17,10 +17,20 @@ from maitred.config import (
     SchedulerConfig,
     ServerConfig,
     SpeculativeConfig,
+    TiersConfig,
 )
 
 ALL_COMMANDS = [load(path) for path in COMMANDS]
-CONFIGS = (ModelConfig, CacheConfig, SchedulerConfig, ServerConfig, AdmissionConfig, SpeculativeConfig, EngineConfig)
+CONFIGS = (
+    ModelConfig,
+    CacheConfig,
+    SchedulerConfig,
+    ServerConfig,
+    AdmissionConfig,
+    SpeculativeConfig,
+    TiersConfig,
+    EngineConfig,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +126,7 @@ PARTS = (
     "speculative",
     "lora",
     "share",
+    "tiers",
 )  # fields of EngineConfig that are dataclasses
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
+from maitred.clock import ManualClock
 from maitred.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculativeConfig
 from maitred.engine import kv_tiers
 from maitred.engine.build import EngineParts, build_parts
@@ -67,7 +68,7 @@ class Engine:
     def __init__(self, tier: DictTier | None = None, *, num_blocks: int = 64, speculative: str = "off") -> None:
         probe = EngineConfig(
             model=ModelConfig(num_threads=1),
-            cache=CacheConfig(kv_cache_memory_bytes=num_blocks * 48 * 1024),
+            cache=CacheConfig(kv_cache_memory_bytes=num_blocks * (40 if speculative == "off" else 56) * 1024),
             scheduler=SchedulerConfig(max_num_seqs=4),
             speculative=SpeculativeConfig(speculative=speculative),
         )
@@ -77,7 +78,8 @@ class Engine:
         self.tier = tier if tier is not None else DictTier(io.bytes_per_block)
         self.woken = threading.Event()
         core.wake = self.woken.set
-        self.tiers = KVTiers(core, io, [self.tier], block_size=16, staging_bytes=2**28, clock=core._clock)
+        self.clock = ManualClock()  # of fetches
+        self.tiers = KVTiers(core, io, [self.tier], block_size=16, staging_bytes=2**28, clock=self.clock)
         self.tokens: dict[str, list[int]] = {}
 
     def add(self, name: str, prompt: Sequence[int] = PROMPT, *, n: int = 1, **sampling: object) -> list[str]:
@@ -136,7 +138,7 @@ def make() -> Iterator[Callable[..., Engine]]:
 
 
 @pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"temperature": 0.9}, {"temperature": 0.9, "n": 4}])
-@pytest.mark.parametrize("speculative", ["off", "mtp"])
+@pytest.mark.parametrize("speculative", ["off", "mtp", "draft"])
 def test_a_new_engine_goes_on_with_what_another_computed(make, sampling, speculative):
     first = make(speculative=speculative)
     said = first.complete("a", **sampling)
@@ -215,19 +217,114 @@ def test_what_is_fetched_is_given_up_before_a_running_request_is_preempted(make)
     said = first.complete("a")
     again, reading, let_go = make(first.tier, num_blocks=32), threading.Event(), threading.Event()
     again.tier.before_read = lambda: (reading.set(), let_go.wait(20))[0]
-    (running,) = again.add("b", list(range(1000, 1000 + 18 * 16 - 2)))
+    (running,) = again.add("b", list(range(1000, 1000 + 19 * 16 - 2)))
     again.step()
     (fetched,) = again.add("c")
     assert reading.wait(20)
-    while again.tiers._fetches:
+    while len(again.tiers):
         again.step()  # until the growing answer needs a block of the reserved ones
-        if not again.core.has_work:
-            break
+    assert again.core.has_work
     let_go.set()
     again.run()
     assert again.core.stats.num_preemptions == 0
     assert again.tokens[fetched] == said[0]
     assert len(again.tokens[running]) == 24
+
+
+def test_a_fetch_that_is_slower_than_computing_is_abandoned_and_what_came_counts(make, monkeypatch):
+    monkeypatch.setattr(kv_tiers, "PIECE_BYTES", 2 * 40 * 1024)
+    first = make()
+    said = first.complete("a")
+    again = make(first.tier)
+    again.tier.before_read = lambda: again.clock.advance(10.0)
+    assert again.complete("b") == said
+    assert again.cached == [2 * 16]
+    assert again.tiers.views()[0].bytes_per_s < 2e5, "and the next one knows"
+
+
+def test_a_request_that_lacks_blocks_is_fetched_when_another_has_ended(make):
+    first = make(num_blocks=32)
+    said = first.complete("a")
+    again = make(first.tier, num_blocks=32)
+    (running,) = again.add("b", list(range(1000, 1000 + 22 * 16 - 2)))
+    again.step()
+    (name,) = again.add("c")
+    state = again.core.scheduler.request(name)
+    assert not len(again.tiers), "blocks lack"
+    again.run()
+    assert state.num_cached_tokens == 192
+    assert again.tokens[name] == said[0]
+    assert len(again.tokens[running]) == 24
+
+
+def test_a_deadline_ends_a_request_that_waits_for_kv(make):
+    first = make()
+    first.complete("a")
+    again, reading, let_go = make(first.tier), threading.Event(), threading.Event()
+    again.tier.before_read = lambda: (reading.set(), let_go.wait(20))[0]
+    (spec,) = make_requests(
+        again.parts.model, PROMPT, SamplingParams(), request_id="b", now=0.0, finish_by=again.core._clock.now()
+    )
+    again.tokens["b"] = []
+    again.core.add(spec)
+    assert reading.wait(20)
+    again.core.step()
+    assert again.core.stats.num_blocks_used == 0
+    assert not again.core.has_work
+    let_go.set()
+    assert again.complete("c") == first.complete("d")
+
+
+def test_storage_that_hangs_holds_no_blocks_and_is_not_waited_for_at_the_end(make, monkeypatch):
+    monkeypatch.setattr(kv_tiers, "DRAIN_S", 0.05)
+    engine, let_go = make(), threading.Event()
+    engine.tier.before_write = lambda: let_go.wait(20)
+    engine.add("a")
+    engine.run()
+    while engine.core.stats.num_blocks_used:  # until they are copied
+        assert engine.woken.wait(20)
+        engine.woken.clear()
+        engine.core.run_called()
+    engine.tiers.close()
+    assert engine.tiers.views()[0].waiting_blocks == 13
+    let_go.set()
+
+
+def test_a_storage_that_raises_is_tried_again_with_the_next_request(make):
+    engine = make()
+    wrong = iter([OSError("gone")])
+
+    def fail() -> None:
+        if (error := next(wrong, None)) is not None:
+            raise error
+
+    engine.tier.before_write = fail
+    engine.complete("a")
+    assert not engine.tier.blocks
+    engine.complete("b")
+    assert len(engine.tier.blocks) == 13
+
+
+def test_samples_of_a_prompt_store_it_once(make):
+    engine, written = make(), []
+    write = engine.tier.write
+    engine.tier.write = lambda keys, *rest: written.extend(keys) or write(keys, *rest)
+    engine.complete("a", temperature=0.9, n=4)
+    assert len(written) == len(set(written))
+
+
+def test_tiers_are_emptied_behind_what_is_being_stored(make):
+    engine, told = make(), []
+    engine.add("a")
+    engine.run()
+    engine.tiers.clear(told.append)
+    while not told:
+        assert engine.woken.wait(20)
+        engine.woken.clear()
+        engine.core.run_called()
+    engine.rest()
+    assert not engine.tier.blocks
+    assert make(engine.tier).complete("b") == engine.complete("c")
 
 
 def test_storage_that_lags_is_not_waited_for(make):

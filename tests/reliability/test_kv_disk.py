@@ -140,6 +140,23 @@ def test_conversations_go_on_after_kill_9_as_if_nothing_had_happened(world):
         assert texts(alone) == texts(back[kind]), kind
 
 
+def test_the_next_engine_has_the_folder_of_one_that_slept_or_was_killed(world):
+    world.open("--kv-disk", str(world.disk))
+    said = texts(world.complete(**KINDS["greedy"]))
+    until(lambda: world.disk_view()["waiting_blocks"] == 0)
+    assert world.server is not None
+    world.ask("POST", "/sleep")
+    back = world.complete(**KINDS["greedy"])
+    assert cached(back) >= 128
+    assert texts(back) == said
+    (engine,) = psutil.Process(world.server.process.pid).children()
+    engine.kill()
+    until(lambda: is_gone(engine))
+    back = world.complete(**KINDS["greedy"])
+    assert cached(back) >= 128
+    assert texts(back) == said
+
+
 def test_a_folder_is_one_servers_and_private(world):
     world.open("--kv-disk", str(world.disk))
     second = maitred_process("serve", "--port", "0", "--kv-disk", str(world.disk))

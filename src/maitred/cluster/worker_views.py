@@ -27,13 +27,13 @@ from maitred.engine.live_view import (
     run_lengths,
     short_id,
 )
-from maitred.replica import ReplicaState, TierFigures
+from maitred.replica import ReplicaState
 from maitred.request import FinishReason
 from maitred.scheduler.queue_view import QueueView, WaitingRequest
 
 S = TypeVar("S", bound=msgspec.Struct)
 _LARGEST = frozenset({"last_step_age_s", "heartbeat_age_s", "wake_s"})
-_BY_ITSELF = frozenset({"alive", "error", "loading", "asleep", "num_finished", "kv_tiers"})
+_BY_ITSELF = frozenset({"alive", "error", "loading", "asleep", "num_finished"})
 
 
 def state_of_all(states: Sequence[ReplicaState], num_held: int, ended: Mapping[FinishReason, int]) -> ReplicaState:
@@ -51,17 +51,8 @@ def state_of_all(states: Sequence[ReplicaState], num_held: int, ended: Mapping[F
         loading=not living and any(state.loading for state in states),
         asleep=bool(living) and all(state.asleep for state in living),
         num_finished={r: ended.get(r, 0) + sum(s.num_finished.get(r, 0) for s in states) for r in FinishReason},
-        kv_tiers=_tiers_of_all(states),
         **told,
     )
-
-
-def _tiers_of_all(states: Sequence[ReplicaState]) -> dict[str, TierFigures]:
-    """Of the same name together."""
-    tiers: dict[str, TierFigures] = {}
-    for name, tier in (item for state in states for item in state.kv_tiers.items()):
-        tiers[name] = tier + tiers[name] if name in tiers else tier
-    return tiers
 
 
 def queue_of_all(views: Sequence[QueueView], held: Sequence[WaitingRequest], offset: int, limit: int) -> QueueView:

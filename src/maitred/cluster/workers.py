@@ -11,7 +11,6 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from typing import TypeVar
 from weakref import WeakSet
 
@@ -26,11 +25,12 @@ from maitred.cluster.worker import Worker
 from maitred.cluster.worker_blocks import WorkerBlocks
 from maitred.cluster.worker_requests import WorkerRequests
 from maitred.cluster.worker_views import live_view_of_all, queue_of_all, queued_request, state_of_all, waiting_request
-from maitred.config import EngineConfig, MachineShare, SchedulerConfig
+from maitred.config import MachineShare, SchedulerConfig
 from maitred.engine.adapter_book import AdapterBook, adapters_at_work
 from maitred.engine.client import EngineClient, OnBlocks, OnProgress
 from maitred.engine.frames import Command, Ready
 from maitred.engine.installed import installed_policies
+from maitred.engine.kv_storage import with_own_disk
 from maitred.engine.live_requests import LiveRequest
 from maitred.engine.live_view import LiveView
 from maitred.engine.memory import available_memory_bytes
@@ -96,7 +96,7 @@ class Workers:
         def changed() -> None:
             self._changed(worker)
 
-        start = replace(start, config=_own_folder(start.config, number))
+        start = replace(start, config=with_own_disk(start.config, number, len(start.process.roles)))
         client = EngineClient(start, self._clock, on_event=on_event, adapters=self.adapters, on_change=changed)
         worker = Worker(number, client, start.process.roles[number])
         client.on_progress = lambda progress, num_queued, now: self._requests.hear(worker, progress, num_queued, now)
@@ -343,10 +343,3 @@ class Workers:
 
     def _death(self) -> EngineDead:
         return self._workers[0].client.supervisor.death()
-
-
-def _own_folder(config: EngineConfig, number: int) -> EngineConfig:
-    """A tier on disk is one engine's alone."""
-    if config.tiers.kv_disk is None:
-        return config
-    return replace(config, tiers=replace(config.tiers, kv_disk=str(Path(config.tiers.kv_disk) / f"worker-{number}")))

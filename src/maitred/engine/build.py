@@ -23,7 +23,7 @@ from maitred.engine.executors import BuiltExecutor, ExecutorPlan, OnLost, own_th
 from maitred.engine.held import Prepare
 from maitred.engine.installed import installed_policies
 from maitred.engine.kv_peers import KVPeers, PeerConfig
-from maitred.engine.kv_storage import describe, fingerprint, open_tiers
+from maitred.engine.kv_storage import describe, fingerprint_of, open_tiers
 from maitred.engine.kv_tiers import KVTiers
 from maitred.engine.loop import LoadedEngine
 from maitred.engine.memory import (
@@ -357,7 +357,7 @@ def _swap_observer(executor: BuiltExecutor, layout: _Layout, tell: OnEvent) -> M
 def _open_tiers(config: EngineConfig, checkpoint: Checkpoint, layout: _Layout, tell: OnEvent) -> list[KVTier]:
     head = layout.drafts.head if layout.drafts is not None else None
     files = [checkpoint] if head is None else [checkpoint, head.checkpoint]
-    of_what = fingerprint(config, layout.executor, layout.spec, layout.memory.max_model_len, files)
+    of_what = fingerprint_of(config, layout.executor, layout.spec, layout.memory.max_model_len, files)
     tiers = open_tiers(config, layout.executor, of_what)
     for tier in tiers:
         tell(describe(tier, config.cache.block_size))

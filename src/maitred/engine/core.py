@@ -77,7 +77,7 @@ class FollowsKV(Protocol):
 
 
 class Tiers(Protocol):
-    """Storage of KV that outlives requests; `kv_tiers.KVTiers` is it. Called in the engine's thread."""
+    """What outlives requests, for people and metrics; `kv_tiers.KVTiers` is one. Called in the engine's thread."""
 
     def views(self) -> list[TierView]: ...
 

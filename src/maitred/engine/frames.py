@@ -22,7 +22,7 @@ from maitred.errors import (
     OutOfMemory,
     PromptTooLong,
 )
-from maitred.replica import DraftCounts, HandoverCounts, TierFigures
+from maitred.replica import DraftCounts, HandoverCounts, KVFigures
 from maitred.request import FinishReason, RequestSpec
 from maitred.step import RequestProgress
 
@@ -108,7 +108,7 @@ class Figures(msgspec.Struct, frozen=True, array_like=True):
     adapter_evictions: int = 0
     execute_s: float = 0.0
     host_s: float = 0.0
-    kv_tiers: dict[str, TierFigures] = {}
+    kv_tiers: KVFigures = KVFigures()
 
 
 _OF_BLOCKS = ("num_blocks", "num_blocks_used", "num_blocks_cached")
@@ -118,11 +118,7 @@ _COUNTERS = tuple(name for name in Figures.__struct_fields__ if name not in {*_G
 
 def counted(now: Figures, past: Figures) -> dict[str, Any]:
     """Counters of this engine and of those before it together, by name."""
-    held, counted = {**past.kv_tiers, **now.kv_tiers}, past.kv_tiers
-    tiers = {
-        name: tier.after(counted[name]) if name in now.kv_tiers and name in counted else tier
-        for name, tier in held.items()
-    }
+    tiers = now.kv_tiers + past.kv_tiers.counters()
     return {name: getattr(now, name) + getattr(past, name) for name in _COUNTERS} | {"kv_tiers": tiers}
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from maitred.clock import Clock
 from maitred.engine.core import EngineCore
-from maitred.engine.kv_threads import Worker
+from maitred.engine.kv_threads import ThreadOfJobs
 from maitred.executor.layer_io import LayerIO
 from maitred.replica import HandoverCounts
 from maitred.request import RequestState, RequestStatus
@@ -60,7 +60,7 @@ class KVPeers:
         self.counts = core.kv_handovers = HandoverCounts()
         self._pulls: dict[str, _Pull] = {}
         self._pullers: dict[tuple[str, ...], Puller] = {}  # the pulling thread's
-        self._pulling = Worker("maitred-kv-pull")
+        self._pulling = ThreadOfJobs("maitred-kv-pull")
         self._num_leases = 0
         core.kv_followers.append(self)
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
-from importlib.metadata import version
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Protocol
 
 from maitred.config import EngineConfig
 from maitred.engine.executors import ExecutorPlan
 from maitred.engine.memory import format_bytes
 from maitred.errors import ConfigError
-from maitred.kvcache.tiers import KVTier
+from maitred.kvcache.tiers import KVFingerprint, KVTier
 from maitred.model.rope import depends_on_context
 from maitred.model.spec import DecoderSpec
 
@@ -22,31 +25,37 @@ class _Identified(Protocol):
     def identity(self) -> str: ...
 
 
-def fingerprint(
+def fingerprint_of(
     config: EngineConfig,
     executor: ExecutorPlan,
     spec: DecoderSpec,
     max_model_len: int,
     files: Sequence[_Identified],
-) -> str:
-    """What the bytes of a block depend on besides its tokens; `files` are the model and, where there is one, its head,
-    whose layer is part of each block.
-    """
+) -> KVFingerprint:
+    """`files` are the model and, where there is one, its head, whose layer is part of each block."""
     model = config.model
     by_context = any(depends_on_context(layer.rope) for layer in spec.layers if layer.rope is not None)
-    parts = (
-        version("maitred"),
-        *(file.identity for file in files),
-        spec,
-        max_model_len if by_context else 0,
-        config.cache.block_size,
-        (executor.name, executor.device_name, executor.isa, executor.bytes_per_block),
-        (executor.dtype_name, model.dtype, model.lm_head_dtype, model.int4_group_size, executor.kv_dtype_name),
+    return KVFingerprint(
+        revision=" ".join(file.identity for file in files),
+        weight_dtype=repr((executor.dtype_name, model.dtype, model.lm_head_dtype, model.int4_group_size)),
+        kv_dtype=executor.kv_dtype_name,
+        executor=repr((executor.name, executor.device_name, _library(executor.name))),
+        instruction_set=executor.isa,
+        block_layout=repr((config.cache.block_size, executor.bytes_per_block, spec)),
+        rope=f"for {max_model_len}" if by_context else "",  # the rest of it is the spec's
     )
-    return repr(parts)
 
 
-def open_tiers(config: EngineConfig, executor: ExecutorPlan, fingerprint: str) -> list[KVTier]:
+def _library(executor: str) -> tuple[int, int]:
+    """Size and time of change of what computes: another build may round otherwise."""
+    found = find_spec("maitred.kernels._native" if executor == "native" else "torch")
+    assert found is not None, executor
+    assert found.origin is not None, executor
+    status = os.stat(found.origin)
+    return status.st_size, status.st_mtime_ns
+
+
+def open_tiers(config: EngineConfig, executor: ExecutorPlan, fingerprint: KVFingerprint) -> list[KVTier]:
     """Those that were asked for, the fastest first. Raises ConfigError."""
     tiers = config.tiers
     if tiers.kv_disk is None:
@@ -60,10 +69,23 @@ def open_tiers(config: EngineConfig, executor: ExecutorPlan, fingerprint: str) -
             tiers.kv_disk,
             max_bytes=tiers.kv_disk_max_bytes,
             bytes_per_block=executor.bytes_per_block,
-            fingerprint=fingerprint,
+            fingerprint=fingerprint.digest(),
             key_file=tiers.kv_disk_key_file,
         )
     ]
+
+
+def with_own_disk(config: EngineConfig, number: int, num_engines: int) -> EngineConfig:
+    """Of an engine that shares --kv-disk with others alike: a folder in it, and its part of the bytes."""
+    tiers = config.tiers
+    if tiers.kv_disk is None or num_engines == 1:
+        return config
+    own = replace(
+        tiers,
+        kv_disk=str(Path(tiers.kv_disk) / f"worker-{number}"),
+        kv_disk_max_bytes=max(1, tiers.kv_disk_max_bytes // num_engines),
+    )
+    return replace(config, tiers=own)
 
 
 def describe(tier: KVTier, block_size: int) -> str:

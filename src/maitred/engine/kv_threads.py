@@ -34,18 +34,20 @@ class Guard:
             self.is_over = True
 
 
-class Worker:
+class ThreadOfJobs:
     """A thread that does one thing after another; none is started before there is something to do."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._starting = threading.Lock()
 
     def give(self, job: Callable[[], None]) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-            self._thread.start()
+        with self._starting:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._thread.start()
         self._jobs.put(job)
 
     def end(self, seconds: float) -> bool:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from maitred.clock import Clock
 from maitred.engine.core import EngineCore
-from maitred.engine.kv_threads import BlockIO, Guard, Worker
+from maitred.engine.kv_threads import BlockIO, Guard, ThreadOfJobs
 from maitred.kvcache.tiers import DropReason, FetchMeter, KVTier, break_even_tokens, worth_fetching
 from maitred.replica import TierFigures, TierView
 from maitred.request import RequestState, RequestStatus
@@ -106,10 +106,10 @@ class KVTiers:
         self._thread = threading.current_thread()
         self._piece_bytes = min(PIECE_BYTES, staging_bytes)
         self._room = threading.Semaphore(staging_bytes // self._piece_bytes)  # pieces
-        self._fetching, self._copying = Worker("maitred-kv-fetch"), Worker("maitred-kv-copy")
-        self._storing = Worker("maitred-kv-store")
-        core.kv_tiers = self
+        self._fetching, self._copying = ThreadOfJobs("maitred-kv-fetch"), ThreadOfJobs("maitred-kv-copy")
+        self._storing = ThreadOfJobs("maitred-kv-store")
         core.kv_followers.append(self)
+        core.kv_tiers = self
 
     def __len__(self) -> int:
         """Requests whose KV is on the way."""
@@ -141,13 +141,13 @@ class KVTiers:
             self._store(request, tier)
 
     def clear(self, done: Callable[[int], None]) -> None:
-        """Empties the tiers, in the thread that stores; `done` is told, here, how many blocks there were."""
+        """Empties the tiers behind what is being stored; `done` is told, here, how many blocks there were."""
 
         def empty() -> None:
             count = sum(each.tier.clear() for each in self._tiers)
             self._core.call_soon(partial(done, count))
 
-        self._storing.give(empty)
+        self._copying.give(partial(self._storing.give, empty))
 
     def views(self) -> list[TierView]:
         """For people."""

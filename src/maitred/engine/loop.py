@@ -42,7 +42,7 @@ from maitred.engine.model_facts import ModelFacts
 from maitred.engine.queries import INTRODUCE_ADAPTER, QUERIES, AdapterFolder, Later
 from maitred.engine.speed_meter import SPEEDS
 from maitred.errors import MaitredError
-from maitred.replica import HandoverCounts
+from maitred.replica import HandoverCounts, KVFigures
 from maitred.request import FinishReason, RequestSpec
 from maitred.step import RequestProgress
 
@@ -285,7 +285,7 @@ class EngineLoop:
         speed = {} if core.speed is None else {name: getattr(core.speed, name) for name in SPEEDS}
         if self._adapters is not None:
             speed |= {f"adapter_{name}": getattr(self._adapters, f"num_{name}") for name in ADAPTER_FIGURES}
-        tiers = core.kv_tiers.figures() if core.kv_tiers is not None else {}
+        tiers = KVFigures(core.kv_tiers.figures()) if core.kv_tiers is not None else KVFigures()
         return Figures(
             **named,
             **speed,

@@ -6,11 +6,10 @@ whatever goes wrong is a miss, counted by its reason, and is computed again.
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from enum import StrEnum
 from hashlib import sha256
 from typing import Protocol
@@ -58,7 +57,7 @@ class KVFingerprint:
 
     def digest(self) -> str:
         """64 hex digits."""
-        return sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
+        return sha256(repr(self).encode()).hexdigest()
 
 
 class KVTier(Protocol):

@@ -266,7 +266,7 @@ class EdgeMetrics(Collector):
         if metric is m.HANDOVERS:
             return {(outcome,): float(count) for outcome, count in state.handovers.outcomes.items()}
         if metric in _TIERS:
-            named = {name: _TIERS[metric](figures) for name, figures in state.kv_tiers.items()}
+            named = {name: _TIERS[metric](figures) for name, figures in state.kv_tiers.tiers.items()}
             return {(name, *labels): value for name, counts in named.items() for labels, value in counts.items()}
         if metric is m.REQUESTS_FINISHED:
             return {(reason.value,): float(state.num_finished.get(reason, 0)) for reason in FinishReason}
