@@ -21,6 +21,13 @@ class Term(msgspec.Struct, frozen=True):
     cached_tokens: int
 
 
+class Way(msgspec.Struct, frozen=True):
+    """A way to serve a request among workers that hand KV over, as it was foretold; see `cluster.disagg.Option`."""
+
+    name: str  # `worker`, or `prefill > worker`; with `< peer` where a prefix is fetched
+    terms: dict[str, float]
+
+
 class ChoiceMade(msgspec.Struct, frozen=True):
     """One attempt: who was chosen, after how long a wait, and who else could have been, the best first."""
 
@@ -29,6 +36,7 @@ class ChoiceMade(msgspec.Struct, frozen=True):
     held_s: float
     resumes: bool
     candidates: tuple[Term, ...]
+    ways: tuple[Way, ...] = ()  # the first was chosen
 
 
 class ChoicesMade(msgspec.Struct, frozen=True):
@@ -64,4 +72,5 @@ class Choices:
 
 def _made(bind: Bind, held_s: float) -> ChoiceMade:
     terms = (Term(c.replica, c.score, c.load, c.num_cached) for c in bind.choice.candidates)
-    return ChoiceMade(bind.attempt, bind.choice.replica, held_s, bind.resumes, tuple(terms))
+    ways = tuple(Way(option.name, option.terms) for option in bind.choice.foretold)
+    return ChoiceMade(bind.attempt, bind.choice.replica, held_s, bind.resumes, tuple(terms), ways)

@@ -41,6 +41,18 @@ def _attempt(choice: ChoiceMade) -> list[str]:
     return [
         f"attempt {choice.attempt}: {how} {choice.replica}, after {choice.held_s:.3f} s of waiting in all",
         *(table([HEADINGS, *rows]) if rows else []),
+        *(table(_ways(choice)) if choice.ways else []),
+    ]
+
+
+def _ways(choice: ChoiceMade) -> list[tuple[str, ...]]:
+    """The one taken first; seconds, but for the cost, which is what all of them come to."""
+    names = tuple(choice.ways[0].terms)
+    headings = ("", "WAY", *(name.removesuffix("_s").upper() for name in names))
+    marks = ["->"] + [""] * (len(choice.ways) - 1)
+    return [headings] + [
+        (mark, way.name, *(f"{way.terms[name]:.4g}" for name in names))
+        for mark, way in zip(marks, choice.ways, strict=True)
     ]
 
 
