@@ -100,7 +100,7 @@ def assert_nothing_is_left(simulated: FleetSimulation, num_requests: int) -> Non
     assert (total.num_finished, total.num_failed, total.num_here) == (num_requests, 0, 0)
     assert simulated.core.num_requests == 0
     simulated.core.check_invariants()
-    for replica in simulated.replicas:
+    for replica in simulated.replicas.values():
         assert replica.engine.kv_cache.num_used == 0
         replica.engine.scheduler.check_invariants()
 
@@ -153,7 +153,7 @@ def test_never_is_a_fleet_that_knows_of_no_workers():
 def test_a_handed_over_request_gets_its_first_token_from_one_worker_and_the_rest_from_the_other():
     simulated = fleet("prefill", "decode", handover="always")
     results = simulated.run(iter([arrival("r", prompt=100, output=5)]))
-    prefill, decode = (simulated.replica(f"{role}-1").engine.scheduler.stats for role in ("prefill", "decode"))
+    prefill, decode = (simulated.replicas[f"{role}-1"].engine.scheduler.stats for role in ("prefill", "decode"))
     assert (prefill.num_generated_tokens, decode.num_generated_tokens) == (1, 4)
     assert simulated.to_json()["handovers"] == {"moved": 1}
     assert simulated.to_json()["kv_transfer_bytes"] == 96 * 100  # whole blocks, but for the last token's

@@ -6,7 +6,6 @@ of a prompt are made of its blocks' names, one for as many tokens as a live key 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from enum import IntEnum
@@ -111,12 +110,9 @@ class FleetSimulation:
         return self.results
 
     @property
-    def replicas(self) -> list[SimulatedReplica]:
-        """Those that there are."""
-        return list(self._replicas.values())
-
-    def replica(self, name: str) -> SimulatedReplica:
-        return self._replicas[name]
+    def replicas(self) -> Mapping[str, SimulatedReplica]:
+        """Those that there are, by name."""
+        return self._replicas
 
     def to_json(self) -> dict[str, Any]:
         """The figures of `maitred simulate --fleet --json`, once it has run; busy is a share of all replicas' time."""
@@ -328,18 +324,11 @@ class FleetSimulation:
         if low is not None:
             names = [start.name for start in self.core.scaled(low, high, began_at) if isinstance(start, Start)]
         if self._handovers is not None:
-            names = list(self._first_workers())
+            names = list(self._setup.first_workers())
         for name in names:
             replica = self._make(name, State.READY)
             self.figures.started(name, self._speeds[replica.number], 0.0)
             self._is_ready(replica, 0.0)
-
-    def _first_workers(self) -> Iterator[str]:
-        """By their roles."""
-        counts = Counter(setup.worker.role for setup in self._setup.replicas if setup.worker is not None)
-        for role, count in counts.items():
-            scaling = self._setup.role_scaling.get(role)
-            yield from (f"{role.value}-{i + 1}" for i in range(count if scaling is None else scaling.bounds.low))
 
     def _start(self, start: Start) -> None:
         takes_s = self._setup.cold_start_s if start.origin == "cold" else self._setup.wake_s
@@ -368,7 +357,8 @@ class FleetSimulation:
             self._carry_out(self.core.joined(self._make(stop.name, State.ASLEEP).facts, self._now))
 
     def _make(self, name: str, state: State) -> SimulatedReplica:
-        number = self._number_for(name)
+        number = self._setup.number_for(name, self._unused)
+        self._unused.remove(number)
         setup = self._setup.replicas[number]
         facts = ReplicaFacts(
             name=name,
@@ -386,13 +376,6 @@ class FleetSimulation:
         if self._handovers is not None:
             engine.core.on_given_up = partial(self._handovers.given_up, made)
         return made
-
-    def _number_for(self, name: str) -> int:
-        """The first setup that is not used, of the role that it is named after."""
-        of_role = [n for n in sorted(self._unused) if (w := self._setup.replicas[n].worker) and name.startswith(w.role)]
-        number = of_role[0] if of_role else self._unused[0]
-        self._unused.remove(number)
-        return number
 
     def _switch(self, switch: Switch) -> None:
         replica = self._replicas[switch.name]

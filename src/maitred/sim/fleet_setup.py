@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from maitred.cluster.config import FleetConfig
@@ -58,3 +59,15 @@ class FleetSetup:
     """Between workers."""
     disk: SimulatedDisk | None = None
     """That all workers store KV on and read it from; only where all tell what they are as workers."""
+
+    def first_workers(self) -> Iterator[str]:
+        """Those that are there at the beginning, named after their roles."""
+        counts = Counter(one.worker.role for one in self.replicas if one.worker is not None)
+        for role, count in counts.items():
+            scaling = self.role_scaling.get(role)
+            yield from (f"{role.value}-{i + 1}" for i in range(count if scaling is None else scaling.bounds.low))
+
+    def number_for(self, name: str, unused: Sequence[int]) -> int:
+        """Of the first replica that is not used, of the role that `name` begins with if it names one."""
+        of_role = [n for n in unused if (told := self.replicas[n].worker) and name.startswith(told.role)]
+        return (of_role or unused)[0]
