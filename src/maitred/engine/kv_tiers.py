@@ -104,6 +104,7 @@ class KVTiers:
         self._wanting: dict[str, _Found] = {}  # for whose KV blocks lacked
         self._num_leases = 0
         self._thread = threading.current_thread()
+        self._landed = memoryview(b"")
         self._piece_bytes = min(PIECE_BYTES, staging_bytes)
         self._room = threading.Semaphore(staging_bytes // self._piece_bytes)  # pieces
         self._fetching, self._copying = ThreadOfJobs("maitred-kv-fetch"), ThreadOfJobs("maitred-kv-copy")
@@ -268,7 +269,7 @@ class KVTiers:
         try:
             for piece in self._pieces(len(fetch.keys)):
                 keys, blocks = fetch.keys[piece], fetch.blocks[piece]
-                rows = memoryview(bytearray(len(keys) * size))
+                rows = self._landing(len(keys) * size)
                 count = fetch.tier.tier.read(keys, fetch.salt, rows)
                 with fetch.guard.lock:
                     if fetch.guard.is_over:
@@ -280,6 +281,12 @@ class KVTiers:
                     return
         finally:
             self._core.call_soon(partial(self._fetched, fetch))
+
+    def _landing(self, num_bytes: int) -> memoryview:
+        """Memory that the fetching thread keeps, so that no piece lands in pages that nobody has touched yet."""
+        if len(self._landed) < num_bytes:
+            self._landed = memoryview(bytearray(num_bytes))
+        return self._landed[:num_bytes]
 
     # -- storing
 

@@ -1,0 +1,163 @@
+"""What KV on disk brings and costs: `python benchmarks/kv_tiers.py [MODEL] [--parts ttft throughput start]`.
+
+ttft: the first token of a prompt whose KV was computed before, and lost to another prompt, since the pool has room for
+one. Computed again, read from files that the page cache has, and from files that it was told to drop; in turns.
+throughput: unlike prompts that nobody repeats, with the tier and without, in turns of one round; medians of the ratios.
+start: opening a folder of `--folder-bytes`, as the next server does.
+Without MODEL, random weights of Qwen3-0.6B's shape, int8.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from itertools import cycle
+from pathlib import Path
+
+from bench_start import make_checkpoint
+
+from maitred import LLM, SamplingParams
+from maitred.storage.kv_disk import open_kv_disk
+
+Prompt = list[int]
+ROUNDS = 3
+
+
+def prompt_of(seed: int, num_tokens: int) -> Prompt:
+    return random.Random(seed).choices(range(1000, 50_000), k=num_tokens)
+
+
+def engine(options: argparse.Namespace, disk: Path | None, num_tokens: int, num_seqs: int = 1) -> LLM:
+    """With a pool for so many tokens."""
+    return LLM(
+        options.model,
+        dtype="int8",
+        max_num_seqs=num_seqs,
+        max_model_len=options.tokens + 64,
+        kv_cache_memory_bytes=num_tokens // 16 * options.bytes_per_block,
+        kv_disk=str(disk) if disk is not None else None,
+        kv_disk_max_bytes=4 * 2**30,
+        speculative="off",
+        num_threads=options.threads,
+    )
+
+
+def settled(llm: LLM) -> None:
+    """Until all is stored."""
+    parts = llm._open()
+    assert parts.kv_tiers is not None
+    while parts.kv_tiers.views()[0].waiting_blocks:
+        time.sleep(0.01)
+        parts.core.run_called()
+
+
+def drop_page_cache(folder: Path) -> None:
+    for path in folder.iterdir():
+        fd = os.open(path, os.O_RDONLY)
+        os.fsync(fd)  # what is not on the disk yet is not dropped
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(fd)
+
+
+def fill_page_cache(folder: Path) -> None:
+    for path in folder.iterdir():
+        path.read_bytes()
+
+
+def first_token(llm: LLM, prompt: Prompt) -> tuple[float, int]:
+    """Seconds, and tokens that were not computed."""
+    began = time.perf_counter()
+    (output,) = llm.generate(prompt, SamplingParams(max_tokens=1, temperature=0.0))
+    return time.perf_counter() - began, output.num_cached_tokens
+
+
+def measure_ttft(options: argparse.Namespace, folder: Path) -> None:
+    disk = folder / "ttft"
+    prompts = [prompt_of(seed, options.tokens) for seed in range(2)]
+    with engine(options, disk, options.tokens + 128) as llm:
+        first_token(llm, prompt_of(9, 64))  # warm
+        computed = []
+        for prompt in prompts:
+            computed.append(first_token(llm, prompt)[0])
+            settled(llm)  # else its blocks go to the next before they are copied
+        kinds: dict[str, tuple[Callable[[], object], list[float]]] = {
+            "page cache": (partial(fill_page_cache, disk), []),
+            "page cache dropped": (partial(drop_page_cache, disk), []),
+        }
+        turns = cycle(prompts)  # the one that comes next has lost its blocks to the other
+        for _ in range(2 * ROUNDS):
+            for before, seconds in kinds.values():
+                before()
+                took_s, cached = first_token(llm, next(turns))
+                assert cached >= options.tokens - 16, f"{cached} tokens came from disk"
+                seconds.append(took_s)
+        print(f"first token of {options.tokens} tokens: computed {statistics.median(computed) * 1e3:,.0f} ms")
+        for kind, (_, seconds) in kinds.items():
+            took_s = statistics.median(seconds)
+            print(f"  from disk, {kind}: {took_s * 1e3:,.0f} ms = {statistics.median(computed) / took_s:.1f} x as fast")
+        assert llm._open().kv_tiers is not None
+        print(f"  {llm._open().kv_tiers.views()[0]}")
+
+
+def measure_throughput(options: argparse.Namespace, folder: Path) -> None:
+    sampling = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+    ratios = []
+    room = 8 * (128 + 32)
+    with engine(options, None, room, 8) as without, engine(options, folder / "on", room, 8) as with_tier:
+        for number in range(1 + ROUNDS):
+            rates = []
+            for side, llm in enumerate((without, with_tier)):
+                prompts = [prompt_of(1000 * number + 100 * side + i, 128) for i in range(8)]
+                began = time.perf_counter()
+                llm.generate(prompts, sampling)
+                rates.append(8 * 24 / (time.perf_counter() - began))
+            if number:  # the first round warms
+                ratios.append(rates[1] / rates[0])
+    print(f"tokens/s with the tier, no hits, against without: {statistics.median(ratios):.3f} of {ratios}")
+
+
+def measure_start(options: argparse.Namespace, folder: Path) -> None:
+    size, disk = options.bytes_per_block, folder / "full"
+    rows = memoryview(os.urandom(64 * size))
+    tier = open_kv_disk(disk, max_bytes=2 * options.folder_bytes, bytes_per_block=size, fingerprint="a model")
+    for first in range(0, options.folder_bytes // size, 64):
+        tier.write([(first + i).to_bytes(32, "big") for i in range(64)], "", rows)
+    tier.close()
+    began = time.perf_counter()
+    tier = open_kv_disk(disk, max_bytes=2 * options.folder_bytes, bytes_per_block=size, fingerprint="a model")
+    took_s = time.perf_counter() - began
+    print(
+        f"opening a folder of {tier.stats.num_bytes / 2**30:.2f} GiB, {tier.stats.num_blocks:,} blocks: {took_s:.3f} s"
+    )
+    tier.close()
+
+
+PARTS = {"ttft": measure_ttft, "throughput": measure_throughput, "start": measure_start}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--folder-bytes", type=int, default=2**30)
+    parser.add_argument("--folder", type=Path, help="where the tier's files lie; a temporary folder otherwise")
+    options = parser.parse_args()
+    options.bytes_per_block = 28 * 2 * 16 * 8 * 128 * 2  # of the shape below, bfloat16
+    with tempfile.TemporaryDirectory(dir=options.folder) as name:
+        folder = Path(name)
+        if options.model is None and set(options.parts) != {"start"}:
+            options.model = str(make_checkpoint(folder / "model"))
+        for part in options.parts:
+            PARTS[part](options, folder)
+
+
+if __name__ == "__main__":
+    main()
