@@ -135,12 +135,19 @@ class TiersConfig:
     """Most bytes in that folder; what was used longest ago goes first."""
     kv_disk_key_file: str | None = None
     """File of 32 bytes, raw or as hex or base64, that encrypt what lies in that folder (AES-256-GCM, extra kvcrypt)."""
+    kv_redis: str | None = None
+    """URL of a Redis server or cluster in which servers of the same model share keys and values of finished requests;
+    servers with tenants need the same --fleet-token-file to find each other's. How much it keeps is Redis's own matter
+    (maxmemory). None keeps none there."""
+    kv_redis_max_block_bytes: int = 4 * 2**20
+    """Largest block that is kept in Redis; a model whose blocks are larger is refused."""
     kv_staging_bytes: int = 256 * 2**20
     """Most bytes of keys and values that wait in memory to be stored; what comes while there are more is not stored."""
 
     def __post_init__(self) -> None:
         require_at_least("kv_disk_max_bytes", self.kv_disk_max_bytes, 1)
         require_at_least("kv_staging_bytes", self.kv_staging_bytes, 1)
+        require_at_least("kv_redis_max_block_bytes", self.kv_redis_max_block_bytes, 1)
         if self.kv_disk is not None and not self.kv_disk.strip():
             raise ConfigError(f"kv_disk is {self.kv_disk!r}; name a folder, or leave it out")
         if self.kv_disk_key_file is not None and self.kv_disk is None:

@@ -22,7 +22,7 @@ PROMPT = list(range(300, 300 + 200))
 class DictTier:
     """Keeps blocks in a dict. `before_read`, `before_write` are called in the threads that do so."""
 
-    name = "dict"
+    name, has_index = "dict", True
 
     def __init__(self, bytes_per_block: int) -> None:
         self.bytes_per_block, self.stats = bytes_per_block, TierStats()

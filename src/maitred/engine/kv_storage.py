@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
@@ -46,33 +46,43 @@ def fingerprint_of(
     )
 
 
-def _library(executor: str) -> tuple[int, int]:
-    """Size and time of change of what computes: another build may round otherwise."""
-    found = find_spec("maitred.kernels._native" if executor == "native" else "torch")
+def _library(executor: str) -> str:
+    """Of what computes: another build may round otherwise."""
+    found = find_spec("maitred.kernels._native" if executor == "native" else "torch.version")
     assert found is not None, executor
     assert found.origin is not None, executor
-    status = os.stat(found.origin)
-    return status.st_size, status.st_mtime_ns
+    with open(found.origin, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def open_tiers(config: EngineConfig, executor: ExecutorPlan, fingerprint: KVFingerprint) -> list[KVTier]:
     """Those that were asked for, the fastest first. Raises ConfigError."""
     tiers = config.tiers
-    if tiers.kv_disk is None:
+    if tiers.kv_disk is None and tiers.kv_redis is None:
         return []
     if executor.on_gpu:
-        raise ConfigError("kv_disk keeps KV of an executor on a CPU, not of a GPU yet; leave it out")
-    from maitred.storage.kv_disk import open_kv_disk  # noqa: PLC0415  numpy
+        raise ConfigError("kv_disk and kv_redis keep KV of an executor on a CPU, not of a GPU yet; leave them out")
+    num_bytes, of_what = executor.bytes_per_block, fingerprint.digest()
+    found: list[KVTier] = []
+    if tiers.kv_disk is not None:
+        from maitred.storage.kv_disk import open_kv_disk  # noqa: PLC0415  numpy
 
-    return [
-        open_kv_disk(
+        disk = open_kv_disk(
             tiers.kv_disk,
             max_bytes=tiers.kv_disk_max_bytes,
-            bytes_per_block=executor.bytes_per_block,
-            fingerprint=fingerprint.digest(),
+            bytes_per_block=num_bytes,
+            fingerprint=of_what,
             key_file=tiers.kv_disk_key_file,
         )
-    ]
+        found.append(disk)
+    if tiers.kv_redis is not None:
+        from maitred.storage.kv_redis import open_kv_redis  # noqa: PLC0415  redis
+
+        most = tiers.kv_redis_max_block_bytes
+        found.append(
+            open_kv_redis(tiers.kv_redis, max_block_bytes=most, bytes_per_block=num_bytes, fingerprint=of_what)
+        )
+    return found
 
 
 def with_own_disk(config: EngineConfig, number: int, num_engines: int) -> EngineConfig:

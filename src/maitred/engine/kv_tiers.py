@@ -25,6 +25,7 @@ from maitred.scheduler.reservations import GivenUp
 PIECE_BYTES = 8 * 2**20  # moved at once: what giving up waits for
 PATIENCE_S = 2.0  # more than a fetch should take, until its thread counts as stuck
 TIMES = 2.0  # a fetch that takes so many times the foretold time is compared with computing anew
+ASK_TIMES = 10.0  # a prompt's computing over a tier's latency, from which on one is asked that has no index here
 RETRIES = 4  # requests in line, whose fetch is tried again in each round
 DRAIN_S = 2.0  # to store what is queued, when an engine ends; who stops its process waits little longer
 FIRST_GUESS = (0.5e9, 0.002)  # bytes/s, s; until a fetch was measured
@@ -127,8 +128,12 @@ class KVTiers:
         first = len(self._core.scheduler.kv_cache.find_prefix(request).blocks)
         keys = request.block_hashes[first:usable]
         for tier in self._tiers if keys else ():
-            if not tier.is_stuck:
+            if tier.is_stuck:
+                continue
+            if tier.tier.has_index:
                 tier.tier.look_up(keys, partial(self._tell_found, request, tier, first))
+            elif self._may_ask(tier, len(keys)):
+                self._begin_fetch(_Found(request, tier, first, len(keys)))
 
     def ended(self, request_id: str) -> None:
         """What it computed, and the prefix cache still has, is stored; its blocks may be what others lacked."""
@@ -193,6 +198,11 @@ class KVTiers:
             each.tier.close()
 
     # -- fetching
+
+    def _may_ask(self, tier: _Tier, num_blocks: int) -> bool:
+        """Whether a prompt may wait for a tier that perhaps has nothing of it: little beside computing it."""
+        prefill_s = self._core.prefill_s_per_token
+        return prefill_s is None or num_blocks * self._block_size * prefill_s > ASK_TIMES * tier.meter.latency_s
 
     def _tell_found(self, request: RequestState, tier: _Tier, first: int, count: int) -> None:
         """In any thread; at once where it is the engine's."""

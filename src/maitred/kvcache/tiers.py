@@ -70,6 +70,8 @@ class KVTier(Protocol):
     name: str
     bytes_per_block: int
     stats: TierStats
+    has_index: bool
+    """Whether `num_known` knows of all there is; else only `read` tells, in one round trip."""
 
     def num_known(self, keys: Sequence[bytes]) -> int:
         """How many from the front are there, by what is in memory: microseconds, no I/O. Reading may find fewer."""

@@ -86,7 +86,7 @@ class _Span(NamedTuple):
 class KVDisk:
     """A `KVTier`. Made by `open_kv_disk`."""
 
-    name = "disk"
+    name, has_index = "disk", True
 
     def __init__(
         self,

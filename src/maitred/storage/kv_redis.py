@@ -43,7 +43,7 @@ def open_kv_redis(url: str, *, max_block_bytes: int, bytes_per_block: int, finge
 class KVRedis:
     """A `KVTier`. Made by `open_kv_redis`."""
 
-    name = "redis"
+    name, has_index = "redis", False
 
     def __init__(self, url: str, bytes_per_block: int, fingerprint: str) -> None:
         self.bytes_per_block, self.stats = bytes_per_block, TierStats()

@@ -60,7 +60,9 @@ class App:
         policy: str | None = None,
         salt_secret: bytes | None = None,
     ) -> None:
-        """`policy` is the scheduler's; None heeds priorities. `salt_secret` None is drawn for this process alone."""
+        """`policy` is the scheduler's; None heeds priorities. `salt_secret` None is the fleet's token where there is one,
+        else drawn for this process.
+        """
         self.config, self.clock, self.observer, self.authenticator = config, clock, observer, authenticator
         self.replica: Replica = LoadingReplica()
         self.loaded_model: ServedModel | None = None
@@ -79,7 +81,8 @@ class App:
         self.on_replayed: Callable[[RequestSpec], None] = lambda spec: None
         """Told of each answer from the result cache; without tokens."""
         self.request_numbers = itertools.count()
-        self.salt_secret = salt_secret or secrets.token_bytes(32)
+        shared = b"".join(secret for _, secret in self.fleet_token.shown())
+        self.salt_secret = salt_secret or shared or secrets.token_bytes(32)
 
     def open(self, replica: Replica, model: ServedModel, admission: AdmissionController | None = None) -> None:
         """The engine is there. `admission` knows its slots, and turns away more than it can serve in time."""

@@ -1,0 +1,66 @@
+"""KV in Redis between real servers: what one computed another reads, and a Redis that dies costs no answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from maitred.config import TiersConfig
+from maitred.errors import ConfigError
+from tests.conftest import ServerProcess, start_server
+from tests.storage.redis_server import RunningRedis, needs_redis
+from tests.waiting import HANGS_S, until
+
+STORY = "The maître d' decides who is seated next, keeps every table full, and knows the regulars. " * 4
+BODY: dict[str, Any] = {"prompt": STORY, "max_tokens": 24, "temperature": 0.9, "seed": 3, "n": 2, "ignore_eos": True}
+
+
+@pytest.fixture
+def redis(tmp_path: Path) -> Iterator[RunningRedis]:
+    made = RunningRedis(tmp_path)
+    made.start()
+    yield made
+    made.kill()
+
+
+def complete(server: ServerProcess, **changes: Any) -> dict[str, Any]:
+    return httpx.post(f"{server.url}/v1/completions", json=BODY | changes, timeout=HANGS_S).json()
+
+
+def cached(answer: dict[str, Any]) -> int:
+    return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+def stored(server: ServerProcess) -> int:
+    (tier,) = httpx.get(f"{server.url}/admin/kv").json()["tiers"]
+    return int(tier["stored_blocks"]) if not tier["waiting_blocks"] else 0
+
+
+@needs_redis
+def test_what_one_server_computed_another_reads_and_a_redis_that_dies_costs_no_answer(redis: RunningRedis):
+    first = start_server("--kv-redis", redis.url)
+    try:
+        said = complete(first)
+        assert cached(said) == 0
+        until(lambda: stored(first) > 0)
+        second = start_server("--kv-redis", redis.url)
+        try:
+            found = complete(second)
+            assert found["choices"] == said["choices"]
+            assert cached(found) >= said["usage"]["prompt_tokens"] - 16
+            redis.kill()
+            other = "Of soups and stews. " + STORY
+            assert complete(second, prompt=other)["choices"] == complete(first, prompt=other)["choices"]
+        finally:
+            second.stop()
+    finally:
+        first.stop()
+
+
+def test_a_bound_that_holds_no_block_is_refused():
+    with pytest.raises(ConfigError, match="kv_redis_max_block_bytes"):
+        TiersConfig(kv_redis_max_block_bytes=0)
