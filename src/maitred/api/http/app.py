@@ -60,9 +60,7 @@ class App:
         policy: str | None = None,
         salt_secret: bytes | None = None,
     ) -> None:
-        """`policy` is the scheduler's; None heeds priorities. `salt_secret` None is the fleet's token where there is one,
-        else drawn for this process.
-        """
+        """`policy` is the scheduler's; None heeds priorities. `salt_secret` None is the fleet's token, or is drawn."""
         self.config, self.clock, self.observer, self.authenticator = config, clock, observer, authenticator
         self.replica: Replica = LoadingReplica()
         self.loaded_model: ServedModel | None = None
