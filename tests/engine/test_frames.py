@@ -115,6 +115,7 @@ spec_fields: dict[str, st.SearchStrategy] = {
         opened=st.booleans(),
     ),
     "prediction_token_ids": token_ids,
+    "kv_from": st.lists(st.text(max_size=9), max_size=2).map(tuple),
     "adapter": st.text(max_size=5),
     "resumed": st.none() | resume_points,
 }

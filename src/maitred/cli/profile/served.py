@@ -75,7 +75,7 @@ def _flags(config: EngineConfig) -> dict[str, object]:
     """The keys of a config file for all that is not as it would be without."""
     parts = zip(
         ENGINE_PARTS,
-        (config.model, config.cache, config.scheduler, config.speculative, config.lora, config),
+        (config.model, config.cache, config.scheduler, config.speculative, config.lora, config.tiers, config),
         strict=True,
     )
     return {
