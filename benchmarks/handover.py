@@ -56,8 +56,12 @@ def run(args: argparse.Namespace, model: str, words: tuple[str, ...], folder: Pa
         command = [sys.executable, "-m", "maitred", "bench", "serve", "--url", server.url, "--seed", 1, "--warmup", 4]
         command += ["--num-requests", args.requests, "--rate", args.rate, "--records", records]
         command += ["--input-len", args.input, "--output-len", args.output, "--prompt-form", "tokens"]
+        command += ["--extra-body", "logprobs=1"]  # so that tokens without a text are told one by one
         subprocess.run([str(word) for word in command], check=True, stdout=subprocess.DEVNULL)
-        return [json.loads(line) for line in records.read_text().splitlines()]
+        found = [json.loads(line) for line in records.read_text().splitlines()]
+        for record in found:
+            assert record["error"] is None, record
+        return found
     finally:
         server.stop()
 

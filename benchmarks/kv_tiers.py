@@ -108,7 +108,7 @@ def measure_ttft(options: argparse.Namespace, folder: Path) -> None:
 def measure_throughput(options: argparse.Namespace, folder: Path) -> None:
     sampling = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
     ratios = []
-    room = 8 * (128 + 32)
+    room = max(8 * (128 + 32), options.tokens + 64)  # a context of the model's must fit
     with engine(options, None, room, 8) as without, engine(options, folder / "on", room, 8) as with_tier:
         for number in range(1 + ROUNDS):
             rates = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -37,8 +38,9 @@ class Guard:
 class ThreadOfJobs:
     """A thread that does one thing after another; none is started before there is something to do."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, name: str, *, niceness: int = 0) -> None:
+        """`niceness` as the system's: how much others of this process go before it."""
+        self._name, self._niceness = name, niceness
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()
@@ -59,6 +61,10 @@ class ThreadOfJobs:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
+        if self._niceness:
+            os.setpriority(
+                os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + self._niceness
+            )
         while (job := self._jobs.get()) is not None:
             try:
                 job()

@@ -26,6 +26,7 @@ PIECE_BYTES = 8 * 2**20  # moved at once: what giving up waits for
 PATIENCE_S = 2.0  # more than a fetch should take, until its thread counts as stuck
 TIMES = 2.0  # a fetch that takes so many times the foretold time is compared with computing anew
 ASK_TIMES = 10.0  # a prompt's computing over a tier's latency, from which on one is asked that has no index here
+STORING_NICENESS = 10  # steps go first on a busy machine
 RETRIES = 4  # requests in line, whose fetch is tried again in each round
 DRAIN_S = 2.0  # to store what is queued, when an engine ends; who stops its process waits little longer
 FIRST_GUESS = (0.5e9, 0.002)  # bytes/s, s; until a fetch was measured
@@ -108,8 +109,11 @@ class KVTiers:
         self._landed = memoryview(b"")
         self._piece_bytes = min(PIECE_BYTES, staging_bytes)
         self._room = threading.Semaphore(staging_bytes // self._piece_bytes)  # pieces
-        self._fetching, self._copying = ThreadOfJobs("maitred-kv-fetch"), ThreadOfJobs("maitred-kv-copy")
-        self._storing = ThreadOfJobs("maitred-kv-store")
+        self._fetching, self._copying = (
+            ThreadOfJobs("maitred-kv-fetch"),
+            ThreadOfJobs("maitred-kv-copy", niceness=STORING_NICENESS),
+        )
+        self._storing = ThreadOfJobs("maitred-kv-store", niceness=STORING_NICENESS)
         core.kv_followers.append(self)
         core.kv_tiers = self
 
