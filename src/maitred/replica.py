@@ -42,7 +42,7 @@ class HandoverCounts(msgspec.Struct, array_like=True):
 
     outcomes: dict[str, int] = {}  # moved, recomputed, or local where it was here already
     num_bytes: int = 0
-    seconds: float = 0.0  # that pulling them took
+    seconds: float = 0.0  # that requests waited for them
 
     def add(self, outcome: str) -> None:
         self.outcomes[outcome] = self.outcomes.get(outcome, 0) + 1

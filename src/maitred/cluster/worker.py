@@ -13,7 +13,7 @@ from maitred.engine.live_requests import LiveRequest
 from maitred.request import RequestSpec
 
 KEY_BYTES = 8  # of a block's hash
-LINK_BYTES_PER_S, LINK_S = 2e9, 0.002  # between workers of a machine, until it was measured
+LINK_BYTES_PER_S, LINK_S = 1e9, 0.01  # between workers of a machine, until it was measured
 READ_BYTES_PER_S, TOKENS_PER_READ = 10e9, 8  # a processor's guess: weights are read once for up to so many tokens
 
 

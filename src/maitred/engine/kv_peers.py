@@ -46,6 +46,7 @@ class _Pull:
     keys: Sequence[bytes]  # from the first block on
     start: int  # block
     held: HeldBlocks
+    began_at: float  # s
 
 
 class KVPeers:
@@ -86,7 +87,14 @@ class KVPeers:
             return
         first = reserved.start // self._block_size
         keys = request.block_hashes[: reserved.end // self._block_size]
-        pull = _Pull(request.request_id, addresses, keys, first, HeldBlocks(self._io, reserved.block_ids, first=first))
+        pull = _Pull(
+            request.request_id,
+            addresses,
+            keys,
+            first,
+            HeldBlocks(self._io, reserved.block_ids, first=first),
+            self._clock.now(),
+        )
         self._pulls[request.request_id] = pull
         self._pulling.give(partial(self._pull, pull))
 
@@ -142,21 +150,20 @@ class KVPeers:
     # -- taking, in the thread that pulls
 
     def _pull(self, pull: _Pull) -> None:
-        num_blocks, num_bytes, seconds = 0, 0, 0.0
+        num_blocks, num_bytes = 0, 0
         try:
             puller = self._puller(tuple(pull.addresses))
             offered = puller.ask(pull.keys)
             wanted = range(pull.start, min(offered.num_blocks, len(pull.keys)))
             if wanted:
-                began_at = self._clock.now()
                 pulled = puller.pull(offered.lease, range(self._io.num_layers), wanted, pull.held)
-                num_blocks, num_bytes, seconds = pulled.num_blocks, pulled.num_bytes, self._clock.now() - began_at
+                num_blocks, num_bytes = pulled.num_blocks, pulled.num_bytes
             if offered.num_blocks:
                 puller.release(offered.lease)
         except Refusal as refusal:
             self._offers.count(refusal.reason)
         finally:
-            self._core.call_soon(partial(self._pulled, pull, num_blocks, num_bytes, seconds))
+            self._core.call_soon(partial(self._pulled, pull, num_blocks, num_bytes))
 
     def _puller(self, addresses: tuple[str, ...]) -> Puller:
         """Raises Refusal."""
@@ -171,9 +178,10 @@ class KVPeers:
             )
         return puller
 
-    def _pulled(self, pull: _Pull, num_blocks: int, num_bytes: int, seconds: float) -> None:
-        self.counts.num_bytes += num_bytes
-        self.counts.seconds += seconds
+    def _pulled(self, pull: _Pull, num_blocks: int, num_bytes: int) -> None:
+        if num_blocks:  # all of its wait: asking and queueing behind others are part of what a hand-over takes
+            self.counts.num_bytes += num_bytes
+            self.counts.seconds += self._clock.now() - pull.began_at
         if self._pulls.get(pull.request_id) is not pull:
             return  # its blocks were given up
         del self._pulls[pull.request_id]
