@@ -23,7 +23,7 @@ from maitred.request import RequestState, RequestStatus
 from maitred.scheduler.reservations import GivenUp
 
 PIECE_BYTES = 8 * 2**20  # moved at once: what giving up waits for
-PATIENCE_S = 2.0  # more than a fetch should take, until its thread counts as stuck
+PATIENCE_S = 5.0  # more than a fetch should take, until its thread counts as stuck
 TIMES = 2.0  # a fetch that takes so many times the foretold time is compared with computing anew
 ASK_TIMES = 10.0  # a prompt's computing over a tier's latency, from which on one is asked that has no index here
 STORING_NICENESS = 10  # steps go first on a busy machine
