@@ -77,6 +77,10 @@ class Offers:
         if self.revoke(lease):
             self._on_end(lease, why)
 
+    def has(self, lease: str) -> bool:
+        """Whether it may be in force."""
+        return lease in self._blocks
+
     def expire(self) -> None:
         """End what is over."""
         with self._lock:

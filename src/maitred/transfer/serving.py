@@ -47,7 +47,16 @@ class Outbox(Protocol):
 
 
 def serve(offers: Offers, channel: Channel, outbox: Outbox) -> None:
-    """Until the connection ends, which is a Refusal."""
+    """Until the connection ends, which is a Refusal; with it end the leases that were found for it."""
+    found: list[str] = []
+    try:
+        _serve(offers, channel, outbox, found)
+    finally:
+        for lease in found:
+            offers.end(lease, "cut")
+
+
+def _serve(offers: Offers, channel: Channel, outbox: Outbox, found: list[str]) -> None:
     while True:
         channel.has_input(None)
         message = channel.receive()
@@ -55,7 +64,9 @@ def serve(offers: Offers, channel: Channel, outbox: Outbox) -> None:
             case Pull():
                 _pull(offers, channel, outbox, message)
             case Ask():
-                channel.send(offers.find(message.hashes))
+                offered = offers.find(message.hashes)
+                found[:] = [lease for lease in found if offers.has(lease)] + [offered.lease]
+                channel.send(offered)
             case Release():
                 if message.epoch == offers.epoch:
                     offers.end(message.lease, "released")
