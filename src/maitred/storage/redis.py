@@ -82,11 +82,12 @@ class RedisStore:
             task.cancel()
 
     async def close(self) -> None:
-        """The connections too."""
+        """The connections too; one that hangs is left to the process's end."""
         self.stop()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
         with suppress(Exception):
-            await self._client.aclose()
+            async with asyncio.timeout(COMMAND_S):
+                await asyncio.gather(*self._tasks, return_exceptions=True)
+                await self._client.aclose()
 
     # ---- values
 
