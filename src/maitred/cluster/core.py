@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from maitred.cluster.actions import Action, Probe
+from maitred.cluster.actions import Action
 from maitred.cluster.autoscale import FleetFigures
 from maitred.cluster.binding import Binder
 from maitred.cluster.config import FleetConfig
@@ -20,12 +20,12 @@ from maitred.cluster.health import Health
 from maitred.cluster.lessons import Lessons
 from maitred.cluster.prefix_index import PrefixIndex
 from maitred.cluster.record import Recorder, core_input
-from maitred.cluster.replicas import Due, Replica, ReplicaDue, ReplicaFacts, Replicas, Report, State
+from maitred.cluster.replicas import Replica, ReplicaFacts, Replicas, Report, State
 from maitred.cluster.requests import Requests
 from maitred.cluster.roles import Roles, RoleScaling
 from maitred.cluster.sizing import EVERY_S, Autoscale, Sizing, as_asked
-from maitred.cluster.timers import Timers
 from maitred.cluster.view import FleetView, view_of
+from maitred.cluster.watch import SILENT, Watch
 from maitred.config import SchedulerConfig
 from maitred.errors import InvalidRequest
 from maitred.policy.policies import POLICIES, policy_for
@@ -33,7 +33,6 @@ from maitred.policy.policy import PolicyFactory
 from maitred.policy.predictor import Predictor, predictor_named
 
 GONE = Failure(FailureKind.RESET, message="it is gone")
-SILENT = Failure(FailureKind.SILENT, message="nothing was heard of it")
 _KEPT = {(State.WARM, State.READY), (State.ASLEEP, State.READY), (State.ASLEEP, State.STARTING)}
 
 
@@ -64,7 +63,7 @@ class ClusterCore:
         self._roles = Roles(self.fleet, handover, role_scaling)
         self._requests = Requests(config, self.fleet, binder, self._lessons, self._health, self._sizing)
         self._draining = Draining(self.fleet, self._sizing, self._requests, self._health)
-        self._timers: Timers[ReplicaDue] = Timers(self._is_living)
+        self._watch = Watch(config, self.fleet, self._health, self._requests)
         self._facts_version = -1
         self._scale_at: float | None = None
 
@@ -123,10 +122,10 @@ class ClusterCore:
             return []
         replica = self.fleet.at(request.replica)
         if failure.kind is FailureKind.FULL:
-            self._said_full(replica, now + failure.retry_after_s, now)
+            self._watch.said_full(replica, now + failure.retry_after_s, now)
             return self._requests.put_back(request, now)
         if self._health.failed(replica, failure, now):
-            self._expect_probe(replica, now)
+            self._watch.expect_probe(replica, now)
         return self._requests.fail([request], replica, failure, now)
 
     @core_input
@@ -151,7 +150,7 @@ class ClusterCore:
             self._become(replica, facts.state, now)
         elif replica.state is State.READY and not replica.is_watched:  # it may have begun to tell of itself
             replica.heard_at = now
-            self._watch(replica)
+            self._watch.begin(replica)
         return self._fleet_changed(now)
 
     @core_input
@@ -219,10 +218,10 @@ class ClusterCore:
         if is_well:
             return self._is_well(replica, now)
         if self._health.eject(replica, FailureKind.SILENT, now):
-            self._expect_probe(replica, now)
+            self._watch.expect_probe(replica, now)
             return self._requests.abandon(replica, SILENT, now)
         if replica.state is State.EJECTED:
-            self._expect_probe(replica, now)
+            self._watch.expect_probe(replica, now)
         return []
 
     @core_input
@@ -250,9 +249,7 @@ class ClusterCore:
     @core_input
     def tick(self, now: float) -> list[Action]:
         """Whatever has fallen due; call it at `next_tick`, or later."""
-        actions: list[Action] = []
-        for due in self._timers.take_due(now):
-            actions += self._fell_due(due, now)
+        actions = self._watch.tick(now)
         actions += self._draining.tick(now)
         for request_due in self._requests.timers.take_due(now):
             actions += self._requests.fell_due(request_due, now)
@@ -263,7 +260,7 @@ class ClusterCore:
 
     def next_tick(self) -> float | None:
         """(s) when something falls due, if nothing else happens; None is never."""
-        timers = (self._timers, self._draining.timers, self._requests.timers)
+        timers = (self._watch.timers, self._draining.timers, self._requests.timers)
         times = (self._scale_at, self._roles.next_at, *(each.next_at() for each in timers))
         return min((at for at in times if at is not None), default=None)
 
@@ -321,7 +318,7 @@ class ClusterCore:
         if state is State.READY:
             self._sizing.is_there(replica, now)
             self._roles.is_there(replica.name, now)
-            self._watch(replica)
+            self._watch.begin(replica)
 
     def _is_news(self, replica: Replica, told: State) -> bool:
         """Draining, ejected, asleep and warm are the router's to say; a replica itself only knows if it could serve."""
@@ -336,11 +333,6 @@ class ClusterCore:
         if replica.state is State.EJECTED:
             self._become(replica, State.READY, now)
         return self._fleet_changed(now)
-
-    def _watch(self, replica: Replica) -> None:
-        if replica.facts.has_beats and not replica.is_watched:
-            replica.is_watched = True
-            self._timers.add(replica.heard_at + self.config.silence_s, ReplicaDue(Due.SILENCE, replica))
 
     def _fleet_changed(self, now: float) -> list[Action]:
         """Who there is, or what they serve."""
@@ -371,45 +363,3 @@ class ClusterCore:
         for name in names:
             self._become(self.fleet.by_name[name], State.READY, now)
         return self._requests.dispatch(now) if names else []
-
-    def _said_full(self, replica: Replica, until: float, now: float) -> None:
-        """It works and has no room: until then it gets nobody."""
-        if not replica.is_full:
-            replica.unready_since = now
-        replica.full_until = max(until, replica.full_until)
-        self._timers.add(replica.full_until, ReplicaDue(Due.FULL, replica))
-        replica.is_full = True
-
-    def _expect_probe(self, replica: Replica, now: float) -> None:
-        """It is out. What it does for others may still come to an end, so they stay."""
-        self._timers.add(now + self._health.next_probe_s(replica), ReplicaDue(Due.PROBE, replica))
-
-    # -- what falls due
-
-    def _is_living(self, due: ReplicaDue) -> bool:
-        return self.fleet.by_name.get(due.replica.name) is due.replica
-
-    def _fell_due(self, due: ReplicaDue, now: float) -> list[Action]:
-        what, replica = due
-        if what is Due.SILENCE:
-            return self._silence_due(replica, now)
-        if what is Due.PROBE:
-            return [Probe(replica.name)] if replica.state is State.EJECTED else []
-        replica.is_full = now < replica.full_until
-        self.fleet.note_room(replica)
-        return []
-
-    def _silence_due(self, replica: Replica, now: float) -> list[Action]:
-        """A beat may have come since; if all fell silent at once, it may be us: then a probe tells."""
-        replica.is_watched = False
-        if replica.state is not State.READY or not replica.facts.has_beats:
-            return []
-        if now < replica.heard_at + self.config.silence_s:
-            self._watch(replica)
-            return []
-        if self._health.may_eject() and self._health.eject(replica, FailureKind.SILENT, now):
-            self._expect_probe(replica, now)
-            return self._requests.abandon(replica, SILENT, now)
-        self._timers.add(now + self.config.silence_s, ReplicaDue(Due.SILENCE, replica))
-        replica.is_watched = True
-        return [Probe(replica.name)]

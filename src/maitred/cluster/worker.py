@@ -66,13 +66,13 @@ class Worker:
         memory = ready.memory_plan
         return WorkerFacts(
             role=Role(self.role),
-            costs=self.client.step_costs or guessed_costs(memory.weights_bytes),
+            costs=self.client.counters.step_costs or guessed_costs(memory.weights_bytes),
             token_budget=ready.token_budget,
             num_blocks=memory.num_blocks,
             block_size=memory.block_size,
             bytes_per_token=memory.bytes_per_block / memory.block_size,
             num_layers=1,
-            bandwidth=self.client.pull_bytes_per_s or LINK_BYTES_PER_S,
+            bandwidth=self.client.counters.pull_bytes_per_s or LINK_BYTES_PER_S,
             latency_s=LINK_S,
             shares_link=True,
         )

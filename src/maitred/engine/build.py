@@ -7,19 +7,19 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
 from maitred.clock import Clock, WallClock
-from maitred.config import EngineConfig, SchedulerConfig
+from maitred.config import EngineConfig
 from maitred.decisions.codec import Header
 from maitred.decisions.log import Recorder
 from maitred.engine.adapters import AdapterCache, adapter_cache, introduced
 from maitred.engine.checkpoint_facts import check_overrides, facts_of
 from maitred.engine.core import EngineCore, MeasureSwaps
-from maitred.engine.drafting import DraftPlan, make_proposer, plan_drafts
-from maitred.engine.executors import BuiltExecutor, ExecutorPlan, OnLost, own_threads, plan_executor
+from maitred.engine.drafting import make_proposer
+from maitred.engine.executors import BuiltExecutor, OnLost
 from maitred.engine.held import Prepare
 from maitred.engine.installed import installed_policies
 from maitred.engine.kv_peers import KVPeers, PeerConfig
@@ -28,15 +28,11 @@ from maitred.engine.kv_tiers import KVTiers
 from maitred.engine.loop import LoadedEngine
 from maitred.engine.memory import (
     MemoryPlan,
-    available_memory_bytes,
     format_bytes,
-    own_share,
-    plan_memory,
-    swap_bytes,
-    usable_cores,
 )
 from maitred.engine.model_facts import ModelFacts
 from maitred.engine.peering import layers_of, layout_of
+from maitred.engine.planning import EnginePlan, OnEvent, plan_engine
 from maitred.engine.step_meter import StepMeter
 from maitred.engine.timeline import Timeline
 from maitred.executor.grammar import Grammars
@@ -44,7 +40,6 @@ from maitred.kvcache.manager import KVCacheManager
 from maitred.kvcache.prefix_cache import TokenHasher
 from maitred.kvcache.tiers import KVTier
 from maitred.model.checkpoint import Checkpoint, open_checkpoint
-from maitred.model.families import spec_from_config
 from maitred.model.spec import DecoderSpec
 from maitred.policy.policies import POLICIES, policy_for
 from maitred.policy.policy import PolicyFactory
@@ -56,8 +51,6 @@ from maitred.transfer.handshake import Identity
 
 if TYPE_CHECKING:
     from maitred.engine.intake import ServedModel
-
-OnEvent = Callable[[str], None]
 
 
 @dataclass(kw_only=True)
@@ -116,51 +109,51 @@ def build_parts(
     policy_for(config.scheduler, policies)  # before anything is loaded
     with ExitStack() as files:
         checkpoint = files.enter_context(open_checkpoint(config.model.model, config.model.revision))
-        layout = _plan(config, checkpoint, tell, files)
+        plan = plan_engine(config, checkpoint, tell, files)
         facts = facts_of(
             config,
             checkpoint,
-            layout.spec,
-            layout.executor,
-            layout.memory,
+            plan.spec,
+            plan.executor,
+            plan.memory,
             served_model_names,
-            layout.drafts.name if layout.drafts is not None else "",
+            plan.drafts.name if plan.drafts is not None else "",
         )
         timeline.end("plan")
         if facts.chat_template is None:
             tell("chat    the model has no chat template, so /v1/chat/completions is refused; --chat-template FILE")
         with ExitStack() as undo:  # of what somebody else may want, when we cannot have the rest
-            tiers = _open_tiers(config, checkpoint, layout, tell)
+            tiers = _open_tiers(config, checkpoint, plan, tell)
             for tier in tiers:
                 undo.callback(tier.close)
-            executor = _build_executor(layout, timeline, tell, told_now_and_then(tell, clock), on_lost)
+            executor = _build_executor(plan, timeline, tell, told_now_and_then(tell, clock), on_lost)
             undo.pop_all()
     grammars = executor.grammars = Grammars(
         facts.tokenizer_folder, facts.vocab_size, facts.eos_token_ids, forces=config.model.forced_tokens
     )
-    adapters = adapter_cache(getattr(executor, "adapters", None), layout.spec, config.lora)
+    adapters = adapter_cache(getattr(executor, "adapters", None), plan.spec, config.lora)
     if adapters is not None and config.lora.lora:
         facts = replace(facts, adapters=tuple(introduced(adapters, config.lora.lora)))
         tell(f"lora    {len(facts.adapters)} adapters, of rank {max(one.rank for one in facts.adapters)} at most")
         timeline.end("adapters")
-    log = _decision_log(config, layout) if config.decision_log is not None else None
+    log = _decision_log(config, plan) if config.decision_log is not None else None
     core = EngineCore(
-        _scheduler(config, layout, facts.revision, policies),
+        _scheduler(config, plan, facts.revision, policies),
         executor,
         clock,
         Recorder(log.write) if log is not None else None,
-        _swap_observer(executor, layout, tell),
-        StepMeter().step_costs if layout.drafts is not None or config.share.exchanges_kv else None,
+        _swap_observer(executor, plan, tell),
+        StepMeter().step_costs if plan.drafts is not None or config.share.exchanges_kv else None,
     )
-    kv_peers = _kv_peers(config, core, executor, facts, layout.spec, clock) if config.share.exchanges_kv else None
+    kv_peers = _kv_peers(config, core, executor, facts, plan.spec, clock) if config.share.exchanges_kv else None
     kv_tiers = _kv_tiers(config, core, executor, tiers, clock) if tiers else None
     timeline.end("scheduler")
     tell(f"ready   in {timeline.total_s:.2f} s")
     return EngineParts(
         core=core,
         facts=facts,
-        spec=layout.spec,
-        memory_plan=layout.memory,
+        spec=plan.spec,
+        memory_plan=plan.memory,
         start_phases=timeline.phases,
         deterministic=bool(getattr(executor, "deterministic", False)),
         decision_log=log,
@@ -191,82 +184,6 @@ def load_engine(
     )
 
 
-class _Layout(NamedTuple):
-    """What is settled before anything large is allocated."""
-
-    spec: DecoderSpec
-    executor: ExecutorPlan
-    memory: MemoryPlan
-    num_host_blocks: int
-    drafts: DraftPlan | None
-    scheduler: SchedulerConfig  # with the executor's token budget where none was given
-
-
-def _plan(config: EngineConfig, checkpoint: Checkpoint, tell: OnEvent, files: ExitStack) -> _Layout:
-    """Which executor, how much memory for what; told line by line. Raises OutOfMemory for what cannot fit."""
-    spec = spec_from_config(checkpoint.config)
-    tell(f"model   {checkpoint.name}: {spec.architecture}, {spec.num_parameters() / 1e6:,.1f} M parameters")
-    executor, drafts = plan_drafts(
-        config,
-        checkpoint,
-        plan_executor(config, checkpoint, spec, tell),
-        with_taps=lambda taps: plan_executor(config, checkpoint, spec, lambda line: None, taps),
-        num_threads=lambda draft: own_threads(config, spec_from_config(draft.config)),
-        files=files,
-        tell=tell,
-    )
-    scheduler = config.scheduler.settled(executor.token_budget)
-    available_bytes = executor.available_bytes(_own_memory(config, executor))
-    memory = plan_memory(
-        available_bytes=drafts.available_bytes(available_bytes) if drafts is not None else available_bytes,
-        weights_bytes=executor.weights_bytes,
-        bytes_per_block=executor.bytes_per_block,
-        model_context=spec.max_position_embeddings,
-        pinned_context=config.model.max_model_len,
-        cache=config.cache,
-        scheduler=config.scheduler,
-        draft=drafts.memory if drafts is not None else None,
-    )
-    tell(executor.describe())
-    tell(memory.describe())
-    if config.share.num_engines > 1:
-        tell(_told_share(config, executor))
-    tell(f"steps   of at most {scheduler.token_budget} tokens, {scheduler.max_num_seqs} requests")
-    if drafts is not None:
-        tell(drafts.describe(config.speculative.num_speculative_tokens))
-    return _Layout(spec, executor, memory, _num_host_blocks(config, executor, memory), drafts, scheduler)
-
-
-def _own_memory(config: EngineConfig, executor: ExecutorPlan) -> int:
-    """Of the host's, what this engine plans with."""
-    free_bytes = config.share.available_bytes
-    if free_bytes is None:
-        free_bytes = available_memory_bytes()
-    return own_share(free_bytes, config.share.num_engines, executor.mapped_bytes)
-
-
-def _told_share(config: EngineConfig, executor: ExecutorPlan) -> str:
-    num_engines, mapped = config.share.num_engines, executor.mapped_bytes
-    weights = f"weights {format_bytes(mapped)} in memory once, mapped by all" if mapped else "weights of its own"
-    num_threads = num_engines * (executor.num_threads or 1) * config.model.tensor_parallel
-    busy = f"; {num_threads} threads in all on {usable_cores()} cores wait for time slices"
-    return (
-        f"workers {num_engines}, each with KV cache and steps as told here, {weights}"
-        f"{busy if num_threads > usable_cores() else ''}"
-    )
-
-
-def _num_host_blocks(config: EngineConfig, executor: ExecutorPlan, memory: MemoryPlan) -> int:
-    on_gpu = executor.on_gpu
-    num_bytes = swap_bytes(
-        config.cache.swap_memory_bytes,
-        on_gpu=on_gpu,
-        available_host_bytes=_own_memory(config, executor),
-        host_bytes_planned=0 if on_gpu else memory.weights_bytes + memory.kv_bytes,
-    )
-    return num_bytes // memory.bytes_per_block
-
-
 def told_now_and_then(tell: OnEvent, clock: Clock, every_s: float = 2.0) -> Callable[[int, int], None]:
     """What says how far the packing of weights is, every `every_s`: of a large model it takes minutes."""
     began_at = told_at = clock.now()
@@ -286,7 +203,7 @@ def told_now_and_then(tell: OnEvent, clock: Clock, every_s: float = 2.0) -> Call
 
 
 def _build_executor(
-    layout: _Layout,
+    plan: EnginePlan,
     timeline: Timeline,
     tell: OnEvent,
     on_packed: Callable[[int, int], None],
@@ -299,21 +216,21 @@ def _build_executor(
         if story:
             tell(f"{phase:7} {story} in {timeline.phases[phase]:.2f} s")
 
-    executor = layout.executor.build(
-        num_blocks=layout.memory.num_blocks,
-        max_model_len=layout.memory.max_model_len,
-        num_host_blocks=layout.num_host_blocks,
+    executor = plan.executor.build(
+        num_blocks=plan.memory.num_blocks,
+        max_model_len=plan.memory.max_model_len,
+        num_host_blocks=plan.num_host_blocks,
         on_phase=on_phase,
         on_packed=on_packed,
         on_lost=on_lost,
     )
     timeline.end("executor")
-    if layout.drafts is not None:
+    if plan.drafts is not None:
         executor.proposer, story = make_proposer(
-            layout.drafts,
+            plan.drafts,
             executor,
-            num_blocks=layout.memory.num_blocks,
-            max_model_len=layout.memory.max_model_len,
+            num_blocks=plan.memory.num_blocks,
+            max_model_len=plan.memory.max_model_len,
             on_packed=on_packed,
         )
         on_phase("drafts", story)
@@ -321,29 +238,29 @@ def _build_executor(
 
 
 def _scheduler(
-    config: EngineConfig, layout: _Layout, revision: str, policies: Mapping[str, PolicyFactory]
+    config: EngineConfig, plan: EnginePlan, revision: str, policies: Mapping[str, PolicyFactory]
 ) -> Scheduler:
     cache = KVCacheManager(
-        num_blocks=layout.memory.num_blocks,
+        num_blocks=plan.memory.num_blocks,
         block_size=config.cache.block_size,
         hasher=TokenHasher(config.cache.block_size, revision),
         enable_prefix_caching=config.cache.enable_prefix_caching,
-        num_host_blocks=layout.num_host_blocks,
+        num_host_blocks=plan.num_host_blocks,
     )
-    drafts = layout.drafts is not None
+    drafts = plan.drafts is not None
     speculation = Speculation(config.speculative.num_speculative_tokens) if drafts else None
-    return Scheduler(layout.scheduler, cache, policies=policies, speculation=speculation)
+    return Scheduler(plan.scheduler, cache, policies=policies, speculation=speculation)
 
 
-def _swap_observer(executor: BuiltExecutor, layout: _Layout, tell: OnEvent) -> MeasureSwaps | None:
+def _swap_observer(executor: BuiltExecutor, plan: EnginePlan, tell: OnEvent) -> MeasureSwaps | None:
     """None where nothing is ever swapped."""
     bandwidth = executor.measure_swap()
     if bandwidth is None:
         return None
-    bytes_per_block = layout.memory.bytes_per_block
+    bytes_per_block = plan.memory.bytes_per_block
     tell(
-        f"swap    {format_bytes(layout.num_host_blocks * bytes_per_block)} of host memory = "
-        f"{layout.num_host_blocks:,} blocks; {bandwidth.out_bytes_per_s / 1e9:.1f} GB/s out, "
+        f"swap    {format_bytes(plan.num_host_blocks * bytes_per_block)} of host memory = "
+        f"{plan.num_host_blocks:,} blocks; {bandwidth.out_bytes_per_s / 1e9:.1f} GB/s out, "
         f"{bandwidth.in_bytes_per_s / 1e9:.1f} GB/s in"
     )
     meter = StepMeter(
@@ -354,11 +271,11 @@ def _swap_observer(executor: BuiltExecutor, layout: _Layout, tell: OnEvent) -> M
     return meter.swap_costs
 
 
-def _open_tiers(config: EngineConfig, checkpoint: Checkpoint, layout: _Layout, tell: OnEvent) -> list[KVTier]:
-    head = layout.drafts.head if layout.drafts is not None else None
+def _open_tiers(config: EngineConfig, checkpoint: Checkpoint, plan: EnginePlan, tell: OnEvent) -> list[KVTier]:
+    head = plan.drafts.head if plan.drafts is not None else None
     files = [checkpoint] if head is None else [checkpoint, head.checkpoint]
-    of_what = fingerprint_of(config, layout.executor, layout.spec, layout.memory.max_model_len, files)
-    tiers = open_tiers(config, layout.executor, of_what)
+    of_what = fingerprint_of(config, plan.executor, plan.spec, plan.memory.max_model_len, files)
+    tiers = open_tiers(config, plan.executor, of_what)
     for tier in tiers:
         tell(describe(tier, config.cache.block_size))
     return tiers
@@ -396,14 +313,14 @@ def _kv_tiers(
     )
 
 
-def _decision_log(config: EngineConfig, layout: _Layout) -> DecisionLogFile:
+def _decision_log(config: EngineConfig, plan: EnginePlan) -> DecisionLogFile:
     header = Header(
-        config=layout.scheduler,
-        num_blocks=layout.memory.num_blocks,
-        block_size=layout.memory.block_size,
+        config=plan.scheduler,
+        num_blocks=plan.memory.num_blocks,
+        block_size=plan.memory.block_size,
         enable_prefix_caching=config.cache.enable_prefix_caching,
-        num_host_blocks=layout.num_host_blocks,
-        num_speculative_tokens=config.speculative.num_speculative_tokens if layout.drafts is not None else 0,
+        num_host_blocks=plan.num_host_blocks,
+        num_speculative_tokens=config.speculative.num_speculative_tokens if plan.drafts is not None else 0,
     )
     return DecisionLogFile(
         Path(config.decision_log or ""),

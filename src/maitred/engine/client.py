@@ -8,24 +8,22 @@ from weakref import WeakSet
 
 from maitred.clock import Clock
 from maitred.config import SchedulerConfig
-from maitred.cost_model import CostModel
 from maitred.engine.adapter_book import AdapterBook, adapters_at_work
+from maitred.engine.counters import Counters
 from maitred.engine.crash_isolation import CrashIsolation, refusal, refusal_of_foreign
 from maitred.engine.frames import (
     Abort,
     Answer,
     Ask,
     BlockChanges,
-    Figures,
     Ready,
     Refused,
     Report,
     Stepped,
     Submit,
-    counted,
     error_of,
 )
-from maitred.engine.live_requests import LiveRequest, Totals
+from maitred.engine.live_requests import LiveRequest
 from maitred.engine.live_view import LiveView
 from maitred.engine.model_facts import AdapterFacts, ModelFacts
 from maitred.engine.progress_streams import ProgressStream
@@ -84,7 +82,7 @@ class EngineClient:
         self._leaving: set[str] = set()  # handed over, whose last progress has not come
         self._questions = Questions(self._send_question, self.supervisor.death)
         self._on_change = on_change
-        self._totals = Totals()
+        self.counters = Counters()
         self._isolation = CrashIsolation(self._send)
         self.adapters = adapters or AdapterBook(
             self.supervisor.send,
@@ -93,7 +91,6 @@ class EngineClient:
             wake_up=self.supervisor.sleep.wake_up,
             at_work=lambda: adapters_at_work(self._live.values()),
         )
-        self._figures, self._past = Figures(), Figures()  # of this engine, and the counters of those before it
         self._news_at = self._busy_at = clock.now()
         self._on_blocks: OnBlocks | None = None
 
@@ -168,17 +165,6 @@ class EngineClient:
         """What the present engine said of itself."""
         return self.supervisor.loaded
 
-    @property
-    def pull_bytes_per_s(self) -> float | None:
-        """At which the present engine got KV of others; None before it did."""
-        pulled = self._figures.handovers
-        return pulled.num_bytes / pulled.seconds if pulled.seconds else None
-
-    @property
-    def step_costs(self) -> CostModel | None:
-        """As the present engine has measured them."""
-        return self._figures.step_costs
-
     def movable(self) -> dict[str, LiveRequest]:
         """While there is no engine here: who may go on with another one. Suspects are tried here, if one will come."""
         is_suspect = (lambda live: False) if self.supervisor.over else self._isolation.is_suspect
@@ -204,35 +190,8 @@ class EngineClient:
 
     def state(self) -> ReplicaState:
         """Counters of all engines so far; gauges of the present one."""
-        supervisor, figures, past, totals = self.supervisor, self._figures, self._past, self._totals
-        error = supervisor.why_not_alive
-        return ReplicaState(
-            alive=error is None,
-            error=error,
-            loading=not (supervisor.ready or supervisor.sleep.asleep or supervisor.over or supervisor.stopping),
-            asleep=not supervisor.ready and supervisor.sleep.asleep,
-            num_running=figures.num_running,
-            num_waiting=figures.num_waiting if supervisor.ready else len(self._live),
-            num_blocks=figures.num_blocks,
-            num_blocks_used=figures.num_blocks_used,
-            num_blocks_cached=figures.num_blocks_cached,
-            prefill_tokens_per_s=figures.prefill_tokens_per_s,
-            decode_tokens_per_s=figures.decode_tokens_per_s,
-            adapter_bytes=figures.adapter_bytes,
-            num_prompt_tokens=totals.num_prompt_tokens,
-            num_prefix_queried_tokens=totals.num_prompt_tokens,
-            num_prefix_hit_tokens=totals.num_prefix_hit_tokens,
-            num_generated_tokens=totals.num_generated_tokens,
-            num_finished=dict(totals.num_finished),
-            last_step_age_s=max(0.0, self._clock.now() - self._news_at) if self._live else 0.0,
-            heartbeat_age_s=supervisor.silent_s,
-            num_restarts=supervisor.num_restarts,
-            num_sleeps=supervisor.sleep.num_sleeps,
-            wake_s=supervisor.sleep.wake_s,
-            num_resumed=totals.num_resumed,
-            num_wrong_frames=supervisor.num_wrong_frames,
-            **counted(figures, past),
-        )
+        news_age_s = max(0.0, self._clock.now() - self._news_at)
+        return self.counters.state(self.supervisor, num_live=len(self._live), news_age_s=news_age_s)
 
     def workers(self) -> tuple[WorkerView, ...]:
         """This one."""
@@ -374,13 +333,11 @@ class EngineClient:
         self._end_all(self.supervisor.death())
 
     def _keep_counters(self) -> None:
-        """The next engine counts from nothing, and has nothing cached; the gauges are of nobody meanwhile."""
+        """The next engine has nothing cached."""
         self._leaving.clear()
         if self._on_blocks is not None:
             self._on_blocks(None)
-        figures, past = self._figures, self._past
-        self._past = Figures(**counted(figures, past))
-        self._figures = Figures(num_blocks=figures.num_blocks)
+        self.counters.keep()
 
     def _end_all(self, error: EngineDead) -> None:
         now = self._clock.now()
@@ -390,13 +347,13 @@ class EngineClient:
 
     def _end_with_error(self, live: LiveRequest, error: MaitredError, now: float) -> None:
         live.stream.fail(error)
-        self._account([live.ended(FinishReason.ERROR, now, str(error))], self._figures.num_waiting)
+        self._account([live.ended(FinishReason.ERROR, now, str(error))], self.counters.figures.num_waiting)
         del self._live[live.request_id]
 
     def _stepped(self, report: Stepped) -> None:
         now = self._news_at = self._clock.now()
         if report.figures is not None:
-            self._figures = report.figures
+            self.counters.figures = report.figures
         if report.blocks is not None and self._on_blocks is not None:
             self._on_blocks(report.blocks)
         if report.progress:
@@ -408,14 +365,14 @@ class EngineClient:
                     if item.finish_reason is not None:
                         self._leaving.discard(item.request_id)
                 elif live is not None:
-                    self._totals.charge(live.charges, item.charges)
+                    self.counters.totals.charge(live.charges, item.charges)
                     news.append(live.take(item, now))
             self._deliver(news, report.num_queued)
             self._isolation.stepped(item.request_id for item in report.progress)
 
     def _deliver(self, progress: list[RequestProgress], num_queued: int | None = None) -> None:
         """To those who listen; `num_queued` is None for what no step gave."""
-        self._account(progress, self._figures.num_waiting if num_queued is None else num_queued)
+        self._account(progress, self.counters.figures.num_waiting if num_queued is None else num_queued)
         for item in progress:
             self._live[item.request_id].stream.put(item)
             if item.finish_reason is not None:
@@ -423,7 +380,7 @@ class EngineClient:
 
     def _account(self, progress: list[RequestProgress], num_queued: int) -> None:
         """To the counters and whoever listens to all."""
-        self._totals.count(progress)
+        self.counters.totals.count(progress)
         self.on_progress(progress, num_queued, self._clock.now())
 
     def _send(self, live: LiveRequest) -> None:
@@ -433,4 +390,4 @@ class EngineClient:
         except RequestTooLarge as error:  # limits were set so high that what they let in cannot cross
             self._end_with_error(live, error, now)
             return
-        self._totals.num_resumed += live.sent and live.num_resumes > 0
+        self.counters.totals.num_resumed += live.sent and live.num_resumes > 0

@@ -1,8 +1,7 @@
-"""What a client keeps of each request: enough for ledger and counters, and to go on with another engine."""
+"""What a client keeps of each request: enough for the ledger, and to go on with another engine."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from msgspec.structs import replace
@@ -118,26 +117,3 @@ class LiveRequest:
         news = told[max(0, self.num_prompt_logprobs - first) :]
         self.num_prompt_logprobs += len(news)
         return progress._replace(prompt_logprobs=news or None)
-
-
-@dataclass(slots=True)
-class Totals:
-    """Counters that must equal the ledger's sums, counted from the same frames over all engines."""
-
-    num_prompt_tokens: int = 0
-    num_prefix_hit_tokens: int = 0
-    num_generated_tokens: int = 0
-    num_resumed: int = 0
-    num_finished: dict[FinishReason, int] = field(default_factory=lambda: dict.fromkeys(FinishReason, 0))
-
-    def count(self, progress: Iterable[RequestProgress]) -> None:
-        for item in progress:
-            self.num_generated_tokens += len(item.new_token_ids)
-            if item.finish_reason is not None:
-                self.num_finished[item.finish_reason] += 1
-
-    def charge(self, before: Charges, now: Charges | None) -> None:
-        """A request's prompt counts once, when its first charges come."""
-        if now is not None and now.num_prompt_tokens and not before.num_prompt_tokens:
-            self.num_prompt_tokens += now.num_prompt_tokens
-            self.num_prefix_hit_tokens += now.num_cached_tokens
