@@ -22,6 +22,12 @@ def parse_slo(text: str) -> tuple[str, float]:
     return match[1], float(match[2]) * _SECONDS[match[3]]
 
 
+def promised(slos: Iterable[str]) -> dict[str, float | None]:
+    """What is said (s) of first tokens and of the time between tokens. Raises ConfigError."""
+    bounds_s = dict(map(parse_slo, slos))
+    return {"ttft_s": bounds_s.get("ttft"), "tpot_s": bounds_s.get("tpot", bounds_s.get("itl"))}
+
+
 def percentile(values: Sequence[float], percent: float) -> float:
     """Of sorted, non-empty `values`; between two of them linearly, as numpy's default."""
     at = (len(values) - 1) * percent / 100

@@ -99,7 +99,8 @@ class ServerConfig:
     """none, or vllm: /metrics shows the same figures under vLLM's names besides, for dashboards that know those."""
     slo: tuple[str, ...] = ()
     """Objective of requests, such as ttft:1s, itl:80ms, tpot:50ms or e2e:20s, written and judged as `bench serve --slo`
-    does; maitred_requests_in_objective_total counts who met it."""
+    does; maitred_requests_in_objective_total counts who met it. Workers that hand over are chosen so that ttft and tpot
+    are kept."""
     start_budget_s: float = 30.0
     """A start that takes longer (s) names its longest phase in the log, and has an alert."""
     announce_fd: int | None = None

@@ -279,6 +279,16 @@ def test_a_server_has_a_worker_and_each_has_a_process(settings: dict[str, Any]):
         ProcessConfig(**settings)
 
 
+@pytest.mark.parametrize(
+    ("slo", "ttft_s", "tpot_s"),
+    [((), None, None), (("ttft:500ms", "tpot:40ms"), 0.5, 0.04), (("itl:80ms", "e2e:9s"), None, 0.08)],
+)
+def test_workers_are_chosen_so_that_what_the_server_promises_is_kept(slo: tuple[str, ...], ttft_s: Any, tpot_s: Any):
+    workers = Workers(start_of("", SchedulerConfig(), mixed_workers=2), WallClock(), slo=slo)
+    rules = workers._core.handover
+    assert (rules.ttft_s, rules.tpot_s) == (ttft_s, tpot_s)
+
+
 async def test_ray_s_replica_may_have_several_workers():
     engine = await start_engine(read_options({"mixed_workers": 2, "max_num_seqs": 4}))
     try:

@@ -50,7 +50,7 @@ class ClusterCore:
         handover: HandoverConfig = DEFAULT_HANDOVER,
         role_scaling: Mapping[Role, RoleScaling] = MappingProxyType({}),
     ) -> None:
-        self.config, self.scheduler = config, scheduler
+        self.config, self.scheduler, self.handover = config, scheduler, handover
         self.recorder: Recorder | None = None  # is told of all that goes in
         self.fleet, self.index = Replicas(config), PrefixIndex()
         self.policy, self._policies = policy_for(scheduler, policies), policies

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TypeVar
@@ -40,6 +40,7 @@ from maitred.engine.queries import AdapterFolder
 from maitred.engine.sleep import Phase
 from maitred.engine.supervisor import Start
 from maitred.errors import ConfigError, EngineDead
+from maitred.objectives import promised
 from maitred.replica import ReplicaState, TierView, WorkerView
 from maitred.request import FinishReason, RequestSpec
 from maitred.scheduler.queue_view import MAX_PAGE, QueueView
@@ -63,6 +64,7 @@ class Workers:
         *,
         on_admitted: Callable[[LiveRequest], None] | None = None,
         on_event: Callable[[str], None] = lambda line: None,
+        slo: Sequence[str] = (),  # as ServerConfig's: hand-overs are chosen so that they are kept
     ) -> None:
         roles, scheduler = start.process.roles, start.config.scheduler
         share = MachineShare(
@@ -82,7 +84,9 @@ class Workers:
         )
         self._workers = [self._make(n, start, on_event if n == 0 else logger.debug) for n in range(len(roles))]
         config = FleetConfig(slots=scheduler.max_num_seqs, hold_timeout_s=NEVER_S)
-        rules = HandoverConfig(handover=start.process.handover, role_switching=start.process.role_switching)
+        rules = HandoverConfig(
+            handover=start.process.handover, role_switching=start.process.role_switching, **promised(slo)
+        )
         self._core = ClusterCore(config, scheduler, policies=installed_policies(), handover=rules)
         self._requests = WorkerRequests(self._core, self._workers, clock, self._wake_one, self._switch)
         self._blocks = WorkerBlocks(self._core.index, self._workers, self._report)

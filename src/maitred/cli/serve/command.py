@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from maitred.cli.command import Command, Options
@@ -107,17 +108,17 @@ def _start(
         from maitred.engine.engine_thread import in_thread
 
         start = replace(start, open=in_thread(load_engine))
-    return StartingEngine(start, on_event=tell, on_admitted=on_admitted, make=_replica_of(process))
+    return StartingEngine(start, on_event=tell, on_admitted=on_admitted, make=_replica_of(options))
 
 
-def _replica_of(process: ProcessConfig) -> MakeReplica:
-    if len(process.roles) == 1:
+def _replica_of(options: Options) -> MakeReplica:
+    if len(options[ProcessConfig].roles) == 1:
         from maitred.engine.client import EngineClient
 
         return EngineClient
     from maitred.cluster.workers import Workers  # and a router's core, for which one engine does not wait
 
-    return Workers
+    return partial(Workers, slo=options[ServerConfig].slo)
 
 
 def _engine_config(options: Options) -> EngineConfig:
