@@ -74,17 +74,18 @@ def make_io(num_blocks: int) -> NativeLayers:
 # ---- the process that is pulled from
 
 
-def serve(num_blocks: int) -> None:
+def serve(num_blocks: int, *, with_nixl: bool) -> None:
     """Prints its addresses; ends with its input."""
     source = Source(IDENTITY, Offers(make_io(num_blocks), lease_s=600.0), staging_bytes=STAGING_BYTES)
     source.offers.offer(LEASE, num_blocks, range(num_blocks), Readable(num_blocks))
-    bare = socket.create_server(("127.0.0.1", 0))
-    threading.Thread(target=send_bare, args=(bare,), daemon=True).start()
-    told = [str(bare.getsockname()[1]), source.listen_tcp("127.0.0.1", 0), source.listen_shm()]
-    if HAS_NIXL:
+    if with_nixl:
         agent, memory = Agent(), np.ones(SLOT_BYTES, np.uint8)
         regions = agent.register(memory)
-        told += [source.listen_nixl("127.0.0.1", 0), str(memory.ctypes.data), agent.described(regions).hex()]
+        told = [source.listen_nixl("127.0.0.1", 0), str(memory.ctypes.data), agent.described(regions).hex()]
+    else:
+        bare = socket.create_server(("127.0.0.1", 0))
+        threading.Thread(target=send_bare, args=(bare,), daemon=True).start()
+        told = [str(bare.getsockname()[1]), source.listen_tcp("127.0.0.1", 0), source.listen_shm()]
     print(*told, flush=True)
     sys.stdin.read()
     source.close()
@@ -104,30 +105,44 @@ def send_bare(listener: socket.socket) -> None:
 
 
 def measure(args: argparse.Namespace) -> None:
-    num_blocks = args.tokens // LAYOUT.block_size
-    command = [sys.executable, __file__, "--serve", str(num_blocks)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
-        assert child.stdout is not None
-        assert child.stdin is not None
-        bare, tcp, shm, *rest = child.stdout.readline().split()
-        io = make_io(num_blocks)
-        num_bytes = num_blocks * io.num_layers * io.layout.layer_bytes
-        ways = {
-            "bare socket loop": bare_socket(int(bare), num_bytes),
-            "tcp": pulls(tcp, io, num_blocks),
-            "memcpy": memcpy(num_bytes),
-            "shm": pulls(shm, io, num_blocks),
-        }
-        if rest:
-            address, base, described = rest
-            agent = Agent()
-            ways["bare NIXL loop"] = bare_nixl(agent, bytes.fromhex(described), int(base), num_bytes)
-            ways["nixl"] = pulls(address, io, num_blocks, agent)
-        report(num_bytes, timed(ways, args.rounds))
-        child.stdin.close()
+    """NIXL last, and with a source of its own: at both ends a thread of its looks for news all the time."""
+    io = make_io(args.tokens // LAYOUT.block_size)
+    num_bytes = args.tokens // LAYOUT.block_size * io.num_layers * io.layout.layer_bytes
+    seconds: dict[str, list[float]] = {}
+    for ways_of in (plain_ways, nixl_ways) if HAS_NIXL else (plain_ways,):
+        command = [sys.executable, __file__, "--tokens", str(args.tokens), "--serve", ways_of.__name__]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+            assert child.stdout is not None
+            assert child.stdin is not None
+            told = child.stdout.readline().split()
+            seconds |= timed(ways_of(told, io, args.tokens // LAYOUT.block_size, num_bytes), args.rounds)
+            child.stdin.close()
+    report(num_bytes, seconds)
 
 
-def timed(ways: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
+Ways = dict[str, Callable[[], None]]
+
+
+def plain_ways(told: list[str], io: NativeLayers, num_blocks: int, num_bytes: int) -> Ways:
+    bare, tcp, shm = told
+    return {
+        "bare socket loop": bare_socket(int(bare), num_bytes),
+        "tcp": pulls(tcp, io, num_blocks),
+        "memcpy": memcpy(num_bytes),
+        "shm": pulls(shm, io, num_blocks),
+    }
+
+
+def nixl_ways(told: list[str], io: NativeLayers, num_blocks: int, num_bytes: int) -> Ways:
+    address, base, described = told
+    agent = Agent()
+    return {
+        "bare NIXL loop": bare_nixl(agent, bytes.fromhex(described), int(base), num_bytes),
+        "nixl": pulls(address, io, num_blocks, agent),
+    }
+
+
+def timed(ways: Ways, rounds: int) -> dict[str, list[float]]:
     """Seconds of each round of each; one before them touches the memory."""
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(rounds + 1):
@@ -199,10 +214,10 @@ def main() -> None:
     parser.add_argument("--transport", action="store_true", help="the transports against plain loops")
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--serve", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--serve", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve is not None:
-        serve(args.serve)
+        serve(args.tokens // LAYOUT.block_size, with_nixl=args.serve == nixl_ways.__name__)
     else:
         measure(args)
 
