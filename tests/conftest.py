@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -87,11 +87,14 @@ class ServerProcess:
         return self.process.wait(timeout=120)
 
 
-def start_server(*arguments: str) -> ServerProcess:
+SERVE = (sys.executable, "-m", "maitred", "serve")
+
+
+def start_server(*arguments: str, command: Sequence[str] = SERVE) -> ServerProcess:
     """Start `maitred serve` on a free port of the loopback interface and wait until it listens."""
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen(
-        [sys.executable, "-m", "maitred", "serve", "--port", "0", *arguments],
+        [*command, "--port", "0", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -43,14 +43,21 @@ class HandoverCounts(msgspec.Struct, array_like=True):
     outcomes: dict[str, int] = {}  # moved, recomputed, or local where it was here already
     num_bytes: int = 0
     seconds: float = 0.0  # that requests waited for them
+    dropped: dict[str, int] = {}  # blocks that did not come, by what went wrong
 
     def add(self, outcome: str) -> None:
         self.outcomes[outcome] = self.outcomes.get(outcome, 0) + 1
 
+    def drop(self, reason: str, num_blocks: int) -> None:
+        self.dropped[reason] = self.dropped.get(reason, 0) + num_blocks
+
     def __add__(self, other: HandoverCounts) -> HandoverCounts:
-        names = {**self.outcomes, **other.outcomes}
-        outcomes = {name: self.outcomes.get(name, 0) + other.outcomes.get(name, 0) for name in names}
-        return HandoverCounts(outcomes, self.num_bytes + other.num_bytes, self.seconds + other.seconds)
+        outcomes, dropped = _sums(self.outcomes, other.outcomes), _sums(self.dropped, other.dropped)
+        return HandoverCounts(outcomes, self.num_bytes + other.num_bytes, self.seconds + other.seconds, dropped)
+
+
+def _sums(first: Mapping[str, int], second: Mapping[str, int]) -> dict[str, int]:
+    return {name: first.get(name, 0) + second.get(name, 0) for name in {**first, **second}}
 
 
 class TierFigures(msgspec.Struct, array_like=True, frozen=True):
@@ -61,8 +68,8 @@ class TierFigures(msgspec.Struct, array_like=True, frozen=True):
     dropped: dict[str, int]  # blocks by reason
 
     def __add__(self, other: TierFigures) -> TierFigures:
-        dropped = {why: self.dropped.get(why, 0) + other.dropped.get(why, 0) for why in self.dropped | other.dropped}
-        return TierFigures(self.num_bytes + other.num_bytes, self.hit_tokens + other.hit_tokens, dropped)
+        num_bytes, hit_tokens = self.num_bytes + other.num_bytes, self.hit_tokens + other.hit_tokens
+        return TierFigures(num_bytes, hit_tokens, _sums(self.dropped, other.dropped))
 
 
 class KVFigures(msgspec.Struct, array_like=True, frozen=True):

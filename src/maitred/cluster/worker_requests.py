@@ -121,13 +121,16 @@ class WorkerRequests:
             computes.client.enter(live)
 
     def _hand_over(self, prompt: Prompt) -> None:
-        """Its prompt is computed: who is to answer goes on, with the KV it pulls. If nobody is there, it stays."""
+        """Its prompt is computed: who is to answer goes on, with the KV it pulls. If nobody is there, it stays; so do
+        samples that are being aborted.
+        """
         sender, receiver, prompt.goes_to = prompt.worker, prompt.goes_to, None
         if sender is None or receiver is None or not prompt.samples:
             return  # it was done already, or has ended
         if receiver.is_up:
             prompt.worker = receiver
-            for live in [sender.client.hand_over(request_id) for request_id in prompt.samples]:
+            going_on = [request_id for request_id, live in prompt.samples.items() if live.ending is None]
+            for live in [sender.client.hand_over(request_id) for request_id in going_on]:
                 live.kv_from = sender.client.kv_addresses
                 receiver.client.enter(live)
         self.do(self._core.handed_over(prompt.request.request_id, self._clock.now()))

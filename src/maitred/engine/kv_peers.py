@@ -23,7 +23,7 @@ from maitred.transfer.handshake import Identity
 from maitred.transfer.leases import Readable
 from maitred.transfer.offers import Offers
 from maitred.transfer.pieces import Offered, Refusal
-from maitred.transfer.puller import Puller, connect_any
+from maitred.transfer.puller import Pulled, Puller, connect_any
 from maitred.transfer.source import Source
 
 ANSWER_S = 5.0  # to who asks for blocks: the engine's thread looks between two steps
@@ -150,20 +150,19 @@ class KVPeers:
     # -- taking, in the thread that pulls
 
     def _pull(self, pull: _Pull) -> None:
-        num_blocks, num_bytes = 0, 0
+        pulled = Pulled(0, 0)
         try:
             puller = self._puller(tuple(pull.addresses))
             offered = puller.ask(pull.keys)
             wanted = range(pull.start, min(offered.num_blocks, len(pull.keys)))
             if wanted:
                 pulled = puller.pull(offered.lease, range(self._io.num_layers), wanted, pull.held)
-                num_blocks, num_bytes = pulled.num_blocks, pulled.num_bytes
             if offered.num_blocks:
                 puller.release(offered.lease)
         except Refusal as refusal:
-            self._offers.count(refusal.reason)
+            pulled = Pulled(0, 0, refusal.reason)
         finally:
-            self._core.call_soon(partial(self._pulled, pull, num_blocks, num_bytes))
+            self._core.call_soon(partial(self._pulled, pull, pulled))
 
     def _puller(self, addresses: tuple[str, ...]) -> Puller:
         """Raises Refusal."""
@@ -178,9 +177,12 @@ class KVPeers:
             )
         return puller
 
-    def _pulled(self, pull: _Pull, num_blocks: int, num_bytes: int) -> None:
+    def _pulled(self, pull: _Pull, pulled: Pulled) -> None:
+        num_blocks = pulled.num_blocks
+        if pulled.failure:
+            self.counts.drop(pulled.failure, len(pull.keys) - pull.start - num_blocks)
         if num_blocks:  # all of its wait: asking and queueing behind others are part of what a hand-over takes
-            self.counts.num_bytes += num_bytes
+            self.counts.num_bytes += pulled.num_bytes
             self.counts.seconds += self._clock.now() - pull.began_at
         if self._pulls.get(pull.request_id) is not pull:
             return  # its blocks were given up

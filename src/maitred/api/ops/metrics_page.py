@@ -267,6 +267,8 @@ class EdgeMetrics(Collector):
             return {(outcome,): float(count) for outcome, count in state.handovers.outcomes.items()}
         if metric in _TIERS:
             named = {name: _TIERS[metric](figures) for name, figures in state.kv_tiers.tiers.items()}
+            if metric is m.KV_DROPPED:
+                named["peer"] = {(reason,): float(count) for reason, count in state.handovers.dropped.items()}
             return {(name, *labels): value for name, counts in named.items() for labels, value in counts.items()}
         if metric is m.REQUESTS_FINISHED:
             return {(reason.value,): float(state.num_finished.get(reason, 0)) for reason in FinishReason}
