@@ -28,7 +28,7 @@ import psutil
 
 sys.path.insert(0, ".")
 from tests.conftest import ServerProcess, start_server
-from tests.reliability.test_served_engine import engine_of
+from tests.reliability.test_served_engine import engines_of
 from tests.waiting import until
 
 MODEL = "maitred-mini"
@@ -43,7 +43,7 @@ class Sample(NamedTuple):
 
     at_s: float
     server_mib: float
-    engine_mib: float
+    engine_mib: float  # of all of them
     num_files: int
     num_threads: int
     num_tasks: int  # of the event loop, the one that was asked included
@@ -130,11 +130,11 @@ def _fault(body: dict[str, Any], said: dict[str, Any]) -> str | None:
 
 
 def sample(server: ServerProcess, began: float) -> Sample:
-    process, engine = psutil.Process(server.process.pid), engine_of(server)
+    process, engines = psutil.Process(server.process.pid), engines_of(server)
     return Sample(
         time.monotonic() - began,
         process.memory_info().rss / MIB,
-        engine.memory_info().rss / MIB,
+        sum(engine.memory_info().rss for engine in engines) / MIB,
         process.num_fds(),
         process.num_threads(),
         round(gauges(server)["event_loop_tasks"]),
@@ -208,7 +208,7 @@ async def load(
 
 def kill(server: ServerProcess, tally: Tally) -> None:
     tally.kills += 1
-    engine_of(server).kill()
+    random.choice(engines_of(server)).kill()
 
 
 def tell(tally: Tally) -> None:

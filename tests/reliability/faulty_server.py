@@ -1,6 +1,6 @@
 """`maitred serve` whose engines pull KV over tcp through a relay (`tests/transfer/relay.py`), and soon notice silence.
 
-`python -m tests.reliability.faulty_server RELAY_PORT serve ...`; with `engine` in place of `serve`, one of its engines.
+`python -m tests.reliability.faulty_server RELAY_PORT PULL_TIMEOUT_S serve ...`; with `engine` for `serve`, an engine.
 """
 
 from __future__ import annotations
@@ -12,18 +12,23 @@ from maitred.cli.main import main as maitred
 from maitred.engine import child, child_process, kv_peers, restarts, supervisor
 from maitred.transfer import tcp
 
-BEAT_S, SILENT_S, PULL_TIMEOUT_S = 0.05, 0.75, 4.0
+BEAT_S, SILENT_S = 0.05, 0.75
 
 
-def serve(relay_port: str) -> int:
-    engines = (sys.executable, "-m", "tests.reliability.faulty_server", relay_port, "engine")
+def command(relay_port: int, pull_timeout_s: float) -> tuple[str, ...]:
+    """The words that start it, before a server's own."""
+    return (sys.executable, "-m", "tests.reliability.faulty_server", str(relay_port), str(pull_timeout_s), "serve")
+
+
+def serve(words: list[str]) -> int:
+    engines = (sys.executable, "-m", "tests.reliability.faulty_server", *words[:2], "engine")
     child_process.in_child_process.__defaults__ = (engines,)
     supervisor.SILENT_S, restarts.FIRST_DELAY_S = SILENT_S, 0.01
-    sys.argv = ["maitred", *sys.argv[2:]]
+    sys.argv = ["maitred", *words[2:]]
     return maitred()
 
 
-def engine(relay_port: str, words: list[str]) -> int:
+def engine(relay_port: str, pull_timeout_s: str, words: list[str]) -> int:
     dial = tcp.dial
 
     def through_the_relay(host: str, port: int, *, timeout_s: float) -> socket.socket:
@@ -32,9 +37,10 @@ def engine(relay_port: str, words: list[str]) -> int:
         return sock
 
     tcp.dial = through_the_relay
-    child.BEAT_S, kv_peers.TIMEOUT_S = BEAT_S, PULL_TIMEOUT_S
+    child.BEAT_S, kv_peers.TIMEOUT_S = BEAT_S, float(pull_timeout_s)
     return child.main(words, child.build_from_config, child.import_engine)
 
 
 if __name__ == "__main__":
-    sys.exit(engine(sys.argv[1], sys.argv[3:]) if sys.argv[2] == "engine" else serve(sys.argv[1]))
+    port, timeout_s, what, *more = sys.argv[1:]
+    sys.exit(engine(port, timeout_s, more) if what == "engine" else serve(sys.argv[1:]))

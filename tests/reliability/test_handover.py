@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from maitred.config import ProcessConfig
+from maitred.config import CacheConfig, ProcessConfig
 from maitred.errors import ConfigError
 from tests.conftest import start_server
 from tests.reliability.test_workers import MODEL, STORY, House, Stream, key_of
@@ -114,11 +114,24 @@ def test_a_client_that_leaves_leaves_nothing_behind(apart: House):
         ({"prefill_workers": 1, "decode_workers": 1, "in_process": True}, "leave in_process out"),
         ({"decode_workers": -1}, "decode_workers"),
         ({"handover": "sometimes"}, "handover"),
+        ({"kv_transport": "smoke"}, "choose one of auto, shm, tcp, nixl"),
+        ({"kv_lease_s": 0.0}, "at least 0.1"),
     ],
 )
 def test_workers_that_cannot_serve_are_refused_with_a_remedy(settings: dict[str, Any], remedy: str):
+    kind = CacheConfig if next(iter(settings)).startswith("kv_") else ProcessConfig
     with pytest.raises(ConfigError, match=remedy):
-        ProcessConfig(**settings)
+        kind(**settings)
+
+
+def test_another_tenant_finds_nothing_of_what_was_handed_over(apart: House):
+    body = {"prompt": "Whose is this? " + STORY, "max_tokens": 8, "ignore_eos": True}
+
+    def cached(tenant: str) -> int:
+        usage = apart.post("/v1/completions", tenant, **body).json()["usage"]
+        return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+    assert [cached("a"), cached("a") > 0, cached("boss"), cached("boss") > 0] == [0, True, 0, True]
 
 
 def test_roles_change_without_a_restart_and_the_last_that_answers_stays(apart: House):

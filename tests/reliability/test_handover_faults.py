@@ -9,11 +9,12 @@ import os
 import pickle
 import signal
 import socket
-import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -23,6 +24,7 @@ import pytest
 
 from maitred.transfer.pieces import MAGIC, MAX_FIRST_BYTES, PREFIX
 from tests.conftest import ServerProcess, start_server
+from tests.reliability import faulty_server
 from tests.transfer.relay import RECEIVER, SOURCE, Relay, Strike, cut, flip
 from tests.waiting import HANGS_S, is_gone, until
 
@@ -35,6 +37,8 @@ MOMENTS: dict[str, dict[str, Any]] = {
     "after": {"towards": SOURCE, "after": b"Release"},
 }
 ROLES = ("prefill", "decode")
+Alone = Callable[[dict[str, Any]], list[Any]]
+"""What an engine says to a body that nothing happens to."""
 
 
 def complete(server: ServerProcess, body: dict[str, Any]) -> list[Any]:
@@ -65,7 +69,7 @@ class Apart:
     """A prefill and a decode worker, between them a relay; beside them an engine that is alone."""
 
     server: ServerProcess
-    alone: ServerProcess
+    alone: Alone
     relay: Relay
     pool: ThreadPoolExecutor
 
@@ -74,7 +78,8 @@ class Apart:
 
     def ask(self, title: str) -> Asked:
         bodies = [self.body(f"{title} {number}", **kind) for number, kind in enumerate(KINDS)]
-        return Asked(*([self.pool.submit(complete, each, b) for b in bodies] for each in (self.server, self.alone)))
+        both = (partial(complete, self.server), self.alone)
+        return Asked(*([self.pool.submit(ask, body) for body in bodies] for ask in both))
 
     def struck(self, title: str, strike: Strike, **where: Any) -> Asked:
         """Those during whose transfers it happened."""
@@ -134,19 +139,25 @@ class Hold:
         return data
 
 
-@pytest.fixture(scope="module")
-def apart(server: ServerProcess) -> Iterator[Apart]:
+@contextmanager
+def workers_apart(alone: Alone, *, pull_timeout_s: float = 4.0) -> Iterator[Apart]:
     relay = Relay()
     words = ("--prefill-workers", "1", "--decode-workers", "1", "--handover", "always", "--no-role-switching")
     words += ("--kv-transport", "tcp", "--kv-lease-s", "0.5")
-    command = (sys.executable, "-m", "tests.reliability.faulty_server", str(relay.port), "serve")
     with ThreadPoolExecutor(16) as pool:
-        made = Apart(start_server(*words, command=command), server, relay, pool)
+        server = start_server(*words, command=faulty_server.command(relay.port, pull_timeout_s))
+        made = Apart(server, alone, relay, pool)
         made.settle()
         yield made
-        if made.server.process.poll() is None:
-            assert made.server.stop() == 0
+        if server.process.poll() is None:
+            assert server.stop() == 0
         relay.close()
+
+
+@pytest.fixture(scope="module")
+def apart(server: ServerProcess) -> Iterator[Apart]:
+    with workers_apart(partial(complete, server)) as made:
+        yield made
 
 
 @pytest.mark.parametrize("role", ROLES)
@@ -172,7 +183,16 @@ def test_a_server_that_stands_still_costs_no_token(apart: Apart, moment: str):
     apart.settle()
 
 
-def test_a_worker_killed_amid_a_transfer_costs_no_token_and_its_late_frames_reach_nobody(apart: Apart):
+@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_worker_that_is_killed_costs_no_token(apart: Apart, role: str, moment: str):
+    pid = apart.worker(role)["pid"]
+    apart.struck(f"Killed, {role}, {moment}", by(signal.SIGKILL, pid), **MOMENTS[moment]).check()
+    until(lambda: apart.worker(role)["pid"] not in (pid, None))
+    apart.settle()
+
+
+def test_late_frames_of_a_worker_that_was_killed_reach_nobody(apart: Apart):
     pid, late = apart.worker("prefill")["pid"], []
 
     def kill(data: bytes) -> bytes:
@@ -180,9 +200,8 @@ def test_a_worker_killed_amid_a_transfer_costs_no_token_and_its_late_frames_reac
         os.kill(pid, signal.SIGKILL)
         return data
 
-    apart.struck("Killed amid", kill, after=b"Piece").check()
+    apart.struck("Killed in a piece", kill, after=b"Piece").check()
     apart.settle()
-    assert apart.worker("prefill")["pid"] != pid
     before = apart.dropped("old_epoch")
     apart.struck("Late frames", lambda data: late[0] + data, after=b"Piece").check()
     until(lambda: apart.dropped("old_epoch") > before)

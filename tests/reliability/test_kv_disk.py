@@ -170,6 +170,7 @@ def test_a_folder_is_one_servers_and_private(world):
     ("words", "told"),
     [
         (("--kv-disk-max-bytes", "1000"), "one block takes"),
+        (("--kv-staging-bytes", "1000"), "a block takes"),
         (("--kv-disk-key-file", "{folder}/tenants.yaml"), "chmod 600"),
         (("--kv-disk", "{folder}/tenants.yaml"), "name a folder of your own"),
         (("--no-enable-prefix-caching",), "kv_disk out"),

@@ -11,6 +11,7 @@ import pytest
 
 from maitred.config import TiersConfig
 from maitred.errors import ConfigError
+from maitred.storage.kv_redis import PREFIX
 from tests.conftest import ServerProcess, start_server
 from tests.storage.redis_server import RunningRedis, needs_redis
 from tests.waiting import HANGS_S, until
@@ -49,13 +50,38 @@ def is_read_by(second: ServerProcess, first: ServerProcess, prompt: str) -> bool
     return cached(found) >= said["usage"]["prompt_tokens"] - 16
 
 
+def is_damaged_for(second: ServerProcess, first: ServerProcess, redis: RunningRedis, prompt: str) -> bool:
+    """Whether it was fetched with a flipped bit, and counted. The text is the same either way, for a greedy one too."""
+    before, body = stored(first), {"prompt": prompt, "temperature": 0.9, "n": 4}
+    said = complete(first, **body)
+    until(lambda: stored(first) > before)
+    flip_all(redis)
+    assert complete(second, **body)["choices"] == said["choices"]
+    greedy = {"prompt": prompt, "temperature": 0, "n": 1}
+    assert complete(second, **greedy)["choices"] == complete(first, **greedy)["choices"]
+    (tier,) = httpx.get(f"{second.url}/admin/kv").json()["tiers"]
+    return bool(tier["dropped"].get("damaged"))
+
+
+def flip_all(redis: RunningRedis) -> None:
+    """A bit of each block that is there."""
+    from redis import Redis
+
+    client = Redis(port=redis.port)
+    for name in client.scan_iter(PREFIX + b"*"):
+        value = bytearray(client.get(name))
+        value[len(value) // 2] ^= 4
+        client.set(name, bytes(value))
+
+
 @needs_redis
-def test_what_one_server_computed_another_reads_and_a_redis_that_dies_costs_no_answer(redis: RunningRedis):
+def test_what_one_server_computed_another_reads_and_a_redis_that_lies_or_dies_costs_no_answer(redis: RunningRedis):
     first = start_server("--kv-redis", redis.url)
     try:
         second = start_server("--kv-redis", redis.url)
         try:
             assert any(is_read_by(second, first, f"{number}. {STORY}") for number in range(10))
+            assert any(is_damaged_for(second, first, redis, f"{number} bits. {STORY}") for number in range(10))
             redis.kill()
             other = "Of soups and stews. " + STORY
             assert complete(second, prompt=other)["choices"] == complete(first, prompt=other)["choices"]

@@ -21,8 +21,8 @@ BODY = {"model": "maitred-mini", "prompt": "The maître d'", "max_tokens": 16, "
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
-def engine_of(server: ServerProcess) -> psutil.Process:
-    """The newest engine process; waits for one."""
+def engines_of(server: ServerProcess) -> list[psutil.Process]:
+    """Those that there are; waits for one."""
     parent = psutil.Process(server.process.pid)
     found: list[psutil.Process] = []
 
@@ -31,7 +31,11 @@ def engine_of(server: ServerProcess) -> psutil.Process:
         return bool(found)
 
     until(is_there)
-    return found[0]
+    return found
+
+
+def engine_of(server: ServerProcess) -> psutil.Process:
+    return engines_of(server)[0]
 
 
 def _words(process: psutil.Process) -> list[str]:

@@ -61,6 +61,7 @@ class KVPeers:
         self.counts = core.kv_handovers = HandoverCounts()
         self._pulls: dict[str, _Pull] = {}
         self._pullers: dict[tuple[str, ...], Puller] = {}  # the pulling thread's
+        self._silent_at: dict[tuple[str, ...], float] = {}  # also: s, when one was last found to say nothing
         self._pulling = ThreadOfJobs("maitred-kv-pull")
         self._num_leases = 0
         core.kv_followers.append(self)
@@ -150,9 +151,21 @@ class KVPeers:
     # -- taking, in the thread that pulls
 
     def _pull(self, pull: _Pull) -> None:
+        pulled, peer = Pulled(0, 0), tuple(pull.addresses)
+        try:
+            if pull.began_at < self._silent_at.get(peer, pull.began_at):  # it need not find that out once more
+                pulled = Pulled(0, 0, "silent")
+                return
+            pulled = self._pull_from(peer, pull)
+            if pulled.failure == "silent":
+                self._silent_at[peer] = self._clock.now()
+        finally:
+            self._core.call_soon(partial(self._pulled, pull, pulled))
+
+    def _pull_from(self, peer: tuple[str, ...], pull: _Pull) -> Pulled:
         pulled = Pulled(0, 0)
         try:
-            puller = self._puller(tuple(pull.addresses))
+            puller = self._puller(peer)
             offered = puller.ask(pull.keys)
             wanted = range(pull.start, min(offered.num_blocks, len(pull.keys)))
             if wanted:
@@ -161,8 +174,7 @@ class KVPeers:
                 puller.release(offered.lease)
         except Refusal as refusal:
             pulled = Pulled(0, 0, refusal.reason)
-        finally:
-            self._core.call_soon(partial(self._pulled, pull, pulled))
+        return pulled
 
     def _puller(self, addresses: tuple[str, ...]) -> Puller:
         """Raises Refusal."""

@@ -63,6 +63,10 @@ def open_tiers(config: EngineConfig, executor: ExecutorPlan, fingerprint: KVFing
     if executor.on_gpu:
         raise ConfigError("kv_disk and kv_redis keep KV of an executor on a CPU, not of a GPU yet; leave them out")
     num_bytes, of_what = executor.bytes_per_block, fingerprint.digest()
+    if tiers.kv_staging_bytes < num_bytes:
+        raise ConfigError(
+            f"kv_staging_bytes is {tiers.kv_staging_bytes}, and a block takes {num_bytes}; give that or more"
+        )
     found: list[KVTier] = []
     if tiers.kv_disk is not None:
         from maitred.storage.kv_disk import open_kv_disk  # noqa: PLC0415  numpy
