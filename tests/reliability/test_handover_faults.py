@@ -279,4 +279,5 @@ def test_a_server_killed_amid_a_transfer_leaves_no_process(apart: Apart):
     family = [server, *server.children(recursive=True)]
     asked = apart.struck("The end", by(signal.SIGKILL, server.pid), after=20_000)
     assert all(isinstance(answer.exception(HANGS_S), httpx.TransportError) for answer in asked.answers)
+    apart.server.process.wait(HANGS_S)
     until(lambda: all(map(is_gone, family)))

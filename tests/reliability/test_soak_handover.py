@@ -20,7 +20,7 @@ from benchmarks.soak_server import Tally, is_idle, load
 from tests.conftest import ServerProcess, start_server
 from tests.reliability.test_handover_faults import MOMENTS, ROLES, Apart, by, complete, workers_apart
 from tests.transfer.relay import RECEIVER, SOURCE, Strike, cut, flip
-from tests.waiting import is_gone, until
+from tests.waiting import HANGS_S, is_gone, until
 
 pytestmark = pytest.mark.soak
 RANDOM_S, LOAD_S, KILL_EVERY_S = 180.0, 180.0, 15.0
@@ -61,6 +61,7 @@ def test_a_server_killed_at_any_moment_leaves_nothing_and_the_next_one_serves(se
         killed = psutil.Process(apart.server.process.pid)
         family = [killed, *killed.children(recursive=True)]
         apart.struck(f"The end, {moment}", by(signal.SIGKILL, killed.pid), **MOMENTS[moment])
+        apart.server.process.wait(HANGS_S)
         until(lambda: all(map(is_gone, family)))
     with workers_apart(partial(complete, server)) as apart:
         apart.ask(f"The end, {moment} 0").check()
