@@ -1,4 +1,4 @@
-"""A live server's --kv-disk folder is damaged, full, read-only: answers are a lone engine's, and what lacks is counted."""
+"""A live --kv-disk folder is damaged, full, read-only: answers are a lone engine's, and what lacks is counted."""
 
 from __future__ import annotations
 
