@@ -130,7 +130,9 @@ KV_TIER_HITS = _counter(
     "kv_tier_hit_tokens", "tokens", "Tokens whose KV was fetched from a tier in place of computing them.", ("tier",)
 )
 KV_TIER_BYTES = _gauge("kv_tier_bytes", "bytes", "What a KV tier holds.", ("tier",))
-KV_DROPPED = _counter("kv_dropped", "blocks", "KV blocks that a tier, or a peer, could not keep or give back.", ("tier", "reason"))
+KV_DROPPED = _counter(
+    "kv_dropped", "blocks", "KV blocks that a tier, or a peer, could not keep or give back.", ("tier", "reason")
+)
 PREFIX_QUERIED = _counter("prefix_cache_queried_tokens", "tokens", "Prompt tokens looked up in the prefix cache.")
 PREFIX_HIT = _counter("prefix_cache_hit_tokens", "tokens", "Prompt tokens found in the prefix cache.")
 REQUESTS_FINISHED = _counter("requests_finished", "requests", "Samples that ended, by finish reason.", ("reason",))
