@@ -219,8 +219,13 @@ class Charges(NamedTuple):
     first_token_at: float | None = None  # s
     num_draft_tokens: int = 0  # made up for it so far; nobody is billed for them
     num_accepted_tokens: int = 0  # of them, those that became output
+    handover: str = ""  # one of HANDOVER_OUTCOMES; empty where no other engine is beside this one
 
 
+HANDOVER_OUTCOMES = ("local", "moved", "mixed", "recomputed")
+"""What became of a prompt's KV: computed where it is answered; or elsewhere, and then moved; moved, and unlike in its
+last bits; computed once more. The best first.
+"""
 NO_CHARGES = Charges()
 
 
@@ -262,6 +267,7 @@ class RequestState:
     num_preemptions: int = 0
     num_draft_tokens: int = 0  # made up for it
     num_accepted_tokens: int = 0  # of them, those that became output
+    handover: str = ""  # as Charges has it
     first_scheduled_at: float | None = None  # s
     first_token_at: float | None = None  # s
     last_token_at: float | None = None  # s
@@ -279,7 +285,7 @@ class RequestState:
             return
         charges, self.output_token_ids = point.charges, list(point.output_token_ids)
         self.num_charged_prompt_tokens, self.num_cached_tokens = charges.num_prompt_tokens, charges.num_cached_tokens
-        self.num_preemptions = charges.num_preemptions
+        self.num_preemptions, self.handover = charges.num_preemptions, charges.handover
         self.num_draft_tokens, self.num_accepted_tokens = charges.num_draft_tokens, charges.num_accepted_tokens
         self.first_scheduled_at, self.first_token_at = charges.first_scheduled_at, charges.first_token_at
         self.last_token_at, self.stalled_at = point.last_token_at, point.stalled_at
@@ -369,6 +375,7 @@ class RequestState:
             self.first_token_at,
             self.num_draft_tokens,
             self.num_accepted_tokens,
+            self.handover,
         )
 
 

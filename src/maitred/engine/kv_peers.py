@@ -41,7 +41,7 @@ class PeerConfig(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Pull:
-    request_id: str
+    request: RequestState
     addresses: Sequence[str]
     keys: Sequence[bytes]  # from the first block on
     start: int  # block
@@ -80,16 +80,17 @@ class KVPeers:
         """One that says where its KV is waits for it, if there are blocks to bring it into."""
         addresses = request.spec.kv_from
         if not addresses:
+            request.handover = request.handover or "local"
             return
         reserved = self._core.reserve(request.request_id, request.num_tokens - 1)
         if reserved is None:
             if request.status is not RequestStatus.WAITING_FOR_KV:  # else it waits for what another sample pulls
-                self.counts.add("local" if self._finds_all(request) else "recomputed")
+                self._came(request, "local" if self._finds_all(request) else "recomputed")
             return
         first = reserved.start // self._block_size
         keys = request.block_hashes[: reserved.end // self._block_size]
         pull = _Pull(
-            request.request_id,
+            request,
             addresses,
             keys,
             first,
@@ -108,7 +109,7 @@ class KVPeers:
             pull = self._pulls.pop(request_id, None)
             if pull is not None:
                 pull.held.give_up()
-                self.counts.add("recomputed")
+                self._came(pull.request, "recomputed")
         for lease in given_up.leases:
             self._offers.revoke(lease)
 
@@ -196,8 +197,13 @@ class KVPeers:
         if num_blocks:  # all of its wait: asking and queueing behind others are part of what a hand-over takes
             self.counts.num_bytes += pulled.num_bytes
             self.counts.seconds += self._clock.now() - pull.began_at
-        if self._pulls.get(pull.request_id) is not pull:
+        request_id = pull.request.request_id
+        if self._pulls.get(request_id) is not pull:
             return  # its blocks were given up
-        del self._pulls[pull.request_id]
-        self.counts.add("moved" if num_blocks else "recomputed")
-        self._core.kv_arrived(pull.request_id, (pull.start + num_blocks) * self._block_size)
+        del self._pulls[request_id]
+        self._came(pull.request, "moved" if num_blocks else "recomputed")
+        self._core.kv_arrived(request_id, (pull.start + num_blocks) * self._block_size)
+
+    def _came(self, request: RequestState, outcome: str) -> None:
+        self.counts.add(outcome)
+        request.handover = outcome

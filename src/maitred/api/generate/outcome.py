@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from maitred.engine.output import Piece
 from maitred.objectives import Pace, new_pace
-from maitred.request import NO_CHARGES, FinishReason, RequestSpec, RequestTiming
+from maitred.request import HANDOVER_OUTCOMES, NO_CHARGES, FinishReason, RequestSpec, RequestTiming
 from maitred.step import TokenLogprobs
 
 
@@ -21,6 +21,7 @@ class TokenUsage(NamedTuple):
     num_reasoning_tokens: int = 0
     num_predicted_tokens: int = 0  # drafts of samples that brought a prediction
     num_accepted_tokens: int = 0  # of them, those that became output
+    handover: str = ""  # the worst of its samples'; empty where engines hand nothing over
 
 
 @dataclass(slots=True, eq=False)
@@ -96,6 +97,7 @@ class Outcome:
             num_reasoning_tokens=sum(sample.num_reasoning_tokens for sample in self.samples),
             num_predicted_tokens=sum(charges.num_draft_tokens for charges in predicted),
             num_accepted_tokens=sum(charges.num_accepted_tokens for charges in predicted),
+            handover=max((c.handover for c in self.charges if c.handover), key=HANDOVER_OUTCOMES.index, default=""),
         )
 
     def num_tokens_used(self) -> tuple[int, int]:

@@ -78,6 +78,7 @@ def usage_of(outcome: Outcome) -> Usage:
         completion_tokens_details=CompletionTokensDetails(
             used.num_reasoning_tokens, used.num_accepted_tokens, used.num_predicted_tokens - used.num_accepted_tokens
         ),
+        handover=used.handover or UNSET,
         timing_ms=UNSET if timing is None else _timing_ms(timing),
     )
 

@@ -226,6 +226,7 @@ class Usage(msgspec.Struct, kw_only=True):
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
     completion_tokens_details: CompletionTokensDetails
+    handover: str | UnsetType = UNSET
     timing_ms: TimingMs | UnsetType = UNSET
 
 
