@@ -1,6 +1,6 @@
 """Every setting, one frozen dataclass per part, checked once where it enters and handed on in slices.
 
-Those of the HTTP server stand in `server_config`, and are imported from here.
+Those of the HTTP server stand in `server_config`, those of drafts in `speculative_config`; both are imported from here.
 """
 
 from __future__ import annotations
@@ -9,10 +9,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from maitred.errors import ConfigError
-from maitred.field_checks import one_of, require_at_least, require_between, require_choices
+from maitred.field_checks import host_and_port, one_of, require_at_least, require_between, require_choices
 from maitred.server_config import AdmissionConfig, ServerConfig
+from maitred.speculative_config import MAX_SPECULATIVE_TOKENS, SpeculativeConfig
 
-__all__ = ("AdmissionConfig", "ServerConfig")  # those that are defined elsewhere
+__all__ = (
+    "MAX_SPECULATIVE_TOKENS",
+    "AdmissionConfig",
+    "ServerConfig",
+    "SpeculativeConfig",
+)  # defined elsewhere
 
 EXECUTORS = ("auto", "torch", "native")
 DEVICES = ("auto", "cpu", "cuda")
@@ -23,8 +29,6 @@ INT4_GROUP_SIZES = (32, 64, 128)
 DTYPE_ALIASES = {"bf16": "bfloat16", "fp32": "float32"}
 HALF = ("half", "float16", "fp16", "f16")
 BIND_THREADS = ("auto", "on", "off")
-SPECULATIVE = ("auto", "off", "ngram", "draft", "mtp")
-MAX_SPECULATIVE_TOKENS = 16
 POLICY_NAMES = ("fcfs", "priority", "interactive", "sjf", "srpt", "rr", "mlfq", "edf", "least_slack", "vtc", "lpm")
 """Ours; packages may bring more."""
 PREDICTOR_NAMES = ("max_tokens", "quantile", "ranker")
@@ -171,35 +175,6 @@ PolicyArg = bool | int | float | str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SpeculativeConfig:
-    """Speculative decoding: tokens are made up and checked several at a time; the output stays the same to the bit."""
-
-    speculative: str = one_of(SPECULATIVE, "auto")
-    """Who makes tokens up: a draft model, mtp (a head that reads the model's own states, as EAGLE-3), ngram (what
-    followed the last tokens when they were there before), off, or auto, which is a head where there is one, else a
-    draft model, else ngram. How many is decided by measurement, down to none."""
-    speculative_model: str | None = None
-    """Folder or hub id of a draft model with the same vocabulary, or of a head for this model; None is what lies beside
-    the served model under its name and -mtp or -draft, as with the built-in one."""
-    num_speculative_tokens: int = 5
-    """Most tokens that are made up for a request in one step, 1 to 16."""
-
-    def __post_init__(self) -> None:
-        require_choices(self)
-        require_between("num_speculative_tokens", self.num_speculative_tokens, 1, MAX_SPECULATIVE_TOKENS)
-        if self.speculative_model is not None and self.speculative not in ("auto", "draft", "mtp"):
-            raise ConfigError(
-                f"speculative_model is {self.speculative_model!r}, and speculative is {self.speculative!r}; a draft "
-                "model is for speculative=draft, or auto, and a head for speculative=mtp, or auto"
-            )
-
-    @property
-    def num_drafts(self) -> int:
-        """Most of a request in a step, where anybody drafts."""
-        return 0 if self.speculative == "off" else self.num_speculative_tokens
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class LoraConfig:
     """LoRA adapters, served beside the model under names of their own (native executor)."""
 
@@ -291,6 +266,7 @@ class SchedulerConfig:
 
 RESUME_RULES = ("exact", "always", "never")
 HANDOVERS = ("auto", "always", "never")
+ROLES = ("prefill", "decode", "mixed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -319,6 +295,12 @@ class ProcessConfig:
     handover: str = one_of(HANDOVERS, "auto")
     """Whether a prompt is computed by another worker than its answer: auto does as foretold from queues, free blocks
     and what steps and transfers take here; always wherever it can be; never."""
+    role: str = one_of(ROLES, "mixed")
+    """What a router of hosts sends this server first: prompts to compute, answers to go on with, or both; it can do
+    all. The others need kv_listen."""
+    kv_listen: str | None = None
+    """HOST:PORT where servers of other hosts that show the same fleet token pull this one's keys and values; a router
+    of theirs then chooses where a prompt is computed and where it is answered. Port 0 lets the system choose."""
     role_switching: bool = True
     """A prefill worker becomes a decode worker, or the other way round, when load turns: nothing is restarted, and the
     last of a role stays."""
@@ -344,6 +326,14 @@ class ProcessConfig:
             raise ConfigError(
                 f"there are {len(self.roles)} workers, and each needs a process of its own; leave in_process out"
             )
+        if self.kv_listen is not None:
+            host_and_port("kv_listen", self.kv_listen)
+            if len(self.roles) > 1:
+                raise ConfigError(
+                    f"kv_listen is of a server that is one worker, and this one has {len(self.roles)}; leave out either"
+                )
+        elif self.role != "mixed":
+            raise ConfigError(f"role is {self.role!r}, and nobody can pull its KV; give kv_listen HOST:PORT too")
         if self.in_process and self.sleep_after_s is not None:
             raise ConfigError(
                 "sleep_after_s needs an engine in a process of its own, whose end gives the memory back; "
@@ -368,6 +358,10 @@ class MachineShare:
     """Memory that was free before the first of them; None is what is free as it starts."""
     exchanges_kv: bool = False
     """Whether they pull KV from each other."""
+    kv_listen: str | None = None
+    """HOST:PORT where engines of other hosts pull it too."""
+    kv_token: bytes | None = field(default=None, repr=False)
+    """That both ends of a transfer prove; None between processes of one machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

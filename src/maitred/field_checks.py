@@ -35,3 +35,12 @@ def require_at_least(name: str, value: float | None, low: float) -> None:
 def require_between(name: str, value: float, low: float, high: float) -> None:
     if not low <= value <= high:
         raise ConfigError(f"{name} is {value}; it must be from {low:g} to {high:g}")
+
+
+def host_and_port(name: str, value: str) -> tuple[str, int]:
+    """Of `HOST:PORT`, `[::1]:PORT` too."""
+    host, _, port = value.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or not (port.isascii() and port.isdecimal()) or int(port) > 65535:
+        raise ConfigError(f"{name} is {value!r}; write HOST:PORT, such as 10.0.0.5:9100")
+    return host, int(port)

@@ -93,8 +93,12 @@ class ClusterCore:
             self.fleet.work.progressed(request_id, num_tokens, now)
 
     @core_input
-    def handed_over(self, request_id: str, now: float) -> list[Action]:
-        """Who computed its prompt for another worker has nothing more of it, whatever came of the hand-over."""
+    def handed_over(self, request_id: str, now: float, is_computed: bool = False) -> list[Action]:
+        """Who computed its prompt for another worker has nothing more of it, whatever came of the hand-over;
+        `is_computed` says that the prompt is, where no token of it was seen.
+        """
+        if is_computed:
+            self.fleet.work.progressed(request_id, 0, now)
         replica = self.fleet.by_name.get(self.fleet.work.prefilled(request_id) or "")
         return ([] if replica is None else self._sizing.emptied(replica)) + self._requests.dispatch(now)
 
@@ -115,12 +119,14 @@ class ClusterCore:
         return [] if request is None else self._requests.end(request) + self._requests.dispatch(now)
 
     @core_input
-    def failed(self, request_id: str, failure: Failure, now: float) -> list[Action]:
-        """The attempt that is under way failed."""
+    def failed(self, request_id: str, failure: Failure, now: float, at: str | None = None) -> list[Action]:
+        """The attempt that is under way failed: where it is bound, or `at` the replica that computed its prompt."""
         request = self._requests.bound(request_id)
         if request is None:
             return []
-        replica = self.fleet.at(request.replica)
+        replica = self.fleet.at(request.replica) if at is None else self.fleet.by_name.get(at)
+        if replica is None:
+            return self._requests.put_back(request, now)
         if failure.kind is FailureKind.FULL:
             self._watch.said_full(replica, now + failure.retry_after_s, now)
             return self._requests.put_back(request, now)

@@ -52,6 +52,8 @@ class WorkerFacts:
     latency_s: float = 0.0
     shares_link: bool = False
     """With all other workers of its host."""
+    numbers: str = ""
+    """What its KV and tokens depend on; between unlike ones nothing is moved."""
 
 
 class WorkerLoad(NamedTuple):
@@ -288,8 +290,10 @@ def num_moved(num_inputs: int, receiver: WorkerLoad) -> int:
 
 
 def link_between(sender: WorkerLoad, receiver: WorkerLoad) -> tuple[float, float]:
-    """(bytes/s, s): the slower of their two."""
+    """(bytes/s, s): the slower of their two; no bytes between those whose KV is not each other's."""
     one, other = sender.facts, receiver.facts
+    if one.numbers != other.numbers:
+        return 0.0, 0.0
     return min(one.bandwidth, other.bandwidth), max(one.latency_s, other.latency_s)
 
 

@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 
+from maitred.cluster.disagg import WorkerFacts
 from maitred.cluster.told_tokens import ToldUsage
 
 BEAT_S = 0.25  # between two of `Load`
@@ -48,6 +49,13 @@ class KeysChanged(msgspec.Struct, frozen=True, tag="keys"):
     removed: list[int]
 
 
+class KVWorker(msgspec.Struct, frozen=True):
+    """A replica whose KV others may pull: where, and what foretelling its times takes."""
+
+    facts: WorkerFacts
+    addresses: tuple[str, ...]
+
+
 class Load(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
     """A beat. The first one says that all keys there were have been told."""
 
@@ -60,6 +68,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
     num_free_blocks: int  # held by no request
     prefill_tokens_per_s: float  # as measured; 0 is not yet
     decode_tokens_per_s: float
+    worker: KVWorker | None = None
 
 
 class Ended(msgspec.Struct, frozen=True, tag="ended"):

@@ -176,6 +176,9 @@ class Replicas:
         replica = self.by_name.get(facts.name)
         if facts.slots is None:
             facts = replace(facts, slots=self._config.slots)
+        if replica is not None and replace(facts, worker=replica.facts.worker) == replica.facts:
+            replica.facts = facts  # what its steps take was measured anew
+            return replica
         if replica is None:
             bit = next((bit for bit, there in enumerate(self._by_bit) if there is None), len(self._by_bit))
             replica = Replica(facts.name, facts, bit, 0, 0, heard_at=now, unready_since=now)

@@ -170,8 +170,9 @@ class Requests:
         return actions + self.hold(again, now)
 
     def abandon(self, replica: Replica, failure: Failure, now: float) -> list[Action]:
-        """Nothing will come of it: all that it had failed."""
-        requests = list(replica.in_flight.values())
+        """Nothing will come of it: all that it had failed, and so did what it computed for others."""
+        for_others = map(self._living.__getitem__, self._fleet.work.prompts_at(replica.name))
+        requests = [*replica.in_flight.values(), *for_others]
         moves: list[Action] = [Move(r.request_id, replica.name, failure.kind.value) for r in requests]
         return moves + self.fail(requests, replica, failure, now)
 

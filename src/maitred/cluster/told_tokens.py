@@ -167,6 +167,12 @@ class ToldTokens:
     def can_resume(self) -> bool:
         return self.head is not None and self._num_tokens <= MAX_TOLD_TOKENS
 
+    def has_begun(self, num_each: int) -> bool:
+        """Whether each choice has a token, of so many for each prompt, and there is more to come."""
+        num_choices = num_each * len(self.head.seeds) if self.head is not None else 1
+        num_begun = sum(bool(sample.token_ids or sample.ended) for sample in self._samples.values())
+        return num_begun >= num_choices and self.usage is None
+
     def usage_so_far(self) -> ToldUsage:
         """What the client has the text of, or all of it once it has ended."""
         if self.usage is not None:

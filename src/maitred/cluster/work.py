@@ -111,6 +111,10 @@ class WorkBook:
         """Seconds of prompts that come in a second, for all workers."""
         return sum(w.prompts_s * exp((w.prompts_at - now) / SHARE_S) for w in self._work.values()) / SHARE_S
 
+    def prompts_at(self, name: str) -> list[str]:
+        """Requests whose prompts are computed there for others."""
+        return [name_of for name_of, part in self._parts.items() if part.prefill == name != part.replica]
+
     def num_here(self, name: str) -> int:
         """Requests that have KV there, or are to."""
         work = self._work.get(name)

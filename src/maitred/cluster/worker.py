@@ -24,6 +24,26 @@ def guessed_costs(weights_bytes: int) -> CostModel:
     return CostModel(fixed_s=2e-4, weights_s=weights_s, prefill_token_s=token_s, decode_token_s=token_s)
 
 
+def facts_of(client: EngineClient, role: str, *, shares_link: bool) -> WorkerFacts | None:
+    """What foretelling its times takes; None where its KV cannot be pulled, or there is no engine now."""
+    ready = client.loaded
+    if ready is None or not ready.kv_addresses:
+        return None
+    memory = ready.memory_plan
+    return WorkerFacts(
+        role=Role(role),
+        costs=client.counters.step_costs or guessed_costs(memory.weights_bytes),
+        token_budget=ready.token_budget,
+        num_blocks=memory.num_blocks,
+        block_size=memory.block_size,
+        bytes_per_token=memory.bytes_per_block / memory.block_size,
+        num_layers=1,
+        bandwidth=client.counters.pull_bytes_per_s or LINK_BYTES_PER_S,
+        latency_s=LINK_S,
+        shares_link=shares_link,
+    )
+
+
 @dataclass(slots=True, eq=False)
 class Worker:
     """One engine of several."""
@@ -60,22 +80,7 @@ class Worker:
     @property
     def own(self) -> WorkerFacts | None:
         """What foretelling its times takes; None where workers hand nothing over."""
-        ready = self.client.loaded
-        if ready is None or not ready.kv_addresses:
-            return self.told
-        memory = ready.memory_plan
-        return WorkerFacts(
-            role=Role(self.role),
-            costs=self.client.counters.step_costs or guessed_costs(memory.weights_bytes),
-            token_budget=ready.token_budget,
-            num_blocks=memory.num_blocks,
-            block_size=memory.block_size,
-            bytes_per_token=memory.bytes_per_block / memory.block_size,
-            num_layers=1,
-            bandwidth=self.client.counters.pull_bytes_per_s or LINK_BYTES_PER_S,
-            latency_s=LINK_S,
-            shares_link=True,
-        )
+        return facts_of(self.client, self.role, shares_link=True) or self.told
 
 
 @dataclass(slots=True, eq=False)

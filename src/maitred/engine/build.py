@@ -36,6 +36,7 @@ from maitred.engine.planning import EnginePlan, OnEvent, plan_engine
 from maitred.engine.step_meter import StepMeter
 from maitred.engine.timeline import Timeline
 from maitred.executor.grammar import Grammars
+from maitred.field_checks import host_and_port
 from maitred.kvcache.manager import KVCacheManager
 from maitred.kvcache.prefix_cache import TokenHasher
 from maitred.kvcache.tiers import KVTier
@@ -289,10 +290,14 @@ def _kv_peers(
     spec: DecoderSpec,
     clock: Clock,
 ) -> KVPeers:
-    """Between engines of one machine and user, so nothing is proved."""
-    layout = layout_of(facts, spec, executor)
+    """Between engines of one machine and user nothing is proved; those of several hosts have the fleet's token."""
+    layout, listen = layout_of(facts, spec, executor), config.share.kv_listen
     peers = PeerConfig(
-        Identity(layout, None, EXACT), config.cache.kv_transport, config.tiers.kv_staging_bytes, config.cache.kv_lease_s
+        Identity(layout, config.share.kv_token, EXACT),
+        config.cache.kv_transport,
+        config.tiers.kv_staging_bytes,
+        config.cache.kv_lease_s,
+        host_and_port("kv_listen", listen) if listen is not None else None,
     )
     return KVPeers(core, layers_of(executor, layout), peers, block_size=config.cache.block_size, clock=clock)
 

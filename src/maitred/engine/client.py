@@ -73,6 +73,7 @@ class EngineClient:
         on_change: Callable[[], None] = lambda: None,  # told, on the event loop, when an engine has come or gone
     ) -> None:
         self.supervisor = Supervisor(start, clock, self, on_event=on_event)
+        self.role = start.process.role  # of a server that is one worker of several hosts
         self._rule, self._in_process = start.process.resume, start.process.in_process
         self._clock = clock
         self._on_admitted = on_admitted
@@ -195,7 +196,7 @@ class EngineClient:
 
     def workers(self) -> tuple[WorkerView, ...]:
         """This one."""
-        return (WorkerView.of(0, self.supervisor.pid, self.state()),)
+        return (WorkerView.of(0, self.supervisor.pid, self.state(), self.role),)
 
     # -- sleep
 

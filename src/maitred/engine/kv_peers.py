@@ -37,6 +37,7 @@ class PeerConfig(NamedTuple):
     transport: str = "auto"
     staging_bytes: int = 256 * 2**20
     lease_s: float = 30.0
+    listen: tuple[str, int] | None = None  # host and port for engines of other hosts
 
 
 @dataclass(slots=True, eq=False)
@@ -67,12 +68,14 @@ class KVPeers:
         core.kv_followers.append(self)
 
     def _listen(self) -> tuple[str, ...]:
-        source = self._source
+        source, listen = self._source, self._config.listen
+        host, port = listen or ("127.0.0.1", 0)
         if self._config.transport == "tcp":
-            return (source.listen_tcp("127.0.0.1", 0),)
+            return (source.listen_tcp(host, port),)
         if self._config.transport == "nixl":
-            return (source.listen_nixl("127.0.0.1", 0),)
-        return (source.listen_shm(),)
+            return (source.listen_nixl(host, port),)
+        shm = source.listen_shm()
+        return (shm,) if listen is None else (shm, source.listen_tcp(host, port))
 
     # -- requests
 

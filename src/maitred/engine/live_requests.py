@@ -45,6 +45,7 @@ class LiveRequest:
         if point is not None:  # another server began it
             self.output_token_ids = list(point.output_token_ids)
             self.charges, self.last_token_at = point.charges, point.last_token_at
+        self.kv_from = self.kv_from or self.spec.kv_from
 
     @property
     def request_id(self) -> str:

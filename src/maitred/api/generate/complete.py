@@ -17,7 +17,7 @@ from maitred.api.generate.telling import Teller, fingerprint_of, told_usage
 from maitred.api.generate.time_limits import time_limits
 from maitred.api.http.app import App
 from maitred.api.http.exchange import JSON_HEADERS, Exchange, Header
-from maitred.api.http.fleet_headers import time_left
+from maitred.api.http.fleet_headers import placed_by_router, time_left
 from maitred.api.http.ignored_fields import SCHEMA_IGNORED, names_told
 from maitred.api.http.results import Wanted
 from maitred.api.http.sse import EventStream
@@ -66,6 +66,7 @@ async def generate(
             shape = ask.shape_found
             if shape.ignored:
                 exchange.told += ((SCHEMA_IGNORED, names_told(shape.ignored)),)
+            batches = [placed_by_router(exchange.headers, batch) for batch in batches]
             batches, ended = _placed(app, lease.admit(batches), lease, resumption)
             if app.fleet.follows(exchange.headers):
                 specs = itertools.chain.from_iterable(batches)

@@ -5,13 +5,16 @@ A replica believes them of who shows the fleet's token, and drops them from ever
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import isfinite
 from urllib.parse import quote, unquote
+
+from msgspec.structs import replace
 
 from maitred.cluster.told_tokens import SEED, TELL
 from maitred.errors import InvalidRequest
 from maitred.gate.terms import NO_LIMITS, TimeLimits
+from maitred.request import RequestSpec
 from maitred.tenancy.caller import ANYBODY, Caller
 from maitred.tenancy.quota import QuotaBook
 from maitred.tenancy.tenant import LEAST_URGENT, Tenant
@@ -24,7 +27,11 @@ SALT = b"x-maitred-salt"  # of the tenant's cache group
 KEY_ID, ADMIN = b"x-maitred-key-id", b"x-maitred-admin"
 MAX_TOKENS = b"x-maitred-default-max-tokens"  # of a request that names none
 TIME_LEFT = (b"x-maitred-ttft-left-ms", b"x-maitred-queue-left-ms", b"x-maitred-time-left-ms")  # as TimeLimits
-BELIEVED = frozenset((TENANT, WEIGHT, PRIORITY, SALT, ADAPTER, KEY_ID, ADMIN, MAX_TOKENS, *TIME_LEFT, SEED, TELL))
+KV_FROM = b"x-maitred-kv-from"  # where the prompt's KV may be pulled: addresses with commas between
+PROMPT_ONLY = b"x-maitred-prompt-only"  # another replica answers: the prompt is to be computed, and one token
+MAX_ADDRESSES, MAX_ADDRESS_CHARS = 8, 300
+_OF_CALLER = (TENANT, WEIGHT, PRIORITY, SALT, ADAPTER, KEY_ID, ADMIN, MAX_TOKENS)
+BELIEVED = frozenset((*_OF_CALLER, *TIME_LEFT, SEED, TELL, KV_FROM, PROMPT_ONLY))
 LEAST_LEFT_S = 0.001
 
 
@@ -50,6 +57,22 @@ def time_left_headers(limits: TimeLimits, age_s: float) -> list[Header]:
         for name, limit in zip(TIME_LEFT, limits, strict=True)
         if limit is not None
     ]
+
+
+def kv_from_headers(addresses: Sequence[str]) -> list[Header]:
+    return [(KV_FROM, ",".join(addresses).encode())] if addresses else []
+
+
+def placed_by_router(headers: Mapping[bytes, bytes], specs: Sequence[RequestSpec]) -> list[RequestSpec]:
+    """In a replica, of headers that are believed: the samples, with where their KV is. Raises InvalidRequest."""
+    told = headers.get(KV_FROM, b"").decode("latin-1")
+    addresses = tuple(told.split(",")) if told else ()
+    if len(addresses) > MAX_ADDRESSES or any(len(address) > MAX_ADDRESS_CHARS for address in addresses):
+        raise InvalidRequest(
+            f"the header {KV_FROM.decode()} of a router has more, or longer, addresses than any worker"
+        )
+    specs = [replace(spec, kv_from=addresses) for spec in specs] if addresses else list(specs)
+    return [replace(spec, max_tokens=1) for spec in specs] if PROMPT_ONLY in headers else specs
 
 
 def without_believed(headers: dict[bytes, bytes]) -> None:

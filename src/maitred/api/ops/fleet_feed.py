@@ -6,6 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
 import msgspec
@@ -25,12 +26,15 @@ from maitred.cluster.replica_events import (
     Fingerprint,
     FleetEvent,
     KeysChanged,
+    KVWorker,
     Load,
     Phase,
     VersionResponse,
 )
 from maitred.cluster.routed_body import read_body
 from maitred.cluster.stored_keys import KeyBlock, StoredKeys
+from maitred.cluster.worker import facts_of
+from maitred.engine.client import EngineClient
 from maitred.engine.frames import BlockChanges
 from maitred.engine.intake import ServedModel
 from maitred.errors import Overloaded
@@ -164,7 +168,19 @@ class FleetFeed:
             num_free_blocks=state.num_blocks - state.num_blocks_used,
             prefill_tokens_per_s=state.prefill_tokens_per_s,
             decode_tokens_per_s=state.decode_tokens_per_s,
+            worker=self._kv_worker(),
         )
+
+    def _kv_worker(self) -> KVWorker | None:
+        """None of a server whose KV others cannot pull."""
+        engine = self._replica
+        if not isinstance(engine, EngineClient):
+            return None
+        facts, numbers = facts_of(engine, engine.role, shares_link=False), identity(self._model).fingerprint
+        if facts is None:
+            return None
+        told = " ".join(msgspec.structs.astuple(numbers)) if numbers is not None else ""
+        return KVWorker(replace(facts, numbers=told), engine.kv_addresses)
 
     def _phase(self, state: ReplicaState) -> Phase:
         if not state.alive:

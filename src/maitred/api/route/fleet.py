@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from maitred.api.http.logs import log_fields
@@ -15,10 +15,12 @@ from maitred.api.route.choices import Choices
 from maitred.api.route.metrics import RouteMetrics
 from maitred.api.route.routed import Moved, RoutedRequest
 from maitred.clock import Clock
-from maitred.cluster.actions import Action, Bind, Move, Probe, Refuse, Sleep, Start, Stop
+from maitred.cluster.actions import Action, Bind, Move, Probe, Refuse, Sleep, Start, Stop, Switch
 from maitred.cluster.core import ClusterCore
+from maitred.cluster.disagg import Role, WorkerFacts
 from maitred.cluster.fleet_request import Failure, FleetRequest, Usage
 from maitred.cluster.origins import Origin
+from maitred.cluster.replica_events import KVWorker
 from maitred.cluster.replicas import Kind, ReplicaFacts, Report
 from maitred.cluster.upstream import ConnectionCounts, Upstream
 from maitred.storage.redis_notices import Bound
@@ -37,6 +39,8 @@ class LiveReplica:
     name: bytes  # for a header
     cards: Sequence[dict[str, Any]] = ()  # of its models, as it lists them
     adapters: frozenset[str] = frozenset()  # names of cards that have a parent
+    kv_addresses: tuple[str, ...] = ()  # where others pull its KV
+    role: Role | None = None  # that it was given here; None is the one it was started with
     follower: asyncio.Task[None] | None = field(default=None, repr=False)
 
     @property
@@ -145,6 +149,23 @@ class Fleet:
             live.upstream.close()
         self._do(self.core.left(name, self.clock.now(), returns=returns))
 
+    def work(self, live: LiveReplica, worker: KVWorker | None) -> WorkerFacts | None:
+        """What it tells of itself as a worker, with the role that it has here."""
+        live.kv_addresses = worker.addresses if worker is not None else ()
+        if worker is None or live.role is None:
+            return worker.facts if worker is not None else None
+        return replace(worker.facts, role=live.role)
+
+    def give_role(self, name: str, role: Role) -> None:
+        """From now on, of one that tells that it is a worker; it goes on with what it has."""
+        live = self.replicas.get(name)
+        if live is None or live.facts.worker is None or live.facts.worker.role is role:
+            return
+        fields = {"replica": name, "role": role.value, "before": live.facts.worker.role.value}
+        log_fields(logger, logging.INFO, "a worker has another role", fields)
+        live.role = role
+        self.tell(live, replace(live.facts, worker=replace(live.facts.worker, role=role)))
+
     def restart(self, name: str | None) -> None:
         """Replace it, or each, by a new one that is there first."""
         names = sorted(self.core.fleet.by_name) if name is None else [name]
@@ -199,12 +220,16 @@ class Fleet:
         if not self.requests:
             self._empty.set()
 
-    def failed(self, routed: RoutedRequest, failure: Failure) -> None:
-        """Its replica did not answer; what becomes of it `routed.bound` tells."""
+    def handed_over(self, routed: RoutedRequest, *, is_computed: bool = False) -> None:
+        """Who was to compute its prompt for another has nothing more of it; `is_computed` says that it did."""
+        self._do(self.core.handed_over(routed.request.request_id, self.clock.now(), is_computed))
+
+    def failed(self, routed: RoutedRequest, failure: Failure, live: LiveReplica) -> None:
+        """That replica did not answer; what becomes of it `routed.bound` tells."""
         now = self.clock.now()
         routed.held_again(now)
         self._metrics.failed(failure.kind)
-        self._do(self.core.failed(routed.request.request_id, failure, now))
+        self._do(self.core.failed(routed.request.request_id, failure, now, live.facts.name))
 
     async def emptied(self) -> None:
         await self._empty.wait()
@@ -258,6 +283,8 @@ class Fleet:
                     self._probe(name)
                 case Start(name, origin):
                     self._launch(name, origin)
+                case Switch(name, role):
+                    self.give_role(name, role)
                 case Sleep(name):
                     if self.launching is not None:
                         self.launching.sleep(name)

@@ -15,7 +15,8 @@ from maitred.api.http.fleet_token import FleetToken
 from maitred.api.http.logs import log_fields
 from maitred.api.route.answers import message_of
 from maitred.api.route.fleet import Fleet, LiveReplica
-from maitred.cluster.replica_events import Began, Ended, Fingerprint, FleetEvent, KeysChanged, Load
+from maitred.api.route.outgoing import reached_by
+from maitred.cluster.replica_events import Began, Ended, Fingerprint, FleetEvent, KeysChanged, KVWorker, Load
 from maitred.cluster.replicas import Kind, ReplicaFacts, Report, State
 from maitred.cluster.upstream import Ask, Broken, UpstreamFailed, request_head
 
@@ -201,9 +202,14 @@ class Follower:
                     fleet.leaving(name, event.drain_s or 0.0)
                 is_welcome = told_state in ("ready", "asleep")  # who sleeps by itself wakes up for whoever comes
                 state = State.READY if is_welcome else State.STARTING
-                told = replace(live.facts, state=state, error=event.error, tokens_per_s=speed)
+                worker = fleet.work(live, _reached(event.worker, live))
+                told = replace(live.facts, state=state, error=event.error, tokens_per_s=speed, worker=worker)
                 self._tell(fleet, live, told)
                 fleet.reported(name, Report(num_in_flight=event.num_running + event.num_waiting))
+
+
+def _reached(worker: KVWorker | None, live: LiveReplica) -> KVWorker | None:
+    return None if worker is None else KVWorker(worker.facts, reached_by(worker.addresses, live.origin.host))
 
 
 def _about(speed: float) -> float | None:

@@ -9,7 +9,8 @@ from maitred.api.http.fleet_headers import vouching
 from maitred.api.http.results import Wanted
 from maitred.api.route.headers import towards_replica
 from maitred.api.route.leases import BYTES_A_TOKEN, RouteLease, leased
-from maitred.api.route.relay import Outgoing, Relay
+from maitred.api.route.outgoing import Outgoing
+from maitred.api.route.relay import Relay
 from maitred.api.route.routed import RoutedRequest
 from maitred.api.route.router import Router
 from maitred.cluster.fleet_request import FleetRequest

@@ -5,23 +5,21 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from maitred.api.http.errors import ClientGone
-from maitred.api.http.exchange import CONNECTION, Exchange, Header
-from maitred.api.http.fleet_headers import time_left_headers
+from maitred.api.http.exchange import CONNECTION, Exchange
 from maitred.api.http.sse import EventStream
 from maitred.api.route import answers
 from maitred.api.route.bills import Bill
 from maitred.api.route.fleet import Fleet, LiveReplica
 from maitred.api.route.headers import towards_client
+from maitred.api.route.outgoing import Outgoing, Stop, stops_of
 from maitred.api.route.routed import Moved, RoutedRequest
 from maitred.cluster.actions import Bind
 from maitred.cluster.fleet_request import Failure, FailureKind, FleetRequest, Usage
 from maitred.cluster.told_tokens import NOTHING, BrokenFrame, ToldTokens
-from maitred.cluster.upstream import Answer, Ask, Broken, UpstreamFailed, request_head
+from maitred.cluster.upstream import Answer, Ask, Broken, UpstreamFailed
 from maitred.errors import MaitredError, ServerError
-from maitred.gate.terms import NO_LIMITS, TimeLimits
 from maitred.request import Charges, FinishReason
 
 MAX_KEPT_BYTES = 256 * 1024  # of an answer that is not streamed: while it is shorter another replica can begin anew
@@ -32,40 +30,6 @@ _REASONS = {"answered": FinishReason.STOP, "cancelled": FinishReason.ABORT, "fai
 
 class ReplicaFailed(ServerError):
     """A replica broke its answer off, and no other may go on with it."""
-
-
-@dataclass(slots=True)
-class Outgoing:
-    """A request as every replica gets it."""
-
-    method: str
-    target: str  # path and query
-    headers: list[Header]
-    body: bytes
-    secret: list[Header] = field(default_factory=list)  # only for replicas that hold the fleet's token
-    is_generation: bool = False  # its answer has usage and tokens
-    is_stream: bool = False
-    limits: TimeLimits = NO_LIMITS  # from its arrival
-
-    @property
-    def tells(self) -> bool:
-        """Whether replicas of ours are asked to tell the tokens of its answer."""
-        return self.is_stream and bool(self.secret)
-
-    def ask(self, live: LiveReplica, age_s: float) -> Ask:
-        """`age_s` ago it arrived."""
-        headers = self._secretly(age_s) if live.is_ours and self.secret else self.headers
-        head = request_head(self.method, self.target, live.origin, headers, len(self.body))
-        return Ask(head, self.body, is_head=self.method == "HEAD")
-
-    def resume(self, live: LiveReplica, told: bytes, age_s: float) -> Ask:
-        """To go on where another replica left off."""
-        head = request_head("POST", "/fleet/resume", live.origin, self._secretly(age_s), len(told))
-        return Ask(head, told)
-
-    def _secretly(self, age_s: float) -> list[Header]:
-        left = time_left_headers(self.limits, age_s) if self.limits != NO_LIMITS else ()
-        return [*self.headers, *self.secret, *left]
 
 
 class Relay:
@@ -86,6 +50,8 @@ class Relay:
         self._fleet, self._routed, self._outgoing = fleet, routed, outgoing
         self.bill: Bill | None = None  # of who keeps a ledger
         self._is_billed = False  # the answer under way has said what it cost
+        self._is_computed = False  # its prompt is, and that was all that was asked of this replica
+        self._num_each = routed.request.num_samples
         self._exchange: Exchange = routed.exchange
         self._events = EventStream(self._exchange, silence_s=keep_alive_s) if outgoing.is_stream else None
         self._keep_alive_s, self._on_tokens = keep_alive_s, on_tokens
@@ -170,41 +136,56 @@ class Relay:
             raise
         if self._events is None:  # its first token nobody will see
             self._on_tokens(0, self._fleet.clock.now())
-        live = self._fleet.replicas[bind.choice.replica]
-        self._refusal, self._is_billed = None, False
+        may_hand_over = self._outgoing.may_hand_over() and not self._routed.began
+        stops = stops_of(bind.choice, self._fleet.replicas, may_hand_over=may_hand_over)
+        if bind.choice.prefill is not None and len(stops) == 1:
+            self._fleet.handed_over(self._routed)
+        for stop in stops:
+            self._is_computed = False
+            is_over = await self._stop(stop)
+            if not self._is_computed:
+                return is_over
+            self._fleet.handed_over(self._routed, is_computed=True)
+        return False
+
+    async def _stop(self, stop: Stop) -> bool:
+        """Whether the client has all of the answer; `_is_computed` tells of a prompt alone."""
+        self._refusal, self._is_billed, live = None, False, stop.live
         try:
-            return await self._tried(live)
+            return await self._tried(stop)
         finally:
             if self.bill is not None and live.facts.has_beats and not self._is_billed:
                 self.bill.left(live.facts.name, self._told.usage_so_far() if self._told is not None else NOTHING)
 
-    async def _tried(self, live: LiveReplica) -> bool:
+    async def _tried(self, stop: Stop) -> bool:
         try:
-            answer = await live.upstream.send(self._ask(live))
+            answer = await stop.live.upstream.send(self._ask(stop))
         except UpstreamFailed as failed:
-            self._fleet.failed(self._routed, failure_of(failed))
+            self._fleet.failed(self._routed, failure_of(failed), stop.live)
             return False
         try:
-            return await self._answered(answer, live)
+            return await self._answered(answer, stop)
         except UpstreamFailed as failed:
-            self._broke_off(failed)
+            self._broke_off(failed, stop.live)
             return False
         finally:
             answer.abort()
 
-    def _ask(self, live: LiveReplica) -> Ask:
+    def _ask(self, stop: Stop) -> Ask:
         """From the beginning, or for the rest. Raises ReplicaFailed where nobody knows how to go on."""
+        live, kv_told = stop.live, stop.headers(is_stream=self._told is not None)
         if self._told is not None:
             self._told.broke_off()
         arrived_at = self._routed.request.arrived_at
         age_s = self._fleet.clock.now() - arrived_at
         if not self._routed.began:
-            return self._outgoing.ask(live, age_s)
+            return self._outgoing.ask(live, age_s, kv_told)
         if self._told is None or not self._goes_on:
             raise ReplicaFailed("the replica broke its answer off, and no other can go on with it")
         ttft_s = self._first_byte_at - arrived_at
         path, body = self._exchange.scope["path"], self._outgoing.body
-        return self._outgoing.resume(live, self._told.resume_body(path, body, age_s=age_s, ttft_s=ttft_s), age_s)
+        rest = self._told.resume_body(path, body, age_s=age_s, ttft_s=ttft_s)
+        return self._outgoing.resume(live, rest, age_s, kv_told)
 
     @property
     def _goes_on(self) -> bool:
@@ -223,27 +204,31 @@ class Relay:
                 await self._events.keep_alive()
         return bind
 
-    async def _answered(self, answer: Answer, live: LiveReplica) -> bool:
+    async def _answered(self, answer: Answer, stop: Stop) -> bool:
+        live = stop.live
         failure = answers.failure(answer)
         if failure is not None:
             body = await answer.whole(MAX_ERROR_BYTES)
             self._is_billed = failure.kind is FailureKind.FULL
             if failure.kind is FailureKind.ERROR:
                 self._refusal = answer, body
-            self._fleet.failed(self._routed, failure)
+            self._fleet.failed(self._routed, failure, live)
             return False
         if self._routed.began and not (answer.status == 200 and answers.is_stream(answer)):
             why = answers.message_of(await answer.whole(MAX_ERROR_BYTES))
             raise ReplicaFailed(f"the replica broke its answer off, and no other can go on with it: {why}")
         if self._events is not None and answers.is_stream(answer):
-            await self._stream(answer, live)
+            await self._stream(answer, stop)
+        elif answer.status == 200 and not stop.is_last:
+            await answer.begin(MAX_KEPT_BYTES)  # the tenant pays for the prompt once, where it is answered
+            self._is_computed = self._is_billed = True
         else:
             await self._whole(answer, live)
         return True
 
-    def _broke_off(self, failed: UpstreamFailed) -> None:
+    def _broke_off(self, failed: UpstreamFailed, live: LiveReplica) -> None:
         """In the middle of its answer. Raises when the client has a part of it."""
-        self._fleet.failed(self._routed, failure_of(failed))
+        self._fleet.failed(self._routed, failure_of(failed), live)
         if self._routed.began and not self._routed.is_decided and not self._goes_on:
             raise ReplicaFailed(f"the replica broke its answer off: {failed}")
 
@@ -287,8 +272,9 @@ class Relay:
 
     # -- streams
 
-    async def _stream(self, answer: Answer, live: LiveReplica) -> None:
+    async def _stream(self, answer: Answer, stop: Stop) -> None:
         """Whole events only, so that an error or another replica's can follow wherever it breaks off."""
+        live = stop.live
         told = self._told if live.is_ours else None
         cutter = told or answers.WholeEvents()
         last = b""
@@ -301,6 +287,10 @@ class Relay:
                 self._count(events)
                 last = events
                 await self._send_events(answer, live, events)
+            if not stop.is_last and self._goes_on and told is not None and told.has_begun(self._num_each):
+                self._tell_tokens()
+                self._is_computed = True
+                return
         if told is not None and not told.is_whole:
             raise UpstreamFailed(Broken.WRONG, "its answer ended within a frame")
         self._tell_tokens()

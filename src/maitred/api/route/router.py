@@ -25,6 +25,7 @@ from maitred.cluster.actions import Bind
 from maitred.cluster.bounds import Bounds
 from maitred.cluster.config import FleetConfig, SharedConfig
 from maitred.cluster.core import ClusterCore
+from maitred.cluster.disagg import DEFAULT_HANDOVER, HandoverConfig
 from maitred.cluster.origins import Origin, Target
 from maitred.cluster.replicas import Kind, ReplicaFacts, State
 from maitred.cluster.sizing import Autoscale, as_asked
@@ -58,6 +59,7 @@ class Router:
         autoscale: Autoscale = as_asked,
         launch: MakeLauncher | None = None,  # replicas of its own, as many as `bounds` says
         bounds: Bounds | None = None,
+        handover: HandoverConfig = DEFAULT_HANDOVER,
     ) -> None:
         """Raises ConfigError for a Redis that cannot be one."""
         self.config = config
@@ -76,7 +78,7 @@ class Router:
         self.fleet_token = token or FleetToken(None)
         follower = Follower(self.fleet_token)
         self.fleet = Fleet(
-            ClusterCore(fleet_config, scheduler, autoscale=autoscale),
+            ClusterCore(fleet_config, scheduler, autoscale=autoscale, handover=handover),
             self.clock,
             follow=follower.start,
             probe=follower.probe,

@@ -15,9 +15,11 @@ from maitred.cli.serve.tenancy import TenancyConfig, open_tenancy
 from maitred.cluster.autoscale import AutoscaleConfig, Autoscaler
 from maitred.cluster.bounds import Bounds
 from maitred.cluster.config import PLACEMENTS, FleetConfig, SharedConfig
+from maitred.cluster.disagg import HandoverConfig
 from maitred.cluster.origins import Target, parse_target
-from maitred.config import AdmissionConfig, SchedulerConfig, ServerConfig
+from maitred.config import HANDOVERS, AdmissionConfig, SchedulerConfig, ServerConfig
 from maitred.errors import ConfigError
+from maitred.objectives import promised
 
 if TYPE_CHECKING:
     from maitred.api.http.fleet_token import FleetToken
@@ -75,6 +77,11 @@ class RouteOptions:
     """With ray: pack puts the first MIN replicas on as few nodes as hold them, spread on as many as there are."""
     idle_s: float = 300.0
     """With MIN 0: the last replica stops after so long (s) without a request."""
+    handover: str = option("auto", choices=HANDOVERS)
+    """Among replicas that give their KV (serve --kv-listen): whether a prompt is computed by another one than its
+    answer. auto does as foretold from queues, free blocks and what steps and transfers take; always; never."""
+    role_switching: bool = True
+    """Among these: one that computes prompts is sent answers, or the other way round, when load turns."""
     reuse_port: bool = False
     """Listen beside other routers on the same port; a new one takes over when the old one ends."""
 
@@ -83,6 +90,8 @@ class RouteOptions:
             raise ConfigError(f"launch is {self.launch!r}; choose one of {', '.join(LAUNCHERS)}")
         if self.placement not in PLACEMENTS:
             raise ConfigError(f"placement is {self.placement!r}; choose one of {', '.join(PLACEMENTS)}")
+        if self.handover not in HANDOVERS:
+            raise ConfigError(f"handover is {self.handover!r}; choose one of {', '.join(HANDOVERS)}")
         if self.replicas is not None and (self.urls or self.reuse_port):
             raise ConfigError(
                 "replicas end with the router that launched them, so it has neither URLs nor reuse_port beside them"
@@ -156,6 +165,7 @@ def _router(
         shared=options[SharedConfig],
         autoscale=Autoscaler(AutoscaleConfig(idle_s=given.idle_s, ttft_objective_s=objective_s)),
         launch=launch,
+        handover=HandoverConfig(handover=given.handover, role_switching=given.role_switching, **promised(server.slo)),
         bounds=Bounds.parse(given.replicas) if given.replicas is not None else None,
         ledger=ledger,
     )

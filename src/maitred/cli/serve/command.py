@@ -14,7 +14,7 @@ from maitred.cli.ending import noted
 from maitred.cli.local import ENGINE_PARTS, engine_config
 from maitred.cli.serve.announcer import Announcer
 from maitred.cli.serve.tenancy import TenancyConfig, open_tenancy
-from maitred.config import AdmissionConfig, EngineConfig, ProcessConfig, ServerConfig
+from maitred.config import AdmissionConfig, CacheConfig, EngineConfig, ProcessConfig, ServerConfig
 from maitred.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 def _run(options: Options) -> int:
     import logging
 
+    from maitred.api.http.fleet_token import read_fleet_token
+    from maitred.cli.serve.kv_listening import share_of
     from maitred.clock import WallClock
     from maitred.engine.limits import SPARE_DESCRIPTORS, check_addresses, claim_descriptors
     from maitred.engine.timeline import Timeline, process_age_s
@@ -43,11 +45,14 @@ def _run(options: Options) -> int:
     if 0 <= num_descriptors - SPARE_DESCRIPTORS < server.max_connections:
         tell(f"connections  fewer than {num_descriptors - SPARE_DESCRIPTORS:,}, for want of descriptors (ulimit -n)")
     with listener, open_tenancy(options[TenancyConfig], server) as (tenants, ledger):
-        config = _engine_config(options)
+        token = read_fleet_token(server.fleet_token_file)
+        share = share_of(options[ProcessConfig].kv_listen, options[CacheConfig], token)
+        config = replace(_engine_config(options), share=share)
         ending = noted()
         if ending.came:
             return 0
-        secret = salt_secret(config.tiers.kv_disk) if config.tiers.kv_disk is not None else None
+        keeps = config.tiers.kv_disk if not share.exchanges_kv else None  # else tenants' salts are the fleet's
+        secret = salt_secret(keeps) if keeps is not None else None
         timeline.end("command")
         starting = _start(options, config, tell, ledger.opened if ledger is not None else None)
         try:

@@ -1,0 +1,71 @@
+"""What a router does when a replica fails that computes a prompt for another one."""
+
+from __future__ import annotations
+
+import pytest
+
+from maitred.cluster.actions import Action, Bind, Move
+from maitred.cluster.config import FleetConfig
+from maitred.cluster.core import ClusterCore
+from maitred.cluster.disagg import Ask, HandoverConfig, options
+from maitred.cluster.fleet_request import Failure, FailureKind
+from maitred.cluster.replicas import ReplicaFacts, State
+from maitred.config import SchedulerConfig
+from tests.cluster.fleets import make_request
+from tests.cluster.workers import facts, worker
+
+REFUSED = Failure(FailureKind.RESET, message="connection refused")
+
+
+def host(name: str, role: str) -> ReplicaFacts:
+    return ReplicaFacts(name=name, models=("m",), fingerprint="f", has_beats=True, worker=facts(role))
+
+
+@pytest.fixture
+def core() -> ClusterCore:
+    handover = HandoverConfig(handover="always")
+    core = ClusterCore(FleetConfig(), SchedulerConfig(predictor="max_tokens"), handover=handover)
+    for name, role in (("p1", "prefill"), ("d1", "decode"), ("p2", "prefill")):
+        core.joined(host(name, role), 0.0)
+    return core
+
+
+def only_bind(actions: list[Action]) -> Bind:
+    (bind,) = [action for action in actions if isinstance(action, Bind)]
+    return bind
+
+
+def test_a_prompt_is_computed_elsewhere_when_its_prefill_replica_is_gone(core: ClusterCore):
+    first = only_bind(core.arrived(make_request("a", num_bytes=8000), 0.0)).choice
+    assert first.replica == "d1"
+    second = only_bind(core.failed("a", REFUSED, 0.1, first.prefill)).choice
+    assert (second.replica, {first.prefill, second.prefill}) == ("d1", {"p1", "p2"})
+    states = {replica.name: replica.state for replica in core.fleet}
+    assert states.pop(first.prefill) is State.EJECTED
+    assert set(states.values()) == {State.READY}
+    core.check_invariants()
+
+
+def test_a_prompt_is_taken_from_a_prefill_replica_that_falls_silent(core: ClusterCore):
+    first = only_bind(core.arrived(make_request("a", num_bytes=8000), 0.0)).choice
+    core.handed_over("a", 0.1)
+    again = only_bind(core.arrived(make_request("b", num_bytes=8000), 0.1)).choice
+    actions = core.left(again.prefill, 0.2)
+    assert [action.request_id for action in actions if isinstance(action, Move)] == ["b"]
+    assert only_bind(actions).choice.prefill not in (None, again.prefill)
+    assert first.replica == "d1"
+    core.fleet.work.check_invariants()
+
+
+def test_a_prompt_whose_tokens_nobody_sees_counts_as_computed_when_it_is_told(core: ClusterCore):
+    prefill = only_bind(core.arrived(make_request("a", num_bytes=8000), 0.0)).choice.prefill
+    assert prefill is not None
+    core.handed_over("a", 0.1, is_computed=True)
+    loads = {name: core.fleet.work.load(name, facts(), 0.1) for name in (prefill, "d1")}
+    assert [load.queued_tokens for load in loads.values()] == [0, 0]
+    assert loads["d1"].rows == 1
+
+
+def test_nothing_is_moved_between_workers_of_unlike_numbers():
+    unlike = [worker("p", "prefill", numbers="int8"), worker("d", "decode", numbers="bf16", num_cached=512)]
+    assert {(way.prefill, way.fetch_from) for way in options(Ask(1000, 100.0), unlike, "always")} == {(None, None)}

@@ -1,0 +1,218 @@
+"""`maitred serve --role --kv-listen` behind `maitred route`: servers that know nothing of each other hand KV over."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from maitred.api.http.fleet_token import FleetToken
+from maitred.api.route.outgoing import reached_by
+from maitred.cli.serve.kv_listening import share_of
+from maitred.config import CacheConfig, ProcessConfig
+from maitred.errors import ConfigError
+from maitred.executor.kv_layout import NATIVE
+from maitred.transfer.compat import EXACT, Agreed, Layout, Numerics
+from maitred.transfer.handshake import Identity
+from maitred.transfer.pieces import Refusal
+from maitred.transfer.puller import connect
+from tests.conftest import ServerProcess, start_server
+from tests.reliability.test_workers import MODEL, STORY
+from tests.route.test_end_to_end import RealFleet, real_fleet
+from tests.waiting import HANGS_S, until
+
+TOKEN = "0123456789abcdef0123456789abcdef"
+COMPLETIONS = "/v1/completions"
+GREEDY = {"prompt": STORY, "max_tokens": 40, "temperature": 0, "ignore_eos": True}
+KINDS: dict[str, dict[str, Any]] = {
+    "greedy": GREEDY,
+    "four": GREEDY | {"n": 4, "temperature": 0.7, "seed": 1, "prompt": "Four. " + STORY},
+    "seeded": GREEDY | {"temperature": 0.9, "seed": 5, "prompt": "Seeded. " + STORY},
+    "four greedy": GREEDY | {"n": 4, "prompt": "Alike. " + STORY},
+    "two prompts": GREEDY | {"prompt": ["One. " + STORY, "Two. " + STORY], "max_tokens": 12},
+    "logprobs": GREEDY | {"prompt": "Logs. " + STORY, "max_tokens": 8, "logprobs": 3},
+    "a stop string": GREEDY | {"prompt": "Stop. " + STORY, "stop": ["a"]},
+}
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[ServerProcess]:
+    server = start_server()
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealFleet]:
+    roles = ("prefill", "decode", "decode")
+    flags = [("--role", role, "--kv-listen", "127.0.0.1:0", "--kv-transport", "tcp") for role in roles]
+    with real_fleet(tmp_path_factory.mktemp("apart"), flags, "--handover", "always", "--no-role-switching") as fleet:
+        until(lambda: len(workers(fleet)) == 3)
+        yield fleet
+
+
+def workers(fleet: RealFleet) -> list[dict[str, Any]]:
+    return fleet.client.get("/admin/roles").json()["workers"]
+
+
+def names_of(fleet: RealFleet, role: str) -> set[str]:
+    return {worker["worker"] for worker in workers(fleet) if worker["role"] == role}
+
+
+def server_named(fleet: RealFleet, name: str) -> ServerProcess:
+    return next(replica for replica in fleet.replicas if replica.url.endswith(name))
+
+
+def handovers(server: ServerProcess) -> Counter[str]:
+    lines = httpx.get(f"{server.url}/metrics").text.splitlines()
+    told = [line for line in lines if line.startswith("maitred_handovers_total{")]
+    return Counter({line.split('"')[1]: int(float(line.split(" ")[1])) for line in told})
+
+
+def all_handovers(fleet: RealFleet) -> Counter[str]:
+    return sum((handovers(replica) for replica in fleet.replicas), Counter())
+
+
+def text_of(answer: str) -> dict[int, str]:
+    """Of each choice of a stream."""
+    found: dict[int, str] = {}
+    for line in answer.splitlines():
+        if line.startswith("data: {"):
+            told = json.loads(line[6:])
+            assert "error" not in told, line
+            for choice in told["choices"]:
+                found[choice["index"]] = found.get(choice["index"], "") + choice["text"]
+    return found
+
+
+def ask(url: str, body: dict[str, Any], *, stream: bool, **headers: str) -> tuple[dict[int, str], httpx.Headers]:
+    """The text of each choice, and the answer's headers."""
+    asked = {"model": MODEL, "stream": stream, **body}
+    answer = httpx.post(url + COMPLETIONS, json=asked, headers=headers, timeout=HANGS_S)
+    assert answer.status_code == 200, answer.text
+    if stream:
+        return text_of(answer.text), answer.headers
+    return {choice["index"]: choice["text"] for choice in answer.json()["choices"]}, answer.headers
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_answer_is_that_of_a_lone_engine(apart: RealFleet, alone: ServerProcess, kind: str, stream: bool):
+    told, headers = ask(apart.router.url, KINDS[kind], stream=stream)
+    assert told == ask(alone.url, KINDS[kind], stream=stream)[0]
+    begins = "prefill" if stream else "decode"  # of a whole answer it tells who gave it
+    assert headers["x-maitred-replica"] in names_of(apart, begins)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_kv_moves_between_servers_that_know_nothing_of_each_other(apart: RealFleet, stream: bool):
+    before = all_handovers(apart)["moved"]
+    ask(apart.router.url, GREEDY | {"prompt": f"A new one {stream}. {STORY}"}, stream=stream)
+    until(lambda: all_handovers(apart)["moved"] == before + 1)
+
+
+@pytest.mark.parametrize("shown", [{}, {"x-maitred-fleet-token": TOKEN}])
+def test_where_kv_is_pulled_from_only_a_router_says(apart: RealFleet, shown: dict[str, str]):
+    body = GREEDY | {"prompt": f"Pulled {len(shown)}. {STORY}", "max_tokens": 4}
+    prefill, decode = (server_named(apart, sorted(names_of(apart, role))[0]) for role in ("prefill", "decode"))
+    told = ask(prefill.url, body, stream=False)[0]
+    (address,) = next(w["kv_addresses"] for w in workers(apart) if w["role"] == "prefill")
+    before = handovers(decode)
+    assert ask(decode.url, body, stream=False, **shown, **{"x-maitred-kv-from": address})[0] == told
+    assert handovers(decode) - before == Counter(["moved"] if shown else [])
+    many = {"x-maitred-kv-from": ",".join([address] * 99)}
+    answer = httpx.post(decode.url + COMPLETIONS, json=body | {"model": MODEL}, headers={**shown, **many})
+    assert answer.status_code == (400 if shown else 200)
+
+
+def test_a_stranger_is_refused_at_the_port(apart: RealFleet):
+    (address,) = workers(apart)[0]["kv_addresses"]
+    agreed = Agreed(revision="r", positions="p", kv_dtype="bfloat16", num_layers=2, num_kv_heads=1, head_dim=8)
+    numerics = Numerics(weight_dtype="bfloat16", executor="native", isa="avx2")
+    layout = Layout(agreed=agreed, numerics=numerics, cells=NATIVE, block_size=16)
+    for token in (None, b"another token of another fleet"):
+        with pytest.raises(Refusal, match="--fleet-token-file"):
+            connect(address, Identity(layout, token, EXACT), staging_bytes=2**20, timeout_s=HANGS_S)
+
+
+def test_a_router_gives_roles_and_the_last_that_answers_keeps_its_own(apart: RealFleet):
+    def give(worker: str, role: str) -> httpx.Response:
+        return apart.client.post("/admin/roles", json={"worker": worker, "role": role})
+
+    one, other = sorted(names_of(apart, "decode"))
+    assert give(one, "prefill").status_code == 200
+    assert one in names_of(apart, "prefill")
+    refused = give(other, "prefill")
+    assert refused.status_code == 400
+    assert "last that answers" in refused.json()["error"]["message"]
+    assert give("nobody", "mixed").status_code == give(one, "cook").status_code == 400
+    assert give(one, "decode").status_code == 200
+    (own,) = httpx.get(f"{server_named(apart, one).url}/admin/roles").json()["workers"]
+    assert own["role"] == "decode"
+
+
+@pytest.mark.parametrize("role", ["decode", "prefill"])
+def test_a_server_that_is_killed_after_the_hand_over_costs_no_token(apart: RealFleet, alone: ServerProcess, role: str):
+    body = GREEDY | {"prompt": f"Killed {role}. {STORY}", "max_tokens": 1500, "n": 2, "temperature": 0.8, "seed": 3}
+    expected = ask(alone.url, body, stream=False)[0]
+    moved = all_handovers(apart)
+    asked = {"model": MODEL, "stream": True, **body}
+    with httpx.stream("POST", apart.router.url + COMPLETIONS, json=asked, timeout=HANGS_S) as answer:
+        pieces = answer.iter_text()
+        told = next(pieces)
+        until(lambda: all_handovers(apart)["moved"] > moved["moved"])
+        choices = apart.client.get(f"/admin/fleet/choices/{answer.headers['x-request-id']}").json()["choices"]
+        prefill = answer.headers["x-maitred-replica"]
+        victim = server_named(apart, prefill if role == "prefill" else choices[0]["replica"])
+        os.kill(victim.process.pid, signal.SIGKILL)
+        assert text_of(told + "".join(pieces)) == expected
+    victim.process.wait(HANGS_S)
+    apart.replicas.remove(victim)
+
+
+@pytest.mark.parametrize(
+    ("settings", "remedy"),
+    [
+        ({"role": "prefill"}, "give kv_listen HOST:PORT too"),
+        ({"role": "cook", "kv_listen": "127.0.0.1:0"}, "role"),
+        ({"kv_listen": "9100"}, "write HOST:PORT"),
+        ({"kv_listen": "127.0.0.1:70000"}, "write HOST:PORT"),
+        ({"kv_listen": "127.0.0.1:0", "mixed_workers": 2}, "leave out either"),
+    ],
+)
+def test_workers_of_hosts_that_cannot_be_are_refused_with_a_remedy(settings: dict[str, Any], remedy: str):
+    with pytest.raises(ConfigError, match=remedy):
+        ProcessConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("listen", "cache", "token", "remedy"),
+    [
+        ("0.0.0.0:0", CacheConfig(), None, "the same --fleet-token-file"),
+        ("127.0.0.1:0", CacheConfig(), None, "the same --fleet-token-file"),
+        ("127.0.0.1:0", CacheConfig(kv_transport="shm"), TOKEN.encode(), "leave it at auto"),
+        (
+            "127.0.0.1:0",
+            CacheConfig(enable_prefix_caching=False),
+            TOKEN.encode(),
+            "leave enable_prefix_caching on",
+        ),
+        ("192.0.2.7:0", CacheConfig(), TOKEN.encode(), "cannot listen on 192.0.2.7:0"),
+    ],
+)
+def test_a_port_that_nobody_could_use_is_refused_before_anything_loads(
+    listen: str, cache: CacheConfig, token: bytes | None, remedy: str
+):
+    with pytest.raises(ConfigError, match=remedy):
+        share_of(listen, cache, FleetToken(token))
+
+
+def test_an_address_of_every_interface_is_that_of_its_server():
+    told = ("tcp:0.0.0.0:9100", "tcp::::9100", "tcp:10.0.0.5:9100", "shm:maitred-kv")
+    assert reached_by(told, "worker-1") == ("tcp:worker-1:9100", "tcp:worker-1:9100", *told[2:])
