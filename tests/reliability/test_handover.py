@@ -71,12 +71,19 @@ def test_every_answer_is_that_of_a_lone_engine(apart: House, alone: House, kind:
 
 def test_kv_moves_from_the_prefill_worker_to_the_decode_worker(apart: House):
     before = handovers(apart).get("moved", 0)
-    apart.post("/v1/completions", prompt="Another story. " + STORY, max_tokens=20, ignore_eos=True)
-    until(lambda: handovers(apart).get("moved", 0) == before + 1)
+    body = {"prompt": "Another story. " + STORY, "max_tokens": 20, "ignore_eos": True, "n": 2}
+    assert apart.post("/v1/completions", **body).json()["usage"]["handover"] == "moved"
+    until(lambda: handovers(apart).get("moved", 0) > before)
     roles = {worker["role"]: worker for worker in apart.workers}
     assert set(roles) == {"prefill", "decode"}
     assert roles["decode"]["num_blocks_cached"] > 0
     until(lambda: apart.sums() == apart.counters())
+
+
+def test_usage_says_what_became_of_the_kv_where_workers_hand_it_over(apart: House, alone: House):
+    asked = {"prompt": "Hello", "max_tokens": 1}  # ends with its first token, so nobody goes on with it
+    assert apart.post("/v1/completions", **asked).json()["usage"]["handover"] == "local"
+    assert "handover" not in alone.post("/v1/completions", **asked).json()["usage"]
 
 
 @pytest.mark.parametrize("role", ["decode", "prefill"])
