@@ -266,6 +266,7 @@ class SchedulerConfig:
 
 RESUME_RULES = ("exact", "always", "never")
 HANDOVERS = ("auto", "always", "never")
+SWITCHING = ("on", "off")
 ROLES = ("prefill", "decode", "mixed")
 
 
@@ -301,7 +302,7 @@ class ProcessConfig:
     kv_listen: str | None = None
     """HOST:PORT where servers of other hosts that show the same fleet token pull this one's keys and values; a router
     of theirs then chooses where a prompt is computed and where it is answered. Port 0 lets the system choose."""
-    role_switching: bool = True
+    role_switching: str = one_of(SWITCHING, "on")
     """A prefill worker becomes a decode worker, or the other way round, when load turns: nothing is restarted, and the
     last of a role stays."""
     sleep_after_s: float | None = None

@@ -52,7 +52,9 @@ def alone() -> Iterator[ServerProcess]:
 def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealFleet]:
     roles = ("prefill", "decode", "decode")
     flags = [("--role", role, "--kv-listen", "127.0.0.1:0", "--kv-transport", "tcp") for role in roles]
-    with real_fleet(tmp_path_factory.mktemp("apart"), flags, "--handover", "always", "--no-role-switching") as fleet:
+    with real_fleet(
+        tmp_path_factory.mktemp("apart"), flags, "--handover", "always", "--role-switching", "off"
+    ) as fleet:
         until(lambda: len(workers(fleet)) == 3)
         yield fleet
 

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 from maitred.config import RESUME_RULES
 from maitred.errors import ConfigError, did_you_mean
 
-HANDOVERS = ("auto", "always", "never")  # whether one worker computes a prompt and another answers
 BALANCES = ("round_robin", "least_load", "two_choices", "hash", "session", "prefix")
 PLACEMENTS = ("pack", "spread")  # of launched replicas on the nodes of a Ray cluster
 TIER_KEYS = ("replicas", "max_prompt_tokens", "spill_after_s")

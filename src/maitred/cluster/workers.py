@@ -85,7 +85,7 @@ class Workers:
         self._workers = [self._make(n, start, on_event if n == 0 else logger.debug) for n in range(len(roles))]
         config = FleetConfig(slots=scheduler.max_num_seqs, hold_timeout_s=NEVER_S)
         rules = HandoverConfig(
-            handover=start.process.handover, role_switching=start.process.role_switching, **promised(slo)
+            handover=start.process.handover, role_switching=start.process.role_switching == "on", **promised(slo)
         )
         self._core = ClusterCore(config, scheduler, policies=installed_policies(), handover=rules)
         self._requests = WorkerRequests(self._core, self._workers, clock, self._wake_one, self._switch)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from maitred.cli.flags import option
-from maitred.cluster.config import HANDOVERS
-from maitred.config import MAX_SPECULATIVE_TOKENS, SIMULATED_PREDICTOR_NAMES, SchedulerConfig
+from maitred.config import HANDOVERS, MAX_SPECULATIVE_TOKENS, SIMULATED_PREDICTOR_NAMES, SWITCHING, SchedulerConfig
 from maitred.errors import ConfigError
 
 DEVICES = ("a100", "h100", "h200", "mi300x", "tpu-v5e", "cpu")
@@ -99,7 +98,7 @@ class SimulatedWorkerOptions:
     """Between workers: shm, tcp, 10gbe, 25gbe, 100gbe, 400g, nvlink, a rate such as 100MB/s, or none."""
     handover: str = option("auto", metavar="RULE", choices=HANDOVERS)
     """Whether one worker computes a prompt and another answers: auto, always or never, as of `maitred serve`."""
-    role_switching: str = option("on", metavar="on|off", choices=("on", "off"))
+    role_switching: str = option("on", metavar="on|off", choices=SWITCHING)
     """Whether prefill workers become decode workers, and the other way round, when load turns; not with MIN:MAX."""
     kv_disk_bytes: int | None = option(None, metavar="BYTES")
     """Disk tier of all workers: ended requests' KV is stored there, and read where that is quicker than computing."""
