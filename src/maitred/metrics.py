@@ -125,7 +125,13 @@ HANDOVERS = _counter(
     "Requests whose KV another worker had: moved, recomputed, or local where it was here already.",
     ("outcome",),
 )
-KV_TRANSFER_BYTES = _counter("kv_transfer_bytes", "bytes", "KV that was pulled from other workers.")
+HANDOVER_WAIT = _histogram(
+    "handover_wait_seconds",
+    "seconds",
+    "Time that a request waited for KV of another worker, from blocks reserved for it to KV arrived, or given up.",
+    LATENCY_BUCKETS_S,
+)
+KV_TRANSFER_BYTES = _counter("kv_transfer_bytes", "bytes", "KV that was pulled from other workers.", ("transport",))
 KV_TIER_HITS = _counter(
     "kv_tier_hit_tokens", "tokens", "Tokens whose KV was fetched from a tier in place of computing them.", ("tier",)
 )
@@ -170,8 +176,9 @@ REQUESTS_IN_OBJECTIVE = _counter(
     "requests_in_objective",
     "requests",
     "Requests that generate, by objective of --slo (ttft, itl, tpot, e2e, and all together) and by whether they met "
-    "it; what failed met none, what was the client's fault (4xx) does not count.",
-    ("objective", "met", "tenant"),
+    "it; what failed met none, what was the client's fault (4xx) does not count. Where a prompt was computed by "
+    "another worker than its answer, the role is prefill for ttft and decode for itl and tpot; else it is mixed.",
+    ("objective", "met", "tenant", "role"),
 )
 
 # admission: who is refused before the queue
@@ -312,6 +319,7 @@ ENGINE_METRICS: tuple[Metric, ...] = (
     SWAPPED_IN_BLOCKS,
     ROLE_SWITCHES,
     HANDOVERS,
+    HANDOVER_WAIT,
     KV_TRANSFER_BYTES,
     KV_TIER_HITS,
     KV_TIER_BYTES,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -9,6 +10,7 @@ from typing import Protocol, runtime_checkable
 
 import msgspec
 
+from maitred.metrics import HANDOVER_WAIT
 from maitred.request import FinishReason, RequestSpec
 from maitred.step import RequestProgress
 
@@ -41,9 +43,22 @@ class HandoverCounts(msgspec.Struct, array_like=True):
     """Requests whose KV another engine had, and what was pulled for them. They only grow."""
 
     outcomes: dict[str, int] = {}  # moved, recomputed, or local where it was here already
-    num_bytes: int = 0
+    num_bytes: dict[str, int] = {}  # by transport
     seconds: float = 0.0  # that requests waited for them
     dropped: dict[str, int] = {}  # blocks that did not come, by what went wrong
+    waits: list[int] = []  # requests in each of HANDOVER_WAIT's buckets, and beyond the last, whatever came
+    waited_s: float = 0.0  # all of them
+
+    def waited(self, seconds: float) -> None:
+        bounds = HANDOVER_WAIT.buckets
+        self.waits = self.waits or [0] * (len(bounds) + 1)
+        self.waits[bisect_left(bounds, seconds)] += 1
+        self.waited_s += seconds
+
+    def moved(self, transport: str, num_bytes: int, seconds: float) -> None:
+        """A request waited so long for so much."""
+        self.num_bytes[transport] = self.num_bytes.get(transport, 0) + num_bytes
+        self.seconds += seconds
 
     def add(self, outcome: str) -> None:
         self.outcomes[outcome] = self.outcomes.get(outcome, 0) + 1
@@ -53,7 +68,10 @@ class HandoverCounts(msgspec.Struct, array_like=True):
 
     def __add__(self, other: HandoverCounts) -> HandoverCounts:
         outcomes, dropped = _sums(self.outcomes, other.outcomes), _sums(self.dropped, other.dropped)
-        return HandoverCounts(outcomes, self.num_bytes + other.num_bytes, self.seconds + other.seconds, dropped)
+        num_bytes = _sums(self.num_bytes, other.num_bytes)
+        waits = [mine + theirs for mine, theirs in zip_longest(self.waits, other.waits, fillvalue=0)]
+        waited_s = self.waited_s + other.waited_s
+        return HandoverCounts(outcomes, num_bytes, self.seconds + other.seconds, dropped, waits, waited_s)
 
 
 def _sums(first: Mapping[str, int], second: Mapping[str, int]) -> dict[str, int]:

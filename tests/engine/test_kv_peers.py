@@ -107,16 +107,18 @@ def make() -> Iterator[Callable[..., Engine]]:
         each.close()
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
+@pytest.mark.parametrize("transport", ["shm", "tcp", "nixl"])
 @pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"temperature": 0.9, "n": 4}])
 def test_an_engine_goes_on_with_what_another_computed(make, transport, sampling):
+    if transport == "nixl":
+        pytest.importorskip("nixl_cu12", reason="nixl-cu12 is not installed")
     first, second = make(transport=transport), make(transport=transport, speculative="off")
     said = first.complete("a", **sampling)
     first.rest_in_thread()
     assert second.complete("b", PROMPT, first.peers.addresses, **sampling) == said
     assert second.cached[0] == 192
     assert second.peers.counts.outcomes["moved"] == 1
-    assert second.peers.counts.num_bytes > 12 * 16 * 1024
+    assert second.peers.counts.num_bytes[transport] > 12 * 16 * 1024
     turn = [*PROMPT, *said[0], 5]
     again = second.complete("c", turn, first.peers.addresses, **sampling)
     assert second.cached[0] == 208

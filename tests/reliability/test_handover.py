@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from maitred.config import CacheConfig, ProcessConfig
 from maitred.errors import ConfigError
@@ -18,6 +19,7 @@ from tests.conftest import start_server
 from tests.reliability.test_workers import MODEL, STORY, House, Stream, key_of
 from tests.waiting import HANGS_S, until
 
+SLO = ("--slo", "ttft:9s", "--slo", "tpot:1s")
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {"prompt": STORY, "max_tokens": 40, "temperature": 0, "ignore_eos": True},
     "seeded": {"prompt": STORY + "Then", "max_tokens": 40, "temperature": 0.9, "seed": 5, "n": 4, "ignore_eos": True},
@@ -41,7 +43,7 @@ def started(folder: Any, *words: str) -> House:
 
 @pytest.fixture(scope="module")
 def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
-    words = ("--prefill-workers", "1", "--decode-workers", "1", "--handover", "always")
+    words = ("--prefill-workers", "1", "--decode-workers", "1", "--handover", "always", *SLO)
     house = started(tmp_path_factory.mktemp("apart"), *words)
     until(lambda: all(worker["alive"] for worker in house.workers))
     yield house
@@ -78,6 +80,24 @@ def test_kv_moves_from_the_prefill_worker_to_the_decode_worker(apart: House):
     assert set(roles) == {"prefill", "decode"}
     assert roles["decode"]["num_blocks_cached"] > 0
     until(lambda: apart.sums() == apart.counters())
+
+
+def test_metrics_tell_what_was_moved_how_and_who_kept_its_promise(apart: House):
+    def told(metric: str, **labels: str) -> float:
+        families = text_string_to_metric_families(apart.get("/metrics").text)
+        found = [sample for family in families for sample in family.samples if sample.name == f"maitred_{metric}"]
+        return sum(sample.value for sample in found if labels.items() <= sample.labels.items())
+
+    def shared(role: str, objective: str) -> float:
+        return told("requests_in_objective_total", role=role, objective=objective)
+
+    names = ("handover_wait_seconds_count", "kv_transfer_bytes_total")
+    kinds = (("prefill", "ttft"), ("decode", "tpot"), ("mixed", "all"), ("mixed", "ttft"))
+    before, promises = [told(name) for name in names], [shared(*kind) for kind in kinds]
+    apart.post("/v1/completions", prompt="What is counted. " + STORY, max_tokens=8, ignore_eos=True)
+    until(lambda: told(names[0]) == before[0] + 1)
+    assert told(names[1], transport="shm") == told(names[1]) > before[1]
+    assert [shared(*kind) - was for kind, was in zip(kinds, promises, strict=True)] == [1, 1, 1, 0]
 
 
 def test_usage_says_what_became_of_the_kv_where_workers_hand_it_over(apart: House, alone: House):

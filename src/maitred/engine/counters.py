@@ -53,7 +53,7 @@ class Counters:
     def pull_bytes_per_s(self) -> float | None:
         """At which the present engine got KV of others; None before it did."""
         pulled = self.figures.handovers
-        return pulled.num_bytes / pulled.seconds if pulled.seconds else None
+        return sum(pulled.num_bytes.values()) / pulled.seconds if pulled.seconds else None
 
     @property
     def step_costs(self) -> CostModel | None:

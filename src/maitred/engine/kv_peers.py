@@ -48,6 +48,7 @@ class _Pull:
     start: int  # block
     held: HeldBlocks
     began_at: float  # s
+    transport: str = ""  # once it is connected
 
 
 class KVPeers:
@@ -112,6 +113,7 @@ class KVPeers:
             pull = self._pulls.pop(request_id, None)
             if pull is not None:
                 pull.held.give_up()
+                self.counts.waited(self._clock.now() - pull.began_at)
                 self._came(pull.request, "recomputed")
         for lease in given_up.leases:
             self._offers.revoke(lease)
@@ -170,6 +172,7 @@ class KVPeers:
         pulled = Pulled(0, 0)
         try:
             puller = self._puller(peer)
+            pull.transport = puller.transport
             offered = puller.ask(pull.keys)
             wanted = range(pull.start, min(offered.num_blocks, len(pull.keys)))
             if wanted:
@@ -190,20 +193,21 @@ class KVPeers:
                 transport=self._config.transport,
                 staging_bytes=self._config.staging_bytes,
                 timeout_s=TIMEOUT_S,
+                agent=self._source.agent,
             )
         return puller
 
     def _pulled(self, pull: _Pull, pulled: Pulled) -> None:
-        num_blocks = pulled.num_blocks
+        num_blocks, waited_s = pulled.num_blocks, self._clock.now() - pull.began_at
         if pulled.failure:
             self.counts.drop(pulled.failure, len(pull.keys) - pull.start - num_blocks)
         if num_blocks:  # all of its wait: asking and queueing behind others are part of what a hand-over takes
-            self.counts.num_bytes += pulled.num_bytes
-            self.counts.seconds += self._clock.now() - pull.began_at
+            self.counts.moved(pull.transport, pulled.num_bytes, waited_s)
         request_id = pull.request.request_id
         if self._pulls.get(request_id) is not pull:
             return  # its blocks were given up
         del self._pulls[request_id]
+        self.counts.waited(waited_s)
         self._came(pull.request, "moved" if num_blocks else "recomputed")
         self._core.kv_arrived(request_id, (pull.start + num_blocks) * self._block_size)
 

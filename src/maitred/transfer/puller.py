@@ -55,8 +55,10 @@ class Puller:
     one may be tried, and everything not verified is computed.
     """
 
-    def __init__(self, channel: Channel, inbox: Inbox, terms: Terms, epoch: int, slot_bytes: int) -> None:
-        self.terms, self.epoch = terms, epoch
+    def __init__(
+        self, channel: Channel, inbox: Inbox, terms: Terms, epoch: int, slot_bytes: int, transport: str
+    ) -> None:
+        self.terms, self.epoch, self.transport = terms, epoch, transport
         self._channel, self._inbox, self._slot_bytes = channel, inbox, slot_bytes
         self._number = 0
         self._lock = threading.Lock()
@@ -204,7 +206,7 @@ def connect(
     except Refusal:
         channel.close()
         raise
-    return Puller(channel, inbox, terms, welcome.epoch, welcome.slot_bytes)
+    return Puller(channel, inbox, terms, welcome.epoch, welcome.slot_bytes, transport)
 
 
 def connect_any(

@@ -40,7 +40,7 @@ class Source:
         self._lock = threading.Lock()  # of what is staged, and of who is connected
         self._channels: set[Channel] = set()
         self._threads: list[threading.Thread] = []
-        self._agent: nixl.Agent | None = None
+        self.agent: nixl.Agent | None = None  # once it listens for NIXL; whoever pulls in this process may share it
         self._stopped, self._stop = os.pipe()
 
     def listen_tcp(self, host: str, port: int) -> str:
@@ -57,7 +57,7 @@ class Source:
 
     def listen_nixl(self, host: str, port: int) -> str:
         """The same, for bytes over NIXL; its control is over TCP. Raises ConfigError."""
-        agent = self._agent = nixl.Agent()
+        agent = self.agent = nixl.Agent()
         listener = tcp.listen(host, port, has_token=self._identity.token is not None)
         self._listen(listener, lambda channel, slot_bytes: nixl.NixlOutbox(channel, slot_bytes, agent))
         return tcp.address_of(listener, "nixl")

@@ -83,6 +83,7 @@ async def generate(
             else:
                 await generation.gather(keep)
         usage = outcome.usage()
+        exchange.is_handed_over = usage.handover not in ("", "local")
         exchange.log |= {"prompt_tokens": usage.num_prompt_tokens, "completion_tokens": usage.num_generated_tokens}
         lease.end()
         if events is None:

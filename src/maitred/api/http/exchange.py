@@ -53,6 +53,7 @@ class Exchange:
     status: int | None = None  # set once the answer began
     streaming: bool = False  # the answer that began is an event stream
     complete: bool = False
+    is_handed_over: bool = False  # another worker computed the prompt than the answer
     goes_on_elsewhere: bool = False  # a router can have another replica go on where this answer stops
     num_body_bytes: int = 0  # of the request, as far as they were read
     told: tuple[Header, ...] = ()  # headers of its answer, whatever that is

@@ -61,7 +61,6 @@ _STATE: Mapping[Metric, Callable[[ReplicaState], float]] = {
     m.PREFIX_QUERIED: lambda s: s.num_prefix_queried_tokens,
     m.PREFIX_HIT: lambda s: s.num_prefix_hit_tokens,
     m.ROLE_SWITCHES: lambda s: s.num_role_switches,
-    m.KV_TRANSFER_BYTES: lambda s: s.handovers.num_bytes,
 }
 
 
@@ -101,22 +100,22 @@ _ADMISSION: Mapping[Metric, Callable[[AdmissionController], dict[tuple[str, ...]
 class Histogram:
     """Counts per bucket. Touched by the event loop alone, hence without a lock."""
 
-    def __init__(self, metric: Metric) -> None:
-        self._bounds = metric.buckets
-        self._counts = [0] * (len(self._bounds) + 1)
-        self._sum = 0.0
+    def __init__(self, metric: Metric, counts: list[int] | None = None, total: float = 0.0) -> None:
+        self._metric, self._bounds = metric, metric.buckets
+        self._counts = counts or [0] * (len(self._bounds) + 1)
+        self._sum = total
 
     def observe(self, value: float, times: int = 1) -> None:
         self._counts[bisect_left(self._bounds, value)] += times
         self._sum += value * times
 
-    def cumulative(self) -> tuple[list[tuple[str, float]], float]:
-        """(upper bound, how many at most that large), and the sum of all values."""
+    def family(self) -> HistogramMetricFamily:
+        """By upper bound how many are at most that large, and the sum of all values."""
         total, buckets = 0, []
         for bound, count in zip((*self._bounds, float("inf")), self._counts, strict=True):
             total += count
             buckets.append((str(floatToGoString(bound)), float(total)))  # type: ignore[no-untyped-call]
-        return buckets, self._sum
+        return HistogramMetricFamily(self._metric.name, self._metric.help, buckets=buckets, sum_value=self._sum)
 
 
 class TenantCounts:
@@ -253,8 +252,9 @@ class EdgeMetrics(Collector):
         state = self._replica.state()
         for metric in m.METRICS:
             if metric in self.histograms:
-                buckets, total = self.histograms[metric].cumulative()
-                yield HistogramMetricFamily(metric.name, metric.help, buckets=buckets, sum_value=total)
+                yield self.histograms[metric].family()
+            elif metric is m.HANDOVER_WAIT:
+                yield Histogram(metric, state.handovers.waits, state.handovers.waited_s).family()
             else:
                 yield family_of(metric, self._samples(metric, state))
 
@@ -265,6 +265,8 @@ class EdgeMetrics(Collector):
             return self._draft_samples(_DRAFTS[metric], state)
         if metric is m.HANDOVERS:
             return {(outcome,): float(count) for outcome, count in state.handovers.outcomes.items()}
+        if metric is m.KV_TRANSFER_BYTES:
+            return {(name,): float(num_bytes) for name, num_bytes in state.handovers.num_bytes.items()}
         if metric in _TIERS:
             named = {name: _TIERS[metric](figures) for name, figures in state.kv_tiers.tiers.items()}
             if metric is m.KV_DROPPED:

@@ -11,6 +11,7 @@ from maitred.api.http.exchange import Exchange
 from maitred.objectives import broken_by, met, parse_slo
 
 ALL = "all"  # the label of all objectives together: the goodput
+ROLES = {"ttft": "prefill", "itl": "decode", "tpot": "decode"}  # whose work it was, where two workers shared it
 CLIENTS_FAULT = range(400, 499)  # refused for what it asked, or past its own limits: no promise was made
 
 
@@ -21,7 +22,7 @@ class Promises:
         """As `--slo` is written. Raises ConfigError."""
         self._bounds_s = dict(map(parse_slo, slos))
         self.keeps_gaps = "itl" in self._bounds_s
-        self._counts: Counter[tuple[str, str, str]] = Counter()
+        self._counts: Counter[tuple[str, str, str, str]] = Counter()
 
     @property
     def is_empty(self) -> bool:
@@ -46,9 +47,11 @@ class Promises:
 
     def _count(self, exchange: Exchange, kept: Mapping[str, bool]) -> None:
         tenant = exchange.caller.tenant.name if hasattr(exchange, "caller") else ""
+        roles = ROLES if exchange.is_handed_over else {}
         for objective, was_met in {**kept, ALL: all(kept.values())}.items():
-            self._counts[objective, "true" if was_met else "false", tenant] += 1
-            self._counts[objective, "false" if was_met else "true", tenant] += 0  # there from the first one on
+            role = roles.get(objective, "mixed")
+            self._counts[objective, "true" if was_met else "false", tenant, role] += 1
+            self._counts[objective, "false" if was_met else "true", tenant, role] += 0  # there from the first one on
 
     def samples(self) -> dict[tuple[str, ...], float]:
         """Of the metric, by its labels."""

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.core import Metric as Family
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
@@ -82,8 +81,7 @@ class RouteMetrics(Collector):
 
     def collect(self) -> Iterator[Family]:
         """Called by the registry for each page."""
-        buckets, total = self.queue_wait.cumulative()
-        yield HistogramMetricFamily(m.FLEET_QUEUE_WAIT.name, m.FLEET_QUEUE_WAIT.help, buckets=buckets, sum_value=total)
+        yield self.queue_wait.family()
         for metric in m.TENANT_METRICS:
             yield family_of(metric, self.tenants.samples(metric))
         samples = self._http_samples() | self._fleet_samples() | result_cache_samples(self.results)

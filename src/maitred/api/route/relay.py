@@ -145,6 +145,7 @@ class Relay:
             is_over = await self._stop(stop)
             if not self._is_computed:
                 return is_over
+            self._exchange.is_handed_over = True
             self._fleet.handed_over(self._routed, is_computed=True)
         return False
 
