@@ -223,9 +223,8 @@ class Charges(NamedTuple):
 
 
 HANDOVER_OUTCOMES = ("local", "moved", "mixed", "recomputed")
-"""What became of a prompt's KV: computed where it is answered; or elsewhere, and then moved; moved, and unlike in its
-last bits; computed once more. The best first.
-"""
+"""What became of a prompt's KV, the best first: it is of who answers; it was moved; moved, and its last bits are not
+those of a lone engine; it was to be moved, and computed once more."""
 NO_CHARGES = Charges()
 
 
@@ -255,6 +254,7 @@ class RequestState:
     predicted_output_tokens: float | None = field(init=False)  # by the predictor, once, before the queue
     status: RequestStatus = RequestStatus.WAITING
     num_computed_tokens: int = 0  # tokens whose KV is in the cache, or will be after the steps already planned
+    kv_namespace: str = ""  # of blocks that it takes though their bits are not our own's; its own are named in it
     block_table: list[int] = field(default_factory=list)
     host_block_table: list[int] = field(default_factory=list)  # while preempted: where its KV was copied to
     num_swapped_tokens: int = 0  # whose KV is there
@@ -340,13 +340,8 @@ class RequestState:
     def num_output_tokens(self) -> int:
         return len(self.output_token_ids)
 
-    @property
-    def num_inputs(self) -> int:
-        return self.spec.num_prompt_tokens
-
-    @property
-    def num_outputs(self) -> int:
-        return len(self.output_token_ids)
+    num_inputs = num_prompt_tokens
+    num_outputs = num_output_tokens
 
     @property
     def max_outputs(self) -> int:

@@ -12,7 +12,7 @@ from maitred.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConf
 from maitred.engine.build import build_parts
 from maitred.engine.intake import make_requests
 from maitred.engine.kv_peers import KVPeers, PeerConfig
-from maitred.engine.peering import layers_of, layout_of
+from maitred.engine.peering import layout_of
 from maitred.request import SamplingParams
 from maitred.transfer.handshake import Identity
 
@@ -22,10 +22,22 @@ PROMPT = list(range(300, 500))
 class Engine:
     """A small native engine that gives and takes KV, stepped here or in a thread that rests in between."""
 
-    def __init__(self, *, num_blocks: int = 64, speculative: str = "off", transport: str = "auto") -> None:
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 64,
+        speculative: str = "off",
+        transport: str = "auto",
+        block_size: int = 16,
+        compat: str = "exact",
+        revision: str = "",
+        **model: object,
+    ) -> None:
+        """`model` are fields of ModelConfig; another `revision` is told to peers alone."""
+        memory = num_blocks * max(16, block_size) * 3 * 1024
         config = EngineConfig(
-            model=ModelConfig(num_threads=1),
-            cache=CacheConfig(kv_cache_memory_bytes=num_blocks * 48 * 1024),
+            model=ModelConfig(num_threads=1, **model),
+            cache=CacheConfig(kv_cache_memory_bytes=memory, block_size=block_size),
             scheduler=SchedulerConfig(max_num_seqs=4),
             speculative=SpeculativeConfig(speculative=speculative),
         )
@@ -35,10 +47,11 @@ class Engine:
         core.wake = self.woken.set
         executor = core._executor
         layout = layout_of(self.parts.facts, self.parts.spec, executor)
-        identity = Identity(layout, None, "exact")
-        self.peers = KVPeers(
-            core, layers_of(executor, layout), PeerConfig(identity, transport), block_size=16, clock=core._clock
-        )
+        if revision:
+            layout = msgspec.structs.replace(layout, agreed=msgspec.structs.replace(layout.agreed, revision=revision))
+        peers = PeerConfig(Identity(layout, None, compat), transport)
+        io = executor.layer_io(layout.of_layer())
+        self.peers = KVPeers(core, io, peers, block_size=block_size, clock=core._clock)
         self.tokens: dict[str, list[int]] = {}
         self._stopped = False
         self._resting: threading.Thread | None = None
@@ -69,6 +82,7 @@ class Engine:
         states = [self.core.scheduler.request(each) for each in names]
         self.run()
         self.cached = [state.num_cached_tokens for state in states]
+        self.handovers = [state.handover for state in states]
         return [self.tokens[each] for each in names]
 
     def rest_in_thread(self) -> None:

@@ -100,10 +100,27 @@ def test_metrics_tell_what_was_moved_how_and_who_kept_its_promise(apart: House):
     assert [shared(*kind) - was for kind, was in zip(kinds, promises, strict=True)] == [1, 1, 1, 0]
 
 
-def test_usage_says_what_became_of_the_kv_where_workers_hand_it_over(apart: House, alone: House):
-    asked = {"prompt": "Hello", "max_tokens": 1}  # ends with its first token, so nobody goes on with it
-    assert apart.post("/v1/completions", **asked).json()["usage"]["handover"] == "local"
-    assert "handover" not in alone.post("/v1/completions", **asked).json()["usage"]
+@pytest.mark.parametrize("stream", [False, True])
+def test_usage_says_what_became_of_the_kv_where_workers_hand_it_over(apart: House, alone: House, stream: bool):
+    asked = {"max_tokens": 4, "n": 2, "temperature": 0, "ignore_eos": True, "stream": stream}
+    said = f"{stream} {STORY}"
+    chat = {"messages": [{"role": "user", "content": said}]} | asked
+    assert handover_told(apart, "/v1/chat/completions", chat) == "moved"
+    assert handover_told(apart, "/v1/completions", {"prompt": said} | asked) == "moved"
+    ends_with_its_first_token = {"prompt": said} | asked | {"max_tokens": 1}
+    assert handover_told(apart, "/v1/completions", ends_with_its_first_token) == "local"
+    assert handover_told(alone, "/v1/completions", {"prompt": said} | asked) is None
+
+
+def handover_told(house: House, path: str, body: dict[str, Any]) -> str | None:
+    if not body["stream"]:
+        usage = house.post(path, **body).json()["usage"]
+    else:
+        streamed = house.post(path, **body, stream_options={"include_usage": True}).text
+        *_, last, _ = (line.removeprefix("data: ") for line in streamed.splitlines() if line)
+        usage = json.loads(last)["usage"]
+    told: str | None = usage.get("handover")
+    return told
 
 
 @pytest.mark.parametrize("role", ["decode", "prefill"])

@@ -69,6 +69,14 @@ class Reserved(msgspec.Struct, frozen=True, tag="reserved"):
     num_tokens: int
 
 
+class Accepted(msgspec.Struct, frozen=True, tag="accepted"):
+    """It may go on with blocks of a namespace, whose bits are not this engine's."""
+
+    now: float
+    request_id: str
+    namespace: str
+
+
 class KvArrived(msgspec.Struct, frozen=True, tag="kv_arrived"):
     """The KV of so many of its tokens came, and it queues again."""
 
@@ -90,7 +98,7 @@ class Released(msgspec.Struct, frozen=True, tag="released"):
     lease: str
 
 
-Told = Ended | Configured | Measured | StepsMeasured | Reserved | KvArrived | Held | Released
+Told = Ended | Configured | Measured | StepsMeasured | Reserved | Accepted | KvArrived | Held | Released
 Event = Arrived | Told
 
 
@@ -164,6 +172,9 @@ class Recorder:
 
     def reserved(self, request_id: str, num_tokens: int, now: float) -> None:
         self._events.append(Reserved(now, request_id, num_tokens))
+
+    def accepted(self, request_id: str, namespace: str, now: float) -> None:
+        self._events.append(Accepted(now, request_id, namespace))
 
     def kv_arrived(self, request_id: str, num_tokens: int, now: float) -> None:
         self._events.append(KvArrived(now, request_id, num_tokens))

@@ -31,7 +31,7 @@ from maitred.engine.memory import (
     format_bytes,
 )
 from maitred.engine.model_facts import ModelFacts
-from maitred.engine.peering import layers_of, layout_of
+from maitred.engine.peering import layout_of
 from maitred.engine.planning import EnginePlan, OnEvent, plan_engine
 from maitred.engine.step_meter import StepMeter
 from maitred.engine.timeline import Timeline
@@ -47,7 +47,6 @@ from maitred.policy.policy import PolicyFactory
 from maitred.scheduler.scheduler import Scheduler
 from maitred.scheduler.speculation import Speculation
 from maitred.storage.decision_files import DecisionLogFile
-from maitred.transfer.compat import EXACT
 from maitred.transfer.handshake import Identity
 
 if TYPE_CHECKING:
@@ -293,13 +292,13 @@ def _kv_peers(
     """Between engines of one machine and user nothing is proved; those of several hosts have the fleet's token."""
     layout, listen = layout_of(facts, spec, executor), config.share.kv_listen
     peers = PeerConfig(
-        Identity(layout, config.share.kv_token, EXACT),
+        Identity(layout, config.share.kv_token, config.cache.kv_compat),
         config.cache.kv_transport,
         config.tiers.kv_staging_bytes,
         config.cache.kv_lease_s,
         host_and_port("kv_listen", listen) if listen is not None else None,
     )
-    return KVPeers(core, layers_of(executor, layout), peers, block_size=config.cache.block_size, clock=clock)
+    return KVPeers(core, executor.layer_io(layout.of_layer()), peers, block_size=config.cache.block_size, clock=clock)
 
 
 def _kv_tiers(

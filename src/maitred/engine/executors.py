@@ -13,6 +13,8 @@ from maitred.engine.memory import usable_cores
 from maitred.engine.timeline import OnPhase
 from maitred.errors import ConfigError, KernelError
 from maitred.executor.grammar import Grammars
+from maitred.executor.kv_layout import CellLayout
+from maitred.executor.layer_io import LayerIO
 from maitred.model.checkpoint import Checkpoint
 from maitred.model.spec import DecoderSpec
 from maitred.speculative.proposer import Proposer
@@ -49,6 +51,12 @@ class BuiltExecutor(Protocol):
     def measure_swap(self) -> Bandwidth | None: ...
 
     def block_io(self) -> BlockIO | None: ...
+
+    @property
+    def num_kv_layers(self) -> int:
+        """Of the pool; a draft head's is one of them."""
+
+    def layer_io(self, layout: CellLayout) -> LayerIO: ...
 
     def close(self) -> None: ...
 

@@ -5,8 +5,9 @@ The engine's thread decides, reserves and holds; threads of connections copy. Wh
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -15,6 +16,7 @@ from maitred.clock import Clock
 from maitred.engine.core import EngineCore
 from maitred.engine.kv_threads import ThreadOfJobs
 from maitred.executor.layer_io import LayerIO
+from maitred.kvcache.prefix_cache import hash_blocks, known_tokens, root_hash
 from maitred.replica import HandoverCounts
 from maitred.request import RequestState, RequestStatus
 from maitred.scheduler.reservations import GivenUp
@@ -26,6 +28,7 @@ from maitred.transfer.pieces import Offered, Refusal
 from maitred.transfer.puller import Pulled, Puller, connect_any
 from maitred.transfer.source import Source
 
+logger = logging.getLogger(__name__)
 ANSWER_S = 5.0  # to who asks for blocks: the engine's thread looks between two steps
 TIMEOUT_S = 5.0  # without a word from a peer
 
@@ -43,12 +46,21 @@ class PeerConfig(NamedTuple):
 @dataclass(slots=True, eq=False)
 class _Pull:
     request: RequestState
+    namespace: str  # that its blocks may be of
     addresses: Sequence[str]
     keys: Sequence[bytes]  # from the first block on
     start: int  # block
     held: HeldBlocks
     began_at: float  # s
     transport: str = ""  # once it is connected
+
+
+class _OfNamespace(Exception):
+    """The source's blocks are of a namespace that the pull is not for."""
+
+    def __init__(self, namespace: str) -> None:
+        super().__init__(namespace)
+        self.namespace = namespace
 
 
 class KVPeers:
@@ -63,6 +75,8 @@ class KVPeers:
         self.counts = core.kv_handovers = HandoverCounts()
         self._pulls: dict[str, _Pull] = {}
         self._pullers: dict[tuple[str, ...], Puller] = {}  # the pulling thread's
+        self._namespaces: dict[tuple[str, ...], str] = {}  # of peers whose bits are not ours
+        self._refused: set[tuple[str, ...]] = set()  # the pulling thread's: whose first contact was told of
         self._silent_at: dict[tuple[str, ...], float] = {}  # also: s, when one was last found to say nothing
         self._pulling = ThreadOfJobs("maitred-kv-pull")
         self._num_leases = 0
@@ -84,25 +98,30 @@ class KVPeers:
         """One that says where its KV is waits for it, if there are blocks to bring it into."""
         addresses = request.spec.kv_from
         if not addresses:
-            request.handover = request.handover or "local"
-            return
+            request.handover = "local" if request.spec.resumed is None else "recomputed"
+        elif request.status is not RequestStatus.WAITING_FOR_KV:  # else it waits for what another sample pulls
+            self._begin(request, self._namespaces.get(tuple(addresses), ""))
+
+    def _begin(self, request: RequestState, namespace: str) -> None:
+        """A pull, from a peer whose blocks are of that namespace as far as is known."""
+        if namespace and not self._core.accept(request.request_id, namespace):
+            return self._came(request, "recomputed")
         reserved = self._core.reserve(request.request_id, request.num_tokens - 1)
         if reserved is None:
-            if request.status is not RequestStatus.WAITING_FOR_KV:  # else it waits for what another sample pulls
-                self._came(request, "local" if self._finds_all(request) else "recomputed")
-            return
+            return self._came(request, self._without_pull(request))
         first = reserved.start // self._block_size
         keys = request.block_hashes[: reserved.end // self._block_size]
         pull = _Pull(
             request,
-            addresses,
+            request.kv_namespace,
+            request.spec.kv_from,
             keys,
             first,
             HeldBlocks(self._io, reserved.block_ids, first=first),
             self._clock.now(),
         )
         self._pulls[request.request_id] = pull
-        self._pulling.give(partial(self._pull, pull))
+        return self._pulling.give(partial(self._pull, pull))
 
     def ended(self, request_id: str) -> None:
         """Of one that waits for KV, `given_up` tells."""
@@ -126,9 +145,21 @@ class KVPeers:
         for puller in list(self._pullers.values()):
             puller.abort()
 
-    def _finds_all(self, request: RequestState) -> bool:
+    def _without_pull(self, request: RequestState) -> str:
         hit = self._core.scheduler.kv_cache.find_prefix(request)
-        return request.num_tokens - hit.num_tokens <= self._block_size
+        if request.num_tokens - hit.num_tokens > self._block_size:
+            return "recomputed"
+        return "mixed" if hit.blocks and request.kv_namespace else "local"
+
+    def _begin_again(self, pull: _Pull, namespace: str) -> None:
+        """First contact says that the peer's bits are not ours: with the names that such blocks have here."""
+        request_id = pull.request.request_id
+        if self._pulls.get(request_id) is not pull:
+            return  # its blocks were given up
+        del self._pulls[request_id]
+        self._namespaces[tuple(pull.addresses)] = namespace
+        self._core.kv_arrived(request_id, pull.start * self._block_size)
+        self._begin(pull.request, namespace)
 
     # -- giving, asked in threads of connections
 
@@ -157,31 +188,53 @@ class KVPeers:
     # -- taking, in the thread that pulls
 
     def _pull(self, pull: _Pull) -> None:
-        pulled, peer = Pulled(0, 0), tuple(pull.addresses)
+        """Whatever comes of it, the engine's thread is told."""
+        then: Callable[[], None] = partial(self._pulled, pull, Pulled(0, 0))
         try:
-            if pull.began_at < self._silent_at.get(peer, pull.began_at):  # it need not find that out once more
-                pulled = Pulled(0, 0, "silent")
-                return
-            pulled = self._pull_from(peer, pull)
-            if pulled.failure == "silent":
-                self._silent_at[peer] = self._clock.now()
+            then = partial(self._pulled, pull, self._pull_unless_silent(pull))
+        except _OfNamespace as found:
+            then = partial(self._begin_again, pull, found.namespace)
         finally:
-            self._core.call_soon(partial(self._pulled, pull, pulled))
+            self._core.call_soon(then)
+
+    def _pull_unless_silent(self, pull: _Pull) -> Pulled:
+        peer = tuple(pull.addresses)
+        if pull.began_at < self._silent_at.get(peer, pull.began_at):  # it need not find that out once more
+            return Pulled(0, 0, "silent")
+        pulled = self._pull_from(peer, pull)
+        if pulled.failure == "silent":
+            self._silent_at[peer] = self._clock.now()
+        if pulled.failure == "unlike" and peer not in self._refused:
+            self._refused.add(peer)
+            logger.warning("KV of a peer is computed again; first contact said: %s", pulled.text)
+        return pulled
 
     def _pull_from(self, peer: tuple[str, ...], pull: _Pull) -> Pulled:
+        """Raises _OfNamespace."""
         pulled = Pulled(0, 0)
         try:
             puller = self._puller(peer)
             pull.transport = puller.transport
-            offered = puller.ask(pull.keys)
-            wanted = range(pull.start, min(offered.num_blocks, len(pull.keys)))
+            if puller.terms.namespace not in ("", pull.namespace):
+                raise _OfNamespace(puller.terms.namespace)
+            size = puller.terms.source.block_size
+            offered = puller.ask(self._keys(pull, size))
+            wanted = range(pull.start, min(offered.num_blocks * size // self._block_size, len(pull.keys)))
             if wanted:
                 pulled = puller.pull(offered.lease, range(self._io.num_layers), wanted, pull.held)
             if offered.num_blocks:
                 puller.release(offered.lease)
         except Refusal as refusal:
-            pulled = Pulled(0, 0, refusal.reason)
+            pulled = Pulled(0, 0, refusal.reason, str(refusal))
         return pulled
+
+    def _keys(self, pull: _Pull, block_size: int) -> Sequence[bytes]:
+        """As the source names its blocks: the same tokens in blocks of its size."""
+        if block_size == self._block_size:
+            return pull.keys
+        tokens = known_tokens(pull.request, 0, len(pull.keys) * self._block_size)
+        revision = self._config.identity.layout.agreed.revision
+        return hash_blocks(tokens, block_size, root_hash(revision, pull.request.spec.cache_salt))
 
     def _puller(self, addresses: tuple[str, ...]) -> Puller:
         """Raises Refusal."""
@@ -208,7 +261,7 @@ class KVPeers:
             return  # its blocks were given up
         del self._pulls[request_id]
         self.counts.waited(waited_s)
-        self._came(pull.request, "moved" if num_blocks else "recomputed")
+        self._came(pull.request, "recomputed" if not num_blocks else "mixed" if pull.namespace else "moved")
         self._core.kv_arrived(request_id, (pull.start + num_blocks) * self._block_size)
 
     def _came(self, request: RequestState, outcome: str) -> None:

@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 from maitred.executor.drafted import accepted, samplers_of, with_drafts
 from maitred.executor.grammar import Grammars
 from maitred.executor.grammar_rows import follow_grammars, keep, num_checked, wait_for_masks
+from maitred.executor.kv_layout import CellLayout
+from maitred.executor.layer_io import NativeLayers
 from maitred.executor.native_blocks import NativeBlocks
 from maitred.executor.native_lora import NativeAdapters, refuse
 from maitred.executor.native_swap import Bandwidth, NativeHostPool
@@ -154,6 +156,14 @@ class NativeExecutor:
     def block_io(self) -> NativeBlocks:
         """Blocks as bytes, for other threads; ranks share the pool's memory."""
         return NativeBlocks(self.pool)
+
+    @property
+    def num_kv_layers(self) -> int:
+        return int(self.pool.num_layers)
+
+    def layer_io(self, layout: CellLayout) -> NativeLayers:
+        """The same, layer by layer."""
+        return NativeLayers(self.pool, layout)
 
     def close(self) -> None:
         """Drop states, pool, weights and threads."""

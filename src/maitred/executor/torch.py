@@ -17,13 +17,15 @@ from maitred.executor.batch import Batch, build_batch, unwritten_slots
 from maitred.executor.drafted import with_drafts
 from maitred.executor.grammar import Grammars
 from maitred.executor.grammar_rows import follow_grammars, keep, wait_for_masks
+from maitred.executor.kv_layout import CellLayout
 from maitred.executor.kv_pool import kv_bytes_per_block, pool_shape
+from maitred.executor.layer_io import HostLayers, LayerIO
 from maitred.executor.outcome import PROMPT_LOGPROBS_CHUNK, prompt_tokens_due, report
 from maitred.executor.sampler import SampledToken, sample_rows, token_logprobs
 from maitred.executor.state import HeldRequest, RowWork, take_plan
 from maitred.executor.torch_attention import GatherAttention
 from maitred.executor.torch_flash import FlashAttention, flash_refusal, reads_block_tables
-from maitred.executor.torch_kv import TorchBlocks, TorchKVPool
+from maitred.executor.torch_kv import TorchBlocks, TorchKVPool, TorchLayers
 from maitred.executor.torch_swap import Bandwidth, TorchHostPool
 from maitred.model.checkpoint import Checkpoint
 from maitred.model.spec import DecoderSpec
@@ -118,6 +120,16 @@ class TorchExecutor:
     def block_io(self) -> TorchBlocks | None:
         """Blocks as bytes, for other threads; None on a GPU, whose copies wait for its queue."""
         return TorchBlocks(self.pool) if self.device.type == "cpu" else None
+
+    @property
+    def num_kv_layers(self) -> int:
+        return self.pool.shape.num_layers
+
+    def layer_io(self, layout: CellLayout) -> LayerIO:
+        """Blocks as bytes layer by layer, for other threads."""
+        if self.device.type == "cpu":
+            return HostLayers(self.pool.as_bytes(), layout, lambda: self.pool.progress)
+        return TorchLayers(self.pool, layout)
 
     def close(self) -> None:
         """Drop states, pool and weights."""

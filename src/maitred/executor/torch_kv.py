@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from maitred.errors import OutOfMemory
+from maitred.errors import KernelError, OutOfMemory
+from maitred.executor.kv_layout import CellLayout
 from maitred.executor.kv_pool import PoolShape
 
 
@@ -37,6 +39,10 @@ class TorchKVPool:
     def blocks(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of one layer, each [blocks, slots in a block, kv heads, head size]."""
         return self._pool[layer, 0], self._pool[layer, 1]
+
+    def layers(self, layers: range) -> torch.Tensor:
+        """Keys and values of some layers, [layers, 2, blocks, slots in a block, kv heads, head size]."""
+        return self._pool[layers.start : layers.stop]
 
     def slots(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The same, each [slots, kv heads, head size]."""
@@ -77,6 +83,49 @@ class TorchKVPool:
     def clear(self, slots: torch.Tensor) -> None:
         """Zero these slots in every layer."""
         self._slots.index_fill_(2, slots, 0.0)
+
+
+class TorchLayers:
+    """`layer_io.LayerIO` of a pool on any device; copies of a GPU go in a stream of their own, beside the steps'."""
+
+    progress = 0, 0  # a GPU writes long after it was told to
+
+    def __init__(self, pool: TorchKVPool, layout: CellLayout) -> None:
+        self._pool, self.layout, self.num_layers = pool, layout, pool.shape.num_layers
+        self._stream = torch.cuda.Stream(pool.device) if pool.device.type == "cuda" else None
+
+    def read(self, layers: range, blocks: Sequence[int], into: memoryview) -> None:
+        self._check(layers, blocks, into)
+        with self._beside():
+            found = self._pool.layers(layers).index_select(2, self._index(blocks))
+            rows = found.transpose(1, 2).contiguous().view(torch.uint8).cpu()  # waits for the stream
+        torch.frombuffer(into, dtype=torch.uint8).copy_(rows.flatten())
+
+    def write(self, layers: range, blocks: Sequence[int], rows: memoryview) -> None:
+        self._check(layers, blocks, rows)
+        shape = self._pool.shape
+        contents = torch.frombuffer(bytearray(rows), dtype=torch.uint8).view(self._pool.dtype)
+        by_block = contents.view(len(layers), len(blocks), 2, shape.block_size, shape.num_kv_heads, shape.head_dim)
+        with self._beside():
+            moved = by_block.to(self._pool.device).transpose(1, 2)
+            self._pool.layers(layers).index_copy_(2, self._index(blocks), moved)
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def _beside(self) -> AbstractContextManager[object]:
+        return torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()
+
+    def _index(self, blocks: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(blocks, dtype=torch.int64, device=self._pool.device)
+
+    def _check(self, layers: range, blocks: Sequence[int], rows: memoryview) -> None:
+        if not 0 <= layers.start <= layers.stop <= self.num_layers:
+            raise KernelError(f"layers {layers.start} to {layers.stop} of {self.num_layers}")
+        if any(not 0 <= block < self._pool.shape.num_blocks for block in blocks):
+            raise KernelError(f"blocks {list(blocks)} of {self._pool.shape.num_blocks}")
+        wanted = len(layers) * len(blocks) * self.layout.layer_bytes
+        if rows.nbytes != wanted:
+            raise KernelError(f"{rows.nbytes} bytes; these layers of these blocks have {wanted}")
 
 
 class TorchBlocks:

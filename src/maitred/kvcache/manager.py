@@ -13,7 +13,7 @@ from maitred.errors import PromptTooLong
 from maitred.kvcache.block_pool import BlockPool
 from maitred.kvcache.changes import Changes
 from maitred.kvcache.host_pool import HostPool
-from maitred.kvcache.prefix_cache import BlockHasher, PrefixCache
+from maitred.kvcache.prefix_cache import BlockHasher, PrefixCache, in_namespace
 from maitred.request import RequestState
 from maitred.step import BlockCopy
 
@@ -113,7 +113,7 @@ class KVCacheManager:
             return NO_HIT  # prompt_logprobs needs the logits of every prompt token
         # Match at most num_tokens - 1: the last token is always computed, because sampling needs its logits.
         usable = (request.num_tokens - 1) // self.block_size
-        blocks = self._cache.find(request.block_hashes[:usable])
+        blocks = self._cache.find(self._names(request, usable))
         return PrefixHit(tuple(blocks), len(blocks) * self.block_size)
 
     def fork(self, source: RequestState, target: RequestState) -> PrefixHit:
@@ -206,7 +206,7 @@ class KVCacheManager:
             return
         self._hash(request, last)
         for i in range(first, last):
-            self._register(request.block_hashes[i], request.block_table[i])
+            self._register(request, i)
 
     def hash_known(self, request: RequestState) -> None:
         """Names the blocks that a resumed request's output fills, so that they are found if they are cached."""
@@ -299,9 +299,18 @@ class KVCacheManager:
         """Asserts that host blocks are held as `requests`, all that there are, say."""
         self._host.check_invariants([block for request in requests for block in request.host_block_table])
 
-    def _register(self, digest: bytes, block: int) -> None:
-        self._cache.register(digest, block)
-        if self.on_cached is not None:
+    def _names(self, request: RequestState, num_blocks: int) -> Iterable[bytes]:
+        """What its first blocks are looked up by: who accepts KV of other bits takes its own kind as well."""
+        hashes, namespace = request.block_hashes[:num_blocks], request.kv_namespace
+        if not namespace:
+            return hashes
+        return (name if (name := in_namespace(h, namespace)) in self._cache else h for h in hashes)
+
+    def _register(self, request: RequestState, index: int) -> None:
+        """Only KV of our own bits is what others store."""
+        digest, namespace = request.block_hashes[index], request.kv_namespace
+        self._cache.register(in_namespace(digest, namespace), request.block_table[index])
+        if self.on_cached is not None and not namespace:
             self.on_cached(digest)
 
     def _swap_in(self, request: RequestState, hit: PrefixHit) -> tuple[BlockCopy, ...]:
@@ -312,7 +321,7 @@ class KVCacheManager:
         if taken and self.enable_prefix_caching:
             num_full = min(hit.num_tokens // self.block_size, len(request.block_hashes))
             for i in range(len(hit.blocks), num_full):
-                self._register(request.block_hashes[i], request.block_table[i])
+                self._register(request, i)
         return tuple([BlockCopy(host, block) for host, block in zip(hit.host_blocks, taken, strict=True)])
 
     def _copy_on_write(

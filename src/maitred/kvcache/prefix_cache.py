@@ -8,6 +8,7 @@ Source: vLLM's automatic prefix caching, after RadixAttention (SGLang, Zheng et 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 from hashlib import sha256
 from struct import Struct
 
@@ -39,6 +40,18 @@ def hash_blocks(token_ids: Sequence[int], block_size: int, root: bytes) -> list[
     return hashes
 
 
+def in_namespace(digest: bytes, namespace: str) -> bytes:
+    """A block's name in a namespace; a shortened hash, as logs have it, gives the name shortened alike."""
+    if not namespace:
+        return digest
+    return (int.from_bytes(digest, "big") ^ _mask(namespace, len(digest))).to_bytes(len(digest), "big")
+
+
+@lru_cache(maxsize=64)
+def _mask(namespace: str, num_bytes: int) -> int:
+    return int.from_bytes(sha256(namespace.encode()).digest()[:num_bytes], "big")
+
+
 class TokenHasher:
     """The live BlockHasher: hashes tokens. Replay and simulator have hashes instead, and their own BlockHasher."""
 
@@ -54,10 +67,11 @@ class TokenHasher:
         known = request.block_hashes
         parent = known[-1] if known else root_hash(self._model_identity, request.spec.cache_salt)
         start, end = len(known) * self._block_size, num_blocks * self._block_size
-        return hash_blocks(_known_tokens(request, start, end), self._block_size, parent)
+        return hash_blocks(known_tokens(request, start, end), self._block_size, parent)
 
 
-def _known_tokens(request: RequestState, start: int, end: int) -> list[int]:
+def known_tokens(request: RequestState, start: int, end: int) -> list[int]:
+    """Prompt and output in [start, end)."""
     num_prompt = request.num_prompt_tokens
     tokens = list(request.spec.prompt_token_ids[start:end])
     tokens += request.output_token_ids[max(0, start - num_prompt) : max(0, end - num_prompt)]
@@ -74,6 +88,9 @@ class PrefixCache:
 
     def __len__(self) -> int:
         return len(self._blocks)
+
+    def __contains__(self, digest: bytes) -> bool:
+        return digest in self._blocks
 
     def find(self, hashes: Iterable[bytes]) -> list[int]:
         """Blocks of the longest cached prefix of a chain."""
