@@ -42,7 +42,7 @@ class DraftCounts(msgspec.Struct, array_like=True):
 class HandoverCounts(msgspec.Struct, array_like=True):
     """Requests whose KV another engine had, and what was pulled for them. They only grow."""
 
-    outcomes: dict[str, int] = {}  # moved, recomputed, or local where it was here already
+    outcomes: dict[str, int] = {}  # of request.HANDOVER_OUTCOMES
     num_bytes: dict[str, int] = {}  # by transport
     seconds: float = 0.0  # that requests waited for them
     dropped: dict[str, int] = {}  # blocks that did not come, by what went wrong

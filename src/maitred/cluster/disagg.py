@@ -53,7 +53,7 @@ class WorkerFacts:
     shares_link: bool = False
     """With all other workers of its host."""
     numbers: str = ""
-    """What its KV and tokens depend on; between unlike ones nothing is moved."""
+    """What its KV depends on, as far as it minds; between unlike ones nothing is moved."""
 
 
 class WorkerLoad(NamedTuple):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
@@ -92,7 +92,8 @@ class TorchLayers:
 
     def __init__(self, pool: TorchKVPool, layout: CellLayout) -> None:
         self._pool, self.layout, self.num_layers = pool, layout, pool.shape.num_layers
-        self._stream = torch.cuda.Stream(pool.device) if pool.device.type == "cuda" else None
+        make: Callable[[torch.device], torch.cuda.Stream] = torch.cuda.Stream
+        self._stream = make(pool.device) if pool.device.type == "cuda" else None
 
     def read(self, layers: range, blocks: Sequence[int], into: memoryview) -> None:
         self._check(layers, blocks, into)

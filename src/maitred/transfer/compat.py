@@ -31,7 +31,7 @@ class Numerics(msgspec.Struct, frozen=True, kw_only=True):
 
     weight_dtype: str
     executor: str
-    isa: str
+    isa: str  # of PyTorch the device
 
 
 class Layout(msgspec.Struct, frozen=True, kw_only=True):

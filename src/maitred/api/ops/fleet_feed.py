@@ -179,7 +179,7 @@ class FleetFeed:
         facts, numbers = facts_of(engine, engine.role, shares_link=False), identity(self._model).fingerprint
         if facts is None:
             return None
-        told = " ".join(msgspec.structs.astuple(numbers)) if numbers is not None else ""
+        told = numbers.of_kv(engine.kv_compat) if numbers is not None else ""
         return KVWorker(replace(facts, numbers=told), engine.kv_addresses)
 
     def _phase(self, state: ReplicaState) -> Phase:
