@@ -223,8 +223,7 @@ class Charges(NamedTuple):
 
 
 HANDOVER_OUTCOMES = ("local", "moved", "mixed", "recomputed")
-"""What became of a prompt's KV, the best first: it is of who answers; it was moved; moved, and its last bits are not
-those of a lone engine; it was to be moved, and computed once more."""
+"""What became of a prompt's KV, the best first; `local` is of who answers, the last bits of `mixed` are another's."""
 NO_CHARGES = Charges()
 
 

@@ -57,17 +57,28 @@ def test_cells_of_the_other_executor_are_converted(make: Make, gives, takes):
     assert (second.cached, second.handovers) == ([192], ["mixed"])
 
 
-def test_mixed_blocks_are_found_by_requests_that_accept_them_alone(make: Make):
-    first, second = make(compat="mixed", dtype="int8"), make(compat="mixed")
-    first.complete("a", temperature=0.0)
+@pytest.mark.parametrize(("gives", "takes"), [("mtp", "off"), ("off", "mtp")])
+def test_a_draft_head_at_one_end_is_left_out(make: Make, gives, takes):
+    first, second = make(speculative=gives), make(speculative=takes)
+    said = first.complete("a")
     first.rest_in_thread()
-    second.complete("b", PROMPT, first.peers.addresses)
-    assert (second.cached, second.handovers) == ([192], ["mixed"])
+    assert second.complete("b", PROMPT, first.peers.addresses) == said
+    assert (second.cached, second.handovers) == ([192], ["moved"])
+
+
+@pytest.mark.parametrize("sampling", [{}, {"n": 4, "temperature": 0.9}])
+def test_mixed_blocks_are_found_by_requests_that_accept_them_alone(make: Make, sampling):
+    first, second = make(compat="mixed", dtype="int8"), make(compat="mixed")
+    first.complete("a")
+    first.rest_in_thread()
+    second.complete("b", PROMPT, first.peers.addresses, **sampling)
+    assert (second.cached[0], second.handovers[0]) == (192, "mixed")
     second.complete("c", PROMPT, first.peers.addresses)
-    assert (second.cached, second.handovers, second.peers.counts.outcomes) == ([192], ["mixed"], {"mixed": 2})
-    own = second.complete("d")
-    assert (second.cached, second.handovers) == ([0], ["local"])
-    assert own == make().complete("e")
+    assert (second.cached, second.handovers) == ([192], ["mixed"])
+    assert second.peers.counts.outcomes["mixed"] >= 2
+    own = second.complete("d", **sampling)
+    assert (second.cached[0], second.handovers[0]) == (0, "local")
+    assert own == make().complete("e", **sampling)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from maitred.errors import KernelError
 from maitred.executor.kv_layout import NATIVE, TORCH, CellLayout, convert
 from maitred.executor.layer_io import HostLayers, LayerIO, NativeLayers
+from maitred.executor.torch_kv import TorchLayers
 from maitred.kernels.kv_pool import make_kv_pool
 from tests.executor.native_worlds import make_native
 from tests.executor.torch_worlds import Hand, make_decoder, make_executor, make_spec
@@ -131,3 +132,19 @@ def test_layers_and_blocks_that_are_not_there_are_refused(cells: str) -> None:
             io.read(layers, blocks, room)
         with pytest.raises(KernelError):
             io.write(layers, blocks, room)
+
+
+def test_layers_of_torch_are_the_same_by_its_own_operations() -> None:
+    """As on a GPU, whose pool is no memory of the host."""
+    hand, io = hand_of(TORCH, 16)
+    hand.add("r", PROMPT)
+    hand.step()
+    blocks = hand.tables["r"][:2]
+    other = TorchLayers(hand.executor.pool, io.layout)
+    rows = read_all(io, blocks)
+    assert np.array_equal(read_all(other, blocks), rows)
+    write_all(other, blocks[::-1], rows)
+    assert np.array_equal(read_all(io, blocks[::-1]), rows)
+    for layers, wrong, num_bytes in ((range(9), blocks, rows.nbytes), (range(1), [99], 1), (range(1), blocks, 1)):
+        with pytest.raises(KernelError):
+            other.read(layers, wrong, memoryview(bytearray(num_bytes)))

@@ -221,7 +221,7 @@ class KVPeers:
             offered = puller.ask(self._keys(pull, size))
             wanted = range(pull.start, min(offered.num_blocks * size // self._block_size, len(pull.keys)))
             if wanted:
-                pulled = puller.pull(offered.lease, range(self._io.num_layers), wanted, pull.held)
+                pulled = puller.pull(offered.lease, range(puller.terms.num_layers), wanted, pull.held)
             if offered.num_blocks:
                 puller.release(offered.lease)
         except Refusal as refusal:

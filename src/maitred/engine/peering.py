@@ -20,13 +20,14 @@ def layout_of(facts: ModelFacts, spec: DecoderSpec, executor: BuiltExecutor) -> 
             revision=facts.revision,
             positions=_positions(spec, facts.max_model_len),
             kv_dtype=held.kv_dtype,
-            num_layers=executor.num_kv_layers,
+            num_layers=spec.num_layers,
             num_kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
         ),
         numerics=Numerics(weight_dtype=held.dtype, executor=held.executor, isa=held.isa or held.device),
         cells=TORCH if held.executor == "torch" else NATIVE,
         block_size=facts.block_size,
+        num_head_layers=executor.num_kv_layers - spec.num_layers,
     )
 
 

@@ -21,7 +21,7 @@ class Agreed(msgspec.Struct, frozen=True, kw_only=True):
     revision: str
     positions: str  # rope and context setting, in one line
     kv_dtype: str
-    num_layers: int
+    num_layers: int  # the model's own
     num_kv_heads: int
     head_dim: int
 
@@ -41,6 +41,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     numerics: Numerics
     cells: str
     block_size: int
+    num_head_layers: int = 0  # behind the model's, of a head that drafts; a head without its KV only guesses worse
 
     def of_layer(self) -> CellLayout:
         """Raises KernelError for cells that no executor has."""
@@ -54,6 +55,7 @@ class Terms(NamedTuple):
     source: CellLayout
     target: CellLayout
     namespace: str  # of the prefix cache, for blocks whose bits are not our own; empty for those that are
+    num_layers: int  # the first of both
 
     @property
     def unit(self) -> int:
@@ -74,7 +76,8 @@ def agree(own: Layout, peer: Layout, *, compat: str, receives: bool) -> Terms:
         _refuse("would differ in its last bits (--kv-compat mixed takes it)", own.numerics, peer.numerics)
     source, target = (peer, own) if receives else (own, peer)
     namespace = "" if own.numerics == peer.numerics else f"mixed:{_digest(source.numerics)}"
-    return Terms(source.of_layer(), target.of_layer(), namespace)
+    num_layers = own.agreed.num_layers + min(own.num_head_layers, peer.num_head_layers)
+    return Terms(source.of_layer(), target.of_layer(), namespace, num_layers)
 
 
 def _refuse(why: str, own: msgspec.Struct, peer: msgspec.Struct) -> None:
