@@ -20,11 +20,11 @@ SAME = ("--kv-listen", "127.0.0.1:0", "--kv-dtype", "float32", "--max-model-len"
 MIXED = (*SAME, "--kv-compat", "mixed", "--resume", "always")
 
 
-@pytest.fixture(scope="module")
-def unlike(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealFleet]:
+@pytest.fixture(scope="module", params=[("--dtype", "float32"), ("--executor", "torch", "--device", "cpu")])
+def unlike(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealFleet]:
     flags = [
         ("--role", "prefill", "--dtype", "int8", "--block-size", "32", *MIXED),
-        ("--role", "decode", "--dtype", "float32", *MIXED),
+        ("--role", "decode", *request.param, *MIXED),
     ]
     router = ("--handover", "always", "--role-switching", "off")
     with real_fleet(tmp_path_factory.mktemp("unlike"), flags, *router) as fleet:
@@ -33,7 +33,7 @@ def unlike(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealFleet]:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_mixed_kv_goes_from_an_int8_worker_to_one_of_float32(unlike: RealFleet, stream: bool):
+def test_mixed_kv_goes_from_an_int8_worker_to_one_of_float32_or_pytorch(unlike: RealFleet, stream: bool):
     body = GREEDY | {"prompt": f"Unlike {stream}. {STORY}"}
     before = all_handovers(unlike)["mixed"]
     told, headers = ask(unlike.router.url, body, stream=stream)
