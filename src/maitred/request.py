@@ -205,6 +205,7 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     prediction_token_ids: Sequence[int] = ()  # what the client expects the output to be; drafts are taken from it
     adapter: str = ""  # LoRA adapter by its name; empty is the model as it is
     kv_from: tuple[str, ...] = ()  # addresses of an engine that has its KV
+    kv_only: bool = False  # computes nothing: its prompt's KV is pulled from there, as it is computed, and it ends
     resumed: ResumePoint | None = None  # where another engine left off
 
 

@@ -116,6 +116,7 @@ spec_fields: dict[str, st.SearchStrategy] = {
     ),
     "prediction_token_ids": token_ids,
     "kv_from": st.lists(st.text(max_size=9), max_size=2).map(tuple),
+    "kv_only": st.booleans(),
     "adapter": st.text(max_size=5),
     "resumed": st.none() | resume_points,
 }

@@ -42,6 +42,7 @@ def test_a_bit_that_flips_in_shared_memory_costs_no_token(make, monkeypatch, sam
 
 def test_who_queued_behind_a_pull_from_a_silent_peer_does_not_wait_for_it_too(make, monkeypatch):
     monkeypatch.setattr(kv_peers, "TIMEOUT_S", 0.3)
+    monkeypatch.setattr(kv_peers, "NUM_LANES", 1)
     engine, alone = make(transport="tcp"), make()
     prompts = {str(number): [*range(300 + number, 500)] for number in range(4)}
     accepted: list[socket.socket] = []

@@ -10,11 +10,14 @@ import pytest
 
 from maitred.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculativeConfig
 from maitred.engine.build import build_parts
+from maitred.engine.expected_kv import expecting
 from maitred.engine.intake import make_requests
+from maitred.engine.kv_growth import never_one_run
 from maitred.engine.kv_peers import KVPeers, PeerConfig
 from maitred.engine.peering import layout_of
 from maitred.request import SamplingParams
 from maitred.transfer.handshake import Identity
+from tests.waiting import until
 
 PROMPT = list(range(300, 500))
 
@@ -38,7 +41,7 @@ class Engine:
         config = EngineConfig(
             model=ModelConfig(num_threads=1, **model),
             cache=CacheConfig(kv_cache_memory_bytes=memory, block_size=block_size),
-            scheduler=SchedulerConfig(max_num_seqs=4),
+            scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64),
             speculative=SpeculativeConfig(speculative=speculative),
         )
         self.parts = build_parts(config)
@@ -51,7 +54,8 @@ class Engine:
             layout = msgspec.structs.replace(layout, agreed=msgspec.structs.replace(layout.agreed, revision=revision))
         peers = PeerConfig(Identity(layout, None, compat), transport)
         io = executor.layer_io(layout.of_layer())
-        self.peers = KVPeers(core, io, peers, block_size=block_size, clock=core._clock)
+        tells = getattr(executor, "is_one_run", never_one_run)
+        self.peers = KVPeers(core, io, peers, block_size=block_size, clock=core._clock, is_one_run=tells)
         self.tokens: dict[str, list[int]] = {}
         self._stopped = False
         self._resting: threading.Thread | None = None
@@ -63,6 +67,26 @@ class Engine:
             self.tokens[spec.request_id] = []
             self.core.add(msgspec.structs.replace(spec, kv_from=tuple(kv_from)))
         return [spec.request_id for spec in specs]
+
+    def expect(self, name: str, kv_from: Sequence[str], prompt: Sequence[int] = PROMPT) -> None:
+        """The KV of a prompt that is computed there, for the request of that name."""
+        params = SamplingParams(max_tokens=24, ignore_eos=True, seed=7)
+        (spec,) = make_requests(self.parts.model, prompt, params, request_id=name, now=self.core._clock.now())
+        self.core.add(expecting(spec, tuple(kv_from)))
+
+    def hear(self, condition: Callable[[], object]) -> None:
+        """Does what its threads ask for, without a step, until then."""
+        until(lambda: (self.core.run_called(), condition())[1])
+
+    @property
+    def num_pieces(self) -> int:
+        """That were sent to others."""
+        return self.peers._offers.counts["pieces"]
+
+    @property
+    def is_left_alone(self) -> bool:
+        """Nothing is held, reserved or under way."""
+        return not self.core.has_work and not self.core.scheduler._state.reservations
 
     def step(self) -> None:
         if not self.core.can_step:
@@ -160,3 +184,73 @@ def test_heads_are_pulled_along(make):
     first.rest_in_thread()
     assert second.complete("b", PROMPT, first.peers.addresses) == said
     assert second.cached == [192]
+
+
+@pytest.fixture
+def pair(make):
+    """One that computes "a", of which it has done nothing, and one that expects the KV, having asked for it."""
+    first, second = make(), make()
+    first.add("a")
+    second.expect("a", first.peers.addresses)
+    first.hear(lambda: first.core.kv_giver is not None)
+    return first, second
+
+
+def test_kv_leaves_while_its_prompt_is_computed(pair, make):
+    first, second = pair
+    first.step()  # the first chunk
+    until(lambda: first.num_pieces > 0)
+    assert first.tokens["a"] == []
+    first.run()
+    second.hear(lambda: not second.core.has_work)
+    assert second.complete("a", PROMPT, first.peers.addresses) == [first.tokens["a"]]
+    assert second.cached[0] == 192
+    assert second.handovers == ["moved"]
+    first.hear(lambda: first.is_left_alone)
+    assert second.is_left_alone
+    assert make().complete("a") == [first.tokens["a"]]
+
+
+def test_layers_leave_before_the_step_that_computes_them_has_ended(pair, monkeypatch):
+    first, second = pair
+    execute = first.core._executor.execute
+
+    def execute_and_see(plan):
+        output = execute(plan)
+        until(lambda: first.num_pieces > 0)  # nobody was told yet that the step is done
+        return output
+
+    monkeypatch.setattr(first.core._executor, "execute", execute_and_see)
+    first.step()
+    monkeypatch.undo()
+    first.run()
+    second.hear(lambda: not second.core.has_work)
+    assert second.complete("a", PROMPT, first.peers.addresses) == [first.tokens["a"]]
+    assert second.cached[0] == 192
+
+
+def test_who_goes_on_before_all_has_come_waits_along(pair):
+    first, second = pair
+    second.add("a", PROMPT, first.peers.addresses)
+    assert not second.core.can_step
+    first.run()
+    second.run()
+    assert second.tokens["a"] == first.tokens["a"]
+    assert second.peers.counts.outcomes == {"moved": 1}
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 2, 3])
+def test_a_prompt_that_is_given_up_at_either_end_leaves_nothing_behind(pair, num_steps):
+    first, second = pair
+    for _ in range(num_steps):
+        first.step()
+    first.core.abort("a")
+    first.hear(lambda: first.is_left_alone)
+    second.hear(lambda: second.is_left_alone)
+    first.add("b")
+    second.expect("b", first.peers.addresses)
+    first.hear(lambda: first.core.kv_giver is not None or num_steps > 2)
+    second.core.abort("b~kv")
+    second.hear(lambda: second.is_left_alone)
+    first.run()
+    first.hear(lambda: first.is_left_alone)

@@ -102,7 +102,7 @@ def test_metrics_tell_what_was_moved_how_and_who_kept_its_promise(apart: House):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_usage_says_what_became_of_the_kv_where_workers_hand_it_over(apart: House, alone: House, stream: bool):
-    asked = {"max_tokens": 4, "n": 2, "temperature": 0, "ignore_eos": True, "stream": stream}
+    asked = {"max_tokens": 40, "n": 2, "temperature": 0, "ignore_eos": True, "stream": stream}
     said = f"{stream} {STORY}"
     chat = {"messages": [{"role": "user", "content": said}]} | asked
     assert handover_told(apart, "/v1/chat/completions", chat) == "moved"

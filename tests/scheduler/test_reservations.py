@@ -345,3 +345,38 @@ def test_samples_of_a_prompt_accept_together_and_one_namespace_for_good():
     assert not run.scheduler.accept("nobody", NAMESPACE, run.now)
     assert reserve(run, first) is not None
     assert not run.scheduler.accept(first.request_id, NAMESPACE, run.now)  # its blocks are on the way
+
+
+def test_who_wants_the_same_tokens_waits_along_and_finds_them():
+    prompt = list(range(12))
+    first, second = make_request("a", prompt=prompt), make_request("b", prompt=prompt)
+    other = make_request("c", prompt=[9, *prompt])
+    run = Run(make_scheduler(num_blocks=32), first, second, other)
+    reserved = reserve(run, first)
+    assert reserved is not None
+    assert reserve(run, second) is None
+    assert second.status is RequestStatus.WAITING_FOR_KV
+    assert run.scheduler.waits_along("b")
+    assert reserve(run, other) is not None
+    assert arrive(run, first, reserved)
+    assert not run.scheduler.waits_along("b")
+    assert tokens_by_request(run.step()) == {"a": 4, "b": 4}
+    assert second.num_cached_tokens == 8
+
+
+@pytest.mark.parametrize("ends", ["first", "second"])
+def test_who_waits_along_computes_when_the_other_ends_and_may_end_itself(ends: str):
+    prompt = list(range(12))
+    first, second = make_request("a", prompt=prompt), make_request("b", prompt=prompt)
+    run = Run(make_scheduler(), first, second)
+    reserved = reserve(run, first)
+    assert reserved is not None
+    reserve(run, second)
+    run.scheduler.finish({"first": "a", "second": "b"}[ends], FinishReason.ABORT, run.now)
+    run.scheduler.check_invariants()
+    if ends == "first":
+        assert tokens_by_request(run.step()) == {"b": 12}
+    else:
+        assert arrive(run, first, reserved)
+        assert tokens_by_request(run.step()) == {"a": 4}
+    run.to_end()

@@ -24,8 +24,11 @@ def guessed_costs(weights_bytes: int) -> CostModel:
     return CostModel(fixed_s=2e-4, weights_s=weights_s, prefill_token_s=token_s, decode_token_s=token_s)
 
 
-def facts_of(client: EngineClient, role: str, *, shares_link: bool) -> WorkerFacts | None:
-    """What foretelling its times takes; None where its KV cannot be pulled, or there is no engine now."""
+def facts_of(client: EngineClient, role: str, *, is_beside: bool) -> WorkerFacts | None:
+    """What foretelling its times takes; None where its KV cannot be pulled, or there is no engine now.
+
+    `is_beside` others of its server: they share the memory's bandwidth, and pull a prompt's KV while it is computed.
+    """
     ready = client.loaded
     if ready is None or not ready.kv_addresses:
         return None
@@ -37,10 +40,10 @@ def facts_of(client: EngineClient, role: str, *, shares_link: bool) -> WorkerFac
         num_blocks=memory.num_blocks,
         block_size=memory.block_size,
         bytes_per_token=memory.bytes_per_block / memory.block_size,
-        num_layers=1,
+        num_layers=ready.num_kv_layers if is_beside else 1,
         bandwidth=client.counters.pull_bytes_per_s or LINK_BYTES_PER_S,
         latency_s=LINK_S,
-        shares_link=shares_link,
+        shares_link=is_beside,
     )
 
 
@@ -80,7 +83,7 @@ class Worker:
     @property
     def own(self) -> WorkerFacts | None:
         """What foretelling its times takes; None where workers hand nothing over."""
-        return facts_of(self.client, self.role, shares_link=True) or self.told
+        return facts_of(self.client, self.role, is_beside=True) or self.told
 
 
 @dataclass(slots=True, eq=False)
@@ -88,6 +91,7 @@ class Prompt:
     """The samples of one prompt, which go to one worker, where they share its blocks."""
 
     request: FleetRequest
+    spec: RequestSpec  # its first sample's
     samples: dict[str, LiveRequest] = field(default_factory=dict)  # that have not ended, in order
     worker: Worker | None = None  # None while it is held
     goes_to: Worker | None = None  # once its first tokens are there, which `worker` computes
@@ -100,7 +104,7 @@ class Prompt:
 
 def prompt_of(prompt_id: str, live: LiveRequest) -> Prompt:
     """With its first sample."""
-    return Prompt(_request_of(prompt_id, live.spec), {live.request_id: live})
+    return Prompt(_request_of(prompt_id, live.spec), live.spec, {live.request_id: live})
 
 
 def key_of(block: bytes) -> int:

@@ -114,11 +114,20 @@ class WorkerRequests:
         computes = worker if choice.prefill is None else self._workers[int(choice.prefill)]
         if not computes.is_up:
             computes = worker
+        self._expect_no_kv(prompt)
         prompt.worker, prompt.goes_to = computes, worker if computes is not worker else None
         finds = () if choice.fetch_from is None else self._workers[int(choice.fetch_from)].client.kv_addresses
         for live in list(prompt.samples.values()):
             live.kv_from = finds
             computes.client.enter(live)
+        if prompt.goes_to is not None:
+            prompt.goes_to.client.expect_kv(prompt.spec, computes.client.kv_addresses)
+
+    def _expect_no_kv(self, prompt: Prompt) -> None:
+        """It ends, or is placed anew, before anybody goes on with it."""
+        if prompt.goes_to is not None:
+            prompt.goes_to.client.expect_no_kv(prompt.spec)
+            prompt.goes_to = None
 
     def _hand_over(self, prompt: Prompt) -> None:
         """Its prompt is computed: who is to answer goes on, with the KV it pulls. If nobody is there, it stays; so do
@@ -133,6 +142,8 @@ class WorkerRequests:
             for live in [sender.client.hand_over(request_id) for request_id in going_on]:
                 live.kv_from = sender.client.kv_addresses
                 receiver.client.enter(live)
+        else:
+            receiver.client.expect_no_kv(prompt.spec)
         self.do(self._core.handed_over(prompt.request.request_id, self._clock.now()))
 
     def _refuse(self, prompt: Prompt, error: MaitredError) -> None:
@@ -173,6 +184,7 @@ class WorkerRequests:
 
     def _let_go(self, prompt: Prompt, reason: FinishReason, now: float) -> None:
         prompt_id = prompt.request.request_id
+        self._expect_no_kv(prompt)
         del self._by_id[prompt_id]
         is_complete = reason in (FinishReason.STOP, FinishReason.LENGTH)
         if prompt.worker is None:

@@ -22,6 +22,7 @@ from maitred.engine.drafting import make_proposer
 from maitred.engine.executors import BuiltExecutor, OnLost
 from maitred.engine.held import Prepare
 from maitred.engine.installed import installed_policies
+from maitred.engine.kv_growth import never_one_run
 from maitred.engine.kv_peers import KVPeers, PeerConfig
 from maitred.engine.kv_storage import describe, fingerprint_of, open_tiers
 from maitred.engine.kv_tiers import KVTiers
@@ -181,6 +182,7 @@ def load_engine(
         adapters=parts.adapters,
         start_phases=parts.start_phases,
         kv_addresses=parts.kv_peers.addresses if parts.kv_peers is not None else (),
+        num_kv_layers=parts.kv_peers.num_layers_apart if parts.kv_peers is not None else 1,
     )
 
 
@@ -298,7 +300,14 @@ def _kv_peers(
         config.cache.kv_lease_s,
         host_and_port("kv_listen", listen) if listen is not None else None,
     )
-    return KVPeers(core, executor.layer_io(layout.of_layer()), peers, block_size=config.cache.block_size, clock=clock)
+    return KVPeers(
+        core,
+        executor.layer_io(layout.of_layer()),
+        peers,
+        block_size=config.cache.block_size,
+        clock=clock,
+        is_one_run=getattr(executor, "is_one_run", never_one_run),
+    )
 
 
 def _kv_tiers(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from weakref import WeakSet
 
 from maitred.clock import Clock
@@ -11,6 +12,7 @@ from maitred.config import SchedulerConfig
 from maitred.engine.adapter_book import AdapterBook, adapters_at_work
 from maitred.engine.counters import Counters
 from maitred.engine.crash_isolation import CrashIsolation, refusal, refusal_of_foreign
+from maitred.engine.expected_kv import expecting, expecting_id
 from maitred.engine.frames import (
     Abort,
     Answer,
@@ -155,6 +157,15 @@ class EngineClient:
             self._leaving.add(request_id)
         live.moved(self._clock.now())
         return live
+
+    def expect_kv(self, request: RequestSpec, kv_from: tuple[str, ...]) -> None:
+        """Its prompt is computed where KV can be pulled from; this engine pulls it, and will go on with it."""
+        with suppress(RequestTooLarge):  # then it will not go on here either
+            self.supervisor.send(Submit(expecting(request, kv_from)))
+
+    def expect_no_kv(self, request: RequestSpec) -> None:
+        """It does not go on here after all; no effect where nothing was expected."""
+        self.supervisor.send(Abort(expecting_id(request), FinishReason.ABORT))
 
     @property
     def kv_addresses(self) -> tuple[str, ...]:

@@ -78,6 +78,16 @@ class FollowsKV(Protocol):
         """Told before anything is written to the blocks; asks nothing of the core."""
 
 
+class GivesKV(Protocol):
+    """Who gives KV away while it is computed; `kv_peers.KVPeers` is one. Told in the engine's thread."""
+
+    def scheduled(self, plan: SchedulerOutput) -> None:
+        """It is executed next."""
+
+    def computed(self) -> None:
+        """It was, and its blocks can be found; nobody else may have them before this returns."""
+
+
 class Tiers(Protocol):
     """What outlives requests, for people and metrics; `kv_tiers.KVTiers` is one. Called in the engine's thread."""
 
@@ -106,6 +116,7 @@ class EngineCore:
         self._prefill = PrefillMeter()
         self.speed: SpeedMeter | None = None  # while a router wants to know
         self.kv_followers: list[FollowsKV] = []
+        self.kv_giver: GivesKV | None = None  # while somebody waits for what is being computed
         self.kv_tiers: Tiers | None = None
         self.kv_handovers: HandoverCounts | None = None
         self.on_given_up: Callable[[GivenUp], None] | None = None  # as a follower is told
@@ -201,7 +212,7 @@ class EngineCore:
         """As `Scheduler.reserve`; the blocks may be filled in another thread until `kv_arrived`, or `on_given_up`."""
         now = self._clock.now()
         reserved = self._scheduler.reserve(request_id, num_tokens, now)
-        if reserved is not None and self._observer is not None:
+        if self._observer is not None and (reserved is not None or self._scheduler.waits_along(request_id)):
             self._observer.reserved(request_id, num_tokens, now)
         return reserved
 
@@ -288,10 +299,14 @@ class EngineCore:
         plan = self._scheduler.schedule(scheduled_at)
         self._tell_given_up()
         self._host_shares.started(plan.new_requests, self.host_s)
+        if self.kv_giver is not None:
+            self.kv_giver.scheduled(plan)
         execute_at = self._clock.now()
         output = self._executor.execute(plan)
         updated_at = self._clock.now()
         progress = self._scheduler.update(plan, output, updated_at)
+        if self.kv_giver is not None:
+            self.kv_giver.computed()
         if self._observer is not None:
             self._observer.stepped(plan, output, progress, scheduled_at, updated_at)
         self._tell_costs(

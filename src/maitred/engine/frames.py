@@ -141,6 +141,7 @@ class Ready(Frame, frozen=True, tag=True):
     start_phases: dict[str, float] = {}
     kv_addresses: tuple[str, ...] = ()  # where others pull its KV
     token_budget: int = 0  # of a step
+    num_kv_layers: int = 1  # that leave one by one while a prompt is computed
 
 
 class Failed(Frame, frozen=True, tag=True):

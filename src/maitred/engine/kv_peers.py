@@ -8,18 +8,21 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
 from maitred.clock import Clock
 from maitred.engine.core import EngineCore
+from maitred.engine.expected_kv import expecting_id
+from maitred.engine.kv_growth import GrowingLeases, IsOneRun, never_one_run
 from maitred.engine.kv_threads import ThreadOfJobs
 from maitred.executor.layer_io import LayerIO
 from maitred.kvcache.prefix_cache import hash_blocks, known_tokens, root_hash
 from maitred.replica import HandoverCounts
 from maitred.request import RequestState, RequestStatus
 from maitred.scheduler.reservations import GivenUp
+from maitred.step import SchedulerOutput
 from maitred.transfer.blocks import HeldBlocks
 from maitred.transfer.handshake import Identity
 from maitred.transfer.leases import Readable
@@ -31,6 +34,8 @@ from maitred.transfer.source import Source
 logger = logging.getLogger(__name__)
 ANSWER_S = 5.0  # to who asks for blocks: the engine's thread looks between two steps
 TIMEOUT_S = 5.0  # without a word from a peer
+NUM_LANES = 8  # pulls at a time: one of a prompt that is being computed takes as long as that
+MAX_ARRIVED = 4096  # prompts whose KV came before the request that goes on with it
 
 
 class PeerConfig(NamedTuple):
@@ -44,6 +49,15 @@ class PeerConfig(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
+class _Lane:
+    """A thread that pulls, one after another; it has connections of its own."""
+
+    thread: ThreadOfJobs
+    pullers: dict[tuple[str, ...], Puller] = field(default_factory=dict)
+    num_pulls: int = 0  # that it has and was given; the engine's thread counts
+
+
+@dataclass(slots=True, eq=False)
 class _Pull:
     request: RequestState
     namespace: str  # that its blocks may be of
@@ -52,7 +66,9 @@ class _Pull:
     start: int  # block
     held: HeldBlocks
     began_at: float  # s
+    lane: _Lane
     transport: str = ""  # once it is connected
+    busy_s: float = 0.0  # that its bytes took
 
 
 class _OfNamespace(Exception):
@@ -66,19 +82,34 @@ class _OfNamespace(Exception):
 class KVPeers:
     """One engine's end of all transfers. All methods are the engine thread's."""
 
-    def __init__(self, core: EngineCore, io: LayerIO, config: PeerConfig, *, block_size: int, clock: Clock) -> None:
+    def __init__(
+        self,
+        core: EngineCore,
+        io: LayerIO,
+        config: PeerConfig,
+        *,
+        block_size: int,
+        clock: Clock,
+        is_one_run: IsOneRun = never_one_run,
+    ) -> None:
+        """`is_one_run` is the executor's, where it tells which layers a step under way has written."""
         self._core, self._io, self._config, self._block_size = core, io, config, block_size
         self._clock = clock
         self._offers = Offers(io, lease_s=config.lease_s, clock=clock, find=self._find, on_end=self._unlease)
         self._source = Source(config.identity, self._offers, staging_bytes=config.staging_bytes, timeout_s=TIMEOUT_S)
         self.addresses = self._listen()
+        self.num_layers_apart = io.num_layers if is_one_run(SchedulerOutput(step=0, rows=())) else 1
+        """Layers whose KV leaves one by one while a prompt is computed."""
         self.counts = core.kv_handovers = HandoverCounts()
         self._pulls: dict[str, _Pull] = {}
-        self._pullers: dict[tuple[str, ...], Puller] = {}  # the pulling thread's
         self._namespaces: dict[tuple[str, ...], str] = {}  # of peers whose bits are not ours
-        self._refused: set[tuple[str, ...]] = set()  # the pulling thread's: whose first contact was told of
-        self._silent_at: dict[tuple[str, ...], float] = {}  # also: s, when one was last found to say nothing
-        self._pulling = ThreadOfJobs("maitred-kv-pull")
+        self._refused: set[tuple[str, ...]] = set()  # the pulling threads': whose first contact was told of
+        self._silent_at: dict[tuple[str, ...], float] = {}  # theirs too: s, when one was found to say nothing
+        self._lanes = [_Lane(ThreadOfJobs("maitred-kv-pull")) for _ in range(NUM_LANES)]
+        self._here: dict[str, RequestState] = {}
+        self._along: dict[str, float] = {}  # requests that wait for what another one pulls -> s, since when
+        self._arrived: dict[str, str] = {}  # what came of KV that was expected, by the id of its `kv_only` request
+        self._growing = GrowingLeases(core, io, self._offers, self._here.values(), is_one_run=is_one_run)
         self._num_leases = 0
         core.kv_followers.append(self)
 
@@ -96,19 +127,23 @@ class KVPeers:
 
     def entered(self, request: RequestState) -> None:
         """One that says where its KV is waits for it, if there are blocks to bring it into."""
-        addresses = request.spec.kv_from
+        addresses, request_id = request.spec.kv_from, request.request_id
+        self._here[request_id] = request
         if not addresses:
             request.handover = "local" if request.spec.resumed is None else "recomputed"
-        elif request.status is not RequestStatus.WAITING_FOR_KV:  # else it waits for what another sample pulls
+        elif request.status is RequestStatus.WAITING_FOR_KV:  # with another sample
+            self._along[request_id] = self._clock.now()
+        else:
             self._begin(request, self._namespaces.get(tuple(addresses), ""))
 
     def _begin(self, request: RequestState, namespace: str) -> None:
         """A pull, from a peer whose blocks are of that namespace as far as is known."""
-        if namespace and not self._core.accept(request.request_id, namespace):
-            return self._came(request, "recomputed")
-        reserved = self._core.reserve(request.request_id, request.num_tokens - 1)
+        request_id = request.request_id
+        if namespace and not self._core.accept(request_id, namespace):
+            return self._goes_without(request, "recomputed")
+        reserved = self._core.reserve(request_id, request.num_tokens - 1)
         if reserved is None:
-            return self._came(request, self._without_pull(request))
+            return self._goes_without(request, self._without_pull(request))
         first = reserved.start // self._block_size
         keys = request.block_hashes[: reserved.end // self._block_size]
         pull = _Pull(
@@ -119,12 +154,26 @@ class KVPeers:
             first,
             HeldBlocks(self._io, reserved.block_ids, first=first),
             self._clock.now(),
+            min(self._lanes, key=lambda lane: lane.num_pulls),
         )
-        self._pulls[request.request_id] = pull
-        return self._pulling.give(partial(self._pull, pull))
+        self._pulls[request_id] = pull
+        pull.lane.num_pulls += 1
+        return pull.lane.thread.give(partial(self._pull, pull))
+
+    def _goes_without(self, request: RequestState, outcome: str) -> None:
+        """It pulls nothing: the KV is here, or on its way to another request, or has no room."""
+        if request.status is RequestStatus.WAITING_FOR_KV:
+            self._along[request.request_id] = self._clock.now()
+        elif request.spec.kv_only:
+            self._core.call_soon(partial(self._core.abort, request.request_id))
+        else:
+            self._came(request, outcome)
 
     def ended(self, request_id: str) -> None:
         """Of one that waits for KV, `given_up` tells."""
+        self._here.pop(request_id, None)
+        self._along.pop(request_id, None)
+        self._growing.look()
 
     def given_up(self, given_up: GivenUp) -> None:
         """Returns when nobody touches those blocks any more."""
@@ -132,28 +181,34 @@ class KVPeers:
             pull = self._pulls.pop(request_id, None)
             if pull is not None:
                 pull.held.give_up()
-                self.counts.waited(self._clock.now() - pull.began_at)
-                self._came(pull.request, "recomputed")
+                self._settled(pull, 0)
+                if pull.request.spec.kv_only:  # else it would be computed
+                    self._core.call_soon(partial(self._core.abort, request_id))
         for lease in given_up.leases:
+            self._growing.forget(lease)
             self._offers.revoke(lease)
 
     def close(self) -> None:
         for pull in self._pulls.values():
             pull.held.give_up()
         self._source.close()
-        self._pulling.end(0.0)
-        for puller in list(self._pullers.values()):
-            puller.abort()
+        for lane in self._lanes:
+            lane.thread.end(0.0)
+            for puller in list(lane.pullers.values()):
+                puller.abort()
 
     def _without_pull(self, request: RequestState) -> str:
         hit = self._core.scheduler.kv_cache.find_prefix(request)
         if request.num_tokens - hit.num_tokens > self._block_size:
             return "recomputed"
-        return "mixed" if hit.blocks and request.kv_namespace else "local"
+        if hit.blocks and request.kv_namespace:
+            return "mixed"
+        return self._arrived.get(expecting_id(request.spec), "local")
 
     def _begin_again(self, pull: _Pull, namespace: str) -> None:
         """First contact says that the peer's bits are not ours: with the names that such blocks have here."""
         request_id = pull.request.request_id
+        pull.lane.num_pulls -= 1
         if self._pulls.get(request_id) is not pull:
             return  # its blocks were given up
         del self._pulls[request_id]
@@ -178,12 +233,19 @@ class KVPeers:
         self._num_leases += 1
         lease = f"peer-{self._offers.epoch}-{self._num_leases}"
         blocks = self._core.hold(lease, hashes)
-        if blocks:
-            self._offers.offer(lease, len(blocks), blocks, Readable(len(blocks)))
-        return Offered(lease, len(blocks))
+        num_blocks = len(blocks)
+        if num_blocks < len(hashes) and self._growing.begin(lease, hashes, blocks):
+            num_blocks = len(hashes)
+        if num_blocks:
+            self._offers.offer(lease, num_blocks, blocks, Readable(len(blocks)))
+        return Offered(lease, num_blocks)
 
     def _unlease(self, lease: str, why: str) -> None:
-        self._core.call_soon(partial(self._core.release, lease))
+        def end() -> None:
+            self._growing.forget(lease)
+            self._core.release(lease)
+
+        self._core.call_soon(end)
 
     # -- taking, in the thread that pulls
 
@@ -213,8 +275,8 @@ class KVPeers:
         """Raises _OfNamespace."""
         pulled = Pulled(0, 0)
         try:
-            puller = self._puller(peer)
-            pull.transport = puller.transport
+            puller = self._puller(pull.lane.pullers, peer)
+            pull.transport, busy_s = puller.transport, puller.busy_s
             if puller.terms.namespace not in ("", pull.namespace):
                 raise _OfNamespace(puller.terms.namespace)
             size = puller.terms.source.block_size
@@ -222,6 +284,7 @@ class KVPeers:
             wanted = range(pull.start, min(offered.num_blocks * size // self._block_size, len(pull.keys)))
             if wanted:
                 pulled = puller.pull(offered.lease, range(puller.terms.num_layers), wanted, pull.held)
+                pull.busy_s = puller.busy_s - busy_s
             if offered.num_blocks:
                 puller.release(offered.lease)
         except Refusal as refusal:
@@ -236,11 +299,11 @@ class KVPeers:
         revision = self._config.identity.layout.agreed.revision
         return hash_blocks(tokens, block_size, root_hash(revision, pull.request.spec.cache_salt))
 
-    def _puller(self, addresses: tuple[str, ...]) -> Puller:
+    def _puller(self, pullers: dict[tuple[str, ...], Puller], addresses: tuple[str, ...]) -> Puller:
         """Raises Refusal."""
-        puller = self._pullers.get(addresses)
+        puller = pullers.get(addresses)
         if puller is None or puller.is_closed:
-            puller = self._pullers[addresses] = connect_any(
+            puller = pullers[addresses] = connect_any(
                 addresses,
                 self._config.identity,
                 transport=self._config.transport,
@@ -251,19 +314,43 @@ class KVPeers:
         return puller
 
     def _pulled(self, pull: _Pull, pulled: Pulled) -> None:
-        num_blocks, waited_s = pulled.num_blocks, self._clock.now() - pull.began_at
+        request_id, num_blocks = pull.request.request_id, pulled.num_blocks
+        pull.lane.num_pulls -= 1
         if pulled.failure:
             self.counts.drop(pulled.failure, len(pull.keys) - pull.start - num_blocks)
-        if num_blocks:  # all of its wait: asking and queueing behind others are part of what a hand-over takes
+        if num_blocks:
+            # all of its wait, asking and queueing too: a hand-over takes that; what is being computed, the bytes' time
+            is_computed = not pull.request.spec.kv_only
+            waited_s = self._clock.now() - pull.began_at if is_computed else pull.busy_s
             self.counts.moved(pull.transport, pulled.num_bytes, waited_s)
-        request_id = pull.request.request_id
         if self._pulls.get(request_id) is not pull:
             return  # its blocks were given up
         del self._pulls[request_id]
-        self.counts.waited(waited_s)
-        self._came(pull.request, "recomputed" if not num_blocks else "mixed" if pull.namespace else "moved")
         self._core.kv_arrived(request_id, (pull.start + num_blocks) * self._block_size)
+        if pull.request.spec.kv_only:
+            self._core.abort(request_id)  # nobody is told: it has done what it was here for
+        self._settled(pull, num_blocks)
+
+    def _settled(self, pull: _Pull, num_blocks: int) -> None:
+        """So many blocks came for it, and nothing more will; who waited along goes on too."""
+        outcome, now = "recomputed" if not num_blocks else "mixed" if pull.namespace else "moved", self._clock.now()
+        if pull.request.spec.kv_only:
+            self._arrived[pull.request.request_id] = outcome
+            if len(self._arrived) > MAX_ARRIVED:
+                del self._arrived[next(iter(self._arrived))]
+        else:
+            self.counts.waited(now - pull.began_at)
+            self._came(pull.request, outcome)
+        for request_id, since in list(self._along.items()):
+            request = self._here[request_id]
+            if request.status is not RequestStatus.WAITING_FOR_KV:
+                del self._along[request_id]
+                if request.spec.sample_index == 0:
+                    self.counts.waited(now - since)
+                self._came(request, outcome)
 
     def _came(self, request: RequestState, outcome: str) -> None:
-        self.counts.add(outcome)
+        """All samples of a prompt count once."""
+        if request.spec.sample_index == 0:
+            self.counts.add(outcome)
         request.handover = outcome

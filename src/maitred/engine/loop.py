@@ -67,6 +67,7 @@ class LoadedEngine:
     adapters: AdapterCache | None = None  # None where no request has one
     start_phases: Mapping[str, float] = field(default_factory=dict)
     kv_addresses: tuple[str, ...] = ()
+    num_kv_layers: int = 1  # that leave one by one while a prompt is computed
 
 
 Builder = Callable[[EngineConfig, tuple[str, ...], Callable[[str], None]], LoadedEngine]
@@ -101,7 +102,8 @@ def run_engine(begin: Begin, link: Link, build: Builder, on_loaded: Callable[[],
     try:
         phases = dict(loaded.start_phases)
         budget = loaded.core.scheduler.config.token_budget
-        link.send(Ready(loaded.facts, loaded.memory_plan, loaded.deterministic, phases, loaded.kv_addresses, budget))
+        told = (loaded.kv_addresses, budget, loaded.num_kv_layers)
+        link.send(Ready(loaded.facts, loaded.memory_plan, loaded.deterministic, phases, *told))
         EngineLoop(loaded.core, link, WallClock(), loaded.prepare, loaded.adapters).run()
     except Exception as error:
         logger.debug("where the engine stopped", exc_info=error)

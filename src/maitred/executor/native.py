@@ -149,6 +149,11 @@ class NativeExecutor:
         draft_s = began_at - drafting_at if works is not planned else 0.0
         return ModelOutput(tuple(self._reports(works, tokens, prompts)), draft_s=draft_s)
 
+    def is_one_run(self, plan: SchedulerOutput) -> bool:
+        """Whether the program runs once for it, and nothing else writes the pool meanwhile (`layer_io`)."""
+        alone = self.head is None and self._ranks is None
+        return alone and plan.num_tokens <= self.runner.max_tokens and not any(row.num_drafts for row in plan.rows)
+
     def measure_swap(self) -> Bandwidth | None:
         """How fast blocks go to the host and back; None without host blocks. For a new executor: it spoils the pool."""
         return self._host.measure() if self._host is not None else None

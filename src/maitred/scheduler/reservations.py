@@ -33,6 +33,7 @@ class Reservations:
     reserved: dict[str, Reserved] = field(default_factory=dict)  # by request
     # everybody whose status is WAITING_FOR_KV: those above, and samples that wait for the same prompt
     waiting: dict[str, RequestState] = field(default_factory=dict)
+    along: dict[str, str] = field(default_factory=dict)  # who waits for the same blocks -> whose reservation they are
     leases: dict[str, tuple[int, ...]] = field(default_factory=dict)  # -> blocks, the newest last
     given_up_requests: list[str] = field(default_factory=list)  # that nobody was told of yet
     given_up_leases: list[str] = field(default_factory=list)

@@ -20,6 +20,7 @@ from maitred.scheduler.state import SchedulerState
 def reserve(state: SchedulerState, request_id: str, num_tokens: int) -> Reserved | None:
     """Blocks for the KV of its first `num_tokens` tokens, and the request leaves the queue; None, with nothing changed,
     when that gains nothing, or when the blocks lack, or are needed by the first in the queue, which it comes behind.
+    None too where the KV of the same tokens is on its way to another request: then this one waits along with it.
     """
     request, kv = state.requests.get(request_id), state.kv
     if request is None or request.status is not RequestStatus.WAITING or not kv.finds_again(request):
@@ -29,6 +30,10 @@ def reserve(state: SchedulerState, request_id: str, num_tokens: int) -> Reserved
     num_blocks = min(num_tokens // kv.block_size, (request.num_tokens - 1) // kv.block_size, len(request.block_hashes))
     end, hit = num_blocks * kv.block_size, kv.find_prefix(request)
     if end <= max(hit.num_tokens, state.reusable(request).num_tokens):
+        return None
+    if (leader := _brings_the_same(state, request, hit.num_tokens)) is not None:
+        state.reservations.along[request_id] = leader
+        _leave_queue(state, request)
         return None
     block_ids = kv.reserve(request, hit, num_blocks, _num_needed_ahead(state, request))
     if block_ids is None:
@@ -82,6 +87,19 @@ def forget(state: SchedulerState, request: RequestState) -> None:
         state.reservations.given_up_requests.append(request.request_id)
         _end_reservation(state, request)
     state.reservations.waiting.pop(request.request_id)
+    state.reservations.along.pop(request.request_id, None)
+
+
+def _brings_the_same(state: SchedulerState, request: RequestState, num_cached: int) -> str | None:
+    """Who waits for more of this request's tokens than are cached, and for nothing else."""
+    for leader, reserved in state.reservations.reserved.items():
+        last = reserved.end // state.kv.block_size - 1
+        other, ours = state.reservations.waiting[leader], request.block_hashes
+        if other.kv_namespace != request.kv_namespace or reserved.end <= num_cached or last >= len(ours):
+            continue
+        if other.block_hashes[last] == ours[last]:
+            return leader
+    return None
 
 
 def _num_needed_ahead(state: SchedulerState, request: RequestState) -> int:
@@ -105,10 +123,13 @@ def _enter_queue(state: SchedulerState, request: RequestState) -> None:
 
 
 def _end_reservation(state: SchedulerState, request: RequestState) -> None:
-    """Its blocks are free, and the samples that waited along queue again."""
+    """Its blocks are free, and who waited along queues again."""
     reservations, parent = state.reservations, request.spec.parent_id
     del reservations.reserved[request.request_id]
     state.kv.free(request)
+    for request_id in [each for each, leader in reservations.along.items() if leader == request.request_id]:
+        del reservations.along[request_id]
+        _enter_queue(state, reservations.waiting[request_id])
     for fellow in list(reservations.waiting.values()) if parent is not None else ():
         if fellow.spec.parent_id == parent and fellow.request_id not in reservations.reserved and fellow is not request:
             _enter_queue(state, fellow)

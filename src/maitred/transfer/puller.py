@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
@@ -63,6 +64,7 @@ class Puller:
         self._number = 0
         self._lock = threading.Lock()
         self.is_closed = False
+        self.busy_s = 0.0  # that pieces took, from the first byte on
 
     def ask(self, hashes: Sequence[bytes]) -> Offered:
         """A lease on the longest prefix that the peer has of a chain of hashes. Raises Refusal."""
@@ -126,6 +128,7 @@ class Puller:
             return 0
         if isinstance(message, Refused) and message.number == self._number:
             raise _PullRefused(message)
+        began_at = time.monotonic()
         piece = expect(message, Piece)
         span = self._checked(piece, front)
         rows = self._inbox.rows_of(piece)
@@ -137,6 +140,7 @@ class Puller:
             rows.release()
         front.take(span)
         self._inbox.done_with(piece)
+        self.busy_s += time.monotonic() - began_at
         return piece.num_bytes
 
     def _checked(self, piece: Piece, front: Front) -> Span:

@@ -176,7 +176,7 @@ class FleetFeed:
         engine = self._replica
         if not isinstance(engine, EngineClient):
             return None
-        facts, numbers = facts_of(engine, engine.role, shares_link=False), identity(self._model).fingerprint
+        facts, numbers = facts_of(engine, engine.role, is_beside=False), identity(self._model).fingerprint
         if facts is None:
             return None
         told = numbers.of_kv(engine.kv_compat) if numbers is not None else ""

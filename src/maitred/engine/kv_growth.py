@@ -1,0 +1,111 @@
+"""Leases on prompts that are being computed: what can be read grows with each step, and layer by layer within one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from maitred.engine.core import EngineCore
+from maitred.executor.layer_io import LayerIO, layers_of_next_run
+from maitred.request import RequestState
+from maitred.step import ScheduledRow, SchedulerOutput
+from maitred.transfer.leases import Readable
+from maitred.transfer.offers import Offers
+
+IsOneRun = Callable[[SchedulerOutput], bool]
+
+
+def never_one_run(plan: SchedulerOutput) -> bool:
+    """Of an executor that does not tell which layers it has written."""
+    return False
+
+
+@dataclass(slots=True, eq=False)
+class _Growing:
+    hashes: Sequence[bytes]  # of all that there will be
+    blocks: list[int]  # told so far
+    is_in_step: bool = False  # the step under way computes some of it
+
+
+class GrowingLeases:
+    """`core.kv_giver` while there is one. All methods are the engine thread's.
+
+    Blocks of finished steps are held by their hashes, those of the step under way are their request's until it ends.
+    """
+
+    def __init__(
+        self, core: EngineCore, io: LayerIO, offers: Offers, here: Iterable[RequestState], *, is_one_run: IsOneRun
+    ) -> None:
+        """`here` are the requests there are; `is_one_run` as `NativeExecutor` has it."""
+        self._core, self._io, self._offers, self._here, self._is_one_run = core, io, offers, here, is_one_run
+        self._growing: dict[str, _Growing] = {}
+
+    def begin(self, lease: str, hashes: Sequence[bytes], blocks: Sequence[int]) -> bool:
+        """Of these hashes, the first blocks are held under this lease. False where nobody computes the others."""
+        if not self._is_computed_here(hashes):
+            return False
+        self._growing[lease] = _Growing(hashes, list(blocks))
+        self._core.kv_giver = self
+        return True
+
+    def forget(self, lease: str) -> None:
+        """It has ended."""
+        self._growing.pop(lease, None)
+        self._core.kv_giver = self if self._growing else None
+
+    def look(self) -> None:
+        """A request has ended: what nobody computes any more does not grow."""
+        for lease, growing in list(self._growing.items()):
+            if not self._is_computed_here(growing.hashes):
+                self._end(lease)
+
+    def scheduled(self, plan: SchedulerOutput) -> None:
+        layers = layers_of_next_run(self._io) if self._is_one_run(plan) else None
+        for row in plan.rows:
+            request = self._core.scheduler.request(row.request_id)
+            for lease, growing in self._growing.items():
+                if request is not None and _computes(request, growing.hashes):
+                    growing.is_in_step = True
+                    if layers is not None:
+                        self._offer_step(lease, growing, request, row, layers)
+
+    def _offer_step(
+        self, lease: str, growing: _Growing, request: RequestState, row: ScheduledRow, layers: Callable[[], int]
+    ) -> None:
+        end = min((row.start + row.num_tokens) // self._io.layout.block_size, len(growing.hashes))
+        more = request.block_table[len(growing.blocks) : end]
+        if more:
+            self._offers.grow(lease, Readable(len(growing.blocks), end), more, layers)
+            growing.blocks += more
+
+    def computed(self) -> None:
+        for lease, growing in list(self._growing.items()):
+            if not growing.is_in_step:
+                continue
+            growing.is_in_step = False
+            if not self._offers.has(lease):
+                self.forget(lease)
+                continue
+            num_told = len(growing.blocks)
+            blocks = self._core.hold(lease, growing.hashes)
+            if list(blocks[:num_told]) != growing.blocks:  # another request's of the same tokens, or it did not get on
+                self._end(lease)
+                continue
+            self._offers.grow(lease, Readable(len(blocks)), blocks[num_told:])
+            growing.blocks = list(blocks)
+            if len(blocks) == len(growing.hashes):
+                self.forget(lease)
+
+    def _is_computed_here(self, hashes: Sequence[bytes]) -> bool:
+        return any(_computes(request, hashes) and not request.finished for request in self._here)
+
+    def _end(self, lease: str) -> None:
+        self.forget(lease)
+        self._offers.revoke(lease)
+        self._core.release(lease)
+
+
+def _computes(request: RequestState, hashes: Sequence[bytes]) -> bool:
+    """Whether all of this prefix is its prompt's."""
+    last = len(hashes) - 1
+    return not request.spec.kv_only and last < len(request.block_hashes) and request.block_hashes[last] == hashes[last]
