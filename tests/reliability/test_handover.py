@@ -13,6 +13,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from maitred.cli.main import main
 from maitred.config import CacheConfig, ProcessConfig
 from maitred.errors import ConfigError
 from tests.conftest import start_server
@@ -80,6 +81,22 @@ def test_kv_moves_from_the_prefill_worker_to_the_decode_worker(apart: House):
     assert set(roles) == {"prefill", "decode"}
     assert roles["decode"]["num_blocks_cached"] > 0
     until(lambda: apart.sums() == apart.counters())
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_why_tells_which_way_was_chosen_and_its_terms(apart: House, capsys: pytest.CaptureFixture[str], n: int):
+    answer = apart.post("/v1/completions", prompt=f"Why {n}? " + STORY, max_tokens=4, n=n).json()
+    assert main(["why", answer["id"], "--url", apart.server.url, "--api-key", "key-boss"]) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert told[0].startswith("attempt 1: sent to 1, after 0.")
+    assert told[1].split() == ["WAY", "COST", "TTFT", "TPOT", "FETCH", "TRANSFER", "HARM"]
+    assert told[2].split()[:4] == ["->", "0", ">", "1"]
+
+
+def test_nobody_else_is_told_why(apart: House):
+    asked = f"{apart.server.url}/admin/fleet/choices/x"
+    assert httpx.get(asked, headers=key_of("a"), timeout=HANGS_S).status_code == 403
+    assert apart.get("/admin/fleet/choices/x").status_code == 404
 
 
 def test_metrics_tell_what_was_moved_how_and_who_kept_its_promise(apart: House):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import httpx
 
-from maitred.api.route.choices import MAX_REQUESTS, Choices
 from maitred.cluster.actions import Bind
 from maitred.cluster.balance import Choice
+from maitred.cluster.choices import MAX_REQUESTS, Choices
 from tests.cli.running import maitred_thread
 from tests.route.routers import chat, client_of, routed
 from tests.route.test_promises import answers

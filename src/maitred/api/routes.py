@@ -254,6 +254,14 @@ def _administration(ledger: Ledger | None) -> tuple[Route, ...]:
         ),
         Route(
             method="GET",
+            path="/admin/fleet/choices/{id:path}",
+            handler=admin.show_choices,
+            summary="Which worker one of the last requests went to, and each term of the choice.",
+            admin="see choices",
+            errors=(401, 403, 404, 503),
+        ),
+        Route(
+            method="GET",
             path="/admin/kv",
             handler=kv.show,
             summary="KV that outlives requests and restarts, by tier.",

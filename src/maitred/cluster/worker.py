@@ -94,6 +94,7 @@ class Prompt:
     spec: RequestSpec  # its first sample's
     samples: dict[str, LiveRequest] = field(default_factory=dict)  # that have not ended, in order
     worker: Worker | None = None  # None while it is held
+    held_s: float = 0.0  # in all
     goes_to: Worker | None = None  # once its first tokens are there, which `worker` computes
 
     @property

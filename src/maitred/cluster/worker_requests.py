@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from maitred.clock import Clock
 from maitred.cluster.actions import Action, Bind, Refuse, Switch
 from maitred.cluster.balance import Choice
+from maitred.cluster.choices import Choices
 from maitred.cluster.core import ClusterCore
 from maitred.cluster.fleet_request import Failure, FailureKind, FleetRequest, Usage
 from maitred.cluster.worker import Prompt, Worker, prompt_of
@@ -36,6 +37,7 @@ class WorkerRequests:
         """`on_held` is told that somebody waits for a worker, `on_switch` which is to have another role."""
         self._core, self._workers, self._clock, self._on_held = core, workers, clock, on_held
         self._on_switch = on_switch
+        self.choices = Choices()
         self.on_progress: OnProgress = lambda progress, num_queued, now: None
         self.prompts: dict[str, Prompt] = {}  # by the id of each sample, in order of arrival
         self._by_id: dict[str, Prompt] = {}  # by the core's
@@ -101,6 +103,7 @@ class WorkerRequests:
         for action in actions:
             match action:
                 case Bind(request_id, choice):
+                    self._note(self._by_id[request_id], action)
                     self._bind(self._by_id[request_id], choice)
                 case Switch(name, role):
                     self._on_switch(int(name), role.value)
@@ -108,6 +111,13 @@ class WorkerRequests:
                     self._refuse(self._by_id[request_id], error)
         if self._core.num_held:
             self._on_held()
+
+    def _note(self, prompt: Prompt, bind: Bind) -> None:
+        """For people who ask later."""
+        request = prompt.request
+        assert request.bound_at is not None, "the core has just bound it"
+        prompt.held_s += request.bound_at - request.held_at
+        self.choices.bound(bind, prompt.held_s)
 
     def _bind(self, prompt: Prompt, choice: Choice) -> None:
         worker = self._workers[int(choice.replica)]

@@ -17,6 +17,7 @@ from weakref import WeakSet
 import msgspec
 
 from maitred.clock import Clock
+from maitred.cluster.choices import ChoicesMade
 from maitred.cluster.config import FleetConfig
 from maitred.cluster.core import ClusterCore
 from maitred.cluster.disagg import HandoverConfig
@@ -192,6 +193,10 @@ class Workers:
 
     def workers(self) -> tuple[WorkerView, ...]:
         return tuple(WorkerView.of(w.number, w.client.supervisor.pid, w.client.state(), w.role) for w in self._workers)
+
+    def choices_of(self, words: str) -> ChoicesMade | None:
+        """Where one of the last requests went, and why; None for one that is not known."""
+        return self._requests.choices.of(words)
 
     def give_role(self, number: int, role: str) -> None:
         """From now on, of one worker; it goes on with what it has. Raises ConfigError, and changes nothing."""

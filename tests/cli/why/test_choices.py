@@ -1,9 +1,9 @@
 from __future__ import annotations
 
-from maitred.api.route.choices import Choices
 from maitred.cli.why.choices import lines
 from maitred.cluster.actions import Bind
 from maitred.cluster.balance import Choice
+from maitred.cluster.choices import Choices
 from maitred.cluster.disagg import Ask, options
 from tests.cluster.workers import worker
 

@@ -11,6 +11,7 @@ import msgspec
 from maitred.api.http.app import App
 from maitred.api.http.errors import shortened
 from maitred.api.http.exchange import Exchange
+from maitred.cluster.choices import MAX_REQUESTS, ChoicesMade
 from maitred.config import PolicyArg, SchedulerConfig
 from maitred.engine.installed import policy_of
 from maitred.errors import ConfigError, InvalidRequest, RouteNotFound
@@ -32,6 +33,14 @@ class Administrable(Protocol):
 
     async def configure(self, config: SchedulerConfig) -> None:
         """Returns when it took effect. Raises ConfigError and changes nothing."""
+
+
+@runtime_checkable
+class HasChoices(Protocol):
+    """A replica of several, which tells why a request went to which."""
+
+    def choices_of(self, words: str) -> ChoicesMade | None:
+        """As `Choices.of`."""
 
 
 class Roles(msgspec.Struct, frozen=True):
@@ -101,6 +110,16 @@ async def show_roles(app: App, exchange: Exchange) -> None:
     if not isinstance(app.replica, HasWorkers):
         raise RouteNotFound("this server has no engine of its own to look into; ask the servers behind it")
     await exchange.answer_json(Roles(app.replica.workers()))
+
+
+async def show_choices(app: App, exchange: Exchange) -> None:
+    """Which worker one of the last requests went to, and why."""
+    if not isinstance(app.replica, HasChoices):
+        raise RouteNotFound("this server has one engine and nothing to choose; its decision log tells of waits")
+    made = app.replica.choices_of(exchange.parameter)
+    if made is None:
+        raise RouteNotFound(f"{exchange.parameter!r} is none of the last {MAX_REQUESTS:,} requests that were sent")
+    await exchange.answer_json(made)
 
 
 async def give_role(app: App, exchange: Exchange) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from maitred.api.http.exchange import Exchange
-from maitred.api.route.choices import MAX_REQUESTS
 from maitred.api.route.router import Router
+from maitred.cluster.choices import MAX_REQUESTS
 from maitred.cluster.disagg import Role
 from maitred.errors import InvalidRequest, RouteNotFound, UnsupportedParameter, did_you_mean
 

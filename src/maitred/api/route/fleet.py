@@ -11,11 +11,11 @@ from typing import Any, Protocol
 
 from maitred.api.http.logs import log_fields
 from maitred.api.route.bills import Bills
-from maitred.api.route.choices import Choices
 from maitred.api.route.metrics import RouteMetrics
 from maitred.api.route.routed import Moved, RoutedRequest
 from maitred.clock import Clock
 from maitred.cluster.actions import Action, Bind, Move, Probe, Refuse, Sleep, Start, Stop, Switch
+from maitred.cluster.choices import Choices
 from maitred.cluster.core import ClusterCore
 from maitred.cluster.disagg import Role, WorkerFacts
 from maitred.cluster.fleet_request import Failure, FleetRequest, Usage

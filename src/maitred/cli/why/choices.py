@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
-from maitred.api.route.choices import ChoiceMade, ChoicesMade
 from maitred.cli.console import inert
 from maitred.cli.fleet.asking import RouterOptions, get
 from maitred.cli.ps import table
+from maitred.cluster.choices import ChoiceMade, ChoicesMade
 from maitred.errors import ServerError
 
 HEADINGS = ("", "CANDIDATE", "SCORE", "LOAD", "CACHED TOKENS")

@@ -18,9 +18,10 @@ class WhyOptions:
     """Folder or file of the decision log; of a folder, the newest run that has the request. None looks in ./decisions
     and here."""
     url: str | None = option(None, metavar="URL")
-    """A router (maitred route): it tells where it sent the request, and each term of the choice, of its last 1,000."""
+    """A router (maitred route), or a server of several workers: it tells where it sent the request, and each term of
+    the choice, of its last 1,000."""
     api_key: str | None = option(None, metavar="KEY", env="MAITRED_API_KEY")
-    """An administrator's key, where the router has keys."""
+    """An administrator's key, where there are keys."""
 
 
 def _run(options: Options) -> int:

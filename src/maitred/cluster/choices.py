@@ -1,4 +1,4 @@
-"""The choices of a router's last requests, for people who ask why a request went where it did."""
+"""The choices of the last requests, for people who ask why one went to the replica, or the worker, that it did."""
 
 from __future__ import annotations
 
@@ -63,8 +63,11 @@ class Choices:
         self.on_bound(bind, held_s)
 
     def of(self, words: str) -> ChoicesMade | None:
-        """Of the newest request of that id, or whose id is a part of `words`, as it is of an answer's id."""
-        found = words if words in self._of else next((name for name in reversed(self._of) if name in words), None)
+        """Of the newest request of that id, else of one whose id is a part of `words`, or they of it: an answer's
+        id has a prefix that a router's lacks, and a worker's goes on with the number of the prompt.
+        """
+        alike = (name for name in reversed(self._of) if name in words or words in name)
+        found = words if words in self._of else next(alike, None)
         if found is None:
             return None
         return ChoicesMade(found, tuple(_made(bind, held_s) for bind, held_s in self._of[found]))
