@@ -69,3 +69,19 @@ def test_a_prompt_whose_tokens_nobody_sees_counts_as_computed_when_it_is_told(co
 def test_nothing_is_moved_between_workers_of_unlike_numbers():
     unlike = [worker("p", "prefill", numbers="int8"), worker("d", "decode", numbers="bf16", num_cached=512)]
     assert {(way.prefill, way.fetch_from) for way in options(Ask(1000, 100.0), unlike, "always")} == {(None, None)}
+
+
+def test_admission_is_foretold_the_first_token_of_the_way_that_is_chosen(core: ClusterCore):
+    told = []
+    for name in "abc":
+        told.append(core.foretold_ttft_s(2000, 0.0))
+        choice = only_bind(core.arrived(make_request(name, num_bytes=8000, num_inputs=2000), 0.0)).choice
+        assert told[-1] == pytest.approx(choice.foretold[0].ttft_s)
+    assert told == sorted(told)
+    assert told[2] > told[0]
+
+
+def test_nothing_is_foretold_where_workers_hand_nothing_over():
+    core = ClusterCore(FleetConfig(), SchedulerConfig(), handover=HandoverConfig(handover="never"))
+    core.joined(host("m1", "mixed"), 0.0)
+    assert core.foretold_ttft_s(2000, 0.0) is None

@@ -260,3 +260,25 @@ def test_what_admission_counts_is_who_is_there(data: st.DataObject):
         assert sum(admission._waiting_work.values()) == pytest.approx(
             sum(g.work for w in admission._waiting.values() for g in w.values())
         )
+
+
+def test_where_first_tokens_are_foretold_by_who_places_requests_nobody_is_let_in_to_be_late():
+    admission = make_admission(ttft_objective_s=1.0)
+    ahead_s = 0.0
+    admission.foretell = lambda num_tokens: ahead_s + 0.001 * num_tokens
+    admit(admission, "first", prompt=4000)  # nobody waits: it is tried
+    ahead_s = 4.0
+    with pytest.raises(Overloaded, match="within the objective"):
+        admit(admission, "second", prompt=10)  # though there are slots
+    admit(admission, "patient", prompt=10, ttft_slo_s=60.0)
+    assert admission.foretold_wait_s() == ahead_s
+    ahead_s = 0.0
+    admit(admission, "third", prompt=10)
+
+
+def test_who_can_foretell_nothing_leaves_it_to_the_rate_at_which_work_leaves():
+    admission = busy_admission()
+    admission.foretell = lambda num_tokens: None
+    admit(admission, "next", "after", prompt=4, max_tokens=10, now=NOW)
+    with pytest.raises(Overloaded):
+        admit(admission, "late", prompt=4, max_tokens=10, now=NOW)

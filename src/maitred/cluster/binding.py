@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from maitred.cluster.actions import Action, Bind
-from maitred.cluster.balance import BALANCES, MAX_CANDIDATES, Choice, cached_tokens, choose
+from maitred.cluster.balance import BALANCES, MAX_CANDIDATES, Cached, Choice, cached_tokens, choose
 from maitred.cluster.config import FleetConfig
-from maitred.cluster.disagg import DEFAULT_HANDOVER, Ask, HandoverConfig, options
+from maitred.cluster.disagg import DEFAULT_HANDOVER, Ask, HandoverConfig, WorkerLoad, options
 from maitred.cluster.fleet_request import FleetRequest, Place
 from maitred.cluster.lessons import Lessons
 from maitred.cluster.prefix_index import PrefixIndex
@@ -175,13 +175,7 @@ class Binder:
         """By `disagg`, None when it must wait. Writes `num_cached`."""
         fleet, asked = self._fleet, self._handover
         cached = cached_tokens(request, self._index, usable)
-        loads = [
-            fleet.work.load(r.name, r.facts.worker, now)._replace(
-                num_cached=cached.get(r.bit, 0), has_slot=bool(room >> r.bit & 1)
-            )
-            for r in fleet.of(usable)
-            if r.facts.worker is not None
-        ]
+        loads = self._loads(room, usable, cached, now)
         num_known, objective_s = request.num_inputs + request.num_outputs, request.ttft_slo_s or asked.ttft_s
         ask = Ask(num_known, fleet.work.outputs_left(request), objective_s, asked.tpot_s)
         ways = options(ask, loads, asked.handover)
@@ -195,6 +189,27 @@ class Binder:
         fleet.work.bound(request, best, computes.facts.worker, now)
         foretold = tuple(ways[:MAX_CANDIDATES])
         return fleet.by_name[best.replica], Choice(best.replica, best.prefill, (), best.fetch_from, foretold)
+
+    def foretold_ttft_s(self, num_tokens: int, now: float) -> float | None:
+        """Of a new request with such a prompt, of which nothing is cached, served in the way that would be chosen. None
+        while somebody is held, or nothing is foretold.
+        """
+        usable, asked = self._fleet.ready, self._handover
+        if self.waiting.num_held or not usable or not self._foretells(usable):
+            return None
+        ask = Ask(max(1, num_tokens), self._fleet.work.mean_outputs, asked.ttft_s, asked.tpot_s)
+        ways = options(ask, self._loads(usable & self._fleet.room, usable, {}, now), asked.handover)
+        return ways[0].ttft_s if ways else None
+
+    def _loads(self, room: int, usable: int, cached: Cached, now: float) -> list[WorkerLoad]:
+        work = self._fleet.work
+        return [
+            work.load(r.name, r.facts.worker, now)._replace(
+                num_cached=cached.get(r.bit, 0), has_slot=bool(room >> r.bit & 1)
+            )
+            for r in self._fleet.of(usable)
+            if r.facts.worker is not None
+        ]
 
     def _note_start(self, request: FleetRequest, replica: Replica, now: float) -> None:
         request.num_computed = request.num_cached

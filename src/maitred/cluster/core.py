@@ -286,6 +286,12 @@ class ClusterCore:
         """Names that are served, or were by the last that served any."""
         return self._requests.models
 
+    def foretold_ttft_s(self, num_tokens: int, now: float) -> float | None:
+        """(s) to the first token of such a prompt if it came now, by what chooses its workers; None where nothing is
+        foretold, or somebody waits for room.
+        """
+        return self._binder.foretold_ttft_s(num_tokens, now)
+
     def request(self, request_id: str) -> FleetRequest | None:
         return self._requests.get(request_id)
 

@@ -89,6 +89,11 @@ class WorkBook:
             return left
         return max(1.0, min(left, self._mean_outputs - request.num_outputs))
 
+    @property
+    def mean_outputs(self) -> float:
+        """Of the last answers; at least 1."""
+        return max(1.0, self._mean_outputs)
+
     def load(self, name: str, facts: WorkerFacts, now: float) -> WorkerLoad:
         work = self._work.get(name)
         if work is None:

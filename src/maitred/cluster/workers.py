@@ -194,6 +194,10 @@ class Workers:
     def workers(self) -> tuple[WorkerView, ...]:
         return tuple(WorkerView.of(w.number, w.client.supervisor.pid, w.client.state(), w.role) for w in self._workers)
 
+    def foretold_ttft_s(self, num_tokens: int) -> float | None:
+        """As `ClusterCore.foretold_ttft_s`, for admission."""
+        return self._core.foretold_ttft_s(num_tokens, self._clock.now())
+
     def choices_of(self, words: str) -> ChoicesMade | None:
         """Where one of the last requests went, and why; None for one that is not known."""
         return self._requests.choices.of(words)

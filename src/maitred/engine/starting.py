@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from maitred.clock import Clock, WallClock
 from maitred.engine.client import EngineClient
@@ -66,6 +66,14 @@ class Engine:
     """Seconds of each phase of its start, in order; with a process of its own, those inside it."""
 
 
+@runtime_checkable
+class Foretells(Protocol):
+    """A replica that foretells first tokens where it places requests: who is admitted is judged by the same."""
+
+    def foretold_ttft_s(self, num_tokens: int) -> float | None:
+        """(s) of a prompt that came now; None where it cannot."""
+
+
 class StartingEngine:
     """It begins when this is made; meanwhile its model's text is read here.
 
@@ -86,6 +94,8 @@ class StartingEngine:
         config, num_engines = start.config, len(start.process.roles)
         self._admission = admission_of(config.admission, config.scheduler, num_engines)
         self._replica = make(start, clock, on_admitted=on_admitted, on_event=on_event)
+        if isinstance(self._replica, Foretells):
+            self._admission.foretell = self._replica.foretold_ttft_s
         self._replica.begin()
         self._text = TextAhead(start.config.model.model)
 

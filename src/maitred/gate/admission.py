@@ -6,7 +6,7 @@ An overloaded server that lets everybody in makes everybody late (Beyer et al., 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -22,6 +22,8 @@ UNKNOWN_SHARE = 8  # of a batch may wait, one in so many, until it is known how 
 AIM = 0.8  # of the objective: what is foretold changes, and a shorter queue keeps the slots as full
 MAX_SLACK = 0.7  # of the objective: however wrong they were, somebody must get in to show that it got better
 PRIORITY_FIRST = ("priority", "interactive")  # policies under which the less urgent stand behind the more urgent
+Foretell = Callable[[int], float | None]
+"""Seconds to the first token of a new prompt of so many tokens, as who places it foretells; None where nobody does."""
 NUM_CLASSES = 16  # priorities from this on share what is learned
 
 
@@ -94,6 +96,7 @@ class AdmissionController:
         """`max_num_seqs` is of all engines."""
         self.config, self._num_engines = config, num_engines
         self.num_refused = dict.fromkeys(REASONS, 0)
+        self.foretell: Foretell = lambda num_tokens: None  # else by the rate at which work leaves
         self._max_num_seqs = max_num_seqs
         self._priority_first = priority_first
         self._caps = {int(priority): cap for priority, cap in config.max_queued_by_priority.items()}
@@ -225,7 +228,9 @@ class AdmissionController:
 
     def foretold_wait_s(self, priority: int = 0) -> float:
         """Until the first token of a small request that came now; 0 while unknown."""
-        return self._foretold_s(_Caller(priority, None)) or 0.0
+        caller = _Caller(priority, None)
+        placed_s = self.foretell(0)
+        return (self._foretold_s(caller) if placed_s is None else placed_s) or 0.0
 
     # -- judging
 
@@ -249,7 +254,7 @@ class AdmissionController:
         if (full := self._over_class_cap(caller.priority)) is not None:
             return _Verdict(full)
         while (reason := over()) is not None:
-            in_vain = reason == "objective" and self._priority_first  # the less urgent are behind it anyway
+            in_vain = reason == "objective" and self._is_shedding_vain(caller)
             victim = None if in_vain else next(sheddable, None)
             if victim is None:
                 return _Verdict(reason)
@@ -258,8 +263,11 @@ class AdmissionController:
             freed_tokens += entry.num_prompt_tokens
             if not self._priority_first:
                 freed_work += entry.work
-        foretold_s = None if self._free_places() else self._foretold_s(caller, freed_work)
-        return _Verdict(None, tuple(shed), foretold_s)
+        return _Verdict(None, tuple(shed), self._expected_s(caller, freed_work))
+
+    def _is_shedding_vain(self, caller: _Caller) -> bool:
+        """The less urgent are behind it anyway, or whoever places it has them in his forecast until they are gone."""
+        return self._priority_first or self.foretell(caller.num_prompt_tokens) is not None
 
     def _over_class_cap(self, priority: int) -> str | None:
         """A cap of class p counts p and all that are less urgent, so it keeps room for those above."""
@@ -275,11 +283,11 @@ class AdmissionController:
 
     def _in_time(self, caller: _Caller, freed_work: float, now: float) -> bool:
         slo_s = caller.ttft_slo_s if caller.ttft_slo_s is not None else self.config.ttft_objective_s
-        if slo_s is None or self._free_places():
+        if slo_s is None:
             return True
-        foretold_s = self._foretold_s(caller, freed_work)
+        foretold_s = self._expected_s(caller, freed_work)
         if foretold_s is None:
-            return self._num_waiting < max(1, self._max_num_seqs // UNKNOWN_SHARE)
+            return self._free_places() or self._num_waiting < max(1, self._max_num_seqs // UNKNOWN_SHARE)
         slack_s = self._late(caller.priority).slack_s
         slack_s = UNKNOWN_SLACK * slo_s if slack_s is None else min(max(0.0, slack_s), MAX_SLACK * slo_s)
         return (now - caller.arrived_at) + foretold_s + slack_s <= AIM * slo_s
@@ -287,6 +295,11 @@ class AdmissionController:
     def _free_places(self) -> bool:
         """Nobody waits, or nobody was left over in the last step and there are slots."""
         return not self._num_waiting or (not self._queued_before and len(self._admitted) < self._max_num_seqs)
+
+    def _expected_s(self, caller: _Caller, freed_work: float) -> float | None:
+        """As foretold by who places it, else by the rate; by that, nothing of one that finds a free place."""
+        placed_s = self.foretell(caller.num_prompt_tokens)
+        return placed_s if placed_s is not None or self._free_places() else self._foretold_s(caller, freed_work)
 
     def _foretold_s(self, caller: _Caller, freed_work: float = 0.0) -> float | None:
         """From now to the first token: the work ahead, and its own prompt. None while the rate is unknown."""

@@ -85,6 +85,7 @@ class Router:
             metrics=self.metrics,
             on_tick=self._look,
         )
+        self.admission.foretell = lambda num_tokens: self.fleet.core.foretold_ttft_s(num_tokens, self.clock.now())
         self.models = ModelNames(self.fleet, follower.learn_models)
         self.fleet.choices.on_bound = self._bound
         self.metrics.looks_at(self.fleet.core, self.clock, self.fleet.connections)
