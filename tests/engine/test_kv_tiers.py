@@ -13,6 +13,7 @@ from maitred.engine import kv_tiers
 from maitred.engine.build import EngineParts, build_parts
 from maitred.engine.intake import make_requests
 from maitred.engine.kv_tiers import KVTiers
+from maitred.kvcache.changes import Changes
 from maitred.kvcache.tiers import TierStats
 from maitred.request import SamplingParams
 
@@ -23,12 +24,16 @@ class DictTier:
     """Keeps blocks in a dict. `before_read`, `before_write` are called in the threads that do so."""
 
     name, has_index = "dict", True
+    changes: Changes[bytes] | None = None
 
     def __init__(self, bytes_per_block: int) -> None:
         self.bytes_per_block, self.stats = bytes_per_block, TierStats()
         self.blocks: dict[bytes, bytes] = {}
         self.before_read: Callable[[], None] = lambda: None
         self.before_write: Callable[[], None] = lambda: None
+
+    def tell_changes(self, wanted: bool) -> None:
+        self.changes = Changes(self.blocks) if wanted else None
 
     def num_known(self, keys: Sequence[bytes]) -> int:
         return next((i for i, key in enumerate(keys) if key not in self.blocks), len(keys))
@@ -50,12 +55,16 @@ class DictTier:
         size = self.bytes_per_block
         for i, key in enumerate(keys):
             self.blocks[key] = bytes(rows[i * size : (i + 1) * size])
+            if self.changes is not None:
+                self.changes.stored(key)
         return len(keys)
 
     def touch(self, keys: Sequence[bytes]) -> None: ...
 
     def clear(self) -> int:
         count = len(self.blocks)
+        for key in self.blocks if self.changes is not None else ():
+            self.changes.removed(key)
         self.blocks.clear()
         return count
 
@@ -339,3 +348,29 @@ def test_storage_that_lags_is_not_waited_for(make):
     let_go.set()
     engine.rest()
     assert engine.core.stats.num_blocks_used == 0
+
+
+def test_blocks_of_pool_and_tiers_are_told_once_and_until_they_are_in_neither(make):
+    first = make()
+    first.complete("before")
+    tier, told = first.tier, set()
+    engine = make(tier, num_blocks=24)
+    engine.core.tell_router(True)
+
+    def hear() -> None:
+        while engine.core.block_changes:
+            stored, removed = engine.core.block_changes.take(5)
+            assert told.isdisjoint(stored)
+            assert told.issuperset(removed)
+            told.update(stored)
+            told.difference_update(removed)
+
+    hear()
+    assert told == set(tier.blocks) != set(), "what lies there is told before anybody asks for it"
+    for number in range(4):  # more than the pool holds
+        engine.complete(f"another {number}", range(number * 200, number * 200 + 200))
+        hear()
+    assert told == set(tier.blocks)
+    tier.clear()
+    hear()
+    assert told == set(engine.core.scheduler.kv_cache._cache.hashes.values())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import stat
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,32 @@ def test_conversations_go_on_after_kill_9_as_if_nothing_had_happened(world):
         alone = world.complete(**body)
         assert cached(alone) == 0, kind
         assert texts(alone) == texts(back[kind]), kind
+
+
+def test_workers_of_a_new_start_are_sent_the_conversations_that_lie_with_them(world):
+    words = ("--mixed-workers", "2", "--kv-disk", str(world.disk))
+    prompts = [f"{number}. {PROMPT}" for number in range(4)]
+
+    def tiers() -> list[dict[str, Any]]:
+        return list(world.ask("GET", "/admin/kv").json()["tiers"])
+
+    def both_are_there() -> bool:
+        return len(tiers()) == 2 and len(tiers()) == 2  # asked once more, all that lies there was told
+
+    world.open(*words)
+    until(both_are_there)
+    with ThreadPoolExecutor(len(prompts)) as asking:
+        first = list(asking.map(lambda prompt: world.complete(prompt=prompt, temperature=0.0), prompts))
+    until(lambda: all(tier["waiting_blocks"] == 0 for tier in tiers()))
+    assert all(tier["num_blocks"] for tier in tiers()), "each has conversations of its own"
+    world.kill()
+
+    world.open(*words)
+    until(both_are_there)
+    for prompt, answer in zip(reversed(prompts), reversed(first), strict=True):
+        back = world.complete(prompt=prompt + texts(answer)[0] + NEXT, temperature=0.0)
+        assert cached(back) >= answer["usage"]["prompt_tokens"] // BLOCK * BLOCK
+    assert all(tier["hit_tokens"] for tier in tiers())
 
 
 def test_the_next_engine_has_the_folder_of_one_that_slept_or_was_killed(world):

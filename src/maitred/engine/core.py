@@ -15,7 +15,7 @@ from maitred.cost_model import CostModel
 from maitred.engine.host_shares import HostShares
 from maitred.engine.prefill_meter import PrefillMeter
 from maitred.engine.speed_meter import SpeedMeter
-from maitred.kvcache.changes import Changes
+from maitred.kvcache.findable import FindableBlocks
 from maitred.replica import HandoverCounts, TierFigures, TierView
 from maitred.request import FinishReason, RequestSpec, RequestState
 from maitred.scheduler.reservations import GivenUp, Reserved
@@ -118,6 +118,7 @@ class EngineCore:
         self.kv_followers: list[FollowsKV] = []
         self.kv_giver: GivesKV | None = None  # while somebody waits for what is being computed
         self.kv_tiers: Tiers | None = None
+        self.findable = FindableBlocks(scheduler.kv_cache)
         self.kv_handovers: HandoverCounts | None = None
         self.on_given_up: Callable[[GivenUp], None] | None = None  # as a follower is told
         self.wake: Callable[[], None] = lambda: None  # ends the wait of whoever drives it; called in any thread
@@ -259,13 +260,13 @@ class EngineCore:
 
     def tell_router(self, wanted: bool) -> None:
         """What a router over several engines wants to know, from now on or no more: cached blocks and speed."""
-        self._scheduler.kv_cache.tell_changes(wanted)
+        self.findable.tell_changes(wanted)
         self.speed = SpeedMeter() if wanted else None
 
     @property
-    def block_changes(self) -> Changes[bytes] | None:
+    def block_changes(self) -> FindableBlocks | None:
         """Hashes of blocks that can be found, and that cannot any more; None while nobody wants to know."""
-        return self._scheduler.kv_cache.changes
+        return self.findable if self._scheduler.kv_cache.changes is not None else None
 
     def configure(self, config: SchedulerConfig) -> None:
         """Changes policy and limits, losing nothing. Raises ConfigError and changes nothing."""

@@ -116,6 +116,8 @@ class KVTiers:
         self._storing = ThreadOfJobs("maitred-kv-store", niceness=STORING_NICENESS)
         core.kv_followers.append(self)
         core.kv_tiers = self
+        for tier in tiers:
+            core.findable.add(tier)
 
     def __len__(self) -> int:
         """Requests whose KV is on the way."""

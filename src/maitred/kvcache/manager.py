@@ -90,6 +90,10 @@ class KVCacheManager:
         """Hashes of blocks that became findable, and that are no more; None while nobody wants to know."""
         return self._cache.changes
 
+    def has_block(self, digest: bytes) -> bool:
+        """Whether a block of this hash is findable."""
+        return digest in self._cache
+
     def tell_changes(self, wanted: bool) -> None:
         """From now on, or no more. What is findable now is told first."""
         self._cache.changes = Changes(self._cache.hashes.values()) if wanted else None

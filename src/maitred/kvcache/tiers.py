@@ -14,6 +14,8 @@ from enum import StrEnum
 from hashlib import sha256
 from typing import Protocol
 
+from maitred.kvcache.changes import Changes
+
 
 class DropReason(StrEnum):
     """Why a block is not in a tier, or no longer: the `reason` of `maitred_kv_dropped_total`."""
@@ -72,6 +74,11 @@ class KVTier(Protocol):
     stats: TierStats
     has_index: bool
     """Whether `num_known` knows of all there is; else only `read` tells, in one round trip."""
+    changes: Changes[bytes] | None
+    """Keys that it has, and has no more, for who chooses an engine; None while nobody wants to know."""
+
+    def tell_changes(self, wanted: bool) -> None:
+        """From now on, or no more; the newest that are there first. One that cannot name its keys tells nothing."""
 
     def num_known(self, keys: Sequence[bytes]) -> int:
         """How many from the front are there, by what is in memory: microseconds, no I/O. Reading may find fewer."""

@@ -28,6 +28,7 @@ from maitred.storage import kv_segments
 from maitred.storage.kv_crypt import TAG_BYTES, BlockCipher, read_key_file
 from maitred.storage.kv_folder import Owned, own_folder, private_folder
 from maitred.storage.kv_segments import ENTRY_BYTES, HEADER_BYTES, NOT_ENCRYPTED, Layout, Segment, Unusable, checksums
+from maitred.storage.kv_told import SharedChanges
 
 logger = logging.getLogger(__name__)
 
@@ -110,12 +111,18 @@ class KVDisk:
         self._segments: dict[int, Segment] = {}  # by base
         self._bases = itertools.count(0, _MOST_ROWS)
         self._num_uses = 1
+        self.changes: SharedChanges | None = None
         self._writing = threading.Lock()  # held by who writes files
         self._active: Segment | None = None
         self._not_storing: DropReason | None = None  # why, and until when
         self._again_at = 0.0
 
     # ---- KVTier
+
+    def tell_changes(self, wanted: bool) -> None:
+        """Encrypted, its keys have other names here."""
+        with self._lock:
+            self.changes = SharedChanges(reversed(self._places)) if wanted and self._cipher is None else None
 
     def num_known(self, keys: Sequence[bytes]) -> int:
         places, stored_key = self._places, self._stored_key
@@ -262,6 +269,8 @@ class KVDisk:
         segment.append(keys, rows)
         with self._lock:
             self._places.update(zip(keys, range(segment.base + first, segment.base + first + count), strict=True))
+            if self.changes is not None:
+                self.changes.all_stored(keys)
             self.stats.num_written += count
             self._use(segment)
             self._sum_up()
@@ -358,6 +367,8 @@ class KVDisk:
         if key is None or self._places.get(key) != segment.base + row:
             return False
         del self._places[key]
+        if self.changes is not None:
+            self.changes.removed(key)
         return True
 
     def _sum_up(self) -> None:

@@ -44,6 +44,7 @@ class KVRedis:
     """A `KVTier`. Made by `open_kv_redis`."""
 
     name, has_index = "redis", False
+    changes = None
 
     def __init__(self, url: str, bytes_per_block: int, fingerprint: str) -> None:
         self.bytes_per_block, self.stats = bytes_per_block, TierStats()
@@ -59,6 +60,9 @@ class KVRedis:
         self._thread.start()
 
     # ---- KVTier
+
+    def tell_changes(self, wanted: bool) -> None:
+        """What is there, every engine finds."""
 
     def num_known(self, keys: Sequence[bytes]) -> int:
         now, known = time.monotonic(), self._known
