@@ -92,7 +92,7 @@ class Engine:
         self.tokens: dict[str, list[int]] = {}
 
     def add(self, name: str, prompt: Sequence[int] = PROMPT, *, n: int = 1, **sampling: object) -> list[str]:
-        params = SamplingParams(n=n, max_tokens=24, ignore_eos=True, seed=7, **sampling)  # type: ignore[arg-type]
+        params = SamplingParams(**{"n": n, "max_tokens": 24, "ignore_eos": True, "seed": 7} | sampling)  # type: ignore[arg-type]
         specs = make_requests(self.parts.model, prompt, params, request_id=name, now=self.core._clock.now())
         for spec in specs:
             self.tokens[spec.request_id] = []
@@ -374,3 +374,31 @@ def test_blocks_of_pool_and_tiers_are_told_once_and_until_they_are_in_neither(ma
     tier.clear()
     hear()
     assert told == set(engine.core.scheduler.kv_cache._cache.hashes.values())
+
+
+@pytest.mark.parametrize("lags", [False, True])
+def test_what_a_preempted_request_computed_is_stored_before_it_is_overwritten(make, monkeypatch, lags):
+    engine, preempted = make(num_blocks=24), 0
+    if lags:
+        engine.tiers._room = threading.Semaphore(0)
+    names = [engine.add(f"{number}", range(number * 200, number * 200 + 170), max_tokens=60) for number in range(2)]
+    states = [engine.core.scheduler.request(name) for (name,) in names]
+    while not preempted:
+        engine.step()
+        preempted = sum(state.num_preemptions for state in states)
+    (victim,) = [state for state in states if state.num_preemptions]
+    while engine.core.scheduler.request(victim.request_id) is victim and victim.status.value == "waiting":
+        engine.step()
+    if lags:
+        assert engine.tiers.figures()["dict"].dropped["lagged"] > 0
+        engine.tiers._room.release(8)
+    else:
+        engine.rest()
+        assert not engine.tier.blocks.keys().isdisjoint(victim.block_hashes), "it has not ended, nor has anybody"
+    engine.run()
+    engine.rest()
+    alone = make(DictTier(engine.tier.bytes_per_block))
+    for number, (name,) in enumerate(names):
+        alone.complete(name, range(number * 200, number * 200 + 170), max_tokens=60)
+        assert alone.tokens[name] == engine.tokens[name]
+    assert engine.tier.blocks.items() <= alone.tier.blocks.items()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -96,6 +96,9 @@ class Tiers(Protocol):
     def figures(self) -> dict[str, TierFigures]: ...
 
     def clear(self, done: Callable[[int], None]) -> None: ...
+
+    def evicted(self, blocks: Mapping[bytes, int]) -> None:
+        """By hash; told before anything is written to them."""
 
 
 class EngineCore:
@@ -213,6 +216,7 @@ class EngineCore:
         """As `Scheduler.reserve`; the blocks may be filled in another thread until `kv_arrived`, or `on_given_up`."""
         now = self._clock.now()
         reserved = self._scheduler.reserve(request_id, num_tokens, now)
+        self._tell_evicted()
         if self._observer is not None and (reserved is not None or self._scheduler.waits_along(request_id)):
             self._observer.reserved(request_id, num_tokens, now)
         return reserved
@@ -258,6 +262,12 @@ class EngineCore:
         for follower in self.kv_followers:
             follower.given_up(given_up)
 
+    def _tell_evicted(self) -> None:
+        evicted = self._scheduler.kv_cache.evicted
+        if evicted and self.kv_tiers is not None:
+            self.kv_tiers.evicted(evicted)
+            evicted.clear()
+
     def tell_router(self, wanted: bool) -> None:
         """What a router over several engines wants to know, from now on or no more: cached blocks and speed."""
         self.findable.tell_changes(wanted)
@@ -299,6 +309,7 @@ class EngineCore:
         expired = self._expire(scheduled_at)
         plan = self._scheduler.schedule(scheduled_at)
         self._tell_given_up()
+        self._tell_evicted()
         self._host_shares.started(plan.new_requests, self.host_s)
         if self.kv_giver is not None:
             self.kv_giver.scheduled(plan)

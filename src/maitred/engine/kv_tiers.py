@@ -8,16 +8,14 @@ KV is on the way, and that not for longer than computing would take.
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
 
 from maitred.clock import Clock
 from maitred.engine.core import EngineCore
-from maitred.engine.kv_threads import BlockIO, Guard, ThreadOfJobs
-from maitred.kvcache.tiers import DropReason, FetchMeter, KVTier, break_even_tokens, worth_fetching
+from maitred.engine.kv_jobs import Fetch, Found, Store, TierAtWork
+from maitred.engine.kv_threads import BlockIO, ThreadOfJobs
+from maitred.kvcache.tiers import DropReason, KVTier, break_even_tokens, worth_fetching
 from maitred.replica import TierFigures, TierView
 from maitred.request import RequestState, RequestStatus
 from maitred.scheduler.reservations import GivenUp
@@ -29,58 +27,6 @@ ASK_TIMES = 10.0  # a prompt's computing over a tier's latency, from which on on
 STORING_NICENESS = 10  # steps go first on a busy machine
 RETRIES = 4  # requests in line, whose fetch is tried again in each round
 DRAIN_S = 2.0  # to store what is queued, when an engine ends; who stops its process waits little longer
-FIRST_GUESS = (0.5e9, 0.002)  # bytes/s, s; until a fetch was measured
-
-
-@dataclass(slots=True, eq=False)
-class _Fetch:
-    request_id: str
-    tier: _Tier
-    salt: str
-    keys: Sequence[bytes]
-    blocks: Sequence[int]
-    start: int  # tokens that were there
-    began_at: float  # s
-    most_s: float  # after which computing would have been faster
-    guard: Guard = field(default_factory=Guard)
-    num_done: int = 0  # blocks, written by the thread
-    took_s: float = 0.0
-    watch: threading.Timer | None = None
-
-    def end(self) -> None:
-        """Its thread writes no more."""
-        self.guard.end()
-        if self.watch is not None:
-            self.watch.cancel()
-
-
-@dataclass(slots=True, eq=False)
-class _Store:
-    lease: str
-    tier: _Tier
-    salt: str
-    keys: Sequence[bytes]
-    blocks: Sequence[int]
-    guard: Guard = field(default_factory=Guard)
-    num_copied: int = 0  # blocks, by the thread
-    has_failed: bool = False  # what follows a block that is not stored is not found
-
-
-@dataclass(slots=True, eq=False)
-class _Tier:
-    tier: KVTier
-    meter: FetchMeter = field(default_factory=lambda: FetchMeter(bandwidth=FIRST_GUESS[0], latency_s=FIRST_GUESS[1]))
-    hit_tokens: int = 0
-    dropped: Counter[DropReason] = field(default_factory=Counter)  # before they came to the tier
-    on_the_way: set[bytes] = field(default_factory=set)  # keys of blocks that it will have, unless something fails
-    is_stuck: bool = False  # a fetch of it does not end
-
-
-class _Found(NamedTuple):
-    request: RequestState
-    tier: _Tier
-    first: int  # block from which on it was asked
-    num_blocks: int
 
 
 class KVTiers:
@@ -98,12 +44,12 @@ class KVTiers:
     ) -> None:
         """`staging_bytes` bound what was copied and waits to be stored, and what waits to be copied."""
         self._core, self._io, self._block_size = core, io, block_size
-        self._tiers = [_Tier(tier) for tier in tiers]
+        self._tiers = [TierAtWork(tier) for tier in tiers]
         self._staging_bytes, self._clock = staging_bytes, clock
         self._requests: dict[str, RequestState] = {}
-        self._fetches: dict[str, _Fetch] = {}
-        self._stores: dict[str, _Store] = {}
-        self._wanting: dict[str, _Found] = {}  # for whose KV blocks lacked
+        self._fetches: dict[str, Fetch] = {}
+        self._stores: dict[str, Store] = {}
+        self._wanting: dict[str, Found] = {}  # for whose KV blocks lacked
         self._num_leases = 0
         self._thread = threading.current_thread()
         self._landed = memoryview(b"")
@@ -115,7 +61,7 @@ class KVTiers:
         )
         self._storing = ThreadOfJobs("maitred-kv-store", niceness=STORING_NICENESS)
         core.kv_followers.append(self)
-        core.kv_tiers = self
+        core.kv_tiers, core.scheduler.kv_cache.evicted = self, {}
         for tier in tiers:
             core.findable.add(tier)
 
@@ -139,7 +85,7 @@ class KVTiers:
             if tier.tier.has_index:
                 tier.tier.look_up(keys, partial(self._tell_found, request, tier, first))
             elif self._may_ask(tier, len(keys)):
-                self._begin_fetch(_Found(request, tier, first, len(keys)))
+                self._begin_fetch(Found(request, tier, first, len(keys)))
 
     def ended(self, request_id: str) -> None:
         """What it computed, and the prefix cache still has, is stored; its blocks may be what others lacked."""
@@ -205,14 +151,14 @@ class KVTiers:
 
     # -- fetching
 
-    def _may_ask(self, tier: _Tier, num_blocks: int) -> bool:
+    def _may_ask(self, tier: TierAtWork, num_blocks: int) -> bool:
         """Whether a prompt may wait for a tier that perhaps has nothing of it: little beside computing it."""
         prefill_s = self._core.prefill_s_per_token
         return prefill_s is None or num_blocks * self._block_size * prefill_s > ASK_TIMES * tier.meter.latency_s
 
-    def _tell_found(self, request: RequestState, tier: _Tier, first: int, count: int) -> None:
+    def _tell_found(self, request: RequestState, tier: TierAtWork, first: int, count: int) -> None:
         """In any thread; at once where it is the engine's."""
-        found = _Found(request, tier, first, count)
+        found = Found(request, tier, first, count)
         if count and threading.current_thread() is self._thread:
             self._begin_fetch(found)
         elif count:
@@ -224,7 +170,7 @@ class KVTiers:
             if (found := self._wanting.pop(request.request_id, None)) is not None:
                 self._begin_fetch(found)
 
-    def _begin_fetch(self, found: _Found) -> None:
+    def _begin_fetch(self, found: Found) -> None:
         request, tier = found.request, found.tier
         if request.status is not RequestStatus.WAITING or request.request_id not in self._requests or tier.is_stuck:
             return
@@ -242,7 +188,7 @@ class KVTiers:
             return
         first = reserved.start // self._block_size
         computing_s = (reserved.end - reserved.start) * prefill_s if prefill_s is not None else 0.0
-        fetch = _Fetch(
+        fetch = Fetch(
             request.request_id,
             tier,
             request.spec.cache_salt,
@@ -258,19 +204,19 @@ class KVTiers:
         fetch.watch.start()
         self._fetching.give(partial(self._fetch, fetch))
 
-    def _overdue(self, fetch: _Fetch) -> None:
+    def _overdue(self, fetch: Fetch) -> None:
         """Its thread hangs, or those before it took too long: what came counts, and the rest is computed."""
         if self._fetches.get(fetch.request_id) is fetch:
             fetch.tier.is_stuck = True
             self._settle(fetch)
 
-    def _fetched(self, fetch: _Fetch) -> None:
+    def _fetched(self, fetch: Fetch) -> None:
         """The thread is done with it."""
         fetch.tier.is_stuck = False
         if self._fetches.get(fetch.request_id) is fetch:  # else it was given up, or took too long
             self._settle(fetch)
 
-    def _settle(self, fetch: _Fetch) -> None:
+    def _settle(self, fetch: Fetch) -> None:
         del self._fetches[fetch.request_id]
         fetch.end()
         num_tokens = fetch.num_done * self._block_size
@@ -279,7 +225,7 @@ class KVTiers:
         if self._core.kv_arrived(fetch.request_id, fetch.start + num_tokens):
             fetch.tier.hit_tokens += num_tokens
 
-    def _fetch(self, fetch: _Fetch) -> None:
+    def _fetch(self, fetch: Fetch) -> None:
         """In the thread that fetches."""
         began_at, size = self._clock.now(), self._io.bytes_per_block
         try:
@@ -306,7 +252,7 @@ class KVTiers:
 
     # -- storing
 
-    def _store(self, request: RequestState, tier: _Tier) -> None:
+    def _store(self, request: RequestState, tier: TierAtWork) -> None:
         keys = request.block_hashes
         num_known = tier.tier.num_known(keys)
         tier.tier.touch(keys[:num_known])
@@ -321,11 +267,38 @@ class KVTiers:
             self._core.release(lease)
             return
         keys = keys[num_known : len(blocks)]
-        store = self._stores[lease] = _Store(lease, tier, request.spec.cache_salt, keys, blocks[num_known:])
+        store = self._stores[lease] = Store(lease, tier, request.spec.cache_salt, keys, blocks[num_known:])
         tier.on_the_way.update(keys)
         self._copying.give(partial(self._copy_out, store))
 
-    def _lags(self, tier: _Tier, num_blocks: int) -> bool:
+    def evicted(self, blocks: Mapping[bytes, int]) -> None:
+        """What preempted requests computed and no tier has, is copied at once: nothing else keeps it. What the others
+        computed was stored when they ended.
+        """
+        for tier in self._tiers:
+            lost = {key for key in blocks if key not in tier.on_the_way and not tier.tier.num_known([key])}
+            for request in self._requests.values() if lost else ():
+                if request.num_preemptions and request.status is RequestStatus.WAITING:
+                    keys = [key for key in request.block_hashes if key in lost]
+                    lost.difference_update(keys)
+                    self._store_evicted(tier, request.spec.cache_salt, keys, [blocks[key] for key in keys])
+
+    def _store_evicted(self, tier: TierAtWork, salt: str, keys: Sequence[bytes], blocks: Sequence[int]) -> None:
+        """Piece by piece, while there is room to wait in; the step waits for copying alone."""
+        for piece in self._pieces(len(keys)):
+            if not self._room.acquire(blocking=False):
+                tier.dropped[DropReason.LAGGED] += len(keys) - piece.start
+                return
+            self._num_leases += 1
+            store = Store(f"evicted-{self._num_leases}", tier, salt, keys[piece], blocks[piece])
+            self._stores[store.lease] = store
+            tier.on_the_way.update(store.keys)
+            rows = self._copied_rows(store, store.blocks)
+            assert rows is not None, "nobody else has it yet"
+            self._storing.give(partial(self._write, store, store.keys, rows))
+            self._storing.give(partial(self._core.call_soon, partial(self._stored, store)))
+
+    def _lags(self, tier: TierAtWork, num_blocks: int) -> bool:
         """Whether so many more are too much beside those that wait: then they are dropped."""
         waiting = sum(map(self._num_waiting, self._tiers))
         if not waiting or (waiting + num_blocks) * self._io.bytes_per_block <= self._staging_bytes:
@@ -333,7 +306,7 @@ class KVTiers:
         tier.dropped[DropReason.LAGGED] += num_blocks
         return True
 
-    def _copy_out(self, store: _Store) -> None:
+    def _copy_out(self, store: Store) -> None:
         """In the thread that copies."""
         try:
             for piece in self._pieces(len(store.keys)):
@@ -347,7 +320,7 @@ class KVTiers:
             self._core.call_soon(partial(self._core.release, store.lease))
             self._storing.give(partial(self._core.call_soon, partial(self._stored, store)))
 
-    def _copied_rows(self, store: _Store, blocks: Sequence[int]) -> memoryview | None:
+    def _copied_rows(self, store: Store, blocks: Sequence[int]) -> memoryview | None:
         """None when they were given up."""
         rows = memoryview(bytearray(len(blocks) * self._io.bytes_per_block))
         with store.guard.lock:
@@ -357,7 +330,7 @@ class KVTiers:
             store.num_copied += len(blocks)
         return rows
 
-    def _write(self, store: _Store, keys: Sequence[bytes], rows: memoryview) -> None:
+    def _write(self, store: Store, keys: Sequence[bytes], rows: memoryview) -> None:
         """In the thread that stores."""
         try:
             if not store.has_failed:
@@ -366,7 +339,7 @@ class KVTiers:
         finally:
             self._room.release()
 
-    def _stored(self, store: _Store) -> None:
+    def _stored(self, store: Store) -> None:
         """As much of it as came to be."""
         del self._stores[store.lease]
         store.tier.on_the_way.difference_update(store.keys)
@@ -389,10 +362,10 @@ class KVTiers:
         size = max(1, self._piece_bytes // self._io.bytes_per_block)
         return (slice(first, first + size) for first in range(0, num_blocks, size))
 
-    def _num_waiting(self, tier: _Tier) -> int:
+    def _num_waiting(self, tier: TierAtWork) -> int:
         """Blocks that are to be stored there."""
         return sum(len(each.blocks) for each in self._stores.values() if each.tier is tier)
 
-    def _dropped(self, tier: _Tier) -> Mapping[str, int]:
+    def _dropped(self, tier: TierAtWork) -> Mapping[str, int]:
         dropped = tier.tier.stats.dropped.copy() + tier.dropped  # a copy, since other threads count, too
         return {str(reason): count for reason, count in dropped.items()}

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 from itertools import chain
+from typing import Protocol
 
 from maitred.kvcache.changes import Changes
 from maitred.kvcache.manager import KVCacheManager
 from maitred.kvcache.tiers import KVTier
+
+
+class _TellsChanges(Protocol):
+    @property
+    def changes(self) -> Changes[bytes] | None: ...
+
+    def tell_changes(self, wanted: bool) -> None: ...
 
 
 class FindableBlocks:
@@ -15,6 +23,7 @@ class FindableBlocks:
     def __init__(self, kv_cache: KVCacheManager) -> None:
         self._kv_cache = kv_cache
         self._tiers: list[KVTier] = []
+        self._sources: list[_TellsChanges] = [kv_cache]
         self._told: set[bytes] = set()
 
     def __len__(self) -> int:
@@ -24,11 +33,12 @@ class FindableBlocks:
     def add(self, tier: KVTier) -> None:
         """Before anybody wants to know."""
         self._tiers.append(tier)
+        self._sources.append(tier)
 
     def tell_changes(self, wanted: bool) -> None:
         """From now on, or no more. What can be found now is told first."""
         self._told.clear()
-        for source in (self._kv_cache, *self._tiers):
+        for source in self._sources:
             source.tell_changes(wanted)
 
     def take(self, most: int) -> tuple[list[bytes], list[bytes]]:
@@ -44,8 +54,7 @@ class FindableBlocks:
         return stored, removed
 
     def _changes(self) -> list[Changes[bytes]]:
-        sources = (self._kv_cache, *self._tiers)
-        return [source.changes for source in sources if source.changes is not None]
+        return [source.changes for source in self._sources if source.changes is not None]
 
     def _is_there(self, digest: bytes) -> bool:
         """Now, whatever was noted; what changes after this is noted anew. In a tier that would tell when it goes."""

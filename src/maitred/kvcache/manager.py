@@ -61,6 +61,8 @@ class KVCacheManager:
         self._cache = PrefixCache()
         self._pool = BlockPool(num_blocks, kept=self._cache.hashes)
         self.ref_counts = self._pool.ref_counts  # for the decode path, which asks for each row; read only
+        self.evicted: dict[bytes, int] | None = None  # block by hash, still as it was; while somebody clears it
+        self._filling: set[int] = set()  # findable blocks, to which this plan copies
         self.on_cached: Callable[[bytes], None] | None = None  # told the hash of each block that becomes findable
 
     @property
@@ -281,6 +283,7 @@ class KVCacheManager:
     def begin_step(self) -> None:
         """Before each plan."""
         self._host.begin_step()
+        self._filling.clear()
 
     def num_freed_by(self, victim: RequestState, hit: PrefixHit) -> int:
         """Blocks that would become free if `victim` alone gave its own back, besides those of a hit."""
@@ -320,6 +323,7 @@ class KVCacheManager:
     def _swap_in(self, request: RequestState, hit: PrefixHit) -> tuple[BlockCopy, ...]:
         """Blocks for what is on the host, findable from now on: the copies come before all that this plan computes."""
         taken = self._take(len(hit.host_blocks))
+        self._filling.update(taken)
         request.block_table += taken
         self.drop_swapped(request)
         if taken and self.enable_prefix_caching:
@@ -342,5 +346,7 @@ class KVCacheManager:
     def _take(self, count: int) -> list[int]:
         taken = self._pool.take(count)
         for block in taken:
-            self._cache.forget(block)
+            digest = self._cache.forget(block)
+            if digest is not None and self.evicted is not None and block not in self._filling:
+                self.evicted[digest] = block
         return taken

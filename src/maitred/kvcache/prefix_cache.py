@@ -111,13 +111,14 @@ class PrefixCache:
             if self.changes is not None:
                 self.changes.stored(digest)
 
-    def forget(self, block: int) -> None:
-        """The block is about to hold something else. A block that was never findable is fine too."""
+    def forget(self, block: int) -> bytes | None:
+        """The block is about to hold something else: its hash, None for one that was not findable."""
         digest = self.hashes.pop(block, None)
         if digest is not None:
             del self._blocks[digest]
             if self.changes is not None:
                 self.changes.removed(digest)
+        return digest
 
     def check_invariants(self) -> None:
         """Asserts that both directions agree."""

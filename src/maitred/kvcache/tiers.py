@@ -74,8 +74,10 @@ class KVTier(Protocol):
     stats: TierStats
     has_index: bool
     """Whether `num_known` knows of all there is; else only `read` tells, in one round trip."""
-    changes: Changes[bytes] | None
-    """Keys that it has, and has no more, for who chooses an engine; None while nobody wants to know."""
+
+    @property
+    def changes(self) -> Changes[bytes] | None:
+        """Keys that it has, and has no more, for who chooses an engine; None while nobody wants to know."""
 
     def tell_changes(self, wanted: bool) -> None:
         """From now on, or no more; the newest that are there first. One that cannot name its keys tells nothing."""
