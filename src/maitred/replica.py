@@ -48,6 +48,7 @@ class HandoverCounts(msgspec.Struct, array_like=True):
     dropped: dict[str, int] = {}  # blocks that did not come, by what went wrong
     waits: list[int] = []  # requests in each of HANDOVER_WAIT's buckets, and beyond the last, whatever came
     waited_s: float = 0.0  # all of them
+    num_tokens: int = 0  # that need not be computed
 
     def waited(self, seconds: float) -> None:
         bounds = HANDOVER_WAIT.buckets
@@ -71,7 +72,8 @@ class HandoverCounts(msgspec.Struct, array_like=True):
         num_bytes = _sums(self.num_bytes, other.num_bytes)
         waits = [mine + theirs for mine, theirs in zip_longest(self.waits, other.waits, fillvalue=0)]
         waited_s = self.waited_s + other.waited_s
-        return HandoverCounts(outcomes, num_bytes, self.seconds + other.seconds, dropped, waits, waited_s)
+        num_tokens = self.num_tokens + other.num_tokens
+        return HandoverCounts(outcomes, num_bytes, self.seconds + other.seconds, dropped, waits, waited_s, num_tokens)
 
 
 def _sums(first: Mapping[str, int], second: Mapping[str, int]) -> dict[str, int]:

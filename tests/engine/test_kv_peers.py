@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from maitred.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculativeConfig
+from maitred.engine import kv_peers
 from maitred.engine.build import build_parts
 from maitred.engine.expected_kv import expecting
 from maitred.engine.intake import make_requests
@@ -17,6 +18,7 @@ from maitred.engine.kv_peers import KVPeers, PeerConfig
 from maitred.engine.peering import layout_of
 from maitred.request import SamplingParams
 from maitred.transfer.handshake import Identity
+from maitred.transfer.leases import Readable
 from tests.waiting import until
 
 PROMPT = list(range(300, 500))
@@ -254,3 +256,28 @@ def test_a_prompt_that_is_given_up_at_either_end_leaves_nothing_behind(pair, num
     second.hear(lambda: second.is_left_alone)
     first.run()
     first.hear(lambda: first.is_left_alone)
+
+
+def test_a_pull_that_is_slower_than_computing_is_abandoned(make, monkeypatch):
+    monkeypatch.setattr(kv_peers, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(kv_peers, "Readable", lambda num_blocks: Readable(0))  # and no more comes
+    first, second = make(), make()
+    said = first.complete("a")
+    first.rest_in_thread()
+    second.complete("measured", range(900, 1100))
+    assert second.complete("b", PROMPT, first.peers.addresses) == said
+    assert second.cached == [0]
+    assert second.peers.counts.outcomes["recomputed"] == 1
+    assert second.peers.counts.dropped["slow"] == 12
+    assert second.peers.view().hit_tokens == 0
+
+
+def test_what_came_from_peers_is_seen_as_a_tier(make):
+    first, second = make(), make()
+    first.complete("a")
+    first.rest_in_thread()
+    second.complete("measured", range(900, 1100))
+    second.complete("b", PROMPT, first.peers.addresses)
+    view = second.peers.view()
+    assert (view.name, view.hit_tokens) == ("peer", 192)
+    assert view.break_even_tokens is None or view.break_even_tokens > 0

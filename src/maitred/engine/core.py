@@ -123,6 +123,7 @@ class EngineCore:
         self.kv_tiers: Tiers | None = None
         self.findable = FindableBlocks(scheduler.kv_cache)
         self.kv_handovers: HandoverCounts | None = None
+        self.view_of_peers: Callable[[], TierView] | None = None
         self.on_given_up: Callable[[GivenUp], None] | None = None  # as a follower is told
         self.wake: Callable[[], None] = lambda: None  # ends the wait of whoever drives it; called in any thread
         self._called: deque[Callable[[], object]] = deque()

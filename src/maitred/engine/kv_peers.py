@@ -19,7 +19,8 @@ from maitred.engine.kv_growth import GrowingLeases, IsOneRun, never_one_run
 from maitred.engine.kv_threads import ThreadOfJobs
 from maitred.executor.layer_io import LayerIO
 from maitred.kvcache.prefix_cache import hash_blocks, known_tokens, root_hash
-from maitred.replica import HandoverCounts
+from maitred.kvcache.tiers import FetchMeter, break_even_tokens, most_seconds
+from maitred.replica import HandoverCounts, TierView
 from maitred.request import RequestState, RequestStatus
 from maitred.scheduler.reservations import GivenUp
 from maitred.step import SchedulerOutput
@@ -36,6 +37,8 @@ ANSWER_S = 5.0  # to who asks for blocks: the engine's thread looks between two 
 TIMEOUT_S = 5.0  # without a word from a peer
 NUM_LANES = 8  # pulls at a time: one of a prompt that is being computed takes as long as that
 MAX_ARRIVED = 4096  # prompts whose KV came before the request that goes on with it
+PATIENCE_S = 2 * TIMEOUT_S  # more than a pull should take: of a silent peer it hears before
+FIRST_GUESS = (1e9, 0.01)  # bytes/s, s; until a pull was measured
 
 
 class PeerConfig(NamedTuple):
@@ -69,6 +72,14 @@ class _Pull:
     lane: _Lane
     transport: str = ""  # once it is connected
     busy_s: float = 0.0  # that its bytes took
+    watch: threading.Timer | None = None  # None while what is pulled is computed, or until computing was measured
+    is_late: bool = False  # it was abandoned
+
+    def end(self) -> None:
+        """Nobody writes any more."""
+        self.held.give_up()
+        if self.watch is not None:
+            self.watch.cancel()
 
 
 class _OfNamespace(Exception):
@@ -101,6 +112,8 @@ class KVPeers:
         self.num_layers_apart = io.num_layers if is_one_run(SchedulerOutput(step=0, rows=())) else 1
         """Layers whose KV leaves one by one while a prompt is computed."""
         self.counts = core.kv_handovers = HandoverCounts()
+        self._meter = FetchMeter(bandwidth=FIRST_GUESS[0], latency_s=FIRST_GUESS[1])
+        self._bytes_per_block = io.num_layers * io.layout.layer_bytes
         self._pulls: dict[str, _Pull] = {}
         self._namespaces: dict[tuple[str, ...], str] = {}  # of peers whose bits are not ours
         self._refused: set[tuple[str, ...]] = set()  # the pulling threads': whose first contact was told of
@@ -112,6 +125,7 @@ class KVPeers:
         self._growing = GrowingLeases(core, io, self._offers, self._here.values(), is_one_run=is_one_run)
         self._num_leases = 0
         core.kv_followers.append(self)
+        core.view_of_peers = self.view
 
     def _listen(self) -> tuple[str, ...]:
         source, listen = self._source, self._config.listen
@@ -158,12 +172,17 @@ class KVPeers:
         )
         self._pulls[request_id] = pull
         pull.lane.num_pulls += 1
+        if not request.spec.kv_only:
+            self._watch(pull)
         return pull.lane.thread.give(partial(self._pull, pull))
 
     def _goes_without(self, request: RequestState, outcome: str) -> None:
         """It pulls nothing: the KV is here, or on its way to another request, or has no room."""
         if request.status is RequestStatus.WAITING_FOR_KV:
             self._along[request.request_id] = self._clock.now()
+            expected = self._pulls.get(expecting_id(request.spec))
+            if expected is not None and expected.watch is None:  # all of it is computed
+                self._watch(expected)
         elif request.spec.kv_only:
             self._core.call_soon(partial(self._core.abort, request.request_id))
         else:
@@ -180,7 +199,7 @@ class KVPeers:
         for request_id in given_up.request_ids:
             pull = self._pulls.pop(request_id, None)
             if pull is not None:
-                pull.held.give_up()
+                pull.end()
                 self._settled(pull, 0)
                 if pull.request.spec.kv_only:  # else it would be computed
                     self._core.call_soon(partial(self._core.abort, request_id))
@@ -190,12 +209,50 @@ class KVPeers:
 
     def close(self) -> None:
         for pull in self._pulls.values():
-            pull.held.give_up()
+            pull.end()
         self._source.close()
         for lane in self._lanes:
             lane.thread.end(0.0)
             for puller in list(lane.pullers.values()):
                 puller.abort()
+
+    def view(self) -> TierView:
+        """What can be pulled, as a tier that has nothing of its own."""
+        prefill_s, bandwidth, latency_s = self._core.prefill_s_per_token, self._meter.bandwidth, self._meter.latency_s
+        per_token = self._bytes_per_block / self._block_size
+        return TierView(
+            name="peer",
+            num_bytes=0,
+            num_blocks=0,
+            hit_tokens=self.counts.num_tokens,
+            stored_blocks=0,
+            waiting_blocks=0,
+            evicted_blocks=0,
+            dropped=dict(self.counts.dropped),
+            bytes_per_s=bandwidth,
+            latency_s=latency_s,
+            break_even_tokens=None
+            if prefill_s is None
+            else break_even_tokens(per_token, bandwidth, latency_s, prefill_s),
+        )
+
+    def _watch(self, pull: _Pull) -> None:
+        """A pull that is slower than computing is abandoned, as any fetch; whether to try is its sender's to say."""
+        prefill_s = self._core.prefill_s_per_token
+        if prefill_s is None:
+            return
+        on_the_way = sum(len(each.keys) - each.start for each in self._pulls.values()) * self._bytes_per_block
+        num_tokens = (len(pull.keys) - pull.start) * self._block_size
+        most_s = most_seconds(self._meter.seconds_for(on_the_way), num_tokens * prefill_s)
+        pull.watch = threading.Timer(most_s + PATIENCE_S, self._core.call_soon, [partial(self._overdue, pull)])
+        pull.watch.daemon = True
+        pull.watch.start()
+
+    def _overdue(self, pull: _Pull) -> None:
+        request_id = pull.request.request_id
+        if self._pulls.get(request_id) is pull:
+            pull.is_late = True
+            self._ended(pull, Pulled(0, 0, "slow"))
 
     def _without_pull(self, request: RequestState) -> str:
         hit = self._core.scheduler.kv_cache.find_prefix(request)
@@ -212,6 +269,7 @@ class KVPeers:
         if self._pulls.get(request_id) is not pull:
             return  # its blocks were given up
         del self._pulls[request_id]
+        pull.end()
         self._namespaces[tuple(pull.addresses)] = namespace
         self._core.kv_arrived(request_id, pull.start * self._block_size)
         self._begin(pull.request, namespace)
@@ -261,6 +319,8 @@ class KVPeers:
 
     def _pull_unless_silent(self, pull: _Pull) -> Pulled:
         peer = tuple(pull.addresses)
+        if pull.is_late:
+            return Pulled(0, 0)
         if pull.began_at < self._silent_at.get(peer, pull.began_at):  # it need not find that out once more
             return Pulled(0, 0, "silent")
         pulled = self._pull_from(peer, pull)
@@ -314,8 +374,12 @@ class KVPeers:
         return puller
 
     def _pulled(self, pull: _Pull, pulled: Pulled) -> None:
-        request_id, num_blocks = pull.request.request_id, pulled.num_blocks
         pull.lane.num_pulls -= 1
+        if not pull.is_late:
+            self._ended(pull, pulled)
+
+    def _ended(self, pull: _Pull, pulled: Pulled) -> None:
+        request_id, num_blocks = pull.request.request_id, pulled.num_blocks
         if pulled.failure:
             self.counts.drop(pulled.failure, len(pull.keys) - pull.start - num_blocks)
         if num_blocks:
@@ -323,10 +387,13 @@ class KVPeers:
             is_computed = not pull.request.spec.kv_only
             waited_s = self._clock.now() - pull.began_at if is_computed else pull.busy_s
             self.counts.moved(pull.transport, pulled.num_bytes, waited_s)
+            self._meter.fetched(pulled.num_bytes, waited_s)
         if self._pulls.get(request_id) is not pull:
             return  # its blocks were given up
         del self._pulls[request_id]
-        self._core.kv_arrived(request_id, (pull.start + num_blocks) * self._block_size)
+        pull.end()
+        if self._core.kv_arrived(request_id, (pull.start + num_blocks) * self._block_size):
+            self.counts.num_tokens += num_blocks * self._block_size
         if pull.request.spec.kv_only:
             self._core.abort(request_id)  # nobody is told: it has done what it was here for
         self._settled(pull, num_blocks)

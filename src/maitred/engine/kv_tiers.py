@@ -15,14 +15,13 @@ from maitred.clock import Clock
 from maitred.engine.core import EngineCore
 from maitred.engine.kv_jobs import Fetch, Found, Store, TierAtWork
 from maitred.engine.kv_threads import BlockIO, ThreadOfJobs
-from maitred.kvcache.tiers import DropReason, KVTier, break_even_tokens, worth_fetching
+from maitred.kvcache.tiers import DropReason, KVTier, break_even_tokens, most_seconds, worth_fetching
 from maitred.replica import TierFigures, TierView
 from maitred.request import RequestState, RequestStatus
 from maitred.scheduler.reservations import GivenUp
 
 PIECE_BYTES = 8 * 2**20  # moved at once: what giving up waits for
 PATIENCE_S = 5.0  # more than a fetch should take, until its thread counts as stuck
-TIMES = 2.0  # a fetch that takes so many times the foretold time is compared with computing anew
 ASK_TIMES = 10.0  # a prompt's computing over a tier's latency, from which on one is asked that has no index here
 STORING_NICENESS = 10  # steps go first on a busy machine
 RETRIES = 4  # requests in line, whose fetch is tried again in each round
@@ -196,7 +195,7 @@ class KVTiers:
             reserved.block_ids,
             reserved.start,
             self._clock.now(),
-            max(computing_s, TIMES * meter.seconds_for(num_bytes + on_the_way)),
+            most_seconds(meter.seconds_for(num_bytes + on_the_way), computing_s),
         )
         self._fetches[request.request_id] = fetch
         fetch.watch = threading.Timer(fetch.most_s + PATIENCE_S, self._core.call_soon, [partial(self._overdue, fetch)])

@@ -74,7 +74,8 @@ def _tell_router(core: EngineCore, clock: Clock, wanted: Wanted) -> Nothing:
 
 
 def _kv_tiers(core: EngineCore, clock: Clock, nothing: Nothing) -> tuple[TierView, ...]:
-    return tuple(core.kv_tiers.views()) if core.kv_tiers is not None else ()
+    tiers = core.kv_tiers.views() if core.kv_tiers is not None else []
+    return (*tiers, core.view_of_peers()) if core.view_of_peers is not None else tuple(tiers)
 
 
 def _clear_kv(core: EngineCore, clock: Clock, nothing: Nothing) -> int | Later[int]:

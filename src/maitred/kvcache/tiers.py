@@ -122,6 +122,14 @@ def break_even_tokens(
     return math.floor(latency_s / gain_s) + 1 if gain_s > 0 else None
 
 
+_TIMES = 2.0  # a fetch that takes so many times the foretold time is compared with computing anew
+
+
+def most_seconds(foretold_s: float, computing_s: float) -> float:
+    """After which a fetch is abandoned: computing would have been faster."""
+    return max(computing_s, _TIMES * foretold_s)
+
+
 _HALVES_AFTER = 16  # fetches
 _LEAST_SPREAD = 0.1  # of sizes, as a part of their mean: below it they tell nothing of the latency
 _MOST_LATENCY = 0.9  # of the mean time

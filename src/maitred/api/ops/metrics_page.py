@@ -271,6 +271,8 @@ class EdgeMetrics(Collector):
             named = {name: _TIERS[metric](figures) for name, figures in state.kv_tiers.tiers.items()}
             if metric is m.KV_DROPPED:
                 named["peer"] = {(reason,): float(count) for reason, count in state.handovers.dropped.items()}
+            if metric is m.KV_TIER_HITS and state.handovers.outcomes:
+                named["peer"] = {(): float(state.handovers.num_tokens)}
             return {(name, *labels): value for name, counts in named.items() for labels, value in counts.items()}
         if metric is m.REQUESTS_FINISHED:
             return {(reason.value,): float(state.num_finished.get(reason, 0)) for reason in FinishReason}
