@@ -30,13 +30,15 @@ def test_a_bit_that_flips_in_shared_memory_costs_no_token(make, monkeypatch, sam
 
     with monkeypatch.context() as damaging:
         damaging.setattr(ShmOutbox, "send", flipping)
-        assert second.complete("b", PROMPT, first.peers.addresses, **sampling) == said
+        assert second.complete("b", PROMPT, first.peers.gives.addresses, **sampling) == said
     assert second.cached[0] == 0
     assert second.peers.counts.dropped == {"damaged": 12}
     other = list(range(700, 900))
-    assert second.complete("c", other, first.peers.addresses, **sampling) == make().complete("d", other, **sampling)
+    assert second.complete("c", other, first.peers.gives.addresses, **sampling) == make().complete(
+        "d", other, **sampling
+    )
     third = make(transport="shm")
-    assert third.complete("e", PROMPT, first.peers.addresses, **sampling) == said
+    assert third.complete("e", PROMPT, first.peers.gives.addresses, **sampling) == said
     assert third.cached[0] == 192
 
 

@@ -9,12 +9,13 @@ import msgspec
 import pytest
 
 from maitred.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculativeConfig
-from maitred.engine import kv_peers
+from maitred.engine import kv_giving, kv_peers
 from maitred.engine.build import build_parts
 from maitred.engine.expected_kv import expecting
 from maitred.engine.intake import make_requests
+from maitred.engine.kv_giving import PeerConfig
 from maitred.engine.kv_growth import never_one_run
-from maitred.engine.kv_peers import KVPeers, PeerConfig
+from maitred.engine.kv_peers import KVPeers
 from maitred.engine.peering import layout_of
 from maitred.request import SamplingParams
 from maitred.transfer.handshake import Identity
@@ -83,7 +84,7 @@ class Engine:
     @property
     def num_pieces(self) -> int:
         """That were sent to others."""
-        return self.peers._offers.counts["pieces"]
+        return self.peers.gives.offers.counts["pieces"]
 
     @property
     def is_left_alone(self) -> bool:
@@ -155,12 +156,12 @@ def test_an_engine_goes_on_with_what_another_computed(make, transport, sampling)
     first, second = make(transport=transport), make(transport=transport, speculative="off")
     said = first.complete("a", **sampling)
     first.rest_in_thread()
-    assert second.complete("b", PROMPT, first.peers.addresses, **sampling) == said
+    assert second.complete("b", PROMPT, first.peers.gives.addresses, **sampling) == said
     assert second.cached[0] == 192
     assert second.peers.counts.outcomes["moved"] == 1
     assert second.peers.counts.num_bytes[transport] > 12 * 16 * 1024
     turn = [*PROMPT, *said[0], 5]
-    again = second.complete("c", turn, first.peers.addresses, **sampling)
+    again = second.complete("c", turn, first.peers.gives.addresses, **sampling)
     assert second.cached[0] == 208
     alone = make()
     assert alone.complete("d", turn, **sampling) == again
@@ -169,7 +170,7 @@ def test_an_engine_goes_on_with_what_another_computed(make, transport, sampling)
 def test_a_peer_that_is_gone_or_has_nothing_costs_no_token(make):
     first, second = make(), make()
     said = first.complete("a")
-    addresses = first.peers.addresses
+    addresses = first.peers.gives.addresses
     first.rest_in_thread()
     other = list(range(700, 900))
     assert second.complete("b", other, addresses) == make().complete("c", other)
@@ -184,7 +185,7 @@ def test_heads_are_pulled_along(make):
     first, second = make(speculative="mtp"), make(speculative="mtp")
     said = first.complete("a")
     first.rest_in_thread()
-    assert second.complete("b", PROMPT, first.peers.addresses) == said
+    assert second.complete("b", PROMPT, first.peers.gives.addresses) == said
     assert second.cached == [192]
 
 
@@ -193,7 +194,7 @@ def pair(make):
     """One that computes "a", of which it has done nothing, and one that expects the KV, having asked for it."""
     first, second = make(), make()
     first.add("a")
-    second.expect("a", first.peers.addresses)
+    second.expect("a", first.peers.gives.addresses)
     first.hear(lambda: first.core.kv_giver is not None)
     return first, second
 
@@ -205,7 +206,7 @@ def test_kv_leaves_while_its_prompt_is_computed(pair, make):
     assert first.tokens["a"] == []
     first.run()
     second.hear(lambda: not second.core.has_work)
-    assert second.complete("a", PROMPT, first.peers.addresses) == [first.tokens["a"]]
+    assert second.complete("a", PROMPT, first.peers.gives.addresses) == [first.tokens["a"]]
     assert second.cached[0] == 192
     assert second.handovers == ["moved"]
     first.hear(lambda: first.is_left_alone)
@@ -227,13 +228,13 @@ def test_layers_leave_before_the_step_that_computes_them_has_ended(pair, monkeyp
     monkeypatch.undo()
     first.run()
     second.hear(lambda: not second.core.has_work)
-    assert second.complete("a", PROMPT, first.peers.addresses) == [first.tokens["a"]]
+    assert second.complete("a", PROMPT, first.peers.gives.addresses) == [first.tokens["a"]]
     assert second.cached[0] == 192
 
 
 def test_who_goes_on_before_all_has_come_waits_along(pair):
     first, second = pair
-    second.add("a", PROMPT, first.peers.addresses)
+    second.add("a", PROMPT, first.peers.gives.addresses)
     assert not second.core.can_step
     first.run()
     second.run()
@@ -250,7 +251,7 @@ def test_a_prompt_that_is_given_up_at_either_end_leaves_nothing_behind(pair, num
     first.hear(lambda: first.is_left_alone)
     second.hear(lambda: second.is_left_alone)
     first.add("b")
-    second.expect("b", first.peers.addresses)
+    second.expect("b", first.peers.gives.addresses)
     first.hear(lambda: first.core.kv_giver is not None or num_steps > 2)
     second.core.abort("b~kv")
     second.hear(lambda: second.is_left_alone)
@@ -260,12 +261,12 @@ def test_a_prompt_that_is_given_up_at_either_end_leaves_nothing_behind(pair, num
 
 def test_a_pull_that_is_slower_than_computing_is_abandoned(make, monkeypatch):
     monkeypatch.setattr(kv_peers, "PATIENCE_S", 0.05)
-    monkeypatch.setattr(kv_peers, "Readable", lambda num_blocks: Readable(0))  # and no more comes
+    monkeypatch.setattr(kv_giving, "Readable", lambda num_blocks: Readable(0))  # and no more comes
     first, second = make(), make()
     said = first.complete("a")
     first.rest_in_thread()
     second.complete("measured", range(900, 1100))
-    assert second.complete("b", PROMPT, first.peers.addresses) == said
+    assert second.complete("b", PROMPT, first.peers.gives.addresses) == said
     assert second.cached == [0]
     assert second.peers.counts.outcomes["recomputed"] == 1
     assert second.peers.counts.dropped["slow"] == 12
@@ -277,7 +278,7 @@ def test_what_came_from_peers_is_seen_as_a_tier(make):
     first.complete("a")
     first.rest_in_thread()
     second.complete("measured", range(900, 1100))
-    second.complete("b", PROMPT, first.peers.addresses)
+    second.complete("b", PROMPT, first.peers.gives.addresses)
     view = second.peers.view()
     assert (view.name, view.hit_tokens) == ("peer", 192)
     assert view.break_even_tokens is None or view.break_even_tokens > 0

@@ -33,7 +33,7 @@ def test_blocks_of_another_size_are_converted(make: Make, gives, takes, num_cach
     first, second = make(block_size=gives), make(block_size=takes)
     said = first.complete("a", **sampling)
     first.rest_in_thread()
-    assert second.complete("b", PROMPT, first.peers.addresses, **sampling) == said
+    assert second.complete("b", PROMPT, first.peers.gives.addresses, **sampling) == said
     assert (second.cached[0], second.handovers[0]) == (num_cached, "moved")
 
 
@@ -42,9 +42,9 @@ def test_a_turn_is_found_under_the_names_that_the_source_gave_it(make: Make):
     said = first.complete("a")
     first.rest_in_thread()
     turn = [*PROMPT, *said[0], 5]
-    assert second.complete("b", turn, first.peers.addresses) == make().complete("c", turn)
+    assert second.complete("b", turn, first.peers.gives.addresses) == make().complete("c", turn)
     assert second.cached == [192]
-    second.complete("d", turn, first.peers.addresses)
+    second.complete("d", turn, first.peers.gives.addresses)
     assert second.handovers == ["local"]
 
 
@@ -53,7 +53,7 @@ def test_cells_of_the_other_executor_are_converted(make: Make, gives, takes):
     first, second = make(block_size=32, compat="mixed", **gives), make(compat="mixed", **takes)
     first.complete("a")
     first.rest_in_thread()
-    second.complete("b", PROMPT, first.peers.addresses)
+    second.complete("b", PROMPT, first.peers.gives.addresses)
     assert (second.cached, second.handovers) == ([192], ["mixed"])
 
 
@@ -62,7 +62,7 @@ def test_a_draft_head_at_one_end_is_left_out(make: Make, gives, takes):
     first, second = make(speculative=gives), make(speculative=takes)
     said = first.complete("a")
     first.rest_in_thread()
-    assert second.complete("b", PROMPT, first.peers.addresses) == said
+    assert second.complete("b", PROMPT, first.peers.gives.addresses) == said
     assert (second.cached, second.handovers) == ([192], ["moved"])
 
 
@@ -71,9 +71,9 @@ def test_mixed_blocks_are_found_by_requests_that_accept_them_alone(make: Make, s
     first, second = make(compat="mixed", dtype="int8"), make(compat="mixed")
     first.complete("a")
     first.rest_in_thread()
-    second.complete("b", PROMPT, first.peers.addresses, **sampling)
+    second.complete("b", PROMPT, first.peers.gives.addresses, **sampling)
     assert (second.cached[0], second.handovers[0]) == (192, "mixed")
-    second.complete("c", PROMPT, first.peers.addresses)
+    second.complete("c", PROMPT, first.peers.gives.addresses)
     assert (second.cached, second.handovers) == ([192], ["mixed"])
     assert second.peers.counts.outcomes["mixed"] >= 2
     own = second.complete("d", **sampling)
@@ -96,7 +96,7 @@ def test_first_contact_refuses_what_is_unlike_and_names_both_sides(make: Make, c
     first.complete("a")
     first.rest_in_thread()
     for name, prompt in {"b": PROMPT, "c": PROMPT[::-1]}.items():
-        assert second.complete(name, prompt, first.peers.addresses) == make(**takes).complete(name, prompt)
+        assert second.complete(name, prompt, first.peers.gives.addresses) == make(**takes).complete(name, prompt)
         assert second.handovers == ["recomputed"]
     (told,) = [each.getMessage() for each in caplog.records if each.name == "maitred.engine.kv_peers"]
     assert sides in told

@@ -9,7 +9,7 @@ import socket
 import sys
 
 from maitred.cli.main import main as maitred
-from maitred.engine import child, child_process, kv_peers, restarts, supervisor
+from maitred.engine import child, child_process, kv_giving, kv_peers, restarts, supervisor
 from maitred.transfer import tcp
 
 BEAT_S, SILENT_S = 0.05, 0.75
@@ -37,7 +37,8 @@ def engine(relay_port: str, pull_timeout_s: str, words: list[str]) -> int:
         return sock
 
     tcp.dial = through_the_relay
-    child.BEAT_S, kv_peers.TIMEOUT_S = BEAT_S, float(pull_timeout_s)
+    child.BEAT_S = BEAT_S
+    kv_peers.TIMEOUT_S = kv_giving.TIMEOUT_S = float(pull_timeout_s)
     return child.main(words, child.build_from_config, child.import_engine)
 
 

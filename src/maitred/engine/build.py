@@ -22,8 +22,9 @@ from maitred.engine.drafting import make_proposer
 from maitred.engine.executors import BuiltExecutor, OnLost
 from maitred.engine.held import Prepare
 from maitred.engine.installed import installed_policies
+from maitred.engine.kv_giving import PeerConfig
 from maitred.engine.kv_growth import never_one_run
-from maitred.engine.kv_peers import KVPeers, PeerConfig
+from maitred.engine.kv_peers import KVPeers
 from maitred.engine.kv_storage import describe, fingerprint_of, open_tiers
 from maitred.engine.kv_tiers import KVTiers
 from maitred.engine.loop import LoadedEngine
@@ -181,7 +182,7 @@ def load_engine(
         prepare=parts.prepare,
         adapters=parts.adapters,
         start_phases=parts.start_phases,
-        kv_addresses=parts.kv_peers.addresses if parts.kv_peers is not None else (),
+        kv_addresses=parts.kv_peers.gives.addresses if parts.kv_peers is not None else (),
         num_kv_layers=parts.kv_peers.num_layers_apart if parts.kv_peers is not None else 1,
     )
 

@@ -10,12 +10,12 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
 
 from maitred.clock import Clock
 from maitred.engine.core import EngineCore
 from maitred.engine.expected_kv import expecting_id
-from maitred.engine.kv_growth import GrowingLeases, IsOneRun, never_one_run
+from maitred.engine.kv_giving import TIMEOUT_S, GivenKV, PeerConfig
+from maitred.engine.kv_growth import IsOneRun, never_one_run
 from maitred.engine.kv_threads import ThreadOfJobs
 from maitred.executor.layer_io import LayerIO
 from maitred.kvcache.prefix_cache import hash_blocks, known_tokens, root_hash
@@ -25,30 +25,14 @@ from maitred.request import RequestState, RequestStatus
 from maitred.scheduler.reservations import GivenUp
 from maitred.step import SchedulerOutput
 from maitred.transfer.blocks import HeldBlocks
-from maitred.transfer.handshake import Identity
-from maitred.transfer.leases import Readable
-from maitred.transfer.offers import Offers
-from maitred.transfer.pieces import Offered, Refusal
+from maitred.transfer.pieces import Refusal
 from maitred.transfer.puller import Pulled, Puller, connect_any
-from maitred.transfer.source import Source
 
 logger = logging.getLogger(__name__)
-ANSWER_S = 5.0  # to who asks for blocks: the engine's thread looks between two steps
-TIMEOUT_S = 5.0  # without a word from a peer
 NUM_LANES = 8  # pulls at a time: one of a prompt that is being computed takes as long as that
 MAX_ARRIVED = 4096  # prompts whose KV came before the request that goes on with it
 PATIENCE_S = 2 * TIMEOUT_S  # more than a pull should take: of a silent peer it hears before
 FIRST_GUESS = (1e9, 0.01)  # bytes/s, s; until a pull was measured
-
-
-class PeerConfig(NamedTuple):
-    """How KV moves between engines."""
-
-    identity: Identity
-    transport: str = "auto"
-    staging_bytes: int = 256 * 2**20
-    lease_s: float = 30.0
-    listen: tuple[str, int] | None = None  # host and port for engines of other hosts
 
 
 @dataclass(slots=True, eq=False)
@@ -106,9 +90,6 @@ class KVPeers:
         """`is_one_run` is the executor's, where it tells which layers a step under way has written."""
         self._core, self._io, self._config, self._block_size = core, io, config, block_size
         self._clock = clock
-        self._offers = Offers(io, lease_s=config.lease_s, clock=clock, find=self._find, on_end=self._unlease)
-        self._source = Source(config.identity, self._offers, staging_bytes=config.staging_bytes, timeout_s=TIMEOUT_S)
-        self.addresses = self._listen()
         self.num_layers_apart = io.num_layers if is_one_run(SchedulerOutput(step=0, rows=())) else 1
         """Layers whose KV leaves one by one while a prompt is computed."""
         self.counts = core.kv_handovers = HandoverCounts()
@@ -122,20 +103,9 @@ class KVPeers:
         self._here: dict[str, RequestState] = {}
         self._along: dict[str, float] = {}  # requests that wait for what another one pulls -> s, since when
         self._arrived: dict[str, str] = {}  # what came of KV that was expected, by the id of its `kv_only` request
-        self._growing = GrowingLeases(core, io, self._offers, self._here.values(), is_one_run=is_one_run)
-        self._num_leases = 0
+        self.gives = GivenKV(core, io, config, self._here.values(), clock=clock, is_one_run=is_one_run)
         core.kv_followers.append(self)
         core.view_of_peers = self.view
-
-    def _listen(self) -> tuple[str, ...]:
-        source, listen = self._source, self._config.listen
-        host, port = listen or ("127.0.0.1", 0)
-        if self._config.transport == "tcp":
-            return (source.listen_tcp(host, port),)
-        if self._config.transport == "nixl":
-            return (source.listen_nixl(host, port),)
-        shm = source.listen_shm()
-        return (shm,) if listen is None else (shm, source.listen_tcp(host, port))
 
     # -- requests
 
@@ -192,7 +162,7 @@ class KVPeers:
         """Of one that waits for KV, `given_up` tells."""
         self._here.pop(request_id, None)
         self._along.pop(request_id, None)
-        self._growing.look()
+        self.gives.look()
 
     def given_up(self, given_up: GivenUp) -> None:
         """Returns when nobody touches those blocks any more."""
@@ -204,13 +174,12 @@ class KVPeers:
                 if pull.request.spec.kv_only:  # else it would be computed
                     self._core.call_soon(partial(self._core.abort, request_id))
         for lease in given_up.leases:
-            self._growing.forget(lease)
-            self._offers.revoke(lease)
+            self.gives.given_up(lease)
 
     def close(self) -> None:
         for pull in self._pulls.values():
             pull.end()
-        self._source.close()
+        self.gives.close()
         for lane in self._lanes:
             lane.thread.end(0.0)
             for puller in list(lane.pullers.values()):
@@ -273,37 +242,6 @@ class KVPeers:
         self._namespaces[tuple(pull.addresses)] = namespace
         self._core.kv_arrived(request_id, pull.start * self._block_size)
         self._begin(pull.request, namespace)
-
-    # -- giving, asked in threads of connections
-
-    def _find(self, hashes: Sequence[bytes]) -> Offered:
-        found: list[Offered] = []
-        is_found = threading.Event()
-
-        def look() -> None:
-            found.append(self._lease(hashes))
-            is_found.set()
-
-        self._core.call_soon(look)
-        return found[0] if is_found.wait(ANSWER_S) else Offered("", 0)
-
-    def _lease(self, hashes: Sequence[bytes]) -> Offered:
-        self._num_leases += 1
-        lease = f"peer-{self._offers.epoch}-{self._num_leases}"
-        blocks = self._core.hold(lease, hashes)
-        num_blocks = len(blocks)
-        if num_blocks < len(hashes) and self._growing.begin(lease, hashes, blocks):
-            num_blocks = len(hashes)
-        if num_blocks:
-            self._offers.offer(lease, num_blocks, blocks, Readable(len(blocks)))
-        return Offered(lease, num_blocks)
-
-    def _unlease(self, lease: str, why: str) -> None:
-        def end() -> None:
-            self._growing.forget(lease)
-            self._core.release(lease)
-
-        self._core.call_soon(end)
 
     # -- taking, in the thread that pulls
 
@@ -369,7 +307,7 @@ class KVPeers:
                 transport=self._config.transport,
                 staging_bytes=self._config.staging_bytes,
                 timeout_s=TIMEOUT_S,
-                agent=self._source.agent,
+                agent=self.gives.agent,
             )
         return puller
 
