@@ -19,7 +19,7 @@ from random import Random
 from typing import Any
 
 from maitred.cluster.autoscale import AutoscaleConfig, Autoscaler
-from maitred.cluster.bounds import Bounds
+from maitred.bounds import Bounds
 from maitred.cluster.config import FleetConfig
 from maitred.cluster.disagg import HandoverConfig, Role, WorkerFacts
 from maitred.cluster.roles import RoleScaling

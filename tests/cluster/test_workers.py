@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,9 @@ import pytest
 from msgspec import structs
 
 from maitred.clock import WallClock
+from maitred.cluster.actions import Start as StartWorker
+from maitred.cluster.actions import Stop as StopWorker
+from maitred.cluster.replicas import State
 from maitred.cluster.serve_engine import read_options, start_engine
 from maitred.cluster.workers import Workers
 from maitred.config import ProcessConfig, SchedulerConfig
@@ -277,6 +281,41 @@ async def test_a_router_hears_of_a_block_while_any_worker_has_it():
 def test_a_server_has_a_worker_and_each_has_a_process(settings: dict[str, Any]):
     with pytest.raises(ConfigError, match="workers"):
         ProcessConfig(**settings)
+
+
+async def test_workers_of_a_role_begin_and_sleep_as_the_core_says(gate: Gate):
+    start = start_of("", SchedulerConfig(max_num_seqs=8), prefill_workers="1:2", decode_workers="1")
+    workers = Workers(start, WallClock())
+    workers.begin()
+    workers.wait()
+    workers.attach(asyncio.get_running_loop())
+
+    def is_ready(name: str) -> bool:
+        return workers._core.fleet.by_name[name].state is State.READY
+
+    def standing() -> list[bool]:
+        return [view.alive and not view.asleep for view in workers.workers()]
+
+    try:
+        await until_async(lambda: standing() == [True, False, True])
+        for name in ("prefill-2", "prefill-3"):  # again, by another name
+            workers._renumber(StartWorker(name, "cold"))
+            await until_async(lambda: standing() == [True, True, True])
+            await until_async(partial(is_ready, name))
+            assert await Following(workers, ask("a", max_tokens=4)).task
+            workers._renumber(StopWorker(name))
+            assert name not in workers._core.fleet.by_name
+            await until_async(lambda: not workers._workers[1].is_there)
+            assert standing() == [True, False, True]
+            assert await Following(workers, ask("b", max_tokens=4)).task
+        with pytest.raises(ConfigError, match="follows the load"):
+            workers.give_role(0, "decode")
+        await workers.sleep()
+        await workers.wake_up()
+        await until_async(lambda: standing() == [True, False, True])
+        workers._core.check_invariants()
+    finally:
+        await workers.close()
 
 
 @pytest.mark.parametrize(

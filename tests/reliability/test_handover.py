@@ -7,6 +7,7 @@ import json
 import os
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -175,6 +176,9 @@ def test_a_client_that_leaves_leaves_nothing_behind(apart: House):
         ({"prefill_workers": 1}, "give decode_workers or mixed_workers too"),
         ({"prefill_workers": 1, "decode_workers": 1, "in_process": True}, "leave in_process out"),
         ({"decode_workers": -1}, "decode_workers"),
+        ({"prefill_workers": "2:1", "decode_workers": 1}, "most must be at least"),
+        ({"prefill_workers": "0:2", "decode_workers": 1}, "the last of a role stays"),
+        ({"prefill_workers": "1:2", "decode_workers": 1, "handover": "never"}, "give a number"),
         ({"handover": "sometimes"}, "handover"),
         ({"kv_transport": "smoke"}, "choose one of auto, shm, tcp, nixl"),
         ({"kv_lease_s": 0.0}, "at least 0.1"),
@@ -215,3 +219,28 @@ def test_roles_change_without_a_restart_and_the_last_that_answers_stays(apart: H
     assert [worker["pid"] for worker in apart.workers] == pids
     assert give(0, "prefill").status_code == 400
     assert give(1, "decode").status_code == give(0, "prefill").status_code == 200
+
+
+def test_the_number_of_prefill_workers_follows_the_load():
+    words = ("--prefill-workers", "1:2", "--decode-workers", "1:2", "--handover", "always", "--slo", "ttft:200ms")
+    server = start_server(*words, "--num-threads", "1")
+
+    def alive(role: str) -> int:
+        workers = httpx.get(f"{server.url}/admin/roles", timeout=HANGS_S).json()["workers"]
+        return sum(worker["alive"] and not worker["asleep"] for worker in workers if worker["role"] == role)
+
+    def ask(number: int) -> str:
+        body = {"model": MODEL, "prompt": f"{number} " + "a long story " * 350, "max_tokens": 8, "ignore_eos": True}
+        return httpx.post(f"{server.url}/v1/completions", json=body | {"seed": 1}, timeout=HANGS_S).json()["usage"][
+            "handover"
+        ]
+
+    try:
+        until(lambda: (alive("prefill"), alive("decode")) == (1, 1))
+        with ThreadPoolExecutor(40) as clients:
+            answers = [clients.submit(ask, number) for number in range(40)]
+            until(lambda: alive("prefill") == 2)
+            assert alive("decode") == 1
+            assert {answer.result() for answer in answers} <= {"moved", "recomputed"}
+    finally:
+        server.stop()

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from maitred.bounds import Bounds
 from maitred.cluster.autoscale import AutoscaleConfig, Autoscaler
-from maitred.cluster.bounds import Bounds
 from maitred.cluster.config import FleetConfig
 from maitred.cluster.disagg import HandoverConfig, Role, WorkerFacts
 from maitred.cluster.record import Recorder as FleetRecorder

@@ -13,9 +13,9 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from maitred.bounds import Bounds
 from maitred.cluster.actions import Action, Start, Switch
 from maitred.cluster.autoscale import DEFAULT_OBJECTIVE_S, FleetFigures
-from maitred.cluster.bounds import Bounds
 from maitred.cluster.disagg import HandoverConfig, Role, WorkerFacts, WorkerLoad, chunks_s, decode_step_s
 from maitred.cluster.replicas import Replica, ReplicaFacts, Replicas, State
 from maitred.cluster.sizing import START_S, Autoscale

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from maitred.cluster.disagg import Role, WorkerFacts
 from maitred.cluster.fleet_request import FleetRequest, request_of
 from maitred.cluster.replicas import ReplicaFacts, State
 from maitred.cost_model import CostModel
 from maitred.engine.client import EngineClient
 from maitred.engine.live_requests import LiveRequest
+from maitred.replica import WorkerView
 from maitred.request import RequestSpec
 
 KEY_BYTES = 8  # of a block's hash
@@ -54,9 +57,17 @@ class Worker:
     number: int
     client: EngineClient
     role: str = "mixed"  # what it is sent: prompts, answers, or both
+    name: str = ""  # the core's; its number, where how many there are does not follow the load
+    is_scaled: bool = False  # it does
+    is_parked: bool = False  # it is not needed, and has no engine
+    is_begun: bool = False  # it had one
     told: WorkerFacts | None = None  # to the core
     is_up: bool = False  # as the core knows it
     num_queued: int = 0  # requests that have no place in its engine
+
+    @property
+    def facts_name(self) -> str:
+        return self.name or str(self.number)
 
     @property
     def is_there(self) -> bool:
@@ -69,6 +80,12 @@ class Worker:
         return self.is_there and self.client.supervisor.why_not_alive is None
 
     @property
+    def view(self) -> WorkerView:
+        """For people."""
+        view = WorkerView.of(self.number, self.client.supervisor.pid, self.client.state(), self.role)
+        return msgspec.structs.replace(view, pid=None, error=None, asleep=True) if self.is_parked else view
+
+    @property
     def is_over(self) -> bool:
         """Whether it was given up."""
         return self.client.supervisor.over
@@ -78,7 +95,7 @@ class Worker:
         """As the core is told of it next."""
         self.told = self.own
         state = State.READY if self.is_up else State.STARTING
-        return ReplicaFacts(name=str(self.number), state=state, worker=self.told)
+        return ReplicaFacts(name=self.facts_name, state=state, worker=self.told, is_launched=self.is_scaled)
 
     @property
     def own(self) -> WorkerFacts | None:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 from maitred.clock import Clock
-from maitred.cluster.actions import Action, Bind, Refuse, Switch
+from maitred.cluster.actions import Action, Bind, Move, Refuse, Start, Stop, Switch
 from maitred.cluster.balance import Choice
 from maitred.cluster.choices import Choices
 from maitred.cluster.core import ClusterCore
@@ -32,11 +32,14 @@ class WorkerRequests:
         workers: Sequence[Worker],
         clock: Clock,
         on_held: Callable[[], None],
-        on_switch: Callable[[int, str], None] = lambda worker, role: None,
+        on_switch: Callable[[str, str], None] = lambda name, role: None,
+        on_number: Callable[[Start | Stop], None] = lambda action: None,
     ) -> None:
-        """`on_held` is told that somebody waits for a worker, `on_switch` which is to have another role."""
+        """`on_held` is told that somebody waits for a worker, `on_switch` which is to have another role, `on_number`
+        that one more, or one less, is to run.
+        """
         self._core, self._workers, self._clock, self._on_held = core, workers, clock, on_held
-        self._on_switch = on_switch
+        self._on_switch, self._on_number = on_switch, on_number
         self.choices = Choices()
         self.on_progress: OnProgress = lambda progress, num_queued, now: None
         self.prompts: dict[str, Prompt] = {}  # by the id of each sample, in order of arrival
@@ -106,7 +109,11 @@ class WorkerRequests:
                     self._note(self._by_id[request_id], action)
                     self._bind(self._by_id[request_id], choice)
                 case Switch(name, role):
-                    self._on_switch(int(name), role.value)
+                    self._on_switch(name, role.value)
+                case Move(request_id):
+                    self._take_back(self._by_id[request_id])
+                case Start() | Stop():
+                    self._on_number(action)
                 case Refuse(request_id, error):
                     self._refuse(self._by_id[request_id], error)
         if self._core.num_held:
@@ -120,18 +127,29 @@ class WorkerRequests:
         self.choices.bound(bind, prompt.held_s)
 
     def _bind(self, prompt: Prompt, choice: Choice) -> None:
-        worker = self._workers[int(choice.replica)]
-        computes = worker if choice.prefill is None else self._workers[int(choice.prefill)]
+        worker = self._named(choice.replica)
+        computes = worker if choice.prefill is None else self._named(choice.prefill)
         if not computes.is_up:
             computes = worker
         self._expect_no_kv(prompt)
         prompt.worker, prompt.goes_to = computes, worker if computes is not worker else None
-        finds = () if choice.fetch_from is None else self._workers[int(choice.fetch_from)].client.kv_addresses
+        finds = () if choice.fetch_from is None else self._named(choice.fetch_from).client.kv_addresses
         for live in list(prompt.samples.values()):
             live.kv_from = finds
             computes.client.enter(live)
         if prompt.goes_to is not None:
             prompt.goes_to.client.expect_kv(prompt.spec, computes.client.kv_addresses)
+
+    def _named(self, name: str) -> Worker:
+        return next(worker for worker in self._workers if worker.facts_name == name)
+
+    def _take_back(self, prompt: Prompt) -> None:
+        """From a worker that is to end: it goes on with the next that it is bound to."""
+        self._expect_no_kv(prompt)
+        worker, prompt.worker = prompt.worker, None
+        if worker is not None:
+            for request_id in [request_id for request_id, live in prompt.samples.items() if live.ending is None]:
+                worker.client.hand_over(request_id)
 
     def _expect_no_kv(self, prompt: Prompt) -> None:
         """It ends, or is placed anew, before anybody goes on with it."""

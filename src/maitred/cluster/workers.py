@@ -17,6 +17,8 @@ from weakref import WeakSet
 import msgspec
 
 from maitred.clock import Clock
+from maitred.cluster.actions import Start as StartWorker
+from maitred.cluster.actions import Stop as StopWorker
 from maitred.cluster.choices import ChoicesMade
 from maitred.cluster.config import FleetConfig
 from maitred.cluster.core import ClusterCore
@@ -24,6 +26,7 @@ from maitred.cluster.disagg import HandoverConfig
 from maitred.cluster.replicas import Report
 from maitred.cluster.worker import Worker
 from maitred.cluster.worker_blocks import WorkerBlocks
+from maitred.cluster.worker_numbers import WorkerNumbers, scaling_of
 from maitred.cluster.worker_requests import WorkerRequests
 from maitred.cluster.worker_views import live_view_of_all, queue_of_all, queued_request, state_of_all, waiting_request
 from maitred.config import MachineShare, SchedulerConfig
@@ -88,8 +91,12 @@ class Workers:
         rules = HandoverConfig(
             handover=start.process.handover, role_switching=start.process.role_switching == "on", **promised(slo)
         )
-        self._core = ClusterCore(config, scheduler, policies=installed_policies(), handover=rules)
-        self._requests = WorkerRequests(self._core, self._workers, clock, self._wake_one, self._switch)
+        scaling = scaling_of(start.process.bounds, rules.ttft_s)
+        self._core = ClusterCore(config, scheduler, policies=installed_policies(), handover=rules, role_scaling=scaling)
+        self._numbers = WorkerNumbers(self._workers, start.process.bounds if scaling else {}, self._begin)
+        self._requests = WorkerRequests(
+            self._core, self._workers, clock, self._wake_one, self._switch_named, self._renumber
+        )
         self._blocks = WorkerBlocks(self._core.index, self._workers, self._report)
         self._streams: WeakSet[ProgressStream] = WeakSet()
         self._facts: ModelFacts | None = None
@@ -112,6 +119,7 @@ class Workers:
     def begin(self) -> None:
         """Start the first engine. In the main thread, as `attach`: a process ends with the thread that began it."""
         self._workers[0].client.begin()
+        self._workers[0].is_begun = True
 
     def wait(self) -> Ready:
         """Until the first has loaded; of all workers together. Raises what keeps it from loading."""
@@ -133,13 +141,19 @@ class Workers:
             return
         self._loop = loop
         for worker in self._workers:
-            self._core.joined(worker.facts, self._clock.now())
+            if not worker.is_parked:
+                self._core.joined(worker.facts, self._clock.now())
             worker.client.attach(loop)
             self._changed(worker)
-        self._blocks.learn(self._workers)
+        self._blocks.learn(worker for worker in self._workers if not worker.is_parked)
         for worker in self._workers[1:]:
-            worker.client.begin(self._facts)
+            if not worker.is_parked:
+                self._begin(worker)
         self._tick()
+
+    def _begin(self, worker: Worker) -> None:
+        worker.client.begin(self._facts)
+        worker.is_begun = True
 
     async def close(self) -> None:
         """Stop the engines after their current steps; unfinished requests end with EngineDead."""
@@ -187,12 +201,12 @@ class Workers:
 
     def state(self) -> ReplicaState:
         """Sums over the workers, and of who waits for one."""
-        states = [worker.client.state() for worker in self._workers]
+        states = [worker.client.state() for worker in self._workers if not worker.is_parked]
         total = state_of_all(states, self._requests.num_held, self._requests.ended)
         return replace(total, num_role_switches=self._num_role_switches)
 
     def workers(self) -> tuple[WorkerView, ...]:
-        return tuple(WorkerView.of(w.number, w.client.supervisor.pid, w.client.state(), w.role) for w in self._workers)
+        return tuple(worker.view for worker in self._workers)
 
     def foretold_ttft_s(self, num_tokens: int) -> float | None:
         """As `ClusterCore.foretold_ttft_s`, for admission."""
@@ -208,10 +222,25 @@ class Workers:
             raise ConfigError(f"there is no worker {number}; they are 0 to {len(self._workers) - 1}")
         if not self._exchange_kv:
             raise ConfigError("these workers hand nothing over; serve with --prefill-workers and --decode-workers")
+        if self._workers[number].is_scaled:
+            raise ConfigError("how many workers a role has follows the load; serve with numbers in place of MIN:MAX")
         roles = [role if worker.number == number else worker.role for worker in self._workers]
         if "prefill" in roles and len(set(roles)) == 1:
             raise ConfigError(f"worker {number} is the last that answers; give another one that role first")
         self._switch(number, role)
+
+    def _switch_named(self, name: str, role: str) -> None:
+        self._switch(next(worker.number for worker in self._workers if worker.facts_name == name), role)
+
+    def _renumber(self, action: StartWorker | StopWorker) -> None:
+        """As the core says of the workers of a role."""
+        started = isinstance(action, StartWorker)
+        worker = (self._numbers.started if started else self._numbers.stopped)(action.name)
+        if started and worker is not None:
+            self._requests.do(self._core.joined(worker.facts, self._clock.now()))
+            self._blocks.learn([worker])
+        else:
+            self._requests.do(self._core.left(action.name, self._clock.now()))
 
     def _switch(self, number: int, role: str) -> None:
         worker = self._workers[number]
@@ -318,14 +347,14 @@ class Workers:
 
     @property
     def _left(self) -> list[Worker]:
-        """Those that were not given up."""
-        return [worker for worker in self._workers if not worker.is_over]
+        """Those that were not given up, and are needed."""
+        return [worker for worker in self._workers if not (worker.is_over or worker.is_parked)]
 
     def _changed(self, worker: Worker) -> None:
         """Its engine has come or gone, fell silent or is heard again. One that is only silent keeps what it has: it
         would still make tokens of it.
         """
-        if self._is_closing:
+        if self._is_closing or worker.is_parked:
             return
         if worker.is_up != worker.seems_up:
             worker.is_up = worker.seems_up
@@ -342,6 +371,8 @@ class Workers:
         assert self._loop is not None
         self._timer = self._loop.call_later(TICK_S, self._tick)  # first, so that nothing can end the row
         for worker in self._workers:
+            if worker.is_parked:
+                continue
             if worker.is_up != worker.seems_up:
                 self._changed(worker)
             elif worker.is_up and worker.told != worker.own:

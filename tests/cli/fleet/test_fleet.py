@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from maitred.bounds import Bounds
 from maitred.cli.main import main
-from maitred.cluster.bounds import Bounds
 from maitred.errors import ConfigError
 
 REPLICA = {

@@ -20,9 +20,9 @@ from maitred.api.route.metrics import RouteMetrics
 from maitred.api.route.model_names import ModelNames
 from maitred.api.route.observer import RouteObserver
 from maitred.api.route.shared import Shared
+from maitred.bounds import Bounds
 from maitred.clock import Clock, WallClock
 from maitred.cluster.actions import Bind
-from maitred.cluster.bounds import Bounds
 from maitred.cluster.config import FleetConfig, SharedConfig
 from maitred.cluster.core import ClusterCore
 from maitred.cluster.disagg import DEFAULT_HANDOVER, HandoverConfig

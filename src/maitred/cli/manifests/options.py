@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from maitred.bounds import Bounds
 from maitred.cli.flags import option
-from maitred.cluster.bounds import Bounds
 from maitred.errors import ConfigError, did_you_mean
 
 TARGETS = ("haproxy", "kubernetes", "kuberay", "gateway")

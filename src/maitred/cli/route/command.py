@@ -7,13 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from maitred.bounds import Bounds
 from maitred.cli.command import Command, Options
 from maitred.cli.ending import noted
 from maitred.cli.flags import UsageError, option
 from maitred.cli.serve.command import bind, listen, spare_the_collector, teller, url_of
 from maitred.cli.serve.tenancy import TenancyConfig, open_tenancy
 from maitred.cluster.autoscale import AutoscaleConfig, Autoscaler
-from maitred.cluster.bounds import Bounds
 from maitred.cluster.config import PLACEMENTS, FleetConfig, SharedConfig
 from maitred.cluster.disagg import HandoverConfig
 from maitred.cluster.origins import Target, parse_target

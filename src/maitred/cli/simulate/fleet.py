@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING
 
+from maitred.bounds import Bounds
 from maitred.cli.flags import UsageError
 from maitred.cli.simulate.sources import Target
 from maitred.cluster.autoscale import AutoscaleConfig, Autoscaler
-from maitred.cluster.bounds import Bounds
 from maitred.cluster.config import FleetConfig
 from maitred.config import SchedulerConfig
 from maitred.errors import ConfigError

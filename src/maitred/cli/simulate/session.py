@@ -11,13 +11,13 @@ from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from maitred.bounds import Bounds
 from maitred.cli.console import note
 from maitred.cli.flags import UsageError
 from maitred.cli.simulate.fleet import bounds_of, devices_of, fleet_setup
 from maitred.cli.simulate.sources import Target, find_target, read_workload
 from maitred.cli.simulate.table import table
 from maitred.cli.simulate.workers import WorkersAsked, workers_of
-from maitred.cluster.bounds import Bounds
 from maitred.cluster.config import BALANCES
 from maitred.config import AdmissionConfig, CacheConfig, SchedulerConfig
 from maitred.engine.installed import installed_policies

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, NamedTuple
 
+from maitred.bounds import Bounds
 from maitred.cli.flags import UsageError
 from maitred.cli.simulate.sources import Target
 from maitred.cluster.autoscale import AutoscaleConfig, Autoscaler
-from maitred.cluster.bounds import Bounds
 from maitred.cluster.disagg import HandoverConfig, Role, WorkerFacts
 from maitred.cluster.roles import RoleScaling
 from maitred.errors import ConfigError
