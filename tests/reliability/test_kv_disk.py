@@ -148,6 +148,9 @@ def test_workers_of_a_new_start_are_sent_the_conversations_that_lie_with_them(wo
     def tiers() -> list[dict[str, Any]]:
         return list(world.ask("GET", "/admin/kv").json()["tiers"])
 
+    def computes_sooner(tier: dict[str, Any], num_tokens: int) -> bool:
+        return tier["hit_tokens"] > 0 and (tier["break_even_tokens"] or num_tokens) >= num_tokens
+
     def both_are_there() -> bool:
         return len(tiers()) == 2 and len(tiers()) == 2  # asked once more, all that lies there was told
 
@@ -163,8 +166,9 @@ def test_workers_of_a_new_start_are_sent_the_conversations_that_lie_with_them(wo
     until(both_are_there)
     for prompt, answer in zip(reversed(prompts), reversed(first), strict=True):
         back = world.complete(prompt=prompt + texts(answer)[0] + NEXT, temperature=0.0)
-        assert cached(back) >= answer["usage"]["prompt_tokens"] // BLOCK * BLOCK
-    assert all(tier["hit_tokens"] for tier in tiers())
+        whole = answer["usage"]["prompt_tokens"] // BLOCK * BLOCK
+        assert cached(back) >= whole or any(computes_sooner(tier, whole) for tier in tiers())
+    assert all(tier["hit_tokens"] for tier in tiers()), "what a worker is not known to compute sooner it reads"
 
 
 def test_the_next_engine_has_the_folder_of_one_that_slept_or_was_killed(world):

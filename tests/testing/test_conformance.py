@@ -130,7 +130,7 @@ def test_the_worlds_reach_what_they_are_to_watch(monkeypatch: pytest.MonkeyPatch
         assert sum(w.num_arrived for w in worlds) > 20
         num_given_up += sum(w.num_given_up for w in worlds)
         assert (len(quanta) > 50) == (worlds[0].policy.quantum_end is not None)
-    assert num_given_up > 20
+    assert num_given_up >= 15
 
 
 # -- Policies that break a promise. A check that cannot fail is none.

@@ -32,8 +32,9 @@ def reserve(state: SchedulerState, request_id: str, num_tokens: int) -> Reserved
     if end <= max(hit.num_tokens, state.reusable(request).num_tokens):
         return None
     if (leader := _brings_the_same(state, request, hit.num_tokens)) is not None:
-        state.reservations.along[request_id] = leader
-        _leave_queue(state, request)
+        for each in (request, *state.sample_groups.fellows(request)):
+            state.reservations.along[each.request_id] = leader
+            _leave_queue(state, each)
         return None
     block_ids = kv.reserve(request, hit, num_blocks, _num_needed_ahead(state, request))
     if block_ids is None:
@@ -62,8 +63,15 @@ def join_fellow(state: SchedulerState, request: RequestState) -> None:
     parent, reservations = request.spec.parent_id, state.reservations
     if parent is None or not state.kv.finds_again(request):
         return
-    if any(reservations.waiting[request_id].spec.parent_id == parent for request_id in reservations.reserved):
-        _leave_queue(state, request)
+    for request_id in reservations.reserved:
+        if reservations.waiting[request_id].spec.parent_id == parent:
+            _leave_queue(state, request)
+            return
+    for request_id, leader in reservations.along.items():
+        if reservations.waiting[request_id].spec.parent_id == parent:
+            reservations.along[request.request_id] = leader
+            _leave_queue(state, request)
+            return
 
 
 def arrived(state: SchedulerState, request_id: str, num_tokens: int) -> bool:

@@ -63,9 +63,9 @@ def _operation(route: Route, answers: AnswerFormat) -> dict[str, Any]:
     ]
     if route.body is not None and route.event is not None:
         described["parameters"] = [_milliseconds(field, header) for field, header in HEADERS.items()]
-    for name in ("model", "name"):
-        if f"{{{name}}}" in route.template:
-            parameters.append({"name": name, "in": "path", "required": True, "schema": {"type": "string"}})
+    name = route.template.partition("{")[2].partition("}")[0]
+    if name:
+        parameters.append({"name": name, "in": "path", "required": True, "schema": {"type": "string"}})
     if parameters:
         described["parameters"] = parameters
     return described
