@@ -18,8 +18,8 @@ from itertools import pairwise
 from random import Random
 from typing import Any
 
-from maitred.cluster.autoscale import AutoscaleConfig, Autoscaler
 from maitred.bounds import Bounds
+from maitred.cluster.autoscale import AutoscaleConfig, Autoscaler
 from maitred.cluster.config import FleetConfig
 from maitred.cluster.disagg import HandoverConfig, Role, WorkerFacts
 from maitred.cluster.roles import RoleScaling
