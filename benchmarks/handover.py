@@ -84,9 +84,26 @@ def run(args: argparse.Namespace, model: str, words: tuple[str, ...], folder: Pa
         command += ["--input-len", args.input, "--output-len", args.output, "--prompt-form", "tokens"]
         command += ["--extra-body", "logprobs=1"]  # so that tokens without a text are told one by one
         subprocess.run([str(word) for word in command], check=True, stdout=subprocess.DEVNULL)
+        tell_waits(server.url)
         return [times_of(json.loads(line)) for line in records.read_text().splitlines()]
     finally:
         server.stop()
+
+
+def tell_waits(url: str) -> None:
+    """Of those that were handed over: what the computing of the prompt did not hide."""
+    page = httpx.get(f"{url}/metrics").text
+    waited_s, num_waits, num_bytes = (
+        sum(float(line.split()[-1]) for line in page.splitlines() if line.startswith(f"maitred_{name}"))
+        for name in ("handover_wait_seconds_sum", "handover_wait_seconds_count", "kv_transfer_bytes_total")
+    )
+    peers = [
+        tier for tier in httpx.get(f"{url}/admin/kv").json()["tiers"] if tier["name"] == "peer" and tier["hit_tokens"]
+    ]
+    if num_waits and num_bytes and peers:
+        took_s = sum(num_bytes / len(peers) / tier["bytes_per_s"] for tier in peers)
+        told = f"waited {waited_s / num_waits * 1e3:.0f} ms each, their bytes took {took_s / num_waits * 1e3:.0f} ms"
+        print(f"{num_waits:.0f} hand-overs: {told}: {waited_s / took_s:.0%} not hidden (20%)", flush=True)
 
 
 def times_of(record: dict[str, Any]) -> Times:
