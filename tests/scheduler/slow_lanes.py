@@ -106,15 +106,21 @@ class SlowLanes:
 
     def next_batch(self, rules: BatchRules, lane: list[TensorRequest], now: float) -> tuple[int, float]:
         """(most rows, when it may go) by Triton's GetDynamicBatch."""
-        if lane[0].num_losses or not rules.dynamic or rules.max_batch_size <= 1:
+        if not rules.dynamic or rules.max_batch_size <= 1:
             return lane[0].num_rows, now
+        total = sum(one.num_rows for one in lane)
+        if any(one.num_losses for one in lane):
+            return min(total, rules.max_batch_size), now
         sums, closed = [lane[0].num_rows], False
         for request in lane[1:]:
-            if sums[-1] + request.num_rows > rules.max_batch_size or request.num_losses:
+            if sums[-1] + request.num_rows > rules.max_batch_size:
                 closed = True
                 break
             sums.append(sums[-1] + request.num_rows)
         best = self._preferred(rules, sums, lane[len(sums)] if closed else None)
+        if self.policy.groups is not None:  # as if they were single rows
+            sums, closed = list(range(1, min(total, rules.max_batch_size) + 1)), total > rules.max_batch_size
+            best = max((size for size in rules.sizes if size <= sums[-1]), default=0)
         enough, delay_s = rules.max_batch_size, rules.delay_s
         if rules.auto_delay:
             enough, delay_s = self.pace(lane[0].spec.lane).wait(rules.max_batch_size)

@@ -37,6 +37,11 @@ class Candidates(Generic[T]):
 
     def best(self) -> T | None:
         """The one with the smallest key, which stays."""
+        first = self.first()
+        return None if first is None else first[1]
+
+    def first(self) -> tuple[tuple[Any, ...], T] | None:
+        """The smallest key and whose it is, which stays."""
         while self._heap:
             listed, _, thing = self._heap[0]
             if self._listed.get(thing) is not listed:
@@ -44,7 +49,7 @@ class Candidates(Generic[T]):
                 continue
             key = self._key_of(thing)
             if key == listed:
-                return thing
+                return listed, thing
             if key is None:
                 heappop(self._heap)
                 del self._listed[thing]

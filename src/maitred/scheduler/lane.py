@@ -5,6 +5,7 @@ Source: triton-inference-server/core, dynamic_batch_scheduler.cc (GetDynamicBatc
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
 from typing import Any, NamedTuple
 
@@ -36,15 +37,21 @@ class Lane:
     """Requests that wait, in the policy's order; within a group of it the model's priority levels come first."""
 
     def __init__(self, key: LaneKey, rules: BatchRules, policy: Policy, pace: Pace) -> None:
-        self.key, self.rules, self.pace = key, rules, pace
+        self.key, self.pace = key, pace
+        self.set_rules(rules)
         self.queue: RequestQueue[TensorRequest] = RequestQueue(policy.groups)
+        self._grouped = policy.groups is not None
         self.num_rows = 0  # that wait
+        self.is_ready = False  # its batch may go, as `look` found; what changes that is told to whoever looks
         self.wake_at: float | None = None  # s, when its batch may go, if it waits for that
         self._num_alone = 0  # of those that wait, they share no batch, because one with them was lost
         self._by_age: deque[TensorRequest] = deque()  # the longest here first, and some that have gone
 
     def __len__(self) -> int:
         return len(self.queue)
+
+    def set_rules(self, rules: BatchRules) -> None:
+        self.rules, self._sizes = rules, rules.sizes
 
     def push(self, request: TensorRequest) -> None:
         """A newcomer, or one whose batch was lost."""
@@ -75,16 +82,24 @@ class Lane:
     def reorder(self, policy: Policy) -> None:
         """By another policy; everybody's key is of it."""
         waiting, self.queue = self.queue, RequestQueue(policy.groups)
+        self._grouped = policy.groups is not None
         for request in waiting:
             self.queue.push(request, _key(request))
 
+    def look(self, now: float) -> None:
+        """Notes whether its batch may go, or when."""
+        batch = self.next_batch(now)
+        self.is_ready = batch is not None and batch.at <= now
+        self.wake_at = None if batch is None or self.is_ready else batch.at
+
     def next_batch(self, now: float) -> NextBatch | None:
-        """None when nobody waits."""
-        head = self.queue.peek()
-        if head is None:
+        """None when nobody waits. Whether it may go depends on who waits, and by policies with groups not on their
+        order, which moves on with the service of others.
+        """
+        if not self.queue:
             return None
-        if head.num_losses or not self.rules.batches:
-            return NextBatch(head.num_rows, now)
+        if not self.rules.batches:
+            return NextBatch(1, now)
         num_rows, preferred, closed = self._prefix()
         enough, delay_s = self._wait()
         due_at = self._oldest().queued_at + delay_s
@@ -102,11 +117,13 @@ class Lane:
         return (1 if delay_s <= 0.0 else self.rules.max_batch_size), delay_s
 
     def _prefix(self) -> _Prefix:
-        sizes, most = self.rules.sizes, self.rules.max_batch_size
-        if self._num_alone or self.num_rows != len(self.queue):
-            return self._walk(sizes, most)
+        sizes, most = self._sizes, self.rules.max_batch_size
         num_rows = min(self.num_rows, most)
-        preferred = max((size for size in sizes if size <= num_rows), default=0)
+        if self._num_alone:
+            return _Prefix(num_rows, 0, closed=True)
+        if not self._grouped and self.num_rows != len(self.queue):
+            return self._walk(sizes, most)
+        preferred = sizes[bisect_right(sizes, num_rows) - 1] if sizes[0] <= num_rows else 0
         return _Prefix(num_rows, preferred, self.num_rows > most or num_rows >= sizes[-1])
 
     def _walk(self, sizes: tuple[int, ...], most: int) -> _Prefix:
@@ -114,7 +131,7 @@ class Lane:
         num_rows = preferred = 0
         for request in self.queue.first(most):
             after = num_rows + request.num_rows
-            if num_rows and (after > most or request.num_losses):
+            if num_rows and after > most:
                 return _Prefix(num_rows, self._or_below(preferred, num_rows, after, sizes), closed=True)
             preferred = self._or_below(preferred, num_rows, after, sizes) if num_rows else 0
             num_rows = after

@@ -185,7 +185,7 @@ class Lanes:
         if outcome.lost:
             told = self._lost(model, running.requests, now)
         else:
-            model.pace(batch.lane.bucket).ran(batch.num_rows, outcome.compute_us / 1e6)
+            model.ran(batch, outcome.compute_us / 1e6)
             errors = dict(outcome.errors)
             told = []
             for request in running.requests:
@@ -279,7 +279,8 @@ class Lanes:
         self._running[self._next_number] = _Running(batch, requests, model.rules.machine_share, foretold_s)
         self._next_number += 1
         model.left(lane, requests)
-        model.offer_touched()
+        lane.is_ready = False
+        self._ready.offer(model, now)
         return batch
 
     def _take(self, lane: Lane, now: float) -> list[TensorRequest]:
@@ -289,7 +290,7 @@ class Lanes:
         taken: list[TensorRequest] = []
         left = batch.num_rows
         while left > 0 and (head := lane.queue.peek()) is not None:
-            if taken and (head.num_rows > left or head.num_losses):
+            if taken and (head.num_rows > left or head.num_losses or taken[0].num_losses):
                 break
             lane.pop()
             left -= head.num_rows

@@ -27,7 +27,6 @@ class ReadyLanes:
     ) -> None:
         self._models, self._order, self._llm_has_rows = models, order, llm_has_rows
         self._share = TensorShare(tensor_share)
-        self._now = 0.0  # s, of the call under way
         self._best: Candidates[TensorModel] = Candidates(self._place_of_model)
         self._touched: dict[TensorModel, None] = {}  # whose lanes or instances have changed
         self._timers: list[tuple[float, int, Lane]] = []  # when a lane's batch has waited for others
@@ -38,7 +37,6 @@ class ReadyLanes:
 
     def next_at(self, now: float) -> float | None:
         """When a batch may go (s); None until something happens."""
-        self._now = now
         if any(model.instances for model in self._touched):
             return now
         if self._best.best() is not None:
@@ -76,7 +74,6 @@ class ReadyLanes:
 
     def look(self, now: float) -> None:
         """Takes in what has changed, before `find`."""
-        self._now = now
         for model in self._short:  # whose turn it is may have changed, and what is free
             model.short = False
         self._touched |= self._short
@@ -87,9 +84,16 @@ class ReadyLanes:
                 model = self._models[timer[2].key[:2]]
                 model.touched[timer[2]] = self._touched[model] = None
         for model in self._touched:
-            model.offer_touched()
+            self.offer(model, now)
             self._best.offer(model)
         self._touched.clear()
+
+    def offer(self, model: TensorModel, now: float) -> None:
+        """Its lanes that have changed; for those that wait, when to look again."""
+        for lane in model.offer_touched(now):
+            assert lane.wake_at is not None
+            self._num_timers += 1
+            heappush(self._timers, (lane.wake_at, self._num_timers, lane))
 
     def find(self, now: float) -> tuple[TensorModel, Lane, int] | None:
         """The next lane and the instance that its batch goes to; None when nothing may go now."""
@@ -141,23 +145,16 @@ class ReadyLanes:
         return (rule.rank(group), group, request.key)
 
     def place_of_lane(self, lane: Lane) -> tuple[Any, ...] | None:
-        """That of its head, if its batch may go; else it is noted when to look again."""
-        batch, head = lane.next_batch(self._now), lane.queue.peek()
-        if batch is None or head is None or batch.at <= self._now:
-            lane.wake_at = None
-            return None if head is None else self.place(head)
-        if lane.wake_at != batch.at:
-            lane.wake_at = batch.at
-            self._num_timers += 1
-            heappush(self._timers, (batch.at, self._num_timers, lane))
-        return None
+        """That of its head, if its batch may go."""
+        head = lane.queue.peek() if lane.is_ready else None
+        return None if head is None else self.place(head)
 
     def _place_of_model(self, model: TensorModel) -> tuple[Any, ...] | None:
         return None if model.short or not model.instances else self._place_of_best(model)
 
     def _place_of_best(self, model: TensorModel) -> tuple[Any, ...] | None:
-        lane = model.ready.best()
-        return None if lane is None else self.place_of_lane(lane)
+        first = model.ready.first()
+        return None if first is None else first[0]
 
     def _is_set(self, timer: tuple[float, int, Lane]) -> bool:
         return timer[2].wake_at == timer[0] and bool(timer[2])

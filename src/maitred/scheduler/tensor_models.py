@@ -13,7 +13,7 @@ from maitred.scheduler.candidates import Candidates
 from maitred.scheduler.lane import Lane
 from maitred.scheduler.pace import Pace
 from maitred.scheduler.tensor_limits import Instances
-from maitred.tensor_request import BatchRules, LaneKey, TensorRequest, TensorSpec
+from maitred.tensor_request import Batch, BatchRules, LaneKey, TensorRequest, TensorSpec
 
 MAX_PACES = 1024  # buckets of a model whose pace is remembered
 
@@ -78,12 +78,18 @@ class TensorModel:
             pace = self._paces[bucket] = Pace()
         return pace
 
+    def ran(self, batch: Batch, seconds: float) -> None:
+        self.pace(batch.lane.bucket).ran(batch.num_rows, seconds)
+        lane = self.lanes.get(batch.lane.bucket)
+        if lane is not None:
+            self.touched[lane] = None  # it may wait longer now, or less long
+
     def reload(self, rules: BatchRules) -> None:
         """Other rules from now on, for those that wait too; a level or a timeout that they have stays."""
         self.rules, self.unloaded = rules, False
         self.instances.replace(rules)
         for lane in self.lanes.values():
-            lane.rules = rules
+            lane.set_rules(rules)
             self.touched[lane] = None
 
     def reorder(self, policy: Policy, place_of_lane: PlaceOfLane) -> None:
@@ -93,12 +99,15 @@ class TensorModel:
             lane.reorder(policy)
             self.touched[lane] = None
 
-    def offer_touched(self) -> None:
-        """Lanes that changed, for an instance is free."""
-        if self.instances:
-            for lane in self.touched:
-                self.ready.offer(lane)
-            self.touched.clear()
+    def offer_touched(self, now: float) -> list[Lane]:
+        """Looks at lanes that changed, if an instance is free; those that wait for others to come."""
+        if not self.instances:
+            return []
+        touched, self.touched = self.touched, {}
+        for lane in touched:
+            lane.look(now)
+            self.ready.offer(lane)
+        return [lane for lane in touched if lane.wake_at is not None]
 
     def joined(self, lane: Lane, request: TensorRequest) -> None:
         lane.push(request)
