@@ -84,13 +84,18 @@ class _Frame(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     swap_outs: tuple[BlockCopy, ...] = ()
     swap_ins: tuple[BlockCopy, ...] = ()
     events: tuple[Event, ...] = ()
+
+
+class _LongFrame(_Frame, frozen=True, array_like=True, omit_defaults=True):
+    """One during which something happened, or of events alone; the others are written without these fields."""
+
     during: tuple[Event, ...] = ()
     taken: bool = True
 
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode_header = msgspec.msgpack.Decoder(Header).decode
-_decode_frame = msgspec.msgpack.Decoder(_Frame).decode
+_decode_frame = msgspec.msgpack.Decoder(_LongFrame).decode
 
 
 class _Logged:
@@ -135,9 +140,9 @@ class LogEncoder:
             swap_outs=plan.swap_outs,
             swap_ins=plan.swap_ins,
             events=events,
-            during=during,
-            taken=record.taken,
         )
+        if during or not record.taken:
+            frame = _LongFrame(*msgspec.structs.astuple(frame), during, record.taken)
         for logged in gone:
             if known.get(logged.request.request_id) is logged:  # else the id was taken anew
                 del known[logged.request.request_id]
