@@ -10,7 +10,7 @@ preempts, cuts and scores again.
 
 `--lanes` measures tensor requests alone: 10,000 waiting in 200 lanes, batches of 16; the aim is 15 us of dispatch()
 for each request. "models" has a model for each lane; "buckets" has one model with an instance, for which all lanes
-wait; "beside" has the language model's rows, so that the share of the machine decides. What is served comes anew.
+wait; "beside" has the language model's rows, so that the share of the machine decides. Who is served comes anew.
 
 Every step is timed alone; "churn" replaces a share of the running requests in each step, so that admission, block
 allocation and prefix lookup are in the time. Block hashes are computed before the clock starts, as they are at intake.
@@ -226,14 +226,13 @@ def print_drafts(steps: int) -> None:
 NUM_LANES, NUM_TENSORS, BATCH = 200, 10_000, 16
 
 
-def new_tensor(models: bool) -> TensorRequest:
+def new_tensor(lane: LaneKey) -> TensorRequest:
     number = next(_ids)
-    lane = number * 7919 % NUM_LANES
     return TensorRequest(
         TensorSpec(
             request_id=f"infer-{number:032x}",
             arrived_at=number * 1e-3,
-            lane=LaneKey(f"m{lane}", 1) if models else LaneKey("m", 1, f"{lane}"),
+            lane=lane,
             work=float(1 + number % 50),
             priority=number % 3,
             tenant=f"tenant-{number % 100}",
@@ -248,10 +247,12 @@ def full_lanes(load: str, policy: str) -> Scheduler:
     if load != "beside":
         scheduler.finish(scheduler.running[0].request_id, FinishReason.STOP, 0.0)
     rules = BatchRules(max_batch_size=BATCH, dynamic=True, machine_share=0.01)
-    for lane in range(NUM_LANES):
-        scheduler.lanes.load(*(("m", 1) if load == "buckets" else (f"m{lane}", 1)), rules)
-    for _ in range(NUM_TENSORS):
-        scheduler.add_tensor(new_tensor(load != "buckets"), 0.0)
+    buckets = load == "buckets"
+    lanes = [LaneKey("m", 1, str(number)) if buckets else LaneKey(f"m{number}", 1) for number in range(NUM_LANES)]
+    for lane in lanes:
+        scheduler.lanes.load(lane.model, lane.version, rules)
+    for number in range(NUM_TENSORS):
+        scheduler.add_tensor(new_tensor(lanes[number * 7919 % NUM_LANES]), 0.0)
     return scheduler
 
 
@@ -271,7 +272,7 @@ def measure_lanes(load: str, policy: str, num_calls: int) -> dict[str, list[floa
             continue
         calls += 1
         times["dispatch"].append((dispatched - started) / num_requests)
-        newcomers = [new_tensor(load != "buckets") for _ in range(num_requests)]
+        newcomers = [new_tensor(batch.lane) for batch in batches for _ in batch.request_ids]
         for name, call in (
             ("completed", lambda: [scheduler.completed(one, BatchOutcome(compute_us=900), now) for one in batches]),  # noqa: B023
             ("add", lambda: [scheduler.add_tensor(one, now) for one in newcomers]),  # noqa: B023

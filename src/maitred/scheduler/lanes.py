@@ -69,8 +69,12 @@ class Lanes:
         return tuple(running.batch for running in self._running.values())
 
     def place(self, request: TensorRequest) -> tuple[Any, ...]:
-        """Among all that wait, chats too; smaller is served first."""
-        return self._ready.place(request)
+        """Among all that wait, chats too; smaller is served first. As `ServiceOrder.place`."""
+        groups = self._policy.groups
+        if groups is None:
+            return request.key
+        group = groups.group_of(request)
+        return (groups.rank(group), group, request.key)
 
     def request(self, request_id: str) -> TensorRequest | None:
         """One that has not ended."""

@@ -14,7 +14,6 @@ from maitred.scheduler.candidates import Candidates
 from maitred.scheduler.lane import Lane
 from maitred.scheduler.tensor_limits import Resources, TensorShare
 from maitred.scheduler.tensor_models import TensorModel
-from maitred.tensor_request import TensorRequest
 
 Models = dict[tuple[str, int], TensorModel]  # by name and version
 
@@ -136,18 +135,10 @@ class ReadyLanes:
 
     # -- small things
 
-    def place(self, request: TensorRequest) -> tuple[Any, ...]:
-        """Across lanes; as `ServiceOrder.place`."""
-        rule = self._order.policy.groups
-        if rule is None:
-            return request.key
-        group = rule.group_of(request)
-        return (rule.rank(group), group, request.key)
-
     def place_of_lane(self, lane: Lane) -> tuple[Any, ...] | None:
         """That of its head, if its batch may go."""
-        head = lane.queue.peek() if lane.is_ready else None
-        return None if head is None else self.place(head)
+        placed = lane.queue.peek_placed() if lane.is_ready else None
+        return None if placed is None else (placed[0], placed[1], placed[2].key)
 
     def _place_of_model(self, model: TensorModel) -> tuple[Any, ...] | None:
         return None if model.short or not model.instances else self._place_of_best(model)
