@@ -142,7 +142,7 @@ class LogEncoder:
             events=events,
         )
         if during or not record.taken:
-            frame = _LongFrame(*msgspec.structs.astuple(frame), during, record.taken)
+            frame = _LongFrame(**msgspec.structs.asdict(frame), during=during, taken=record.taken)
         for logged in gone:
             if known.get(logged.request.request_id) is logged:  # else the id was taken anew
                 del known[logged.request.request_id]
