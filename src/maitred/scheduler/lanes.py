@@ -80,10 +80,6 @@ class Lanes:
         """One that has not ended."""
         return self._requests.get(request_id)
 
-    def waits_to_start(self, request_id: str) -> bool:
-        request = self._requests.get(request_id)
-        return request is not None and request.first_scheduled_at is None
-
     def next_wake(self, now: float) -> float | None:
         """When `expire` or `dispatch` may have something to do (s); None until something happens."""
         if self._released:

@@ -109,9 +109,7 @@ class Scheduler:
 
     @property
     def num_queued(self) -> int:
-        """Those that could run if there were room: neither running, nor waiting for KV, nor for the prompt of another
-        sample.
-        """
+        """Those that could run if there were room: not running, nor waiting for KV or another sample's prompt."""
         return len(self._state.order.queue) - self._state.sample_groups.num_awaiting
 
     def awaits_leader(self, request: RequestState) -> bool:
@@ -120,10 +118,8 @@ class Scheduler:
 
     def waits_to_start(self, request_id: str) -> bool:
         """Whether it is here and was in no step yet."""
-        request = self._state.requests.get(request_id)
-        if request is None:
-            return self.lanes.waits_to_start(request_id)
-        return request.first_scheduled_at is None
+        request = self._state.requests.get(request_id) or self.lanes.request(request_id)
+        return request is not None and request.first_scheduled_at is None
 
     @property
     def running(self) -> tuple[RequestState, ...]:
@@ -237,8 +233,8 @@ class Scheduler:
     def finish(
         self, request_id: str, reason: FinishReason, now: float, *, stop_reason: int | str | None = None
     ) -> RequestProgress | None:
-        """Ends a request for a reason found outside, such as a stop string; its last progress. None if unknown, and for
-        a tensor request whose batch runs, with which it ends.
+        """Ends a request for a reason found outside, such as a stop string; its last progress. None if unknown, and
+        for a tensor request whose batch runs, with which it ends.
         """
         request = self._state.requests.get(request_id)
         if request is None:
