@@ -1,11 +1,16 @@
 """What a scheduling decision costs: schedule() and update() against running and waiting requests, and prefix hits.
 
-    python benchmarks/bench_scheduler.py [--steps 1000] [--policy priority | --policy all | --policy a,b | --drafts]
+    python benchmarks/bench_scheduler.py [--steps 1000] [--policy priority | --policy all | --policy a,b | --drafts
+                                          | --lanes]
 
 `--policy all`, or several names, measures each at 256 running and 10,000 waiting, where the aim is a median of 1.5 ms
 and a p99 of 4 ms: steady, under churn, and "busy", in which short newcomers that every policy favours (urgent,
 pressing, of new tenants, with prefixes that enter the cache) come to full slots, with quanta of 16 tokens, so that it
 preempts, cuts and scores again.
+
+`--lanes` measures tensor requests alone: 10,000 waiting in 200 lanes, batches of 16; the aim is 15 us of dispatch()
+for each request. "models" has a model for each lane; "buckets" has one model with an instance, for which all lanes
+wait; "beside" has the language model's rows, so that the share of the machine decides. Who is served comes anew.
 
 Every step is timed alone; "churn" replaces a share of the running requests in each step, so that admission, block
 allocation and prefix lookup are in the time. Block hashes are computed before the clock starts, as they are at intake.
@@ -37,6 +42,7 @@ from maitred.request import FinishReason, RequestSpec, RequestState, SamplingPar
 from maitred.scheduler.scheduler import Scheduler
 from maitred.scheduler.speculation import Speculation
 from maitred.step import ModelOutput, SampledRow, SchedulerOutput
+from maitred.tensor_request import BatchOutcome, BatchRules, LaneKey, TensorRequest, TensorSpec
 
 BLOCK_SIZE = 16
 PROMPT_TOKENS = 256
@@ -217,6 +223,82 @@ def print_drafts(steps: int) -> None:
             print(f"{name:>12} {'churn' if churn else 'steady':>7} {times.row()}", flush=True)
 
 
+NUM_LANES, NUM_TENSORS, BATCH = 200, 10_000, 16
+
+
+def new_tensor(lane: LaneKey) -> TensorRequest:
+    number = next(_ids)
+    return TensorRequest(
+        TensorSpec(
+            request_id=f"infer-{number:032x}",
+            arrived_at=number * 1e-3,
+            lane=lane,
+            work=float(1 + number % 50),
+            priority=number % 3,
+            tenant=f"tenant-{number % 100}",
+            weight=1.0 + number % 3,
+        )
+    )
+
+
+def full_lanes(load: str, policy: str) -> Scheduler:
+    """Everybody waits; beside them one chat decodes, where the load is that."""
+    scheduler = fill(1, 0, policy, 512, 128)
+    if load != "beside":
+        scheduler.finish(scheduler.running[0].request_id, FinishReason.STOP, 0.0)
+    rules = BatchRules(max_batch_size=BATCH, dynamic=True, machine_share=0.01)
+    buckets = load == "buckets"
+    lanes = [LaneKey("m", 1, str(number)) if buckets else LaneKey(f"m{number}", 1) for number in range(NUM_LANES)]
+    for lane in lanes:
+        scheduler.lanes.load(lane.model, lane.version, rules)
+    for number in range(NUM_TENSORS):
+        scheduler.add_tensor(new_tensor(lanes[number * 7919 % NUM_LANES]), 0.0)
+    return scheduler
+
+
+def measure_lanes(load: str, policy: str, num_calls: int) -> dict[str, list[float]]:
+    """Seconds for each request of each call."""
+    scheduler, now, calls = full_lanes(load, policy), 1.0, 0
+    times: dict[str, list[float]] = {"dispatch": [], "completed": [], "add": []}
+    gc.collect()
+    gc.freeze()
+    while calls < num_calls:
+        now += 0.001
+        started = time.thread_time()
+        batches = scheduler.dispatch(now)
+        dispatched = time.thread_time()
+        num_requests = sum(len(batch.request_ids) for batch in batches)
+        if not batches:
+            continue
+        calls += 1
+        times["dispatch"].append((dispatched - started) / num_requests)
+        newcomers = [new_tensor(batch.lane) for batch in batches for _ in batch.request_ids]
+        for name, call in (
+            ("completed", lambda: [scheduler.completed(one, BatchOutcome(compute_us=900), now) for one in batches]),  # noqa: B023
+            ("add", lambda: [scheduler.add_tensor(one, now) for one in newcomers]),  # noqa: B023
+        ):
+            started = time.thread_time()
+            call()
+            times[name].append((time.thread_time() - started) / num_requests)
+    gc.unfreeze()
+    return times
+
+
+def print_lanes(steps: int, policies: Iterable[str]) -> None:
+    print(
+        f"{NUM_TENSORS:,} tensor requests wait in {NUM_LANES} lanes; CPU time in us for each request: p50, p99 and mean"
+    )
+    print(f"{'policy':>12} {'load':>8} |       dispatch()       |      completed()       |         add()")
+    for policy in policies:
+        for load in ("models", "buckets", "beside"):
+            times = measure_lanes(load, policy, max(20, steps // 20) if load == "models" else steps)
+            cells = " ".join(
+                f"{percentiles([s * 1e3 for s in seconds])} {statistics.fmean(seconds) * 1e6:6.1f}"
+                for seconds in times.values()
+            )
+            print(f"{policy:>12} {load:>8} {cells}", flush=True)
+
+
 def print_policies(steps: int, policies: Iterable[str]) -> None:
     print(f"256 running, 10,000 waiting, {steps} steps each; times in ms, p50 and p99; aim 1.5 and 4")
     print(f"{'policy':>12} {'load':>7} |     schedule()    |   schedule() CPU  |      update()     | preemptions")
@@ -253,8 +335,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--policy", default="fcfs")
     parser.add_argument("--drafts", action="store_true", help="only: 256 running with drafts")
+    parser.add_argument("--lanes", action="store_true", help="only: tensor requests and their batches")
     args = parser.parse_args()
-    if args.drafts:
+    if args.lanes:
+        print_lanes(args.steps, POLICIES if args.policy == "all" else args.policy.split(","))
+    elif args.drafts:
         print_drafts(args.steps)
     elif args.policy == "all" or "," in args.policy:
         print_policies(args.steps, POLICIES if args.policy == "all" else args.policy.split(","))

@@ -177,6 +177,7 @@ SCHEDULER_RANGES: dict[str, tuple[float, float]] = {
     "mlfq_levels": (1, 32),
     "default_ttft_slo_s": (0.0, 1e9),
     "prefill_tokens_per_s": (0.001, 1e12),
+    "tensor_share": (0.01, 1.0),
 }
 """Lowest and highest: what a policy computes with must be finite."""
 
@@ -241,6 +242,9 @@ class SchedulerConfig:
     """least_slack: prompt tokens computed in a second, to know how long before its deadline a request must start."""
     predictor: str = one_of(PREDICTOR_NAMES, "ranker")
     """How output lengths are guessed: max_tokens, quantile (history) or ranker (learns from words of the prompt)."""
+    tensor_share: float = 0.5
+    """Share of the machine that batches of tensor models may take while the language model has requests; without any
+    they take all of it."""
 
     def __post_init__(self) -> None:
         require_choices(self)

@@ -221,6 +221,8 @@ class Charges(NamedTuple):
     num_draft_tokens: int = 0  # made up for it so far; nobody is billed for them
     num_accepted_tokens: int = 0  # of them, those that became output
     handover: str = ""  # one of HANDOVER_OUTCOMES; empty where no other engine is beside this one
+    num_rows: int = 0  # of a tensor request
+    compute_us: int = 0  # its part of the time of the batches it was in
 
 
 HANDOVER_OUTCOMES = ("local", "moved", "mixed", "recomputed")

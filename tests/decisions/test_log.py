@@ -463,7 +463,7 @@ def test_a_file_that_is_no_log_and_a_log_of_another_version_are_refused():
     with pytest.raises(ConfigError, match="is this a decision log"):
         read_log([])
     header = Header(make_scheduler().config, 4, 4, enable_prefix_caching=True, version=99)
-    with pytest.raises(ConfigError, match="version 99, this maitred reads versions 5 to 8"):
+    with pytest.raises(ConfigError, match="version 99, this maitred reads versions 5 to 9"):
         read_log([msgspec.msgpack.encode(header)])
 
 
@@ -478,7 +478,7 @@ def test_a_run_recorded_by_version_3_is_replayed_bit_for_bit(run: str):
     assert any(spec.sample_index > 0 for spec in arrivals)
     assert any(spec.sampling.prompt_logprobs is not None for spec in arrivals)
     assert any(spec.resumed is not None for spec in arrivals)
-    with pytest.raises(ConfigError, match="version 3, this maitred reads versions 5 to 8"):
+    with pytest.raises(ConfigError, match="version 3, this maitred reads versions 5 to 9"):
         first_difference(recorded)
 
 
@@ -489,7 +489,7 @@ def test_a_run_recorded_by_version_4_is_replayed_bit_for_bit(run: str):
     assert any(step.plan.swap_ins for step in steps)
     assert any(step.plan.block_copies for step in steps)
     assert any(row.num_drafts for step in steps for row in step.plan.rows) == (run == "drafts")
-    with pytest.raises(ConfigError, match="version 4, this maitred reads versions 5 to 8"):
+    with pytest.raises(ConfigError, match="version 4, this maitred reads versions 5 to 9"):
         first_difference(recorded)
 
 

@@ -68,6 +68,8 @@ class Notes:
     def released(self, lease: str, now: float) -> None:
         self.told.append(("released", lease, now))
 
+    def scheduled(self) -> None: ...
+
     def stepped(
         self,
         plan: SchedulerOutput,

@@ -29,6 +29,8 @@ class PlanKeeper:
 
     def configured(self, config: object, now: float) -> None: ...
 
+    def scheduled(self) -> None: ...
+
     def stepped(
         self, plan: SchedulerOutput, output: object, progress: object, scheduled_at: float, updated_at: float
     ) -> None:

@@ -25,9 +25,11 @@ from maitred.testing.conformance import (
     CHECKS,
     STEP_PROPERTIES,
     PolicyFault,
+    check_busy_lane,
     check_determinism,
     check_endless_load,
     check_fair_share,
+    check_lanes,
     check_policy,
     check_statement,
     check_steps,
@@ -81,6 +83,16 @@ def test_two_runs_make_equal_plans(name: str, scenario: Scenario):
 @for_every_policy(40)
 def test_a_swap_of_policy_costs_nobody_the_age_it_has(name: str, scenario: Scenario):
     check_swap(POLICIES[name], scenario)
+
+
+@for_every_policy(40)
+def test_chats_and_batches_of_several_lanes_keep_all_of_it_under_one_policy(name: str, scenario: Scenario):
+    check_lanes(POLICIES[name], scenario)
+
+
+@for_every_policy(5)
+def test_in_a_lane_that_is_never_empty_nobody_starves_and_tenants_share(name: str, scenario: Scenario):
+    check_busy_lane(POLICIES[name], scenario)
 
 
 @for_every_policy(8)
@@ -266,6 +278,11 @@ BROKEN: list[tuple[PolicyFactory, str, str]] = [
     (with_counters(VirtualTokenCounters, stating=False), "fair share", "fair share"),
     (with_counters(TiesByName), "endless load", "starvation bound"),
     (mumbling, "statement", "statement"),
+    (last_come_first_served, "busy lane", "starvation bound"),
+    (strict_priority, "busy lane", "starvation bound"),
+    (honest_strict_priority, "busy lane", "starvation bound"),
+    (with_counters(ForOutputsOnly), "busy lane", "fair share"),
+    (with_global_state, "lanes", "lanes"),
 ]
 
 

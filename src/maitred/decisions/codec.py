@@ -30,8 +30,9 @@ from maitred.errors import ConfigError
 from maitred.request import FinishReason, RequestSpec, RequestState
 from maitred.step import BlockCopy, NewRequest, RequestProgress, ScheduledRow, SchedulerOutput
 
-VERSION = 8
-READABLE = (5, 6, 7, 8)  # 5 had no forced tokens, 6 not what decides the number of drafts, 7 no KV from elsewhere
+VERSION = 9
+READABLE = (5, 6, 7, 8, 9)
+"""5 had no forced tokens, 6 not what decides the number of drafts, 7 no KV from elsewhere, 8 no tensor requests."""
 
 
 class Header(msgspec.Struct, frozen=True):
@@ -85,9 +86,16 @@ class _Frame(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     events: tuple[Event, ...] = ()
 
 
+class _LongFrame(_Frame, frozen=True, array_like=True, omit_defaults=True):
+    """One during which something happened, or of events alone; the others are written without these fields."""
+
+    during: tuple[Event, ...] = ()
+    taken: bool = True
+
+
 _encode = msgspec.msgpack.Encoder().encode
 _decode_header = msgspec.msgpack.Decoder(Header).decode
-_decode_frame = msgspec.msgpack.Decoder(_Frame).decode
+_decode_frame = msgspec.msgpack.Decoder(_LongFrame).decode
 
 
 class _Logged:
@@ -119,6 +127,7 @@ class LogEncoder:
         plan = record.plan
         gone, self._leaving = self._leaving, []
         events = tuple([self._event(event) for event in record.events])  # first, for they name the newcomers
+        during = tuple([self._event(event) for event in record.during])
         known = self._known
         frame = _Frame(
             scheduled_at=record.scheduled_at,
@@ -132,6 +141,8 @@ class LogEncoder:
             swap_ins=plan.swap_ins,
             events=events,
         )
+        if during or not record.taken:
+            frame = _LongFrame(**msgspec.structs.asdict(frame), during=during, taken=record.taken)
         for logged in gone:
             if known.get(logged.request.request_id) is logged:  # else the id was taken anew
                 del known[logged.request.request_id]
@@ -195,7 +206,8 @@ class LogDecoder:
         """Raises msgspec.MsgspecError, or LookupError or ValueError when its parts do not fit each other."""
         frame = _decode_frame(data)
         specs = self._specs
-        specs += [replace(event.spec, block_hashes=()) for event in frame.events if isinstance(event, Arrived)]
+        arrived = [event for event in (*frame.events, *frame.during) if isinstance(event, Arrived)]
+        specs += [replace(event.spec, block_hashes=()) for event in arrived]
         rows = tuple(
             [
                 ScheduledRow(specs[number].request_id, *columns)
@@ -211,13 +223,15 @@ class LogDecoder:
             swap_outs=frame.swap_outs,
             swap_ins=frame.swap_ins,
         )
-        self._step += 1
+        self._step += frame.taken
         return Step(
             scheduled_at=frame.scheduled_at,
             updated_at=frame.updated_at,
             plan=plan,
             events=frame.events,
             outcomes=tuple(_outcomes(rows, frame.outcomes)),
+            during=frame.during,
+            taken=frame.taken,
         )
 
 

@@ -1,9 +1,9 @@
 """Records of the decision log: all that a fresh scheduler needs to make the plans of a run again (`replay`).
 
 For each step it holds what the scheduler was told since the step before (arrivals, ends, changes of policy and
-config, KV that comes from elsewhere or is held for others), `now`, the plan, and the outcome as far as scheduling
-depends on it (how many tokens, why a request ended, names of blocks that output filled). Shortened block hashes stand
-for tokens: no token, text or key is in it.
+config, KV that comes from elsewhere or is held for others, tensor requests and their batches), `now`, the plan, what it
+was told during the step, and the outcome as far as scheduling depends on it (how many tokens, why a request ended,
+names of blocks that output filled). Shortened block hashes stand for tokens: no token, text or key is in it.
 `codec` makes bytes of it, `storage/decision_files` keeps them in files.
 """
 
@@ -20,6 +20,7 @@ from maitred.cost_model import CostModel
 from maitred.request import DEFAULT_SAMPLING, FinishReason, RequestSpec, RequestState, SamplingParams
 from maitred.scheduler.swap import SwapCosts
 from maitred.step import ModelOutput, RequestProgress, SchedulerOutput
+from maitred.tensor_request import Batch, BatchOutcome, BatchRules, TensorSpec
 
 WITH_PROMPT_LOGPROBS = SamplingParams(prompt_logprobs=0)  # such a request uses no prefix cache
 DIGEST_BYTES = (
@@ -98,7 +99,57 @@ class Released(msgspec.Struct, frozen=True, tag="released"):
     lease: str
 
 
-Told = Ended | Configured | Measured | StepsMeasured | Reserved | Accepted | KvArrived | Held | Released
+class ModelLoaded(msgspec.Struct, frozen=True, tag="model_loaded"):
+    """A tensor model takes requests from now on, or is batched by other rules."""
+
+    now: float
+    name: str
+    version: int
+    rules: BatchRules
+
+
+class ModelUnloaded(msgspec.Struct, frozen=True, tag="model_unloaded"):
+    now: float
+    name: str
+    version: int
+
+
+class TensorArrived(msgspec.Struct, frozen=True, tag="tensor_arrived"):
+    now: float
+    spec: TensorSpec
+
+
+class TensorEnded(msgspec.Struct, frozen=True, tag="tensor_ended"):
+    """Ended from outside, or given up while its batch runs."""
+
+    now: float
+    request_id: str
+    reason: FinishReason
+
+
+class TensorsExpired(msgspec.Struct, frozen=True, tag="tensors_expired"):
+    """Some ran out of time."""
+
+    now: float
+
+
+class Dispatched(msgspec.Struct, frozen=True, tag="dispatched"):
+    """Batches that went; a call that sent none is not told of."""
+
+    now: float
+    batches: tuple[Batch, ...]
+
+
+class Completed(msgspec.Struct, frozen=True, tag="completed"):
+    """What came of a batch, by its number."""
+
+    now: float
+    number: int
+    outcome: BatchOutcome
+
+
+TensorEvent = ModelLoaded | ModelUnloaded | TensorArrived | TensorEnded | TensorsExpired | Dispatched | Completed
+Told = Ended | Configured | Measured | StepsMeasured | Reserved | Accepted | KvArrived | Held | Released | TensorEvent
 Event = Arrived | Told
 
 
@@ -115,13 +166,17 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 class Step(msgspec.Struct, frozen=True):
-    """`events` since the step before, then schedule(scheduled_at), then update(..., updated_at)."""
+    """`events` since the step before, then schedule(scheduled_at), then what happened `during` the step, then
+    update(..., updated_at). Or events alone, where no step was `taken`.
+    """
 
     scheduled_at: float
     updated_at: float
     plan: SchedulerOutput  # tokens and sampling, which take no part in equality, are empty
     events: tuple[Event, ...] = ()
     outcomes: tuple[Outcome, ...] = ()
+    during: tuple[Event, ...] = ()
+    taken: bool = True
 
 
 class Arrival(NamedTuple):
@@ -149,6 +204,12 @@ class StepRecord(NamedTuple):
     progress: tuple[RequestProgress, ...]
     events: tuple[Arrival | Told, ...] = ()
     drafted: tuple[Drafted, ...] = ()
+    during: tuple[Arrival | Told, ...] = ()
+    taken: bool = True  # False: events alone; the plan is an empty one
+
+
+NO_PLAN = SchedulerOutput(step=0, rows=())
+MAX_EVENTS = 256  # that wait for a step to be written with, where batches run and no step is taken
 
 
 class Recorder:
@@ -156,7 +217,8 @@ class Recorder:
 
     def __init__(self, write: Callable[[StepRecord], object]) -> None:
         self._write = write
-        self._events: list[Arrival | Told] = []
+        self._before: list[Arrival | Told] = []
+        self._events = self._before  # where the next one goes: before the step, or to those during it
 
     def added(self, request: RequestState, now: float) -> None:
         self._events.append(Arrival(now, request, len(request.block_hashes)))
@@ -185,6 +247,42 @@ class Recorder:
     def released(self, lease: str, now: float) -> None:
         self._events.append(Released(now, lease))
 
+    def model_loaded(self, name: str, version: int, rules: BatchRules, now: float) -> None:
+        self._events.append(ModelLoaded(now, name, version, rules))
+
+    def model_unloaded(self, name: str, version: int, now: float) -> None:
+        self._events.append(ModelUnloaded(now, name, version))
+
+    def tensor_added(self, spec: TensorSpec, now: float) -> None:
+        self._events.append(TensorArrived(now, replace(spec, key_id="")))
+
+    def tensor_ended(self, request_id: str, reason: FinishReason, now: float) -> None:
+        """Also of one whose batch runs, which is not over yet."""
+        self._events.append(TensorEnded(now, request_id, reason))
+
+    def tensors_expired(self, now: float) -> None:
+        """Of `expire_tensors`, when it told of any."""
+        self._events.append(TensorsExpired(now))
+
+    def dispatched(self, batches: tuple[Batch, ...], now: float) -> None:
+        """Of `dispatch`, when it gave any."""
+        self._events.append(Dispatched(now, batches))
+
+    def completed(self, batch: Batch, outcome: BatchOutcome, now: float) -> None:
+        self._events.append(Completed(now, batch.number, outcome))
+        if len(self._before) >= MAX_EVENTS and self._events is self._before:
+            self.flush(now)
+
+    def flush(self, now: float) -> None:
+        """Writes what has happened without a step; not while one is under way."""
+        if self._before:
+            self._write(StepRecord(now, now, NO_PLAN, (), tuple(self._before), taken=False))
+            self._events = self._before = []
+
+    def scheduled(self) -> None:
+        """A step is under way: what happens from here on happened during it."""
+        self._events = []
+
     def stepped(
         self,
         plan: SchedulerOutput,
@@ -194,8 +292,11 @@ class Recorder:
         updated_at: float,
     ) -> None:
         drafted = [Drafted(row.request_id, row.num_drafts, row.num_accepted) for row in output.rows if row.num_drafts]
-        self._write(StepRecord(scheduled_at, updated_at, plan, tuple(progress), tuple(self._events), tuple(drafted)))
-        self._events = []
+        during = () if self._events is self._before else tuple(self._events)
+        self._write(
+            StepRecord(scheduled_at, updated_at, plan, tuple(progress), tuple(self._before), tuple(drafted), during)
+        )
+        self._events = self._before = []
 
 
 def arrived_of(arrival: Arrival) -> Arrived:

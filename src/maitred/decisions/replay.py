@@ -10,17 +10,25 @@ from maitred.decisions.codec import Header, read_log
 from maitred.decisions.log import (
     Accepted,
     Arrived,
+    Completed,
     Configured,
+    Dispatched,
     Ended,
     Event,
     Held,
     KvArrived,
     Measured,
+    ModelLoaded,
+    ModelUnloaded,
     Outcome,
     Released,
     Reserved,
     Step,
     StepsMeasured,
+    TensorArrived,
+    TensorEnded,
+    TensorEvent,
+    TensorsExpired,
     split_digests,
 )
 from maitred.kvcache.manager import KVCacheManager
@@ -30,6 +38,7 @@ from maitred.request import FinishReason, RequestState
 from maitred.scheduler.scheduler import Scheduler
 from maitred.scheduler.speculation import Speculation
 from maitred.step import ModelOutput, SampledRow, SchedulerOutput
+from maitred.tensor_request import Batch, TensorRequest
 
 
 class ReplayedStep(NamedTuple):
@@ -38,15 +47,16 @@ class ReplayedStep(NamedTuple):
     step: Step
     replayed: SchedulerOutput
     scheduler: Scheduler
+    batches: str | None = None  # how batches that went before or during it differ, in words
 
     @property
     def equal(self) -> bool:
-        return self.step.plan == self.replayed
+        return self.batches is None and self.step.plan == self.replayed
 
     @property
     def difference(self) -> str | None:
         """The first one, in words."""
-        words = _difference("plan", self.step.plan, self.replayed)
+        words = self.batches or _difference("plan", self.step.plan, self.replayed)
         return None if words is None else f"step {self.step.plan.step}: {words}"
 
 
@@ -140,20 +150,55 @@ def replay(frames: Iterable[bytes], policies: Mapping[str, PolicyFactory] = POLI
     header, steps = read_log(frames)
     outcomes = LoggedOutcomes()
     scheduler = fresh_scheduler(header, outcomes, policies)
+    running: dict[int, Batch] = {}
     for step in steps:
-        for event in step.events:
-            _apply(event, scheduler)
-        outcomes.set_plan(step.plan)
-        replayed = ReplayedStep(step, scheduler.schedule(step.scheduled_at), scheduler)
+        batches, plan = _apply_all(step.events, scheduler, running), step.plan
+        if step.taken and batches is None:
+            outcomes.set_plan(step.plan)
+            plan = scheduler.schedule(step.scheduled_at)
+            batches = _apply_all(step.during, scheduler, running) if plan == step.plan else None
+        replayed = ReplayedStep(step, plan, scheduler, batches)
         yield replayed
         if not replayed.equal:
             return
-        scheduler.update(replayed.replayed, outcomes.set_step(step.outcomes), step.updated_at)
+        if step.taken:
+            scheduler.update(replayed.replayed, outcomes.set_step(step.outcomes), step.updated_at)
 
 
 def first_difference(frames: Iterable[bytes]) -> str | None:
     """Where the replay of a log leaves the record, in words; None when every plan is equal."""
     return next((step.difference for step in replay(frames) if not step.equal), None)
+
+
+def _apply_all(events: Iterable[Event], scheduler: Scheduler, running: dict[int, Batch]) -> str | None:
+    """The first difference of the batches that go, in words; `running` are those under way, by number."""
+    for event in events:
+        if isinstance(event, Dispatched):
+            dispatched = scheduler.dispatch(event.now)
+            if dispatched != event.batches:
+                return _difference("batches", event.batches, dispatched)
+            running |= {batch.number: batch for batch in dispatched}
+        elif isinstance(event, Completed):
+            scheduler.completed(running.pop(event.number), event.outcome, event.now)
+        elif isinstance(event, TensorEvent):
+            _apply_tensor(event, scheduler)
+        else:
+            _apply(event, scheduler)
+    return None
+
+
+def _apply_tensor(event: TensorEvent, scheduler: Scheduler) -> None:
+    match event:
+        case ModelLoaded(_, name, version, rules):
+            scheduler.lanes.load(name, version, rules)
+        case ModelUnloaded(_, name, version):
+            scheduler.lanes.unload(name, version)
+        case TensorArrived(now, spec):
+            scheduler.add_tensor(TensorRequest(spec), now)
+        case TensorEnded(now, request_id, reason):
+            scheduler.finish(request_id, reason, now)
+        case TensorsExpired(now):
+            scheduler.expire_tensors(now)
 
 
 def _apply(event: Event, scheduler: Scheduler) -> None:

@@ -57,6 +57,9 @@ class StepObserver(Protocol):
 
     def released(self, lease: str, now: float) -> None: ...
 
+    def scheduled(self) -> None:
+        """A step is under way; what is told from here until `stepped` happened during it."""
+
     def stepped(
         self,
         plan: SchedulerOutput,
@@ -309,6 +312,8 @@ class EngineCore:
         scheduled_at = self._clock.now()
         expired = self._expire(scheduled_at)
         plan = self._scheduler.schedule(scheduled_at)
+        if self._observer is not None:
+            self._observer.scheduled()
         self._tell_given_up()
         self._tell_evicted()
         self._host_shares.started(plan.new_requests, self.host_s)

@@ -8,7 +8,7 @@ from typing import Any, Generic
 from maitred.policy.policy import Policy
 from maitred.policy.prefix_watch import PrefixWatch
 from maitred.policy.queue import Q, RequestQueue
-from maitred.policy.queued import NO_KV_NEED, KVNeed, UsedQuanta
+from maitred.policy.queued import NO_KV_NEED, KVNeed, Queued, UsedQuanta
 
 RESCORE_WINDOW = 64  # most requests that one step scores again because the prefix cache changed
 
@@ -26,6 +26,7 @@ class ServiceOrder(Generic[Q]):
         self._kv_needs = policy.kv_needs if policy.kv_needs is not None else {}
         self._watch = PrefixWatch() if policy.kv_needs is not None else None
         self._num_rescores_left = RESCORE_WINDOW
+        self.on_rank_fall: Callable[[str], None] | None = None  # told of groups, for other queues under the policy
 
     def successor(self, policy: Policy, running: Iterable[Q], withdrawn: Iterable[Q] = ()) -> ServiceOrder[Q]:
         """The same requests, waiting, running and withdrawn, ordered by another policy. Keys are made of what a request
@@ -74,7 +75,7 @@ class ServiceOrder(Generic[Q]):
     def admit(self, request: Q) -> tuple[Any, ...]:
         """As `enqueue`, of one that is `started` before it has waited; gives its key."""
         if self.policy.groups is not None:
-            self.policy.groups.on_queued(request)
+            self.tell_groups(self.policy.groups.on_queued, request)
         key = self.keys.get(request.request_id)
         if self._watch is not None and (key is None or self.policy.resumed is not None):
             self._look_for_kv(request, self._watch)
@@ -134,8 +135,23 @@ class ServiceOrder(Generic[Q]):
                 self._watch.forget(request_id)
         rule = self.policy.groups
         if rule is not None:
-            rule.on_finished(request)
+            self.tell_groups(rule.on_finished, request)
             self.queue.note_rank(rule.group_of(request))
+
+    def tell_groups(self, hook: Callable[[Queued], None], request: Queued) -> None:
+        """Calls `on_queued` or `on_finished` of the policy's groups, and tells all queues if a rank falls by it: a rise
+        is noticed where it matters.
+        """
+        rule = self.policy.groups
+        if self.on_rank_fall is None or rule is None:
+            hook(request)
+            return
+        group = rule.group_of(request)
+        before = rule.rank(group)
+        hook(request)
+        if rule.rank(group) < before:
+            self.queue.note_rank(group)
+            self.on_rank_fall(group)
 
     def issued(self, requests: Iterable[Q], amounts: Iterable[int]) -> None:
         """A plan computes so much of each: tells the groups what service they get. Ranks only rise by that;

@@ -109,6 +109,11 @@ class RequestQueue(Generic[Q]):
         heap = self._first_heap()
         return heap[0].request if heap else None
 
+    def peek_placed(self) -> tuple[Rank, str, Q] | None:
+        """The rank and the name of the next request's group, and the request, which stays in the queue."""
+        heap = self._first_heap()
+        return (*self._groups[0], heap[0].request) if heap else None
+
     def pop(self) -> Q:
         """Takes out the next request. Raises IndexError when there is none."""
         heap = self._first_heap()
@@ -139,22 +144,23 @@ class RequestQueue(Generic[Q]):
 
     def _first_heap(self) -> list[_Entry[Q]] | None:
         """The heap of the group that is served next, with a living entry on top."""
-        while self._groups:
-            rank, group = self._groups[0]
-            if self._listed.get(group) != rank:
-                heappop(self._groups)  # the group was listed anew with a smaller rank
+        groups, listed, rank_of = self._groups, self._listed, self._rule.rank
+        while groups:
+            rank, group = groups[0]
+            if listed.get(group) != rank:
+                heappop(groups)  # the group was listed anew with a smaller rank
+                continue
+            current = rank_of(group)
+            if current != rank:
+                listed[group] = current
+                heapreplace(groups, (current, group))
                 continue
             heap = self._heaps[group]
             self._drop_removed(heap)
-            if not heap:
-                heappop(self._groups)
-                del self._heaps[group], self._listed[group]
-                continue
-            current = self._rule.rank(group)
-            if current == rank:
+            if heap:
                 return heap
-            self._listed[group] = current
-            heapreplace(self._groups, (current, group))
+            heappop(groups)
+            del self._heaps[group], listed[group]
         return None
 
     def _drop_removed(self, heap: list[_Entry[Q]]) -> None:

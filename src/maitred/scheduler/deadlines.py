@@ -4,39 +4,58 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from heapq import heapify, heappop, heappush
-from typing import NamedTuple
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
-from maitred.request import FinishReason, RequestState
+from maitred.request import FinishReason
 
 MIN_DEAD_ENTRIES = 64  # below this a heap with ended requests in it is not worth compacting
 
 
-class _Entry(NamedTuple):
+class Due(Protocol):
+    """A request as far as its deadlines go."""
+
+    @property
+    def start_by(self) -> float | None: ...
+
+    @property
+    def finish_by(self) -> float | None: ...
+
+    @property
+    def first_scheduled_at(self) -> float | None: ...
+
+    @property
+    def finished(self) -> bool: ...
+
+
+R = TypeVar("R", bound=Due)
+
+
+class _Entry(NamedTuple, Generic[R]):
     due_at: float
     sequence: int  # unique, so that ties go by arrival and requests are never compared
-    request: RequestState
+    request: R
     reason: FinishReason
 
 
-class Deadlines:
+class Deadlines(Generic[R]):
     """`start_by` and `finish_by` of all requests that have them and have not ended."""
 
-    def __init__(self, awaits_leader: Callable[[RequestState], bool] = lambda request: False) -> None:
+    def __init__(self, awaits_leader: Callable[[R], bool] = lambda request: False) -> None:
         self._awaits_leader = awaits_leader
-        self._heap: list[_Entry] = []
+        self._heap: list[_Entry[R]] = []
         self._sequence = 0
         self._num_dead = 0  # entries of ended requests, as far as known
 
     def __len__(self) -> int:
         return len(self._heap)
 
-    def add(self, request: RequestState) -> None:
+    def add(self, request: R) -> None:
         if request.start_by is not None:
             self._push(request.start_by, request, FinishReason.QUEUE_TIMEOUT)
         if request.finish_by is not None:
             self._push(request.finish_by, request, FinishReason.TIMEOUT)
 
-    def ended(self, request: RequestState) -> None:
+    def ended(self, request: R) -> None:
         """Its entries are dropped when they surface, or when the dead outnumber the living."""
         self._num_dead += (request.start_by is not None) + (request.finish_by is not None)
         if self._num_dead > len(self._heap) // 2 + MIN_DEAD_ENTRIES:
@@ -52,7 +71,7 @@ class Deadlines:
             self._num_dead = max(0, self._num_dead - 1)
         return self._heap[0].due_at if self._heap else None
 
-    def missed(self, now: float) -> Iterator[tuple[RequestState, FinishReason]]:
+    def missed(self, now: float) -> Iterator[tuple[R, FinishReason]]:
         """Those whose time is up, the most overdue first; end each before asking for the next.
 
         A request in its first step is not late to start, nor is a sample whose leader computes the prompt already.
@@ -64,9 +83,9 @@ class Deadlines:
             elif reason is FinishReason.TIMEOUT or self._waits_to_start(request):
                 yield request, reason
 
-    def _push(self, due_at: float, request: RequestState, reason: FinishReason) -> None:
+    def _push(self, due_at: float, request: R, reason: FinishReason) -> None:
         self._sequence += 1
         heappush(self._heap, _Entry(due_at, self._sequence, request, reason))
 
-    def _waits_to_start(self, request: RequestState) -> bool:
+    def _waits_to_start(self, request: R) -> bool:
         return request.first_scheduled_at is None and not self._awaits_leader(request)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 from maitred.request import RequestState
 from maitred.scheduler.plan_builder import PlanBuilder
+from maitred.scheduler.speculation import Speculation
 from maitred.scheduler.state import SchedulerState
 
 NumDrafts = Callable[[RequestState, int], int]
@@ -38,3 +39,16 @@ def plan_drafts(state: SchedulerState, builder: PlanBuilder, lengths: Sequence[i
         )
         builder.budget -= count
         request.num_computed_tokens += count
+
+
+def speculate(state: SchedulerState, speculation: Speculation, builder: PlanBuilder) -> bool:
+    """Whether it gave the plan drafts, out of what tokens prompts leave."""
+    if state.forgotten:
+        speculation.forgotten(state.forgotten)
+    if builder.budget <= 0:
+        return False
+    lengths = speculation.lengths(builder.rows, builder.requests)
+    if not any(lengths):
+        return False
+    plan_drafts(state, builder, lengths)
+    return True

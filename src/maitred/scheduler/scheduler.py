@@ -24,9 +24,9 @@ from maitred.policy.queued import KVNeed
 from maitred.policy.rules.cost import expected_outputs
 from maitred.request import FinishReason, RequestState, RequestStatus
 from maitred.scheduler.deadlines import Deadlines
-from maitred.scheduler.drafts import NumDrafts, plan_drafts
+from maitred.scheduler.drafts import NumDrafts, plan_drafts, speculate
+from maitred.scheduler.lanes import Lanes
 from maitred.scheduler.notes import Blocked, Preemption
-from maitred.scheduler.plan_builder import PlanBuilder
 from maitred.scheduler.planning import build_plan, service_of, why_blocked
 from maitred.scheduler.reservations import NOTHING_GIVEN_UP, GivenUp, Reserved
 from maitred.scheduler.reserving import accept, arrived, can_step, hold, join_fellow, release, reserve
@@ -37,6 +37,7 @@ from maitred.scheduler.stop import StopRule, stop_at_token
 from maitred.scheduler.swap import SwapCosts
 from maitred.scheduler.update import apply_output, end, last_progress
 from maitred.step import ModelOutput, RequestProgress, SchedulerOutput
+from maitred.tensor_request import Batch, BatchOutcome, TensorRequest
 
 
 class Scheduler:
@@ -70,6 +71,7 @@ class Scheduler:
         self._drafting = False  # whether `speculation` gave the last plan drafts
         self._watch_cache()
         self._deadlines = Deadlines(self.awaits_leader)
+        self.lanes = Lanes(self._state.order, lambda: self.can_step, config.tensor_share)  # models are loaded here
         self._step = 0
         self._in_flight: list[RequestState] = []  # of the last plan, row by row
         self.blocked: Blocked | None = None  # in the last step
@@ -107,9 +109,7 @@ class Scheduler:
 
     @property
     def num_queued(self) -> int:
-        """Those that could run if there were room: neither running, nor waiting for KV, nor for the prompt of another
-        sample.
-        """
+        """Those that could run if there were room: not running, nor waiting for KV or another sample's prompt."""
         return len(self._state.order.queue) - self._state.sample_groups.num_awaiting
 
     def awaits_leader(self, request: RequestState) -> bool:
@@ -118,7 +118,7 @@ class Scheduler:
 
     def waits_to_start(self, request_id: str) -> bool:
         """Whether it is here and was in no step yet."""
-        request = self._state.requests.get(request_id)
+        request = self._state.requests.get(request_id) or self.lanes.request(request_id)
         return request is not None and request.first_scheduled_at is None
 
     @property
@@ -199,6 +199,7 @@ class Scheduler:
                 assert fewest <= len(r.block_table) <= most
         self._kv.check_invariants([*away, *running], [b for blocks in reservations.leases.values() for b in blocks])
         self._kv.check_host([*queued, *away])
+        self.lanes.check_invariants()
 
     # -- what happens to requests
 
@@ -207,7 +208,7 @@ class Scheduler:
 
         Raises PromptTooLong when it could not run even alone, InvalidRequest when its id is in use.
         """
-        if request.request_id in self._state.requests:
+        if request.request_id in self._state.requests or request.request_id in self.lanes:
             raise InvalidRequest(f"request id {request.request_id!r} is in use", param="request_id")
         self._kv.check_fits(request)
         if request.output_token_ids:
@@ -236,9 +237,13 @@ class Scheduler:
     def finish(
         self, request_id: str, reason: FinishReason, now: float, *, stop_reason: int | str | None = None
     ) -> RequestProgress | None:
-        """Ends a request for a reason found outside, such as a stop string; its last progress, or None if unknown."""
+        """Ends a request for a reason found outside, such as a stop string; its last progress. None if unknown, and
+        for a tensor request whose batch runs, with which it ends.
+        """
         request = self._state.requests.get(request_id)
-        progress = self._finish(request, reason, now, stop_reason) if request is not None else None
+        if request is None:
+            return self.lanes.finish(request_id, reason, now)
+        progress = self._finish(request, reason, now, stop_reason)
         self.given_up = self._state.reservations.take_given_up()
         return progress
 
@@ -277,6 +282,7 @@ class Scheduler:
         if config.predictor != state.config.predictor:
             state.predictor = predictor_named(config.predictor)
         state.order, state.config = order, config
+        self.lanes.reorder(order, config.tensor_share)
         self._watch_cache()
 
     # -- KV from elsewhere
@@ -324,7 +330,7 @@ class Scheduler:
         if self._num_drafts is not None:
             plan_drafts(state, builder, [self._num_drafts(one, len(builder.rows)) for one in builder.requests])
         elif self._speculation is not None:
-            self._drafting = self._speculate(self._speculation, builder)
+            self._drafting = speculate(state, self._speculation, builder)
         plan = builder.plan(self._step, state.forgotten)
         self._step += 1
         self._in_flight = builder.requests
@@ -337,7 +343,7 @@ class Scheduler:
         """Takes in the outcome of the last plan; progress of each request that got something, in the plan's order."""
         assert plan.step == self._step - 1, f"update of step {plan.step} after schedule of step {self._step - 1}"
         if self._speculation is not None and self._drafting:
-            self._learn(self._speculation, plan, output)
+            self._speculation.learn_of(plan, output)
         progress, ended = apply_output(self._state, plan, self._in_flight, output, now)
         self._in_flight = []
         # A second pass, so that blocks are freed in the plan's order whoever decided that the request ends.
@@ -346,25 +352,31 @@ class Scheduler:
             progress[index] = last_progress(progress[index], request, now)
         return progress
 
+    # -- tensor requests
+
+    def add_tensor(self, request: TensorRequest, now: float) -> None:
+        """Takes one in. Raises InvalidRequest, ModelNotFound, or Overloaded where its model's queue is full."""
+        if request.request_id in self._state.requests:
+            raise InvalidRequest(f"request id {request.request_id!r} is in use", param="request_id")
+        self.lanes.add(request, now)
+
+    def expire_tensors(self, now: float) -> list[RequestProgress]:
+        """As `expire`, of those that wait for a batch. Call it before `dispatch`."""
+        return self.lanes.expire(now)
+
+    def dispatch(self, now: float) -> tuple[Batch, ...]:
+        """All batches that may go now; also while a step is under way, and after everything that happens."""
+        return self.lanes.dispatch(now)
+
+    def completed(self, batch: Batch, outcome: BatchOutcome, now: float) -> list[RequestProgress]:
+        """Takes in the outcome of a batch; the last progress of those that may be told."""
+        return self.lanes.completed(batch, outcome, now)
+
+    def next_wake(self, now: float) -> float | None:
+        """When `expire_tensors` or `dispatch` may have something to do (s), if nothing happens before."""
+        return self.lanes.next_wake(now)
+
     # -- small things
-
-    def _speculate(self, speculation: Speculation, builder: PlanBuilder) -> bool:
-        """Whether it gave the plan drafts, out of what tokens prompts leave."""
-        if self._state.forgotten:
-            speculation.forgotten(self._state.forgotten)
-        if builder.budget <= 0:
-            return False
-        lengths = speculation.lengths(builder.rows, builder.requests)
-        if not any(lengths):
-            return False
-        plan_drafts(self._state, builder, lengths)
-        return True
-
-    def _learn(self, speculation: Speculation, plan: SchedulerOutput, output: ModelOutput) -> None:
-        drafted = {row.request_id: row for row in plan.rows if row.num_drafts}
-        for result in output.rows if drafted else ():
-            if result.request_id in drafted and result.token_ids:
-                speculation.learn(drafted[result.request_id], result)
 
     def _watch_cache(self) -> None:
         order = self._state.order
@@ -388,4 +400,4 @@ class Scheduler:
 
 def _rules_of(config: SchedulerConfig) -> SchedulerConfig:
     """What a policy is made of: all but the limits and the predictor."""
-    return replace(config, max_num_seqs=1, max_num_batched_tokens=1, predictor="max_tokens")
+    return replace(config, max_num_seqs=1, max_num_batched_tokens=1, predictor="max_tokens", tensor_share=1.0)

@@ -16,7 +16,7 @@ from math import inf
 from maitred.cost_model import CostModel, shape_of
 from maitred.policy.rules.cost import expected_outputs
 from maitred.request import RequestState
-from maitred.step import SampledRow, ScheduledRow
+from maitred.step import ModelOutput, SampledRow, ScheduledRow, SchedulerOutput
 
 MEMORY = 0.97
 """Weight of what a request's drafts showed one step before, beside what they show now."""
@@ -133,6 +133,13 @@ class Speculation:
                 lengths[index] = length
         trial_s = 2 * step.base_s * max(share_lost, LEAST_LOST) if any(lengths) else self._trial_s(step)
         return _Decided(costs, num_tokens, rows[0].request_id, rows[-1].request_id, step, lengths, trial_s)
+
+    def learn_of(self, plan: SchedulerOutput, output: ModelOutput) -> None:
+        """What came of a plan's drafts."""
+        drafted = {row.request_id: row for row in plan.rows if row.num_drafts}
+        for result in output.rows if drafted else ():
+            if result.request_id in drafted and result.token_ids:
+                self.learn(drafted[result.request_id], result)
 
     def learn(self, row: ScheduledRow, result: SampledRow) -> None:
         """What came of a row with drafts."""

@@ -1,0 +1,212 @@
+"""Tensor request: what was asked of a model without tokens, what its scheduler knows, and the batch that it runs in.
+
+Here are no tensors: inputs and outputs stay with whoever runs the batch, and are found by request id.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import msgspec
+
+from maitred.request import Charges, FinishReason, RequestStatus, RequestTiming
+
+
+class LaneKey(NamedTuple):
+    """Lane: what may share a batch."""
+
+    model: str
+    version: int
+    bucket: str = ""  # of shapes; unlike ones share no batch
+
+
+class TensorSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What was asked of a tensor model. It never changes, crosses processes and is logged as it stands."""
+
+    request_id: str
+    arrived_at: float  # s, Clock.now() at admission; of a step of an ensemble, that of the whole
+    lane: LaneKey
+    num_rows: int = 1  # of the model's batch dimension
+    work: float = 1.0  # predicted seconds of computing, as input tokens at the measured prefill rate
+    level: int = 0  # Triton's priority, 1 is most urgent; 0 is the model's default level
+    timeout_s: float | None = None  # for the queue, where the model lets a request have its own
+    priority: int = 0  # for the policy, as a chat's: 0 is most urgent
+    tenant: str = ""
+    weight: float = 1.0  # of its tenant
+    ttft_slo_s: float | None = None  # objective (s) from arrival to the answer
+    start_by: float | None = None  # s, Clock.now(): given up if it is in no batch by then
+    finish_by: float | None = None  # s, Clock.now(): given up if it is not done by then
+    key_id: str = ""  # of the API key that asked; for the ledger alone
+
+
+@dataclass(slots=True, eq=False)
+class TensorRequest:
+    """A tensor request in its scheduler, which alone writes here. To a policy (`policy.queued.Queued`) its inputs are
+    its work in tokens, and its answer is one output.
+    """
+
+    spec: TensorSpec
+    request_id: str = field(init=False)
+    arrived_at: float = field(init=False)
+    num_inputs: int = field(init=False)
+    start_by: float | None = field(init=False)  # the spec's, or the model's timeout if that is earlier
+    queued_at: float = 0.0  # s, when it came to its lane: a batch waits for others from here on
+    level: int = 0  # of the model's priority levels, resolved; 0 where it has none
+    behind: bool = False  # its timeout is over, and it waits behind those of its level whose is not
+    key: tuple[Any, ...] = ()  # by the policy
+    status: RequestStatus = RequestStatus.WAITING  # RUNNING until its answer may be told
+    num_computed: int = 0
+    num_losses: int = 0  # batches that were lost with it
+    compute_us: int = 0  # its part of the time of its batches
+    in_order: bool = False  # its answer comes after those of its tenant's requests before it
+    answered: bool = False  # its batch is done; it waits for the answers before its own
+    finish_reason: FinishReason | None = None  # set while it runs if it was given up meanwhile
+    error: str | None = None
+    first_scheduled_at: float | None = None  # s
+    finished_at: float | None = None  # s
+
+    def __post_init__(self) -> None:
+        self.request_id, self.arrived_at = self.spec.request_id, self.spec.arrived_at
+        self.num_inputs, self.start_by = max(1, round(self.spec.work)), self.spec.start_by
+
+    @property
+    def num_rows(self) -> int:
+        return self.spec.num_rows
+
+    @property
+    def tenant(self) -> str:
+        return self.spec.tenant
+
+    @property
+    def weight(self) -> float:
+        return self.spec.weight
+
+    @property
+    def priority(self) -> int:
+        return self.spec.priority
+
+    @property
+    def ttft_slo_s(self) -> float | None:
+        return self.spec.ttft_slo_s
+
+    @property
+    def finish_by(self) -> float | None:
+        return self.spec.finish_by
+
+    @property
+    def max_outputs(self) -> int:
+        return 1
+
+    @property
+    def expected_outputs(self) -> float | None:
+        return 1.0
+
+    @property
+    def num_outputs(self) -> int:
+        return 0
+
+    @property
+    def block_hashes(self) -> tuple[bytes, ...]:
+        return ()
+
+    @property
+    def finished(self) -> bool:
+        return self.status is RequestStatus.FINISHED
+
+    @property
+    def charges(self) -> Charges:
+        return Charges(
+            first_scheduled_at=self.first_scheduled_at, num_rows=self.spec.num_rows, compute_us=self.compute_us
+        )
+
+    @property
+    def timing(self) -> RequestTiming:
+        """Of one that has finished: waiting, and from its first batch to the answer."""
+        assert self.finished_at is not None
+        scheduled = self.finished_at if self.first_scheduled_at is None else self.first_scheduled_at
+        whole_s = self.finished_at - self.arrived_at
+        return RequestTiming(
+            queue_s=scheduled - self.arrived_at, prefill_s=self.finished_at - scheduled, decode_s=0.0, ttft_s=whole_s
+        )
+
+
+class Batch(NamedTuple):
+    """Requests that one instance of a model runs together; plain and immutable."""
+
+    number: int  # 0, 1, 2 ... of this scheduler
+    lane: LaneKey
+    instance: int  # of the model
+    request_ids: tuple[str, ...]  # their rows in this order
+    num_rows: int
+
+
+class BatchOutcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What came of a batch. The outputs are where the inputs were."""
+
+    compute_us: int = 0  # the instance was busy so long
+    error: str | None = None  # of all of it
+    errors: tuple[tuple[str, str], ...] = ()  # (request id, what was wrong) of some of its requests
+    lost: bool = False  # the instance died or hung: its requests run again
+
+
+# ---- how a model is batched, after Triton's model_config.proto
+
+
+class QueueRules(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """ModelQueuePolicy: who may wait, of a model or of one of its priority levels."""
+
+    max_size: int = 0  # requests; 0 has no limit
+    timeout_s: float = 0.0  # 0 has none
+    delays: bool = False  # after its timeout a request waits behind the others (DELAY); else it is given up (REJECT)
+    allow_override: bool = False  # requests may have an earlier timeout of their own
+
+    def timeout_of(self, spec: TensorSpec) -> float:
+        """s; 0 has none. A request's own only shortens the model's, as with Triton."""
+        own = spec.timeout_s
+        if self.allow_override and own is not None and 0.0 < own < self.timeout_s:
+            return own
+        return self.timeout_s
+
+
+class Instance(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One of ModelInstanceGroup, with its ModelRateLimiter where that is on."""
+
+    resources: tuple[tuple[str, int], ...] = ()  # how many it holds while it runs; named with the device if not global
+    weight: int = 1  # ModelRateLimiter.priority: twice the weight, half the turns
+
+
+DEFAULT_QUEUE = QueueRules()
+
+
+class BatchRules(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How a model's requests become batches: ModelDynamicBatching, max_batch_size and its instances."""
+
+    max_batch_size: int = 0  # rows; 0 is a model without a batch dimension
+    dynamic: bool = False  # without it each request runs alone
+    preferred_sizes: tuple[int, ...] = ()  # rows; none is max_batch_size alone
+    delay_s: float = 0.0  # the longest that a request waits for others
+    auto_delay: bool = False  # the delay follows arrivals and measured batch times instead
+    preserve_ordering: bool = False  # a tenant's answers come in the order of its requests
+    num_levels: int = 0  # of priority; 0 has none
+    default_level: int = 0
+    queue: QueueRules = DEFAULT_QUEUE
+    level_queues: tuple[tuple[int, QueueRules], ...] = ()
+    instances: tuple[Instance, ...] = (Instance(),)
+    machine_share: float = 1.0  # of the machine, what a running instance takes: its threads over all
+
+    @property
+    def batches(self) -> bool:
+        return self.dynamic and self.max_batch_size > 1
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Preferred ones, ascending."""
+        return tuple(sorted(set(self.preferred_sizes))) or (self.max_batch_size,)
+
+    def level_of(self, spec: TensorSpec) -> int:
+        """Of one that names none, or one that there is not, the default."""
+        return spec.level if 1 <= spec.level <= self.num_levels else self.default_level
+
+    def queue_of(self, level: int) -> QueueRules:
+        return dict(self.level_queues).get(level, self.queue)
