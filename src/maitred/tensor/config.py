@@ -1,4 +1,4 @@
-"""ModelConfig of Triton: read from `config.pbtxt` (protobuf text), told as JSON, and as the tensors that it declares."""
+"""ModelConfig of Triton: read from `config.pbtxt` (protobuf text), told as JSON, and as the tensors it declares."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain
+from itertools import chain, pairwise
 from math import prod
 
 from maitred.tensor.config import ANY_MESSAGE, WILDCARD, parameters_of, refusals
@@ -31,9 +31,13 @@ def faults(config: ANY_MESSAGE) -> tuple[str, ...]:
     return (*refusals(config), *chain.from_iterable(rule(config) for rule in RULES))
 
 
+def is_ensemble(config: ANY_MESSAGE) -> bool:
+    return bool(config.platform == ENSEMBLE or config.HasField("ensemble_scheduling"))
+
+
 def backend_rule(config: ANY_MESSAGE) -> Iterator[str]:
     backend, platform = config.backend, config.platform
-    if platform == ENSEMBLE or config.HasField("ensemble_scheduling"):
+    if is_ensemble(config):
         if backend:
             yield f"an ensemble has no backend, and this one has {backend!r}"
         if platform != ENSEMBLE:
@@ -104,7 +108,7 @@ def _are_dims(dims: Sequence[int]) -> bool:
 def _counts(dims: list[int]) -> list[int]:
     """Elements between the dimensions of any length: [2, 4, -1, 6] and [8, -1, 6] both have 8 and 6."""
     at = [-1, *(i for i, dim in enumerate(dims) if dim == WILDCARD), len(dims)]
-    return [prod(dims[start + 1 : end]) for start, end in zip(at, at[1:], strict=False)]
+    return [prod(dims[start + 1 : end]) for start, end in pairwise(at)]
 
 
 def version_rule(config: ANY_MESSAGE) -> Iterator[str]:
@@ -126,7 +130,8 @@ def instances_rule(config: ANY_MESSAGE) -> Iterator[str]:
             yield f"{where}.gpus needs kind KIND_GPU"
         for resource in group.rate_limiter.resources:
             if not resource.name or resource.count == 0:
-                yield f"{where}.rate_limiter: a resource needs a name and a count, not {resource.name!r} {resource.count}"
+                given = f"{resource.name!r} and {resource.count}"
+                yield f"{where}.rate_limiter: a resource has a name and a count of 1 or more, not {given}"
 
 
 def batching_rule(config: ANY_MESSAGE) -> Iterator[str]:
@@ -190,7 +195,8 @@ def _control_faults(batching: ANY_MESSAGE) -> Iterator[str]:
 
 
 def _one_control(control: ANY_MESSAGE) -> Iterator[str]:
-    pairs = [list(each) for each in (control.int32_false_true, control.fp32_false_true, control.bool_false_true) if each]
+    given = (control.int32_false_true, control.fp32_false_true, control.bool_false_true)
+    pairs = [values for values in given if values]
     if control.kind == _CONTROLS["CONTROL_SEQUENCE_CORRID"]:
         allowed = [DATA_TYPES[name] for name in _CORRELATION_IDS]
         if pairs:

@@ -1,7 +1,7 @@
 """The fields of Triton's ModelConfig, once: their names and numbers, and what is done with each.
 
-`=` is honoured. `~` is a hint: it changes how fast a model runs elsewhere, never what it answers, and is told as ignored. `!`
-would change answers and is not built: a model that sets it is refused by name.
+`=` is honoured. `~` is a hint: it changes how fast a model runs elsewhere, never what it answers; told as ignored.
+`!` would change answers and is not built: a model that sets it is refused by name.
 Source of names and numbers: protobuf/model_config.proto of Triton Inference Server's repository `common`.
 """
 

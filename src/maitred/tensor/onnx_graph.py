@@ -73,7 +73,7 @@ ELEMENT_TYPES: Mapping[int, str] = {  # ONNX's numbers of types, as a config nam
 
 @dataclass(frozen=True, slots=True)
 class GraphTensor:
-    """An input or output of a graph, batch and all; -1 is a dimension of any length, and None an unknown number of them."""
+    """An input or output of a graph, batch and all. -1 is a dimension of any length, None an unknown number of them."""
 
     name: str
     data_type: str  # TYPE_FP32

@@ -8,8 +8,8 @@
       ~ 5 {string:Value} values     a map
       = 1 bool zero @data           a member of the oneof `data`
 
-The mark may be left out. Types are scalars, or the whole dotted name of a message or an enum of the table. Classes live in a
-descriptor pool of their own, so that they never meet those of another package with the same names.
+The mark may be left out. Types are scalars, or the whole dotted name of a message or an enum of the table. Classes
+live in a descriptor pool of their own, so that they never meet those of another package with the same names.
 """
 
 from __future__ import annotations
@@ -64,9 +64,10 @@ def read_schema(package: str, table: str) -> Schema:
     schema, opened = Schema(package), ("", "")
     for line in filter(None, map(str.strip, table.splitlines())):
         head, _, name = line.partition(" ")
-        if head in ("message", "enum"):
-            opened = head, name
-            (schema.messages if head == "message" else schema.enums)[name] = [] if head == "message" else {}  # type: ignore[assignment]
+        if head == "message":
+            opened, schema.messages[name] = (head, name), []
+        elif head == "enum":
+            opened, schema.enums[name] = (head, name), {}
         elif opened[0] == "enum":
             schema.enums[opened[1]][name] = int(head)
         else:
@@ -147,8 +148,9 @@ def _oneof(message: Any, name: str) -> int:
 
 
 def marked_fields(schema: Schema, message: Any, path: str = "") -> Iterator[tuple[str, Field]]:
-    """Each field of the table that is set in a message, outermost first, with where it stands; only `=` is gone into."""
-    lines = {line.name: line for line in schema.messages[message.DESCRIPTOR.full_name.removeprefix(schema.package + ".")]}
+    """Each field that is set in a message, outermost first, and where it stands; those marked `=` are gone into."""
+    name = message.DESCRIPTOR.full_name.removeprefix(f"{schema.package}.")
+    lines = {line.name: line for line in schema.messages[name]}
     for descriptor, value in message.ListFields():
         line, where = lines[descriptor.name], f"{path}{descriptor.name}"
         yield where, line

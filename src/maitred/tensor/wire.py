@@ -1,7 +1,7 @@
 """Protobuf's wire format in a file, walked by offsets: what is not asked for is stepped over, however large it is.
 
-A model of 2 GB, whose weights nobody wants to see, costs the pages that hold the heads of its fields. The file is read and not
-mapped: one that is cut short meanwhile gives an error, not a signal.
+A model of 2 GB, whose weights nobody wants to see, costs the pages that hold the heads of its fields. The file is read
+and not mapped: one that is cut short meanwhile gives an error, not a signal.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class WireField(NamedTuple):
 
 
 class WireFile:
-    """An open file of one message. Every method raises ValueError, with the offset, where bytes end early or fit no field."""
+    """An open file of one message. Methods raise ValueError, with the offset, where bytes end early or fit no field."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
