@@ -62,16 +62,14 @@ def versions_to_serve(config: ANY_MESSAGE, present: Iterable[int]) -> tuple[int,
 
 
 def labels_of(config: ANY_MESSAGE, served: Sequence[int]) -> dict[str, int]:
-    """Labels of versions. Raises CheckpointError for one whose version is not served."""
+    """Labels of versions, of a config without faults. Raises CheckpointError for one whose version is not served."""
     parameters = parameters_of(config).items()
-    labels = {key.removeprefix(LABEL): version_of(value) for key, value in parameters if key.startswith(LABEL)}
-    found = {}
+    labels = {key.removeprefix(LABEL): int(value) for key, value in parameters if key.startswith(LABEL)}
     for label, version in labels.items():
         if version not in served:
             told = ", ".join(map(str, served))
             raise CheckpointError(f"parameters {LABEL + label!r} names version {version}, and served are: {told}")
-        found[label] = version
-    return found
+    return labels
 
 
 # ---- the index

@@ -17,7 +17,6 @@ from maitred.tensor.repository import Fingerprint, Scan, labels_of, version_of, 
 
 CONFIG = "config.pbtxt"
 MODEL_FILE = "model.onnx"  # in a folder that a version has in the file's place
-MOST_FILES = 100_000  # of one model's folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +63,12 @@ def _fingerprint(folder: Path) -> Fingerprint:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """Links are followed, as those of a mounted volume are; at most MOST_FILES, so that one in a circle ends."""
-    count = 0
-    for root, _, names in os.walk(folder, followlinks=True):
-        for name in names:
-            count += 1
-            if count > MOST_FILES:
-                return
-            yield Path(root, name)
+    """Links are followed, as those of a mounted volume are; a folder that two of them lead to is walked once."""
+    walked: set[str] = set()
+    for root, folders, names in os.walk(folder, followlinks=True):
+        walked.add(os.path.realpath(root))
+        folders[:] = [name for name in sorted(folders) if os.path.realpath(os.path.join(root, name)) not in walked]
+        yield from (Path(root, name) for name in names)
 
 
 def read_config(folder: Path) -> ANY_MESSAGE:
