@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 pytest.importorskip("google.protobuf", reason="the extra tensor brings it")
@@ -22,6 +24,7 @@ from maitred.tensor.config import (
     written,
 )
 from maitred.tensor.config_fields import SCHEMA, ModelConfig
+from maitred.tensor.config_page import with_fields
 
 RANKER = """
 # a ranker, as its owner wrote it
@@ -192,3 +195,8 @@ def back(field, value):
     if field.key is not None:
         return {key if field.key == "string" else int(key): one(each) for key, each in value.items()}
     return [one(each) for each in value] if field.repeated else one(value)
+
+
+def test_the_page_tells_what_is_done_with_each_field():
+    page = (Path(__file__).parents[2] / "docs" / "tensor.md").read_text()
+    assert with_fields(page) == page, "write it anew: python -m maitred.tensor.config_page docs/tensor.md"
