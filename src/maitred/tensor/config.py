@@ -12,7 +12,7 @@ from maitred.tensor.config_fields import DATA_TYPES, SCHEMA, ModelConfig
 from maitred.tensor.schema import marked_fields
 
 # Without this package maitred.tensor.schema has raised already.
-from google.protobuf import text_format  # isort: skip
+from google.protobuf import json_format, text_format  # isort: skip
 
 MOST_BYTES = 4 << 20  # of a config.pbtxt; the largest of Triton's own are under 100 kB
 MOST_OF_REASON = 300  # characters; the parser quotes what it could not read
@@ -51,6 +51,15 @@ def parse_config(content: bytes, source: str) -> ANY_MESSAGE:
     except (ValueError, RecursionError) as error:  # a string that is no UTF-8, or far too many brackets
         raise CheckpointError(f"{source}: {error}") from None
     return config
+
+
+def config_from_json(text: str, name: str) -> ANY_MESSAGE:
+    """The ModelConfig of a request to load the model `name`. Raises CheckpointError."""
+    try:
+        return json_format.Parse(text, ModelConfig())
+    except (json_format.ParseError, RecursionError) as error:
+        reason = " ".join(str(error).split())[:MOST_OF_REASON]
+        raise CheckpointError(f"the config given for {name!r} is no ModelConfig: {reason}") from None
 
 
 def _decoded(content: bytes, source: str) -> str:

@@ -20,7 +20,7 @@ from maitred.tensor.wire import Span, WireFile
 
 from google.protobuf.message import DecodeError  # isort: skip
 
-MOST_DEPTH = 64  # of graphs in graphs (If, Loop, Scan)
+MOST_DEPTH = 32  # of graphs in graphs (If, Loop, Scan); protobuf itself ends at 100 messages, three for each graph
 
 _TYPES = message_classes(
     read_schema(
