@@ -13,7 +13,7 @@ pytest.importorskip("onnxruntime", reason="the extra tensor brings it")
 from maitred.errors import CheckpointError, InvalidRequest, KernelError
 from maitred.tensor.config import parse_config
 from maitred.tensor.instance import Instance, reshaped
-from maitred.tensor.repository_files import read_model
+from maitred.tensor.repository_files import model_of_file, read_model
 from maitred.tensor.served_models import open_onnx
 from maitred.tensor.session import CPU, CUDA, SessionSettings, open_session, settings_for
 from tests.tensor.models import TensorProto, add_model, helper, model_of, onnx, wheel_file, write_model
@@ -125,6 +125,16 @@ def test_each_row_of_a_batch_is_its_run_alone(tmp_path: Path):
 
 
 # ---- loading
+
+
+def test_a_lone_file_is_a_model_of_its_name(tmp_path: Path):
+    file = tmp_path / "adder.onnx"
+    onnx.save(add_model(), file)
+    model = model_of_file(file)
+    rows = np.ones((2, 16), np.float32)
+    loaded = open_onnx(model, model.versions[0])
+    assert (loaded.name, loaded.number, loaded.config.name) == ("adder", 1, "adder")
+    assert loaded.instances[0].run({"INPUT0": rows, "INPUT1": rows})["OUTPUT"].shape == (2, 16)
 
 
 def test_a_file_that_the_runtime_refuses_is_told_in_one_line(tmp_path: Path):

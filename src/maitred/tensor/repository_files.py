@@ -103,6 +103,16 @@ def read_model(folder: Path, written: ANY_MESSAGE | None = None, gpus: Sequence[
     return ModelFolder(folder.name, folder, config, versions, labels_of(config, numbers), hints(written))
 
 
+def model_of_file(path: Path, gpus: Sequence[int] = ()) -> ModelFolder:
+    """A lone ONNX file as version 1 of a model that has the file's name. Raises CheckpointError."""
+    graph = read_graph(path)
+    config = filled_from_files(ModelConfig(), path.stem, [MODEL_FILE])
+    config.default_model_filename = path.name
+    config = filled_from_graph(config, graph, gpus)
+    _refuse(faults(config))
+    return ModelFolder(path.stem, path.parent, config, (ModelVersion(1, path, graph),), {}, ())
+
+
 def _refuse(reasons: tuple[str, ...]) -> None:
     if reasons:
         raise CheckpointError("; ".join(reasons))
