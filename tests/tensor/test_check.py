@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,9 @@ def test_files_are_judged_by_what_they_tell(tmp_path: Path):
     (verdict,) = verdicts(tmp_path / "lone.pbtxt").values()
     assert verdict == (True, False, "model_transaction_policy.decoupled is not supported: one request, one answer")
     assert verdicts(tmp_path / "absent")["absent"][2].endswith("No such file or directory")
+    assert verdicts(tmp_path / "absent" / "config.pbtxt")["config.pbtxt"][:2] == (False, False)
+    os.mkfifo(tmp_path / "pipe.pbtxt")
+    assert verdicts(tmp_path / "pipe.pbtxt")["pipe.pbtxt"][2].endswith("is no file")
     (tmp_path / "nothing").mkdir()
     assert verdicts(tmp_path / "nothing")["nothing"][2].startswith("it holds no model")
 

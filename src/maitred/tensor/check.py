@@ -8,11 +8,20 @@ from pathlib import Path
 from typing import Any
 
 from maitred.errors import CheckpointError
-from maitred.tensor.config import ANY_MESSAGE, hints, parse_config, written
+from maitred.tensor.config import ANY_MESSAGE, hints, written
 from maitred.tensor.config_checks import faults
 from maitred.tensor.fill import filled_from_files, with_defaults
 from maitred.tensor.repository import version_of
-from maitred.tensor.repository_files import CONFIG, ModelFolder, model_of_file, read_config, read_model, scan
+from maitred.tensor.repository_files import (
+    CONFIG,
+    MODEL_FILE,
+    ModelFolder,
+    model_of_file,
+    read_config,
+    read_config_file,
+    read_model,
+    scan,
+)
 
 NO_CODE = "backend 'python' runs code of the repository; allow that with --allow-repository-code"
 
@@ -53,15 +62,13 @@ def _checked_repository(path: Path, *, allow_code: bool) -> Iterator[Checked]:
 def _checked_file(path: Path, *, allow_code: bool) -> Checked:
     if path.suffix == ".onnx":
         return _checked_graph(path)
-    if path.name == CONFIG and any(version_of(each.name) for each in path.parent.iterdir()):
+    if path.name == CONFIG and path.exists() and any(version_of(each.name) for each in path.parent.iterdir()):
         return _checked_folder(path.parent, allow_code=allow_code)
     try:
-        config = parse_config(path.read_bytes(), str(path))
-    except OSError as error:
-        return Checked(str(path), False, False, f"cannot read {path}: {error.strerror}")
+        config = read_config_file(path)
     except CheckpointError as error:
         return Checked(str(path), False, False, str(error))
-    filled = with_defaults(filled_from_files(config, path.stem, ()))
+    filled = with_defaults(filled_from_files(config, path.stem, [MODEL_FILE]))  # as if a version had what is usual
     return _verdict(path, config, _refused(filled, faults(filled), allow_code=allow_code))
 
 

@@ -41,7 +41,7 @@ class TensorSpec:
 def parse_config(content: bytes, source: str) -> ANY_MESSAGE:
     """The ModelConfig of a `config.pbtxt`. Raises CheckpointError with file, line and column."""
     if len(content) > MOST_BYTES:
-        raise CheckpointError(f"{source} has {len(content)} bytes; a config has at most {MOST_BYTES}")
+        raise CheckpointError(f"{source} has over {MOST_BYTES} bytes, which no config has")
     config = ModelConfig()
     try:
         text_format.Parse(_decoded(content, source), config)

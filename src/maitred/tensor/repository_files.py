@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from maitred.errors import CheckpointError
-from maitred.tensor.config import ANY_MESSAGE, hints, parse_config
+from maitred.tensor.config import ANY_MESSAGE, MOST_BYTES, hints, parse_config
 from maitred.tensor.config_checks import faults, is_ensemble
 from maitred.tensor.config_fields import ModelConfig
 from maitred.tensor.fill import filled_from_files, filled_from_graph, mismatches, with_defaults
@@ -74,10 +75,16 @@ def _files(folder: Path) -> Iterator[Path]:
 def read_config(folder: Path) -> ANY_MESSAGE:
     """What stands in the folder's config.pbtxt; nothing where there is none. Raises CheckpointError."""
     path = folder / CONFIG
+    return read_config_file(path) if os.path.lexists(path) else ModelConfig()
+
+
+def read_config_file(path: Path) -> ANY_MESSAGE:
+    """Raises CheckpointError, also for what is no file: a pipe would be waited for."""
     try:
-        return parse_config(path.read_bytes(), str(path))
-    except FileNotFoundError:
-        return ModelConfig()
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise CheckpointError(f"{path} is no file")
+            return parse_config(file.read(MOST_BYTES + 1), str(path))
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
 
