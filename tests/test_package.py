@@ -59,7 +59,7 @@ def modules_after(statement: str) -> set[str]:
 
 @pytest.mark.parametrize("statement", ["import maitred", "from maitred import SamplingParams"])
 def test_importing_maitred_imports_neither_torch_nor_numpy(statement: str):
-    assert not {"torch", "numpy", "transformers", "starlette"} & modules_after(statement)
+    assert not {"torch", "numpy", "transformers", "starlette", "google", "onnxruntime"} & modules_after(statement)
 
 
 def test_the_offline_class_can_be_imported_without_torch():
@@ -87,7 +87,7 @@ def test_the_names_of_the_package_are_listed_before_they_are_loaded():
 def test_the_servers_process_loads_no_arrays():
     """Its engine is another process; numpy would take a tenth of a second of the start."""
     loaded = modules_after("import maitred.cli.serve.command, maitred.engine.starting, maitred.api.http.server")
-    assert not {"torch", "numpy", "transformers"} & loaded
+    assert not {"torch", "numpy", "transformers", "google", "onnxruntime", "grpc"} & loaded
 
 
 def test_a_request_served_by_the_native_executor_leaves_torch_out():

@@ -1,0 +1,105 @@
+"""Which models of a repository are loaded: all at the start, by polls, or as an administrator asks.
+
+These are Triton's control modes none, poll and explicit. Whoever has the clock calls `poll`, in the thread that loads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+
+from maitred.errors import CheckpointError, InvalidRequest, ModelNotFound, Unavailable
+from maitred.tensor.config import config_from_json
+from maitred.tensor.repository import Changes, Scan, settled_changes
+from maitred.tensor.repository_files import read_model, scan
+from maitred.tensor.served_models import ServedModels
+
+EVERY = "*"  # in the list of models to load at the start
+
+
+class ControlMode(Enum):
+    """When models come and go."""
+
+    NONE = "none"  # what is there at the start, for good
+    POLL = "poll"  # and what changes later
+    EXPLICIT = "explicit"  # what is asked for
+
+
+@dataclass(slots=True)
+class ModelControl:
+    """Loads and unloads; failures stand in the index of `models`."""
+
+    repository: Path
+    mode: ControlMode
+    models: ServedModels
+    gpus: Sequence[int] = ()
+    _taken: Scan = field(default_factory=dict)  # as the folders were when they were loaded, or failed to be
+    _last: Scan = field(default_factory=dict)
+
+    def start(self, load: Collection[str] = ()) -> None:
+        """Raises CheckpointError for a repository that cannot be read, and for a model of `load` that is not there."""
+        self._last = now = scan(self.repository)
+        self.models.found(now)
+        absent = sorted({*load} - {EVERY, *now})
+        if absent:
+            raise CheckpointError(f"--load-model {absent[0]}: no such folder in {self.repository}")
+        everything = self.mode is not ControlMode.EXPLICIT or EVERY in load
+        for name in now if everything else load:
+            self._take(name, now)
+
+    def poll(self) -> Changes:
+        """What changed was loaded or unloaded. A repository that cannot be read for now changes nothing."""
+        try:
+            now = scan(self.repository)
+        except CheckpointError:
+            return Changes((), ())
+        changes, self._last = settled_changes(self._taken, self._last, now), now
+        for name in changes.unload:
+            self._drop(name)
+        for name in changes.load:
+            self._take(name, now)
+        self.models.found(now)
+        return changes
+
+    def load(self, name: str, config: str | None = None) -> None:
+        """As its folder is now; `config`, a ModelConfig as JSON, stands in for its own.
+
+        Raises Unavailable outside of explicit mode, ModelNotFound, InvalidRequest with the reason of a failed load.
+        """
+        self._must_be_explicit()
+        now = scan(self.repository)
+        if name not in now:
+            raise ModelNotFound(f"no folder {name!r} is in the model repository")
+        reason = self._take(name, now, config)
+        if reason:
+            raise InvalidRequest(f"failed to load {name!r}: {reason}")
+
+    def unload(self, name: str) -> None:
+        """Raises Unavailable outside of explicit mode, ModelNotFound."""
+        self._must_be_explicit()
+        if not self.models.versions(name):
+            raise ModelNotFound(f"no model {name!r} is served")
+        self._drop(name)
+
+    def _must_be_explicit(self) -> None:
+        if self.mode is not ControlMode.EXPLICIT:
+            raise Unavailable(f"models are loaded by mode {self.mode.value}; serve with --model-control-mode explicit")
+
+    def _take(self, name: str, now: Scan, config: str | None = None) -> str:
+        """Why it failed, or nothing."""
+        self._taken = {**self._taken, name: now[name]}
+        try:
+            written = None if config is None else config_from_json(config, name)
+            model = read_model(self.repository / name, written, self.gpus)
+        except CheckpointError as error:
+            self.models.failed(name, str(error))
+            return str(error)
+        if self.models.take(model):
+            return ""
+        return "; ".join(each.reason for each in self.models.index() if each.name == name and each.reason)
+
+    def _drop(self, name: str) -> None:
+        self._taken = {each: print_ for each, print_ in self._taken.items() if each != name}
+        self.models.drop(name)

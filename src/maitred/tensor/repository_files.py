@@ -1,0 +1,166 @@
+"""A repository's files: scans of it, and one model's folder read into its config, its versions and their graphs."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from maitred.errors import CheckpointError
+from maitred.tensor.config import ANY_MESSAGE, MOST_BYTES, hints, parse_config
+from maitred.tensor.config_checks import faults, is_ensemble
+from maitred.tensor.config_fields import ModelConfig
+from maitred.tensor.fill import filled_from_files, filled_from_graph, mismatches, with_defaults
+from maitred.tensor.onnx_graph import Graph, read_graph
+from maitred.tensor.repository import Fingerprint, Scan, labels_of, version_of, versions_to_serve
+
+CONFIG = "config.pbtxt"
+MODEL_FILE = "model.onnx"  # in a folder that a version has in the file's place
+
+
+@dataclass(frozen=True, slots=True)
+class ModelVersion:
+    """One version to be served, or why it is not."""
+
+    number: int
+    path: Path  # of the model's file
+    graph: Graph | None = None  # of ONNX
+    fault: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFolder:
+    """A model as its folder tells it, gaps filled; nothing is loaded yet."""
+
+    name: str
+    folder: Path
+    config: ANY_MESSAGE
+    versions: tuple[ModelVersion, ...]  # ascending
+    labels: dict[str, int]
+    hints: tuple[str, ...]  # fields that are ignored
+
+
+def scan(repository: Path) -> Scan:
+    """Every folder of the repository, with what tells whether a file of it changed. Raises CheckpointError."""
+    try:
+        names = [each.name for each in os.scandir(repository) if each.is_dir() and not each.name.startswith(".")]
+    except OSError as error:
+        raise CheckpointError(f"cannot read the model repository {repository}: {error.strerror}") from None
+    return {name: _fingerprint(repository / name) for name in sorted(names)}
+
+
+def _fingerprint(folder: Path) -> Fingerprint:
+    """A file that goes while it is looked at is left out: the next scan differs."""
+    files = []
+    for path in _files(folder):
+        try:
+            status = path.stat()
+        except OSError:
+            continue
+        files.append((str(path.relative_to(folder)), status.st_ino, status.st_size, status.st_mtime_ns))
+    return tuple(sorted(files))
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    """Links are followed, as those of a mounted volume are; a folder that two of them lead to is walked once."""
+    walked: set[str] = set()
+    for root, folders, names in os.walk(folder, followlinks=True):
+        walked.add(os.path.realpath(root))
+        folders[:] = [name for name in sorted(folders) if os.path.realpath(os.path.join(root, name)) not in walked]
+        yield from (Path(root, name) for name in names)
+
+
+def read_config(folder: Path) -> ANY_MESSAGE:
+    """What stands in the folder's config.pbtxt; nothing where there is none. Raises CheckpointError."""
+    path = folder / CONFIG
+    return read_config_file(path) if os.path.lexists(path) else ModelConfig()
+
+
+def read_config_file(path: Path) -> ANY_MESSAGE:
+    """Raises CheckpointError, also for what is no file: a pipe would be waited for."""
+    try:
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise CheckpointError(f"{path} is no file")
+            return parse_config(file.read(MOST_BYTES + 1), str(path))
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
+
+
+def read_model(folder: Path, written: ANY_MESSAGE | None = None, gpus: Sequence[int] = ()) -> ModelFolder:
+    """A model's folder, checked; `written` stands in for its config. Raises CheckpointError for nothing to serve."""
+    written = read_config(folder) if written is None else written
+    if written.name and written.name != folder.name:
+        raise CheckpointError(
+            f"name is {written.name!r} in {CONFIG}, and the folder's is {folder.name!r}; make them equal"
+        )
+    present = _versions(folder)
+    config = filled_from_files(written, folder.name, _names(folder / str(max(present))) if present else ())
+    numbers = versions_to_serve(config, present or ([1] if is_ensemble(config) else []))
+    versions = tuple(_version(folder, config, number) for number in numbers)
+    graph = next((each.graph for each in reversed(versions) if each.graph is not None), None)
+    config = with_defaults(config, gpus) if graph is None else filled_from_graph(config, graph, gpus)
+    _refuse(faults(config))
+    _refuse(_absent_files(folder, config))
+    versions = tuple(_checked(config, version) for version in versions)
+    if versions and all(version.fault for version in versions):
+        raise CheckpointError(versions[-1].fault)
+    return ModelFolder(folder.name, folder, config, versions, labels_of(config, numbers), hints(written))
+
+
+def model_of_file(path: Path, gpus: Sequence[int] = ()) -> ModelFolder:
+    """A lone ONNX file as version 1 of a model that has the file's name. Raises CheckpointError."""
+    graph = read_graph(path)
+    config = filled_from_files(ModelConfig(), path.stem, [MODEL_FILE])
+    config.default_model_filename = path.name
+    config = filled_from_graph(config, graph, gpus)
+    _refuse(faults(config))
+    return ModelFolder(path.stem, path.parent, config, (ModelVersion(1, path, graph),), {}, ())
+
+
+def _refuse(reasons: tuple[str, ...]) -> None:
+    if reasons:
+        raise CheckpointError("; ".join(reasons))
+
+
+def _versions(folder: Path) -> list[int]:
+    found = (version_of(name) for name in _names(folder) if (folder / name).is_dir())
+    return [version for version in found if version is not None]
+
+
+def _names(folder: Path) -> list[str]:
+    try:
+        return sorted(os.listdir(folder))
+    except OSError as error:
+        raise CheckpointError(f"cannot read {folder}: {error.strerror}") from None
+
+
+def _version(folder: Path, config: ANY_MESSAGE, number: int) -> ModelVersion:
+    path = folder / str(number) / config.default_model_filename
+    if is_ensemble(config):  # its steps are other models: there is no file, and the folder may be left out
+        return ModelVersion(number, path)
+    if config.backend != "onnxruntime":
+        return ModelVersion(number, path, fault="" if path.is_file() else f"{path} is not there")
+    path = path / MODEL_FILE if path.is_dir() else path
+    try:
+        return ModelVersion(number, path, read_graph(path))
+    except CheckpointError as error:
+        return ModelVersion(number, path, fault=str(error))
+
+
+def _checked(config: ANY_MESSAGE, version: ModelVersion) -> ModelVersion:
+    if version.graph is None:
+        return version
+    return ModelVersion(version.number, version.path, version.graph, "; ".join(mismatches(config, version.graph)))
+
+
+def _absent_files(folder: Path, config: ANY_MESSAGE) -> tuple[str, ...]:
+    """Files beside the model that the config names: labels, data of warm-up and of initial states."""
+    named = [each.label_filename for each in config.output if each.label_filename]
+    for warmup in config.model_warmup:
+        named += [f"warmup/{each.input_data_file}" for each in warmup.inputs.values() if each.input_data_file]
+    for state in config.sequence_batching.state:
+        named += [f"initial_state/{each.data_file}" for each in state.initial_state if each.data_file]
+    return tuple(f"{folder / name} is not there" for name in named if not (folder / name).is_file())

@@ -1,0 +1,184 @@
+"""Loaded models, by name and version: a new copy is loaded and warmed before it replaces the old one, which drains.
+
+Whoever runs a batch holds a lease on a version; one that was replaced is closed when its last lease ends.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from maitred.errors import CheckpointError, MaitredError, ModelNotFound
+from maitred.tensor.config import ANY_MESSAGE
+from maitred.tensor.config_fields import SCHEMA
+from maitred.tensor.instance import Instance
+from maitred.tensor.repository import IndexEntry, RepositoryIndex
+from maitred.tensor.repository_files import ModelFolder, ModelVersion
+from maitred.tensor.session import available_providers, open_session, settings_for
+from maitred.tensor.warmup import warmup_batches
+
+_GPU = SCHEMA.enums["ModelInstanceGroup.Kind"]["KIND_GPU"]
+
+
+@dataclass(slots=True)
+class LoadedVersion:
+    """A version with its instances. Those of one group on one device share a session, and with it the weights."""
+
+    name: str
+    number: int
+    config: ANY_MESSAGE
+    instances: tuple[Instance, ...]
+    fell_back: tuple[str, ...] = ()  # accelerators that are not here
+    leases: int = 0
+    replaced: bool = False
+
+    @property
+    def is_closed(self) -> bool:
+        return not self.instances
+
+
+Opener = Callable[[ModelFolder, ModelVersion], LoadedVersion]
+
+
+def open_onnx(model: ModelFolder, version: ModelVersion) -> LoadedVersion:
+    """An ONNX model, loaded and warmed. Raises CheckpointError."""
+    instances: list[Instance] = []
+    fell_back: list[str] = []
+    for group in model.config.instance_group:
+        for gpu in group.gpus if group.kind == _GPU and group.gpus else (None,):
+            settings = settings_for(model.config, group, gpu, available_providers())
+            instance = Instance(open_session(version.path, settings), model.config)
+            _warm(instance, model)
+            instances += [instance] * group.count
+            fell_back += settings.fell_back
+    return LoadedVersion(model.name, version.number, model.config, tuple(instances), tuple(dict.fromkeys(fell_back)))
+
+
+OPENERS: Mapping[str, Opener] = {"onnxruntime": open_onnx}  # by backend; an ensemble's is its platform
+
+
+def _warm(instance: Instance, model: ModelFolder) -> None:
+    for name, count, batch in warmup_batches(model.config, model.folder):
+        try:
+            for _ in range(count):
+                instance.run(batch)
+        except MaitredError as error:
+            raise CheckpointError(f"warm-up {name!r} failed: {error}") from None
+
+
+@dataclass(slots=True)
+class _Model:
+    versions: dict[int, LoadedVersion] = field(default_factory=dict)
+    labels: dict[str, int] = field(default_factory=dict)
+
+
+class ServedModels:
+    """What answers now, and the index of it. `take` and `drop` are called by one thread at a time, the rest by any."""
+
+    def __init__(self, openers: Mapping[str, Opener] = OPENERS) -> None:
+        self._index, self._openers = RepositoryIndex(), openers
+        self._models: dict[str, _Model] = {}
+        self._lock = threading.Lock()
+
+    def index(self, *, ready_only: bool = False) -> list[IndexEntry]:
+        with self._lock:
+            return self._index.entries(ready_only=ready_only)
+
+    def found(self, names: Iterable[str]) -> None:
+        """Models whose folders are there."""
+        with self._lock:
+            self._index.found(names)
+
+    def failed(self, name: str, reason: str, version: int | None = None) -> None:
+        """A load of the whole model, or of one version, failed; what serves goes on."""
+        with self._lock:
+            self._index.failed(name, reason, version)
+
+    def take(self, model: ModelFolder) -> bool:
+        """Loads each version, then replaces the old ones. A version that fails leaves its old one; whether none did."""
+        opened = [each for version in model.versions if (each := self._opened(model, version)) is not None]
+        if not opened:
+            return False
+        wanted = {version.number for version in model.versions}
+        with self._lock:
+            served = self._models.setdefault(model.name, _Model())
+            new = {each.number: each for each in opened}
+            old = [each for number, each in served.versions.items() if number in new or number not in wanted]
+            served.versions = {number: each for number, each in served.versions.items() if number in wanted} | new
+            served.labels = {label: number for label, number in model.labels.items() if number in served.versions}
+            for each in opened:
+                self._index.loaded(model.name, each.number)
+            self._retire(old)
+        return len(opened) == len(model.versions)
+
+    def drop(self, name: str) -> None:
+        """Unloads every version; those with leases drain."""
+        with self._lock:
+            model = self._models.pop(name, None)
+            if model is not None:
+                self._retire(list(model.versions.values()))
+
+    @contextmanager
+    def lease(self, name: str, version: int | None = None, label: str | None = None) -> Iterator[LoadedVersion]:
+        """The version, that of a label, or the highest; it stays open until the lease ends. Raises ModelNotFound."""
+        with self._lock:
+            loaded = self._find(name, version, label)
+            loaded.leases += 1
+        try:
+            yield loaded
+        finally:
+            with self._lock:
+                loaded.leases -= 1
+                self._close_if_left(loaded)
+
+    def versions(self, name: str) -> Sequence[int]:
+        with self._lock:
+            return sorted(self._models[name].versions) if name in self._models else ()
+
+    def _find(self, name: str, version: int | None, label: str | None) -> LoadedVersion:
+        model = self._models.get(name)
+        if model is None:
+            raise ModelNotFound(f"no model {name!r} is served")
+        if label is not None and label not in model.labels:
+            raise ModelNotFound(f"model {name!r} has no version with the label {label!r}")
+        if label is not None:
+            version = model.labels[label]
+        number = max(model.versions) if version is None else version
+        if number not in model.versions:
+            raise ModelNotFound(f"model {name!r} has no version {number}; served are: {_told(model.versions)}")
+        return model.versions[number]
+
+    def _opened(self, model: ModelFolder, version: ModelVersion) -> LoadedVersion | None:
+        with self._lock:
+            self._index.loading(model.name, version.number)
+        backend = model.config.backend or model.config.platform
+        try:
+            if version.fault or backend not in self._openers:
+                raise CheckpointError(version.fault or f"nothing here runs models of {backend!r}")
+            return self._openers[backend](model, version)
+        except CheckpointError as error:
+            self.failed(model.name, str(error), version.number)
+            return None
+
+    def _retire(self, old: Sequence[LoadedVersion]) -> None:
+        for each in old:
+            each.replaced = True
+            model = self._models.get(each.name)
+            if model is None or each.number not in model.versions:
+                self._index.unloading(each.name, each.number)
+            self._close_if_left(each)
+
+    def _close_if_left(self, loaded: LoadedVersion) -> None:
+        """Sessions give their memory back when nobody holds them."""
+        if not loaded.replaced or loaded.leases or loaded.is_closed:
+            return
+        loaded.instances = ()
+        model = self._models.get(loaded.name)
+        if model is None or loaded.number not in model.versions:
+            self._index.unloaded(loaded.name, loaded.number)
+
+
+def _told(versions: dict[int, LoadedVersion]) -> str:
+    return ", ".join(map(str, sorted(versions)))

@@ -1,0 +1,104 @@
+"""Which models come and go, in each control mode."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("google.protobuf", reason="the extra tensor brings it")
+pytest.importorskip("onnxruntime", reason="the extra tensor brings it")
+
+from maitred.errors import CheckpointError, InvalidRequest, ModelNotFound, Unavailable
+from maitred.tensor.control import ControlMode, ModelControl
+from maitred.tensor.repository import Changes
+from maitred.tensor.served_models import ServedModels
+from tests.tensor.models import write_model
+
+ROWS = np.ones((1, 16), np.float32)
+
+
+def control(repository: Path, mode: str, load=()) -> ModelControl:
+    made = ModelControl(repository, ControlMode(mode), ServedModels())
+    made.start(load)
+    return made
+
+
+def index(made: ModelControl) -> list[str]:
+    return [f"{e.name} {e.version} {e.state and e.state.value} {e.reason}".strip() for e in made.models.index()]
+
+
+def test_what_is_there_at_the_start_is_served_and_the_rest_has_its_reason(tmp_path: Path):
+    write_model(tmp_path, "good")
+    write_model(tmp_path, "bad", config="nonsense: 1")
+    made = control(tmp_path, "none")
+    assert index(made) == [
+        f"bad None UNAVAILABLE {tmp_path}/bad/config.pbtxt:1:1: ModelConfig has no field 'nonsense'",
+        "good 1 READY",
+    ]
+    with pytest.raises(Unavailable, match="models are loaded by mode none; serve with --model-control-mode explicit"):
+        made.load("good")
+
+
+def test_a_poll_takes_what_stood_still(tmp_path: Path):
+    folder = write_model(tmp_path, "m")
+    made = control(tmp_path, "poll")
+    assert made.poll() == Changes((), ())
+    write_model(tmp_path, "m", versions=(2,))
+    assert made.poll() == Changes((), ())
+    assert made.poll() == Changes(("m",), ())
+    assert index(made) == ["m 1 UNAVAILABLE unloaded", "m 2 READY"]
+    (folder / "2" / "model.onnx").write_bytes(b"cut")
+    shutil.rmtree(folder / "1")
+    made.poll()
+    assert made.poll() == Changes(("m",), ())
+    assert made.models.versions("m") == [2]
+    assert any("cut off or no ONNX file" in line for line in index(made))
+    assert made.poll() == Changes((), ())
+    with made.models.lease("m") as served:
+        assert served.instances[0].run({"INPUT0": ROWS, "INPUT1": ROWS})
+    shutil.rmtree(folder)
+    made.poll()
+    assert made.poll() == Changes((), ("m",))
+    assert index(made) == []
+
+
+def test_a_repository_that_is_away_for_a_while_changes_nothing(tmp_path: Path):
+    write_model(tmp_path / "repository", "m")
+    made = control(tmp_path / "repository", "poll")
+    (tmp_path / "repository").rename(tmp_path / "away")
+    assert made.poll() == made.poll() == Changes((), ())
+    (tmp_path / "away").rename(tmp_path / "repository")
+    assert made.poll() == Changes((), ())
+    assert index(made) == ["m 1 READY"]
+
+
+def test_explicit_mode_loads_what_is_asked_for(tmp_path: Path):
+    for name in "abc":
+        write_model(tmp_path, name)
+    made = control(tmp_path, "explicit", ["a"])
+    assert index(made) == ["a 1 READY", "b None None", "c None None"]
+    made.load("b")
+    made.unload("a")
+    assert index(made) == ["a 1 UNAVAILABLE unloaded", "b 1 READY", "c None None"]
+    for asked in (lambda: made.unload("a"), lambda: made.load("z")):
+        with pytest.raises(ModelNotFound):
+            asked()
+    assert index(control(tmp_path, "explicit", ["*"])) == ["a 1 READY", "b 1 READY", "c 1 READY"]
+    with pytest.raises(CheckpointError, match="--load-model z: no such folder"):
+        control(tmp_path, "explicit", ["z"])
+
+
+def test_a_load_may_bring_its_config(tmp_path: Path):
+    write_model(tmp_path, "m", config="max_batch_size: 2")
+    made = control(tmp_path, "explicit", ["m"])
+    made.load("m", '{"max_batch_size": 8, "parameters": {"a": {"string_value": "b"}}}')
+    with made.models.lease("m") as served:
+        assert served.config.max_batch_size == 8
+    for config, told in (('{"max_batch_sizes": 8}', "no ModelConfig: .*max_batch_sizes"), ("[", "no ModelConfig")):
+        with pytest.raises(InvalidRequest, match=f"failed to load 'm': the config given for 'm' is {told}"):
+            made.load("m", config)
+    with made.models.lease("m") as served:
+        assert served.config.max_batch_size == 8
