@@ -169,6 +169,10 @@ class KernelError(ServerError):
     """A shape or dtype that a kernel cannot take."""
 
 
+class InstanceLost(ServerError):
+    """The instance of a tensor model died or hung while it ran a batch, which runs again."""
+
+
 class GenerationFailed(ServerError):
     """The model gave no usable logits for this request (NaN); other requests go on."""
 

@@ -7,14 +7,17 @@ little-endian and in row-major order, a BYTES element after its length in four b
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
 from maitred.tensor.config import ANY_MESSAGE
 from maitred.tensor.repository import IndexEntry
 
-Buffer = bytes | bytearray | memoryview
+if TYPE_CHECKING:
+    Buffer = bytes | bytearray | memoryview
+else:
+    Buffer = memoryview  # what a decoder makes of it: a look at the frame
 
 
 class Tensor(msgspec.Struct, frozen=True, array_like=True):
@@ -66,7 +69,7 @@ class InferResponse(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
 
 class ModelStatistics(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Of one version since it was loaded (Triton's statistics extension): counts, and nanoseconds by what they went to."""
+    """Of one version since it was loaded, as Triton's statistics extension: counts, and nanoseconds by use."""
 
     model: str
     version: int

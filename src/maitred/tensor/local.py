@@ -1,0 +1,144 @@
+"""Tensor models in this process, on one event loop: the scheduler's lanes, and instances in threads."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from maitred.clock import Clock, WallClock
+from maitred.config import SchedulerConfig
+from maitred.engine.tensor_lanes import TensorLanes, TensorObserver
+from maitred.errors import MaitredError
+from maitred.kvcache.manager import KVCacheManager
+from maitred.kvcache.prefix_cache import TokenHasher
+from maitred.scheduler.scheduler import Scheduler
+from maitred.tensor.config import ANY_MESSAGE
+from maitred.tensor.control import ControlMode, ModelControl
+from maitred.tensor.repository import IndexEntry
+from maitred.tensor.runner import Answer, TensorRunner
+from maitred.tensor.served_models import OPENERS, Opener, ServedModels
+from maitred.tensor.service import InferRequest, InferResponse, ModelStatistics
+from maitred.tensor.statistics import Statistics
+
+
+def lone_scheduler(config: SchedulerConfig | None = None) -> Scheduler:
+    """Of an engine without a language model: no prompt fits it."""
+    kv = KVCacheManager(num_blocks=1, block_size=1, hasher=TokenHasher(1, ""), enable_prefix_caching=False)
+    return Scheduler(config or SchedulerConfig(), kv)
+
+
+class LocalTensorService:
+    """A TensorService. Make, `start` and `close` it on the event loop that asks it."""
+
+    def __init__(
+        self,
+        repository: Path,
+        mode: ControlMode = ControlMode.NONE,
+        *,
+        clock: Clock | None = None,
+        scheduler: SchedulerConfig | None = None,
+        observer: TensorObserver | None = None,
+        openers: dict[str, Opener] | None = None,
+    ) -> None:
+        self._clock = clock or WallClock()
+        self.models = ServedModels(openers or OPENERS)
+        self._control = ModelControl(repository, mode, self.models)
+        self._statistics = Statistics()
+        self._scheduler, self._observer = lone_scheduler(scheduler), observer
+        self._loading = asyncio.Lock()
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def start(self, load: Collection[str] = ()) -> None:
+        """Raises CheckpointError for a repository that cannot be read."""
+        loop = self._loop = asyncio.get_running_loop()
+        lanes = TensorLanes(self._scheduler, self._clock, self._observer)
+        self.runner = TensorRunner(
+            lanes, self.models, self._clock, wake=self._wake(loop), on_batch=self._statistics.ran
+        )
+        await asyncio.to_thread(self._control.start, load)
+        self._models_changed()
+
+    def _wake(self, loop: asyncio.AbstractEventLoop) -> Callable[[], None]:
+        def wake() -> None:
+            with suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(self._turn)
+
+        return wake
+
+    async def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        await asyncio.to_thread(self.runner.close)
+
+    # -- TensorService
+
+    async def infer(self, request: InferRequest) -> InferResponse:
+        answer: asyncio.Future[Answer] = self._loop.create_future()
+        self.runner.begin(request, lambda told: None if answer.done() else answer.set_result(told))
+        self._turn()
+        try:
+            result = (await answer).result
+        except asyncio.CancelledError:
+            self.runner.cancel(request.request_id)
+            self._turn()
+            raise
+        self._count(request, answer.result())
+        if isinstance(result, MaitredError):
+            raise result
+        return result
+
+    def index(self, *, ready_only: bool = False) -> Sequence[IndexEntry]:
+        return self.models.index(ready_only=ready_only)
+
+    def config(self, model: str, version: int = 0, label: str = "") -> ANY_MESSAGE:
+        with self.models.lease(model, version or None, label or None) as loaded:
+            return loaded.config
+
+    def versions(self, model: str) -> Sequence[int]:
+        return self.models.versions(model)
+
+    def statistics(self, model: str = "", version: int = 0) -> Sequence[ModelStatistics]:
+        return self._statistics.of(model, version)
+
+    async def load(self, model: str, config: str | None = None) -> None:
+        await self._changed(self._control.load, model, config)
+
+    async def unload(self, model: str) -> None:
+        await self._changed(self._control.unload, model)
+
+    async def poll(self) -> None:
+        """What changed in the repository."""
+        await self._changed(self._control.poll)
+
+    # -- small things
+
+    async def _changed(self, change: Callable[..., object], *arguments: object) -> None:
+        async with self._loading:
+            try:
+                await asyncio.to_thread(change, *arguments)
+            finally:
+                self._models_changed()
+
+    def _models_changed(self) -> None:
+        self.runner.models_changed()
+        ready = self.models.index(ready_only=True)
+        self._statistics.serve([(entry.name, entry.version or 0) for entry in ready])
+        self._turn()
+
+    def _count(self, request: InferRequest, answer: Answer) -> None:
+        version = answer.result.version if isinstance(answer.result, InferResponse) else request.version
+        timing = answer.timing
+        if timing is not None and (version or (version := max(self.versions(request.model), default=0))):
+            queue_ns, total_ns = round(timing.queue_s * 1e9), round((timing.queue_s + timing.prefill_s) * 1e9)
+            succeeded = isinstance(answer.result, InferResponse)
+            self._statistics.ended(request.model, version, succeeded=succeeded, total_ns=total_ns, queue_ns=queue_ns)
+
+    def _turn(self) -> None:
+        """And again when something may be due."""
+        self.runner.turn()
+        if self._timer is not None:
+            self._timer.cancel()
+        wait_s = self.runner.wake_in_s
+        self._timer = None if wait_s is None else self._loop.call_later(wait_s, self._turn)

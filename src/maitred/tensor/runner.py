@@ -1,0 +1,271 @@
+"""Runs the lanes: requests come in, batches go to instances in threads, answers come out.
+
+One thread owns it and calls `turn` after whatever happened, and when `wake_in_s` is over; `wake` is called from threads
+whose batch has ended, and says that `turn` has something to do.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from maitred.clock import Clock
+from maitred.engine.tensor_lanes import TensorLanes
+from maitred.errors import KernelError, MaitredError, QueueTimeout, RequestTimeout, Unavailable
+from maitred.request import Charges, FinishReason, RequestTiming
+from maitred.step import RequestProgress
+from maitred.tensor.batch_run import BatchRun, BatchTimes, run_batch
+from maitred.tensor.batching import Batching, Rows, rules_of
+from maitred.tensor.served_models import LoadedVersion, ServedModels
+from maitred.tensor.service import InferRequest, InferResponse
+from maitred.tensor_request import Batch, BatchOutcome, LaneKey, TensorSpec
+
+MOST_BATCHES = 1024  # that run at once; a thread each, made when it is needed
+MOST_LANES = 1024  # whose rows are measured
+FIRST_ROW_S = 0.001  # of a model that nobody has measured
+NEWS = 0.2  # weight of the last batch in what a row is believed to take
+PREFILL_S_PER_TOKEN = 1 / 2000  # until prompts were measured, or for good where there are none
+
+
+class Answer(NamedTuple):
+    """What came of a request."""
+
+    result: InferResponse | MaitredError
+    finish_reason: FinishReason
+    charges: Charges = Charges()
+    timing: RequestTiming | None = None
+
+
+Done = Callable[[Answer], None]
+
+
+class Flow(Protocol):
+    """Who takes requests of some models into its own hands, such as ensembles: it begins others in their stead."""
+
+    def take(self, loaded: LoadedVersion, request: InferRequest, done: Done) -> bool:
+        """Whether it is this one's; then `done` is called once. Raises as `TensorRunner.begin`."""
+
+    def cancel(self, request_id: str, reason: FinishReason) -> bool:
+        """Whether it was here."""
+
+
+@dataclass(slots=True, eq=False)
+class _Held:
+    """A version that takes requests, or whose batches run."""
+
+    loaded: LoadedVersion
+    batching: Batching
+    lease: ExitStack
+    num_runs: int = 0
+    retired: bool = False
+
+
+@dataclass(slots=True)
+class _Waiting:
+    request: InferRequest
+    held: _Held
+    rows: Rows
+    done: Done
+    answer: tuple[object, ...] | MaitredError = field(default=())
+
+
+class TensorRunner:
+    """Requests of loaded models, from `begin` to their answer."""
+
+    def __init__(
+        self,
+        lanes: TensorLanes,
+        models: ServedModels,
+        clock: Clock,
+        *,
+        wake: Callable[[], None],
+        on_batch: Callable[[BatchTimes], None] = lambda times: None,
+        s_per_token: Callable[[], float | None] = lambda: None,
+    ) -> None:
+        self._lanes, self._models, self._clock = lanes, models, clock
+        self._wake, self._on_batch, self._s_per_token = wake, on_batch, s_per_token
+        self.flows: list[Flow] = []
+        self._held: dict[tuple[str, int], _Held] = {}  # as the lanes have them
+        self._waiting: dict[str, _Waiting] = {}
+        self._row_s: dict[LaneKey, float] = {}
+        self._ended: deque[tuple[Batch, _Held, list[str], Future[BatchRun]]] = deque()
+        self._threads = ThreadPoolExecutor(MOST_BATCHES, thread_name_prefix="maitred-batch")
+
+    def __len__(self) -> int:
+        """Requests in lanes and batches."""
+        return len(self._waiting)
+
+    # -- models
+
+    def models_changed(self) -> None:
+        """After every load and unload: lanes as the models are now."""
+        served = {(entry.name, entry.version) for entry in self._models.index(ready_only=True)}
+        for name, version in served:
+            assert version is not None
+            with self._models.lease(name, version) as loaded:
+                self._hold(loaded)
+        for key in [key for key in self._held if key not in served]:
+            self._lanes.unload(*key)
+            self._drop_unloaded(*key)
+
+    def _hold(self, loaded: LoadedVersion) -> _Held:
+        key = (loaded.name, loaded.number)
+        held = self._held.get(key)
+        if held is not None and held.loaded is loaded:
+            return held
+        lease = ExitStack()
+        lease.enter_context(self._models.lease(*key))
+        new = self._held[key] = _Held(loaded, Batching(loaded.config), lease)
+        self._lanes.load(*key, rules_of(loaded.config))
+        if held is not None:
+            self._retire(held)
+        return new
+
+    def _retire(self, held: _Held) -> None:
+        held.retired = True
+        if not held.num_runs:
+            held.lease.close()
+
+    def _drop_unloaded(self, name: str, version: int) -> None:
+        """Once its last request has ended; one that was only replaced is loaded still."""
+        if not self._lanes.has_model(name, version) and (held := self._held.pop((name, version), None)) is not None:
+            self._retire(held)
+
+    # -- requests
+
+    def begin(self, request: InferRequest, done: Done) -> None:
+        """`done` is called once, in this thread, from `turn` or `cancel`. Raises ModelNotFound, InvalidRequest,
+        Overloaded, and does not call it then.
+        """
+        with self._models.lease(request.model, request.version or None, request.label or None) as loaded:
+            if any(flow.take(loaded, request, done) for flow in self.flows):
+                return
+            held = self._hold(loaded)
+            rows = held.batching.rows(request)
+            self._lanes.add(self._spec(request, rows, LaneKey(loaded.name, loaded.number, rows.bucket)))
+        self._waiting[request.request_id] = _Waiting(request, held, rows, done)
+
+    def _spec(self, request: InferRequest, rows: Rows, lane: LaneKey) -> TensorSpec:
+        seconds = rows.num_rows * self._row_s.get(lane, FIRST_ROW_S)
+        return TensorSpec(
+            request_id=request.request_id,
+            arrived_at=request.arrived_at or self._clock.now(),
+            lane=lane,
+            num_rows=rows.num_rows,
+            work=seconds / (self._s_per_token() or PREFILL_S_PER_TOKEN),
+            level=request.level,
+            timeout_s=request.timeout_s,
+            priority=request.priority,
+            tenant=request.tenant,
+            weight=request.weight,
+            start_by=request.start_by,
+            finish_by=request.finish_by,
+            key_id=request.key_id,
+        )
+
+    def cancel(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
+        """It gives up its place at once; one whose batch runs ends with it."""
+        if any(flow.cancel(request_id, reason) for flow in self.flows):
+            return
+        if (progress := self._lanes.finish(request_id, reason)) is not None:
+            self._tell(progress)
+
+    # -- batches
+
+    def turn(self) -> None:
+        """Takes in batches that have ended, ends who ran out of time, and begins all batches that may go."""
+        while self._ended:
+            self._take_in(*self._ended.popleft())
+        for progress in self._lanes.expire():
+            self._tell(progress)
+        for batch in self._lanes.dispatch():
+            self._start(batch)
+
+    @property
+    def wake_in_s(self) -> float | None:
+        """When `turn` may have something to do though nothing happened."""
+        return 0.0 if self._ended else self._lanes.wake_in_s
+
+    def _start(self, batch: Batch) -> None:
+        held = self._held[batch.lane[:2]]
+        held.num_runs += 1
+        rows = [self._waiting[request_id].rows for request_id in batch.request_ids]
+        running = self._threads.submit(run_batch, held.loaded.instances[batch.instance], held.batching, rows)
+        running.add_done_callback(lambda future: self._note_end(batch, held, future))
+
+    def _note_end(self, batch: Batch, held: _Held, run: Future[BatchRun]) -> None:
+        """In the batch's thread."""
+        self._ended.append((batch, held, list(batch.request_ids), run))
+        self._wake()
+
+    def _take_in(self, batch: Batch, held: _Held, request_ids: list[str], future: Future[BatchRun]) -> None:
+        error = future.exception()
+        failed = None if error is None else KernelError(f"the batch failed: {type(error).__name__}: {error}")
+        run = future.result() if failed is None else BatchRun([failed] * len(request_ids))
+        waiting = [self._waiting[request_id] for request_id in request_ids]
+        for one, answer in zip(waiting, run.answers, strict=True):
+            one.answer = answer
+        errors = tuple(
+            (one.request.request_id, str(one.answer)) for one in waiting if isinstance(one.answer, MaitredError)
+        )
+        if not run.lost:
+            self._measure(batch, held, [one.rows for one in waiting], run)
+        told = self._lanes.completed(batch, BatchOutcome(compute_us=run.compute_us, errors=errors, lost=run.lost))
+        for progress in told:
+            self._tell(progress)
+        held.num_runs -= 1
+        if held.retired:
+            self._retire(held)
+
+    def _measure(self, batch: Batch, held: _Held, rows: list[Rows], run: BatchRun) -> None:
+        row_s = run.compute_us / 1e6 / batch.num_rows
+        before = self._row_s.get(batch.lane, row_s)
+        if batch.lane not in self._row_s and len(self._row_s) >= MOST_LANES:
+            del self._row_s[next(iter(self._row_s))]
+        self._row_s[batch.lane] = before + NEWS * (row_s - before)
+        times = (run.input_ns, run.infer_ns, run.output_ns)
+        lane, padding = batch.lane, held.batching.num_padded(rows)
+        self._on_batch(BatchTimes(lane.model, lane.version, len(rows), batch.num_rows, *times, *padding))
+
+    def _tell(self, progress: RequestProgress) -> None:
+        """Its end, to whoever began it."""
+        waiting = self._waiting.pop(progress.request_id)
+        reason, timing = progress.finish_reason, progress.timing
+        assert reason is not None
+        assert timing is not None
+        waiting.done(Answer(self._result(waiting, progress), reason, progress.charges, timing))
+        if waiting.held.loaded.replaced:
+            self._drop_unloaded(waiting.held.loaded.name, waiting.held.loaded.number)
+
+    def _result(self, waiting: _Waiting, progress: RequestProgress) -> InferResponse | MaitredError:
+        request, charges, timing = waiting.request, progress.charges, progress.timing
+        assert timing is not None
+        match progress.finish_reason:
+            case FinishReason.STOP:
+                assert not isinstance(waiting.answer, MaitredError)
+                return InferResponse(
+                    model=request.model,
+                    version=waiting.held.loaded.number,
+                    outputs=waiting.answer,  # type: ignore[arg-type]
+                    queue_us=round(timing.queue_s * 1e6),
+                    compute_us=charges.compute_us,
+                )
+            case FinishReason.QUEUE_TIMEOUT:
+                return QueueTimeout(f"model {request.model!r}: the request timed out in the queue")
+            case FinishReason.TIMEOUT:
+                return RequestTimeout(f"model {request.model!r}: the request was not done in time")
+            case FinishReason.ERROR:
+                own = waiting.answer if isinstance(waiting.answer, MaitredError) else None
+                return own or KernelError(progress.error or "the batch failed")
+            case _:
+                return Unavailable(f"model {request.model!r}: the request was given up")
+
+    def close(self) -> None:
+        """Waits for the batches that run."""
+        self._threads.shutdown()
+        for held in self._held.values():
+            held.lease.close()
