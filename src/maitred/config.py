@@ -277,6 +277,32 @@ class SchedulerConfig:
         return replace(self, max_num_batched_tokens=max(token_budget, self.max_num_seqs))
 
 
+NO_MODEL = "none"  # in place of a language model's folder: there is none, and tensor models alone are served
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorConfig:
+    """Tensor models (ONNX), served beside the language model or, with the model `none`, without one."""
+
+    model_repository: str | None = None
+    """Folder of tensor models in Triton's layout; see docs/tensor.md."""
+    model_control_mode: str = one_of(("none", "poll", "explicit"), "none")
+    """When tensor models are loaded: at the start (none), as their folders change (poll), or as an administrator asks
+    (explicit)."""
+    load_model: tuple[str, ...] = ()
+    """NAME: a tensor model that is loaded at the start in mode explicit; `*` is all. May be repeated."""
+    repository_poll_s: float = 15.0
+    """How often the repository is looked at in mode poll."""
+
+    def __post_init__(self) -> None:
+        require_choices(self)
+        require_between("repository_poll_s", self.repository_poll_s, 0.01, 86400.0)
+        if self.load_model and self.model_control_mode != "explicit":
+            raise ConfigError("load_model is for model_control_mode explicit; in the others all models are loaded")
+        if self.model_repository is None and (self.load_model or self.model_control_mode != "none"):
+            raise ConfigError("model_control_mode and load_model are of a repository; give model_repository")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineShare:
     """What an engine may take of its machine, where several share it."""
@@ -305,6 +331,7 @@ class EngineConfig:
     lora: LoraConfig = field(default_factory=LoraConfig)
     share: MachineShare = field(default_factory=MachineShare)
     tiers: TiersConfig = field(default_factory=TiersConfig)
+    tensors: TensorConfig = field(default_factory=TensorConfig)
     decision_log: str | None = None
     """Folder for the log of every step's inputs and plan (hashes, never prompt tokens); None keeps none."""
     decision_log_max_bytes: int = 64 * 1024 * 1024

@@ -57,9 +57,9 @@ class SocketLink:
         self._beating: threading.Thread | None = None
         self._closing = threading.Event()
 
-    def commands(self, *, wait: bool, at_most_s: float | None = None) -> Iterator[Command]:
+    def commands(self, *, wait: bool, at_most_s: float | None = None, beside: bool = False) -> Iterator[Command]:
         """What has come; with `wait`, at least one, unless `wake` was called or so many seconds went by."""
-        self._busy = not wait
+        self._busy = beside or not wait
         if wait:
             self._commands.wait_or(self._woken, at_most_s)
             self._busy = True

@@ -18,6 +18,7 @@ from maitred.engine.frames import (
     Answer,
     Ask,
     BlockChanges,
+    OfTensors,
     Ready,
     Refused,
     Report,
@@ -46,6 +47,7 @@ from maitred.engine.queries import (
 )
 from maitred.engine.questions import Questions
 from maitred.engine.supervisor import Loss, Start, Supervisor
+from maitred.engine.tensors_of_engine import TensorsOfEngine
 from maitred.errors import EngineDead, MaitredError, RequestTooLarge, UnsupportedParameter
 from maitred.replica import ReplicaState, TierView, WorkerView
 from maitred.request import FinishReason, RequestSpec
@@ -97,6 +99,7 @@ class EngineClient:
         )
         self._news_at = self._busy_at = clock.now()
         self._on_blocks: OnBlocks | None = None
+        self.tensors: TensorsOfEngine | None = None
 
     def start(self) -> Ready:
         """Load, and wait for it. Raises what keeps the engine from loading."""
@@ -302,6 +305,8 @@ class EngineClient:
                 self._questions.answered(number, result)
             case Refused(number, kind, message):
                 self._questions.settle(number, error_of(kind, message))
+            case OfTensors(message) if self.tensors is not None:
+                self.tensors.heard(message)
 
     def lost(self, cause: str, *, deterministic: bool, own_fault: bool) -> Loss:
         """Who may, waits; the others end."""
@@ -320,6 +325,8 @@ class EngineClient:
                 self._end_with_error(live, EngineDead(f"{cause}, and {why}"), now)
         found_cause = culprit is not None and self._isolation.others_live()
         loss = Loss(len(self._live), before - len(self._live), found_cause)
+        if self.tensors is not None:
+            loss = self.tensors.lost(cause, own_fault=own_fault).beside(loss)
         self._on_change()
         return loss
 
@@ -329,11 +336,13 @@ class EngineClient:
             self._ask_for_blocks()
         self.adapters.tell()
         self._isolation.begin(list(self._live.values()))
+        num_tensors = self.tensors.regained() if self.tensors is not None else 0
         self._on_change()
-        return len(self._live)
+        return len(self._live) + num_tensors
 
     def idle_s(self) -> float:
-        return 0.0 if self._live or self._questions else self._clock.now() - self._busy_at
+        busy = self._live or self._questions or (self.tensors is not None and self.tensors.busy)
+        return 0.0 if busy else self._clock.now() - self._busy_at
 
     def slept(self) -> None:
         self._keep_counters()
@@ -357,6 +366,8 @@ class EngineClient:
         self._questions.end_all()
         for live in list(self._live.values()):
             self._end_with_error(live, error, now)
+        if self.tensors is not None:
+            self.tensors.ended(error)
 
     def _end_with_error(self, live: LiveRequest, error: MaitredError, now: float) -> None:
         live.stream.fail(error)

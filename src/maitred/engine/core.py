@@ -15,6 +15,7 @@ from maitred.cost_model import CostModel
 from maitred.engine.host_shares import HostShares
 from maitred.engine.prefill_meter import PrefillMeter
 from maitred.engine.speed_meter import SpeedMeter
+from maitred.engine.tensor_lanes import TensorLanes, TensorObserver
 from maitred.kvcache.findable import FindableBlocks
 from maitred.replica import HandoverCounts, TierFigures, TierView
 from maitred.request import FinishReason, RequestSpec, RequestState
@@ -30,11 +31,13 @@ AGEING = "ageing_tokens_per_s"  # of the policies that have a use for it
 MIN_STEPS, NEWS = 3, 1.5  # steps with prompts until the rate is believed; told again when so many times more or less
 
 
+ExecuteBeside = Callable[[Callable[[], ModelOutput]], ModelOutput]
+"""Calls what executes a step, and does something else meanwhile."""
 MeasureSwaps = Callable[[SchedulerOutput, float], SwapCosts | None]
 MeasureSteps = Callable[[SchedulerOutput, ModelOutput, float, float], CostModel | None]
 
 
-class StepObserver(Protocol):
+class StepObserver(TensorObserver, Protocol):
     """Told of everything that a scheduler was told, in order; `decisions.log.Recorder` is one."""
 
     def added(self, request: RequestState, now: float) -> None: ...
@@ -119,6 +122,8 @@ class EngineCore:
         """Both are told each plan and how long it took (s), the executor and, of steps, the host; they give news."""
         self._scheduler, self._executor, self._clock, self._observer = scheduler, executor, clock, observer
         self._measure_swaps, self._measure_steps = measure_swaps, measure_steps
+        self.tensor_lanes = TensorLanes(scheduler, clock, observer)
+        self.execute_beside: ExecuteBeside | None = None  # while tensor models are served
         self._prefill = PrefillMeter()
         self.speed: SpeedMeter | None = None  # while a router wants to know
         self.kv_followers: list[FollowsKV] = []
@@ -320,7 +325,8 @@ class EngineCore:
         if self.kv_giver is not None:
             self.kv_giver.scheduled(plan)
         execute_at = self._clock.now()
-        output = self._executor.execute(plan)
+        execute = partial(self._executor.execute, plan)
+        output = execute() if self.execute_beside is None else self.execute_beside(execute)
         updated_at = self._clock.now()
         progress = self._scheduler.update(plan, output, updated_at)
         if self.kv_giver is not None:

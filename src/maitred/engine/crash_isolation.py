@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from typing import Generic, Protocol, TypeVar
 
 from maitred.engine.live_requests import LiveRequest
+from maitred.request import FinishReason
 
 SUSPECT_AFTER = 2  # engines that died by their own fault, after which those that had been there come back one by one
 TRIAL_TOKENS = 16  # after so many more it was not this one, and the next may come
@@ -33,7 +35,24 @@ def refusal_of_foreign(rule: str, *, deterministic: bool, same_numbers: bool) ->
     return None
 
 
-class CrashIsolation:
+class Suspect(Protocol):
+    """A request as far as it may be the cause."""
+
+    sent: bool
+    num_deaths: int
+    finish_reason: FinishReason | None
+
+    @property
+    def request_id(self) -> str: ...
+
+    @property
+    def num_output_tokens(self) -> int: ...
+
+
+S = TypeVar("S", bound=Suspect)
+
+
+class CrashIsolation(Generic[S]):
     """Finds the request that kills engines, and no other.
 
     Only a death by the engine's own fault is evidence (`restarts.is_own_fault`): who sends SIGKILL blames nobody, and
@@ -43,17 +62,17 @@ class CrashIsolation:
     So nobody is ended for what another request did, whether that one was in the batch or came later.
     """
 
-    def __init__(self, send: Callable[[LiveRequest], None]) -> None:
+    def __init__(self, send: Callable[[S], None]) -> None:
         self._send = send
-        self._waiting: deque[LiveRequest] = deque()  # for their own trials
-        self._held: list[LiveRequest] = []  # until the one that is tried alone has passed
-        self._on_trial: LiveRequest | None = None
-        self._alone: LiveRequest | None = None  # to be tried alone, or just now
-        self._beside: list[LiveRequest] = []  # who was there too when it came to that
+        self._waiting: deque[S] = deque()  # for their own trials
+        self._held: list[S] = []  # until the one that is tried alone has passed
+        self._on_trial: S | None = None
+        self._alone: S | None = None  # to be tried alone, or just now
+        self._beside: list[S] = []  # who was there too when it came to that
         self._passes_at = 0  # output tokens
         self._others_progress = False  # since the last cause was found, or the beginning
 
-    def enter(self, live: LiveRequest) -> None:
+    def enter(self, live: S) -> None:
         """A new request, or another engine's: to the engine, unless one is tried alone; a suspect in its turn."""
         if self._alone is not None:
             self._held.append(live)
@@ -64,11 +83,11 @@ class CrashIsolation:
             if self._on_trial is None:
                 self._try_next()
 
-    def is_suspect(self, live: LiveRequest) -> bool:
+    def is_suspect(self, live: S) -> bool:
         """Whether it is to be tried, beside the others or alone."""
         return live.num_deaths >= SUSPECT_AFTER or live is self._alone
 
-    def begin(self, living: Iterable[LiveRequest]) -> None:
+    def begin(self, living: Iterable[S]) -> None:
         """A new engine, and all who wait for it."""
         self._waiting.clear()
         self._held.clear()
@@ -98,7 +117,7 @@ class CrashIsolation:
         else:
             self._try_next()
 
-    def died(self, living: Iterable[LiveRequest], *, own_fault: bool) -> LiveRequest | None:
+    def died(self, living: Iterable[S], *, own_fault: bool) -> S | None:
         """The engine did; the request that was the cause, if that is certain now."""
         if not own_fault:
             return None
@@ -121,7 +140,7 @@ class CrashIsolation:
         lived, self._others_progress = self._others_progress, False
         return lived
 
-    def _send_all(self, living: Iterable[LiveRequest]) -> None:
+    def _send_all(self, living: Iterable[S]) -> None:
         """Those above suspicion, and the first of the others."""
         for live in living:
             if live.num_deaths < SUSPECT_AFTER:
@@ -137,9 +156,9 @@ class CrashIsolation:
             if live.finish_reason is None:
                 self._try(live)
 
-    def _try(self, live: LiveRequest) -> None:
+    def _try(self, live: S) -> None:
         self._on_trial, self._passes_at = live, live.num_output_tokens + TRIAL_TOKENS
         self._send(live)
 
-    def _passed(self, live: LiveRequest) -> bool:
+    def _passed(self, live: S) -> bool:
         return live.finish_reason is not None or live.num_output_tokens >= self._passes_at

@@ -120,8 +120,8 @@ class _ThreadLink:
 
     # -- the engine's end
 
-    def commands(self, *, wait: bool, at_most_s: float | None = None) -> Iterator[Command]:
-        self._busy = not wait
+    def commands(self, *, wait: bool, at_most_s: float | None = None, beside: bool = False) -> Iterator[Command]:
+        self._busy = beside or not wait
         if wait:
             with self._came:
                 self._came.wait_for(lambda: self._commands or self._is_woken, at_most_s)

@@ -19,8 +19,14 @@ from maitred.errors import (
     InvalidRequest,
     KernelError,
     MaitredError,
+    ModelNotFound,
     OutOfMemory,
+    Overloaded,
     PromptTooLong,
+    QueueTimeout,
+    RequestTimeout,
+    RequestTooLarge,
+    Unavailable,
 )
 from maitred.replica import DraftCounts, HandoverCounts, KVFigures
 from maitred.request import FinishReason, RequestSpec
@@ -75,11 +81,17 @@ class ForgetAdapter(Frame, frozen=True, tag=True):
     key: str
 
 
+class ToTensors(Frame, frozen=True, tag=True):
+    """For the tensor models beside the language model: a command of `tensor.frames`."""
+
+    message: msgspec.Raw
+
+
 class Stop(Frame, frozen=True, tag=True):
     """End after the current step."""
 
 
-Command = Begin | Submit | Abort | Ask | KnowAdapters | ForgetAdapter | Stop
+Command = Begin | Submit | Abort | Ask | KnowAdapters | ForgetAdapter | ToTensors | Stop
 
 # -- reports
 
@@ -180,6 +192,12 @@ class Refused(Frame, frozen=True, tag=True):
     message: str
 
 
+class OfTensors(Frame, frozen=True, tag=True):
+    """Of the tensor models: a list of news of `tensor.frames`."""
+
+    message: msgspec.Raw
+
+
 class Died(Frame, frozen=True, tag=True):
     """Last words."""
 
@@ -195,7 +213,7 @@ class Beat(Frame, frozen=True, tag=True):
     num_wrong_frames: int
 
 
-Report = Hello | Told | Ready | Failed | Stepped | Answer | Refused | Died | Beat
+Report = Hello | Told | Ready | Failed | Stepped | Answer | Refused | OfTensors | Died | Beat
 
 encode: Callable[[object], bytes] = msgspec.msgpack.Encoder().encode
 decode_command: Callable[[bytes], Command] = msgspec.msgpack.Decoder(Command).decode
@@ -207,7 +225,21 @@ WRONG_FRAME = (msgspec.DecodeError, MaitredError, ValueError, RecursionError)
 
 _KINDS: Mapping[str, type[MaitredError]] = {
     kind.__name__: kind
-    for kind in (ConfigError, CheckpointError, OutOfMemory, KernelError, InvalidRequest, PromptTooLong, EngineDead)
+    for kind in (
+        ConfigError,
+        CheckpointError,
+        OutOfMemory,
+        KernelError,
+        InvalidRequest,
+        PromptTooLong,
+        EngineDead,
+        ModelNotFound,
+        Overloaded,
+        QueueTimeout,
+        RequestTimeout,
+        RequestTooLarge,
+        Unavailable,
+    )
 }
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from maitred.config import NO_MODEL
 from maitred.engine.model_facts import AdapterFacts, Footprint
 from maitred.errors import InvalidRequest, PromptTooLong, TooManyTokens
 from maitred.executor.sampling_checks import check_sampling_tokens
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 class ServedModel:
     """What the edge must know of the model: names, text, and the limits a request is checked against."""
 
-    names: tuple[str, ...]  # the first is canonical, the others are aliases
+    names: tuple[str, ...]  # the first is canonical, the others are aliases; none where there is no language model
     text: Text
     max_model_len: int  # tokens, prompt and output
     vocab_size: int
@@ -35,6 +36,11 @@ class ServedModel:
     block_size: int = 16  # tokens
     max_num_seqs: int = 0  # requests in one step; 0 where it is not known
     footprint: Footprint | None = None  # None where it is not known
+
+    @property
+    def name(self) -> str:
+        """The canonical one."""
+        return self.names[0] if self.names else NO_MODEL
 
     @property
     def tokenizer(self) -> Tokenizer:

@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
 
 import msgspec
 
@@ -15,6 +14,7 @@ from maitred.clock import Clock, WallClock
 from maitred.config import EngineConfig
 from maitred.engine.adapters import AdapterCache
 from maitred.engine.core import EngineCore
+from maitred.engine.during_step import Beside, DuringStep, Link
 from maitred.engine.frames import (
     Abort,
     Answer,
@@ -34,6 +34,7 @@ from maitred.engine.frames import (
     Stop,
     Submit,
     Told,
+    ToTensors,
     encode,
 )
 from maitred.engine.held import HeldRequests, Need, Prepare
@@ -68,29 +69,11 @@ class LoadedEngine:
     start_phases: Mapping[str, float] = field(default_factory=dict)
     kv_addresses: tuple[str, ...] = ()
     num_kv_layers: int = 1  # that leave one by one while a prompt is computed
+    beside: Beside | None = None
 
 
 Builder = Callable[[EngineConfig, tuple[str, ...], Callable[[str], None]], LoadedEngine]
 """(config, served model names, told a line per phase); raises MaitredError when it cannot be."""
-
-
-class Link(Protocol):
-    """The engine's end of a transport."""
-
-    round_number: int
-    """Changes with every round of the loop, so that the other end sees a step that does not end."""
-
-    def commands(self, *, wait: bool, at_most_s: float | None = None) -> Iterator[Command]:
-        """What has come; with `wait`, at least one, unless `wake` was called or so many seconds went by."""
-
-    def wake(self) -> None:
-        """From any thread: whoever waits for commands, now or next, waits no more."""
-
-    def send(self, report: Report) -> None:
-        """Raises RequestTooLarge."""
-
-    def rest(self) -> None:
-        """No step is under way any more."""
 
 
 def run_engine(begin: Begin, link: Link, build: Builder, on_loaded: Callable[[], None] = lambda: None) -> int:
@@ -103,14 +86,18 @@ def run_engine(begin: Begin, link: Link, build: Builder, on_loaded: Callable[[],
         phases = dict(loaded.start_phases)
         budget = loaded.core.scheduler.config.token_budget
         told = (loaded.kv_addresses, budget, loaded.num_kv_layers)
+        if loaded.beside is not None:
+            loaded.beside.begin(loaded.core, link.send, link.wake)
         link.send(Ready(loaded.facts, loaded.memory_plan, loaded.deterministic, phases, *told))
-        EngineLoop(loaded.core, link, WallClock(), loaded.prepare, loaded.adapters).run()
+        EngineLoop(loaded.core, link, WallClock(), loaded.prepare, loaded.adapters, loaded.beside).run()
     except Exception as error:
         logger.debug("where the engine stopped", exc_info=error)
         link.send(Died(f"{type(error).__name__}: {error}"))
         return 1
     finally:
         link.rest()
+        if loaded.beside is not None:
+            loaded.beside.close()
         loaded.close()
     return 0
 
@@ -139,12 +126,15 @@ class EngineLoop:
         clock: Clock,
         prepare: Prepare | None = None,
         adapters: AdapterCache | None = None,
+        beside: Beside | None = None,
     ) -> None:
         self._core, self._link, self._clock = core, link, clock
-        self._prepare, self._adapters = prepare, adapters
+        self._prepare, self._adapters, self._beside = prepare, adapters, beside
         self._held = HeldRequests(link.wake)
         self._introduced: deque[Report] = deque()  # answers from the thread that reads adapters
         core.wake = link.wake
+        self._during_step = DuringStep(link, beside) if beside is not None else None
+        core.execute_beside = self._during_step.execute if self._during_step is not None else None
         if adapters is not None:
             adapters.wake = link.wake
         self._ended: list[RequestProgress] = []  # between two steps
@@ -158,9 +148,11 @@ class EngineLoop:
             wait = not core.can_step  # for commands, or for KV from elsewhere, whose coming wakes it
             if wait:
                 self._tell([])  # the figures of an idle engine, before it falls silent
-            for command in link.commands(wait=wait, at_most_s=self._until_deadline_s() if wait else None):
+            for command in self._commands(wait):
                 self._obey(command)
             core.run_called()
+            if self._beside is not None:
+                self._beside.turn()
             self._add_held()
             progress, self._ended = self._ended, []
             if core.has_work and not self._stopping:
@@ -170,9 +162,17 @@ class EngineLoop:
                 self._tell(progress)
             link.round_number += 1
 
+    def _commands(self, wait: bool) -> Iterator[Command]:
+        if self._during_step is not None:
+            wait = yield from self._during_step.kept(wait)
+        yield from self._link.commands(wait=wait, at_most_s=self._until_deadline_s() if wait else None)
+
     def _until_deadline_s(self) -> float | None:
         deadline = self._core.next_deadline
-        return None if deadline is None else min(max(0.0, deadline - self._clock.now()), MAX_WAIT_S)
+        times = [] if deadline is None else [max(0.0, deadline - self._clock.now())]
+        if self._beside is not None and (wake_in_s := self._beside.wake_in_s) is not None:
+            times.append(wake_in_s)
+        return min(*times, MAX_WAIT_S) if times else None
 
     def _obey(self, command: Command) -> None:
         match command:
@@ -194,9 +194,11 @@ class EngineLoop:
                 self._adapters.know(adapters)
             case ForgetAdapter(key) if self._adapters is not None:
                 self._adapters.forget(key)
+            case ToTensors(message) if self._beside is not None:
+                self._beside.obey(message)
             case Stop():
                 self._stopping = True
-            case Begin() | KnowAdapters() | ForgetAdapter():
+            case Begin() | ToTensors() | KnowAdapters() | ForgetAdapter():
                 logger.warning("dropped a command that is not for this engine: %s", type(command).__name__)
 
     def _add(self, spec: RequestSpec) -> None:

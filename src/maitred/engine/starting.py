@@ -106,7 +106,8 @@ class StartingEngine:
         ready = self._replica.wait()
         model = served_model(ready.facts, self._text.tokenizer)
         try:
-            model.text.read()
+            if model.names:
+                model.text.read()
         except MaitredError:
             self._replica.stop()
             raise

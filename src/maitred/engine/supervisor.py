@@ -46,6 +46,11 @@ class Loss(NamedTuple):
     num_ended: int
     found_cause: bool = False  # one of those that ended had killed the engines; the others may hope
 
+    def beside(self, other: Loss) -> Loss:
+        """Of both together."""
+        cause = self.found_cause or other.found_cause
+        return Loss(self.num_kept + other.num_kept, self.num_ended + other.num_ended, cause)
+
 
 class Owner(Protocol):
     """Whom the engine works for; told everything on the event loop, once there is one."""

@@ -28,6 +28,9 @@ class TensorObserver(Protocol):
 
     def completed(self, batch: Batch, outcome: BatchOutcome, now: float) -> None: ...
 
+    def flush(self, now: float) -> None:
+        """Nothing more comes for now; not while a step is under way."""
+
 
 class TensorLanes:
     """Tensor requests in, batches and last progress out. In the engine's thread, also while a step is under way."""
@@ -86,6 +89,10 @@ class TensorLanes:
         if self._observer is not None:
             self._observer.completed(batch, outcome, now)
         return told
+
+    def close(self) -> None:
+        if self._observer is not None:
+            self._observer.flush(self._clock.now())
 
     @property
     def wake_in_s(self) -> float | None:

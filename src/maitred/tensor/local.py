@@ -11,22 +11,14 @@ from maitred.clock import Clock, WallClock
 from maitred.config import SchedulerConfig
 from maitred.engine.tensor_lanes import TensorLanes, TensorObserver
 from maitred.errors import MaitredError
-from maitred.kvcache.manager import KVCacheManager
-from maitred.kvcache.prefix_cache import TokenHasher
-from maitred.scheduler.scheduler import Scheduler
 from maitred.tensor.config import ANY_MESSAGE
 from maitred.tensor.control import ControlMode, ModelControl
+from maitred.tensor.lone import lone_scheduler
 from maitred.tensor.repository import IndexEntry
 from maitred.tensor.runner import Answer, TensorRunner
 from maitred.tensor.served_models import OPENERS, Opener, ServedModels
 from maitred.tensor.service import InferRequest, InferResponse, ModelStatistics
 from maitred.tensor.statistics import Statistics
-
-
-def lone_scheduler(config: SchedulerConfig | None = None) -> Scheduler:
-    """Of an engine without a language model: no prompt fits it."""
-    kv = KVCacheManager(num_blocks=1, block_size=1, hasher=TokenHasher(1, ""), enable_prefix_caching=False)
-    return Scheduler(config or SchedulerConfig(), kv)
 
 
 class LocalTensorService:
@@ -46,7 +38,7 @@ class LocalTensorService:
         self.models = ServedModels(openers or OPENERS)
         self._control = ModelControl(repository, mode, self.models)
         self._statistics = Statistics()
-        self._scheduler, self._observer = lone_scheduler(scheduler), observer
+        self._scheduler, self._observer = lone_scheduler(scheduler or SchedulerConfig()), observer
         self._loading = asyncio.Lock()
         self._timer: asyncio.TimerHandle | None = None
 

@@ -133,6 +133,11 @@ class ServedModels:
                 loaded.leases -= 1
                 self._close_if_left(loaded)
 
+    def labels(self, name: str) -> Mapping[str, int]:
+        """Of versions that answer now."""
+        with self._lock:
+            return dict(self._models[name].labels) if name in self._models else {}
+
     def versions(self, name: str) -> Sequence[int]:
         with self._lock:
             return sorted(self._models[name].versions) if name in self._models else ()

@@ -7,7 +7,7 @@ import os.path
 import secrets
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from maitred.api.http.auth import Authenticator
 from maitred.api.http.bodies import LargeBodies
@@ -28,6 +28,7 @@ from maitred.engine.grammar_check import GrammarChecker
 from maitred.engine.installed import policy_of
 from maitred.engine.intake import ServedModel
 from maitred.engine.model_facts import AdapterFacts
+from maitred.engine.tensors_of_engine import HasTensors
 from maitred.errors import ModelNotFound, Unavailable
 from maitred.gate.admission import AdmissionController
 from maitred.gate.gate import Gate
@@ -35,6 +36,9 @@ from maitred.replica import Replica
 from maitred.request import RequestSpec
 from maitred.step import RequestProgress
 from maitred.tenancy.caller import Caller
+
+if TYPE_CHECKING:
+    from maitred.tensor.service import TensorService  # which needs the extra
 
 
 @runtime_checkable
@@ -111,6 +115,12 @@ class App:
         return self.adapters.named.get(name)
 
     @property
+    def tensors(self) -> TensorService | None:
+        """None where no tensor models are served."""
+        found: TensorService | None = self.replica.tensors if isinstance(self.replica, HasTensors) else None
+        return found
+
+    @property
     def model(self) -> ServedModel:
         """Raises Unavailable before there is one."""
         self.check_loaded()
@@ -135,13 +145,18 @@ class App:
         given; raises ModelNotFound, for others' adapters as for what is not there.
         """
         if name is None:
-            return self.model.names[0]
+            return self._own_name()
         if not self.is_model(name) and self.adapter(name, caller) is None:
             raise ModelNotFound(
                 f"the model {shortened(repr(name))} is not served here; choose one of {', '.join(self.model.names)}",
                 param="model",
             )
         return name
+
+    def _own_name(self) -> str:
+        if not self.model.names:
+            raise ModelNotFound("no language model is served here", param="model")
+        return self.model.names[0]
 
     def reconfigured(self, scheduler: SchedulerConfig) -> None:
         """Once priorities were heeded they stay welcome: no client's request becomes an error while the server runs."""

@@ -51,7 +51,7 @@ class WatchLive:
 
     async def __call__(self, app: App, exchange: Exchange) -> None:
         if self._feed is None:
-            name, latencies = app.model.names[0], app.observer.latencies
+            name, latencies = app.model.name, app.observer.latencies
             self._feed = LiveFeed(app.replica, latencies, name, is_over=lambda: app.in_flight.draining)
         events = EventStream(exchange, silence_s=app.config.sse_keep_alive_s)
         checked_at = time.monotonic()
@@ -68,12 +68,15 @@ class WatchLive:
 async def loaded_models(app: App, exchange: Exchange) -> None:
     """What is in memory, how it is held, and since when."""
     model, held = app.model, app.model.footprint
+    if not model.names:
+        await exchange.answer_json(LoadedModels(()))
+        return
     known = {} if held is None else {name: getattr(held, name) for name in held.__dataclass_fields__}
     format = await app.text.run(0, lambda: model.answer_format)
     row = LoadedModel(
-        id=model.names[0],
+        id=model.name,
         aliases=model.names[1:],
-        root=model.root or model.names[0],
+        root=model.root or model.name,
         since=model.created,
         max_model_len=model.max_model_len,
         tool_format=format.name,

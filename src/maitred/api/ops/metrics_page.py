@@ -212,7 +212,7 @@ class EdgeMetrics(Collector):
     def engine_came(self, replica: Replica, model: ServedModel, admission: AdmissionController | None) -> None:
         """From now on the page tells of it."""
         self._replica, self._admission = replica, admission
-        self._model, self._block_size, self._max_num_seqs = model.names[0], model.block_size, model.max_num_seqs
+        self._model, self._block_size, self._max_num_seqs = model.name, model.block_size, model.max_num_seqs
         self._proposer = model.footprint.proposer if model.footprint is not None else ""
 
     def http_answered(self, route: str, status: int) -> None:

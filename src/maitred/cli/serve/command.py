@@ -14,7 +14,16 @@ from maitred.cli.ending import noted
 from maitred.cli.local import ENGINE_PARTS, engine_config
 from maitred.cli.serve.announcer import Announcer
 from maitred.cli.serve.tenancy import TenancyConfig, open_tenancy
-from maitred.config import AdmissionConfig, CacheConfig, EngineConfig, ProcessConfig, ServerConfig
+from maitred.config import (
+    NO_MODEL,
+    AdmissionConfig,
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    ProcessConfig,
+    ServerConfig,
+    TensorConfig,
+)
 from maitred.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -23,6 +32,7 @@ if TYPE_CHECKING:
     from maitred.api.http.loading import Opened
     from maitred.engine.live_requests import LiveRequest
     from maitred.engine.starting import MakeReplica, StartingEngine
+    from maitred.engine.supervisor import Start
 
 
 def _run(options: Options) -> int:
@@ -60,13 +70,13 @@ def _run(options: Options) -> int:
 
             def on_open(engine: Opened, host: str, port: int) -> None:
                 if ledger is not None:
-                    ledger.model = engine.model.names[0]
+                    ledger.model = engine.model.name
                 timeline.end_nested(engine.start_phases, "server")
                 tell(timeline.describe())
                 if slow := timeline.over(server.start_budget_s):
                     logging.getLogger("maitred.start").warning(slow)
                 has_keys = bool(server.api_keys or tenants)
-                tell(_welcome(engine.model.names[0], url_of(server, host, port), has_keys=has_keys))
+                tell(_welcome(engine.model.name, url_of(server, host, port), has_keys=has_keys))
                 spare_the_collector()
                 launcher.loaded(timeline.phases)
 
@@ -113,10 +123,31 @@ def _start(
         from maitred.engine.engine_thread import in_thread
 
         start = replace(start, open=in_thread(load_engine))
+    if config.tensors.model_repository is not None:
+        start = _with_tensors(start)
     return StartingEngine(start, on_event=tell, on_admitted=on_admitted, make=_replica_of(options))
 
 
+def _with_tensors(start: Start) -> Start:
+    from maitred.engine.build import load_engine
+    from maitred.engine.child_process import in_child_process
+    from maitred.engine.engine_thread import in_thread
+    from maitred.tensor.child import COMMAND as CHILD
+    from maitred.tensor.child import with_tensors
+
+    alone = in_thread(with_tensors(load_engine))
+    return replace(start, open=alone if start.process.in_process else in_child_process(CHILD))
+
+
 def _replica_of(options: Options) -> MakeReplica:
+    if options[TensorConfig].model_repository is not None:
+        if len(options[ProcessConfig].roles) > 1:
+            raise ConfigError("a model_repository is served by one engine; leave out workers, or the repository")
+        from maitred.tensor.client import client_with_tensors
+
+        return client_with_tensors
+    if options[ModelConfig].model == NO_MODEL:
+        raise ConfigError("the model is none, so nothing would be served; give --model-repository")
     if len(options[ProcessConfig].roles) == 1:
         from maitred.engine.client import EngineClient
 
@@ -128,7 +159,7 @@ def _replica_of(options: Options) -> MakeReplica:
 
 def _engine_config(options: Options) -> EngineConfig:
     """Tenants have tiers, so where there are tenants the policy heeds them, unless the user chose one."""
-    config = replace(engine_config(options), admission=options[AdmissionConfig])
+    config = replace(engine_config(options), admission=options[AdmissionConfig], tensors=options[TensorConfig])
     if options[TenancyConfig].tenants is None or options.was_given("policy"):
         return config
     return replace(config, scheduler=replace(config.scheduler, policy="interactive"))
@@ -212,7 +243,7 @@ COMMAND = Command(
     path="serve",
     summary="Serve a model over HTTP, as OpenAI's API. Without MODEL, the built-in one.",
     run=_run,
-    parts=(ServerConfig, AdmissionConfig, TenancyConfig, ProcessConfig, *ENGINE_PARTS),
+    parts=(ServerConfig, AdmissionConfig, TenancyConfig, ProcessConfig, TensorConfig, *ENGINE_PARTS),
     positional="model",
     first=("model", "host", "port", "api_keys", "tenants", "dtype", "max_model_len", "max_num_seqs", "policy"),
     examples=(
@@ -220,5 +251,6 @@ COMMAND = Command(
         "maitred serve ./Llama-3.2-1B --port 9000 --max-model-len 8192",
         "maitred serve --config serve.yaml --api-key SECRET",
         "maitred serve --tenants tenants.yaml --ledger ledger.sqlite",
+        "maitred serve none --model-repository ./models",
     ),
 )

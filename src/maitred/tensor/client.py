@@ -1,0 +1,268 @@
+"""The server's side of tensor models: a TensorService over an engine. When its engine dies, requests run again."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from maitred.clock import Clock
+from maitred.engine.client import EngineClient
+from maitred.engine.crash_isolation import CrashIsolation
+from maitred.engine.frames import Command, ToTensors, encode, error_of
+from maitred.engine.live_requests import LiveRequest
+from maitred.engine.supervisor import Loss, Start
+from maitred.errors import EngineDead, InvalidRequest, MaitredError, ModelNotFound, RequestTooLarge
+from maitred.request import FinishReason
+from maitred.tensor.config import ANY_MESSAGE
+from maitred.tensor.config_fields import ModelConfig
+from maitred.tensor.frames import Cancel, Changed, Ended, Infer, Load, Models, Problem, Ran, Unload, decode_news
+from maitred.tensor.frames import Command as TensorCommand
+from maitred.tensor.repository import IndexEntry
+from maitred.tensor.service import InferRequest, InferResponse, ModelStatistics
+from maitred.tensor.statistics import Statistics
+
+
+@dataclass(slots=True, eq=False)
+class LiveTensor:
+    """A request whose answer has not come, as its engines are blamed for or cleared of it."""
+
+    request: InferRequest
+    answer: asyncio.Future[Ended]
+    sent: bool = False
+    num_deaths: int = 0
+    finish_reason: FinishReason | None = None
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def num_output_tokens(self) -> int:
+        return 0
+
+
+@dataclass(slots=True)
+class _Served:
+    configs: dict[int, ANY_MESSAGE] = field(default_factory=dict)  # by version
+    labels: dict[str, int] = field(default_factory=dict)
+
+
+def client_with_tensors(
+    start: Start,
+    clock: Clock,
+    *,
+    on_admitted: Callable[[LiveRequest], None] | None = None,
+    on_event: Callable[[str], None] = lambda line: None,
+) -> EngineClient:
+    """A client whose engine serves tensor models too."""
+    client = EngineClient(start, clock, on_admitted=on_admitted, on_event=on_event)
+    supervisor = client.supervisor
+    client.tensors = TensorClient(
+        supervisor.send,
+        supervisor.death,
+        lambda: None if supervisor.ready else supervisor.sleep.wake(),
+        start.process.resume,
+    )
+    return client
+
+
+class TensorClient:
+    """On one event loop, but for what comes before there is one."""
+
+    def __init__(
+        self, send: Callable[[Command], bool], death: Callable[[], EngineDead], wake: Callable[[], None], resume: str
+    ) -> None:
+        """`send` gives False when there is no engine, `death` why there is none; `wake` has one come that sleeps.
+        `resume` is the server's rule for requests whose engine died.
+        """
+        self._send_frame, self._death, self._wake, self._resume = send, death, wake, resume
+        self._live: dict[str, LiveTensor] = {}
+        self._isolation: CrashIsolation[LiveTensor] = CrashIsolation(self._begin)
+        self._changes: dict[int, asyncio.Future[None]] = {}
+        self._numbers = itertools.count()
+        self._index: tuple[IndexEntry, ...] = ()
+        self._served: dict[str, _Served] = {}
+        self._statistics = Statistics()
+        self._over: EngineDead | None = None
+        self.on_ended: Callable[[InferRequest, Ended], None] = lambda request, ended: None  # for ledger and metrics
+        self.on_batch: Callable[[Ran], None] = lambda ran: None
+
+    # -- TensorService
+
+    async def infer(self, request: InferRequest) -> InferResponse:
+        if self._over is not None:
+            raise self._over
+        if request.request_id in self._live:
+            raise InvalidRequest(f"request id {request.request_id!r} is in use", param="request_id")
+        live = LiveTensor(request, asyncio.get_running_loop().create_future())
+        self._live[request.request_id] = live
+        self._isolation.enter(live)
+        self._wake()
+        try:
+            ended = await live.answer
+        except asyncio.CancelledError:
+            self._cancel(live)
+            raise
+        if ended.result is None:
+            raise _error(ended.problem)
+        return ended.result
+
+    def index(self, *, ready_only: bool = False) -> Sequence[IndexEntry]:
+        ready = {(name, version) for name, served in self._served.items() for version in served.configs}
+        return [entry for entry in self._index if not ready_only or (entry.name, entry.version) in ready]
+
+    def config(self, model: str, version: int = 0, label: str = "") -> ANY_MESSAGE:
+        served = self._served.get(model)
+        if served is None:
+            raise ModelNotFound(f"no model {model!r} is served", param="model")
+        if label and label not in served.labels:
+            raise ModelNotFound(f"model {model!r} has no version with the label {label!r}", param="model")
+        number = served.labels[label] if label else version or max(served.configs)
+        if number not in served.configs:
+            raise ModelNotFound(f"model {model!r} has no version {number}", param="model")
+        return served.configs[number]
+
+    def versions(self, model: str) -> Sequence[int]:
+        return sorted(self._served[model].configs) if model in self._served else ()
+
+    def statistics(self, model: str = "", version: int = 0) -> Sequence[ModelStatistics]:
+        return self._statistics.of(model, version)
+
+    async def load(self, model: str, config: str | None = None) -> None:
+        await self._change(Load(next(self._numbers), model, config))
+
+    async def unload(self, model: str) -> None:
+        await self._change(Unload(next(self._numbers), model))
+
+    async def _change(self, command: Load | Unload) -> None:
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        if not self._send(command):
+            raise self._death()
+        self._changes[command.number] = done
+        try:
+            await done
+        finally:
+            self._changes.pop(command.number, None)
+
+    # -- what the engine's client tells
+
+    def heard(self, message: msgspec.Raw) -> None:
+        for news in decode_news(message):
+            match news:
+                case Ended():
+                    self._ended(news)
+                case Ran(times):
+                    self._statistics.ran(times)
+                    self.on_batch(news)
+                case Models():
+                    self._models_changed(news)
+                case Changed(number, problem) if number in self._changes:
+                    _settle(self._changes[number], _error(problem) if problem is not None else None)
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._live or self._changes)
+
+    def lost(self, cause: str, *, own_fault: bool) -> Loss:
+        """The engine died; who may, runs again."""
+        before = len(self._live)
+        culprit = self._isolation.died(self._live.values(), own_fault=own_fault)
+        self._end_changes(EngineDead(cause))
+        for live in list(self._live.values()):
+            if self._resume == "never" or live is culprit:
+                why = "requests are not resumed here (--resume never)"
+                if live is culprit:
+                    why = f"{live.num_deaths} engines died while they had this request, the last of them nothing else"
+                self._fail(live, EngineDead(f"{cause}, and {why}"))
+            live.sent = False
+        found_cause = culprit is not None and self._isolation.others_live()
+        return Loss(len(self._live), before - len(self._live), found_cause)
+
+    def regained(self) -> int:
+        """There is an engine, which knows nobody: how many run again."""
+        self._isolation.begin(list(self._live.values()))
+        return len(self._live)
+
+    def ended(self, error: EngineDead) -> None:
+        """There will be none any more."""
+        self._over = error
+        self._end_changes(error)
+        for live in list(self._live.values()):
+            self._fail(live, error)
+
+    # -- small things
+
+    def _begin(self, live: LiveTensor) -> None:
+        try:
+            live.sent = self._send(Infer(live.request))
+        except (RequestTooLarge, OverflowError) as error:
+            self._fail(live, error if isinstance(error, MaitredError) else InvalidRequest("a number is too large"))
+
+    def _send(self, command: TensorCommand) -> bool:
+        return self._send_frame(ToTensors(msgspec.Raw(encode(command))))
+
+    def _cancel(self, live: LiveTensor) -> None:
+        if self._live.pop(live.request_id, None) is not None:
+            live.finish_reason = FinishReason.ABORT
+            if live.sent:
+                self._send(Cancel(live.request_id, FinishReason.ABORT))
+            self._isolation.stepped([live.request_id])
+
+    def _fail(self, live: LiveTensor, error: MaitredError) -> None:
+        del self._live[live.request_id]
+        live.finish_reason = FinishReason.ERROR
+        ended = Ended(live.request_id, None, Problem(type(error).__name__, str(error)))
+        self.on_ended(live.request, ended)
+        _settle(live.answer, ended)
+
+    def _ended(self, ended: Ended) -> None:
+        live = self._live.pop(ended.request_id, None)
+        if live is None:
+            return  # cancelled; its part of a batch is nobody's
+        live.finish_reason = FinishReason.STOP if ended.result is not None else FinishReason.ERROR
+        self._count(live.request, ended)
+        self.on_ended(live.request, ended)
+        _settle(live.answer, ended)
+        self._isolation.stepped([live.request_id])
+
+    def _count(self, request: InferRequest, ended: Ended) -> None:
+        timing = ended.timing
+        version = (
+            ended.result.version
+            if ended.result is not None
+            else request.version or max(self.versions(request.model), default=0)
+        )
+        if timing is not None and version:
+            queue_ns, total_ns = round(timing.queue_s * 1e9), round(timing.total_s * 1e9)
+            succeeded = ended.result is not None
+            self._statistics.ended(request.model, version, succeeded=succeeded, total_ns=total_ns, queue_ns=queue_ns)
+
+    def _models_changed(self, models: Models) -> None:
+        self._index, self._served = models.index, {}
+        for each in models.served:
+            served = self._served.setdefault(each.model, _Served())
+            served.configs[each.number] = ModelConfig.FromString(each.config)
+            served.labels |= dict.fromkeys(each.labels, each.number)
+        self._statistics.serve([(each.model, each.number) for each in models.served])
+
+    def _end_changes(self, error: EngineDead) -> None:
+        for change in self._changes.values():
+            _settle(change, error)
+
+
+def _error(problem: Problem | None) -> MaitredError:
+    assert problem is not None
+    return error_of(problem.kind, problem.message)
+
+
+def _settle(future: asyncio.Future, outcome: object) -> None:  # type: ignore[type-arg]
+    if future.done():
+        return
+    if isinstance(outcome, BaseException):
+        future.set_exception(outcome)
+    else:
+        future.set_result(outcome)

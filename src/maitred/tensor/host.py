@@ -1,0 +1,182 @@
+"""Tensor models in an engine: what the server asks of them, their lanes, and loads in a thread of their own."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+import msgspec
+
+from maitred.clock import Clock, WallClock
+from maitred.config import TensorConfig
+from maitred.engine.core import EngineCore
+from maitred.engine.frames import OfTensors, Report, encode
+from maitred.errors import MaitredError, RequestTooLarge
+from maitred.tensor.batch_run import BatchTimes
+from maitred.tensor.control import ControlMode, ModelControl
+from maitred.tensor.frames import (
+    Cancel,
+    Changed,
+    Ended,
+    Infer,
+    Load,
+    Models,
+    News,
+    Ran,
+    Unload,
+    decode_command,
+    problem_of,
+)
+from maitred.tensor.frames import ServedVersion as Told
+from maitred.tensor.runner import Answer, TensorRunner
+from maitred.tensor.served_models import ServedModels
+from maitred.tensor.service import InferRequest, InferResponse
+
+
+class TensorHost:
+    """What an EngineLoop has beside its language model; all but the loads is in the engine's thread."""
+
+    def __init__(self, config: TensorConfig, clock: Clock | None = None) -> None:
+        """Loads what is to be served at the start. Raises CheckpointError where the repository cannot be read."""
+        assert config.model_repository is not None
+        self._config, self._clock = config, clock or WallClock()
+        self.models = ServedModels()
+        self._control = ModelControl(Path(config.model_repository), ControlMode(config.model_control_mode), self.models)
+        self._control.start(config.load_model)
+        self._loader = ThreadPoolExecutor(1, thread_name_prefix="maitred-models")
+        self._done: deque[Changed | None] = deque()  # changes of models, from the thread that loads
+        self._news: list[News] = []
+        self._closing = threading.Event()
+
+    def begin(self, core: EngineCore, send: Callable[[Report], None], wake: Callable[[], None]) -> None:
+        """Before the engine says that it is ready; the server hears first which models there are."""
+        self._send_frame, self._wake, self._lanes = send, wake, core.tensor_lanes
+        self.runner = TensorRunner(
+            core.tensor_lanes,
+            self.models,
+            self._clock,
+            wake=wake,
+            on_batch=self._ran,
+            s_per_token=lambda: core.prefill_s_per_token,
+        )
+        self._models_changed()
+        self._send_news()
+        if self._control.mode is ControlMode.POLL:
+            threading.Thread(target=self._poll, name="maitred-poll", daemon=True).start()
+
+    # -- what the loop asks
+
+    def obey(self, message: msgspec.Raw) -> None:
+        """Raises msgspec.DecodeError for what is no command."""
+        match decode_command(message):
+            case Infer(request):
+                self._infer(request)
+            case Cancel(request_id, reason):
+                self.runner.cancel(request_id, reason)
+            case Load(number, model, config):
+                self._loader.submit(self._change, number, partial(self._control.load, model, config))
+            case Unload(number, model):
+                self._loader.submit(self._change, number, partial(self._control.unload, model))
+
+    def turn(self) -> None:
+        """After whatever happened, and when `wake_in_s` is over."""
+        if self._done:
+            self._models_changed()
+            while self._done:
+                changed = self._done.popleft()
+                self._news += [changed] if changed is not None else []
+        self.runner.turn()
+        self._send_news()
+
+    @property
+    def wake_in_s(self) -> float | None:
+        return self.runner.wake_in_s
+
+    @property
+    def busy(self) -> bool:
+        return len(self.runner) > 0
+
+    def close(self) -> None:
+        self._closing.set()
+        self._loader.shutdown(cancel_futures=True)
+        self.runner.close()
+        self._lanes.close()
+
+    # -- requests
+
+    def _infer(self, request: InferRequest) -> None:
+        try:
+            self.runner.begin(request, partial(self._ended, request.request_id))
+        except MaitredError as error:
+            self._news.append(Ended(request.request_id, None, problem_of(error)))
+
+    def _ended(self, request_id: str, answer: Answer) -> None:
+        result, problem = answer.result, None
+        if not isinstance(result, InferResponse):
+            result, problem = None, problem_of(result)
+        self._news.append(Ended(request_id, result, problem, answer.charges, answer.timing))
+
+    def _ran(self, times: BatchTimes) -> None:
+        self._news.append(Ran(times))
+
+    # -- models
+
+    def _change(self, number: int, change: Callable[[], object]) -> None:
+        """In the thread that loads."""
+        try:
+            change()
+            changed = Changed(number)
+        except Exception as error:
+            changed = Changed(number, problem_of(error))
+        self._done.append(changed)
+        self._wake()
+
+    def _poll(self) -> None:
+        while not self._closing.wait(self._config.repository_poll_s):
+            with suppress(RuntimeError):  # it was shut down meanwhile
+                self._loader.submit(self._poll_once)
+
+    def _poll_once(self) -> None:
+        changes = self._control.poll()
+        if changes.load or changes.unload:
+            self._done.append(None)
+            self._wake()
+
+    def _models_changed(self) -> None:
+        self.runner.models_changed()
+        ready = self.models.index(ready_only=True)
+        served = tuple(self._told(entry.name, entry.version or 0) for entry in ready)
+        self._news.append(Models(tuple(self.models.index()), served))
+
+    def _told(self, name: str, number: int) -> Told:
+        with self.models.lease(name, number) as loaded:
+            labels = self.models.labels(name).items()
+            mine = tuple(label for label, version in labels if version == number)
+            return Told(name, number, loaded.config.SerializeToString(), mine)
+
+    # -- news
+
+    def _send_news(self) -> None:
+        news, self._news = self._news, []
+        if not news:
+            return
+        try:
+            self._send(news)
+        except RequestTooLarge:
+            for each in news:
+                self._send_alone(each)
+
+    def _send_alone(self, news: News) -> None:
+        try:
+            self._send([news])
+        except RequestTooLarge as error:
+            if isinstance(news, Ended):
+                self._send([msgspec.structs.replace(news, result=None, problem=problem_of(error))])
+
+    def _send(self, news: list[News]) -> None:
+        self._send_frame(OfTensors(msgspec.Raw(encode(news))))

@@ -1,0 +1,154 @@
+"""Tensor models in an engine's process: asked through its client, alone, killed and begun again."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from contextlib import asynccontextmanager
+
+import numpy as np
+import pytest
+
+from maitred.clock import WallClock
+from maitred.config import EngineConfig, ModelConfig, ProcessConfig, TensorConfig
+from maitred.decisions.codec import read_log
+from maitred.decisions.log import Dispatched
+from maitred.decisions.replay import first_difference
+from maitred.engine.child_process import in_child_process
+from maitred.engine.engine_thread import in_thread
+from maitred.engine.supervisor import Start
+from maitred.errors import InvalidRequest, ModelNotFound, QueueTimeout
+from maitred.storage.decision_files import log_runs, read_frames
+from maitred.tensor.arrays import array_of
+from maitred.tensor.child import COMMAND, with_tensors
+from maitred.tensor.client import client_with_tensors
+from tests.tensor.models import add_model, write_model
+from tests.tensor.test_local import BATCHED, request, rows
+from tests.waiting import until_async
+
+IN_PROCESS = in_child_process(COMMAND)
+IN_THREAD = in_thread(with_tensors(lambda *_: pytest.fail("no language model is to be loaded")))
+
+
+def start_of(repository, transport, *, mode="none", decision_log=None):
+    tensors = TensorConfig(model_repository=str(repository), model_control_mode=mode)
+    config = EngineConfig(model=ModelConfig(model="none"), tensors=tensors, decision_log=decision_log)
+    return Start(config=config, process=ProcessConfig(), open=transport)
+
+
+@asynccontextmanager
+async def engine(repository, transport=IN_PROCESS, **kwargs):
+    client = client_with_tensors(start_of(repository, transport, **kwargs), WallClock())
+    client.begin()
+    await asyncio.to_thread(client.wait)
+    client.attach(asyncio.get_running_loop())
+    try:
+        yield client
+    finally:
+        await client.close()
+
+
+@pytest.mark.parametrize("transport", [IN_PROCESS, IN_THREAD], ids=["process", "thread"])
+def test_an_engine_without_a_language_model_infers_and_counts(tmp_path, transport):
+    write_model(tmp_path, "add", config=BATCHED)
+
+    async def ask():
+        async with engine(tmp_path, transport) as client:
+            tensors = client.tensors
+            assert [(entry.name, entry.version) for entry in tensors.index(ready_only=True)] == [("add", 1)]
+            assert tensors.config("add").max_batch_size == 8
+            asked = [tensors.infer(request(f"r{at}", rows(at), rows(10 * at))) for at in range(4)]
+            answers = await asyncio.gather(*asked)
+            assert [array_of(one.outputs[0])[0, 0] for one in answers] == [0, 11, 22, 33]
+            with pytest.raises(InvalidRequest, match="unexpected shape"):
+                await tensors.infer(request("wrong", rows(1, width=3), rows(1)))
+            with pytest.raises(ModelNotFound):
+                tensors.config("none")
+            (told,) = tensors.statistics()
+            assert (told.inference_count, told.execution_count, told.success[0]) == (4, 1, 4)
+
+    asyncio.run(ask())
+
+
+def test_models_are_loaded_as_an_administrator_asks(tmp_path):
+    write_model(tmp_path, "add")
+
+    async def ask():
+        async with engine(tmp_path, mode="explicit") as client:
+            tensors = client.tensors
+            with pytest.raises(ModelNotFound):
+                await tensors.infer(request("early", rows(1), rows(1)))
+            with pytest.raises(ModelNotFound):
+                await tensors.load("nothing")
+            await tensors.load("add")
+            assert tensors.versions("add") == [1]
+            assert array_of((await tensors.infer(request("r", rows(1), rows(2)))).outputs[0])[0, 0] == 3
+            await tensors.unload("add")
+            assert tensors.versions("add") == ()
+
+    asyncio.run(ask())
+
+
+def test_requests_of_an_engine_that_is_killed_run_again(tmp_path):
+    write_model(tmp_path, "add", config=BATCHED)
+
+    async def ask():
+        async with engine(tmp_path) as client:
+            three = [
+                asyncio.ensure_future(client.tensors.infer(request(f"r{at}", rows(at), rows(at)))) for at in range(3)
+            ]
+            await asyncio.sleep(0)
+            killed = client.supervisor.pid
+            os.kill(killed, signal.SIGKILL)
+            await until_async(lambda: client.supervisor.ready and client.supervisor.pid != killed)
+            last = await client.tensors.infer(request("r3", rows(3), rows(3)))
+            answers = [*await asyncio.gather(*three), last]
+            assert [array_of(one.outputs[0])[0, 0] for one in answers] == [0, 2, 4, 6]
+
+    asyncio.run(ask())
+
+
+def test_who_leaves_or_is_late_gives_up_its_place_in_the_engine(tmp_path):
+    write_model(tmp_path, "add", config=BATCHED)
+
+    async def ask():
+        async with engine(tmp_path) as client:
+            gone = asyncio.ensure_future(client.tensors.infer(request("gone", rows(1), rows(1))))
+            await asyncio.sleep(0)
+            gone.cancel()
+            with pytest.raises(QueueTimeout):
+                await client.tensors.infer(request("late", rows(1), rows(1), start_by=WallClock().now() + 0.05))
+            four = [client.tensors.infer(request(f"r{at}", rows(at), rows(at))) for at in range(4)]
+            assert [array_of(one.outputs[0])[0, 0] for one in await asyncio.gather(*four)] == [0, 2, 4, 6]
+            assert not client.tensors.busy
+
+    asyncio.run(ask())
+
+
+def test_large_tensors_cross_as_they_are(tmp_path):
+    write_model(tmp_path, "add", model=add_model(shape=("batch", "length")))
+
+    async def ask():
+        async with engine(tmp_path) as client:
+            large = np.random.default_rng(0).random((1, 2**20), np.float32)
+            answer = await client.tensors.infer(request("large", large, large))
+            assert np.array_equal(array_of(answer.outputs[0]), large + large)
+
+    asyncio.run(ask())
+
+
+def test_the_decision_log_of_tensor_models_replays(tmp_path):
+    write_model(tmp_path / "models", "add", config=BATCHED)
+    log = tmp_path / "log"
+
+    async def ask():
+        async with engine(tmp_path / "models", decision_log=str(log)) as client:
+            await asyncio.gather(*[client.tensors.infer(request(f"r{at}", rows(at), rows(at))) for at in range(8)])
+
+    asyncio.run(ask())
+    (parts,) = log_runs(log)
+    assert first_difference(read_frames(parts)) is None
+    _, steps = read_log(read_frames(parts))
+    events = [event for step in steps for event in step.events]
+    assert sum(len(event.batches) for event in events if isinstance(event, Dispatched)) == 2
