@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,10 +17,14 @@ from maitred.config import EngineConfig, ModelConfig, ProcessConfig, TensorConfi
 from maitred.decisions.codec import read_log
 from maitred.decisions.log import Dispatched
 from maitred.decisions.replay import first_difference
+from maitred.engine.build import load_engine
 from maitred.engine.child_process import in_child_process
 from maitred.engine.engine_thread import in_thread
+from maitred.engine.intake import make_requests
+from maitred.engine.served_model import served_model
 from maitred.engine.supervisor import Start
 from maitred.errors import InvalidRequest, ModelNotFound, QueueTimeout
+from maitred.request import SamplingParams
 from maitred.storage.decision_files import log_runs, read_frames
 from maitred.tensor.arrays import array_of
 from maitred.tensor.child import COMMAND, with_tensors
@@ -152,3 +158,42 @@ def test_the_decision_log_of_tensor_models_replays(tmp_path):
     _, steps = read_log(read_frames(parts))
     events = [event for step in steps for event in step.events]
     assert sum(len(event.batches) for event in events if isinstance(event, Dispatched)) == 2
+
+
+def test_a_batch_runs_while_a_step_of_the_language_model_is_under_way(tmp_path):
+    write_model(tmp_path, "add")
+    step, end_step = threading.Event(), threading.Event()
+
+    def build(config, names, tell):
+        loaded = load_engine(config, names, tell)
+        executor = loaded.core._executor
+        execute = executor.execute
+
+        def slow(plan):
+            step.set()
+            end_step.wait()
+            return execute(plan)
+
+        executor.execute = slow
+        return loaded
+
+    async def ask():
+        start = start_of(tmp_path, in_thread(with_tensors(build)))
+        start = replace(start, config=replace(start.config, model=ModelConfig()))
+        client = client_with_tensors(start, WallClock())
+        client.begin()
+        facts = (await asyncio.to_thread(client.wait)).facts
+        client.attach(asyncio.get_running_loop())
+        (spec,) = make_requests(
+            served_model(facts), "Once", SamplingParams(max_tokens=2), request_id="chat", now=WallClock().now()
+        )
+        chat = client.submit(spec)
+        await asyncio.to_thread(step.wait)
+        answer = await client.tensors.infer(request("r", rows(1), rows(2)))
+        assert array_of(answer.outputs[0])[0, 0] == 3
+        assert not end_step.is_set()
+        end_step.set()
+        assert [item.finish_reason async for item in chat][-1] is not None
+        await client.close()
+
+    asyncio.run(ask())

@@ -144,19 +144,16 @@ class App:
         """`name`, which may be the model's path or an adapter of the caller's, or the canonical one when none was
         given; raises ModelNotFound, for others' adapters as for what is not there.
         """
+        if not self.model.names:
+            raise ModelNotFound("no language model is served here", param="model")
         if name is None:
-            return self._own_name()
+            return self.model.names[0]
         if not self.is_model(name) and self.adapter(name, caller) is None:
             raise ModelNotFound(
                 f"the model {shortened(repr(name))} is not served here; choose one of {', '.join(self.model.names)}",
                 param="model",
             )
         return name
-
-    def _own_name(self) -> str:
-        if not self.model.names:
-            raise ModelNotFound("no language model is served here", param="model")
-        return self.model.names[0]
 
     def reconfigured(self, scheduler: SchedulerConfig) -> None:
         """Once priorities were heeded they stay welcome: no client's request becomes an error while the server runs."""
