@@ -111,6 +111,8 @@ def test_a_row_has_everything_and_never_changes_after_it_was_closed(path):
         "prompt_tokens": 8,
         "cached_tokens": 4,
         "generated_tokens": 3,
+        "rows": 0,
+        "compute_us": 0,
     }
     request.output_token_ids.append(4)
     ledger.close()
@@ -366,3 +368,32 @@ def test_the_ledger_outlives_what_it_cannot_write(path, caplog):
     ledger.flush()
     assert rows(path)[0]["model"] == "m"
     ledger.close()
+
+
+def test_a_file_of_before_tensor_requests_gets_their_columns_and_keeps_its_rows(path):
+    columns = ", ".join(f"{name} DEFAULT 0" for name in rows_of_version_1())
+    with sqlite3.connect(path) as db:
+        db.execute("CREATE TABLE run (run INTEGER PRIMARY KEY, boot, pid, pid_started, opened_at, closed_at)")
+        db.execute(f"CREATE TABLE request ({columns}, PRIMARY KEY (run, request_id)) WITHOUT ROWID")
+        db.execute("INSERT INTO request (run, request_id, generated_tokens) VALUES (1, 'old', 7)")
+        db.execute("PRAGMA user_version = 1")
+    for _ in range(2):  # a file that has them is left as it is
+        Ledger(path).close()
+    (row,) = rows(path)
+    assert (row["request_id"], row["generated_tokens"], row["rows"], row["compute_us"]) == ("old", 7, 0, 0)
+
+
+def rows_of_version_1():
+    whose = (
+        "run",
+        "request_id",
+        "tenant",
+        "key_id",
+        "model",
+        "tier",
+        "opened_at",
+        "checkpoint_at",
+        "closed_at",
+        "status",
+    )
+    return (*whose, "num_requests", "prompt_tokens", "cached_tokens", "generated_tokens")

@@ -26,6 +26,8 @@ from maitred.engine.supervisor import Start
 from maitred.errors import InvalidRequest, ModelNotFound, QueueTimeout
 from maitred.request import SamplingParams
 from maitred.storage.decision_files import log_runs, read_frames
+from maitred.storage.ledger import Ledger
+from maitred.tenancy.usage import UsageQuery
 from maitred.tensor.arrays import array_of
 from maitred.tensor.child import COMMAND, with_tensors
 from maitred.tensor.client import client_with_tensors
@@ -44,8 +46,8 @@ def start_of(repository, transport, *, mode="none", decision_log=None):
 
 
 @asynccontextmanager
-async def engine(repository, transport=IN_PROCESS, **kwargs):
-    client = client_with_tensors(start_of(repository, transport, **kwargs), WallClock())
+async def engine(repository, transport=IN_PROCESS, on_admitted=None, **kwargs):
+    client = client_with_tensors(start_of(repository, transport, **kwargs), WallClock(), on_admitted=on_admitted)
     client.begin()
     await asyncio.to_thread(client.wait)
     client.attach(asyncio.get_running_loop())
@@ -197,3 +199,32 @@ def test_a_batch_runs_while_a_step_of_the_language_model_is_under_way(tmp_path):
         await client.close()
 
     asyncio.run(ask())
+
+
+def test_the_ledger_holds_all_that_batches_took_also_of_who_left(tmp_path):
+    write_model(tmp_path / "models", "add", config=BATCHED)
+    ledger, took = Ledger(tmp_path / "ledger.sqlite"), []
+
+    async def ask():
+        async with engine(tmp_path / "models", on_admitted=ledger.opened) as client:
+            tensors = client.tensors
+            tensors.on_batch = lambda ran: took.append(ran.times)
+            names = ("a", "b", "a", "b")
+            asked = [
+                asyncio.ensure_future(tensors.infer(request(f"r{at}", rows(at), rows(at), tenant=name)))
+                for at, name in enumerate(names)
+            ]
+            await asyncio.sleep(0)
+            asked[0].cancel()
+            asked += [asyncio.ensure_future(tensors.infer(request("last", rows(1), rows(1), tenant="a")))]
+            await asyncio.gather(*asked[1:])
+            await until_async(lambda: not tensors.busy)
+
+    asyncio.run(ask())
+    ledger.close()
+    query = UsageQuery(start=0, end=2**33, width_s=2**33, group_by=("tenant", "model"))
+    usage = {key[:3:2]: amount for _, key, amount in ledger.usage(query)}
+    assert {key: amount.num_requests for key, amount in usage.items()} == {("a", "add"): 3, ("b", "add"): 2}
+    whole_us = sum((one.input_ns + one.infer_ns + one.output_ns) // 1000 for one in took)
+    assert sum(amount.compute_us for amount in usage.values()) == whole_us > 0
+    assert sum(amount.rows for amount in usage.values()) >= 4

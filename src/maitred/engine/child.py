@@ -179,8 +179,10 @@ def build_from_config(
     """The engine that `config` describes, as in one process."""
     from maitred.engine.build import load_engine  # noqa: PLC0415  (the parent's imports must not come here)
 
-    # nothing else runs here that would be bound with them; engines that share processors would be bound to the same
-    if config.model.bind_threads == "auto" and config.share.num_engines == 1:
+    # nothing else runs here that would be bound with them, as tensor models would be; engines that share processors
+    # would be bound to the same
+    is_alone = config.share.num_engines == 1 and config.tensors.model_repository is None
+    if config.model.bind_threads == "auto" and is_alone:
         config = replace(config, model=replace(config.model, bind_threads="on"))
     return load_engine(config, served_model_names, tell, on_lost=end_alike)
 

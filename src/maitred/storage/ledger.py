@@ -40,11 +40,11 @@ logger = logging.getLogger(__name__)
 
 CHECKPOINT_S = 0.5
 _UPSERT = """
-INSERT INTO request VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
+INSERT INTO request VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
 ON CONFLICT (run, request_id) DO UPDATE SET
     checkpoint_at = excluded.checkpoint_at, closed_at = excluded.closed_at, status = excluded.status,
     prompt_tokens = excluded.prompt_tokens, cached_tokens = excluded.cached_tokens,
-    generated_tokens = excluded.generated_tokens
+    generated_tokens = excluded.generated_tokens, rows = excluded.rows, compute_us = excluded.compute_us
 """
 
 
@@ -52,6 +52,8 @@ class _Counts(NamedTuple):
     prompt: int
     cached: int
     generated: int
+    rows: int
+    compute_us: int
 
 
 class Owned(Protocol):
@@ -127,8 +129,10 @@ class _OpenRow:
         )
 
     def counts(self) -> _Counts:
-        charged, cached = self.request.charges[:2]
-        return _Counts(charged, cached if charged else 0, self.request.num_output_tokens)
+        charges = self.request.charges
+        charged, cached = charges[:2]
+        generated = self.request.num_output_tokens
+        return _Counts(charged, cached if charged else 0, generated, charges.num_rows, charges.compute_us)
 
 
 class Ledger:
@@ -206,7 +210,8 @@ class Ledger:
         width = int(query.width_s)
         sql = (
             f"SELECT MAX({int(query.start)}, CAST(opened_at AS INTEGER) / {width} * {width}) AS bucket, {columns}, "
-            "SUM(num_requests), SUM(prompt_tokens), SUM(cached_tokens), SUM(generated_tokens) "
+            "SUM(num_requests), SUM(prompt_tokens), SUM(cached_tokens), SUM(generated_tokens), "
+            "SUM(rows), SUM(compute_us) "
             f"FROM request WHERE {' AND '.join(where)} GROUP BY 1, 2, 3, 4, 5"
         )
         try:

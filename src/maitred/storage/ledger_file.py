@@ -19,11 +19,15 @@ from maitred.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-VERSION = 1
+VERSION = 2
 _MAGIC = b"SQLite format 3\0"  # how every such file begins
 _DAMAGE = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 INTERRUPTED = "interrupted"  # the process ended before the request did
 CACHED = "cached"  # answered from the result cache, by no engine
+_SINCE_1 = (  # what version 2 has more
+    "ALTER TABLE request ADD COLUMN rows INTEGER NOT NULL DEFAULT 0",
+    "ALTER TABLE request ADD COLUMN compute_us INTEGER NOT NULL DEFAULT 0",
+)
 _SCHEMA = """
 CREATE TABLE run (
     run INTEGER PRIMARY KEY,
@@ -48,6 +52,8 @@ CREATE TABLE request (
     prompt_tokens INTEGER NOT NULL,
     cached_tokens INTEGER NOT NULL, -- of the prompt tokens
     generated_tokens INTEGER NOT NULL,
+    rows INTEGER NOT NULL DEFAULT 0,       -- of a tensor request
+    compute_us INTEGER NOT NULL DEFAULT 0, -- its part of its batches
     PRIMARY KEY (run, request_id)
 ) WITHOUT ROWID;
 CREATE INDEX request_opened_at ON request (opened_at);
@@ -149,9 +155,10 @@ def _prepare(db: sqlite3.Connection, path: Path) -> None:
     (version,) = db.execute("PRAGMA user_version").fetchone()
     if version == VERSION:
         return
-    if version != 0 or db.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()[0]:
+    is_empty = version == 0 and not db.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()[0]
+    if version != 1 and not is_empty:
         raise ConfigError(f"{path} is no ledger of this version of maitred; choose another file")
-    for statement in _statements(_SCHEMA):
+    for statement in _SINCE_1 if version == 1 else _statements(_SCHEMA):
         db.execute(statement)
     db.execute(f"PRAGMA user_version = {VERSION}")
 

@@ -29,12 +29,14 @@ class UsageKey(NamedTuple):
 
 
 class UsageSum(NamedTuple):
-    """Tokens and requests added up. A prompt of n samples is one request, and its tokens count once."""
+    """Tokens, requests and computing added up. A prompt of n samples is one request, and its tokens count once."""
 
     num_requests: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0  # of the prompt tokens
     generated_tokens: int = 0
+    rows: int = 0  # of tensor requests
+    compute_us: int = 0  # of their batches, split by rows
 
     def plus(self, other: UsageSum) -> UsageSum:
         return UsageSum(*(a + b for a, b in zip(self, other, strict=True)))

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
@@ -16,7 +17,7 @@ from maitred.engine.frames import Command, ToTensors, encode, error_of
 from maitred.engine.live_requests import LiveRequest
 from maitred.engine.supervisor import Loss, Start
 from maitred.errors import EngineDead, InvalidRequest, MaitredError, ModelNotFound, RequestTooLarge
-from maitred.request import FinishReason
+from maitred.request import NO_CHARGES, Charges, FinishReason
 from maitred.tensor.config import ANY_MESSAGE
 from maitred.tensor.config_fields import ModelConfig
 from maitred.tensor.frames import Cancel, Changed, Ended, Infer, Load, Models, Problem, Ran, Unload, decode_news
@@ -28,13 +29,17 @@ from maitred.tensor.statistics import Statistics
 
 @dataclass(slots=True, eq=False)
 class LiveTensor:
-    """A request whose answer has not come, as its engines are blamed for or cleared of it."""
+    """A request whose answer has not come: for the ledger, and to run again when its engine dies."""
 
     request: InferRequest
     answer: asyncio.Future[Ended]
-    sent: bool = False
-    num_deaths: int = 0
-    finish_reason: FinishReason | None = None
+    charges: Charges = NO_CHARGES
+    finish_reason: FinishReason | None = None  # written last
+    sent: bool = False  # to the present engine
+    num_deaths: int = 0  # of engines that had it, and may have died of it
+    cancelled: bool = False  # its end is on its way, with what its batch took
+
+    sample_index = 0
 
     @property
     def request_id(self) -> str:
@@ -43,6 +48,29 @@ class LiveTensor:
     @property
     def num_output_tokens(self) -> int:
         return 0
+
+    # -- whose it is
+
+    @property
+    def spec(self) -> LiveTensor:
+        return self
+
+    @property
+    def tenant(self) -> str:
+        return self.request.tenant
+
+    @property
+    def key_id(self) -> str:
+        return self.request.key_id
+
+    @property
+    def priority(self) -> int:
+        return self.request.priority
+
+    @property
+    def adapter(self) -> str:
+        """The model, as the ledger names it."""
+        return self.request.model
 
 
 @dataclass(slots=True)
@@ -66,6 +94,7 @@ def client_with_tensors(
         supervisor.death,
         lambda: None if supervisor.ready else supervisor.sleep.wake(),
         start.process.resume,
+        on_admitted,
     )
     return client
 
@@ -74,12 +103,18 @@ class TensorClient:
     """On one event loop, but for what comes before there is one."""
 
     def __init__(
-        self, send: Callable[[Command], bool], death: Callable[[], EngineDead], wake: Callable[[], None], resume: str
+        self,
+        send: Callable[[Command], bool],
+        death: Callable[[], EngineDead],
+        wake: Callable[[], None],
+        resume: str,
+        on_admitted: Callable[[Any], None] | None = None,
     ) -> None:
         """`send` gives False when there is no engine, `death` why there is none; `wake` has one come that sleeps.
-        `resume` is the server's rule for requests whose engine died.
+        `resume` is the server's rule for requests whose engine died; `on_admitted` is told of each `LiveTensor`.
         """
         self._send_frame, self._death, self._wake, self._resume = send, death, wake, resume
+        self._on_admitted = on_admitted
         self._live: dict[str, LiveTensor] = {}
         self._isolation: CrashIsolation[LiveTensor] = CrashIsolation(self._begin)
         self._changes: dict[int, asyncio.Future[None]] = {}
@@ -100,6 +135,8 @@ class TensorClient:
             raise InvalidRequest(f"request id {request.request_id!r} is in use", param="request_id")
         live = LiveTensor(request, asyncio.get_running_loop().create_future())
         self._live[request.request_id] = live
+        if self._on_admitted is not None:
+            self._on_admitted(live)
         self._isolation.enter(live)
         self._wake()
         try:
@@ -173,7 +210,9 @@ class TensorClient:
         culprit = self._isolation.died(self._live.values(), own_fault=own_fault)
         self._end_changes(EngineDead(cause))
         for live in list(self._live.values()):
-            if self._resume == "never" or live is culprit:
+            if live.cancelled:
+                self._end(live, FinishReason.ABORT)
+            elif self._resume == "never" or live is culprit:
                 why = "requests are not resumed here (--resume never)"
                 if live is culprit:
                     why = f"{live.num_deaths} engines died while they had this request, the last of them nothing else"
@@ -206,27 +245,29 @@ class TensorClient:
         return self._send_frame(ToTensors(msgspec.Raw(encode(command))))
 
     def _cancel(self, live: LiveTensor) -> None:
-        if self._live.pop(live.request_id, None) is not None:
-            live.finish_reason = FinishReason.ABORT
-            if live.sent:
-                self._send(Cancel(live.request_id, FinishReason.ABORT))
-            self._isolation.stepped([live.request_id])
+        live.cancelled = True
+        if live.finish_reason is None and not (live.sent and self._send(Cancel(live.request_id, FinishReason.ABORT))):
+            self._end(live, FinishReason.ABORT)
 
     def _fail(self, live: LiveTensor, error: MaitredError) -> None:
-        del self._live[live.request_id]
-        live.finish_reason = FinishReason.ERROR
-        ended = Ended(live.request_id, None, Problem(type(error).__name__, str(error)))
+        self._end(live, FinishReason.ERROR)
+        ended = Ended(live.request_id, None, FinishReason.ERROR, Problem(type(error).__name__, str(error)))
         self.on_ended(live.request, ended)
         _settle(live.answer, ended)
 
     def _ended(self, ended: Ended) -> None:
-        live = self._live.pop(ended.request_id, None)
+        live = self._live.get(ended.request_id)
         if live is None:
-            return  # cancelled; its part of a batch is nobody's
-        live.finish_reason = FinishReason.STOP if ended.result is not None else FinishReason.ERROR
+            return
+        live.charges = ended.charges
+        self._end(live, ended.finish_reason)
         self._count(live.request, ended)
         self.on_ended(live.request, ended)
         _settle(live.answer, ended)
+
+    def _end(self, live: LiveTensor, reason: FinishReason) -> None:
+        del self._live[live.request_id]
+        live.finish_reason = reason
         self._isolation.stepped([live.request_id])
 
     def _count(self, request: InferRequest, ended: Ended) -> None:

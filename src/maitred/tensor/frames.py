@@ -53,6 +53,7 @@ class Ended(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
     request_id: str
     result: InferResponse | None
+    finish_reason: FinishReason
     problem: Problem | None = None
     charges: Charges = Charges()
     timing: RequestTiming | None = None

@@ -17,6 +17,7 @@ from maitred.config import TensorConfig
 from maitred.engine.core import EngineCore
 from maitred.engine.frames import OfTensors, Report, encode
 from maitred.errors import MaitredError, RequestTooLarge
+from maitred.request import FinishReason
 from maitred.tensor.batch_run import BatchTimes
 from maitred.tensor.control import ControlMode, ModelControl
 from maitred.tensor.frames import (
@@ -113,13 +114,13 @@ class TensorHost:
         try:
             self.runner.begin(request, partial(self._ended, request.request_id))
         except MaitredError as error:
-            self._news.append(Ended(request.request_id, None, problem_of(error)))
+            self._news.append(Ended(request.request_id, None, FinishReason.ERROR, problem_of(error)))
 
     def _ended(self, request_id: str, answer: Answer) -> None:
         result, problem = answer.result, None
         if not isinstance(result, InferResponse):
             result, problem = None, problem_of(result)
-        self._news.append(Ended(request_id, result, problem, answer.charges, answer.timing))
+        self._news.append(Ended(request_id, result, answer.finish_reason, problem, answer.charges, answer.timing))
 
     def _ran(self, times: BatchTimes) -> None:
         self._news.append(Ran(times))
