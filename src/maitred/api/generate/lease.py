@@ -57,7 +57,7 @@ def leased(app: App, caller: Caller, asked: GenerationAsk, limits: TimeLimits) -
     """A request's lease, until it has its answer. Raises as `Gate.enter`, and Unavailable from a server that closes."""
     ask = Ask(num_samples=asked.num_samples, priority=_priority(caller, asked), limits=limits)
     with app.in_flight.answering():
-        lease = HttpLease(app, caller, _enter(app, caller, ask))
+        lease = HttpLease(app, caller, enter(app, caller, ask))
         try:
             yield lease
         finally:
@@ -69,8 +69,8 @@ def cache_salt(app: App, caller: Caller, sent: str) -> str:
     return sent if caller.is_anybody else caller.tenant.cache_salt(app.salt_secret, sent)
 
 
-def _enter(app: App, caller: Caller, ask: Ask) -> Lease:
-    """Counts whom the tenant's own limits let in, whatever the server says then."""
+def enter(app: App, caller: Caller, ask: Ask) -> Lease:
+    """`Gate.enter`, counting whom the tenant's own limits let in, whatever the server says then."""
     try:
         with _counting_refusals(app, caller):
             lease = app.gate.enter(caller, ask, app.clock.now())

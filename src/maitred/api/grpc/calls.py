@@ -1,0 +1,115 @@
+"""A gRPC call of ours: who sends it and until when it waits; keys, errors and cancellation in one place."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from maitred.api.grpc.errors import grpc_error
+from maitred.api.http.app import App
+from maitred.api.http.logs import ERRORS
+from maitred.errors import InvalidRequest, MaitredError
+from maitred.gate.terms import TimeLimits
+from maitred.tenancy.caller import Caller
+
+AUTHORIZATION = "authorization"
+Decode = Callable[[bytes], Any]
+_random = random.Random()  # ids are no secrets
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What a method knows beside its message."""
+
+    caller: Caller
+    limits: TimeLimits  # the client's deadline
+
+    def new_id(self) -> str:
+        """Of a request of ours; the client's own need not be unique."""
+        return f"{_random.getrandbits(128):032x}"
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """One method of a service: `answer` gives a message or what is sent of it, `stream` takes and gives many."""
+
+    decode: Decode
+    answer: Callable[[Any, Call], Awaitable[Any]] | None = None
+    stream: Callable[[AsyncIterator[Any], Call], AsyncIterator[bytes]] | None = None
+    is_open: bool = False  # needs no key
+    admin: str = ""  # what it takes an administrator's key for, in words
+
+
+class RpcService(Protocol):
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def methods(self) -> Mapping[str, Method]: ...
+
+
+def handler_of(app: App, service: RpcService) -> grpc.GenericRpcHandler:
+    """The service for grpc.aio. Messages are decoded by us: one that is broken is the client's fault."""
+    handlers = {name: _rpc_handler(app, method) for name, method in service.methods.items()}
+    return grpc.method_handlers_generic_handler(service.name, handlers)
+
+
+def _rpc_handler(app: App, method: Method) -> grpc.RpcMethodHandler:
+    if method.stream is not None:
+        return grpc.stream_stream_rpc_method_handler(partial(_streamed, app, method))
+    return grpc.unary_unary_rpc_method_handler(partial(_answered, app, method))
+
+
+async def _answered(app: App, method: Method, content: bytes, context: grpc.aio.ServicerContext) -> bytes:
+    assert method.answer is not None
+    try:
+        told = await method.answer(_decoded(method, content), _call(app, method, context))
+    except Exception as error:
+        await _refuse(context, error)
+    encoded: bytes = told if isinstance(told, bytes) else told.SerializeToString()
+    return encoded
+
+
+async def _streamed(
+    app: App, method: Method, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext
+) -> AsyncIterator[bytes]:
+    assert method.stream is not None
+    try:
+        decoded = (_decoded(method, content) async for content in requests)
+        async for told in method.stream(decoded, _call(app, method, context)):
+            yield told
+    except Exception as error:
+        await _refuse(context, error)
+
+
+def _call(app: App, method: Method, context: grpc.aio.ServicerContext) -> Call:
+    """Raises InvalidApiKey and PermissionDenied."""
+    sent = next((value for name, value in context.invocation_metadata() or () if name == AUTHORIZATION), None)
+    key = sent.encode() if isinstance(sent, str) else sent
+    caller = app.authenticator.check(key, is_open=method.is_open)
+    if method.admin:
+        caller.require_admin(method.admin)
+    return Call(caller, TimeLimits(timeout_s=context.time_remaining()))
+
+
+def _decoded(method: Method, content: bytes) -> Any:
+    try:
+        return method.decode(content)
+    except (DecodeError, ValueError) as error:
+        raise InvalidRequest(f"the message cannot be decoded: {error}") from None
+
+
+async def _refuse(context: grpc.aio.ServicerContext, error: Exception) -> None:
+    """Ends the call."""
+    if isinstance(error, grpc.aio.AbortError):
+        raise error
+    told = grpc_error(error)
+    if not isinstance(error, MaitredError):
+        ERRORS.error("request failed", exc_info=error)
+    await context.abort(told.code, told.message, told.trailing)

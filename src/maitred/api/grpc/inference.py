@@ -1,0 +1,314 @@
+"""`inference.GRPCInferenceService`: KServe v2 over gRPC with Triton's extensions, against the tensor service."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import maitred
+from maitred.api.grpc.calls import Call, Method
+from maitred.api.grpc.errors import grpc_error
+from maitred.api.grpc.infer_forms import (
+    error_in_stream,
+    in_stream,
+    infer_request,
+    infer_response,
+    parameter_value,
+    version_of,
+    written,
+)
+from maitred.api.http.app import App
+from maitred.api.tensor.lease import infer, tensors_of
+from maitred.errors import InvalidRequest, MaitredError, UnsupportedParameter
+from maitred.tensor.arrays import datatype_of
+from maitred.tensor.config import ANY_MESSAGE, WILDCARD, TensorSpec, inputs_of, outputs_of
+from maitred.tensor.protocol_fields import INFERENCE, MESSAGES, RAW_INPUT_CONTENTS
+from maitred.tensor.raw_contents import split
+from maitred.tensor.service import Buffer, ModelStatistics, Tensor
+
+MOST_IN_STREAM = 256  # requests of one stream that wait for their answers
+_DURATIONS = ("success", "fail", "queue", "compute_input", "compute_infer", "compute_output", "cache_hit", "cache_miss")
+
+
+class Region(Protocol):
+    @property
+    def key(self) -> str: ...
+    @property
+    def offset(self) -> int: ...
+    @property
+    def byte_size(self) -> int: ...
+
+
+class Regions(Protocol):
+    """Registered shared memory of the system, by name. Raises InvalidRequest."""
+
+    def register(self, name: str, key: str, offset: int, byte_size: int) -> None: ...
+
+    def unregister(self, name: str = "") -> None:
+        """Of all, without a name."""
+
+    def status(self, name: str = "") -> Mapping[str, Region]: ...
+
+    def view(self, name: str, offset: int, byte_size: int) -> memoryview: ...
+
+
+class Settings(Protocol):
+    """Trace and log settings. What is changed comes as sent; told are all. Raises InvalidRequest."""
+
+    def trace(self, changes: Mapping[str, Sequence[str]], model: str = "") -> Mapping[str, Sequence[str]]: ...
+
+    def log(self, changes: Mapping[str, bool | int | str]) -> Mapping[str, bool | int | str]: ...
+
+
+class Classifier(Protocol):
+    def __call__(self, model: str, output: Tensor, count: int) -> Tensor:
+        """The `count` largest of each row as BYTES `score:index:label`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Extensions:
+    """What KServe's HTTP and gRPC share: one of each in a server."""
+
+    server_id: str
+    names: Sequence[str]  # of the extensions, for the server's metadata
+    regions: Regions
+    settings: Settings
+    classes: Classifier
+
+
+class _Decoded(NamedTuple):
+    message: ANY_MESSAGE
+    raw: list[memoryview]
+
+
+class InferenceService:
+    """Its methods, by name: each takes a message and who sent it, and gives the answer, whole or encoded."""
+
+    name = f"{INFERENCE}.GRPCInferenceService"
+
+    def __init__(self, app: App, extensions: Extensions) -> None:
+        self._app, self._with = app, extensions
+        reads = "register shared memory"
+        loads = "load and unload models"
+        self.methods: Mapping[str, Method] = {
+            "ServerLive": Method(_request("ServerLive"), self._live, is_open=True),
+            "ServerReady": Method(_request("ServerReady"), self._ready, is_open=True),
+            "ModelReady": Method(_request("ModelReady"), self._model_ready),
+            "ServerMetadata": Method(_request("ServerMetadata"), self._metadata),
+            "ModelMetadata": Method(_request("ModelMetadata"), self._model_metadata),
+            "ModelConfig": Method(_request("ModelConfig"), self._config),
+            "ModelInfer": Method(_infer_message, self._infer),
+            "ModelStreamInfer": Method(_infer_message, stream=self._stream),
+            "ModelStatistics": Method(_request("ModelStatistics"), self._statistics),
+            "RepositoryIndex": Method(_request("RepositoryIndex"), self._index),
+            "RepositoryModelLoad": Method(_request("RepositoryModelLoad"), self._load, admin=loads),
+            "RepositoryModelUnload": Method(_request("RepositoryModelUnload"), self._unload, admin=loads),
+            "SystemSharedMemoryStatus": Method(_request("SystemSharedMemoryStatus"), self._regions, admin=reads),
+            "SystemSharedMemoryRegister": Method(_request("SystemSharedMemoryRegister"), self._register, admin=reads),
+            "SystemSharedMemoryUnregister": Method(
+                _request("SystemSharedMemoryUnregister"), self._unregister, admin=reads
+            ),
+            "CudaSharedMemoryStatus": Method(_request("CudaSharedMemoryStatus"), _no_cuda_regions, admin=reads),
+            "CudaSharedMemoryRegister": Method(_request("CudaSharedMemoryRegister"), _refuse_cuda, admin=reads),
+            "CudaSharedMemoryUnregister": Method(_request("CudaSharedMemoryUnregister"), _forget_cuda, admin=reads),
+            "TraceSetting": Method(_request("TraceSetting"), self._trace, admin="change what is traced"),
+            "LogSettings": Method(_request("LogSettings"), self._log, admin="change what is logged"),
+        }
+
+    # -- health and metadata
+
+    async def _live(self, message: ANY_MESSAGE, call: Call) -> ANY_MESSAGE:
+        return MESSAGES["ServerLiveResponse"](live=True)
+
+    async def _ready(self, message: ANY_MESSAGE, call: Call) -> ANY_MESSAGE:
+        return MESSAGES["ServerReadyResponse"](ready=self.is_ready)
+
+    @property
+    def is_ready(self) -> bool:
+        return self._app.tensors is not None and self._app.in_flight.welcome
+
+    async def _model_ready(self, message: ANY_MESSAGE, call: Call) -> ANY_MESSAGE:
+        versions, asked = tensors_of(self._app).versions(message.name), version_of(message.version)
+        return MESSAGES["ModelReadyResponse"](ready=asked in versions if asked else bool(versions))
+
+    async def _metadata(self, message: ANY_MESSAGE, call: Call) -> ANY_MESSAGE:
+        told = {"name": self._with.server_id, "version": maitred.__version__, "extensions": self._with.names}
+        return MESSAGES["ServerMetadataResponse"](**told)
+
+    async def _model_metadata(self, message: ANY_MESSAGE, call: Call) -> ANY_MESSAGE:
+        config = tensors_of(self._app).config(message.name, version_of(message.version))
+        batched = config.max_batch_size > 0
+        return MESSAGES["ModelMetadataResponse"](
+            name=message.name,
+            versions=map(str, tensors_of(self._app).versions(message.name)),
+            platform=config.platform or config.backend,
+            inputs=[_told_tensor(each, batched=batched) for each in inputs_of(config)],
+            outputs=[_told_tensor(each, batched=batched) for each in outputs_of(config)],
+        )
+
+    async def _config(self, message: ANY_MESSAGE, call: Call) -> ANY_MESSAGE:
+        config = tensors_of(self._app).config(message.name, version_of(message.version))
+        return MESSAGES["ModelConfigResponse"](config=config.SerializeToString())
+
+    # -- inference
+
+    async def _infer(self, decoded: _Decoded, call: Call) -> bytes:
+        return written(*await self._answered(decoded, call))
+
+    async def _answered(self, decoded: _Decoded, call: Call) -> tuple[ANY_MESSAGE, list[Buffer]]:
+        view = self._with.regions.view
+        request = infer_request(decoded.message, decoded.raw, call.new_id(), view)
+        answer = await infer(self._app, call.caller, request, limits=call.limits)
+        return infer_response(decoded.message, answer, view, self._with.classes)
+
+    async def _stream(self, requests: AsyncIterator[_Decoded], call: Call) -> AsyncIterator[bytes]:
+        """Answers in the order of their requests, which run beside each other; an error is of its request alone."""
+        waiting: asyncio.Queue[asyncio.Task[bytes] | None] = asyncio.Queue(MOST_IN_STREAM)
+        running: set[asyncio.Task[Any]] = set()
+        reader = asyncio.create_task(self._read_stream(requests, call, waiting, running))
+        try:
+            while (task := await waiting.get()) is not None:
+                yield await task
+            await reader
+        finally:
+            for left in (reader, *running):
+                left.cancel()
+
+    async def _read_stream(
+        self,
+        requests: AsyncIterator[_Decoded],
+        call: Call,
+        waiting: asyncio.Queue[asyncio.Task[bytes] | None],
+        running: set[asyncio.Task[Any]],
+    ) -> None:
+        try:
+            async for decoded in requests:
+                task = asyncio.create_task(self._streamed(decoded, call))
+                running.add(task)
+                task.add_done_callback(running.discard)
+                await waiting.put(task)
+        finally:
+            await waiting.put(None)
+
+    async def _streamed(self, decoded: _Decoded, call: Call) -> bytes:
+        try:
+            return in_stream(*await self._answered(decoded, call))
+        except MaitredError as error:
+            return error_in_stream(decoded.message, grpc_error(error).message)
+
+    # -- statistics and the repository
+
+    async def _statistics(self, message: ANY_MESSAGE, call: Call) -> ANY_MESSAGE:
+        told = tensors_of(self._app).statistics(message.name, version_of(message.version))
+        return MESSAGES["ModelStatisticsResponse"](model_stats=map(_told_statistics, told))
+
+    async def _index(self, message: ANY_MESSAGE, call: Call) -> ANY_MESSAGE:
+        _one_repository(message)
+        told = MESSAGES["RepositoryIndexResponse"]()
+        for entry in tensors_of(self._app).index(ready_only=message.ready):
+            state = entry.state.value if entry.state is not None else ""
+            told.models.add(name=entry.name, version=str(entry.version or ""), state=state, reason=entry.reason)
+        return told
+
+    async def _load(self, message: ANY_MESSAGE, call: Call) -> ANY_MESSAGE:
+        _one_repository(message)
+        parameters = {name: parameter_value(each) for name, each in message.parameters.items()}
+        config = parameters.pop("config", None)
+        if config is not None and not isinstance(config, str):
+            raise InvalidRequest("the parameter 'config' must be a string_param, a ModelConfig as JSON", param="config")
+        if parameters:
+            name = min(parameters)
+            raise UnsupportedParameter(f"the parameter {name[:80]!r} is not supported: models are not uploaded")
+        await tensors_of(self._app).load(message.model_name, config)
+        return MESSAGES["RepositoryModelLoadResponse"]()
+
+    async def _unload(self, message: ANY_MESSAGE, call: Call) -> ANY_MESSAGE:
+        _one_repository(message)
+        if any(parameter_value(each) for each in message.parameters.values()):
+            raise UnsupportedParameter("unload_dependents is not supported: unload each model by its name")
+        await tensors_of(self._app).unload(message.model_name)
+        return MESSAGES["RepositoryModelUnloadResponse"]()
+
+    # -- shared memory and settings
+
+    async def _regions(self, message: ANY_MESSAGE, call: Call) -> ANY_MESSAGE:
+        told = MESSAGES["SystemSharedMemoryStatusResponse"]()
+        for name, region in self._with.regions.status(message.name).items():
+            line = told.regions[name]
+            line.name, line.key, line.offset, line.byte_size = name, region.key, region.offset, region.byte_size
+        return told
+
+    async def _register(self, message: ANY_MESSAGE, call: Call) -> ANY_MESSAGE:
+        self._with.regions.register(message.name, message.key, message.offset, message.byte_size)
+        return MESSAGES["SystemSharedMemoryRegisterResponse"]()
+
+    async def _unregister(self, message: ANY_MESSAGE, call: Call) -> ANY_MESSAGE:
+        self._with.regions.unregister(message.name)
+        return MESSAGES["SystemSharedMemoryUnregisterResponse"]()
+
+    async def _trace(self, message: ANY_MESSAGE, call: Call) -> ANY_MESSAGE:
+        changes = {name: tuple(each.value) for name, each in message.settings.items()}
+        told = MESSAGES["TraceSettingResponse"]()
+        for name, values in self._with.settings.trace(changes, message.model_name).items():
+            told.settings[name].value.extend(values)
+        return told
+
+    async def _log(self, message: ANY_MESSAGE, call: Call) -> ANY_MESSAGE:
+        changes = {name: parameter_value(each) for name, each in message.settings.items()}
+        told = MESSAGES["LogSettingsResponse"]()
+        for name, value in self._with.settings.log(changes).items():
+            kind = "bool_param" if isinstance(value, bool) else "string_param" if isinstance(value, str) else "uint32_param"
+            setattr(told.settings[name], kind, value)
+        return told
+
+
+def _request(method: str) -> Any:
+    return MESSAGES[f"{method}Request"].FromString
+
+
+def _infer_message(content: bytes) -> _Decoded:
+    message, raw = split(content, RAW_INPUT_CONTENTS)
+    return _Decoded(MESSAGES["ModelInferRequest"].FromString(message), raw)
+
+
+def _one_repository(message: ANY_MESSAGE) -> None:
+    if message.repository_name:
+        raise UnsupportedParameter("repository_name is not supported: a server has one repository")
+
+
+def _told_tensor(spec: TensorSpec, *, batched: bool) -> ANY_MESSAGE:
+    """With the rows of a batch first."""
+    shape = (WILDCARD, *spec.dims) if batched else spec.dims
+    kind = MESSAGES["ModelMetadataResponse.TensorMetadata"]
+    return kind(name=spec.name, datatype=datatype_of(spec.data_type), shape=shape)
+
+
+def _told_statistics(of: ModelStatistics) -> ANY_MESSAGE:
+    duration = MESSAGES["StatisticDuration"]
+    parts = {name: duration(count=getattr(of, name)[0], ns=getattr(of, name)[1]) for name in _DURATIONS}
+    told = MESSAGES["ModelStatistics"](
+        name=of.model,
+        version=str(of.version),
+        last_inference=of.last_inference_ms,
+        inference_count=of.inference_count,
+        execution_count=of.execution_count,
+        inference_stats=MESSAGES["InferStatistics"](**parts),
+    )
+    for rows, count, ns in of.batches:
+        told.batch_stats.add(batch_size=rows, compute_infer=duration(count=count, ns=ns))
+    return told
+
+
+async def _no_cuda_regions(message: ANY_MESSAGE, call: Call) -> ANY_MESSAGE:
+    return MESSAGES["CudaSharedMemoryStatusResponse"]()
+
+
+async def _refuse_cuda(message: ANY_MESSAGE, call: Call) -> ANY_MESSAGE:
+    raise UnsupportedParameter("CUDA shared memory is not supported; register system shared memory")
+
+
+async def _forget_cuda(message: ANY_MESSAGE, call: Call) -> ANY_MESSAGE:
+    """There are none to forget, and clients unregister all of them to begin with."""
+    return MESSAGES["CudaSharedMemoryUnregisterResponse"]()
