@@ -1,0 +1,299 @@
+"""KServe v2 over gRPC, asked by Triton's own client, against models that really run."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+grpc = pytest.importorskip("grpc", reason="the extra tensor brings it")
+client = pytest.importorskip("tritonclient.grpc.aio", reason="tritonclient is not installed (make dev has it)")
+
+from tritonclient.grpc import InferInput, InferRequestedOutput  # noqa: E402
+from tritonclient.utils import InferenceServerException  # noqa: E402
+
+from maitred.api.grpc.errors import PUSHBACK, grpc_error  # noqa: E402
+from maitred.api.grpc.inference import Extensions, InferenceService  # noqa: E402
+from maitred.api.grpc.server import GrpcServer  # noqa: E402
+from maitred.api.serving import create_app  # noqa: E402
+from maitred.config import ServerConfig  # noqa: E402
+from maitred.errors import InvalidRequest, Overloaded, RateLimited  # noqa: E402
+from maitred.tensor.control import ControlMode  # noqa: E402
+from maitred.tensor.local import LocalTensorService  # noqa: E402
+from maitred.tensor.protocol_fields import HEALTH_MESSAGES, MESSAGES  # noqa: E402
+from maitred.tensor.service import Tensor  # noqa: E402
+from tests.fakes_api import FakeReplica, make_model  # noqa: E402
+from tests.tensor.models import write_model  # noqa: E402
+
+CONFIG = "max_batch_size: 8"
+WAITS = "max_batch_size: 8 dynamic_batching { preferred_batch_size: [ 8 ] max_queue_delay_microseconds: 60000000 }"
+KEY = {"authorization": "Bearer secret"}
+
+
+class Regions(dict):
+    """Regions that are arrays of this process."""
+
+    def register(self, name, key, offset, byte_size):
+        self[name] = SimpleNamespace(key=key, offset=offset, byte_size=byte_size, memory=bytearray(byte_size))
+
+    def unregister(self, name=""):
+        self.pop(name) if name else self.clear()
+
+    def status(self, name=""):
+        return {name: self[name]} if name else self
+
+    def view(self, name, offset, byte_size):
+        if name not in self or offset + byte_size > self[name].byte_size:
+            raise InvalidRequest(f"no region {name!r} of so many bytes is registered")
+        return memoryview(self[name].memory)[offset : offset + byte_size]
+
+
+class Settings:
+    def __init__(self):
+        self.traced, self.logged = {"trace_level": ("OFF",), "trace_rate": ("1000",)}, {"log_info": True}
+
+    def trace(self, changes, model=""):
+        self.traced |= changes
+        return self.traced
+
+    def log(self, changes):
+        self.logged |= changes
+        return self.logged | {"log_verbose_level": 0, "log_format": "default"}
+
+
+def largest(model, output, count):
+    return Tensor(output.name, "BYTES", (1, count), b"")
+
+
+@asynccontextmanager
+async def served(repository, *, config=None, mode=ControlMode.NONE, load=(), services=()):
+    """A channel's address, and the app behind it."""
+    tensors = LocalTensorService(repository, mode)
+    await tensors.start(load)
+    replica = FakeReplica()
+    replica.tensors = tensors
+    app = create_app(replica, make_model(), config or ServerConfig()).app
+    extensions = Extensions("maitred", ("classification", "statistics"), Regions(), Settings(), largest)
+    server = GrpcServer(app, [InferenceService(app, extensions), *(make(app) for make in services)])
+    port = await server.start("127.0.0.1", 0)
+    try:
+        yield f"127.0.0.1:{port}", app
+    finally:
+        await server.stop(0)
+        await tensors.close()
+        app.close()
+
+
+@asynccontextmanager
+async def asked(repository, **kwargs):
+    async with served(repository, **kwargs) as (address, app), client.InferenceServerClient(address) as triton:
+        yield triton, app
+
+
+def inputs(value, rows=1, *, contents=True):
+    made = []
+    for name in ("INPUT0", "INPUT1"):
+        one = InferInput(name, [rows, 16], "FP32")
+        if contents:
+            one.set_data_from_numpy(np.full((rows, 16), value, np.float32))
+        made.append(one)
+    return made
+
+
+async def test_tritons_client_sees_health_metadata_and_config(tmp_path):
+    write_model(tmp_path, "add", config=CONFIG, versions=(1, 3))
+    async with asked(tmp_path) as (triton, _):
+        assert await triton.is_server_live()
+        assert await triton.is_server_ready()
+        assert await triton.is_model_ready("add")
+        assert await triton.is_model_ready("add", "3")
+        assert not await triton.is_model_ready("add", "1")
+        assert not await triton.is_model_ready("other")
+        server = await triton.get_server_metadata()
+        assert (server.name, list(server.extensions)) == ("maitred", ["classification", "statistics"])
+        told = await triton.get_model_metadata("add", as_json=True)
+        assert told["versions"] == ["3"]
+        assert told["inputs"][0] == {"name": "INPUT0", "datatype": "FP32", "shape": ["-1", "16"]}
+        config = (await triton.get_model_config("add")).config
+        assert (config.name, config.max_batch_size, config.input[0].dims) == ("add", 8, [16])
+
+
+async def test_raw_and_typed_contents_give_the_same_answer_and_statistics_count_both(tmp_path):
+    write_model(tmp_path, "add", config=CONFIG)
+    async with served(tmp_path) as (address, _), client.InferenceServerClient(address) as triton:
+        answer = await triton.infer("add", inputs(2, rows=3), request_id="mine", priority=0, timeout=5_000_000)
+        assert answer.get_response().id == "mine"
+        assert np.array_equal(answer.as_numpy("OUTPUT"), np.full((3, 16), 4, np.float32))
+        typed = MESSAGES["ModelInferRequest"](model_name="add", model_version="1")
+        for name in ("INPUT0", "INPUT1"):
+            one = typed.inputs.add(name=name, datatype="FP32", shape=[1, 16])
+            one.contents.fp32_contents.extend([2.0] * 16)
+        async with grpc.aio.insecure_channel(address) as channel:
+            call = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+            told = MESSAGES["ModelInferResponse"].FromString(await call(typed.SerializeToString()))
+        assert told.raw_output_contents[0] == answer.as_numpy("OUTPUT")[:1].tobytes()
+        (stats,) = (await triton.get_inference_statistics("add")).model_stats
+        assert (stats.inference_count, stats.inference_stats.success.count) == (4, 2)
+        assert stats.inference_stats.success.ns > 0
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "says"),
+    [
+        ({"model_name": "nothing"}, "NOT_FOUND", "nothing"),
+        ({"model_version": "two"}, "INVALID_ARGUMENT", "no model version"),
+        ({"parameters": {"sequence_start": 3}}, "INVALID_ARGUMENT", "sequence_start"),
+        ({"parameters": {"priority": -1}}, "INVALID_ARGUMENT", "priority"),
+        ({"parameters": {"triton_mine": 1}}, "INVALID_ARGUMENT", "Triton's own"),
+        ({"shape": [1 << 62, 1 << 62]}, "INVALID_ARGUMENT", "INPUT0"),
+        ({"contents": 0}, "INVALID_ARGUMENT", "raw_input_contents"),
+        ({"region": "none"}, "INVALID_ARGUMENT", "none"),
+    ],
+)
+async def test_what_the_client_does_wrong_has_its_status(tmp_path, change, code, says):
+    write_model(tmp_path, "add", config=CONFIG)
+    message = MESSAGES["ModelInferRequest"](model_name=change.get("model_name", "add"))
+    message.model_version = change.get("model_version", "")
+    for name, value in change.get("parameters", {}).items():
+        message.parameters[name].int64_param = value
+    for name in ("INPUT0", "INPUT1"):
+        one = message.inputs.add(name=name, datatype="FP32", shape=change.get("shape", [1, 16]))
+        if "region" in change:
+            one.parameters["shared_memory_region"].string_param = change["region"]
+            one.parameters["shared_memory_byte_size"].int64_param = 64
+    message.raw_input_contents.extend([b"\0" * 64] * (1 if "contents" in change else 0 if "region" in change else 2))
+    async with served(tmp_path) as (address, _), grpc.aio.insecure_channel(address) as channel:
+        call = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+        with pytest.raises(grpc.aio.AioRpcError, match=says) as raised:
+            await call(message.SerializeToString())
+        assert raised.value.code().name == code
+        with pytest.raises(grpc.aio.AioRpcError, match="cannot be decoded") as raised:
+            await call(b"\x3a\xff\xff\xff\xff\x0f")
+        assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_a_stream_answers_in_order_and_an_error_is_of_its_request_alone(tmp_path):
+    write_model(tmp_path, "add", config=CONFIG)
+
+    async def requests():
+        for value in range(3):
+            yield {"model_name": "add" if value != 1 else "nothing", "inputs": inputs(value), "request_id": str(value)}
+
+    async with asked(tmp_path) as (triton, _):
+        told = [each async for each in triton.stream_infer(requests())]
+        assert [error is None for _, error in told] == [True, False, True]
+        assert [result.as_numpy("OUTPUT")[0, 0] for result, error in told if error is None] == [0, 4]
+        assert told[0][0].get_response().parameters["triton_final_response"].bool_param
+        assert "nothing" in str(told[1][1])
+
+
+async def test_models_are_loaded_with_a_config_and_unloaded(tmp_path):
+    write_model(tmp_path, "add", config=CONFIG)
+    async with asked(tmp_path, mode=ControlMode.EXPLICIT) as (triton, _):
+        assert not await triton.is_model_ready("add")
+        await triton.load_model("add", config=json.dumps({"maxBatchSize": 4}))
+        assert (await triton.get_model_config("add")).config.max_batch_size == 4
+        index = (await triton.get_model_repository_index()).models
+        assert [(each.name, each.version, each.state) for each in index] == [("add", "1", "READY")]
+        with pytest.raises(InferenceServerException, match="not uploaded"):
+            await triton.load_model("add", files={"file:1/model.onnx": b""}, config="{}")
+        await triton.unload_model("add")
+        assert not await triton.is_model_ready("add")
+
+
+async def test_regions_hold_inputs_and_outputs_and_cuda_has_none(tmp_path):
+    write_model(tmp_path, "add", config=CONFIG)
+    async with asked(tmp_path) as (triton, app):
+        await triton.register_system_shared_memory("mine", "/mine", 256)
+        status = await triton.get_system_shared_memory_status(as_json=True)
+        assert status["regions"]["mine"] == {"name": "mine", "key": "/mine", "byte_size": "256"}
+        given = inputs(0, contents=False)
+        for each in given:
+            each.set_shared_memory("mine", 64)
+        output = InferRequestedOutput("OUTPUT")
+        output.set_shared_memory("mine", 64, offset=64)
+        answer = await triton.infer("add", given, outputs=[output])
+        parameters = answer.get_output("OUTPUT").parameters
+        assert parameters["shared_memory_offset"].int64_param == 64
+        output.set_shared_memory("mine", 8)
+        with pytest.raises(InferenceServerException, match="64 bytes"):
+            await triton.infer("add", given, outputs=[output])
+        await triton.unregister_system_shared_memory()
+        with pytest.raises(InferenceServerException, match="mine"):
+            await triton.infer("add", given)
+        assert not (await triton.get_cuda_shared_memory_status()).regions
+        with pytest.raises(InferenceServerException) as raised:
+            await triton.register_cuda_shared_memory("gpu", b"AAAA", 0, 64)
+        assert raised.value.status() == "StatusCode.UNIMPLEMENTED"
+
+
+async def test_trace_and_log_settings_are_told_and_changed(tmp_path):
+    async with asked(tmp_path) as (triton, _):
+        traced = await triton.update_trace_settings(settings={"trace_rate": "5"}, as_json=True)
+        assert traced["settings"]["trace_rate"] == {"value": ["5"]}
+        logged = await triton.update_log_settings({"log_info": False})
+        assert not logged.settings["log_info"].bool_param
+        assert logged.settings["log_format"].string_param == "default"
+
+
+async def test_live_and_ready_need_no_key_and_everything_else_does(tmp_path):
+    write_model(tmp_path, "add", config=CONFIG)
+    async with asked(tmp_path, config=ServerConfig(api_keys=("secret",))) as (triton, _):
+        assert await triton.is_server_live()
+        assert await triton.is_server_ready()
+        with pytest.raises(InferenceServerException) as raised:
+            await triton.infer("add", inputs(1))
+        assert raised.value.status() == "StatusCode.UNAUTHENTICATED"
+        assert (await triton.infer("add", inputs(1), headers=KEY)).as_numpy("OUTPUT")[0, 0] == 2
+
+
+async def test_the_health_service_tells_of_the_server_and_of_each_service(tmp_path):
+    async with served(tmp_path) as (address, app), grpc.aio.insecure_channel(address) as channel:
+        check = channel.unary_unary("/grpc.health.v1.Health/Check")
+        watch = channel.unary_stream("/grpc.health.v1.Health/Watch")
+        ask, told = HEALTH_MESSAGES["HealthCheckRequest"], HEALTH_MESSAGES["HealthCheckResponse"]
+        for service in ("", "inference.GRPCInferenceService"):
+            assert told.FromString(await check(ask(service=service).SerializeToString())).status == 1
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await check(ask(service="other").SerializeToString())
+        assert raised.value.code() is grpc.StatusCode.NOT_FOUND
+        watching = watch(ask().SerializeToString())
+        assert told.FromString(await watching.read()).status == 1
+        app.in_flight.drain(10)
+        assert told.FromString(await watching.read()).status == 2
+        watching.cancel()
+
+
+@pytest.mark.parametrize("leaves", ["cancels", "is late"])
+async def test_a_client_that_leaves_frees_its_place_at_once(tmp_path, leaves):
+    write_model(tmp_path, "add", config=WAITS)
+    async with asked(tmp_path) as (triton, app):
+        runner = app.tensors.runner
+        late = 0.2 if leaves == "is late" else None
+        asking = asyncio.ensure_future(triton.infer("add", inputs(1), client_timeout=late))
+        while not len(runner):
+            await asyncio.sleep(0.001)
+        assert app.gate.num_in_flight == 1
+        if leaves == "cancels":
+            asking.cancel()
+        with pytest.raises((asyncio.CancelledError, InferenceServerException)):
+            await asking
+        while len(runner) or app.gate.num_in_flight:
+            await asyncio.sleep(0.001)
+
+
+def test_a_refusal_says_when_to_try_again():
+    assert grpc_error(Overloaded("full", retry_after_s=0.25)).trailing == ((PUSHBACK, "250"),)
+    assert grpc_error(Overloaded("full")).code is grpc.StatusCode.UNAVAILABLE
+    never = RateLimited("over", limit="concurrency", retry_after_s=None)
+    assert (grpc_error(never).code, grpc_error(never).trailing) == (
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        ((PUSHBACK, "-1"),),
+    )
+    hidden = grpc_error(RuntimeError("/etc/passwd"))
+    assert hidden.code is grpc.StatusCode.INTERNAL
+    assert "passwd" not in hidden.message
