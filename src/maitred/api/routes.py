@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 from maitred.api.common_routes import METRICS, PAGE, probe_routes
@@ -28,8 +29,10 @@ _GENERATION_ERRORS = (400, 401, 403, 404, 413, 415, 429, 500, 503, 504)
 _TEXT_ERRORS = (400, 401, 404, 413, 415)
 
 
-def make_routes(ledger: Ledger | None = None) -> RouteTable:
-    """Those of one server; what some of them own is its own. `ledger` is read for administrators."""
+def make_routes(ledger: Ledger | None = None, more: Sequence[Route] = ()) -> RouteTable:
+    """Those of one server; what some of them own is its own. `ledger` is read for administrators. `more` are of what
+    else it serves, and stand in for ours with the same method and path.
+    """
 
     async def document(app: App, exchange: Exchange) -> None:
         await exchange.answer_json(openapi_document(table))
@@ -60,7 +63,9 @@ def make_routes(ledger: Ledger | None = None) -> RouteTable:
             text="application/json",
         ),
     )
-    table = RouteTable(routes, OPENAI)
+    taken = {(route.method, route.path) for route in more}
+    ours = (route for route in routes if (route.method, route.path) not in taken)
+    table = RouteTable((*ours, *more), OPENAI)
     return table
 
 

@@ -96,16 +96,18 @@ class RouteTable:
         return Found(
             route=route,
             parameter=parameter,
-            format=self._format_of(path),
+            format=self._format_of(method, path),
             span=route.span if route is not None and route.path == path else "",
             needs_key=path not in self._open,
             is_for_routers=path in self._for_routers,
             needs_engine=path not in self._while_loading,
         )
 
-    def _format_of(self, path: str) -> AnswerFormat:
-        methods = self._exact.get(path) or self._by_prefix(path)[0]
-        return next((route.format for route in (methods or {}).values() if route.format is not None), self.format)
+    def _format_of(self, method: str, path: str) -> AnswerFormat:
+        """Its own, or of another method of the path."""
+        methods = self._exact.get(path) or self._by_prefix(path)[0] or {}
+        routes = (*filter(None, [methods.get(method)]), *methods.values())
+        return next((route.format for route in routes if route.format is not None), self.format)
 
     def find(self, method: str, path: str) -> tuple[Route, str]:
         """The route, and its parameter. HEAD is a GET. Raises RouteNotFound or MethodNotAllowed."""

@@ -1,0 +1,229 @@
+"""TF Serving's JSON as tensors, and back: `instances` by rows, `inputs` by columns, `examples` by features."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from maitred.api.dialects.tfserving.status import check_signature
+from maitred.errors import InvalidRequest
+from maitred.tensor.arrays import array_of, tensor_of
+from maitred.tensor.config import WILDCARD, TensorSpec
+from maitred.tensor.instance import NUMPY_TYPES
+from maitred.tensor.service import Tensor
+
+B64 = "b64"
+BINARY = "_bytes"  # outputs whose names end so are told in base64
+_KINDS: Mapping[str, str] = {"b": "b", "i": "iu", "u": "iu", "f": "iuf"}  # of arrays of JSON, by a tensor's
+
+
+class Decoded(NamedTuple):
+    inputs: tuple[Tensor, ...]
+    by_rows: bool
+
+
+def object_of(body: bytes) -> dict[str, Any]:
+    """NaN and Infinity are numbers here. Raises InvalidRequest."""
+    try:
+        found = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(f"JSON Parse error: {error}") from None
+    if not isinstance(found, dict):
+        raise InvalidRequest("the body must be a JSON object")
+    signature = found.get("signature_name", "")
+    if not isinstance(signature, str):
+        raise InvalidRequest("signature_name must be a string", param="signature_name")
+    check_signature(signature)
+    return found
+
+
+def predict_inputs(body: bytes, specs: Sequence[TensorSpec]) -> Decoded:
+    """Raises InvalidRequest, which names the input."""
+    found = object_of(body)
+    if ("instances" in found) == ("inputs" in found):
+        raise InvalidRequest("send either instances or inputs")
+    by_rows = "instances" in found
+    columns = _of_rows(found["instances"], specs) if by_rows else _of_columns(found["inputs"], specs)
+    known = {spec.name: spec for spec in specs}
+    return Decoded(tuple(_tensor(known[name], values) for name, values in columns.items()), by_rows)
+
+
+def _of_rows(rows: Any, specs: Sequence[TensorSpec]) -> dict[str, Any]:
+    if not isinstance(rows, list) or not rows:
+        raise InvalidRequest("instances must be a list with at least one element", param="instances")
+    named = [_is_named(row) for row in rows]
+    if not any(named):
+        return {_only(specs, "instances"): rows}
+    names = set(rows[0]) if named[0] else set()
+    for at, row in enumerate(rows):
+        if not named[at] or set(row) != names:
+            raise InvalidRequest(f"instances[{at}] must be an object with the keys {sorted(names)}", param="instances")
+    _check_names(names, specs)
+    return {name: [row[name] for row in rows] for name in names}
+
+
+def _of_columns(columns: Any, specs: Sequence[TensorSpec]) -> dict[str, Any]:
+    if not _is_named(columns):
+        return {_only(specs, "inputs"): columns}
+    _check_names(set(columns), specs)
+    return dict(columns)
+
+
+def _is_named(value: Any) -> bool:
+    return isinstance(value, dict) and set(value) != {B64}
+
+
+def _only(specs: Sequence[TensorSpec], key: str) -> str:
+    if len(specs) != 1:
+        told = ", ".join(spec.name for spec in specs)
+        raise InvalidRequest(f"{key} has values without names, and the model has the inputs {told}", param=key)
+    return specs[0].name
+
+
+def _check_names(names: set[str], specs: Sequence[TensorSpec]) -> None:
+    unknown = names - {spec.name for spec in specs}
+    if unknown:
+        raise InvalidRequest(f"{min(unknown)[:200]!r} is no input of the model")
+    absent = {spec.name for spec in specs if not spec.optional} - names
+    if absent:
+        raise InvalidRequest(f"the input {min(absent)!r} is missing")
+
+
+def _tensor(spec: TensorSpec, values: Any) -> Tensor:
+    return tensor_of(spec.name, _array(spec, values), spec.data_type)
+
+
+def _array(spec: TensorSpec, values: Any) -> np.ndarray:
+    """Of numbers only where all are; of texts, as bytes."""
+    kind = NUMPY_TYPES[spec.data_type]
+    try:
+        if kind.hasobject:
+            return _texts(spec.name, np.array(values, object))
+        if spec.data_type == "TYPE_BF16":
+            return (np.array(values, np.float32).view(np.uint32) >> 16).astype(np.uint16)
+        found = np.array(values)
+        if found.size and found.dtype.kind not in _KINDS[kind.kind]:
+            raise ValueError(f"its values are not all of {kind}")
+        with np.errstate(over="ignore"):
+            cast = found.astype(kind)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise InvalidRequest(f"input {spec.name!r} is no array of {kind}: {error}", param=spec.name) from None
+    if kind.kind in "iu" and not np.array_equal(cast, found):
+        raise InvalidRequest(f"input {spec.name!r} has a number that is no {kind}", param=spec.name)
+    return cast
+
+
+def _texts(name: str, array: np.ndarray) -> np.ndarray:
+    texts = np.empty(array.shape, object)
+    texts.reshape(-1)[:] = [_text(name, value) for value in array.reshape(-1)]
+    return texts
+
+
+def _text(name: str, value: Any) -> bytes:
+    if isinstance(value, str):
+        return value.encode("utf-8", "surrogatepass")
+    if isinstance(value, dict) and set(value) == {B64} and isinstance(value[B64], str):
+        try:
+            return base64.b64decode(value[B64], validate=True)
+        except (binascii.Error, ValueError):
+            raise InvalidRequest(f"input {name!r} has a b64 that is no base64", param=name) from None
+    raise InvalidRequest(f"input {name!r} must have strings, or objects with the key b64", param=name)
+
+
+# ---- classify and regress
+
+
+def example_inputs(body: bytes, specs: Sequence[TensorSpec]) -> tuple[Tensor, ...]:
+    """A feature is an input; what `context` has is of every example. Raises InvalidRequest."""
+    found = object_of(body)
+    context, examples = found.get("context", {}), found.get("examples")
+    if not isinstance(context, dict) or not isinstance(examples, list) or not examples:
+        raise InvalidRequest("examples must be a list with at least one object, and context an object")
+    rows = []
+    for at, example in enumerate(examples):
+        if not isinstance(example, dict) or set(example) & set(context):
+            raise InvalidRequest(f"examples[{at}] must be an object without the features of context")
+        rows.append({**context, **example})
+    columns, known = _of_rows(rows, specs), {spec.name: spec for spec in specs}
+    return tuple(_feature(known[name], values) for name, values in columns.items())
+
+
+def _feature(spec: TensorSpec, values: list[Any]) -> Tensor:
+    """Features are flat lists, or one value: they take the shape that the model has for a row."""
+    array = _array(spec, [value if isinstance(value, list) else [value] for value in values])
+    if WILDCARD not in spec.dims and array.size == len(values) * prod(spec.dims):
+        array = array.reshape(len(values), *spec.dims)
+    return tensor_of(spec.name, array, spec.data_type)
+
+
+def classes(outputs: Sequence[Tensor]) -> bytes:
+    """Label and score of each class of each example. Raises InvalidRequest for a model that has no such outputs."""
+    named = {output.name: output for output in outputs}
+    labels, scores = named.get("classes"), named.get("scores")
+    if labels is None and scores is None and len(outputs) == 1:
+        scores = outputs[0]
+    found = [array_of(each) for each in (labels, scores) if each is not None]
+    if not found or any(array.ndim != 2 or array.shape != found[0].shape for array in found):
+        raise InvalidRequest("the model cannot classify: it has no outputs classes or scores of shape [rows, classes]")
+    texts = [[""] * len(found[0][0])] * len(found[0]) if labels is None else _listed(labels)
+    numbers = np.zeros(found[0].shape).tolist() if scores is None else _listed(scores)
+    pairs = [[list(pair) for pair in zip(*row, strict=True)] for row in zip(texts, numbers, strict=True)]
+    return encoded({"result": pairs})
+
+
+def regressions(outputs: Sequence[Tensor]) -> bytes:
+    """A number for each example. Raises InvalidRequest for a model that has none."""
+    named = {output.name: output for output in outputs}
+    output = named.get("outputs", outputs[0] if len(outputs) == 1 else None)
+    shape = () if output is None else output.shape
+    if output is None or not 1 <= len(shape) <= 2 or shape[1:] not in ((), (1,)):
+        raise InvalidRequest("the model cannot regress: it has no output of shape [rows] or [rows, 1]")
+    return encoded({"result": [row[0] if shape[1:] else row for row in _listed(output)]})
+
+
+# ---- answers
+
+
+def predictions(outputs: Sequence[Tensor], *, by_rows: bool) -> bytes:
+    """As they were asked for: by rows or by columns; without names where there is one output."""
+    columns = {output.name: _listed(output) for output in outputs}
+    if not by_rows:
+        return encoded({"outputs": columns if len(columns) > 1 else next(iter(columns.values()))})
+    if any(not output.shape or output.shape[0] != outputs[0].shape[0] for output in outputs):
+        raise InvalidRequest("the outputs have unlike numbers of rows; send inputs by columns")
+    if len(columns) == 1:
+        return encoded({"predictions": next(iter(columns.values()))})
+    rows = zip(*columns.values(), strict=True)
+    return encoded({"predictions": [dict(zip(columns, row, strict=True)) for row in rows]})
+
+
+def encoded(told: Any) -> bytes:
+    """NaN and infinities are written as such, as TF Serving's clients read them."""
+    return json.dumps(told, separators=(",", ":")).encode()
+
+
+def _listed(output: Tensor) -> Any:
+    array = array_of(output)
+    if output.datatype == "BF16":
+        array = (array.astype(np.uint32) << 16).view(np.float32)
+    if not array.dtype.hasobject:
+        return array.tolist()
+    told = np.empty(array.shape, object)
+    told.reshape(-1)[:] = [_told_text(output.name, value) for value in array.reshape(-1)]
+    return told.tolist()
+
+
+def _told_text(name: str, value: bytes) -> Any:
+    """A text that is no UTF-8 goes in base64 too, rather than be damaged."""
+    if not name.endswith(BINARY):
+        try:
+            return value.decode()
+        except UnicodeDecodeError:
+            pass
+    return {B64: base64.b64encode(value).decode()}
