@@ -141,15 +141,18 @@ class EngineLoop:
         self._told = Figures()
         self._told_at = -FIGURES_S
         self._stopping = False
+        self._has_changed = True  # what `Figures` tell; tensor requests do not
 
     def run(self) -> None:
         core, link = self._core, self._link
         while not self._stopping:
             wait = not core.can_step  # for commands, or for KV from elsewhere, whose coming wakes it
-            if wait:
+            if wait and self._has_changed:
                 self._tell([])  # the figures of an idle engine, before it falls silent
+                self._has_changed = self._beside is None
             for command in self._commands(wait):
                 self._obey(command)
+                self._has_changed |= not isinstance(command, ToTensors)
             core.run_called()
             if self._beside is not None:
                 self._beside.turn()
@@ -160,6 +163,7 @@ class EngineLoop:
             self._release(progress)
             if progress or core.has_work:
                 self._tell(progress)
+                self._has_changed = True
             link.round_number += 1
 
     def _commands(self, wait: bool) -> Iterator[Command]:

@@ -158,7 +158,7 @@ class Batching:
         if len(set(counts.values())) > 1:
             told = ", ".join(f"{name} {count}" for name, count in counts.items())
             raise InvalidRequest(f"inputs of model {self._name!r} have unlike numbers of rows: {told}")
-        return next(iter(counts.values()))
+        return int(next(iter(counts.values())))
 
     def _bucket(self, inputs: Mapping[str, np.ndarray]) -> tuple[str, int | None]:
         """The shape of a row where it may vary, or the bucket that its length falls in."""

@@ -117,9 +117,8 @@ class TensorHost:
             self._news.append(Ended(request.request_id, None, FinishReason.ERROR, problem_of(error)))
 
     def _ended(self, request_id: str, answer: Answer) -> None:
-        result, problem = answer.result, None
-        if not isinstance(result, InferResponse):
-            result, problem = None, problem_of(result)
+        result = answer.result if isinstance(answer.result, InferResponse) else None
+        problem = problem_of(answer.result) if isinstance(answer.result, MaitredError) else None
         self._news.append(Ended(request_id, result, answer.finish_reason, problem, answer.charges, answer.timing))
 
     def _ran(self, times: BatchTimes) -> None:

@@ -234,16 +234,18 @@ class TensorRunner:
     def _tell(self, progress: RequestProgress) -> None:
         """Its end, to whoever began it."""
         waiting = self._waiting.pop(progress.request_id)
-        reason, timing = progress.finish_reason, progress.timing
+        reason, charges, timing = progress.finish_reason, progress.charges, progress.timing
         assert reason is not None
+        assert charges is not None
         assert timing is not None
-        waiting.done(Answer(self._result(waiting, progress), reason, progress.charges, timing))
+        waiting.done(Answer(self._result(waiting, progress, charges, timing), reason, charges, timing))
         if waiting.held.loaded.replaced:
             self._drop_unloaded(waiting.held.loaded.name, waiting.held.loaded.number)
 
-    def _result(self, waiting: _Waiting, progress: RequestProgress) -> InferResponse | MaitredError:
-        request, charges, timing = waiting.request, progress.charges, progress.timing
-        assert timing is not None
+    def _result(
+        self, waiting: _Waiting, progress: RequestProgress, charges: Charges, timing: RequestTiming
+    ) -> InferResponse | MaitredError:
+        request = waiting.request
         match progress.finish_reason:
             case FinishReason.STOP:
                 assert not isinstance(waiting.answer, MaitredError)
