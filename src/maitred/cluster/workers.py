@@ -94,9 +94,7 @@ class Workers:
         scaling = scaling_of(start.process.bounds, rules.ttft_s)
         self._core = ClusterCore(config, scheduler, policies=installed_policies(), handover=rules, role_scaling=scaling)
         self._numbers = WorkerNumbers(self._workers, start.process.bounds if scaling else {}, self._begin)
-        self._requests = WorkerRequests(
-            self._core, self._workers, clock, self._wake_one, self._switch_named, self._renumber
-        )
+        self._requests = WorkerRequests(self._core, self._workers, clock, self._wake_one, self._switch, self._renumber)
         self._blocks = WorkerBlocks(self._core.index, self._workers, self._report)
         self._streams: WeakSet[ProgressStream] = WeakSet()
         self._facts: ModelFacts | None = None
@@ -228,9 +226,6 @@ class Workers:
         if "prefill" in roles and len(set(roles)) == 1:
             raise ConfigError(f"worker {number} is the last that answers; give another one that role first")
         self._switch(number, role)
-
-    def _switch_named(self, name: str, role: str) -> None:
-        self._switch(next(worker.number for worker in self._workers if worker.facts_name == name), role)
 
     def _renumber(self, action: StartWorker | StopWorker) -> None:
         """As the core says of the workers of a role."""
