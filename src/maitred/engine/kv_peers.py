@@ -125,7 +125,7 @@ class KVPeers:
         request_id = request.request_id
         if namespace and not self._core.accept(request_id, namespace):
             return self._goes_without(request, "recomputed")
-        reserved = self._core.reserve(request_id, request.num_tokens - 1)
+        reserved = self._core.reserve(request_id, request.num_tokens)
         if reserved is None:
             return self._goes_without(request, self._without_pull(request))
         first = reserved.start // self._block_size
