@@ -156,6 +156,8 @@ class KVPeers:
         elif request.spec.kv_only:
             self._core.call_soon(partial(self._core.abort, request.request_id))
         else:
+            if outcome in ("moved", "mixed") and request.spec.sample_index == 0:
+                self.counts.waited(0.0)  # its KV was here first
             self._came(request, outcome)
 
     def ended(self, request_id: str) -> None:
