@@ -23,7 +23,6 @@ from maitred.engine.executors import BuiltExecutor, OnLost
 from maitred.engine.held import Prepare
 from maitred.engine.installed import installed_policies
 from maitred.engine.kv_giving import PeerConfig
-from maitred.engine.kv_growth import never_one_run
 from maitred.engine.kv_peers import KVPeers
 from maitred.engine.kv_storage import describe, fingerprint_of, open_tiers
 from maitred.engine.kv_tiers import KVTiers
@@ -183,7 +182,7 @@ def load_engine(
         adapters=parts.adapters,
         start_phases=parts.start_phases,
         kv_addresses=parts.kv_peers.gives.addresses if parts.kv_peers is not None else (),
-        num_kv_layers=parts.kv_peers.num_layers_apart if parts.kv_peers is not None else 1,
+        num_kv_layers=parts.kv_peers.num_layers if parts.kv_peers is not None else 1,
     )
 
 
@@ -307,7 +306,7 @@ def _kv_peers(
         peers,
         block_size=config.cache.block_size,
         clock=clock,
-        is_one_run=getattr(executor, "is_one_run", never_one_run),
+        is_one_run=executor.is_one_run,
     )
 
 
