@@ -24,7 +24,6 @@ from maitred.engine.first_steps import measure_first_steps
 from maitred.engine.held import Prepare
 from maitred.engine.installed import installed_policies
 from maitred.engine.kv_giving import PeerConfig
-from maitred.engine.kv_growth import never_one_run
 from maitred.engine.kv_peers import KVPeers
 from maitred.engine.kv_storage import describe, fingerprint_of, open_tiers
 from maitred.engine.kv_tiers import KVTiers
@@ -177,7 +176,7 @@ def load_engine(
         adapters=parts.adapters,
         start_phases=parts.start_phases,
         kv_addresses=parts.kv_peers.gives.addresses if parts.kv_peers is not None else (),
-        num_kv_layers=parts.kv_peers.num_layers_apart if parts.kv_peers is not None else 1,
+        num_kv_layers=parts.kv_peers.num_layers if parts.kv_peers is not None else 1,
     )
 
 
@@ -324,7 +323,7 @@ def _kv_peers(
         peers,
         block_size=config.cache.block_size,
         clock=clock,
-        is_one_run=getattr(executor, "is_one_run", never_one_run),
+        is_one_run=executor.is_one_run,
     )
 
 

@@ -15,7 +15,7 @@ from maitred.clock import Clock
 from maitred.engine.core import EngineCore
 from maitred.engine.expected_kv import expecting_id
 from maitred.engine.kv_giving import TIMEOUT_S, GivenKV, PeerConfig
-from maitred.engine.kv_growth import IsOneRun, never_one_run
+from maitred.engine.kv_growth import IsOneRun
 from maitred.engine.kv_threads import ThreadOfJobs
 from maitred.executor.layer_io import LayerIO
 from maitred.kvcache.prefix_cache import hash_blocks, known_tokens, root_hash
@@ -23,7 +23,6 @@ from maitred.kvcache.tiers import FetchMeter, break_even_tokens, most_seconds
 from maitred.replica import HandoverCounts, TierView
 from maitred.request import RequestState, RequestStatus
 from maitred.scheduler.reservations import GivenUp
-from maitred.step import SchedulerOutput
 from maitred.transfer.blocks import HeldBlocks
 from maitred.transfer.pieces import Refusal
 from maitred.transfer.puller import Pulled, Puller, connect_any
@@ -85,13 +84,12 @@ class KVPeers:
         *,
         block_size: int,
         clock: Clock,
-        is_one_run: IsOneRun = never_one_run,
+        is_one_run: IsOneRun,
     ) -> None:
-        """`is_one_run` is the executor's, where it tells which layers a step under way has written."""
+        """`is_one_run` is the executor's."""
         self._core, self._io, self._config, self._block_size = core, io, config, block_size
         self._clock = clock
-        self.num_layers_apart = io.num_layers if is_one_run(SchedulerOutput(step=0, rows=())) else 1
-        """Layers whose KV leaves one by one while a prompt is computed."""
+        self.num_layers = io.num_layers
         self.counts = core.kv_handovers = HandoverCounts()
         self._meter = FetchMeter(bandwidth=FIRST_GUESS[0], latency_s=FIRST_GUESS[1])
         self._bytes_per_block = io.num_layers * io.layout.layer_bytes

@@ -30,7 +30,9 @@ class LayerIO(Protocol):
 
     @property
     def progress(self) -> tuple[int, int]:
-        """Runs of the model that have begun, and the layers whose KV the last of them has written."""
+        """Runs of the model that have begun, and the layers whose KV the last of them has written; of a draft head's
+        nothing is told.
+        """
 
 
 class NativeLayers:

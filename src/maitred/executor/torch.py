@@ -121,6 +121,10 @@ class TorchExecutor:
         """Blocks as bytes, for other threads; None on a GPU, whose copies wait for its queue."""
         return TorchBlocks(self.pool) if self.device.type == "cpu" else None
 
+    def is_one_run(self, plan: SchedulerOutput) -> bool:
+        """Whether the model runs once for it (`LayerIO.progress`): always."""
+        return True
+
     @property
     def num_kv_layers(self) -> int:
         return self.pool.shape.num_layers

@@ -32,7 +32,10 @@ class TorchKVPool:
                 f"lower --kv-cache-memory-bytes, --max-num-seqs or --max-model-len ({error})"
             ) from error
         self.progress = 0, 0
-        """Forward passes that have begun, and the layers whose KV the last of them has written; on a CPU."""
+        """Forward passes that have begun, and the layers whose KV the last of them has written, or told a GPU to."""
+        make_event: Callable[[], torch.cuda.Event] = torch.cuda.Event
+        self.written = [make_event() for _ in range(shape.num_layers)] if device.type == "cuda" else []
+        """On a GPU, of each layer: that its last write is done."""
         by_slot = shape.num_blocks * shape.block_size
         self._slots = self._pool.view(shape.num_layers, 2, by_slot, shape.num_kv_heads, shape.head_dim)
 
@@ -52,6 +55,8 @@ class TorchKVPool:
         k_slots, v_slots = self.slots(layer)
         k_slots.index_copy_(0, slots_T, k_TKH.to(self.dtype))
         v_slots.index_copy_(0, slots_T, v_TKH.to(self.dtype))
+        if self.written:
+            self.written[layer].record()
         self.progress = self.progress[0] + (layer == 0), layer + 1
 
     @property
@@ -86,9 +91,10 @@ class TorchKVPool:
 
 
 class TorchLayers:
-    """`layer_io.LayerIO` of a pool on any device; copies of a GPU go in a stream of their own, beside the steps'."""
+    """`layer_io.LayerIO` of a pool on any device; copies of a GPU go in a stream of their own, beside the steps'.
 
-    progress = 0, 0  # a GPU writes long after it was told to
+    They wait there for what steps were told to write before, for a GPU writes long after it was told to.
+    """
 
     def __init__(self, pool: TorchKVPool, layout: CellLayout) -> None:
         self._pool, self.layout, self.num_layers = pool, layout, pool.shape.num_layers
@@ -97,7 +103,7 @@ class TorchLayers:
 
     def read(self, layers: range, blocks: Sequence[int], into: memoryview) -> None:
         self._check(layers, blocks, into)
-        with self._beside():
+        with self._after_steps(layers):
             found = self._pool.layers(layers).index_select(2, self._index(blocks))
             rows = found.transpose(1, 2).contiguous().view(torch.uint8).cpu()  # waits for the stream
         torch.frombuffer(into, dtype=torch.uint8).copy_(rows.flatten())
@@ -107,14 +113,23 @@ class TorchLayers:
         shape = self._pool.shape
         contents = torch.frombuffer(bytearray(rows), dtype=torch.uint8).view(self._pool.dtype)
         by_block = contents.view(len(layers), len(blocks), 2, shape.block_size, shape.num_kv_heads, shape.head_dim)
-        with self._beside():
+        with self._after_steps(layers):
             moved = by_block.to(self._pool.device).transpose(1, 2)
             self._pool.layers(layers).index_copy_(2, self._index(blocks), moved)
         if self._stream is not None:
             self._stream.synchronize()
 
-    def _beside(self) -> AbstractContextManager[object]:
-        return torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()
+    @property
+    def progress(self) -> tuple[int, int]:
+        return self._pool.progress
+
+    def _after_steps(self, layers: range) -> AbstractContextManager[object]:
+        """The stream beside theirs, once they have written these layers."""
+        if self._stream is None:
+            return nullcontext()
+        if layers:
+            self._stream.wait_event(self._pool.written[layers.stop - 1])
+        return torch.cuda.stream(self._stream)
 
     def _index(self, blocks: Sequence[int]) -> torch.Tensor:
         return torch.tensor(blocks, dtype=torch.int64, device=self._pool.device)
