@@ -133,6 +133,40 @@ def test_where_kv_is_pulled_from_only_a_router_says(apart: RealFleet, shown: dic
     assert answer.status_code == (400 if shown else 200)
 
 
+def pulled_tokens(server: ServerProcess) -> float:
+    tiers = httpx.get(f"{server.url}/admin/kv").json()["tiers"]
+    return next(tier["hit_tokens"] for tier in tiers if tier["name"] == "peer")
+
+
+def test_kv_that_is_expected_is_there_before_the_answer_is_asked_for(apart: RealFleet):
+    body = GREEDY | {"prompt": f"Expected. {STORY}", "max_tokens": 4}
+    prefill, decode = (server_named(apart, sorted(names_of(apart, role))[0]) for role in ("prefill", "decode"))
+    told = ask(prefill.url, body, stream=False)[0]
+    (address,) = next(w["kv_addresses"] for w in workers(apart) if w["role"] == "prefill")
+    expected = {"x-maitred-fleet-token": TOKEN, "x-maitred-kv-from": address, "x-maitred-kv-expected": "1"}
+    before, num_pulled = handovers(decode), pulled_tokens(decode)
+    answer = httpx.post(decode.url + COMPLETIONS, json=body | {"model": MODEL}, headers=expected, timeout=HANGS_S)
+    assert (answer.status_code, answer.json()) == (200, {})
+    until(lambda: pulled_tokens(decode) > num_pulled)
+    nowhere = {"x-maitred-fleet-token": TOKEN, "x-maitred-kv-from": "tcp:127.0.0.1:1"}
+    assert ask(decode.url, body, stream=False, **nowhere)[0] == told
+    assert handovers(decode) - before == Counter(["moved"])
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_router_says_what_to_expect_while_the_prompt_is_computed(apart: RealFleet, stream: bool):
+    decode = [server_named(apart, name) for name in names_of(apart, "decode")]
+
+    def num_asked() -> int:
+        lines = "".join(httpx.get(f"{server.url}/metrics").text for server in decode).splitlines()
+        told = [line for line in lines if line.startswith("maitred_http_requests_total{") and "200" in line]
+        return sum(int(float(line.split()[-1])) for line in told if COMPLETIONS in line or "/fleet/resume" in line)
+
+    before = num_asked()
+    ask(apart.router.url, GREEDY | {"prompt": f"Told {stream}. {STORY}"}, stream=stream)
+    until(lambda: num_asked() == before + 2)  # to expect it, and to answer
+
+
 def test_a_stranger_is_refused_at_the_port(apart: RealFleet):
     (address,) = workers(apart)[0]["kv_addresses"]
     agreed = Agreed(revision="r", positions="p", kv_dtype="bfloat16", num_layers=2, num_kv_heads=1, head_dim=8)

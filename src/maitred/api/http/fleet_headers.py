@@ -29,9 +29,10 @@ MAX_TOKENS = b"x-maitred-default-max-tokens"  # of a request that names none
 TIME_LEFT = (b"x-maitred-ttft-left-ms", b"x-maitred-queue-left-ms", b"x-maitred-time-left-ms")  # as TimeLimits
 KV_FROM = b"x-maitred-kv-from"  # where the prompt's KV may be pulled: addresses with commas between
 PROMPT_ONLY = b"x-maitred-prompt-only"  # another replica answers: the prompt is to be computed, and one token
+KV_EXPECTED = b"x-maitred-kv-expected"  # it is being computed there: its KV is to be pulled meanwhile, and no more
 MAX_ADDRESSES, MAX_ADDRESS_CHARS = 8, 300
 _OF_CALLER = (TENANT, WEIGHT, PRIORITY, SALT, ADAPTER, KEY_ID, ADMIN, MAX_TOKENS)
-BELIEVED = frozenset((*_OF_CALLER, *TIME_LEFT, SEED, TELL, KV_FROM, PROMPT_ONLY))
+BELIEVED = frozenset((*_OF_CALLER, *TIME_LEFT, SEED, TELL, KV_FROM, PROMPT_ONLY, KV_EXPECTED))
 LEAST_LEFT_S = 0.001
 
 

@@ -5,16 +5,19 @@ answers, which pulls the KV (docs/disaggregation.md).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 from typing import NamedTuple
 
 from maitred.api.http.exchange import Header
-from maitred.api.http.fleet_headers import PROMPT_ONLY, kv_from_headers, time_left_headers
+from maitred.api.http.fleet_headers import KV_EXPECTED, PROMPT_ONLY, kv_from_headers, time_left_headers
 from maitred.api.route.fleet import LiveReplica
 from maitred.cluster.balance import Choice
-from maitred.cluster.upstream import Ask, request_head
+from maitred.cluster.upstream import Ask, UpstreamFailed, request_head
 from maitred.gate.terms import NO_LIMITS, TimeLimits
+
+MAX_ERROR_BYTES = 64 * 1024
 
 
 @dataclass(slots=True)
@@ -66,6 +69,21 @@ class Stop(NamedTuple):
         """Of whole answers nobody sees the first token, so the second replica begins anew with the KV."""
         told = kv_from_headers(self.kv_from)
         return told if self.is_last or is_stream else [*told, (PROMPT_ONLY, b"1")]
+
+    @property
+    def expects(self) -> list[Header]:
+        """While the prompt is computed elsewhere: this replica pulls what there is of its KV."""
+        return [*kv_from_headers(self.kv_from), (KV_EXPECTED, b"1")]
+
+
+async def tell_expected(outgoing: Outgoing, stop: Stop, age_s: float) -> None:
+    """KV leaves while it is computed. Without this it leaves later, so nobody hears of a failure."""
+    with suppress(UpstreamFailed):
+        answer = await stop.live.upstream.send(outgoing.ask(stop.live, age_s, stop.expects))
+        try:
+            await answer.whole(MAX_ERROR_BYTES)
+        finally:
+            answer.abort()
 
 
 def stops_of(choice: Choice, replicas: Mapping[str, LiveReplica], *, may_hand_over: bool) -> list[Stop]:
