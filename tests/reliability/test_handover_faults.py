@@ -42,8 +42,9 @@ Alone = Callable[[dict[str, Any]], list[Any]]
 """What an engine says to a body that nothing happens to."""
 
 
-def complete(server: ServerProcess, body: dict[str, Any]) -> list[Any]:
-    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=HANGS_S)
+def complete(server: ServerProcess, body: dict[str, Any], request_id: str = "") -> list[Any]:
+    headers = {"x-request-id": request_id} if request_id else {}
+    answer = httpx.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=HANGS_S)
     assert answer.status_code == 200, answer.text
     if body.get("stream"):
         return [text for _, text in sorted(text_of(answer.text).items())]
@@ -113,9 +114,13 @@ class Apart:
         return self.figure(f'kv_dropped_total{{reason="{reason}",tier="peer"}}')
 
     def figure(self, name: str) -> float:
-        """Of /metrics; 0 for what was not counted yet."""
-        told = httpx.get(f"{self.server.url}/metrics").text.partition(f"\nmaitred_{name} ")[2]
-        return float(told.split("\n")[0] or 0)
+        return figure_of(self.server, name)
+
+
+def figure_of(server: ServerProcess, name: str) -> float:
+    """Of /metrics; 0 for what was not counted yet."""
+    told = httpx.get(f"{server.url}/metrics").text.partition(f"\nmaitred_{name} ")[2]
+    return float(told.split("\n")[0] or 0)
 
 
 def in_use(worker: dict[str, Any]) -> int:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import psutil
@@ -21,9 +22,9 @@ import pytest
 
 from tests.conftest import ServerProcess, free_port, start_server
 from tests.reliability import faulty_server
-from tests.reliability.test_handover_faults import MOMENTS, ROLES, Alone, Apart, by, complete
+from tests.reliability.test_handover_faults import MOMENTS, ROLES, STORY, Alone, Apart, by, complete, figure_of
 from tests.route.test_end_to_end import RealFleet, real_fleet
-from tests.transfer.relay import Relay, Strike
+from tests.transfer.relay import Relay, Strike, cut
 from tests.waiting import HANGS_S, until
 
 KINDS: tuple[dict[str, Any], ...] = (
@@ -63,8 +64,7 @@ class Hosts(Apart):
 
     def figure(self, name: str) -> float:
         """Of both."""
-        pages = [httpx.get(f"{host.url}/metrics").text for host in self.hosts.values()]
-        return sum(float(page.partition(f"\nmaitred_{name} ")[2].split("\n")[0] or 0) for page in pages)
+        return sum(figure_of(host, name) for host in self.hosts.values())
 
     def stands_still(self, role: str) -> list[psutil.Process]:
         """All processes of a host."""
@@ -138,4 +138,30 @@ def test_a_host_that_is_killed_costs_no_token(hosts: Hosts, role: str, moment: s
     pid = hosts.hosts[role].process.pid
     hosts.struck(f"Killed, {role}, {moment}", by(signal.SIGKILL, pid), **MOMENTS[moment]).check()
     hosts.begin_again(role)
+    hosts.settle()
+
+
+@pytest.mark.parametrize("strike", [bytes, cut])
+def test_a_turn_whose_kv_lies_at_another_host_is_fetched_from_there_first(hosts: Hosts, strike: Strike):
+    hosts.hosts["prefill"].process.kill()
+    assert hosts.fleet is not None
+    until(lambda: hosts.fleet.states == ["ejected", "ready"])
+    first = {**hosts.body(f"A turn, {strike.__name__}", temperature=0), "max_tokens": 64, "stream": True}
+    first["prompt"] = first["prompt"] * 4
+    told = complete(hosts.server, first)
+    assert told == hosts.alone(first)
+    hosts.begin_again("prefill")
+    hosts.settle()
+    before = hosts.dropped("cut")
+    hosts.relay.fault(strike, after=100_000)
+    second = {**first, "prompt": f"{first['prompt']}{told[0]} And then? {STORY}"}
+    name = f"second-turn-{strike.__name__}"
+    assert complete(hosts.server, second, name) == hosts.alone(second)
+    (choice,) = hosts.fleet.client.get(f"/admin/fleet/choices/{name}").json()["choices"]
+    prefill, decode = (urlsplit(hosts.hosts[role].url).netloc for role in ROLES)
+    assert choice["ways"][0]["name"] == f"{prefill} > {decode} < {decode}"
+    if strike is cut:
+        until(lambda: hosts.dropped("cut") > before)
+    else:
+        assert figure_of(hosts.hosts["prefill"], 'kv_tier_hit_tokens_total{tier="peer"}') > len(first["prompt"]) / 10
     hosts.settle()
