@@ -32,8 +32,8 @@ class WorkerRequests:
         workers: Sequence[Worker],
         clock: Clock,
         on_held: Callable[[], None],
-        on_switch: Callable[[int, str], None] = lambda worker, role: None,
-        on_number: Callable[[Start | Stop], None] = lambda action: None,
+        on_switch: Callable[[int, str], None],
+        on_number: Callable[[Start | Stop], None],
     ) -> None:
         """`on_held` is told that somebody waits for a worker, `on_switch` which is to have another role, `on_number`
         that one more, or one less, is to run.

@@ -201,9 +201,7 @@ class KVPeers:
             dropped=dict(self.counts.dropped),
             bytes_per_s=bandwidth,
             latency_s=latency_s,
-            break_even_tokens=None
-            if prefill_s is None
-            else break_even_tokens(per_token, bandwidth, latency_s, prefill_s),
+            break_even_tokens=break_even_tokens(per_token, bandwidth, latency_s, prefill_s),
         )
 
     def _watch(self, pull: _Pull) -> None:

@@ -122,9 +122,7 @@ class KVTiers:
                 dict(self._dropped(each)),
                 each.meter.bandwidth,
                 each.meter.latency_s,
-                None
-                if prefill_s is None
-                else break_even_tokens(bytes_per_token, each.meter.bandwidth, each.meter.latency_s, prefill_s),
+                break_even_tokens(bytes_per_token, each.meter.bandwidth, each.meter.latency_s, prefill_s),
             )
             for each in self._tiers
         ]

@@ -9,9 +9,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from maitred.errors import KernelError, OutOfMemory
+from maitred.errors import OutOfMemory
 from maitred.executor.kv_layout import CellLayout
 from maitred.executor.kv_pool import PoolShape
+from maitred.executor.layer_io import check_part
 
 
 class TorchKVPool:
@@ -135,13 +136,8 @@ class TorchLayers:
         return torch.tensor(blocks, dtype=torch.int64, device=self._pool.device)
 
     def _check(self, layers: range, blocks: Sequence[int], rows: memoryview) -> None:
-        if not 0 <= layers.start <= layers.stop <= self.num_layers:
-            raise KernelError(f"layers {layers.start} to {layers.stop} of {self.num_layers}")
-        if any(not 0 <= block < self._pool.shape.num_blocks for block in blocks):
-            raise KernelError(f"blocks {list(blocks)} of {self._pool.shape.num_blocks}")
-        wanted = len(layers) * len(blocks) * self.layout.layer_bytes
-        if rows.nbytes != wanted:
-            raise KernelError(f"{rows.nbytes} bytes; these layers of these blocks have {wanted}")
+        num_blocks = self._pool.shape.num_blocks
+        check_part(layers, self.num_layers, blocks, num_blocks, self.layout.layer_bytes, rows.nbytes)
 
 
 class TorchBlocks:

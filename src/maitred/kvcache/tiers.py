@@ -115,9 +115,11 @@ def worth_fetching(
 
 
 def break_even_tokens(
-    bytes_per_token: float, bandwidth: float, latency_s: float, prefill_s_per_token: float
+    bytes_per_token: float, bandwidth: float, latency_s: float, prefill_s_per_token: float | None
 ) -> int | None:
-    """The fewest tokens that `worth_fetching` fetches; None where computing is always faster."""
+    """The fewest tokens that `worth_fetching` fetches; None where computing is always faster, or was not measured."""
+    if prefill_s_per_token is None:
+        return None
     gain_s = prefill_s_per_token - bytes_per_token / bandwidth  # of each token
     return math.floor(latency_s / gain_s) + 1 if gain_s > 0 else None
 
