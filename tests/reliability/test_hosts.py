@@ -177,6 +177,22 @@ def test_a_stranger_is_refused_at_the_port(apart: RealFleet):
             connect(address, Identity(layout, token, EXACT), staging_bytes=2**20, timeout_s=HANGS_S)
 
 
+def test_a_server_takes_another_role_and_its_router_hears_of_it(apart: RealFleet):
+    name = sorted(names_of(apart, "decode"))[0]
+    server = server_named(apart, name)
+
+    def give(role: str, number: int = 0) -> httpx.Response:
+        headers = {"x-maitred-fleet-token": TOKEN}
+        return httpx.post(f"{server.url}/admin/roles", json={"worker": number, "role": role}, headers=headers)
+
+    told = give("mixed")
+    assert [(w["worker"], w["role"]) for w in told.json()["workers"]] == [(0, "mixed")]
+    until(lambda: name in names_of(apart, "mixed"))
+    assert give("decode", 1).status_code == 400
+    give("decode")
+    until(lambda: name in names_of(apart, "decode"))
+
+
 def test_a_router_gives_roles_and_the_last_that_answers_keeps_its_own(apart: RealFleet):
     def give(worker: str, role: str) -> httpx.Response:
         return apart.client.post("/admin/roles", json={"worker": worker, "role": role})
