@@ -112,6 +112,24 @@ def test_every_answer_is_that_of_a_lone_engine(apart: RealFleet, alone: ServerPr
     assert headers["x-maitred-replica"] in names_of(apart, begins)
 
 
+@pytest.mark.parametrize("num_samples", [1, 4])
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_prompt_that_was_computed_for_it_is_not_told_as_cached(apart: RealFleet, stream: bool, num_samples: int):
+    def used(prompt: Any) -> dict[str, Any]:
+        body = {"model": MODEL, "prompt": prompt, "max_tokens": 6, "n": num_samples, "ignore_eos": True, "seed": 3}
+        if not stream:
+            return httpx.post(apart.router.url + COMPLETIONS, json=body, timeout=HANGS_S).json()["usage"]
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+        lines = httpx.post(apart.router.url + COMPLETIONS, json=body, timeout=HANGS_S).text.splitlines()
+        return next(json.loads(line[6:])["usage"] for line in lines if '"usage":{' in line)
+
+    prompts = [f"{start} {stream} {num_samples}. {STORY}" for start in ("New", "Newer")]
+    usage = used(prompts)
+    assert usage["prompt_tokens_details"]["cached_tokens"] == 0
+    assert usage["completion_tokens"] == 2 * 6 * num_samples
+    assert used(prompts)["prompt_tokens_details"]["cached_tokens"] > usage["prompt_tokens"] / 2
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_kv_moves_between_servers_that_know_nothing_of_each_other(apart: RealFleet, stream: bool):
     before = all_handovers(apart)["moved"]

@@ -69,7 +69,7 @@ async def generate(
             shape = ask.shape_found
             if shape.ignored:
                 exchange.told += ((SCHEMA_IGNORED, names_told(shape.ignored)),)
-            batches = [placed_by_router(exchange.headers, batch) for batch in batches]
+            batches = placed_by_router(exchange.headers, batches)
             batches, ended = _placed(app, lease.admit(batches), lease, resumption)
             if app.fleet.follows(exchange.headers):
                 specs = itertools.chain.from_iterable(batches)
@@ -110,7 +110,7 @@ async def _expect_kv(
 ) -> None:
     """A router says that the prompts are computed elsewhere now; they are answered here when they come again."""
     batches = await (app.text.run_shaped(work) if ask.is_shaped else app.text.run(exchange.num_body_bytes, work))
-    for first, *_ in (placed_by_router(exchange.headers, batch) for batch in batches):
+    for first, *_ in placed_by_router(exchange.headers, batches):
         if first.kv_from and isinstance(app.replica, ExpectsKV):
             app.replica.expect_kv(first, first.kv_from)
     await exchange.answer_json({})

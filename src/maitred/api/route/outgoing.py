@@ -11,9 +11,10 @@ from ipaddress import ip_address
 from typing import NamedTuple
 
 from maitred.api.http.exchange import Header
-from maitred.api.http.fleet_headers import KV_EXPECTED, PROMPT_ONLY, kv_from_headers, time_left_headers
+from maitred.api.http.fleet_headers import KV_EXPECTED, NUM_CACHED, PROMPT_ONLY, kv_from_headers, time_left_headers
 from maitred.api.route.fleet import LiveReplica
 from maitred.cluster.balance import Choice
+from maitred.cluster.fleet_request import Usage
 from maitred.cluster.upstream import Ask, UpstreamFailed, request_head
 from maitred.gate.terms import NO_LIMITS, TimeLimits
 
@@ -65,9 +66,13 @@ class Stop(NamedTuple):
     kv_from: Sequence[str] = ()  # addresses where it finds KV of the prompt
     is_last: bool = True  # else it computes the prompt, and the next one answers
 
-    def headers(self, *, is_stream: bool) -> list[Header]:
-        """Of whole answers nobody sees the first token, so the second replica begins anew with the KV."""
+    def headers(self, *, is_stream: bool, prompt: Usage | None) -> list[Header]:
+        """Of whole answers nobody sees the first token, so the second replica begins anew with the KV, and counts what
+        the `prompt` has cost.
+        """
         told = kv_from_headers(self.kv_from)
+        if prompt is not None:
+            told.append((NUM_CACHED, b"%d" % (prompt.num_cached_tokens or 0)))
         return told if self.is_last or is_stream else [*told, (PROMPT_ONLY, b"1")]
 
     @property

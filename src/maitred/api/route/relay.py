@@ -49,6 +49,7 @@ class Relay:
         self._fleet, self._routed, self._outgoing = fleet, routed, outgoing
         self.bill: Bill | None = None  # of who keeps a ledger
         self._is_billed = False  # the answer under way has said what it cost
+        self._prompt: Usage | None = None  # what its computing cost, which is told where it is answered
         self._is_computed = False  # its prompt is, and that was all that was asked of this replica
         self._num_each = routed.request.num_samples
         self._exchange: Exchange = routed.exchange
@@ -178,7 +179,7 @@ class Relay:
 
     def _ask(self, stop: Stop) -> Ask:
         """From the beginning, or for the rest. Raises ReplicaFailed where nobody knows how to go on."""
-        live, kv_told = stop.live, stop.headers(is_stream=self._told is not None)
+        live, kv_told = stop.live, stop.headers(is_stream=self._told is not None, prompt=self._prompt)
         if self._told is not None:
             self._told.broke_off()
         age_s = self._age_s
@@ -228,7 +229,8 @@ class Relay:
         if self._events is not None and answers.is_stream(answer):
             await self._stream(answer, stop)
         elif answer.status == 200 and not stop.is_last:
-            await answer.begin(MAX_KEPT_BYTES)  # the tenant pays for the prompt once, where it is answered
+            await answer.begin(MAX_KEPT_BYTES)
+            self._prompt = answers.cost_told(answer, is_ours=live.is_ours)
             self._is_computed = self._is_billed = True
         else:
             await self._whole(answer, live)
