@@ -80,7 +80,7 @@ class KVTier(Protocol):
         """Keys that it has, and has no more, for who chooses an engine; None while nobody wants to know."""
 
     def tell_changes(self, wanted: bool) -> None:
-        """From now on, or no more; the newest that are there first. One that cannot name its keys tells nothing."""
+        """From now on, or no more; the newest that are there first. One that has no index tells nothing."""
 
     def num_known(self, keys: Sequence[bytes]) -> int:
         """How many from the front are there, by what is in memory: microseconds, no I/O. Reading may find fewer."""
