@@ -13,7 +13,7 @@ from maitred.errors import KernelError
 from maitred.executor.kv_layout import NATIVE, TORCH, CellLayout, convert
 from maitred.executor.kv_pool import PoolShape
 from maitred.executor.layer_io import HostLayers, LayerIO, NativeLayers
-from maitred.executor.torch_kv import TorchKVPool, TorchLayers
+from maitred.executor.torch_kv import TorchBlocks, TorchKVPool, TorchLayers
 from maitred.kernels.kv_pool import make_kv_pool
 from tests.executor.native_worlds import make_native
 from tests.executor.torch_worlds import Hand, make_decoder, make_executor, make_spec
@@ -173,3 +173,18 @@ def test_copies_of_a_gpu_wait_for_what_steps_were_told_to_write() -> None:
     torch.cuda.synchronize()
     assert (read_all(io, [0]).view(np.float32) == 3.0).all()
     assert io.progress == (2, 2)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_whole_blocks_of_a_gpu_leave_and_come_back() -> None:
+    pool = TorchKVPool(PoolShape(3, 2, 4, 16, 2, 8), device=torch.device("cuda"), dtype=torch.bfloat16)
+    io, cells = TorchBlocks(pool), torch.rand(32, 2, 8, device="cuda")
+    for layer in range(3):
+        pool.write(layer, torch.arange(32, device="cuda"), cells, -cells)
+    rows, again = (memoryview(bytearray(2 * io.bytes_per_block)) for _ in range(2))
+    io.read([0, 1], rows)
+    io.write([3, 2], rows)
+    io.read([3, 2], again)
+    assert rows == again
+    assert any(rows)

@@ -34,7 +34,7 @@ from maitred.engine.adapter_book import AdapterBook, adapters_at_work
 from maitred.engine.client import EngineClient, OnBlocks, OnProgress
 from maitred.engine.frames import Command, Ready
 from maitred.engine.installed import installed_policies
-from maitred.engine.kv_storage import with_own_disk
+from maitred.engine.kv_storage import with_own_tiers
 from maitred.engine.live_requests import LiveRequest
 from maitred.engine.live_view import LiveView
 from maitred.engine.memory import available_memory_bytes
@@ -106,7 +106,7 @@ class Workers:
         def changed() -> None:
             self._changed(worker)
 
-        start = replace(start, config=with_own_disk(start.config, number, len(start.process.roles)))
+        start = replace(start, config=with_own_tiers(start.config, number, len(start.process.roles)))
         client = EngineClient(start, self._clock, on_event=on_event, adapters=self.adapters, on_change=changed)
         worker = Worker(number, client, start.process.roles[number])
         client.on_progress = lambda progress, num_queued, now: self._requests.hear(worker, progress, num_queued, now)

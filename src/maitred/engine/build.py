@@ -331,7 +331,6 @@ def _kv_tiers(
     config: EngineConfig, core: EngineCore, executor: BuiltExecutor, tiers: Sequence[KVTier], clock: Clock
 ) -> KVTiers:
     io = executor.block_io()
-    assert io is not None, "tiers of an executor that cannot give its blocks as bytes"
     assert all(tier.bytes_per_block == io.bytes_per_block for tier in tiers), "tiers of other blocks"
     return KVTiers(
         core,

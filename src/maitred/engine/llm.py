@@ -70,6 +70,7 @@ class LLM:
         kv_cache_memory_bytes: int | None = None,
         swap_memory_bytes: int | None = None,
         enable_prefix_caching: bool = True,
+        kv_host_bytes: int = 0,
         kv_disk: str | None = None,
         kv_disk_max_bytes: int = _TIERS.kv_disk_max_bytes,
         kv_disk_key_file: str | None = None,
@@ -130,6 +131,7 @@ class LLM:
                 num_speculative_tokens=num_speculative_tokens,
             ),
             tiers=TiersConfig(
+                kv_host_bytes=kv_host_bytes,
                 kv_disk=kv_disk,
                 kv_disk_max_bytes=kv_disk_max_bytes,
                 kv_disk_key_file=kv_disk_key_file,
