@@ -28,8 +28,8 @@ from maitred.api.serving import create_app
 from maitred.config import ServerConfig
 from maitred.engine.intake import ServedModel
 from maitred.replica import ReplicaState
-from maitred.request import FinishReason, RequestSpec, RequestTiming
-from maitred.step import RequestProgress
+from maitred.request import FinishReason, RequestSpec
+from maitred.step import RequestProgress, RequestTiming
 from maitred.text import ChatTemplate, TextParts, Tokenizer
 
 BUILTIN = Path(__file__).resolve().parents[1] / "src/maitred/builtin/maitred-mini"

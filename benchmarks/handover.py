@@ -22,6 +22,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,6 +44,7 @@ class Times(NamedTuple):
 
 MIXED = ("--mixed-workers", "2")
 APART = ("--prefill-workers", "1", "--decode-workers", "1")
+POOL, WARM_UP = "640MiB", 24  # requests: memory that is touched for the first time takes as long as ten steps
 IN_A_NAMESPACE = "MAITRED_BENCH_LINK"
 
 
@@ -75,17 +77,32 @@ def in_a_namespace(link_mbit: int) -> int:
 def run(args: argparse.Namespace, model: str, words: tuple[str, ...], folder: Path) -> list[Times]:
     """Of each request of the load."""
     words = (*words, "--num-threads", "1", "--dtype", args.dtype, "--max-model-len", "2048")
+    words = (*words, "--kv-cache-memory-bytes", POOL)
     server = start_server(model, *words, "--kv-transport", args.kv_transport)
     try:
         until(lambda: all(w["alive"] for w in httpx.get(f"{server.url}/admin/roles").json()["workers"]))
         records = folder / "records.jsonl"
-        command = [sys.executable, "-m", "maitred", "bench", "serve", "--url", server.url, "--seed", 1, "--warmup", 4]
+        command = [
+            sys.executable,
+            "-m",
+            "maitred",
+            "bench",
+            "serve",
+            "--url",
+            server.url,
+            "--seed",
+            1,
+            "--warmup",
+            WARM_UP,
+        ]
         command += ["--num-requests", args.requests, "--rate", args.rate, "--records", records]
         command += ["--input-len", args.input, "--output-len", args.output, "--prompt-form", "tokens"]
         command += ["--extra-body", "logprobs=1"]  # so that tokens without a text are told one by one
         subprocess.run([str(word) for word in command], check=True, stdout=subprocess.DEVNULL)
         tell_waits(server.url)
-        return [times_of(json.loads(line)) for line in records.read_text().splitlines()]
+        found = [json.loads(line) for line in records.read_text().splitlines()]
+        tell_second_tokens(found)
+        return [times_of(record) for record in found]
     finally:
         server.stop()
 
@@ -104,6 +121,17 @@ def tell_waits(url: str) -> None:
         took_s = sum(num_bytes / len(peers) / tier["bytes_per_s"] for tier in peers)
         told = f"waited {waited_s / num_waits * 1e3:.0f} ms each, their bytes took {took_s / num_waits * 1e3:.0f} ms"
         print(f"{num_waits:.0f} hand-overs: {told}: {waited_s / took_s:.0%} not hidden (20%)", flush=True)
+
+
+def tell_second_tokens(records: list[dict[str, Any]]) -> None:
+    """The time from the first token to the second, which a hand-over adds to, beside that of the later ones."""
+    gaps = [
+        [after[0] - before[0] for before, after in pairwise(record["chunks"])]
+        for record in records
+        if len(record["chunks"]) > 2
+    ]
+    second_s, later_s = statistics.median(g[0] for g in gaps), statistics.median(one for g in gaps for one in g[1:])
+    print(f"second token after {second_s * 1e3:.1f} ms, later ones {later_s * 1e3:.1f} ms (+ 10 ms)", flush=True)
 
 
 def times_of(record: dict[str, Any]) -> Times:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import os
 import random
-import resource
 import statistics
 import subprocess
 import sys
@@ -187,6 +186,12 @@ def give(options: argparse.Namespace) -> None:
         peer.core.run_called()
 
 
+def resident_bytes(pid: int) -> int:
+    """Memory that a process has, but for files'."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith(("RssAnon", "RssShmem")))
+
+
 def measure_peer(options: argparse.Namespace, folder: Path) -> None:
     threads = [] if options.threads is None else ["--threads", str(options.threads)]
     command = [sys.executable, __file__, options.model, "--give", "--tokens", str(options.tokens), *threads]
@@ -197,25 +202,28 @@ def measure_peer(options: argparse.Namespace, folder: Path) -> None:
             peer, prompts = Peer(options, options.tokens + 128), [prompt_of(seed, options.tokens) for seed in range(2)]
             peer.first_token(prompt_of(9, 64))  # warm
             computed = [peer.first_token(prompt_of(10 + number, options.tokens))[0] for number in range(2)]
-            pulled = []
+            pids, pulled = {"who gives": child.pid, "who pulls": os.getpid()}, []
+            before = {name: resident_bytes(pid) for name, pid in pids.items()}  # the pools are touched
             for prompt in prompts * ROUNDS * 2:
                 took_s, cached = peer.first_token(prompt, (address,))
                 assert cached >= options.tokens - 16, f"{cached} tokens came from the peer"
                 pulled.append(took_s)
             tell(options, computed, {"a peer over TCP": pulled[2:]})
-            most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-            print(f"  {peer.parts.kv_peers.view()}; most memory of this process {most / 2**20:,.0f} MiB")
+            for name, pid in pids.items():
+                more = (resident_bytes(pid) - before[name]) / 2**20
+                print(f"  transfers took {more:.0f} MiB of {name} (256 MiB)")
             peer.parts.close()
         finally:
             child.kill()
 
 
 def measure_throughput(options: argparse.Namespace, folder: Path) -> None:
+    rounds = 3 * ROUNDS
     sampling = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
     ratios = []
     room = max(8 * (128 + 32), options.tokens + 64)  # a context of the model's must fit
     with engine(options, None, room, 8) as without, engine(options, folder / "on", room, 8) as with_tier:
-        for number in range(1 + ROUNDS):
+        for number in range(1 + rounds):
             rates = []
             for side, llm in enumerate((without, with_tier)):
                 prompts = [prompt_of(1000 * number + 100 * side + i, 128) for i in range(8)]
@@ -224,7 +232,10 @@ def measure_throughput(options: argparse.Namespace, folder: Path) -> None:
                 rates.append(8 * 24 / (time.perf_counter() - began))
             if number:  # the first round warms
                 ratios.append(rates[1] / rates[0])
-    print(f"tokens/s with the tier, no hits, against without: {statistics.median(ratios):.3f} of {ratios}")
+    print(
+        f"tokens/s with the tier, no hits, against without: {statistics.median(ratios):.3f} of "
+        + ", ".join(f"{ratio:.2f}" for ratio in sorted(ratios))
+    )
 
 
 def measure_start(options: argparse.Namespace, folder: Path) -> None:

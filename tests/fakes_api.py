@@ -23,8 +23,8 @@ from maitred.engine.intake import ServedModel
 from maitred.errors import EngineDead
 from maitred.gate.admission import AdmissionController
 from maitred.replica import ReplicaState
-from maitred.request import Charges, FinishReason, RequestSpec, RequestTiming
-from maitred.step import RequestProgress, TokenLogprobs
+from maitred.request import Charges, FinishReason, RequestSpec
+from maitred.step import RequestProgress, RequestTiming, TokenLogprobs
 from maitred.storage.ledger import Ledger
 from maitred.tenancy.tenant import TenantTable
 from maitred.text import ChatTemplate, TextParts, Tokenizer

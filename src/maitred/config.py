@@ -141,6 +141,9 @@ class CacheConfig:
 class TiersConfig:
     """KV that outlives requests and restarts."""
 
+    kv_host_bytes: int = 0
+    """Host memory that keeps keys and values of finished requests beside those in the engine's own KV memory: for an
+    engine on a GPU. What was used longest ago goes first; 0 keeps none."""
     kv_disk: str | None = None
     """Folder that keeps keys and values of finished requests, so that a conversation which goes on later, after a
     restart too, is not computed again. One server's alone; None keeps none."""
@@ -158,6 +161,7 @@ class TiersConfig:
     """Most bytes of keys and values that wait in memory to be stored; what comes while there are more is not stored."""
 
     def __post_init__(self) -> None:
+        require_at_least("kv_host_bytes", self.kv_host_bytes, 0)
         require_at_least("kv_disk_max_bytes", self.kv_disk_max_bytes, 1)
         require_at_least("kv_staging_bytes", self.kv_staging_bytes, 1)
         require_at_least("kv_redis_max_block_bytes", self.kv_redis_max_block_bytes, 1)

@@ -28,16 +28,33 @@ class Metric:
     buckets: tuple[float, ...] = ()  # upper bounds of a histogram, without +Inf
 
 
+_declared: list[Metric] = []  # of no group yet
+
+
+def _declare(
+    name: str, kind: MetricKind, unit: str, text: str, labels: tuple[str, ...] = (), buckets: tuple[float, ...] = ()
+) -> Metric:
+    _declared.append(Metric(name=name, kind=kind, unit=unit, help=text, labels=labels, buckets=buckets))
+    return _declared[-1]
+
+
 def _gauge(name: str, unit: str, text: str, labels: tuple[str, ...] = ()) -> Metric:
-    return Metric(name=f"maitred_{name}", kind=MetricKind.GAUGE, unit=unit, help=text, labels=labels)
+    return _declare(f"maitred_{name}", MetricKind.GAUGE, unit, text, labels)
 
 
 def _counter(name: str, unit: str, text: str, labels: tuple[str, ...] = ()) -> Metric:
-    return Metric(name=f"maitred_{name}_total", kind=MetricKind.COUNTER, unit=unit, help=text, labels=labels)
+    return _declare(f"maitred_{name}_total", MetricKind.COUNTER, unit, text, labels)
 
 
 def _histogram(name: str, unit: str, text: str, buckets: tuple[float, ...]) -> Metric:
-    return Metric(name=f"maitred_{name}", kind=MetricKind.HISTOGRAM, unit=unit, help=text, buckets=buckets)
+    return _declare(f"maitred_{name}", MetricKind.HISTOGRAM, unit, text, buckets=buckets)
+
+
+def _group() -> tuple[Metric, ...]:
+    """All that were declared since the last one."""
+    group = tuple(_declared)
+    _declared.clear()
+    return group
 
 
 # A laptop's first token may take a minute and a warm one a millisecond: three steps a decade over that range.
@@ -142,6 +159,7 @@ KV_DROPPED = _counter(
 PREFIX_QUERIED = _counter("prefix_cache_queried_tokens", "tokens", "Prompt tokens looked up in the prefix cache.")
 PREFIX_HIT = _counter("prefix_cache_hit_tokens", "tokens", "Prompt tokens found in the prefix cache.")
 REQUESTS_FINISHED = _counter("requests_finished", "requests", "Samples that ended, by finish reason.", ("reason",))
+ENGINE_METRICS = _group()
 
 # the edge: counted as it happens
 INFO = _gauge("info", "bool", "Always 1; the labels say what is served.", ("version", "model"))
@@ -180,6 +198,7 @@ REQUESTS_IN_OBJECTIVE = _counter(
     "another worker than its answer, the role is prefill for ttft and decode for itl and tpot; else it is mixed.",
     ("objective", "met", "tenant", "role"),
 )
+EDGE_METRICS = _group()
 
 # admission: who is refused before the queue
 ADMISSION_REFUSED = _counter(
@@ -197,6 +216,7 @@ ADMISSION_DRAIN_RATE = _gauge(
 ADMISSION_WAIT = _gauge(
     "admission_wait_seconds", "seconds", "Time to the first token foretold to one that came now; 0 while unknown."
 )
+ADMISSION_METRICS = _group()
 
 # the result cache; a router in front of many has it too
 RESULT_CACHE_REQUESTS = _counter(
@@ -206,6 +226,8 @@ RESULT_CACHE_REQUESTS = _counter(
     ("result",),
 )
 RESULT_CACHE_BYTES = _gauge("result_cache_bytes", "bytes", "Memory that the result cache holds.")
+RESULT_CACHE_METRICS = _group()
+
 # Redis that routers share
 REDIS_UP = _gauge("redis_up", "bool", "1 while Redis answers, 0 while the router goes on without it.")
 REDIS_DROPPED = _counter(
@@ -214,6 +236,7 @@ REDIS_DROPPED = _counter(
 REDIS_CORRUPT = _counter(
     "redis_corrupt_entries", "requests", "Entries of the result cache in Redis that were damaged, and deleted."
 )
+REDIS_METRICS = _group()
 
 # tenants: only those of the tenants file, so there are as many label values as lines in it
 TENANT_REQUESTS = _counter("tenant_requests", "requests", "HTTP requests let in at the tenant's limits.", ("tenant",))
@@ -230,6 +253,7 @@ TENANTS_FILE_FAILURES = _counter(
     "looks",
     "Looks at the changed tenants file, one a second, that could not take it; the keys of before are in force.",
 )
+TENANT_METRICS = _group()
 
 # the fleet: of a router, read from its core when the page is asked for
 FLEET_STATES = ("starting", "ready", "warm", "asleep", "draining", "ejected")
@@ -274,7 +298,9 @@ FLEET_CONNECTIONS = _counter(
     "Requests sent to a replica on a new connection, or on one that was kept.",
     ("kind",),
 )
+FLEET_METRICS = _group()
 
+# workers, of a server with several
 WORKER_UP = _gauge("worker_up", "bool", "1 while the worker's engine is there.", ("worker", "role"))
 WORKER_RUNNING = _gauge("worker_requests_running", "requests", "Samples in the worker's batch.", ("worker",))
 WORKER_WAITING = _gauge("worker_requests_waiting", "requests", "Samples that wait in the worker.", ("worker",))
@@ -282,102 +308,8 @@ WORKER_KV_USAGE = _gauge(
     "worker_kv_usage_ratio", "ratio", "Share of the worker's KV blocks that requests hold.", ("worker",)
 )
 
-ENGINE_METRICS: tuple[Metric, ...] = (
-    ENGINE_UP,
-    ENGINE_ASLEEP,
-    REQUESTS_RUNNING,
-    REQUESTS_WAITING,
-    KV_BLOCKS_CAPACITY,
-    KV_BLOCKS_USED,
-    KV_BLOCKS_CACHED,
-    KV_USAGE,
-    CACHE_INFO,
-    LAST_STEP_AGE,
-    HEARTBEAT_AGE,
-    RESTARTS,
-    SLEEPS,
-    WAKE_SECONDS,
-    RESUMED,
-    WRONG_FRAMES,
-    STEPS,
-    EXECUTE_SECONDS,
-    HOST_SECONDS,
-    SCHEDULED_TOKENS,
-    PROMPT_TOKENS,
-    GENERATION_TOKENS,
-    DRAFTED_ROWS,
-    DRAFT_TOKENS,
-    ACCEPTED_TOKENS,
-    ACCEPTED_AT_POSITION,
-    PREEMPTIONS,
-    ADAPTER_BYTES,
-    ADAPTER_LOADS,
-    ADAPTER_EVICTIONS,
-    ADAPTER_REQUESTS,
-    ADAPTER_TOKENS,
-    SWAPPED_OUT_BLOCKS,
-    SWAPPED_IN_BLOCKS,
-    ROLE_SWITCHES,
-    HANDOVERS,
-    HANDOVER_WAIT,
-    KV_TRANSFER_BYTES,
-    KV_TIER_HITS,
-    KV_TIER_BYTES,
-    KV_DROPPED,
-    PREFIX_QUERIED,
-    PREFIX_HIT,
-    REQUESTS_FINISHED,
-)
-WORKER_METRICS: tuple[Metric, ...] = (WORKER_UP, WORKER_RUNNING, WORKER_WAITING, WORKER_KV_USAGE)
-EDGE_METRICS: tuple[Metric, ...] = (
-    INFO,
-    START_SECONDS,
-    START_BUDGET,
-    HTTP_IN_FLIGHT,
-    LOOP_TASKS,
-    HTTP_REQUESTS,
-    REQUESTS_CANCELLED,
-    LOG_LINES_DROPPED,
-    TTFT,
-    INTER_TOKEN_LATENCY,
-    E2E,
-    QUEUE,
-    PREFILL,
-    DECODE,
-    REQUEST_PROMPT_TOKENS,
-    REQUEST_GENERATION_TOKENS,
-    REQUESTS_IN_OBJECTIVE,
-)
-ADMISSION_METRICS: tuple[Metric, ...] = (
-    ADMISSION_REFUSED,
-    ADMISSION_WAITING,
-    ADMISSION_DRAIN_RATE,
-    ADMISSION_WAIT,
-)
-RESULT_CACHE_METRICS: tuple[Metric, ...] = (RESULT_CACHE_REQUESTS, RESULT_CACHE_BYTES)
-REDIS_METRICS: tuple[Metric, ...] = (REDIS_UP, REDIS_DROPPED, REDIS_CORRUPT)
-"""Of routers alone."""
-TENANT_METRICS: tuple[Metric, ...] = (
-    TENANT_REQUESTS,
-    TENANT_REFUSALS,
-    TENANT_TOKENS,
-    TENANT_IN_FLIGHT,
-    TENANT_WAITING,
-    TENANTS_FILE_FAILURES,
-)
-FLEET_METRICS: tuple[Metric, ...] = (
-    FLEET_REPLICAS,
-    FLEET_STARTS,
-    FLEET_REQUESTS,
-    FLEET_ATTEMPTS,
-    FLEET_RESUMES,
-    FLEET_HELD,
-    FLEET_OLDEST_HELD,
-    FLEET_QUEUE_WAIT,
-    FLEET_PREFIX_KEYS,
-    FLEET_LOAD_RATIO,
-    FLEET_CONNECTIONS,
-)
+WORKER_METRICS = _group()
+
 METRICS: tuple[Metric, ...] = (
     *ENGINE_METRICS,
     *WORKER_METRICS,

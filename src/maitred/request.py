@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
@@ -373,31 +373,4 @@ class RequestState:
             self.num_draft_tokens,
             self.num_accepted_tokens,
             self.handover,
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestTiming:
-    """Timing of a request, in seconds; its five parts add up to the whole time in the engine."""
-
-    queue_s: float  # arrival to first step
-    prefill_s: float  # first step to first token
-    decode_s: float  # first token to last
-    stall_s: float = 0.0  # preempted, after the first step
-    schedule_s: float = 0.0  # steps it was in or waited for, outside the executor
-    ttft_s: float = 0.0  # arrival to first token, whatever it was spent on
-    num_preemptions: int = 0
-
-    @property
-    def total_s(self) -> float:
-        return self.queue_s + self.prefill_s + self.decode_s + self.stall_s + self.schedule_s
-
-    def with_schedule(self, prefill_s: float, decode_s: float) -> RequestTiming:
-        """With so much of prefill and of decode told as the host's work; a part never falls below 0."""
-        prefill_s, decode_s = min(prefill_s, self.prefill_s), min(decode_s, self.decode_s)
-        return replace(
-            self,
-            prefill_s=self.prefill_s - prefill_s,
-            decode_s=self.decode_s - decode_s,
-            schedule_s=self.schedule_s + prefill_s + decode_s,
         )

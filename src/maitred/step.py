@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
-from maitred.request import Charges, FinishReason, RequestSpec, RequestTiming
+from maitred.request import Charges, FinishReason, RequestSpec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +124,33 @@ class Executor(Protocol):
 
     def close(self) -> None:
         """Give back memory and threads; the executor is not used again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestTiming:
+    """Timing of a request, in seconds; its five parts add up to the whole time in the engine."""
+
+    queue_s: float  # arrival to first step
+    prefill_s: float  # first step to first token
+    decode_s: float  # first token to last
+    stall_s: float = 0.0  # preempted, after the first step
+    schedule_s: float = 0.0  # steps it was in or waited for, outside the executor
+    ttft_s: float = 0.0  # arrival to first token, whatever it was spent on
+    num_preemptions: int = 0
+
+    @property
+    def total_s(self) -> float:
+        return self.queue_s + self.prefill_s + self.decode_s + self.stall_s + self.schedule_s
+
+    def with_schedule(self, prefill_s: float, decode_s: float) -> RequestTiming:
+        """With so much of prefill and of decode told as the host's work; a part never falls below 0."""
+        prefill_s, decode_s = min(prefill_s, self.prefill_s), min(decode_s, self.decode_s)
+        return replace(
+            self,
+            prefill_s=self.prefill_s - prefill_s,
+            decode_s=self.decode_s - decode_s,
+            schedule_s=self.schedule_s + prefill_s + decode_s,
+        )
 
 
 class RequestProgress(NamedTuple):

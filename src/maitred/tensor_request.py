@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from maitred.request import Charges, FinishReason, RequestStatus, RequestTiming
+from maitred.request import Charges, FinishReason, RequestStatus
+from maitred.step import RequestTiming
 
 
 class LaneKey(NamedTuple):

@@ -9,7 +9,7 @@ import pytest
 from maitred.api.ops.latencies import GROWTH, MAX_TENANTS, NUM_SLICES, SLICE_S, Latencies, RecentTimes
 from maitred.api.ops.live_feed import SlotRows
 from maitred.clock import ManualClock
-from maitred.request import RequestTiming
+from maitred.step import RequestTiming
 
 
 @pytest.mark.parametrize("scale", [0.003, 0.05, 3.0, 40.0])

@@ -28,12 +28,11 @@ from maitred.request import (
     Charges,
     FinishReason,
     RequestSpec,
-    RequestTiming,
     ResumePoint,
     SamplingParams,
     ThinkingLimit,
 )
-from maitred.step import RequestProgress, TokenLogprobs
+from maitred.step import RequestProgress, RequestTiming, TokenLogprobs
 from maitred.structured_outputs import StructuredOutputsParams
 
 token_ids = st.lists(st.integers(0, 2**31 - 1), max_size=20)

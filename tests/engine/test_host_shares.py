@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from maitred.engine.host_shares import HostShares
-from maitred.request import FinishReason, RequestTiming
-from maitred.step import RequestProgress
+from maitred.request import FinishReason
+from maitred.step import RequestProgress, RequestTiming
 
 TIMING = RequestTiming(queue_s=1.0, prefill_s=2.0, decode_s=3.0, ttft_s=3.0)
 

@@ -14,7 +14,6 @@ from maitred.engine.build import build_parts
 from maitred.engine.expected_kv import expecting
 from maitred.engine.intake import make_requests
 from maitred.engine.kv_giving import PeerConfig
-from maitred.engine.kv_growth import never_one_run
 from maitred.engine.kv_peers import KVPeers
 from maitred.engine.peering import layout_of
 from maitred.request import SamplingParams
@@ -23,6 +22,7 @@ from maitred.transfer.leases import Readable
 from tests.waiting import until
 
 PROMPT = list(range(300, 500))
+TORCH = {"executor": "torch", "device": "cpu"}
 
 
 class Engine:
@@ -56,9 +56,9 @@ class Engine:
         if revision:
             layout = msgspec.structs.replace(layout, agreed=msgspec.structs.replace(layout.agreed, revision=revision))
         peers = PeerConfig(Identity(layout, None, compat), transport)
-        io = executor.layer_io(layout.of_layer())
-        tells = getattr(executor, "is_one_run", never_one_run)
-        self.peers = KVPeers(core, io, peers, block_size=block_size, clock=core._clock, is_one_run=tells)
+        self._io = io = executor.layer_io(layout.of_layer())
+        clock, is_one_run = core._clock, executor.is_one_run
+        self.peers = KVPeers(core, io, peers, block_size=block_size, clock=clock, is_one_run=is_one_run)
         self.tokens: dict[str, list[int]] = {}
         self._stopped = False
         self._resting: threading.Thread | None = None
@@ -76,6 +76,16 @@ class Engine:
         params = SamplingParams(max_tokens=24, ignore_eos=True, seed=7)
         (spec,) = make_requests(self.parts.model, prompt, params, request_id=name, now=self.core._clock.now())
         self.core.add(expecting(spec, tuple(kv_from)))
+
+    def kv(self) -> bytes:
+        """Of the prompt's whole blocks, in the model's own layers."""
+        specs = make_requests(self.parts.model, PROMPT, SamplingParams(), request_id="look", now=0.0)
+        blocks, layers = self.core.hold("look", specs[0].block_hashes[:12]), range(self.parts.spec.num_layers)
+        rows = bytearray(len(layers) * len(blocks) * self._io.layout.layer_bytes)
+        self._io.read(layers, blocks, memoryview(rows))
+        self.core.release("look")
+        assert len(blocks) == 12
+        return bytes(rows)
 
     def hear(self, condition: Callable[[], object]) -> None:
         """Does what its threads ask for, without a step, until then."""
@@ -189,10 +199,10 @@ def test_heads_are_pulled_along(make):
     assert second.cached == [192]
 
 
-@pytest.fixture
-def pair(make):
+@pytest.fixture(params=[{}])
+def pair(make, request):
     """One that computes "a", of which it has done nothing, and one that expects the KV, having asked for it."""
-    first, second = make(), make()
+    first, second = make(**request.param), make(**request.param)
     first.add("a")
     second.expect("a", first.peers.gives.addresses)
     first.hear(lambda: first.core.kv_giver is not None)
@@ -214,22 +224,65 @@ def test_kv_leaves_while_its_prompt_is_computed(pair, make):
     assert make().complete("a") == [first.tokens["a"]]
 
 
+@pytest.mark.parametrize("pair", [{}, {"speculative": "mtp"}, {"tensor_parallel": 2}, TORCH], indirect=True, ids=str)
 def test_layers_leave_before_the_step_that_computes_them_has_ended(pair, monkeypatch):
     first, second = pair
-    execute = first.core._executor.execute
+    layers_leave_in_step(first, monkeypatch)
+    first.run()
+    second.hear(lambda: not second.core.has_work)
+    assert second.kv() == first.kv()
+    assert second.complete("a", PROMPT, first.peers.gives.addresses) == [first.tokens["a"]]
+    assert second.cached[0] == 192
+
+
+def test_a_step_with_drafts_is_one_run_of_the_model(make, monkeypatch):
+    """Those of a head are not counted, so they are not taken for the next run, whose layers would be read too early."""
+    engine, seen = make(speculative="mtp"), set()
+    execute = engine.core._executor.execute
+
+    def execute_and_count(plan):
+        before = engine._io.progress[0]
+        output = execute(plan)
+        seen.add((any(row.num_drafts for row in plan.rows), engine._io.progress[0] - before))
+        return output
+
+    monkeypatch.setattr(engine.core._executor, "execute", execute_and_count)
+    engine.complete("a", temperature=0.0)
+    assert seen == {(False, 1), (True, 1)}
+
+
+def layers_leave_in_step(engine, monkeypatch):
+    """Of its next step, while it goes on."""
+    execute = engine.core._executor.execute
 
     def execute_and_see(plan):
         output = execute(plan)
-        until(lambda: first.num_pieces > 0)  # nobody was told yet that the step is done
+        until(lambda: engine.num_pieces > 0)  # nobody was told yet that the step is done
         return output
 
-    monkeypatch.setattr(first.core._executor, "execute", execute_and_see)
+    monkeypatch.setattr(engine.core._executor, "execute", execute_and_see)
+    engine.step()
+    monkeypatch.undo()
+
+
+@pytest.mark.parametrize("pair", [TORCH], indirect=True)
+def test_a_layer_of_torch_leaves_before_the_next_one_is_written(pair, monkeypatch):
+    first, second = pair
+    pool = first.core._executor.pool
+    write, seen = pool.write, []
+
+    def write_when_all_before_has_left(layer, *written):
+        until(lambda: first.num_pieces >= len(seen))
+        seen.append(layer)
+        write(layer, *written)
+
+    monkeypatch.setattr(pool, "write", write_when_all_before_has_left)
     first.step()
     monkeypatch.undo()
+    assert seen == [0, 1, 2, 3, 4]
     first.run()
     second.hear(lambda: not second.core.has_work)
-    assert second.complete("a", PROMPT, first.peers.gives.addresses) == [first.tokens["a"]]
-    assert second.cached[0] == 192
+    assert second.kv() == first.kv()
 
 
 def test_who_goes_on_before_all_has_come_waits_along(pair):

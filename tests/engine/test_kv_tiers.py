@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
 
 import pytest
 
@@ -16,6 +18,7 @@ from maitred.engine.kv_tiers import KVTiers
 from maitred.kvcache.changes import Changes
 from maitred.kvcache.tiers import TierStats
 from maitred.request import SamplingParams
+from maitred.storage.kv_host import KVHost
 
 PROMPT = list(range(300, 300 + 200))
 
@@ -74,9 +77,17 @@ class DictTier:
 class Engine:
     """A small native engine with a tier, stepped here."""
 
-    def __init__(self, tier: DictTier | None = None, *, num_blocks: int = 64, speculative: str = "off") -> None:
+    def __init__(
+        self,
+        tier: DictTier | None = None,
+        *,
+        num_blocks: int = 64,
+        speculative: str = "off",
+        executor: str = "auto",
+        make_tier: Callable[[int], Any] = DictTier,
+    ) -> None:
         probe = EngineConfig(
-            model=ModelConfig(num_threads=1),
+            model=ModelConfig(num_threads=1, executor=executor),
             cache=CacheConfig(kv_cache_memory_bytes=num_blocks * (40 if speculative == "off" else 56) * 1024),
             scheduler=SchedulerConfig(max_num_seqs=4),
             speculative=SpeculativeConfig(speculative=speculative),
@@ -84,7 +95,7 @@ class Engine:
         self.parts: EngineParts = build_parts(probe)
         core = self.core = self.parts.core
         io = core._executor.block_io()  # type: ignore[attr-defined]
-        self.tier = tier if tier is not None else DictTier(io.bytes_per_block)
+        self.tier = tier if tier is not None else make_tier(io.bytes_per_block)
         self.woken = threading.Event()
         core.wake = self.woken.set
         self.clock = ManualClock()  # of fetches
@@ -402,3 +413,13 @@ def test_what_a_preempted_request_computed_is_stored_before_it_is_overwritten(ma
         alone.complete(name, range(number * 200, number * 200 + 170), max_tokens=60)
         assert alone.tokens[name] == engine.tokens[name]
     assert engine.tier.blocks.items() <= alone.tier.blocks.items()
+
+
+@pytest.mark.parametrize(("executor", "num_blocks"), [("native", 20), ("torch", 40)])  # 20 blocks of twice the bytes
+def test_what_the_pool_lost_comes_back_from_host_memory(make: Callable[..., Engine], executor: str, num_blocks: int):
+    engine = make(make_tier=partial(KVHost, 40), num_blocks=num_blocks, executor=executor)
+    first = engine.complete("first")
+    engine.complete("other", range(700, 900))  # leaves no room for it
+    assert engine.complete("again") == first
+    assert engine.cached == [192]
+    assert engine.tier.stats.num_hits >= 5

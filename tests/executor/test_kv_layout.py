@@ -6,12 +6,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 
 from maitred.errors import KernelError
 from maitred.executor.kv_layout import NATIVE, TORCH, CellLayout, convert
+from maitred.executor.kv_pool import PoolShape
 from maitred.executor.layer_io import HostLayers, LayerIO, NativeLayers
-from maitred.executor.torch_kv import TorchLayers
+from maitred.executor.torch_kv import TorchBlocks, TorchKVPool, TorchLayers
 from maitred.kernels.kv_pool import make_kv_pool
 from tests.executor.native_worlds import make_native
 from tests.executor.torch_worlds import Hand, make_decoder, make_executor, make_spec
@@ -148,3 +150,41 @@ def test_layers_of_torch_are_the_same_by_its_own_operations() -> None:
     for layers, wrong, num_bytes in ((range(9), blocks, rows.nbytes), (range(1), [99], 1), (range(1), blocks, 1)):
         with pytest.raises(KernelError):
             other.read(layers, wrong, memoryview(bytearray(num_bytes)))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_copies_of_a_gpu_wait_for_what_steps_were_told_to_write() -> None:
+    cuda = torch.device("cuda")
+    pool = TorchKVPool(PoolShape(2, 2, 4, 16, 2, 8), device=cuda, dtype=torch.float32)
+    io = TorchLayers(pool, CellLayout(TORCH, "float32", 16, 2, 8))
+    others = np.full((2, 1, io.layout.layer_bytes // 4), 3.0, np.float32).view(np.uint8)
+
+    def write_late(value: float) -> None:
+        cells, slots = torch.full((16, 2, 8), value, device=cuda), torch.arange(16, device=cuda)
+        torch.cuda._sleep(10**8)  # type: ignore[no-untyped-call]
+        for layer in range(2):
+            pool.write(layer, slots, cells, cells)
+
+    write_late(1.0)
+    assert (read_all(io, [0]).view(np.float32) == 1.0).all()
+    write_late(2.0)
+    write_all(io, [0], others)  # of who has the block after it
+    torch.cuda.synchronize()
+    assert (read_all(io, [0]).view(np.float32) == 3.0).all()
+    assert io.progress == (2, 2)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_whole_blocks_of_a_gpu_leave_and_come_back() -> None:
+    pool = TorchKVPool(PoolShape(3, 2, 4, 16, 2, 8), device=torch.device("cuda"), dtype=torch.bfloat16)
+    io, cells = TorchBlocks(pool), torch.rand(32, 2, 8, device="cuda")
+    for layer in range(3):
+        pool.write(layer, torch.arange(32, device="cuda"), cells, -cells)
+    rows, again = (memoryview(bytearray(2 * io.bytes_per_block)) for _ in range(2))
+    io.read([0, 1], rows)
+    io.write([3, 2], rows)
+    io.read([3, 2], again)
+    assert rows == again
+    assert any(rows)

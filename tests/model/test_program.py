@@ -13,6 +13,7 @@ from maitred.model import fusions
 from maitred.model.checkpoint import open_checkpoint
 from maitred.model.families import spec_from_config
 from maitred.model.fusions import compile_program
+from maitred.model.lowering import lower
 from maitred.model.packed import ALIGNMENT, pack_weights, plan_weights, total_bytes
 from maitred.model.program import (
     QKV,
@@ -28,7 +29,6 @@ from maitred.model.program import (
     Program,
     Store,
     Take,
-    lower,
 )
 from maitred.model.spec import NormPlacement, parameter_shapes
 from tests.executor.torch_worlds import make_spec

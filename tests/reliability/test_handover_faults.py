@@ -25,6 +25,7 @@ import pytest
 from maitred.transfer.pieces import MAGIC, MAX_FIRST_BYTES, PREFIX
 from tests.conftest import ServerProcess, start_server
 from tests.reliability import faulty_server
+from tests.reliability.test_hosts import text_of
 from tests.transfer.relay import RECEIVER, SOURCE, Relay, Strike, cut, flip
 from tests.waiting import HANGS_S, is_gone, until
 
@@ -41,9 +42,12 @@ Alone = Callable[[dict[str, Any]], list[Any]]
 """What an engine says to a body that nothing happens to."""
 
 
-def complete(server: ServerProcess, body: dict[str, Any]) -> list[Any]:
-    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=HANGS_S)
+def complete(server: ServerProcess, body: dict[str, Any], request_id: str = "") -> list[Any]:
+    headers = {"x-request-id": request_id} if request_id else {}
+    answer = httpx.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=HANGS_S)
     assert answer.status_code == 200, answer.text
+    if body.get("stream"):
+        return [text for _, text in sorted(text_of(answer.text).items())]
     choices: list[Any] = answer.json()["choices"]
     return choices
 
@@ -72,12 +76,13 @@ class Apart:
     alone: Alone
     relay: Relay
     pool: ThreadPoolExecutor
+    kinds: tuple[dict[str, Any], ...] = KINDS
 
     def body(self, title: str, **kind: Any) -> dict[str, Any]:
         return {"model": MODEL, "prompt": f"{title}. {STORY}", "max_tokens": 48, "ignore_eos": True, **kind}
 
     def ask(self, title: str) -> Asked:
-        bodies = [self.body(f"{title} {number}", **kind) for number, kind in enumerate(KINDS)]
+        bodies = [self.body(f"{title} {number}", **kind) for number, kind in enumerate(self.kinds)]
         both = (partial(complete, self.server), self.alone)
         return Asked(*([self.pool.submit(ask, body) for body in bodies] for ask in both))
 
@@ -109,9 +114,13 @@ class Apart:
         return self.figure(f'kv_dropped_total{{reason="{reason}",tier="peer"}}')
 
     def figure(self, name: str) -> float:
-        """Of /metrics; 0 for what was not counted yet."""
-        told = httpx.get(f"{self.server.url}/metrics").text.partition(f"\nmaitred_{name} ")[2]
-        return float(told.split("\n")[0] or 0)
+        return figure_of(self.server, name)
+
+
+def figure_of(server: ServerProcess, name: str) -> float:
+    """Of /metrics; 0 for what was not counted yet."""
+    told = httpx.get(f"{server.url}/metrics").text.partition(f"\nmaitred_{name} ")[2]
+    return float(told.split("\n")[0] or 0)
 
 
 def in_use(worker: dict[str, Any]) -> int:

@@ -112,6 +112,24 @@ def test_every_answer_is_that_of_a_lone_engine(apart: RealFleet, alone: ServerPr
     assert headers["x-maitred-replica"] in names_of(apart, begins)
 
 
+@pytest.mark.parametrize("num_samples", [1, 4])
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_prompt_that_was_computed_for_it_is_not_told_as_cached(apart: RealFleet, stream: bool, num_samples: int):
+    def used(prompt: Any) -> dict[str, Any]:
+        body = {"model": MODEL, "prompt": prompt, "max_tokens": 6, "n": num_samples, "ignore_eos": True, "seed": 3}
+        if not stream:
+            return httpx.post(apart.router.url + COMPLETIONS, json=body, timeout=HANGS_S).json()["usage"]
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+        lines = httpx.post(apart.router.url + COMPLETIONS, json=body, timeout=HANGS_S).text.splitlines()
+        return next(json.loads(line[6:])["usage"] for line in lines if '"usage":{' in line)
+
+    prompts = [f"{start} {stream} {num_samples}. {STORY}" for start in ("New", "Newer")]
+    usage = used(prompts)
+    assert usage["prompt_tokens_details"]["cached_tokens"] == 0
+    assert usage["completion_tokens"] == 2 * 6 * num_samples
+    assert used(prompts)["prompt_tokens_details"]["cached_tokens"] > usage["prompt_tokens"] / 2
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_kv_moves_between_servers_that_know_nothing_of_each_other(apart: RealFleet, stream: bool):
     before = all_handovers(apart)["moved"]
@@ -133,6 +151,40 @@ def test_where_kv_is_pulled_from_only_a_router_says(apart: RealFleet, shown: dic
     assert answer.status_code == (400 if shown else 200)
 
 
+def pulled_tokens(server: ServerProcess) -> float:
+    tiers = httpx.get(f"{server.url}/admin/kv").json()["tiers"]
+    return next(tier["hit_tokens"] for tier in tiers if tier["name"] == "peer")
+
+
+def test_kv_that_is_expected_is_there_before_the_answer_is_asked_for(apart: RealFleet):
+    body = GREEDY | {"prompt": f"Expected. {STORY}", "max_tokens": 4}
+    prefill, decode = (server_named(apart, sorted(names_of(apart, role))[0]) for role in ("prefill", "decode"))
+    told = ask(prefill.url, body, stream=False)[0]
+    (address,) = next(w["kv_addresses"] for w in workers(apart) if w["role"] == "prefill")
+    expected = {"x-maitred-fleet-token": TOKEN, "x-maitred-kv-from": address, "x-maitred-kv-expected": "1"}
+    before, num_pulled = handovers(decode), pulled_tokens(decode)
+    answer = httpx.post(decode.url + COMPLETIONS, json=body | {"model": MODEL}, headers=expected, timeout=HANGS_S)
+    assert (answer.status_code, answer.json()) == (200, {})
+    until(lambda: pulled_tokens(decode) > num_pulled)
+    nowhere = {"x-maitred-fleet-token": TOKEN, "x-maitred-kv-from": "tcp:127.0.0.1:1"}
+    assert ask(decode.url, body, stream=False, **nowhere)[0] == told
+    assert handovers(decode) - before == Counter(["moved"])
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_router_says_what_to_expect_while_the_prompt_is_computed(apart: RealFleet, stream: bool):
+    decode = [server_named(apart, name) for name in names_of(apart, "decode")]
+
+    def num_asked() -> int:
+        lines = "".join(httpx.get(f"{server.url}/metrics").text for server in decode).splitlines()
+        told = [line for line in lines if line.startswith("maitred_http_requests_total{") and "200" in line]
+        return sum(int(float(line.split()[-1])) for line in told if COMPLETIONS in line or "/fleet/resume" in line)
+
+    before = num_asked()
+    ask(apart.router.url, GREEDY | {"prompt": f"Told {stream}. {STORY}"}, stream=stream)
+    until(lambda: num_asked() == before + 2)  # to expect it, and to answer
+
+
 def test_a_stranger_is_refused_at_the_port(apart: RealFleet):
     (address,) = workers(apart)[0]["kv_addresses"]
     agreed = Agreed(revision="r", positions="p", kv_dtype="bfloat16", num_layers=2, num_kv_heads=1, head_dim=8)
@@ -141,6 +193,22 @@ def test_a_stranger_is_refused_at_the_port(apart: RealFleet):
     for token in (None, b"another token of another fleet"):
         with pytest.raises(Refusal, match="--fleet-token-file"):
             connect(address, Identity(layout, token, EXACT), staging_bytes=2**20, timeout_s=HANGS_S)
+
+
+def test_a_server_takes_another_role_and_its_router_hears_of_it(apart: RealFleet):
+    name = sorted(names_of(apart, "decode"))[0]
+    server = server_named(apart, name)
+
+    def give(role: str, number: int = 0) -> httpx.Response:
+        headers = {"x-maitred-fleet-token": TOKEN}
+        return httpx.post(f"{server.url}/admin/roles", json={"worker": number, "role": role}, headers=headers)
+
+    told = give("mixed")
+    assert [(w["worker"], w["role"]) for w in told.json()["workers"]] == [(0, "mixed")]
+    until(lambda: name in names_of(apart, "mixed"))
+    assert give("decode", 1).status_code == 400
+    give("decode")
+    until(lambda: name in names_of(apart, "decode"))
 
 
 def test_a_router_gives_roles_and_the_last_that_answers_keeps_its_own(apart: RealFleet):

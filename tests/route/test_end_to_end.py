@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.conftest import ROOT, ServerProcess, start_server
+from tests.conftest import ROOT, SERVE, ServerProcess, start_server
 from tests.waiting import HANGS_S, until
 
 CHAT = "/v1/chat/completions"
@@ -62,13 +62,15 @@ def start_router(*arguments: str) -> ServerProcess:
 
 
 @contextmanager
-def real_fleet(folder: Path, replicas: Sequence[Sequence[str]], *router_flags: str) -> Iterator[RealFleet]:
+def real_fleet(
+    folder: Path, replicas: Sequence[Sequence[str]], *router_flags: str, command: Sequence[str] = SERVE
+) -> Iterator[RealFleet]:
     """A router before servers with these flags each, all ready; `folder` is for the token that they share."""
     token = folder / "token"
     token.write_text("0123456789abcdef0123456789abcdef\n")
     flags = ("--fleet-token-file", str(token))
     with ThreadPoolExecutor() as pool:
-        started = list(pool.map(lambda own: start_server(*flags, *own), replicas))
+        started = list(pool.map(lambda own: start_server(*flags, *own, command=command), replicas))
     router = start_router(*(replica.url for replica in started), *flags, *router_flags)
     with httpx.Client(base_url=router.url, timeout=HANGS_S) as client:
         running = RealFleet(started, router, client)

@@ -2,13 +2,33 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 
 from maitred.transfer.compat import EXACT, MIXED, agree, layout_of
 from maitred.transfer.pieces import Refusal
+from tests.conftest import ROOT
 from tests.transfer.worlds import make_layout
+
+# another thread decodes a layout while msgspec, in the first, asks what Agreed is made of
+TWO_FIRST_CONTACTS = """
+import msgspec, sys, threading
+from maitred.transfer.compat import Agreed, layout_of
+from tests.transfer.worlds import make_layout
+
+def meanwhile(frame, event, arg):
+    if frame.f_code.co_name == "get_class_annotations" and frame.f_locals["obj"] is Agreed:
+        thread = threading.Thread(target=layout_of, args=(told,))
+        thread.start()
+        thread.join()
+
+told = msgspec.msgpack.encode(make_layout())
+sys.settrace(meanwhile)
+layout_of(told)
+"""
 
 
 @pytest.mark.parametrize("compat", [EXACT, MIXED])
@@ -57,3 +77,8 @@ def test_what_is_no_layout_is_refused(encoded: bytes) -> None:
     with pytest.raises(Refusal) as refused:
         layout_of(encoded)
     assert refused.value.reason == "garbage"
+
+
+def test_first_contacts_in_two_threads_at_once_do_not_end_the_process() -> None:
+    done = subprocess.run([sys.executable, "-c", TWO_FIRST_CONTACTS], check=False, cwd=ROOT)
+    assert done.returncode == 0

@@ -21,6 +21,30 @@ def probe_routes(*, health: Handler, ready: Handler) -> tuple[Route, ...]:
     )
 
 
+def role_routes(
+    show: Handler, give: Handler, *, change: type, answer: type, more_errors: tuple[int, ...] = ()
+) -> tuple[Route, ...]:
+    """Which worker does what; a router's workers are whole servers."""
+    roles = partial(Route, path="/admin/roles", answer=answer)
+    return (
+        roles(
+            method="GET",
+            handler=show,
+            summary="The workers: what each is for, and how it is.",
+            admin="see roles",
+            errors=(401, 403, *more_errors),
+        ),
+        roles(
+            method="POST",
+            handler=give,
+            summary="Give a worker another role, without a restart.",
+            admin="change roles",
+            body=change,
+            errors=(400, 401, 403, 413, 415, *more_errors),
+        ),
+    )
+
+
 async def _metrics(server: Service, exchange: Exchange) -> None:
     """The Prometheus page, or OpenMetrics when the Accept header asks for it; it names tenants, so not for them."""
     told, content_type = server.observer.metrics.page(exchange.headers.get(b"accept", b"").decode("latin-1"))

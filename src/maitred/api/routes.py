@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from maitred.api.common_routes import METRICS, PAGE, probe_routes
+from maitred.api.common_routes import METRICS, PAGE, probe_routes, role_routes
 from maitred.api.dialects.openai import models, usage
 from maitred.api.dialects.openai import schemas as s
 from maitred.api.dialects.openai.chat import CHAT
@@ -51,7 +51,12 @@ def make_routes(ledger: Ledger | None = None, more: Sequence[Route] = ()) -> Rou
         ),
         METRICS,
         *_sleeping(),
-        *_administration(ledger),
+        _usage(ledger),
+        *_adapters(),
+        *_scheduling(),
+        *_workers(),
+        *_kv(),
+        *_live(),
         *_fleet(),
         *PAGE,
         Route(
@@ -177,19 +182,23 @@ def _sleeping() -> tuple[Route, ...]:
     )
 
 
-def _administration(ledger: Ledger | None) -> tuple[Route, ...]:
-    """For administrators."""
+def _usage(ledger: Ledger | None) -> Route:
+    """What was used, for administrators as all that follows."""
+    return Route(
+        method="GET",
+        path="/v1/organization/usage/completions",
+        handler=usage.CompletionsUsage(ledger),
+        summary="Tokens and requests by time and tenant, from the ledger; for administrators.",
+        admin="read usage",
+        answer=usage.UsagePage,
+        errors=(400, 401, 403, 404, 503),
+        query=usage.USAGE_QUERY,
+    )
+
+
+def _adapters() -> tuple[Route, ...]:
+    """LoRA adapters, as vLLM names it."""
     return (
-        Route(
-            method="GET",
-            path="/v1/organization/usage/completions",
-            handler=usage.CompletionsUsage(ledger),
-            summary="Tokens and requests by time and tenant, from the ledger; for administrators.",
-            admin="read usage",
-            answer=usage.UsagePage,
-            errors=(400, 401, 403, 404, 503),
-            query=usage.USAGE_QUERY,
-        ),
         Route(
             method="POST",
             path="/v1/load_lora_adapter",
@@ -210,6 +219,12 @@ def _administration(ledger: Ledger | None) -> tuple[Route, ...]:
             text="text/plain",
             errors=(400, 401, 403, 404, 413, 415, 503),
         ),
+    )
+
+
+def _scheduling() -> tuple[Route, ...]:
+    """Who waits, and in which order."""
+    return (
         Route(
             method="GET",
             path="/admin/queue",
@@ -238,24 +253,14 @@ def _administration(ledger: Ledger | None) -> tuple[Route, ...]:
             answer=admin.PolicyView,
             errors=(400, 401, 403, 404, 413, 415, 503),
         ),
-        Route(
-            method="GET",
-            path="/admin/roles",
-            handler=admin.show_roles,
-            summary="The engines' processes: what each is for, and how it is.",
-            admin="see the workers",
-            answer=admin.Roles,
-            errors=(401, 403, 404, 503),
-        ),
-        Route(
-            method="POST",
-            path="/admin/roles",
-            handler=admin.give_role,
-            summary="Give a worker another role.",
-            admin="give workers roles",
-            body=admin.RoleChange,
-            answer=admin.Roles,
-            errors=(400, 401, 403, 404, 413, 415, 503),
+    )
+
+
+def _workers() -> tuple[Route, ...]:
+    """Which engine does what."""
+    return (
+        *role_routes(
+            admin.show_roles, admin.give_role, change=admin.RoleChange, answer=admin.Roles, more_errors=(404, 503)
         ),
         Route(
             method="GET",
@@ -265,6 +270,12 @@ def _administration(ledger: Ledger | None) -> tuple[Route, ...]:
             admin="see choices",
             errors=(401, 403, 404, 503),
         ),
+    )
+
+
+def _kv() -> tuple[Route, ...]:
+    """KV that outlives requests."""
+    return (
         Route(
             method="GET",
             path="/admin/kv",
@@ -283,6 +294,12 @@ def _administration(ledger: Ledger | None) -> tuple[Route, ...]:
             answer=kv.Cleared,
             errors=(401, 403, 404, 503),
         ),
+    )
+
+
+def _live() -> tuple[Route, ...]:
+    """What goes on now."""
+    return (
         Route(
             method="GET",
             path="/admin/live",

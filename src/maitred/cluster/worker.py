@@ -30,7 +30,7 @@ def guessed_costs(weights_bytes: int) -> CostModel:
 def facts_of(client: EngineClient, role: str, *, is_beside: bool) -> WorkerFacts | None:
     """What foretelling its times takes; None where its KV cannot be pulled, or there is no engine now.
 
-    `is_beside` others of its server: they share the memory's bandwidth, and pull a prompt's KV while it is computed.
+    `is_beside` others of its server: they share the memory's bandwidth.
     """
     ready = client.loaded
     if ready is None or not ready.kv_addresses:
@@ -43,7 +43,7 @@ def facts_of(client: EngineClient, role: str, *, is_beside: bool) -> WorkerFacts
         num_blocks=memory.num_blocks,
         block_size=memory.block_size,
         bytes_per_token=memory.bytes_per_block / memory.block_size,
-        num_layers=ready.num_kv_layers if is_beside else 1,
+        num_layers=ready.num_kv_layers,
         bandwidth=client.counters.pull_bytes_per_s or LINK_BYTES_PER_S,
         latency_s=LINK_S,
         shares_link=is_beside,

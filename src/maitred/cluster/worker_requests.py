@@ -32,8 +32,8 @@ class WorkerRequests:
         workers: Sequence[Worker],
         clock: Clock,
         on_held: Callable[[], None],
-        on_switch: Callable[[str, str], None] = lambda name, role: None,
-        on_number: Callable[[Start | Stop], None] = lambda action: None,
+        on_switch: Callable[[int, str], None],
+        on_number: Callable[[Start | Stop], None],
     ) -> None:
         """`on_held` is told that somebody waits for a worker, `on_switch` which is to have another role, `on_number`
         that one more, or one less, is to run.
@@ -109,7 +109,7 @@ class WorkerRequests:
                     self._note(self._by_id[request_id], action)
                     self._bind(self._by_id[request_id], choice)
                 case Switch(name, role):
-                    self._on_switch(name, role.value)
+                    self._on_switch(self._named(name).number, role.value)
                 case Move(request_id):
                     self._take_back(self._by_id[request_id])
                 case Start() | Stop():
@@ -148,8 +148,7 @@ class WorkerRequests:
         self._expect_no_kv(prompt)
         worker, prompt.worker = prompt.worker, None
         if worker is not None:
-            for request_id in [request_id for request_id, live in prompt.samples.items() if live.ending is None]:
-                worker.client.hand_over(request_id)
+            _taken_from(worker, prompt)
 
     def _expect_no_kv(self, prompt: Prompt) -> None:
         """It ends, or is placed anew, before anybody goes on with it."""
@@ -166,8 +165,7 @@ class WorkerRequests:
             return  # it was done already, or has ended
         if receiver.is_up:
             prompt.worker = receiver
-            going_on = [request_id for request_id, live in prompt.samples.items() if live.ending is None]
-            for live in [sender.client.hand_over(request_id) for request_id in going_on]:
+            for live in _taken_from(sender, prompt):
                 live.kv_from = sender.client.kv_addresses
                 receiver.client.enter(live)
         else:
@@ -236,3 +234,9 @@ class WorkerRequests:
         for name, prompt in list(self.prompts.items()):
             if prompt.worker is None:
                 self._end_here(prompt.samples[name], FinishReason.ERROR, error)
+
+
+def _taken_from(worker: Worker, prompt: Prompt) -> list[LiveRequest]:
+    """Its samples, to go on elsewhere; those that are being aborted end where they are."""
+    going_on = [request_id for request_id, live in prompt.samples.items() if live.ending is None]
+    return [worker.client.hand_over(request_id) for request_id in going_on]

@@ -34,7 +34,7 @@ from maitred.engine.adapter_book import AdapterBook, adapters_at_work
 from maitred.engine.client import EngineClient, OnBlocks, OnProgress
 from maitred.engine.frames import Command, Ready
 from maitred.engine.installed import installed_policies
-from maitred.engine.kv_storage import with_own_disk
+from maitred.engine.kv_storage import with_own_tiers
 from maitred.engine.live_requests import LiveRequest
 from maitred.engine.live_view import LiveView
 from maitred.engine.memory import available_memory_bytes
@@ -94,9 +94,7 @@ class Workers:
         scaling = scaling_of(start.process.bounds, rules.ttft_s)
         self._core = ClusterCore(config, scheduler, policies=installed_policies(), handover=rules, role_scaling=scaling)
         self._numbers = WorkerNumbers(self._workers, start.process.bounds if scaling else {}, self._begin)
-        self._requests = WorkerRequests(
-            self._core, self._workers, clock, self._wake_one, self._switch_named, self._renumber
-        )
+        self._requests = WorkerRequests(self._core, self._workers, clock, self._wake_one, self._switch, self._renumber)
         self._blocks = WorkerBlocks(self._core.index, self._workers, self._report)
         self._streams: WeakSet[ProgressStream] = WeakSet()
         self._facts: ModelFacts | None = None
@@ -108,7 +106,7 @@ class Workers:
         def changed() -> None:
             self._changed(worker)
 
-        start = replace(start, config=with_own_disk(start.config, number, len(start.process.roles)))
+        start = replace(start, config=with_own_tiers(start.config, number, len(start.process.roles)))
         client = EngineClient(start, self._clock, on_event=on_event, adapters=self.adapters, on_change=changed)
         worker = Worker(number, client, start.process.roles[number])
         client.on_progress = lambda progress, num_queued, now: self._requests.hear(worker, progress, num_queued, now)
@@ -228,9 +226,6 @@ class Workers:
         if "prefill" in roles and len(set(roles)) == 1:
             raise ConfigError(f"worker {number} is the last that answers; give another one that role first")
         self._switch(number, role)
-
-    def _switch_named(self, name: str, role: str) -> None:
-        self._switch(next(worker.number for worker in self._workers if worker.facts_name == name), role)
 
     def _renumber(self, action: StartWorker | StopWorker) -> None:
         """As the core says of the workers of a role."""

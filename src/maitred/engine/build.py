@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,10 +20,10 @@ from maitred.engine.checkpoint_facts import check_overrides, facts_of
 from maitred.engine.core import EngineCore, MeasureSwaps
 from maitred.engine.drafting import make_proposer
 from maitred.engine.executors import BuiltExecutor, OnLost
+from maitred.engine.first_steps import measure_first_steps
 from maitred.engine.held import Prepare
 from maitred.engine.installed import installed_policies
 from maitred.engine.kv_giving import PeerConfig
-from maitred.engine.kv_growth import never_one_run
 from maitred.engine.kv_peers import KVPeers
 from maitred.engine.kv_storage import describe, fingerprint_of, open_tiers
 from maitred.engine.kv_tiers import KVTiers
@@ -139,17 +139,10 @@ def build_parts(
         tell(f"lora    {len(facts.adapters)} adapters, of rank {max(one.rank for one in facts.adapters)} at most")
         timeline.end("adapters")
     log = _decision_log(config, plan) if config.decision_log is not None else None
-    core = EngineCore(
-        _scheduler(config, plan, facts.revision, policies),
-        executor,
-        clock,
-        Recorder(log.write) if log is not None else None,
-        _swap_observer(executor, plan, tell),
-        StepMeter().step_costs if plan.drafts is not None or config.share.exchanges_kv else None,
-    )
+    core = _core(config, plan, executor, partial(_scheduler, config, plan, facts.revision, policies), clock, log, tell)
+    timeline.end("scheduler")
     kv_peers = _kv_peers(config, core, executor, facts, plan.spec, clock) if config.share.exchanges_kv else None
     kv_tiers = _kv_tiers(config, core, executor, tiers, clock) if tiers else None
-    timeline.end("scheduler")
     tell(f"ready   in {timeline.total_s:.2f} s")
     return EngineParts(
         core=core,
@@ -183,7 +176,7 @@ def load_engine(
         adapters=parts.adapters,
         start_phases=parts.start_phases,
         kv_addresses=parts.kv_peers.gives.addresses if parts.kv_peers is not None else (),
-        num_kv_layers=parts.kv_peers.num_layers_apart if parts.kv_peers is not None else 1,
+        num_kv_layers=parts.kv_peers.num_layers if parts.kv_peers is not None else 1,
     )
 
 
@@ -255,6 +248,29 @@ def _scheduler(
     return Scheduler(plan.scheduler, cache, policies=policies, speculation=speculation)
 
 
+def _core(
+    config: EngineConfig,
+    plan: EnginePlan,
+    executor: BuiltExecutor,
+    make_scheduler: Callable[[], Scheduler],
+    clock: Clock,
+    log: DecisionLogFile | None,
+    tell: OnEvent,
+) -> EngineCore:
+    """Where choices among workers rest on what steps cost, that was measured before."""
+    recorder, swaps = Recorder(log.write) if log is not None else None, _swap_observer(executor, plan, tell)
+    if plan.drafts is None and not config.share.exchanges_kv:
+        return EngineCore(make_scheduler(), executor, clock, recorder, swaps)
+    meter, costs = StepMeter(), None
+    if config.share.exchanges_kv:
+        longest = min(plan.memory.max_model_len, plan.memory.num_blocks * config.cache.block_size // 8)
+        costs = measure_first_steps(meter, make_scheduler(), executor, clock, longest)
+    core = EngineCore(make_scheduler(), executor, clock, recorder, swaps, meter.step_costs)
+    if costs is not None:
+        core.set_step_costs(costs)
+    return core
+
+
 def _swap_observer(executor: BuiltExecutor, plan: EnginePlan, tell: OnEvent) -> MeasureSwaps | None:
     """None where nothing is ever swapped."""
     bandwidth = executor.measure_swap()
@@ -307,7 +323,7 @@ def _kv_peers(
         peers,
         block_size=config.cache.block_size,
         clock=clock,
-        is_one_run=getattr(executor, "is_one_run", never_one_run),
+        is_one_run=executor.is_one_run,
     )
 
 
@@ -315,7 +331,6 @@ def _kv_tiers(
     config: EngineConfig, core: EngineCore, executor: BuiltExecutor, tiers: Sequence[KVTier], clock: Clock
 ) -> KVTiers:
     io = executor.block_io()
-    assert io is not None, "tiers of an executor that cannot give its blocks as bytes"
     assert all(tier.bytes_per_block == io.bytes_per_block for tier in tiers), "tiers of other blocks"
     return KVTiers(
         core,

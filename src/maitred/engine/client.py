@@ -29,6 +29,7 @@ from maitred.engine.frames import (
 from maitred.engine.live_requests import LiveRequest
 from maitred.engine.live_view import LiveView
 from maitred.engine.model_facts import AdapterFacts, ModelFacts
+from maitred.engine.owner import Loss
 from maitred.engine.progress_streams import ProgressStream
 from maitred.engine.queries import (
     CLEAR_KV,
@@ -46,9 +47,9 @@ from maitred.engine.queries import (
     Wanted,
 )
 from maitred.engine.questions import Questions
-from maitred.engine.supervisor import Loss, Start, Supervisor
+from maitred.engine.supervisor import Start, Supervisor
 from maitred.engine.tensors_of_engine import TensorsOfEngine
-from maitred.errors import EngineDead, MaitredError, RequestTooLarge, UnsupportedParameter
+from maitred.errors import ConfigError, EngineDead, MaitredError, RequestTooLarge, UnsupportedParameter
 from maitred.replica import ReplicaState, TierView, WorkerView
 from maitred.request import FinishReason, RequestSpec
 from maitred.scheduler.queue_view import QueueView
@@ -213,6 +214,12 @@ class EngineClient:
         """This one."""
         return (WorkerView.of(0, self.supervisor.pid, self.state(), self.role),)
 
+    def give_role(self, number: int, role: str) -> None:
+        """As routers hear from now on of a worker of several hosts. Raises ConfigError."""
+        if number != 0 or not self.kv_addresses:
+            raise ConfigError("this server has one engine, worker 0, which has a role if served with --kv-listen")
+        self.role = role
+
     # -- sleep
 
     async def sleep(self, *, abort: bool = False) -> None:
@@ -311,8 +318,7 @@ class EngineClient:
     def lost(self, cause: str, *, deterministic: bool, own_fault: bool) -> Loss:
         """Who may, waits; the others end."""
         now, before = self._clock.now(), len(self._live)
-        self._keep_counters()
-        self._questions.end_all()
+        self._engine_is_gone()
         culprit = self._isolation.died(self._live.values(), own_fault=own_fault)
         for live in list(self._live.values()):
             if live.ending is not None:
@@ -345,21 +351,20 @@ class EngineClient:
         return 0.0 if busy else self._clock.now() - self._busy_at
 
     def slept(self) -> None:
-        self._keep_counters()
-        self._questions.end_all()
+        self._engine_is_gone()
         self._on_change()
 
     def bereft(self, cause: str) -> None:
-        self._keep_counters()
-        self._on_change()
+        self.slept()
         self._end_all(self.supervisor.death())
 
-    def _keep_counters(self) -> None:
-        """The next engine has nothing cached."""
+    def _engine_is_gone(self) -> None:
+        """The next one has nothing cached, and knows of no question."""
         self._leaving.clear()
         if self._on_blocks is not None:
             self._on_blocks(None)
         self.counters.keep()
+        self._questions.end_all()
 
     def _end_all(self, error: EngineDead) -> None:
         now = self._clock.now()

@@ -226,7 +226,7 @@ class EngineCore:
         now = self._clock.now()
         reserved = self._scheduler.reserve(request_id, num_tokens, now)
         self._tell_evicted()
-        if self._observer is not None and (reserved is not None or self._scheduler.waits_along(request_id)):
+        if self._observer is not None and (reserved is not None or self._scheduler.waits_along(request_id) is not None):
             self._observer.reserved(request_id, num_tokens, now)
         return reserved
 

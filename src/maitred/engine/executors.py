@@ -50,7 +50,10 @@ class BuiltExecutor(Protocol):
 
     def measure_swap(self) -> Bandwidth | None: ...
 
-    def block_io(self) -> BlockIO | None: ...
+    def is_one_run(self, plan: SchedulerOutput) -> bool:
+        """Whether the model runs once for it, so that its layers are written once each, in order."""
+
+    def block_io(self) -> BlockIO: ...
 
     @property
     def num_kv_layers(self) -> int:

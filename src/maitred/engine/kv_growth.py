@@ -15,11 +15,6 @@ from maitred.transfer.offers import Offers
 IsOneRun = Callable[[SchedulerOutput], bool]
 
 
-def never_one_run(plan: SchedulerOutput) -> bool:
-    """Of an executor that does not tell which layers it has written."""
-    return False
-
-
 @dataclass(slots=True, eq=False)
 class _Growing:
     hashes: Sequence[bytes]  # of all that there will be
@@ -36,7 +31,7 @@ class GrowingLeases:
     def __init__(
         self, core: EngineCore, io: LayerIO, offers: Offers, here: Iterable[RequestState], *, is_one_run: IsOneRun
     ) -> None:
-        """`here` are the requests there are; `is_one_run` as `NativeExecutor` has it."""
+        """`here` are the requests there are; `is_one_run` the executor's."""
         self._core, self._io, self._offers, self._here, self._is_one_run = core, io, offers, here, is_one_run
         self._growing: dict[str, _Growing] = {}
 
@@ -66,7 +61,7 @@ class GrowingLeases:
             for lease, growing in self._growing.items():
                 if request is not None and _computes(request, growing.hashes):
                     growing.is_in_step = True
-                    if layers is not None:
+                    if layers is not None and not request.spec.adapter:  # the executor may refuse an adapter's row
                         self._offer_step(lease, growing, request, row, layers)
 
     def _offer_step(

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 from maitred.clock import Clock
 from maitred.engine.core import EngineCore
-from maitred.engine.expected_kv import expecting_id
 from maitred.engine.kv_giving import TIMEOUT_S, GivenKV, PeerConfig
-from maitred.engine.kv_growth import IsOneRun, never_one_run
+from maitred.engine.kv_growth import IsOneRun
 from maitred.engine.kv_threads import ThreadOfJobs
 from maitred.executor.layer_io import LayerIO
 from maitred.kvcache.prefix_cache import hash_blocks, known_tokens, root_hash
@@ -23,15 +23,15 @@ from maitred.kvcache.tiers import FetchMeter, break_even_tokens, most_seconds
 from maitred.replica import HandoverCounts, TierView
 from maitred.request import RequestState, RequestStatus
 from maitred.scheduler.reservations import GivenUp
-from maitred.step import SchedulerOutput
 from maitred.transfer.blocks import HeldBlocks
-from maitred.transfer.pieces import Refusal
+from maitred.transfer.pieces import Offered, Refusal
 from maitred.transfer.puller import Pulled, Puller, connect_any
 
 logger = logging.getLogger(__name__)
 NUM_LANES = 8  # pulls at a time: one of a prompt that is being computed takes as long as that
 MAX_ARRIVED = 4096  # prompts whose KV came before the request that goes on with it
 PATIENCE_S = 2 * TIMEOUT_S  # more than a pull should take: of a silent peer it hears before
+ASK_AGAIN_S = (0.02, 0.05, 0.1, 0.2, 0.4)
 FIRST_GUESS = (1e9, 0.01)  # bytes/s, s; until a pull was measured
 
 
@@ -85,13 +85,12 @@ class KVPeers:
         *,
         block_size: int,
         clock: Clock,
-        is_one_run: IsOneRun = never_one_run,
+        is_one_run: IsOneRun,
     ) -> None:
-        """`is_one_run` is the executor's, where it tells which layers a step under way has written."""
+        """`is_one_run` is the executor's."""
         self._core, self._io, self._config, self._block_size = core, io, config, block_size
         self._clock = clock
-        self.num_layers_apart = io.num_layers if is_one_run(SchedulerOutput(step=0, rows=())) else 1
-        """Layers whose KV leaves one by one while a prompt is computed."""
+        self.num_layers = io.num_layers
         self.counts = core.kv_handovers = HandoverCounts()
         self._meter = FetchMeter(bandwidth=FIRST_GUESS[0], latency_s=FIRST_GUESS[1])
         self._bytes_per_block = io.num_layers * io.layout.layer_bytes
@@ -102,7 +101,7 @@ class KVPeers:
         self._lanes = [_Lane(ThreadOfJobs("maitred-kv-pull")) for _ in range(NUM_LANES)]
         self._here: dict[str, RequestState] = {}
         self._along: dict[str, float] = {}  # requests that wait for what another one pulls -> s, since when
-        self._arrived: dict[str, str] = {}  # what came of KV that was expected, by the id of its `kv_only` request
+        self._arrived: dict[bytes, str] = {}  # what came of KV that was expected, by its last block's hash
         self.gives = GivenKV(core, io, config, self._here.values(), clock=clock, is_one_run=is_one_run)
         core.kv_followers.append(self)
         core.view_of_peers = self.view
@@ -125,7 +124,7 @@ class KVPeers:
         request_id = request.request_id
         if namespace and not self._core.accept(request_id, namespace):
             return self._goes_without(request, "recomputed")
-        reserved = self._core.reserve(request_id, request.num_tokens - 1)
+        reserved = self._core.reserve(request_id, request.num_tokens)
         if reserved is None:
             return self._goes_without(request, self._without_pull(request))
         first = reserved.start // self._block_size
@@ -150,12 +149,14 @@ class KVPeers:
         """It pulls nothing: the KV is here, or on its way to another request, or has no room."""
         if request.status is RequestStatus.WAITING_FOR_KV:
             self._along[request.request_id] = self._clock.now()
-            expected = self._pulls.get(expecting_id(request.spec))
+            expected = self._pulls.get(self._core.scheduler.waits_along(request.request_id) or "")
             if expected is not None and expected.watch is None:  # all of it is computed
                 self._watch(expected)
         elif request.spec.kv_only:
             self._core.call_soon(partial(self._core.abort, request.request_id))
         else:
+            if outcome in ("moved", "mixed") and request.spec.sample_index == 0:
+                self.counts.waited(0.0)  # its KV was here first
             self._came(request, outcome)
 
     def ended(self, request_id: str) -> None:
@@ -200,9 +201,7 @@ class KVPeers:
             dropped=dict(self.counts.dropped),
             bytes_per_s=bandwidth,
             latency_s=latency_s,
-            break_even_tokens=None
-            if prefill_s is None
-            else break_even_tokens(per_token, bandwidth, latency_s, prefill_s),
+            break_even_tokens=break_even_tokens(per_token, bandwidth, latency_s, prefill_s),
         )
 
     def _watch(self, pull: _Pull) -> None:
@@ -229,7 +228,7 @@ class KVPeers:
             return "recomputed"
         if hit.blocks and request.kv_namespace:
             return "mixed"
-        return self._arrived.get(expecting_id(request.spec), "local")
+        return self._arrived.pop(request.block_hashes[len(hit.blocks) - 1], "local") if hit.blocks else "local"
 
     def _begin_again(self, pull: _Pull, namespace: str) -> None:
         """First contact says that the peer's bits are not ours: with the names that such blocks have here."""
@@ -278,7 +277,7 @@ class KVPeers:
             if puller.terms.namespace not in ("", pull.namespace):
                 raise _OfNamespace(puller.terms.namespace)
             size = puller.terms.source.block_size
-            offered = puller.ask(self._keys(pull, size))
+            offered = self._offered(pull, puller, self._keys(pull, size))
             wanted = range(pull.start, min(offered.num_blocks * size // self._block_size, len(pull.keys)))
             if wanted:
                 pulled = puller.pull(offered.lease, range(puller.terms.num_layers), wanted, pull.held)
@@ -288,6 +287,16 @@ class KVPeers:
         except Refusal as refusal:
             pulled = Pulled(0, 0, refusal.reason, str(refusal))
         return pulled
+
+    def _offered(self, pull: _Pull, puller: Puller, keys: Sequence[bytes]) -> Offered:
+        """What is expected may be asked for before the prompt has come to who computes it. Raises Refusal."""
+        offered = puller.ask(keys)
+        for pause_s in ASK_AGAIN_S if pull.request.spec.kv_only else ():
+            if offered.num_blocks:
+                break
+            time.sleep(pause_s)
+            offered = puller.ask(keys)
+        return offered
 
     def _keys(self, pull: _Pull, block_size: int) -> Sequence[bytes]:
         """As the source names its blocks: the same tokens in blocks of its size."""
@@ -340,7 +349,7 @@ class KVPeers:
         """So many blocks came for it, and nothing more will; who waited along goes on too."""
         outcome, now = "recomputed" if not num_blocks else "mixed" if pull.namespace else "moved", self._clock.now()
         if pull.request.spec.kv_only:
-            self._arrived[pull.request.request_id] = outcome
+            self._arrived[pull.keys[-1]] = outcome
             if len(self._arrived) > MAX_ARRIVED:
                 del self._arrived[next(iter(self._arrived))]
         else:

@@ -58,16 +58,18 @@ def _library(executor: str) -> str:
 def open_tiers(config: EngineConfig, executor: ExecutorPlan, fingerprint: KVFingerprint) -> list[KVTier]:
     """Those that were asked for, the fastest first. Raises ConfigError."""
     tiers = config.tiers
-    if tiers.kv_disk is None and tiers.kv_redis is None:
+    if tiers.kv_disk is None and tiers.kv_redis is None and not tiers.kv_host_bytes:
         return []
-    if executor.on_gpu:
-        raise ConfigError("kv_disk and kv_redis keep KV of an executor on a CPU, not of a GPU yet; leave them out")
     num_bytes, of_what = executor.bytes_per_block, fingerprint.digest()
     if tiers.kv_staging_bytes < num_bytes:
         raise ConfigError(
             f"kv_staging_bytes is {tiers.kv_staging_bytes}, and a block takes {num_bytes}; give that or more"
         )
     found: list[KVTier] = []
+    if tiers.kv_host_bytes:
+        from maitred.storage.kv_host import open_kv_host  # noqa: PLC0415  numpy
+
+        found.append(open_kv_host(tiers.kv_host_bytes, num_bytes))
     if tiers.kv_disk is not None:
         from maitred.storage.kv_disk import open_kv_disk  # noqa: PLC0415  numpy
 
@@ -89,14 +91,15 @@ def open_tiers(config: EngineConfig, executor: ExecutorPlan, fingerprint: KVFing
     return found
 
 
-def with_own_disk(config: EngineConfig, number: int, num_engines: int) -> EngineConfig:
-    """Of an engine that shares --kv-disk with others alike: a folder in it, and its part of the bytes."""
+def with_own_tiers(config: EngineConfig, number: int, num_engines: int) -> EngineConfig:
+    """Of an engine that shares --kv-disk with others alike: a folder in it, and its part of all bytes."""
     tiers = config.tiers
-    if tiers.kv_disk is None or num_engines == 1:
+    if num_engines == 1:
         return config
     own = replace(
         tiers,
-        kv_disk=str(Path(tiers.kv_disk) / f"worker-{number}"),
+        kv_host_bytes=tiers.kv_host_bytes // num_engines,
+        kv_disk=str(Path(tiers.kv_disk) / f"worker-{number}") if tiers.kv_disk is not None else None,
         kv_disk_max_bytes=max(1, tiers.kv_disk_max_bytes // num_engines),
     )
     return replace(config, tiers=own)

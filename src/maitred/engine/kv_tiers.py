@@ -8,6 +8,7 @@ KV is on the way, and that not for longer than computing would take.
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
@@ -53,6 +54,7 @@ class KVTiers:
         self._thread = threading.current_thread()
         self._landed = memoryview(b"")
         self._piece_bytes = min(PIECE_BYTES, staging_bytes)
+        self._used: deque[memoryview] = deque(maxlen=2)
         self._room = threading.Semaphore(staging_bytes // self._piece_bytes)  # pieces
         self._fetching, self._copying = (
             ThreadOfJobs("maitred-kv-fetch"),
@@ -122,9 +124,7 @@ class KVTiers:
                 dict(self._dropped(each)),
                 each.meter.bandwidth,
                 each.meter.latency_s,
-                None
-                if prefill_s is None
-                else break_even_tokens(bytes_per_token, each.meter.bandwidth, each.meter.latency_s, prefill_s),
+                break_even_tokens(bytes_per_token, each.meter.bandwidth, each.meter.latency_s, prefill_s),
             )
             for each in self._tiers
         ]
@@ -321,7 +321,7 @@ class KVTiers:
 
     def _copied_rows(self, store: Store, blocks: Sequence[int]) -> memoryview | None:
         """None when they were given up."""
-        rows = memoryview(bytearray(len(blocks) * self._io.bytes_per_block))
+        rows = self._piece_of(len(blocks) * self._io.bytes_per_block)
         with store.guard.lock:
             if store.guard.is_over:
                 return None
@@ -336,7 +336,16 @@ class KVTiers:
                 store.has_failed = True
                 store.has_failed = store.tier.tier.write(keys, store.salt, rows) < len(keys)
         finally:
+            self._used.append(rows)
             self._room.release()
+
+    def _piece_of(self, num_bytes: int) -> memoryview:
+        """One that was stored, if it is there: memory that nobody has touched yet costs more than the copy."""
+        try:
+            rows = self._used.pop()
+        except IndexError:
+            rows = memoryview(b"")
+        return rows[:num_bytes] if len(rows) >= num_bytes else memoryview(bytearray(num_bytes))
 
     def _stored(self, store: Store) -> None:
         """As much of it as came to be."""

@@ -9,7 +9,7 @@ import re
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any, Never, TypeVar, cast
+from typing import Any, Never, cast
 
 from maitred.clock import WallClock
 from maitred.config import (
@@ -24,6 +24,7 @@ from maitred.config import (
 from maitred.engine.build import EngineParts, build_parts
 from maitred.engine.grammar_check import GrammarChecker
 from maitred.engine.intake import ServedModel, make_requests
+from maitred.engine.llm_arguments import Message, Prompt, as_conversations, as_prompts, one_each
 from maitred.engine.memory import MemoryPlan
 from maitred.engine.model_facts import AdapterFacts
 from maitred.engine.output import OutputBuilder, RequestOutput
@@ -36,9 +37,6 @@ from maitred.text.shape import compose
 from maitred.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
-Prompt = str | Sequence[int]
-Message = Mapping[str, Any]
-T = TypeVar("T")
 _HOLDER = "llm"  # of the adapter that a call to generate uses, so that it stays
 
 # for their defaults
@@ -72,6 +70,7 @@ class LLM:
         kv_cache_memory_bytes: int | None = None,
         swap_memory_bytes: int | None = None,
         enable_prefix_caching: bool = True,
+        kv_host_bytes: int = 0,
         kv_disk: str | None = None,
         kv_disk_max_bytes: int = _TIERS.kv_disk_max_bytes,
         kv_disk_key_file: str | None = None,
@@ -132,6 +131,7 @@ class LLM:
                 num_speculative_tokens=num_speculative_tokens,
             ),
             tiers=TiersConfig(
+                kv_host_bytes=kv_host_bytes,
                 kv_disk=kv_disk,
                 kv_disk_max_bytes=kv_disk_max_bytes,
                 kv_disk_key_file=kv_disk_key_file,
@@ -182,11 +182,11 @@ class LLM:
         A prompt is text or token ids. `sampling_params` is one for all, or one each; None takes the model's own
         defaults. Raises RequestError before anything runs when a prompt or a parameter cannot work.
         """
-        listed = _as_prompts(prompts)
+        listed = as_prompts(prompts)
         if sampling_params is None:
             sampling_params = self.default_sampling_params()
-        sampling = _one_each(sampling_params, len(listed), "sampling_params")
-        priorities = _one_each(priority, len(listed), "priority")
+        sampling = one_each(sampling_params, len(listed), "sampling_params")
+        priorities = one_each(priority, len(listed), "priority")
         parts = self._open()
         now = self._clock.now()
         adapter = self._adapter(parts, lora)
@@ -239,7 +239,7 @@ class LLM:
         template = self.model.chat_template
         if template is None:
             raise InvalidRequest("this model has no chat template; give LLM(chat_template=FILE), or use generate()")
-        conversations = _as_conversations(messages)
+        conversations = as_conversations(messages)
         prompts = [
             template.render(
                 conversation,
@@ -365,39 +365,3 @@ def _unknown_argument(name: str) -> str:
         return f"{field}=" if field in own else flag[0]
 
     return f"LLM has no argument {name!r}; {re.sub('--([a-z0-9-]+)', as_argument, told)}"
-
-
-def _as_prompts(prompts: Any) -> list[Prompt]:
-    """One text, one list of token ids, or a list of either, as a list of prompts."""
-    if isinstance(prompts, str):
-        return [prompts]
-    if not isinstance(prompts, Sequence):
-        raise InvalidRequest(
-            f"prompts is {type(prompts).__name__}; give a string, a list of token ids, or a list of either",
-            param="prompts",
-        )
-    listed = list(prompts)
-    if listed and all(isinstance(item, int) for item in listed):
-        return [listed]
-    for position, item in enumerate(listed):
-        if not isinstance(item, (str, Sequence)):
-            raise InvalidRequest(
-                f"prompts[{position}] is {type(item).__name__}; a prompt is a string or a list of token ids",
-                param="prompts",
-            )
-    return listed
-
-
-def _as_conversations(messages: Any) -> list[Sequence[Message]]:
-    """One list of messages, or a list of such lists, as a list of conversations."""
-    if not messages or isinstance(messages, (str, Mapping)) or not isinstance(messages[0], (Mapping, Sequence)):
-        raise InvalidRequest("messages is a list of {role, content}, or a list of such lists", param="messages")
-    return [messages] if isinstance(messages[0], Mapping) else list(messages)
-
-
-def _one_each(value: T | Sequence[T], count: int, name: str) -> list[T]:
-    if not isinstance(value, Sequence):
-        return [value] * count
-    if len(value) != count:
-        raise InvalidRequest(f"{name} has {len(value)} entries for {count} prompts; give one, or one each", param=name)
-    return list(value)

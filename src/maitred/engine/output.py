@@ -11,8 +11,8 @@ import msgspec
 
 from maitred.engine.intake import ServedModel
 from maitred.replica import Replica
-from maitred.request import Charges, FinishReason, RequestSpec, RequestTiming
-from maitred.step import RequestProgress, TokenLogprobs
+from maitred.request import Charges, FinishReason, RequestSpec
+from maitred.step import RequestProgress, RequestTiming, TokenLogprobs
 from maitred.text import Detokenizer, StopStringMatcher, Tokenizer
 
 MAX_MERGED = 64  # deltas of a prompt's samples on their way together; what a slow consumer leaves stays in its streams

@@ -76,7 +76,7 @@ def _own_memory(config: EngineConfig, executor: ExecutorPlan) -> int:
     free_bytes = config.share.available_bytes
     if free_bytes is None:
         free_bytes = available_memory_bytes()
-    return own_share(free_bytes, config.share.num_engines, executor.mapped_bytes)
+    return own_share(free_bytes, config.share.num_engines, executor.mapped_bytes) - config.tiers.kv_host_bytes
 
 
 def _told_share(config: EngineConfig, executor: ExecutorPlan) -> str:

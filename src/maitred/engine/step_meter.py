@@ -25,6 +25,7 @@ EXACT = 8  # up to so many tokens each number is by itself; then four to an octa
 LONG_CHUNK = 512  # positions from which on a prompt's attention is too much of its step to tell of the tokens
 BEHIND = 16  # tokens for each row that drafts: more is a proposer that catches up
 MEMORY = 0.99  # of what a step's context showed, one step later
+SURE = 3.0
 STUTTER = 3.0  # times the median: says nothing of the context
 
 
@@ -197,25 +198,36 @@ def _lower_quartile(values: list[float]) -> float:
 
 
 class Slope:
-    """Seconds a unit, of pairs that belong to groups with a level of their own: least squares within groups."""
+    """Seconds a unit, of pairs that belong to groups with a level of their own: least squares within groups.
+
+    A slope that is less than SURE times its standard error is none: a few steps of alike contexts that stuttered would
+    else explain all of what a step takes.
+    """
 
     def __init__(self) -> None:
-        self._sums: dict[int, list[float]] = {}  # of a group: weight, x, y, x x, x y
+        self._sums: dict[int, list[float]] = {}  # of a group: weight, x, y, x x, x y, y y
 
     def add(self, group: int, x: float, y: float) -> None:
-        sums = self._sums.setdefault(group, [0.0] * 5)
-        for index, value in enumerate((1.0, x, y, x * x, x * y)):
+        sums = self._sums.setdefault(group, [0.0] * 6)
+        for index, value in enumerate((1.0, x, y, x * x, x * y, y * y)):
             sums[index] = MEMORY * sums[index] + value
 
     @property
     def slope(self) -> float:
         """0 until unlike ones were seen, and never below."""
-        together = spread = 0.0
-        for weight, x, y, xx, xy in self._sums.values():
+        together = spread = around = 0.0
+        free = -1.0 - len(self._sums)
+        for weight, x, y, xx, xy, yy in self._sums.values():
             together += xy - x * y / weight
             spread += xx - x * x / weight
+            around += yy - y * y / weight
+            free += weight
         enough = sum(sums[3] for sums in self._sums.values()) * 1e-4
-        return max(0.0, together / spread) if spread > enough else 0.0
+        if spread <= enough or together <= 0.0 or free <= 0.0:
+            return 0.0
+        slope = together / spread
+        left = max(0.0, around - slope * together)
+        return slope if slope * together * free >= SURE**2 * left else 0.0
 
 
 def _is_like(told: CostModel, model: CostModel) -> bool:

@@ -6,7 +6,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 
-from maitred.engine.supervisor import Loss
+from maitred.engine.owner import Loss
 from maitred.errors import EngineDead
 
 

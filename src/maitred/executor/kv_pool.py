@@ -42,26 +42,3 @@ def kv_bytes_per_token(spec: DecoderSpec, kv_dtype_bytes: int) -> int:
 def kv_bytes_per_block(spec: DecoderSpec, block_size: int, kv_dtype_bytes: int) -> int:
     """Bytes of one block over all layers; `num_blocks` of them is the whole pool."""
     return block_size * kv_bytes_per_token(spec, kv_dtype_bytes)
-
-
-def native_bytes_per_block(spec: DecoderSpec, block_size: int, kv_dtype: str) -> int:
-    """Bytes of one block over all layers in the native pool, kv_dtype float32, bfloat16 or int8.
-
-    Blocks of a multiple of 16 tokens hold heads padded to 16 values; others hold them as they are. int8 has a float32
-    scale for each token and head of K and of V. `kernels/csrc/kv_pool.h` has the layout.
-    Raises ConfigError for another dtype.
-    """
-    try:
-        value_bytes = {"float32": 4, "bfloat16": 2, "int8": 1}[kv_dtype]
-    except KeyError:
-        raise ConfigError(f"kv_dtype is {kv_dtype!r}; the native KV cache is float32, bfloat16 or int8") from None
-    scale_bytes = 8 if kv_dtype == "int8" else 0
-    if block_size % 16 == 0:
-        token_bytes = 2 * _round_up(spec.head_dim, 16) * value_bytes + scale_bytes
-    else:
-        token_bytes = _round_up(2 * spec.head_dim * value_bytes, 4) + scale_bytes
-    return spec.num_layers * _round_up(spec.num_kv_heads * block_size * token_bytes, 64)
-
-
-def _round_up(n: int, to: int) -> int:
-    return -(-n // to) * to

@@ -30,7 +30,9 @@ class LayerIO(Protocol):
 
     @property
     def progress(self) -> tuple[int, int]:
-        """Runs of the model that have begun, and the layers whose KV the last of them has written."""
+        """Runs of the model that have begun, and the layers whose KV the last of them has written; of a draft head's
+        nothing is told.
+        """
 
 
 class NativeLayers:
@@ -88,14 +90,21 @@ class HostLayers:
 
     def _rows(self, layers: range, blocks: Sequence[int], rows: NDArray[np.uint8]) -> NDArray[np.uint8]:
         num_layers, num_parts, num_blocks, num_bytes = self._array.shape
-        if not 0 <= layers.start <= layers.stop <= num_layers:
-            raise KernelError(f"layers {layers.start} to {layers.stop} of {num_layers}")
-        if any(not 0 <= block < num_blocks for block in blocks):
-            raise KernelError(f"blocks {list(blocks)} of {num_blocks}")
-        wanted = len(layers) * len(blocks) * num_parts * num_bytes
-        if rows.nbytes != wanted:
-            raise KernelError(f"{rows.nbytes} bytes; these layers of these blocks have {wanted}")
+        check_part(layers, num_layers, blocks, num_blocks, num_parts * num_bytes, rows.nbytes)
         return rows.reshape(len(layers), len(blocks), num_parts, num_bytes)
+
+
+def check_part(
+    layers: range, num_layers: int, blocks: Sequence[int], num_blocks: int, layer_bytes: int, num_bytes: int
+) -> None:
+    """Raises KernelError for layers or blocks that are not there, or another size than theirs."""
+    if not 0 <= layers.start <= layers.stop <= num_layers:
+        raise KernelError(f"layers {layers.start} to {layers.stop} of {num_layers}")
+    if any(not 0 <= block < num_blocks for block in blocks):
+        raise KernelError(f"blocks {list(blocks)} of {num_blocks}")
+    wanted = len(layers) * len(blocks) * layer_bytes
+    if num_bytes != wanted:
+        raise KernelError(f"{num_bytes} bytes; these layers of these blocks have {wanted}")
 
 
 def layers_of_next_run(io: LayerIO) -> Callable[[], int]:

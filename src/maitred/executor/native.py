@@ -150,9 +150,8 @@ class NativeExecutor:
         return ModelOutput(tuple(self._reports(works, tokens, prompts)), draft_s=draft_s)
 
     def is_one_run(self, plan: SchedulerOutput) -> bool:
-        """Whether the program runs once for it, and nothing else writes the pool meanwhile (`layer_io`)."""
-        alone = self.head is None and self._ranks is None
-        return alone and plan.num_tokens <= self.runner.max_tokens and not any(row.num_drafts for row in plan.rows)
+        """Whether the program runs once for it (`LayerIO.progress`); runs of a head do not count."""
+        return plan.num_tokens <= self.runner.max_tokens
 
     def measure_swap(self) -> Bandwidth | None:
         """How fast blocks go to the host and back; None without host blocks. For a new executor: it spoils the pool."""

@@ -117,9 +117,13 @@ class TorchExecutor:
         with torch.inference_mode(), _threads(self._num_threads):
             return self._host.measure() if self._host is not None else None
 
-    def block_io(self) -> TorchBlocks | None:
-        """Blocks as bytes, for other threads; None on a GPU, whose copies wait for its queue."""
-        return TorchBlocks(self.pool) if self.device.type == "cpu" else None
+    def block_io(self) -> TorchBlocks:
+        """Blocks as bytes, for other threads."""
+        return TorchBlocks(self.pool)
+
+    def is_one_run(self, plan: SchedulerOutput) -> bool:
+        """Whether the model runs once for it (`LayerIO.progress`): always."""
+        return True
 
     @property
     def num_kv_layers(self) -> int:

@@ -9,9 +9,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from maitred.errors import KernelError, OutOfMemory
+from maitred.errors import OutOfMemory
 from maitred.executor.kv_layout import CellLayout
 from maitred.executor.kv_pool import PoolShape
+from maitred.executor.layer_io import check_part
 
 
 class TorchKVPool:
@@ -32,7 +33,10 @@ class TorchKVPool:
                 f"lower --kv-cache-memory-bytes, --max-num-seqs or --max-model-len ({error})"
             ) from error
         self.progress = 0, 0
-        """Forward passes that have begun, and the layers whose KV the last of them has written; on a CPU."""
+        """Forward passes that have begun, and the layers whose KV the last of them has written, or told a GPU to."""
+        make_event: Callable[[], torch.cuda.Event] = torch.cuda.Event
+        self.written = [make_event() for _ in range(shape.num_layers)] if device.type == "cuda" else []
+        """On a GPU, of each layer: that its last write is done."""
         by_slot = shape.num_blocks * shape.block_size
         self._slots = self._pool.view(shape.num_layers, 2, by_slot, shape.num_kv_heads, shape.head_dim)
 
@@ -52,6 +56,8 @@ class TorchKVPool:
         k_slots, v_slots = self.slots(layer)
         k_slots.index_copy_(0, slots_T, k_TKH.to(self.dtype))
         v_slots.index_copy_(0, slots_T, v_TKH.to(self.dtype))
+        if self.written:
+            self.written[layer].record()
         self.progress = self.progress[0] + (layer == 0), layer + 1
 
     @property
@@ -85,19 +91,40 @@ class TorchKVPool:
         self._slots.index_fill_(2, slots, 0.0)
 
 
-class TorchLayers:
-    """`layer_io.LayerIO` of a pool on any device; copies of a GPU go in a stream of their own, beside the steps'."""
+class _BesideSteps:
+    """A stream of a GPU beside the steps'. Copies wait there for what steps were told to write before, for a GPU writes
+    long after it was told to. On a CPU nothing waits.
+    """
 
-    progress = 0, 0  # a GPU writes long after it was told to
-
-    def __init__(self, pool: TorchKVPool, layout: CellLayout) -> None:
-        self._pool, self.layout, self.num_layers = pool, layout, pool.shape.num_layers
+    def __init__(self, pool: TorchKVPool) -> None:
+        self._pool = pool
         make: Callable[[torch.device], torch.cuda.Stream] = torch.cuda.Stream
         self._stream = make(pool.device) if pool.device.type == "cuda" else None
 
+    def after(self, layers: range) -> AbstractContextManager[object]:
+        """Once steps have written these layers."""
+        if self._stream is None:
+            return nullcontext()
+        if layers:
+            self._stream.wait_event(self._pool.written[layers.stop - 1])
+        return torch.cuda.stream(self._stream)
+
+    def wait(self) -> None:
+        """Until all copies are done."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+
+class TorchLayers:
+    """`layer_io.LayerIO` of a pool on any device."""
+
+    def __init__(self, pool: TorchKVPool, layout: CellLayout) -> None:
+        self._pool, self.layout, self.num_layers = pool, layout, pool.shape.num_layers
+        self._beside = _BesideSteps(pool)
+
     def read(self, layers: range, blocks: Sequence[int], into: memoryview) -> None:
         self._check(layers, blocks, into)
-        with self._beside():
+        with self._beside.after(layers):
             found = self._pool.layers(layers).index_select(2, self._index(blocks))
             rows = found.transpose(1, 2).contiguous().view(torch.uint8).cpu()  # waits for the stream
         torch.frombuffer(into, dtype=torch.uint8).copy_(rows.flatten())
@@ -107,42 +134,41 @@ class TorchLayers:
         shape = self._pool.shape
         contents = torch.frombuffer(bytearray(rows), dtype=torch.uint8).view(self._pool.dtype)
         by_block = contents.view(len(layers), len(blocks), 2, shape.block_size, shape.num_kv_heads, shape.head_dim)
-        with self._beside():
+        with self._beside.after(layers):
             moved = by_block.to(self._pool.device).transpose(1, 2)
             self._pool.layers(layers).index_copy_(2, self._index(blocks), moved)
-        if self._stream is not None:
-            self._stream.synchronize()
+        self._beside.wait()
 
-    def _beside(self) -> AbstractContextManager[object]:
-        return torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()
+    @property
+    def progress(self) -> tuple[int, int]:
+        return self._pool.progress
 
     def _index(self, blocks: Sequence[int]) -> torch.Tensor:
         return torch.tensor(blocks, dtype=torch.int64, device=self._pool.device)
 
     def _check(self, layers: range, blocks: Sequence[int], rows: memoryview) -> None:
-        if not 0 <= layers.start <= layers.stop <= self.num_layers:
-            raise KernelError(f"layers {layers.start} to {layers.stop} of {self.num_layers}")
-        if any(not 0 <= block < self._pool.shape.num_blocks for block in blocks):
-            raise KernelError(f"blocks {list(blocks)} of {self._pool.shape.num_blocks}")
-        wanted = len(layers) * len(blocks) * self.layout.layer_bytes
-        if rows.nbytes != wanted:
-            raise KernelError(f"{rows.nbytes} bytes; these layers of these blocks have {wanted}")
+        num_blocks = self._pool.shape.num_blocks
+        check_part(layers, self.num_layers, blocks, num_blocks, self.layout.layer_bytes, rows.nbytes)
 
 
 class TorchBlocks:
-    """Whole blocks of a pool on a CPU as bytes, [layers, 2, slots, kv heads, head size] each, beside a step."""
+    """Whole blocks of a pool as bytes, [layers, 2, slots, kv heads, head size] each, beside a step."""
 
     def __init__(self, pool: TorchKVPool) -> None:
-        self._pool = pool
+        self._pool, self._beside = pool, _BesideSteps(pool)
         shape = pool.shape
         self._block = (shape.num_layers, 2, shape.block_size, shape.num_kv_heads, shape.head_dim)
         self.bytes_per_block: int = torch.Size(self._block).numel() * pool.dtype.itemsize
 
     def read(self, blocks: Sequence[int], into: memoryview) -> None:
-        rows = self._pool.gather(blocks).view(torch.uint8)
+        with self._beside.after(range(self._pool.shape.num_layers)):
+            rows = self._pool.gather(blocks).view(torch.uint8).cpu()
         torch.frombuffer(into, dtype=torch.uint8).copy_(rows.flatten())
 
     def write(self, blocks: Sequence[int], rows: memoryview) -> None:
         if blocks:
             contents = torch.frombuffer(rows, dtype=torch.uint8).view(self._pool.dtype)
-            self._pool.scatter(blocks, contents.view(len(blocks), *self._block))
+            by_block = contents.view(len(blocks), *self._block)
+            with self._beside.after(range(self._pool.shape.num_layers)):
+                self._pool.scatter(blocks, by_block.to(self._pool.device))
+            self._beside.wait()

@@ -80,7 +80,7 @@ class KVTier(Protocol):
         """Keys that it has, and has no more, for who chooses an engine; None while nobody wants to know."""
 
     def tell_changes(self, wanted: bool) -> None:
-        """From now on, or no more; the newest that are there first. One that cannot name its keys tells nothing."""
+        """From now on, or no more; the newest that are there first. One that has no index tells nothing."""
 
     def num_known(self, keys: Sequence[bytes]) -> int:
         """How many from the front are there, by what is in memory: microseconds, no I/O. Reading may find fewer."""
@@ -115,9 +115,11 @@ def worth_fetching(
 
 
 def break_even_tokens(
-    bytes_per_token: float, bandwidth: float, latency_s: float, prefill_s_per_token: float
+    bytes_per_token: float, bandwidth: float, latency_s: float, prefill_s_per_token: float | None
 ) -> int | None:
-    """The fewest tokens that `worth_fetching` fetches; None where computing is always faster."""
+    """The fewest tokens that `worth_fetching` fetches; None where computing is always faster, or was not measured."""
+    if prefill_s_per_token is None:
+        return None
     gain_s = prefill_s_per_token - bytes_per_token / bandwidth  # of each token
     return math.floor(latency_s / gain_s) + 1 if gain_s > 0 else None
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from maitred.errors import KernelError
+from maitred.model.lowering import lower
 from maitred.model.program import (
     QKV,
     TAPS,
@@ -39,7 +40,6 @@ from maitred.model.program import (
     Take,
     Weight,
     WriteKV,
-    lower,
 )
 from maitred.model.spec import DecoderSpec
 

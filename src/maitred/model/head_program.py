@@ -8,6 +8,7 @@ from msgspec.structs import replace
 
 from maitred.model.fusions import fused
 from maitred.model.head import HeadSpec
+from maitred.model.lowering import attention, logits, matrix, mlp, part_of, prepare, vector
 from maitred.model.program import (
     HIDDEN,
     TAKEN,
@@ -23,13 +24,6 @@ from maitred.model.program import (
     Program,
     Take,
     Weight,
-    attention,
-    logits,
-    matrix,
-    mlp,
-    part_of,
-    prepare,
-    vector,
 )
 
 _BOTH = "both"  # token and state, side by side

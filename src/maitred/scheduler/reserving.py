@@ -27,7 +27,8 @@ def reserve(state: SchedulerState, request_id: str, num_tokens: int) -> Reserved
         return None
     if state.sample_groups.awaits_leader(request):
         return None
-    num_blocks = min(num_tokens // kv.block_size, (request.num_tokens - 1) // kv.block_size, len(request.block_hashes))
+    most = request.num_tokens - (not request.spec.kv_only)  # who goes on computes its last token
+    num_blocks = min(num_tokens // kv.block_size, most // kv.block_size, len(request.block_hashes))
     end, hit = num_blocks * kv.block_size, kv.find_prefix(request)
     if end <= max(hit.num_tokens, state.reusable(request).num_tokens):
         return None

@@ -135,9 +135,9 @@ class Scheduler:
         """Out of the queue: those that have a reservation, and other samples of their prompts."""
         return tuple(self._state.reservations.waiting.values())
 
-    def waits_along(self, request_id: str) -> bool:
-        """Whether the KV that it waits for is on its way to another request."""
-        return request_id in self._state.reservations.along
+    def waits_along(self, request_id: str) -> str | None:
+        """The request that the KV it waits for is on its way to, where that is another one."""
+        return self._state.reservations.along.get(request_id)
 
     def next_in_line(self, count: int) -> list[RequestState]:
         """The first `count` of `waiting`, without sorting all of it."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from maitred.request import RequestState, RequestTiming
+from maitred.request import RequestState
+from maitred.step import RequestTiming
 
 
 def timing_of(request: RequestState, now: float) -> RequestTiming:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import hashlib
 import os
 import stat
 from collections.abc import Callable, Sequence
@@ -17,7 +16,7 @@ from typing import Any
 
 from maitred.errors import ConfigError
 
-KEY_BYTES, TAG_BYTES, KEY_ID_BYTES = 32, 16, 16
+KEY_BYTES, TAG_BYTES, KEY_ID_BYTES, HASH_BYTES = 32, 16, 16, 32
 _MOST_DERIVED = 512
 
 
@@ -27,7 +26,10 @@ class BlockCipher:
     def __init__(self, secret: bytes) -> None:
         try:
             from cryptography.exceptions import InvalidTag
+            from cryptography.hazmat.primitives.ciphers import Cipher
             from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+            from cryptography.hazmat.primitives.ciphers.algorithms import AES
+            from cryptography.hazmat.primitives.ciphers.modes import ECB
             from cryptography.hazmat.primitives.hashes import SHA256
             from cryptography.hazmat.primitives.kdf.hkdf import HKDF
         except ImportError:
@@ -44,12 +46,16 @@ class BlockCipher:
 
         self._aead: Callable[[bytes, str], Any] = lru_cache(_MOST_DERIVED)(aead)
         self._invalid: type[Exception] = InvalidTag
-        self._name_secret = derive(KEY_BYTES, b"", b"names")
+        self._names = Cipher(AES(derive(KEY_BYTES, b"", b"names")), ECB())
         self.key_id = derive(KEY_ID_BYTES, b"", b"id")  # tells which key it was, and nothing of the key
 
-    def stored_key(self, key: bytes) -> bytes:
-        """What a chain hash is called on disk."""
-        return hashlib.blake2b(key, key=self._name_secret, digest_size=32).digest()
+    def stored_keys(self, keys: Sequence[bytes]) -> list[bytes]:
+        """What chain hashes are called on disk: no two halves of hashes are equal, so AES by blocks tells nothing."""
+        return _each(self._names.encryptor().update(b"".join(keys)))
+
+    def own_keys(self, stored: Sequence[bytes]) -> list[bytes]:
+        """The chain hashes that are so called."""
+        return _each(self._names.decryptor().update(b"".join(stored)))
 
     def seal(self, segment_id: bytes, first_row: int, salt: str, keys: Sequence[bytes], rows: memoryview) -> memoryview:
         """`rows` of len(keys) blocks, encrypted, each with its tag after it.
@@ -75,6 +81,10 @@ class BlockCipher:
             except self._invalid:
                 return i
         return len(keys)
+
+
+def _each(joined: bytes) -> list[bytes]:
+    return [joined[at : at + HASH_BYTES] for at in range(0, len(joined), HASH_BYTES)]
 
 
 def _nonce(row: int) -> bytes:

@@ -28,7 +28,7 @@ from maitred.storage import kv_segments
 from maitred.storage.kv_crypt import TAG_BYTES, BlockCipher, read_key_file
 from maitred.storage.kv_folder import Owned, own_folder, private_folder
 from maitred.storage.kv_segments import ENTRY_BYTES, HEADER_BYTES, NOT_ENCRYPTED, Layout, Segment, Unusable, checksums
-from maitred.storage.kv_told import SharedChanges
+from maitred.storage.kv_told import MAX_HELD, SharedChanges
 
 logger = logging.getLogger(__name__)
 
@@ -103,6 +103,8 @@ class KVDisk:
         self.bytes_per_block, self.max_bytes = bytes_per_block, max_bytes
         self.stats = TierStats()
         self._folder, self._owned, self._layout, self._cipher = folder, owned, layout, cipher
+        self._stored_keys = cipher.stored_keys if cipher else list[bytes]
+        self._own_keys = cipher.own_keys if cipher else list[bytes]
         self._retry_s, self._is_closed = retry_s, False
         per_segment = min(SEGMENT_BYTES, max_bytes // 8)  # eviction takes a small part
         self._rows_per_segment = max(1, per_segment // (layout.row_bytes + ENTRY_BYTES))
@@ -120,14 +122,14 @@ class KVDisk:
     # ---- KVTier
 
     def tell_changes(self, wanted: bool) -> None:
-        """Encrypted, its keys have other names here."""
         with self._lock:
-            self.changes = SharedChanges(reversed(self._places)) if wanted and self._cipher is None else None
+            newest = [*itertools.islice(reversed(self._places), MAX_HELD)]
+            self.changes = SharedChanges(self._own_keys(newest)) if wanted else None
 
     def num_known(self, keys: Sequence[bytes]) -> int:
-        places, stored_key = self._places, self._stored_key
-        for i, key in enumerate(keys):
-            if stored_key(key) not in places:
+        places = self._places
+        for i, key in enumerate(self._stored_keys(keys)):
+            if key not in places:
                 return i
         return len(keys)
 
@@ -136,7 +138,7 @@ class KVDisk:
 
     def read(self, keys: Sequence[bytes], salt: str, into: memoryview) -> int:
         into, num_read = into.cast("B"), 0
-        for span in self._spans([self._stored_key(key) for key in keys]):
+        for span in self._spans(self._stored_keys(keys)):
             rows = into[num_read * self.bytes_per_block :][: len(span.keys) * self.bytes_per_block]
             count = self._read_span(span, salt, rows)
             num_read += count
@@ -152,7 +154,7 @@ class KVDisk:
         with self._writing:
             if self._is_closed:
                 return 0
-            stored = [self._stored_key(key) for key in keys]
+            stored = self._stored_keys(keys)
             fresh = [i for i, key in enumerate(stored) if key not in self._places]
             for run in _runs(fresh, len(fresh)):
                 begin, end = fresh[run.start], fresh[run.stop - 1] + 1
@@ -160,7 +162,7 @@ class KVDisk:
         return self.num_known(keys)
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        stored = [self._stored_key(key) for key in keys]
+        stored = self._stored_keys(keys)
         with self._lock:
             for base in {_base_of(place) for key in stored if (place := self._places.get(key)) is not None}:
                 self._use(self._segments[base])
@@ -270,7 +272,7 @@ class KVDisk:
         with self._lock:
             self._places.update(zip(keys, range(segment.base + first, segment.base + first + count), strict=True))
             if self.changes is not None:
-                self.changes.all_stored(keys)
+                self.changes.all_stored(self._own_keys(keys))
             self.stats.num_written += count
             self._use(segment)
             self._sum_up()
@@ -350,9 +352,6 @@ class KVDisk:
 
     # ---- books
 
-    def _stored_key(self, key: bytes) -> bytes:
-        return key if self._cipher is None else self._cipher.stored_key(key)
-
     def _use(self, segment: Segment) -> bool:
         """Whether it was not the one used last."""
         if segment.used == self._num_uses:
@@ -368,7 +367,7 @@ class KVDisk:
             return False
         del self._places[key]
         if self.changes is not None:
-            self.changes.removed(key)
+            self.changes.removed(*self._own_keys([key]))
         return True
 
     def _sum_up(self) -> None:

@@ -8,7 +8,8 @@ from collections.abc import Callable
 
 import msgspec
 
-from maitred.request import Charges, FinishReason, RequestTiming
+from maitred.request import Charges, FinishReason
+from maitred.step import RequestTiming
 from maitred.tensor.batch_run import BatchTimes
 from maitred.tensor.repository import IndexEntry
 from maitred.tensor.service import InferRequest, InferResponse

@@ -16,8 +16,8 @@ from typing import NamedTuple, Protocol
 from maitred.clock import Clock
 from maitred.engine.tensor_lanes import TensorLanes
 from maitred.errors import KernelError, MaitredError, QueueTimeout, RequestTimeout, Unavailable
-from maitred.request import Charges, FinishReason, RequestTiming
-from maitred.step import RequestProgress
+from maitred.request import Charges, FinishReason
+from maitred.step import RequestProgress, RequestTiming
 from maitred.tensor.batch_run import BatchRun, BatchTimes, run_batch
 from maitred.tensor.batching import Batching, Rows, rules_of
 from maitred.tensor.served_models import LoadedVersion, ServedModels

@@ -37,9 +37,9 @@ class Channel:
     def __init__(self, sock: socket.socket, *, timeout_s: float) -> None:
         self._socket, self.timeout_s = sock, timeout_s
         sock.settimeout(timeout_s / 3)
-        if sock.family != socket.AF_UNIX:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.is_unix = sock.family == getattr(socket, "AF_UNIX", None)
+        if not self.is_unix:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.limit = MAX_FIRST_BYTES
         """Bytes of a message; `trust` raises it."""
         self.on_quiet: Callable[[], None] | None = None

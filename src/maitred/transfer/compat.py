@@ -91,10 +91,14 @@ def _digest(numerics: Numerics) -> str:
     return hashlib.blake2b(msgspec.msgpack.encode(numerics), digest_size=8).hexdigest()
 
 
+# made here, once: two threads that each have msgspec look at the type for the first time crash the process
+_decode = msgspec.msgpack.Decoder(Layout).decode
+
+
 def layout_of(encoded: bytes) -> Layout:
     """Of its msgpack. Raises Refusal."""
     try:
-        layout = msgspec.msgpack.decode(encoded, type=Layout)
+        layout = _decode(encoded)
         layout.of_layer()
     except (msgspec.DecodeError, ValueError, RecursionError, KernelError) as error:
         raise Refusal("garbage", f"the peer told no layout: {error}") from None

@@ -15,8 +15,8 @@ import numpy as np
 from maitred.errors import ConfigError
 from maitred.transfer.channel import Channel
 from maitred.transfer.handshake import Ring
-from maitred.transfer.pieces import Ack, AnyMessage, Piece, Refusal, Welcome
-from maitred.transfer.slots import NUM_SLOTS, Slots
+from maitred.transfer.pieces import Piece, Refusal, Welcome
+from maitred.transfer.slots import NUM_SLOTS, RingInbox, RingOutbox
 
 
 class Agent:
@@ -86,23 +86,14 @@ class Agent:
             raise Refusal("cut", f"NIXL could not read the source's memory: status {status}")
 
 
-class NixlOutbox:
+class NixlOutbox(RingOutbox):
     """Of a source: a ring of registered memory that the receiver reads."""
 
     def __init__(self, channel: Channel, slot_bytes: int, agent: Agent) -> None:
-        self._channel, self.slot_bytes, self._agent = channel, slot_bytes, agent
-        self._memory = np.zeros(NUM_SLOTS * slot_bytes, np.uint8)
-        self._regions = agent.register(self._memory)
-        self._slots = Slots(channel)
-        self.num_bytes = self._memory.nbytes
-        self.ring = Ring(slot_bytes, NUM_SLOTS, agent=agent.described(self._regions), base=self._memory.ctypes.data)
-
-    def slot(self, num_bytes: int) -> tuple[int, memoryview]:
-        number = self._slots.next()
-        return number, self._memory.data[number * self.slot_bytes :][:num_bytes]
-
-    def take(self, message: AnyMessage) -> None:
-        self._slots.take(message)
+        memory = np.zeros(NUM_SLOTS * slot_bytes, np.uint8)
+        super().__init__(channel, slot_bytes, memory.data)
+        self._agent, self._regions = agent, agent.register(memory)
+        self.ring = Ring(slot_bytes, NUM_SLOTS, agent=agent.described(self._regions), base=memory.ctypes.data)
 
     def send(self, piece: Piece, rows: memoryview) -> None:
         self._channel.send(piece)
@@ -111,24 +102,20 @@ class NixlOutbox:
         self._agent.forget(self._regions)
 
 
-class NixlInbox:
+class NixlInbox(RingInbox):
     """Of a receiver: a piece's bytes, read out of the source's ring into registered memory of ours."""
 
     def __init__(self, channel: Channel, welcome: Welcome, agent: Agent) -> None:
-        self._channel, self._welcome, self._agent = channel, welcome, agent
+        super().__init__(channel, welcome)
+        self._agent = agent
         self._memory = np.zeros(welcome.slot_bytes, np.uint8)
         self._regions = agent.register(self._memory)
         self._peer = agent.meet(welcome.agent)
 
     def rows_of(self, piece: Piece) -> memoryview:
-        if not 0 <= piece.slot < self._welcome.num_slots:
-            raise Refusal("garbage", f"slot {piece.slot} of a ring of {self._welcome.num_slots}")
-        at = self._welcome.base + piece.slot * self._welcome.slot_bytes
+        at = self._welcome.base + self.offset_of(piece)
         self._agent.read(self._peer, at, self._memory.ctypes.data, piece.num_bytes, self._channel)
         return self._memory.data[: piece.num_bytes]
-
-    def done_with(self, piece: Piece) -> None:
-        self._channel.send(Ack(piece.slot))
 
     def close(self) -> None:
         self._agent.leave(self._peer)

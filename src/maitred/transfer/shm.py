@@ -16,36 +16,28 @@ import socket
 
 from maitred.transfer.channel import Channel
 from maitred.transfer.handshake import Ring
-from maitred.transfer.pieces import Ack, AnyMessage, Piece, Refusal, Welcome
-from maitred.transfer.slots import NUM_SLOTS, Slots
+from maitred.transfer.pieces import Piece, Refusal, Welcome
+from maitred.transfer.slots import NUM_SLOTS, RingInbox, RingOutbox
 
 _F_SEAL_FUTURE_WRITE = 0x10  # linux/fcntl.h, 5.1; Python has no name for it
 _FIXED = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL if hasattr(fcntl, "F_SEAL_SEAL") else 0
 
 
-class ShmOutbox:
+class ShmOutbox(RingOutbox):
     """Of a source: a ring that is written here and shown there."""
 
     def __init__(self, channel: Channel, slot_bytes: int) -> None:
         """Raises Refusal where the system has no such memory."""
-        self._channel, self.slot_bytes, self._slots = channel, slot_bytes, Slots(channel)
-        self.num_bytes = slot_bytes * NUM_SLOTS
+        num_bytes = slot_bytes * NUM_SLOTS
         try:
             self._fd = os.memfd_create("maitred-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         except (OSError, AttributeError):
             raise Refusal("unlike", "this system has no sealed shared memory; use --kv-transport tcp") from None
-        os.ftruncate(self._fd, self.num_bytes)
-        self._map = mmap.mmap(self._fd, self.num_bytes)
+        os.ftruncate(self._fd, num_bytes)
+        self._map = mmap.mmap(self._fd, num_bytes)
         fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _FIXED | _F_SEAL_FUTURE_WRITE)
-        self._memory = memoryview(self._map)
+        super().__init__(channel, slot_bytes, memoryview(self._map))
         self.ring = Ring(slot_bytes, NUM_SLOTS, self._fd)
-
-    def slot(self, num_bytes: int) -> tuple[int, memoryview]:
-        number = self._slots.next()
-        return number, self._memory[number * self.slot_bytes :][:num_bytes]
-
-    def take(self, message: AnyMessage) -> None:
-        self._slots.take(message)
 
     def send(self, piece: Piece, rows: memoryview) -> None:
         rows.release()
@@ -58,12 +50,12 @@ class ShmOutbox:
         self._map.close()
 
 
-class ShmInbox:
+class ShmInbox(RingInbox):
     """Of a receiver: the source's ring."""
 
     def __init__(self, channel: Channel, welcome: Welcome) -> None:
         """Raises Refusal for memory that the source could take away, or that is smaller than it says."""
-        self._channel, self._welcome = channel, welcome
+        super().__init__(channel, welcome)
         fd = channel.take_fd()
         if fd is None:
             raise Refusal("garbage", "the source told of shared memory and sent none")
@@ -79,12 +71,7 @@ class ShmInbox:
         self._memory = memoryview(self._map)
 
     def rows_of(self, piece: Piece) -> memoryview:
-        if not 0 <= piece.slot < self._welcome.num_slots:
-            raise Refusal("garbage", f"slot {piece.slot} of a ring of {self._welcome.num_slots}")
-        return self._memory[piece.slot * self._welcome.slot_bytes :][: piece.num_bytes]
-
-    def done_with(self, piece: Piece) -> None:
-        self._channel.send(Ack(piece.slot))
+        return self._memory[self.offset_of(piece) :][: piece.num_bytes]
 
     def close(self) -> None:
         self._memory.release()

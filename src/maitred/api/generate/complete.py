@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, aclosing, nullcontext
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from maitred.api.generate.dialect import Dialect, GenerationAsk, Prompt, StreamWriter
 from maitred.api.generate.generation import Generation
@@ -17,7 +17,7 @@ from maitred.api.generate.telling import Teller, fingerprint_of, told_usage
 from maitred.api.generate.time_limits import time_limits
 from maitred.api.http.app import App
 from maitred.api.http.exchange import JSON_HEADERS, Exchange, Header
-from maitred.api.http.fleet_headers import placed_by_router, time_left
+from maitred.api.http.fleet_headers import KV_EXPECTED, placed_by_router, time_left
 from maitred.api.http.ignored_fields import SCHEMA_IGNORED, names_told
 from maitred.api.http.results import Wanted
 from maitred.api.http.sse import EventStream
@@ -50,6 +50,9 @@ async def generate(
     limits = time_limits(ask.limits, exchange.headers).and_also(time_left(exchange.headers))
     salt = cache_salt(app, exchange.caller, ask.cache_salt)
     new_seed = resumption.seeds() if resumption is not None else _seeds(app, exchange)
+    if KV_EXPECTED in exchange.headers:
+        await _expect_kv(app, exchange, ask, partial(_make_batches, app, ask, salt, limits, new_seed, note_tokens))
+        return
     with _using(app, ask), leased(app, exchange.caller, ask, limits) as lease, app.kept_logprobs.answer() as keep:
         if await app.results.replay(exchange, wanted):
             _replayed(app, exchange, ask, lease)
@@ -66,7 +69,7 @@ async def generate(
             shape = ask.shape_found
             if shape.ignored:
                 exchange.told += ((SCHEMA_IGNORED, names_told(shape.ignored)),)
-            batches = [placed_by_router(exchange.headers, batch) for batch in batches]
+            batches = placed_by_router(exchange.headers, batches)
             batches, ended = _placed(app, lease.admit(batches), lease, resumption)
             if app.fleet.follows(exchange.headers):
                 specs = itertools.chain.from_iterable(batches)
@@ -92,6 +95,25 @@ async def generate(
             headers = (*JSON_HEADERS, *_server_timing(outcome), *_usage(app, exchange, outcome))
             await exchange.answer(whole, 200, headers)
         app.results.keep(exchange, wanted)
+
+
+@runtime_checkable
+class ExpectsKV(Protocol):
+    """A replica that can pull a prompt's KV while another one computes it."""
+
+    def expect_kv(self, request: RequestSpec, kv_from: tuple[str, ...]) -> None:
+        """It will go on with it here; does not wait."""
+
+
+async def _expect_kv(
+    app: App, exchange: Exchange, ask: GenerationAsk, work: Callable[[], list[list[RequestSpec]]]
+) -> None:
+    """A router says that the prompts are computed elsewhere now; they are answered here when they come again."""
+    batches = await (app.text.run_shaped(work) if ask.is_shaped else app.text.run(exchange.num_body_bytes, work))
+    for first, *_ in placed_by_router(exchange.headers, batches):
+        if first.kv_from and isinstance(app.replica, ExpectsKV):
+            app.replica.expect_kv(first, first.kv_from)
+    await exchange.answer_json({})
 
 
 def _using(app: App, ask: GenerationAsk) -> AbstractContextManager[None]:

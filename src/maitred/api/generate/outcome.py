@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from maitred.engine.output import Piece
 from maitred.objectives import Pace, new_pace
-from maitred.request import HANDOVER_OUTCOMES, NO_CHARGES, FinishReason, RequestSpec, RequestTiming
-from maitred.step import TokenLogprobs
+from maitred.request import HANDOVER_OUTCOMES, NO_CHARGES, FinishReason, RequestSpec
+from maitred.step import RequestTiming, TokenLogprobs
 
 
 class TokenUsage(NamedTuple):

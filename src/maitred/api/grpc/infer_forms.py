@@ -149,9 +149,7 @@ def infer_response(
     message: ANY_MESSAGE, answer: InferResponse, view: View, classes: Classes
 ) -> tuple[ANY_MESSAGE, list[Buffer]]:
     """The answer to `message`, and its raw contents, which go beside it: one for each output."""
-    told = MESSAGES["ModelInferResponse"](
-        model_name=answer.model, model_version=str(answer.version), id=message.id
-    )
+    told = MESSAGES["ModelInferResponse"](model_name=answer.model, model_version=str(answer.version), id=message.id)
     asked = {each.name: each for each in message.outputs}
     contents = []
     for tensor in answer.outputs:

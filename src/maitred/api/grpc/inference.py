@@ -259,7 +259,13 @@ class InferenceService:
         changes = {name: parameter_value(each) for name, each in message.settings.items()}
         told = MESSAGES["LogSettingsResponse"]()
         for name, value in self._with.settings.log(changes).items():
-            kind = "bool_param" if isinstance(value, bool) else "string_param" if isinstance(value, str) else "uint32_param"
+            kind = (
+                "bool_param"
+                if isinstance(value, bool)
+                else "string_param"
+                if isinstance(value, str)
+                else "uint32_param"
+            )
             setattr(told.settings[name], kind, value)
         return told
 

@@ -14,12 +14,13 @@ from msgspec.structs import replace
 from maitred.cluster.told_tokens import SEED, TELL
 from maitred.errors import InvalidRequest
 from maitred.gate.terms import NO_LIMITS, TimeLimits
-from maitred.request import RequestSpec
+from maitred.request import Charges, RequestSpec, ResumePoint
 from maitred.tenancy.caller import ANYBODY, Caller
 from maitred.tenancy.quota import QuotaBook
 from maitred.tenancy.tenant import LEAST_URGENT, Tenant
 
 Header = tuple[bytes, bytes]
+Batches = list[list[RequestSpec]]
 TENANT = b"x-maitred-tenant"  # empty where clients have keys and no tenants; without it a router vouches for nobody
 WEIGHT, PRIORITY = b"x-maitred-weight", b"x-maitred-priority"
 ADAPTER = b"x-maitred-adapter"  # that it names, where its tenant may use it
@@ -29,9 +30,11 @@ MAX_TOKENS = b"x-maitred-default-max-tokens"  # of a request that names none
 TIME_LEFT = (b"x-maitred-ttft-left-ms", b"x-maitred-queue-left-ms", b"x-maitred-time-left-ms")  # as TimeLimits
 KV_FROM = b"x-maitred-kv-from"  # where the prompt's KV may be pulled: addresses with commas between
 PROMPT_ONLY = b"x-maitred-prompt-only"  # another replica answers: the prompt is to be computed, and one token
+KV_EXPECTED = b"x-maitred-kv-expected"  # it is being computed there: its KV is to be pulled meanwhile, and no more
+NUM_CACHED = b"x-maitred-num-cached"  # who computed the prompt found so many of its tokens, and has counted it
 MAX_ADDRESSES, MAX_ADDRESS_CHARS = 8, 300
 _OF_CALLER = (TENANT, WEIGHT, PRIORITY, SALT, ADAPTER, KEY_ID, ADMIN, MAX_TOKENS)
-BELIEVED = frozenset((*_OF_CALLER, *TIME_LEFT, SEED, TELL, KV_FROM, PROMPT_ONLY))
+BELIEVED = frozenset((*_OF_CALLER, *TIME_LEFT, SEED, TELL, KV_FROM, PROMPT_ONLY, KV_EXPECTED, NUM_CACHED))
 LEAST_LEFT_S = 0.001
 
 
@@ -63,16 +66,31 @@ def kv_from_headers(addresses: Sequence[str]) -> list[Header]:
     return [(KV_FROM, ",".join(addresses).encode())] if addresses else []
 
 
-def placed_by_router(headers: Mapping[bytes, bytes], specs: Sequence[RequestSpec]) -> list[RequestSpec]:
-    """In a replica, of headers that are believed: the samples, with where their KV is. Raises InvalidRequest."""
+def placed_by_router(headers: Mapping[bytes, bytes], batches: Sequence[Sequence[RequestSpec]]) -> Batches:
+    """In a replica, of headers that are believed: the samples of each prompt, with where their KV is, and what it cost
+    there. Raises InvalidRequest.
+    """
     told = headers.get(KV_FROM, b"").decode("latin-1")
     addresses = tuple(told.split(",")) if told else ()
     if len(addresses) > MAX_ADDRESSES or any(len(address) > MAX_ADDRESS_CHARS for address in addresses):
         raise InvalidRequest(
             f"the header {KV_FROM.decode()} of a router has more, or longer, addresses than any worker"
         )
-    specs = [replace(spec, kv_from=addresses) for spec in specs] if addresses else list(specs)
-    return [replace(spec, max_tokens=1) for spec in specs] if PROMPT_ONLY in headers else specs
+    placed = [[replace(spec, kv_from=addresses) for spec in batch] if addresses else [*batch] for batch in batches]
+    if PROMPT_ONLY in headers:
+        return [[replace(spec, max_tokens=1) for spec in batch] for batch in placed]
+    if NUM_CACHED in headers:
+        _charge(placed, int(_number(headers, NUM_CACHED)))
+    return placed
+
+
+def _charge(batches: Batches, num_cached: int) -> None:
+    """The first sample of each prompt was in a step elsewhere."""
+    for batch in batches:
+        first = batch[0]
+        charges = Charges(first.num_prompt_tokens, min(num_cached, first.num_prompt_tokens), 0, 0, first.arrived_at)
+        batch[0] = replace(first, resumed=ResumePoint(charges=charges))
+        num_cached -= charges.num_cached_tokens
 
 
 def without_believed(headers: dict[bytes, bytes]) -> None:

@@ -23,7 +23,8 @@ from maitred.errors import RateLimited
 from maitred.gate.admission import AdmissionController
 from maitred.metrics import Metric, MetricKind
 from maitred.replica import DraftCounts, HasWorkers, Replica, ReplicaState, TierFigures, WorkerView
-from maitred.request import FinishReason, RequestTiming
+from maitred.request import FinishReason
+from maitred.step import RequestTiming
 from maitred.tenancy.quota import TenantQuota
 
 if TYPE_CHECKING:

@@ -5,16 +5,20 @@ answers, which pulls the KV (docs/disaggregation.md).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 from typing import NamedTuple
 
 from maitred.api.http.exchange import Header
-from maitred.api.http.fleet_headers import PROMPT_ONLY, kv_from_headers, time_left_headers
+from maitred.api.http.fleet_headers import KV_EXPECTED, NUM_CACHED, PROMPT_ONLY, kv_from_headers, time_left_headers
 from maitred.api.route.fleet import LiveReplica
 from maitred.cluster.balance import Choice
-from maitred.cluster.upstream import Ask, request_head
+from maitred.cluster.fleet_request import Usage
+from maitred.cluster.upstream import Ask, UpstreamFailed, request_head
 from maitred.gate.terms import NO_LIMITS, TimeLimits
+
+MAX_ERROR_BYTES = 64 * 1024
 
 
 @dataclass(slots=True)
@@ -62,10 +66,29 @@ class Stop(NamedTuple):
     kv_from: Sequence[str] = ()  # addresses where it finds KV of the prompt
     is_last: bool = True  # else it computes the prompt, and the next one answers
 
-    def headers(self, *, is_stream: bool) -> list[Header]:
-        """Of whole answers nobody sees the first token, so the second replica begins anew with the KV."""
+    def headers(self, *, is_stream: bool, prompt: Usage | None) -> list[Header]:
+        """Of whole answers nobody sees the first token, so the second replica begins anew with the KV, and counts what
+        the `prompt` has cost.
+        """
         told = kv_from_headers(self.kv_from)
+        if prompt is not None:
+            told.append((NUM_CACHED, b"%d" % (prompt.num_cached_tokens or 0)))
         return told if self.is_last or is_stream else [*told, (PROMPT_ONLY, b"1")]
+
+    @property
+    def expects(self) -> list[Header]:
+        """While the prompt is computed elsewhere: this replica pulls what there is of its KV."""
+        return [*kv_from_headers(self.kv_from), (KV_EXPECTED, b"1")]
+
+
+async def tell_expected(outgoing: Outgoing, stop: Stop, age_s: float) -> None:
+    """KV leaves while it is computed. Without this it leaves later, so nobody hears of a failure."""
+    with suppress(UpstreamFailed):
+        answer = await stop.live.upstream.send(outgoing.ask(stop.live, age_s, stop.expects))
+        try:
+            await answer.whole(MAX_ERROR_BYTES)
+        finally:
+            answer.abort()
 
 
 def stops_of(choice: Choice, replicas: Mapping[str, LiveReplica], *, may_hand_over: bool) -> list[Stop]:

@@ -13,7 +13,7 @@ from maitred.api.route import answers
 from maitred.api.route.bills import Bill
 from maitred.api.route.fleet import Fleet, LiveReplica
 from maitred.api.route.headers import towards_client
-from maitred.api.route.outgoing import Outgoing, Stop, stops_of
+from maitred.api.route.outgoing import MAX_ERROR_BYTES, Outgoing, Stop, stops_of, tell_expected
 from maitred.api.route.routed import Moved, RoutedRequest
 from maitred.cluster.actions import Bind
 from maitred.cluster.fleet_request import Failure, FailureKind, FleetRequest, Usage
@@ -23,7 +23,6 @@ from maitred.errors import MaitredError, ServerError
 from maitred.request import Charges, FinishReason
 
 MAX_KEPT_BYTES = 256 * 1024  # of an answer that is not streamed: while it is shorter another replica can begin anew
-MAX_ERROR_BYTES = 64 * 1024
 TOKENS_AT_ONCE = 16  # the core is told of the tokens of a stream by so many
 _REASONS = {"answered": FinishReason.STOP, "cancelled": FinishReason.ABORT, "failed": FinishReason.ERROR}
 
@@ -50,6 +49,7 @@ class Relay:
         self._fleet, self._routed, self._outgoing = fleet, routed, outgoing
         self.bill: Bill | None = None  # of who keeps a ledger
         self._is_billed = False  # the answer under way has said what it cost
+        self._prompt: Usage | None = None  # what its computing cost, which is told where it is answered
         self._is_computed = False  # its prompt is, and that was all that was asked of this replica
         self._num_each = routed.request.num_samples
         self._exchange: Exchange = routed.exchange
@@ -62,6 +62,7 @@ class Relay:
         self._num_tokens = 0
         self._is_cancelled = False
         self._num_untold = 0  # of these, to the core
+        self._telling: asyncio.Task[None] | None = None  # who will answer what to expect
         self._refusal: tuple[Answer, bytes] | None = None  # what the last replica said, with a status of 5xx
         self.usage: Usage | None = None  # once the answer is complete
         self.finish_reason: FinishReason | None = None  # of the ledger, which is not told why a whole answer ended
@@ -121,6 +122,8 @@ class Relay:
                         self._is_cancelled = isinstance(reason, ClientGone)
                         raise reason from None
         finally:
+            if self._telling is not None:
+                self._telling.cancel()
             self._fleet.leave(routed, self.usage)
             self._fleet.kept_bodies.let_go(routed)
             exchange.log["held_ms"] = round(routed.held_s * 1000, 1) or None
@@ -140,6 +143,8 @@ class Relay:
         stops = stops_of(bind.choice, self._fleet.replicas, may_hand_over=may_hand_over)
         if bind.choice.prefill is not None and len(stops) == 1:
             self._fleet.handed_over(self._routed)
+        if len(stops) > 1:
+            self._telling = asyncio.create_task(tell_expected(self._outgoing, stops[-1], self._age_s))
         for stop in stops:
             self._is_computed = False
             is_over = await self._stop(stop)
@@ -174,19 +179,22 @@ class Relay:
 
     def _ask(self, stop: Stop) -> Ask:
         """From the beginning, or for the rest. Raises ReplicaFailed where nobody knows how to go on."""
-        live, kv_told = stop.live, stop.headers(is_stream=self._told is not None)
+        live, kv_told = stop.live, stop.headers(is_stream=self._told is not None, prompt=self._prompt)
         if self._told is not None:
             self._told.broke_off()
-        arrived_at = self._routed.request.arrived_at
-        age_s = self._fleet.clock.now() - arrived_at
+        age_s = self._age_s
         if not self._routed.began:
             return self._outgoing.ask(live, age_s, kv_told)
         if self._told is None or not self._goes_on:
             raise ReplicaFailed("the replica broke its answer off, and no other can go on with it")
-        ttft_s = self._first_byte_at - arrived_at
+        ttft_s = self._first_byte_at - self._routed.request.arrived_at
         path, body = self._exchange.scope["path"], self._outgoing.body
         rest = self._told.resume_body(path, body, age_s=age_s, ttft_s=ttft_s)
         return self._outgoing.resume(live, rest, age_s, kv_told)
+
+    @property
+    def _age_s(self) -> float:
+        return self._fleet.clock.now() - self._routed.request.arrived_at
 
     @property
     def _goes_on(self) -> bool:
@@ -221,7 +229,8 @@ class Relay:
         if self._events is not None and answers.is_stream(answer):
             await self._stream(answer, stop)
         elif answer.status == 200 and not stop.is_last:
-            await answer.begin(MAX_KEPT_BYTES)  # the tenant pays for the prompt once, where it is answered
+            await answer.begin(MAX_KEPT_BYTES)
+            self._prompt = answers.cost_told(answer, is_ours=live.is_ours)
             self._is_computed = self._is_billed = True
         else:
             await self._whole(answer, live)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import maitred
-from maitred.api.common_routes import METRICS, PAGE, probe_routes
+from maitred.api.common_routes import METRICS, PAGE, probe_routes, role_routes
 from maitred.api.dialects.openai.format import OPENAI
 from maitred.api.http.exchange import Exchange
 from maitred.api.http.routes import Route, RouteTable
@@ -81,25 +81,7 @@ ROUTES = RouteTable(
             admin="see choices",
             errors=(401, 403, 404),
         ),
-        Route(
-            method="GET",
-            path="/admin/roles",
-            handler=admin.show_roles,
-            summary="Which replicas compute prompts, which answer, and where their KV is pulled from.",
-            admin="see roles",
-            answer=admin.Roles,
-            errors=(401, 403),
-        ),
-        Route(
-            method="POST",
-            path="/admin/roles",
-            handler=admin.give_role,
-            summary="Give a worker another role, without a restart.",
-            admin="change roles",
-            body=admin.RoleChange,
-            answer=admin.Roles,
-            errors=(400, 401, 403, 413, 415),
-        ),
+        *role_routes(admin.show_roles, admin.give_role, change=admin.RoleChange, answer=admin.Roles),
         _order(
             path="/admin/fleet/drain",
             handler=admin.drain,

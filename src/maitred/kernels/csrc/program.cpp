@@ -120,8 +120,8 @@ void Program::run_ops(const StepRows& rows, size_t first, size_t end) {
       Op& op = ops_[i];
       WorkCounter* const counters = op.shares == Shares::own ? own_counters_.get() : counters_;
       if (op.body(rows, counters + op.first_counter, worker)) worker.meet();
+      if (worker.barrier->abandoned()) return;  // not all have written then
       if (op.writes_kv && own.index == 0) pool_.wrote_layer();
-      if (worker.barrier->abandoned()) return;
       if (!timed) continue;
       const int64_t after = now_ns(alone);
       op.nanoseconds = after - before;

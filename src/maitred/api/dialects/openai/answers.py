@@ -18,7 +18,8 @@ from maitred.api.dialects.openai.schemas import (
 from maitred.api.generate.outcome import Outcome, timing_parts_ms
 from maitred.api.http.exchange import REQUEST_ID, Exchange
 from maitred.errors import InvalidRequest
-from maitred.request import FinishReason, RequestTiming
+from maitred.request import FinishReason
+from maitred.step import RequestTiming
 
 FINGERPRINT = f"maitred-{maitred.__version__}"
 encode = msgspec.json.Encoder().encode
