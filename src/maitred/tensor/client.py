@@ -15,7 +15,8 @@ from maitred.engine.client import EngineClient
 from maitred.engine.crash_isolation import CrashIsolation
 from maitred.engine.frames import Command, ToTensors, encode, error_of
 from maitred.engine.live_requests import LiveRequest
-from maitred.engine.owner import Loss, Start
+from maitred.engine.owner import Loss
+from maitred.engine.supervisor import Start
 from maitred.errors import EngineDead, InvalidRequest, MaitredError, ModelNotFound, RequestTooLarge
 from maitred.request import NO_CHARGES, Charges, FinishReason
 from maitred.tensor.config import ANY_MESSAGE
