@@ -218,6 +218,20 @@ ADMISSION_WAIT = _gauge(
 )
 ADMISSION_METRICS = _group()
 
+# tensor models
+TENSOR_REQUESTS = _counter(
+    "tensor_requests", "requests", "Requests for tensor models that ended, by how.", ("model", "reason")
+)
+TENSOR_COMPUTE = _counter(
+    "tensor_compute_seconds", "seconds", "Time of their batches; the ledger's rows add up to it.", ("model",)
+)
+TENSOR_ROWS = _counter("tensor_rows", "rows", "Rows of batches that ran.", ("model",))
+TENSOR_BATCHES = _counter("tensor_batches", "batches", "Batches that ran.", ("model",))
+TENSOR_PADDING = _gauge(
+    "tensor_padding_ratio", "ratio", "Of what batches of length buckets computed, what was padding.", ("model",)
+)
+TENSOR_METRICS = _group()
+
 # the result cache; a router in front of many has it too
 RESULT_CACHE_REQUESTS = _counter(
     "result_cache_requests",
@@ -313,6 +327,7 @@ WORKER_METRICS = _group()
 METRICS: tuple[Metric, ...] = (
     *ENGINE_METRICS,
     *WORKER_METRICS,
+    *TENSOR_METRICS,
     *EDGE_METRICS,
     *ADMISSION_METRICS,
     *RESULT_CACHE_METRICS,
@@ -332,6 +347,7 @@ def metrics_document() -> str:
             "",
             *_table("The engine", ENGINE_METRICS),
             *_table("Workers, of a server with several", WORKER_METRICS),
+            *_table("Tensor models", TENSOR_METRICS),
             *_table("The HTTP server", EDGE_METRICS),
             *_table("Admission", ADMISSION_METRICS),
             *_table("The result cache", RESULT_CACHE_METRICS),

@@ -12,6 +12,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from maitred import metrics as m
 from maitred.clock import WallClock
 from maitred.config import EngineConfig, ModelConfig, ProcessConfig, TensorConfig
 from maitred.decisions.codec import read_log
@@ -228,3 +229,24 @@ def test_the_ledger_holds_all_that_batches_took_also_of_who_left(tmp_path):
     whole_us = sum((one.input_ns + one.infer_ns + one.output_ns) // 1000 for one in took)
     assert sum(amount.compute_us for amount in usage.values()) == whole_us > 0
     assert sum(amount.rows for amount in usage.values()) >= 4
+
+
+def test_people_see_lanes_in_the_queue_and_what_batches_took_on_the_metrics_page(tmp_path):
+    write_model(tmp_path, "add", config=BATCHED)
+
+    async def ask():
+        async with engine(tmp_path) as client:
+            three = [
+                asyncio.ensure_future(client.tensors.infer(request(f"r{at}", rows(at), rows(at)))) for at in range(3)
+            ]
+            await asyncio.sleep(0)
+            (lane,) = (await client.queue_view(offset=0, limit=10)).lanes
+            assert (lane.model, lane.num_waiting, lane.num_waiting_rows) == ("add", 3, 3)
+            assert lane.reason == "for others to share its batch"
+            await asyncio.gather(*three, client.tensors.infer(request("r3", rows(3), rows(3))))
+            samples = client.tensors.counts.samples()
+            assert samples[m.TENSOR_ROWS] == {("add",): 4.0}
+            assert samples[m.TENSOR_REQUESTS] == {("add", "stop"): 4.0}
+            assert samples[m.TENSOR_COMPUTE]["add",] > 0
+
+    asyncio.run(ask())

@@ -7,11 +7,14 @@ from typing import Any, Protocol, runtime_checkable
 import msgspec
 
 from maitred.engine.owner import Loss
+from maitred.engine.tensor_counts import TensorCounts
 from maitred.errors import EngineDead
 
 
 class TensorsOfEngine(Protocol):
     """`tensor.client.TensorClient` is one. Told everything on the event loop, once there is one."""
+
+    counts: TensorCounts
 
     @property
     def busy(self) -> bool:
@@ -34,4 +37,4 @@ class TensorsOfEngine(Protocol):
 class HasTensors(Protocol):
     """A replica that serves tensor models, or may; `EngineClient` is one."""
 
-    tensors: Any  # a TensorService; None where it serves none
+    tensors: Any  # a TensorsOfEngine and TensorService; None where it serves none

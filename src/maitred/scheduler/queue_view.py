@@ -8,6 +8,7 @@ from maitred.config import SchedulerConfig
 from maitred.request import RequestState, RequestStatus
 from maitred.scheduler.notes import Blocked, Lack
 from maitred.scheduler.scheduler import Scheduler
+from maitred.tensor_request import Batch, LaneKey, TensorRequest
 
 MAX_PAGE = 1000
 
@@ -29,6 +30,19 @@ class WaitingRequest(msgspec.Struct, frozen=True):
     terms: dict[str, float]  # of its place in the policy's order
 
 
+class LaneView(msgspec.Struct, frozen=True):
+    """What waits for a tensor model in one shape, or one length bucket, and what runs of it."""
+
+    model: str
+    version: int
+    bucket: str
+    num_waiting: int
+    num_waiting_rows: int
+    num_running_rows: int
+    age_s: float  # of the one that has waited longest; 0 where none waits
+    reason: str  # why the next one waits, in words
+
+
 class QueueView(msgspec.Struct, frozen=True):
     """A page of the queue, the next first; those that wait for KV from elsewhere come last."""
 
@@ -38,6 +52,7 @@ class QueueView(msgspec.Struct, frozen=True):
     num_waiting: int  # in all, not only on this page
     offset: int
     waiting: tuple[WaitingRequest, ...]
+    lanes: tuple[LaneView, ...] = ()  # of tensor models, those that somebody is in
 
 
 def queue_view(scheduler: Scheduler, now: float, *, offset: int = 0, limit: int = 100) -> QueueView:
@@ -51,7 +66,43 @@ def queue_view(scheduler: Scheduler, now: float, *, offset: int = 0, limit: int 
         num_waiting=len(waiting),
         offset=offset,
         waiting=tuple(_waiting(scheduler, request, place, now) for place, request in enumerate(page, offset)),
+        lanes=lane_views(scheduler, now),
     )
+
+
+def lane_views(scheduler: Scheduler, now: float) -> tuple[LaneView, ...]:
+    """By model, version and bucket; as many as fit a page."""
+    lanes: dict[LaneKey, list[TensorRequest]] = {}
+    for request in scheduler.lanes.requests:
+        lanes.setdefault(request.spec.lane, []).append(request)
+    return tuple(_lane(scheduler, lane, lanes[lane], now) for lane in sorted(lanes)[:MAX_PAGE])
+
+
+def _lane(scheduler: Scheduler, lane: LaneKey, requests: list[TensorRequest], now: float) -> LaneView:
+    waiting = [one for one in requests if one.status is RequestStatus.WAITING]
+    batches = [batch for batch in scheduler.lanes.batches if batch.lane[:2] == lane[:2]]
+    return LaneView(
+        model=lane.model,
+        version=lane.version,
+        bucket=lane.bucket,
+        num_waiting=len(waiting),
+        num_waiting_rows=sum(one.num_rows for one in waiting),
+        num_running_rows=sum(batch.num_rows for batch in batches if batch.lane == lane),
+        age_s=now - min(one.queued_at for one in waiting) if waiting else 0.0,
+        reason=_reason_of_lane(scheduler, batches, lane) if waiting else "",
+    )
+
+
+def _reason_of_lane(scheduler: Scheduler, batches: list[Batch], lane: LaneKey) -> str:
+    model = next(model for model in scheduler.lanes.models if model.key == lane[:2])
+    if not model.instances:
+        running = ", ".join(f"{batch.num_rows} rows on {batch.instance}" for batch in batches)
+        return f"all instances run: {running}"
+    if model.short:
+        return "resources that its instances share are taken"
+    if not model.lanes[lane.bucket].is_ready:
+        return "for others to share its batch"
+    return "for its share of the machine beside the language model"
 
 
 def _waiting(scheduler: Scheduler, request: RequestState, position: int, now: float) -> WaitingRequest:

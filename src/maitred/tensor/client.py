@@ -17,6 +17,7 @@ from maitred.engine.frames import Command, ToTensors, encode, error_of
 from maitred.engine.live_requests import LiveRequest
 from maitred.engine.owner import Loss
 from maitred.engine.supervisor import Start
+from maitred.engine.tensor_counts import TensorCounts
 from maitred.errors import EngineDead, InvalidRequest, MaitredError, ModelNotFound, RequestTooLarge
 from maitred.request import NO_CHARGES, Charges, FinishReason
 from maitred.tensor.config import ANY_MESSAGE
@@ -123,6 +124,7 @@ class TensorClient:
         self._index: tuple[IndexEntry, ...] = ()
         self._served: dict[str, _Served] = {}
         self._statistics = Statistics()
+        self.counts = TensorCounts()
         self._over: EngineDead | None = None
         self.on_ended: Callable[[InferRequest, Ended], None] = lambda request, ended: None  # for ledger and metrics
         self.on_batch: Callable[[Ran], None] = lambda ran: None
@@ -195,6 +197,7 @@ class TensorClient:
                     self._ended(news)
                 case Ran(times):
                     self._statistics.ran(times)
+                    self.counts.ran(times.model, times.num_rows, times.num_padded, times.num_elements)
                     self.on_batch(news)
                 case Models():
                     self._models_changed(news)
@@ -273,6 +276,8 @@ class TensorClient:
 
     def _count(self, request: InferRequest, ended: Ended) -> None:
         timing = ended.timing
+        if timing is not None:
+            self.counts.ended(request.model, ended.finish_reason, ended.charges)
         version = (
             ended.result.version
             if ended.result is not None

@@ -19,6 +19,7 @@ from maitred import metrics as m
 from maitred.api.ops.metrics_compat import lora_family, vllm_families
 from maitred.api.ops.promises import Promises
 from maitred.engine.adapter_book import HasAdapters
+from maitred.engine.tensors_of_engine import HasTensors
 from maitred.errors import RateLimited
 from maitred.gate.admission import AdmissionController
 from maitred.metrics import Metric, MetricKind
@@ -295,6 +296,7 @@ class EdgeMetrics(Collector):
             m.REQUESTS_IN_OBJECTIVE: self._promises.samples(),
             m.HTTP_IN_FLIGHT: {(): float(self.num_in_flight)},
             **result_cache_samples(self.results),
+            **tensor_samples(self._replica),
             m.LOOP_TASKS: {(): float(len(asyncio.all_tasks()))},
             m.REQUESTS_CANCELLED: {(): float(self.num_cancelled)},
             m.LOG_LINES_DROPPED: {(): float(self.num_log_lines_dropped())},
@@ -321,6 +323,15 @@ def worker_samples(metric: Metric, replica: Replica) -> dict[tuple[str, ...], fl
 
 def _labels(metric: Metric, worker: WorkerView) -> tuple[str, ...]:
     return tuple(str(getattr(worker, label)) for label in metric.labels)
+
+
+def tensor_samples(replica: Replica) -> Mapping[Metric, dict[tuple[str, ...], float]]:
+    """Of TENSOR_METRICS; a server without tensor models tells of none."""
+    tensors = replica.tensors if isinstance(replica, HasTensors) else None
+    if tensors is None:
+        return {metric: {} for metric in m.TENSOR_METRICS}
+    samples: Mapping[Metric, dict[tuple[str, ...], float]] = tensors.counts.samples()
+    return samples
 
 
 def result_cache_samples(results: Results | None) -> dict[Metric, dict[tuple[str, ...], float]]:
