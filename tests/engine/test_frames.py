@@ -71,6 +71,8 @@ charges = st.builds(
     first_token_at=st.none() | times,
     num_draft_tokens=st.integers(0, 9),
     num_accepted_tokens=st.integers(0, 9),
+    num_rows=st.integers(0, 9),
+    compute_us=st.integers(0, 9),
 )
 resume_points = st.builds(
     ResumePoint,

@@ -118,6 +118,21 @@ def test_requests_of_an_engine_that_is_killed_run_again(tmp_path):
     asyncio.run(ask())
 
 
+def test_the_next_engine_has_the_models_that_were_asked_for(tmp_path):
+    write_model(tmp_path, "add")
+
+    async def ask():
+        async with engine(tmp_path, mode="explicit") as client:
+            await client.tensors.load("add")
+            killed = client.supervisor.pid
+            os.kill(killed, signal.SIGKILL)
+            await until_async(lambda: client.supervisor.pid != killed)
+            answer = await client.tensors.infer(request("r", rows(1), rows(2)))
+            assert array_of(answer.outputs[0])[0, 0] == 3
+
+    asyncio.run(ask())
+
+
 def test_who_leaves_or_is_late_gives_up_its_place_in_the_engine(tmp_path):
     write_model(tmp_path, "add", config=BATCHED)
 

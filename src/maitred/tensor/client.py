@@ -119,6 +119,8 @@ class TensorClient:
         self._on_admitted = on_admitted
         self._live: dict[str, LiveTensor] = {}
         self._isolation: CrashIsolation[LiveTensor] = CrashIsolation(self._begin)
+        self._asked: dict[str, Load | Unload] = {}  # by model, what was done last, which the next engine does again
+        self._restoring: set[int] = set()  # of them, those that the present engine has not done yet
         self._changes: dict[int, asyncio.Future[None]] = {}
         self._numbers = itertools.count()
         self._index: tuple[IndexEntry, ...] = ()
@@ -140,7 +142,8 @@ class TensorClient:
         self._live[request.request_id] = live
         if self._on_admitted is not None:
             self._on_admitted(live)
-        self._isolation.enter(live)
+        if not self._restoring:  # else it is begun with all others
+            self._isolation.enter(live)
         self._wake()
         try:
             ended = await live.answer
@@ -185,6 +188,7 @@ class TensorClient:
         self._changes[command.number] = done
         try:
             await done
+            self._asked[command.model] = command
         finally:
             self._changes.pop(command.number, None)
 
@@ -201,6 +205,8 @@ class TensorClient:
                     self.on_batch(news)
                 case Models():
                     self._models_changed(news)
+                case Changed(number) if number in self._restoring:
+                    self._restored(number)
                 case Changed(number, problem) if number in self._changes:
                     _settle(self._changes[number], _error(problem) if problem is not None else None)
 
@@ -211,6 +217,7 @@ class TensorClient:
     def lost(self, cause: str, *, own_fault: bool) -> Loss:
         """The engine died; who may, runs again."""
         before = len(self._live)
+        self._restoring.clear()
         culprit = self._isolation.died(self._live.values(), own_fault=own_fault)
         self._end_changes(EngineDead(cause))
         for live in list(self._live.values()):
@@ -227,8 +234,17 @@ class TensorClient:
 
     def regained(self) -> int:
         """There is an engine, which knows nobody: how many run again."""
-        self._isolation.begin(list(self._live.values()))
+        self._restoring = {next(self._numbers) for _ in self._asked}
+        for number, command in zip(sorted(self._restoring), self._asked.values(), strict=True):
+            self._send(msgspec.structs.replace(command, number=number))
+        self._restored()
         return len(self._live)
+
+    def _restored(self, number: int = -1) -> None:
+        """Models are as they were asked to be; one that cannot be loaded any more has its reason in the index."""
+        self._restoring.discard(number)
+        if not self._restoring:
+            self._isolation.begin(list(self._live.values()))
 
     def ended(self, error: EngineDead) -> None:
         """There will be none any more."""
