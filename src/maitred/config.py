@@ -289,7 +289,7 @@ class TensorConfig:
     """Tensor models (ONNX), served beside the language model or, with the model `none`, without one."""
 
     model_repository: str | None = None
-    """Folder of tensor models in Triton's layout; see docs/tensor.md."""
+    """Folder of tensor models in Triton's layout, or one .onnx file; see docs/tensor.md."""
     model_control_mode: str = one_of(("none", "poll", "explicit"), "none")
     """When tensor models are loaded: at the start (none), as their folders change (poll), or as an administrator asks
     (explicit)."""

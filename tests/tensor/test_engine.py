@@ -80,6 +80,17 @@ def test_an_engine_without_a_language_model_infers_and_counts(tmp_path, transpor
     asyncio.run(ask())
 
 
+def test_a_lone_file_is_a_model_of_its_name(tmp_path):
+    file = write_model(tmp_path, "add") / "1" / "model.onnx"
+
+    async def ask():
+        async with engine(file.rename(tmp_path / "add.onnx"), IN_THREAD) as client:
+            answer = await client.tensors.infer(request("r", rows(1), rows(2)))
+            assert array_of(answer.outputs[0])[0, 0] == 3
+
+    asyncio.run(ask())
+
+
 def test_models_are_loaded_as_an_administrator_asks(tmp_path):
     write_model(tmp_path, "add")
 

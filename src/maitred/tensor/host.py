@@ -16,7 +16,7 @@ from maitred.clock import Clock, WallClock
 from maitred.config import TensorConfig
 from maitred.engine.core import EngineCore
 from maitred.engine.frames import OfTensors, Report, encode
-from maitred.errors import MaitredError, RequestTooLarge
+from maitred.errors import CheckpointError, ConfigError, MaitredError, RequestTooLarge
 from maitred.request import FinishReason
 from maitred.tensor.batch_run import BatchTimes
 from maitred.tensor.control import ControlMode, ModelControl
@@ -34,6 +34,7 @@ from maitred.tensor.frames import (
     problem_of,
 )
 from maitred.tensor.frames import ServedVersion as Told
+from maitred.tensor.repository_files import model_of_file
 from maitred.tensor.runner import Answer, TensorRunner
 from maitred.tensor.served_models import ServedModels
 from maitred.tensor.service import InferRequest, InferResponse
@@ -48,11 +49,19 @@ class TensorHost:
         self._config, self._clock = config, clock or WallClock()
         self.models = ServedModels()
         self._control = ModelControl(Path(config.model_repository), ControlMode(config.model_control_mode), self.models)
-        self._control.start(config.load_model)
+        self._start(Path(config.model_repository))
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="maitred-models")
         self._done: deque[Changed | None] = deque()  # changes of models, from the thread that loads
         self._news: list[News] = []
         self._closing = threading.Event()
+
+    def _start(self, repository: Path) -> None:
+        if not repository.is_file():
+            self._control.start(self._config.load_model)
+        elif self._control.mode is not ControlMode.NONE:
+            raise ConfigError(f"{repository} is a file; model_control_mode {self._control.mode.value} is of a folder")
+        elif not self.models.take(model_of_file(repository)):
+            raise CheckpointError("; ".join(entry.reason for entry in self.models.index()))
 
     def begin(self, core: EngineCore, send: Callable[[Report], None], wake: Callable[[], None]) -> None:
         """Before the engine says that it is ready; the server hears first which models there are."""

@@ -140,7 +140,7 @@ def _with_tensors(start: Start) -> Start:
 
 
 def _replica_of(options: Options) -> MakeReplica:
-    if options[TensorConfig].model_repository is not None:
+    if _tensors(options).model_repository is not None:
         if len(options[ProcessConfig].roles) > 1:
             raise ConfigError("a model_repository is served by one engine; leave out workers, or the repository")
         from maitred.tensor.client import client_with_tensors
@@ -159,10 +159,26 @@ def _replica_of(options: Options) -> MakeReplica:
 
 def _engine_config(options: Options) -> EngineConfig:
     """Tenants have tiers, so where there are tenants the policy heeds them, unless the user chose one."""
-    config = replace(engine_config(options), admission=options[AdmissionConfig], tensors=options[TensorConfig])
+    config = replace(engine_config(options), admission=options[AdmissionConfig], tensors=_tensors(options))
+    if _is_onnx(config.model.model):
+        config = replace(config, model=replace(config.model, model=NO_MODEL))
     if options[TenancyConfig].tenants is None or options.was_given("policy"):
         return config
     return replace(config, scheduler=replace(config.scheduler, policy="interactive"))
+
+
+def _is_onnx(model: str | None) -> bool:
+    """One tensor model, given in the language model's place."""
+    return model is not None and model.endswith(".onnx")
+
+
+def _tensors(options: Options) -> TensorConfig:
+    model, tensors = options[ModelConfig].model, options[TensorConfig]
+    if not _is_onnx(model):
+        return tensors
+    if tensors.model_repository is not None:
+        raise ConfigError("an .onnx file and a model_repository are two; put the file into the repository")
+    return replace(tensors, model_repository=model)
 
 
 def spare_the_collector() -> None:
