@@ -17,6 +17,7 @@ from maitred.config import (
     SchedulerConfig,
     ServerConfig,
     SpeculativeConfig,
+    TensorConfig,
     TiersConfig,
 )
 
@@ -29,6 +30,7 @@ CONFIGS = (
     AdmissionConfig,
     SpeculativeConfig,
     TiersConfig,
+    TensorConfig,
     EngineConfig,
 )
 
@@ -127,6 +129,7 @@ PARTS = (
     "lora",
     "share",
     "tiers",
+    "tensors",
 )  # fields of EngineConfig that are dataclasses
 
 
