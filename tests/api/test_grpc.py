@@ -25,7 +25,8 @@ from maitred.errors import Overloaded, RateLimited  # noqa: E402
 from maitred.tensor.control import ControlMode  # noqa: E402
 from maitred.tensor.local import LocalTensorService  # noqa: E402
 from maitred.tensor.protocol_fields import HEALTH_MESSAGES, MESSAGES  # noqa: E402
-from tests.fakes_api import FakeReplica, make_model  # noqa: E402
+from tests.api.test_tenants import table_of  # noqa: E402
+from tests.fakes_api import FakeReplica, FakeTenants, make_model  # noqa: E402
 from tests.tensor.models import write_model  # noqa: E402
 from tests.waiting import until_async  # noqa: E402
 
@@ -35,13 +36,13 @@ KEY = {"authorization": "Bearer secret"}
 
 
 @asynccontextmanager
-async def served(repository, *, config=None, mode=ControlMode.NONE, load=()):
+async def served(repository, *, config=None, mode=ControlMode.NONE, load=(), tenants=None):
     """A channel's address, and the app behind it."""
     tensors = LocalTensorService(repository, mode)
     await tensors.start(load)
     replica = FakeReplica()
     replica.tensors = tensors
-    app = create_app(replica, make_model(), config or ServerConfig()).app
+    app = create_app(replica, make_model(), config or ServerConfig(), tenants=tenants).app
     server = grpc_server(repository)(app)
     port = await server.start("127.0.0.1", 0)
     try:
@@ -308,3 +309,41 @@ def test_a_refusal_says_when_to_try_again():
     hidden = grpc_error(RuntimeError("/etc/passwd"))
     assert hidden.code is grpc.StatusCode.INTERNAL
     assert "passwd" not in hidden.message
+
+
+async def test_a_compressed_message_is_bounded_by_what_it_holds(tmp_path):
+    write_model(tmp_path, "add", config=CONFIG)
+    message = MESSAGES["ModelInferRequest"](model_name="add", raw_input_contents=[b"\0" * (1 << 22)])
+    async with served(tmp_path, config=ServerConfig(max_body_bytes=1 << 20)) as (address, _):
+        async with grpc.aio.insecure_channel(address, compression=grpc.Compression.Gzip) as channel:
+            call = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+            with pytest.raises(grpc.aio.AioRpcError) as raised:
+                await call(message.SerializeToString())
+            assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            message.raw_input_contents[0] = b""
+            with pytest.raises(grpc.aio.AioRpcError, match="raw_input_contents") as raised:
+                await call(message.SerializeToString())
+
+
+async def test_a_tenants_terms_go_with_its_requests_and_its_limits_end_them(tmp_path):
+    write_model(tmp_path, "add", config=WAITS)
+    table = table_of({"narrow": {"concurrency": 1, "weight": 2.5}, "boss": {}})
+    async with asked(tmp_path, tenants=FakeTenants(table)) as (triton, app):
+        key = {"authorization": "Bearer narrow"}
+        seen = []
+        infer = app.tensors.infer
+        app.tensors.infer = lambda request: seen.append(request) or infer(request)
+        asking = asyncio.ensure_future(triton.infer("add", inputs(1), headers=key, client_timeout=60))
+        await until_async(lambda: seen)
+        assert (seen[0].tenant, seen[0].weight, seen[0].key_id) == ("narrow", 2.5, "key_narrow")
+        assert 0 < seen[0].finish_by - seen[0].arrived_at <= 60
+        with pytest.raises(InferenceServerException, match="concurrency") as raised:
+            await triton.infer("add", inputs(1), headers=key)
+        assert raised.value.status() == "StatusCode.RESOURCE_EXHAUSTED"
+        for refused in (triton.load_model("add", headers=key), triton.get_system_shared_memory_status(headers=key)):
+            with pytest.raises(InferenceServerException) as raised:
+                await refused
+            assert raised.value.status() == "StatusCode.PERMISSION_DENIED"
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
