@@ -175,7 +175,7 @@ not yet: Mamba and linear attention
   mamba-block-size mamba-* *-mamba-* linear-* *replayssm* gdn-* kda-*
 not yet: a model lies whole on one device (--device cpu or cuda), never part of it on another
   -ngl -ot -kvo -nkvo -ncffn gpu-layers n-gpu-layers kv-offload op-offload override-tensor n-cpu-ffn
-  model-load-gpu-limit cpu-offload-* offload-* ple-*
+  model-load-gpu-limit cpu-offload-* offload-* offload-mode ple-*
 not yet: prefixes in host memory or elsewhere, and prefill and decode apart
   -cram cache-ram enable-hicache enable-hierarchical-cache enable-lmcache enable-session-radix-cache
   enable-streaming-session slot-save-path cache-reuse cache-config cache-directory engram-config sm-group-num
