@@ -314,15 +314,17 @@ def test_a_refusal_says_when_to_try_again():
 async def test_a_compressed_message_is_bounded_by_what_it_holds(tmp_path):
     write_model(tmp_path, "add", config=CONFIG)
     message = MESSAGES["ModelInferRequest"](model_name="add", raw_input_contents=[b"\0" * (1 << 22)])
-    async with served(tmp_path, config=ServerConfig(max_body_bytes=1 << 20)) as (address, _):
-        async with grpc.aio.insecure_channel(address, compression=grpc.Compression.Gzip) as channel:
-            call = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
-            with pytest.raises(grpc.aio.AioRpcError) as raised:
-                await call(message.SerializeToString())
-            assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-            message.raw_input_contents[0] = b""
-            with pytest.raises(grpc.aio.AioRpcError, match="raw_input_contents") as raised:
-                await call(message.SerializeToString())
+    async with (
+        served(tmp_path, config=ServerConfig(max_body_bytes=1 << 20)) as (address, _),
+        grpc.aio.insecure_channel(address, compression=grpc.Compression.Gzip) as channel,
+    ):
+        call = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await call(message.SerializeToString())
+        assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        message.raw_input_contents[0] = b""
+        with pytest.raises(grpc.aio.AioRpcError, match="raw_input_contents"):
+            await call(message.SerializeToString())
 
 
 async def test_a_tenants_terms_go_with_its_requests_and_its_limits_end_them(tmp_path):
