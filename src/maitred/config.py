@@ -290,6 +290,10 @@ class TensorConfig:
 
     model_repository: str | None = None
     """Folder of tensor models in Triton's layout, or one .onnx file; see docs/tensor.md."""
+    tfs_model_config: str | None = None
+    """TF Serving's model_config_list (protobuf text) in place of a repository: names, base paths, versions, labels."""
+    tfs_batching_parameters: str | None = None
+    """TF Serving's BatchingParameters (protobuf text), laid over the config of every model."""
     model_control_mode: str = one_of(("none", "poll", "explicit"), "none")
     """When tensor models are loaded: at the start (none), as their folders change (poll), or as an administrator asks
     (explicit)."""
@@ -303,8 +307,17 @@ class TensorConfig:
         require_between("repository_poll_s", self.repository_poll_s, 0.01, 86400.0)
         if self.load_model and self.model_control_mode != "explicit":
             raise ConfigError("load_model is for model_control_mode explicit; in the others all models are loaded")
-        if self.model_repository is None and (self.load_model or self.model_control_mode != "none"):
-            raise ConfigError("model_control_mode and load_model are of a repository; give model_repository")
+        if self.model_repository is not None and self.tfs_model_config is not None:
+            raise ConfigError("model_repository and tfs_model_config both say which models there are; give one of them")
+        if not self.serves and (self.load_model or self.model_control_mode != "none" or self.tfs_batching_parameters):
+            raise ConfigError(
+                "model_control_mode, load_model and tfs_batching_parameters are of a repository; give model_repository"
+            )
+
+    @property
+    def serves(self) -> bool:
+        """Whether there are tensor models."""
+        return self.model_repository is not None or self.tfs_model_config is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

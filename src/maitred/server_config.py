@@ -50,6 +50,10 @@ class ServerConfig:
     """Address to listen on; 0.0.0.0 for every interface."""
     port: int = 8000
     """TCP port; 0 lets the system choose."""
+    grpc_port: int | None = None
+    """TCP port for gRPC, where tensor models are served: KServe v2 and TF Serving; 0 lets the system choose."""
+    server_id: str = "maitred"
+    """Name of this server in KServe's metadata."""
     api_keys: tuple[str, ...] = ()
     """Keys that clients may send as `Authorization: Bearer KEY`; empty leaves the server open."""
     served_model_names: tuple[str, ...] = ()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from contextlib import asynccontextmanager
-from types import SimpleNamespace
+import logging
+from contextlib import asynccontextmanager, contextmanager
+from multiprocessing.shared_memory import SharedMemory
 
 import numpy as np
 import pytest
@@ -16,69 +17,33 @@ client = pytest.importorskip("tritonclient.grpc.aio", reason="tritonclient is no
 from tritonclient.grpc import InferInput, InferRequestedOutput  # noqa: E402
 from tritonclient.utils import InferenceServerException  # noqa: E402
 
+from maitred.api.grpc.build import EXTENSIONS, grpc_server  # noqa: E402
 from maitred.api.grpc.errors import PUSHBACK, grpc_error  # noqa: E402
-from maitred.api.grpc.inference import Extensions, InferenceService  # noqa: E402
-from maitred.api.grpc.server import GrpcServer  # noqa: E402
 from maitred.api.serving import create_app  # noqa: E402
 from maitred.config import ServerConfig  # noqa: E402
-from maitred.errors import InvalidRequest, Overloaded, RateLimited  # noqa: E402
+from maitred.errors import Overloaded, RateLimited  # noqa: E402
 from maitred.tensor.control import ControlMode  # noqa: E402
 from maitred.tensor.local import LocalTensorService  # noqa: E402
 from maitred.tensor.protocol_fields import HEALTH_MESSAGES, MESSAGES  # noqa: E402
-from maitred.tensor.service import Tensor  # noqa: E402
-from tests.fakes_api import FakeReplica, make_model  # noqa: E402
+from tests.api.test_tenants import table_of  # noqa: E402
+from tests.fakes_api import FakeReplica, FakeTenants, make_model  # noqa: E402
 from tests.tensor.models import write_model  # noqa: E402
+from tests.waiting import until_async  # noqa: E402
 
 CONFIG = "max_batch_size: 8"
 WAITS = "max_batch_size: 8 dynamic_batching { preferred_batch_size: [ 8 ] max_queue_delay_microseconds: 60000000 }"
 KEY = {"authorization": "Bearer secret"}
 
 
-class Regions(dict):
-    """Regions that are arrays of this process."""
-
-    def register(self, name, key, offset, byte_size):
-        self[name] = SimpleNamespace(key=key, offset=offset, byte_size=byte_size, memory=bytearray(byte_size))
-
-    def unregister(self, name=""):
-        self.pop(name) if name else self.clear()
-
-    def status(self, name=""):
-        return {name: self[name]} if name else self
-
-    def view(self, name, offset, byte_size):
-        if name not in self or offset + byte_size > self[name].byte_size:
-            raise InvalidRequest(f"no region {name!r} of so many bytes is registered")
-        return memoryview(self[name].memory)[offset : offset + byte_size]
-
-
-class Settings:
-    def __init__(self):
-        self.traced, self.logged = {"trace_level": ("OFF",), "trace_rate": ("1000",)}, {"log_info": True}
-
-    def trace(self, changes, model=""):
-        self.traced |= changes
-        return self.traced
-
-    def log(self, changes):
-        self.logged |= changes
-        return self.logged | {"log_verbose_level": 0, "log_format": "default"}
-
-
-def largest(model, output, count):
-    return Tensor(output.name, "BYTES", (1, count), b"")
-
-
 @asynccontextmanager
-async def served(repository, *, config=None, mode=ControlMode.NONE, load=(), services=()):
+async def served(repository, *, config=None, mode=ControlMode.NONE, load=(), tenants=None):
     """A channel's address, and the app behind it."""
     tensors = LocalTensorService(repository, mode)
     await tensors.start(load)
     replica = FakeReplica()
     replica.tensors = tensors
-    app = create_app(replica, make_model(), config or ServerConfig()).app
-    extensions = Extensions("maitred", ("classification", "statistics"), Regions(), Settings(), largest)
-    server = GrpcServer(app, [InferenceService(app, extensions), *(make(app) for make in services)])
+    app = create_app(replica, make_model(), config or ServerConfig(), tenants=tenants).app
+    server = grpc_server(repository)(app)
     port = await server.start("127.0.0.1", 0)
     try:
         yield f"127.0.0.1:{port}", app
@@ -114,7 +79,7 @@ async def test_tritons_client_sees_health_metadata_and_config(tmp_path):
         assert not await triton.is_model_ready("add", "1")
         assert not await triton.is_model_ready("other")
         server = await triton.get_server_metadata()
-        assert (server.name, list(server.extensions)) == ("maitred", ["classification", "statistics"])
+        assert (server.name, list(server.extensions)) == ("maitred", [*EXTENSIONS])
         told = await triton.get_model_metadata("add", as_json=True)
         assert told["versions"] == ["3"]
         assert told["inputs"][0] == {"name": "INPUT0", "datatype": "FP32", "shape": ["-1", "16"]}
@@ -205,39 +170,88 @@ async def test_models_are_loaded_with_a_config_and_unloaded(tmp_path):
         assert not await triton.is_model_ready("add")
 
 
+@contextmanager
+def shared(size):
+    memory = SharedMemory(create=True, size=size)
+    try:
+        yield memory
+    finally:
+        memory.close()
+        memory.unlink()
+
+
 async def test_regions_hold_inputs_and_outputs_and_cuda_has_none(tmp_path):
     write_model(tmp_path, "add", config=CONFIG)
-    async with asked(tmp_path) as (triton, app):
-        await triton.register_system_shared_memory("mine", "/mine", 256)
-        status = await triton.get_system_shared_memory_status(as_json=True)
-        assert status["regions"]["mine"] == {"name": "mine", "key": "/mine", "byte_size": "256"}
-        given = inputs(0, contents=False)
-        for each in given:
-            each.set_shared_memory("mine", 64)
-        output = InferRequestedOutput("OUTPUT")
-        output.set_shared_memory("mine", 64, offset=64)
-        answer = await triton.infer("add", given, outputs=[output])
-        parameters = answer.get_output("OUTPUT").parameters
-        assert parameters["shared_memory_offset"].int64_param == 64
-        output.set_shared_memory("mine", 8)
-        with pytest.raises(InferenceServerException, match="64 bytes"):
-            await triton.infer("add", given, outputs=[output])
-        await triton.unregister_system_shared_memory()
-        with pytest.raises(InferenceServerException, match="mine"):
-            await triton.infer("add", given)
-        assert not (await triton.get_cuda_shared_memory_status()).regions
-        with pytest.raises(InferenceServerException) as raised:
-            await triton.register_cuda_shared_memory("gpu", b"AAAA", 0, 64)
-        assert raised.value.status() == "StatusCode.UNIMPLEMENTED"
+    with shared(256) as memory:
+        memory.buf[:64] = np.arange(16, dtype=np.float32).tobytes()
+        async with asked(tmp_path) as (triton, _):
+            await triton.register_system_shared_memory("mine", f"/{memory.name}", 192)
+            status = await triton.get_system_shared_memory_status(as_json=True)
+            assert status["regions"]["mine"] == {"name": "mine", "key": f"/{memory.name}", "byte_size": "192"}
+            given = inputs(0, contents=False)
+            for each in given:
+                each.set_shared_memory("mine", 64)
+            output = InferRequestedOutput("OUTPUT")
+            output.set_shared_memory("mine", 64, offset=64)
+            answer = await triton.infer("add", given, outputs=[output])
+            assert answer.get_output("OUTPUT").parameters["shared_memory_offset"].int64_param == 64
+            assert np.frombuffer(bytes(memory.buf[64:128]), np.float32).tolist() == [2.0 * at for at in range(16)]
+            for size, offset, says in ((8, 64, "64 bytes"), (64, 160, "which has 192")):
+                output.set_shared_memory("mine", size, offset=offset)
+                with pytest.raises(InferenceServerException, match=says):
+                    await triton.infer("add", given, outputs=[output])
+            await triton.unregister_system_shared_memory()
+            with pytest.raises(InferenceServerException, match="mine"):
+                await triton.infer("add", given)
+            assert not (await triton.get_cuda_shared_memory_status()).regions
+            with pytest.raises(InferenceServerException) as raised:
+                await triton.register_cuda_shared_memory("gpu", b"AAAA", 0, 64)
+            assert raised.value.status() == "StatusCode.UNIMPLEMENTED"
 
 
-async def test_trace_and_log_settings_are_told_and_changed(tmp_path):
+@pytest.mark.parametrize(
+    ("key", "offset", "size", "says"),
+    [
+        ("/../../etc/passwd", 0, 64, "needs"),
+        ("/absent-region", 0, 64, "cannot be opened"),
+        (None, 0, 1 << 63, "are registered"),
+        (None, (1 << 64) - 1, 64, "are registered"),
+        (None, 0, 0, "byte_size"),
+    ],
+)
+async def test_a_region_is_checked_against_its_memory(tmp_path, key, offset, size, says):
+    with shared(64) as memory:
+        async with asked(tmp_path) as (triton, _):
+            with pytest.raises(InferenceServerException, match=says) as raised:
+                await triton.register_system_shared_memory("mine", key or memory.name, size, offset=offset)
+            assert raised.value.status() == "StatusCode.INVALID_ARGUMENT"
+
+
+async def test_trace_and_log_settings_are_told_and_the_level_of_the_log_changed(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
     async with asked(tmp_path) as (triton, _):
-        traced = await triton.update_trace_settings(settings={"trace_rate": "5"}, as_json=True)
-        assert traced["settings"]["trace_rate"] == {"value": ["5"]}
+        traced = await triton.get_trace_settings(as_json=True)
+        assert traced["settings"]["trace_level"] == {"value": ["OFF"]}
+        with pytest.raises(InferenceServerException, match="otlp-endpoint"):
+            await triton.update_trace_settings(settings={"trace_rate": "5"})
         logged = await triton.update_log_settings({"log_info": False})
         assert not logged.settings["log_info"].bool_param
-        assert logged.settings["log_format"].string_param == "default"
+        assert logging.getLogger().level == logging.WARNING
+        assert (await triton.update_log_settings({"log_verbose_level": 1})).settings["log_info"].bool_param
+        with pytest.raises(InferenceServerException, match="log_format cannot be changed"):
+            await triton.update_log_settings({"log_format": "ISO8601"})
+
+
+async def test_the_largest_of_an_output_come_as_classes_with_their_labels(tmp_path):
+    config = CONFIG + ' output { name: "OUTPUT" data_type: TYPE_FP32 dims: [ 16 ] label_filename: "labels.txt" }'
+    folder = write_model(tmp_path, "add", config=config)
+    (folder / "labels.txt").write_text("".join(f"class {at}\n" for at in range(3)))
+    given = inputs(0)
+    given[0].set_data_from_numpy(np.array([[0.25, 0.75, 0.5] + [0.5] + [0.0] * 12], np.float32))
+    async with asked(tmp_path) as (triton, _):
+        answer = await triton.infer("add", given, outputs=[InferRequestedOutput("OUTPUT", class_count=3)])
+        told = answer.as_numpy("OUTPUT")
+        assert told.tolist() == [[b"0.750000:1:class 1", b"0.500000:2:class 2", b"0.500000:3"]]
 
 
 async def test_live_and_ready_need_no_key_and_everything_else_does(tmp_path):
@@ -275,15 +289,13 @@ async def test_a_client_that_leaves_frees_its_place_at_once(tmp_path, leaves):
         runner = app.tensors.runner
         late = 0.2 if leaves == "is late" else None
         asking = asyncio.ensure_future(triton.infer("add", inputs(1), client_timeout=late))
-        while not len(runner):
-            await asyncio.sleep(0.001)
+        await until_async(lambda: len(runner))
         assert app.gate.num_in_flight == 1
         if leaves == "cancels":
             asking.cancel()
         with pytest.raises((asyncio.CancelledError, InferenceServerException)):
             await asking
-        while len(runner) or app.gate.num_in_flight:
-            await asyncio.sleep(0.001)
+        await until_async(lambda: not len(runner) and not app.gate.num_in_flight)
 
 
 def test_a_refusal_says_when_to_try_again():
@@ -297,3 +309,43 @@ def test_a_refusal_says_when_to_try_again():
     hidden = grpc_error(RuntimeError("/etc/passwd"))
     assert hidden.code is grpc.StatusCode.INTERNAL
     assert "passwd" not in hidden.message
+
+
+async def test_a_compressed_message_is_bounded_by_what_it_holds(tmp_path):
+    write_model(tmp_path, "add", config=CONFIG)
+    message = MESSAGES["ModelInferRequest"](model_name="add", raw_input_contents=[b"\0" * (1 << 22)])
+    async with (
+        served(tmp_path, config=ServerConfig(max_body_bytes=1 << 20)) as (address, _),
+        grpc.aio.insecure_channel(address, compression=grpc.Compression.Gzip) as channel,
+    ):
+        call = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await call(message.SerializeToString())
+        assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        message.raw_input_contents[0] = b""
+        with pytest.raises(grpc.aio.AioRpcError, match="raw_input_contents"):
+            await call(message.SerializeToString())
+
+
+async def test_a_tenants_terms_go_with_its_requests_and_its_limits_end_them(tmp_path):
+    write_model(tmp_path, "add", config=WAITS)
+    table = table_of({"narrow": {"concurrency": 1, "weight": 2.5}, "boss": {}})
+    async with asked(tmp_path, tenants=FakeTenants(table)) as (triton, app):
+        key = {"authorization": "Bearer narrow"}
+        seen = []
+        infer = app.tensors.infer
+        app.tensors.infer = lambda request: seen.append(request) or infer(request)
+        asking = asyncio.ensure_future(triton.infer("add", inputs(1), headers=key, client_timeout=60))
+        await until_async(lambda: seen)
+        assert (seen[0].tenant, seen[0].weight, seen[0].key_id) == ("narrow", 2.5, "key_narrow")
+        assert 0 < seen[0].finish_by - seen[0].arrived_at <= 60
+        with pytest.raises(InferenceServerException, match="concurrency") as raised:
+            await triton.infer("add", inputs(1), headers=key)
+        assert raised.value.status() == "StatusCode.RESOURCE_EXHAUSTED"
+        for refused in (triton.load_model("add", headers=key), triton.get_system_shared_memory_status(headers=key)):
+            with pytest.raises(InferenceServerException) as raised:
+                await refused
+            assert raised.value.status() == "StatusCode.PERMISSION_DENIED"
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking

@@ -19,7 +19,7 @@ SAME = """-h --help --api-key --block-size --chat-template --config --cors-origi
 --enable-prefix-caching --generation-config --host --kv-cache-memory-bytes --log-format --log-level --lora
 --max-lora-rank --max-model-len
 --max-num-batched-tokens --max-num-seqs --max-queued-requests --model --port --revision --served-model-name
---ssl-certfile --ssl-keyfile""".split()  # noqa: SIM905
+--ssl-certfile --ssl-keyfile --grpc-port --model-repository --model-control-mode --load-model""".split()  # noqa: SIM905
 
 
 def foreign_flags() -> Iterator[tuple[str, str]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from socket import socket
 
 from maitred.api.http.app import App
@@ -10,8 +10,8 @@ from maitred.api.http.asgi import AsgiApp
 from maitred.api.http.auth import Authenticator, TenantSource
 from maitred.api.http.loading import Opened, Starting
 from maitred.api.http.logs import configure_logging
-from maitred.api.http.routes import RouteTable
-from maitred.api.http.server import Server
+from maitred.api.http.routes import Route, RouteTable
+from maitred.api.http.server import Beside, Server
 from maitred.api.ops.observer import Observer
 from maitred.api.routes import make_routes
 from maitred.clock import Clock, WallClock
@@ -63,13 +63,16 @@ def serve(
     salt_secret: bytes | None = None,
     is_ending: Callable[[], bool] = lambda: False,
     on_open: Callable[[Opened, str, int], None] | None = None,
+    more: Sequence[Route] = (),
+    beside: Callable[[App], Beside] | None = None,
 ) -> None:
     """Listen while the engine loads, and serve until SIGTERM or SIGINT; then finish what is in flight and return.
 
     `listener` is a bound socket; without one, `config` says where. `on_open` is told the engine, host and port when
     requests are welcome. `salt_secret` keeps tenants' cached prefixes apart, those that outlive the process too; None
-    is drawn for this process alone. `is_ending` tells whether a signal came before they are heard here. Raises what
-    keeps the engine from loading.
+    is drawn for this process alone. `more` routes are of what is served besides, and `beside` makes the server of
+    another protocol. `is_ending` tells whether a signal came before they are heard here. Raises what keeps the engine
+    from loading.
     """
     num_log_lines_dropped = configure_logging(config)
     hand_over_quickly()
@@ -80,8 +83,9 @@ def serve(
         if on_open is not None and server.engine is not None:
             on_open(server.engine, host, port)
 
-    asgi = AsgiApp(app, make_routes(ledger))
-    server = Server(asgi, config, starting=starting, is_ending=is_ending, on_open=opened)
+    asgi = AsgiApp(app, make_routes(ledger, more))
+    other = beside(app) if beside is not None else None
+    server = Server(asgi, config, starting=starting, is_ending=is_ending, on_open=opened, beside=other)
     server.run([listener] if listener is not None else None)
     if server.failure is not None:
         raise server.failure

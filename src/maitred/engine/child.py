@@ -181,7 +181,7 @@ def build_from_config(
 
     # nothing else runs here that would be bound with them, as tensor models would be; engines that share processors
     # would be bound to the same
-    is_alone = config.share.num_engines == 1 and config.tensors.model_repository is None
+    is_alone = config.share.num_engines == 1 and not config.tensors.serves
     if config.model.bind_threads == "auto" and is_alone:
         config = replace(config, model=replace(config.model, bind_threads="on"))
     return load_engine(config, served_model_names, tell, on_lost=end_alike)

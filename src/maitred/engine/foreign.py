@@ -30,6 +30,10 @@ EQUAL, NOT_YET, NOT_NEEDED = "here it is ", "not yet: ", "not needed: "
 FLAGS = """
 here it is MODEL (or --model MODEL), a folder or a hub id
   -m -mu -hf -hfr hf-repo model-url model-path model-repository model-store model-base-path
+here it is --tfs-model-config FILE, of tensor models
+  model-config-file
+here it is --tfs-batching-parameters FILE, of tensor models
+  batching-parameters-file
 here it is --max-model-len TOKENS, the context of one request
   -c ctx-size context-length n-ctx max-seq-len
 here it is --max-num-seqs REQUESTS
@@ -171,7 +175,7 @@ not yet: Mamba and linear attention
   mamba-block-size mamba-* *-mamba-* linear-* *replayssm* gdn-* kda-*
 not yet: a model lies whole on one device (--device cpu or cuda), never part of it on another
   -ngl -ot -kvo -nkvo -ncffn gpu-layers n-gpu-layers kv-offload op-offload override-tensor n-cpu-ffn
-  model-load-gpu-limit cpu-offload-* offload-* ple-*
+  model-load-gpu-limit cpu-offload-* offload-* offload-mode ple-*
 not yet: prefixes in host memory or elsewhere, and prefill and decode apart
   -cram cache-ram enable-hicache enable-hierarchical-cache enable-lmcache enable-session-radix-cache
   enable-streaming-session slot-save-path cache-reuse cache-config cache-directory engram-config sm-group-num
@@ -187,7 +191,7 @@ not yet: a server has one model, and loads it when it starts
 not yet: GGUF files, and choosing one file of a repository: a folder of safetensors is served
   -hff -lm -lzm hf-file override-kv quantization-param-path quantize-and-serve load-format load-mode lazy-mode
   model-loader-extra-config prefer-tflite-model saved-model-tags *-default fim-* modelopt-* num-tflite-*
-not yet: gRPC, HTTP/2 and Unix sockets: HTTP/1.1 on one port
+not yet: HTTP/2 and Unix sockets: HTTP/1.1 on one port; gRPC is for tensor models, with --grpc-port
   uds reuse-port reuse-http-port allow-sagemaker allow-vertex-ai use-alts-credentials allow-client-shm
   enable-http-worker-reuseport grpc* *-grpc* smg-* *http2* sagemaker* vertex-ai* buffer-manager-* sidecar*
 not yet: a path before the routes
@@ -222,7 +226,7 @@ not needed: HF_HOME, HF_TOKEN and HF_HUB_OFFLINE in the environment say that
   -hft hf-token download-dir offline ignore-patterns
 not needed: a step is one batch of prefill and decode, of --max-num-batched-tokens
   -cb -nocb -tb -Cb -Crb cont-batching ubatch-size threads-batch cpu-mask-batch cpu-range-batch cpu-strict-batch
-  prio-batch poll-batch enable-batching batching-parameters-file enable-per-model-batching-parameters
+  prio-batch poll-batch enable-batching enable-per-model-batching-parameters
   enable-chunked-prefill enable-mixed-chunk async-scheduling disable-overlap-schedule num-scheduler-steps
   stream-interval enable-prefill-delayer max-num-active-seqs batch-notify-size incremental-streaming-output
   min-free-slots-delay num-reserved-decode-tokens enable-dynamic-* scheduler-* num-continuous-* long-prefill-*

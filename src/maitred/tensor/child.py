@@ -22,7 +22,8 @@ def with_tensors(build: Builder) -> Builder:
         host = TensorHost(config.tensors)
         index = host.models.index()
         ready = host.models.index(ready_only=True)
-        tell(f"models  {len(ready)} of {len(index)} versions in {config.tensors.model_repository}")
+        source = config.tensors.model_repository or config.tensors.tfs_model_config
+        tell(f"models  {len(ready)} of {len(index)} versions in {source}")
         for entry in index:
             if entry.reason:
                 tell(f"        {entry.name}: {entry.reason}")

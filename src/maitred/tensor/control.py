@@ -5,18 +5,22 @@ These are Triton's control modes none, poll and explicit. Whoever has the clock 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
 from maitred.errors import CheckpointError, InvalidRequest, ModelNotFound, Unavailable
-from maitred.tensor.config import config_from_json
+from maitred.tensor.config import ANY_MESSAGE, config_from_json
 from maitred.tensor.repository import Changes, Scan, settled_changes
-from maitred.tensor.repository_files import read_model, scan
+from maitred.tensor.repository_files import read_config, read_model, scan
 from maitred.tensor.served_models import ServedModels
 
 EVERY = "*"  # in the list of models to load at the start
+
+
+def _as_written(name: str, config: ANY_MESSAGE) -> ANY_MESSAGE:
+    return config
 
 
 class ControlMode(Enum):
@@ -35,6 +39,7 @@ class ModelControl:
     mode: ControlMode
     models: ServedModels
     gpus: Sequence[int] = ()
+    rewrite: Callable[[str, ANY_MESSAGE], ANY_MESSAGE] = _as_written  # a model's config as it is to be served
     _taken: Scan = field(default_factory=dict)  # as the folders were when they were loaded, or failed to be
     _last: Scan = field(default_factory=dict)
 
@@ -91,8 +96,9 @@ class ModelControl:
         """Why it failed, or nothing."""
         self._taken = {**self._taken, name: now[name]}
         try:
-            written = None if config is None else config_from_json(config, name)
-            model = read_model(self.repository / name, written, self.gpus)
+            folder = self.repository / name
+            written = read_config(folder) if config is None else config_from_json(config, name)
+            model = read_model(folder, self.rewrite(name, written), self.gpus)
         except CheckpointError as error:
             self.models.failed(name, str(error))
             return str(error)

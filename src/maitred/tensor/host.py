@@ -38,6 +38,7 @@ from maitred.tensor.repository_files import model_of_file
 from maitred.tensor.runner import Answer, TensorRunner
 from maitred.tensor.served_models import ServedModels
 from maitred.tensor.service import InferRequest, InferResponse
+from maitred.tensor.tfs_config import open_repository
 
 
 class TensorHost:
@@ -45,11 +46,16 @@ class TensorHost:
 
     def __init__(self, config: TensorConfig, clock: Clock | None = None) -> None:
         """Loads what is to be served at the start. Raises CheckpointError where the repository cannot be read."""
-        assert config.model_repository is not None
         self._config, self._clock = config, clock or WallClock()
         self.models = ServedModels()
-        self._control = ModelControl(Path(config.model_repository), ControlMode(config.model_control_mode), self.models)
-        self._start(Path(config.model_repository))
+        self._repository = open_repository(config)
+        self._control = ModelControl(
+            self._repository.folder,
+            ControlMode(config.model_control_mode),
+            self.models,
+            rewrite=self._repository.rewrite,
+        )
+        self._start(self._repository.folder)
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="maitred-models")
         self._done: deque[Changed | None] = deque()  # changes of models, from the thread that loads
         self._news: list[News] = []
@@ -116,6 +122,7 @@ class TensorHost:
         self._loader.shutdown(cancel_futures=True)
         self.runner.close()
         self._lanes.close()
+        self._repository.close()
 
     # -- requests
 

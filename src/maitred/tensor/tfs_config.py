@@ -9,10 +9,13 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from google.protobuf import text_format
 
+from maitred.config import TensorConfig
 from maitred.errors import ConfigError
 from maitred.tensor.config import ANY_MESSAGE
 from maitred.tensor.config_fields import ModelConfig
@@ -73,26 +76,51 @@ def _read(path: Path, kind: str) -> ANY_MESSAGE:
         raise ConfigError(f"{path}: {' '.join(str(error).split())[:300]}") from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is no {kind}: {error}") from None
-    for where, field in marked_fields(FILE_SCHEMA, found):
-        if field.mark == "!":
-            raise ConfigError(f"{path}: {where} is not supported: {field.note}")
+    for where, line in marked_fields(FILE_SCHEMA, found):
+        if line.mark == "!":
+            raise ConfigError(f"{path}: {where} is not supported: {line.note}")
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class Repository:
+    """Where the models are, and what is laid over their configs."""
+
+    folder: Path
+    over: Mapping[str, ANY_MESSAGE] = field(default_factory=dict)  # by model
+    batching: ANY_MESSAGE | None = None  # of every model
+    links: TemporaryDirectory[str] | None = None  # goes with us
+
+    def rewrite(self, name: str, written: ANY_MESSAGE) -> ANY_MESSAGE:
+        """A model's config as it is served."""
+        for over in (self.over.get(name), self.batching):
+            if over is not None:
+                written = laid_over(written, over)
+        return written
+
+    def close(self) -> None:
+        if self.links is not None:
+            self.links.cleanup()
+
+
+def open_repository(config: TensorConfig) -> Repository:
+    """A model repository as flags name it. Raises ConfigError."""
+    batching = None
+    if config.tfs_batching_parameters is not None:
+        batching = batch_rules(read_batching(Path(config.tfs_batching_parameters)))
+    if config.tfs_model_config is None:
+        assert config.model_repository is not None
+        return Repository(Path(config.model_repository), batching=batching)
+    models = read_models(Path(config.tfs_model_config))
+    links = TemporaryDirectory(prefix="maitred-models-")
+    link_models(models, Path(links.name))
+    return Repository(Path(links.name), {model.name: _of_model(model) for model in models}, batching, links)
 
 
 def link_models(models: Sequence[ANY_MESSAGE], repository: Path) -> None:
     """Fills an empty folder: each model's base_path by its name. Links are followed, so that new versions are seen."""
     for model in models:
         os.symlink(model.base_path, repository / model.name, target_is_directory=True)
-
-
-def configs_over(
-    models: Sequence[ANY_MESSAGE], batching: ANY_MESSAGE | None, names: Sequence[str] = ()
-) -> Mapping[str, ANY_MESSAGE]:
-    """By model, what is laid over its config; `names` are further models that batch."""
-    over = {name: ModelConfig() for name in names} | {model.name: _of_model(model) for model in models}
-    for config in over.values() if batching is not None else ():
-        config.MergeFrom(batch_rules(batching))
-    return over
 
 
 def _of_model(model: ANY_MESSAGE) -> ANY_MESSAGE:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -13,7 +15,7 @@ from google.protobuf.message import DecodeError
 
 from maitred.api.grpc.errors import grpc_error
 from maitred.api.http.app import App
-from maitred.api.http.logs import ERRORS
+from maitred.api.http.logs import ACCESS, ERRORS, log_fields
 from maitred.errors import InvalidRequest, MaitredError
 from maitred.gate.terms import TimeLimits
 from maitred.tenancy.caller import Caller
@@ -56,36 +58,57 @@ class RpcService(Protocol):
 
 def handler_of(app: App, service: RpcService) -> grpc.GenericRpcHandler:
     """The service for grpc.aio. Messages are decoded by us: one that is broken is the client's fault."""
-    handlers = {name: _rpc_handler(app, method) for name, method in service.methods.items()}
+    handlers = {name: _rpc_handler(app, f"/{service.name}/{name}", method) for name, method in service.methods.items()}
     return grpc.method_handlers_generic_handler(service.name, handlers)
 
 
-def _rpc_handler(app: App, method: Method) -> grpc.RpcMethodHandler:
+def _rpc_handler(app: App, path: str, method: Method) -> grpc.RpcMethodHandler:
     if method.stream is not None:
-        return grpc.stream_stream_rpc_method_handler(partial(_streamed, app, method))
-    return grpc.unary_unary_rpc_method_handler(partial(_answered, app, method))
+        return grpc.stream_stream_rpc_method_handler(partial(_streamed, app, path, method))
+    return grpc.unary_unary_rpc_method_handler(partial(_answered, app, path, method))
 
 
-async def _answered(app: App, method: Method, content: bytes, context: grpc.aio.ServicerContext) -> bytes:
+async def _answered(app: App, path: str, method: Method, content: bytes, context: grpc.aio.ServicerContext) -> bytes:
     assert method.answer is not None
-    try:
-        told = await method.answer(_decoded(method, content), _call(app, method, context))
-    except Exception as error:
-        await _refuse(context, error)
-    encoded: bytes = told if isinstance(told, bytes) else told.SerializeToString()
-    return encoded
+    with _told(app, path, context) as ended:
+        try:
+            told = await method.answer(_decoded(method, content), _call(app, method, context))
+        except Exception as error:
+            await _refuse(context, error, ended)
+        encoded: bytes = told if isinstance(told, bytes) else told.SerializeToString()
+        ended.code = grpc.StatusCode.OK
+        return encoded
 
 
 async def _streamed(
-    app: App, method: Method, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext
+    app: App, path: str, method: Method, requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext
 ) -> AsyncIterator[bytes]:
     assert method.stream is not None
+    with _told(app, path, context) as ended:
+        try:
+            decoded = (_decoded(method, content) async for content in requests)
+            async for told in method.stream(decoded, _call(app, method, context)):
+                yield told
+        except Exception as error:
+            await _refuse(context, error, ended)
+        ended.code = grpc.StatusCode.OK
+
+
+@dataclass(slots=True)
+class _Ended:
+    code: grpc.StatusCode = grpc.StatusCode.CANCELLED  # unless it came to an end
+
+
+@contextmanager
+def _told(app: App, path: str, context: grpc.aio.ServicerContext) -> Iterator[_Ended]:
+    """One line of the access log for each call."""
+    ended, began_at = _Ended(), app.clock.now()
     try:
-        decoded = (_decoded(method, content) async for content in requests)
-        async for told in method.stream(decoded, _call(app, method, context)):
-            yield told
-    except Exception as error:
-        await _refuse(context, error)
+        yield ended
+    finally:
+        ms = round((app.clock.now() - began_at) * 1000, 1)
+        fields = {"method": "GRPC", "path": path, "status": ended.code.name, "ms": ms, "client": context.peer()}
+        log_fields(ACCESS, logging.INFO, "access", fields)
 
 
 def _call(app: App, method: Method, context: grpc.aio.ServicerContext) -> Call:
@@ -105,11 +128,10 @@ def _decoded(method: Method, content: bytes) -> Any:
         raise InvalidRequest(f"the message cannot be decoded: {error}") from None
 
 
-async def _refuse(context: grpc.aio.ServicerContext, error: Exception) -> None:
+async def _refuse(context: grpc.aio.ServicerContext, error: Exception, ended: _Ended) -> None:
     """Ends the call."""
-    if isinstance(error, grpc.aio.AbortError):
-        raise error
     told = grpc_error(error)
+    ended.code = told.code
     if not isinstance(error, MaitredError):
         ERRORS.error("request failed", exc_info=error)
     await context.abort(told.code, told.message, told.trailing)

@@ -11,6 +11,7 @@ import maitred
 from maitred.api.grpc.calls import Call, Method
 from maitred.api.grpc.errors import grpc_error
 from maitred.api.grpc.infer_forms import (
+    Classes,
     error_in_stream,
     in_stream,
     infer_request,
@@ -26,10 +27,11 @@ from maitred.tensor.arrays import datatype_of
 from maitred.tensor.config import ANY_MESSAGE, WILDCARD, TensorSpec, inputs_of, outputs_of
 from maitred.tensor.protocol_fields import INFERENCE, MESSAGES, RAW_INPUT_CONTENTS
 from maitred.tensor.raw_contents import split
-from maitred.tensor.service import Buffer, ModelStatistics, Tensor
+from maitred.tensor.service import Buffer, ModelStatistics
 
 MOST_IN_STREAM = 256  # requests of one stream that wait for their answers
 _DURATIONS = ("success", "fail", "queue", "compute_input", "compute_infer", "compute_output", "cache_hit", "cache_miss")
+_MEMBERS = {bool: "bool_param", int: "uint32_param", str: "string_param"}  # of a log setting
 
 
 class Region(Protocol):
@@ -62,11 +64,6 @@ class Settings(Protocol):
     def log(self, changes: Mapping[str, bool | int | str]) -> Mapping[str, bool | int | str]: ...
 
 
-class Classifier(Protocol):
-    def __call__(self, model: str, output: Tensor, count: int) -> Tensor:
-        """The `count` largest of each row as BYTES `score:index:label`."""
-
-
 @dataclass(frozen=True, slots=True)
 class Extensions:
     """What KServe's HTTP and gRPC share: one of each in a server."""
@@ -75,7 +72,7 @@ class Extensions:
     names: Sequence[str]  # of the extensions, for the server's metadata
     regions: Regions
     settings: Settings
-    classes: Classifier
+    classes: Classes
 
 
 class _Decoded(NamedTuple):
@@ -259,14 +256,7 @@ class InferenceService:
         changes = {name: parameter_value(each) for name, each in message.settings.items()}
         told = MESSAGES["LogSettingsResponse"]()
         for name, value in self._with.settings.log(changes).items():
-            kind = (
-                "bool_param"
-                if isinstance(value, bool)
-                else "string_param"
-                if isinstance(value, str)
-                else "uint32_param"
-            )
-            setattr(told.settings[name], kind, value)
+            setattr(told.settings[name], _MEMBERS[type(value)], value)
         return told
 
 

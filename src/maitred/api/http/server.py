@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -31,6 +32,16 @@ class Attachable(Protocol):
     def attach(self, loop: asyncio.AbstractEventLoop) -> None: ...
 
 
+class Beside(Protocol):
+    """Another protocol's server, on the same event loop."""
+
+    async def start(self, host: str, port: int) -> int:
+        """Its port. Raises ConfigError where that is not free."""
+
+    async def stop(self, within_s: float) -> None:
+        """What is under way has so long (s)."""
+
+
 class Server(uvicorn.Server):
     """uvicorn, except for its end: the first signal drains, the second or the drain's time-out cuts, and the exit code
     is ours.
@@ -47,8 +58,9 @@ class Server(uvicorn.Server):
         starting: Starting | None = None,
         is_ending: Callable[[], bool] = lambda: False,
         on_open: Callable[[str, int], None] | None = None,
+        beside: Beside | None = None,
     ) -> None:
-        """`starting` is what the app waits for to open; without, it is open already."""
+        """`starting` is what the app waits for to open; without, it is open already. `beside` is for `grpc_port`."""
         metrics = app.app.observer.metrics
         super().__init__(
             uvicorn.Config(
@@ -76,6 +88,8 @@ class Server(uvicorn.Server):
         self._draining: asyncio.Task[None] | None = None
         self._starting, self._is_ending, self._on_open = starting, is_ending, on_open
         self._opening: asyncio.Task[None] | None = None
+        self._beside = beside
+        self._grpc_port = config.grpc_port
         self.engine: Opened | None = None
         """What `starting` gave, once it has."""
         self.failure: Exception | None = None
@@ -85,6 +99,9 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
         if self._certificate is not None:
             self._freshening = asyncio.create_task(self._certificate.keep_fresh())
+        if self._beside is not None and self._grpc_port is not None:
+            port = await self._beside.start(self.config.host, self._grpc_port)
+            logging.getLogger("maitred.start").info("gRPC is served on port %d", port)
         host, port = (sockets or [s for server in self.servers for s in server.sockets])[0].getsockname()[:2]
         if self._starting is not None:
             self._opening = asyncio.create_task(self._open_when_loaded(self._starting, host, port))
@@ -114,6 +131,8 @@ class Server(uvicorn.Server):
             await self._stop_opening(self._starting, self._opening)
         if self._certificate is not None:
             self._freshening.cancel()
+        if self._beside is not None:
+            await self._beside.stop(CUT_S)
         self.config.timeout_graceful_shutdown = int(CUT_S)
         try:
             await super().shutdown(sockets)

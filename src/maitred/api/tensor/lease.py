@@ -14,7 +14,8 @@ from maitred.tensor.service import InferRequest, InferResponse, TensorService
 
 
 def tensors_of(app: App) -> TensorService:
-    """Raises ModelNotFound from a server without a model repository."""
+    """Raises ModelNotFound from a server without a model repository, Unavailable before the engine is there."""
+    app.check_loaded()
     if app.tensors is None:
         raise ModelNotFound("this server has no tensor models; serve with --model-repository")
     return app.tensors

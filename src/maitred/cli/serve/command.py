@@ -6,7 +6,8 @@ import errno
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from maitred.cli.command import Command, Options
 from maitred.cli.console import note
@@ -93,6 +94,7 @@ def _run(options: Options) -> int:
                 salt_secret=secret,
                 is_ending=lambda: ending.came,
                 on_open=on_open,
+                **_tensor_protocols(options),
             )
         finally:
             starting.stop()
@@ -123,7 +125,7 @@ def _start(
         from maitred.engine.engine_thread import in_thread
 
         start = replace(start, open=in_thread(load_engine))
-    if config.tensors.model_repository is not None:
+    if config.tensors.serves:
         start = _with_tensors(start)
     return StartingEngine(start, on_event=tell, on_admitted=on_admitted, make=_replica_of(options))
 
@@ -139,8 +141,25 @@ def _with_tensors(start: Start) -> Start:
     return replace(start, open=alone if start.process.in_process else in_child_process(CHILD))
 
 
+def _tensor_protocols(options: Options) -> dict[str, Any]:
+    """What `serve` answers besides, where there are tensor models."""
+    tensors, grpc_port = options[TensorConfig], options[ServerConfig].grpc_port
+    if not tensors.serves:
+        if grpc_port is not None:
+            raise ConfigError("grpc_port is for tensor models; give --model-repository")
+        return {}
+    from maitred.api.dialects.tfserving.routes import ROUTES
+
+    if grpc_port is None:
+        return {"more": ROUTES}
+    from maitred.api.grpc.build import grpc_server
+
+    repository = Path(tensors.model_repository) if tensors.model_repository is not None else None
+    return {"more": ROUTES, "beside": grpc_server(repository)}
+
+
 def _replica_of(options: Options) -> MakeReplica:
-    if _tensors(options).model_repository is not None:
+    if _tensors(options).serves:
         if len(options[ProcessConfig].roles) > 1:
             raise ConfigError("a model_repository is served by one engine; leave out workers, or the repository")
         from maitred.tensor.client import client_with_tensors

@@ -24,7 +24,7 @@ from maitred.api.http.formats import StreamFormat
 from maitred.api.http.routes import Route
 from maitred.api.tensor.lease import infer, tensors_of
 from maitred.errors import RouteNotFound
-from maitred.tensor.config import inputs_of
+from maitred.tensor.config import TensorSpec, inputs_of
 from maitred.tensor.service import InferRequest, Tensor
 
 _PATH = re.compile(
@@ -102,21 +102,19 @@ async def post_model(app: App, exchange: Exchange) -> None:
     await exchange.answer(answer, 200, JSON_HEADERS)
 
 
-async def _predict(app: App, exchange: Exchange, asked: _Asked, body: bytes, specs: Sequence[rows.TensorSpec]) -> bytes:
+async def _predict(app: App, exchange: Exchange, asked: _Asked, body: bytes, specs: Sequence[TensorSpec]) -> bytes:
     decoded = await app.text.run(exchange.num_body_bytes, partial(rows.predict_inputs, body, specs))
     outputs = await _outputs(app, exchange, asked, decoded.inputs)
     write = partial(rows.predictions, outputs, by_rows=decoded.by_rows)
     return await app.text.run(_num_bytes(outputs), write)
 
 
-async def _classify(
-    app: App, exchange: Exchange, asked: _Asked, body: bytes, specs: Sequence[rows.TensorSpec]
-) -> bytes:
+async def _classify(app: App, exchange: Exchange, asked: _Asked, body: bytes, specs: Sequence[TensorSpec]) -> bytes:
     inputs = await app.text.run(exchange.num_body_bytes, partial(rows.example_inputs, body, specs))
     return rows.classes(await _outputs(app, exchange, asked, inputs))
 
 
-async def _regress(app: App, exchange: Exchange, asked: _Asked, body: bytes, specs: Sequence[rows.TensorSpec]) -> bytes:
+async def _regress(app: App, exchange: Exchange, asked: _Asked, body: bytes, specs: Sequence[TensorSpec]) -> bytes:
     inputs = await app.text.run(exchange.num_body_bytes, partial(rows.example_inputs, body, specs))
     return rows.regressions(await _outputs(app, exchange, asked, inputs))
 

@@ -172,7 +172,7 @@ def classes(outputs: Sequence[Tensor]) -> bytes:
     if not found or any(array.ndim != 2 or array.shape != found[0].shape for array in found):
         raise InvalidRequest("the model cannot classify: it has no outputs classes or scores of shape [rows, classes]")
     texts = [[""] * len(found[0][0])] * len(found[0]) if labels is None else _listed(labels)
-    numbers = np.zeros(found[0].shape).tolist() if scores is None else _listed(scores)
+    numbers: Any = np.zeros(found[0].shape).tolist() if scores is None else _listed(scores)
     pairs = [[list(pair) for pair in zip(*row, strict=True)] for row in zip(texts, numbers, strict=True)]
     return encoded({"result": pairs})
 

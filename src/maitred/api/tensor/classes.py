@@ -1,0 +1,59 @@
+"""Triton's classification extension: the largest values of an output as texts `score:index:label`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from maitred.api.http.app import App
+from maitred.api.tensor.lease import tensors_of
+from maitred.errors import InvalidRequest
+from maitred.tensor.arrays import array_of, texts_as_bytes
+from maitred.tensor.service import Tensor
+
+MOST_LABEL_BYTES = 16 << 20
+Classifier = Callable[[str, Tensor, int], Tensor]  # of a model, an output, and how many classes
+
+
+def classifier_of(app: App, repository: Path | None) -> Classifier:
+    """With labels by the line, from the file beside a model that its config names. It is read for each answer: it is
+    small, rarely asked for, and may change with its model.
+    """
+
+    def classify(model: str, output: Tensor, count: int) -> Tensor:
+        config = tensors_of(app).config(model)
+        file = next((each.label_filename for each in config.output if each.name == output.name), "")
+        labels = _labels(repository / model / file) if file and repository is not None else []
+        return classified(output, count, labels, batched=config.max_batch_size > 0)
+
+    return classify
+
+
+def _labels(path: Path) -> list[bytes]:
+    """None of a file that is gone."""
+    try:
+        with open(path, "rb") as lines:
+            return lines.read(MOST_LABEL_BYTES).splitlines()
+    except OSError:
+        return []
+
+
+def classified(output: Tensor, count: int, labels: list[bytes], *, batched: bool) -> Tensor:
+    """The `count` largest of each row, largest first; of equals the first."""
+    array = array_of(output)
+    if array.dtype.hasobject or output.datatype == "BF16" or count < 1:
+        raise InvalidRequest(f"output {output.name!r} of {output.datatype} cannot be classified into {count} classes")
+    rows = array.reshape(len(array), -1) if batched and array.ndim else array.reshape(1, -1)
+    count = min(count, rows.shape[1])
+    largest = np.argsort(-rows.astype(float), axis=1, kind="stable")[:, :count]
+    found = [_text(row, at, labels) for row, indices in zip(rows, largest.tolist(), strict=True) for at in indices]
+    shape = (len(rows), count) if batched else (count,)
+    return Tensor(output.name, "BYTES", shape, texts_as_bytes(found))
+
+
+def _text(row: np.ndarray, index: int, labels: list[bytes]) -> bytes:
+    value = row[index].item()
+    told = f"{value:f}:{index}" if isinstance(value, float) else f"{int(value)}:{index}"
+    return told.encode() + (b":" + labels[index] if index < len(labels) else b"")
