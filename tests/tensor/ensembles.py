@@ -47,7 +47,7 @@ ensemble_scheduling {
 
 def write_diamond(repository, *, config=DIAMOND, cached=False):
     """OUT = 2 IN + 3 IN; the ensemble's name comes before those of its models."""
-    extra = "response_cache { enable: true }" if cached else ""
+    extra = "max_batch_size: 4 response_cache { enable: true }" if cached else None
     write_model(repository, "double", model=scale_model(2.0), config=extra)
     write_model(repository, "triple", model=scale_model(3.0))
     write_model(repository, "zsum", model=sum_model())

@@ -42,7 +42,7 @@ class LocalTensorService:
         self._control = ModelControl(repository, mode, self.models)
         self._statistics = Statistics()
         self._scheduler, self._observer = lone_scheduler(scheduler or SchedulerConfig()), observer
-        self._cache = cache or ResultCache(0, 0.0)
+        self._cache = ResultCache(0, 0.0) if cache is None else cache
         self._loading = asyncio.Lock()
         self._timer: asyncio.TimerHandle | None = None
 
