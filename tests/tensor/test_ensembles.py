@@ -9,6 +9,7 @@ import pytest
 
 from maitred.errors import CheckpointError, InvalidRequest, ModelNotFound, Overloaded, QueueTimeout
 from maitred.tensor.arrays import array_of, tensor_of
+from maitred.tensor.check import check
 from maitred.tensor.config import parse_config
 from maitred.tensor.control import ControlMode
 from maitred.tensor.ensembles import EnsembleRun, plan_of
@@ -94,6 +95,16 @@ def test_a_model_without_a_batch_takes_the_whole_shape():
         plan(double=MODELS["double"].replace("max_batch_size: 4", "").replace("dims: 4", "dims: [ 3, 5 ]"))
 
 
+def test_models_check_looks_for_the_steps_beside_an_ensemble(tmp_path):
+    write_diamond(tmp_path)
+    assert all(each.served for each in check(tmp_path))
+    (tmp_path / "triple").rename(tmp_path / ".triple")
+    found = {each.path.rpartition("/")[2]: each for each in check(tmp_path)}
+    assert not found["diamond"].served
+    assert "step[2] (model 'triple') needs a model that is not served" in found["diamond"].reason
+    assert found["double"].served
+
+
 def ask(request_id, *values, model="diamond", name="IN", **fields):
     array = np.repeat(np.array(values, np.float32)[:, None], 4, 1)
     return InferRequest(request_id=request_id, model=model, inputs=(tensor_of(name, array, "TYPE_FP32"),), **fields)
@@ -144,14 +155,14 @@ def test_a_step_that_fails_ends_the_whole(tmp_path):
 
 def test_an_ensemble_that_waited_for_a_model_is_served_once_that_is_there(tmp_path):
     write_diamond(tmp_path)
-    (tmp_path / "triple").rename(tmp_path.parent / "triple")
+    (tmp_path / "triple").rename(tmp_path / ".triple")
 
     async def story():
         async with served(tmp_path, ControlMode.POLL) as service:
             with pytest.raises(ModelNotFound):
                 await service.infer(ask("early", 1))
             assert any("triple" in entry.reason for entry in service.index() if entry.name == "diamond")
-            (tmp_path.parent / "triple").rename(tmp_path / "triple")
+            (tmp_path / ".triple").rename(tmp_path / "triple")
             await service.poll()
             await service.poll()
             assert array_of((await service.infer(ask("now", 1))).outputs[0])[0, 0] == 5

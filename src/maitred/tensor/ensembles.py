@@ -106,16 +106,17 @@ def _nesting_faults(config: ANY_MESSAGE, config_of: ConfigOf) -> Iterator[str]:
         model = config if step.model_name == config.name else config_of(step.model_name, version)
         if model is None:
             yield f"{_called(at, step)} needs a model that is not served{f', version {version}' if version else ''}"
-        elif _leads_to(config.name, model, config_of):
+        elif _leads_to(config.name, model, config_of, set()):
             yield f"{_called(at, step)} leads back to the ensemble {config.name!r} itself"
 
 
-def _leads_to(name: str, model: ANY_MESSAGE, config_of: ConfigOf) -> bool:
-    """Ensembles that are served have no cycles, so that this ends."""
+def _leads_to(name: str, model: ANY_MESSAGE, config_of: ConfigOf, seen: set[str]) -> bool:
+    """Through ensembles within ensembles; `seen` are those that were looked at."""
     if model.name == name:
         return True
-    inner = (config_of(*step) for step in steps_of(model))
-    return any(each is not None and _leads_to(name, each, config_of) for each in inner)
+    inner = [config_of(*step) for step in steps_of(model) if step[0] not in seen]
+    seen.update(step for step, _ in steps_of(model))
+    return any(each is not None and _leads_to(name, each, config_of, seen) for each in inner)
 
 
 def _batch_faults(config: ANY_MESSAGE, config_of: ConfigOf) -> Iterator[str]:

@@ -16,6 +16,7 @@ from maitred.tensor.config_checks import ENSEMBLE
 from maitred.tensor.config_fields import SCHEMA
 from maitred.tensor.ensembles import EnsemblePlan, plan_of
 from maitred.tensor.instance import Instance
+from maitred.tensor.quantized import served_file
 from maitred.tensor.repository import IndexEntry, RepositoryIndex
 from maitred.tensor.repository_files import ModelFolder, ModelVersion, files_print
 from maitred.tensor.sequence_tensors import initial_states
@@ -50,10 +51,11 @@ def open_onnx(model: ModelFolder, version: ModelVersion) -> LoadedVersion:
     """An ONNX model, loaded and warmed. Raises CheckpointError."""
     instances: list[Instance] = []
     fell_back: list[str] = []
+    path = served_file(model, version)
     for group in model.config.instance_group:
         for gpu in group.gpus if group.kind == _GPU and group.gpus else (None,):
             settings = settings_for(model.config, group, gpu, available_providers())
-            instance = Instance(open_session(version.path, settings), model.config)
+            instance = Instance(open_session(path, settings), model.config)
             _warm(instance, model)
             instances += [instance] * group.count
             fell_back += settings.fell_back
