@@ -12,8 +12,10 @@ import onnxruntime
 import pytest
 from onnx import TensorProto, helper
 
-from maitred.errors import InvalidRequest, QueueTimeout
+from maitred.errors import InvalidRequest, ModelNotFound, QueueTimeout
 from maitred.tensor.arrays import array_of, tensor_of
+from maitred.tensor.control import ControlMode
+from maitred.tensor.sequence_flow import SequenceFlow
 from maitred.tensor.sequences import SequenceBook
 from maitred.tensor.service import InferRequest, SequenceControl
 from tests.tensor.models import model_of, wheel_file
@@ -229,6 +231,30 @@ def test_a_request_without_a_slot_times_out_when_due_and_an_idle_sequence_gives_
             with pytest.raises(InvalidRequest, match="START"):
                 await service.infer(ask("a2", 1, 1))
             assert len(service.runner) == 0
+
+    asyncio.run(story())
+
+
+def test_requests_that_wait_when_their_model_goes_are_told_and_a_new_load_begins_anew(tmp_path):
+    sums(tmp_path, strategy="oldest { max_candidate_sequences: 1 }")
+
+    async def story():
+        async with served(tmp_path, ControlMode.EXPLICIT, load=["sums"]) as service:
+            await service.infer(ask("a", 1, 1, start=True))
+            waiting = [asyncio.ensure_future(service.infer(ask(f"b{at}", 1, 2, start=at == 0))) for at in range(3000)]
+            await asyncio.sleep(0)
+            await service.unload("sums")
+            await service.load("sums")
+            assert value(await service.infer(ask("c", 5, 1, start=True, end=True))) == 5  # a slot of the new load
+            await service.unload("sums")
+            flow = next(each for each in service.runner.flows if isinstance(each, SequenceFlow))
+            (old,) = flow._models.values()
+            flow._begin(old.book.expire(float("inf")))
+            told = await asyncio.gather(*waiting, return_exceptions=True)
+            assert {type(each) for each in told} == {ModelNotFound}
+            flow._begin(old.book.expire(float("inf")))
+            service.runner.turn()
+            assert not flow._models
 
     asyncio.run(story())
 

@@ -46,7 +46,7 @@ class CacheFlow:
 
     def __init__(self, cache: ResultCache, clock: Clock, on_look: OnLook = lambda *_: None) -> None:
         self._cache, self._clock, self._on_look = cache, clock, on_look
-        self._loads: dict[tuple[str, int], LoadedVersion] = {}
+        self._loads: dict[int, LoadedVersion] = {}  # by their ids
 
     def __len__(self) -> int:
         return 0
@@ -54,7 +54,7 @@ class CacheFlow:
     def take(self, loaded: LoadedVersion, request: InferRequest, done: Done) -> Done | None:
         if not loaded.config.response_cache.enable or not self._cache.max_bytes:
             return done
-        self._loads[loaded.name, loaded.number] = loaded
+        self._loads[id(loaded)] = loaded
         begun = perf_counter_ns()
         key, now = cache_key(request, loaded.files_print), self._clock.now()
         found = self._cache.find(key, now)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -65,7 +66,7 @@ class SequenceFlow:
 
     def __init__(self, stand: Callable[[InferRequest, Done], None], clock: Clock) -> None:
         self._stand, self._clock = stand, clock
-        self._models: dict[tuple[str, int], _Model] = {}
+        self._models: dict[int, _Model] = {}  # by the id of what was loaded, which they hold
         self._held: dict[str, _Held] = {}
         self._deadlines: Deadlines[_Held] = Deadlines()
 
@@ -98,8 +99,10 @@ class SequenceFlow:
         now = self._clock.now()
         for held, reason in self._deadlines.missed(now):
             self._give_up(held, reason)
-        for model in tuple(self._models.values()):
+        for number, model in tuple(self._models.items()):
             self._begin(model.book.expire(now))
+            if model.loaded.replaced and not model.book:
+                del self._models[number]
 
     @property
     def next_at(self) -> float | None:
@@ -110,21 +113,24 @@ class SequenceFlow:
 
     def _model(self, loaded: LoadedVersion) -> _Model:
         """With another load of a version its sequences begin anew; the old ones come to their end."""
-        key = (loaded.name, loaded.number)
-        model = self._models.get(key)
-        if model is None or model.loaded is not loaded:
-            model = self._models[key] = _model_of(loaded)
+        model = self._models.get(id(loaded))
+        if model is None:
+            model = self._models[id(loaded)] = _model_of(loaded)
         return model
 
-    def _begin(self, turns: list[Turn[Tensor]]) -> None:
-        for turn in turns:
+    def _begin(self, turns: Iterable[Turn[Tensor]]) -> None:
+        """What a refused request kept from its turn goes in its stead."""
+        left = deque(turns)
+        while left:
+            turn = left.popleft()
             held = self._held.pop(turn.request_id)
             held.finished = True
             self._deadlines.ended(held)
             try:
                 self._stand(_step_request(held, turn), partial(self._answered, held))
             except MaitredError as error:
-                self._answered(held, Answer(error, FinishReason.ERROR))
+                left += held.model.book.answered(turn.request_id, None, self._clock.now())
+                held.done(Answer(error, FinishReason.ERROR))
 
     def _answered(self, held: _Held, answer: Answer) -> None:
         """The next one goes before this one is told."""
