@@ -334,6 +334,10 @@ class MachineShare:
     """HOST:PORT where engines of other hosts pull it too."""
     kv_token: bytes | None = field(default=None, repr=False)
     """That both ends of a transfer prove; None between processes of one machine."""
+    result_cache_bytes: int = 0
+    """Memory for answers of tensor models: its part of the server's result cache."""
+    result_cache_ttl_s: float = 3600.0
+    """They are given again for this long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -55,7 +55,8 @@ platform: "ensemble"
 input { name: "a" data_type: TYPE_FP32 dims: 16 }
 output { name: "b" data_type: TYPE_FP32 dims: 16 }
 ensemble_scheduling {
-  step { model_name: "plain" input_map { key: "INPUT0" value: "a" } output_map { key: "OUTPUT" value: "b" } }
+  step { model_name: "plain" input_map { key: "INPUT0" value: "a" } input_map { key: "INPUT1" value: "a" }
+         output_map { key: "OUTPUT" value: "b" } }
 }
 """
 

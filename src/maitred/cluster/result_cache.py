@@ -119,6 +119,11 @@ class ResultCache:
         if answer is not None:
             self.num_bytes -= _size(answer)
 
+    def drop_all(self, prefix: bytes) -> None:
+        """Those whose keys begin so."""
+        for key in [key for key in self._answers if key.startswith(prefix)]:
+            self.drop(key)
+
     def __len__(self) -> int:
         return len(self._answers)
 

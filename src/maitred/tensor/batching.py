@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import ceil
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from maitred.tensor.arrays import array_of, datatype_of, tensor_of
 from maitred.tensor.config import ANY_MESSAGE, WILDCARD, TensorSpec, inputs_of, outputs_of, parameters_of
 from maitred.tensor.config_fields import SCHEMA
 from maitred.tensor.instance import NUMPY_TYPES
+from maitred.tensor.sequence_tensors import kept_specs
 from maitred.tensor.service import InferRequest, Tensor
 from maitred.tensor_request import BatchRules, Instance, QueueRules
 
@@ -23,6 +25,8 @@ _DELAY = SCHEMA.enums["ModelQueuePolicy.TimeoutAction"]["DELAY"]
 def rules_of(config: ANY_MESSAGE, num_cores: int | None = None) -> BatchRules:
     """How requests of a loaded model become batches."""
     dynamic, parameters = config.dynamic_batching, parameters_of(config)
+    if config.HasField("sequence_batching"):
+        return _sequence_rules(config, num_cores)
     levels = [(level, _queue(policy)) for level, policy in sorted(dynamic.priority_queue_policy.items())]
     return BatchRules(
         max_batch_size=config.max_batch_size,
@@ -37,6 +41,22 @@ def rules_of(config: ANY_MESSAGE, num_cores: int | None = None) -> BatchRules:
         level_queues=tuple(levels),
         instances=_instances(config),
         machine_share=_machine_share(int(parameters.get("intra_op_thread_count", "0")), num_cores),
+    )
+
+
+def _sequence_rules(config: ANY_MESSAGE, num_cores: int | None) -> BatchRules:
+    """Requests of unlike sequences share a batch; there is at most one of each."""
+    oldest, direct = config.sequence_batching.oldest, config.sequence_batching.direct
+    strategy = oldest if config.sequence_batching.HasField("oldest") else direct
+    busy = max(1, ceil(direct.minimum_slot_utilization * config.max_batch_size))
+    return BatchRules(
+        max_batch_size=config.max_batch_size,
+        dynamic=config.max_batch_size > 1,
+        preferred_sizes=tuple(oldest.preferred_batch_size) if strategy is oldest else (busy,),
+        delay_s=strategy.max_queue_delay_microseconds * US,
+        preserve_ordering=oldest.preserve_ordering,
+        instances=_instances(config),
+        machine_share=_machine_share(int(parameters_of(config).get("intra_op_thread_count", "0")), num_cores),
     )
 
 
@@ -110,8 +130,9 @@ class Batching:
 
     def __init__(self, config: ANY_MESSAGE) -> None:
         self._batched = config.max_batch_size > 0
-        self._inputs = {spec.name: spec for spec in inputs_of(config)}
-        self._outputs = {spec.name: spec for spec in outputs_of(config)}
+        kept_in, kept_out = kept_specs(config)
+        self._inputs = {spec.name: spec for spec in inputs_of(config)} | kept_in
+        self._outputs = kept_out | {spec.name: spec for spec in outputs_of(config)}
         self._lengths, self._name = lengths_of(config), config.name
 
     def rows(self, request: InferRequest) -> Rows:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from maitred.errors import CheckpointError
 from maitred.tensor.config import ANY_MESSAGE, hints, written
-from maitred.tensor.config_checks import faults
+from maitred.tensor.config_checks import faults, is_ensemble
+from maitred.tensor.ensembles import plan_of
 from maitred.tensor.fill import filled_from_files, with_defaults
 from maitred.tensor.repository import version_of
 from maitred.tensor.repository_files import (
@@ -89,7 +91,27 @@ def _checked_folder(folder: Path, *, allow_code: bool) -> Checked:
         model = read_model(folder, config)
     except CheckpointError as error:
         return _verdict(folder, config, str(error))
+    if is_ensemble(model.config):
+        return _verdict(folder, config, _ensemble_faults(model))
     return _verdict(folder, config, _refused(model.config, _version_faults(model), allow_code=allow_code), model)
+
+
+def _ensemble_faults(model: ModelFolder) -> str:
+    """Its steps' models are looked for beside it."""
+    try:
+        plan_of(model.config, partial(_config_beside, model.folder))
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def _config_beside(folder: Path, name: str, version: int) -> ANY_MESSAGE | None:
+    try:
+        model = read_model(folder.parent / name)
+    except CheckpointError:
+        return None
+    sound = {each.number for each in model.versions if not each.fault}
+    return model.config if version in {0, *sound} else None
 
 
 def _version_faults(model: ModelFolder) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ def with_tensors(build: Builder) -> Builder:
     """A builder of engines that serve a repository too; `build` makes those with a language model."""
 
     def load(config: EngineConfig, names: tuple[str, ...], tell: Callable[[str], None]) -> LoadedEngine:
-        host = TensorHost(config.tensors)
+        host = TensorHost(config.tensors, config.share)
         index = host.models.index()
         ready = host.models.index(ready_only=True)
         source = config.tensors.model_repository or config.tensors.tfs_model_config

@@ -22,7 +22,7 @@ from maitred.errors import EngineDead, InvalidRequest, MaitredError, ModelNotFou
 from maitred.request import NO_CHARGES, Charges, FinishReason
 from maitred.tensor.config import ANY_MESSAGE
 from maitred.tensor.config_fields import ModelConfig
-from maitred.tensor.frames import Cancel, Changed, Ended, Infer, Load, Models, Problem, Ran, Unload, decode_news
+from maitred.tensor.frames import Cancel, Changed, Ended, Infer, Load, Looked, Models, Problem, Ran, Unload, decode_news
 from maitred.tensor.frames import Command as TensorCommand
 from maitred.tensor.repository import IndexEntry
 from maitred.tensor.service import InferRequest, InferResponse, ModelStatistics
@@ -203,6 +203,8 @@ class TensorClient:
                     self._statistics.ran(times)
                     self.counts.ran(times.model, times.num_rows, times.num_padded, times.num_elements)
                     self.on_batch(news)
+                case Looked(model, version, hit, ns):
+                    self._statistics.cached(model, version, hit=hit, ns=ns)
                 case Models():
                     self._models_changed(news)
                 case Changed(number) if number in self._restoring:

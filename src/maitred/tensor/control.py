@@ -12,6 +12,7 @@ from pathlib import Path
 
 from maitred.errors import CheckpointError, InvalidRequest, ModelNotFound, Unavailable
 from maitred.tensor.config import ANY_MESSAGE, config_from_json
+from maitred.tensor.ensembles import steps_of
 from maitred.tensor.repository import Changes, Scan, settled_changes
 from maitred.tensor.repository_files import read_config, read_model, scan
 from maitred.tensor.served_models import ServedModels
@@ -42,6 +43,8 @@ class ModelControl:
     rewrite: Callable[[str, ANY_MESSAGE], ANY_MESSAGE] = _as_written  # a model's config as it is to be served
     _taken: Scan = field(default_factory=dict)  # as the folders were when they were loaded, or failed to be
     _last: Scan = field(default_factory=dict)
+    _steps: dict[str, tuple[str, ...]] = field(default_factory=dict)  # of ensembles, also those that failed
+    _loading: set[str] = field(default_factory=set)  # ensembles whose steps are being loaded
 
     def start(self, load: Collection[str] = ()) -> None:
         """Raises CheckpointError for a repository that cannot be read, and for a model of `load` that is not there."""
@@ -52,7 +55,8 @@ class ModelControl:
             raise CheckpointError(f"--load-model {absent[0]}: no such folder in {self.repository}")
         everything = self.mode is not ControlMode.EXPLICIT or EVERY in load
         for name in now if everything else load:
-            self._take(name, now)
+            if name not in self._taken:  # as a step of one before it
+                self._take(name, now)
 
     def poll(self) -> Changes:
         """What changed was loaded or unloaded. A repository that cannot be read for now changes nothing."""
@@ -64,7 +68,11 @@ class ModelControl:
         for name in changes.unload:
             self._drop(name)
         for name in changes.load:
-            self._take(name, now)
+            if self._taken.get(name) != now[name]:
+                self._take(name, now)
+        for name in self._ensembles_over({*changes.unload, *changes.load}):
+            if name in now:
+                self._take(name, now)
         self.models.found(now)
         return changes
 
@@ -78,6 +86,9 @@ class ModelControl:
         if name not in now:
             raise ModelNotFound(f"no folder {name!r} is in the model repository")
         reason = self._take(name, now, config)
+        for ensemble in self._ensembles_over({name}):
+            if ensemble in now and self.models.versions(ensemble):
+                self._take(ensemble, now)
         if reason:
             raise InvalidRequest(f"failed to load {name!r}: {reason}")
 
@@ -92,8 +103,18 @@ class ModelControl:
         if self.mode is not ControlMode.EXPLICIT:
             raise Unavailable(f"models are loaded by mode {self.mode.value}; serve with --model-control-mode explicit")
 
+    def _ensembles_over(self, changed: set[str]) -> list[str]:
+        """Ensembles that must fit what changed; those within others first."""
+        over: dict[str, None] = {}
+        while found := [
+            name for name, steps in self._steps.items() if name not in over and not changed.isdisjoint(steps)
+        ]:
+            over |= dict.fromkeys(found)
+            changed = {*found}
+        return list(over)
+
     def _take(self, name: str, now: Scan, config: str | None = None) -> str:
-        """Why it failed, or nothing."""
+        """Why it failed, or nothing. The models of an ensemble's steps are loaded with it where they are not yet."""
         self._taken = {**self._taken, name: now[name]}
         try:
             folder = self.repository / name
@@ -102,10 +123,17 @@ class ModelControl:
         except CheckpointError as error:
             self.models.failed(name, str(error))
             return str(error)
+        self._steps[name] = tuple(step for step, _ in steps_of(model.config))
+        self._loading.add(name)
+        for step in self._steps[name]:
+            if step in now and step not in self._loading and not self.models.versions(step):
+                self._take(step, now)
+        self._loading.discard(name)
         if self.models.take(model):
             return ""
         return "; ".join(each.reason for each in self.models.index() if each.name == name and each.reason)
 
     def _drop(self, name: str) -> None:
         self._taken = {each: print_ for each, print_ in self._taken.items() if each != name}
+        self._steps.pop(name, None)
         self.models.drop(name)

@@ -64,6 +64,15 @@ class Ran(msgspec.Struct, frozen=True, array_like=True, tag=True):
     times: BatchTimes
 
 
+class Looked(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """A request was looked for in the response cache."""
+
+    model: str
+    version: int
+    hit: bool
+    ns: int
+
+
 class ServedVersion(msgspec.Struct, frozen=True, array_like=True):
     model: str
     number: int
@@ -85,7 +94,7 @@ class Changed(msgspec.Struct, frozen=True, array_like=True, tag=True):
     problem: Problem | None = None
 
 
-News = Ended | Ran | Models | Changed
+News = Ended | Ran | Looked | Models | Changed
 
 decode_command: Callable[[msgspec.Raw], Command] = msgspec.msgpack.Decoder(Command).decode
 decode_news: Callable[[msgspec.Raw], list[News]] = msgspec.msgpack.Decoder(list[News]).decode

@@ -13,19 +13,22 @@ from pathlib import Path
 import msgspec
 
 from maitred.clock import Clock, WallClock
-from maitred.config import TensorConfig
+from maitred.cluster.result_cache import ResultCache
+from maitred.config import MachineShare, TensorConfig
 from maitred.engine.core import EngineCore
 from maitred.engine.frames import OfTensors, Report, encode
 from maitred.errors import CheckpointError, ConfigError, MaitredError, RequestTooLarge
 from maitred.request import FinishReason
 from maitred.tensor.batch_run import BatchTimes
 from maitred.tensor.control import ControlMode, ModelControl
+from maitred.tensor.flows import add_flows
 from maitred.tensor.frames import (
     Cancel,
     Changed,
     Ended,
     Infer,
     Load,
+    Looked,
     Models,
     News,
     Ran,
@@ -44,7 +47,7 @@ from maitred.tensor.tfs_config import open_repository
 class TensorHost:
     """What an EngineLoop has beside its language model; all but the loads is in the engine's thread."""
 
-    def __init__(self, config: TensorConfig, clock: Clock | None = None) -> None:
+    def __init__(self, config: TensorConfig, share: MachineShare, clock: Clock | None = None) -> None:
         """Loads what is to be served at the start. Raises CheckpointError where the repository cannot be read."""
         self._config, self._clock = config, clock or WallClock()
         self.models = ServedModels()
@@ -60,6 +63,7 @@ class TensorHost:
         self._done: deque[Changed | None] = deque()  # changes of models, from the thread that loads
         self._news: list[News] = []
         self._closing = threading.Event()
+        self._cache = ResultCache(share.result_cache_bytes, share.result_cache_ttl_s)
 
     def _start(self, repository: Path) -> None:
         if not repository.is_file():
@@ -80,6 +84,7 @@ class TensorHost:
             on_batch=self._ran,
             s_per_token=lambda: core.prefill_s_per_token,
         )
+        add_flows(self.runner, self._clock, self._cache, self._looked)
         self._models_changed()
         self._send_news()
         if self._control.mode is ControlMode.POLL:
@@ -139,6 +144,9 @@ class TensorHost:
 
     def _ran(self, times: BatchTimes) -> None:
         self._news.append(Ran(times))
+
+    def _looked(self, model: str, version: int, hit: bool, ns: int) -> None:
+        self._news.append(Looked(model, version, hit, ns))
 
     # -- models
 

@@ -8,11 +8,13 @@ from contextlib import suppress
 from pathlib import Path
 
 from maitred.clock import Clock, WallClock
+from maitred.cluster.result_cache import ResultCache
 from maitred.config import SchedulerConfig
 from maitred.engine.tensor_lanes import TensorLanes, TensorObserver
 from maitred.errors import MaitredError
 from maitred.tensor.config import ANY_MESSAGE
 from maitred.tensor.control import ControlMode, ModelControl
+from maitred.tensor.flows import add_flows
 from maitred.tensor.lone import lone_scheduler
 from maitred.tensor.repository import IndexEntry
 from maitred.tensor.runner import Answer, TensorRunner
@@ -33,12 +35,14 @@ class LocalTensorService:
         scheduler: SchedulerConfig | None = None,
         observer: TensorObserver | None = None,
         openers: dict[str, Opener] | None = None,
+        cache: ResultCache | None = None,
     ) -> None:
         self._clock = clock or WallClock()
         self.models = ServedModels(openers or OPENERS)
         self._control = ModelControl(repository, mode, self.models)
         self._statistics = Statistics()
         self._scheduler, self._observer = lone_scheduler(scheduler or SchedulerConfig()), observer
+        self._cache = ResultCache(0, 0.0) if cache is None else cache
         self._loading = asyncio.Lock()
         self._timer: asyncio.TimerHandle | None = None
 
@@ -49,6 +53,7 @@ class LocalTensorService:
         self.runner = TensorRunner(
             lanes, self.models, self._clock, wake=self._wake(loop), on_batch=self._statistics.ran
         )
+        add_flows(self.runner, self._clock, self._cache, self._looked)
         await asyncio.to_thread(self._control.start, load)
         self._models_changed()
 
@@ -126,6 +131,9 @@ class LocalTensorService:
             queue_ns, total_ns = round(timing.queue_s * 1e9), round((timing.queue_s + timing.prefill_s) * 1e9)
             succeeded = isinstance(answer.result, InferResponse)
             self._statistics.ended(request.model, version, succeeded=succeeded, total_ns=total_ns, queue_ns=queue_ns)
+
+    def _looked(self, model: str, version: int, hit: bool, ns: int) -> None:
+        self._statistics.cached(model, version, hit=hit, ns=ns)
 
     def _turn(self) -> None:
         """And again when something may be due."""

@@ -6,6 +6,7 @@ import os
 import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 
 from maitred.errors import CheckpointError
@@ -70,6 +71,14 @@ def _files(folder: Path) -> Iterator[Path]:
         walked.add(os.path.realpath(root))
         folders[:] = [name for name in sorted(folders) if os.path.realpath(os.path.join(root, name)) not in walked]
         yield from (Path(root, name) for name in names)
+
+
+def files_print(model: ModelFolder) -> bytes:
+    """16 bytes that tell this model, its config and its files from any other; nothing where answers are not cached."""
+    if not model.config.response_cache.enable:
+        return b""
+    files = (model.name, str(model.folder), _fingerprint(model.folder))
+    return sha256(repr(files).encode() + model.config.SerializeToString(deterministic=True)).digest()[:16]
 
 
 def read_config(folder: Path) -> ANY_MESSAGE:

@@ -46,11 +46,23 @@ Done = Callable[[Answer], None]
 class Flow(Protocol):
     """Who takes requests of some models into its own hands, such as ensembles: it begins others in their stead."""
 
-    def take(self, loaded: LoadedVersion, request: InferRequest, done: Done) -> bool:
-        """Whether it is this one's; then `done` is called once. Raises as `TensorRunner.begin`."""
+    def __len__(self) -> int:
+        """What it has begun and not ended."""
+
+    def take(self, loaded: LoadedVersion, request: InferRequest, done: Done) -> Done | None:
+        """None for a request that it takes: then it calls `done` once, maybe at once. Else what the next one is to
+        call. Raises as `TensorRunner.begin`.
+        """
 
     def cancel(self, request_id: str, reason: FinishReason) -> bool:
         """Whether it was here."""
+
+    def turn(self) -> None:
+        """Looks what is due."""
+
+    @property
+    def next_at(self) -> float | None:
+        """When `turn` may have something to do though nothing happened (s)."""
 
 
 @dataclass(slots=True, eq=False)
@@ -96,8 +108,8 @@ class TensorRunner:
         self._threads = ThreadPoolExecutor(MOST_BATCHES, thread_name_prefix="maitred-batch")
 
     def __len__(self) -> int:
-        """Requests in lanes and batches."""
-        return len(self._waiting)
+        """Requests in lanes and batches, and what flows have begun."""
+        return len(self._waiting) + sum(map(len, self.flows))
 
     # -- models
 
@@ -138,15 +150,26 @@ class TensorRunner:
     # -- requests
 
     def begin(self, request: InferRequest, done: Done) -> None:
-        """`done` is called once, in this thread, from `turn` or `cancel`. Raises ModelNotFound, InvalidRequest,
-        Overloaded, and does not call it then.
+        """`done` is called once, in this thread: from `turn`, `cancel`, or here where a flow has the answer. Raises
+        ModelNotFound, InvalidRequest, Overloaded, and does not call it then.
         """
         with self._models.lease(request.model, request.version or None, request.label or None) as loaded:
-            if any(flow.take(loaded, request, done) for flow in self.flows):
-                return
-            held = self._hold(loaded)
-            rows = held.batching.rows(request)
-            self._lanes.add(self._spec(request, rows, LaneKey(loaded.name, loaded.number, rows.bucket)))
+            for flow in self.flows:
+                left = flow.take(loaded, request, done)
+                if left is None:
+                    return
+                done = left
+            self._enqueue(loaded, request, done)
+
+    def stand(self, request: InferRequest, done: Done) -> None:
+        """As `begin`, but in its lane whatever a flow says."""
+        with self._models.lease(request.model, request.version or None, request.label or None) as loaded:
+            self._enqueue(loaded, request, done)
+
+    def _enqueue(self, loaded: LoadedVersion, request: InferRequest, done: Done) -> None:
+        held = self._hold(loaded)
+        rows = held.batching.rows(request)
+        self._lanes.add(self._spec(request, rows, LaneKey(loaded.name, loaded.number, rows.bucket)))
         self._waiting[request.request_id] = _Waiting(request, held, rows, done)
 
     def _spec(self, request: InferRequest, rows: Rows, lane: LaneKey) -> TensorSpec:
@@ -182,13 +205,20 @@ class TensorRunner:
             self._take_in(*self._ended.popleft())
         for progress in self._lanes.expire():
             self._tell(progress)
+        for flow in self.flows:
+            flow.turn()
         for batch in self._lanes.dispatch():
             self._start(batch)
 
     @property
     def wake_in_s(self) -> float | None:
         """When `turn` may have something to do though nothing happened."""
-        return 0.0 if self._ended else self._lanes.wake_in_s
+        if self._ended:
+            return 0.0
+        now = self._clock.now()
+        waits = [at - now for flow in self.flows if (at := flow.next_at) is not None]
+        waits += [wait_s] if (wait_s := self._lanes.wake_in_s) is not None else []
+        return max(0.0, min(waits)) if waits else None
 
     def _start(self, batch: Batch) -> None:
         held = self._held[batch.lane[:2]]

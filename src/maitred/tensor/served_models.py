@@ -12,10 +12,15 @@ from dataclasses import dataclass, field
 
 from maitred.errors import CheckpointError, MaitredError, ModelNotFound
 from maitred.tensor.config import ANY_MESSAGE
+from maitred.tensor.config_checks import ENSEMBLE
 from maitred.tensor.config_fields import SCHEMA
+from maitred.tensor.ensembles import EnsemblePlan, plan_of
 from maitred.tensor.instance import Instance
+from maitred.tensor.quantized import served_file
 from maitred.tensor.repository import IndexEntry, RepositoryIndex
-from maitred.tensor.repository_files import ModelFolder, ModelVersion
+from maitred.tensor.repository_files import ModelFolder, ModelVersion, files_print
+from maitred.tensor.sequence_tensors import initial_states
+from maitred.tensor.service import Tensor
 from maitred.tensor.session import available_providers, open_session, settings_for
 from maitred.tensor.warmup import warmup_batches
 
@@ -29,14 +34,14 @@ class LoadedVersion:
     name: str
     number: int
     config: ANY_MESSAGE
-    instances: tuple[Instance, ...]
+    instances: tuple[Instance, ...]  # none of an ensemble
     fell_back: tuple[str, ...] = ()  # accelerators that are not here
+    plan: EnsemblePlan | None = None  # of an ensemble
+    states: Mapping[str, Tensor] = field(default_factory=dict)  # with which a sequence begins
+    files_print: bytes = b""  # of config and files, where answers are cached
     leases: int = 0
     replaced: bool = False
-
-    @property
-    def is_closed(self) -> bool:
-        return not self.instances
+    is_closed: bool = False
 
 
 Opener = Callable[[ModelFolder, ModelVersion], LoadedVersion]
@@ -46,10 +51,11 @@ def open_onnx(model: ModelFolder, version: ModelVersion) -> LoadedVersion:
     """An ONNX model, loaded and warmed. Raises CheckpointError."""
     instances: list[Instance] = []
     fell_back: list[str] = []
+    path = served_file(model, version)
     for group in model.config.instance_group:
         for gpu in group.gpus if group.kind == _GPU and group.gpus else (None,):
             settings = settings_for(model.config, group, gpu, available_providers())
-            instance = Instance(open_session(version.path, settings), model.config)
+            instance = Instance(open_session(path, settings), model.config)
             _warm(instance, model)
             instances += [instance] * group.count
             fell_back += settings.fell_back
@@ -78,7 +84,7 @@ class ServedModels:
     """What answers now, and the index of it. `take` and `drop` are called by one thread at a time, the rest by any."""
 
     def __init__(self, openers: Mapping[str, Opener] = OPENERS) -> None:
-        self._index, self._openers = RepositoryIndex(), openers
+        self._index, self._openers = RepositoryIndex(), {ENSEMBLE: self._open_ensemble, **openers}
         self._models: dict[str, _Model] = {}
         self._lock = threading.Lock()
 
@@ -162,10 +168,24 @@ class ServedModels:
         try:
             if version.fault or backend not in self._openers:
                 raise CheckpointError(version.fault or f"nothing here runs models of {backend!r}")
-            return self._openers[backend](model, version)
+            loaded = self._openers[backend](model, version)
+            loaded.states = initial_states(model.config, model.folder)
+            loaded.files_print = files_print(model)
+            return loaded
         except CheckpointError as error:
             self.failed(model.name, str(error), version.number)
             return None
+
+    def _open_ensemble(self, model: ModelFolder, version: ModelVersion) -> LoadedVersion:
+        plan = plan_of(model.config, self._config_of)
+        return LoadedVersion(model.name, version.number, model.config, (), plan=plan)
+
+    def _config_of(self, name: str, version: int) -> ANY_MESSAGE | None:
+        with self._lock:
+            try:
+                return self._find(name, version or None, None).config
+            except ModelNotFound:
+                return None
 
     def _retire(self, old: Sequence[LoadedVersion]) -> None:
         for each in old:
@@ -179,7 +199,7 @@ class ServedModels:
         """Sessions give their memory back when nobody holds them."""
         if not loaded.replaced or loaded.leases or loaded.is_closed:
             return
-        loaded.instances = ()
+        loaded.instances, loaded.is_closed = (), True
         model = self._models.get(loaded.name)
         if model is None or loaded.number not in model.versions:
             self._index.unloaded(loaded.name, loaded.number)

@@ -31,9 +31,9 @@ def _array(where: str, given: ANY_MESSAGE, rows: int | None, folder: Path) -> np
     """The same data for each row of a batch."""
     kind, dims = NUMPY_TYPES[type_name(given.data_type)], tuple(given.dims)
     if given.WhichOneof("input_data_type") == "input_data_file":
-        row = _from_file(where, folder / FOLDER / given.input_data_file, kind, dims)
+        row = array_from_file(where, folder / FOLDER / given.input_data_file, kind, dims)
     else:
-        row = _made(kind, dims, random=given.random_data)
+        row = made_array(kind, dims, random=given.random_data)
     return _rows(row, rows)
 
 
@@ -59,7 +59,7 @@ def control_type(control: ANY_MESSAGE) -> str:
     return "TYPE_BOOL" if control.bool_false_true else type_name(control.data_type)
 
 
-def _made(kind: np.dtype, dims: tuple[int, ...], *, random: bool) -> np.ndarray:
+def made_array(kind: np.dtype, dims: tuple[int, ...], *, random: bool) -> np.ndarray:
     """Zeros, or numbers from 0 to 1 that are the same at every start; whole ones may be places in a table."""
     if kind.hasobject:
         return np.full(dims, b"", object)
@@ -69,7 +69,7 @@ def _made(kind: np.dtype, dims: tuple[int, ...], *, random: bool) -> np.ndarray:
     return numbers.random(dims).astype(kind) if kind.kind == "f" else numbers.integers(0, 2, dims).astype(kind)
 
 
-def _from_file(where: str, path: Path, kind: np.dtype, dims: tuple[int, ...]) -> np.ndarray:
+def array_from_file(where: str, path: Path, kind: np.dtype, dims: tuple[int, ...]) -> np.ndarray:
     try:
         content = path.read_bytes()
     except OSError as error:

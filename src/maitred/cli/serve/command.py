@@ -58,7 +58,7 @@ def _run(options: Options) -> int:
     with listener, open_tenancy(options[TenancyConfig], server) as (tenants, ledger):
         token = read_fleet_token(server.fleet_token_file)
         share = share_of(options[ProcessConfig].kv_listen, options[CacheConfig], token, options[ProcessConfig].resume)
-        config = replace(_engine_config(options), share=share)
+        server, config = _share_results(server, replace(_engine_config(options), share=share))
         ending = noted()
         if ending.came:
             return 0
@@ -128,6 +128,16 @@ def _start(
     if config.tensors.serves:
         start = _with_tensors(start)
     return StartingEngine(start, on_event=tell, on_admitted=on_admitted, make=_replica_of(options))
+
+
+def _share_results(server: ServerConfig, config: EngineConfig) -> tuple[ServerConfig, EngineConfig]:
+    """One budget for answers: the server keeps a language model's, the engine tensor models', half each of both."""
+    if config.tensors.model_repository is None:
+        return server, config
+    mine = 0 if config.model.model == NO_MODEL else server.result_cache_bytes // 2
+    theirs, ttl_s = server.result_cache_bytes - mine, server.result_cache_ttl_s
+    share = replace(config.share, result_cache_bytes=theirs, result_cache_ttl_s=ttl_s)
+    return replace(server, result_cache_bytes=mine), replace(config, share=share)
 
 
 def _with_tensors(start: Start) -> Start:

@@ -1,0 +1,18 @@
+"""What stands between a request and its lane, in order: the response cache, sequences, ensembles."""
+
+from __future__ import annotations
+
+from maitred.clock import Clock
+from maitred.cluster.result_cache import ResultCache
+from maitred.tensor.ensemble_flow import EnsembleFlow
+from maitred.tensor.result_cache import CacheFlow, OnLook
+from maitred.tensor.runner import TensorRunner
+from maitred.tensor.sequence_flow import SequenceFlow
+
+
+def add_flows(runner: TensorRunner, clock: Clock, cache: ResultCache, on_look: OnLook) -> None:
+    runner.flows += [
+        CacheFlow(cache, clock, on_look),
+        SequenceFlow(runner.stand, clock),
+        EnsembleFlow(runner.begin, runner.cancel, clock),
+    ]
