@@ -285,6 +285,17 @@ def test_a_silent_replica_is_taken_out_and_what_it_had_goes_on_elsewhere():
     assert fleet.core.fleet.by_name["a"].state is State.READY
 
 
+def test_what_an_ejected_replica_still_does_goes_on_elsewhere_once_it_is_silent():
+    fleet = Driver(make_core(facts("a", has_beats=True), facts("b", has_beats=False), slots=8, balance="session"))
+    on_a = next(f"r{i}" for i in range(64) if fleet.arrive(f"r{i}", hash_key=i) == "a")
+    lost = next(f"s{i}" for i in range(64) if fleet.arrive(f"s{i}", hash_key=i) == "a")
+    fleet.fail(lost, RESET)
+    assert fleet.core.fleet.by_name["a"].state is State.EJECTED
+    assert fleet.bound[on_a] == "a"
+    fleet.wait(2.3)
+    assert fleet.bound[on_a] == "b"
+
+
 def test_when_all_fall_silent_at_once_probes_are_asked_before_the_last_half_is_taken_out():
     fleet = Driver(make_core(facts("a", has_beats=True), facts("b", has_beats=True)))
     fleet.arrive("r0")

@@ -15,8 +15,11 @@ from maitred.engine.expected_kv import expecting
 from maitred.engine.intake import make_requests
 from maitred.engine.kv_giving import PeerConfig
 from maitred.engine.kv_peers import KVPeers
+from maitred.engine.kv_tiers import KVTiers
 from maitred.engine.peering import layout_of
+from maitred.kvcache.tiers import FetchMeter
 from maitred.request import SamplingParams
+from maitred.storage.kv_host import KVHost
 from maitred.transfer.handshake import Identity
 from maitred.transfer.leases import Readable
 from tests.waiting import until
@@ -189,6 +192,26 @@ def test_a_peer_that_is_gone_or_has_nothing_costs_no_token(make):
     assert second.complete("d", PROMPT, addresses) == said
     assert second.cached == [0]
     assert second.peers.counts.outcomes == {"recomputed": 2}
+
+
+@pytest.mark.parametrize("needs_salt", [False, True])
+def test_a_peer_gives_what_its_tier_alone_has_if_it_can_be_read_without_a_salt(make, needs_salt):
+    first, second = make(num_blocks=20), make(num_blocks=20)
+    core, io = first.core, first.core._executor.block_io()
+    tier = KVHost(40, io.bytes_per_block)
+    tier.needs_salt = needs_salt
+    tiers = KVTiers(core, io, [tier], block_size=16, staging_bytes=2**28, clock=core._clock)
+    tiers._tiers[0].meter = FetchMeter(bandwidth=1e12, latency_s=0.0)  # quicker than computing
+    said = first.complete("a")
+    first.hear(lambda: not tiers._stores)
+    first.complete("other", list(range(700, 1000)))  # leaves no room for it
+    first.hear(lambda: not tiers._stores)
+    first.rest_in_thread()
+    tiers._thread = first._resting  # the engine's from here on
+    assert second.complete("b", PROMPT, first.peers.gives.addresses) == said
+    assert (second.cached[0] < 192) if needs_salt else (second.cached == [192])
+    until(lambda: first.is_left_alone)
+    tiers.close()
 
 
 def test_heads_are_pulled_along(make):

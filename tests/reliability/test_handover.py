@@ -115,7 +115,7 @@ def test_metrics_tell_what_was_moved_how_and_who_kept_its_promise(apart: House):
     kinds = (("prefill", "ttft"), ("decode", "tpot"), ("mixed", "all"), ("mixed", "ttft"))
     before, promises = [told(name) for name in names], [shared(*kind) for kind in kinds]
     apart.post("/v1/completions", prompt="What is counted. " + STORY, max_tokens=8, ignore_eos=True)
-    until(lambda: told(names[0]) == before[0] + 1)
+    until(lambda: told(names[0]) > before[0])  # those of earlier requests may be told late
     assert told(names[1], transport="shm") == told(names[1]) > before[1]
     assert [shared(*kind) - was for kind, was in zip(kinds, promises, strict=True)] == [1, 1, 1, 0]
 
@@ -237,7 +237,12 @@ def test_the_number_of_prefill_workers_follows_the_load():
         return {ask_once(f"{number} {turn}") for turn in takewhile(lambda turn: not enough.is_set(), count())}
 
     def ask_once(start: str) -> str:
-        body = {"model": MODEL, "prompt": f"{start} " + "a long story " * 350, "max_tokens": 8, "ignore_eos": True}
+        body = {
+            "model": MODEL,
+            "prompt": [f"{start} {number} " + "a long story " * 350 for number in range(8)],
+            "max_tokens": 8,
+            "ignore_eos": True,
+        }
         return httpx.post(f"{server.url}/v1/completions", json=body | {"seed": 1}, timeout=HANGS_S).json()["usage"][
             "handover"
         ]
@@ -246,8 +251,8 @@ def test_the_number_of_prefill_workers_follows_the_load():
         until(lambda: (alive("prefill"), alive("decode")) == (1, 1))
         page = httpx.get(f"{server.url}/metrics", timeout=HANGS_S).text
         assert float(page.split("\nmaitred_admission_wait_seconds ")[1].split("\n")[0]) > 0  # by what chooses workers
-        with ThreadPoolExecutor(12) as clients:
-            answers = [clients.submit(ask, number) for number in range(12)]
+        with ThreadPoolExecutor(4) as clients:
+            answers = [clients.submit(ask, number) for number in range(4)]
             try:
                 until(lambda: alive("prefill") == 2)
                 assert alive("decode") == 1

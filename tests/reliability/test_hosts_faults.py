@@ -149,13 +149,13 @@ def knows_of_kv(hosts: Hosts) -> bool:
 
 @pytest.mark.parametrize("strike", [bytes, cut])
 def test_a_turn_whose_kv_lies_at_another_host_is_fetched_from_there_first(hosts: Hosts, strike: Strike):
-    for host in hosts.hosts.values():  # nobody has measured anything: what is foretold is always the same
+    for host in hosts.hosts.values():  # nobody has measured a transfer
         host.process.kill()
     hosts.begin_again("decode")
     assert hosts.fleet is not None
     until(lambda: hosts.fleet.states.count("ready") == 1)
     first = {**hosts.body(f"A turn, {strike.__name__}", temperature=0), "max_tokens": 64, "stream": True}
-    first["prompt"] = first["prompt"] * 4
+    first["prompt"] = first["prompt"] * 12  # takes several times as long to compute as to fetch
     told = hosts.alone(first)
     until(lambda: complete(hosts.server, first) == told and knows_of_kv(hosts))
     hosts.begin_again("prefill")

@@ -56,13 +56,17 @@ class Watch:
         return []
 
     def _silence_due(self, replica: Replica, now: float) -> list[Action]:
-        """A beat may have come since; if all fell silent at once, it may be us: then a probe tells."""
+        """A beat may have come since; if all fell silent at once, it may be us: then a probe tells. One that is out for
+        another reason, and was left what it does for others, is not left it any longer.
+        """
         replica.is_watched = False
-        if replica.state is not State.READY or not replica.facts.has_beats:
+        if replica.state not in (State.READY, State.EJECTED) or not replica.facts.has_beats:
             return []
         if now < replica.heard_at + self._config.silence_s:
             self.begin(replica)
             return []
+        if replica.state is State.EJECTED:
+            return self._requests.abandon(replica, SILENT, now)
         if self._health.may_eject() and self._health.eject(replica, FailureKind.SILENT, now):
             self.expect_probe(replica, now)
             return self._requests.abandon(replica, SILENT, now)

@@ -38,7 +38,7 @@ def facts_of(client: EngineClient, role: str, *, is_beside: bool) -> WorkerFacts
     memory = ready.memory_plan
     return WorkerFacts(
         role=Role(role),
-        costs=client.counters.step_costs or guessed_costs(memory.weights_bytes),
+        costs=client.counters.step_costs or ready.step_costs or guessed_costs(memory.weights_bytes),
         token_budget=ready.token_budget,
         num_blocks=memory.num_blocks,
         block_size=memory.block_size,

@@ -103,6 +103,9 @@ class Tiers(Protocol):
 
     def clear(self, done: Callable[[int], None]) -> None: ...
 
+    def knows(self, key: bytes) -> bool:
+        """Whether a request that has nothing but hashes would find this block."""
+
     def evicted(self, blocks: Mapping[bytes, int]) -> None:
         """By hash; told before anything is written to them."""
 

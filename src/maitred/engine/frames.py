@@ -154,6 +154,7 @@ class Ready(Frame, frozen=True, tag=True):
     kv_addresses: tuple[str, ...] = ()  # where others pull its KV
     token_budget: int = 0  # of a step
     num_kv_layers: int = 1  # that leave one by one while a prompt is computed
+    step_costs: CostModel | None = None  # measured before it was ready
 
 
 class Failed(Frame, frozen=True, tag=True):

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
 from maitred.clock import Clock
 from maitred.engine.core import EngineCore
 from maitred.engine.kv_growth import GrowingLeases, IsOneRun
+from maitred.errors import RequestError
 from maitred.executor.layer_io import LayerIO
-from maitred.request import RequestState
+from maitred.request import RequestSpec, RequestState, RequestStatus
 from maitred.transfer.handshake import Identity
 from maitred.transfer.leases import Readable
 from maitred.transfer.nixl import Agent
@@ -30,6 +32,11 @@ class PeerConfig(NamedTuple):
     staging_bytes: int = 256 * 2**20
     lease_s: float = 30.0
     listen: tuple[str, int] | None = None  # host and port for engines of other hosts
+
+
+class _Asked(NamedTuple):
+    hashes: Sequence[bytes]
+    tell: Callable[[Offered], None]
 
 
 class GivenKV:
@@ -52,6 +59,8 @@ class GivenKV:
         self.addresses = self._listen()
         self._growing = GrowingLeases(core, io, self.offers, here, is_one_run=is_one_run)
         self._num_leases = 0
+        self._loading: dict[str, _Asked] = {}  # by who brings it
+        self._clock, self._block_size = clock, core.scheduler.kv_cache.block_size
 
     def _listen(self) -> tuple[str, ...]:
         source, listen = self._source, self._config.listen
@@ -68,9 +77,12 @@ class GivenKV:
         """NIXL's, once it listens for that; whoever pulls in this process shares it."""
         return self._source.agent
 
-    def look(self) -> None:
-        """A request has ended, and what it would have computed is not to come."""
+    def ended(self, request_id: str) -> None:
+        """A request, and what it would have computed is not to come; what it has loaded is there."""
         self._growing.look()
+        asked = self._loading.pop(request_id, None)
+        if asked is not None:
+            asked.tell(self._lease(asked.hashes))
 
     def given_up(self, lease: str) -> None:
         """Returns when nobody reads its blocks any more."""
@@ -81,15 +93,37 @@ class GivenKV:
         self._source.close()
 
     def _find(self, hashes: Sequence[bytes]) -> Offered:
-        found: list[Offered] = []
-        is_found = threading.Event()
+        found: SimpleQueue[Offered] = SimpleQueue()
+        self._core.call_soon(partial(self._look, _Asked(hashes, found.put)))
+        try:
+            return found.get(timeout=ANSWER_S)
+        except Empty:
+            return Offered("", 0)
 
-        def look() -> None:
-            found.append(self._lease(hashes))
-            is_found.set()
-
-        self._core.call_soon(look)
-        return found[0] if is_found.wait(ANSWER_S) else Offered("", 0)
+    def _look(self, asked: _Asked) -> None:
+        """What lies in a tier alone is brought into the pool first, by a request that computes nothing."""
+        offered, tiers = self._lease(asked.hashes), self._core.kv_tiers
+        rest = asked.hashes[offered.num_blocks :]
+        if not rest or tiers is None or not tiers.knows(rest[0]):
+            return asked.tell(offered)
+        self.offers.end(offered.lease, "loading")
+        load = RequestSpec(
+            request_id=f"{offered.lease}~load",
+            arrived_at=self._clock.now(),
+            num_prompt_tokens=len(asked.hashes) * self._block_size + 1,
+            max_tokens=1,
+            block_hashes=asked.hashes,
+            kv_only=True,
+        )
+        self._loading[load.request_id] = asked
+        try:
+            is_coming = self._core.add(load).status is RequestStatus.WAITING_FOR_KV
+        except RequestError:
+            is_coming = False
+            self.ended(load.request_id)
+        if not is_coming:
+            self._core.abort(load.request_id)
+        return None
 
     def _lease(self, hashes: Sequence[bytes]) -> Offered:
         self._num_leases += 1

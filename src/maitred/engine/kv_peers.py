@@ -163,7 +163,7 @@ class KVPeers:
         """Of one that waits for KV, `given_up` tells."""
         self._here.pop(request_id, None)
         self._along.pop(request_id, None)
-        self.gives.look()
+        self.gives.ended(request_id)
 
     def given_up(self, given_up: GivenUp) -> None:
         """Returns when nobody touches those blocks any more."""

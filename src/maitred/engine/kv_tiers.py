@@ -99,6 +99,11 @@ class KVTiers:
         for tier in self._tiers:
             self._store(request, tier)
 
+    def knows(self, key: bytes) -> bool:
+        """Whether a request that has nothing but hashes would find this block."""
+        usable = (each.tier for each in self._tiers if each.tier.has_index and not each.tier.needs_salt)
+        return any(tier.num_known([key]) for tier in usable)
+
     def clear(self, done: Callable[[int], None]) -> None:
         """Empties the tiers behind what is being stored; `done` is told, here, how many blocks there were."""
 
@@ -223,6 +228,8 @@ class KVTiers:
             fetch.tier.meter.fetched(fetch.num_done * self._io.bytes_per_block, fetch.took_s)
         if self._core.kv_arrived(fetch.request_id, fetch.start + num_tokens):
             fetch.tier.hit_tokens += num_tokens
+        if self._is_load(fetch.request_id):
+            self._core.abort(fetch.request_id)  # nobody is told: it has done what it was here for
 
     def _fetch(self, fetch: Fetch) -> None:
         """In the thread that fetches."""
@@ -358,6 +365,8 @@ class KVTiers:
             fetch = self._fetches.pop(request_id, None)
             if fetch is not None:
                 fetch.end()
+                if self._is_load(request_id):  # else it would be computed
+                    self._core.call_soon(partial(self._core.abort, request_id))
         for lease in given_up.leases:
             store = self._stores.get(lease)
             if store is not None:
@@ -365,6 +374,11 @@ class KVTiers:
                 store.tier.dropped[DropReason.LAGGED] += len(store.blocks) - store.num_copied
 
     # -- small things
+
+    def _is_load(self, request_id: str) -> bool:
+        """Of what is brought into the pool for another engine, which pulls it from there."""
+        request = self._requests.get(request_id)
+        return request is not None and request.spec.kv_only and not request.spec.kv_from
 
     def _pieces(self, num_blocks: int) -> Iterator[slice]:
         size = max(1, self._piece_bytes // self._io.bytes_per_block)

@@ -85,9 +85,9 @@ def run_engine(begin: Begin, link: Link, build: Builder, on_loaded: Callable[[],
     try:
         phases = dict(loaded.start_phases)
         budget = loaded.core.scheduler.config.token_budget
-        told = (loaded.kv_addresses, budget, loaded.num_kv_layers)
         if loaded.beside is not None:
             loaded.beside.begin(loaded.core, link.send, link.wake)
+        told = (loaded.kv_addresses, budget, loaded.num_kv_layers, loaded.core.told_step_costs)
         link.send(Ready(loaded.facts, loaded.memory_plan, loaded.deterministic, phases, *told))
         EngineLoop(loaded.core, link, WallClock(), loaded.prepare, loaded.adapters, loaded.beside).run()
     except Exception as error:

@@ -75,6 +75,9 @@ class KVTier(Protocol):
     has_index: bool
     """Whether `num_known` knows of all there is; else only `read` tells, in one round trip."""
 
+    needs_salt: bool
+    """Whether a block is read only by who knows the salt of its key, too."""
+
     @property
     def changes(self) -> Changes[bytes] | None:
         """Keys that it has, and has no more, for who chooses an engine; None while nobody wants to know."""

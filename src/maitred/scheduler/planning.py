@@ -8,6 +8,7 @@ from maitred.request import RequestState, RequestStatus
 from maitred.scheduler.notes import Blocked, Lack, PreemptionCause
 from maitred.scheduler.plan_builder import PlanBuilder, describe
 from maitred.scheduler.preemption import grow, preempt, preempt_for
+from maitred.scheduler.reserving import num_kept_before
 from maitred.scheduler.state import SchedulerState
 from maitred.scheduler.timing import resumed
 from maitred.step import ScheduledRow
@@ -73,6 +74,8 @@ def _num_replaceable(state: SchedulerState) -> int:
     hit = state.reusable(head)
     if state.num_running < state.config.max_num_seqs and not state.kv.num_blocks_short(head, hit):
         return 0
+    if state.kv.num_blocks_for(head.num_tokens) > state.kv.num_blocks - num_kept_before(state, head):
+        return 0  # it would find no room if all left
     budget = state.config.token_budget - state.num_running
     return max(1, budget // max(1, head.num_tokens - hit.num_tokens))
 

@@ -190,6 +190,13 @@ def give_up_one(state: SchedulerState, behind: RequestState | None = None) -> bo
     return True
 
 
+def num_kept_before(state: SchedulerState, head: RequestState) -> int:
+    """Blocks of reservations that are not given up for `head`, which comes behind them."""
+    place, waiting = state.order.place(head), state.reservations.waiting
+    before = (waiting[each] for each in state.reservations.reserved if state.order.place(waiting[each]) < place)
+    return sum(len(request.block_table) for request in before)
+
+
 def can_step(state: SchedulerState) -> bool:
     """Whether a plan would compute something, or give something up: not while the blocks that the first in the queue
     lacks are reserved for those before it, and nobody runs.

@@ -105,6 +105,7 @@ class KVDisk:
         self._folder, self._owned, self._layout, self._cipher = folder, owned, layout, cipher
         self._stored_keys = cipher.stored_keys if cipher else list[bytes]
         self._own_keys = cipher.own_keys if cipher else list[bytes]
+        self.needs_salt = cipher is not None
         self._retry_s, self._is_closed = retry_s, False
         per_segment = min(SEGMENT_BYTES, max_bytes // 8)  # eviction takes a small part
         self._rows_per_segment = max(1, per_segment // (layout.row_bytes + ENTRY_BYTES))

@@ -43,7 +43,7 @@ def open_kv_redis(url: str, *, max_block_bytes: int, bytes_per_block: int, finge
 class KVRedis:
     """A `KVTier`. Made by `open_kv_redis`."""
 
-    name, has_index = "redis", False
+    name, has_index, needs_salt = "redis", False, False
     changes = None
 
     def __init__(self, url: str, bytes_per_block: int, fingerprint: str) -> None:
