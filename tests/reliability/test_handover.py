@@ -255,7 +255,6 @@ def test_the_number_of_prefill_workers_follows_the_load():
             answers = [clients.submit(ask, number) for number in range(4)]
             try:
                 until(lambda: alive("prefill") == 2)
-                assert alive("decode") == 1
             finally:
                 enough.set()
             assert set().union(*(answer.result() for answer in answers)) <= {"moved", "recomputed"}
