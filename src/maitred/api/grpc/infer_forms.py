@@ -6,24 +6,30 @@ Raw contents go by without a copy of ours; typed contents, which clients may sen
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
+from maitred.api.tensor.parameters import (
+    CLASSIFICATION,
+    Place,
+    View,
+    integer,
+    keep,
+    place_of,
+    terms_of,
+    version_of,
+)
 from maitred.errors import InvalidRequest
 from maitred.tensor.arrays import data_type_of, texts_as_bytes
 from maitred.tensor.config import ANY_MESSAGE
 from maitred.tensor.instance import NUMPY_TYPES
 from maitred.tensor.protocol_fields import MESSAGES, RAW_OUTPUT_CONTENTS
 from maitred.tensor.raw_contents import joined
-from maitred.tensor.service import Buffer, InferRequest, InferResponse, SequenceControl, Tensor
+from maitred.tensor.service import Buffer, InferRequest, InferResponse, Tensor
 
-REGION, REGION_SIZE, REGION_OFFSET = "shared_memory_region", "shared_memory_byte_size", "shared_memory_offset"
-CLASSIFICATION = "classification"
 FINAL = "triton_final_response"
-RESERVED = ("triton_enable_empty_final_response",)  # each answer here is final, so that it changes nothing
 
-View = Callable[[str, int, int], memoryview]  # of a registered region: its name, an offset, so many bytes
 Classes = Callable[[str, Tensor, int], Tensor]  # of an output: the k largest, as `score:index:label`
 
 _CONTENTS: Mapping[str, str] = {  # the field of InferTensorContents that holds a datatype; FP16 and BF16 are raw
@@ -42,34 +48,19 @@ _CONTENTS: Mapping[str, str] = {  # the field of InferTensorContents that holds 
 }
 
 
-class Place(NamedTuple):
-    """A part of a registered region."""
-
-    region: str
-    offset: int
-    byte_size: int
-
-
-def version_of(text: str) -> int:
-    """The number of a version; empty is 0, the default. Raises InvalidRequest."""
-    if text and not (text.isascii() and text.isdigit() and 0 < len(text) <= 18):
-        raise InvalidRequest(f"{text[:40]!r} is no model version, which is a number over 0", param="model_version")
-    return int(text or "0")
-
-
 def infer_request(message: ANY_MESSAGE, raw: Sequence[memoryview], request_id: str, view: View) -> InferRequest:
     """Raises InvalidRequest where fields, contents and parameters do not go together."""
     parameters = {name: parameter_value(each) for name, each in message.parameters.items()}
-    timeout_us = _integer(parameters, "timeout")
+    terms = terms_of(parameters)
     return InferRequest(
         request_id=request_id,
         model=message.model_name,
         version=version_of(message.model_version),
         inputs=_inputs(message.inputs, raw, view),
         outputs=tuple(each.name for each in message.outputs),
-        level=_integer(parameters, "priority"),
-        timeout_s=timeout_us / 1e6 if timeout_us else None,
-        sequence=_sequence(parameters),
+        level=terms.level,
+        timeout_s=terms.timeout_s,
+        sequence=terms.sequence,
     )
 
 
@@ -111,38 +102,7 @@ def _typed(each: ANY_MESSAGE) -> bytes:
 
 
 def _place(each: ANY_MESSAGE) -> Place | None:
-    if REGION not in each.parameters:
-        return None
-    parameters = {name: parameter_value(value) for name, value in each.parameters.items()}
-    region, size = parameters[REGION], _integer(parameters, REGION_SIZE)
-    if not isinstance(region, str) or not size:
-        raise InvalidRequest(f"{each.name!r} names a {REGION} and must say its {REGION_SIZE}")
-    return Place(region, _integer(parameters, REGION_OFFSET), size)
-
-
-def _integer(parameters: Mapping[str, Any], name: str) -> int:
-    value = parameters.get(name, 0)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise InvalidRequest(f"the parameter {name!r} must be an integer of 0 or more", param=name)
-    return value
-
-
-def _flag(parameters: Mapping[str, Any], name: str) -> bool:
-    value = parameters.get(name, False)
-    if not isinstance(value, bool):
-        raise InvalidRequest(f"the parameter {name!r} must be a bool_param", param=name)
-    return value
-
-
-def _sequence(parameters: Mapping[str, Any]) -> SequenceControl | None:
-    for name in parameters:
-        if name.startswith("triton_") and name not in RESERVED:
-            raise InvalidRequest(f"the parameter {name[:80]!r} is Triton's own; known is {RESERVED[0]}")
-    start, end = _flag(parameters, "sequence_start"), _flag(parameters, "sequence_end")
-    known = parameters.get("sequence_id", 0)
-    if isinstance(known, bool) or not isinstance(known, int | str):
-        raise InvalidRequest("the parameter 'sequence_id' must be an integer or a string", param="sequence_id")
-    return SequenceControl(correlation_id=known, start=start, end=end) if known else None
+    return place_of(each.name, {name: parameter_value(value) for name, value in each.parameters.items()})
 
 
 def infer_response(
@@ -155,7 +115,7 @@ def infer_response(
     for tensor in answer.outputs:
         wanted = asked.get(tensor.name)
         if wanted is not None and CLASSIFICATION in wanted.parameters:
-            count = _integer({CLASSIFICATION: parameter_value(wanted.parameters[CLASSIFICATION])}, CLASSIFICATION)
+            count = integer({CLASSIFICATION: parameter_value(wanted.parameters[CLASSIFICATION])}, CLASSIFICATION)
             tensor = classes(answer.model, tensor, count)  # noqa: PLW2901  what is answered in its place
         output = told.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
         place = None if wanted is None else _place(wanted)
@@ -164,18 +124,8 @@ def infer_response(
 
 
 def _kept(output: ANY_MESSAGE, tensor: Tensor, place: Place, view: View) -> bytes:
-    """Writes an output into its region. Raises InvalidRequest where it is larger than its place there."""
-    data = memoryview(tensor.data).cast("B") if memoryview(tensor.data).nbytes else memoryview(b"")
-    if data.nbytes > place.byte_size:
-        raise InvalidRequest(
-            f"output {tensor.name!r} has {data.nbytes} bytes, and its place in region {place.region!r} "
-            f"{place.byte_size}"
-        )
-    view(place.region, place.offset, data.nbytes)[:] = data
-    output.parameters[REGION].string_param = place.region
-    output.parameters[REGION_SIZE].int64_param = data.nbytes
-    if place.offset:
-        output.parameters[REGION_OFFSET].int64_param = place.offset
+    for name, value in place.told(keep(tensor, place, view)).items():
+        setattr(output.parameters[name], "string_param" if isinstance(value, str) else "int64_param", value)
     return b""
 
 

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from collections.abc import AsyncIterator, Mapping
+from functools import partial
+from typing import Any, NamedTuple
 
 import maitred
 from maitred.api.grpc.calls import Call, Method
 from maitred.api.grpc.errors import grpc_error
 from maitred.api.grpc.infer_forms import (
-    Classes,
     error_in_stream,
     in_stream,
     infer_request,
     infer_response,
     parameter_value,
-    version_of,
     written,
 )
 from maitred.api.http.app import App
+from maitred.api.tensor.extensions import NAMES, Extensions
 from maitred.api.tensor.lease import infer, tensors_of
+from maitred.api.tensor.parameters import version_of
 from maitred.errors import InvalidRequest, MaitredError, UnsupportedParameter
 from maitred.tensor.arrays import datatype_of
 from maitred.tensor.config import ANY_MESSAGE, WILDCARD, TensorSpec, inputs_of, outputs_of
@@ -32,47 +32,6 @@ from maitred.tensor.service import Buffer, ModelStatistics
 MOST_IN_STREAM = 256  # requests of one stream that wait for their answers
 _DURATIONS = ("success", "fail", "queue", "compute_input", "compute_infer", "compute_output", "cache_hit", "cache_miss")
 _MEMBERS = {bool: "bool_param", int: "uint32_param", str: "string_param"}  # of a log setting
-
-
-class Region(Protocol):
-    @property
-    def key(self) -> str: ...
-    @property
-    def offset(self) -> int: ...
-    @property
-    def byte_size(self) -> int: ...
-
-
-class Regions(Protocol):
-    """Registered shared memory of the system, by name. Raises InvalidRequest."""
-
-    def register(self, name: str, key: str, offset: int, byte_size: int) -> None: ...
-
-    def unregister(self, name: str = "") -> None:
-        """Of all, without a name."""
-
-    def status(self, name: str = "") -> Mapping[str, Region]: ...
-
-    def view(self, name: str, offset: int, byte_size: int) -> memoryview: ...
-
-
-class Settings(Protocol):
-    """Trace and log settings. What is changed comes as sent; told are all. Raises InvalidRequest."""
-
-    def trace(self, changes: Mapping[str, Sequence[str]], model: str = "") -> Mapping[str, Sequence[str]]: ...
-
-    def log(self, changes: Mapping[str, bool | int | str]) -> Mapping[str, bool | int | str]: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Extensions:
-    """What KServe's HTTP and gRPC share: one of each in a server."""
-
-    server_id: str
-    names: Sequence[str]  # of the extensions, for the server's metadata
-    regions: Regions
-    settings: Settings
-    classes: Classes
 
 
 class _Decoded(NamedTuple):
@@ -131,7 +90,7 @@ class InferenceService:
         return MESSAGES["ModelReadyResponse"](ready=asked in versions if asked else bool(versions))
 
     async def _metadata(self, message: ANY_MESSAGE, call: Call) -> ANY_MESSAGE:
-        told = {"name": self._with.server_id, "version": maitred.__version__, "extensions": self._with.names}
+        told = {"name": self._with.server_id, "version": maitred.__version__, "extensions": NAMES}
         return MESSAGES["ServerMetadataResponse"](**told)
 
     async def _model_metadata(self, message: ANY_MESSAGE, call: Call) -> ANY_MESSAGE:
@@ -158,7 +117,8 @@ class InferenceService:
         view = self._with.regions.view
         request = infer_request(decoded.message, decoded.raw, call.new_id(), view)
         answer = await infer(self._app, call.caller, request, limits=call.limits)
-        return infer_response(decoded.message, answer, view, self._with.classes)
+        classes = partial(self._with.labels.classify, tensors_of(self._app))
+        return infer_response(decoded.message, answer, view, classes)
 
     async def _stream(self, requests: AsyncIterator[_Decoded], call: Call) -> AsyncIterator[bytes]:
         """Answers in the order of their requests, which run beside each other; an error is of its request alone."""

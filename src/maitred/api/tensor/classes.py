@@ -2,33 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
-from maitred.api.http.app import App
-from maitred.api.tensor.lease import tensors_of
 from maitred.errors import InvalidRequest
 from maitred.tensor.arrays import array_of, texts_as_bytes
-from maitred.tensor.service import Tensor
+from maitred.tensor.service import Tensor, TensorService
 
 MOST_LABEL_BYTES = 16 << 20
-Classifier = Callable[[str, Tensor, int], Tensor]  # of a model, an output, and how many classes
 
 
-def classifier_of(app: App, repository: Path | None) -> Classifier:
-    """With labels by the line, from the file beside a model that its config names. It is read for each answer: it is
-    small, rarely asked for, and may change with its model.
+class Labels:
+    """Labels by the line, from the file beside a model that its config names. It is read for each answer: it is small,
+    rarely asked for, and may change with its model.
     """
 
-    def classify(model: str, output: Tensor, count: int) -> Tensor:
-        config = tensors_of(app).config(model)
-        file = next((each.label_filename for each in config.output if each.name == output.name), "")
-        labels = _labels(repository / model / file) if file and repository is not None else []
-        return classified(output, count, labels, batched=config.max_batch_size > 0)
+    def __init__(self, repository: Path | None) -> None:
+        self._repository = repository
 
-    return classify
+    def classify(self, tensors: TensorService, model: str, output: Tensor, count: int) -> Tensor:
+        """The `count` largest of an output of `model`. Raises InvalidRequest."""
+        config = tensors.config(model)
+        file = next((each.label_filename for each in config.output if each.name == output.name), "")
+        labels = _labels(self._repository / model / file) if file and self._repository is not None else []
+        return classified(output, count, labels, batched=config.max_batch_size > 0)
 
 
 def _labels(path: Path) -> list[bytes]:

@@ -158,14 +158,19 @@ def _tensor_protocols(options: Options) -> dict[str, Any]:
         if grpc_port is not None:
             raise ConfigError("grpc_port is for tensor models; give --model-repository")
         return {}
+    from maitred.api.dialects.kserve.routes import kserve_routes
     from maitred.api.dialects.tfserving.routes import ROUTES
-
-    if grpc_port is None:
-        return {"more": ROUTES}
-    from maitred.api.grpc.build import grpc_server
+    from maitred.api.tensor.classes import Labels
+    from maitred.api.tensor.extensions import Extensions
 
     repository = Path(tensors.model_repository) if tensors.model_repository is not None else None
-    return {"more": ROUTES, "beside": grpc_server(repository)}
+    extensions = Extensions(options[ServerConfig].server_id, Labels(repository))
+    more = (*ROUTES, *kserve_routes(extensions))
+    if grpc_port is None:
+        return {"more": more}
+    from maitred.api.grpc.build import grpc_server
+
+    return {"more": more, "beside": partial(grpc_server, extensions)}
 
 
 def _replica_of(options: Options) -> MakeReplica:

@@ -10,18 +10,15 @@ from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
-import msgspec
-
 from maitred.api.dialects.openai import models as openai
 from maitred.api.dialects.openai.format import OPENAI
 from maitred.api.dialects.tfserving import rows
 from maitred.api.dialects.tfserving.status import as_json, metadata_json, statuses
 from maitred.api.generate.time_limits import time_limits
 from maitred.api.http.app import App
-from maitred.api.http.errors import HttpError
 from maitred.api.http.exchange import JSON_HEADERS, Exchange
-from maitred.api.http.formats import StreamFormat
 from maitred.api.http.routes import Route
+from maitred.api.tensor.error_text import TEXT_ERRORS
 from maitred.api.tensor.lease import infer, tensors_of
 from maitred.errors import RouteNotFound
 from maitred.tensor.config import TensorSpec, inputs_of
@@ -32,26 +29,6 @@ _PATH = re.compile(
     r"(?:(?P<metadata>/metadata)|:(?P<method>predict|classify|regress))?"
 )
 _random = random.Random()  # ids are no secrets
-
-
-class ErrorText(msgspec.Struct, frozen=True):
-    error: str
-
-
-class TfServingFormat:
-    """The `AnswerFormat` of TF Serving: an error is its text."""
-
-    stream = StreamFormat()
-    error_schema = ErrorText
-
-    def error_body(self, error: HttpError) -> bytes:
-        return msgspec.json.encode(ErrorText(error.message))
-
-    def error_event(self, error: HttpError) -> bytes:
-        return self.error_body(error)
-
-
-TF_SERVING = TfServingFormat()
 
 
 class _Asked(NamedTuple):
@@ -74,7 +51,7 @@ async def get_model(app: App, exchange: Exchange) -> None:
         return
     tensors = tensors_of(app)
     if not asked.is_model_alone:
-        exchange.format = TF_SERVING
+        exchange.format = TEXT_ERRORS
     if asked.wants_metadata:
         await exchange.answer_json(metadata_json(tensors, asked.model, asked.version, asked.label))
         return
@@ -166,7 +143,7 @@ ROUTES = (
         method="POST",
         path="/v1/models/{model:path}",
         handler=post_model,
-        format=TF_SERVING,
+        format=TEXT_ERRORS,
         summary="TF Serving's :predict, :classify and :regress of a tensor model.",
         text="application/json",
         errors=(400, 401, 403, 404, 413, 429, 503, 504),

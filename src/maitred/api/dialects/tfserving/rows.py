@@ -5,22 +5,21 @@ from __future__ import annotations
 import base64
 import binascii
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from maitred.api.dialects.tfserving.status import check_signature
+from maitred.api.tensor.json_values import array_of_json
 from maitred.errors import InvalidRequest
 from maitred.tensor.arrays import array_of, tensor_of
 from maitred.tensor.config import WILDCARD, TensorSpec
-from maitred.tensor.instance import NUMPY_TYPES
 from maitred.tensor.service import Tensor
 
 B64 = "b64"
 BINARY = "_bytes"  # outputs whose names end so are told in base64
-_KINDS: Mapping[str, str] = {"b": "b", "i": "iu", "u": "iu", "f": "iuf"}  # of arrays of JSON, by a tensor's
 
 
 class Decoded(NamedTuple):
@@ -100,29 +99,7 @@ def _tensor(spec: TensorSpec, values: Any) -> Tensor:
 
 
 def _array(spec: TensorSpec, values: Any) -> np.ndarray:
-    """Of numbers only where all are; of texts, as bytes."""
-    kind = NUMPY_TYPES[spec.data_type]
-    try:
-        if kind.hasobject:
-            return _texts(spec.name, np.array(values, object))
-        if spec.data_type == "TYPE_BF16":
-            return (np.array(values, np.float32).view(np.uint32) >> 16).astype(np.uint16)
-        found = np.array(values)
-        if found.size and found.dtype.kind not in _KINDS[kind.kind]:
-            raise ValueError(f"its values are not all of {kind}")
-        with np.errstate(over="ignore"):
-            cast = found.astype(kind)
-    except (ValueError, TypeError, OverflowError) as error:
-        raise InvalidRequest(f"input {spec.name!r} is no array of {kind}: {error}", param=spec.name) from None
-    if kind.kind in "iu" and not np.array_equal(cast, found):
-        raise InvalidRequest(f"input {spec.name!r} has a number that is no {kind}", param=spec.name)
-    return cast
-
-
-def _texts(name: str, array: np.ndarray) -> np.ndarray:
-    texts = np.empty(array.shape, object)
-    texts.reshape(-1)[:] = [_text(name, value) for value in array.reshape(-1)]
-    return texts
+    return array_of_json(spec.name, spec.data_type, values, _text)
 
 
 def _text(name: str, value: Any) -> bytes:

@@ -1,0 +1,91 @@
+"""What KServe v2 tells of a server and its models, as Triton's JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import maitred
+from maitred.api.tensor.extensions import NAMES
+from maitred.errors import ModelNotFound
+from maitred.tensor.arrays import datatype_of
+from maitred.tensor.config import WILDCARD, TensorSpec, inputs_of, outputs_of
+from maitred.tensor.service import ModelStatistics, TensorService
+
+DURATIONS = ("success", "fail", "queue", "compute_input", "compute_infer", "compute_output", "cache_hit", "cache_miss")
+
+
+def server_metadata(server_id: str) -> dict[str, Any]:
+    return {"name": server_id, "version": maitred.__version__, "extensions": NAMES}
+
+
+def is_ready(tensors: TensorService, model: str, version: int) -> bool:
+    """Whether it answers, in that version where one is named."""
+    versions = tensors.versions(model)
+    return version in versions if version else bool(versions)
+
+
+def model_metadata(tensors: TensorService, model: str, version: int) -> dict[str, Any]:
+    """Raises ModelNotFound."""
+    config = tensors.config(model, version)
+    batched = config.max_batch_size > 0
+    return {
+        "name": model,
+        "versions": [str(each) for each in ((version,) if version else tensors.versions(model))],
+        "platform": config.platform or config.backend,
+        "inputs": [_tensor(each, batched=batched) for each in inputs_of(config)],
+        "outputs": [_tensor(each, batched=batched) for each in outputs_of(config)],
+    }
+
+
+def _tensor(spec: TensorSpec, *, batched: bool) -> dict[str, Any]:
+    """With the rows of a batch first."""
+    shape = (WILDCARD, *spec.dims) if batched else spec.dims
+    return {"name": spec.name, "datatype": datatype_of(spec.data_type), "shape": shape}
+
+
+def statistics(tensors: TensorService, model: str = "", version: int = 0) -> dict[str, Any]:
+    """Raises ModelNotFound."""
+    found = tensors.statistics(model, version)
+    if model and not found:
+        raise ModelNotFound(f"no statistics of model {model[:200]!r}", param="model")
+    return {"model_stats": [_statistics(each) for each in found]}
+
+
+def _statistics(of: ModelStatistics) -> dict[str, Any]:
+    return {
+        "name": of.model,
+        "version": str(of.version),
+        "last_inference": of.last_inference_ms,
+        "inference_count": of.inference_count,
+        "execution_count": of.execution_count,
+        "inference_stats": {name: _duration(*getattr(of, name)) for name in DURATIONS},
+        "response_stats": {},
+        "batch_stats": [
+            {
+                "batch_size": rows,
+                "compute_input": _duration(count, 0),  # part of the inference here
+                "compute_infer": _duration(count, ns),
+                "compute_output": _duration(count, 0),
+            }
+            for rows, count, ns in of.batches
+        ],
+        "memory_usage": [],
+    }
+
+
+def _duration(count: int, ns: int) -> Mapping[str, int]:
+    return {"count": count, "ns": ns}
+
+
+def index(tensors: TensorService, *, ready_only: bool) -> Sequence[Mapping[str, str]]:
+    """Keys that have nothing to tell are left out, as Triton does."""
+    return [
+        {
+            "name": entry.name,
+            **({} if entry.version is None else {"version": str(entry.version)}),
+            **({} if entry.state is None else {"state": entry.state.value}),
+            **({"reason": entry.reason} if entry.reason else {}),
+        }
+        for entry in tensors.index(ready_only=ready_only)
+    ]

@@ -1,0 +1,220 @@
+"""Infer's bodies over HTTP: KServe v2's JSON with Triton's binary tensor data, as requests and answers of the service.
+
+A body is JSON, then the bytes of the inputs that have a `binary_data_size`, in their order; the header
+Inference-Header-Content-Length tells where the JSON ends. With 0 the whole body is the only input's data (Triton's raw
+binary requests). What is sent in binary is looked at where it lies.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from maitred.api.dialects.kserve.body import object_of
+from maitred.api.tensor.json_values import array_of_json
+from maitred.api.tensor.parameters import CLASSIFICATION, Place, View, flag, integer, keep, place_of, terms_of
+from maitred.errors import InvalidRequest
+from maitred.tensor.arrays import array_of, data_type_of, tensor_of
+from maitred.tensor.config import WILDCARD, TensorSpec
+from maitred.tensor.instance import NUMPY_TYPES
+from maitred.tensor.service import Buffer, InferRequest, InferResponse, Tensor
+
+BINARY_SIZE, BINARY, ALL_BINARY = "binary_data_size", "binary_data", "binary_data_output"
+_NO_JSON = ("FP16", "BF16")  # have no numbers in JSON, as with Triton
+_LENGTH_BYTES = 4  # before an element of BYTES
+
+Size = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+Classes = Callable[[str, Tensor, int], Tensor]  # of a model's output: the k largest
+
+
+class _Input(msgspec.Struct):
+    name: str
+    datatype: str
+    shape: tuple[Size, ...]
+    parameters: dict[str, Any] = {}
+    data: list[Any] | msgspec.UnsetType = msgspec.UNSET
+
+
+class _Output(msgspec.Struct):
+    name: str
+    parameters: dict[str, Any] = {}
+
+
+class _Body(msgspec.Struct):
+    inputs: tuple[_Input, ...]
+    id: str = ""
+    parameters: dict[str, Any] = {}
+    outputs: tuple[_Output, ...] = ()
+
+
+class Wanted(NamedTuple):
+    """How one output is to be answered."""
+
+    place: Place | None
+    num_classes: int  # 0 is all of it
+    is_binary: bool
+
+
+class Asked(NamedTuple):
+    """A request, and what its answer needs of it."""
+
+    id: str
+    request: InferRequest
+    wanted: Mapping[str, Wanted]
+    is_binary: bool  # outputs that are not named
+
+
+_decoder = msgspec.json.Decoder(_Body)
+
+
+def asked(body: bytes, header_bytes: int, request: InferRequest, view: View) -> Asked:
+    """`request` says who asks which model. Raises InvalidRequest."""
+    content = memoryview(body)
+    found = object_of(content[:header_bytes], _decoder)
+    terms = terms_of(found.parameters)
+    inputs = _inputs(found.inputs, content[header_bytes:], view)
+    by_default = flag(found.parameters, ALL_BINARY)
+    whole = msgspec.structs.replace(
+        request,
+        inputs=inputs,
+        outputs=tuple(each.name for each in found.outputs),
+        level=terms.level,
+        timeout_s=terms.timeout_s,
+        sequence=terms.sequence,
+    )
+    return Asked(found.id, whole, {each.name: _wanted(each) for each in found.outputs}, by_default)
+
+
+def raw_asked(body: bytes, request: InferRequest, specs: Sequence[TensorSpec], *, batched: bool) -> Asked:
+    """The body is the data of the model's only input, and a batch of one. Raises InvalidRequest."""
+    if len(specs) != 1:
+        raise InvalidRequest(f"a raw binary request needs a model of one input, and this one has {len(specs)}")
+    spec = specs[0]
+    datatype = "BYTES" if spec.data_type == "TYPE_STRING" else spec.data_type.removeprefix("TYPE_")
+    data = len(body).to_bytes(_LENGTH_BYTES, "little") + body if datatype == "BYTES" else body
+    shape = (1, *_raw_dims(spec, len(body))) if batched else _raw_dims(spec, len(body))
+    whole = msgspec.structs.replace(request, inputs=(Tensor(spec.name, datatype, shape, memoryview(data)),))
+    return Asked("", whole, {}, is_binary=True)
+
+
+def _raw_dims(spec: TensorSpec, num_bytes: int) -> tuple[int, ...]:
+    """One dimension may be of any length: what the bytes give."""
+    kind, known = NUMPY_TYPES[spec.data_type], math.prod(size for size in spec.dims if size != WILDCARD)
+    if spec.dims.count(WILDCARD) > 1:
+        raise InvalidRequest(f"the shape of input {spec.name!r} {list(spec.dims)} does not follow from raw bytes")
+    count = 1 if kind.hasobject else num_bytes // kind.itemsize
+    return tuple(count // max(1, known) if size == WILDCARD else size for size in spec.dims)
+
+
+def _inputs(inputs: Sequence[_Input], binary: memoryview, view: View) -> tuple[Tensor, ...]:
+    tensors, at = [], 0
+    for each in inputs:
+        place = _one_source(each)
+        if place is not None:
+            tensors.append(Tensor(each.name, each.datatype, each.shape, view(*place)))
+        elif each.data is not msgspec.UNSET:
+            tensors.append(_of_json(each))
+        else:
+            end = at + integer(each.parameters, BINARY_SIZE)
+            if end > len(binary):
+                raise InvalidRequest(f"input {each.name!r} needs {end - len(binary)} more bytes than the body has")
+            tensors.append(Tensor(each.name, each.datatype, each.shape, binary[at:end]))
+            at = end
+    if at != len(binary):
+        raise InvalidRequest(f"the body has {len(binary) - at} bytes after its JSON that no input takes")
+    return tuple(tensors)
+
+
+def _one_source(each: _Input) -> Place | None:
+    """Where in shared memory it is, if it is there. Raises InvalidRequest unless its data is in just one place."""
+    place = place_of(each.name, each.parameters) if each.parameters else None
+    sources = (each.data is not msgspec.UNSET, BINARY_SIZE in each.parameters, place is not None)
+    if sum(sources) != 1:
+        raise InvalidRequest(
+            f"input {each.name[:80]!r} must have one of data, {BINARY_SIZE} in its parameters, shared_memory_region in "
+            f"its parameters; it has {sum(sources)}"
+        )
+    return place
+
+
+def _of_json(each: _Input) -> Tensor:
+    data_type = data_type_of(each.datatype)
+    if each.datatype in _NO_JSON or data_type not in NUMPY_TYPES:
+        raise InvalidRequest(f"input {each.name[:80]!r} of datatype {each.datatype[:20]!r} cannot be sent as JSON")
+    array = array_of_json(each.name, data_type, _flat(each.data), _text)
+    if array.size != math.prod(each.shape):
+        wants = math.prod(each.shape)
+        raise InvalidRequest(f"input {each.name[:80]!r} has {array.size} values, and its shape wants {wants}")
+    return tensor_of(each.name, array.reshape(each.shape), data_type)
+
+
+def _flat(values: Any) -> list[Any]:
+    """Elements in row-major order, however they are nested: as with Triton the shape alone counts."""
+    while any(isinstance(each, list) for each in values):
+        values = [inner for each in values for inner in (each if isinstance(each, list) else [each])]
+    return list(values)
+
+
+def _text(name: str, value: Any) -> bytes:
+    if not isinstance(value, str):
+        raise InvalidRequest(f"input {name[:80]!r} is of BYTES, so its data must be strings", param=name)
+    return value.encode("utf-8", "surrogatepass")
+
+
+def _wanted(output: _Output) -> Wanted:
+    place = place_of(output.name, output.parameters)
+    num_classes, is_binary = integer(output.parameters, CLASSIFICATION), flag(output.parameters, BINARY)
+    if place is not None and (num_classes or is_binary):
+        raise InvalidRequest(f"output {output.name[:80]!r} goes to shared memory, so it is not classified nor binary")
+    return Wanted(place, num_classes, is_binary)
+
+
+# ---- answers
+
+
+class Answer(NamedTuple):
+    """A body; `header_bytes` of it are JSON where binary data follows, else None."""
+
+    body: bytes
+    header_bytes: int | None
+
+
+def answered(of: Asked, response: InferResponse, view: View, classes: Classes) -> Answer:
+    """Raises InvalidRequest for what cannot be answered as it was asked for."""
+    by_default = Wanted(None, 0, of.is_binary)
+    outputs: list[dict[str, Any]] = []
+    binary: list[Buffer] = []
+    for each in response.outputs:
+        wanted = of.wanted.get(each.name, by_default)
+        tensor = classes(response.model, each, wanted.num_classes) if wanted.num_classes else each
+        told: dict[str, Any] = {"name": tensor.name, "datatype": tensor.datatype, "shape": tensor.shape}
+        outputs.append(told)
+        if wanted.place is not None:
+            told["parameters"] = wanted.place.told(keep(tensor, wanted.place, view))
+        elif wanted.is_binary:
+            told["parameters"] = {BINARY_SIZE: memoryview(tensor.data).nbytes}
+            binary.append(tensor.data)
+        else:
+            told["data"] = _as_json(tensor)
+    named = {"id": of.id} if of.id else {}
+    told = {**named, "model_name": response.model, "model_version": str(response.version), "outputs": outputs}
+    header = msgspec.json.encode(told)
+    return Answer(b"".join((header, *binary)), len(header)) if any(map(len, binary)) else Answer(header, None)
+
+
+def _as_json(tensor: Tensor) -> msgspec.Raw:
+    """A flat list, as Triton answers; numbers that JSON has not are NaN, Infinity and -Infinity."""
+    if tensor.datatype in _NO_JSON:
+        raise InvalidRequest(f"output {tensor.name!r} of {tensor.datatype} cannot be answered as JSON; ask for binary")
+    array = array_of(tensor).reshape(-1)
+    values = array.tolist()
+    if array.dtype.hasobject:
+        return msgspec.Raw(msgspec.json.encode([text.decode("utf-8", "replace") for text in values]))
+    if array.dtype.kind == "f" and not np.isfinite(array).all():
+        return msgspec.Raw(json.dumps(values, separators=(",", ":")).encode())
+    return msgspec.Raw(msgspec.json.encode(values))

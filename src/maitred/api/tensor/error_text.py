@@ -1,0 +1,28 @@
+"""Errors as KServe v2 and TF Serving tell them: one text."""
+
+from __future__ import annotations
+
+import msgspec
+
+from maitred.api.http.errors import HttpError
+from maitred.api.http.formats import StreamFormat
+
+
+class ErrorText(msgspec.Struct, frozen=True):
+    error: str
+
+
+class TextErrors:
+    """The `AnswerFormat` of tensor protocols."""
+
+    stream = StreamFormat()
+    error_schema = ErrorText
+
+    def error_body(self, error: HttpError) -> bytes:
+        return msgspec.json.encode(ErrorText(error.message))
+
+    def error_event(self, error: HttpError) -> bytes:
+        return self.error_body(error)
+
+
+TEXT_ERRORS = TextErrors()

@@ -1,0 +1,342 @@
+"""KServe v2 over HTTP against models that really run; Triton's own client where it is installed."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from contextlib import asynccontextmanager
+from multiprocessing.shared_memory import SharedMemory
+
+import httpx
+import numpy as np
+import pytest
+
+pytest.importorskip("onnxruntime", reason="the extra tensor brings it")
+
+from onnx import TensorProto
+
+from maitred.api.dialects.kserve.body import accepted, deflated, inflated
+from maitred.api.dialects.kserve.routes import kserve_routes
+from maitred.api.routes import make_routes
+from maitred.api.serving import create_app
+from maitred.api.tensor.classes import Labels
+from maitred.api.tensor.extensions import NAMES, Extensions
+from maitred.config import ServerConfig
+from maitred.errors import InvalidRequest, RequestTooLarge
+from maitred.tensor.control import ControlMode
+from maitred.tensor.local import LocalTensorService
+from tests.api.test_tenants import table_of
+from tests.conftest import start_server
+from tests.fakes_api import FakeReplica, FakeTenants, make_model
+from tests.tensor.models import helper, model_of, write_model
+
+BATCHED = "max_batch_size: 8"
+NUMBERS = np.arange(16, dtype=np.float32)
+LENGTH = "Inference-Header-Content-Length"
+
+
+def echo(kind, shape=("n", 2)):
+    value = [helper.make_tensor_value_info(name, kind, shape) for name in ("IN", "OUT")]
+    return model_of(helper.make_graph([helper.make_node("Identity", ["IN"], ["OUT"])], "echo", value[:1], value[1:]))
+
+
+def repository(folder):
+    write_model(folder, "add", config=BATCHED, versions=(1, 3))
+    write_model(folder, "text", config=BATCHED, model=echo(TensorProto.STRING))
+    write_model(folder, "half", config=BATCHED, model=echo(TensorProto.FLOAT16))
+    write_model(folder, "any", config=BATCHED, model=echo(TensorProto.FLOAT, ("n", "m")))
+    return folder
+
+
+@asynccontextmanager
+async def served(folder, *, config=None, mode=ControlMode.NONE, tenants=None, load=()):
+    tensors = LocalTensorService(folder, mode)
+    await tensors.start(load)
+    replica = FakeReplica()
+    replica.tensors = tensors
+    routes = make_routes(more=kserve_routes(Extensions("maitred", Labels(folder))))
+    asgi = create_app(replica, make_model(), config or ServerConfig(), routes=routes, tenants=tenants)
+    try:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(asgi), base_url="http://test/v2") as http:
+            http.headers["accept-encoding"] = "identity"
+            yield http
+    finally:
+        await tensors.close()
+        asgi.app.close()
+
+
+def adding(rows=1, **fields):
+    """A request of the model add, whose data stand in its JSON."""
+    data = np.tile(NUMBERS, (rows, 1)).tolist()
+    inputs = [{"name": f"INPUT{i}", "datatype": "FP32", "shape": [rows, 16], "data": data} for i in range(2)]
+    return {"inputs": inputs, **fields}
+
+
+def binary(parts, **fields):
+    """Headers and body of a request whose inputs follow its JSON: (name, array) each."""
+    kinds = {np.dtype(np.float32): "FP32", np.dtype(np.float16): "FP16"}
+    inputs = [
+        {"name": n, "datatype": kinds[a.dtype], "shape": a.shape, "parameters": {"binary_data_size": a.nbytes}}
+        for n, a in parts
+    ]
+    head = json.dumps({"inputs": inputs, **fields}).encode()
+    return {"headers": {LENGTH: str(len(head))}, "content": head + b"".join(a.tobytes() for _, a in parts)}
+
+
+def parted(answer):
+    """The JSON of an answer, and what follows it."""
+    end = int(answer.headers[LENGTH])
+    return json.loads(answer.content[:end]), answer.content[end:]
+
+
+async def test_health_and_metadata_are_tritons(tmp_path):
+    async with served(repository(tmp_path)) as http:
+        for path in ("/health/live", "/health/ready", "/models/add/ready", "/models/add/versions/3/ready"):
+            assert ((await http.get(path)).status_code, (await http.get(path)).content) == (200, b""), path
+        assert (await http.get("/models/add/versions/1/ready")).status_code == 400
+        assert (await http.get("/models/other/ready")).status_code == 400
+        assert (await http.get("http://test/v2")).json()["extensions"] == [*NAMES]
+        tensor = {"datatype": "FP32", "shape": [-1, 16]}
+        assert (await http.get("/models/add")).json() == {
+            "name": "add",
+            "versions": ["3"],
+            "platform": "onnxruntime_onnx",
+            "inputs": [{"name": "INPUT0", **tensor}, {"name": "INPUT1", **tensor}],
+            "outputs": [{"name": "OUTPUT", **tensor}],
+        }
+        config = (await http.get("/models/add/config")).json()
+        assert (config["max_batch_size"], config["input"][0]["data_type"]) == (8, "TYPE_FP32")
+        assert (await http.get("/models/other")).status_code == 404
+
+
+async def test_json_gives_json_and_binary_gives_binary(tmp_path):
+    async with served(repository(tmp_path)) as http:
+        told = await http.post("/models/add/versions/3/infer", json=adding(2, id="mine"))
+        output = {"name": "OUTPUT", "datatype": "FP32", "shape": [2, 16]}
+        assert told.json() == {
+            "id": "mine",
+            "model_name": "add",
+            "model_version": "3",
+            "outputs": [{**output, "data": np.tile(NUMBERS * 2, 2).tolist()}],
+        }
+        arrays = [("INPUT0", NUMBERS[None]), ("INPUT1", NUMBERS[None])]
+        told = await http.post("/models/add/infer", **binary(arrays, parameters={"binary_data_output": True}))
+        head, rest = parted(told)
+        assert told.headers["content-type"] == "application/octet-stream"
+        assert head["outputs"] == [
+            {"name": "OUTPUT", "datatype": "FP32", "shape": [1, 16], "parameters": {"binary_data_size": 64}}
+        ]
+        assert np.array_equal(np.frombuffer(rest, np.float32), NUMBERS * 2)
+        stats = (await http.get("/models/add/stats")).json()["model_stats"]
+        assert [(each["version"], each["inference_count"]) for each in stats] == [("3", 3)]
+        assert stats[0]["inference_stats"]["success"]["count"] == 2
+        batches = {each["batch_size"]: each["compute_infer"]["count"] for each in stats[0]["batch_stats"]}
+        assert batches == {1: 1, 2: 1}
+        assert len((await http.get("/models/stats")).json()["model_stats"]) == 4
+
+
+async def test_numbers_that_json_has_not_and_texts_go_there_and_back(tmp_path):
+    body = b'{"inputs":[{"name":"IN","datatype":"FP32","shape":[1,3],"data":[[NaN,-Infinity,1]]}]}'
+    async with served(repository(tmp_path)) as http:
+        told = await http.post("/models/any/infer", content=body)
+        assert b'"data":[NaN,-Infinity,1.0]' in told.content
+        text = {"name": "IN", "datatype": "BYTES", "shape": [1, 2], "data": ["\xe9", ""]}
+        told = await http.post("/models/text/infer", json={"inputs": [text]})
+        assert told.json()["outputs"][0]["data"] == ["\xe9", ""]
+        half = np.array([[1, 2]], np.float16)
+        told = await http.post("/models/half/infer", **binary([("IN", half)]))
+        assert (told.status_code, "ask for binary" in told.json()["error"]) == (400, True)
+        wanted = [{"name": "OUT", "parameters": {"binary_data": True}}]
+        told = await http.post("/models/half/infer", **binary([("IN", half)], outputs=wanted))
+        assert parted(told)[1] == half.tobytes()
+
+
+async def test_a_raw_body_is_the_only_inputs_data_and_is_answered_in_binary(tmp_path):
+    async with served(repository(tmp_path)) as http:
+        told = await http.post("/models/any/infer", content=NUMBERS.tobytes(), headers={LENGTH: "0"})
+        head, rest = parted(told)
+        assert (head["outputs"][0]["shape"], rest) == ([1, 16], NUMBERS.tobytes())
+        told = await http.post("/models/add/infer", content=NUMBERS.tobytes(), headers={LENGTH: "0"})
+        assert (told.status_code, "one input" in told.json()["error"]) == (400, True)
+
+
+async def test_outputs_are_classified_with_the_models_labels(tmp_path):
+    folder = repository(tmp_path)
+    lines = 'output { name: "OUT" data_type: TYPE_FP32 dims: [-1] label_filename: "labels.txt" }'
+    write_model(folder, "scores", config=f"{BATCHED} {lines}", model=echo(TensorProto.FLOAT, ("n", "m")))
+    (folder / "scores" / "labels.txt").write_text("cat\ndog\n")
+    data = {"name": "IN", "datatype": "FP32", "shape": [1, 3], "data": [0.5, 2, 1]}
+    wanted = {"name": "OUT", "parameters": {"classification": 2}}
+    async with served(folder) as http:
+        told = await http.post("/models/scores/infer", json={"inputs": [data], "outputs": [wanted]})
+        output = {"name": "OUT", "datatype": "BYTES", "shape": [1, 2], "data": ["2.000000:1:dog", "1.000000:2"]}
+        assert told.json()["outputs"] == [output]
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "says"),
+    [
+        (b"", 400, "no JSON"),
+        (b"{", 400, "no JSON"),
+        (b'{"inputs": ' + b"[" * 100_000, 400, "no JSON"),
+        (b'{"inputs": [], "id": NaN, "parameters": ' + b"[" * 100_000, 400, "no JSON"),
+        (b"{}", 400, "inputs"),
+        (b'{"inputs": [{"name": "INPUT0", "datatype": "FP32", "shape": [-1]}]}', 400, "shape"),
+        (b'{"inputs": [{"name": "INPUT0", "datatype": "FP32", "shape": [36893488147419103232]}]}', 400, "shape"),
+        (b'{"inputs": [{"name": "INPUT0", "datatype": "FP32", "shape": [1, 16]}]}', 400, "it has 0"),
+        (b'{"inputs": [{"name": "I", "datatype": "FP32", "shape": [1, 2], "data": [1]}]}', 400, "has 1 values"),
+        (b'{"inputs": [{"name": "I", "datatype": "FP32", "shape": [1], "data": ["1"]}]}', 400, "not all of"),
+        (b'{"inputs": [{"name": "I", "datatype": "FP9", "shape": [1], "data": [1]}]}', 400, "FP9"),
+        (b'{"inputs": [{"name": "I", "datatype": "INT8", "shape": [1], "data": [300]}]}', 400, "no int8"),
+        (b'{"inputs": [], "parameters": {"triton_mine": 1}}', 400, "Triton's own"),
+        (b'{"inputs": [], "parameters": {"priority": -1}}', 400, "priority"),
+        (b'{"inputs": []}', 400, "INPUT0"),
+    ],
+)
+async def test_what_the_client_does_wrong_is_told(tmp_path, body, status, says):
+    async with served(repository(tmp_path)) as http:
+        told = await http.post("/models/add/infer", content=body)
+        assert (told.status_code, says in told.json()["error"]) == (status, True), told.text
+        assert (await http.post("/models/add/infer", json=adding())).status_code == 200
+
+
+async def test_binary_data_must_be_as_long_as_it_is_said_to_be(tmp_path):
+    arrays = [("INPUT0", NUMBERS[None]), ("INPUT1", NUMBERS[None])]
+    sent = binary(arrays)
+    async with served(repository(tmp_path)) as http:
+        for content, says in ((sent["content"][:-1], "1 more bytes"), (sent["content"] + b"x", "no input takes")):
+            told = await http.post("/models/add/infer", content=content, headers=sent["headers"])
+            assert (told.status_code, says in told.json()["error"]) == (400, True)
+        told = await http.post("/models/add/infer", content=sent["content"], headers={LENGTH: "9999"})
+        assert (told.status_code, "from 0 to" in told.json()["error"]) == (400, True)
+
+
+async def test_bodies_are_compressed_both_ways_and_bombs_are_refused(tmp_path):
+    body = json.dumps(adding()).encode()
+    async with served(repository(tmp_path), config=ServerConfig(max_body_bytes=1 << 20)) as http:
+        for encoding, packed in (("gzip", gzip.compress(body)), ("deflate", zlib.compress(body))):
+            headers = {"content-encoding": encoding, "accept-encoding": encoding}
+            told = await http.post("/models/add/infer", content=packed, headers=headers)
+            assert (told.status_code, told.headers["content-encoding"]) == (200, encoding)
+            assert told.json()["outputs"][0]["data"] == (NUMBERS * 2).tolist()
+        bomb = gzip.compress(bytes(8 << 20))
+        told = await http.post("/models/add/infer", content=bomb, headers={"content-encoding": "gzip"})
+        assert told.status_code == 413
+        told = await http.post("/models/add/infer", content=body, headers={"content-encoding": "br"})
+        assert told.status_code == 415
+
+
+def test_the_encoding_is_the_one_that_the_client_likes_best():
+    assert accepted(b"gzip, deflate") == b"gzip"
+    assert accepted(b"gzip;q=0.5, deflate; q=0.8") == b"deflate"
+    assert accepted(b"br, identity, gzip;q=0.1") == b""
+    assert accepted(b"") == b""
+
+
+def test_a_stream_that_ends_early_or_goes_on_is_refused():
+    packed = deflated(b"x" * 100, b"gzip")
+    assert inflated(packed, b"gzip", 100) == b"x" * 100
+    for wrong in (packed[:-3], packed + b"more", b"not gzip"):
+        with pytest.raises(InvalidRequest, match="gzip"):
+            inflated(wrong, b"gzip", 100)
+    with pytest.raises(RequestTooLarge):
+        inflated(packed, b"gzip", 99)
+
+
+async def test_models_are_loaded_and_unloaded_by_administrators_alone(tmp_path):
+    tenants = FakeTenants(table_of({"user": {}, "boss": {}}))
+    async with served(repository(tmp_path), mode=ControlMode.EXPLICIT, load=("any",), tenants=tenants) as http:
+        ready = {"ready": True}
+        http.headers["authorization"] = "Bearer user"
+        for path in ("/repository/models/add/load", "/repository/models/any/unload", "/systemsharedmemory/unregister"):
+            assert (await http.post(path)).status_code == 403
+        http.headers["authorization"] = "Bearer boss"
+        assert [each["name"] for each in (await http.post("/repository/index", json=ready)).json()] == ["any"]
+        assert (await http.post("/repository/models/add/load")).status_code == 200
+        index = (await http.post("/repository/index", json=ready)).json()
+        assert index == [
+            {"name": "add", "version": "3", "state": "READY"},
+            {"name": "any", "version": "1", "state": "READY"},
+        ]
+        config = json.dumps({"max_batch_size": 4})
+        given = {"parameters": {"config": config}}
+        assert (await http.post("/repository/models/add/load", json=given)).status_code == 200
+        assert (await http.get("/models/add/config")).json()["max_batch_size"] == 4
+        uploaded = {"parameters": {"config": config, "file:1/model.onnx": "QQ=="}}
+        assert (await http.post("/repository/models/add/load", json=uploaded)).status_code == 400
+        assert (await http.post("/repository/models/add/unload")).status_code == 200
+        assert (await http.get("/models/add/ready")).status_code == 400
+        assert (await http.post("/repository/models/other/load")).status_code in (400, 404)
+
+
+async def test_tensors_go_by_shared_memory(tmp_path):
+    region = SharedMemory(create=True, size=256)
+    try:
+        region.buf[:128] = NUMBERS.tobytes() * 2
+        async with served(repository(tmp_path)) as http:
+            path = "/systemsharedmemory/region/mine"
+            told = await http.post(f"{path}/register", json={"key": region.name, "offset": 0, "byte_size": 256})
+            assert told.status_code == 200
+            assert (await http.get(f"{path}/status")).json() == [
+                {"name": "mine", "key": region.name, "offset": 0, "byte_size": 256}
+            ]
+
+            def at(offset):
+                place = {"shared_memory_region": "mine", "shared_memory_byte_size": 64}
+                return {"parameters": {**place, "shared_memory_offset": offset}}
+
+            inputs = [{"name": f"INPUT{i}", "datatype": "FP32", "shape": [1, 16], **at(64 * i)} for i in range(2)]
+            asked = {"inputs": inputs, "outputs": [{"name": "OUTPUT", **at(128)}]}
+            told = await http.post("/models/add/infer", json=asked)
+            assert told.json()["outputs"][0]["parameters"]["shared_memory_region"] == "mine"
+            assert np.array_equal(np.frombuffer(bytes(region.buf[128:192]), np.float32), NUMBERS * 2)
+            too_far = {"inputs": inputs, "outputs": [{"name": "OUTPUT", **at(250)}]}
+            assert (await http.post("/models/add/infer", json=too_far)).status_code == 400
+            assert (await http.post("/systemsharedmemory/unregister")).status_code == 200
+            assert (await http.post("/models/add/infer", json=asked)).status_code == 400
+            assert (await http.post("/cudasharedmemory/unregister")).status_code == 200
+            assert (await http.post("/cudasharedmemory/region/x/register", json={})).status_code == 400
+    finally:
+        region.close()
+        region.unlink()
+
+
+async def test_keys_are_asked_for_but_by_health_and_settings_by_administrators(tmp_path):
+    config = ServerConfig(api_keys=("secret",))
+    async with served(repository(tmp_path), config=config) as http:
+        assert (await http.get("/health/live")).status_code == 200
+        assert (await http.get("/health/ready")).status_code == 200
+        for method, path in (
+            ("GET", "http://test/v2"),
+            ("GET", "/models/add"),
+            ("POST", "/models/add/infer"),
+            ("GET", "/logging"),
+        ):
+            told = await http.request(method, path)
+            assert (told.status_code, set(told.json())) == (401, {"error"}), path
+        http.headers["authorization"] = "Bearer secret"
+        assert (await http.post("/models/add/infer", json=adding())).status_code == 200
+        assert (await http.get("/trace/setting")).json()["trace_level"] == ["OFF"]
+        assert (await http.post("/trace/setting", json={"trace_level": ["OFF"], "trace_rate": None})).status_code == 200
+        assert (await http.get("/logging")).json()["log_format"] == "default"
+
+
+def test_tritons_client_asks_a_server_without_a_language_model(tmp_path):
+    triton = pytest.importorskip("tritonclient.http", reason="tritonclient is not installed (make dev has it)")
+    running = start_server("none", "--model-repository", str(repository(tmp_path)))
+    try:
+        client = triton.InferenceServerClient(running.url.removeprefix("http://"))
+        assert client.is_server_ready()
+        inputs = [triton.InferInput(f"INPUT{i}", [1, 16], "FP32") for i in range(2)]
+        for each in inputs:
+            each.set_data_from_numpy(NUMBERS[None])
+        for pack in (None, "gzip", "deflate"):
+            told = client.infer("add", inputs, request_compression_algorithm=pack, response_compression_algorithm=pack)
+            assert np.array_equal(told.as_numpy("OUTPUT"), NUMBERS[None] * 2)
+        assert client.get_model_metadata("add")["versions"] == ["3"]
+        assert client.get_inference_statistics("add")["model_stats"][0]["inference_count"] == 3
+        with pytest.raises(triton.InferenceServerException, match="other"):
+            client.infer("other", inputs)
+    finally:
+        assert running.stop() == 0
