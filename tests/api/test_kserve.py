@@ -179,7 +179,7 @@ async def test_outputs_are_classified_with_the_models_labels(tmp_path):
     [
         (b"", 400, "no JSON"),
         (b"{", 400, "no JSON"),
-        (b'{"inputs": ' + b"[" * 100_000, 400, "no JSON"),
+        (b'{"inputs": [{"data": ' + b"[" * 100_000, 400, "no JSON"),
         (b'{"inputs": [], "id": NaN, "parameters": ' + b"[" * 100_000, 400, "no JSON"),
         (b"{}", 400, "inputs"),
         (b'{"inputs": [{"name": "INPUT0", "datatype": "FP32", "shape": [-1]}]}', 400, "shape"),

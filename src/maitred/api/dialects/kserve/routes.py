@@ -296,7 +296,7 @@ def kserve_routes(extensions: Extensions) -> tuple[Route, ...]:
             "/models/{model:path}",
             it.get_model,
             "A model's metadata, ready, config, stats.",
-            errors=(400, 401, 404),
+            errors=reads,
         ),
         route("POST", "/models/{model:path}", it.post_model, "Infer.", errors=asks),
         route("POST", "/repository/index", it.index, "The models of the repository and their states."),
