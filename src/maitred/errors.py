@@ -143,6 +143,12 @@ class CannotResume(RequestError):
     code = "cannot_resume"
 
 
+class RegionNotFound(RequestError):
+    """No shared memory is registered by that name."""
+
+    code = "region_not_found"
+
+
 class RouteNotFound(RequestError):
     """No such path, or not with that method."""
 

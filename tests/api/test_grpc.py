@@ -118,7 +118,7 @@ async def test_raw_and_typed_contents_give_the_same_answer_and_statistics_count_
         ({"parameters": {"triton_mine": 1}}, "INVALID_ARGUMENT", "Triton's own"),
         ({"shape": [1 << 62, 1 << 62]}, "INVALID_ARGUMENT", "INPUT0"),
         ({"contents": 0}, "INVALID_ARGUMENT", "raw_input_contents"),
-        ({"region": "none"}, "INVALID_ARGUMENT", "none"),
+        ({"region": "none"}, "NOT_FOUND", "none"),
     ],
 )
 async def test_what_the_client_does_wrong_has_its_status(tmp_path, change, code, says):

@@ -27,6 +27,8 @@ from maitred.errors import InvalidRequest, RequestTooLarge
 from maitred.tensor.control import ControlMode
 from maitred.tensor.local import LocalTensorService
 from tests.api.test_tenants import table_of
+from tests.api.triton_cases import ANSWERS, CASES, MODELS
+from tests.api.triton_cases import told as told_by
 from tests.conftest import start_server
 from tests.fakes_api import FakeReplica, FakeTenants, make_model
 from tests.tensor.models import helper, model_of, write_model
@@ -294,7 +296,7 @@ async def test_tensors_go_by_shared_memory(tmp_path):
             too_far = {"inputs": inputs, "outputs": [{"name": "OUTPUT", **at(250)}]}
             assert (await http.post("/models/add/infer", json=too_far)).status_code == 400
             assert (await http.post("/systemsharedmemory/unregister")).status_code == 200
-            assert (await http.post("/models/add/infer", json=asked)).status_code == 400
+            assert (await http.post("/models/add/infer", json=asked)).status_code == 404
             assert (await http.post("/cudasharedmemory/unregister")).status_code == 200
             assert (await http.post("/cudasharedmemory/region/x/register", json={})).status_code == 400
     finally:
@@ -340,3 +342,54 @@ def test_tritons_client_asks_a_server_without_a_language_model(tmp_path):
             client.infer("other", inputs)
     finally:
         assert running.stop() == 0
+
+
+# ---- beside a real Triton
+
+OTHERWISE = {
+    "another encoding": 415
+}  # where our status is another on purpose: Triton's 501 for a fault of the client's
+SAME_KEYS = ("config", "statistics of a model", "logging", "trace", "metadata", "metadata of a version")
+
+
+def is_ours(case, theirs, mine):
+    """A 500 of theirs for a fault of the client's is a 4xx here."""
+    return mine == OTHERWISE.get(case.name, theirs) if theirs != 500 else 400 <= mine < 500
+
+
+def in_order(answer):
+    """JSON and what follows it; NaN is no object's equal, but its text is."""
+    return json.dumps([answer["body"], answer["rest"]], sort_keys=True)
+
+
+def keys(value):
+    """The keys of an object, of what is in it too; of a list those of its first element."""
+    if isinstance(value, dict):
+        return {name: keys(inner) for name, inner in value.items()}
+    return keys(value[0]) if isinstance(value, list) and value else None
+
+
+async def test_answers_are_those_that_were_recorded_from_a_real_triton(tmp_path):
+    recorded = json.loads(ANSWERS.read_text())
+    lines = 'output { name: "OUT" data_type: TYPE_FP32 dims: [-1] label_filename: "labels.txt" }'
+    folder = repository(tmp_path)
+    write_model(folder, "scores", config=f"{BATCHED} {lines}", model=echo(TensorProto.FLOAT, ("n", "m")))
+    (folder / "scores" / "labels.txt").write_text("cat\ndog\n")
+    wrong = []
+    async with served(folder, mode=ControlMode.EXPLICIT, load=tuple(MODELS)) as http:
+        for case in CASES:
+            theirs, mine = (
+                recorded[case.name],
+                told_by(await http.request(case.method, f"/{case.path}", content=case.body, headers=case.headers)),
+            )
+            if not is_ours(case, theirs["status"], mine["status"]):
+                wrong.append((case.name, theirs["status"], mine))
+            elif mine["status"] >= 400:
+                assert isinstance(mine["body"], str) or set(mine["body"]) == {"error"}, case.name
+            elif case.name in SAME_KEYS:
+                mine["body"].pop("dynamic_batching", None)  # as Triton fills it in for ONNX models, not for Python's
+                if keys(mine["body"]) != keys(theirs["body"]):
+                    wrong.append((case.name, keys(theirs["body"]), keys(mine["body"])))
+            elif in_order(mine) != in_order(theirs):
+                wrong.append((case.name, theirs, mine))
+    assert not wrong

@@ -93,11 +93,10 @@ class ModelControl:
             raise InvalidRequest(f"failed to load {name!r}: {reason}")
 
     def unload(self, name: str) -> None:
-        """Raises Unavailable outside of explicit mode, ModelNotFound."""
+        """What is not served stays so. Raises Unavailable outside of explicit mode."""
         self._must_be_explicit()
-        if not self.models.versions(name):
-            raise ModelNotFound(f"no model {name!r} is served")
-        self._drop(name)
+        if self.models.versions(name):
+            self._drop(name)
 
     def _must_be_explicit(self) -> None:
         if self.mode is not ControlMode.EXPLICIT:

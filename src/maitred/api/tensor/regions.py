@@ -9,7 +9,7 @@ import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from maitred.errors import InvalidRequest
+from maitred.errors import InvalidRequest, RegionNotFound
 
 FOLDER = "/dev/shm"  # where shm_open's names are, on Linux
 MOST_REGIONS = 1024
@@ -25,7 +25,7 @@ class SystemRegion:
 
 
 class SystemRegions:
-    """Regions by name. All of it raises InvalidRequest."""
+    """Regions by name. All of it raises InvalidRequest, and RegionNotFound for a name that is not registered."""
 
     def __init__(self, folder: str = FOLDER) -> None:
         self._folder = folder
@@ -59,7 +59,7 @@ class SystemRegions:
 
     def _found(self, name: str) -> SystemRegion:
         if name not in self._regions:
-            raise InvalidRequest(f"no shared memory region {name[:80]!r} is registered")
+            raise RegionNotFound(f"no shared memory region {name[:80]!r} is registered")
         return self._regions[name]
 
     def _mapped(self, key: str, size: int) -> mmap.mmap:

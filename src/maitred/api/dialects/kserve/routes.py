@@ -26,7 +26,7 @@ from maitred.api.dialects.kserve.body import (
 from maitred.api.generate.time_limits import time_limits
 from maitred.api.http.app import App
 from maitred.api.http.errors import MethodNotAllowed
-from maitred.api.http.exchange import JSON_HEADERS, Exchange
+from maitred.api.http.exchange import JSON_HEADERS, Exchange, Header
 from maitred.api.http.routes import Route
 from maitred.api.tensor.error_text import TEXT_ERRORS
 from maitred.api.tensor.extensions import Extensions
@@ -118,7 +118,7 @@ class KServe:
             asked = await self._asked(app, exchange, model, body)
             response = await infer(app, exchange.caller, asked.request, limits=limits)
             answer = await self._written(app, asked, response)
-        headers = JSON_HEADERS
+        headers: tuple[Header, ...] = JSON_HEADERS
         if answer.header_bytes is not None:
             headers = (*_BINARY_HEADERS, (HEADER_LENGTH, str(answer.header_bytes).encode()))
         await _answer(app, exchange, answer.body, headers)
@@ -199,7 +199,7 @@ class KServe:
         await exchange.answer_json(self._with.settings.log(await _json_of(exchange)))
 
 
-async def _answer(app: App, exchange: Exchange, body: bytes, headers: tuple[tuple[bytes, bytes], ...]) -> None:
+async def _answer(app: App, exchange: Exchange, body: bytes, headers: tuple[Header, ...]) -> None:
     """Compressed where the client likes that best."""
     encoding = accepted(exchange.headers.get(b"accept-encoding", b""))
     if encoding:

@@ -7,7 +7,7 @@ from typing import Any
 
 import maitred
 from maitred.api.tensor.extensions import NAMES
-from maitred.errors import ModelNotFound
+from maitred.errors import InvalidRequest, ModelNotFound
 from maitred.tensor.arrays import datatype_of
 from maitred.tensor.config import WILDCARD, TensorSpec, inputs_of, outputs_of
 from maitred.tensor.service import ModelStatistics, TensorService
@@ -45,10 +45,11 @@ def _tensor(spec: TensorSpec, *, batched: bool) -> dict[str, Any]:
 
 
 def statistics(tensors: TensorService, model: str = "", version: int = 0) -> dict[str, Any]:
-    """Raises ModelNotFound."""
-    found = tensors.statistics(model, version)
-    if model and not found:
-        raise ModelNotFound(f"no statistics of model {model[:200]!r}", param="model")
+    """Of all models without one. Raises InvalidRequest for one that is not served: Triton answers 400 here."""
+    try:
+        found = tensors.statistics(model, version)
+    except ModelNotFound as error:
+        raise InvalidRequest(str(error), param="model") from None
     return {"model_stats": [_statistics(each) for each in found]}
 
 
