@@ -1,7 +1,7 @@
 """Requests whose answers were recorded from a real Triton, in the order in which they are asked.
 
 `python -m tests.api.triton_cases URL` records them anew into triton_answers.json, from a Triton 2.51 in explicit mode
-(nvidia-pytriton 0.7.0 holds one, for numpy below 2) that serves `MODELS` with its Python backend: add, versions 1 and 3,
+(nvidia-pytriton 0.7.0 holds one, for numpy below 2) that serves `MODELS` with its Python backend: add (versions 1, 3)
 adds two FP32 of 16; the others give back their input, and scores has labels.
 """
 
