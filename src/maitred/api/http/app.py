@@ -67,6 +67,8 @@ class App:
         """`policy` is the scheduler's; None heeds priorities. `salt_secret` None is the fleet's token, or is drawn."""
         self.config, self.clock, self.observer, self.authenticator = config, clock, observer, authenticator
         self.replica: Replica = LoadingReplica()
+        self._with_adapters: HasAdapters | None = None  # the replica, looked at once: a request asks several times
+        self._with_tensors: HasTensors | None = None
         self.loaded_model: ServedModel | None = None
         self._paths: set[str] = set()  # where it lies, which is a name too
         self.gate = Gate()
@@ -89,6 +91,8 @@ class App:
     def open(self, replica: Replica, model: ServedModel, admission: AdmissionController | None = None) -> None:
         """The engine is there. `admission` knows its slots, and turns away more than it can serve in time."""
         self.replica, self.loaded_model = replica, model
+        self._with_adapters = replica if isinstance(replica, HasAdapters) else None
+        self._with_tensors = replica if isinstance(replica, HasTensors) else None
         self.gate = Gate(admission, max_concurrent_requests=self.config.max_concurrent_requests)
         if isinstance(replica, TellsProgress):
             replica.on_progress = self._progressed
@@ -106,7 +110,7 @@ class App:
     @property
     def adapters(self) -> AdapterBook | None:
         """None where the replica has none."""
-        return self.replica.adapters if isinstance(self.replica, HasAdapters) else None
+        return self._with_adapters.adapters if self._with_adapters is not None else None
 
     def adapter(self, name: str | None, caller: Caller) -> AdapterFacts | None:
         """What `name` stands for; None where it is no adapter, or not for this caller."""
@@ -117,8 +121,7 @@ class App:
     @property
     def tensors(self) -> TensorService | None:
         """None where no tensor models are served."""
-        found: TensorService | None = self.replica.tensors if isinstance(self.replica, HasTensors) else None
-        return found
+        return self._with_tensors.tensors if self._with_tensors is not None else None
 
     @property
     def model(self) -> ServedModel:
