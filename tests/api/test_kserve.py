@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gzip
 import json
+import socket
 import zlib
 from contextlib import asynccontextmanager
 from multiprocessing.shared_memory import SharedMemory
 
 import httpx
 import numpy as np
+import psutil
 import pytest
 
 pytest.importorskip("onnxruntime", reason="the extra tensor brings it")
@@ -32,6 +34,7 @@ from tests.api.triton_cases import told as told_by
 from tests.conftest import start_server
 from tests.fakes_api import FakeReplica, FakeTenants, make_model
 from tests.tensor.models import helper, model_of, write_model
+from tests.waiting import HANGS_S, until
 
 BATCHED = "max_batch_size: 8"
 NUMBERS = np.arange(16, dtype=np.float32)
@@ -322,6 +325,45 @@ async def test_keys_are_asked_for_but_by_health_and_settings_by_administrators(t
         assert (await http.get("/trace/setting")).json()["trace_level"] == ["OFF"]
         assert (await http.post("/trace/setting", json={"trace_level": ["OFF"], "trace_rate": None})).status_code == 200
         assert (await http.get("/logging")).json()["log_format"] == "default"
+
+
+def inferring(port, model):
+    """A connection on which a request was sent, and nothing more."""
+    payload = json.dumps(adding()).encode()
+    connection = socket.create_connection(("127.0.0.1", port), timeout=HANGS_S)
+    head = f"POST /v2/models/{model}/infer HTTP/1.1\r\nhost: x\r\ncontent-length: {len(payload)}\r\n\r\n"
+    connection.sendall(head.encode() + payload)
+    return connection
+
+
+def test_who_leaves_gives_up_its_place_at_once_and_an_engine_that_is_killed_loses_no_request(tmp_path):
+    waits = "max_batch_size: 8 dynamic_batching { preferred_batch_size: [ 2 ] max_queue_delay_microseconds: 600000000 }"
+    write_model(tmp_path, "add", config=waits)
+    running = start_server("none", "--model-repository", str(tmp_path))
+
+    def waiting():
+        lanes = (
+            httpx.get(f"{running.url}/admin/queue", timeout=HANGS_S).json().get("lanes", ())
+        )  # none while it is gone
+        return sum(lane["num_waiting"] for lane in lanes)
+
+    try:
+        port = int(running.url.rpartition(":")[2])
+        left = inferring(port, "add")
+        until(lambda: waiting() == 1)
+        left.close()
+        until(lambda: waiting() == 0)
+        stays = inferring(port, "add")
+        until(lambda: waiting() == 1)
+        (engine,) = psutil.Process(running.process.pid).children()
+        engine.kill()
+        until(lambda: waiting() == 1 and not engine.is_running())
+        told = httpx.post(f"{running.url}/v2/models/add/infer", json=adding(), timeout=HANGS_S)
+        assert told.json()["outputs"][0]["data"] == (NUMBERS * 2).tolist()
+        assert stays.recv(12) == b"HTTP/1.1 200"
+        stays.close()
+    finally:
+        assert running.stop() == 0
 
 
 def test_tritons_client_asks_a_server_without_a_language_model(tmp_path):
