@@ -301,6 +301,8 @@ class TensorConfig:
     """NAME: a tensor model that is loaded at the start in mode explicit; `*` is all. May be repeated."""
     repository_poll_s: float = 15.0
     """How often the repository is looked at in mode poll."""
+    allow_repository_code: bool = False
+    """Run model.py files of the repository, in processes of their own; who may write there runs code on this machine."""
 
     def __post_init__(self) -> None:
         require_choices(self)

@@ -17,6 +17,11 @@ def end_with_parent(fd: int) -> None:
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with(fd)
+
+
+def end_with(fd: int) -> None:
+    """When that comes to its end alone: for a process that any thread of the parent began."""
 
     def wait_for_the_end() -> None:
         while os.read(fd, 4096):

@@ -10,7 +10,7 @@ import msgspec
 
 from maitred.errors import InstanceLost, MaitredError
 from maitred.tensor.batching import Batching, Rows
-from maitred.tensor.instance import Instance
+from maitred.tensor.instance import ModelInstance
 from maitred.tensor.service import Tensor
 
 
@@ -43,7 +43,7 @@ class BatchRun:
         return (self.input_ns + self.infer_ns + self.output_ns) // 1000
 
 
-def run_batch(instance: Instance, batching: Batching, batch: Sequence[Rows]) -> BatchRun:
+def run_batch(instance: ModelInstance, batching: Batching, batch: Sequence[Rows]) -> BatchRun:
     """Where several fail together each is run alone, so that only those fail whose fault it is."""
     run = _run(instance, batching, batch)
     if len(batch) == 1 or run.lost or not isinstance(run.answers[0], MaitredError):
@@ -58,7 +58,7 @@ def run_batch(instance: Instance, batching: Batching, batch: Sequence[Rows]) -> 
     )
 
 
-def _run(instance: Instance, batching: Batching, batch: Sequence[Rows]) -> BatchRun:
+def _run(instance: ModelInstance, batching: Batching, batch: Sequence[Rows]) -> BatchRun:
     times = [perf_counter_ns()]
     answers: list[tuple[Tensor, ...] | MaitredError]
     try:

@@ -10,7 +10,7 @@ from typing import Any
 
 from maitred.errors import CheckpointError
 from maitred.tensor.config import ANY_MESSAGE, hints, written
-from maitred.tensor.config_checks import faults, is_ensemble
+from maitred.tensor.config_checks import NO_CODE, faults, is_ensemble, runs_code
 from maitred.tensor.ensembles import plan_of
 from maitred.tensor.fill import filled_from_files, with_defaults
 from maitred.tensor.repository import version_of
@@ -24,8 +24,6 @@ from maitred.tensor.repository_files import (
     read_model,
     scan,
 )
-
-NO_CODE = "backend 'python' runs code of the repository; allow that with --allow-repository-code"
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +117,7 @@ def _version_faults(model: ModelFolder) -> tuple[str, ...]:
 
 
 def _refused(config: ANY_MESSAGE, found: tuple[str, ...], *, allow_code: bool) -> str:
-    return "; ".join((*found, NO_CODE) if config.backend == "python" and not allow_code else found)
+    return "; ".join((*found, NO_CODE) if runs_code(config) and not allow_code else found)
 
 
 def _verdict(path: Path, config: ANY_MESSAGE, refused: str, model: ModelFolder | None = None) -> Checked:

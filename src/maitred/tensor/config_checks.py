@@ -17,6 +17,8 @@ from maitred.tensor.config_fields import DATA_TYPES, SCHEMA
 Rule = Callable[[ANY_MESSAGE], Iterator[str]]
 
 BACKENDS = {"onnxruntime": "onnxruntime_onnx", "python": ""}  # and the platform that goes with it
+PYTHON, ENTRY_POINT = "python", "entry_point"  # a backend, and the parameter that names an installed class
+NO_CODE = "backend 'python' runs code of the repository; allow that with --allow-repository-code"
 ENSEMBLE = "ensemble"  # a platform without a backend
 MOST_INSTANCES = 1024
 _CORRELATION_IDS = ("TYPE_UINT64", "TYPE_INT64", "TYPE_UINT32", "TYPE_INT32", "TYPE_STRING")
@@ -33,6 +35,18 @@ def faults(config: ANY_MESSAGE) -> tuple[str, ...]:
 
 def is_ensemble(config: ANY_MESSAGE) -> bool:
     return bool(config.platform == ENSEMBLE or config.HasField("ensemble_scheduling"))
+
+
+def runs_code(config: ANY_MESSAGE) -> bool:
+    """Whether code that lies in the repository is run."""
+    return bool(config.backend == PYTHON and ENTRY_POINT not in config.parameters)
+
+
+def python_sequences_rule(config: ANY_MESSAGE) -> Iterator[str]:
+    """A model may keep a sequence's state itself, so that it must stay with one instance."""
+    count = sum(group.count for group in config.instance_group)
+    if config.backend == PYTHON and config.HasField("sequence_batching") and count > 1:
+        yield f"sequence_batching of a Python model needs one instance, and instance_group has {count}"
 
 
 def backend_rule(config: ANY_MESSAGE) -> Iterator[str]:
@@ -272,6 +286,7 @@ PARAMETER_FORMS = {  # keys and values, as regular expressions; a key that match
     r"enable_mem_arena|enable_mem_pattern": r"[01]|true|false",
     r"label\..+": r"[1-9]\d{0,17}",
     r"queue_delay": r"auto",
+    r"execution_timeout_ms": r"[1-9]\d{0,8}",
     r"length_buckets": r"[1-9]\d{0,8}(, *[1-9]\d{0,8})*",
     r"precision": r"float|int8-dynamic|int8-static",
     r"min_cosine": r"0(\.\d+)?|1(\.0+)?",
@@ -291,4 +306,5 @@ RULES: tuple[Rule, ...] = (
     warmup_rule,
     files_rule,
     parameters_rule,
+    python_sequences_rule,
 )

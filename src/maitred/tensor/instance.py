@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -38,6 +38,16 @@ NUMPY_TYPES: Mapping[str, np.dtype] = {  # of the arrays that an instance takes 
 _ONNX_BF16 = 16
 
 
+class ModelInstance(Protocol):
+    """What runs batches of a model, whatever it is made of."""
+
+    def run(self, inputs: Arrays, wanted: Collection[str] = ()) -> dict[str, np.ndarray]:
+        """As `Instance.run`; raises InstanceLost too, then the batch is run again."""
+
+    def close(self) -> None:
+        """Gives back what the collector would not."""
+
+
 class Instance:
     """A session that runs batches, one at a time or several: threads may share it."""
 
@@ -64,6 +74,9 @@ class Instance:
     def providers(self) -> tuple[str, ...]:
         """Those that the session has, which may be fewer than were asked for."""
         return tuple(self._session.get_providers())
+
+    def close(self) -> None:
+        """A session gives its memory back when nobody holds it."""
 
     def run(self, inputs: Arrays, wanted: Collection[str] = ()) -> dict[str, np.ndarray]:
         """Outputs by name: those `wanted`, or all with states of sequences. Shapes begin with the rows of a batch.

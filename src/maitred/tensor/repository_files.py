@@ -11,7 +11,7 @@ from pathlib import Path
 
 from maitred.errors import CheckpointError
 from maitred.tensor.config import ANY_MESSAGE, MOST_BYTES, hints, parse_config
-from maitred.tensor.config_checks import faults, is_ensemble
+from maitred.tensor.config_checks import PYTHON, faults, is_ensemble, runs_code
 from maitred.tensor.config_fields import ModelConfig
 from maitred.tensor.fill import filled_from_files, filled_from_graph, mismatches, with_defaults
 from maitred.tensor.onnx_graph import Graph, read_graph
@@ -149,6 +149,8 @@ def _names(folder: Path) -> list[str]:
 def _version(folder: Path, config: ANY_MESSAGE, number: int) -> ModelVersion:
     path = folder / str(number) / config.default_model_filename
     if is_ensemble(config):  # its steps are other models: there is no file, and the folder may be left out
+        return ModelVersion(number, path)
+    if config.backend == PYTHON and not runs_code(config):
         return ModelVersion(number, path)
     if config.backend != "onnxruntime":
         return ModelVersion(number, path, fault="" if path.is_file() else f"{path} is not there")

@@ -15,7 +15,7 @@ from maitred.tensor.config import ANY_MESSAGE
 from maitred.tensor.config_checks import ENSEMBLE
 from maitred.tensor.config_fields import SCHEMA
 from maitred.tensor.ensembles import EnsemblePlan, plan_of
-from maitred.tensor.instance import Instance
+from maitred.tensor.instance import Instance, ModelInstance
 from maitred.tensor.quantized import served_file
 from maitred.tensor.repository import IndexEntry, RepositoryIndex
 from maitred.tensor.repository_files import ModelFolder, ModelVersion, files_print
@@ -34,7 +34,7 @@ class LoadedVersion:
     name: str
     number: int
     config: ANY_MESSAGE
-    instances: tuple[Instance, ...]  # none of an ensemble
+    instances: tuple[ModelInstance, ...]  # none of an ensemble
     fell_back: tuple[str, ...] = ()  # accelerators that are not here
     plan: EnsemblePlan | None = None  # of an ensemble
     states: Mapping[str, Tensor] = field(default_factory=dict)  # with which a sequence begins
@@ -56,7 +56,7 @@ def open_onnx(model: ModelFolder, version: ModelVersion) -> LoadedVersion:
         for gpu in group.gpus if group.kind == _GPU and group.gpus else (None,):
             settings = settings_for(model.config, group, gpu, available_providers())
             instance = Instance(open_session(path, settings), model.config)
-            _warm(instance, model)
+            warm(instance, model)
             instances += [instance] * group.count
             fell_back += settings.fell_back
     return LoadedVersion(model.name, version.number, model.config, tuple(instances), tuple(dict.fromkeys(fell_back)))
@@ -65,7 +65,8 @@ def open_onnx(model: ModelFolder, version: ModelVersion) -> LoadedVersion:
 OPENERS: Mapping[str, Opener] = {"onnxruntime": open_onnx}  # by backend; an ensemble's is its platform
 
 
-def _warm(instance: Instance, model: ModelFolder) -> None:
+def warm(instance: ModelInstance, model: ModelFolder) -> None:
+    """Runs the batches of `model_warmup`. Raises CheckpointError."""
     for name, count, batch in warmup_batches(model.config, model.folder):
         try:
             for _ in range(count):
@@ -196,9 +197,11 @@ class ServedModels:
             self._close_if_left(each)
 
     def _close_if_left(self, loaded: LoadedVersion) -> None:
-        """Sessions give their memory back when nobody holds them."""
+        """What it holds is given back."""
         if not loaded.replaced or loaded.leases or loaded.is_closed:
             return
+        for instance in loaded.instances:
+            instance.close()
         loaded.instances, loaded.is_closed = (), True
         model = self._models.get(loaded.name)
         if model is None or loaded.number not in model.versions:

@@ -1,0 +1,123 @@
+"""The process of one instance of a Python model; arguments are numbers of files: socket, inputs, outputs, engine."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from importlib.metadata import entry_points
+from typing import Any
+
+import numpy as np
+
+from maitred.errors import InvalidRequest
+from maitred.executor.parent import end_with
+from maitred.tensor.python import triton
+from maitred.tensor.python.frames import (
+    Failed,
+    Load,
+    Predict,
+    Ran,
+    Ready,
+    Run,
+    SharedArrays,
+    decode_command,
+    receive,
+    send,
+)
+
+GROUP = "maitred.models"  # of entry points: classes with load(folder, parameters) and predict(inputs) -> outputs
+
+
+def main(arguments: list[str]) -> int:
+    """Loads, then runs batches until the engine is gone."""
+    number, inputs, outputs, engine = map(int, arguments)
+    end_with(engine)
+    with socket.socket(fileno=number) as connection:
+        try:
+            predict = _told(connection, _load)
+            while predict is not None:
+                _run(connection, predict, SharedArrays(inputs), SharedArrays(outputs))
+        except (EOFError, OSError):
+            pass
+    return 0
+
+
+def _told(connection: socket.socket, load: Callable[[Load], Predict]) -> Predict | None:
+    asked = decode_command(receive(connection))
+    assert isinstance(asked, Load)
+    try:
+        predict = load(asked)
+    except Exception as error:
+        send(connection, Failed(_reason(error)))
+        return None
+    send(connection, Ready())
+    return predict
+
+
+def _run(connection: socket.socket, predict: Predict, inputs: SharedArrays, outputs: SharedArrays) -> None:
+    while True:
+        asked = decode_command(receive(connection))
+        assert isinstance(asked, Run)
+        try:
+            given = predict(inputs.get(asked.inputs, asked.num_bytes), asked.outputs)
+            placed, num_bytes = outputs.put({name: _array(name, value) for name, value in given.items()})
+        except Exception as error:
+            traceback.print_exc()
+            send(connection, Failed(_reason(error), isinstance(error, InvalidRequest)))
+        else:
+            send(connection, Ran(placed, num_bytes))
+
+
+def _array(name: str, value: Any) -> np.ndarray:
+    """Texts, of whatever kind, as objects of bytes."""
+    array = np.asarray(value)
+    if array.dtype.kind not in "OSU":
+        return array
+    texts = np.empty(array.shape, object)
+    texts.reshape(-1)[:] = [_text(name, each) for each in array.reshape(-1).tolist()]
+    return texts
+
+
+def _text(name: str, value: Any) -> bytes:
+    if isinstance(value, str):
+        return value.encode()
+    if not isinstance(value, bytes):
+        raise TypeError(f"output {name!r} has an element of {type(value).__name__}; texts are bytes or str")
+    return value
+
+
+def _reason(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:1000]
+
+
+def _load(asked: Load) -> Predict:
+    if asked.file:
+        return triton.load(asked, _module(asked))
+    found = entry_points(group=GROUP, name=asked.entry_point)
+    if not found:
+        known = sorted(entry.name for entry in entry_points(group=GROUP))
+        raise LookupError(f"no installed package has {asked.entry_point!r} in the group {GROUP!r}; there are {known}")
+    model = next(iter(found)).load()()
+    model.load(asked.folder, asked.parameters)
+    predict: Callable[[Mapping[str, np.ndarray]], Mapping[str, np.ndarray]] = model.predict
+    return lambda inputs, wanted: predict(inputs)
+
+
+def _module(asked: Load) -> Any:
+    """Its own folder can be imported from, as Triton has it."""
+    sys.path.insert(0, os.path.dirname(asked.file))
+    spec = importlib.util.spec_from_file_location("model", asked.file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["model"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,263 @@
+"""Triton's Python models: a `TritonPythonModel` of a repository's model.py, and the module that such files import.
+
+A batch is one request here, its rows joined. Names and signatures are those that the README of
+triton-inference-server/python_backend documents; BLS and decoupled responses are not built.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Mapping, Sequence
+from types import ModuleType
+from typing import Any, ClassVar
+
+import numpy as np
+
+from maitred.errors import InvalidRequest
+from maitred.tensor.config_fields import DATA_TYPES
+from maitred.tensor.instance import NUMPY_TYPES
+from maitred.tensor.python.frames import Load, Predict
+
+MODULE = "triton_python_backend_utils"
+CLASS = "TritonPythonModel"
+_logger = logging.getLogger("maitred.python_model")
+
+
+def load(asked: Load, module: ModuleType) -> Predict:
+    """Its class, initialized."""
+    made = getattr(module, CLASS, None)
+    if made is None:
+        raise LookupError(f"{asked.file} has no class {CLASS}")
+    model = made()
+    if hasattr(model, "initialize"):
+        model.initialize(
+            {
+                "model_config": json.dumps(asked.config),
+                "model_instance_kind": "CPU",
+                "model_instance_name": asked.instance,
+                "model_instance_device_id": "0",
+                "model_repository": asked.folder.rpartition("/")[0],
+                "model_version": str(asked.version),
+                "model_name": asked.config["name"],
+            }
+        )
+
+    def predict(inputs: Mapping[str, np.ndarray], wanted: tuple[str, ...]) -> Mapping[str, np.ndarray]:
+        tensors = [Tensor(name, array) for name, array in inputs.items()]
+        names = wanted or tuple(each["name"] for each in asked.config["output"])
+        request = InferenceRequest(
+            inputs=tensors,
+            requested_output_names=list(names),
+            model_name=asked.config["name"],
+            model_version=asked.version,
+        )
+        return _outputs(model.execute([request]))
+
+    return predict
+
+
+def _outputs(responses: Any) -> dict[str, np.ndarray]:
+    if not isinstance(responses, list) or len(responses) != 1 or not isinstance(responses[0], InferenceResponse):
+        raise TypeError(f"execute must return a list of one InferenceResponse for one request, not {responses!r:.200}")
+    (response,) = responses
+    error = response.error()
+    if error is not None and error.code() == TritonError.INVALID_ARG:
+        raise InvalidRequest(error.message())
+    if error is not None:
+        raise TritonModelException(error.message())
+    return {tensor.name(): tensor.as_numpy() for tensor in response.output_tensors()}
+
+
+# ---- what model.py imports
+
+
+class TritonModelException(Exception):
+    """Something of the server's failed."""
+
+
+class TritonError:
+    """What an answer tells instead of outputs."""
+
+    UNKNOWN, INTERNAL, NOT_FOUND, INVALID_ARG = 0, 1, 2, 3
+    UNAVAILABLE, UNSUPPORTED, ALREADY_EXISTS, CANCELLED = 4, 5, 6, 7
+
+    def __init__(self, message: str, code: int = INTERNAL) -> None:
+        self._message, self._code = message, code
+
+    def message(self) -> str:
+        return self._message
+
+    def code(self) -> int:
+        return self._code
+
+
+class Tensor:
+    """A named array."""
+
+    def __init__(self, name: str, array: np.ndarray) -> None:
+        self._name, self._array = name, np.asarray(array)
+
+    def name(self) -> str:
+        return self._name
+
+    def as_numpy(self) -> np.ndarray:
+        return self._array
+
+    def triton_dtype(self) -> int:
+        return numpy_to_triton_type(self._array.dtype.type)
+
+    def shape(self) -> Sequence[int]:
+        return list(self._array.shape)
+
+    def is_cpu(self) -> bool:
+        return True
+
+    def to_dlpack(self) -> Any:
+        return self._array.__dlpack__()
+
+    def __dlpack__(self, **kwargs: Any) -> Any:
+        return self._array.__dlpack__(**kwargs)
+
+    def __dlpack_device__(self) -> Any:
+        return self._array.__dlpack_device__()
+
+    @staticmethod
+    def from_dlpack(name: str, tensor: Any) -> Tensor:
+        return Tensor(name, np.from_dlpack(tensor))
+
+
+class InferenceRequest:
+    """Inputs of a whole batch, and what is known of it."""
+
+    def __init__(
+        self,
+        inputs: Sequence[Tensor] = (),
+        requested_output_names: Sequence[str] = (),
+        model_name: str = "",
+        model_version: int = -1,
+        **others: Any,
+    ) -> None:
+        self._inputs, self._wanted, self._others = list(inputs), list(requested_output_names), others
+        self._model, self._version = model_name, model_version
+
+    def inputs(self) -> list[Tensor]:
+        return self._inputs
+
+    def requested_output_names(self) -> list[str]:
+        return self._wanted
+
+    def model_name(self) -> str:
+        return self._model
+
+    def model_version(self) -> int:
+        return self._version
+
+    def request_id(self) -> str:
+        return str(self._others.get("request_id", ""))
+
+    def correlation_id(self) -> int:
+        return int(self._others.get("correlation_id", 0))
+
+    def parameters(self) -> str:
+        return "{}"
+
+    def timeout(self) -> int:
+        return 0
+
+    def flags(self) -> int:
+        return 0
+
+    def is_cancelled(self) -> bool:
+        return False
+
+    def exec(self, decoupled: bool = False) -> InferenceResponse:
+        raise TritonModelException("a model cannot ask other models here (BLS); make an ensemble of them")
+
+    async_exec = exec
+
+    def get_response_sender(self) -> Any:
+        raise TritonModelException("decoupled models are not served: one request has one answer")
+
+
+class InferenceResponse:
+    """Outputs, or an error."""
+
+    def __init__(self, output_tensors: Sequence[Tensor] = (), error: TritonError | None = None) -> None:
+        self._outputs, self._error = list(output_tensors), error
+
+    def output_tensors(self) -> list[Tensor]:
+        return self._outputs
+
+    def has_error(self) -> bool:
+        return self._error is not None
+
+    def error(self) -> TritonError | None:
+        return self._error
+
+
+class Logger:
+    """Into the server's log."""
+
+    INFO, WARNING, ERROR, VERBOSE = 0, 1, 2, 3
+    _LEVELS: ClassVar = {INFO: logging.INFO, WARNING: logging.WARNING, ERROR: logging.ERROR, VERBOSE: logging.DEBUG}
+
+    @staticmethod
+    def log(message: str, level: int = INFO) -> None:
+        _logger.log(Logger._LEVELS[level], "%s", message)
+
+    @staticmethod
+    def log_info(message: str) -> None:
+        _logger.info("%s", message)
+
+    @staticmethod
+    def log_warn(message: str) -> None:
+        _logger.warning("%s", message)
+
+    @staticmethod
+    def log_error(message: str) -> None:
+        _logger.error("%s", message)
+
+    @staticmethod
+    def log_verbose(message: str) -> None:
+        _logger.debug("%s", message)
+
+
+def get_input_tensor_by_name(inference_request: InferenceRequest, name: str) -> Tensor | None:
+    return next((each for each in inference_request.inputs() if each.name() == name), None)
+
+
+def get_output_tensor_by_name(inference_response: InferenceResponse, name: str) -> Tensor | None:
+    return next((each for each in inference_response.output_tensors() if each.name() == name), None)
+
+
+def get_input_config_by_name(model_config: dict[str, Any], name: str) -> dict[str, Any] | None:
+    return next((each for each in model_config.get("input", ()) if each["name"] == name), None)
+
+
+def get_output_config_by_name(model_config: dict[str, Any], name: str) -> dict[str, Any] | None:
+    return next((each for each in model_config.get("output", ()) if each["name"] == name), None)
+
+
+def using_decoupled_model_transaction_policy(model_config: dict[str, Any]) -> bool:
+    return bool(model_config.get("model_transaction_policy", {}).get("decoupled", False))
+
+
+def triton_string_to_numpy(triton_type_string: str) -> Any:
+    """numpy's type of `TYPE_FP32`."""
+    kind = NUMPY_TYPES[triton_type_string]
+    return np.object_ if kind.hasobject else np.bool_ if kind == np.dtype(bool) else kind.type
+
+
+def triton_to_numpy_type(data_type: int) -> Any:
+    return triton_string_to_numpy(next(name for name, number in DATA_TYPES.items() if number == data_type))
+
+
+def numpy_to_triton_type(data_type: Any) -> int:
+    kind = np.dtype(data_type)
+    name = "TYPE_STRING" if kind.kind in "OSU" else next(key for key, each in NUMPY_TYPES.items() if each == kind)
+    return DATA_TYPES[name]
+
+
+sys.modules[MODULE] = sys.modules[__name__]
