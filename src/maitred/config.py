@@ -302,7 +302,7 @@ class TensorConfig:
     repository_poll_s: float = 15.0
     """How often the repository is looked at in mode poll."""
     allow_repository_code: bool = False
-    """Run model.py files of the repository, in processes of their own; who may write there runs code on this machine."""
+    """Run model.py files of the repository, in processes of their own; who may write there runs code here."""
 
     def __post_init__(self) -> None:
         require_choices(self)
