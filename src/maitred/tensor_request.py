@@ -39,6 +39,7 @@ class TensorSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     start_by: float | None = None  # s, Clock.now(): given up if it is in no batch by then
     finish_by: float | None = None  # s, Clock.now(): given up if it is not done by then
     key_id: str = ""  # of the API key that asked; for the ledger alone
+    num_tokens: int = 0  # of the text that its inputs are; for the ledger alone
 
 
 @dataclass(slots=True, eq=False)
@@ -118,7 +119,10 @@ class TensorRequest:
     @property
     def charges(self) -> Charges:
         return Charges(
-            first_scheduled_at=self.first_scheduled_at, num_rows=self.spec.num_rows, compute_us=self.compute_us
+            num_prompt_tokens=0 if self.first_scheduled_at is None else self.spec.num_tokens,
+            first_scheduled_at=self.first_scheduled_at,
+            num_rows=self.spec.num_rows,
+            compute_us=self.compute_us,
         )
 
     @property

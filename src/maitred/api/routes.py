@@ -10,6 +10,7 @@ from maitred.api.dialects.openai import models, usage
 from maitred.api.dialects.openai import schemas as s
 from maitred.api.dialects.openai.chat import CHAT
 from maitred.api.dialects.openai.completions import COMPLETIONS
+from maitred.api.dialects.openai.embedding_schemas import EMBEDDINGS
 from maitred.api.dialects.openai.format import OPENAI
 from maitred.api.generate.complete import complete
 from maitred.api.generate.resume import Resume
@@ -103,6 +104,7 @@ def _generation() -> tuple[Route, ...]:
             event=s.Completion,
             errors=_GENERATION_ERRORS,
         ),
+        EMBEDDINGS,
     )
 
 

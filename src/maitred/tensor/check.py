@@ -11,6 +11,7 @@ from typing import Any
 from maitred.errors import CheckpointError
 from maitred.tensor.config import ANY_MESSAGE, hints, written
 from maitred.tensor.config_checks import NO_CODE, faults, is_ensemble, runs_code
+from maitred.tensor.encoder_files import is_sentence_folder
 from maitred.tensor.ensembles import plan_of
 from maitred.tensor.fill import filled_from_files, with_defaults
 from maitred.tensor.repository import version_of
@@ -48,7 +49,11 @@ def check(path: Path, *, allow_code: bool = False) -> Iterator[Checked]:
 
 
 def _is_model(folder: Path) -> bool:
-    return (folder / CONFIG).exists() or any(version_of(each.name) and each.is_dir() for each in folder.iterdir())
+    return (
+        (folder / CONFIG).exists()
+        or is_sentence_folder(folder)
+        or any(version_of(each.name) and each.is_dir() for each in folder.iterdir())
+    )
 
 
 def _checked_repository(path: Path, *, allow_code: bool) -> Iterator[Checked]:

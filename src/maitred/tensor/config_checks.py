@@ -11,8 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, pairwise
 from math import prod
 
+from maitred.errors import CheckpointError
 from maitred.tensor.config import ANY_MESSAGE, WILDCARD, parameters_of, refusals
 from maitred.tensor.config_fields import DATA_TYPES, SCHEMA
+from maitred.tensor.encoder_config import encoder_of, is_encoder
 
 Rule = Callable[[ANY_MESSAGE], Iterator[str]]
 
@@ -280,6 +282,14 @@ def parameters_rule(config: ANY_MESSAGE) -> Iterator[str]:
             yield f"parameters {key!r} is {value!r}, which is not of the form {form}"
 
 
+def encoder_rule(config: ANY_MESSAGE) -> Iterator[str]:
+    if is_encoder(config):
+        try:
+            encoder_of(config)
+        except CheckpointError as error:
+            yield str(error)
+
+
 PARAMETER_FORMS = {  # keys and values, as regular expressions; a key that matches none is told to the model or ignored
     r"intra_op_thread_count|inter_op_thread_count": r"\d{1,4}",
     r"execution_mode": r"[01]",
@@ -293,6 +303,7 @@ PARAMETER_FORMS = {  # keys and values, as regular expressions; a key that match
     r"task": r"embedding",
     r"pooling": r"mean|cls|last",
     r"normalize": r"true|false",
+    r"max_length": r"[1-9]\d{0,6}",
 }
 RULES: tuple[Rule, ...] = (
     backend_rule,
@@ -307,4 +318,5 @@ RULES: tuple[Rule, ...] = (
     files_rule,
     parameters_rule,
     python_sequences_rule,
+    encoder_rule,
 )

@@ -14,10 +14,12 @@ from maitred.errors import CheckpointError
 from maitred.tensor.config import ANY_MESSAGE, WILDCARD, TensorSpec, inputs_of, outputs_of
 from maitred.tensor.config_checks import BACKENDS, is_ensemble
 from maitred.tensor.config_fields import DATA_TYPES, SCHEMA, ModelConfig
+from maitred.tensor.encoder_config import is_encoder
 from maitred.tensor.onnx_graph import Graph, GraphTensor
 
 MODEL_FILES = {"onnxruntime": "model.onnx", "python": "model.py"}
 DEFAULT_MAX_BATCH_SIZE = 4  # Triton's --backend-config=default-max-batch-size
+ENCODER_BATCH_SIZE = 32  # texts are short, and come by the list
 ONNX_CPU_INSTANCES = 2  # of a group that does not say how many
 SEQUENCE_IDLE_US = 1_000_000  # after which a sequence that nobody continues is forgotten
 _KINDS = SCHEMA.enums["ModelInstanceGroup.Kind"]
@@ -115,7 +117,8 @@ def _fill_batching(config: ANY_MESSAGE, graph: Graph) -> None:
                 f"{_told(fixed.shape)}, is not of any length, so that the model takes no batches"
             )
         return
-    config.max_batch_size = config.max_batch_size or DEFAULT_MAX_BATCH_SIZE
+    usual = ENCODER_BATCH_SIZE if is_encoder(config) else DEFAULT_MAX_BATCH_SIZE
+    config.max_batch_size = config.max_batch_size or usual
     if config.max_batch_size > 1 and config.WhichOneof("scheduling_choice") is None:
         config.dynamic_batching.SetInParent()
 

@@ -13,6 +13,8 @@ from maitred.errors import CheckpointError
 from maitred.tensor.config import ANY_MESSAGE, MOST_BYTES, hints, parse_config
 from maitred.tensor.config_checks import PYTHON, faults, is_ensemble, runs_code
 from maitred.tensor.config_fields import ModelConfig
+from maitred.tensor.encoder_config import with_length_buckets
+from maitred.tensor.encoder_files import ONNX, is_sentence_folder, with_encoder
 from maitred.tensor.fill import filled_from_files, filled_from_graph, mismatches, with_defaults
 from maitred.tensor.onnx_graph import Graph, read_graph
 from maitred.tensor.repository import Fingerprint, Scan, labels_of, version_of, versions_to_serve
@@ -106,11 +108,14 @@ def read_model(folder: Path, written: ANY_MESSAGE | None = None, gpus: Sequence[
             f"name is {written.name!r} in {CONFIG}, and the folder's is {folder.name!r}; make them equal"
         )
     present = _versions(folder)
-    config = filled_from_files(written, folder.name, _names(folder / str(max(present))) if present else ())
+    config = filled_from_files(written, folder.name, _names(present[max(present)]) if present else ())
     numbers = versions_to_serve(config, present or ([1] if is_ensemble(config) else []))
-    versions = tuple(_version(folder, config, number) for number in numbers)
+    places = [present.get(number, folder / str(number)) for number in numbers]
+    config = with_encoder(config, folder, places[-1] if places else folder)
+    versions = tuple(_version(place, config, number) for number, place in zip(numbers, places, strict=True))
     graph = next((each.graph for each in reversed(versions) if each.graph is not None), None)
     config = with_defaults(config, gpus) if graph is None else filled_from_graph(config, graph, gpus)
+    config = with_length_buckets(config)
     _refuse(faults(config))
     _refuse(_absent_files(folder, config))
     versions = tuple(_checked(config, version) for version in versions)
@@ -134,9 +139,11 @@ def _refuse(reasons: tuple[str, ...]) -> None:
         raise CheckpointError("; ".join(reasons))
 
 
-def _versions(folder: Path) -> list[int]:
-    found = (version_of(name) for name in _names(folder) if (folder / name).is_dir())
-    return [version for version in found if version is not None]
+def _versions(folder: Path) -> dict[int, Path]:
+    """The folder of each; what sentence-transformers saved is version 1."""
+    found = {version_of(name): folder / name for name in _names(folder) if (folder / name).is_dir()}
+    numbered = {version: place for version, place in found.items() if version is not None}
+    return numbered or ({1: folder / ONNX} if is_sentence_folder(folder) else {})
 
 
 def _names(folder: Path) -> list[str]:
@@ -146,8 +153,8 @@ def _names(folder: Path) -> list[str]:
         raise CheckpointError(f"cannot read {folder}: {error.strerror}") from None
 
 
-def _version(folder: Path, config: ANY_MESSAGE, number: int) -> ModelVersion:
-    path = folder / str(number) / config.default_model_filename
+def _version(place: Path, config: ANY_MESSAGE, number: int) -> ModelVersion:
+    path = place / config.default_model_filename
     if is_ensemble(config):  # its steps are other models: there is no file, and the folder may be left out
         return ModelVersion(number, path)
     if config.backend == PYTHON and not runs_code(config):

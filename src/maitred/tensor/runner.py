@@ -188,6 +188,7 @@ class TensorRunner:
             start_by=request.start_by,
             finish_by=request.finish_by,
             key_id=request.key_id,
+            num_tokens=request.num_tokens,
         )
 
     def cancel(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:

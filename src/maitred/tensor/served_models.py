@@ -9,11 +9,13 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from maitred.errors import CheckpointError, MaitredError, ModelNotFound
 from maitred.tensor.config import ANY_MESSAGE
 from maitred.tensor.config_checks import ENSEMBLE
 from maitred.tensor.config_fields import SCHEMA
+from maitred.tensor.encoder_config import encoder_of, is_encoder
 from maitred.tensor.ensembles import EnsemblePlan, plan_of
 from maitred.tensor.instance import Instance, ModelInstance
 from maitred.tensor.quantized import served_file
@@ -52,6 +54,8 @@ def open_onnx(model: ModelFolder, version: ModelVersion) -> LoadedVersion:
     instances: list[Instance] = []
     fell_back: list[str] = []
     path = served_file(model, version)
+    if is_encoder(model.config):
+        _check_tokenizer(encoder_of(model.config).tokenizer)
     for group in model.config.instance_group:
         for gpu in group.gpus if group.kind == _GPU and group.gpus else (None,):
             settings = settings_for(model.config, group, gpu, available_providers())
@@ -60,6 +64,13 @@ def open_onnx(model: ModelFolder, version: ModelVersion) -> LoadedVersion:
             instances += [instance] * group.count
             fell_back += settings.fell_back
     return LoadedVersion(model.name, version.number, model.config, tuple(instances), tuple(dict.fromkeys(fell_back)))
+
+
+def _check_tokenizer(folder: Path) -> None:
+    """The server reads it when texts come; a broken one is refused here. Raises CheckpointError."""
+    from maitred.text.tokenizer import Tokenizer  # noqa: PLC0415  other models need none of it
+
+    Tokenizer.from_folder(folder)
 
 
 OPENERS: Mapping[str, Opener] = {"onnxruntime": open_onnx}  # by backend; an ensemble's is its platform

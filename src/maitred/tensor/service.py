@@ -49,6 +49,7 @@ class InferRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     level: int = 0  # Triton's priority, 1 is most urgent; 0 is the model's default
     timeout_s: float | None = None  # for the queue, where the model lets a request have its own
     sequence: SequenceControl | None = None
+    num_tokens: int = 0  # of the text that its inputs are; for the ledger
     priority: int = 0  # of the policy, as a chat's
     tenant: str = ""
     weight: float = 1.0

@@ -31,7 +31,7 @@ class HttpLease:
         """The samples of each prompt under their terms, to be submitted now. Raises as `Gate.admit`."""
         app, num_each = self._app, len(batches[0])
         specs = [spec for batch in batches for spec in batch]
-        with _counting_refusals(app, self._caller):
+        with counting_refusals(app, self._caller):
             admitted = app.gate.admit(self._lease, specs, app.clock.now())
         for request_id in admitted.shed:
             app.replica.abort(request_id, FinishReason.SHED)
@@ -72,7 +72,7 @@ def cache_salt(app: App, caller: Caller, sent: str) -> str:
 def enter(app: App, caller: Caller, ask: Ask) -> Lease:
     """`Gate.enter`, counting whom the tenant's own limits let in, whatever the server says then."""
     try:
-        with _counting_refusals(app, caller):
+        with counting_refusals(app, caller):
             lease = app.gate.enter(caller, ask, app.clock.now())
     except (InvalidRequest, Overloaded):
         _count_entered(app, caller)
@@ -87,7 +87,7 @@ def _count_entered(app: App, caller: Caller) -> None:
 
 
 @contextmanager
-def _counting_refusals(app: App, caller: Caller) -> Iterator[None]:
+def counting_refusals(app: App, caller: Caller) -> Iterator[None]:
     try:
         yield
     except RateLimited as error:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from msgspec.structs import replace
 
-from maitred.api.generate.lease import enter
+from maitred.api.generate.lease import counting_refusals, enter
 from maitred.api.http.app import App
 from maitred.errors import ModelNotFound
 from maitred.gate.gate import Ask, Lease
@@ -21,6 +24,51 @@ def tensors_of(app: App) -> TensorService:
     return app.tensors
 
 
+class TensorLease:
+    """One HTTP request's lease of the gate, for all its inferences; see `leased`."""
+
+    def __init__(self, app: App, lease: Lease, limits: TimeLimits) -> None:
+        self._app, self._lease, self._limits = app, lease, limits
+        self.num_tokens = 0  # of inferences that were answered
+
+    def reserve(self, num_tokens: int) -> None:
+        """Of the tenant's limits, once it is known how many. Raises RateLimited or InsufficientQuota."""
+        with counting_refusals(self._app, self._lease.caller):
+            self._app.gate.let_in(self._lease, (), num_tokens, self._app.clock.now())
+
+    async def infer(self, request: InferRequest) -> InferResponse:
+        """What the model answers. Cancelling it gives up its place at once. Raises as `TensorService.infer`."""
+        asked = _under_terms(self._lease, request, self._app.clock.now(), self._limits)
+        response = await tensors_of(self._app).infer(asked)
+        self.num_tokens += request.num_tokens
+        return response
+
+
+@contextmanager
+def leased(
+    app: App,
+    caller: Caller,
+    *,
+    num_requests: int = 1,
+    priority: int | None = None,
+    limits: TimeLimits = NO_LIMITS,
+) -> Iterator[TensorLease]:
+    """A lease for so many inferences, until they have their answers. `priority` None is the tenant's default.
+
+    Raises as `Gate.enter`, and Unavailable from a server that closes.
+    """
+    tensors_of(app)
+    with app.in_flight.answering():
+        lease = enter(app, caller, Ask(num_samples=num_requests, priority=priority, limits=limits))
+        held = TensorLease(app, lease, limits)
+        try:
+            yield held
+        finally:
+            lease.end(held.num_tokens)
+            if not caller.is_anybody:
+                app.observer.metrics.tenants.left(caller.quota, held.num_tokens, 0)
+
+
 async def infer(
     app: App,
     caller: Caller,
@@ -29,19 +77,9 @@ async def infer(
     priority: int | None = None,
     limits: TimeLimits = NO_LIMITS,
 ) -> InferResponse:
-    """What the model answers. `priority` None is the tenant's default. Cancelling it gives up its place at once.
-
-    Raises as `Gate.enter` and `TensorService.infer`, and Unavailable from a server that closes.
-    """
-    tensors = tensors_of(app)
-    with app.in_flight.answering():
-        lease = enter(app, caller, Ask(priority=priority, limits=limits))
-        try:
-            return await tensors.infer(_under_terms(lease, request, app.clock.now(), limits))
-        finally:
-            lease.end(0)
-            if not caller.is_anybody:
-                app.observer.metrics.tenants.left(caller.quota, 0, 0)
+    """A lease for one inference, and what the model answers."""
+    with leased(app, caller, priority=priority, limits=limits) as lease:
+        return await lease.infer(request)
 
 
 def _under_terms(lease: Lease, request: InferRequest, now: float, limits: TimeLimits) -> InferRequest:

@@ -159,13 +159,14 @@ def _tensor_protocols(options: Options) -> dict[str, Any]:
             raise ConfigError("grpc_port is for tensor models; give --model-repository")
         return {}
     from maitred.api.dialects.kserve.routes import kserve_routes
+    from maitred.api.dialects.openai.embeddings import embedding_routes
     from maitred.api.dialects.tfserving.routes import ROUTES
     from maitred.api.tensor.classes import Labels
     from maitred.api.tensor.extensions import Extensions
 
     repository = Path(tensors.model_repository) if tensors.model_repository is not None else None
     extensions = Extensions(options[ServerConfig].server_id, Labels(repository))
-    more = (*ROUTES, *kserve_routes(extensions))
+    more = (*ROUTES, *kserve_routes(extensions), *embedding_routes())
     if grpc_port is None:
         return {"more": more}
     from maitred.api.grpc.build import grpc_server

@@ -85,34 +85,36 @@ def predicted_text(raw: Raw | UnsetType) -> str:
     return prediction.content if isinstance(prediction.content, str) else "".join(part.text or "" for part in parts)
 
 
-def prompts_of(raw: Raw, *, max_listed: int = MAX_LISTED) -> list[Prompt]:
-    """One text, one list of token ids, or a list of either; the first item says which.
+def prompts_of(
+    raw: Raw, *, at: str = "prompt", max_listed: int = MAX_LISTED, max_prompts: int = MAX_PROMPTS
+) -> list[Prompt]:
+    """One text, one list of token ids, or a list of either; the first item says which. `at` is the field.
 
     `max_listed` bounds the tokens of all lists together; it counts commas, which texts have too.
     """
     sent = bytes(raw)
     if sent.startswith(b'"'):
-        return [decode_json(sent, _TEXT, at="prompt")]
+        return [decode_json(sent, _TEXT, at=at)]
     found = _FIRST_ITEM.match(sent)
     if found is None:
-        raise InvalidRequest("prompt must be a text, a list of token ids, or a list of either", param="prompt")
+        raise InvalidRequest(f"{at} must be a text, a list of token ids, or a list of either", param=at)
     num_listed = sent.count(b",") + 1
     if num_listed > max_listed:
-        text = f"prompt has about {num_listed} items; at most {max_listed}"
-        raise InvalidRequest(text, param="prompt", code="too_many_items")
+        text = f"{at} has about {num_listed} items; at most {max_listed}"
+        raise InvalidRequest(text, param=at, code="too_many_items")
     prompts: list[Prompt]
     if found[1] == b"[":
-        _check_count(sent.count(b"[") - 1)  # all of them structure: there are only numbers inside
-        prompts = [*decode_json(sent, _TOKEN_LISTS, at="prompt")]
+        _check_count(sent.count(b"[") - 1, at, max_prompts)  # all of them structure: there are only numbers inside
+        prompts = [*decode_json(sent, _TOKEN_LISTS, at=at)]
     elif found[1] == b'"':
-        prompts = [*decode_json(sent, _TEXTS, at="prompt")]
+        prompts = [*decode_json(sent, _TEXTS, at=at)]
     else:
-        tokens = decode_json(sent, _TOKENS, at="prompt")
+        tokens = decode_json(sent, _TOKENS, at=at)
         prompts = [tokens] if tokens else []
-    _check_count(len(prompts))
+    _check_count(len(prompts), at, max_prompts)
     return prompts
 
 
-def _check_count(num_prompts: int) -> None:
-    if not 1 <= num_prompts <= MAX_PROMPTS:
-        raise InvalidRequest(f"prompt has {num_prompts} prompts; it must have 1 to {MAX_PROMPTS}", param="prompt")
+def _check_count(num_prompts: int, at: str, most: int) -> None:
+    if not 1 <= num_prompts <= most:
+        raise InvalidRequest(f"{at} has {num_prompts} prompts; it must have 1 to {most}", param=at)

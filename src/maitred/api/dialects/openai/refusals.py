@@ -204,6 +204,19 @@ COMPLETION_REFUSED: Refused = {
     "prediction": (),
 }
 TOKENIZE_REFUSED: Refused = {"tools": ([],), "chat_template": (), "mm_processor_kwargs": ({},)}
+_INSTRUCTIONS = ("input_type", "task_type", "prompt_name", "instruction")
+EMBEDDING_REFUSED: Refused = {
+    **dict.fromkeys(("truncate_prompt_tokens", "truncation_side", "truncate", "truncation"), (False,)),
+    **dict.fromkeys(_INSTRUCTIONS, ("",)),
+    **dict.fromkeys(("output_dimension", "output_dimensionality"), ()),
+    "messages": ([],),
+    "images": ([],),
+    "normalize": (),
+    "embed_dtype": ("float32",),
+    "output_dtype": ("float",),
+    "embedding_types": (["float"],),
+    "endianness": ("native", "little"),
+}
 
 _ONE_AFTER_THE_OTHER = "their order is fixed: penalties, temperature, min_p, top_k, top_p"
 _NEVER_CUT = "prompts are never cut; shorten it yourself"
@@ -215,6 +228,11 @@ _WHY: Mapping[str, str] = {
     "chat_template": "a template may not come with a request; start the server with --chat-template FILE",
     "template": "a template may not come with a request; start the server with --chat-template FILE",
     **dict.fromkeys(("truncate_prompt_tokens", "truncation_side", "truncate", "transforms"), _NEVER_CUT),
+    "truncation": _NEVER_CUT,
+    **dict.fromkeys(_INSTRUCTIONS, "write it before the text"),
+    **dict.fromkeys(("output_dimension", "output_dimensionality"), "send dimensions, which is its name here"),
+    "normalize": "the model's config says whether vectors are",
+    "messages": "send texts as input",
     **dict.fromkeys(("lora", "lora_path", "adapter_id"), _ADAPTER),
     "grammar": 'send structured_outputs: {"grammar": ...}',
     "ebnf": 'send structured_outputs: {"grammar": ...}',

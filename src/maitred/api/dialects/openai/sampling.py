@@ -121,22 +121,26 @@ def check_common(body: GenerationFields, caller: Caller, *, policy_without_prior
             f"cache_salt has {len(body.cache_salt)} characters; it must have 1 to {MAX_CACHE_SALT_CHARS}",
             param="cache_salt",
         )
-    if body.priority is not None and not 0 <= body.priority <= MAX_PRIORITY:
+    check_priority(body.priority, policy_without_priorities)
+    if body.service_tier not in (None, "auto", "default") and (caller.is_anybody or body.service_tier not in TIERS):
+        choices = "auto or default" if caller.is_anybody else ", ".join(("auto", *TIERS))
+        raise unsupported("service_tier", f"send {choices}")
+    if body.prompt_logprobs is not None and body.stream:
+        raise InvalidRequest("prompt_logprobs does not come with stream: true; leave one out", param="prompt_logprobs")
+
+
+def check_priority(priority: int | None, policy_without_priorities: str | None) -> None:
+    if priority is not None and not 0 <= priority <= MAX_PRIORITY:
         raise InvalidRequest(
-            f"priority is {_number(body.priority)}; it must be from 0 (most urgent) to {MAX_PRIORITY}", param="priority"
+            f"priority is {_number(priority)}; it must be from 0 (most urgent) to {MAX_PRIORITY}", param="priority"
         )
-    if body.priority and policy_without_priorities is not None:
+    if priority and policy_without_priorities is not None:
         heeding = ", ".join(sorted(heeding_priority()))
         raise unsupported(
             "priority",
             f"the policy in force, {policy_without_priorities}, heeds none; leave it out, or serve with one that does: "
             f"--policy {heeding}",
         )
-    if body.service_tier not in (None, "auto", "default") and (caller.is_anybody or body.service_tier not in TIERS):
-        choices = "auto or default" if caller.is_anybody else ", ".join(("auto", *TIERS))
-        raise unsupported("service_tier", f"send {choices}")
-    if body.prompt_logprobs is not None and body.stream:
-        raise InvalidRequest("prompt_logprobs does not come with stream: true; leave one out", param="prompt_logprobs")
 
 
 def make_ask(body: GenerationFields, answer: Answer, **more: Any) -> GenerationAsk:

@@ -1,0 +1,107 @@
+"""POST /v1/embeddings by ONNX encoders of the model repository, and GET /v1/models with them."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+from msgspec import Raw
+
+from maitred.api.dialects.openai.answers import encode
+from maitred.api.dialects.openai.bounded import MAX_LISTED, prompts_of
+from maitred.api.dialects.openai.embedding_schemas import (
+    EMBEDDINGS,
+    NO_ENCODER,
+    Embedding,
+    EmbeddingList,
+    EmbeddingRequest,
+    EmbeddingUsage,
+)
+from maitred.api.dialects.openai.models import model_cards
+from maitred.api.dialects.openai.refusals import EMBEDDING_REFUSED, heed_others
+from maitred.api.dialects.openai.sampling import check_priority
+from maitred.api.dialects.openai.schemas import ModelCard, ModelList
+from maitred.api.generate.time_limits import time_limits
+from maitred.api.http.app import App
+from maitred.api.http.body_decoder import BodyDecoder
+from maitred.api.http.exchange import JSON_HEADERS, Exchange
+from maitred.api.http.routes import Route
+from maitred.api.tensor.lease import leased, tensors_of
+from maitred.api.tensor.texts import Tokenizers, encoder_named, encoders_of, tokens_of, vectors_of
+from maitred.errors import ModelNotFound
+from maitred.tensor.encoder import check_dimensions
+from maitred.tensor.encoder_config import encoder_of
+
+MAX_TEXTS = 2048  # as OpenAI takes
+_DECODER = BodyDecoder(EmbeddingRequest, EMBEDDING_REFUSED)
+
+
+class Embeddings:
+    """The route, with the tokenizers that it has read."""
+
+    def __init__(self) -> None:
+        self._tokenizers = Tokenizers()
+
+    async def __call__(self, app: App, exchange: Exchange) -> None:
+        sent = await exchange.sent(_DECODER)
+        body, tensors = sent.body, tensors_of(app)
+        heed_others(app, exchange, sent, _DECODER, EMBEDDING_REFUSED)
+        check_priority(body.priority, app.policy_without_priorities)
+        model = encoder_named(tensors, body.model)
+        if model is None:
+            raise ModelNotFound(NO_ENCODER, param="model")
+        config = tensors.config(model)
+        encoder = encoder_of(config)
+        check_dimensions(body.dimensions, encoder.width)
+        asked = prompts_of(body.input, at="input", max_listed=MAX_LISTED, max_prompts=MAX_TEXTS)
+        body.input = Raw()  # which was the whole body
+        exchange.log |= {"model": model, "prompts": len(asked)}
+
+        def read() -> list[Sequence[int]]:
+            tokenizer, special = self._tokenizers.of(model, config), body.add_special_tokens is not False
+            return tokens_of(tokenizer, encoder, asked, add_special_tokens=special)
+
+        limits, first = time_limits(body, exchange.headers), not self._tokenizers.has(model, config)
+        with leased(app, exchange.caller, num_requests=len(asked), priority=body.priority, limits=limits) as lease:
+            async with app.in_flight.watch(exchange):
+                tokens = await app.text.run(exchange.num_body_bytes, read, may_take_long=first)
+                lease.reserve(sum(map(len, tokens)))
+                vectors = await vectors_of(lease, model, encoder, tokens, body.dimensions)
+        exchange.log["prompt_tokens"] = lease.num_tokens
+        write = partial(_written, model, vectors, lease.num_tokens, as_base64=body.encoding_format == "base64")
+        whole = await app.text.run(sum(vector.nbytes for vector in vectors), write)
+        await exchange.answer(whole, 200, JSON_HEADERS)
+
+
+def _written(model: str, vectors: Sequence[np.ndarray], num_tokens: int, *, as_base64: bool) -> bytes:
+    told = (_as_base64(vector) if as_base64 else vector.tolist() for vector in vectors)
+    data = [Embedding(index=index, embedding=embedding) for index, embedding in enumerate(told)]
+    usage = EmbeddingUsage(prompt_tokens=num_tokens, total_tokens=num_tokens)
+    return encode(EmbeddingList(data=data, model=model, usage=usage))
+
+
+def _as_base64(vector: np.ndarray) -> str:
+    return base64.b64encode(vector.astype("<f4", copy=False).tobytes()).decode()
+
+
+async def list_models(app: App, exchange: Exchange) -> None:
+    """The language model's names and adapters, then encoders of texts."""
+    cards = model_cards(app, exchange)
+    for name, encoder in encoders_of(tensors_of(app)).items():
+        cards.append(ModelCard(id=name, created=app.model.created, root=name, max_model_len=encoder.max_length))
+    await exchange.answer_json(ModelList(cards))
+
+
+def embedding_routes() -> tuple[Route, ...]:
+    """Of a server that has a model repository."""
+    models = Route(
+        method="GET",
+        path="/v1/models",
+        handler=list_models,
+        summary="List the names of the model, and encoders of texts.",
+        answer=ModelList,
+    )
+    return replace(EMBEDDINGS, handler=Embeddings()), models

@@ -1,0 +1,61 @@
+"""Texts as an encoder's inputs, and its output as their vectors: pooling, normalising, fewer dimensions. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from maitred.errors import InvalidRequest, KernelError
+from maitred.tensor.arrays import array_of, tensor_of
+from maitred.tensor.encoder_config import IDS, MASK, Encoder
+from maitred.tensor.instance import NUMPY_TYPES
+from maitred.tensor.service import Tensor
+
+_LEAST_NORM = 1e-12  # as torch.nn.functional.normalize: a vector of zeros stays one
+
+
+def inputs_for(encoder: Encoder, token_ids: Sequence[int]) -> tuple[Tensor, ...]:
+    """One text as a row of each input, [1, length]."""
+    num_tokens = len(token_ids)
+    row = np.zeros((1, encoder.fixed_length or num_tokens), np.int64)
+    values: dict[str, np.ndarray | int] = {
+        IDS: np.asarray(token_ids, np.int64),
+        MASK: 1,
+        "position_ids": np.arange(num_tokens),
+    }
+    found = []
+    for spec in encoder.inputs:
+        row[0, :num_tokens] = values.get(spec.name, 0)
+        found.append(tensor_of(spec.name, row.astype(NUMPY_TYPES[spec.data_type]), spec.data_type))
+    return tuple(found)
+
+
+def vector_of(encoder: Encoder, output: Tensor, num_tokens: int, num_dimensions: int | None = None) -> np.ndarray:
+    """A text's vector, float32 [width], or its first `num_dimensions`; of length 1 where it is normalised.
+
+    Raises InvalidRequest for more dimensions than there are, KernelError for an output without the text's tokens.
+    """
+    values = array_of(output)
+    if values.ndim != (3 if encoder.pooling else 2) or len(values) != 1 or (values.ndim == 3 and not values.shape[1]):
+        raise KernelError(f"output {output.name!r} has shape {list(values.shape)} for a text of {num_tokens} tokens")
+    vector = _pooled(encoder.pooling, values[0], num_tokens).astype(np.float32)  # a copy: the frame goes
+    check_dimensions(num_dimensions, len(vector))
+    vector = vector[:num_dimensions]
+    return vector / max(float(np.linalg.norm(vector)), _LEAST_NORM) if encoder.normalize else vector
+
+
+def check_dimensions(asked: int | None, width: int | None) -> None:
+    """Raises InvalidRequest for none, and for more than there are; a `width` of None is not known yet."""
+    if asked is not None and (asked < 1 or (width is not None and asked > width)):
+        most = f"at most {width}, as many as the model's vectors have" if width is not None else "at least 1"
+        raise InvalidRequest(f"dimensions is {asked}; it must be {most}", param="dimensions")
+
+
+def _pooled(pooling: str, values: np.ndarray, num_tokens: int) -> np.ndarray:
+    """`values` are [length, width], of which the first tokens are the text's; [width] where the graph has pooled."""
+    if pooling == "mean":
+        values = values[:num_tokens].mean(axis=0, dtype=np.float32)
+    elif pooling:
+        values = values[0 if pooling == "cls" else min(num_tokens, len(values)) - 1]
+    return values
