@@ -17,6 +17,7 @@ from maitred import metrics as m
 from maitred.api.dialects.tfserving.routes import ROUTES
 from maitred.api.routes import make_routes
 from maitred.api.serving import create_app
+from maitred.cli.why.session import explain
 from maitred.clock import WallClock
 from maitred.config import EngineConfig, ModelConfig, ProcessConfig, ServerConfig, TensorConfig
 from maitred.decisions.codec import read_log
@@ -179,7 +180,7 @@ def test_large_tensors_cross_as_they_are(tmp_path):
     asyncio.run(ask())
 
 
-def test_the_decision_log_of_tensor_models_replays(tmp_path):
+def test_the_decision_log_of_tensor_models_replays_and_tells_why(tmp_path, capsys):
     write_model(tmp_path / "models", "add", config=BATCHED)
     log = tmp_path / "log"
 
@@ -193,6 +194,11 @@ def test_the_decision_log_of_tensor_models_replays(tmp_path):
     _, steps = read_log(read_frames(parts))
     events = [event for step in steps for event in step.events]
     assert sum(len(event.batches) for event in events if isinstance(event, Dispatched)) == 2
+    assert explain("r3", str(log)) == 0
+    told = capsys.readouterr().out
+    assert "1 row for add version 1" in told
+    assert "in a batch of 4 requests, 4 rows, on instance 0" in told
+    assert "stop, it has its answer" in told
 
 
 def test_a_batch_runs_while_a_step_of_the_language_model_is_under_way(tmp_path):

@@ -80,8 +80,12 @@ class TensorModel:
             pace = self._paces[bucket] = Pace()
         return pace
 
-    def ran(self, batch: Batch, seconds: float) -> None:
-        self.pace(batch.lane.bucket).ran(batch.num_rows, seconds)
+    def rows_per_s(self, now: float) -> dict[str, float]:
+        """By bucket, of those that are remembered; for people to look at."""
+        return {bucket: pace.rows_per_s(now) for bucket, pace in self._paces.items()}
+
+    def ran(self, batch: Batch, seconds: float, now: float) -> None:
+        self.pace(batch.lane.bucket).ran(batch.num_rows, seconds, now)
         lane = self.lanes.get(batch.lane.bucket)
         if lane is not None:
             self.touched[lane] = None  # it may wait longer now, or less long
