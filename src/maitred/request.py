@@ -222,7 +222,7 @@ class Charges(NamedTuple):
     num_accepted_tokens: int = 0  # of them, those that became output
     handover: str = ""  # one of HANDOVER_OUTCOMES; empty where no other engine is beside this one
     num_rows: int = 0  # of a tensor request
-    compute_us: int = 0  # its part of the time of the batches it was in
+    compute_us: int = 0  # its part of the time of the steps or batches it was in
 
 
 HANDOVER_OUTCOMES = ("local", "moved", "mixed", "recomputed")
@@ -269,6 +269,7 @@ class RequestState:
     num_preemptions: int = 0
     num_draft_tokens: int = 0  # made up for it
     num_accepted_tokens: int = 0  # of them, those that became output
+    compute_us: int = 0  # its part of the executor's time
     handover: str = ""  # as Charges has it
     first_scheduled_at: float | None = None  # s
     first_token_at: float | None = None  # s
@@ -289,6 +290,7 @@ class RequestState:
         self.num_charged_prompt_tokens, self.num_cached_tokens = charges.num_prompt_tokens, charges.num_cached_tokens
         self.num_preemptions, self.handover = charges.num_preemptions, charges.handover
         self.num_draft_tokens, self.num_accepted_tokens = charges.num_draft_tokens, charges.num_accepted_tokens
+        self.compute_us = charges.compute_us
         self.first_scheduled_at, self.first_token_at = charges.first_scheduled_at, charges.first_token_at
         self.last_token_at, self.stalled_at = point.last_token_at, point.stalled_at
         self.stalled_prefill_s, self.stalled_decode_s = point.stalled_prefill_s, point.stalled_decode_s
@@ -373,4 +375,5 @@ class RequestState:
             self.num_draft_tokens,
             self.num_accepted_tokens,
             self.handover,
+            compute_us=self.compute_us,
         )

@@ -75,9 +75,12 @@ class House:
 
     def counters(self) -> tuple[int, ...]:
         """Prompt, cached and generated tokens, as this server's engine counted them."""
-        page = httpx.get(f"{self.url}/metrics", headers=self.headers("boss")).text
         names = ("prompt_tokens_total", "prefix_cache_hit_tokens_total", "generation_tokens_total")
-        return tuple(int(float(page.split(f"\nmaitred_{name} ")[1].split("\n")[0])) for name in names)
+        return tuple(int(number) for number in self.metrics(*names))
+
+    def metrics(self, *names: str) -> list[float]:
+        page = httpx.get(f"{self.url}/metrics", headers=self.headers("boss")).text
+        return [float(page.split(f"\nmaitred_{name} ")[1].split("\n")[0]) for name in names]
 
     def sums(self, run: int) -> tuple[int, ...]:
         columns = "SUM(prompt_tokens), SUM(cached_tokens), SUM(generated_tokens)"
@@ -101,6 +104,7 @@ def test_a_house_of_tenants(house):
     """One server for several questions, because starting it is most of the time."""
     _tenants_do_not_see_each_others_cache(house)
     _the_sums_are_the_engines(house)
+    _the_executors_time_is_split_over_requests(house)
     _keys_come_and_go_without_a_restart(house)
     assert house.server is not None
     assert house.server.stop() == 0
@@ -151,6 +155,18 @@ def _the_sums_are_the_engines(house: House) -> None:
     told = [sum(r[name] for r in results) for name in ("input_tokens", "input_cached_tokens", "output_tokens")]
     assert tuple(told) == house.counters()
     assert {r["project_id"] for r in results} == {"a", "b", "c", "d"}
+
+
+def _the_executors_time_is_split_over_requests(house: House) -> None:
+    """Those of the story before too: prompts, samples, clients that left."""
+    usage = house.complete("a", max_tokens=30, ignore_eos=True).json()["usage"]
+    assert 0 < usage["engine_ms"] <= sum(usage["timing_ms"][name] for name in ("prefill", "decode", "schedule"))
+
+    def charged_s() -> float:
+        return float(house.rows("SELECT SUM(compute_us) / 1e6 FROM request")[0][0])
+
+    until(lambda: not house.rows("SELECT 1 FROM request WHERE closed_at IS NULL"))
+    until(lambda: charged_s() == pytest.approx(house.metrics("engine_execute_seconds_total")[0], rel=0.01))
 
 
 def _keys_come_and_go_without_a_restart(house: House) -> None:

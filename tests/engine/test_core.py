@@ -107,6 +107,20 @@ def test_time_in_the_executor_is_told_from_time_outside():
     assert (core.execute_s, core.host_s, core.last_step_at) == (1.0, 0.0, 1.0)
 
 
+def test_the_executors_time_is_split_over_the_rows_of_each_step_to_the_microsecond():
+    clock = ManualClock()
+    core = EngineCore(make_scheduler(), SlowExecutor(clock), clock)
+    for name, num_tokens in (("long", 20), ("short", 6), ("later", 9)):
+        core.add(make_spec(name, prompt=num_tokens, max_tokens=4))
+    told = [progress for _ in range(3) for progress in core.step()]
+    gone = core.abort("later")
+    while core.has_work:
+        told += core.step()
+    took = {p.request_id: p.charges.compute_us for p in [*told, gone] if p.finish_reason is not None}
+    assert sum(took.values()) == round(core.execute_s * 1e6) > 0
+    assert took["long"] > took["short"] > 0 < took["later"]
+
+
 def test_abort_and_finish_give_the_last_progress_and_none_for_strangers():
     core, _ = make_core()
     core.add(make_spec("a"))

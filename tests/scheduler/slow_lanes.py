@@ -253,7 +253,7 @@ class SlowLanes:
         if foretold_s is not None:
             self.share_at += (seconds - foretold_s) * machine_share / self.tensor_share
         if not outcome.lost:
-            self.pace(batch.lane).ran(batch.num_rows, seconds)
+            self.pace(batch.lane).ran(batch.num_rows, seconds, 0.0)
         for request in requests:
             if outcome.lost and request.request_id not in over:
                 request.num_losses += 1

@@ -291,7 +291,7 @@ def test_an_unloaded_model_takes_nobody_and_serves_those_that_are_here():
 def test_the_automatic_delay_waits_where_batches_pay_and_not_at_a_calm_pace():
     pace = Pace()
     for num_rows in (1, 2, 4, 8) * 8:
-        pace.ran(num_rows, 0.010 + 0.001 * num_rows)
+        pace.ran(num_rows, 0.010 + 0.001 * num_rows, 0.0)
     assert pace.seconds(5) == pytest.approx(0.015)
     assert pace.wait(8) == (1, 0.0)  # nothing is known of arrivals
     for number in range(200):
@@ -299,7 +299,7 @@ def test_the_automatic_delay_waits_where_batches_pay_and_not_at_a_calm_pace():
     assert pace.wait(8).num_rows == 1
     busy = Pace()
     for num_rows in (1, 2, 4, 8) * 8:
-        busy.ran(num_rows, 0.010 + 0.001 * num_rows)
+        busy.ran(num_rows, 0.010 + 0.001 * num_rows, 0.0)
     for number in range(200):
         busy.came(1, number * 0.005)
     assert busy.wait(8).num_rows == 4  # 14 ms for 20 ms of arrivals; three rows would take 13 of 15

@@ -171,6 +171,27 @@ def test_a_refusal_on_arrival_takes_nothing():
     held.enter(1, 60.5)
 
 
+def test_what_was_computed_is_counted_when_it_ends_and_over_the_limit_the_next_one_waits():
+    held = quota(compute_ms_per_minute=100)
+    first, second = held.enter(1, 0.0), held.enter(1, 0.0)
+    held.computed(70_000, 0.25)
+    first.end(0)
+    held.enter(1, 0.3).end(0)
+    assert dict(held.headers(0.3))["x-ratelimit-remaining-compute-ms"] == "30"
+    held.computed(70_000, 1.25)  # nobody knew before
+    second.end(0)
+    with pytest.raises(RateLimited, match="may compute for 100 ms in a minute, and did for 140 ms") as refused:
+        held.enter(1, 2.0)
+    assert refused.value.limit == "compute_ms_per_minute"
+    assert refused.value.retry_after_s == pytest.approx(58.5)  # the first of them has left the window
+    assert dict(held.headers(2.0)) == {
+        "x-ratelimit-limit-compute-ms": "100",
+        "x-ratelimit-remaining-compute-ms": "0",
+        "x-ratelimit-reset-compute-ms": "1m0s",
+    }
+    held.enter(1, 60.5)
+
+
 def test_headers_tell_limit_rest_and_reset_of_what_is_limited():
     assert dict(quota(concurrency=1).headers(0.0)) == {}
     held = quota(requests_per_minute=10, tokens_per_minute=1000)

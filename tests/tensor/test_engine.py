@@ -9,12 +9,17 @@ import threading
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
+import httpx
 import numpy as np
 import pytest
 
 from maitred import metrics as m
+from maitred.api.dialects.tfserving.routes import ROUTES
+from maitred.api.routes import make_routes
+from maitred.api.serving import create_app
+from maitred.cli.why.session import explain
 from maitred.clock import WallClock
-from maitred.config import EngineConfig, ModelConfig, ProcessConfig, TensorConfig
+from maitred.config import EngineConfig, ModelConfig, ProcessConfig, ServerConfig, TensorConfig
 from maitred.decisions.codec import read_log
 from maitred.decisions.log import Dispatched
 from maitred.decisions.replay import first_difference
@@ -32,6 +37,8 @@ from maitred.tenancy.usage import UsageQuery
 from maitred.tensor.arrays import array_of
 from maitred.tensor.child import COMMAND, with_tensors
 from maitred.tensor.client import client_with_tensors
+from tests.api.test_tenants import table_of
+from tests.fakes_api import FakeTenants, make_model
 from tests.tensor.models import add_model, write_model
 from tests.tensor.test_local import BATCHED, request, rows
 from tests.waiting import until_async
@@ -173,7 +180,7 @@ def test_large_tensors_cross_as_they_are(tmp_path):
     asyncio.run(ask())
 
 
-def test_the_decision_log_of_tensor_models_replays(tmp_path):
+def test_the_decision_log_of_tensor_models_replays_and_tells_why(tmp_path, capsys):
     write_model(tmp_path / "models", "add", config=BATCHED)
     log = tmp_path / "log"
 
@@ -187,6 +194,11 @@ def test_the_decision_log_of_tensor_models_replays(tmp_path):
     _, steps = read_log(read_frames(parts))
     events = [event for step in steps for event in step.events]
     assert sum(len(event.batches) for event in events if isinstance(event, Dispatched)) == 2
+    assert explain("r3", str(log)) == 0
+    told = capsys.readouterr().out
+    assert "1 row for add version 1" in told
+    assert "in a batch of 4 requests, 4 rows, on instance 0" in told
+    assert "stop, it has its answer" in told
 
 
 def test_a_batch_runs_while_a_step_of_the_language_model_is_under_way(tmp_path):
@@ -274,5 +286,36 @@ def test_people_see_lanes_in_the_queue_and_what_batches_took_on_the_metrics_page
             assert samples[m.TENSOR_ROWS] == {("add",): 4.0}
             assert samples[m.TENSOR_REQUESTS] == {("add", "stop"): 4.0}
             assert samples[m.TENSOR_COMPUTE]["add",] > 0
+
+    asyncio.run(ask())
+
+
+def test_a_tenant_whose_minute_of_computing_is_used_up_is_told_when_to_come_again(tmp_path):
+    write_model(tmp_path, "add", config=BATCHED)
+    table = table_of({"shop": {"compute_ms_per_minute": 1}, "boss": {}})
+    body = {"instances": [{"INPUT0": [1.5] * 16, "INPUT1": [2] * 16}]}
+
+    async def ask():
+        async with engine(tmp_path) as client:
+            asgi = create_app(
+                client, make_model(), ServerConfig(), tenants=FakeTenants(table), routes=make_routes(more=ROUTES)
+            )
+            async with httpx.AsyncClient(transport=httpx.ASGITransport(asgi), base_url="http://test") as http:
+
+                async def predict(tenant):
+                    headers = {"authorization": f"Bearer {tenant}"}
+                    return await http.post("/v1/models/add:predict", json=body, headers=headers)
+
+                answers = [await predict("shop")]
+                while answers[-1].status_code == 200:
+                    answers.append(await predict("shop"))
+                took_us = client.tensors.counts.compute_us["add"]
+                assert took_us >= 1000
+                refused = answers[-1]
+                assert (refused.status_code, int(refused.headers["x-ratelimit-remaining-compute-ms"])) == (429, 0)
+                assert 0 < int(refused.headers["retry-after"]) <= 61
+                assert f"did for {took_us / 1000:.0f} ms" in refused.text
+                assert (await predict("boss")).status_code == 200
+            asgi.app.close()
 
     asyncio.run(ask())

@@ -1,4 +1,4 @@
-"""`maitred ps`: which models a server holds, how, how large, and since when."""
+"""`maitred ps`: which models a server holds, how, how large, and since when; and lanes of tensor models."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from maitred.errors import ServerError
 if TYPE_CHECKING:
     from maitred.api.ops.live import LoadedModel
     from maitred.cli.endpoint import Endpoint
+    from maitred.scheduler.queue_view import QueueView
 
 HEADINGS = ("MODEL", "PARAMETERS", "DTYPE", "WEIGHTS", "KV CACHE", "CONTEXT", "ON", "SINCE")
 
@@ -40,12 +41,14 @@ async def _ps(asked: PsOptions) -> int:
 
     async with HttpEndpoint(asked.url, api_key=asked.api_key, timeout_s=30.0) as endpoint:
         body = await _answer(endpoint)
+        queue = None if asked.json else await _queue(endpoint)
     if asked.json:
         print(body.decode())
         return 0
     import msgspec
 
     from maitred.api.ops.live import LoadedModels
+    from maitred.cli.top.screen import lane_lines
 
     try:
         models = msgspec.json.decode(body, type=LoadedModels).models
@@ -53,7 +56,23 @@ async def _ps(asked: PsOptions) -> int:
         raise ServerError(f"{asked.url} answers /admin/models in a form unknown here: {error}") from None
     for line in table([HEADINGS, *(row(model, time.time()) for model in models)]):
         print(line)
+    for line in lane_lines(queue.lanes, len(queue.lanes)) if queue is not None else ():
+        print(line)
     return 0
+
+
+async def _queue(endpoint: Endpoint) -> QueueView | None:
+    """For its lanes of tensor models; None from a server that has no queue of its own, or another form of it."""
+    import msgspec
+
+    from maitred.scheduler.queue_view import QueueView
+
+    async with endpoint.get("/admin/queue?limit=0") as reply:
+        body = await reply.read()
+    try:
+        return msgspec.json.decode(body, type=QueueView) if reply.status == 200 else None
+    except msgspec.MsgspecError:
+        return None
 
 
 async def _answer(endpoint: Endpoint) -> bytes:
@@ -108,7 +127,7 @@ def table(rows: list[tuple[str, ...]]) -> list[str]:
 
 COMMAND = Command(
     path="ps",
-    summary="List the models that a server holds: dtype, memory, context, since when.",
+    summary="List the models that a server holds: dtype, memory, context, since when; lanes of tensor models.",
     run=_run,
     parts=(PsOptions,),
     positional="url",

@@ -31,7 +31,7 @@ from maitred.cluster.worker_requests import WorkerRequests
 from maitred.cluster.worker_views import live_view_of_all, queue_of_all, queued_request, state_of_all, waiting_request
 from maitred.config import MachineShare, SchedulerConfig
 from maitred.engine.adapter_book import AdapterBook, adapters_at_work
-from maitred.engine.client import EngineClient, OnBlocks, OnProgress
+from maitred.engine.client import EngineClient, OnBlocks, OnComputed, OnProgress
 from maitred.engine.frames import Command, Ready
 from maitred.engine.installed import installed_policies
 from maitred.engine.kv_storage import with_own_tiers
@@ -98,6 +98,7 @@ class Workers:
         self._blocks = WorkerBlocks(self._core.index, self._workers, self._report)
         self._streams: WeakSet[ProgressStream] = WeakSet()
         self._facts: ModelFacts | None = None
+        self.on_computed: OnComputed = lambda tenant, compute_us: None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._is_closing = False
@@ -110,7 +111,11 @@ class Workers:
         client = EngineClient(start, self._clock, on_event=on_event, adapters=self.adapters, on_change=changed)
         worker = Worker(number, client, start.process.roles[number])
         client.on_progress = lambda progress, num_queued, now: self._requests.hear(worker, progress, num_queued, now)
+        client.on_computed = self._computed
         return worker
+
+    def _computed(self, tenant: str, compute_us: int) -> None:
+        self.on_computed(tenant, compute_us)
 
     # -- beginning and end
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from maitred.decisions.codec import read_log
-from maitred.decisions.log import Arrived, Configured, Ended, KvArrived, Reserved
+from maitred.decisions.log import Arrived, Configured, Ended, KvArrived, Reserved, TensorArrived
 from maitred.decisions.replay import ReplayedStep, replay
 from maitred.errors import ConfigError
 from maitred.policy.policies import POLICIES
@@ -80,8 +80,8 @@ def ids_like(frames: Iterable[bytes], words: str) -> list[str]:
     """Of the requests that arrived, the id that is `words`, else all that contain it."""
     found: dict[str, None] = {}
     for step in read_log(frames)[1]:
-        for event in step.events:
-            if isinstance(event, Arrived) and words in event.spec.request_id:
+        for event in (*step.events, *step.during):
+            if isinstance(event, Arrived | TensorArrived) and words in event.spec.request_id:
                 if event.spec.request_id == words:
                     return [words]
                 found[event.spec.request_id] = None

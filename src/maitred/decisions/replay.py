@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple
 
@@ -143,7 +143,15 @@ def fresh_scheduler(
     )
 
 
-def replay(frames: Iterable[bytes], policies: Mapping[str, PolicyFactory] = POLICIES) -> Iterator[ReplayedStep]:
+Watch = Callable[[Event, Scheduler], object]
+"""Told of each event once the scheduler has been, which can be looked at."""
+
+
+def replay(
+    frames: Iterable[bytes],
+    policies: Mapping[str, PolicyFactory] = POLICIES,
+    watch: Watch = lambda event, scheduler: None,
+) -> Iterator[ReplayedStep]:
     """Each recorded step along with the plan made for it now. Ends after the first that differs: from there on the
     recorded outcomes belong to another run. Raises ConfigError for a damaged log.
     """
@@ -152,11 +160,11 @@ def replay(frames: Iterable[bytes], policies: Mapping[str, PolicyFactory] = POLI
     scheduler = fresh_scheduler(header, outcomes, policies)
     running: dict[int, Batch] = {}
     for step in steps:
-        batches, plan = _apply_all(step.events, scheduler, running), step.plan
+        batches, plan = _apply_all(step.events, scheduler, running, watch), step.plan
         if step.taken and batches is None:
             outcomes.set_plan(step.plan)
             plan = scheduler.schedule(step.scheduled_at)
-            batches = _apply_all(step.during, scheduler, running) if plan == step.plan else None
+            batches = _apply_all(step.during, scheduler, running, watch) if plan == step.plan else None
         replayed = ReplayedStep(step, plan, scheduler, batches)
         yield replayed
         if not replayed.equal:
@@ -170,7 +178,7 @@ def first_difference(frames: Iterable[bytes]) -> str | None:
     return next((step.difference for step in replay(frames) if not step.equal), None)
 
 
-def _apply_all(events: Iterable[Event], scheduler: Scheduler, running: dict[int, Batch]) -> str | None:
+def _apply_all(events: Iterable[Event], scheduler: Scheduler, running: dict[int, Batch], watch: Watch) -> str | None:
     """The first difference of the batches that go, in words; `running` are those under way, by number."""
     for event in events:
         if isinstance(event, Dispatched):
@@ -184,6 +192,7 @@ def _apply_all(events: Iterable[Event], scheduler: Scheduler, running: dict[int,
             _apply_tensor(event, scheduler)
         else:
             _apply(event, scheduler)
+        watch(event, scheduler)
     return None
 
 

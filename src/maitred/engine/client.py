@@ -10,6 +10,7 @@ from weakref import WeakSet
 from maitred.clock import Clock
 from maitred.config import SchedulerConfig
 from maitred.engine.adapter_book import AdapterBook, adapters_at_work
+from maitred.engine.asks_engine import AsksEngine
 from maitred.engine.counters import Counters
 from maitred.engine.crash_isolation import CrashIsolation, refusal, refusal_of_foreign
 from maitred.engine.expected_kv import expecting, expecting_id
@@ -27,41 +28,27 @@ from maitred.engine.frames import (
     error_of,
 )
 from maitred.engine.live_requests import LiveRequest
-from maitred.engine.live_view import LiveView
-from maitred.engine.model_facts import AdapterFacts, ModelFacts
+from maitred.engine.model_facts import ModelFacts
 from maitred.engine.owner import Loss
 from maitred.engine.progress_streams import ProgressStream
-from maitred.engine.queries import (
-    CLEAR_KV,
-    CONFIGURE,
-    INTRODUCE_ADAPTER,
-    KV_TIERS,
-    LIVE_VIEW,
-    POLICY_NAMES,
-    QUEUE_VIEW,
-    SCHEDULER_CONFIG,
-    TELL_ROUTER,
-    AdapterFolder,
-    Nothing,
-    QueuePage,
-    Wanted,
-)
+from maitred.engine.queries import CONFIGURE, TELL_ROUTER, Wanted
 from maitred.engine.questions import Questions
 from maitred.engine.supervisor import Start, Supervisor
 from maitred.engine.tensors_of_engine import TensorsOfEngine
 from maitred.errors import ConfigError, EngineDead, MaitredError, RequestTooLarge, UnsupportedParameter
-from maitred.replica import ReplicaState, TierView, WorkerView
+from maitred.replica import ReplicaState, WorkerView
 from maitred.request import FinishReason, RequestSpec
-from maitred.scheduler.queue_view import QueueView
 from maitred.step import RequestProgress
 
 OnProgress = Callable[[list[RequestProgress], int, float], None]
 """(what came at once, how many requests have no place in the engine, now); on the event loop, so it must not wait."""
+OnComputed = Callable[[str, int], None]
+"""(tenant, us) of each request that ends, however it does. On the event loop, so it must not wait."""
 OnBlocks = Callable[[BlockChanges | None], None]
 """What changed; None when an engine died, and with it all that was cached. On the event loop, so it must not wait."""
 
 
-class EngineClient:
+class EngineClient(AsksEngine):
     """Requests, queries and counters of an engine; `supervisor` starts it, over the transport that `start` names.
 
     Everything runs on one event loop, but for `start` before there is one, and `stop` after.
@@ -84,6 +71,7 @@ class EngineClient:
         self._clock = clock
         self._on_admitted = on_admitted
         self.on_progress: OnProgress = lambda progress, num_queued, now: None
+        self.on_computed: OnComputed = lambda tenant, compute_us: None
         self._streams: WeakSet[ProgressStream] = WeakSet()
         self._live: dict[str, LiveRequest] = {}  # in order of arrival
         self._leaving: set[str] = set()  # handed over, whose last progress has not come
@@ -246,36 +234,10 @@ class EngineClient:
 
     # -- questions to the engine
 
-    async def queue_view(self, *, offset: int, limit: int) -> QueueView:
-        """Who waits, as it stands between two steps. Raises EngineDead."""
-        return await self._questions.ask(QUEUE_VIEW, QueuePage(offset, limit))
-
-    async def live_view(self) -> LiveView:
-        """Slots, queue and blocks, as they stand between two steps. Raises EngineDead."""
-        return await self._questions.ask(LIVE_VIEW, Nothing())
-
-    async def scheduler_config(self) -> SchedulerConfig:
-        return await self._questions.ask(SCHEDULER_CONFIG, Nothing())
-
-    async def policy_names(self) -> tuple[str, ...]:
-        return await self._questions.ask(POLICY_NAMES, Nothing())
-
-    async def kv_tiers(self) -> tuple[TierView, ...]:
-        """What outlives requests and restarts; none where nothing does. Raises EngineDead."""
-        return await self._questions.ask(KV_TIERS, Nothing())
-
-    async def clear_kv(self) -> int:
-        """Empties the tiers; returns when it is done, with how many blocks there were. Raises EngineDead."""
-        return await self._questions.ask(CLEAR_KV, Nothing())
-
     async def configure(self, config: SchedulerConfig) -> None:
         """Changes policy and limits, losing no request; returns when it is done. Raises ConfigError, or EngineDead."""
         await self._questions.ask(CONFIGURE, config)
         self.supervisor.scheduler = config
-
-    async def introduce_adapter(self, folder: AdapterFolder) -> AdapterFacts:
-        """What lies there. Raises CheckpointError, ConfigError or EngineDead."""
-        return await self._questions.ask(INTRODUCE_ADAPTER, folder)
 
     def tell_router(self, on_blocks: OnBlocks | None) -> None:
         """Measure speed, and tell which blocks can be found by prefix, all that are there first; None tells no more."""
@@ -376,8 +338,9 @@ class EngineClient:
 
     def _end_with_error(self, live: LiveRequest, error: MaitredError, now: float) -> None:
         live.stream.fail(error)
-        self._account([live.ended(FinishReason.ERROR, now, str(error))], self.counters.figures.num_waiting)
-        del self._live[live.request_id]
+        ended = live.ended(FinishReason.ERROR, now, str(error))
+        self._account([ended], self.counters.figures.num_waiting)
+        self._ended(live, ended)
 
     def _stepped(self, report: Stepped) -> None:
         now = self._news_at = self._clock.now()
@@ -403,9 +366,15 @@ class EngineClient:
         """To those who listen; `num_queued` is None for what no step gave."""
         self._account(progress, self.counters.figures.num_waiting if num_queued is None else num_queued)
         for item in progress:
-            self._live[item.request_id].stream.put(item)
+            live = self._live[item.request_id]
+            live.stream.put(item)
             if item.finish_reason is not None:
-                del self._live[item.request_id]
+                self._ended(live, item)
+
+    def _ended(self, live: LiveRequest, last: RequestProgress) -> None:
+        del self._live[live.request_id]
+        if last.charges is not None:
+            self.on_computed(live.spec.tenant, last.charges.compute_us)
 
     def _account(self, progress: list[RequestProgress], num_queued: int) -> None:
         """To the counters and whoever listens to all."""

@@ -331,6 +331,8 @@ class EngineCore:
         execute = partial(self._executor.execute, plan)
         output = execute() if self.execute_beside is None else self.execute_beside(execute)
         updated_at = self._clock.now()
+        self.execute_s += updated_at - execute_at
+        self._scheduler.charge(plan, self.execute_s)
         progress = self._scheduler.update(plan, output, updated_at)
         if self.kv_giver is not None:
             self.kv_giver.computed()
@@ -346,7 +348,6 @@ class EngineCore:
             self._age_by_device()
         self._tell_ended(expired, progress)
         self.last_step_at = self._clock.now()
-        self.execute_s += updated_at - execute_at
         self.host_s += (execute_at - scheduled_at) + (self.last_step_at - updated_at)
         return self._host_shares.told(expired + progress, self.host_s)
 

@@ -15,12 +15,13 @@ import msgspec
 from maitred.clock import Clock
 from maitred.engine.core import EngineCore
 from maitred.request import FinishReason, RequestState, RequestStatus
-from maitred.scheduler.queue_view import reason_of
+from maitred.scheduler.queue_view import LaneView, lane_views, reason_of
 from maitred.scheduler.scheduler import Scheduler
 
 MAX_RUNNING = 64  # requests of the batch that are named
 MAX_WAITING = 24  # of the queue
 MAX_TENANTS = 16
+MAX_LANES = 64
 MAX_CELLS = 1024  # of the block map
 MAX_READ = 4096  # entries of block tables that are read for it, about
 MAX_ID_CHARS = 64
@@ -117,6 +118,7 @@ class LiveView(msgspec.Struct, frozen=True):
     blocks: BlockMap
     tenants: tuple[TenantShare, ...]  # of those in the batch, the largest first
     counters: EngineCounters
+    lanes: tuple[LaneView, ...] = ()  # of tensor models
     execute_s: float = 0.0  # total time in the executor
     host_s: float = 0.0  # total time of steps outside it
     cost_s: float = 0.0  # time of the engine's thread that this took
@@ -157,6 +159,7 @@ def live_view(scheduler: Scheduler, now: float) -> LiveView:
             runs=run_lengths(_cells(scheduler, shown, blocks_per_cell)),
         ),
         tenants=_shares(running),
+        lanes=lane_views(scheduler, now, MAX_LANES),
         counters=EngineCounters(
             num_steps=stats.num_steps,
             num_prompt_tokens=stats.num_prompt_tokens,

@@ -17,10 +17,11 @@ from maitred.policy.policy import Policy
 from maitred.request import FinishReason, RequestStatus
 from maitred.scheduler.deadlines import Deadlines
 from maitred.scheduler.lane import Lane
+from maitred.scheduler.notes import LaneWait
 from maitred.scheduler.ready import Models, ReadyLanes
 from maitred.scheduler.tensor_models import ModelKey, TensorModel, split_us
 from maitred.step import RequestProgress
-from maitred.tensor_request import Batch, BatchOutcome, BatchRules, TensorRequest
+from maitred.tensor_request import Batch, BatchOutcome, BatchRules, LaneKey, TensorRequest
 
 WAITING, RUNNING, FINISHED = RequestStatus.WAITING, RequestStatus.RUNNING, RequestStatus.FINISHED
 
@@ -79,6 +80,11 @@ class Lanes:
     def request(self, request_id: str) -> TensorRequest | None:
         """One that has not ended."""
         return self._requests.get(request_id)
+
+    def why_not(self, key: LaneKey, now: float) -> tuple[LaneWait, float]:
+        """Why the next batch of a lane that somebody waits in does not go now, and until when at most (s)."""
+        model = self._models[key[:2]]
+        return self._ready.why_not(model, model.lanes[key.bucket], now)
 
     def next_wake(self, now: float) -> float | None:
         """When `expire` or `dispatch` may have something to do (s); None until something happens."""
@@ -185,7 +191,7 @@ class Lanes:
         if outcome.lost:
             told = self._lost(model, running.requests, now)
         else:
-            model.ran(batch, outcome.compute_us / 1e6)
+            model.ran(batch, outcome.compute_us / 1e6, now)
             errors = dict(outcome.errors)
             told = []
             for request in running.requests:

@@ -38,3 +38,13 @@ class Preemption(NamedTuple):
     request_id: str
     cause: PreemptionCause
     by: str | None = None  # whom it made room for
+
+
+class LaneWait(Enum):
+    """Why the next batch of a lane of tensor requests does not go."""
+
+    INSTANCES = "instances"  # all of its model run
+    DELAY = "delay"  # for others to share it
+    RESOURCES = "resources"  # that instances share are taken, or kept for another model
+    SHARE = "share"  # of the machine beside the language model is used up
+    TURN = "turn"  # nothing is in its way

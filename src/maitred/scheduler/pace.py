@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from math import exp
 from typing import NamedTuple
 
+RATE_S = 5.0  # that the rate of rows is taken over, about; for people to look at
 REMEMBERED = 64.0  # batches, or arrivals, that count
 UTILISATION = 0.8  # a batch waits until it is so large that its instance would be busy no more than this
 
@@ -18,11 +20,12 @@ class Wait(NamedTuple):
 class Pace:
     """Batch times are fitted by a line, seconds = fixed + per_row * rows, with weights that fade."""
 
-    __slots__ = ("_count", "_gap_s", "_last_at", "_rows", "_rows_s", "_seconds", "_squares")
+    __slots__ = ("_count", "_gap_s", "_last_at", "_recent", "_rows", "_rows_s", "_seconds", "_squares")
 
     def __init__(self) -> None:
         self._last_at: float | None = None  # s, of the last arrival
         self._gap_s: float | None = None  # from a row to the next
+        self._recent = (0.0, 0.0)  # rows that ran, the older the less they count; and as of when (s)
         self._count = self._rows = self._squares = self._seconds = self._rows_s = 0.0  # sums over batches
 
     def came(self, num_rows: int, now: float) -> None:
@@ -32,13 +35,22 @@ class Pace:
         gap_s = max(0.0, now - last) / num_rows
         self._gap_s = gap_s if self._gap_s is None else self._gap_s + (gap_s - self._gap_s) / REMEMBERED
 
-    def ran(self, num_rows: int, seconds: float) -> None:
+    def ran(self, num_rows: int, seconds: float, now: float) -> None:
+        self._recent = (self._recent_rows(now) + num_rows, now)
         keep = 1.0 - 1.0 / REMEMBERED
         self._count = keep * self._count + 1.0
         self._rows = keep * self._rows + num_rows
         self._squares = keep * self._squares + num_rows * num_rows
         self._seconds = keep * self._seconds + seconds
         self._rows_s = keep * self._rows_s + num_rows * seconds
+
+    def rows_per_s(self, now: float) -> float:
+        """That ran within the last RATE_S, about."""
+        return self._recent_rows(now) / RATE_S
+
+    def _recent_rows(self, now: float) -> float:
+        num_rows, at = self._recent
+        return num_rows * exp(min(0.0, at - now) / RATE_S) if num_rows else 0.0
 
     def seconds(self, num_rows: int) -> float:
         """That a batch is to take; 0 until one was seen."""

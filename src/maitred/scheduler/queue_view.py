@@ -6,11 +6,12 @@ import msgspec
 
 from maitred.config import SchedulerConfig
 from maitred.request import RequestState, RequestStatus
-from maitred.scheduler.notes import Blocked, Lack
+from maitred.scheduler.notes import Blocked, Lack, LaneWait
 from maitred.scheduler.scheduler import Scheduler
 from maitred.tensor_request import Batch, LaneKey, TensorRequest
 
 MAX_PAGE = 1000
+LEAST_ROWS_PER_S = 0.05  # of a lane that nobody is in, to be told
 
 
 class WaitingRequest(msgspec.Struct, frozen=True):
@@ -41,6 +42,7 @@ class LaneView(msgspec.Struct, frozen=True):
     num_running_rows: int
     age_s: float  # of the one that has waited longest; 0 where none waits
     reason: str  # why the next one waits, in words
+    rows_per_s: float = 0.0  # of the last seconds
 
 
 class QueueView(msgspec.Struct, frozen=True):
@@ -52,7 +54,7 @@ class QueueView(msgspec.Struct, frozen=True):
     num_waiting: int  # in all, not only on this page
     offset: int
     waiting: tuple[WaitingRequest, ...]
-    lanes: tuple[LaneView, ...] = ()  # of tensor models, those that somebody is in
+    lanes: tuple[LaneView, ...] = ()  # of tensor models, those that somebody is in, or was of late
 
 
 def queue_view(scheduler: Scheduler, now: float, *, offset: int = 0, limit: int = 100) -> QueueView:
@@ -70,15 +72,23 @@ def queue_view(scheduler: Scheduler, now: float, *, offset: int = 0, limit: int 
     )
 
 
-def lane_views(scheduler: Scheduler, now: float) -> tuple[LaneView, ...]:
-    """By model, version and bucket; as many as fit a page."""
-    lanes: dict[LaneKey, list[TensorRequest]] = {}
+def lane_views(scheduler: Scheduler, now: float, most: int = MAX_PAGE) -> tuple[LaneView, ...]:
+    """By model, version and bucket; at most so many."""
+    rates = {
+        LaneKey(*model.key, bucket): rate
+        for model in scheduler.lanes.models
+        for bucket, rate in model.rows_per_s(now).items()
+        if rate >= LEAST_ROWS_PER_S
+    }
+    lanes: dict[LaneKey, list[TensorRequest]] = {key: [] for key in rates}
     for request in scheduler.lanes.requests:
         lanes.setdefault(request.spec.lane, []).append(request)
-    return tuple(_lane(scheduler, lane, lanes[lane], now) for lane in sorted(lanes)[:MAX_PAGE])
+    return tuple(_lane(scheduler, lane, lanes[lane], rates.get(lane, 0.0), now) for lane in sorted(lanes)[:most])
 
 
-def _lane(scheduler: Scheduler, lane: LaneKey, requests: list[TensorRequest], now: float) -> LaneView:
+def _lane(
+    scheduler: Scheduler, lane: LaneKey, requests: list[TensorRequest], rows_per_s: float, now: float
+) -> LaneView:
     waiting = [one for one in requests if one.status is RequestStatus.WAITING]
     batches = [batch for batch in scheduler.lanes.batches if batch.lane[:2] == lane[:2]]
     return LaneView(
@@ -89,20 +99,24 @@ def _lane(scheduler: Scheduler, lane: LaneKey, requests: list[TensorRequest], no
         num_waiting_rows=sum(one.num_rows for one in waiting),
         num_running_rows=sum(batch.num_rows for batch in batches if batch.lane == lane),
         age_s=now - min(one.queued_at for one in waiting) if waiting else 0.0,
-        reason=_reason_of_lane(scheduler, batches, lane) if waiting else "",
+        reason=_reason_of_lane(scheduler, batches, lane, now) if waiting else "",
+        rows_per_s=round(rows_per_s, 3),
     )
 
 
-def _reason_of_lane(scheduler: Scheduler, batches: list[Batch], lane: LaneKey) -> str:
-    model = next(model for model in scheduler.lanes.models if model.key == lane[:2])
-    if not model.instances:
-        running = ", ".join(f"{batch.num_rows} rows on {batch.instance}" for batch in batches)
-        return f"all instances run: {running}"
-    if model.short:
-        return "resources that its instances share are taken"
-    if not model.lanes[lane.bucket].is_ready:
-        return "for others to share its batch"
-    return "for its share of the machine beside the language model"
+def _reason_of_lane(scheduler: Scheduler, batches: list[Batch], lane: LaneKey, now: float) -> str:
+    match scheduler.lanes.why_not(lane, now)[0]:
+        case LaneWait.INSTANCES:
+            running = ", ".join(f"{batch.num_rows} rows on {batch.instance}" for batch in batches)
+            return f"all instances run: {running}"
+        case LaneWait.DELAY:
+            return "for others to share its batch"
+        case LaneWait.RESOURCES:
+            return "resources that its instances share are taken"
+        case LaneWait.SHARE:
+            return "for its share of the machine beside the language model"
+        case LaneWait.TURN:
+            return "it goes next"
 
 
 def _waiting(scheduler: Scheduler, request: RequestState, position: int, now: float) -> WaitingRequest:

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from heapq import heappop, heappush
+from math import inf
 from typing import Any
 
 from maitred.policy.order import ServiceOrder
 from maitred.scheduler.candidates import Candidates
 from maitred.scheduler.lane import Lane
+from maitred.scheduler.notes import LaneWait
 from maitred.scheduler.tensor_limits import Resources, TensorShare
 from maitred.scheduler.tensor_models import TensorModel
 
@@ -134,6 +136,19 @@ class ReadyLanes:
         self._share.correct(more_s)
 
     # -- small things
+
+    def why_not(self, model: TensorModel, lane: Lane, now: float) -> tuple[LaneWait, float]:
+        """Why its next batch does not go now, and until when at most (s), if nothing happens. For people to look at."""
+        if not model.instances:
+            return LaneWait.INSTANCES, inf
+        batch = lane.next_batch(now)
+        if batch is not None and batch.at > now:
+            return LaneWait.DELAY, batch.at
+        if model.short or model.instances.find(self._resources) is None:
+            return LaneWait.RESOURCES, inf
+        if self._llm_has_rows() and self._share.next_at > now:
+            return LaneWait.SHARE, self._share.next_at
+        return LaneWait.TURN, inf
 
     def place_of_lane(self, lane: Lane) -> tuple[Any, ...] | None:
         """That of its head, if its batch may go."""

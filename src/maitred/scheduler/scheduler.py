@@ -22,9 +22,10 @@ from maitred.policy.policy import PolicyFactory
 from maitred.policy.predictor import Predictor, bounded_prediction, predictor_named
 from maitred.policy.queued import KVNeed
 from maitred.policy.rules.cost import expected_outputs
-from maitred.request import FinishReason, RequestState, RequestStatus
+from maitred.request import FinishReason, RequestState
 from maitred.scheduler.deadlines import Deadlines
 from maitred.scheduler.drafts import NumDrafts, plan_drafts, speculate
+from maitred.scheduler.invariants import check_state
 from maitred.scheduler.lanes import Lanes
 from maitred.scheduler.notes import Blocked, Preemption
 from maitred.scheduler.planning import build_plan, service_of, why_blocked
@@ -35,6 +36,7 @@ from maitred.scheduler.state import SchedulerState
 from maitred.scheduler.stats import SchedulerStats
 from maitred.scheduler.stop import StopRule, stop_at_token
 from maitred.scheduler.swap import SwapCosts
+from maitred.scheduler.tensor_models import split_us
 from maitred.scheduler.update import apply_output, end, last_progress
 from maitred.step import ModelOutput, RequestProgress, SchedulerOutput
 from maitred.tensor_request import Batch, BatchOutcome, TensorRequest
@@ -74,6 +76,7 @@ class Scheduler:
         self.lanes = Lanes(self._state.order, lambda: self.can_step, config.tensor_share)  # models are loaded here
         self._step = 0
         self._in_flight: list[RequestState] = []  # of the last plan, row by row
+        self._charged_us = 0  # of the executor's time
         self.blocked: Blocked | None = None  # in the last step
         self.preemptions: tuple[Preemption, ...] = ()  # in the last step
         self.given_up: GivenUp = NOTHING_GIVEN_UP  # in the last `schedule`, `finish` or `expire`
@@ -179,26 +182,7 @@ class Scheduler:
 
     def check_invariants(self) -> None:
         """Asserts what must hold between any two calls; slow."""
-        queued, running = list(self._state.order.queue), list(self._state.running())
-        away, reservations = list(self.waiting_for_kv), self._state.reservations
-        everyone = sorted(r.request_id for r in [*queued, *away, *running])
-        assert everyone == sorted(self._state.requests)
-        self._state.order.check_invariants([*away, *running])
-        assert all(r.status is RequestStatus.WAITING for r in queued)
-        assert all(r.status is RequestStatus.WAITING_FOR_KV and not r.num_computed_tokens for r in away)
-        assert {r.request_id for r in away if r.block_table} == set(reservations.reserved)
-        assert all(reservations.waiting[name].block_table for name in reservations.reserved)
-        assert all(r.status is RequestStatus.RUNNING for r in running)
-        assert not any(r.block_table or r.num_computed_tokens for r in queued)
-        assert self._state.sample_groups.num_awaiting == sum(self._state.sample_groups.awaits_leader(r) for r in queued)
-        if not self._in_flight:  # drafts have left no trace
-            decoding = self._state.decoding.values()
-            assert all(r.num_computed_tokens < r.num_tokens for r in decoding)
-            for r in decoding:  # a postponed row may have begun a block
-                fewest, most = map(self._kv.num_blocks_for, (r.num_computed_tokens, r.num_tokens))
-                assert fewest <= len(r.block_table) <= most
-        self._kv.check_invariants([*away, *running], [b for blocks in reservations.leases.values() for b in blocks])
-        self._kv.check_host([*queued, *away])
+        check_state(self._state, step_under_way=bool(self._in_flight))
         self.lanes.check_invariants()
 
     # -- what happens to requests
@@ -338,6 +322,18 @@ class Scheduler:
         state.counters.num_steps += bool(builder.rows)
         state.counters.num_scheduled_tokens += state.config.token_budget - builder.budget
         return plan
+
+    def charge(self, plan: SchedulerOutput, execute_s: float) -> None:
+        """Splits the executor's time over the last plan's rows by their tokens; `execute_s` is its total so far. Before
+        `update`, which tells it of those that end.
+        """
+        if not plan.rows:  # the next ones are charged with it
+            return
+        whole_us = round(execute_s * 1e6)
+        parts = split_us(whole_us - self._charged_us, [row.num_tokens for row in plan.rows])
+        self._charged_us = whole_us
+        for request, part_us in zip(self._in_flight, parts, strict=True):
+            request.compute_us += part_us
 
     def update(self, plan: SchedulerOutput, output: ModelOutput, now: float) -> list[RequestProgress]:
         """Takes in the outcome of the last plan; progress of each request that got something, in the plan's order."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
+from operator import sub
 from typing import Any, NamedTuple
 
 from maitred.errors import InvalidRequest, ModelNotFound, Overloaded
@@ -78,8 +80,12 @@ class TensorModel:
             pace = self._paces[bucket] = Pace()
         return pace
 
-    def ran(self, batch: Batch, seconds: float) -> None:
-        self.pace(batch.lane.bucket).ran(batch.num_rows, seconds)
+    def rows_per_s(self, now: float) -> dict[str, float]:
+        """By bucket, of those that are remembered; for people to look at."""
+        return {bucket: pace.rows_per_s(now) for bucket, pace in self._paces.items()}
+
+    def ran(self, batch: Batch, seconds: float, now: float) -> None:
+        self.pace(batch.lane.bucket).ran(batch.num_rows, seconds, now)
         lane = self.lanes.get(batch.lane.bucket)
         if lane is not None:
             self.touched[lane] = None  # it may wait longer now, or less long
@@ -157,10 +163,8 @@ class TensorModel:
             assert lane.queue.num_entries <= 2 * len(lane) + MIN_DEAD_ENTRIES + 1
 
 
-def split_us(compute_us: int, num_rows: Sequence[int]) -> list[int]:
-    """A batch's time over its requests by their rows; the parts are whole and sum up to it."""
-    total, before, parts = sum(num_rows), 0, []
-    for rows in num_rows:
-        parts.append(compute_us * (before + rows) // total - compute_us * before // total)
-        before += rows
-    return parts
+def split_us(compute_us: int, amounts: Sequence[int]) -> list[int]:
+    """Time over requests by their rows or tokens; the parts are whole, and sum up to it."""
+    total = sum(amounts)
+    ends = [compute_us * before // total for before in accumulate(amounts)]
+    return list(map(sub, ends, [0, *ends]))

@@ -53,7 +53,7 @@ CREATE TABLE request (
     cached_tokens INTEGER NOT NULL, -- of the prompt tokens
     generated_tokens INTEGER NOT NULL,
     rows INTEGER NOT NULL DEFAULT 0,       -- of a tensor request
-    compute_us INTEGER NOT NULL DEFAULT 0, -- its part of its batches
+    compute_us INTEGER NOT NULL DEFAULT 0, -- its part of its steps or batches
     PRIMARY KEY (run, request_id)
 ) WITHOUT ROWID;
 CREATE INDEX request_opened_at ON request (opened_at);

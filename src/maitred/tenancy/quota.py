@@ -1,7 +1,8 @@
 """What a tenant has used and may still use. Time is an argument; each check takes microseconds and never waits.
 
 A request takes its tokens before it runs, prompt and most output, and gives back what it did not need when it ends:
-so limits hold at every moment, whatever the answers turn out to be.
+so limits hold at every moment, whatever the answers turn out to be. What it computes nobody knows before: that is
+counted when it ends, and over the limit the next one waits.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from maitred.tenancy.shared import SharedQuota, SharedQuotas, SharedWindow
 from maitred.tenancy.tenant import Limits, Tenant
 
 WINDOW_S = 60.0
+US_PER_MS = 1000
 SLOT_S = 0.5
 SILENT_SHARE, SILENT_LEAST = 4, 256
 FULL_RETRY_S = 1.0  # nobody knows when a request ends
@@ -88,6 +90,7 @@ class TenantQuota:
         self.num_waiting = 0  # of those, without a first token
         self.shared: SharedQuota | None = None  # where other routers let the same tenant in
         self._requests, self._tokens = SlidingWindow(), SlidingWindow()
+        self._compute = SlidingWindow()  # us, of ended requests
 
     def enter(self, num_samples: int, now: float) -> QuotaLease:
         """Let one HTTP request in. Raises RateLimited or InsufficientQuota and changes nothing."""
@@ -100,6 +103,7 @@ class TenantQuota:
             )
         self._check_room("concurrency", "in flight", self.num_in_flight, num_samples, limits.concurrency)
         self._check_room("max_queue", "waiting", self.num_waiting, num_samples, limits.max_queue)
+        self._check_compute(now)
         per_minute = limits.requests_per_minute
         if per_minute is not None and self._requests.total + 1 > per_minute:
             raise RateLimited(
@@ -113,6 +117,23 @@ class TenantQuota:
         self.num_in_flight += num_samples
         self.num_waiting += num_samples
         return QuotaLease(self, num_samples)
+
+    def computed(self, compute_us: int, now: float) -> None:
+        """One of its requests has ended, and computing it took so long."""
+        if compute_us:
+            self._compute.take(compute_us, now)
+
+    def _check_compute(self, now: float) -> None:
+        per_minute = self.limits.compute_ms_per_minute
+        self._compute.expire(now)
+        if per_minute is None or self._compute.total < per_minute * US_PER_MS:
+            return
+        raise RateLimited(
+            f"tenant {self.name!r} may compute for {per_minute} ms in a minute, and did for "
+            f"{self._compute.total / US_PER_MS:.0f} ms; try again later",
+            limit="compute_ms_per_minute",
+            retry_after_s=self._compute.until_free(1, per_minute * US_PER_MS, now),
+        )
 
     def _check_room(self, name: str, what: str, held: int, wanted: int, limit: int | None) -> None:
         if limit is None or held + wanted <= limit:
@@ -198,21 +219,22 @@ class TenantQuota:
 
     def headers(self, now: float) -> Iterator[tuple[str, str]]:
         """The x-ratelimit headers, for the limits there are."""
-        for name, window, limit in (
-            ("requests", self._requests, self.limits.requests_per_minute),
-            ("tokens", self._tokens, self.limits.tokens_per_minute),
+        for name, window, limit, unit in (
+            ("requests", self._requests, self.limits.requests_per_minute, 1),
+            ("tokens", self._tokens, self.limits.tokens_per_minute, 1),
+            ("compute-ms", self._compute, self.limits.compute_ms_per_minute, US_PER_MS),
         ):
             if limit is not None:
                 window.expire(now)
                 yield f"x-ratelimit-limit-{name}", str(limit)
-                yield f"x-ratelimit-remaining-{name}", str(max(0, limit - window.total))
+                yield f"x-ratelimit-remaining-{name}", str(max(0, (limit * unit - window.total) // unit))
                 yield f"x-ratelimit-reset-{name}", duration_text(window.until_empty(now))
 
     def check_invariants(self) -> None:
         """Asserts what must hold between any two calls; slow."""
         assert 0 <= self.num_waiting <= self.num_in_flight
         assert self.reserved_tokens >= 0
-        for window in (self._requests, self._tokens):
+        for window in (self._requests, self._tokens, self._compute):
             assert window.total == sum(amount for _, amount in window._slots)
             assert all(amount >= 0 for _, amount in window._slots)
 
@@ -266,6 +288,11 @@ class QuotaBook:
         if self.shared is not None and quota.shared is None:
             quota.shared = self.shared.of(tenant.name)
         return quota
+
+    def computed(self, tenant: str, compute_us: int, now: float) -> None:
+        """A request of this tenant's ended; one that is not known here has no limit here."""
+        if tenant in self._quotas:
+            self._quotas[tenant].computed(compute_us, now)
 
 
 def duration_text(seconds: float) -> str:

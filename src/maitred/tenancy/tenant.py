@@ -27,6 +27,8 @@ class Limits:
     """HTTP requests let in within any 60 seconds."""
     tokens_per_minute: int | None = None
     """Tokens, prompt and output, of the requests let in within any 60 seconds."""
+    compute_ms_per_minute: int | None = None
+    """Measured computing (ms) of the requests that ended within the last 60 seconds; over it nobody is let in."""
     concurrency: int | None = None
     """Samples in flight at once, waiting or running."""
     max_queue: int | None = None
@@ -195,6 +197,7 @@ def _names(value: Any, where: str) -> tuple[str, ...]:
 _LIMITS: dict[str, Reader] = {
     "requests_per_minute": _integer(1),
     "tokens_per_minute": _integer(1),
+    "compute_ms_per_minute": _integer(1),
     "concurrency": _integer(1),
     "max_queue": _integer(1),
     "token_budget": _integer(0),

@@ -36,7 +36,7 @@ class UsageSum(NamedTuple):
     cached_tokens: int = 0  # of the prompt tokens
     generated_tokens: int = 0
     rows: int = 0  # of tensor requests
-    compute_us: int = 0  # of their batches, split by rows
+    compute_us: int = 0  # of steps and batches, split over their requests
 
     def plus(self, other: UsageSum) -> UsageSum:
         return UsageSum(*(a + b for a, b in zip(self, other, strict=True)))

@@ -98,6 +98,7 @@ def client_with_tensors(
         start.process.resume,
         on_admitted,
     )
+    client.tensors.on_ended = lambda request, ended: client.on_computed(request.tenant, ended.charges.compute_us)
     return client
 
 

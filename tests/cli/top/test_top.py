@@ -23,6 +23,7 @@ from maitred.engine.live_view import LiveView, live_view
 from maitred.errors import EngineDead
 from maitred.replica import ReplicaState
 from maitred.scheduler.scheduler import Scheduler
+from maitred.tensor_request import BatchOutcome, BatchRules, LaneKey, TensorRequest, TensorSpec
 from tests.cli.running import environment, maitred_process
 from tests.fakes import FakeExecutor, make_request, make_scheduler
 from tests.fakes_api import RunningServer
@@ -92,12 +93,34 @@ def test_an_idle_server_without_tenants_is_short():
     assert "-" in text
 
 
+def with_lanes(scheduler: Scheduler) -> Scheduler:
+    """resnet runs two rows and has three waiting; bert was busy of late."""
+    for name in ("bert", "resnet"):
+        scheduler.lanes.load(name, 1, BatchRules(max_batch_size=2, dynamic=True))
+    lanes = [("bert", "8"), *[("resnet", "")] * 5]
+    for number, (name, bucket) in enumerate(lanes):
+        spec = TensorSpec(request_id=f"t{number}", arrived_at=2.0, lane=LaneKey(name, 1, bucket))
+        scheduler.add_tensor(TensorRequest(spec), 2.0)
+    bert = next(batch for batch in scheduler.dispatch(2.0) if batch.lane.model == "bert")
+    scheduler.completed(bert, BatchOutcome(compute_us=1000), 2.5)
+    return scheduler
+
+
+def test_lanes_of_tensor_models_are_told_the_busiest_first():
+    lines = shown(with_lanes(make_scheduler())).splitlines()
+    at = next(index for index, line in enumerate(lines) if line.startswith("LANE"))
+    assert lines[at].split() == ["LANE", "WAITING", "ROWS", "RUNNING", "ROWS/S", "AGE", "WHY"]
+    assert lines[at + 1].split() == [*"resnet 1 3 3 2 0.0 1.00 s".split(), *"all instances run: 2 rows on 0".split()]
+    assert lines[at + 2].split() == "bert 1 8 0 0 0 0.2 -".split()
+
+
 @pytest.mark.parametrize("width", [10, 60, 80, 133, 300])
 @pytest.mark.parametrize("height", [None, 12, 24, 60])
 def test_it_fits_the_terminal(width: int, height: int | None):
     scheduler = make_scheduler(max_num_seqs=30, num_blocks=2000, max_num_batched_tokens=4000)
     for i in range(80):
         scheduler.add(make_request(f"{i:x}.chatcmpl-{'x' * 40}", tenant=f"tenant {i % 12}" * 5), 0.0)
+    with_lanes(scheduler)
     scheduler.update(plan := scheduler.schedule(1.0), FakeExecutor().execute(plan), 1.0)
     rates, engine = Rates(), live_view(scheduler, 3.0)
     rates.take(engine)

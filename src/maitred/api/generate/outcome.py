@@ -21,6 +21,7 @@ class TokenUsage(NamedTuple):
     num_reasoning_tokens: int = 0
     num_predicted_tokens: int = 0  # drafts of samples that brought a prediction
     num_accepted_tokens: int = 0  # of them, those that became output
+    compute_us: int = 0  # in the executor, all samples together
     handover: str = ""  # the worst of its samples'; empty where engines hand nothing over
 
 
@@ -97,6 +98,7 @@ class Outcome:
             num_reasoning_tokens=sum(sample.num_reasoning_tokens for sample in self.samples),
             num_predicted_tokens=sum(charges.num_draft_tokens for charges in predicted),
             num_accepted_tokens=sum(charges.num_accepted_tokens for charges in predicted),
+            compute_us=sum(charges.compute_us for charges in self.charges),
             handover=max((c.handover for c in self.charges if c.handover), key=HANDOVER_OUTCOMES.index, default=""),
         )
 

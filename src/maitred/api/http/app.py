@@ -48,6 +48,13 @@ class TellsProgress(Protocol):
     on_progress: Callable[[list[RequestProgress], int, float], None]
 
 
+@runtime_checkable
+class TellsComputing(Protocol):
+    """A replica that tells what each request took when it ends: tenant and microseconds."""
+
+    on_computed: Callable[[str, int], None]
+
+
 class App:
     """One server's view of one replica. A route that alone uses something owns it."""
 
@@ -96,6 +103,8 @@ class App:
         self.gate = Gate(admission, max_concurrent_requests=self.config.max_concurrent_requests)
         if isinstance(replica, TellsProgress):
             replica.on_progress = self._progressed
+        if isinstance(replica, TellsComputing):
+            replica.on_computed = self._computed
         if model.root:
             self._paths.add(os.path.normpath(model.root))
             with suppress(FileNotFoundError):  # of a folder that is gone
@@ -106,6 +115,9 @@ class App:
     def _progressed(self, progress: list[RequestProgress], num_queued: int, now: float) -> None:
         self.gate.progressed(progress, num_queued, now)
         self.fleet.unfinished.progressed(progress)
+
+    def _computed(self, tenant: str, compute_us: int) -> None:
+        self.authenticator.quotas.computed(tenant, compute_us, self.clock.now())
 
     @property
     def adapters(self) -> AdapterBook | None:

@@ -47,7 +47,7 @@ class LiveFrame(msgspec.Struct, frozen=True):
 
 def pause_s(view: LiveView) -> float:
     """How long to wait before the engine is asked again."""
-    busy = view.num_running or view.num_waiting
+    busy = view.num_running or view.num_waiting or view.lanes
     return max(FRAME_S if busy else IDLE_S, min(MAX_PAUSE_S, COST_FACTOR * view.cost_s))
 
 

@@ -35,6 +35,7 @@ FILES = VENDORED | frozenset(
         "inert.js",
         "inline.js",
         "kept.js",
+        "lanes.js",
         "main.js",
         "markdown.js",
         "models.js",

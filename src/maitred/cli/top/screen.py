@@ -15,11 +15,13 @@ if TYPE_CHECKING:
 
     from maitred.api.ops.latencies import Percentiles
     from maitred.api.ops.live_feed import LiveFrame
+    from maitred.scheduler.queue_view import LaneView
 
 RATE_S = 2.0  # that a rate is taken over
 MIN_WIDTH = 60
 QUEUE_LINES = 8
 TENANT_LINES = 6
+LANE_LINES = 8
 # What a column of the block map is drawn as.
 SIGNS = {FREE: "·", CACHED: "░", SHARED: "▓"}
 OWNED = "█"
@@ -65,8 +67,10 @@ def view(frame: LiveFrame, rates: Rates, *, width: int, height: int | None = Non
     width = max(width, MIN_WIDTH)
     head = [*_summary(frame, rates), _blocks(frame.engine, width), ""]
     tenants, queue = list(_tenants(frame.engine)), list(_queue(frame.engine, QUEUE_LINES))
-    slots = list(_slots(frame))
+    slots, lanes = list(_slots(frame)), lane_lines(frame.engine.lanes, LANE_LINES)
+    tenants = [*lanes, *([""] if lanes and tenants else []), *tenants]
     if height is not None:
+        tenants = _shortened(tenants, max(3, height - len(head) - 9))
         queue = _shortened(queue, max(3, height - len(head) - min(len(slots), 8) - len(tenants) - 3))
         slots = _shortened(slots, max(3, height - len(head) - len(queue) - len(tenants) - 3))
     lines = [*head, *slots, "", *queue, *(["", *tenants] if tenants else [])]
@@ -186,6 +190,24 @@ def _tenants(engine: LiveView) -> Iterator[str]:
         yield f"{fit(tenant.name, 22)} {tenant.weight:6g} {held}  {bar} {share:.0%}"
     if len(named) > TENANT_LINES:
         yield f"and {len(named) - TENANT_LINES} more"
+
+
+def lane_lines(lanes: Sequence[LaneView], most: int) -> list[str]:
+    """What waits and runs of tensor models; nothing where no lane is in use."""
+    if not lanes:
+        return []
+    heading = f"{'LANE':28} {'WAITING':>7} {'ROWS':>6} {'RUNNING':>7} {'ROWS/S':>9} {'AGE':>8}  WHY"
+    busiest = sorted(lanes, key=lambda lane: (-lane.num_waiting_rows - lane.num_running_rows, -lane.rows_per_s))
+    more = [f"and {len(lanes) - most} more"] if len(lanes) > most else []
+    return [heading, *map(_lane, busiest[:most]), *more]
+
+
+def _lane(lane: LaneView) -> str:
+    name = " ".join(filter(None, (lane.model, str(lane.version), lane.bucket)))
+    return (
+        f"{fit(name, 28)} {lane.num_waiting:7,} {lane.num_waiting_rows:6,} {lane.num_running_rows:7,} "
+        f"{lane.rows_per_s:9,.1f} {seconds(lane.age_s) if lane.num_waiting else '-':>8}  {lane.reason}"
+    ).rstrip()
 
 
 def in_ascii(text: str) -> str:

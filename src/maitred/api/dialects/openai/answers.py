@@ -81,6 +81,7 @@ def usage_of(outcome: Outcome) -> Usage:
         ),
         handover=used.handover or UNSET,
         timing_ms=UNSET if timing is None else _timing_ms(timing),
+        engine_ms=UNSET if timing is None else used.compute_us / 1000,
     )
 
 

@@ -228,6 +228,7 @@ class Usage(msgspec.Struct, kw_only=True):
     completion_tokens_details: CompletionTokensDetails
     handover: str | UnsetType = UNSET
     timing_ms: TimingMs | UnsetType = UNSET
+    engine_ms: float | UnsetType = UNSET
 
 
 class TopLogprob(msgspec.Struct):

@@ -4,6 +4,7 @@ import { BlockMap } from "./blocks.js";
 import { Charts } from "./charts.js";
 import { $, h, say } from "./dom.js";
 import { inertLine } from "./inert.js";
+import { Lanes } from "./lanes.js";
 import { Queue } from "./queue.js";
 import { Stats } from "./stats.js";
 import { Tenants } from "./tenants.js";
@@ -21,7 +22,7 @@ export class Engine {
     const onPoint = (ticket, event, words) => this.point(ticket, event, words);
     this.timeline = new Timeline(tickets, { isMine, onPoint });
     this.blocks = new BlockMap(tickets, { onPoint });
-    this.panels = [tickets, new Stats(), this.timeline, this.blocks, new Queue(tickets), new Charts(), new Tenants()];
+    this.panels = [tickets, new Stats(), this.timeline, this.blocks, new Queue(tickets), new Lanes(), new Charts(), new Tenants()];
     this.tickets = tickets;
     this.isMine = isMine;
     this.frame = null;
