@@ -110,8 +110,11 @@ def test_lanes_of_tensor_models_are_told_the_busiest_first():
     lines = shown(with_lanes(make_scheduler())).splitlines()
     at = next(index for index, line in enumerate(lines) if line.startswith("LANE"))
     assert lines[at].split() == ["LANE", "WAITING", "ROWS", "RUNNING", "ROWS/S", "AGE", "WHY"]
-    assert lines[at + 1].split() == [*"resnet 1 3 3 2 0.0 1.00 s".split(), *"all instances run: 2 rows on 0".split()]
-    assert lines[at + 2].split() == "bert 1 8 0 0 0 0.2 -".split()
+    assert lines[at + 1].split() == [
+        *["resnet", "1", "3", "3", "2", "0.0", "1.00", "s"],
+        *["all", "instances", "run:", "2", "rows", "on", "0"],
+    ]
+    assert lines[at + 2].split() == ["bert", "1", "8", "0", "0", "0", "0.2", "-"]
 
 
 @pytest.mark.parametrize("width", [10, 60, 80, 133, 300])
