@@ -82,6 +82,14 @@ def test_what_sentence_transformers_saved_is_a_model(tmp_path):
     assert [each.path for each in check(tmp_path)] == [str(folder)]
 
 
+def test_what_has_no_graph_is_told_how_to_get_one(tmp_path):
+    folder = write_sentence_folder(tmp_path, "mini")
+    (folder / "onnx" / "model.onnx").unlink()
+    (told,) = check(tmp_path)
+    assert not told.served
+    assert "no onnx/model.onnx: save it with" in told.reason
+
+
 def test_modules_say_pooling_and_whether_vectors_are_normalised(tmp_path):
     cls = write_sentence_folder(tmp_path, "cls", pooling="pooling_mode_cls_token", modules=("Transformer", "Pooling"))
     assert (encoder_in(cls).pooling, encoder_in(cls).normalize) == ("cls", False)

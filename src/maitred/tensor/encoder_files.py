@@ -34,8 +34,16 @@ class _Module(msgspec.Struct):
 
 
 def is_sentence_folder(folder: Path) -> bool:
-    """Whether sentence-transformers saved it, with a graph in ONNX."""
-    return (folder / MODULES).is_file() and (folder / ONNX / "model.onnx").is_file()
+    """Whether sentence-transformers saved it."""
+    return (folder / MODULES).is_file()
+
+
+def onnx_folder(folder: Path) -> Path:
+    """Where such a folder has its graph. Raises CheckpointError."""
+    if not (folder / ONNX / "model.onnx").is_file():
+        told = 'save it with SentenceTransformer(..., backend="onnx"), or with `optimum-cli export onnx`'
+        raise CheckpointError(f"{folder} has {MODULES}, and no {ONNX}/model.onnx: {told}")
+    return folder / ONNX
 
 
 def with_encoder(config: ANY_MESSAGE, folder: Path, version: Path) -> ANY_MESSAGE:

@@ -14,7 +14,7 @@ from maitred.tensor.config import ANY_MESSAGE, MOST_BYTES, hints, parse_config
 from maitred.tensor.config_checks import PYTHON, faults, is_ensemble, runs_code
 from maitred.tensor.config_fields import ModelConfig
 from maitred.tensor.encoder_config import with_length_buckets
-from maitred.tensor.encoder_files import ONNX, is_sentence_folder, with_encoder
+from maitred.tensor.encoder_files import is_sentence_folder, onnx_folder, with_encoder
 from maitred.tensor.fill import filled_from_files, filled_from_graph, mismatches, with_defaults
 from maitred.tensor.onnx_graph import Graph, read_graph
 from maitred.tensor.repository import Fingerprint, Scan, labels_of, version_of, versions_to_serve
@@ -143,7 +143,7 @@ def _versions(folder: Path) -> dict[int, Path]:
     """The folder of each; what sentence-transformers saved is version 1."""
     found = {version_of(name): folder / name for name in _names(folder) if (folder / name).is_dir()}
     numbered = {version: place for version, place in found.items() if version is not None}
-    return numbered or ({1: folder / ONNX} if is_sentence_folder(folder) else {})
+    return numbered or ({1: onnx_folder(folder)} if is_sentence_folder(folder) else {})
 
 
 def _names(folder: Path) -> list[str]:
