@@ -107,7 +107,7 @@ def test_several_samples_are_a_list(ask):
         ("tiny/generate", {"sampling_parameters": {"use_beam_search": True}}, 400, "use_beam_search"),
         ("tiny/generate", {"sampling_parameters": {"temperature": "hot"}}, 400, "temperature is 'hot'"),
         ("tiny/generate", {"sampling_parameters": {"temperature": 9}}, 400, "temperature is 9"),
-        ("tiny/generate", {"sampling_parameters": "{"}, 400, "JSON"),
+        ("tiny/generate", {"sampling_parameters": "{"}, 400, "sampling_parameters is no object"),
         ("tiny/generate", {"sampling_parameters": 3}, 400, "sampling_parameters"),
         ("tiny/generate", {"parameters": []}, 400, "parameters"),
         ("other/generate", {}, 404, "other"),

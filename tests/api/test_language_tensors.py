@@ -184,7 +184,7 @@ WRONG = [
     ([*said(), bad("stream", np.array([1], np.int32), "INT32")], {}, "INVALID_ARGUMENT", r"BOOL \[1\], not INT32"),
     ([*said(), bad("image", np.array([b"a"], object))], {}, "INVALID_ARGUMENT", "no input 'image'"),
     (said(sampling={"temprature": 1}), {}, "INVALID_ARGUMENT", "temperature"),
-    (said(sampling="nothing"), {}, "INVALID_ARGUMENT", "JSON"),
+    (said(sampling="nothing"), {}, "INVALID_ARGUMENT", "sampling_parameters is no object"),
     (said(sampling={"use_beam_search": True}), {}, "UNIMPLEMENTED", "use_beam_search"),
     (said(), {"parameters": {"temprature": 1}}, "INVALID_ARGUMENT", "temperature"),
     (said(), {"model_version": "2"}, "NOT_FOUND", "version 1"),

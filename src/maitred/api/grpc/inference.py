@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import maitred
 from maitred.api.dialects.kserve.language import Models, asked_of, infer, is_language_model, responses
-from maitred.api.grpc.calls import Call, Method
+from maitred.api.grpc.calls import Call, Method, logged_error
 from maitred.api.grpc.errors import grpc_error
 from maitred.api.grpc.infer_forms import (
     error_in_stream,
@@ -186,8 +186,8 @@ class InferenceService:
             async with aclosing(responses(self._app, call.caller, request, asked, call.limits)) as told:
                 async for answer, is_last in told:
                     await waiting.put(in_stream(*self._told(message, answer), is_last=is_last))
-        except MaitredError as error:
-            await waiting.put(error_in_stream(message, grpc_error(error).message))
+        except Exception as error:  # nobody awaits this task
+            await waiting.put(error_in_stream(message, logged_error(error).message))
 
     # -- statistics and the repository
 

@@ -145,7 +145,12 @@ def sampling_of(sent: Raw | UnsetType) -> dict[str, Raw]:
 
 
 def _object(sent: Raw | UnsetType, name: str) -> dict[str, Raw]:
-    return {} if sent is UNSET or bytes(sent) == b"null" else decode_json(sent, _fields, at=name)
+    if sent is UNSET or bytes(sent) == b"null":
+        return {}
+    try:
+        return decode_json(sent, _fields, at=name)
+    except InvalidRequest as error:  # a text within the body may be no JSON
+        raise InvalidRequest(f"{name} is no object in JSON: {error}", param=name) from None
 
 
 def ask_of(app: App, caller: Caller, asked: Asked, request_id: str, client_id: str = "") -> GenerationAsk:

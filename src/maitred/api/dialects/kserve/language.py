@@ -43,11 +43,7 @@ _encoded = msgspec.json.encode
 
 def is_language_model(app: App, caller: Caller, name: str) -> bool:
     """Whether it is what `/v1/completions` knows by this name, adapters of the caller's too."""
-    try:
-        app.check_model(name, caller)
-    except ModelNotFound:
-        return False
-    return True
+    return bool(app.model.names) and (app.is_model(name) or app.adapter(name, caller) is not None)
 
 
 class Models(NamedTuple):
