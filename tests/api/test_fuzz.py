@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from maitred.api.dialects.kserve.generate import GenerateRequest
 from maitred.api.dialects.openai.refusals import CHAT_REFUSED, COMPLETION_REFUSED, TOKENIZE_REFUSED
 from maitred.api.dialects.openai.schemas import (
     ChatCompletionRequest,
@@ -59,6 +60,10 @@ BASES: dict[str, tuple[list[str], dict[str, Any]]] = {
         names_of(CompletionRequest, COMPLETION_REFUSED),
         {"model": "tiny", "prompt": "ab", "max_tokens": 2},
     ),
+    "/v2/models/tiny/generate": (
+        names_of(GenerateRequest, [*CompletionRequest.__struct_fields__, *COMPLETION_REFUSED]),
+        {"text_input": "ab", "parameters": {"max_tokens": 2}},
+    ),
     "/tokenize": (names_of(TokenizeRequest, TOKENIZE_REFUSED), {"prompt": "ab"}),
     "/detokenize": (names_of(DetokenizeRequest), {"tokens": [1, 2]}),
 }
@@ -68,6 +73,8 @@ def check(response: httpx.Response) -> None:
     assert response.status_code < 500, response.text
     if response.status_code >= 400:
         error = response.json()["error"]
+        if isinstance(error, str):  # of a dialect with nothing but its text
+            error = dict.fromkeys(("type", "param", "code"), None) | {"message": error}
         assert set(error) == {"message", "type", "param", "code"}
         assert error["message"]
         assert len(error["message"]) < 1200

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from maitred.api.common_routes import METRICS, PAGE, probe_routes, role_routes
+from maitred.api.dialects.kserve.generate import GENERATION, SPOKEN, Generated, GenerateRequest
 from maitred.api.dialects.openai import models, usage
 from maitred.api.dialects.openai import schemas as s
 from maitred.api.dialects.openai.chat import CHAT
@@ -105,6 +106,18 @@ def _generation() -> tuple[Route, ...]:
             errors=_GENERATION_ERRORS,
         ),
         EMBEDDINGS,
+        Route(
+            method="POST",
+            path="/v2/models/{model:path}",
+            handler=partial(complete, GENERATION),
+            format=GENERATION.format,
+            summary="Continue a text, as Triton's generate and generate_stream after the model's name.",
+            body=GenerateRequest,
+            answer=Generated,
+            event=Generated,
+            errors=_GENERATION_ERRORS,
+            **SPOKEN,
+        ),
     )
 
 

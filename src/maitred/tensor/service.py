@@ -88,7 +88,19 @@ class ModelStatistics(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     batches: tuple[tuple[int, int, int], ...] = ()  # (rows, count, ns of the inference)
 
 
-class TensorService(Protocol):
+class ModelTable(Protocol):
+    """What models there are."""
+
+    def config(self, model: str, version: int = 0, label: str = "") -> ANY_MESSAGE:
+        """The ModelConfig as it is served, gaps filled. Raises ModelNotFound."""
+        ...
+
+    def versions(self, model: str) -> Sequence[int]:
+        """Those that answer now, ascending; none for a model that is not served."""
+        ...
+
+
+class TensorService(ModelTable, Protocol):
     """The models of one server. All of it is asked on the event loop; what waits is a coroutine.
 
     Errors are `maitred.errors`: ModelNotFound, InvalidRequest, Unavailable, Overloaded, RequestTimeout ...
@@ -99,14 +111,6 @@ class TensorService(Protocol):
         ...
 
     def index(self, *, ready_only: bool = False) -> Sequence[IndexEntry]: ...
-
-    def config(self, model: str, version: int = 0, label: str = "") -> ANY_MESSAGE:
-        """The ModelConfig as it is served, gaps filled. Raises ModelNotFound."""
-        ...
-
-    def versions(self, model: str) -> Sequence[int]:
-        """Those that answer now, ascending; none for a model that is not served."""
-        ...
 
     def statistics(self, model: str = "", version: int = 0) -> Sequence[ModelStatistics]:
         """Of all models, of one, or of one version. Raises ModelNotFound."""

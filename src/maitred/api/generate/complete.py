@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, AsyncExitStack, aclosing, nullcontext
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractContextManager, AsyncExitStack, aclosing, asynccontextmanager, nullcontext
 from functools import partial
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -27,6 +27,7 @@ from maitred.engine.intake import make_requests, random_seed
 from maitred.errors import InvalidRequest, RequestError
 from maitred.gate.terms import TimeLimits, cap_max_tokens
 from maitred.request import MAX_SEED, RequestSpec
+from maitred.tenancy.caller import Caller
 
 # in one answer; all are kept until it ends, some 300 bytes each, and writing so many takes 0.2 s
 MAX_PROMPT_LOGPROBS = 256 * 1024
@@ -60,10 +61,7 @@ async def generate(
         events = EventStream(exchange, silence_s=app.config.sse_keep_alive_s) if ask.stream else None
         async with app.in_flight.watch(exchange, events), AsyncExitStack() as following:
             work = partial(_make_batches, app, ask, salt, limits, new_seed, note_tokens)
-            if ask.is_shaped:
-                batches = await app.text.run_shaped(work)
-            else:
-                batches = await app.text.run(exchange.num_body_bytes, work, may_take_long=ask.may_take_long)
+            batches = await _tokenised(app, ask, exchange.num_body_bytes, work)
             if not ask.keeps_text:
                 exchange.large_bodies.release(exchange)
             shape = ask.shape_found
@@ -97,6 +95,32 @@ async def generate(
         app.results.keep(exchange, wanted)
 
 
+@asynccontextmanager
+async def generating(
+    app: App, caller: Caller, ask: GenerationAsk, limits: TimeLimits, num_bytes: int
+) -> AsyncIterator[Generation]:
+    """The same for who answers beside HTTP: the samples of `ask`, a text of `num_bytes`, within the caller's lease.
+    Leaving it early ends them.
+    """
+    limits = time_limits(ask.limits, {}).and_also(limits)
+    salt = cache_salt(app, caller, ask.cache_salt)
+    with _using(app, ask), leased(app, caller, ask, limits) as lease:
+        batches = await _tokenised(
+            app, ask, num_bytes, partial(_make_batches, app, ask, salt, limits, random_seed, None)
+        )
+        generation = Generation(app, lease.admit(batches), score_only=ask.score_only, marks=ask.shape_found.marks)
+        lease.outcome = generation.outcome
+        yield generation
+
+
+async def _tokenised(
+    app: App, ask: GenerationAsk, num_bytes: int, work: Callable[[], list[list[RequestSpec]]]
+) -> list[list[RequestSpec]]:
+    if ask.is_shaped:
+        return await app.text.run_shaped(work)
+    return await app.text.run(num_bytes, work, may_take_long=ask.may_take_long)
+
+
 @runtime_checkable
 class ExpectsKV(Protocol):
     """A replica that can pull a prompt's KV while another one computes it."""
@@ -109,7 +133,7 @@ async def _expect_kv(
     app: App, exchange: Exchange, ask: GenerationAsk, work: Callable[[], list[list[RequestSpec]]]
 ) -> None:
     """A router says that the prompts are computed elsewhere now; they are answered here when they come again."""
-    batches = await (app.text.run_shaped(work) if ask.is_shaped else app.text.run(exchange.num_body_bytes, work))
+    batches = await _tokenised(app, ask, exchange.num_body_bytes, work)
     for first, *_ in placed_by_router(exchange.headers, batches):
         if first.kv_from and isinstance(app.replica, ExpectsKV):
             app.replica.expect_kv(first, first.kv_from)
@@ -129,7 +153,7 @@ class _Decoded(NamedTuple):
 
 async def _decoded(dialect: Dialect, app: App, exchange: Exchange) -> _Decoded:
     """Nobody keeps the body as it was sent, unless routers listen: then until its keys are known."""
-    body = await exchange.json_body()
+    body = await dialect.read(exchange)
     async with exchange.turn():
         ask = dialect.decode(app, exchange, body)
         return _Decoded(ask, _wanted(app, exchange, ask, body), app.fleet.noting(body, exchange.headers))

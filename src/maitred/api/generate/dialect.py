@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -83,3 +83,4 @@ class Dialect(NamedTuple):
     format: AnswerFormat
     decode: Callable[[App, Exchange, bytes], GenerationAsk]
     """From a body, which is JSON. Raises RequestError. The event loop stands meanwhile, so its work is bounded."""
+    read: Callable[[Exchange], Awaitable[bytes]] = Exchange.json_body  # the body

@@ -50,8 +50,7 @@ _CONTENTS: Mapping[str, str] = {  # the field of InferTensorContents that holds 
 
 def infer_request(message: ANY_MESSAGE, raw: Sequence[memoryview], request_id: str, view: View) -> InferRequest:
     """Raises InvalidRequest where fields, contents and parameters do not go together."""
-    parameters = {name: parameter_value(each) for name, each in message.parameters.items()}
-    terms = terms_of(parameters)
+    terms = terms_of(parameters_of(message))
     return InferRequest(
         request_id=request_id,
         model=message.model_name,
@@ -62,6 +61,10 @@ def infer_request(message: ANY_MESSAGE, raw: Sequence[memoryview], request_id: s
         timeout_s=terms.timeout_s,
         sequence=terms.sequence,
     )
+
+
+def parameters_of(message: ANY_MESSAGE) -> dict[str, Any]:
+    return {name: parameter_value(each) for name, each in message.parameters.items()}
 
 
 def parameter_value(parameter: ANY_MESSAGE) -> Any:
@@ -102,7 +105,7 @@ def _typed(each: ANY_MESSAGE) -> bytes:
 
 
 def _place(each: ANY_MESSAGE) -> Place | None:
-    return place_of(each.name, {name: parameter_value(value) for name, value in each.parameters.items()})
+    return place_of(each.name, parameters_of(each))
 
 
 def infer_response(
@@ -134,9 +137,9 @@ def written(told: ANY_MESSAGE, contents: Sequence[Buffer]) -> bytes:
     return joined(told.SerializeToString(), RAW_OUTPUT_CONTENTS, contents)
 
 
-def in_stream(told: ANY_MESSAGE, contents: Sequence[Buffer]) -> bytes:
-    """A ModelStreamInferResponse around it."""
-    told.parameters[FINAL].bool_param = True
+def in_stream(told: ANY_MESSAGE, contents: Sequence[Buffer], *, is_last: bool = True) -> bytes:
+    """A ModelStreamInferResponse around it; `is_last` of its request."""
+    told.parameters[FINAL].bool_param = is_last
     return joined(b"", 2, [written(told, contents)])
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
+from contextlib import aclosing
 from functools import partial
 from typing import Any, NamedTuple
 
 import maitred
-from maitred.api.grpc.calls import Call, Method
+from maitred.api.dialects.kserve.language import Models, asked_of, infer, is_language_model, responses
+from maitred.api.grpc.calls import Call, Method, logged_error
 from maitred.api.grpc.errors import grpc_error
 from maitred.api.grpc.infer_forms import (
     error_in_stream,
@@ -16,18 +18,19 @@ from maitred.api.grpc.infer_forms import (
     infer_request,
     infer_response,
     parameter_value,
+    parameters_of,
     written,
 )
 from maitred.api.http.app import App
 from maitred.api.tensor.extensions import NAMES, Extensions
-from maitred.api.tensor.lease import infer, tensors_of
+from maitred.api.tensor.lease import tensors_of
 from maitred.api.tensor.parameters import version_of
 from maitred.errors import InvalidRequest, MaitredError, UnsupportedParameter
 from maitred.tensor.arrays import datatype_of
 from maitred.tensor.config import ANY_MESSAGE, WILDCARD, TensorSpec, inputs_of, outputs_of
 from maitred.tensor.protocol_fields import INFERENCE, MESSAGES, RAW_INPUT_CONTENTS
 from maitred.tensor.raw_contents import split
-from maitred.tensor.service import Buffer, ModelStatistics
+from maitred.tensor.service import Buffer, InferResponse, ModelStatistics
 
 MOST_IN_STREAM = 256  # requests of one stream that wait for their answers
 _DURATIONS = ("success", "fail", "queue", "compute_input", "compute_infer", "compute_output", "cache_hit", "cache_miss")
@@ -37,6 +40,9 @@ _MEMBERS = {bool: "bool_param", int: "uint32_param", str: "string_param"}  # of 
 class _Decoded(NamedTuple):
     message: ANY_MESSAGE
     raw: list[memoryview]
+
+
+_Waiting = asyncio.Queue[asyncio.Task[bytes] | bytes | None]  # what a stream is to be told next; None ends it
 
 
 class InferenceService:
@@ -86,7 +92,7 @@ class InferenceService:
         return self._app.tensors is not None and self._app.in_flight.welcome
 
     async def _model_ready(self, message: ANY_MESSAGE, call: Call) -> ANY_MESSAGE:
-        versions, asked = tensors_of(self._app).versions(message.name), version_of(message.version)
+        versions, asked = self._models(call).versions(message.name), version_of(message.version)
         return MESSAGES["ModelReadyResponse"](ready=asked in versions if asked else bool(versions))
 
     async def _metadata(self, message: ANY_MESSAGE, call: Call) -> ANY_MESSAGE:
@@ -94,19 +100,23 @@ class InferenceService:
         return MESSAGES["ServerMetadataResponse"](**told)
 
     async def _model_metadata(self, message: ANY_MESSAGE, call: Call) -> ANY_MESSAGE:
-        config = tensors_of(self._app).config(message.name, version_of(message.version))
+        models = self._models(call)
+        config = models.config(message.name, version_of(message.version))
         batched = config.max_batch_size > 0
         return MESSAGES["ModelMetadataResponse"](
             name=message.name,
-            versions=map(str, tensors_of(self._app).versions(message.name)),
+            versions=map(str, models.versions(message.name)),
             platform=config.platform or config.backend,
             inputs=[_told_tensor(each, batched=batched) for each in inputs_of(config)],
             outputs=[_told_tensor(each, batched=batched) for each in outputs_of(config)],
         )
 
     async def _config(self, message: ANY_MESSAGE, call: Call) -> ANY_MESSAGE:
-        config = tensors_of(self._app).config(message.name, version_of(message.version))
+        config = self._models(call).config(message.name, version_of(message.version))
         return MESSAGES["ModelConfigResponse"](config=config.SerializeToString())
+
+    def _models(self, call: Call) -> Models:
+        return Models(self._app, call.caller)
 
     # -- inference
 
@@ -114,20 +124,25 @@ class InferenceService:
         return written(*await self._answered(decoded, call))
 
     async def _answered(self, decoded: _Decoded, call: Call) -> tuple[ANY_MESSAGE, list[Buffer]]:
-        view = self._with.regions.view
-        request = infer_request(decoded.message, decoded.raw, call.new_id(), view)
-        answer = await infer(self._app, call.caller, request, limits=call.limits)
+        message = decoded.message
+        request = infer_request(message, decoded.raw, call.new_id(), self._with.regions.view)
+        answer = await infer(self._app, call.caller, request, parameters=parameters_of(message), limits=call.limits)
+        return self._told(message, answer)
+
+    def _told(self, message: ANY_MESSAGE, answer: InferResponse) -> tuple[ANY_MESSAGE, list[Buffer]]:
         classes = partial(self._with.labels.classify, tensors_of(self._app))
-        return infer_response(decoded.message, answer, view, classes)
+        return infer_response(message, answer, self._with.regions.view, classes)
 
     async def _stream(self, requests: AsyncIterator[_Decoded], call: Call) -> AsyncIterator[bytes]:
-        """Answers in the order of their requests, which run beside each other; an error is of its request alone."""
-        waiting: asyncio.Queue[asyncio.Task[bytes] | None] = asyncio.Queue(MOST_IN_STREAM)
+        """Answers in the order of their requests, which run beside each other, and those of the language model as they
+        come; an error is of its request alone.
+        """
+        waiting: _Waiting = asyncio.Queue(MOST_IN_STREAM)
         running: set[asyncio.Task[Any]] = set()
         reader = asyncio.create_task(self._read_stream(requests, call, waiting, running))
         try:
-            while (task := await waiting.get()) is not None:
-                yield await task
+            while (told := await waiting.get()) is not None:
+                yield told if isinstance(told, bytes) else await told
             await reader
         finally:
             for left in (reader, *running):
@@ -137,15 +152,22 @@ class InferenceService:
         self,
         requests: AsyncIterator[_Decoded],
         call: Call,
-        waiting: asyncio.Queue[asyncio.Task[bytes] | None],
+        waiting: _Waiting,
         running: set[asyncio.Task[Any]],
     ) -> None:
         try:
             async for decoded in requests:
-                task = asyncio.create_task(self._streamed(decoded, call))
+                spoken = is_language_model(self._app, call.caller, decoded.message.model_name)
+                work = self._spoken(decoded, call, waiting) if spoken else self._streamed(decoded, call)
+                task: asyncio.Task[Any] = asyncio.create_task(work)
                 running.add(task)
                 task.add_done_callback(running.discard)
-                await waiting.put(task)
+                if not spoken:
+                    await waiting.put(task)
+                while len(running) >= MOST_IN_STREAM:
+                    await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            if running:
+                await asyncio.wait(running)
         finally:
             await waiting.put(None)
 
@@ -154,6 +176,18 @@ class InferenceService:
             return in_stream(*await self._answered(decoded, call))
         except MaitredError as error:
             return error_in_stream(decoded.message, grpc_error(error).message)
+
+    async def _spoken(self, decoded: _Decoded, call: Call, waiting: _Waiting) -> None:
+        """The answers of the language model to one request of a stream."""
+        message = decoded.message
+        try:
+            request = infer_request(message, decoded.raw, call.new_id(), self._with.regions.view)
+            asked = asked_of(request, parameters_of(message))
+            async with aclosing(responses(self._app, call.caller, request, asked, call.limits)) as told:
+                async for answer, is_last in told:
+                    await waiting.put(in_stream(*self._told(message, answer), is_last=is_last))
+        except Exception as error:  # nobody awaits this task
+            await waiting.put(error_in_stream(message, logged_error(error).message))
 
     # -- statistics and the repository
 

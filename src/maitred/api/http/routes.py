@@ -34,6 +34,7 @@ class Route:
     is_polled: bool = False  # asked every second by whoever restarts or routes: a 503 is no news for the log
     is_asset: bool = False  # asked thirty at once: an access line for the debug log
     span: str = ""  # gen_ai.operation.name of its traces; empty has none
+    span_ends: tuple[str, ...] = ()  # of a path with a parameter: the ends of those paths that are traced
     # its shape, for the document
     body: type[msgspec.Struct] | None = None
     answer: type[msgspec.Struct] | None = None
@@ -97,7 +98,7 @@ class RouteTable:
             route=route,
             parameter=parameter,
             format=self._format_of(method, path),
-            span=route.span if route is not None and route.path == path else "",
+            span=route.span if route is not None and (route.path == path or path.endswith(route.span_ends)) else "",
             needs_key=path not in self._open,
             is_for_routers=path in self._for_routers,
             needs_engine=path not in self._while_loading,

@@ -22,7 +22,7 @@ class TextErrors:
         return msgspec.json.encode(ErrorText(error.message))
 
     def error_event(self, error: HttpError) -> bytes:
-        return self.error_body(error)
+        return b"data: " + self.error_body(error) + b"\n\n"
 
 
 TEXT_ERRORS = TextErrors()

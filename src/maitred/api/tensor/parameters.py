@@ -13,7 +13,11 @@ from maitred.tensor.service import SequenceControl, Tensor
 
 REGION, REGION_SIZE, REGION_OFFSET = "shared_memory_region", "shared_memory_byte_size", "shared_memory_offset"
 CLASSIFICATION = "classification"
-_RESERVED = ("triton_enable_empty_final_response",)  # each answer here is final, so that it changes nothing
+_RESERVED = ("triton_enable_empty_final_response",)  # no final answer here is empty, so that it changes nothing
+TERMS = frozenset(
+    ("priority", "timeout", "sequence_id", "sequence_start", "sequence_end", "binary_data_output", *_RESERVED)
+)
+"""Those of a request that KServe and Triton name; others are a model's own."""
 
 View = Callable[[str, int, int], memoryview]  # of a registered region: its name, an offset, so many bytes
 

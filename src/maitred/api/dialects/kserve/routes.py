@@ -23,6 +23,9 @@ from maitred.api.dialects.kserve.body import (
     inflated,
     object_of,
 )
+from maitred.api.dialects.kserve.generate import GENERATION, SPOKEN, is_generate
+from maitred.api.dialects.kserve.language import Models, infer, is_language_model
+from maitred.api.generate.complete import complete as complete_text
 from maitred.api.generate.time_limits import time_limits
 from maitred.api.http.app import App
 from maitred.api.http.errors import MethodNotAllowed
@@ -30,14 +33,14 @@ from maitred.api.http.exchange import JSON_HEADERS, Exchange, Header
 from maitred.api.http.routes import Route
 from maitred.api.tensor.error_text import TEXT_ERRORS
 from maitred.api.tensor.extensions import Extensions
-from maitred.api.tensor.lease import infer, tensors_of
+from maitred.api.tensor.lease import tensors_of
 from maitred.api.tensor.parameters import integer, version_of
 from maitred.errors import InvalidRequest, RouteNotFound, UnsupportedParameter
 from maitred.tensor.config import complete, inputs_of
 from maitred.tensor.service import InferRequest, InferResponse
 
 _MODEL = re.compile(
-    r"(?P<model>[^/]+)(?:/versions/(?P<version>[0-9]+))?"
+    r"(?P<model>.+?)(?:/versions/(?P<version>[0-9]+))?"
     r"(?:/(?P<action>infer|ready|config|stats|trace/setting))?"
 )
 _REGION = re.compile(r"(?:region/(?P<name>[^/]+)/)?(?P<action>status|register|unregister)")
@@ -74,19 +77,19 @@ class KServe:
 
     async def get_model(self, app: App, exchange: Exchange) -> None:
         """Metadata, or what comes after the name: ready, config, stats, trace/setting."""
-        asked, tensors = _model(exchange), tensors_of(app)
+        asked, models = _model(app, exchange), Models(app, exchange.caller)
         match asked.action:
             case "":
-                await exchange.answer_json(told.model_metadata(tensors, asked.name, asked.version))
+                await exchange.answer_json(told.model_metadata(models, asked.name, asked.version))
             case "ready":
-                found = told.is_ready(tensors, asked.name, asked.version)
+                found = told.is_ready(models, asked.name, asked.version)
                 await exchange.answer(b"", 200 if found else 400, ())
             case "config":
-                await exchange.answer_json(complete(tensors.config(asked.name, asked.version)))
+                await exchange.answer_json(complete(models.config(asked.name, asked.version)))
             case "stats":
-                await exchange.answer_json(told.statistics(tensors, asked.name, asked.version))
+                await exchange.answer_json(told.statistics(tensors_of(app), asked.name, asked.version))
             case "trace/setting":
-                tensors.config(asked.name, asked.version)
+                models.config(asked.name, asked.version)
                 await exchange.answer_json(_traced(self._with.settings.trace({})))
             case _:
                 raise MethodNotAllowed(f"{asked.action} is asked by POST", allow="POST")
@@ -97,10 +100,13 @@ class KServe:
     # -- inference
 
     async def post_model(self, app: App, exchange: Exchange) -> None:
-        asked = _model(exchange)
+        if is_generate(exchange.parameter):
+            await complete_text(GENERATION, app, exchange)
+            return
+        asked = _model(app, exchange)
         if asked.action == "trace/setting":
             exchange.caller.require_admin("change what is traced")
-            tensors_of(app).config(asked.name, asked.version)
+            Models(app, exchange.caller).config(asked.name, asked.version)
             await self.set_trace(app, exchange)
         elif asked.action == "infer":
             await self._infer(app, exchange, asked)
@@ -116,7 +122,7 @@ class KServe:
                 work = partial(inflated, body, encoding, exchange.max_body_bytes)
                 body = await app.text.run(exchange.max_body_bytes, work)
             asked = await self._asked(app, exchange, model, body)
-            response = await infer(app, exchange.caller, asked.request, limits=limits)
+            response = await infer(app, exchange.caller, asked.request, parameters=asked.parameters, limits=limits)
             answer = await self._written(app, asked, response)
         headers: tuple[Header, ...] = JSON_HEADERS
         if answer.header_bytes is not None:
@@ -129,7 +135,7 @@ class KServe:
         if num_json_bytes or not body:
             work = partial(wire.asked, body, num_json_bytes, request, self._with.regions.view)
             return await app.text.run(num_json_bytes, work)
-        config = tensors_of(app).config(model.name, model.version)
+        config = Models(app, exchange.caller).config(model.name, model.version)
         return wire.raw_asked(body, request, inputs_of(config), batched=config.max_batch_size > 0)
 
     async def _written(self, app: App, asked: wire.Asked, response: InferResponse) -> wire.Answer:
@@ -236,9 +242,10 @@ async def _json_of(exchange: Exchange) -> dict[str, Any]:
     return object_of(memoryview(body), _objects) if body else {}
 
 
-def _model(exchange: Exchange) -> _Model:
+def _model(app: App, exchange: Exchange) -> _Model:
+    """Only the language model has names with slashes."""
     found = _MODEL.fullmatch(exchange.parameter)
-    if found is None:
+    if found is None or ("/" in found["model"] and not is_language_model(app, exchange.caller, found["model"])):
         raise RouteNotFound("there is /v2/models/NAME[/versions/V], and infer, ready, config, stats after it")
     return _Model(found["model"], version_of(found["version"] or ""), found["action"] or "")
 
@@ -298,7 +305,7 @@ def kserve_routes(extensions: Extensions) -> tuple[Route, ...]:
             "A model's metadata, ready, config, stats.",
             errors=reads,
         ),
-        route("POST", "/models/{model:path}", it.post_model, "Infer.", errors=asks),
+        route("POST", "/models/{model:path}", it.post_model, "Infer, generate.", errors=asks, **SPOKEN),
         route("POST", "/repository/index", it.index, "The models of the repository and their states."),
         route("POST", "/repository/{action:path}", it.repository, "Load or unload a model.", admin=loads),
         route("GET", "/systemsharedmemory/{action:path}", it.get_regions, "Registered regions.", admin=regions),

@@ -10,7 +10,7 @@ from maitred.api.tensor.extensions import NAMES
 from maitred.errors import InvalidRequest, ModelNotFound
 from maitred.tensor.arrays import datatype_of
 from maitred.tensor.config import WILDCARD, TensorSpec, inputs_of, outputs_of
-from maitred.tensor.service import ModelStatistics, TensorService
+from maitred.tensor.service import ModelStatistics, ModelTable, TensorService
 
 DURATIONS = ("success", "fail", "queue", "compute_input", "compute_infer", "compute_output", "cache_hit", "cache_miss")
 
@@ -19,19 +19,19 @@ def server_metadata(server_id: str) -> dict[str, Any]:
     return {"name": server_id, "version": maitred.__version__, "extensions": NAMES}
 
 
-def is_ready(tensors: TensorService, model: str, version: int) -> bool:
+def is_ready(models: ModelTable, model: str, version: int) -> bool:
     """Whether it answers, in that version where one is named."""
-    versions = tensors.versions(model)
+    versions = models.versions(model)
     return version in versions if version else bool(versions)
 
 
-def model_metadata(tensors: TensorService, model: str, version: int) -> dict[str, Any]:
+def model_metadata(models: ModelTable, model: str, version: int) -> dict[str, Any]:
     """Raises ModelNotFound."""
-    config = tensors.config(model, version)
+    config = models.config(model, version)
     batched = config.max_batch_size > 0
     return {
         "name": model,
-        "versions": [str(each) for each in ((version,) if version else tensors.versions(model))],
+        "versions": [str(each) for each in ((version,) if version else models.versions(model))],
         "platform": config.platform or config.backend,
         "inputs": [_tensor(each, batched=batched) for each in inputs_of(config)],
         "outputs": [_tensor(each, batched=batched) for each in outputs_of(config)],

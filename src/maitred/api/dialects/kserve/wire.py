@@ -67,6 +67,7 @@ class Asked(NamedTuple):
     request: InferRequest
     wanted: Mapping[str, Wanted]
     is_binary: bool  # outputs that are not named
+    parameters: Mapping[str, Any] = {}
 
 
 _decoder = msgspec.json.Decoder(_Body)
@@ -87,7 +88,7 @@ def asked(body: bytes, header_bytes: int, request: InferRequest, view: View) -> 
         timeout_s=terms.timeout_s,
         sequence=terms.sequence,
     )
-    return Asked(found.id, whole, {each.name: _wanted(each) for each in found.outputs}, by_default)
+    return Asked(found.id, whole, {each.name: _wanted(each) for each in found.outputs}, by_default, found.parameters)
 
 
 def raw_asked(body: bytes, request: InferRequest, specs: Sequence[TensorSpec], *, batched: bool) -> Asked:

@@ -16,7 +16,7 @@ from maitred.api.dialects.openai.schemas import (
     Usage,
 )
 from maitred.api.generate.outcome import Outcome, timing_parts_ms
-from maitred.api.http.exchange import REQUEST_ID, Exchange
+from maitred.api.http.exchange import REQUEST_ID
 from maitred.errors import InvalidRequest
 from maitred.request import FinishReason
 from maitred.step import RequestTiming
@@ -59,10 +59,10 @@ class ChunkWriter:
         return self._head + b'],"usage":' + encode(usage_of(self._outcome)) + END
 
 
-def completion_id(prefix: str, body: GenerationFields, exchange: Exchange) -> str:
-    """`chatcmpl-` and the request id: the body's (vLLM's field), else the header's, else a new one."""
+def completion_id(prefix: str, body: GenerationFields, request_id: str) -> str:
+    """`chatcmpl-` and the request id: the body's (vLLM's field), else the one that the request has."""
     if body.request_id is None:
-        return f"{prefix}-{exchange.request_id}"
+        return f"{prefix}-{request_id}"
     if not REQUEST_ID.fullmatch(body.request_id.encode("utf-8", "replace")):
         raise InvalidRequest("request_id must be 1 to 128 characters of A-Z a-z 0-9 . _ -", param="request_id")
     return f"{prefix}-{body.request_id}"

@@ -59,7 +59,7 @@ def decode_chat(app: App, exchange: Exchange, sent: bytes) -> GenerationAsk:
     check_common(body, exchange.caller, policy_without_priorities=app.policy_without_priorities)
     check_object(body.prompt_cache_options, "prompt_cache_options")
     sampling = chat_sampling(body, app.model, app.config.default_max_n)
-    id = completion_id("chatcmpl", body, exchange)
+    id = completion_id("chatcmpl", body, exchange.request_id)
     reading = ChatReading(app.model, app.grammars, body, id)
     answer = ChatAnswer(app.model, body, model, reading, wanted_usage(body))
     exchange.log |= {"model": model, "stream": bool(body.stream), "n": sampling.n}

@@ -37,29 +37,35 @@ from maitred.api.http.body_decoder import BodyDecoder
 from maitred.api.http.exchange import Exchange
 from maitred.engine.intake import ServedModel
 from maitred.engine.output import TextDelta
+from maitred.tenancy.caller import Caller
 
-_DECODER = BodyDecoder(CompletionRequest, COMPLETION_REFUSED)
+DECODER = BodyDecoder(CompletionRequest, COMPLETION_REFUSED)
 
 
 def decode_completion(app: App, exchange: Exchange, sent: bytes) -> GenerationAsk:
     """POST /v1/completions. Raises InvalidRequest, UnsupportedParameter or ModelNotFound."""
-    as_sent = _DECODER.decode(sent)
-    body = as_sent.body
-    model = app.check_model(body.model, exchange.caller)
-    heed_others(app, exchange, as_sent, _DECODER, COMPLETION_REFUSED)
-    check_common(body, exchange.caller, policy_without_priorities=app.policy_without_priorities)
+    as_sent = DECODER.decode(sent)
+    model = app.check_model(as_sent.body.model, exchange.caller)
+    heed_others(app, exchange, as_sent, DECODER, COMPLETION_REFUSED)
+    ask = completion_ask(app, exchange.caller, as_sent.body, model, exchange.request_id)
+    exchange.log |= {"model": model, "stream": ask.stream, "n": ask.sampling.n, "prompts": ask.num_prompts}
+    return ask
+
+
+def completion_ask(app: App, caller: Caller, body: CompletionRequest, model: str, request_id: str) -> GenerationAsk:
+    """What `body` asks of `model`, whichever way it came. Raises InvalidRequest and UnsupportedParameter."""
+    check_common(body, caller, policy_without_priorities=app.policy_without_priorities)
     sampling = completion_sampling(body, app.model, app.config.default_max_n)
     prompts = prompts_of(body.prompt, max_listed=max(MAX_LISTED, 2 * app.model.max_model_len))
     body.prompt = msgspec.Raw()  # which was the whole body
-    answer_id, usage = completion_id("cmpl", body, exchange), wanted_usage(body)
-    exchange.log |= {"model": model, "stream": bool(body.stream), "n": sampling.n, "prompts": len(prompts)}
+    answer_id, usage = completion_id("cmpl", body, request_id), wanted_usage(body)
     return make_ask(
         body,
         CompletionAnswer(app.model, body, model, prompts, answer_id, usage),
         id=answer_id,
         sampling=sampling,
         num_prompts=len(prompts),
-        adapter=app.adapter(body.model, exchange.caller),
+        adapter=app.adapter(body.model, caller),
         prompts=lambda: prompts,
         add_special_tokens=body.add_special_tokens is not False,
         default_max_tokens=COMPLETION_MAX_TOKENS,

@@ -1,0 +1,244 @@
+"""Triton's generate extension: a language model takes text_input and gives text_output.
+
+Paths and the shape of bodies: docs/protocol/extension_generate.md of triton-inference-server/server; fields and their
+defaults: triton-inference-server/vllm_backend. What is asked becomes a body of /v1/completions, so that it is checked,
+counted and answered as one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from types import NoneType
+from typing import Annotated, Any, NamedTuple, get_args, get_type_hints
+
+import msgspec
+from msgspec import UNSET, Meta, Raw, UnsetType
+
+from maitred.api.dialects.kserve.body import body_of
+from maitred.api.dialects.openai.completions import DECODER, CompletionAnswer, completion_ask
+from maitred.api.dialects.openai.refusals import COMPLETION_REFUSED, refuse_unbuilt, unsupported
+from maitred.api.dialects.openai.schemas import CompletionRequest
+from maitred.api.generate.dialect import Dialect, GenerationAsk
+from maitred.api.generate.outcome import Outcome, Sample
+from maitred.api.http.app import App
+from maitred.api.http.bodies import SMALL_BYTES, check_num_texts, decode_json
+from maitred.api.http.errors import shortened
+from maitred.api.http.exchange import Exchange
+from maitred.api.tensor.error_text import TEXT_ERRORS
+from maitred.engine.output import TextDelta
+from maitred.errors import InvalidRequest, ModelNotFound, RouteNotFound, did_you_mean
+from maitred.tenancy.caller import Caller
+
+MODEL_VERSION = 1  # of the language model, the only one
+GENERATE, GENERATE_STREAM = "generate", "generate_stream"
+TEXT_INPUT, STREAM, SAMPLING, EXCLUDE = "text_input", "stream", "sampling_parameters", "exclude_input_in_output"
+TEXT_OUTPUT = "text_output"
+
+_PATH = re.compile(r"(?P<model>.+?)(?:/versions/(?P<version>[0-9]{1,18}))?/(?P<action>generate|generate_stream)")
+_ELSEWHERE = {  # fields of a completion that are said, or would be answered, in another way here
+    "model": "the path or the request names it",
+    "prompt": f"it is {TEXT_INPUT}",
+    "stream": f"it stands beside {SAMPLING}",
+    "echo": f"it is {EXCLUDE}",
+    **dict.fromkeys(
+        ("stream_options", "logprobs", "prompt_logprobs", "return_token_ids", "return_tokens_as_token_ids"),
+        f"the answer is {TEXT_OUTPUT} alone",
+    ),
+}
+_SCALARS = {  # fields of a completion that are no text, which Triton's clients may send as text
+    name: kind
+    for name, kind in get_type_hints(CompletionRequest).items()
+    if {*get_args(kind)} <= {int, float, bool, NoneType}
+}
+_fields = msgspec.json.Decoder(dict[str, Raw])
+_text = msgspec.json.Decoder(str)
+
+
+class GenerateRequest(msgspec.Struct, kw_only=True):
+    """What stands beside the text may stand within `parameters` too. Other fields are sampling parameters."""
+
+    text_input: str
+    id: str = ""
+    stream: bool | None = None
+    exclude_input_in_output: bool | None = None
+    sampling_parameters: Annotated[Raw | UnsetType, Meta(extra_json_schema={"type": ["object", "string", "null"]})] = (
+        UNSET
+    )
+    parameters: Annotated[Raw | UnsetType, Meta(extra_json_schema={"type": ["object", "null"]})] = UNSET
+
+
+class Generated(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """An answer, or one event of a streamed one. Of several samples (`n`) there are as many texts."""
+
+    model_name: str
+    model_version: str
+    text_output: str | list[str]
+    id: str = ""
+
+
+_own = msgspec.json.Decoder(GenerateRequest)
+_OWN = GenerateRequest.__struct_fields__
+
+
+class Asked(NamedTuple):
+    """What a language model is asked for, by whichever protocol of tensors."""
+
+    model: str
+    version: int  # 0 is the default
+    text_input: str
+    stream: bool
+    exclude_input: bool | None  # None: as `stream` is
+    sampling: Mapping[str, Raw]  # fields of a completion
+
+    @property
+    def echoes(self) -> bool:
+        """Raises InvalidRequest for a stream that should."""
+        if self.stream and self.exclude_input is False:
+            raise InvalidRequest(f"{EXCLUDE} must not be false with {STREAM}: true", param=EXCLUDE)
+        return not (self.stream if self.exclude_input is None else self.exclude_input)
+
+
+def is_generate(parameter: str) -> bool:
+    """Whether a path after `/v2/models/` asks for text."""
+    return parameter.endswith(SPOKEN["span_ends"])
+
+
+def decode_generate(app: App, exchange: Exchange, sent: bytes) -> GenerationAsk:
+    """POST /v2/models/NAME[/versions/V]/generate and /generate_stream. Raises RequestError."""
+    found = _PATH.fullmatch(exchange.parameter)
+    if found is None:
+        raise RouteNotFound("post to /v2/models/NAME[/versions/V]/generate or /generate_stream")
+    name = app.check_model(found["model"], exchange.caller)
+    own, others = _split(sent)
+    streams = found["action"] == GENERATE_STREAM
+    if own.stream and not streams:
+        raise InvalidRequest(f"{GENERATE} answers once; ask {GENERATE_STREAM} for a stream", param=STREAM)
+    stream = streams if own.stream is None else own.stream
+    sampling = {**others, **sampling_of(own.sampling_parameters)}
+    asked = Asked(name, int(found["version"] or 0), own.text_input, stream, own.exclude_input_in_output, sampling)
+    ask = ask_of(app, exchange.caller, asked, exchange.request_id, own.id)
+    ask.stream = streams  # if of one event
+    exchange.log |= {"model": name, "stream": ask.stream, "n": ask.sampling.n}
+    return ask
+
+
+GENERATION = Dialect(TEXT_ERRORS, decode_generate, body_of)
+SPOKEN: dict[str, Any] = {"span": "text_completion", "span_ends": (f"/{GENERATE}", f"/{GENERATE_STREAM}")}  # of a Route
+
+
+def _split(sent: bytes) -> tuple[GenerateRequest, dict[str, Raw]]:
+    """The fields of the extension, and all others. Raises InvalidRequest."""
+    if len(sent) > SMALL_BYTES:
+        check_num_texts(sent)
+    fields = decode_json(sent, _fields)
+    fields = {**_object(fields.pop("parameters", UNSET), "parameters"), **fields}
+    own = {name: fields.pop(name) for name in _OWN if name in fields}
+    return decode_json(msgspec.json.encode(own), _own), fields
+
+
+def sampling_of(sent: Raw | UnsetType) -> dict[str, Raw]:
+    """An object, or its JSON as text. Raises InvalidRequest."""
+    if sent is not UNSET and bytes(sent).startswith(b'"'):
+        sent = Raw(decode_json(sent, _text, at=SAMPLING).encode("utf-8", "replace"))
+    return _object(sent, SAMPLING)
+
+
+def _object(sent: Raw | UnsetType, name: str) -> dict[str, Raw]:
+    if sent is UNSET or bytes(sent) == b"null":
+        return {}
+    try:
+        return decode_json(sent, _fields, at=name)
+    except InvalidRequest as error:  # a text within the body may be no JSON
+        raise InvalidRequest(f"{name} is no object in JSON: {error}", param=name) from None
+
+
+def ask_of(app: App, caller: Caller, asked: Asked, request_id: str, client_id: str = "") -> GenerationAsk:
+    """The completion that stands for it, whose answer is a `TextAnswer`. Raises RequestError."""
+    model = app.check_model(asked.model, caller)
+    if asked.version not in (0, MODEL_VERSION):
+        raise ModelNotFound(f"the language model has version {MODEL_VERSION}, not {asked.version}", param="model")
+    sent = DECODER.decode(_completion(asked))
+    refuse_unbuilt(sent.refused, COMPLETION_REFUSED)
+    if sent.unknown:
+        name = sent.unknown[0]
+        hint = did_you_mean(name, DECODER.known)
+        raise InvalidRequest(f"{shortened(repr(name), 80)} is no sampling parameter{hint}", param=name)
+    ask = completion_ask(app, caller, sent.body, model, request_id)
+    assert isinstance(ask.answer, CompletionAnswer)
+    ask.answer = TextAnswer(ask.answer, model, client_id, in_pieces=asked.stream)
+    ask.field_names = {**ask.field_names, "prompt": TEXT_INPUT}
+    return ask
+
+
+def _completion(asked: Asked) -> bytes:
+    """As a body of /v1/completions."""
+    for name, value in asked.sampling.items():
+        if name in _ELSEWHERE and bytes(value) != b"null":
+            raise unsupported(f"{SAMPLING}.{name}", _ELSEWHERE[name])
+    fields = {name: _typed(name, value) for name, value in asked.sampling.items()}
+    own = {"model": asked.model, "prompt": asked.text_input, "stream": asked.stream, "echo": asked.echoes}
+    return msgspec.json.encode({**fields, **own})
+
+
+def _typed(name: str, value: Raw) -> Any:
+    """A number or truth that was sent as text. Raises InvalidRequest."""
+    if name not in _SCALARS or not bytes(value).startswith(b'"'):
+        return value
+    text = decode_json(value, _text, at=name)
+    try:
+        return msgspec.convert(text, _SCALARS[name], strict=False)
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(f"{name} is {shortened(repr(text), 80)}: {error}", param=name) from None
+
+
+class TextAnswer:
+    """Writes one answer, whole or in pieces; `texts` are what they hold, one of each sample."""
+
+    def __init__(self, of: CompletionAnswer, model: str, client_id: str, *, in_pieces: bool) -> None:
+        self._of, self._model, self._client_id = of, model, client_id
+        self.id, self.created, self.in_pieces = of.id, of.created, in_pieces
+
+    def texts(self, outcome: Outcome) -> list[str]:
+        return [self._of.echoed(outcome, sample) + sample.text for sample in outcome.samples]
+
+    def whole(self, outcome: Outcome) -> bytes:
+        return self.told(self.texts(outcome))
+
+    def stream(self, outcome: Outcome) -> TextStream:
+        return TextStream(self, outcome)
+
+    def told(self, texts: list[str]) -> bytes:
+        return msgspec.json.encode(
+            Generated(
+                model_name=self._model,
+                model_version=str(MODEL_VERSION),
+                text_output=texts[0] if len(texts) == 1 else texts,
+                id=self._client_id,
+            )
+        )
+
+
+class TextStream:
+    """Writes the pieces of one, which may be one piece."""
+
+    def __init__(self, answer: TextAnswer, outcome: Outcome) -> None:
+        self._answer, self._outcome = answer, outcome
+        self.num_left = len(outcome.samples)  # samples that go on
+
+    def texts(self, sample: Sample, delta: TextDelta) -> list[str] | None:
+        """None for what has nothing to tell; the end always has."""
+        self.num_left -= delta.finish_reason is not None
+        if not self._answer.in_pieces:
+            sample.texts.append(delta.text)
+            return None if self.num_left else self._answer.texts(self._outcome)
+        if not delta.text and self.num_left:
+            return None
+        return [delta.text if each is sample else "" for each in self._outcome.samples]
+
+    def delta(self, sample: Sample, delta: TextDelta) -> bytes:
+        texts = self.texts(sample, delta)
+        return b"" if texts is None else b"data: " + self._answer.told(texts) + b"\n\n"
+
+    def last(self) -> bytes:
+        return b""
