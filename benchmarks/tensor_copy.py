@@ -4,9 +4,9 @@ The model sums 2**20 floats, so that it reads its input and answers four bytes. 
 HTTP: `frame` and `arena` send the input as binary data, to a server with `--tensor-arena-bytes 0` and to one with the
 default; `region` names registered shared memory. The three take turns, and `alone` is onnxruntime in this process.
 
-Predicted before the first run (two cores): alone 0.3 ms. Over it: frame 7 ms (two copies by the client, the kernel's two,
-the body's two, the frame's three and the socket's two, at 2 to 5 GB/s each), arena 4 ms (of the server's five copies one
-is left), region 0.8 ms, which is what a small tensor takes. Aim: region <= 1/3 of binary HTTP, which is `arena`.
+Predicted before the first run (two cores): alone 0.3 ms. Over it: frame 7 ms (the kernel's two copies, the body's two,
+the frame's three and the socket's two, at 2 to 5 GB/s each), arena 4 ms (of the last five one is left), region 0.8 ms,
+which is what a small tensor takes. Aim: region <= 1/3 of binary HTTP, which is `arena`.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
+import re
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -31,6 +33,7 @@ from onnx import TensorProto, helper
 
 COUNT = 2**20
 BYTES = 4 * COUNT
+WARM, TIMED = 5, 20  # requests of one way before it is another's turn
 CONFIG = "max_batch_size: 0 instance_group { kind: KIND_CPU count: 1 }"
 THREADS = 'parameters { key: "intra_op_thread_count" value { string_value: "1" } }'
 
@@ -62,11 +65,12 @@ def runs_alone(model: bytes) -> Callable[[], object]:
 @contextmanager
 def served(folder: Path, *flags: str) -> Iterator[http.client.HTTPConnection]:
     """A connection to a server of its own."""
-    command = (sys.executable, "-m", "maitred", "serve", "none", "--model-repository", str(folder), "--port", "0")
-    with subprocess.Popen([*command, *flags], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
+    command = (sys.executable, "-P", "-m", "maitred", "serve", "none", "--model-repository", str(folder), "--port", "0")
+    with subprocess.Popen([*command, "--host", "127.0.0.1", *flags], stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
         try:
-            port = next(line.split(":")[-1].split()[0].rstrip("/") for line in process.stdout if "http://" in line)
+            port = next(found[1] for line in process.stderr if (found := re.search(r"http://[\d.]+:(\d+)", line)))
+            threading.Thread(target=process.stderr.read, daemon=True).start()
             yield http.client.HTTPConnection("127.0.0.1", int(port))
         finally:
             process.terminate()
@@ -92,19 +96,21 @@ def header_of(**parameters: object) -> bytes:
 
 
 def taken_ms(ways: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    """Several requests of one way, then of the next, so that none pays for what another left in caches."""
     found: dict[str, list[float]] = {name: [] for name in ways}
-    for number in range(rounds + 5):
+    for _ in range(rounds):
         for name, way in ways.items():
-            began_at = time.perf_counter()
-            way()
-            if number >= 5:
-                found[name].append(1000 * (time.perf_counter() - began_at))
+            for number in range(WARM + TIMED):
+                began_at = time.perf_counter()
+                way()
+                if number >= WARM:
+                    found[name].append(1000 * (time.perf_counter() - began_at))
     return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=300)
+    parser.add_argument("--rounds", type=int, default=10)
     rounds = parser.parse_args().rounds
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
