@@ -303,10 +303,13 @@ class TensorConfig:
     """How often the repository is looked at in mode poll."""
     allow_repository_code: bool = False
     """Run model.py files of the repository, in processes of their own; who may write there runs code here."""
+    tensor_arena_bytes: int = 256 * 2**20
+    """Memory that server and engine share for tensors over 4 KiB; taken as it is used. What does not fit is copied."""
 
     def __post_init__(self) -> None:
         require_choices(self)
         require_between("repository_poll_s", self.repository_poll_s, 0.01, 86400.0)
+        require_between("tensor_arena_bytes", self.tensor_arena_bytes, 0, 2**40)
         if self.load_model and self.model_control_mode != "explicit":
             raise ConfigError("load_model is for model_control_mode explicit; in the others all models are loaded")
         if self.model_repository is not None and self.tfs_model_config is not None:
@@ -340,6 +343,8 @@ class MachineShare:
     """Memory for answers of tensor models: its part of the server's result cache."""
     result_cache_ttl_s: float = 3600.0
     """They are given again for this long."""
+    tensor_memory: int | None = None
+    """Descriptor of the memory that it shares with its server; None is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

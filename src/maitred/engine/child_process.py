@@ -69,6 +69,7 @@ class ChildProcess:
                 stdin=subprocess.PIPE,  # its end tells the child that we are gone
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
+                pass_fds=[] if (shared := begin.config.share.tensor_memory) is None else [shared],
                 start_new_session=True,  # Ctrl-C is for us: we drain, and the child works on
             )
             self._said = threading.Thread(target=self._listen, name="maitred-engine-stderr", daemon=True)

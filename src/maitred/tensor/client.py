@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -22,6 +22,7 @@ from maitred.errors import EngineDead, InvalidRequest, MaitredError, ModelNotFou
 from maitred.request import NO_CHARGES, Charges, FinishReason
 from maitred.tensor.config import ANY_MESSAGE
 from maitred.tensor.config_fields import ModelConfig
+from maitred.tensor.crossing import ServerMemory
 from maitred.tensor.frames import Cancel, Changed, Ended, Infer, Load, Looked, Models, Problem, Ran, Unload, decode_news
 from maitred.tensor.frames import Command as TensorCommand
 from maitred.tensor.repository import IndexEntry
@@ -37,6 +38,7 @@ class LiveTensor:
     answer: asyncio.Future[Ended]
     charges: Charges = NO_CHARGES
     finish_reason: FinishReason | None = None  # written last
+    crossing: Infer | None = None  # once it was sent to any
     sent: bool = False  # to the present engine
     num_deaths: int = 0  # of engines that had it, and may have died of it
     cancelled: bool = False  # its end is on its way, with what its batch took
@@ -89,6 +91,9 @@ def client_with_tensors(
     on_event: Callable[[str], None] = lambda line: None,
 ) -> EngineClient:
     """A client whose engine serves tensor models too."""
+    memory = ServerMemory(start.config.tensors.tensor_arena_bytes)
+    share = replace(start.config.share, tensor_memory=memory.file)
+    start = replace(start, config=replace(start.config, share=share))
     client = EngineClient(start, clock, on_admitted=on_admitted, on_event=on_event)
     supervisor = client.supervisor
     client.tensors = TensorClient(
@@ -96,6 +101,7 @@ def client_with_tensors(
         supervisor.death,
         lambda: None if supervisor.ready else supervisor.sleep.wake(),
         start.process.resume,
+        memory,
         on_admitted,
     )
     client.tensors.on_ended = lambda request, ended: client.on_computed(request.tenant, ended.charges.compute_us)
@@ -111,13 +117,17 @@ class TensorClient:
         death: Callable[[], EngineDead],
         wake: Callable[[], None],
         resume: str,
+        memory: ServerMemory,
         on_admitted: Callable[[Any], None] | None = None,
     ) -> None:
         """`send` gives False when there is no engine, `death` why there is none; `wake` has one come that sleeps.
-        `resume` is the server's rule for requests whose engine died; `on_admitted` is told of each `LiveTensor`.
+        `resume` is the server's rule for requests whose engine died; `memory` is shared with engines; `on_admitted`
+        is told of each `LiveTensor`.
         """
         self._send_frame, self._death, self._wake, self._resume = send, death, wake, resume
         self._on_admitted = on_admitted
+        self.memory = memory
+        memory.on_unused = self._send
         self._live: dict[str, LiveTensor] = {}
         self._isolation: CrashIsolation[LiveTensor] = CrashIsolation(self._begin)
         self._asked: dict[str, Load | Unload] = {}  # by model, what was done last, which the next engine does again
@@ -212,6 +222,7 @@ class TensorClient:
                     self._restored(number)
                 case Changed(number, problem) if number in self._changes:
                     _settle(self._changes[number], _error(problem) if problem is not None else None)
+        self._send_freed()
 
     @property
     def busy(self) -> bool:
@@ -237,6 +248,8 @@ class TensorClient:
 
     def regained(self) -> int:
         """There is an engine, which knows nobody: how many run again."""
+        if (kept := self.memory.kept()) is not None:
+            self._send(kept)
         self._restoring = {next(self._numbers) for _ in self._asked}
         for number, command in zip(sorted(self._restoring), self._asked.values(), strict=True):
             self._send(msgspec.structs.replace(command, number=number))
@@ -259,10 +272,16 @@ class TensorClient:
     # -- small things
 
     def _begin(self, live: LiveTensor) -> None:
+        live.crossing = live.crossing or self.memory.sent(live.request)
+        self._send_freed()
         try:
-            live.sent = self._send(Infer(live.request))
+            live.sent = self._send(live.crossing)
         except (RequestTooLarge, OverflowError) as error:
             self._fail(live, error if isinstance(error, MaitredError) else InvalidRequest("a number is too large"))
+
+    def _send_freed(self) -> None:
+        if (freed := self.memory.freed()) is not None:
+            self._send(freed)
 
     def _send(self, command: TensorCommand) -> bool:
         return self._send_frame(ToTensors(msgspec.Raw(encode(command))))
@@ -281,7 +300,9 @@ class TensorClient:
     def _ended(self, ended: Ended) -> None:
         live = self._live.get(ended.request_id)
         if live is None:
+            self.memory.answered(msgspec.structs.replace(ended, result=None), {})
             return
+        ended = self.memory.answered(ended, live.request.into)
         live.charges = ended.charges
         self._end(live, ended.finish_reason)
         self._count(live.request, ended)
@@ -290,6 +311,8 @@ class TensorClient:
 
     def _end(self, live: LiveTensor, reason: FinishReason) -> None:
         del self._live[live.request_id]
+        if live.crossing is not None:
+            self.memory.end(live.crossing)
         live.finish_reason = reason
         self._isolation.stepped([live.request_id])
 

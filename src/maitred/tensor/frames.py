@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import msgspec
 
@@ -13,12 +13,15 @@ from maitred.step import RequestTiming
 from maitred.tensor.batch_run import BatchTimes
 from maitred.tensor.repository import IndexEntry
 from maitred.tensor.service import InferRequest, InferResponse
+from maitred.tensor.shared import Place
 
 # -- commands
 
 
 class Infer(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    request: InferRequest
+    request: InferRequest  # without the data of inputs that have a place
+    places: tuple[Place | None, ...] = ()  # of its inputs
+    into: Mapping[str, Place] = {}  # where outputs go, in regions of clients
 
 
 class Cancel(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -37,7 +40,27 @@ class Unload(msgspec.Struct, frozen=True, array_like=True, tag=True):
     model: str
 
 
-Command = Infer | Cancel | Load | Unload
+class Free(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Outputs in shared memory that nobody looks at any more."""
+
+    offsets: tuple[int, ...]
+
+
+class Keep(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Outputs of an engine before this one that somebody looks at: offsets and bytes."""
+
+    blocks: tuple[tuple[int, int], ...]
+
+
+class Unmap(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """A region that nobody asks for any more."""
+
+    path: str
+    inode: int
+
+
+MemoryCommand = Free | Keep | Unmap
+Command = Infer | Cancel | Load | Unload | MemoryCommand
 
 # -- news
 
@@ -58,6 +81,7 @@ class Ended(msgspec.Struct, frozen=True, array_like=True, tag=True):
     problem: Problem | None = None
     charges: Charges = Charges()
     timing: RequestTiming | None = None
+    places: tuple[Place | None, ...] = ()  # of the result's outputs, whose data is there
 
 
 class Ran(msgspec.Struct, frozen=True, array_like=True, tag=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -22,18 +22,22 @@ from maitred.request import FinishReason
 from maitred.tensor.batch_run import BatchTimes
 from maitred.tensor.config_checks import PYTHON
 from maitred.tensor.control import ControlMode, ModelControl
+from maitred.tensor.crossing import EngineMemory
 from maitred.tensor.flows import add_flows
 from maitred.tensor.frames import (
     Cancel,
     Changed,
     Ended,
+    Free,
     Infer,
+    Keep,
     Load,
     Looked,
     Models,
     News,
     Ran,
     Unload,
+    Unmap,
     decode_command,
     problem_of,
 )
@@ -42,7 +46,8 @@ from maitred.tensor.python.instance import python_opener
 from maitred.tensor.repository_files import model_of_file
 from maitred.tensor.runner import Answer, TensorRunner
 from maitred.tensor.served_models import OPENERS, ServedModels
-from maitred.tensor.service import InferRequest, InferResponse
+from maitred.tensor.service import InferResponse
+from maitred.tensor.shared import Place
 from maitred.tensor.tfs_config import open_repository
 
 
@@ -66,6 +71,7 @@ class TensorHost:
         self._news: list[News] = []
         self._closing = threading.Event()
         self._cache = ResultCache(share.result_cache_bytes, share.result_cache_ttl_s)
+        self._memory = EngineMemory(share.tensor_memory)
 
     def _start(self, repository: Path) -> None:
         if not repository.is_file():
@@ -97,14 +103,16 @@ class TensorHost:
     def obey(self, message: msgspec.Raw) -> None:
         """Raises msgspec.DecodeError for what is no command."""
         match decode_command(message):
-            case Infer(request):
-                self._infer(request)
+            case Infer() as sent:
+                self._infer(sent)
             case Cancel(request_id, reason):
                 self.runner.cancel(request_id, reason)
             case Load(number, model, config):
                 self._loader.submit(self._change, number, partial(self._control.load, model, config))
             case Unload(number, model):
                 self._loader.submit(self._change, number, partial(self._control.unload, model))
+            case Free() | Keep() | Unmap() as command:
+                self._memory.obey(command)
 
     def turn(self) -> None:
         """After whatever happened, and when `wake_in_s` is over."""
@@ -133,16 +141,22 @@ class TensorHost:
 
     # -- requests
 
-    def _infer(self, request: InferRequest) -> None:
+    def _infer(self, sent: Infer) -> None:
+        request_id = sent.request.request_id
         try:
-            self.runner.begin(request, partial(self._ended, request.request_id))
+            self.runner.begin(self._memory.opened(sent), partial(self._ended, request_id, sent.into))
         except MaitredError as error:
-            self._news.append(Ended(request.request_id, None, FinishReason.ERROR, problem_of(error)))
+            self._news.append(Ended(request_id, None, FinishReason.ERROR, problem_of(error)))
 
-    def _ended(self, request_id: str, answer: Answer) -> None:
+    def _ended(self, request_id: str, into: Mapping[str, Place], answer: Answer) -> None:
         result = answer.result if isinstance(answer.result, InferResponse) else None
         problem = problem_of(answer.result) if isinstance(answer.result, MaitredError) else None
-        self._news.append(Ended(request_id, result, answer.finish_reason, problem, answer.charges, answer.timing))
+        places: tuple[Place | None, ...] = ()
+        if result is not None:
+            outputs, places = self._memory.written(result.outputs, into)
+            result = msgspec.structs.replace(result, outputs=outputs)
+        told = (request_id, result, answer.finish_reason, problem, answer.charges, answer.timing, places)
+        self._news.append(Ended(*told))
 
     def _ran(self, times: BatchTimes) -> None:
         self._news.append(Ran(times))

@@ -57,6 +57,7 @@ def infer_request(message: ANY_MESSAGE, raw: Sequence[memoryview], request_id: s
         version=version_of(message.model_version),
         inputs=_inputs(message.inputs, raw, view),
         outputs=tuple(each.name for each in message.outputs),
+        into={each.name: view(*place) for each in message.outputs if (place := _output_place(each)) is not None},
         level=terms.level,
         timeout_s=terms.timeout_s,
         sequence=terms.sequence,
@@ -108,10 +109,17 @@ def _place(each: ANY_MESSAGE) -> Place | None:
     return place_of(each.name, parameters_of(each))
 
 
+def _output_place(output: ANY_MESSAGE) -> Place | None:
+    place = _place(output)
+    if place is not None and CLASSIFICATION in output.parameters:
+        raise InvalidRequest(f"output {output.name!r} goes to shared memory, so it is not classified")
+    return place
+
+
 def infer_response(
-    message: ANY_MESSAGE, answer: InferResponse, view: View, classes: Classes
+    message: ANY_MESSAGE, answer: InferResponse, into: Mapping[str, Buffer], classes: Classes
 ) -> tuple[ANY_MESSAGE, list[Buffer]]:
-    """The answer to `message`, and its raw contents, which go beside it: one for each output."""
+    """The answer to `message`, and its raw contents beside it: one for each output. `into` is its request's."""
     told = MESSAGES["ModelInferResponse"](model_name=answer.model, model_version=str(answer.version), id=message.id)
     asked = {each.name: each for each in message.outputs}
     contents = []
@@ -122,12 +130,12 @@ def infer_response(
             tensor = classes(answer.model, tensor, count)  # noqa: PLW2901  what is answered in its place
         output = told.outputs.add(name=tensor.name, datatype=tensor.datatype, shape=tensor.shape)
         place = None if wanted is None else _place(wanted)
-        contents.append(tensor.data if place is None else _kept(output, tensor, place, view))
+        contents.append(tensor.data if place is None else _kept(output, tensor, place, into[tensor.name]))
     return told, contents
 
 
-def _kept(output: ANY_MESSAGE, tensor: Tensor, place: Place, view: View) -> bytes:
-    for name, value in place.told(keep(tensor, place, view)).items():
+def _kept(output: ANY_MESSAGE, tensor: Tensor, place: Place, into: Buffer) -> bytes:
+    for name, value in place.told(keep(tensor, place, into)).items():
         setattr(output.parameters[name], "string_param" if isinstance(value, str) else "int64_param", value)
     return b""
 

@@ -30,7 +30,7 @@ from maitred.tensor.arrays import datatype_of
 from maitred.tensor.config import ANY_MESSAGE, WILDCARD, TensorSpec, inputs_of, outputs_of
 from maitred.tensor.protocol_fields import INFERENCE, MESSAGES, RAW_INPUT_CONTENTS
 from maitred.tensor.raw_contents import split
-from maitred.tensor.service import Buffer, InferResponse, ModelStatistics
+from maitred.tensor.service import Buffer, InferRequest, InferResponse, ModelStatistics
 
 MOST_IN_STREAM = 256  # requests of one stream that wait for their answers
 _DURATIONS = ("success", "fail", "queue", "compute_input", "compute_infer", "compute_output", "cache_hit", "cache_miss")
@@ -127,11 +127,13 @@ class InferenceService:
         message = decoded.message
         request = infer_request(message, decoded.raw, call.new_id(), self._with.regions.view)
         answer = await infer(self._app, call.caller, request, parameters=parameters_of(message), limits=call.limits)
-        return self._told(message, answer)
+        return self._told(message, request, answer)
 
-    def _told(self, message: ANY_MESSAGE, answer: InferResponse) -> tuple[ANY_MESSAGE, list[Buffer]]:
+    def _told(
+        self, message: ANY_MESSAGE, request: InferRequest, answer: InferResponse
+    ) -> tuple[ANY_MESSAGE, list[Buffer]]:
         classes = partial(self._with.labels.classify, tensors_of(self._app))
-        return infer_response(message, answer, self._with.regions.view, classes)
+        return infer_response(message, answer, request.into, classes)
 
     async def _stream(self, requests: AsyncIterator[_Decoded], call: Call) -> AsyncIterator[bytes]:
         """Answers in the order of their requests, which run beside each other, and those of the language model as they
@@ -185,7 +187,7 @@ class InferenceService:
             asked = asked_of(request, parameters_of(message))
             async with aclosing(responses(self._app, call.caller, request, asked, call.limits)) as told:
                 async for answer, is_last in told:
-                    await waiting.put(in_stream(*self._told(message, answer), is_last=is_last))
+                    await waiting.put(in_stream(*self._told(message, request, answer), is_last=is_last))
         except Exception as error:  # nobody awaits this task
             await waiting.put(error_in_stream(message, logged_error(error).message))
 

@@ -1,8 +1,7 @@
-"""Shared memory of the system that clients registered: inputs are looked at there, outputs are written there."""
+"""Shared memory of the system that clients registered. The engine looks at inputs there, and writes outputs there."""
 
 from __future__ import annotations
 
-import mmap
 import os
 import re
 import stat
@@ -10,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from maitred.errors import InvalidRequest, RegionNotFound
+from maitred.tensor.shared import SharedMap
 
 FOLDER = "/dev/shm"  # where shm_open's names are, on Linux
 MOST_REGIONS = 1024
@@ -62,7 +62,7 @@ class SystemRegions:
             raise RegionNotFound(f"no shared memory region {name[:80]!r} is registered")
         return self._regions[name]
 
-    def _mapped(self, key: str, size: int) -> mmap.mmap:
+    def _mapped(self, key: str, size: int) -> SharedMap:
         if not _KEY.fullmatch(key) or not size:
             raise InvalidRequest("a region needs a byte_size, and a key as shm_open takes it: a name after a slash")
         try:
@@ -73,6 +73,7 @@ class SystemRegions:
             found = os.fstat(file)
             if not stat.S_ISREG(found.st_mode) or found.st_size < size:
                 raise InvalidRequest(f"the shared memory {key!r} has {found.st_size} bytes, and {size} are registered")
-            return mmap.mmap(file, size)
-        finally:
+            return SharedMap.of(file, size)
+        except BaseException:
             os.close(file)
+            raise

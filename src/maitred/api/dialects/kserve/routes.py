@@ -140,7 +140,7 @@ class KServe:
 
     async def _written(self, app: App, asked: wire.Asked, response: InferResponse) -> wire.Answer:
         classes = partial(self._with.labels.classify, tensors_of(app))
-        work = partial(wire.answered, asked, response, self._with.regions.view, classes)
+        work = partial(wire.answered, asked, response, classes)
         return await app.text.run(sum(memoryview(each.data).nbytes for each in response.outputs), work)
 
     # -- the repository

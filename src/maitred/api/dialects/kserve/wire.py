@@ -80,15 +80,17 @@ def asked(body: bytes, header_bytes: int, request: InferRequest, view: View) -> 
     terms = terms_of(found.parameters)
     inputs = _inputs(found.inputs, content[header_bytes:], view)
     by_default = flag(found.parameters, ALL_BINARY)
+    wanted = {each.name: _wanted(each) for each in found.outputs}
     whole = msgspec.structs.replace(
         request,
         inputs=inputs,
         outputs=tuple(each.name for each in found.outputs),
+        into={name: view(*each.place) for name, each in wanted.items() if each.place is not None},
         level=terms.level,
         timeout_s=terms.timeout_s,
         sequence=terms.sequence,
     )
-    return Asked(found.id, whole, {each.name: _wanted(each) for each in found.outputs}, by_default, found.parameters)
+    return Asked(found.id, whole, wanted, by_default, found.parameters)
 
 
 def raw_asked(body: bytes, request: InferRequest, specs: Sequence[TensorSpec], *, batched: bool) -> Asked:
@@ -185,7 +187,7 @@ class Answer(NamedTuple):
     header_bytes: int | None
 
 
-def answered(of: Asked, response: InferResponse, view: View, classes: Classes) -> Answer:
+def answered(of: Asked, response: InferResponse, classes: Classes) -> Answer:
     """Raises InvalidRequest for what cannot be answered as it was asked for."""
     by_default = Wanted(None, 0, of.is_binary)
     outputs: list[dict[str, Any]] = []
@@ -196,7 +198,7 @@ def answered(of: Asked, response: InferResponse, view: View, classes: Classes) -
         told: dict[str, Any] = {"name": tensor.name, "datatype": tensor.datatype, "shape": tensor.shape}
         outputs.append(told)
         if wanted.place is not None:
-            told["parameters"] = wanted.place.told(keep(tensor, wanted.place, view))
+            told["parameters"] = wanted.place.told(keep(tensor, wanted.place, of.request.into[tensor.name]))
         elif wanted.is_binary:
             told["parameters"] = {BINARY_SIZE: memoryview(tensor.data).nbytes}
             binary.append(tensor.data)

@@ -1,0 +1,379 @@
+"""Tensors in memory that a server and its engine share: both ends in this process, and over engines that are killed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from maitred.api.tensor.regions import SystemRegions
+from maitred.clock import WallClock
+from maitred.engine.frames import encode
+from maitred.errors import InvalidRequest
+from maitred.request import FinishReason
+from maitred.tensor.arrays import array_of
+from maitred.tensor.client import client_with_tensors
+from maitred.tensor.crossing import EngineMemory, ServerMemory
+from maitred.tensor.frames import Ended, decode_news
+from maitred.tensor.served_models import OPENERS, open_onnx
+from maitred.tensor.service import InferRequest, InferResponse, Tensor
+from tests.tensor.models import add_model, write_model
+from tests.tensor.test_engine import IN_PROCESS, IN_THREAD, engine, start_of
+from tests.tensor.test_local import BATCHED, request
+from tests.waiting import until_async
+
+WIDTH = 4096  # numbers of a row: 16 KiB
+
+
+def row(value):
+    return np.full((1, WIDTH), value, np.float32)
+
+
+def write_add(repository, config=None):
+    write_model(repository, "add", config=config, model=add_model(shape=("batch", "length")))
+
+
+class Crossing(RuleBasedStateMachine):
+    """Requests go and are answered, answers are held and let go, engines die; memory is too small for all of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.server = ServerMemory(128 * 1024)
+        self.engine = EngineMemory(self.server.file)
+        self.running, self.held, self.number = {}, {}, 0
+
+    @rule(num_bytes=st.integers(0, 40_000))
+    def ask(self, num_bytes):
+        self.number += 1
+        data = bytes([self.number % 251]) * num_bytes
+        asked = InferRequest(request_id=str(self.number), model="m", inputs=(Tensor("x", "UINT8", (num_bytes,), data),))
+        self.running[self.number] = (asked, self.server.sent(asked))
+
+    @precondition(lambda self: self.running)
+    @rule(at=st.integers(0))
+    def answer(self, at):
+        number = sorted(self.running)[at % len(self.running)]
+        asked, sent = self.running.pop(number)
+        if (freed := self.server.freed()) is not None:
+            self.engine.obey(freed)
+        seen = self.engine.opened(sent).inputs
+        assert bytes(seen[0].data) == asked.inputs[0].data
+        outputs, places = self.engine.written(seen, {})
+        result = InferResponse(model="m", version=1, outputs=outputs)
+        (ended,) = decode_news(encode([Ended(str(number), result, FinishReason.STOP, places=places)]))
+        self.held[number] = self.server.answered(ended, {}).result.outputs[0]
+        self.server.end(sent)
+
+    @precondition(lambda self: self.running)
+    @rule(at=st.integers(0))
+    def give_up(self, at):
+        """Its answer comes, and has no result."""
+        _, sent = self.running.pop(sorted(self.running)[at % len(self.running)])
+        self.server.answered(Ended("gone", None, FinishReason.ABORT), {})
+        self.server.end(sent)
+
+    @precondition(lambda self: self.held)
+    @rule(at=st.integers(0))
+    def let_go(self, at):
+        del self.held[sorted(self.held)[at % len(self.held)]]
+
+    @rule()
+    def die(self):
+        """Outputs of the dead one that nobody was told of are lost with it."""
+        self.engine.written((Tensor("x", "UINT8", (9000,), b"\xff" * 9000),), {})
+        self.engine = EngineMemory(self.server.file)
+        if (kept := self.server.kept()) is not None:
+            self.engine.obey(kept)
+
+    @invariant()
+    def nothing_is_written_over_what_somebody_reads(self):
+        for number, output in self.held.items():
+            assert bytes(output.data) == bytes([number % 251]) * output.shape[0]
+        for asked, sent in self.running.values():
+            assert bytes(self.engine.opened(sent).inputs[0].data) == asked.inputs[0].data
+
+    @invariant()
+    def blocks_and_holes_are_all_there_is(self):
+        self.server._inputs.check_invariants()
+        self.engine._outputs.check_invariants()
+
+    def teardown(self):
+        for _, sent in self.running.values():
+            self.server.end(sent)
+        self.held.clear()
+        assert self.server.num_used == 0
+        if (freed := self.server.freed()) is not None:
+            self.engine.obey(freed)
+        assert len(self.engine._outputs) == 0
+
+
+TestCrossing = Crossing.TestCase
+TestCrossing.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+def test_small_tensors_and_those_without_room_stay_in_the_frame():
+    memory = ServerMemory(64 * 1024)
+    sizes = (4096, 4097, 40_000)
+    inputs = tuple(Tensor("x", "UINT8", (size,), bytes(size)) for size in sizes)
+    sent = memory.sent(InferRequest(request_id="r", model="m", inputs=inputs))
+    assert [place is not None for place in sent.places] == [False, True, False]
+    assert [len(each.data) for each in sent.request.inputs] == [4096, 0, 40_000]
+    none = ServerMemory(0)
+    assert none.file is None
+    assert none.sent(InferRequest(request_id="r", model="m", inputs=inputs)).places == (None,) * 3
+
+
+def test_large_tensors_cross_in_memory_that_both_have_and_leave_nothing_there(tmp_path):
+    write_add(tmp_path, BATCHED)
+
+    async def ask():
+        async with engine(tmp_path) as client:
+            asked = [client.tensors.infer(request(f"r{at}", row(at), row(10 * at))) for at in range(4)]
+            answers = await asyncio.gather(*asked)
+            assert client.tensors.memory.num_used == 4
+            for at, answer in enumerate(answers):
+                assert np.array_equal(array_of(answer.outputs[0]), row(11 * at))
+            gone = asyncio.ensure_future(client.tensors.infer(request("gone", row(1), row(1))))
+            await asyncio.sleep(0)
+            gone.cancel()
+            await until_async(lambda: not client.tensors.busy)
+            del answers, answer
+            assert client.tensors.memory.num_used == 0
+
+    asyncio.run(ask())
+
+
+def test_after_a_kill_requests_run_again_and_answers_that_are_held_stay_as_they_are(tmp_path):
+    write_add(tmp_path, BATCHED)
+
+    async def ask():
+        async with engine(tmp_path) as client:
+            tensors = client.tensors
+            four = [tensors.infer(request(f"a{at}", row(at), row(at))) for at in range(4)]
+            held = await asyncio.gather(*four)
+            three = [asyncio.ensure_future(tensors.infer(request(f"b{at}", row(at), row(5)))) for at in range(3)]
+            await asyncio.sleep(0)
+            killed = client.supervisor.pid
+            os.kill(killed, signal.SIGKILL)
+            await until_async(lambda: client.supervisor.ready and client.supervisor.pid != killed)
+            last = await tensors.infer(request("b3", row(3), row(5)))
+            again = [*await asyncio.gather(*three), last]
+            assert [float(array_of(one.outputs[0])[0, -1]) for one in again] == [5, 6, 7, 8]
+            for at, answer in enumerate(held):
+                assert np.array_equal(array_of(answer.outputs[0]), row(2 * at))
+            assert tensors.memory.num_used == 8
+            del held, again, answer, last
+            three.clear()
+            await asyncio.sleep(0)  # the loop's last step had them too
+            assert tensors.memory.num_used == 0
+
+    asyncio.run(ask())
+
+
+def test_where_there_is_no_room_tensors_are_copied_into_frames(tmp_path):
+    write_add(tmp_path)
+
+    async def ask():
+        start = start_of(tmp_path, IN_PROCESS)
+        tensors = replace(start.config.tensors, tensor_arena_bytes=4 * WIDTH)
+        client = client_with_tensors(replace(start, config=replace(start.config, tensors=tensors)), WallClock())
+        client.begin()
+        await asyncio.to_thread(client.wait)
+        client.attach(asyncio.get_running_loop())
+        answer = await client.tensors.infer(request("r", row(1), row(2)))
+        assert np.array_equal(array_of(answer.outputs[0]), row(3))
+        assert client.tensors.memory.num_used == 0
+        await client.close()
+
+    asyncio.run(ask())
+
+
+# -- regions of clients
+
+
+@contextmanager
+def region(num_bytes):
+    memory = SharedMemory(create=True, size=num_bytes)
+    try:
+        yield memory
+    finally:
+        memory.close()
+        with suppress(FileNotFoundError):  # a test did
+            memory.unlink()
+
+
+def in_region(regions, request_id, offset=0, num_bytes=4 * WIDTH, into=None):
+    """INPUT0 and INPUT1 of `add` one after another in the region `mine`, the output behind them."""
+    inputs = tuple(
+        Tensor(f"INPUT{at}", "FP32", (1, WIDTH), regions.view("mine", offset + at * num_bytes, num_bytes))
+        for at in range(2)
+    )
+    places = {"OUTPUT": regions.view("mine", offset + 2 * num_bytes, num_bytes if into is None else into)}
+    return InferRequest(request_id=request_id, model="add", inputs=inputs, into=places)
+
+
+def mapped_at(address):
+    """The file whose memory is at an address of this process, and the offset in it."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, _, offset, _, _, *path = line.split(maxsplit=5)
+        start, end = (int(part, 16) for part in span.split("-"))
+        if start <= address < end:
+            return " ".join(path), address - start + int(offset, 16)
+    return "", 0
+
+
+@pytest.fixture
+def addresses(monkeypatch):
+    """Where the arrays lie that onnxruntime is given, by the name of the input."""
+    seen = {}
+
+    def open_watched(*args, **kwargs):
+        loaded = open_onnx(*args, **kwargs)
+        for instance in loaded.instances:
+            session = instance._session
+
+            class Watched:
+                def run(self, names, feeds, session=session):
+                    seen.update({name: array.__array_interface__["data"][0] for name, array in feeds.items()})
+                    return session.run(names, feeds)
+
+            instance._session = Watched()
+        return loaded
+
+    monkeypatch.setitem(OPENERS, "onnxruntime", open_watched)
+    return seen
+
+
+def test_the_runtime_is_given_the_very_address_in_the_arena_and_in_a_region(tmp_path, addresses):
+    write_add(tmp_path)
+    regions, offset = SystemRegions(), 256
+
+    async def ask():
+        async with engine(tmp_path, IN_THREAD) as client:
+            await client.tensors.infer(request("arena", row(1), row(2)))
+            found = [mapped_at(addresses[f"INPUT{at}"]) for at in range(2)]
+            assert [offset for _, offset in found] == [0, 4 * WIDTH]
+            assert all("memfd:maitred-tensors" in path for path, _ in found)
+            with region(2**17) as memory:
+                regions.register("mine", memory.name, 0, 2**17)
+                await client.tensors.infer(in_region(regions, "region", offset))
+                found = [mapped_at(addresses[f"INPUT{at}"]) for at in range(2)]
+                assert found == [(f"/dev/shm/{memory.name}", offset + at * 4 * WIDTH) for at in range(2)]
+                regions.unregister()
+
+    asyncio.run(ask())
+
+
+def maps_of(pid):
+    return Path(f"/proc/{pid}/maps").read_text()
+
+
+def test_the_engine_reads_a_region_and_writes_outputs_there_until_it_is_unregistered(tmp_path):
+    write_add(tmp_path)
+    regions = SystemRegions()
+
+    async def ask():
+        with region(2**17) as memory:
+            numbers = np.frombuffer(memory.buf, np.float32)
+            numbers[: 2 * WIDTH] = np.arange(2 * WIDTH)
+            regions.register("mine", memory.name, 0, 2**17)
+            async with engine(tmp_path) as client:
+                pid = client.supervisor.pid
+                answer = await client.tensors.infer(in_region(regions, "r"))
+                wanted = numbers[:WIDTH] + numbers[WIDTH : 2 * WIDTH]
+                assert np.array_equal(numbers[2 * WIDTH : 3 * WIDTH], wanted)
+                assert np.array_equal(array_of(answer.outputs[0])[0], wanted)
+                assert memory.name in maps_of(pid)
+                numbers[0] = 1000  # the mapping is the same, and so are its bytes
+                answer = await client.tensors.infer(in_region(regions, "again"))
+                assert array_of(answer.outputs[0])[0, 0] == 1000 + WIDTH
+                small = await client.tensors.infer(in_region(regions, "small", into=8))
+                assert small.outputs[0].data.nbytes == 4 * WIDTH
+                assert numbers[2 * WIDTH] == 1000 + WIDTH
+                regions.unregister("mine")
+                del answer
+                await until_async(lambda: memory.name not in maps_of(pid))
+            del numbers
+
+    asyncio.run(ask())
+
+
+def test_a_region_that_is_unregistered_in_use_is_there_until_its_batch_ends_after_a_kill_too(tmp_path):
+    write_add(tmp_path, BATCHED)
+    regions = SystemRegions()
+
+    async def ask():
+        with region(2**17) as memory:
+            numbers = np.frombuffer(memory.buf, np.float32)
+            numbers[: 2 * WIDTH] = 1
+            regions.register("mine", memory.name, 0, 2**17)
+            async with engine(tmp_path) as client:
+                waiting = asyncio.ensure_future(client.tensors.infer(in_region(regions, "r")))
+                await asyncio.sleep(0)
+                regions.unregister()
+                memory.unlink()
+                killed = client.supervisor.pid
+                os.kill(killed, signal.SIGKILL)
+                await until_async(lambda: client.supervisor.ready and client.supervisor.pid != killed)
+                others = [client.tensors.infer(request(f"o{at}", row(at), row(at))) for at in range(3)]
+                await asyncio.gather(*others)
+                assert np.array_equal((await waiting).outputs[0].data.cast("f"), numbers[2 * WIDTH : 3 * WIDTH])
+                assert numbers[2 * WIDTH] == 2
+                del waiting, others
+                pid = client.supervisor.pid
+                await until_async(lambda: memory.name not in maps_of(pid))
+            del numbers
+
+    asyncio.run(ask())
+
+
+def test_a_region_that_its_owner_made_smaller_fails_its_request_alone(tmp_path):
+    write_add(tmp_path)
+    regions = SystemRegions()
+
+    async def ask():
+        with region(2**17) as memory:
+            regions.register("mine", memory.name, 0, 2**17)
+            os.truncate(f"/dev/shm/{memory.name}", 4096)
+            async with engine(tmp_path) as client:
+                with pytest.raises(InvalidRequest, match="changed its size"):
+                    await client.tensors.infer(in_region(regions, "r"))
+                answer = await client.tensors.infer(request("other", row(1), row(2)))
+                assert array_of(answer.outputs[0])[0, 0] == 3
+            regions.unregister()
+
+    asyncio.run(ask())
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "memfd:maitred-tensors",
+        "/memfd:maitred-tensors",
+        "/proc/{pid}/fd/{file}",
+        "/../../proc/self/fd/{file}",
+        "maitred-tensors",
+        "{link}",
+    ],
+)
+def test_no_name_leads_to_our_own_memory(key):
+    memory, regions = ServerMemory(2**16), SystemRegions()
+    assert not [name for name in os.listdir("/dev/shm") if re.search("maitred|tensors", name)]
+    link = Path("/dev/shm", f"link-{os.getpid()}")
+    link.symlink_to(f"/proc/{os.getpid()}/fd/{memory.file}")
+    try:
+        with pytest.raises(InvalidRequest):
+            regions.register("ours", key.format(pid=os.getpid(), file=memory.file, link=link.name), 0, 4096)
+    finally:
+        link.unlink()
