@@ -65,13 +65,17 @@ def _lightest(configs: Sequence[ANY_MESSAGE], times: Sequence[ModelTimes]) -> AN
 # ---- batches
 
 
-def measured_times(loaded: LoadedVersion, point_s: float = POINT_S, most_at_once: int = 2) -> ModelTimes:
-    """Of a version that is loaded. Raises CheckpointError where it runs none of the shapes that are tried."""
+def measured_times(
+    loaded: LoadedVersion, point_s: float = POINT_S, most_at_once: int = 2, lengths: Sequence[int] = ()
+) -> ModelTimes:
+    """Of a version that is loaded; without `lengths` of those that it is likely to get. Raises CheckpointError where
+    it runs none of them.
+    """
     batching = Batching(loaded.config)
     shapes: list[ShapeTimes] = []
     spread: list[float] = []
     problem = ""
-    for length in lengths_to_try(loaded.config):
+    for length in lengths or lengths_to_try(loaded.config):
         try:
             shape, times = _shape_times(loaded, batching, length, point_s)
         except MaitredError as error:  # a length that the graph does not take
