@@ -14,6 +14,12 @@ NAMES = ("ttft", "itl", "tpot", "e2e")
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
+def parse_seconds(text: str) -> float | None:
+    """`20ms` -> 0.02; None for what is no time."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(us|ms|s)", text.replace(" ", ""))
+    return None if match is None else float(match[1]) * _SECONDS[match[2]]
+
+
 def parse_slo(text: str) -> tuple[str, float]:
     """`ttft:200ms` -> ("ttft", 0.2). Raises ConfigError."""
     match = re.fullmatch(r"([a-z0-9]+):([0-9]+(?:\.[0-9]+)?)(us|ms|s)", text.replace(" ", ""))

@@ -12,7 +12,7 @@ from maitred.objectives import parse_slo
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOG_FORMATS = ("text", "json")
-METRICS_COMPAT = ("none", "vllm")
+METRICS_COMPAT = ("none", "vllm", "triton")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +100,8 @@ class ServerConfig:
     otlp_endpoint: str | None = None
     """OpenTelemetry receiver (OTLP over HTTP) for traces, such as http://127.0.0.1:4318; needs the extra `otel`."""
     metrics_compat: str = one_of(METRICS_COMPAT, "none")
-    """none, or vllm: /metrics shows the same figures under vLLM's names besides, for dashboards that know those."""
+    """none, vllm or triton: /metrics shows the same figures under their names besides, for dashboards that know those;
+    triton is of tensor models (nv_inference_*)."""
     slo: tuple[str, ...] = ()
     """Objective of requests, such as ttft:1s, itl:80ms, tpot:50ms or e2e:20s, written and judged as `bench serve --slo`
     does; maitred_requests_in_objective_total counts who met it. Workers that hand over are chosen so that ttft and tpot

@@ -112,5 +112,5 @@ def test_a_gateway_finds_queue_running_and_cache(queued: bool, load: tuple[float
 
 
 def test_an_unknown_compatibility_is_refused_with_the_choices():
-    with pytest.raises(ConfigError, match="none, vllm"):
+    with pytest.raises(ConfigError, match="none, vllm, triton"):
         ServerConfig(metrics_compat="sglang")

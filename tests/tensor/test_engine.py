@@ -15,6 +15,8 @@ import pytest
 
 from maitred import metrics as m
 from maitred.api.dialects.tfserving.routes import ROUTES
+from maitred.api.ops.metrics_compat import TRITON_NAMES
+from maitred.api.ops.metrics_page import EdgeMetrics
 from maitred.api.routes import make_routes
 from maitred.api.serving import create_app
 from maitred.cli.why.session import explain
@@ -319,3 +321,34 @@ def test_a_tenant_whose_minute_of_computing_is_used_up_is_told_when_to_come_agai
             asgi.app.close()
 
     asyncio.run(ask())
+
+
+@pytest.mark.parametrize("compat", ["triton", "vllm"])
+def test_the_metrics_page_has_tritons_names_only_when_asked(tmp_path, compat):
+    write_model(tmp_path, "add", config=BATCHED)
+
+    async def ask():
+        async with engine(tmp_path, IN_THREAD) as client:
+            page = EdgeMetrics(client, version="1", compat=compat)
+            waiting = asyncio.ensure_future(client.tensors.infer(request("r0", rows(0), rows(0))))
+            await asyncio.sleep(0)
+            before = page.page("")[0].decode()
+            await asyncio.gather(waiting, *(client.tensors.infer(request(f"r{at}", rows(0), rows(0))) for at in "123"))
+            return before, page.page("")[0].decode()
+
+    before, after = (figures(page) for page in asyncio.run(ask()))
+    if compat != "triton":
+        assert not [name for name in after if name.startswith("nv_")]
+        return
+    assert set(TRITON_NAMES) < set(after)
+    assert (before["nv_inference_pending_request_count"], after["nv_inference_pending_request_count"]) == (1.0, 0.0)
+    names = ("request_success", "count", "exec_count", "request_failure")
+    assert [after[f"nv_inference_{name}"] for name in names] == [4.0, 4.0, 1.0, 0.0]
+    assert after["nv_inference_request_duration_us"] >= after["nv_inference_queue_duration_us"] > 0
+
+
+def figures(page):
+    """Of the samples of version 1 of `add`, by name."""
+    lines = (line.rsplit(" ", 1) for line in page.splitlines() if line.startswith("nv_"))
+    ours = '{model="add",version="1"}'
+    return {sample.removesuffix(ours): float(value) for sample, value in lines if sample.endswith(ours)}

@@ -39,6 +39,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "profile": ("maitred.cli.profile.command", "measure this machine for simulate"),
     "explain": ("maitred.cli.explain", "tell how a model would be run: fusions, kernels, formats, buffers"),
     "models check": ("maitred.cli.models", "tell whether a Triton repository's models would be served, and why not"),
+    "tune": ("maitred.cli.tune", "find a tensor model's best batching, instances and threads"),
     "replay": ("maitred.cli.replay.command", "make the decisions of a log again, and name the first that differs"),
     "why": ("maitred.cli.why.command", "tell what a request waited for, from the decision log"),
     "policies": ("maitred.cli.policies", "list the scheduling policies, and check that they keep their promises"),

@@ -21,6 +21,7 @@ from maitred.scheduler.speculation import Speculation
 from maitred.sim.clients import SimulatedRequest
 from maitred.sim.jitter import Jitter
 from maitred.sim.results import GroupResults, Results
+from maitred.sim.tensors import TensorSimulation
 from maitred.sim.workload import block_hashes
 from maitred.step import ModelOutput, RequestProgress, SampledRow, ScheduledRow, SchedulerOutput
 
@@ -116,6 +117,10 @@ class SimulatedEngine:
         """The gap after a step."""
         self.clock.advance(self._executor.gap_s)
 
+    def run_beside(self, tensors: TensorSimulation) -> None:
+        """While a step is under way, batches of tensor models are; the step takes so much longer."""
+        self._executor.beside = tensors
+
     def take_back(self, request_id: str) -> None:
         """It is to go on elsewhere, or nowhere."""
         self.core.abort(request_id)
@@ -151,6 +156,7 @@ class _SimulatedExecutor:
         self._acceptance = acceptance
         self.live_requests: dict[str, SimulatedRequest] = {}
         self.gap_s = 0.0  # after the last step
+        self.beside: TensorSimulation | None = None
         self._clock, self._cost_model, self._results, self._jitter = clock, cost_model, results, jitter
         self._slowness = slowness
         self._edge_gap_s = results.edge.output_token_s
@@ -164,6 +170,8 @@ class _SimulatedExecutor:
         results, num_rows = self._results, len(plan.rows)
         step_s, gap_s = self._times(shape_of(plan.rows))
         step_s += draft_chain_s(self._cost_model, [row.num_drafts for row in plan.rows])
+        if self.beside is not None:
+            step_s = self.beside.step(self._clock.now(), step_s)
         self._clock.advance(step_s)
         self.gap_s = gap_s
         results.num_steps += 1

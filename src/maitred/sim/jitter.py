@@ -19,14 +19,15 @@ class Jitter:
     def step_s(self, modelled_s: float) -> float:
         for below_s, quantiles in self._bands:
             if modelled_s < below_s:
-                return modelled_s * _drawn(quantiles, self._draw())
+                return modelled_s * drawn(quantiles, self._draw())
         return modelled_s
 
     def gap_s(self, modelled_s: float) -> float:
-        return modelled_s * _drawn(self._gaps, self._draw()) if self._gaps else modelled_s
+        return modelled_s * drawn(self._gaps, self._draw()) if self._gaps else modelled_s
 
 
-def _drawn(quantiles: Sequence[float], share: float) -> float:
+def drawn(quantiles: Sequence[float], share: float) -> float:
+    """The quantile at `share`, 0 to 1, between two of them linearly."""
     at = share * (len(quantiles) - 1)
     low = int(at)
     return quantiles[low] + (quantiles[min(low + 1, len(quantiles) - 1)] - quantiles[low]) * (at - low)

@@ -6,16 +6,18 @@ step runs are taken in when it has ended, as the engine's thread does.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from maitred.cost_model import CostModel
 from maitred.engine.core import StepObserver
 from maitred.errors import MaitredError
 from maitred.gate.admission import AdmissionController
+from maitred.scheduler.scheduler import Scheduler
 from maitred.sim.clients import Clients, SimulatedRequest
 from maitred.sim.engine import EngineSetup, SimulatedEngine, SlownessAt
 from maitred.sim.jitter import Jitter
 from maitred.sim.results import Results
+from maitred.sim.tensors import TensorSimulation
 from maitred.sim.workload import Arrival
 from maitred.step import RequestProgress
 from maitred.tenancy.tenant import Tenant
@@ -38,21 +40,28 @@ class Simulation:
         tenants: Mapping[str, Tenant] | None = None,
         admission: AdmissionController | None = None,
         observer: StepObserver | None = None,
+        tensors: Callable[[Scheduler], TensorSimulation] | None = None,
     ) -> None:
+        """`tensors` puts tensor models, and who asks for them, beside the language model."""
         self.results = results
         self._engine = SimulatedEngine(setup, cost_model, results, jitter=jitter, slowness=slowness, observer=observer)
         self.scheduler, self._core, self._clock = self._engine.scheduler, self._engine.core, self._engine.clock
         self._clients = Clients(results, setup.block_size, tenants, admission)
+        self.tensors = None if tensors is None else tensors(self.scheduler)
+        if self.tensors is not None:
+            self._engine.run_beside(self.tensors)
         self._shed: list[RequestProgress] = []  # since the last step; told along with the next one's progress
 
     def run(self, arrivals: Iterator[Arrival]) -> Results:
         """Until the last request has ended; `arrivals` is read as time goes on, one ahead."""
         clients, core, engine, clock = self._clients, self._core, self._engine, self._clock
         clients.begin(arrivals)
-        while core.has_work or clients.next_at is not None:
-            if not core.has_work and (next_at := clients.next_at) is not None:
+        while core.has_work or self._next_at is not None:
+            if not core.has_work and (next_at := self._next_at) is not None:
                 engine.wait_until(next_at)
             now = clock.now()
+            if self.tensors is not None:
+                self.tensors.run_until(now)
             while (next_at := clients.next_at) is not None and next_at <= now:
                 self._take_in(clients.take())
             if core.has_work:
@@ -61,6 +70,13 @@ class Simulation:
                 engine.rest()
         self._settle(self._shed)
         return self.results
+
+    @property
+    def _next_at(self) -> float | None:
+        """When somebody comes, or a batch ends."""
+        if self.tensors is None:
+            return self._clients.next_at
+        return min((at for at in (self._clients.next_at, self.tensors.next_at) if at is not None), default=None)
 
     def _take_in(self, live: SimulatedRequest) -> None:
         try:

@@ -71,9 +71,10 @@ class TraceWorkload:
     lines: list[TraceLine]
     rate_scale: float = 1.0
     tenants: Mapping[str, Tenant] = field(default_factory=dict)
+    began_ms: float | None = None  # when it is time 0; None is at the first line
 
     def arrivals(self) -> Iterator[Arrival]:
-        began = self.lines[0].timestamp
+        began = self.lines[0].timestamp if self.began_ms is None else self.began_ms
         for number, line in enumerate(self.lines):
             output = max(1, line.output_length)
             yield Arrival(

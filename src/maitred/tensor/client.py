@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -185,6 +186,11 @@ class TensorClient:
 
     def statistics(self, model: str = "", version: int = 0) -> Sequence[ModelStatistics]:
         return self._statistics.of(model, version)
+
+    def num_unanswered(self) -> Counter[tuple[str, int]]:
+        """Requests that wait or run, by model and version."""
+        asked = (live.request for live in self._live.values())
+        return Counter((each.model, each.version or max(self.versions(each.model), default=0)) for each in asked)
 
     async def load(self, model: str, config: str | None = None) -> None:
         await self._change(Load(next(self._numbers), model, config))

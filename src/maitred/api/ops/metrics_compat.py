@@ -1,11 +1,13 @@
-"""The same figures under vLLM's names, for dashboards and gateways that know those (`--metrics-compat vllm`).
+"""The same figures under other servers' names, for dashboards and gateways that know those (`--metrics-compat`).
 
-Off by default: names with a colon are kept for recording rules, and `promtool check metrics` complains of every one.
+Off by default: names with a colon, as vLLM's, are kept for recording rules, and `promtool check metrics` complains of
+every one. Triton's counters lack `_total`, so that their type is not told.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.core import Metric as Family
@@ -40,6 +42,47 @@ VLLM_NAMES: Mapping[Metric, str] = {
     m.REQUEST_GENERATION_TOKENS: "vllm:request_generation_tokens",
 }
 _LABELS = {"reason": "finished_reason", "num_blocks": "num_gpu_blocks"}
+
+# Triton's, of ModelStatistics; durations in microseconds. Source: triton-inference-server/core, src/metrics.cc
+TRITON_NAMES: Mapping[str, tuple[str, Callable[[Any], float]]] = {
+    "nv_inference_request_success": ("Requests that were answered.", lambda s: s.success[0]),
+    "nv_inference_request_failure": ("Requests that failed.", lambda s: s.fail[0]),
+    "nv_inference_count": ("Rows of batches.", lambda s: s.inference_count),
+    "nv_inference_exec_count": ("Batches.", lambda s: s.execution_count),
+    "nv_inference_request_duration_us": ("Whole time of requests.", lambda s: _us(s.success[1])),
+    "nv_inference_queue_duration_us": ("Time that requests waited.", lambda s: _us(s.queue[1])),
+    "nv_inference_compute_input_duration_us": ("Time of joining inputs.", lambda s: _us(s.compute_input[1])),
+    "nv_inference_compute_infer_duration_us": ("Time of inference.", lambda s: _us(s.compute_infer[1])),
+    "nv_inference_compute_output_duration_us": ("Time of splitting outputs.", lambda s: _us(s.compute_output[1])),
+    "nv_cache_num_hits_per_model": ("Answers from the cache.", lambda s: s.cache_hit[0]),
+    "nv_cache_num_misses_per_model": ("Answers that were not in the cache.", lambda s: s.cache_miss[0]),
+    "nv_cache_hit_duration_per_model": ("Time of finding answers.", lambda s: _us(s.cache_hit[1])),
+    "nv_cache_miss_duration_per_model": ("Time of looking, and of keeping answers.", lambda s: _us(s.cache_miss[1])),
+}
+TRITON_PENDING = "nv_inference_pending_request_count"
+
+
+def _us(ns: int) -> float:
+    return ns // 1000
+
+
+def triton_families(tensors: Any) -> Iterator[Family]:
+    """Of a `tensor.client.TensorClient`, by model and version."""
+    told = tensors.statistics()
+    for name, (help_, figure) in TRITON_NAMES.items():
+        family = Family(name, help_, "unknown")
+        for each in told:
+            family.add_sample(name, _of_version(each.model, each.version), float(figure(each)))
+        yield family
+    pending, unanswered = Family(TRITON_PENDING, "Requests without an answer.", "gauge"), tensors.num_unanswered()
+    for each in told:
+        number = unanswered.get((each.model, each.version), 0)
+        pending.add_sample(TRITON_PENDING, _of_version(each.model, each.version), float(number))
+    yield pending
+
+
+def _of_version(model: str, version: int) -> dict[str, str]:
+    return {"model": model, "version": str(version)}
 
 
 def vllm_families(families: Iterable[Family], model: str) -> Iterator[Family]:

@@ -6,7 +6,7 @@ import asyncio
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from maitred import metrics as m
-from maitred.api.ops.metrics_compat import lora_family, vllm_families
+from maitred.api.ops.metrics_compat import lora_family, triton_families, vllm_families
 from maitred.api.ops.promises import Promises
 from maitred.engine.adapter_book import HasAdapters
 from maitred.engine.tensors_of_engine import HasTensors
@@ -250,6 +250,9 @@ class EdgeMetrics(Collector):
             if isinstance(self._replica, HasAdapters) and self._replica.adapters.is_used:
                 yield lora_family(self._replica.adapters.at_work(), self._max_num_seqs, time.time())
 
+        if self._compat == "triton" and (tensors := _tensors_of(self._replica)) is not None:
+            yield from triton_families(tensors)
+
     def _families(self) -> Iterator[Family]:
         state = self._replica.state()
         for metric in m.METRICS:
@@ -327,11 +330,15 @@ def _labels(metric: Metric, worker: WorkerView) -> tuple[str, ...]:
 
 def tensor_samples(replica: Replica) -> Mapping[Metric, dict[tuple[str, ...], float]]:
     """Of TENSOR_METRICS; a server without tensor models tells of none."""
-    tensors = replica.tensors if isinstance(replica, HasTensors) else None
+    tensors = _tensors_of(replica)
     if tensors is None:
         return {metric: {} for metric in m.TENSOR_METRICS}
     samples: Mapping[Metric, dict[tuple[str, ...], float]] = tensors.counts.samples()
     return samples
+
+
+def _tensors_of(replica: Replica) -> Any:
+    return replica.tensors if isinstance(replica, HasTensors) else None
 
 
 def result_cache_samples(results: Results | None) -> dict[Metric, dict[tuple[str, ...], float]]:

@@ -19,6 +19,9 @@ class ProfileOptions:
     clock: str = option("wall", choices=("wall", "cpu"))
     """wall time, or cpu: the engine thread's CPU time, for a machine that others use too (needs --num-threads 1)."""
 
+    model_repository: str | None = option(None, metavar="DIR")
+    """Measure the batches of this repository's tensor models instead, of all or of --model's; for simulate and tune."""
+
     def __post_init__(self) -> None:
         if not self.seconds >= 1:
             raise ConfigError(f"seconds is {self.seconds}; it must be at least 1")

@@ -6,6 +6,7 @@ from maitred.cli.command import Command, Options
 from maitred.cli.simulate.options import (
     SimulatedFleetOptions,
     SimulatedSchedulerConfig,
+    SimulatedTensorOptions,
     SimulatedWorkerOptions,
     SimulateOptions,
 )
@@ -23,6 +24,7 @@ def _run(options: Options) -> int:
             options[SimulatedWorkerOptions],
             options[AdmissionConfig],
             options[CacheConfig],
+            options[SimulatedTensorOptions],
         )
     )
 
@@ -33,6 +35,7 @@ COMMAND = Command(
     run=_run,
     parts=(
         SimulateOptions,
+        SimulatedTensorOptions,
         SimulatedFleetOptions,
         SimulatedWorkerOptions,
         SimulatedSchedulerConfig,
@@ -61,5 +64,6 @@ COMMAND = Command(
         "maitred simulate --workload trace.jsonl --tenants tenants.yaml --admission --ttft-objective-s 1",
         "maitred simulate -w trace.jsonl --model llama-3.1-8b --fleet 8 --device h100 --balance hash,prefix",
         "maitred simulate -w trace.jsonl --model llama-3.1-8b --prefill-workers 1 --decode-workers 3 --link 100gbe",
+        "maitred simulate --trace trace.jsonl --model-repository ./repository --model none",
     ),
 )

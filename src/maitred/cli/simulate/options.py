@@ -15,13 +15,16 @@ DEVICES = ("a100", "h100", "h200", "mi300x", "tpu-v5e", "cpu")
 class SimulateOptions:
     """What to simulate"""
 
-    workload: str = option(metavar="FILE", short="-w")
+    workload: str = option("", metavar="FILE", short="-w")
     """Trace of JSON lines, or a workload described in YAML or JSON; docs/simulator.md has both formats."""
+    trace: str = option("", metavar="FILE")
+    """Trace of JSON lines, in place of --workload; with --model-repository, requests for tensor models among them."""
     device: str | None = option(None, metavar="NAME|FILE", choices=DEVICES)
     """Device: a file of `maitred profile`, or a100, h100, h200, mi300x, tpu-v5e or cpu; None is this machine's own
     profile if there is one, else cpu for the built-in model and h100 for others."""
     model: str | None = option(None, metavar="MODEL")
-    """Folder with a config.json, or a known name such as llama-3.1-8b; None is the profile's, or the built-in model."""
+    """Folder with a config.json, or a known name such as llama-3.1-8b; None is the profile's, or the built-in model;
+    with --model-repository none is no language model."""
     rate_scale: float = option(1.0, metavar="FACTOR")
     """Let requests arrive this many times as fast."""
     slo: tuple[str, ...] = option((), metavar="NAME:TIME")
@@ -45,6 +48,10 @@ class SimulateOptions:
     """Draw distributions, the slots' timeline and the queue, as .html or .svg."""
 
     def __post_init__(self) -> None:
+        if not self.workload and not self.trace:
+            raise ConfigError("--workload is required, or --trace in its place; see maitred simulate --help")
+        if self.workload and self.trace:
+            raise ConfigError("--workload and --trace both name what comes; drop one")
         if not self.rate_scale > 0:
             raise ConfigError(f"rate_scale is {self.rate_scale}; it must be over 0")
         if self.acceptance is not None and not 0 <= self.acceptance <= 1:
@@ -53,6 +60,16 @@ class SimulateOptions:
             raise ConfigError(f"num_speculative_tokens is {self.num_speculative_tokens}; it must be from 1 to 16")
         if self.report is not None and not self.report.endswith((".html", ".svg")):
             raise ConfigError(f"report is {self.report!r}; its name must end in .html or .svg")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedTensorOptions:
+    """Tensor models"""
+
+    model_repository: str | None = option(None, metavar="DIR")
+    """Serve the trace's tensor models from this repository, in the same queue; none is loaded."""
+    tensor_profile: str | None = option(None, metavar="FILE")
+    """Batch times by `maitred profile --model-repository`; None is this machine's own of the repository."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

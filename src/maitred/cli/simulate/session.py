@@ -17,6 +17,14 @@ from maitred.cli.flags import UsageError
 from maitred.cli.simulate.fleet import bounds_of, devices_of, fleet_setup
 from maitred.cli.simulate.sources import Target, find_target, read_workload
 from maitred.cli.simulate.table import table
+from maitred.cli.simulate.tensors import (
+    NO_LANGUAGE_MODEL,
+    TensorWork,
+    figures_of,
+    note_tensor_speed,
+    read_tensor_work,
+    tensor_table,
+)
 from maitred.cli.simulate.workers import WorkersAsked, workers_of
 from maitred.cluster.config import BALANCES
 from maitred.config import AdmissionConfig, CacheConfig, SchedulerConfig
@@ -40,6 +48,7 @@ if TYPE_CHECKING:
     from maitred.cli.simulate.options import (
         SimulatedFleetOptions,
         SimulatedSchedulerConfig,
+        SimulatedTensorOptions,
         SimulatedWorkerOptions,
         SimulateOptions,
     )
@@ -55,6 +64,16 @@ class Simulated:
     workers: SimulatedWorkerOptions
     admission: AdmissionConfig
     cache: CacheConfig
+    tensors: SimulatedTensorOptions
+
+    @property
+    def source(self) -> str:
+        return self.options.workload or self.options.trace
+
+    @property
+    def seed(self) -> int | None:
+        """None has no jitter."""
+        return self.options.seed if self.options.jitter else None
 
 
 class Inputs(NamedTuple):
@@ -65,6 +84,7 @@ class Inputs(NamedTuple):
     seed: int | None  # of the jitter; None has none
     tenants: Mapping[str, Tenant] | None = None  # in place of the workload's own
     admission: AdmissionConfig | None = None  # without it everybody gets in whom no limit keeps out
+    tensors: TensorWork | None = None
 
     def arrivals(self) -> Iterator[Arrival]:
         """Raises ConfigError for a request of none of the tenants given."""
@@ -87,18 +107,24 @@ def run_simulations(asked: Simulated) -> int:
     if workers is not None:
         bounds = Bounds(len(workers.workers), len(workers.workers))
     policies, balances = _policies(scheduler), _balances(asked.fleet)
+    tensors = read_tensor_work(asked.tensors, asked.source, options.rate_scale, asked.seed)
+    if tensors is not None and bounds is not None:
+        raise UsageError("--model-repository is of one engine; drop --fleet and the workers")
+    if tensors is not None and (options.model == NO_LANGUAGE_MODEL or not tensors.trace.chats):
+        return _run_tensors_alone(asked, policies, tensors)
     if len(policies) > 1 and len(balances) > 1:
         raise UsageError("--policy and --balance both name several; compare one of them at a time")
     targets = _targets(asked, bounds, workers)
     inputs = Inputs(
-        workload=read_workload(options.workload, options.rate_scale),
+        workload=read_workload(asked.source, options.rate_scale) if tensors is None else tensors.chats,
         objectives=Objectives(**{f"{name}_s": bound for name, bound in map(parse_slo, options.slo)}),
-        seed=options.seed if options.jitter else None,
+        seed=asked.seed,
         tenants=None if options.tenants is None else read_tenant_file(Path(options.tenants)).tenants,
         admission=applied,
+        tensors=tensors,
     )
     label = _label(targets, bounds, workers)
-    note(f"{label}; {options.workload}, policies {', '.join(policies)}")
+    note(f"{label}; {asked.source}, policies {', '.join(policies)}")
     for doubt in dict.fromkeys(target.doubt for target in targets if target.doubt is not None):
         note(f"warning: {doubt}")
     figures: dict[str, dict[str, Any]] = {}
@@ -110,13 +136,28 @@ def run_simulations(asked: Simulated) -> int:
                 name = workers.options.handover
             began = time.perf_counter()
             if bounds is None:
-                results = simulate(engine_setup(asked, targets[0], policy), targets[0], inputs)
-                figures[name] = results.to_json()
+                results, figures[name] = _simulate_engine(engine_setup(asked, targets[0], policy), targets[0], inputs)
             else:
                 results, figures[name] = _simulate_fleet(asked, bounds, workers, targets, inputs, policy, balance)
             outcomes[name] = results
             _note_speed(name, results, time.perf_counter() - began)
-    _tell(options, outcomes, figures, label)
+    _tell(asked, outcomes, figures, label)
+    return 0
+
+
+def _run_tensors_alone(asked: Simulated, policies: list[str], tensors: TensorWork) -> int:
+    """Without a language model."""
+    from maitred.tensor.lone import lone_scheduler
+
+    if tensors.trace.chats:
+        raise UsageError(f"{asked.source} has requests for a language model too, and --model is none; give one")
+    figures: dict[str, dict[str, Any]] = {}
+    for policy in policies:
+        began = time.perf_counter()
+        models = tensors.beside()(lone_scheduler(_scheduler_config(asked, policy))).run()
+        note_tensor_speed(policy, models, time.perf_counter() - began)
+        figures[policy] = {"tensor": figures_of(models)}
+    _tell(asked, {}, figures, "tensor models alone")
     return 0
 
 
@@ -174,36 +215,45 @@ def _simulate_fleet(
 
 
 def engine_setup(asked: Simulated, target: Target, policy: str) -> EngineSetup:
-    """The configuration a server would have, with those arguments that this policy has; the predictor is the
-    simulation's own.
-    """
-    policies, scheduler, cache = installed_policies(), asked.scheduler, asked.cache
-    plain = {f.name: getattr(scheduler, f.name) for f in fields(SchedulerConfig) if f.name != "predictor"}
-    known = parameters_of(policies[policy])
-    plain |= {"policy": policy, "policy_args": {k: v for k, v in scheduler.policy_args.items() if k in known}}
+    """The configuration a server would have."""
+    scheduler, cache = asked.scheduler, asked.cache
     return EngineSetup(
-        scheduler=SchedulerConfig(**plain).settled(target.token_budget),
+        scheduler=_scheduler_config(asked, policy).settled(target.token_budget),
         num_blocks=target.num_blocks(cache, scheduler.max_num_seqs),
         block_size=cache.block_size,
         enable_prefix_caching=cache.enable_prefix_caching,
         predictor=scheduler.predictor,
-        policies=policies,
+        policies=installed_policies(),
         acceptance=asked.options.acceptance,
         num_speculative_tokens=asked.options.num_speculative_tokens,
     )
 
 
-def simulate(setup: EngineSetup, target: Target, inputs: Inputs) -> Results:
-    """One engine."""
-    simulation = Simulation(
+def _scheduler_config(asked: Simulated, policy: str) -> SchedulerConfig:
+    """With those arguments that this policy has; the predictor is the simulation's own."""
+    scheduler, known = asked.scheduler, parameters_of(installed_policies()[policy])
+    plain = {f.name: getattr(scheduler, f.name) for f in fields(SchedulerConfig) if f.name != "predictor"}
+    plain |= {"policy": policy, "policy_args": {k: v for k, v in scheduler.policy_args.items() if k in known}}
+    return SchedulerConfig(**plain)
+
+
+def _simulate_engine(setup: EngineSetup, target: Target, inputs: Inputs) -> tuple[Results, dict[str, Any]]:
+    simulation = _simulation(setup, target, inputs)
+    results = simulation.run(inputs.arrivals())
+    tensors = {} if simulation.tensors is None else {"tensor": figures_of(simulation.tensors.figures)}
+    return results, results.to_json() | tensors
+
+
+def _simulation(setup: EngineSetup, target: Target, inputs: Inputs) -> Simulation:
+    return Simulation(
         setup,
         target.cost_model,
         Results(inputs.objectives, target.edge),
         jitter=None if inputs.seed is None else Jitter(target.cost_model, Random(inputs.seed)),
         tenants=inputs.terms,
         admission=inputs.controller(setup.scheduler),
+        tensors=None if inputs.tensors is None else inputs.tensors.beside(),
     )
-    return simulation.run(inputs.arrivals())
 
 
 def _admission(options: SimulateOptions, admission: AdmissionConfig) -> AdmissionConfig | None:
@@ -251,16 +301,20 @@ def _note_speed(name: str, results: Results, wall_s: float) -> None:
     )
 
 
-def _tell(
-    options: SimulateOptions, outcomes: dict[str, Results], figures: dict[str, dict[str, Any]], label: str
-) -> None:
+def _tell(asked: Simulated, outcomes: dict[str, Results], figures: dict[str, dict[str, Any]], label: str) -> None:
+    options = asked.options
     if options.report is not None:
+        if not outcomes:
+            raise UsageError("--report draws requests of a language model, and there is none; drop it")
         draw = html_report if options.report.endswith(".html") else svg_report
-        Path(options.report).write_text(draw(outcomes, f"{options.workload}, {label}"), encoding="utf-8")
+        Path(options.report).write_text(draw(outcomes, f"{asked.source}, {label}"), encoding="utf-8")
         note(f"report: {options.report}")
     if options.json == "-":
         print(json.dumps(figures, indent=1))
         return
     if options.json is not None:
         Path(options.json).write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
-    print(table(figures))
+    if outcomes:
+        print(table(figures))
+    if any("tensor" in whole for whole in figures.values()):
+        print(tensor_table(figures))

@@ -56,7 +56,7 @@ def table(figures: Mapping[str, Mapping[str, Any]]) -> str:
         if len(tenants) > 1:
             blank = [""] * len(_fleet_columns(figures))
             rows += [[f"  {name}", *_cells(part), *blank] for name, part in tenants.items()]
-    return _aligned(rows)
+    return aligned(rows)
 
 
 def _cells(part: Mapping[str, Any]) -> list[str]:
@@ -90,7 +90,7 @@ def seconds_text(seconds: float | None) -> str:
     return f"{seconds:.2f}s" if seconds < 100 else f"{seconds:.0f}s"
 
 
-def _aligned(rows: Sequence[Sequence[str]]) -> str:
+def aligned(rows: Sequence[Sequence[str]]) -> str:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = [
         "  ".join(

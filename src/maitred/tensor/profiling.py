@@ -1,0 +1,207 @@
+"""Measures batches of tensor models on this machine, as they are served: joined, run, split; and the way to them."""
+
+from __future__ import annotations
+
+import asyncio
+import platform
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from statistics import median
+
+from maitred.errors import CheckpointError, ConfigError, MaitredError
+from maitred.objectives import percentile
+from maitred.sim.tensor_profile import HostTimes, ModelTimes, ShapeTimes, TensorProfile
+from maitred.tensor.batch_run import BatchRun, run_batch
+from maitred.tensor.batching import Batching, Rows, lengths_of
+from maitred.tensor.config import ANY_MESSAGE, WILDCARD, inputs_of
+from maitred.tensor.control import EVERY, ControlMode, ModelControl
+from maitred.tensor.live_load import Load, made_inputs, served
+from maitred.tensor.served_models import LoadedVersion, ServedModels
+from maitred.tensor.service import InferRequest
+
+POINT_S, LEAST_RUNS, MOST_RUNS = 0.15, 7, 400  # of each shape and number of rows
+WARM_RUNS = 2
+LENGTHS = (16, 64, 256)  # of open dimensions, where the config has neither buckets nor a warm-up
+QUANTILES = 100
+MOST_AT_ONCE = 16
+WORST_SHARING = 1.5  # more is two loops without a pause that fight for the interpreter, which no load is
+HOST_RUNS, HOST_PAUSE_S = 40, 0.002
+MOST_TOGETHER = 16
+LONGEST_WAIT_US = 1_000_000
+EPOLL_S = 1e-3  # asyncio asks the kernel's epoll to wait for whole milliseconds
+
+Tell = Callable[[str], None]
+
+
+def measured_profile(repository: Path, name: str | None, tell: Tell, point_s: float = POINT_S) -> TensorProfile:
+    """Of all models, or of one. Raises CheckpointError, ConfigError."""
+    models = ServedModels()
+    ModelControl(repository, ControlMode.EXPLICIT, models).start([name or EVERY])
+    for entry in models.index():
+        if entry.reason:
+            tell(f"{entry.name}: not measured; {entry.reason}")
+    found: list[ModelTimes] = []
+    configs: list[ANY_MESSAGE] = []
+    for entry in models.index(ready_only=True):
+        with models.lease(entry.name, entry.version) as loaded:
+            if loaded.instances and name in (None, entry.name):
+                tell(f"measure {loaded.name} version {loaded.number}")
+                found.append(measured_times(loaded, point_s))
+                configs.append(loaded.config)
+    if not found:
+        raise ConfigError(f"{repository} has no model that can be measured{f' called {name!r}' if name else ''}")
+    machine = f"{platform.system()} {platform.machine()}"
+    return TensorProfile(machine=machine, host=measured_host(repository, _lightest(configs, found)), models=(*found,))
+
+
+def _lightest(configs: Sequence[ANY_MESSAGE], times: Sequence[ModelTimes]) -> ANY_MESSAGE:
+    """That batches, if one does: what its batches take is the least in the way of what they cost besides."""
+    order = sorted(range(len(times)), key=lambda i: (configs[i].max_batch_size < 2, times[i].seconds(1)))
+    return configs[order[0]]
+
+
+# ---- batches
+
+
+def measured_times(
+    loaded: LoadedVersion, point_s: float = POINT_S, most_at_once: int = 2, lengths: Sequence[int] = ()
+) -> ModelTimes:
+    """Of a version that is loaded; without `lengths` of those that it is likely to get. Raises CheckpointError where
+    it runs none of them.
+    """
+    batching = Batching(loaded.config)
+    shapes: list[ShapeTimes] = []
+    spread: list[float] = []
+    problem = ""
+    for length in lengths or lengths_to_try(loaded.config):
+        try:
+            shape, times = _shape_times(loaded, batching, length, point_s)
+        except MaitredError as error:  # a length that the graph does not take
+            problem = str(error)
+            continue
+        shapes.append(shape)
+        spread += times
+    if not shapes:
+        raise CheckpointError(f"{loaded.name!r} cannot be measured: {problem}")
+    at_once = _times_at_once(loaded, batching, shapes[-1], point_s, most_at_once)
+    return ModelTimes(
+        model=loaded.name, version=loaded.number, shapes=tuple(shapes), beside=at_once, spread=_quantiles(spread)
+    )
+
+
+def lengths_to_try(config: ANY_MESSAGE) -> tuple[int, ...]:
+    """Length buckets, or those of the warm-up; 0 where no dimension is open."""
+    if not any(WILDCARD in spec.dims for spec in inputs_of(config)):
+        return (0,)
+    warm = {max(given.dims, default=1) for each in config.model_warmup for given in each.inputs.values()}
+    buckets = lengths_of(config).buckets
+    return tuple(sorted({max(1, buckets[0] // 2), *buckets} if buckets else warm or LENGTHS))
+
+
+def rows_to_try(most: int) -> tuple[int, ...]:
+    """Powers of two, and the largest batch."""
+    return tuple(sorted({2**power for power in range(most.bit_length()) if 2**power <= most} | {max(1, most)}))
+
+
+def _shape_times(
+    loaded: LoadedVersion, batching: Batching, length: int, point_s: float
+) -> tuple[ShapeTimes, list[float]]:
+    """And each time over the median of its number of rows."""
+    row, medians, spread = _row(loaded.config, batching, length), [], []
+    sizes = rows_to_try(loaded.config.max_batch_size)
+    for num_rows in sizes:
+        times = _timed(loaded, 0, batching, [row] * num_rows, point_s)
+        medians.append(median(times))
+        spread += [each / medians[-1] for each in times]
+    return ShapeTimes(length=length, rows=sizes, seconds=tuple(medians)), spread
+
+
+def _row(config: ANY_MESSAGE, batching: Batching, length: int) -> Rows:
+    request = InferRequest(request_id="", model=config.name, inputs=made_inputs(config, 1, length))
+    return batching.rows(request)
+
+
+def _timed(loaded: LoadedVersion, number: int, batching: Batching, batch: list[Rows], point_s: float) -> list[float]:
+    """Raises what the batch raised."""
+    instance, times = loaded.instances[number % len(loaded.instances)], list[float]()
+    for _ in range(WARM_RUNS):
+        _must_run(run_batch(instance, batching, batch))
+    until = time.perf_counter() + point_s
+    while len(times) < LEAST_RUNS or (time.perf_counter() < until and len(times) < MOST_RUNS):
+        times.append(_must_run(run_batch(instance, batching, batch)))
+    return times
+
+
+def _must_run(run: BatchRun) -> float:
+    for answer in run.answers:
+        if isinstance(answer, MaitredError):
+            raise answer
+    return run.compute_us / 1e6
+
+
+def _times_at_once(
+    loaded: LoadedVersion, batching: Batching, shape: ShapeTimes, point_s: float, most: int
+) -> tuple[tuple[int, float], ...]:
+    """The largest batch beside others of its like."""
+    batch = [_row(loaded.config, batching, shape.length)] * shape.rows[-1]
+    numbers = [number for number in rows_to_try(max(most, len(loaded.instances))) if 1 < number <= MOST_AT_ONCE]
+    found = [(1, 1.0)]
+    for number in numbers:
+        with ThreadPoolExecutor(number) as threads:
+            runs = [threads.submit(_timed, loaded, i, batching, batch, point_s) for i in range(number)]
+            together = [each for run in runs for each in run.result()]
+        times_as_long = sum(together) / len(together) / shape.seconds[-1]
+        found.append((number, min(max(1.0, times_as_long), WORST_SHARING * number)))
+    return tuple(found)
+
+
+def _quantiles(values: list[float]) -> tuple[float, ...]:
+    """Without the very last: one stall of the machine would be in every hundredth batch."""
+    values = sorted(values)
+    return tuple(percentile(values, 100 * (i + 0.5) / QUANTILES) for i in range(QUANTILES))
+
+
+# ---- the way to them
+
+
+def measured_host(repository: Path, config: ANY_MESSAGE) -> HostTimes:
+    """By requests that come alone, and by such as fill a batch together: the more, the more of it is theirs."""
+    return asyncio.run(_host_times(repository, config))
+
+
+async def _host_times(repository: Path, config: ANY_MESSAGE) -> HostTimes:
+    most = min(MOST_TOGETHER, config.max_batch_size)
+    alone_s = await _beside_compute_s(repository, config, 1)
+    if most < 2:
+        return HostTimes(request_s=alone_s / 2, batch_s=alone_s / 2, timer_s=EPOLL_S)
+    request_s = max(0.0, await _beside_compute_s(repository, config, most) - alone_s) / (most - 1)
+    request_s = min(request_s, alone_s)
+    return HostTimes(request_s=request_s, batch_s=alone_s - request_s, timer_s=EPOLL_S)
+
+
+async def _beside_compute_s(repository: Path, config: ANY_MESSAGE, together: int) -> float:
+    """From when so many requests come at once to the last answer, less their one batch."""
+    whole = type(config)()
+    whole.CopyFrom(config)
+    if config.max_batch_size > 1:
+        whole.ClearField("sequence_batching")
+        set_batching(whole, together, delay_us=LONGEST_WAIT_US if together > 1 else 0)
+    found = []
+    async with served(repository, whole) as service:
+        load = Load(service, config.name, length=lengths_to_try(config)[0])
+        for _ in range(HOST_RUNS):
+            await asyncio.sleep(HOST_PAUSE_S)
+            run = await load.open_loop([0.0] * together)
+            found.append(max(run.latencies_s, default=0.0) - run.compute_s / together)
+    return max(0.0, median(found))
+
+
+def set_batching(config: ANY_MESSAGE, num_rows: int, delay_us: int = 0) -> None:
+    """Batches of so many rows, or of fewer after the delay; the queue's policies stay as they are."""
+    dynamic = config.dynamic_batching
+    dynamic.ClearField("preferred_batch_size")
+    dynamic.preferred_batch_size.append(num_rows)
+    dynamic.max_queue_delay_microseconds = delay_us
+    config.parameters.pop("queue_delay", None)

@@ -1,0 +1,308 @@
+"""Tunes a model: many settings simulated on the scheduler's own lanes with measured batch times, the best of them live.
+
+A setting is what a config says of batches, instances and threads. Whatever the simulation holds of it, the best setting
+without batches runs live too, so that batching is chosen only where it pays.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from google.protobuf import text_format
+
+from maitred.config import SchedulerConfig
+from maitred.errors import CheckpointError, ConfigError
+from maitred.objectives import percentile
+from maitred.sim.arrivals import arrival_times
+from maitred.sim.tensor_profile import HostTimes, ModelTimes
+from maitred.sim.tensors import SimulatedModel, TensorArrival, TensorSimulation
+from maitred.tensor.batching import lengths_of, rules_of
+from maitred.tensor.config import ANY_MESSAGE, parameters_of
+from maitred.tensor.config_checks import is_ensemble
+from maitred.tensor.config_fields import SCHEMA
+from maitred.tensor.live_load import Load, served
+from maitred.tensor.lone import lone_scheduler
+from maitred.tensor.profiling import lengths_to_try, measured_host, measured_times, rows_to_try, set_batching
+from maitred.tensor.repository_files import CONFIG, ModelFolder, read_config, read_model
+from maitred.tensor.served_models import ServedModels
+
+DELAYS_US = (0, 500, 1000, 2000, 5000)
+FIRST_REQUESTS, SECOND_REQUESTS, SECOND_ROUND = 600, 3000, 12
+NUM_LIVE = 3
+POINT_S = 0.06  # of each measured batch
+WARM_S = 0.2
+KEPT_UP = 0.95  # of the asked rate, where it is kept up with
+_GPU, _CPU = (SCHEMA.enums["ModelInstanceGroup.Kind"][f"KIND_{kind}"] for kind in ("GPU", "CPU"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """What is asked for: the lowest p99 at a rate, or the most requests of so many clients, within `p99_s`."""
+
+    p99_s: float
+    rate: float | None = None  # requests/s, an open loop
+    concurrency: int = 0  # clients, where there is no rate
+    num_rows: int = 1  # of each request
+    length: int = 0  # of the open dimensions of its inputs
+    seconds: float = 2.0  # of each live run
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """As `with_setting` writes it."""
+
+    batch: int  # rows; 1 does not batch
+    delay_us: int
+    instances: int
+    threads: int  # of each instance, within an operator
+
+    @property
+    def told(self) -> str:
+        batches = f"batches of {self.batch}, {self.delay_us / 1000:g} ms delay" if self.batch > 1 else "no batches"
+        return f"{batches}, {self.instances} instances of {self.threads} threads"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """Of a run, simulated or live."""
+
+    p50_s: float
+    p99_s: float
+    throughput_rps: float
+    mean_batch: float
+    num_failed: int
+
+    def meets(self, target: Target) -> bool:
+        keeps_up = target.rate is None or self.throughput_rps >= KEPT_UP * target.rate
+        return self.p99_s <= target.p99_s and keeps_up and not self.num_failed
+
+    def order(self, target: Target) -> tuple[bool, float]:
+        """Smaller is better."""
+        meets = self.meets(target)
+        return not meets, -self.throughput_rps if meets and target.rate is None else self.p99_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tried:
+    setting: Setting
+    simulated: Outcome
+    live: Outcome | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tuned:
+    """What was found. `chosen` is among `live`, the best one there; whether it meets the target is its own to say."""
+
+    model: str
+    chosen: Tried
+    live: tuple[Tried, ...]  # the best first
+    num_simulated: int
+
+    def to_json(self, target: Target) -> dict[str, Any]:
+        assert self.chosen.live is not None
+        told = {"model": self.model, "target": asdict(target), "num_simulated": self.num_simulated}
+        told |= {"chosen": asdict(self.chosen.setting), "meets_target": self.chosen.live.meets(target)}
+        return told | {"live": [asdict(each) for each in self.live]}
+
+
+def tune(folder: Path, target: Target, tell: Callable[[str], None] = lambda line: None) -> Tuned:
+    """Raises CheckpointError, ConfigError for a model that is not tuned."""
+    model = read_model(folder)
+    _must_be_tunable(model)
+    if not target.length:
+        lengths = lengths_to_try(model.config)
+        target = replace(target, length=lengths[len(lengths) // 2])
+    settings = settings_of(model.config, target)
+    threads = sorted({setting.threads for setting in settings})
+    most_at_once = max(setting.instances for setting in settings)
+    tell(f"measure batches with {', '.join(map(str, threads))} threads")
+    times = {each: _times(model, each, most_at_once, target.length) for each in threads}
+    host = measured_host(folder.parent, model.config)
+    tell(f"simulate {len(settings)} settings")
+    tried = simulated(model.config, settings, times, host, target)
+    live = []
+    for each in best_to_run(tried):
+        tell(f"run live: {each.setting.told}")
+        live.append(replace(each, live=run_live(folder.parent, model.config, each.setting, target)))
+    live.sort(key=lambda each: each.live.order(target) if each.live is not None else (True, 0.0))
+    return Tuned(model=folder.name, chosen=live[0], live=tuple(live), num_simulated=len(settings))
+
+
+def _must_be_tunable(model: ModelFolder) -> None:
+    if is_ensemble(model.config):
+        raise ConfigError(f"{model.name!r} is an ensemble, which has no batches of its own; tune its steps")
+    if model.config.HasField("sequence_batching"):
+        raise ConfigError(f"{model.name!r} batches sequences, by its own strategy; that is not tuned")
+
+
+# ---- settings
+
+
+def settings_of(config: ANY_MESSAGE, target: Target, num_cores: int | None = None) -> list[Setting]:
+    """Those worth trying: no more threads in all than twice the cores, and no delay over half of the time there is.
+
+    On accelerators instances and threads stay as they are.
+    """
+    num_cores = num_cores or len(os.sched_getaffinity(0))
+    on_gpu = any(group.kind == _GPU for group in config.instance_group)
+    powers = rows_to_try(num_cores)
+    shapes = [(i, t) for i in powers for t in powers if i * t <= 2 * num_cores]
+    if on_gpu:
+        kept = sum(group.count * max(1, len(group.gpus)) for group in config.instance_group)
+        shapes = [(kept, int(parameters_of(config).get("intra_op_thread_count", "0")))]
+    batches = [rows for rows in rows_to_try(max(1, config.max_batch_size)) if rows >= target.num_rows or rows == 1]
+    delays = [delay for delay in DELAYS_US if delay <= target.p99_s * 1e6 / 2]
+    return [
+        Setting(batch=rows, delay_us=delay, instances=instances, threads=threads)
+        for instances, threads in shapes
+        for rows in batches
+        for delay in (delays if rows > 1 else [0])
+    ]
+
+
+def with_setting(config: ANY_MESSAGE, setting: Setting) -> ANY_MESSAGE:
+    """A copy; all that a setting does not name stays as it is."""
+    changed = type(config)()
+    changed.CopyFrom(config)
+    if setting.batch > 1 or changed.max_batch_size > 1:
+        set_batching(changed, setting.batch, setting.delay_us)
+    if not any(group.kind == _GPU for group in changed.instance_group):
+        del changed.instance_group[1:]
+        group = changed.instance_group[0] if changed.instance_group else changed.instance_group.add(kind=_CPU)
+        group.count = setting.instances
+        changed.parameters["intra_op_thread_count"].string_value = str(setting.threads)
+    return changed
+
+
+def write_setting(folder: Path, setting: Setting) -> None:
+    """Into its config.pbtxt, in one piece; comments in it go. Raises CheckpointError."""
+    path, beside = folder / CONFIG, folder / f".{CONFIG}.new"
+    try:
+        beside.write_text(text_format.MessageToString(with_setting(read_config(folder), setting)), encoding="utf-8")
+        os.replace(beside, path)
+    except OSError as error:
+        raise CheckpointError(f"cannot write {path}: {error.strerror}") from None
+
+
+# ---- simulated
+
+
+def _times(model: ModelFolder, num_threads: int, most_at_once: int, length: int) -> ModelTimes:
+    """Of the highest version."""
+    setting = Setting(batch=max(1, model.config.max_batch_size), delay_us=0, instances=1, threads=num_threads)
+    models = ServedModels()
+    if not models.take(replace(model, config=with_setting(model.config, setting))):
+        raise CheckpointError("; ".join(entry.reason for entry in models.index() if entry.reason))
+    with models.lease(model.name) as loaded:
+        return measured_times(loaded, POINT_S, most_at_once, (length,))
+
+
+def simulated(
+    config: ANY_MESSAGE,
+    settings: Sequence[Setting],
+    times: Mapping[int, ModelTimes],
+    host: HostTimes,
+    target: Target,
+) -> list[Tried]:
+    """The best first; those that look good a second time, over more requests."""
+
+    def tried(setting: Setting, num_requests: int) -> Tried:
+        outcome = simulate(with_setting(config, setting), times[setting.threads], host, target, num_requests)
+        return Tried(setting=setting, simulated=outcome)
+
+    def order(each: Tried) -> tuple[object, ...]:
+        setting = each.setting
+        return (*each.simulated.order(target), setting.instances * setting.threads, setting.delay_us, -setting.batch)
+
+    first = sorted((tried(setting, FIRST_REQUESTS) for setting in settings), key=order)
+    again = [*first[:SECOND_ROUND], *islice((each for each in first[SECOND_ROUND:] if each.setting.batch == 1), 1)]
+    return sorted((tried(each.setting, SECOND_REQUESTS) for each in again), key=order)
+
+
+def best_to_run(tried: Sequence[Tried]) -> list[Tried]:
+    """The best, of those that do the very same one, and the best that does not batch."""
+    unlike = {each.simulated: each for each in reversed(tried)}
+    best = [each for each in tried if unlike[each.simulated] is each][:NUM_LIVE]
+    alone = next((each for each in tried if each.setting.batch == 1), None)
+    return best if alone is None or alone in best else [*best, alone]
+
+
+def simulate(
+    config: ANY_MESSAGE, times: ModelTimes, host: HostTimes, target: Target, num_requests: int, seed: int = 0
+) -> Outcome:
+    """The config's model alone, on a scheduler of its own."""
+    model = SimulatedModel(
+        name=times.model,
+        version=times.version,
+        rules=rules_of(config),
+        times=times,
+        buckets=lengths_of(config).buckets,
+    )
+    left = [num_requests - target.concurrency]
+
+    def follow(before: TensorArrival, now: float) -> TensorArrival | None:
+        left[0] -= 1
+        return _arrival(times.model, target, now, left[0] + num_requests) if left[0] >= 0 else None
+
+    closed = {} if target.rate is not None else {"follow": follow}
+    scheduler = lone_scheduler(SchedulerConfig())
+    simulation = TensorSimulation(scheduler, [model], host, random.Random(seed), **closed)
+    simulation.begin(_arrivals(times.model, target, num_requests, seed))
+    figures = simulation.run()[times.model].to_json()
+    latency_s: Any = figures["latency_s"]
+    throughput: Any = figures["throughput_rps"]
+    mean_batch: Any = figures["mean_batch"]
+    return Outcome(
+        p50_s=latency_s["p50"] or 0.0,
+        p99_s=latency_s["p99"] or 0.0,
+        throughput_rps=throughput or 0.0,
+        mean_batch=mean_batch or 0.0,
+        num_failed=sum(simulation.figures[times.model].failures.values()),
+    )
+
+
+def _arrivals(model: str, target: Target, num_requests: int, seed: int) -> Iterator[TensorArrival]:
+    if target.rate is None:
+        return (_arrival(model, target, 0.0, -1 - i) for i in range(target.concurrency))
+    times = islice(arrival_times(target.rate, 1.0, random.Random(seed)), num_requests)
+    return (_arrival(model, target, at, i) for i, at in enumerate(times))
+
+
+def _arrival(model: str, target: Target, at: float, number: int) -> TensorArrival:
+    return TensorArrival(at=at, request_id=f"t{number}", model=model, num_rows=target.num_rows, length=target.length)
+
+
+# ---- live
+
+
+def run_live(repository: Path, config: ANY_MESSAGE, setting: Setting, target: Target, seed: int = 0) -> Outcome:
+    """In this process, as `setting` says. Raises CheckpointError."""
+    return asyncio.run(_run_live(repository, with_setting(config, setting), target, seed))
+
+
+async def _run_live(repository: Path, config: ANY_MESSAGE, target: Target, seed: int) -> Outcome:
+    async with served(repository, config) as service:
+        load = Load(service, config.name, num_rows=target.num_rows, length=target.length)
+        await load.closed_loop(min(target.concurrency or 4, 4), WARM_S)
+        if target.rate is None:
+            run = await load.closed_loop(target.concurrency, target.seconds)
+        else:
+            due = arrival_times(target.rate, 1.0, random.Random(seed))
+            run = await load.open_loop([*islice(due, max(1, round(target.rate * target.seconds)))])
+    latencies_s = sorted(run.latencies_s) or [float("inf")]
+    quantile = partial(percentile, latencies_s)
+    return Outcome(
+        p50_s=quantile(50),
+        p99_s=quantile(99),
+        throughput_rps=run.throughput_rps,
+        mean_batch=run.mean_batch,
+        num_failed=run.num_failed,
+    )

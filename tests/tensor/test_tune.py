@@ -1,0 +1,171 @@
+"""Tuning: settings simulated with measured batch times, the best of them live, and one of them written."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("onnxruntime", reason="the extra tensor brings it")
+
+from maitred.cli.main import main
+from maitred.errors import ConfigError
+from maitred.sim.tensor_profile import HostTimes, ModelTimes, ShapeTimes
+from maitred.tensor.repository_files import read_config, read_model
+from maitred.tensor.tune import (
+    Outcome,
+    Setting,
+    Target,
+    best_to_run,
+    settings_of,
+    simulate,
+    simulated,
+    tune,
+    with_setting,
+    write_setting,
+)
+from tests.tensor.ensembles import write_diamond
+from tests.tensor.models import write_model
+
+CONFIG = """
+# a comment
+max_batch_size: 8
+dynamic_batching { preferred_batch_size: [ 3 ] default_queue_policy { max_queue_size: 100 } }
+instance_group { kind: KIND_CPU count: 2 }
+parameters { key: "queue_delay" value { string_value: "auto" } }
+parameters { key: "session.intra_op.allow_spinning" value { string_value: "0" } }
+"""
+ROWS = (1, 2, 4, 8)
+HOST = HostTimes(request_s=2e-5, batch_s=5e-5)
+
+
+def times(*seconds):
+    return ModelTimes(
+        model="add",
+        version=1,
+        shapes=(ShapeTimes(length=0, rows=ROWS, seconds=seconds),),
+        beside=((1, 1.0), (2, 2.0)),
+    )
+
+
+CHEAP_ROWS = times(0.010, 0.0105, 0.011, 0.012)
+DEAR_ROWS = times(0.010, 0.020, 0.040, 0.080)
+ONE = Setting(batch=1, delay_us=0, instances=1, threads=1)
+
+
+def few_settings(config, target):
+    settings = settings_of(config, target, num_cores=1)
+    return [each for each in settings if each.instances == 1 and each.batch in (1, 8) and each.delay_us in (0, 2000)]
+
+
+@pytest.fixture
+def config(tmp_path):
+    write_model(tmp_path, "add", config=CONFIG)
+    return read_model(tmp_path / "add").config
+
+
+def test_batches_are_chosen_where_rows_are_cheap(config):
+    target = Target(p99_s=0.05, rate=300.0)
+    settings = few_settings(config, target)
+    best = simulated(config, settings, {1: CHEAP_ROWS}, HOST, target)[0]
+    assert best.setting.batch == 8
+    assert best.simulated.meets(target)
+    alone = simulate(with_setting(config, ONE), CHEAP_ROWS, HOST, target, 600)
+    assert not alone.meets(target)
+
+
+def test_where_batching_does_not_pay_nothing_is_better_than_batch_1(config):
+    target = Target(p99_s=1.0, concurrency=8)
+    settings = few_settings(config, target)
+    tried = simulated(config, settings, {1: DEAR_ROWS}, HostTimes(), target)
+    alone = next(each for each in tried if each.setting.batch == 1)
+    assert tried[0].simulated.throughput_rps <= alone.simulated.throughput_rps * 1.02
+    assert alone in best_to_run(tried)
+
+
+def test_the_best_without_batches_always_runs_live(config):
+    target = Target(p99_s=0.05, concurrency=16)
+    tried = simulated(config, few_settings(config, target), {1: CHEAP_ROWS}, HOST, target)
+    to_run = best_to_run(tried)
+    assert to_run[0].setting.batch > 1
+    assert to_run[-1].setting.batch == 1
+    assert len({each.simulated for each in to_run}) == len(to_run), "those that do the very same run once"
+
+
+def test_settings_leave_the_cores_and_the_time_that_there_is(config):
+    settings = settings_of(config, Target(p99_s=0.003, rate=1.0, num_rows=2), num_cores=4)
+    assert max(each.instances * each.threads for each in settings) == 8
+    assert {each.delay_us for each in settings} == {0, 500, 1000}
+    assert {each.batch for each in settings} == {1, 2, 4, 8}
+    assert {each.delay_us for each in settings if each.batch == 1} == {0}
+
+
+def test_accelerators_keep_their_instances(config):
+    config.instance_group[0].kind = 1  # KIND_GPU
+    settings = settings_of(config, Target(p99_s=0.01, rate=1.0))
+    assert {(each.instances, each.threads) for each in settings} == {(2, 0)}
+    assert with_setting(config, settings[0]).instance_group == config.instance_group
+
+
+def test_what_is_written_keeps_the_rest_of_the_config(tmp_path):
+    folder = write_model(tmp_path, "add", config=CONFIG)
+    write_setting(folder, Setting(batch=4, delay_us=500, instances=1, threads=2))
+    written = read_config(folder)
+    assert list(written.dynamic_batching.preferred_batch_size) == [4]
+    assert written.dynamic_batching.max_queue_delay_microseconds == 500
+    assert written.dynamic_batching.default_queue_policy.max_queue_size == 100
+    assert [group.count for group in written.instance_group] == [1]
+    values = {key: value.string_value for key, value in written.parameters.items()}
+    assert values == {"intra_op_thread_count": "2", "session.intra_op.allow_spinning": "0"}
+    assert not list(folder.glob(".config*"))
+
+
+def test_a_model_without_batches_is_tuned_in_instances_alone(tmp_path):
+    config = read_model(write_model(tmp_path, "add", config=CONFIG)).config
+    config.max_batch_size = 0
+    config.ClearField("dynamic_batching")
+    settings = settings_of(config, Target(p99_s=0.01, rate=1.0), num_cores=2)
+    assert {each.batch for each in settings} == {1}
+    assert not with_setting(config, settings[0]).HasField("dynamic_batching")
+
+
+def test_an_outcome_that_misses_the_target_is_behind_all_that_meet_it():
+    target = Target(p99_s=0.02, concurrency=4)
+    quick = Outcome(p50_s=0.01, p99_s=0.015, throughput_rps=100.0, mean_batch=1.0, num_failed=0)
+    late = replace(quick, p99_s=0.021, throughput_rps=900.0)
+    assert quick.order(target) < late.order(target)
+    assert not quick.meets(Target(p99_s=0.02, rate=200.0)), "it does not keep up"
+
+
+def test_ensembles_are_refused(tmp_path):
+    write_diamond(tmp_path)
+    with pytest.raises(ConfigError, match="tune its steps"):
+        tune(tmp_path / "diamond", Target(p99_s=0.1, rate=1.0))
+
+
+def test_a_model_is_tuned_live_and_written(tmp_path, capsys):
+    folder = write_model(tmp_path, "add", config=CONFIG)
+    words = ["tune", "add", "--model-repository", str(tmp_path), "--p99", "10s", "--seconds", "0.1"]
+    assert main([*words, "--concurrency", "4", "--write", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["meets_target"]
+    assert told["chosen"] == told["live"][0]["setting"]
+    assert any(each["setting"]["batch"] == 1 for each in told["live"])
+    assert all(each["live"]["throughput_rps"] > 0 for each in told["live"])
+    assert list(read_config(folder).dynamic_batching.preferred_batch_size) == [told["chosen"]["batch"]]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--p99", "20", "--rate", "5"], "--p99 is '20'"),
+        (["--p99", "20ms"], "--rate or --concurrency"),
+        (["--p99", "20ms", "--rate", "5", "--concurrency", "5"], "--rate or --concurrency"),
+        (["--p99", "20ms", "--rate", "0"], "--rate is 0"),
+        (["--p99", "20ms", "--rate", "5"], "no model 'add'"),
+    ],
+)
+def test_slips_are_told(tmp_path, capsys, words, told):
+    assert main(["tune", "add", "--model-repository", str(tmp_path), *words]) != 0
+    assert told in capsys.readouterr().err
