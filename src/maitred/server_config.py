@@ -106,6 +106,9 @@ class ServerConfig:
     """Objective of requests, such as ttft:1s, itl:80ms, tpot:50ms or e2e:20s, written and judged as `bench serve --slo`
     does; maitred_requests_in_objective_total counts who met it. Workers that hand over are chosen so that ttft and tpot
     are kept."""
+    price_per_hour: float | None = None
+    """What an hour of computing costs, in any currency: GET /v1/organization/usage/completions tells the cost of what
+    each tenant, key or model computed. None tells none."""
     start_budget_s: float = 30.0
     """A start that takes longer (s) names its longest phase in the log, and has an alert."""
     announce_fd: int | None = None
@@ -134,6 +137,7 @@ class ServerConfig:
         for text in self.slo:
             parse_slo(text)
         require_at_least("start_budget_s", self.start_budget_s, 0)
+        require_between("price_per_hour", self.price_per_hour or 0.0, 0.0, 1e9)
         require_at_least("announce_fd", self.announce_fd, 3)
         require_at_least("result_cache_bytes", self.result_cache_bytes, 0)
         require_at_least("result_cache_ttl_s", self.result_cache_ttl_s, 0.001)

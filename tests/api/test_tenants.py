@@ -313,7 +313,8 @@ def test_a_check_costs_microseconds_however_many_keys_there_are():
 def kept(tmp_path) -> Iterator[RunningServer]:
     ledger = Ledger(tmp_path / "ledger.sqlite", model="tiny")
     replica = LedgerReplica(ledger)
-    with running_server(replica, tenants=FakeTenants(table_of(TENANTS)), ledger=ledger) as server:
+    tenants = FakeTenants(table_of(TENANTS))
+    with running_server(replica, tenants=tenants, ledger=ledger, price_per_hour=7.2) as server:
         yield server
     ledger.close()
 
@@ -327,7 +328,7 @@ class LedgerReplica(FakeReplica):
 
     def submit(self, request: RequestSpec) -> AsyncIterator[RequestProgress]:
         stream = super().submit(request)
-        charges = Charges(num_prompt_tokens=request.num_prompt_tokens, num_cached_tokens=1, num_generated_tokens=14)
+        charges = Charges(request.num_prompt_tokens, 1, num_generated_tokens=14, compute_us=1_500_000)
         ended = LiveRequest(request, stream, [0] * 14, charges, FinishReason.STOP)  # type: ignore[arg-type]
         self.ledger.opened(ended)
         return stream
@@ -350,6 +351,17 @@ def test_usage_is_read_as_from_openai(kept):
     assert (free.num_model_requests, free.input_tokens, free.output_tokens) == (3, 3 * prompt, 42)
     assert (free.input_cached_tokens, free.model, free.api_key_id) == (3, None, None)
     assert not page.has_more
+
+
+def test_what_was_computed_has_its_price_by_tenant(kept):
+    for tenant, count in (("free", 3), ("urgent", 1)):
+        for _ in range(count):
+            ask(kept, tenant)
+    kept.replica.ledger.flush()
+    path = f"/v1/organization/usage/completions?start_time={int(time.time()) - 3600}&group_by=project_id"
+    results = [r for bucket in get(kept, "boss", path).json()["data"] for r in bucket["results"]]
+    told = {r["project_id"]: (r["engine_ms"], r["cost"]) for r in results}
+    assert told == {"free": (4500.0, pytest.approx(0.009)), "urgent": (1500.0, pytest.approx(0.003))}
 
 
 def test_usage_comes_in_pages_and_by_filter(kept):

@@ -293,7 +293,7 @@ def test_people_see_lanes_in_the_queue_and_what_batches_took_on_the_metrics_page
 
 
 def test_a_tenant_whose_minute_of_computing_is_used_up_is_told_when_to_come_again(tmp_path):
-    write_model(tmp_path, "add", config=BATCHED)
+    write_model(tmp_path, "add", config="max_batch_size: 8")
     table = table_of({"shop": {"compute_ms_per_minute": 1}, "boss": {}})
     body = {"instances": [{"INPUT0": [1.5] * 16, "INPUT1": [2] * 16}]}
 

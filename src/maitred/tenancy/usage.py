@@ -17,6 +17,7 @@ WIDTHS: dict[str, tuple[int, int, int]] = {
 # what usage may be grouped and filtered by: OpenAI's name -> ours
 DIMENSIONS: dict[str, str] = {"project_id": "tenant", "api_key_id": "key_id", "model": "model", "service_tier": "tier"}
 MAX_TIME = 2**40  # unix seconds
+US_PER_HOUR = 3_600_000_000
 
 
 class UsageKey(NamedTuple):
@@ -37,6 +38,10 @@ class UsageSum(NamedTuple):
     generated_tokens: int = 0
     rows: int = 0  # of tensor requests
     compute_us: int = 0  # of steps and batches, split over their requests
+
+    def cost(self, price_per_hour: float) -> float:
+        """Of the computing; in the price's currency."""
+        return self.compute_us * price_per_hour / US_PER_HOUR
 
     def plus(self, other: UsageSum) -> UsageSum:
         return UsageSum(*(a + b for a, b in zip(self, other, strict=True)))

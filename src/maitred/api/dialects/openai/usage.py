@@ -34,7 +34,7 @@ MAX_FIELDS = 1000
 
 
 class UsageResult(msgspec.Struct, kw_only=True):
-    """Usage of one group in one bucket; a field that was not grouped by is null."""
+    """Usage of one group in one bucket; a field that was not grouped by is null. OpenAI's fields, and three of ours."""
 
     object: Literal["organization.usage.completions.result"] = "organization.usage.completions.result"
     input_tokens: int
@@ -43,6 +43,9 @@ class UsageResult(msgspec.Struct, kw_only=True):
     input_audio_tokens: int = 0
     output_audio_tokens: int = 0
     num_model_requests: int
+    num_rows: int = 0  # of tensor requests
+    engine_ms: float = 0.0  # of steps and batches
+    cost: float | msgspec.UnsetType = msgspec.UNSET  # of that, where there is a price
     project_id: str | None = None
     user_id: str | None = None
     api_key_id: str | None = None
@@ -92,7 +95,8 @@ class CompletionsUsage:
             filters=[(ours, asked[name]) for name, ours in _FILTERS.items() if name in asked],
         )
         rows = await asyncio.to_thread(self._ledger.usage, query)
-        buckets = [_bucket(bucket) for bucket in fill_buckets(query, rows)]
+        price = app.config.price_per_hour
+        buckets = [_bucket(bucket, price) for bucket in fill_buckets(query, rows)]
         next_page = f"page_{following}" if following is not None else None
         await exchange.answer_json(UsagePage(data=buckets, has_more=following is not None, next_page=next_page))
 
@@ -131,7 +135,7 @@ def _page(value: str, start: int) -> int:
     return int(at)
 
 
-def _bucket(bucket: UsageBucket) -> UsageBucketObject:
+def _bucket(bucket: UsageBucket, price_per_hour: float | None) -> UsageBucketObject:
     results = []
     for key, amount in bucket.sums:
         results.append(
@@ -140,6 +144,9 @@ def _bucket(bucket: UsageBucket) -> UsageBucketObject:
                 output_tokens=amount.generated_tokens,
                 input_cached_tokens=amount.cached_tokens,
                 num_model_requests=amount.num_requests,
+                num_rows=amount.rows,
+                engine_ms=amount.compute_us / 1000,
+                cost=msgspec.UNSET if price_per_hour is None else amount.cost(price_per_hour),
                 **{theirs: getattr(key, ours) for theirs, ours in DIMENSIONS.items()},
             )
         )
