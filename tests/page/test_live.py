@@ -11,7 +11,10 @@ from contextlib import contextmanager
 import httpx
 import pytest
 
-from tests.fakes_api import RunningServer
+from maitred.engine.live_view import LiveView, live_view
+from tests.cli.top.test_top import with_lanes
+from tests.fakes import make_scheduler
+from tests.fakes_api import FakeReplica, RunningServer, running_server
 from tests.page.worlds import FOREVER, Saying, serving
 from tests.waiting import until
 
@@ -197,3 +200,23 @@ def test_it_stands_still_for_who_asked_for_less_motion(server, open_page, expect
     with live_requests(server, 2):
         expect(page.locator("#stat-batch")).to_have_text("2")
         assert page.evaluate("document.getAnimations().length") == 0
+
+
+class LaneReplica(FakeReplica):
+    """Its engine has tensor models alone."""
+
+    async def live_view(self) -> LiveView:
+        return live_view(with_lanes(make_scheduler()), 3.0)
+
+
+def test_lanes_of_tensor_models_are_shown_where_there_are_any(server, open_page, expect):
+    page = open_page(server.url)
+    expect(page.locator("#stat-batch")).to_have_text("0")
+    expect(page.locator("#lanes-card")).to_be_hidden()
+    with running_server(LaneReplica()) as other:
+        page = open_page(other.url, expected=("/admin/policy",))
+        expect(page.locator("#lanes li")).to_have_count(2)
+        first = page.locator("#lanes li").first
+        expect(first).to_contain_text("resnet 1")
+        expect(first).to_contain_text("3 wait (3 rows) · 2 rows run · 0.0 rows/s")
+        expect(first).to_contain_text("all instances run: 2 rows on 0")
