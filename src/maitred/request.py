@@ -265,7 +265,7 @@ class RequestState:
     error: str | None = None
     num_cached_tokens: int = 0  # prompt tokens taken from the prefix cache when first scheduled
     num_charged_prompt_tokens: int = 0  # its part of the prompt counter: all once scheduled, 0 if a sibling's counts
-    charges_told: bool = False  # its owner has heard of them
+    tell_at_us: int = 0  # of compute_us, when its owner hears of its charges again
     num_preemptions: int = 0
     num_draft_tokens: int = 0  # made up for it
     num_accepted_tokens: int = 0  # of them, those that became output

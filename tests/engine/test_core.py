@@ -121,6 +121,14 @@ def test_the_executors_time_is_split_over_the_rows_of_each_step_to_the_microseco
     assert took["long"] > took["short"] > 0 < took["later"]
 
 
+def test_what_a_long_request_has_taken_is_told_while_it_runs():
+    clock = ManualClock()
+    core = EngineCore(make_scheduler(), SlowExecutor(clock), clock)
+    core.add(make_spec("long", max_tokens=8))
+    told = [progress for _ in range(7) for progress in core.step()]
+    assert [p.charges.compute_us for p in told if p.charges is not None] == [250_000, 750_000, 1_250_000, 1_750_000]
+
+
 def test_abort_and_finish_give_the_last_progress_and_none_for_strangers():
     core, _ = make_core()
     core.add(make_spec("a"))

@@ -11,6 +11,7 @@ from maitred.scheduler.state import SchedulerState
 from maitred.scheduler.timing import timing_of
 from maitred.step import ModelOutput, RequestProgress, SampledRow, ScheduledRow, SchedulerOutput
 
+TELL_US = 500_000  # of its computing; so much is lost at most of a request whose engine or server is killed
 ENDED_BY_ITSELF = (FinishReason.STOP, FinishReason.LENGTH)
 
 
@@ -105,8 +106,8 @@ def _apply_row(
         prompt_logprobs = prompt_logprobs[max(0, told_until - row.start) :]
         state.prompt_logprobs_until[request_id] = max(told_until, min(row_end, request.num_prompt_tokens - 1))
     charges = None
-    if not request.charges_told and (token_ids or prompt_logprobs or reason is not None):
-        request.charges_told, charges = True, request.charges
+    if request.compute_us >= request.tell_at_us and (token_ids or prompt_logprobs or reason is not None):
+        request.tell_at_us, charges = request.compute_us + TELL_US, request.charges
     num_forced = max(0, len(token_ids) - 1 - result.num_accepted)
     told = RequestProgress(request_id, token_ids, logprobs, prompt_logprobs, charges=charges, num_forced=num_forced)
     return told, reason
