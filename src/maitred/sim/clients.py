@@ -127,6 +127,7 @@ class Clients:
         assert live.state is not None
         assert live.lease is not None
         live.lease.end(live.state.num_tokens)
+        live.caller.quota.computed(live.state.compute_us, now)
         if reason in ENDED_BY_ITSELF:
             live.slots[-1].append(now)
             self.results.finished(

@@ -79,6 +79,7 @@ class TenantSpec:
     requests_per_minute: int | None = None
     """Limits as in tenants.yaml; whom they turn away counts as failed."""
     tokens_per_minute: int | None = None
+    compute_ms_per_minute: int | None = None
     concurrency: int | None = None
     max_queue: int | None = None
     token_budget: int | None = None

@@ -130,6 +130,15 @@ def test_a_faster_load_waits_longer_and_objectives_are_counted(trace: str, capsy
     assert fast["fcfs"]["slo_attainment"] < slow["fcfs"]["slo_attainment"]
 
 
+def test_a_tenants_computing_is_limited_as_at_a_server(trace: str, tmp_path: Path, capsys):
+    tenants = tmp_path / "tenants.yaml"
+    tenants.write_text("tenants:\n  a:\n  b: {compute_ms_per_minute: 1}\n")
+    words = ("--workload", trace, "--device", "cpu", "--tenants", str(tenants), "--json")
+    (whole,) = figures(capsys, *words).values()
+    assert whole["tenants"]["b"]["failed"]["compute_ms_per_minute"] > 0
+    assert whole["tenants"]["a"]["failed"] == {}
+
+
 def test_a_file_of_tenants_gives_a_trace_its_terms(trace: str, tmp_path: Path, capsys):
     tenants = tmp_path / "tenants.yaml"
     tenants.write_text("tenants:\n  a: {tier: priority, weight: 3}\n  b: {tier: flex, requests_per_minute: 5}\n")
