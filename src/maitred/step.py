@@ -156,8 +156,9 @@ class RequestTiming:
 class RequestProgress(NamedTuple):
     """Progress of a request, told to its owner after a step that touched it.
 
-    The first and the last one have `charges`, and some between, as its computing grows; the last one has finish_reason and timing too. Who adds up
-    `charges.num_prompt_tokens` of the last ones and the new tokens of all has the engine's own counters.
+    The first and the last one have `charges`, and some between, as its computing grows; the last one has finish_reason
+    and timing too. Who adds up `charges.num_prompt_tokens` of the last ones and the new tokens of all has the engine's
+    own counters.
     """
 
     request_id: str
