@@ -8,8 +8,13 @@ import pytest
 
 from maitred.api.ops.live import LoadedModel
 from maitred.cli.ps import HEADINGS, ago, row, table
+from maitred.clock import ManualClock
+from maitred.engine.core import EngineCore
 from maitred.engine.intake import Footprint
 from tests.cli.running import maitred_process
+from tests.cli.top.test_top import with_lanes
+from tests.engine.worlds import client_of
+from tests.fakes import FakeExecutor, make_scheduler
 from tests.fakes_api import FakeReplica, make_model, running_server
 
 HELD = Footprint(
@@ -71,6 +76,20 @@ def test_the_table_of_a_server():
         refused = maitred_process("ps", server.url)
         assert refused.code == 1
         assert "--api-key" in refused.err
+
+
+def test_lanes_of_tensor_models_stand_below_the_models():
+    scheduler = with_lanes(make_scheduler())
+    core = EngineCore(scheduler, FakeExecutor(), ManualClock(3.0))
+    engine = client_of(core)
+    with running_server(engine) as server:
+        done = maitred_process("ps", server.url)
+        engine.stop()
+    assert done.code == 0, done.err
+    told = [" ".join(line.split()) for line in done.out.splitlines()]
+    assert told[2] == "LANE WAITING ROWS RUNNING ROWS/S AGE WHY"
+    assert told[3].startswith("resnet 1 3 3 2 ")
+    assert told[3].endswith("all instances run: 2 rows on 0")
 
 
 def test_another_server_is_told_apart():
