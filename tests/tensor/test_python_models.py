@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from itertools import count
 from textwrap import dedent, indent
 
@@ -13,15 +14,18 @@ import numpy as np
 import psutil
 import pytest
 
+from maitred.clock import WallClock
 from maitred.errors import InstanceLost, InvalidRequest, KernelError
 from maitred.tensor.arrays import array_of, tensor_of
 from maitred.tensor.check import check
+from maitred.tensor.client import client_with_tensors
 from maitred.tensor.local import LocalTensorService
 from maitred.tensor.python.instance import python_opener
 from maitred.tensor.repository import State
 from maitred.tensor.served_models import OPENERS
-from maitred.tensor.service import InferRequest
-from tests.waiting import until_async
+from maitred.tensor.service import InferRequest, SequenceControl
+from tests.tensor.test_engine import IN_PROCESS, start_of
+from tests.waiting import until, until_async
 
 CONFIG = """
 backend: "python" max_batch_size: 8
@@ -57,6 +61,10 @@ def triton_model(answer=DOUBLES, before=""):
         """).format(before=indent(dedent(before), " " * 12), answer=answer)
 
 
+def with_method(code, method):
+    return code + indent(dedent(method), " " * 4)
+
+
 def write(repository, name, code, config=CONFIG):
     (repository / name / "1").mkdir(parents=True)
     (repository / name / "config.pbtxt").write_text(config)
@@ -75,6 +83,15 @@ async def served(repository, *, allow_code=True):
         for name in {entry.name for entry in service.index(ready_only=True)}:
             service.models.drop(name)
         await service.close()
+
+
+def processes():
+    """Of models, in this process or in an engine below it."""
+    found = []
+    for each in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # it ends meanwhile
+            found += [each] if "maitred.tensor.python.process" in each.cmdline() else []
+    return found
 
 
 NUMBERS = count()
@@ -120,6 +137,7 @@ async def test_an_installed_class_is_found_by_its_entry_point_and_needs_no_leave
                 return {"OUT": np.array([text.decode().upper() + self.mark for text in inputs["IN"]], object)}
         """)
     )
+    monkeypatch.syspath_prepend(package)
     monkeypatch.setenv("PYTHONPATH", f"{package}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     repository = tmp_path / "models"
     parameters = "".join(
@@ -127,12 +145,17 @@ async def test_an_installed_class_is_found_by_its_entry_point_and_needs_no_leave
         for key, value in (("entry_point", "shout"), ("mark", "!"))
     )
     write(repository, "loud", "", TEXTS + parameters)
+    write(repository, "shout", "", TEXTS + parameters.replace("entry_point", "unused"))  # found by its name
     write(repository, "wrong", "", TEXTS + parameters.replace('"shout"', '"none"'))
     async with served(repository, allow_code=False) as service:
         texts = np.array([b"a", "\xe9".encode()], object)
-        assert (await asked(service, "loud", texts)).tolist() == [b"A!", "\xc9!".encode()]
+        for model in ("loud", "shout"):
+            assert (await asked(service, model, texts)).tolist() == [b"A!", "\xc9!".encode()]
         reasons = {entry.name: entry.reason for entry in service.index()}
         assert "no installed package has 'none'" in reasons["wrong"]
+    told = {each.path.rpartition("/")[2]: each for each in check(repository)}
+    assert {name: each.served for name, each in told.items()} == {"loud": True, "shout": True, "wrong": False}
+    assert "there are: shout" in told["wrong"].reason
 
 
 async def test_code_of_a_repository_needs_leave_and_is_told_what_is_wrong(tmp_path):
@@ -207,7 +230,7 @@ async def test_a_batch_whose_instance_is_killed_runs_again(tmp_path):
         asking = asyncio.ensure_future(asked(service, "m", row(7)))
         await until_async((tmp_path / "began").exists)
         (tmp_path / "go").touch()
-        (process,) = [each for each in psutil.Process().children() if "python.process" in " ".join(each.cmdline())]
+        (process,) = processes()
         process.send_signal(signal.SIGKILL)
         assert np.array_equal(await asking, row(14))
         assert np.array_equal(await asked(service, "m", row(1)), row(2))
@@ -225,10 +248,142 @@ async def test_an_instance_that_hangs_is_ended_and_who_hangs_it_twice_is_told(tm
 async def test_processes_end_with_their_model(tmp_path):
     write(tmp_path, "double", triton_model(), CONFIG + "instance_group { count: 2 }")
 
-    def processes():
-        return [each for each in psutil.Process().children() if "python.process" in " ".join(each.cmdline())]
-
     async with served(tmp_path) as service:
         assert len(processes()) == 2
         service.models.drop("double")
     await until_async(lambda: not processes())
+
+
+async def test_a_model_is_finalized_when_it_is_unloaded(tmp_path):
+    finalize = f"""
+        def finalize(self):
+            open({str(tmp_path / "finalized")!r}, "w").close()
+        """
+    write(tmp_path / "models", "double", with_method(triton_model(), finalize))
+    async with served(tmp_path / "models"):
+        assert not (tmp_path / "finalized").exists()
+    await until_async((tmp_path / "finalized").exists)
+    await until_async(lambda: not processes())
+
+
+async def test_of_instances_under_load_one_is_killed_and_every_answer_is_whole(tmp_path):
+    began, go = str(tmp_path / "began"), str(tmp_path / "go")
+    waits = f"""
+        open({began!r} + str(os.getpid()), "w").close()
+        while not os.path.exists({go!r}): time.sleep(0.001)
+    """
+    write(
+        tmp_path / "models", "m", triton_model(before=waits), CONFIG + "dynamic_batching {} instance_group { count: 2 }"
+    )
+    async with served(tmp_path / "models") as service:
+        asking = [asyncio.ensure_future(asked(service, "m", row(value))) for value in range(60)]
+        await until_async(lambda: len([*tmp_path.glob("began*")]) == 2)
+        processes()[0].kill()
+        (tmp_path / "go").touch()
+        assert [float(each[0, 0]) for each in await asyncio.gather(*asking)] == [2.0 * value for value in range(60)]
+
+
+COMPLETES = """
+    @staticmethod
+    def auto_complete_config(config):
+        config.add_input({"name": "IN", "data_type": "TYPE_FP32", "dims": [-1]})
+        config.add_output({"name": "OUT", "data_type": "TYPE_FP32", "dims": [-1]})
+        config.set_max_batch_size(4)
+        config.set_dynamic_batching()
+        return config
+"""
+
+
+async def test_a_model_completes_its_config_itself(tmp_path):
+    code = with_method(triton_model(), COMPLETES)
+    write(tmp_path, "bare", code, "")
+    write(tmp_path, "other", code, CONFIG.replace("[-1]", "[3]").replace("max_batch_size: 8", ""))
+    write(
+        tmp_path,
+        "decoupled",
+        with_method(
+            triton_model(),
+            COMPLETES.replace("set_dynamic_batching()", 'set_model_transaction_policy({"decoupled": True})'),
+        ),
+        "",
+    )
+    (tmp_path / "bare" / "config.pbtxt").unlink()
+    async with served(tmp_path) as service:
+        config = service.config("bare")
+        assert (config.max_batch_size, [*config.dynamic_batching.preferred_batch_size]) == (4, [4])
+        assert np.array_equal(await asked(service, "bare", row(1, 2)), row(2, 4))
+        reasons = {entry.name: entry.reason for entry in service.index()}
+        assert "input 'IN' has dims [3] in the config, [-1] in the model" in reasons["other"]
+        assert "decoupled models are not served" in reasons["decoupled"]
+
+
+async def test_shapes_that_a_config_changes_are_changed_for_the_model(tmp_path):
+    config = CONFIG.replace("dims: [-1]", "dims: [4] reshape { shape: [2, 2] }")
+    write(tmp_path, "m", triton_model(before="assert array.shape[1:] == (2, 2), array.shape"), config)
+    async with served(tmp_path) as service:
+        assert np.array_equal(await asked(service, "m", row(1, 2, 3, 4)), row(2, 4, 6, 8))
+
+
+SEQUENCE = """
+sequence_batching {
+  oldest {}
+  control_input { name: "START" control { kind: CONTROL_SEQUENCE_START fp32_false_true: [0, 1] } }
+  state { input_name: "SUM" output_name: "SUM_OUT" data_type: TYPE_FP32 dims: [1] }
+}
+"""
+
+
+async def test_a_sequence_has_its_controls_and_its_state(tmp_path):
+    """SUM_OUT = SUM + IN; OUT tells both."""
+    reads = """
+        start, total = (pb.get_input_tensor_by_name(request, name).as_numpy() for name in ("START", "SUM"))
+        total = np.where(start > 0, 0, total) + array
+    """
+    answer = 'pb.InferenceResponse([pb.Tensor("OUT", total * 1), pb.Tensor("SUM_OUT", total.astype(np.float32))])'
+    config = CONFIG.replace("[-1]", "[1]")
+    write(tmp_path, "m", triton_model(answer, reads), config + SEQUENCE)
+    write(tmp_path, "direct", triton_model(answer, reads), config + SEQUENCE.replace("oldest", "direct"))
+    async with served(tmp_path) as service:
+        for value, start, told in ((1, True, 1), (2, False, 3), (5, True, 5)):
+            sequence = SequenceControl(correlation_id=7, start=start)
+            inputs = (tensor_of("IN", row(value), "TYPE_FP32"),)
+            request = InferRequest(request_id=f"r{next(NUMBERS)}", model="m", inputs=inputs, sequence=sequence)
+            assert array_of((await service.infer(request)).outputs[0])[0, 0] == told
+        (reason,) = [entry.reason for entry in service.index() if entry.name == "direct"]
+        assert "direct of a Python model needs max_batch_size 1" in reason
+
+
+def test_an_engine_killed_under_a_python_model_leaves_no_process_and_its_batch_runs_again(tmp_path):
+    before = f"""
+        open({str(tmp_path / "began")!r}, "w").close()
+        while not os.path.exists({str(tmp_path / "go")!r}): time.sleep(0.001)
+    """
+    finalize = f"""
+        def finalize(self):
+            open({str(tmp_path / "finalized")!r} + str(os.getpid()), "w").close()
+        """
+    write(tmp_path / "models", "m", with_method(triton_model(before=before), finalize))
+
+    async def story():
+        start = start_of(tmp_path / "models", IN_PROCESS)
+        tensors = replace(start.config.tensors, allow_repository_code=True)
+        client = client_with_tensors(replace(start, config=replace(start.config, tensors=tensors)), WallClock())
+        client.begin()
+        await asyncio.to_thread(client.wait)
+        client.attach(asyncio.get_running_loop())
+        try:
+            asking = asyncio.ensure_future(asked(client.tensors, "m", row(3)))
+            await until_async((tmp_path / "began").exists)
+            (old,) = processes()
+            old.parent().kill()
+            (tmp_path / "go").touch()
+            assert np.array_equal(await asking, row(6))
+            await until_async(lambda: not old.is_running())
+            (new,) = processes()
+        finally:
+            await client.close()
+        return new
+
+    new = asyncio.run(story())
+    until(lambda: not new.is_running())
+    assert (tmp_path / f"finalized{new.pid}").exists()

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+import time
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -20,12 +21,15 @@ def end_with_parent(fd: int) -> None:
     end_with(fd)
 
 
-def end_with(fd: int) -> None:
-    """When that comes to its end alone: for a process that any thread of the parent began."""
+def end_with(fd: int, *, grace_s: float = 0.0) -> None:
+    """When that comes to its end alone: for a process that any thread of the parent began. `grace_s` is what it has to
+    end by itself.
+    """
 
     def wait_for_the_end() -> None:
         while os.read(fd, 4096):
             pass
+        time.sleep(grace_s)
         os._exit(1)
 
     threading.Thread(target=wait_for_the_end, name="maitred-parent", daemon=True).start()

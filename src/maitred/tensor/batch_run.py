@@ -59,9 +59,11 @@ def run_batch(instance: ModelInstance, batching: Batching, batch: Sequence[Rows]
 
 
 def _run(instance: ModelInstance, batching: Batching, batch: Sequence[Rows]) -> BatchRun:
-    times = [perf_counter_ns()]
+    times: list[int] = []
     answers: list[tuple[Tensor, ...] | MaitredError]
     try:
+        instance.prepare()
+        times.append(perf_counter_ns())
         inputs, wanted = batching.joined(batch)
         times.append(perf_counter_ns())
         outputs = instance.run(inputs, wanted)

@@ -45,10 +45,17 @@ def runs_code(config: ANY_MESSAGE) -> bool:
 
 
 def python_sequences_rule(config: ANY_MESSAGE) -> Iterator[str]:
-    """A model may keep a sequence's state itself, so that it must stay with one instance."""
-    count = sum(group.count for group in config.instance_group)
-    if config.backend == PYTHON and config.HasField("sequence_batching") and count > 1:
+    """A model may keep a sequence's state itself, so that it stays with one instance, and `direct` with one row."""
+    if config.backend != PYTHON or not config.HasField("sequence_batching"):
+        return
+    count = sum(group.count * max(1, len(group.gpus)) for group in config.instance_group)
+    if count > 1:
         yield f"sequence_batching of a Python model needs one instance, and instance_group has {count}"
+    if config.max_batch_size > 1 and not config.sequence_batching.HasField("oldest"):
+        yield (
+            "sequence_batching direct of a Python model needs max_batch_size 1, for a sequence has no row of its own, "
+            f"and it is {config.max_batch_size}; choose oldest"
+        )
 
 
 def backend_rule(config: ANY_MESSAGE) -> Iterator[str]:

@@ -41,6 +41,9 @@ _ONNX_BF16 = 16
 class ModelInstance(Protocol):
     """What runs batches of a model, whatever it is made of."""
 
+    def prepare(self) -> None:
+        """Before a batch, outside the batch's time. Raises InstanceLost where what had ended cannot be begun again."""
+
     def run(self, inputs: Arrays, wanted: Collection[str] = ()) -> dict[str, np.ndarray]:
         """As `Instance.run`; raises InstanceLost too, then the batch is run again."""
 
@@ -74,6 +77,9 @@ class Instance:
     def providers(self) -> tuple[str, ...]:
         """Those that the session has, which may be fewer than were asked for."""
         return tuple(self._session.get_providers())
+
+    def prepare(self) -> None:
+        """A session is always ready."""
 
     def close(self) -> None:
         """A session gives its memory back when nobody holds it."""

@@ -10,13 +10,14 @@ from hashlib import sha256
 from pathlib import Path
 
 from maitred.errors import CheckpointError
-from maitred.tensor.config import ANY_MESSAGE, MOST_BYTES, hints, parse_config
-from maitred.tensor.config_checks import PYTHON, faults, is_ensemble, runs_code
+from maitred.tensor.config import ANY_MESSAGE, MOST_BYTES, hints, parameters_of, parse_config
+from maitred.tensor.config_checks import ENTRY_POINT, PYTHON, faults, is_ensemble, runs_code
 from maitred.tensor.config_fields import ModelConfig
 from maitred.tensor.encoder_config import with_length_buckets
 from maitred.tensor.encoder_files import is_sentence_folder, onnx_folder, with_encoder
 from maitred.tensor.fill import filled_from_files, filled_from_graph, mismatches, with_defaults
 from maitred.tensor.onnx_graph import Graph, read_graph
+from maitred.tensor.python.entry_points import installed, not_installed
 from maitred.tensor.repository import Fingerprint, Scan, labels_of, version_of, versions_to_serve
 
 CONFIG = "config.pbtxt"
@@ -108,7 +109,8 @@ def read_model(folder: Path, written: ANY_MESSAGE | None = None, gpus: Sequence[
             f"name is {written.name!r} in {CONFIG}, and the folder's is {folder.name!r}; make them equal"
         )
     present = _versions(folder)
-    config = filled_from_files(written, folder.name, _names(present[max(present)]) if present else ())
+    files = _names(present[max(present)]) if present else []
+    config = _with_entry_point(filled_from_files(written, folder.name, files), files)
     numbers = versions_to_serve(config, present or ([1] if is_ensemble(config) else []))
     places = [present.get(number, folder / str(number)) for number in numbers]
     config = with_encoder(config, folder, places[-1] if places else folder)
@@ -132,6 +134,13 @@ def model_of_file(path: Path, gpus: Sequence[int] = ()) -> ModelFolder:
     config = filled_from_graph(config, graph, gpus)
     _refuse(faults(config))
     return ModelFolder(path.stem, path.parent, config, (ModelVersion(1, path, graph),), {}, ())
+
+
+def _with_entry_point(config: ANY_MESSAGE, files: Sequence[str]) -> ANY_MESSAGE:
+    """The config itself; a Python model without code is the installed class that has its name."""
+    if runs_code(config) and config.default_model_filename not in files and installed(config.name):
+        config.parameters[ENTRY_POINT].string_value = config.name
+    return config
 
 
 def _refuse(reasons: tuple[str, ...]) -> None:
@@ -158,7 +167,8 @@ def _version(place: Path, config: ANY_MESSAGE, number: int) -> ModelVersion:
     if is_ensemble(config):  # its steps are other models: there is no file, and the folder may be left out
         return ModelVersion(number, path)
     if config.backend == PYTHON and not runs_code(config):
-        return ModelVersion(number, path)
+        entry_point = parameters_of(config)[ENTRY_POINT]
+        return ModelVersion(number, path, fault="" if installed(entry_point) else not_installed(entry_point))
     if config.backend != "onnxruntime":
         return ModelVersion(number, path, fault="" if path.is_file() else f"{path} is not there")
     path = path / MODEL_FILE if path.is_dir() else path

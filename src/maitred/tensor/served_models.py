@@ -181,7 +181,7 @@ class ServedModels:
             if version.fault or backend not in self._openers:
                 raise CheckpointError(version.fault or f"nothing here runs models of {backend!r}")
             loaded = self._openers[backend](model, version)
-            loaded.states = initial_states(model.config, model.folder)
+            loaded.states = initial_states(loaded.config, model.folder)
             loaded.files_print = files_print(model)
             return loaded
         except CheckpointError as error:

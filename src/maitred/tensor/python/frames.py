@@ -7,14 +7,23 @@ import os
 import socket
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
 ALIGNMENT = 64  # of an array's first byte
 _LENGTH = struct.Struct("<I")
+FINALIZE_S = 5.0  # that a process has to end, once its engine no longer wants it
 Predict = Callable[[Mapping[str, np.ndarray], tuple[str, ...]], Mapping[str, np.ndarray]]  # wanted outputs; none is all
+
+
+class Model(NamedTuple):
+    """A model, loaded in its process."""
+
+    predict: Predict
+    finalize: Callable[[], object] = lambda: None
+    config: dict[str, Any] | None = None  # as its code completes it
 
 
 class ArrayAt(msgspec.Struct, frozen=True, array_like=True):
@@ -37,6 +46,8 @@ class Load(msgspec.Struct, frozen=True, tag=True):
     parameters: dict[str, str]
     instance: str
     version: int
+    kind: str = "CPU"
+    device: int = 0
 
 
 class Run(msgspec.Struct, frozen=True, tag=True):
@@ -47,6 +58,8 @@ class Run(msgspec.Struct, frozen=True, tag=True):
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
     """It is loaded."""
+
+    config: dict[str, Any] | None = None  # as the model's code completes it
 
 
 class Ran(msgspec.Struct, frozen=True, tag=True):

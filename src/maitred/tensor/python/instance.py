@@ -2,24 +2,53 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from maitred.errors import CheckpointError, InstanceLost, InvalidRequest, KernelError
-from maitred.tensor.config import ANY_MESSAGE, WILDCARD, TensorSpec, complete, inputs_of, outputs_of, parameters_of
-from maitred.tensor.config_checks import ENTRY_POINT, NO_CODE
-from maitred.tensor.instance import NUMPY_TYPES, Arrays
-from maitred.tensor.python.frames import Failed, Load, Ran, Ready, Run, SharedArrays, decode_answer, receive, send
+from maitred.tensor.config import (
+    ANY_MESSAGE,
+    WILDCARD,
+    TensorSpec,
+    complete,
+    config_from_json,
+    inputs_of,
+    outputs_of,
+    parameters_of,
+)
+from maitred.tensor.config_checks import ENTRY_POINT, NO_CODE, faults, runs_code
+from maitred.tensor.config_fields import SCHEMA, ModelConfig
+from maitred.tensor.fill import with_defaults
+from maitred.tensor.instance import NUMPY_TYPES, Arrays, reshaped
+from maitred.tensor.python.frames import (
+    FINALIZE_S,
+    Failed,
+    Load,
+    Ran,
+    Ready,
+    Run,
+    SharedArrays,
+    decode_answer,
+    receive,
+    send,
+)
 from maitred.tensor.repository_files import ModelFolder, ModelVersion
+from maitred.tensor.sequence_tensors import kept_specs
 from maitred.tensor.served_models import LoadedVersion, Opener, warm
 
+COMPLETED = ("max_batch_size", "dynamic_batching", "input", "output")  # fields that a model's code may complete
+_GPU = SCHEMA.enums["ModelInstanceGroup.Kind"]["KIND_GPU"]
 TIMEOUT = "execution_timeout_ms"  # a key of a config's parameters
 TIMEOUT_S = 60.0  # of a batch, where the config does not say
 LOAD_TIMEOUT_S = 600.0
@@ -31,34 +60,47 @@ def python_opener(*, allow_code: bool) -> Opener:
     """Opens models of the backend python; code that lies in the repository only where that is allowed."""
 
     def open_python(model: ModelFolder, version: ModelVersion) -> LoadedVersion:
-        entry_point = parameters_of(model.config).get(ENTRY_POINT, "")
-        if not entry_point and not allow_code:
+        if runs_code(model.config) and not allow_code:
             raise CheckpointError(NO_CODE)
-        instances: list[PythonInstance] = []
+        config, instances = model.config, []
         try:
-            for group in model.config.instance_group:
-                for number in range(group.count):
-                    instances.append(PythonInstance(model.config, version, f"{group.name}_{number}", entry_point))
-                    warm(instances[-1], model)
+            for place in _places(config):
+                instances.append(PythonInstance(config, version, place))
+                config = instances[-1].config
+                warm(instances[-1], replace(model, config=config))
         except BaseException:
             for each in instances:
                 each.close()
             raise
-        return LoadedVersion(model.name, version.number, model.config, tuple(instances))
+        return LoadedVersion(model.name, version.number, config, tuple(instances))
 
     return open_python
+
+
+class Place(NamedTuple):
+    """Of one instance."""
+
+    name: str
+    kind: str = "CPU"
+    device: int = 0
+
+
+def _places(config: ANY_MESSAGE) -> Iterator[Place]:
+    """As many as `count` on each device of a group."""
+    for group in config.instance_group:
+        on_gpu = group.kind == _GPU
+        for device in group.gpus if on_gpu and group.gpus else (0,):
+            for number in range(group.count):
+                yield Place(f"{group.name}_{number}", "GPU" if on_gpu else "CPU", device)
 
 
 class PythonInstance:
     """One process. It is asked by one thread at a time, whatever thread that is."""
 
-    providers = ("python",)
-
-    def __init__(self, config: ANY_MESSAGE, version: ModelVersion, name: str, entry_point: str) -> None:
+    def __init__(self, config: ANY_MESSAGE, version: ModelVersion, place: Place) -> None:
         """Loaded when it returns. Raises CheckpointError."""
-        self._name, parameters = name, parameters_of(config)
-        self._inputs, self._outputs = inputs_of(config), outputs_of(config)
-        self._batched = config.max_batch_size > 0
+        self._name, parameters = place.name, parameters_of(config)
+        entry_point = parameters.get(ENTRY_POINT, "")
         self._timeout_s = int(parameters[TIMEOUT]) / 1e3 if TIMEOUT in parameters else TIMEOUT_S
         self._load = Load(
             folder=str(version.path.parent),
@@ -66,27 +108,42 @@ class PythonInstance:
             entry_point=entry_point,
             config=complete(config),
             parameters=parameters,
-            instance=name,
+            instance=place.name,
             version=version.number,
+            kind=place.kind,
+            device=place.device,
         )
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._closed = False
         self._num_deaths = 0  # since it answered
-        self._start()
+        ready = self._start()
+        try:
+            self.config = config if ready.config is None else _completed(config, ready.config)
+        except CheckpointError:
+            self.close()
+            raise
+        kept_in, kept_out = kept_specs(self.config)
+        self._inputs = {spec.name: spec for spec in inputs_of(self.config)}
+        self._needed = {spec.name for spec in self._inputs.values() if not spec.optional}
+        self._inputs |= kept_in
+        self._outputs = {spec.name: spec for spec in outputs_of(self.config)} | kept_out
+        self._batched = self.config.max_batch_size > 0
 
-    @property
-    def pid(self) -> int | None:
-        return self._process.pid if self._process is not None else None
+    def prepare(self) -> None:
+        """Begins the process again that died or hung, after a pause. Raises InstanceLost where it does not load."""
+        with self._lock:
+            if self._process is None:
+                self._restart()
 
     def run(self, inputs: Arrays, wanted: Collection[str] = ()) -> dict[str, np.ndarray]:
         """As an ONNX instance. Raises InstanceLost when the process died or did not answer in its time."""
         with self._lock:
-            self._check_inputs(inputs)
+            given = self._given_to_model(inputs)
             if self._process is None:
-                self._restart()
+                raise InstanceLost(f"the process of instance {self._name} has ended")
             try:
-                answer = self._asked(inputs, tuple(wanted))
+                answer = self._asked(given, tuple(wanted))
             except (OSError, EOFError) as error:
                 raise self._lost(error) from None
             self._num_deaths = 0
@@ -96,33 +153,44 @@ class PythonInstance:
             return {name: array.copy() for name, array in self._checked(found, inputs, wanted).items()}
 
     def close(self) -> None:
-        """The process ends, also in the middle of a batch."""
+        """The process finalizes its model and ends; nobody waits for that."""
         self._closed = True
-        self._end()
+        process, self._process = self._process, None
+        if process is not None:
+            self._connection.shutdown(socket.SHUT_RDWR)
+            threading.Thread(target=_reap, args=(process, self._files), name="maitred-finalize", daemon=True).start()
 
     # -- the process
 
-    def _start(self) -> None:
-        ours, theirs = socket.socketpair()
-        self._given = SharedArrays(os.memfd_create("maitred-inputs"))
-        self._results = SharedArrays(os.memfd_create("maitred-outputs"))
-        engine, self._alive = os.pipe()  # its other end is ours alone, and ends with us
-        files = (theirs.fileno(), self._given.file, self._results.file, engine)
-        with theirs:
-            self._process = subprocess.Popen([*COMMAND, *map(str, files)], pass_fds=files, stdin=subprocess.DEVNULL)
-        os.close(engine)
-        self._connection = ours
+    def _start(self) -> Ready:
         try:
-            ours.settimeout(LOAD_TIMEOUT_S)
-            send(ours, self._load)
-            answer = decode_answer(receive(ours))
-        except (OSError, EOFError):
+            self._begin()
+            self._connection.settimeout(LOAD_TIMEOUT_S)
+            send(self._connection, self._load)
+            answer = decode_answer(receive(self._connection))
+        except (OSError, EOFError) as error:
             self._end()
-            raise CheckpointError(f"the process of {self._name} ended before it was loaded") from None
+            told = f": {error}" if str(error) else ""
+            raise CheckpointError(f"the process of {self._name} ended before it was loaded{told}") from None
         if not isinstance(answer, Ready):
             self._end()
             raise CheckpointError(f"{self._load.file or self._load.entry_point}: {getattr(answer, 'reason', answer)}")
-        ours.settimeout(self._timeout_s)
+        self._connection.settimeout(self._timeout_s)
+        return answer
+
+    def _begin(self) -> None:
+        files = self._files = ExitStack()
+        ours, theirs = map(files.enter_context, socket.socketpair())
+        self._connection = ours
+        self._given, self._results = _shared("maitred-inputs", files), _shared("maitred-outputs", files)
+        engine, alive = os.pipe()  # the one end of it is ours alone, and ends with us
+        files.callback(os.close, alive)
+        passed = (theirs.fileno(), self._given.file, self._results.file, engine)
+        try:
+            self._process = subprocess.Popen([*COMMAND, *map(str, passed)], pass_fds=passed, stdin=subprocess.DEVNULL)
+        finally:
+            os.close(engine)
+            theirs.close()
 
     def _restart(self) -> None:
         if self._closed:
@@ -150,27 +218,32 @@ class PythonInstance:
 
     def _end(self) -> None:
         process, self._process = self._process, None
-        if process is None:
-            return
-        self._connection.close()
-        process.kill()
-        process.wait()
-        for file in (self._given.file, self._results.file, self._alive):
-            os.close(file)
+        if process is not None:
+            process.kill()
+            process.wait()
+        if not self._closed:
+            self._files.close()
 
     # -- what goes in and comes out
 
-    def _check_inputs(self, inputs: Arrays) -> None:
-        known = {spec.name: spec for spec in self._inputs}
+    def _given_to_model(self, inputs: Arrays) -> Arrays:
+        """In the shapes that the model itself takes."""
         for name, array in inputs.items():
-            if name not in known:
-                raise InvalidRequest(f"{name!r} is no input of the model, which has {', '.join(known)}")
-            asked = NUMPY_TYPES[known[name].data_type]
+            if name not in self._inputs:
+                raise InvalidRequest(f"{name!r} is no input of the model, which has {', '.join(self._inputs)}")
+            asked = NUMPY_TYPES[self._inputs[name].data_type]
             if array.dtype != asked:
                 raise InvalidRequest(f"input {name!r} is an array of {array.dtype}, and must be of {asked}")
-        absent = {spec.name for spec in self._inputs if not spec.optional} - {*inputs}
+        absent = self._needed - {*inputs}
         if absent:
             raise InvalidRequest(f"input {min(absent)!r} is missing")
+        return {name: self._reshaped(array, self._inputs[name], back=False) for name, array in inputs.items()}
+
+    def _reshaped(self, array: np.ndarray, spec: TensorSpec, *, back: bool) -> np.ndarray:
+        if spec.reshape is None:
+            return array
+        dims = (spec.reshape, spec.dims) if back else (spec.dims, spec.reshape)
+        return array.reshape(reshaped(array.shape, *dims, batched=self._batched))
 
     def _checked(
         self, outputs: Mapping[str, np.ndarray], inputs: Arrays, wanted: Collection[str]
@@ -178,17 +251,47 @@ class PythonInstance:
         """Those that are wanted, each as the config says. Raises KernelError, with both sides."""
         rows = next((array.shape[:1] for array in inputs.values()), ()) if self._batched else ()
         told = {}
-        for spec in self._outputs:
+        for spec in self._outputs.values():
             if wanted and spec.name not in wanted:
                 continue
             if spec.name not in outputs:
                 raise KernelError(f"model {self._name} gave no output {spec.name!r}, but {sorted(outputs)}")
-            told[spec.name] = _conforming(self._name, spec, outputs[spec.name], rows)
+            told[spec.name] = self._reshaped(_conforming(self._name, spec, outputs[spec.name], rows), spec, back=True)
         return told
 
 
+def _shared(name: str, files: ExitStack) -> SharedArrays:
+    file = os.memfd_create(name)
+    files.callback(os.close, file)
+    return SharedArrays(file)
+
+
+def _reap(process: subprocess.Popen[bytes], files: ExitStack) -> None:
+    """Its files are ours until it has ended."""
+    with files:
+        try:
+            process.wait(FINALIZE_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _completed(config: ANY_MESSAGE, found: Mapping[str, Any]) -> ANY_MESSAGE:
+    """With what the model's code added. Raises CheckpointError where that cannot be served."""
+    told = {name: found[name] for name in COMPLETED if name in found}
+    completed = ModelConfig()
+    completed.CopyFrom(config)
+    for name in COMPLETED:
+        completed.ClearField(name)
+    completed.MergeFrom(config_from_json(json.dumps(told), config.name))
+    reasons = faults(with_defaults(completed))
+    if reasons:
+        raise CheckpointError("; ".join(reasons))
+    return completed
+
+
 def _conforming(model: str, spec: TensorSpec, array: np.ndarray, rows: tuple[int, ...]) -> np.ndarray:
-    kind, dims = NUMPY_TYPES[spec.data_type], (*rows, *spec.dims)
+    kind, dims = NUMPY_TYPES[spec.data_type], (*rows, *spec.model_dims)
     fits = array.ndim == len(dims) and all(dim in (WILDCARD, size) for dim, size in zip(dims, array.shape, strict=True))
     if array.dtype != kind or not fits:
         raise KernelError(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 import socket
 import sys
 import traceback
-from collections.abc import Callable, Mapping
-from importlib.metadata import entry_points
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,12 @@ import numpy as np
 from maitred.errors import InvalidRequest
 from maitred.executor.parent import end_with
 from maitred.tensor.python import triton
+from maitred.tensor.python.entry_points import installed, not_installed
 from maitred.tensor.python.frames import (
+    FINALIZE_S,
     Failed,
     Load,
+    Model,
     Predict,
     Ran,
     Ready,
@@ -29,33 +33,32 @@ from maitred.tensor.python.frames import (
     send,
 )
 
-GROUP = "maitred.models"  # of entry points: classes with load(folder, parameters) and predict(inputs) -> outputs
-
 
 def main(arguments: list[str]) -> int:
-    """Loads, then runs batches until the engine is gone."""
+    """Loads, then runs batches until the engine is gone or wants no more; then the model is finalized."""
     number, inputs, outputs, engine = map(int, arguments)
-    end_with(engine)
+    end_with(engine, grace_s=FINALIZE_S)
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     with socket.socket(fileno=number) as connection:
-        try:
-            predict = _told(connection, _load)
-            while predict is not None:
-                _run(connection, predict, SharedArrays(inputs), SharedArrays(outputs))
-        except (EOFError, OSError):
-            pass
+        model = _told(connection, _load)
+        if model is None:
+            return 1
+        with suppress(EOFError, OSError):
+            _run(connection, model.predict, SharedArrays(inputs), SharedArrays(outputs))
+    model.finalize()
     return 0
 
 
-def _told(connection: socket.socket, load: Callable[[Load], Predict]) -> Predict | None:
+def _told(connection: socket.socket, load: Callable[[Load], Model]) -> Model | None:
     asked = decode_command(receive(connection))
     assert isinstance(asked, Load)
     try:
-        predict = load(asked)
+        model = load(asked)
     except Exception as error:
         send(connection, Failed(_reason(error)))
         return None
-    send(connection, Ready())
-    return predict
+    send(connection, Ready(model.config))
+    return model
 
 
 def _run(connection: socket.socket, predict: Predict, inputs: SharedArrays, outputs: SharedArrays) -> None:
@@ -94,17 +97,15 @@ def _reason(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:1000]
 
 
-def _load(asked: Load) -> Predict:
+def _load(asked: Load) -> Model:
     if asked.file:
         return triton.load(asked, _module(asked))
-    found = entry_points(group=GROUP, name=asked.entry_point)
-    if not found:
-        known = sorted(entry.name for entry in entry_points(group=GROUP))
-        raise LookupError(f"no installed package has {asked.entry_point!r} in the group {GROUP!r}; there are {known}")
-    model = next(iter(found)).load()()
+    found = installed(asked.entry_point)
+    if found is None:
+        raise LookupError(not_installed(asked.entry_point))
+    model = found.load()()
     model.load(asked.folder, asked.parameters)
-    predict: Callable[[Mapping[str, np.ndarray]], Mapping[str, np.ndarray]] = model.predict
-    return lambda inputs, wanted: predict(inputs)
+    return Model(lambda inputs, wanted: model.predict(inputs))
 
 
 def _module(asked: Load) -> Any:

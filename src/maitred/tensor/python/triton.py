@@ -18,44 +18,57 @@ import numpy as np
 from maitred.errors import InvalidRequest
 from maitred.tensor.config_fields import DATA_TYPES
 from maitred.tensor.instance import NUMPY_TYPES
-from maitred.tensor.python.frames import Load, Predict
+from maitred.tensor.python.frames import Load, Model
 
 MODULE = "triton_python_backend_utils"
 CLASS = "TritonPythonModel"
+NOT_DECOUPLED = "decoupled models are not served: one request has one answer"
 _logger = logging.getLogger("maitred.python_model")
 
 
-def load(asked: Load, module: ModuleType) -> Predict:
-    """Its class, initialized."""
+def load(asked: Load, module: ModuleType) -> Model:
+    """Its class, initialized, with the config as the class completes it."""
     made = getattr(module, CLASS, None)
     if made is None:
         raise LookupError(f"{asked.file} has no class {CLASS}")
+    config = _completed(made, asked.config)
     model = made()
     if hasattr(model, "initialize"):
-        model.initialize(
-            {
-                "model_config": json.dumps(asked.config),
-                "model_instance_kind": "CPU",
-                "model_instance_name": asked.instance,
-                "model_instance_device_id": "0",
-                "model_repository": asked.folder.rpartition("/")[0],
-                "model_version": str(asked.version),
-                "model_name": asked.config["name"],
-            }
-        )
+        model.initialize(_arguments(asked, config))
 
     def predict(inputs: Mapping[str, np.ndarray], wanted: tuple[str, ...]) -> Mapping[str, np.ndarray]:
         tensors = [Tensor(name, array) for name, array in inputs.items()]
-        names = wanted or tuple(each["name"] for each in asked.config["output"])
+        names = wanted or tuple(each["name"] for each in config["output"])
         request = InferenceRequest(
             inputs=tensors,
             requested_output_names=list(names),
-            model_name=asked.config["name"],
+            model_name=config["name"],
             model_version=asked.version,
         )
         return _outputs(model.execute([request]))
 
-    return predict
+    return Model(predict, getattr(model, "finalize", lambda: None), config)
+
+
+def _completed(made: Any, config: dict[str, Any]) -> dict[str, Any]:
+    if not hasattr(made, "auto_complete_config"):
+        return config
+    completed = made.auto_complete_config(ModelConfig(json.dumps(config)))
+    if not isinstance(completed, ModelConfig):
+        raise TypeError(f"auto_complete_config must return the ModelConfig, not {type(completed).__name__}")
+    return completed.as_dict()
+
+
+def _arguments(asked: Load, config: dict[str, Any]) -> dict[str, str]:
+    return {
+        "model_config": json.dumps(config),
+        "model_instance_kind": asked.kind,
+        "model_instance_name": asked.instance,
+        "model_instance_device_id": str(asked.device),
+        "model_repository": asked.folder.rpartition("/")[0],
+        "model_version": str(asked.version),
+        "model_name": config["name"],
+    }
 
 
 def _outputs(responses: Any) -> dict[str, np.ndarray]:
@@ -178,7 +191,7 @@ class InferenceRequest:
     async_exec = exec
 
     def get_response_sender(self) -> Any:
-        raise TritonModelException("decoupled models are not served: one request has one answer")
+        raise TritonModelException(NOT_DECOUPLED)
 
 
 class InferenceResponse:
@@ -195,6 +208,54 @@ class InferenceResponse:
 
     def error(self) -> TritonError | None:
         return self._error
+
+
+class ModelConfig:
+    """What `auto_complete_config` completes: a config as Triton's JSON. ValueError for what the file gainsays."""
+
+    def __init__(self, model_config: str) -> None:
+        self._config: dict[str, Any] = json.loads(model_config)
+
+    def as_dict(self) -> dict[str, Any]:
+        return self._config
+
+    def set_max_batch_size(self, max_batch_size: int) -> None:
+        if self._config["max_batch_size"] > max_batch_size:
+            raise ValueError(
+                f"max_batch_size is {self._config['max_batch_size']} in the config, {max_batch_size} in the model"
+            )
+        self._config["max_batch_size"] = max_batch_size
+
+    def set_dynamic_batching(self) -> None:
+        if "sequence_batching" in self._config:
+            raise ValueError("the config has sequence_batching, and the model sets dynamic_batching")
+        self._config.setdefault("dynamic_batching", {})
+
+    def set_model_transaction_policy(self, transaction_policy: dict[str, Any]) -> None:
+        if transaction_policy.get("decoupled"):
+            raise ValueError(NOT_DECOUPLED)
+        self._config["model_transaction_policy"] = dict(transaction_policy)
+
+    def add_input(self, tensor: dict[str, Any]) -> None:
+        self._add("input", tensor)
+
+    def add_output(self, tensor: dict[str, Any]) -> None:
+        self._add("output", tensor)
+
+    def _add(self, side: str, tensor: dict[str, Any]) -> None:
+        """One that the config has stays as it is, and must be the same."""
+        absent = {"name", "data_type", "dims"} - {*tensor}
+        if absent:
+            raise ValueError(f"an {side} that auto_complete_config adds has no {min(absent)}: {tensor}")
+        known = next((each for each in self._config[side] if each["name"] == tensor["name"]), None)
+        if known is None:
+            self._config[side].append(tensor)
+            return
+        for key in ("data_type", "dims"):
+            if known[key] != tensor[key]:
+                raise ValueError(
+                    f"{side} {tensor['name']!r} has {key} {known[key]} in the config, {tensor[key]} in the model"
+                )
 
 
 class Logger:
@@ -258,6 +319,10 @@ def numpy_to_triton_type(data_type: Any) -> int:
     kind = np.dtype(data_type)
     name = "TYPE_STRING" if kind.kind in "OSU" else next(key for key, each in NUMPY_TYPES.items() if each == kind)
     return DATA_TYPES[name]
+
+
+def __getattr__(name: str) -> Any:
+    raise AttributeError(f"{MODULE}.{name} is not built here")
 
 
 sys.modules[MODULE] = sys.modules[__name__]
