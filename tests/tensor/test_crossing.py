@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import signal
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -17,6 +16,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from maitred.api.tensor.parameters import Place, keep
 from maitred.api.tensor.regions import SystemRegions
 from maitred.clock import WallClock
 from maitred.engine.frames import encode
@@ -181,6 +181,26 @@ def test_after_a_kill_requests_run_again_and_answers_that_are_held_stay_as_they_
     asyncio.run(ask())
 
 
+def test_an_engine_that_is_killed_between_its_batches_loses_no_answer_and_no_block(tmp_path):
+    write_add(tmp_path)
+
+    async def ask():
+        async with engine(tmp_path) as client:
+            tensors, killed = client.tensors, client.supervisor.pid
+            asked = [asyncio.ensure_future(tensors.infer(request(f"r{at}", row(at), row(at)))) for at in range(40)]
+            await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+            os.kill(killed, signal.SIGKILL)
+            await until_async(lambda: client.supervisor.ready and client.supervisor.pid != killed)
+            for at, one in enumerate(asked):
+                assert np.array_equal(array_of((await one).outputs[0]), row(2 * at))
+            asked.clear()
+            del one
+            await asyncio.sleep(0)
+            assert tensors.memory.num_used == 0
+
+    asyncio.run(ask())
+
+
 def test_where_there_is_no_room_tensors_are_copied_into_frames(tmp_path):
     write_add(tmp_path)
 
@@ -290,7 +310,9 @@ def test_the_engine_reads_a_region_and_writes_outputs_there_until_it_is_unregist
             regions.register("mine", memory.name, 0, 2**17)
             async with engine(tmp_path) as client:
                 pid = client.supervisor.pid
-                answer = await client.tensors.infer(in_region(regions, "r"))
+                asked = in_region(regions, "r")
+                answer = await client.tensors.infer(asked)
+                assert keep(answer.outputs[0], Place("mine", 8 * WIDTH, 4 * WIDTH), asked.into["OUTPUT"]) == 4 * WIDTH
                 wanted = numbers[:WIDTH] + numbers[WIDTH : 2 * WIDTH]
                 assert np.array_equal(numbers[2 * WIDTH : 3 * WIDTH], wanted)
                 assert np.array_equal(array_of(answer.outputs[0])[0], wanted)
@@ -302,7 +324,7 @@ def test_the_engine_reads_a_region_and_writes_outputs_there_until_it_is_unregist
                 assert small.outputs[0].data.nbytes == 4 * WIDTH
                 assert numbers[2 * WIDTH] == 1000 + WIDTH
                 regions.unregister("mine")
-                del answer
+                del asked, answer
                 await until_async(lambda: memory.name not in maps_of(pid))
             del numbers
 
@@ -369,7 +391,7 @@ def test_a_region_that_its_owner_made_smaller_fails_its_request_alone(tmp_path):
 )
 def test_no_name_leads_to_our_own_memory(key):
     memory, regions = ServerMemory(2**16), SystemRegions()
-    assert not [name for name in os.listdir("/dev/shm") if re.search("maitred|tensors", name)]
+    assert not [name for name in os.listdir("/dev/shm") if "maitred-tensors" in name]
     link = Path("/dev/shm", f"link-{os.getpid()}")
     link.symlink_to(f"/proc/{os.getpid()}/fd/{memory.file}")
     try:
