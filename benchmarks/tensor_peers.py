@@ -209,7 +209,8 @@ def installed(peer: Peer, cache: Path) -> str | None:
         try:
             subprocess.run([sys.executable, "-m", "venv", str(home)], check=True)
             pip = [str(home / "bin/python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-            subprocess.run([*pip, "setuptools<81", *peer.packages], check=True)
+            own = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+            subprocess.run([*pip, "setuptools<81", *peer.packages], check=True, env=own)
         except (subprocess.CalledProcessError, OSError) as error:
             print(f"{peer.name} is left out, it cannot be installed: {error}", flush=True)
             return None

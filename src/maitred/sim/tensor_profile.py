@@ -50,6 +50,7 @@ class HostTimes(msgspec.Struct, frozen=True, kw_only=True):
 
     request_s: float = 0.0  # of each request, until it is in its lane and when its answer is told
     batch_s: float = 0.0  # of each batch, until it begins and when it has ended
+    wake_s: float = 0.0  # that a batch takes longer, until threads have woken up; the keeper does something else then
     timer_s: float = 0.0  # to which its waits are rounded up; 1 ms where the kernel's epoll is asked in ms
 
 

@@ -289,6 +289,7 @@ class TensorSimulation:
         seconds = model.times.seconds(batch.num_rows, longest)
         if self._draw is not None:
             seconds *= drawn(model.times.spread, self._draw())
+        seconds += self._host.wake_s
         self._machine.begin(batch.number, model.times.times_as_long, seconds, model.rules.machine_share, now)
         self._running[batch.number] = _Running(batch, now)
         figures.num_rows += batch.num_rows

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import array
 import asyncio
-import threading
+import sys
 import time
+from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import count
+from math import inf
 from pathlib import Path
 
 import numpy as np
 from google.protobuf import json_format
 
+from maitred.engine.limits import hand_over_quickly
 from maitred.errors import CheckpointError, MaitredError
 from maitred.tensor.arrays import tensor_of
 from maitred.tensor.config import ANY_MESSAGE, WILDCARD, TensorSpec, inputs_of
@@ -24,6 +28,10 @@ from maitred.tensor.sequence_tensors import kept_specs
 from maitred.tensor.service import InferRequest, Tensor
 from maitred.tensor.warmup import made_array
 
+KEEPER = (sys.executable, "-P", "-m", "maitred.tensor.due")
+START_S = 0.3  # until it runs
+READ_BYTES = 65536
+
 
 @dataclass(slots=True)
 class LiveRun:
@@ -33,8 +41,9 @@ class LiveRun:
     num_failed: int = 0
     num_rows: int = 0  # of batches
     num_batches: int = 0
-    compute_s: float = 0.0  # of batches
+    compute_s: float = 0.0  # of batches, of each once for each request in it
     span_s: float = 0.0  # from the first request to the last answer
+    loop_s: float = 0.0  # CPU time of the event loop's thread
 
     @property
     def mean_batch(self) -> float:
@@ -63,6 +72,7 @@ def _dims(spec: TensorSpec, length: int) -> tuple[int, ...]:
 @asynccontextmanager
 async def served(repository: Path, config: ANY_MESSAGE) -> AsyncIterator[LocalTensorService]:
     """One model as `config` has it. Raises CheckpointError."""
+    hand_over_quickly()
     service = LocalTensorService(repository, ControlMode.EXPLICIT)
     await service.start()
     try:
@@ -82,36 +92,24 @@ class Load:
         self._inputs = made_inputs(service.config(model), num_rows, length)
         self._numbers = count()
         self.run = LiveRun()
+        self._first_at, self._last_at = inf, -inf
+        self._cpu_at = 0.0
 
     async def open_loop(self, due_s: Sequence[float]) -> LiveRun:
-        """Each comes when it is due (s from now), whatever became of those before it. A thread keeps the time, for the
-        loop's own timers are a thousandth of a second wide.
-        """
-        loop, ended = asyncio.get_running_loop(), asyncio.Event()
-        asked: set[asyncio.Task[None]] = set()
-        left = [len(due_s)]
-
-        def begin(due_at: float) -> None:
-            task = loop.create_task(self._ask(due_at))
-            asked.add(task)
-            task.add_done_callback(end)
-
-        def end(task: asyncio.Task[None]) -> None:
-            asked.discard(task)
-            left[0] -= 1
-            if not left[0]:
-                ended.set()
-
-        def keep_time() -> None:
-            for due_at in (began + due for due in due_s):
-                if (wait_s := due_at - time.monotonic()) > 0.0:
-                    time.sleep(wait_s)
-                loop.call_soon_threadsafe(begin, due_at)
-
+        """Each comes when it is due (s from now), whatever became of those before it."""
         async with self._measured():
-            began = time.monotonic()
-            threading.Thread(target=keep_time, name="maitred-load", daemon=True).start()
-            await ended.wait()
+            times = [time.monotonic() + START_S + due for due in due_s]
+            keeper = await asyncio.create_subprocess_exec(*KEEPER, stdin=PIPE, stdout=PIPE)
+            assert keeper.stdin is not None
+            assert keeper.stdout is not None
+            keeper.stdin.write(array.array("d", times).tobytes())
+            keeper.stdin.close()
+            self._cpu_at = time.thread_time()
+            asked, left = set[asyncio.Task[None]](), iter(times)
+            while come := await keeper.stdout.read(READ_BYTES):
+                asked |= {asyncio.create_task(self._ask(due_at)) for _, due_at in zip(come, left, strict=False)}
+            await asyncio.gather(*asked)
+            await keeper.wait()
         return self.run
 
     async def closed_loop(self, in_flight: int, seconds: float) -> LiveRun:
@@ -127,19 +125,23 @@ class Load:
         return self.run
 
     async def _ask(self, due_at: float) -> None:
+        self._first_at = min(self._first_at, due_at)
         request = InferRequest(request_id=f"load{next(self._numbers)}", model=self._model, inputs=self._inputs)
         try:
             await self._service.infer(request)
-            self.run.latencies_s.append(time.monotonic() - due_at)
+            self._last_at = time.monotonic()
+            self.run.latencies_s.append(self._last_at - due_at)
         except MaitredError:
             self.run.num_failed += 1
 
     @asynccontextmanager
     async def _measured(self) -> AsyncIterator[None]:
-        self.run = LiveRun()
-        before, began = self._totals(), time.monotonic()
+        self.run = run = LiveRun()
+        self._first_at, self._last_at = inf, -inf
+        before, self._cpu_at = self._totals(), time.thread_time()
         yield
-        run, run.span_s = self.run, time.monotonic() - began
+        run.loop_s = time.thread_time() - self._cpu_at
+        run.span_s = max(0.0, self._last_at - self._first_at)
         num_rows, num_batches, compute_s = np.subtract(self._totals(), before)
         run.num_rows, run.num_batches, run.compute_s = int(num_rows), int(num_batches), float(compute_s)
 

@@ -17,7 +17,7 @@ from maitred.tensor.batch_run import BatchRun, run_batch
 from maitred.tensor.batching import Batching, Rows, lengths_of
 from maitred.tensor.config import ANY_MESSAGE, WILDCARD, inputs_of
 from maitred.tensor.control import EVERY, ControlMode, ModelControl
-from maitred.tensor.live_load import Load, made_inputs, served
+from maitred.tensor.live_load import LiveRun, Load, made_inputs, served
 from maitred.tensor.served_models import LoadedVersion, ServedModels
 from maitred.tensor.service import InferRequest
 
@@ -27,7 +27,7 @@ LENGTHS = (16, 64, 256)  # of open dimensions, where the config has neither buck
 QUANTILES = 100
 MOST_AT_ONCE = 16
 WORST_SHARING = 1.5  # more is two loops without a pause that fight for the interpreter, which no load is
-HOST_RUNS, HOST_PAUSE_S = 40, 0.002
+HOST_RUNS, HOST_PAUSE_S = 40, 0.02  # each longer than a batch, or it is behind the one before
 MOST_TOGETHER = 16
 LONGEST_WAIT_US = 1_000_000
 EPOLL_S = 1e-3  # asyncio asks the kernel's epoll to wait for whole milliseconds
@@ -167,35 +167,36 @@ def _quantiles(values: list[float]) -> tuple[float, ...]:
 
 
 def measured_host(repository: Path, config: ANY_MESSAGE) -> HostTimes:
-    """By requests that come alone, and by such as fill a batch together: the more, the more of it is theirs."""
+    """By requests that come alone, and by such as fill a batch together; the loop's CPU time is what each costs it, and
+    what remains of a lone one's latency is spent in waking up threads.
+    """
     return asyncio.run(_host_times(repository, config))
 
 
 async def _host_times(repository: Path, config: ANY_MESSAGE) -> HostTimes:
     most = min(MOST_TOGETHER, config.max_batch_size)
-    alone_s = await _beside_compute_s(repository, config, 1)
-    if most < 2:
-        return HostTimes(request_s=alone_s / 2, batch_s=alone_s / 2, timer_s=EPOLL_S)
-    request_s = max(0.0, await _beside_compute_s(repository, config, most) - alone_s) / (most - 1)
-    request_s = min(request_s, alone_s)
-    return HostTimes(request_s=request_s, batch_s=alone_s - request_s, timer_s=EPOLL_S)
+    alone = await _bursts(repository, config, 1)
+    alone_s = request_s = alone.loop_s / HOST_RUNS
+    if most > 1:
+        together_s = (await _bursts(repository, config, most)).loop_s / HOST_RUNS
+        request_s = min(alone_s, max(0.0, together_s - alone_s) / (most - 1))
+    waited_s = median(alone.latencies_s) - alone.compute_s / HOST_RUNS - alone_s
+    return HostTimes(request_s=request_s, batch_s=alone_s - request_s, wake_s=max(0.0, waited_s), timer_s=EPOLL_S)
 
 
-async def _beside_compute_s(repository: Path, config: ANY_MESSAGE, together: int) -> float:
-    """From when so many requests come at once to the last answer, less their one batch."""
+async def _bursts(repository: Path, config: ANY_MESSAGE, together: int) -> LiveRun:
+    """Of so many requests that come at once and share a batch, each burst when the one before is over."""
     whole = type(config)()
     whole.CopyFrom(config)
     if config.max_batch_size > 1:
         whole.ClearField("sequence_batching")
         set_batching(whole, together, delay_us=LONGEST_WAIT_US if together > 1 else 0)
-    found = []
     async with served(repository, whole) as service:
         load = Load(service, config.name, length=lengths_to_try(config)[0])
-        for _ in range(HOST_RUNS):
-            await asyncio.sleep(HOST_PAUSE_S)
-            run = await load.open_loop([0.0] * together)
-            found.append(max(run.latencies_s, default=0.0) - run.compute_s / together)
-    return max(0.0, median(found))
+        run = await load.open_loop([HOST_PAUSE_S * (i // together) for i in range(HOST_RUNS * together)])
+    if run.num_failed:
+        raise CheckpointError(f"{config.name!r} failed {run.num_failed} of {HOST_RUNS * together} requests")
+    return run
 
 
 def set_batching(config: ANY_MESSAGE, num_rows: int, delay_us: int = 0) -> None:

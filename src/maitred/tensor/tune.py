@@ -1,7 +1,7 @@
 """Tunes a model: many settings simulated on the scheduler's own lanes with measured batch times, the best of them live.
 
-A setting is what a config says of batches, instances and threads. Whatever the simulation holds of it, the best setting
-without batches runs live too, so that batching is chosen only where it pays.
+A setting is what a config says of batches, instances and threads. The best setting without batches runs live too where
+the simulation does not find it far behind, so that batching is chosen only where it pays.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ from maitred.tensor.repository_files import CONFIG, ModelFolder, read_config, re
 from maitred.tensor.served_models import ServedModels
 
 DELAYS_US = (0, 500, 1000, 2000, 5000)
-FIRST_REQUESTS, SECOND_REQUESTS, SECOND_ROUND = 600, 3000, 12
+FIRST_REQUESTS, SECOND_REQUESTS, SECOND_ROUND = 400, 2500, 8
 NUM_LIVE = 3
+FAR_BEHIND = 1.5  # times the best one's p99, or a part of its requests: no error of the simulation is so large
 POINT_S = 0.06  # of each measured batch
 WARM_S = 0.2
 KEPT_UP = 0.95  # of the asked rate, where it is kept up with
@@ -129,7 +130,7 @@ def tune(folder: Path, target: Target, tell: Callable[[str], None] = lambda line
     tell(f"simulate {len(settings)} settings")
     tried = simulated(model.config, settings, times, host, target)
     live = []
-    for each in best_to_run(tried):
+    for each in best_to_run(tried, target):
         tell(f"run live: {each.setting.told}")
         live.append(replace(each, live=run_live(folder.parent, model.config, each.setting, target)))
     live.sort(key=lambda each: each.live.order(target) if each.live is not None else (True, 0.0))
@@ -227,12 +228,19 @@ def simulated(
     return sorted((tried(each.setting, SECOND_REQUESTS) for each in again), key=order)
 
 
-def best_to_run(tried: Sequence[Tried]) -> list[Tried]:
-    """The best, of those that do the very same one, and the best that does not batch."""
+def best_to_run(tried: Sequence[Tried], target: Target) -> list[Tried]:
+    """The best, of those that do the very same one; and the best that does not batch, unless it is far behind."""
     unlike = {each.simulated: each for each in reversed(tried)}
     best = [each for each in tried if unlike[each.simulated] is each][:NUM_LIVE]
     alone = next((each for each in tried if each.setting.batch == 1), None)
-    return best if alone is None or alone in best else [*best, alone]
+    return best if alone is None or alone in best or _is_far(alone, best[0], target) else [*best, alone]
+
+
+def _is_far(tried: Tried, best: Tried, target: Target) -> bool:
+    mine, first = tried.simulated, best.simulated
+    if target.rate is None:
+        return first.throughput_rps > FAR_BEHIND * mine.throughput_rps
+    return mine.p99_s > FAR_BEHIND * first.p99_s
 
 
 def simulate(
