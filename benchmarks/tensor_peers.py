@@ -31,7 +31,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -235,11 +235,12 @@ def running(peer: Peer, python: str, folder: Path) -> Iterator[tuple[int, int]]:
         _wait(process, f"http://127.0.0.1:{port}{peer.ready}", folder / f"{peer.name}.log")
         yield port, grpc_port
     finally:
-        os.killpg(process.pid, 15)
-        try:
-            process.wait(20)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, 9)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, 15)
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, 9)
 
 
 def _write_mlserver(folder: Path, port: int, grpc_port: int) -> None:

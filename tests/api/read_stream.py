@@ -51,4 +51,4 @@ def calls_of(deltas: Sequence[dict[str, Any]]) -> list[tuple[str, str, str]]:
 
 
 def without_times(usage: dict[str, Any] | None) -> dict[str, Any] | None:
-    return {name: told for name, told in usage.items() if name != "timing_ms"} if usage else None
+    return {name: told for name, told in usage.items() if name not in ("timing_ms", "engine_ms")} if usage else None
