@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
+import subprocess
+import sys
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from itertools import count
@@ -19,6 +22,8 @@ from maitred.errors import InstanceLost, InvalidRequest, KernelError
 from maitred.tensor.arrays import array_of, tensor_of
 from maitred.tensor.check import check
 from maitred.tensor.client import client_with_tensors
+from maitred.tensor.config_fields import DATA_TYPES
+from maitred.tensor.instance import NUMPY_TYPES
 from maitred.tensor.local import LocalTensorService
 from maitred.tensor.python.instance import python_opener
 from maitred.tensor.repository import State
@@ -387,3 +392,16 @@ def test_an_engine_killed_under_a_python_model_leaves_no_process_and_its_batch_r
     new = asyncio.run(story())
     until(lambda: not new.is_running())
     assert (tmp_path / f"finalized{new.pid}").exists()
+
+
+def test_types_of_model_py_are_those_of_configs_and_its_process_imports_no_runtime():
+    told = """
+        import json, sys
+        from maitred.tensor.python import process, triton
+        names = triton.TRITON_STRING_TO_NUMPY
+        types = {name: (triton.numpy_to_triton_type(kind), triton.np.dtype(kind).str) for name, kind in names.items()}
+        print(json.dumps([types, sorted({"onnxruntime", "google.protobuf"} & {*sys.modules})]))
+        """
+    types, runtimes = json.loads(subprocess.check_output([sys.executable, "-c", dedent(told)]))
+    assert types == {name: [DATA_TYPES[name], NUMPY_TYPES[name].str] for name in NUMPY_TYPES if name != "TYPE_BF16"}
+    assert runtimes == []

@@ -16,13 +16,19 @@ from typing import Any, ClassVar
 import numpy as np
 
 from maitred.errors import InvalidRequest
-from maitred.tensor.config_fields import DATA_TYPES
-from maitred.tensor.instance import NUMPY_TYPES
 from maitred.tensor.python.frames import Load, Model
 
 MODULE = "triton_python_backend_utils"
 CLASS = "TritonPythonModel"
 NOT_DECOUPLED = "decoupled models are not served: one request has one answer"
+# Not `maitred.tensor.instance`'s: each process would import a runtime with it. A type's number is its place, from 1.
+TRITON_STRING_TO_NUMPY: dict[str, Any] = {
+    "TYPE_BOOL": np.bool_, "TYPE_UINT8": np.uint8, "TYPE_UINT16": np.uint16, "TYPE_UINT32": np.uint32,
+    "TYPE_UINT64": np.uint64, "TYPE_INT8": np.int8, "TYPE_INT16": np.int16, "TYPE_INT32": np.int32,
+    "TYPE_INT64": np.int64, "TYPE_FP16": np.float16, "TYPE_FP32": np.float32, "TYPE_FP64": np.float64,
+    "TYPE_STRING": np.object_,
+}  # fmt: skip
+_TYPES = tuple(TRITON_STRING_TO_NUMPY.values())
 _logger = logging.getLogger("maitred.python_model")
 
 
@@ -307,18 +313,16 @@ def using_decoupled_model_transaction_policy(model_config: dict[str, Any]) -> bo
 
 def triton_string_to_numpy(triton_type_string: str) -> Any:
     """numpy's type of `TYPE_FP32`."""
-    kind = NUMPY_TYPES[triton_type_string]
-    return np.object_ if kind.hasobject else np.bool_ if kind == np.dtype(bool) else kind.type
+    return TRITON_STRING_TO_NUMPY[triton_type_string]
 
 
 def triton_to_numpy_type(data_type: int) -> Any:
-    return triton_string_to_numpy(next(name for name, number in DATA_TYPES.items() if number == data_type))
+    return _TYPES[data_type - 1]
 
 
 def numpy_to_triton_type(data_type: Any) -> int:
     kind = np.dtype(data_type)
-    name = "TYPE_STRING" if kind.kind in "OSU" else next(key for key, each in NUMPY_TYPES.items() if each == kind)
-    return DATA_TYPES[name]
+    return 1 + _TYPES.index(np.object_ if kind.kind in "OSU" else kind.type)
 
 
 def __getattr__(name: str) -> Any:
