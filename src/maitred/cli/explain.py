@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from maitred.cli.command import Command, Options
 from maitred.cli.local import ENGINE_PARTS, engine_config
 
@@ -14,6 +16,12 @@ def _run(options: Options) -> int:
     from maitred.model.program_report import step_bytes, tell_buffers, tell_fusions, tell_linears
 
     config = engine_config(options)
+    if _is_tensor_model(Path(config.model.model)):
+        from maitred.tensor.explain import explained
+
+        for line in explained(Path(config.model.model)):
+            print(line)
+        return 0
     fallbacks: list[str] = []
     with open_checkpoint(config.model.model, config.model.revision) as checkpoint:
         spec = spec_from_config(checkpoint.config)
@@ -41,12 +49,22 @@ def _run(options: Options) -> int:
     return 0
 
 
+def _is_tensor_model(path: Path) -> bool:
+    """By its files, so that nobody else needs the extra."""
+    return path.suffix == ".onnx" or (path / "config.pbtxt").is_file() or any(path.glob("[1-9]*/model.onnx"))
+
+
 COMMAND = Command(
     path="explain",
-    summary="Tell how a model would be run: what is fused, which kernel each linear gets, formats, buffers, bytes.",
+    summary="Tell how a model would be run: what is fused, which kernel or provider runs it, formats, buffers, bytes.",
     run=_run,
     parts=ENGINE_PARTS,
     positional="model",
     first=("model", "executor", "device", "dtype", "lm_head_dtype", "kv_dtype", "max_model_len", "num_threads"),
-    examples=("maitred explain", "maitred explain ./Qwen3-0.6B --dtype int8", "MAITRED_ISA=avx2 maitred explain"),
+    examples=(
+        "maitred explain",
+        "maitred explain ./Qwen3-0.6B --dtype int8",
+        "MAITRED_ISA=avx2 maitred explain",
+        "maitred explain ./models/resnet",
+    ),
 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import stat
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -88,7 +89,7 @@ class Graph:
     outputs: tuple[GraphTensor, ...]
     defaults: tuple[GraphTensor, ...] = ()
     opsets: tuple[tuple[str, int], ...] = ()  # domain ("" is ONNX's own) and version
-    num_nodes: int = 0
+    operators: Mapping[str, int] = field(default_factory=dict)  # how many nodes are of each, those of inner graphs too
     exact: bool = False  # shapes are those that the runtime inferred, and not only those that the file tells
 
 
@@ -132,7 +133,7 @@ class _Unserved(Exception):
 class _Reading:
     file: WireFile
     externals: set[External] = field(default_factory=set)
-    num_nodes: int = 0
+    operators: Counter[str] = field(default_factory=Counter)
 
     def model(self, span: Span) -> Graph:
         graphs, opsets = [], []
@@ -152,7 +153,7 @@ class _Reading:
             outputs=_tensors("output", outputs),
             defaults=_tensors("input", (each for each in inputs if each.name in constants)),
             opsets=tuple(opsets),
-            num_nodes=self.num_nodes,
+            operators=dict(self.operators),
         )
 
     def graph(self, span: Span, depth: int = 0) -> tuple[list[Any], list[Any], set[str]]:
@@ -174,8 +175,10 @@ class _Reading:
         return inputs, outputs, constants
 
     def _node(self, span: Span, depth: int) -> None:
-        self.num_nodes += 1
-        for _, attribute in self._spans(span, 5):
+        for field_number, attribute in self._spans(span, 4, 5):
+            if field_number == 4:
+                self.operators[self.file.read(attribute).decode()] += 1
+                continue
             for number, value in self._spans(attribute, 5, 6, 10, 11, 22, 23):
                 if number in (6, 11):
                     self.graph(value, depth + 1)

@@ -49,10 +49,7 @@ def served_file(model: ModelFolder, version: ModelVersion) -> Path:
         return version.path
     batches = [*_calibration(model.folder / FOLDER, precision)]
     path = _cache_folder() / f"{_key(model, version, precision)}.onnx"
-    try:
-        measured = msgspec.json.decode(path.with_suffix(".json").read_bytes(), type=Measured)
-    except (OSError, msgspec.DecodeError):
-        measured = _make(version.path, path, precision, batches or [_made_up(model.config)])
+    measured = measured_error(path) or _make(version.path, path, precision, batches or [made_up(model.config)])
     wanted = float(parameters.get("min_cosine", MIN_COSINE))
     if measured.cosine < wanted:
         raise CheckpointError(
@@ -60,6 +57,14 @@ def served_file(model: ModelFolder, version: ModelVersion) -> Path:
             f"model, and min_cosine is {wanted:g}"
         )
     return path
+
+
+def measured_error(path: Path) -> Measured | None:
+    """What the gate saw of an int8 copy; None of a file that is none."""
+    try:
+        return msgspec.json.decode(path.with_suffix(".json").read_bytes(), type=Measured)
+    except (OSError, msgspec.DecodeError):
+        return None
 
 
 def _cache_folder() -> Path:
@@ -91,7 +96,7 @@ def _calibration(folder: Path, precision: str) -> Iterator[Batch]:
             raise CheckpointError(f"cannot read {path}: {error}") from None
 
 
-def _made_up(config: ANY_MESSAGE) -> Batch:
+def made_up(config: ANY_MESSAGE) -> Batch:
     """The same at every start: normal numbers, and small whole ones, which may be places in a table."""
     numbers, rows = np.random.default_rng(0), (ROWS,) if config.max_batch_size > 0 else ()
     batch = {}

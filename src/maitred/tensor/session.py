@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,8 +81,10 @@ def _providers(
     return (*providers, (CPU, {})), tuple(name for name, provider, _ in wanted if provider not in available)
 
 
-def open_session(path: Path, settings: SessionSettings) -> Any:
-    """An onnxruntime.InferenceSession. Raises CheckpointError, in one line, for a file that the runtime refuses."""
+def open_session(path: Path, settings: SessionSettings, also: Callable[[Any], None] = lambda options: None) -> Any:
+    """An onnxruntime.InferenceSession; `also` changes its SessionOptions. Raises CheckpointError, in one line, for files
+    that the runtime refuses.
+    """
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3  # what it cannot do is raised; what it merely remarks is nobody's to read
     options.graph_optimization_level = getattr(onnxruntime.GraphOptimizationLevel, settings.graph_level)
@@ -95,6 +97,7 @@ def open_session(path: Path, settings: SessionSettings) -> Any:
     try:
         for key, value in settings.entries:
             options.add_session_config_entry(key, value)
+        also(options)
         return onnxruntime.InferenceSession(str(path), options, providers=[*settings.providers])
     except Exception as error:  # the runtime's own have no root but this
         raise CheckpointError(f"{path}: onnxruntime cannot load it: {one_line(error)}") from None
