@@ -16,7 +16,7 @@ def _run(options: Options) -> int:
     from maitred.model.program_report import step_bytes, tell_buffers, tell_fusions, tell_linears
 
     config = engine_config(options)
-    if _is_tensor_model(Path(config.model.model)):
+    if config.model.model is not None and _is_tensor_model(Path(config.model.model)):
         from maitred.tensor.explain import explained
 
         for line in explained(Path(config.model.model)):

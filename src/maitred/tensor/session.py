@@ -82,7 +82,7 @@ def _providers(
 
 
 def open_session(path: Path, settings: SessionSettings, also: Callable[[Any], None] = lambda options: None) -> Any:
-    """An onnxruntime.InferenceSession; `also` changes its SessionOptions. Raises CheckpointError, in one line, for files
+    """An onnxruntime.InferenceSession; `also` changes its options. Raises CheckpointError, in one line, for a file
     that the runtime refuses.
     """
     options = onnxruntime.SessionOptions()
