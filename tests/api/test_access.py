@@ -40,8 +40,11 @@ def test_every_route_but_the_open_ones_needs_a_key(locked, method, path):
         assert response.status_code == 200
     else:
         assert response.status_code == 401
-        assert response.json()["error"]["code"] == "invalid_api_key"
-        assert response.json()["error"]["type"] == "authentication_error"
+        told = response.json()["error"]
+        if path.startswith("/v2/"):  # KServe v2's errors are texts
+            assert "key" in told
+        else:
+            assert (told["code"], told["type"]) == ("invalid_api_key", "authentication_error")
         assert response.headers["www-authenticate"] == "Bearer"
 
 

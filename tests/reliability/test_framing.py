@@ -309,7 +309,9 @@ def test_no_method_on_any_path_makes_a_5xx(server):
                         answer.text,
                     )
                     if answer.status_code >= 400 and method != "HEAD":
-                        assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+                        told = answer.json()["error"]
+                        assert isinstance(told, str) == path.startswith("/v2/"), "KServe v2's errors are texts"
+                        assert isinstance(told, str) or set(told) == {"message", "type", "param", "code"}
                         assert len(answer.content) < 2000
 
 

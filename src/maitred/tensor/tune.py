@@ -37,7 +37,6 @@ from maitred.tensor.served_models import ServedModels
 DELAYS_US = (0, 500, 1000, 2000, 5000)
 FIRST_REQUESTS, SECOND_REQUESTS, SECOND_ROUND = 400, 2500, 8
 NUM_LIVE = 3
-FAR_BEHIND = 1.5  # times the best one's p99, or a part of its requests: no error of the simulation is so large
 POINT_S = 0.06  # of each measured batch
 WARM_S = 0.2
 KEPT_UP = 0.95  # of the asked rate, where it is kept up with
@@ -229,18 +228,11 @@ def simulated(
 
 
 def best_to_run(tried: Sequence[Tried], target: Target) -> list[Tried]:
-    """The best, of those that do the very same one; and the best that does not batch, unless it is far behind."""
+    """The best, of those that do the very same one; and the best that does not batch."""
     unlike = {each.simulated: each for each in reversed(tried)}
     best = [each for each in tried if unlike[each.simulated] is each][:NUM_LIVE]
     alone = next((each for each in tried if each.setting.batch == 1), None)
-    return best if alone is None or alone in best or _is_far(alone, best[0], target) else [*best, alone]
-
-
-def _is_far(tried: Tried, best: Tried, target: Target) -> bool:
-    mine, first = tried.simulated, best.simulated
-    if target.rate is None:
-        return first.throughput_rps > FAR_BEHIND * mine.throughput_rps
-    return mine.p99_s > FAR_BEHIND * first.p99_s
+    return best if alone is None or alone in best else [*best, alone]
 
 
 def simulate(
