@@ -33,6 +33,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "fleet scale": ("maitred.cli.fleet.scale", "set how many replicas a router launches"),
     "manifests": ("maitred.cli.manifests.command", "write what puts a fleet behind HAProxy, on Kubernetes or KubeRay"),
     "bench serve": ("maitred.cli.bench.command", "load any OpenAI server and measure it"),
+    "bench infer": ("maitred.cli.bench.infer", "load any KServe v2 server and measure a model"),
     "simulate": ("maitred.cli.simulate.command", "compare scheduling policies on a workload, without a model"),
     "keys": ("maitred.cli.keys", "make, list, hash and revoke the API keys of tenants"),
     "roofline": ("maitred.cli.roofline.command", "measure what this machine allows, and how far the engine is from it"),
