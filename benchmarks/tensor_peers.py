@@ -5,13 +5,13 @@
 Two models. `add` adds two vectors of 16 floats: that measures the server. `mlp` is 512-4096-4096-256 (70 MB): that
 measures batching. Each server has its own environment in CACHE, made when it is not there, and its own
 process; all are up at once and measured in turn, ROUNDS times, by wrk (HTTP) and h2load (gRPC), which Debian has. Those
-that speak KServe v2 get its binary data; LitServe and Ray take JSON of their own. Numbers are medians over rounds; the
-ratio of a row is maitred's number over its own.
+that speak KServe v2 get its JSON (mlp: binary data), LitServe and Ray JSON of their own. Numbers are medians over
+rounds; the ratio of a row is maitred's number over its own.
 
 Predicted before the first run (two cores, one of them the client's for a part of the time): add with 16 clients over
 HTTP 0.3 to 0.4 of Triton (its server is C++, ours is Python twice: HTTP and engine), 2 of MLServer, 4 of LitServe, 10
-of Ray; over gRPC 0.25 of Triton and 2 of MLServer, both sides bounded by grpc.aio. mlp with 32 clients: as many as
-Triton, for the runtime computes nearly all of the time, and 5 times what max_batch_size 1 gives.
+of Ray; over gRPC 0.25 of Triton and 2 of MLServer, both sides bounded by grpc.aio. mlp with 32 clients: 5 times what
+max_batch_size 1 gives.
 """
 
 from __future__ import annotations
@@ -79,16 +79,9 @@ PEERS = (
     Peer("maitred", (*SELF, "--model-repository", "FOLDER/batched"), grpc=True, models=("add", "mlp")),
     Peer("maitred, no batches", (*SELF, "--model-repository", "FOLDER/alone"), models=("mlp",)),
     Peer(
-        "triton 2.51 (python)",
-        ("PYTHON", str(HERE / "serve_triton.py"), "PORT", "GRPC", "FOLDER/mlp.onnx"),
-        ("nvidia-pytriton==0.7.0", "numpy<2", "onnxruntime<1.24"),
-        grpc=True,
-        models=("add", "mlp"),
-    ),
-    Peer(
         "mlserver 1.7.1",
-        ("PYTHON", "-m", "mlserver", "start", "FOLDER/mlserver"),
-        ("mlserver==1.7.1", "numpy<2"),
+        ("PYTHON", "-c", "from mlserver.cli import main; main()", "start", "FOLDER/mlserver"),
+        ("mlserver==1.7.1", "numpy<2", "uvloop<0.22"),
         grpc=True,
     ),
     Peer(
@@ -159,22 +152,24 @@ INPUTS = {"add": (("INPUT0", 16), ("INPUT1", 16)), "mlp": (("INPUT", 512),)}
 def write_requests(folder: Path) -> None:
     """For wrk a script for each model and dialect, for h2load a message."""
     for model, inputs in INPUTS.items():
-        head = json.dumps(
-            {
-                "inputs": [_described(name, width, binary_data_size=4 * width) for name, width in inputs],
-                "parameters": {"binary_data_output": True},
-            }
-        ).encode()
-        data = b"".join(np.arange(width, dtype="f4").tobytes() for _, width in inputs)
-        headers = {"Inference-Header-Content-Length": str(len(head)), "Content-Type": "application/octet-stream"}
-        _write_script(folder / f"{model}.v2.lua", head + data, headers)
+        data = [np.arange(width, dtype="f4") for _, width in inputs]
+        described = [{"name": name, "datatype": "FP32", "shape": [1, width]} for name, width in inputs]
+        headers = {"Content-Type": "application/json"}
+        if model == "add":  # JSON, which all that speak v2 take
+            told = [{**each, "data": array.tolist()} for each, array in zip(described, data, strict=True)]
+            body = json.dumps({"inputs": told}).encode()
+        else:
+            told = [
+                {**each, "parameters": {"binary_data_size": array.nbytes}}
+                for each, array in zip(described, data, strict=True)
+            ]
+            head = json.dumps({"inputs": told, "parameters": {"binary_data_output": True}}).encode()
+            headers = {"Inference-Header-Content-Length": str(len(head)), "Content-Type": "application/octet-stream"}
+            body = head + b"".join(array.tobytes() for array in data)
+        _write_script(folder / f"{model}.v2.lua", body, headers)
         plain = {name: list(range(width)) for name, width in inputs}
         _write_script(folder / f"{model}.json.lua", json.dumps(plain).encode(), {"Content-Type": "application/json"})
         (folder / f"{model}.grpc").write_bytes(_message(model, inputs))
-
-
-def _described(name: str, width: int, **parameters: int) -> dict:
-    return {"name": name, "datatype": "FP32", "shape": [1, width], "parameters": parameters}
 
 
 def _write_script(path: Path, body: bytes, headers: Mapping[str, str]) -> None:
@@ -287,9 +282,10 @@ def http_figures(port: int, peer: Peer, model: str, clients: int, folder: Path, 
         script,
         f"http://127.0.0.1:{port}/{path}",
     ]
-    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    if "Non-2xx" in told:
-        raise SystemExit(f"{peer.name} refuses {model}:\n{told}")
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    told = run.stdout
+    if run.returncode or "Non-2xx" in told:
+        raise SystemExit(f"{peer.name} refuses {model}:\n{told}{run.stderr}")
     return float(_found(r"Requests/sec: +([\d.]+)", told)), _ms(_found(r"99% +(\S+)", told))
 
 
@@ -328,6 +324,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cache", type=Path, help="where the peers' environments are kept")
     parser.add_argument("--peers", default="", help="parts of names, by commas; all without it")
+    parser.add_argument(
+        "--triton",
+        metavar="HTTP:GRPC",
+        help="ports of a Triton that serves add here (nvidia-pytriton has one; its Python backend wants numpy below 2)",
+    )
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--seconds", type=int, default=SECONDS)
     asked = parser.parse_args()
@@ -342,6 +343,9 @@ def main() -> None:
         write_requests(folder)
         pythons = {peer.name: installed(peer, asked.cache) for peer in peers}
         up = [(p, stack.enter_context(running(p, python, folder))) for p in peers if (python := pythons[p.name])]
+        if asked.triton:
+            http_port, grpc_port = map(int, asked.triton.split(":"))
+            up.append((Peer("triton", (), grpc=True), (http_port, grpc_port)))
         for title, model, clients, by_grpc in (
             ("add, HTTP, 1 client", "add", 1, False),
             ("add, HTTP, 16 clients", "add", 16, False),

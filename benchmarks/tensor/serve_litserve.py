@@ -1,7 +1,5 @@
 """LitServe that adds two vectors, in batches of up to 16. HTTP port."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 
@@ -13,7 +11,7 @@ class Add(litserve.LitAPI):
     def setup(self, device: str) -> None:
         pass
 
-    def decode_request(self, request: dict[str, Any]) -> np.ndarray:
+    def decode_request(self, request) -> np.ndarray:  # a type would become the schema of the body
         return np.array([request["INPUT0"], request["INPUT1"]], np.float32)
 
     def batch(self, inputs: list[np.ndarray]) -> np.ndarray:
