@@ -70,6 +70,10 @@ class InferResponse(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     compute_us: int = 0  # its part of its batch
 
 
+DURATIONS = ("success", "fail", "queue", "compute_input", "compute_infer", "compute_output", "cache_hit", "cache_miss")
+"""Of ModelStatistics, each a pair of count and nanoseconds; as Triton names them."""
+
+
 class ModelStatistics(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Of one version since it was loaded, as Triton's statistics extension: counts, and nanoseconds by use."""
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from maitred.errors import ModelNotFound
 from maitred.tensor.batch_run import BatchTimes
-from maitred.tensor.service import ModelStatistics
+from maitred.tensor.service import DURATIONS, ModelStatistics
 
 
 @dataclass(slots=True)
@@ -25,14 +25,11 @@ class _Count:
         return self.count, self.ns
 
 
-_DURATIONS = ("success", "fail", "queue", "compute_input", "compute_infer", "compute_output", "cache_hit", "cache_miss")
-
-
 @dataclass(slots=True)
 class _Counts:
     last_inference_ms: int = 0
     num_rows: int = 0
-    durations: dict[str, _Count] = field(default_factory=lambda: {name: _Count() for name in _DURATIONS})
+    durations: dict[str, _Count] = field(default_factory=lambda: {name: _Count() for name in DURATIONS})
     batches: dict[int, _Count] = field(default_factory=dict)  # by rows
 
 

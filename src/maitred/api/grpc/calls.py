@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,7 +21,6 @@ from maitred.tenancy.caller import Caller
 
 AUTHORIZATION = "authorization"
 Decode = Callable[[bytes], Any]
-_random = random.Random()  # ids are no secrets
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +29,6 @@ class Call:
 
     caller: Caller
     limits: TimeLimits  # the client's deadline
-
-    def new_id(self) -> str:
-        """Of a request of ours; the client's own need not be unique."""
-        return f"{_random.getrandbits(128):032x}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any, NamedTuple
 
-import maitred
+from maitred.api.dialects.kserve import told
 from maitred.api.dialects.kserve.language import Models, asked_of, infer, is_language_model, responses
 from maitred.api.grpc.calls import Call, Method, logged_error
 from maitred.api.grpc.errors import grpc_error
@@ -22,18 +22,16 @@ from maitred.api.grpc.infer_forms import (
     written,
 )
 from maitred.api.http.app import App
-from maitred.api.tensor.extensions import NAMES, Extensions
-from maitred.api.tensor.lease import tensors_of
-from maitred.api.tensor.parameters import version_of
-from maitred.errors import InvalidRequest, MaitredError, UnsupportedParameter
-from maitred.tensor.arrays import datatype_of
-from maitred.tensor.config import ANY_MESSAGE, WILDCARD, TensorSpec, inputs_of, outputs_of
+from maitred.api.tensor.extensions import Extensions
+from maitred.api.tensor.lease import new_id, tensors_of
+from maitred.api.tensor.parameters import check_unload, config_to_load, version_of
+from maitred.errors import MaitredError, UnsupportedParameter
+from maitred.tensor.config import ANY_MESSAGE, inputs_of, outputs_of
 from maitred.tensor.protocol_fields import INFERENCE, MESSAGES, RAW_INPUT_CONTENTS
 from maitred.tensor.raw_contents import split
-from maitred.tensor.service import Buffer, InferRequest, InferResponse, ModelStatistics
+from maitred.tensor.service import DURATIONS, Buffer, InferRequest, InferResponse, ModelStatistics
 
 MOST_IN_STREAM = 256  # requests of one stream that wait for their answers
-_DURATIONS = ("success", "fail", "queue", "compute_input", "compute_infer", "compute_output", "cache_hit", "cache_miss")
 _MEMBERS = {bool: "bool_param", int: "uint32_param", str: "string_param"}  # of a log setting
 
 
@@ -92,12 +90,11 @@ class InferenceService:
         return self._app.tensors is not None and self._app.in_flight.welcome
 
     async def _model_ready(self, message: ANY_MESSAGE, call: Call) -> ANY_MESSAGE:
-        versions, asked = self._models(call).versions(message.name), version_of(message.version)
-        return MESSAGES["ModelReadyResponse"](ready=asked in versions if asked else bool(versions))
+        ready = told.is_ready(self._models(call), message.name, version_of(message.version))
+        return MESSAGES["ModelReadyResponse"](ready=ready)
 
     async def _metadata(self, message: ANY_MESSAGE, call: Call) -> ANY_MESSAGE:
-        told = {"name": self._with.server_id, "version": maitred.__version__, "extensions": NAMES}
-        return MESSAGES["ServerMetadataResponse"](**told)
+        return MESSAGES["ServerMetadataResponse"](**told.server_metadata(self._with.server_id))
 
     async def _model_metadata(self, message: ANY_MESSAGE, call: Call) -> ANY_MESSAGE:
         models = self._models(call)
@@ -107,8 +104,8 @@ class InferenceService:
             name=message.name,
             versions=map(str, models.versions(message.name)),
             platform=config.platform or config.backend,
-            inputs=[_told_tensor(each, batched=batched) for each in inputs_of(config)],
-            outputs=[_told_tensor(each, batched=batched) for each in outputs_of(config)],
+            inputs=[told.tensor(each, batched=batched) for each in inputs_of(config)],
+            outputs=[told.tensor(each, batched=batched) for each in outputs_of(config)],
         )
 
     async def _config(self, message: ANY_MESSAGE, call: Call) -> ANY_MESSAGE:
@@ -125,7 +122,7 @@ class InferenceService:
 
     async def _answered(self, decoded: _Decoded, call: Call) -> tuple[ANY_MESSAGE, list[Buffer]]:
         message = decoded.message
-        request = infer_request(message, decoded.raw, call.new_id(), self._with.regions.view)
+        request = infer_request(message, decoded.raw, new_id(), self._with.regions.view)
         answer = await infer(self._app, call.caller, request, parameters=parameters_of(message), limits=call.limits)
         return self._told(message, request, answer)
 
@@ -183,7 +180,7 @@ class InferenceService:
         """The answers of the language model to one request of a stream."""
         message = decoded.message
         try:
-            request = infer_request(message, decoded.raw, call.new_id(), self._with.regions.view)
+            request = infer_request(message, decoded.raw, new_id(), self._with.regions.view)
             asked = asked_of(request, parameters_of(message))
             async with aclosing(responses(self._app, call.caller, request, asked, call.limits)) as told:
                 async for answer, is_last in told:
@@ -207,20 +204,12 @@ class InferenceService:
 
     async def _load(self, message: ANY_MESSAGE, call: Call) -> ANY_MESSAGE:
         _one_repository(message)
-        parameters = {name: parameter_value(each) for name, each in message.parameters.items()}
-        config = parameters.pop("config", None)
-        if config is not None and not isinstance(config, str):
-            raise InvalidRequest("the parameter 'config' must be a string_param, a ModelConfig as JSON", param="config")
-        if parameters:
-            name = min(parameters)
-            raise UnsupportedParameter(f"the parameter {name[:80]!r} is not supported: models are not uploaded")
-        await tensors_of(self._app).load(message.model_name, config)
+        await tensors_of(self._app).load(message.model_name, config_to_load(parameters_of(message)))
         return MESSAGES["RepositoryModelLoadResponse"]()
 
     async def _unload(self, message: ANY_MESSAGE, call: Call) -> ANY_MESSAGE:
         _one_repository(message)
-        if any(parameter_value(each) for each in message.parameters.values()):
-            raise UnsupportedParameter("unload_dependents is not supported: unload each model by its name")
+        check_unload(parameters_of(message))
         await tensors_of(self._app).unload(message.model_name)
         return MESSAGES["RepositoryModelUnloadResponse"]()
 
@@ -270,16 +259,9 @@ def _one_repository(message: ANY_MESSAGE) -> None:
         raise UnsupportedParameter("repository_name is not supported: a server has one repository")
 
 
-def _told_tensor(spec: TensorSpec, *, batched: bool) -> ANY_MESSAGE:
-    """With the rows of a batch first."""
-    shape = (WILDCARD, *spec.dims) if batched else spec.dims
-    kind = MESSAGES["ModelMetadataResponse.TensorMetadata"]
-    return kind(name=spec.name, datatype=datatype_of(spec.data_type), shape=shape)
-
-
 def _told_statistics(of: ModelStatistics) -> ANY_MESSAGE:
     duration = MESSAGES["StatisticDuration"]
-    parts = {name: duration(count=getattr(of, name)[0], ns=getattr(of, name)[1]) for name in _DURATIONS}
+    parts = {name: duration(count=getattr(of, name)[0], ns=getattr(of, name)[1]) for name in DURATIONS}
     told = MESSAGES["ModelStatistics"](
         name=of.model,
         version=str(of.version),

@@ -13,7 +13,7 @@ from maitred.api.dialects.tfserving.status import (
 )
 from maitred.api.grpc.calls import Call, Method
 from maitred.api.http.app import App
-from maitred.api.tensor.lease import infer, tensors_of
+from maitred.api.tensor.lease import infer, new_id, tensors_of
 from maitred.errors import InvalidRequest, UnsupportedParameter
 from maitred.tensor.config import ANY_MESSAGE
 from maitred.tensor.service import InferRequest
@@ -37,7 +37,7 @@ class PredictionService:
         name, version, label = _spec(message)
         check_signature(message.model_spec.signature_name)
         request = InferRequest(
-            request_id=call.new_id(),
+            request_id=new_id(),
             model=name,
             version=version,
             label=label,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -22,6 +23,14 @@ def tensors_of(app: App) -> TensorService:
     if app.tensors is None:
         raise ModelNotFound("this server has no tensor models; serve with --model-repository")
     return app.tensors
+
+
+_random = random.Random()  # ids are no secrets
+
+
+def new_id() -> str:
+    """Of a request of ours; the client's own need not be unique."""
+    return f"{_random.getrandbits(128):032x}"
 
 
 class TensorLease:

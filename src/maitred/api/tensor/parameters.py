@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from maitred.errors import InvalidRequest
+from maitred.errors import InvalidRequest, UnsupportedParameter
 from maitred.tensor.service import Buffer, SequenceControl, Tensor
 from maitred.tensor.shared import place_of as place_in_memory
 
@@ -70,6 +70,22 @@ def place_of(name: str, parameters: Mapping[str, Any]) -> Place | None:
     if not isinstance(region, str) or not size:
         raise InvalidRequest(f"{name!r} names a {REGION} and must say its {REGION_SIZE}")
     return Place(region, integer(parameters, REGION_OFFSET), size)
+
+
+def config_to_load(parameters: Mapping[str, Any]) -> str | None:
+    """The ModelConfig as JSON that a load brings. Raises InvalidRequest, UnsupportedParameter for uploads."""
+    config = parameters.get("config")
+    if config is not None and not isinstance(config, str):
+        raise InvalidRequest("the parameter 'config' must be a string, a ModelConfig as JSON", param="config")
+    for name in sorted(set(parameters) - {"config"}):
+        raise UnsupportedParameter(f"the parameter {name[:80]!r} is not supported: models are not uploaded")
+    return config
+
+
+def check_unload(parameters: Mapping[str, Any]) -> None:
+    """Raises UnsupportedParameter."""
+    if any(parameters.values()):
+        raise UnsupportedParameter("unload_dependents is not supported: unload each model by its name")
 
 
 def integer(parameters: Mapping[str, Any], name: str) -> int:

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import Sequence
 
 import numpy as np
 
 from maitred.api.generate.dialect import Prompt
 from maitred.api.http.errors import shortened
-from maitred.api.tensor.lease import TensorLease
+from maitred.api.tensor.lease import TensorLease, new_id
 from maitred.errors import InvalidRequest, ModelNotFound, PromptTooLong, TooManyTokens
 from maitred.tensor.config import ANY_MESSAGE
 from maitred.tensor.encoder import check_dimensions, inputs_for, vector_of
 from maitred.tensor.encoder_config import Encoder, encoder_of, is_encoder
 from maitred.tensor.service import InferRequest, TensorService
 from maitred.text.tokenizer import Tokenizer
-
-_random = random.Random()  # ids are no secrets
 
 
 def encoders_of(tensors: TensorService) -> dict[str, Encoder]:
@@ -127,7 +124,7 @@ async def _vector(
     lease: TensorLease, model: str, encoder: Encoder, ids: Sequence[int], num_dimensions: int | None
 ) -> np.ndarray:
     request = InferRequest(
-        request_id=f"{_random.getrandbits(128):032x}",
+        request_id=new_id(),
         model=model,
         inputs=inputs_for(encoder, ids),
         outputs=(encoder.output,),

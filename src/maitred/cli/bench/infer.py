@@ -56,7 +56,8 @@ def _run(options: Options) -> int:
 
     import msgspec
 
-    from maitred.tensor.infer_load import Asked, lines, run_load
+    from maitred.tensor.infer_load import lines, run_load
+    from maitred.tensor.infer_servers import Asked
 
     given = options[InferOptions]
     asked = Asked(

@@ -5,7 +5,6 @@ https://kserve.github.io/website (open inference protocol) and docs/protocol of 
 
 from __future__ import annotations
 
-import random
 import re
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
@@ -33,8 +32,8 @@ from maitred.api.http.exchange import JSON_HEADERS, Exchange, Header
 from maitred.api.http.routes import Route
 from maitred.api.tensor.error_text import TEXT_ERRORS
 from maitred.api.tensor.extensions import Extensions
-from maitred.api.tensor.lease import tensors_of
-from maitred.api.tensor.parameters import integer, version_of
+from maitred.api.tensor.lease import new_id, tensors_of
+from maitred.api.tensor.parameters import check_unload, config_to_load, integer, version_of
 from maitred.errors import InvalidRequest, RouteNotFound, UnsupportedParameter
 from maitred.tensor.config import complete, inputs_of
 from maitred.tensor.service import InferRequest, InferResponse
@@ -46,8 +45,6 @@ _MODEL = re.compile(
 _REGION = re.compile(r"(?:region/(?P<name>[^/]+)/)?(?P<action>status|register|unregister)")
 _REPOSITORY = re.compile(r"models/(?P<model>[^/]+)/(?P<action>load|unload)")
 _BINARY_HEADERS = ((b"content-type", b"application/octet-stream"),)
-_FROM_A_BODY = b"accept-encoding"
-_random = random.Random()  # ids are no secrets
 _objects = msgspec.json.Decoder(dict[str, Any])
 
 
@@ -130,7 +127,7 @@ class KServe:
         await _answer(app, exchange, answer.body, headers)
 
     async def _asked(self, app: App, exchange: Exchange, model: _Model, body: bytes) -> wire.Asked:
-        request = InferRequest(request_id=f"{_random.getrandbits(128):032x}", model=model.name, version=model.version)
+        request = InferRequest(request_id=new_id(), model=model.name, version=model.version)
         num_json_bytes = header_length(exchange.headers.get(HEADER_LENGTH), len(body))
         if num_json_bytes or not body:
             work = partial(wire.asked, body, num_json_bytes, request, self._with.regions.view)
@@ -215,17 +212,11 @@ async def _answer(app: App, exchange: Exchange, body: bytes, headers: tuple[Head
 
 
 async def _load(app: App, model: str, parameters: dict[str, Any]) -> None:
-    config = parameters.pop("config", None)
-    if config is not None and not isinstance(config, str):
-        raise InvalidRequest("the parameter 'config' must be a string, a ModelConfig as JSON", param="config")
-    if parameters:
-        raise UnsupportedParameter(f"the parameter {min(parameters)[:80]!r} is not supported: models are not uploaded")
-    await tensors_of(app).load(model, config)
+    await tensors_of(app).load(model, config_to_load(parameters))
 
 
 async def _unload(app: App, model: str, parameters: dict[str, Any]) -> None:
-    if any(parameters.values()):
-        raise UnsupportedParameter("unload_dependents is not supported: unload each model by its name")
+    check_unload(parameters)
     await tensors_of(app).unload(model)
 
 

@@ -10,9 +10,7 @@ from maitred.api.tensor.extensions import NAMES
 from maitred.errors import InvalidRequest, ModelNotFound
 from maitred.tensor.arrays import datatype_of
 from maitred.tensor.config import WILDCARD, TensorSpec, inputs_of, outputs_of
-from maitred.tensor.service import ModelStatistics, ModelTable, TensorService
-
-DURATIONS = ("success", "fail", "queue", "compute_input", "compute_infer", "compute_output", "cache_hit", "cache_miss")
+from maitred.tensor.service import DURATIONS, ModelStatistics, ModelTable, TensorService
 
 
 def server_metadata(server_id: str) -> dict[str, Any]:
@@ -33,12 +31,12 @@ def model_metadata(models: ModelTable, model: str, version: int) -> dict[str, An
         "name": model,
         "versions": [str(each) for each in ((version,) if version else models.versions(model))],
         "platform": config.platform or config.backend,
-        "inputs": [_tensor(each, batched=batched) for each in inputs_of(config)],
-        "outputs": [_tensor(each, batched=batched) for each in outputs_of(config)],
+        "inputs": [tensor(each, batched=batched) for each in inputs_of(config)],
+        "outputs": [tensor(each, batched=batched) for each in outputs_of(config)],
     }
 
 
-def _tensor(spec: TensorSpec, *, batched: bool) -> dict[str, Any]:
+def tensor(spec: TensorSpec, *, batched: bool) -> dict[str, Any]:
     """With the rows of a batch first."""
     shape = (WILDCARD, *spec.dims) if batched else spec.dims
     return {"name": spec.name, "datatype": datatype_of(spec.data_type), "shape": shape}

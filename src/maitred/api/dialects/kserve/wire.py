@@ -19,7 +19,7 @@ from maitred.api.dialects.kserve.body import object_of
 from maitred.api.tensor.json_values import array_of_json
 from maitred.api.tensor.parameters import CLASSIFICATION, Place, View, flag, integer, keep, place_of, terms_of
 from maitred.errors import InvalidRequest
-from maitred.tensor.arrays import array_of, data_type_of, tensor_of
+from maitred.tensor.arrays import array_of, data_type_of, datatype_of, tensor_of
 from maitred.tensor.config import WILDCARD, TensorSpec
 from maitred.tensor.instance import NUMPY_TYPES
 from maitred.tensor.service import Buffer, InferRequest, InferResponse, Tensor
@@ -98,7 +98,7 @@ def raw_asked(body: bytes, request: InferRequest, specs: Sequence[TensorSpec], *
     if len(specs) != 1:
         raise InvalidRequest(f"a raw binary request needs a model of one input, and this one has {len(specs)}")
     spec = specs[0]
-    datatype = "BYTES" if spec.data_type == "TYPE_STRING" else spec.data_type.removeprefix("TYPE_")
+    datatype = datatype_of(spec.data_type)
     data = len(body).to_bytes(_LENGTH_BYTES, "little") + body if datatype == "BYTES" else body
     shape = (1, *_raw_dims(spec, len(body))) if batched else _raw_dims(spec, len(body))
     whole = msgspec.structs.replace(request, inputs=(Tensor(spec.name, datatype, shape, memoryview(data)),))

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import random
 import re
 from collections.abc import Sequence
 from functools import partial
@@ -19,7 +18,7 @@ from maitred.api.http.app import App
 from maitred.api.http.exchange import JSON_HEADERS, Exchange
 from maitred.api.http.routes import Route
 from maitred.api.tensor.error_text import TEXT_ERRORS
-from maitred.api.tensor.lease import infer, tensors_of
+from maitred.api.tensor.lease import infer, new_id, tensors_of
 from maitred.errors import RouteNotFound
 from maitred.tensor.config import TensorSpec, inputs_of
 from maitred.tensor.service import InferRequest, Tensor
@@ -28,7 +27,6 @@ _PATH = re.compile(
     r"(?P<model>[^/:]+)(?:/versions/(?P<version>\d{1,18})|/labels/(?P<label>[^/:]+))?"
     r"(?:(?P<metadata>/metadata)|:(?P<method>predict|classify|regress))?"
 )
-_random = random.Random()  # ids are no secrets
 
 
 class _Asked(NamedTuple):
@@ -101,7 +99,7 @@ _METHODS = {"predict": _predict, "classify": _classify, "regress": _regress}
 
 async def _outputs(app: App, exchange: Exchange, asked: _Asked, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     request = InferRequest(
-        request_id=f"{_random.getrandbits(128):032x}",
+        request_id=new_id(),
         model=asked.model,
         version=asked.version,
         label=asked.label,
