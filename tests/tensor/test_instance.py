@@ -181,6 +181,14 @@ def test_settings_come_from_the_config_and_providers_in_its_order():
     assert settings_for(config, config.instance_group[0], 1, [CPU]).fell_back == ("tensorrt", "openvino", "cuda")
 
 
+@pytest.mark.parametrize(("written", "spins"), [(None, "0"), ("1", "1")])
+def test_threads_sleep_while_they_wait_unless_the_config_says_otherwise(written, spins):
+    key = "session.intra_op.allow_spinning"
+    parameter = f'parameters {{ key: "{key}" value {{ string_value: "{written}" }} }}' if written else ""
+    config = parse_config(f"instance_group {{ kind: KIND_CPU }} {parameter}".encode(), "config.pbtxt")
+    assert settings_for(config, config.instance_group[0], None, [CPU]).entries == ((key, spins),)
+
+
 def test_an_accelerator_that_is_not_here_falls_back_and_is_told(tmp_path: Path):
     config = 'optimization { execution_accelerators { cpu_execution_accelerator { name: "openvino" } } }'
     version = opened(write_model(tmp_path, "m", config=config))

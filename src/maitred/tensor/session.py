@@ -33,6 +33,10 @@ Value = onnxruntime.OrtValue  # a tensor of the runtime's own
 Provider = tuple[str, Mapping[str, str]]  # a name, and its options
 
 
+# Threads that spin while they wait take cores from whoever reads requests, and from a language model's steps.
+_ENTRIES = {"session.intra_op.allow_spinning": "0"}
+
+
 @dataclass(frozen=True, slots=True)
 class SessionSettings:
     """What a session is opened with."""
@@ -63,7 +67,7 @@ def settings_for(
         parallel=parameters.get("execution_mode", "0") == "1",
         memory_arena=parameters.get("enable_mem_arena", "1") in _TRUE,
         memory_pattern=parameters.get("enable_mem_pattern", "1") in _TRUE,
-        entries=tuple((key, value) for key, value in parameters.items() if key.startswith("session.")),
+        entries=tuple((_ENTRIES | {k: v for k, v in parameters.items() if k.startswith("session.")}).items()),
     )
 
 
