@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 pytest.importorskip("onnxruntime", reason="the extra tensor brings it")
@@ -81,15 +82,29 @@ def test_where_batching_does_not_pay_nothing_is_better_than_batch_1(config):
     tried = simulated(config, settings, {1: DEAR_ROWS}, HostTimes(), target)
     alone = next(each for each in tried if each.setting.batch == 1)
     assert tried[0].simulated.throughput_rps <= alone.simulated.throughput_rps * 1.02
-    assert alone in best_to_run(tried, target)
+    assert alone in best_to_run(tried)
 
 
 @pytest.mark.parametrize("model_times", [DEAR_ROWS, CHEAP_ROWS], ids=["near", "far"])
 def test_the_best_without_batches_runs_live_however_far_behind_it_is_told_to_be(config, model_times):
     target = Target(p99_s=1.0, concurrency=16)
-    to_run = best_to_run(simulated(config, few_settings(config, target), {1: model_times}, HOST, target), target)
+    to_run = best_to_run(simulated(config, few_settings(config, target), {1: model_times}, HOST, target))
     assert any(each.setting.batch == 1 for each in to_run)
     assert len({each.simulated for each in to_run}) == len(to_run), "those that do the very same run once"
+
+
+def of_speed(times, factor):
+    changed = msgspec.structs.replace
+    shapes = (changed(each, seconds=tuple(taken / factor for taken in each.seconds)) for each in times.shapes)
+    return changed(times, shapes=tuple(shapes))
+
+
+def test_those_run_live_differ_in_instances_and_threads_where_they_can(config):
+    target = Target(p99_s=1.0, concurrency=16)
+    times = {threads: of_speed(CHEAP_ROWS, 1 + threads / 10) for threads in (1, 2, 4)}
+    tried = simulated(config, settings_of(config, target, num_cores=2), times, HOST, target)
+    shapes = [(each.setting.instances, each.setting.threads) for each in best_to_run(tried)[:3]]
+    assert len(set(shapes)) == 3
 
 
 def test_settings_leave_the_cores_and_the_time_that_there_is(config):

@@ -129,7 +129,7 @@ def tune(folder: Path, target: Target, tell: Callable[[str], None] = lambda line
     tell(f"simulate {len(settings)} settings")
     tried = simulated(model.config, settings, times, host, target)
     live = []
-    for each in best_to_run(tried, target):
+    for each in best_to_run(tried):
         tell(f"run live: {each.setting.told}")
         live.append(replace(each, live=run_live(folder.parent, model.config, each.setting, target)))
     live.sort(key=lambda each: each.live.order(target) if each.live is not None else (True, 0.0))
@@ -223,16 +223,30 @@ def simulated(
         return (*each.simulated.order(target), setting.instances * setting.threads, setting.delay_us, -setting.batch)
 
     first = sorted((tried(setting, FIRST_REQUESTS) for setting in settings), key=order)
-    again = [*first[:SECOND_ROUND], *islice((each for each in first[SECOND_ROUND:] if each.setting.batch == 1), 1)]
-    return sorted((tried(each.setting, SECOND_REQUESTS) for each in again), key=order)
+    again = {each.setting for each in [*first[:SECOND_ROUND], *_leading(first), *_alone(first)]}
+    return sorted((tried(setting, SECOND_REQUESTS) for setting in again), key=order)
 
 
-def best_to_run(tried: Sequence[Tried], target: Target) -> list[Tried]:
-    """The best, of those that do the very same one; and the best that does not batch."""
+def best_to_run(tried: Sequence[Tried]) -> list[Tried]:
+    """The best, first those of unlike instances and threads: what these do to each other is what a simulation knows
+    least. None that does the very same as another; and the best that does not batch.
+    """
     unlike = {each.simulated: each for each in reversed(tried)}
-    best = [each for each in tried if unlike[each.simulated] is each][:NUM_LIVE]
-    alone = next((each for each in tried if each.setting.batch == 1), None)
-    return best if alone is None or alone in best else [*best, alone]
+    best = [each for each in tried if unlike[each.simulated] is each]
+    leading = _leading(best)
+    best = [*leading, *(each for each in best if each not in leading)][:NUM_LIVE]
+    return best + [each for each in _alone(tried) if each not in best]
+
+
+def _leading(tried: Sequence[Tried]) -> list[Tried]:
+    """The first of each number of instances and threads."""
+    first = {(each.setting.instances, each.setting.threads): each for each in reversed(tried)}
+    return [each for each in tried if first[each.setting.instances, each.setting.threads] is each]
+
+
+def _alone(tried: Sequence[Tried]) -> list[Tried]:
+    """The first that does not batch, if there is one."""
+    return [each for each in tried if each.setting.batch == 1][:1]
 
 
 def simulate(
