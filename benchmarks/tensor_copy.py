@@ -14,12 +14,8 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
-import re
 import statistics
-import subprocess
-import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -30,6 +26,7 @@ import numpy as np
 import onnx
 import onnxruntime
 from onnx import TensorProto, helper
+from tensor.serving import served
 
 COUNT = 2**20
 BYTES = 4 * COUNT
@@ -63,17 +60,10 @@ def runs_alone(model: bytes) -> Callable[[], object]:
 
 
 @contextmanager
-def served(folder: Path, *flags: str) -> Iterator[http.client.HTTPConnection]:
-    """A connection to a server of its own."""
-    command = (sys.executable, "-P", "-m", "maitred", "serve", "none", "--model-repository", str(folder), "--port", "0")
-    with subprocess.Popen([*command, "--host", "127.0.0.1", *flags], stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
-        try:
-            port = next(found[1] for line in process.stderr if (found := re.search(r"http://[\d.]+:(\d+)", line)))
-            threading.Thread(target=process.stderr.read, daemon=True).start()
-            yield http.client.HTTPConnection("127.0.0.1", int(port))
-        finally:
-            process.terminate()
+def connected(folder: Path, *flags: str) -> Iterator[http.client.HTTPConnection]:
+    """To a server of its own."""
+    with served("none", "--model-repository", str(folder), *flags) as url:
+        yield http.client.HTTPConnection("127.0.0.1", int(url.rpartition(":")[2]))
 
 
 def ask(connection: http.client.HTTPConnection, path: str, header: bytes, data: bytes = b"") -> bytes:
@@ -117,8 +107,8 @@ def main() -> None:
         (folder / "sum/1").mkdir(parents=True)
         (folder / "sum/1/model.onnx").write_bytes(model_bytes())
         (folder / "sum/config.pbtxt").write_text(f"{CONFIG} {THREADS}")
-        by_frame = stack.enter_context(served(folder, "--tensor-arena-bytes", "0"))
-        by_arena = stack.enter_context(served(folder))
+        by_frame = stack.enter_context(connected(folder, "--tensor-arena-bytes", "0"))
+        by_arena = stack.enter_context(connected(folder))
         region = SharedMemory(create=True, size=BYTES)
         stack.callback(region.unlink)
         stack.callback(region.close)

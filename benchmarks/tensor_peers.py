@@ -2,16 +2,25 @@
 
     python benchmarks/tensor_peers.py CACHE
 
-Two models. `add` adds two vectors of 16 floats: that measures the server. `mlp` is 512-4096-4096-256 (70 MB): that
-measures batching. Each server has its own environment in CACHE, made when it is not there, and its own
-process; all are up at once and measured in turn, ROUNDS times, by wrk (HTTP) and h2load (gRPC), which Debian has. Those
-that speak KServe v2 get its JSON (mlp: binary data), LitServe and Ray JSON of their own. Numbers are medians over
-rounds; the ratio of a row is maitred's number over its own.
+`add` adds two vectors of 16 floats: that measures the server. `mlp` is 512-4096-4096-256 (70 MB): that measures
+batching. `encoder` has 6 layers of 384 and gets texts of 4 to 24 tokens: maitred pads those of a length bucket to share
+a batch, Triton batches equal shapes alone. Triton is nvidia-pytriton's, with its Python backend; its model.py runs the
+same files on the same ONNX Runtime with a thread for each core.
+
+Each server has its own environment in CACHE, made when it is not there, and its own process; all are up at once and
+measured in turn, ROUNDS times, by wrk (HTTP) and h2load (gRPC), which Debian has. Those that speak KServe v2 get its
+JSON (mlp and encoder: binary data), LitServe and Ray JSON of their own. Numbers are medians over rounds; the ratio of a
+row is maitred's number over its own.
 
 Predicted before the first run (two cores, one of them the client's for a part of the time): add with 16 clients over
 HTTP 0.3 to 0.4 of Triton (its server is C++, ours is Python twice: HTTP and engine), 2 of MLServer, 4 of LitServe, 10
 of Ray; over gRPC 0.25 of Triton and 2 of MLServer, both sides bounded by grpc.aio. mlp with 32 clients: 5 times what
 max_batch_size 1 gives.
+
+Predicted before Triton's first run of mlp and encoder: mlp 0.9 of Triton at the same p99 (aim: 1, no higher p99), for
+the runtime bounds both and our edge takes more of the cores it wants. Encoder 1.5 times Triton (aim 1.3) with 13%
+padding (aim 15%): a batch of 16 clients' is about 5 rows of one bucket where Triton's is mostly one, worth about
+twice, less what the edge takes.
 """
 
 from __future__ import annotations
@@ -23,7 +32,6 @@ import re
 import shutil
 import socket
 import statistics
-import struct
 import subprocess
 import sys
 import tempfile
@@ -33,18 +41,22 @@ import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 
-import numpy as np
 import onnx
-from onnx import TensorProto, helper, numpy_helper
+import onnxruntime
+from onnx import TensorProto
+from tensor_models import MLP_SIZES, add, encoder, mlp, write_mlp, write_model
+from tensor_requests import LONGEST, SHORTEST, write_requests
 
 HERE = Path(__file__).parent / "tensor"
 ROUNDS, SECONDS = 3, 4
 START_S = 180.0
-BATCHED = "max_batch_size: 32 dynamic_batching {}"
-ALONE = "max_batch_size: 1"
+MODELS = {"add": add, "mlp": lambda: mlp(MLP_SIZES), "encoder": encoder}
+BUCKETS = "".join(
+    f'parameters {{ key: "{key}" value {{ string_value: "{value}" }} }}\n'
+    for key, value in {"length_buckets": "8,16,24", "pad.attention_mask": "0"}.items()
+)
 
 
 @dataclass(frozen=True)
@@ -76,8 +88,15 @@ SELF = (
     "GRPC",
 )
 PEERS = (
-    Peer("maitred", (*SELF, "--model-repository", "FOLDER/batched"), grpc=True, models=("add", "mlp")),
+    Peer("maitred", (*SELF, "--model-repository", "FOLDER/batched"), grpc=True, models=tuple(MODELS)),
     Peer("maitred, no batches", (*SELF, "--model-repository", "FOLDER/alone"), models=("mlp",)),
+    Peer(
+        "triton 2.51",
+        ("PYTHON", str(HERE / "serve_triton.py"), "PORT", "GRPC", "FOLDER/triton"),
+        ("nvidia-pytriton==0.7.0", "numpy<2", f"onnxruntime=={onnxruntime.__version__}"),
+        grpc=True,
+        models=tuple(MODELS),
+    ),
     Peer(
         "mlserver 1.7.1",
         ("PYTHON", "-c", "from mlserver.cli import main; main()", "start", "FOLDER/mlserver"),
@@ -101,93 +120,48 @@ PEERS = (
 )
 
 
+@dataclass(frozen=True)
+class Row:
+    """What is measured of each server that can."""
+
+    title: str
+    model: str
+    clients: int
+    by_grpc: bool = False
+
+
+ROWS = (
+    Row("add, HTTP, 1 client", "add", 1),
+    Row("add, HTTP, 16 clients", "add", 16),
+    Row("add, gRPC, 1 client", "add", 1, by_grpc=True),
+    Row("add, gRPC, 16 clients", "add", 16, by_grpc=True),
+    Row("mlp, HTTP, 32 clients", "mlp", 32),
+    Row(f"encoder, HTTP, 16 clients, {SHORTEST} to {LONGEST} tokens mixed", "encoder", 16),
+)
+
+
 # ---- what is served
 
 
 def write_models(folder: Path) -> None:
-    add, mlp = _add(), _mlp()
-    onnx.save(mlp, folder / "mlp.onnx")
-    for name, config in (("batched", BATCHED), ("alone", ALONE)):
-        for model, graph in (("add", add), ("mlp", mlp)):
-            version = folder / name / model / "1"
-            version.mkdir(parents=True)
-            onnx.save(graph, version / "model.onnx")
-            (version.parent / "config.pbtxt").write_text(config)
+    for name, make in MODELS.items():
+        model = make()
+        write_model(folder / "batched", name, model, more=BUCKETS if name == "encoder" else "")
+        python = write_model(folder / "triton", name, model, more=f'backend: "python"\n{described(model)}')
+        shutil.copy(HERE / "triton_model.py", python / "1" / "model.py")
+    write_mlp(folder / "alone", "mlp", MLP_SIZES, max_batch_size=1)
 
 
-def _add() -> onnx.ModelProto:
-    value = [
-        helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", 16]) for name in ("INPUT0", "INPUT1", "OUTPUT")
-    ]
-    return _model([helper.make_node("Add", ["INPUT0", "INPUT1"], ["OUTPUT"])], value[:2], value[2:], [])
-
-
-def _mlp() -> onnx.ModelProto:
-    random, sizes, nodes, weights, at = np.random.default_rng(0), (512, 4096, 4096, 256), [], [], "INPUT"
-    for layer, (wide, narrow) in enumerate(pairwise(sizes)):
-        scale = 1 / np.sqrt(wide)
-        weights.append(
-            numpy_helper.from_array((random.standard_normal((wide, narrow)) * scale).astype("f4"), f"w{layer}")
-        )
-        last = layer == len(sizes) - 2
-        nodes.append(helper.make_node("MatMul", [at, f"w{layer}"], ["OUTPUT" if last else f"m{layer}"]))
-        if not last:
-            nodes.append(helper.make_node("Relu", [f"m{layer}"], [f"r{layer}"]))
-            at = f"r{layer}"
-    ends = [helper.make_tensor_value_info(n, TensorProto.FLOAT, ["n", s]) for n, s in (("INPUT", 512), ("OUTPUT", 256))]
-    return _model(nodes, ends[:1], ends[1:], weights)
-
-
-def _model(nodes: list, inputs: list, outputs: list, weights: list) -> onnx.ModelProto:
-    graph = helper.make_graph(nodes, "model", inputs, outputs, initializer=weights)
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=10)
-
-
-# ---- what is asked
-
-
-INPUTS = {"add": (("INPUT0", 16), ("INPUT1", 16)), "mlp": (("INPUT", 512),)}
-
-
-def write_requests(folder: Path) -> None:
-    """For wrk a script for each model and dialect, for h2load a message."""
-    for model, inputs in INPUTS.items():
-        data = [np.arange(width, dtype="f4") for _, width in inputs]
-        described = [{"name": name, "datatype": "FP32", "shape": [1, width]} for name, width in inputs]
-        headers = {"Content-Type": "application/json"}
-        if model == "add":  # JSON, which all that speak v2 take
-            told = [{**each, "data": array.tolist()} for each, array in zip(described, data, strict=True)]
-            body = json.dumps({"inputs": told}).encode()
-        else:
-            told = [
-                {**each, "parameters": {"binary_data_size": array.nbytes}}
-                for each, array in zip(described, data, strict=True)
-            ]
-            head = json.dumps({"inputs": told, "parameters": {"binary_data_output": True}}).encode()
-            headers = {"Inference-Header-Content-Length": str(len(head)), "Content-Type": "application/octet-stream"}
-            body = head + b"".join(array.tobytes() for array in data)
-        _write_script(folder / f"{model}.v2.lua", body, headers)
-        plain = {name: list(range(width)) for name, width in inputs}
-        _write_script(folder / f"{model}.json.lua", json.dumps(plain).encode(), {"Content-Type": "application/json"})
-        (folder / f"{model}.grpc").write_bytes(_message(model, inputs))
-
-
-def _write_script(path: Path, body: bytes, headers: Mapping[str, str]) -> None:
-    told = "".join(f"\\{byte:03d}" for byte in body)
-    lines = ['wrk.method = "POST"', f'wrk.body = "{told}"']
-    path.write_text("\n".join([*lines, *(f'wrk.headers["{k}"] = "{v}"' for k, v in headers.items())]))
-
-
-def _message(model: str, inputs: Sequence[tuple[str, int]]) -> bytes:
-    """A ModelInferRequest in gRPC's frame."""
-    from maitred.tensor.protocol_fields import MESSAGES
-
-    told = MESSAGES["ModelInferRequest"](model_name=model)
-    for name, width in inputs:
-        told.inputs.add(name=name, datatype="FP32", shape=[1, width])
-        told.raw_input_contents.append(np.arange(width, dtype="f4").tobytes())
-    content = told.SerializeToString()
-    return b"\0" + struct.pack(">I", len(content)) + content
+def described(model: onnx.ModelProto) -> str:
+    """Inputs and outputs for a config.pbtxt whose backend does not read them from the graph."""
+    kinds = {TensorProto.FLOAT: "TYPE_FP32", TensorProto.INT64: "TYPE_INT64"}
+    told = []
+    for side, tensors in (("input", model.graph.input), ("output", model.graph.output)):
+        for tensor in tensors:
+            kind = tensor.type.tensor_type
+            dims = [each.dim_value or -1 for each in kind.shape.dim[1:]]
+            told.append(f'{side} {{ name: "{tensor.name}" data_type: {kinds[kind.elem_type]} dims: {dims} }}')
+    return "\n".join(told)
 
 
 # ---- servers
@@ -216,7 +190,7 @@ def installed(peer: Peer, cache: Path) -> str | None:
 @contextmanager
 def running(peer: Peer, python: str, folder: Path) -> Iterator[tuple[int, int]]:
     """Its HTTP and gRPC ports, once it is ready."""
-    port, grpc_port = _free_port(), _free_port()
+    port, grpc_port = _free_ports(2)
     if peer.name.startswith("mlserver"):
         _write_mlserver(folder / "mlserver", port, grpc_port)
     fill = {"PORT": str(port), "GRPC": str(grpc_port), "PYTHON": python}
@@ -241,17 +215,19 @@ def running(peer: Peer, python: str, folder: Path) -> Iterator[tuple[int, int]]:
 def _write_mlserver(folder: Path, port: int, grpc_port: int) -> None:
     folder.mkdir()
     shutil.copy(HERE / "mlserver_add.py", folder / "mlserver_add.py")
-    ports = {"http_port": port, "grpc_port": grpc_port, "metrics_port": _free_port(), "debug": False}
+    ports = {"http_port": port, "grpc_port": grpc_port, "metrics_port": _free_ports(1)[0], "debug": False}
     (folder / "settings.json").write_text(json.dumps(ports))
     model = {"name": "add", "implementation": "mlserver_add.Add", "max_batch_size": 16, "max_batch_time": 0.001}
     (folder / "model-settings.json").write_text(json.dumps(model))
 
 
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-        return port
+def _free_ports(count: int) -> list[int]:
+    """All held at once, so that none comes twice."""
+    with ExitStack() as held:
+        found = [held.enter_context(socket.socket()) for _ in range(count)]
+        for each in found:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in found]
 
 
 def _wait(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
@@ -324,11 +300,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cache", type=Path, help="where the peers' environments are kept")
     parser.add_argument("--peers", default="", help="parts of names, by commas; all without it")
-    parser.add_argument(
-        "--triton",
-        metavar="HTTP:GRPC",
-        help="ports of a Triton that serves add here (nvidia-pytriton has one; its Python backend wants numpy below 2)",
-    )
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--seconds", type=int, default=SECONDS)
     asked = parser.parse_args()
@@ -343,44 +314,34 @@ def main() -> None:
         write_requests(folder)
         pythons = {peer.name: installed(peer, asked.cache) for peer in peers}
         up = [(p, stack.enter_context(running(p, python, folder))) for p in peers if (python := pythons[p.name])]
-        if asked.triton:
-            http_port, grpc_port = map(int, asked.triton.split(":"))
-            up.append((Peer("triton", (), grpc=True), (http_port, grpc_port)))
-        for title, model, clients, by_grpc in (
-            ("add, HTTP, 1 client", "add", 1, False),
-            ("add, HTTP, 16 clients", "add", 16, False),
-            ("add, gRPC, 1 client", "add", 1, True),
-            ("add, gRPC, 16 clients", "add", 16, True),
-            ("mlp, HTTP, 32 clients", "mlp", 32, False),
-        ):
-            print_rows(title, up, model, clients, folder, asked, by_grpc=by_grpc)
+        for row in ROWS:
+            print_row(row, up, folder, asked)
+        print_padding(up[0][1][0])
 
 
-def print_rows(
-    title: str,
-    up: Sequence[tuple[Peer, tuple[int, int]]],
-    model: str,
-    clients: int,
-    folder: Path,
-    asked: argparse.Namespace,
-    *,
-    by_grpc: bool,
-) -> None:
-    able = [(peer, ports) for peer, ports in up if model in peer.models and (peer.grpc or not by_grpc)]
+def print_row(row: Row, up: Sequence[tuple[Peer, tuple[int, int]]], folder: Path, asked: argparse.Namespace) -> None:
+    able = [(peer, ports) for peer, ports in up if row.model in peer.models and (peer.grpc or not row.by_grpc)]
     found: dict[str, list[tuple[float, float]]] = {peer.name: [] for peer, _ in able}
     for _ in range(asked.rounds):
         for peer, (port, grpc_port) in able:
-            if by_grpc:
-                found[peer.name].append(grpc_figures(grpc_port, model, clients, folder, asked.seconds))
+            if row.by_grpc:
+                figures = grpc_figures(grpc_port, row.model, row.clients, folder, asked.seconds)
             else:
-                found[peer.name].append(http_figures(port, peer, model, clients, folder, asked.seconds))
-    print(
-        f"\n{title}\n{'':24}{'requests/s':>12}{'mean ms' if by_grpc else 'p99 ms':>10}{'maitred / it':>14}", flush=True
-    )
+                figures = http_figures(port, peer, row.model, row.clients, folder, asked.seconds)
+            found[peer.name].append(figures)
+    unit = "mean ms" if row.by_grpc else "p99 ms"
+    print(f"\n{row.title}\n{'':24}{'requests/s':>12}{unit:>10}{'maitred / it':>14}", flush=True)
     ours = statistics.median(rate for rate, _ in found["maitred"])
-    for name, figures in found.items():
-        rate, ms = (statistics.median(each) for each in zip(*figures, strict=True))
+    for name, told in found.items():
+        rate, ms = (statistics.median(each) for each in zip(*told, strict=True))
         print(f"{name:24}{rate:12.0f}{ms:10.2f}{ours / rate:14.2f}", flush=True)
+
+
+def print_padding(port: int) -> None:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
+        told = answer.read().decode()
+    ratio = float(_found(r'(?m)^maitred_tensor_padding_ratio\{[^}]*model="encoder"[^}]*\} (\S+)', told))
+    print(f"{ratio:.1%} of what maitred's encoder computed was padding", flush=True)
 
 
 if __name__ == "__main__":
