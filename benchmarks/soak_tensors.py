@@ -1,10 +1,11 @@
-"""Reloads of a tensor model under load, then memory over many: fails where a request fails, or memory grows.
+"""Reloads of a tensor model under load, memory over many, and kills: fails where a request fails, or memory grows.
 
-    python benchmarks/soak_tensors.py [--reloads 50] [--more-reloads 150] [--requests 100000]
+    python benchmarks/soak_tensors.py [--reloads 50] [--more-reloads 150] [--requests 100000] [--kills 10]
 
 An MLP of 70 MB answers sixteen clients, calm for a while, then while it is loaded again `--reloads` times: no request
 may fail, and p99 may be at most three times what it was. After those and a tenth of the requests resident memory of
-both processes is taken; at the end of all reloads and requests it may have grown by 5%.
+both processes is taken; at the end of all reloads and requests it may have grown by 5%. Then the engine's process is
+killed `--kills` times under the same load: each request runs again, so none may fail.
 
 Predicted before the first run: no failure; p99 1.5 times, since a reload reads and packs 70 MB on one of two cores for
 about 0.15 s; memory flat after the first reloads, which leave two of the model's sizes to the allocator.
@@ -17,6 +18,7 @@ import asyncio
 import sys
 import tempfile
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import aiohttp
@@ -29,6 +31,7 @@ from maitred.tensor.infer_load import Measured, run_load
 from maitred.tensor.infer_servers import Asked
 
 CLIENTS, CALM_S, ENDLESS_S = 16, 8.0, 3600.0
+BETWEEN_KILLS_S = 3.0
 MAX_P99, MAX_GROWTH = 3.0, 1.05
 
 
@@ -48,20 +51,42 @@ async def reload_often(url: str, times: int) -> float:
     return (time.monotonic() - began) / times
 
 
-async def under_reloads(url: str, times: int) -> Measured:
-    reloading = asyncio.create_task(reload_often(url, times))
+async def kill_often(url: str, times: int) -> float:
+    """The engine's process, each time once it has answered for a while again; seconds from one kill to the next."""
+    began = time.monotonic()
+    async with aiohttp.ClientSession() as session:
+        for _ in range(times):
+            await asyncio.sleep(BETWEEN_KILLS_S)
+            (engine,) = server().children()
+            engine.kill()
+            engine.wait()
+            while True:
+                async with session.get(f"{url}/v2/models/mlp/ready") as answer:
+                    if answer.status == 200 and server().children():
+                        break
+                await asyncio.sleep(0.05)
+    return (time.monotonic() - began) / times
+
+
+async def while_under_way(url: str, what: str, times: int, change: Callable[[str, int], Awaitable[float]]) -> Measured:
+    """Load, until all changes were made."""
+    changing = asyncio.ensure_future(change(url, times))
     whole = Measured()
-    while not reloading.done():
+    while not changing.done():
         part = await asked(url, 1.0)
         whole.latencies_s += part.latencies_s
         whole.failures += part.failures
-    print(f"{times} reloads, {await reloading:.2f} s each", flush=True)
+    print(f"{times} {what}, {await changing:.2f} s each", flush=True)
     return whole
 
 
+def server() -> psutil.Process:
+    (found,) = psutil.Process().children()
+    return found
+
+
 def resident_mib() -> float:
-    server = psutil.Process().children()[0]
-    return sum(each.memory_info().rss for each in (server, *server.children(recursive=True))) / 2**20
+    return sum(each.memory_info().rss for each in (server(), *server().children(recursive=True))) / 2**20
 
 
 def p99_ms(measured: Measured) -> float:
@@ -73,19 +98,21 @@ def main() -> None:
     parser.add_argument("--reloads", type=int, default=50)
     parser.add_argument("--more-reloads", type=int, default=150)
     parser.add_argument("--requests", type=int, default=100_000)
+    parser.add_argument("--kills", type=int, default=10)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as root:
         write_mlp(Path(root), "mlp", MLP_SIZES)
         with served("none", "--model-repository", root, "--model-control-mode", "explicit", "--load-model", "*") as url:
             calm = asyncio.run(asked(url, CALM_S))
-            loaded = asyncio.run(under_reloads(url, options.reloads))
+            loaded = asyncio.run(while_under_way(url, "reloads", options.reloads, reload_often))
             asyncio.run(asked(url, ENDLESS_S, options.requests // 10))
             before = resident_mib()
-            after_reloads = asyncio.run(under_reloads(url, options.more_reloads))
+            after_reloads = asyncio.run(while_under_way(url, "reloads", options.more_reloads, reload_often))
             rest = asyncio.run(asked(url, ENDLESS_S, options.requests - options.requests // 10))
             after = resident_mib()
+            killed = asyncio.run(while_under_way(url, "kills", options.kills, kill_often))
     ratio, growth = p99_ms(loaded) / p99_ms(calm), after / before
-    num_failed = sum(each.failures.total() for each in (calm, loaded, after_reloads, rest))
+    num_failed = sum(each.failures.total() for each in (calm, loaded, after_reloads, rest, killed))
     print(f"p99 {p99_ms(calm):.1f} ms, while reloaded {p99_ms(loaded):.1f} ms: {ratio:.2f} times (at most {MAX_P99:g})")
     print(f"resident {before:.0f} MiB, after all {after:.0f} MiB: {growth:.3f} (at most {MAX_GROWTH:g})")
     print(f"{num_failed} failed")
