@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 
 import msgspec
+import psutil
 import pytest
 
 pytest.importorskip("onnxruntime", reason="the extra tensor brings it")
@@ -28,6 +29,10 @@ from maitred.tensor.tune import (
 )
 from tests.tensor.ensembles import write_diamond
 from tests.tensor.models import write_model
+from tests.tensor.test_python_models import CONFIG as PYTHON_CONFIG
+from tests.tensor.test_python_models import triton_model
+from tests.tensor.test_python_models import write as write_python
+from tests.waiting import until
 
 CONFIG = """
 # a comment
@@ -182,3 +187,16 @@ def test_a_model_is_tuned_live_and_written(tmp_path, capsys):
 def test_slips_are_told(tmp_path, capsys, words, told):
     assert main(["tune", "add", "--model-repository", str(tmp_path), *words]) != 0
     assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "command", [["profile"], ["tune", "double", "--p99", "5s", "--concurrency", "2", "--seconds", "0.2"]]
+)
+def test_a_python_model_is_profiled_and_tuned_where_its_code_may_run(tmp_path, capsys, command):
+    write_python(tmp_path, "double", triton_model(), config=PYTHON_CONFIG)
+    asked = [*command, "--model-repository", str(tmp_path)]
+    assert main(asked) != 0
+    assert "allow that with --allow-repository-code" in capsys.readouterr().err
+    assert main([*asked, "--allow-repository-code"]) == 0
+    assert "batch" in capsys.readouterr().out
+    until(lambda: psutil.Process().children() == [])  # they end by themselves

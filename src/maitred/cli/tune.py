@@ -35,6 +35,8 @@ class TuneOptions:
     """Of each request."""
     length: int = 0
     """Of the open dimensions of its inputs; 0 is one of the length buckets, or of the warm-up."""
+    allow_repository_code: bool = False
+    """Run its model.py, in processes of its own, where it is Python."""
     seconds: float = option(2.0, metavar="SECONDS")
     """Of each live run; longer is surer."""
     write: bool = False
@@ -58,6 +60,7 @@ def _run(options: Options) -> int:
     from pathlib import Path
 
     from maitred.cli.console import inert, note
+    from maitred.tensor.python.instance import all_openers
     from maitred.tensor.tune import Target, tune, write_setting
 
     asked = options[TuneOptions]
@@ -75,7 +78,7 @@ def _run(options: Options) -> int:
     folder = Path(asked.model_repository, asked.model)
     if not folder.is_dir():
         raise ConfigError(f"{asked.model_repository} has no model {asked.model!r}")
-    tuned = tune(folder, target, note)
+    tuned = tune(folder, target, note, all_openers(allow_code=asked.allow_repository_code))
     meets = tuned.chosen.live is not None and tuned.chosen.live.meets(target)
     if asked.json:
         import msgspec

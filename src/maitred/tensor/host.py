@@ -20,7 +20,6 @@ from maitred.engine.frames import OfTensors, Report, encode
 from maitred.errors import CheckpointError, ConfigError, MaitredError, RequestTooLarge
 from maitred.request import FinishReason
 from maitred.tensor.batch_run import BatchTimes
-from maitred.tensor.config_checks import PYTHON
 from maitred.tensor.control import ControlMode, ModelControl
 from maitred.tensor.crossing import EngineMemory
 from maitred.tensor.flows import add_flows
@@ -42,10 +41,10 @@ from maitred.tensor.frames import (
     problem_of,
 )
 from maitred.tensor.frames import ServedVersion as Told
-from maitred.tensor.python.instance import python_opener
+from maitred.tensor.python.instance import all_openers
 from maitred.tensor.repository_files import model_of_file
 from maitred.tensor.runner import Answer, TensorRunner
-from maitred.tensor.served_models import OPENERS, ServedModels
+from maitred.tensor.served_models import ServedModels
 from maitred.tensor.service import InferResponse
 from maitred.tensor.shared import Place
 from maitred.tensor.tfs_config import open_repository
@@ -57,7 +56,7 @@ class TensorHost:
     def __init__(self, config: TensorConfig, share: MachineShare, clock: Clock | None = None) -> None:
         """Loads what is to be served at the start. Raises CheckpointError where the repository cannot be read."""
         self._config, self._clock = config, clock or WallClock()
-        self.models = ServedModels({**OPENERS, PYTHON: python_opener(allow_code=config.allow_repository_code)})
+        self.models = ServedModels(all_openers(allow_code=config.allow_repository_code))
         self._repository = open_repository(config)
         self._control = ModelControl(
             self._repository.folder,

@@ -7,7 +7,7 @@ import asyncio
 import sys
 import time
 from asyncio.subprocess import PIPE
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import count
@@ -25,6 +25,7 @@ from maitred.tensor.control import ControlMode
 from maitred.tensor.instance import NUMPY_TYPES
 from maitred.tensor.local import LocalTensorService
 from maitred.tensor.sequence_tensors import kept_specs
+from maitred.tensor.served_models import OPENERS, Opener
 from maitred.tensor.service import InferRequest, Tensor
 from maitred.tensor.warmup import made_array
 
@@ -70,10 +71,12 @@ def _dims(spec: TensorSpec, length: int) -> tuple[int, ...]:
 
 
 @asynccontextmanager
-async def served(repository: Path, config: ANY_MESSAGE) -> AsyncIterator[LocalTensorService]:
+async def served(
+    repository: Path, config: ANY_MESSAGE, openers: Mapping[str, Opener] = OPENERS
+) -> AsyncIterator[LocalTensorService]:
     """One model as `config` has it. Raises CheckpointError."""
     hand_over_quickly()
-    service = LocalTensorService(repository, ControlMode.EXPLICIT)
+    service = LocalTensorService(repository, ControlMode.EXPLICIT, openers=openers)
     await service.start()
     try:
         await service.load(config.name, json_format.MessageToJson(config))

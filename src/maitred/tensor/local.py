@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -34,11 +34,11 @@ class LocalTensorService:
         clock: Clock | None = None,
         scheduler: SchedulerConfig | None = None,
         observer: TensorObserver | None = None,
-        openers: dict[str, Opener] | None = None,
+        openers: Mapping[str, Opener] = OPENERS,
         cache: ResultCache | None = None,
     ) -> None:
         self._clock = clock or WallClock()
-        self.models = ServedModels(openers or OPENERS)
+        self.models = ServedModels(openers)
         self._control = ModelControl(repository, mode, self.models)
         self._statistics = Statistics()
         self._scheduler, self._observer = lone_scheduler(scheduler or SchedulerConfig()), observer
@@ -67,7 +67,12 @@ class LocalTensorService:
     async def close(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        await asyncio.to_thread(self.runner.close)
+        await asyncio.to_thread(self._close)
+
+    def _close(self) -> None:
+        self.runner.close()
+        for name in {entry.name for entry in self.models.index()}:
+            self.models.drop(name)
 
     # -- TensorService
 

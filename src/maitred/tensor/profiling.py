@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
@@ -18,7 +18,7 @@ from maitred.tensor.batching import Batching, Rows, lengths_of
 from maitred.tensor.config import ANY_MESSAGE, WILDCARD, inputs_of
 from maitred.tensor.control import EVERY, ControlMode, ModelControl
 from maitred.tensor.live_load import LiveRun, Load, made_inputs, served
-from maitred.tensor.served_models import LoadedVersion, ServedModels
+from maitred.tensor.served_models import OPENERS, LoadedVersion, Opener, ServedModels
 from maitred.tensor.service import InferRequest
 
 POINT_S, LEAST_RUNS, MOST_RUNS = 0.15, 7, 400  # of each shape and number of rows
@@ -35,9 +35,15 @@ EPOLL_S = 1e-3  # asyncio asks the kernel's epoll to wait for whole milliseconds
 Tell = Callable[[str], None]
 
 
-def measured_profile(repository: Path, name: str | None, tell: Tell, point_s: float = POINT_S) -> TensorProfile:
+def measured_profile(
+    repository: Path,
+    name: str | None,
+    tell: Tell,
+    point_s: float = POINT_S,
+    openers: Mapping[str, Opener] = OPENERS,
+) -> TensorProfile:
     """Of all models, or of one. Raises CheckpointError, ConfigError."""
-    models = ServedModels()
+    models = ServedModels(openers)
     ModelControl(repository, ControlMode.EXPLICIT, models).start([name or EVERY])
     for entry in models.index():
         if entry.reason:
@@ -50,10 +56,14 @@ def measured_profile(repository: Path, name: str | None, tell: Tell, point_s: fl
                 tell(f"measure {loaded.name} version {loaded.number}")
                 found.append(measured_times(loaded, point_s))
                 configs.append(loaded.config)
+    for entry in models.index(ready_only=True):
+        models.drop(entry.name)
     if not found:
         raise ConfigError(f"{repository} has no model that can be measured{f' called {name!r}' if name else ''}")
     machine = f"{platform.system()} {platform.machine()}"
-    return TensorProfile(machine=machine, host=measured_host(repository, _lightest(configs, found)), models=(*found,))
+    return TensorProfile(
+        machine=machine, host=measured_host(repository, _lightest(configs, found), openers), models=(*found,)
+    )
 
 
 def _lightest(configs: Sequence[ANY_MESSAGE], times: Sequence[ModelTimes]) -> ANY_MESSAGE:
@@ -166,32 +176,32 @@ def _quantiles(values: list[float]) -> tuple[float, ...]:
 # ---- the way to them
 
 
-def measured_host(repository: Path, config: ANY_MESSAGE) -> HostTimes:
+def measured_host(repository: Path, config: ANY_MESSAGE, openers: Mapping[str, Opener] = OPENERS) -> HostTimes:
     """By requests that come alone, and by such as fill a batch together; the loop's CPU time is what each costs it, and
     what remains of a lone one's latency is spent in waking up threads.
     """
-    return asyncio.run(_host_times(repository, config))
+    return asyncio.run(_host_times(repository, config, openers))
 
 
-async def _host_times(repository: Path, config: ANY_MESSAGE) -> HostTimes:
+async def _host_times(repository: Path, config: ANY_MESSAGE, openers: Mapping[str, Opener]) -> HostTimes:
     most = min(MOST_TOGETHER, config.max_batch_size)
-    alone = await _bursts(repository, config, 1)
+    alone = await _bursts(repository, config, 1, openers)
     alone_s = request_s = alone.loop_s / HOST_RUNS
     if most > 1:
-        together_s = (await _bursts(repository, config, most)).loop_s / HOST_RUNS
+        together_s = (await _bursts(repository, config, most, openers)).loop_s / HOST_RUNS
         request_s = min(alone_s, max(0.0, together_s - alone_s) / (most - 1))
     waited_s = median(alone.latencies_s) - alone.compute_s / HOST_RUNS - alone_s
     return HostTimes(request_s=request_s, batch_s=alone_s - request_s, wake_s=max(0.0, waited_s), timer_s=EPOLL_S)
 
 
-async def _bursts(repository: Path, config: ANY_MESSAGE, together: int) -> LiveRun:
+async def _bursts(repository: Path, config: ANY_MESSAGE, together: int, openers: Mapping[str, Opener]) -> LiveRun:
     """Of so many requests that come at once and share a batch, each burst when the one before is over."""
     whole = type(config)()
     whole.CopyFrom(config)
     if config.max_batch_size > 1:
         whole.ClearField("sequence_batching")
         set_batching(whole, together, delay_us=LONGEST_WAIT_US if together > 1 else 0)
-    async with served(repository, whole) as service:
+    async with served(repository, whole, openers) as service:
         load = Load(service, config.name, length=lengths_to_try(config)[0])
         run = await load.open_loop([HOST_PAUSE_S * (i // together) for i in range(HOST_RUNS * together)])
     if run.num_failed:

@@ -26,13 +26,13 @@ from maitred.sim.tensor_profile import HostTimes, ModelTimes
 from maitred.sim.tensors import SimulatedModel, TensorArrival, TensorSimulation
 from maitred.tensor.batching import lengths_of, rules_of
 from maitred.tensor.config import ANY_MESSAGE, parameters_of
-from maitred.tensor.config_checks import is_ensemble
+from maitred.tensor.config_checks import PYTHON, is_ensemble
 from maitred.tensor.config_fields import SCHEMA
 from maitred.tensor.live_load import Load, served
 from maitred.tensor.lone import lone_scheduler
 from maitred.tensor.profiling import lengths_to_try, measured_host, measured_times, rows_to_try, set_batching
 from maitred.tensor.repository_files import CONFIG, ModelFolder, read_config, read_model
-from maitred.tensor.served_models import ServedModels
+from maitred.tensor.served_models import OPENERS, Opener, ServedModels
 
 DELAYS_US = (0, 500, 1000, 2000, 5000)
 FIRST_REQUESTS, SECOND_REQUESTS, SECOND_ROUND = 400, 2500, 8
@@ -113,7 +113,12 @@ class Tuned:
         return told | {"live": [asdict(each) for each in self.live]}
 
 
-def tune(folder: Path, target: Target, tell: Callable[[str], None] = lambda line: None) -> Tuned:
+def tune(
+    folder: Path,
+    target: Target,
+    tell: Callable[[str], None] = lambda line: None,
+    openers: Mapping[str, Opener] = OPENERS,
+) -> Tuned:
     """Raises CheckpointError, ConfigError for a model that is not tuned."""
     model = read_model(folder)
     _must_be_tunable(model)
@@ -124,14 +129,14 @@ def tune(folder: Path, target: Target, tell: Callable[[str], None] = lambda line
     threads = sorted({setting.threads for setting in settings})
     most_at_once = max(setting.instances for setting in settings)
     tell(f"measure batches with {', '.join(map(str, threads))} threads")
-    times = {each: _times(model, each, most_at_once, target.length) for each in threads}
-    host = measured_host(folder.parent, model.config)
+    times = {each: _times(model, each, most_at_once, target.length, openers) for each in threads}
+    host = measured_host(folder.parent, model.config, openers)
     tell(f"simulate {len(settings)} settings")
     tried = simulated(model.config, settings, times, host, target)
     live = []
     for each in best_to_run(tried):
         tell(f"run live: {each.setting.told}")
-        live.append(replace(each, live=run_live(folder.parent, model.config, each.setting, target)))
+        live.append(replace(each, live=run_live(folder.parent, model.config, each.setting, target, openers=openers)))
     live.sort(key=lambda each: each.live.order(target) if each.live is not None else (True, 0.0))
     return Tuned(model=folder.name, chosen=live[0], live=tuple(live), num_simulated=len(settings))
 
@@ -149,12 +154,14 @@ def _must_be_tunable(model: ModelFolder) -> None:
 def settings_of(config: ANY_MESSAGE, target: Target, num_cores: int | None = None) -> list[Setting]:
     """Those worth trying: no more threads in all than twice the cores, and no delay over half of the time there is.
 
-    On accelerators instances and threads stay as they are.
+    On accelerators instances and threads stay as they are. An instance that is Python is a process of one thread.
     """
     num_cores = num_cores or len(os.sched_getaffinity(0))
     on_gpu = any(group.kind == _GPU for group in config.instance_group)
     powers = rows_to_try(num_cores)
     shapes = [(i, t) for i in powers for t in powers if i * t <= 2 * num_cores]
+    if config.backend == PYTHON:
+        shapes = [(instances, 1) for instances in powers]
     if on_gpu:
         kept = sum(group.count * max(1, len(group.gpus)) for group in config.instance_group)
         shapes = [(kept, int(parameters_of(config).get("intra_op_thread_count", "0")))]
@@ -195,14 +202,18 @@ def write_setting(folder: Path, setting: Setting) -> None:
 # ---- simulated
 
 
-def _times(model: ModelFolder, num_threads: int, most_at_once: int, length: int) -> ModelTimes:
+def _times(
+    model: ModelFolder, num_threads: int, most_at_once: int, length: int, openers: Mapping[str, Opener]
+) -> ModelTimes:
     """Of the highest version."""
     setting = Setting(batch=max(1, model.config.max_batch_size), delay_us=0, instances=1, threads=num_threads)
-    models = ServedModels()
+    models = ServedModels(openers)
     if not models.take(replace(model, config=with_setting(model.config, setting))):
         raise CheckpointError("; ".join(entry.reason for entry in models.index() if entry.reason))
     with models.lease(model.name) as loaded:
-        return measured_times(loaded, POINT_S, most_at_once, (length,))
+        times = measured_times(loaded, POINT_S, most_at_once, (length,))
+    models.drop(model.name)
+    return times
 
 
 def simulated(
@@ -297,13 +308,22 @@ def _arrival(model: str, target: Target, at: float, number: int) -> TensorArriva
 # ---- live
 
 
-def run_live(repository: Path, config: ANY_MESSAGE, setting: Setting, target: Target, seed: int = 0) -> Outcome:
+def run_live(
+    repository: Path,
+    config: ANY_MESSAGE,
+    setting: Setting,
+    target: Target,
+    seed: int = 0,
+    openers: Mapping[str, Opener] = OPENERS,
+) -> Outcome:
     """In this process, as `setting` says. Raises CheckpointError."""
-    return asyncio.run(_run_live(repository, with_setting(config, setting), target, seed))
+    return asyncio.run(_run_live(repository, with_setting(config, setting), target, seed, openers))
 
 
-async def _run_live(repository: Path, config: ANY_MESSAGE, target: Target, seed: int) -> Outcome:
-    async with served(repository, config) as service:
+async def _run_live(
+    repository: Path, config: ANY_MESSAGE, target: Target, seed: int, openers: Mapping[str, Opener]
+) -> Outcome:
+    async with served(repository, config, openers) as service:
         load = Load(service, config.name, num_rows=target.num_rows, length=target.length)
         await load.closed_loop(min(target.concurrency or 4, 4), WARM_S)
         if target.rate is None:

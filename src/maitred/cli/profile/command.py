@@ -14,7 +14,7 @@ def _run(options: Options) -> int:
         from maitred.cli.profile.tensors import run_tensor_profile
 
         name = options[ModelConfig].model if options.was_given("model") else None
-        return run_tensor_profile(asked.model_repository, name, asked.output)
+        return run_tensor_profile(asked, asked.model_repository, name)
     from maitred.cli.profile.measure import run_profile
 
     return run_profile(asked, engine_config(options))

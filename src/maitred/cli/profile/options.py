@@ -22,6 +22,9 @@ class ProfileOptions:
     model_repository: str | None = option(None, metavar="DIR")
     """Measure the batches of this repository's tensor models instead, of all or of --model's; for simulate and tune."""
 
+    allow_repository_code: bool = False
+    """Run model.py files of that repository, in processes of their own."""
+
     def __post_init__(self) -> None:
         if not self.seconds >= 1:
             raise ConfigError(f"seconds is {self.seconds}; it must be at least 1")

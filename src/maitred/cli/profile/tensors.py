@@ -5,15 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 from maitred.cli.console import inert, note
+from maitred.cli.profile.options import ProfileOptions
 from maitred.cli.simulate.table import aligned, seconds_text
 from maitred.cli.simulate.tensors import tensor_profile_path
 from maitred.sim.tensor_profile import TensorProfile, encode_tensor_profile
 from maitred.tensor.profiling import measured_profile
+from maitred.tensor.python.instance import all_openers
 
 
-def run_tensor_profile(repository: str, name: str | None, output: str | None) -> int:
-    profile = measured_profile(Path(repository), name, note)
-    path = Path(output) if output is not None else tensor_profile_path(repository)
+def run_tensor_profile(asked: ProfileOptions, repository: str, name: str | None) -> int:
+    openers = all_openers(allow_code=asked.allow_repository_code)
+    profile = measured_profile(Path(repository), name, note, openers=openers)
+    path = Path(asked.output) if asked.output is not None else tensor_profile_path(repository)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(encode_tensor_profile(profile))
     print(inert(describe(profile)))

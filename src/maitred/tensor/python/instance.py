@@ -27,7 +27,7 @@ from maitred.tensor.config import (
     outputs_of,
     parameters_of,
 )
-from maitred.tensor.config_checks import ENTRY_POINT, NO_CODE, faults, runs_code
+from maitred.tensor.config_checks import ENTRY_POINT, NO_CODE, PYTHON, faults, runs_code
 from maitred.tensor.config_fields import SCHEMA, ModelConfig
 from maitred.tensor.fill import with_defaults
 from maitred.tensor.instance import NUMPY_TYPES, Arrays, reshaped
@@ -45,7 +45,7 @@ from maitred.tensor.python.frames import (
 )
 from maitred.tensor.repository_files import ModelFolder, ModelVersion
 from maitred.tensor.sequence_tensors import kept_specs
-from maitred.tensor.served_models import LoadedVersion, Opener, warm
+from maitred.tensor.served_models import OPENERS, LoadedVersion, Opener, warm
 
 COMPLETED = ("max_batch_size", "dynamic_batching", "input", "output")  # fields that a model's code may complete
 _GPU = SCHEMA.enums["ModelInstanceGroup.Kind"]["KIND_GPU"]
@@ -54,6 +54,11 @@ TIMEOUT_S = 60.0  # of a batch, where the config does not say
 LOAD_TIMEOUT_S = 600.0
 LEAST_BACK_OFF_S, MOST_BACK_OFF_S = 0.1, 5.0  # between two starts; doubled by each death without an answer
 COMMAND = (sys.executable, "-P", "-m", "maitred.tensor.python.process")
+
+
+def all_openers(*, allow_code: bool) -> dict[str, Opener]:
+    """Of every backend there is; code that lies in the repository runs only where that is allowed."""
+    return {**OPENERS, PYTHON: python_opener(allow_code=allow_code)}
 
 
 def python_opener(*, allow_code: bool) -> Opener:
