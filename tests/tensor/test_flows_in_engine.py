@@ -47,6 +47,9 @@ def test_an_ensemble_and_its_cached_step_answer_and_the_log_of_their_lanes_repla
             assert (double.inference_count, double.cache_miss[0], double.cache_hit[0]) == (1, 1, 2)
             (whole,) = client.tensors.statistics("diamond")
             assert whole.success[0] == 3
+            for name in ("double", "triple", "zsum"):
+                (step,) = client.tensors.statistics(name)
+                assert (step.success[0], step.queue[0], step.fail[0]) == (3, 3, 0), "a step is a request of its model"
         finally:
             await client.close()
 

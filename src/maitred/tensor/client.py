@@ -24,7 +24,20 @@ from maitred.request import NO_CHARGES, Charges, FinishReason
 from maitred.tensor.config import ANY_MESSAGE
 from maitred.tensor.config_fields import ModelConfig
 from maitred.tensor.crossing import ServerMemory
-from maitred.tensor.frames import Cancel, Changed, Ended, Infer, Load, Looked, Models, Problem, Ran, Unload, decode_news
+from maitred.tensor.frames import (
+    Cancel,
+    Changed,
+    Ended,
+    Infer,
+    Load,
+    Looked,
+    Models,
+    Problem,
+    Ran,
+    StepEnded,
+    Unload,
+    decode_news,
+)
 from maitred.tensor.frames import Command as TensorCommand
 from maitred.tensor.repository import IndexEntry
 from maitred.tensor.service import InferRequest, InferResponse, ModelStatistics
@@ -222,6 +235,8 @@ class TensorClient:
                     self.on_batch(news)
                 case Looked(model, version, hit, ns):
                     self._statistics.cached(model, version, hit=hit, ns=ns)
+                case StepEnded(model, version, succeeded, total_ns, queue_ns):
+                    self._statistics.ended(model, version, succeeded=succeeded, total_ns=total_ns, queue_ns=queue_ns)
                 case Models():
                     self._models_changed(news)
                 case Changed(number) if number in self._restoring:
@@ -326,12 +341,7 @@ class TensorClient:
         timing = ended.timing
         if timing is not None:
             self.counts.ended(request.model, ended.finish_reason, ended.charges)
-        version = (
-            ended.result.version
-            if ended.result is not None
-            else request.version or max(self.versions(request.model), default=0)
-        )
-        if timing is not None and version:
+            version = request.version if ended.result is None else ended.result.version
             queue_ns, total_ns = round(timing.queue_s * 1e9), round(timing.total_s * 1e9)
             succeeded = ended.result is not None
             self._statistics.ended(request.model, version, succeeded=succeeded, total_ns=total_ns, queue_ns=queue_ns)

@@ -36,6 +36,10 @@ class _Whole:
     failure: tuple[MaitredError, FinishReason] | None = None  # what ended it; steps that run still are waited for
 
 
+OnStep = Callable[[str, int, Answer], None]
+"""Told of a model, its version (0 is the highest), and how a request for it ended."""
+
+
 class EnsembleFlow:
     """A Flow. `begin` and `cancel` are the runner's."""
 
@@ -44,8 +48,9 @@ class EnsembleFlow:
         begin: Callable[[InferRequest, Done], None],
         cancel: Callable[[str, FinishReason], None],
         clock: Clock,
+        on_step: OnStep,
     ) -> None:
-        self._begin, self._cancel, self._clock = begin, cancel, clock
+        self._begin, self._cancel, self._clock, self._on_step = begin, cancel, clock, on_step
         self._wholes: dict[str, _Whole] = {}
 
     def __len__(self) -> int:
@@ -98,6 +103,7 @@ class EnsembleFlow:
 
     def _answered(self, whole: _Whole, ready: StepInputs, answer: Answer) -> None:
         whole.running.pop(ready.number)
+        self._on_step(ready.step.model, ready.step.version, answer)
         whole.compute_us += answer.charges.compute_us
         times = (whole.first_scheduled_at, answer.charges.first_scheduled_at)
         whole.first_scheduled_at = min((at for at in times if at is not None), default=None)

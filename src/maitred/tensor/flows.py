@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from maitred.clock import Clock
 from maitred.cluster.result_cache import ResultCache
-from maitred.tensor.ensemble_flow import EnsembleFlow
+from maitred.tensor.ensemble_flow import EnsembleFlow, OnStep
 from maitred.tensor.result_cache import CacheFlow, OnLook
 from maitred.tensor.runner import TensorRunner
 from maitred.tensor.sequence_flow import SequenceFlow
 
 
-def add_flows(runner: TensorRunner, clock: Clock, cache: ResultCache, on_look: OnLook) -> None:
+def add_flows(runner: TensorRunner, clock: Clock, cache: ResultCache, on_look: OnLook, on_step: OnStep) -> None:
     runner.flows += [
         CacheFlow(cache, clock, on_look),
         SequenceFlow(runner.stand, clock),
-        EnsembleFlow(runner.begin, runner.cancel, clock),
+        EnsembleFlow(runner.begin, runner.cancel, clock, on_step),
     ]

@@ -97,6 +97,16 @@ class Looked(msgspec.Struct, frozen=True, array_like=True, tag=True):
     ns: int
 
 
+class StepEnded(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """A request that an ensemble made of a model, or of another ensemble."""
+
+    model: str
+    version: int  # 0 is the highest
+    succeeded: bool
+    total_ns: int
+    queue_ns: int
+
+
 class ServedVersion(msgspec.Struct, frozen=True, array_like=True):
     model: str
     number: int
@@ -118,7 +128,7 @@ class Changed(msgspec.Struct, frozen=True, array_like=True, tag=True):
     problem: Problem | None = None
 
 
-News = Ended | Ran | Looked | Models | Changed
+News = Ended | Ran | Looked | StepEnded | Models | Changed
 
 decode_command: Callable[[msgspec.Raw], Command] = msgspec.msgpack.Decoder(Command).decode
 decode_news: Callable[[msgspec.Raw], list[News]] = msgspec.msgpack.Decoder(list[News]).decode

@@ -35,6 +35,7 @@ from maitred.tensor.frames import (
     Models,
     News,
     Ran,
+    StepEnded,
     Unload,
     Unmap,
     decode_command,
@@ -91,7 +92,7 @@ class TensorHost:
             on_batch=self._ran,
             s_per_token=lambda: core.prefill_s_per_token,
         )
-        add_flows(self.runner, self._clock, self._cache, self._looked)
+        add_flows(self.runner, self._clock, self._cache, self._looked, self._step_ended)
         self._models_changed()
         self._send_news()
         if self._control.mode is ControlMode.POLL:
@@ -162,6 +163,12 @@ class TensorHost:
 
     def _looked(self, model: str, version: int, hit: bool, ns: int) -> None:
         self._news.append(Looked(model, version, hit, ns))
+
+    def _step_ended(self, model: str, version: int, answer: Answer) -> None:
+        if (timing := answer.timing) is not None:
+            total_ns, queue_ns = round(timing.total_s * 1e9), round(timing.queue_s * 1e9)
+            succeeded = not isinstance(answer.result, MaitredError)
+            self._news.append(StepEnded(model, version, succeeded, total_ns, queue_ns))
 
     # -- models
 

@@ -53,7 +53,7 @@ class LocalTensorService:
         self.runner = TensorRunner(
             lanes, self.models, self._clock, wake=self._wake(loop), on_batch=self._statistics.ran
         )
-        add_flows(self.runner, self._clock, self._cache, self._looked)
+        add_flows(self.runner, self._clock, self._cache, self._looked, self._count)
         await asyncio.to_thread(self._control.start, load)
         self._models_changed()
 
@@ -86,7 +86,7 @@ class LocalTensorService:
             self.runner.cancel(request.request_id)
             self._turn()
             raise
-        self._count(request, answer.result())
+        self._count(request.model, request.version, answer.result())
         if isinstance(result, MaitredError):
             raise result
         return result
@@ -129,13 +129,13 @@ class LocalTensorService:
         self._statistics.serve([(entry.name, entry.version or 0) for entry in ready])
         self._turn()
 
-    def _count(self, request: InferRequest, answer: Answer) -> None:
-        version = answer.result.version if isinstance(answer.result, InferResponse) else request.version
-        timing = answer.timing
-        if timing is not None and (version or (version := max(self.versions(request.model), default=0))):
-            queue_ns, total_ns = round(timing.queue_s * 1e9), round((timing.queue_s + timing.prefill_s) * 1e9)
+    def _count(self, model: str, version: int, answer: Answer) -> None:
+        """Of a request, or of a step of an ensemble."""
+        version = answer.result.version if isinstance(answer.result, InferResponse) else version
+        if (timing := answer.timing) is not None:
+            queue_ns, total_ns = round(timing.queue_s * 1e9), round(timing.total_s * 1e9)
             succeeded = isinstance(answer.result, InferResponse)
-            self._statistics.ended(request.model, version, succeeded=succeeded, total_ns=total_ns, queue_ns=queue_ns)
+            self._statistics.ended(model, version, succeeded=succeeded, total_ns=total_ns, queue_ns=queue_ns)
 
     def _looked(self, model: str, version: int, hit: bool, ns: int) -> None:
         self._statistics.cached(model, version, hit=hit, ns=ns)

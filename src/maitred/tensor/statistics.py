@@ -55,6 +55,10 @@ class Statistics:
         counts.batches.setdefault(times.num_rows, _Count()).add(1, times.infer_ns)
 
     def ended(self, model: str, version: int, *, succeeded: bool, total_ns: int, queue_ns: int) -> None:
+        """Version 0 is the highest that is served; where none is, it is nobody's."""
+        version = version or max((number for name, number in self._counts if name == model), default=0)
+        if not version:
+            return
         durations = self._counts.setdefault((model, version), _Counts()).durations
         durations["success" if succeeded else "fail"].add(1, total_ns)
         if succeeded:
