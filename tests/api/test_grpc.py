@@ -30,7 +30,7 @@ from maitred.tensor.protocol_fields import HEALTH_MESSAGES, MESSAGES  # noqa: E4
 from tests.api.test_tenants import table_of  # noqa: E402
 from tests.fakes_api import FakeReplica, FakeTenants, make_model  # noqa: E402
 from tests.tensor.models import write_model  # noqa: E402
-from tests.waiting import until_async  # noqa: E402
+from tests.waiting import HANGS_S, until_async  # noqa: E402
 
 CONFIG = "max_batch_size: 8"
 WAITS = "max_batch_size: 8 dynamic_batching { preferred_batch_size: [ 8 ] max_queue_delay_microseconds: 60000000 }"

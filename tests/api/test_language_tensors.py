@@ -122,6 +122,14 @@ async def test_infer_over_http_is_the_same_in_json_and_binary(tmp_path):
         assert spoken.json()["text_output"] == PROMPT + whole
 
 
+async def test_a_model_that_speaks_no_text_is_told_apart_from_one_that_is_not_there(tmp_path):
+    write_model(tmp_path, "add", config=CONFIG)
+    async with served(tmp_path) as (_, http, _app):
+        for model, status, says in (("add", 400, "post to /v2/models/add/infer"), ("other", 404, "not served here")):
+            answer = await http.post(f"/v2/models/{model}/generate", json={"text_input": PROMPT})
+            assert (answer.status_code, says in answer.json()["error"]) == (status, True)
+
+
 async def test_a_stream_tells_pieces_as_they_come_and_which_is_the_last(tmp_path):
     write_model(tmp_path, "add", config=CONFIG)
 

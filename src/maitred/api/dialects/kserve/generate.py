@@ -109,6 +109,8 @@ def decode_generate(app: App, exchange: Exchange, sent: bytes) -> GenerationAsk:
     found = _PATH.fullmatch(exchange.parameter)
     if found is None:
         raise RouteNotFound("post to /v2/models/NAME[/versions/V]/generate or /generate_stream")
+    if app.tensors is not None and app.tensors.versions(found["model"]):
+        raise InvalidRequest(f"{found['model']!r} is no language model; post to /v2/models/{found['model']}/infer")
     name = app.check_model(found["model"], exchange.caller)
     own, others = _split(sent)
     streams = found["action"] == GENERATE_STREAM
