@@ -24,8 +24,9 @@ from maitred.sim.engine import EngineSetup
 from maitred.sim.results import Results
 from maitred.sim.simulator import Simulation
 from maitred.sim.synthetic import ClassSpec, SyntheticWorkload, WorkloadSpec
+from maitred.sim.tensor_arrival import TensorArrival
 from maitred.sim.tensor_profile import HostTimes, ModelTimes, ShapeTimes
-from maitred.sim.tensors import SimulatedModel, TensorArrival, TensorSimulation
+from maitred.sim.tensors import SimulatedModel, TensorSimulation
 from maitred.tensor.lone import lone_scheduler
 from maitred.tensor_request import BatchRules
 

@@ -34,8 +34,9 @@ from tensor_models import LIGHT_SIZES, MLP_SIZES, write_mlp
 from maitred.config import SchedulerConfig
 from maitred.objectives import percentile
 from maitred.sim.arrivals import arrival_times
+from maitred.sim.tensor_arrival import TensorArrival
 from maitred.sim.tensor_profile import TensorProfile
-from maitred.sim.tensors import SimulatedModel, TensorArrival, TensorSimulation
+from maitred.sim.tensors import SimulatedModel, TensorSimulation
 from maitred.tensor.batching import rules_of
 from maitred.tensor.live_load import Load, served
 from maitred.tensor.lone import lone_scheduler

@@ -8,10 +8,12 @@ import pytest
 
 from maitred.errors import ConfigError, ModelNotFound
 from maitred.scheduler.scheduler import Scheduler
+from maitred.sim.ensembles import SimulatedEnsemble, SimulatedStep
 from maitred.sim.results import Results
 from maitred.sim.simulator import Simulation
+from maitred.sim.tensor_arrival import TensorArrival
 from maitred.sim.tensor_profile import HostTimes, ModelTimes, ShapeTimes, decode_tensor_profile
-from maitred.sim.tensors import Machine, SimulatedModel, TensorArrival, TensorSimulation
+from maitred.sim.tensors import Machine, SimulatedModel, TensorSimulation
 from maitred.tensor_request import BatchRules, Instance
 from tests.fakes import make_scheduler
 from tests.sim.worlds import COSTS, arrival, setup
@@ -57,6 +59,46 @@ def test_a_delay_gathers_and_its_timer_is_as_coarse_as_the_hosts():
     assert exact.latency_s.largest == pytest.approx(0.0015 + 0.012)
     coarse = simulated([delayed], [ask(0.0, 0)], HostTimes(timer_s=0.001))["m"]
     assert coarse.latency_s.largest == pytest.approx(0.002 + 0.011)
+
+
+DIAMOND = SimulatedEnsemble(
+    "whole", (SimulatedStep("sum", 0, (1, 2)), SimulatedStep("left", 0), SimulatedStep("right", 1))
+)
+
+
+APART = ((1, 1.0), (3, 1.0))  # batches that do not slow each other down
+
+
+def of_ensemble(arrivals, **rules):
+    models = [model(name, model_times=times(name, fixed=fixed, beside=APART), **rules) for name, fixed in
+              (("left", 0.01), ("right", 0.03), ("sum", 0.02))]  # fmt: skip
+    simulation = TensorSimulation(make_scheduler(), models, NO_HOST, ensembles=[DIAMOND])
+    simulation.begin(iter(arrivals))
+    return simulation.run()
+
+
+def test_an_ensemble_is_done_when_its_last_step_is_and_steps_that_wait_for_nobody_overlap():
+    figures = of_ensemble([ask(0.0, 0, "whole"), ask(0.0, 1, "sum")])
+    assert figures["whole"].latency_s.largest == pytest.approx(0.031 + 0.021)
+    assert (figures["sum"].num_batches, figures["sum"].latency_s.count) == (2, 1), "a step's answer is nobody's"
+    assert (figures["left"].num_rows, figures["left"].latency_s.count) == (1, 0)
+
+
+def test_steps_of_several_requests_share_batches_and_one_that_is_late_ends_the_whole():
+    figures = of_ensemble([ask(0.0, number, "whole") for number in range(3)], delay_s=0.001)
+    assert [figures[name].num_batches for name in ("left", "right", "sum")] == [1, 1, 1]
+    late = of_ensemble([ask(0.0, 0, "whole", deadline_s=0.02)])
+    assert (late["whole"].latency_s.count, late["whole"].failures, late["sum"].num_batches) == (0, {"timeout": 1}, 0)
+
+
+def test_an_ensemble_within_another_is_a_step_of_it():
+    outer = SimulatedEnsemble("outer", (SimulatedStep("whole", 0), SimulatedStep("sum", 0, (0,))))
+    models = [model(name, model_times=times(name, beside=APART)) for name in ("left", "right", "sum")]
+    simulation = TensorSimulation(make_scheduler(), models, NO_HOST, ensembles=[DIAMOND, outer])
+    simulation.begin(iter([ask(0.0, 0, "outer", num_rows=2)]))
+    figures = simulation.run()
+    assert figures["outer"].latency_s.largest == pytest.approx(3 * 0.012)
+    assert (figures["whole"].latency_s.count, figures["sum"].num_rows) == (0, 4)
 
 
 def test_whoever_keeps_the_lanes_does_one_thing_after_another():

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import msgspec
 
 from maitred.errors import ConfigError
-from maitred.sim.tensors import TensorArrival
+from maitred.sim.tensor_arrival import TensorArrival
 from maitred.sim.traces import TraceLine, parse_trace
 
 

@@ -16,30 +16,16 @@ from random import Random
 from maitred.errors import MaitredError, ModelNotFound, Overloaded
 from maitred.request import FinishReason
 from maitred.scheduler.scheduler import Scheduler
+from maitred.sim.ensembles import SimulatedEnsemble, Whole
 from maitred.sim.jitter import drawn
 from maitred.sim.results import Sketch
+from maitred.sim.tensor_arrival import TensorArrival
 from maitred.sim.tensor_profile import HostTimes, ModelTimes
 from maitred.step import RequestProgress
 from maitred.tensor_request import Batch, BatchOutcome, BatchRules, LaneKey, TensorRequest, TensorSpec
 
 TOKENS_PER_S = 2000.0  # as the engine has it until it has measured prompts
 _STEP = -1  # in place of a batch's number
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorArrival:
-    """One request for a tensor model."""
-
-    at: float  # s since the workload began
-    request_id: str
-    model: str
-    version: int = 0  # 0 is the highest
-    num_rows: int = 1
-    length: int = 0  # of the open dimensions of its inputs
-    tenant: str = ""
-    priority: int = 0
-    weight: float = 1.0
-    deadline_s: float | None = None  # given up if it is not done by then, after arrival
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,6 +150,7 @@ class TensorSimulation:
         host: HostTimes,
         rng: Random | None = None,
         follow: Follow = lambda arrival, now: None,
+        ensembles: Sequence[SimulatedEnsemble] = (),
     ) -> None:
         self._scheduler, self._host, self._follow = scheduler, host, follow
         self._draw = None if rng is None else rng.random
@@ -171,7 +158,9 @@ class TensorSimulation:
         self._highest: Mapping[str, int] = {model.name: model.version for model in sorted(models, key=_by_version)}
         for model in models:
             scheduler.lanes.load(model.name, model.version, model.rules)
-        self.figures = {name: ModelFigures() for name in sorted(self._highest)}
+        self._ensembles = {each.name: each for each in ensembles}
+        self._whole_of: dict[str, Whole] = {}  # by request id of a step
+        self.figures = {name: ModelFigures() for name in sorted({*self._highest, *self._ensembles})}
         self._machine = Machine()
         self._arrivals: list[tuple[float, int, TensorArrival]] = []
         self._num_arrivals = 0
@@ -239,13 +228,63 @@ class TensorSimulation:
             raise ModelNotFound(f"a request is for model {arrival.model!r}; served are {', '.join(self.figures)}")
         if figures.began_at is None:
             figures.began_at = arrival.at
+        self._stand(arrival, now)
+        self._turn(now)
+
+    def _stand(self, arrival: TensorArrival, now: float) -> None:
+        """In its lane, or in those of an ensemble's first steps."""
+        ensemble = self._ensembles.get(arrival.model)
+        if ensemble is not None:
+            self._go_on(Whole(arrival, ensemble), now)
+            return
         spec = self._spec(arrival)
         try:
             self._scheduler.add_tensor(TensorRequest(spec), now)
             self._live[arrival.request_id] = arrival
         except MaitredError as error:
-            figures.failures[error.reason if isinstance(error, Overloaded) else type(error).__name__] += 1
-        self._turn(now)
+            failure = error.reason if isinstance(error, Overloaded) else type(error).__name__
+            if arrival.request_id in self._whole_of:
+                self._end(arrival, failure, now)
+            else:  # its client does not ask again, since nothing would be over meanwhile
+                self.figures[arrival.model].failures[failure] += 1
+
+    def _go_on(self, whole: Whole, now: float) -> None:
+        for step in whole.ready():
+            self._whole_of[step.request_id] = whole
+            self._stand(step, now)
+            if whole.failed:
+                return
+
+    def _end(self, arrival: TensorArrival, failure: str, now: float) -> None:
+        """A request was answered, or failed, which ends the ensemble that it is a step of."""
+        whole = self._whole_of.pop(arrival.request_id, None)
+        if whole is None:
+            self._count(arrival, failure, now)
+        elif not whole.failed:
+            whole.answered(arrival.request_id)
+            if failure:
+                whole.failed = True
+                self._give_up(whole, now)
+            if failure or whole.is_done:
+                self._end(whole.arrival, failure, now)
+            else:
+                self._go_on(whole, now)
+
+    def _give_up(self, whole: Whole, now: float) -> None:
+        """Steps that wait; one whose batch runs ends with it."""
+        for request_id in whole.running:
+            if self._scheduler.finish(request_id, FinishReason.ABORT, now) is not None:
+                del self._live[request_id], self._whole_of[request_id]
+
+    def _count(self, arrival: TensorArrival, failure: str, now: float) -> None:
+        figures = self.figures[arrival.model]
+        if failure:
+            figures.failures[failure] += 1
+        else:
+            figures.latency_s.add(now - arrival.at)
+        figures.ended_at = now
+        if (follower := self._follow(arrival, now)) is not None:
+            self._expect(follower)
 
     def _spec(self, arrival: TensorArrival) -> TensorSpec:
         version = arrival.version or self._highest[arrival.model]
@@ -299,16 +338,9 @@ class TensorSimulation:
         """One answer after another; when the last has been told."""
         for told in progress:
             now += self._host.request_s / 2
-            arrival = self._live.pop(told.request_id)
-            figures = self.figures[arrival.model]
-            if told.finish_reason is FinishReason.STOP:
-                figures.latency_s.add(now - arrival.at)
-            else:
-                assert told.finish_reason is not None
-                figures.failures[told.finish_reason.value] += 1
-            figures.ended_at = now
-            if (follower := self._follow(arrival, now)) is not None:
-                self._expect(follower)
+            assert told.finish_reason is not None
+            failure = "" if told.finish_reason is FinishReason.STOP else told.finish_reason.value
+            self._end(self._live.pop(told.request_id), failure, now)
         return now
 
 

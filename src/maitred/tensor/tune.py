@@ -22,8 +22,9 @@ from maitred.config import SchedulerConfig
 from maitred.errors import CheckpointError, ConfigError
 from maitred.objectives import percentile
 from maitred.sim.arrivals import arrival_times
+from maitred.sim.tensor_arrival import TensorArrival
 from maitred.sim.tensor_profile import HostTimes, ModelTimes
-from maitred.sim.tensors import SimulatedModel, TensorArrival, TensorSimulation
+from maitred.sim.tensors import SimulatedModel, TensorSimulation
 from maitred.tensor.batching import lengths_of, rules_of
 from maitred.tensor.config import ANY_MESSAGE, parameters_of
 from maitred.tensor.config_checks import PYTHON, is_ensemble
@@ -275,11 +276,11 @@ def simulate(
 
     def follow(before: TensorArrival, now: float) -> TensorArrival | None:
         left[0] -= 1
-        return _arrival(times.model, target, now, left[0] + num_requests) if left[0] >= 0 else None
+        is_asked = target.rate is None and left[0] >= 0
+        return _arrival(times.model, target, now, left[0] + num_requests) if is_asked else None
 
-    closed = {} if target.rate is not None else {"follow": follow}
     scheduler = lone_scheduler(SchedulerConfig())
-    simulation = TensorSimulation(scheduler, [model], host, random.Random(seed), **closed)
+    simulation = TensorSimulation(scheduler, [model], host, random.Random(seed), follow)
     simulation.begin(_arrivals(times.model, target, num_requests, seed))
     figures = simulation.run()[times.model].to_json()
     latency_s: Any = figures["latency_s"]

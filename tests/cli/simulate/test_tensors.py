@@ -18,6 +18,7 @@ from maitred.sim.tensor_profile import (
     decode_tensor_profile,
     encode_tensor_profile,
 )
+from tests.tensor.ensembles import write_diamond
 from tests.tensor.models import write_model
 
 CONFIG = "max_batch_size: 4\ndynamic_batching {}\ninstance_group { kind: KIND_CPU count: 1 }\n"
@@ -87,6 +88,23 @@ def test_a_trace_with_chats_among_them(repository, profile, tmp_path, capsys):
     figures = json.loads(capsys.readouterr().out)["fcfs"]
     assert figures["num_finished"] == 1
     assert figures["tensor"]["add"]["num_finished"] == 2
+
+
+def test_a_trace_names_an_ensemble_and_its_steps_run_in_their_models_lanes(tmp_path, capsys):
+    repository, profile = tmp_path / "repository", tmp_path / "profile.json"
+    write_diamond(repository)
+    shape = ShapeTimes(length=0, rows=(1, 2, 4), seconds=(0.010, 0.012, 0.016))
+    models = [ModelTimes(model=name, version=1, shapes=(shape,)) for name in ("double", "triple", "zsum")]
+    profile.write_bytes(encode_tensor_profile(TensorProfile(machine="test", host=HostTimes(), models=tuple(models))))
+    trace = trace_file(tmp_path, tensor(0.0, model="diamond"), tensor(0.0, model="diamond"))
+    words = ["simulate", "--trace", trace, "--model-repository", str(repository), "--tensor-profile", str(profile)]
+    assert main([*words, "--model", "none"]) == 0
+    assert "diamond" in capsys.readouterr().out
+    assert main([*words, "--model", "none", "--json"]) == 0
+    (figures,) = (each["tensor"] for each in json.loads(capsys.readouterr().out).values())
+    assert (figures["diamond"]["num_finished"], figures["diamond"]["mean_batch"]) == (2, None)
+    assert [figures[name]["num_finished"] for name in ("double", "triple", "zsum")] == [0, 0, 0]
+    assert all(figures[name]["mean_batch"] for name in ("double", "triple", "zsum"))
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from maitred.cli.simulate.options import SimulatedTensorOptions
 from maitred.cli.simulate.table import aligned, seconds_text
 from maitred.errors import CheckpointError, ConfigError
 from maitred.scheduler.scheduler import Scheduler
+from maitred.sim.ensembles import SimulatedEnsemble, SimulatedStep
 from maitred.sim.tensor_profile import HostTimes, TensorProfile, decode_tensor_profile
 from maitred.sim.tensor_traces import MixedTrace, parse_mixed_trace, tensor_arrivals
 from maitred.sim.tensors import ModelFigures, SimulatedModel, TensorSimulation
@@ -36,6 +37,7 @@ class TensorWork:
 
     trace: MixedTrace
     models: tuple[SimulatedModel, ...]
+    ensembles: tuple[SimulatedEnsemble, ...]
     host: HostTimes
     rate_scale: float
     seed: int | None
@@ -49,7 +51,7 @@ class TensorWork:
         rng = None if self.seed is None else Random(self.seed)
 
         def begun(scheduler: Scheduler) -> TensorSimulation:
-            simulation = TensorSimulation(scheduler, self.models, self.host, rng)
+            simulation = TensorSimulation(scheduler, self.models, self.host, rng, ensembles=self.ensembles)
             simulation.begin(tensor_arrivals(self.trace, self.rate_scale))
             return simulation
 
@@ -70,8 +72,8 @@ def read_tensor_work(
         raise ConfigError(f"--trace {trace}: {error.strerror}; give a file of JSON lines") from None
     profile = read_tensor_profile(options.tensor_profile, options.model_repository)
     asked = {line.model for line in parsed.tensors}
-    models = read_models(Path(options.model_repository), profile, asked)
-    return TensorWork(parsed, models, profile.host, rate_scale, seed)
+    models, ensembles = read_models(Path(options.model_repository), profile, asked)
+    return TensorWork(parsed, models, ensembles, profile.host, rate_scale, seed)
 
 
 def read_tensor_profile(path: str | None, repository: str) -> TensorProfile:
@@ -85,15 +87,20 @@ def read_tensor_profile(path: str | None, repository: str) -> TensorProfile:
         ) from None
 
 
-def read_models(repository: Path, profile: TensorProfile, asked: set[str]) -> tuple[SimulatedModel, ...]:
-    """Models that are asked for, as they would be served; none is loaded. Raises ConfigError."""
+def read_models(
+    repository: Path, profile: TensorProfile, asked: set[str]
+) -> tuple[tuple[SimulatedModel, ...], tuple[SimulatedEnsemble, ...]]:
+    """Models that are asked for, by the trace or by ensembles, as they would be served; none is loaded. Raises
+    ConfigError.
+    """
     from maitred.tensor.batching import lengths_of, rules_of
     from maitred.tensor.config_checks import is_ensemble
     from maitred.tensor.repository_files import read_model, scan
 
     found: list[SimulatedModel] = []
-    present = scan(repository)
-    for name in sorted(asked):
+    ensembles: list[SimulatedEnsemble] = []
+    present, names = scan(repository), sorted(asked)
+    for name in names:
         if name not in present:
             raise ConfigError(f"the trace asks for model {name!r}, and {repository} has {', '.join(present)}")
         try:
@@ -101,12 +108,26 @@ def read_models(repository: Path, profile: TensorProfile, asked: set[str]) -> tu
         except CheckpointError as error:
             raise ConfigError(f"{repository / name}: {error}") from None
         if is_ensemble(model.config):
-            raise ConfigError(f"{name!r} is an ensemble, which is not simulated; name its steps in the trace")
+            ensembles.append(ensemble_of(model.config))
+            names += dict.fromkeys(each.model for each in ensembles[-1].steps if each.model not in names)
+            continue
         rules, buckets = rules_of(model.config), lengths_of(model.config).buckets
         for version in (each.number for each in model.versions if not each.fault):
             times = profile.times_of(name, version)
             found.append(SimulatedModel(name=name, version=version, rules=rules, times=times, buckets=buckets))
-    return tuple(found)
+    return tuple(found), tuple(ensembles)
+
+
+def ensemble_of(config: Any) -> SimulatedEnsemble:
+    """Of a ModelConfig: who needs whose outputs."""
+    steps = config.ensemble_scheduling.step
+    maker = {tensor: number for number, step in enumerate(steps) for tensor in step.output_map.values()}
+    needs = [sorted({maker[tensor] for tensor in step.input_map.values() if tensor in maker}) for step in steps]
+    made = (
+        SimulatedStep(step.model_name, max(0, step.model_version), tuple(before))
+        for step, before in zip(steps, needs, strict=True)
+    )
+    return SimulatedEnsemble(config.name, tuple(made))
 
 
 def figures_of(models: Mapping[str, ModelFigures]) -> dict[str, Any]:
