@@ -55,7 +55,7 @@ START_S = 180.0
 MODELS = {"add": add, "mlp": lambda: mlp(MLP_SIZES), "encoder": encoder}
 BUCKETS = "".join(
     f'parameters {{ key: "{key}" value {{ string_value: "{value}" }} }}\n'
-    for key, value in {"length_buckets": "8,16,24", "pad.attention_mask": "0"}.items()
+    for key, value in {"length_buckets": "9,14,19,24", "pad.attention_mask": "0"}.items()
 )
 
 
@@ -300,14 +300,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cache", type=Path, help="where the peers' environments are kept")
     parser.add_argument("--peers", default="", help="parts of names, by commas; all without it")
+    parser.add_argument("--rows", default="", help="parts of their titles, by commas; all without it")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--seconds", type=int, default=SECONDS)
     asked = parser.parse_args()
     for tool in ("wrk", "h2load"):
         if shutil.which(tool) is None:
             raise SystemExit(f"{tool} is not here; on Debian: apt-get install wrk nghttp2-client")
-    wanted = [part for part in asked.peers.split(",") if part]
-    peers = [p for p in PEERS if not wanted or p.name.startswith("maitred") or any(part in p.name for part in wanted)]
+    peers = [p for p in PEERS if p.name.startswith("maitred") or _wanted(asked.peers, p.name)]
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
         write_models(folder)
@@ -315,8 +315,14 @@ def main() -> None:
         pythons = {peer.name: installed(peer, asked.cache) for peer in peers}
         up = [(p, stack.enter_context(running(p, python, folder))) for p in peers if (python := pythons[p.name])]
         for row in ROWS:
-            print_row(row, up, folder, asked)
-        print_padding(up[0][1][0])
+            if _wanted(asked.rows, row.title):
+                print_row(row, up, folder, asked)
+        if _wanted(asked.rows, ROWS[-1].title):
+            print_padding(up[0][1][0])
+
+
+def _wanted(parts: str, name: str) -> bool:
+    return not parts or any(part in name for part in parts.split(","))
 
 
 def print_row(row: Row, up: Sequence[tuple[Peer, tuple[int, int]]], folder: Path, asked: argparse.Namespace) -> None:

@@ -7,6 +7,7 @@ import json
 import socket
 import zlib
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from multiprocessing.shared_memory import SharedMemory
 
 import httpx
@@ -55,13 +56,13 @@ def repository(folder):
 
 
 @asynccontextmanager
-async def served(folder, *, config=None, mode=ControlMode.NONE, tenants=None, load=()):
+async def served(folder, *, config=None, mode=ControlMode.NONE, tenants=None, load=(), model=None):
     tensors = LocalTensorService(folder, mode)
     await tensors.start(load)
     replica = FakeReplica()
     replica.tensors = tensors
     routes = make_routes(more=kserve_routes(Extensions("maitred", Labels(folder))))
-    asgi = create_app(replica, make_model(), config or ServerConfig(), routes=routes, tenants=tenants)
+    asgi = create_app(replica, model or make_model(), config or ServerConfig(), routes=routes, tenants=tenants)
     try:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(asgi), base_url="http://test/v2") as http:
             http.headers["accept-encoding"] = "identity"
@@ -257,10 +258,13 @@ async def test_models_are_loaded_and_unloaded_by_administrators_alone(tmp_path):
         for path in ("/repository/models/add/load", "/repository/models/any/unload", "/systemsharedmemory/unregister"):
             assert (await http.post(path)).status_code == 403
         http.headers["authorization"] = "Bearer boss"
-        assert [each["name"] for each in (await http.post("/repository/index", json=ready)).json()] == ["any"]
+        index = (await http.post("/repository/index", json=ready)).json()
+        assert [each["name"] for each in index] == ["tiny", "tiny-alias", "any"]
         assert (await http.post("/repository/models/add/load")).status_code == 200
         index = (await http.post("/repository/index", json=ready)).json()
         assert index == [
+            {"name": "tiny", "version": "1", "state": "READY"},
+            {"name": "tiny-alias", "version": "1", "state": "READY"},
             {"name": "add", "version": "3", "state": "READY"},
             {"name": "any", "version": "1", "state": "READY"},
         ]
@@ -418,7 +422,8 @@ async def test_answers_are_those_that_were_recorded_from_a_real_triton(tmp_path)
     write_model(folder, "scores", config=f"{BATCHED} {lines}", model=echo(TensorProto.FLOAT, ("n", "m")))
     (folder / "scores" / "labels.txt").write_text("cat\ndog\n")
     wrong = []
-    async with served(folder, mode=ControlMode.EXPLICIT, load=tuple(MODELS)) as http:
+    alone = replace(make_model(), names=())
+    async with served(folder, mode=ControlMode.EXPLICIT, load=tuple(MODELS), model=alone) as http:
         for case in CASES:
             theirs, mine = (
                 recorded[case.name],

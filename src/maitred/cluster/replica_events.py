@@ -35,6 +35,7 @@ class VersionResponse(msgspec.Struct, frozen=True, kw_only=True):
     version: str
     name: Literal["maitred"] = "maitred"
     models: tuple[str, ...] | None = None
+    tensor_models: tuple[str, ...] = ()  # of the model repository, those that answer
     slots: int | None = None  # requests in one step
     max_model_len: int | None = None  # tokens
     block_size: int | None = None  # tokens

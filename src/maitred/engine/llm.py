@@ -9,7 +9,8 @@ import re
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any, Never, cast
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, Never, TypeVar, cast
 
 from maitred.clock import WallClock
 from maitred.config import (
@@ -36,7 +37,11 @@ from maitred.text.schema import source_of
 from maitred.text.shape import compose
 from maitred.text.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
 logger = logging.getLogger(__name__)
+_Config = TypeVar("_Config", bound="DataclassInstance")
 _HOLDER = "llm"  # of the adapter that a call to generate uses, so that it stays
 
 # for their defaults
@@ -93,52 +98,16 @@ class LLM:
         decision_log: str | None = None,
         **unknown: Never,
     ) -> None:
+        given = locals()  # before any other name is there
         if unknown:
             raise TypeError(_unknown_argument(next(iter(unknown))))
         config = EngineConfig(
-            model=ModelConfig(
-                model=model,
-                revision=revision,
-                executor=executor,
-                device=device,
-                dtype=dtype,
-                kv_dtype=kv_dtype,
-                lm_head_dtype=lm_head_dtype,
-                int4_group_size=int4_group_size,
-                max_model_len=max_model_len,
-                num_threads=num_threads,
-                tensor_parallel=tensor_parallel,
-                weight_cache=weight_cache,
-                chat_template=chat_template,
-                allow_special_tokens_in_content=allow_special_tokens_in_content,
-                generation_config=generation_config or {},
-            ),
-            cache=CacheConfig(
-                block_size=block_size,
-                kv_cache_memory_bytes=kv_cache_memory_bytes,
-                swap_memory_bytes=swap_memory_bytes,
-                enable_prefix_caching=enable_prefix_caching,
-            ),
-            scheduler=SchedulerConfig(
-                max_num_batched_tokens=max_num_batched_tokens,
-                max_num_seqs=max_num_seqs,
-                policy=policy,
-            ),
-            lora=LoraConfig(lora=lora or {}, max_lora_rank=max_lora_rank, lora_memory_bytes=lora_memory_bytes),
-            speculative=SpeculativeConfig(
-                speculative=speculative,
-                speculative_model=speculative_model,
-                num_speculative_tokens=num_speculative_tokens,
-            ),
-            tiers=TiersConfig(
-                kv_host_bytes=kv_host_bytes,
-                kv_disk=kv_disk,
-                kv_disk_max_bytes=kv_disk_max_bytes,
-                kv_disk_key_file=kv_disk_key_file,
-                kv_redis=kv_redis,
-                kv_redis_max_block_bytes=kv_redis_max_block_bytes,
-                kv_staging_bytes=kv_staging_bytes,
-            ),
+            model=_filled(ModelConfig, given),
+            cache=_filled(CacheConfig, given),
+            scheduler=_filled(SchedulerConfig, given),
+            lora=_filled(LoraConfig, given),
+            speculative=_filled(SpeculativeConfig, given),
+            tiers=_filled(TiersConfig, given),
             decision_log=decision_log,
         )
         self._clock = WallClock()
@@ -348,6 +317,11 @@ class _Count:
         end = "\n" if len(self._done) == self._total else ""
         sys.stderr.write(f"\r{len(self._done)}/{self._total} prompts{end}")
         sys.stderr.flush()
+
+
+def _filled(kind: type[_Config], given: Mapping[str, Any]) -> _Config:
+    """With its fields that were given; None leaves the default."""
+    return kind(**{each.name: given[each.name] for each in fields(kind) if given.get(each.name) is not None})
 
 
 def _unknown_argument(name: str) -> str:

@@ -67,7 +67,7 @@ class Instance:
         self._outputs = {spec.name: spec for spec in outputs_of(config)}
         self._needed = {each.name for each in graph.inputs if not self._is_optional(each.name)}
         self._given = [*self._outputs, *sorted(kept_out - {*self._outputs})]
-        self._known = {*self._inputs, *kept_in}
+        self._types = {name: self._tensors[name].data_type for name in (*self._inputs, *kept_in)}
         self._half = any(each.data_type == "TYPE_BF16" for each in self._tensors.values())
 
     def _is_optional(self, name: str) -> bool:
@@ -90,7 +90,7 @@ class Instance:
         Raises InvalidRequest for names, types and texts that are not the model's, KernelError for what the runtime
         finds.
         """
-        self._check(inputs)
+        check_inputs(inputs, self._types, self._needed)
         names = [name for name in self._given if not wanted or name in wanted]
         feeds = {name: self._fed(name, array) for name, array in inputs.items()}
         try:
@@ -98,17 +98,6 @@ class Instance:
         except Exception as error:  # the runtime's own have no root but this
             raise KernelError(f"onnxruntime cannot run the batch: {one_line(error)}") from None
         return {name: self._answered(name, value) for name, value in zip(names, values, strict=True)}
-
-    def _check(self, inputs: Arrays) -> None:
-        for name, array in inputs.items():
-            if name not in self._known:
-                raise InvalidRequest(f"{name!r} is no input of the model, which has {', '.join(self._inputs)}")
-            asked = NUMPY_TYPES[self._tensors[name].data_type]
-            if array.dtype != asked:
-                raise InvalidRequest(f"input {name!r} is an array of {array.dtype}, and must be of {asked}")
-        absent = self._needed - {*inputs}
-        if absent:
-            raise InvalidRequest(f"input {min(absent)!r} is missing")
 
     def _fed(self, name: str, array: np.ndarray) -> np.ndarray:
         spec = self._inputs.get(name)
@@ -144,6 +133,19 @@ class Instance:
             values[name] = Value.ortvalue_from_numpy_with_onnx_type(array, _ONNX_BF16) if half else make(array)
         found = self._session.run_with_ort_values(names, values)
         return [_bits(value) if value.element_type() == _ONNX_BF16 else value.numpy() for value in found]
+
+
+def check_inputs(inputs: Arrays, types: Mapping[str, str], needed: Collection[str]) -> None:
+    """`types` are of all that a model takes, `needed` those that it must be given. Raises InvalidRequest."""
+    for name, array in inputs.items():
+        if name not in types:
+            raise InvalidRequest(f"{name!r} is no input of the model, which has {', '.join(types)}")
+        asked = NUMPY_TYPES[types[name]]
+        if array.dtype != asked:
+            raise InvalidRequest(f"input {name!r} is an array of {array.dtype}, and must be of {asked}")
+    absent = {*needed} - {*inputs}
+    if absent:
+        raise InvalidRequest(f"input {min(absent)!r} is missing")
 
 
 def reshaped(

@@ -197,7 +197,7 @@ class InferenceService:
     async def _index(self, message: ANY_MESSAGE, call: Call) -> ANY_MESSAGE:
         _one_repository(message)
         told = MESSAGES["RepositoryIndexResponse"]()
-        for entry in tensors_of(self._app).index(ready_only=message.ready):
+        for entry in Models(self._app, call.caller).index(ready_only=message.ready):
             state = entry.state.value if entry.state is not None else ""
             told.models.add(name=entry.name, version=str(entry.version or ""), state=state, reason=entry.reason)
         return told

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from contextlib import aclosing, suppress
 
+import msgspec
+
 from maitred.api.http.app import App
 from maitred.api.http.errors import ClientGone
 from maitred.api.http.exchange import Exchange
@@ -16,7 +18,9 @@ LISTENING = "listen to the fleet's events"  # what it takes an administrator or 
 
 async def version(app: App, exchange: Exchange) -> None:
     """What this server is, which a router believes rather than a 200."""
-    await exchange.answer_json(identity(app.loaded_model))
+    index = app.tensors.index(ready_only=True) if app.tensors is not None else ()
+    names = dict.fromkeys(entry.name for entry in index)  # of several versions once
+    await exchange.answer_json(msgspec.structs.replace(identity(app.loaded_model), tensor_models=tuple(names)))
 
 
 async def tell_fleet(app: App, exchange: Exchange) -> None:

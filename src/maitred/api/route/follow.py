@@ -35,6 +35,7 @@ class _Version(msgspec.Struct):
 
     name: str | None = None
     models: tuple[str, ...] | None = None
+    tensor_models: tuple[str, ...] = ()
     slots: int | None = None
     fingerprint: Fingerprint | None = None
 
@@ -106,22 +107,23 @@ class Follower:
 
     async def _look(self, live: LiveReplica) -> ReplicaFacts:
         """What it says of itself now. Raises UpstreamFailed when it says nothing."""
-        facts, models = await self._what_it_is(live)
+        facts, told = await self._what_it_is(live)
         why_not = await self._why_not_ready(live, facts)
         if why_not is not None:
             return replace(facts, state=State.STARTING, error=why_not)
-        models = await self._models(live, models)
+        listed = await self._models(live, told.models or ())
+        models = (*listed, *(name for name in told.tensor_models[:MAX_MODELS] if name not in listed))
         return replace(facts, state=State.READY, models=models, error=None)
 
-    async def _what_it_is(self, live: LiveReplica) -> tuple[ReplicaFacts, tuple[str, ...]]:
-        """Told by what `/version` says, never by its status; and its models, if that names them."""
+    async def _what_it_is(self, live: LiveReplica) -> tuple[ReplicaFacts, _Version]:
+        """Told by what `/version` says, never by its status; with the rest of that."""
         _, body = await self._get(live, "/version")
         told = _decoded(body, _Version)
         if told.name != NAME:
-            return replace(live.facts, kind=Kind.FOREIGN, has_beats=False), ()
+            return replace(live.facts, kind=Kind.FOREIGN, has_beats=False), _Version()
         fingerprint = " ".join(msgspec.structs.astuple(told.fingerprint)) if told.fingerprint is not None else None
         facts = replace(live.facts, kind=Kind.MAITRED, slots=told.slots, fingerprint=fingerprint)
-        return facts, told.models or ()
+        return facts, told
 
     async def _why_not_ready(self, live: LiveReplica, facts: ReplicaFacts) -> str | None:
         """None when requests are welcome; a server without such a question is asked for its models."""

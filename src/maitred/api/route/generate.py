@@ -21,7 +21,13 @@ from maitred.cluster.told_tokens import SEED, TELL
 from maitred.errors import RouteNotFound, Unavailable
 
 MAX_TOKENS = 256  # thought of who names no limit
-NOT_PASSED_ON = ("/admin/", "/fleet/")  # of a replica's own administrators, and of routers
+NOT_PASSED_ON = (  # of a replica's own administrators, of routers, and of whoever shares its memory
+    "/admin/",
+    "/fleet/",
+    "/v2/repository/models/",
+    "/v2/systemsharedmemory/",
+    "/v2/cudasharedmemory/",
+)
 ADMINISTRATIVE = (  # of vLLM, and our own servers' likewise
     "/sleep",
     "/wake_up",
@@ -47,7 +53,7 @@ async def generate(router: Router, exchange: Exchange) -> None:
 
 
 async def pass_through(router: Router, exchange: Exchange) -> None:
-    """Any other path: some replica answers it."""
+    """Any other path: some replica answers it, which has the model if one is named."""
     path = exchange.scope["path"]
     if path.startswith(NOT_PASSED_ON):
         raise RouteNotFound(f"{path} is not passed on to replicas; ask one at its own address")
@@ -55,6 +61,7 @@ async def pass_through(router: Router, exchange: Exchange) -> None:
         exchange.caller.require_admin(f"use {path}")
     body = await exchange.body()
     read = read_body(body) if body else RoutedBody()
+    read.model = await router.models.named_in(path) or read.model
     await _route(router, exchange, body, read, NO_KEYS.keys, is_generation=False)
 
 

@@ -7,7 +7,7 @@ only when it is asked.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 from maitred.api.http.errors import shortened
@@ -19,6 +19,9 @@ from maitred.tenancy.caller import Caller
 PAUSE_S = 1.0  # between two looks
 LOOK_S = 1.0  # that a request waits for one
 MAX_TOLD = 20  # names in an error
+BEFORE_NAMES = ("/v1/models/", "/v2/models/")  # of paths
+AFTER_NAMES = ("/", ":")
+OF_ALL = "/v2/models/stats"
 
 Learn = Callable[[Fleet, LiveReplica], Awaitable[None]]
 """Asks a replica for its models, and tells the fleet."""
@@ -49,6 +52,14 @@ class ModelNames:
         if name not in core.models or not (caller.tenant.may_use(name) or not self._is_adapter(name)):
             raise self.not_found(name, caller)
 
+    async def named_in(self, path: str) -> str | None:
+        """The model that a path asks for, if a replica serves it: /v2/models/NAME/infer, /v1/models/NAME:predict."""
+        if not path.startswith(BEFORE_NAMES) or path == OF_ALL:
+            return None
+        if not any(name in self._fleet.core.models for name in _names_in(path)):
+            await self._look()
+        return next((name for name in _names_in(path) if name in self._fleet.core.models), None)
+
     def not_found(self, name: str, caller: Caller) -> ModelNotFound:
         names = [str(card["id"]) for card in self.cards(caller)]
         more = f" and {len(names) - MAX_TOLD} more" if len(names) > MAX_TOLD else ""
@@ -69,3 +80,11 @@ class ModelNames:
         await asyncio.sleep(self._looked_at + PAUSE_S - loop.time())
         self._next, self._looked_at = None, loop.time()  # who comes from now on needs another look
         await asyncio.gather(*(self._learn(self._fleet, live) for live in self._fleet.replicas.values()))
+
+
+def _names_in(path: str) -> Iterator[str]:
+    """The longest first: names of language models may have slashes."""
+    _, _, name = path.partition("/models/")
+    while name:
+        yield name
+        name = name[: max(map(name.rfind, AFTER_NAMES))] if any(mark in name for mark in AFTER_NAMES) else ""

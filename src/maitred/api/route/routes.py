@@ -12,6 +12,7 @@ from maitred.api.http.routes import Route, RouteTable
 from maitred.api.route import admin
 from maitred.api.route.generate import generate, pass_through
 from maitred.api.route.router import Router
+from maitred.api.tensor.error_text import TEXT_ERRORS
 from maitred.errors import Unavailable
 
 _ERRORS = (400, 401, 403, 404, 413, 429, 500, 502, 503, 504)
@@ -24,11 +25,14 @@ async def _models(router: Router, exchange: Exchange) -> None:
 
 async def _model(router: Router, exchange: Exchange) -> None:
     name = exchange.parameter
-    await router.models.check(name, exchange.caller)
+    served = await router.models.named_in(exchange.scope["path"])
     card = next((card for card in router.models.cards(exchange.caller) if card["id"] == name), None)
-    if card is None:
+    if card is not None:
+        await exchange.answer_json(card)
+    elif served is None:
         raise router.models.not_found(name, exchange.caller)
-    await exchange.answer_json(card)
+    else:  # one of tensors, or what TF Serving tells of it
+        await pass_through(router, exchange)
 
 
 async def _health(router: Router, exchange: Exchange) -> None:
@@ -52,6 +56,7 @@ FALLBACK = Route(
     method="*", path="/{path:path}", handler=pass_through, summary="Whatever a replica answers.", errors=_ERRORS
 )
 
+_passed_on = partial(Route, handler=pass_through, errors=_ERRORS)
 _generation = partial(Route, method="POST", handler=generate, errors=_ERRORS)
 _order = partial(Route, method="POST", answer=admin.Accepted, errors=(400, 401, 403, 413, 415))
 
@@ -61,6 +66,11 @@ ROUTES = RouteTable(
         _generation(path="/v1/completions", summary="Continue one or more texts.", span="text_completion"),
         Route(method="GET", path="/v1/models", handler=_models, summary="The models of all replicas."),
         Route(method="GET", path="/v1/models/{model:path}", handler=_model, summary="One model.", errors=(401, 404)),
+        _passed_on(method="POST", path="/v1/models/{model:path}", summary="TF Serving's predict, classify, regress."),
+        _passed_on(
+            method="GET", path="/v2/{path:path}", summary="KServe v2: what a replica tells.", format=TEXT_ERRORS
+        ),
+        _passed_on(method="POST", path="/v2/{path:path}", summary="KServe v2: infer, generate.", format=TEXT_ERRORS),
         *probe_routes(health=_health, ready=_ready),
         Route(method="GET", path="/version", handler=_version, summary="The version of the router."),
         METRICS,

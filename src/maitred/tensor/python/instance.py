@@ -30,7 +30,7 @@ from maitred.tensor.config import (
 from maitred.tensor.config_checks import ENTRY_POINT, NO_CODE, PYTHON, faults, runs_code
 from maitred.tensor.config_fields import SCHEMA, ModelConfig
 from maitred.tensor.fill import with_defaults
-from maitred.tensor.instance import NUMPY_TYPES, Arrays, reshaped
+from maitred.tensor.instance import NUMPY_TYPES, Arrays, check_inputs, reshaped
 from maitred.tensor.python.frames import (
     FINALIZE_S,
     Failed,
@@ -132,6 +132,7 @@ class PythonInstance:
         self._inputs = {spec.name: spec for spec in inputs_of(self.config)}
         self._needed = {spec.name for spec in self._inputs.values() if not spec.optional}
         self._inputs |= kept_in
+        self._types = {name: spec.data_type for name, spec in self._inputs.items()}
         self._outputs = {spec.name: spec for spec in outputs_of(self.config)} | kept_out
         self._batched = self.config.max_batch_size > 0
 
@@ -233,15 +234,7 @@ class PythonInstance:
 
     def _given_to_model(self, inputs: Arrays) -> Arrays:
         """In the shapes that the model itself takes."""
-        for name, array in inputs.items():
-            if name not in self._inputs:
-                raise InvalidRequest(f"{name!r} is no input of the model, which has {', '.join(self._inputs)}")
-            asked = NUMPY_TYPES[self._inputs[name].data_type]
-            if array.dtype != asked:
-                raise InvalidRequest(f"input {name!r} is an array of {array.dtype}, and must be of {asked}")
-        absent = self._needed - {*inputs}
-        if absent:
-            raise InvalidRequest(f"input {min(absent)!r} is missing")
+        check_inputs(inputs, self._types, self._needed)
         return {name: self._reshaped(array, self._inputs[name], back=False) for name, array in inputs.items()}
 
     def _reshaped(self, array: np.ndarray, spec: TensorSpec, *, back: bool) -> np.ndarray:

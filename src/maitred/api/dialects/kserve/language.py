@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import msgspec
@@ -35,6 +36,7 @@ from maitred.tenancy.caller import Caller
 from maitred.tensor.arrays import array_of, datatype_of, texts_as_bytes
 from maitred.tensor.config import ANY_MESSAGE, WILDCARD
 from maitred.tensor.config_fields import DATA_TYPES, ModelConfig
+from maitred.tensor.repository import IndexEntry, State
 from maitred.tensor.service import InferRequest, InferResponse, Tensor
 
 _INPUTS = {TEXT_INPUT: "TYPE_STRING", STREAM: "TYPE_BOOL", SAMPLING: "TYPE_STRING", EXCLUDE: "TYPE_BOOL"}
@@ -46,7 +48,8 @@ def is_language_model(app: App, caller: Caller, name: str) -> bool:
     return bool(app.model.names) and (app.is_model(name) or app.adapter(name, caller) is not None)
 
 
-class Models(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Models:
     """Those of the repository, and the language model beside them; see `TensorService`."""
 
     app: App
@@ -63,6 +66,13 @@ class Models(NamedTuple):
         if is_language_model(self.app, self.caller, model):
             return (MODEL_VERSION,) if self.app.ready else ()
         return lease.tensors_of(self.app).versions(model)
+
+    def index(self, *, ready_only: bool) -> Sequence[IndexEntry]:
+        """By its names, without adapters."""
+        ready, tensors = self.app.ready, lease.tensors_of(self.app)
+        state = State.READY if ready else State.UNAVAILABLE
+        own = [IndexEntry(name, MODEL_VERSION, state) for name in self.app.model.names if ready or not ready_only]
+        return [*own, *tensors.index(ready_only=ready_only)]
 
 
 def _config(name: str) -> ANY_MESSAGE:

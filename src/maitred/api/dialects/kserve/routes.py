@@ -146,7 +146,7 @@ class KServe:
         ready = (await _json_of(exchange)).get("ready", False)
         if not isinstance(ready, bool):
             raise InvalidRequest("ready must be true or false", param="ready")
-        await exchange.answer_json(told.index(tensors_of(app), ready_only=ready))
+        await exchange.answer_json(told.index(Models(app, exchange.caller).index(ready_only=ready)))
 
     async def repository(self, app: App, exchange: Exchange) -> None:
         """Load and unload."""

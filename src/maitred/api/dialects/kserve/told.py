@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import maitred
@@ -10,6 +10,7 @@ from maitred.api.tensor.extensions import NAMES
 from maitred.errors import InvalidRequest, ModelNotFound
 from maitred.tensor.arrays import datatype_of
 from maitred.tensor.config import WILDCARD, TensorSpec, inputs_of, outputs_of
+from maitred.tensor.repository import IndexEntry
 from maitred.tensor.service import DURATIONS, ModelStatistics, ModelTable, TensorService
 
 
@@ -77,7 +78,7 @@ def _duration(count: int, ns: int) -> Mapping[str, int]:
     return {"count": count, "ns": ns}
 
 
-def index(tensors: TensorService, *, ready_only: bool) -> Sequence[Mapping[str, str]]:
+def index(entries: Iterable[IndexEntry]) -> Sequence[Mapping[str, str]]:
     """Keys that have nothing to tell are left out, as Triton does."""
     return [
         {
@@ -86,5 +87,5 @@ def index(tensors: TensorService, *, ready_only: bool) -> Sequence[Mapping[str, 
             **({} if entry.state is None else {"state": entry.state.value}),
             **({"reason": entry.reason} if entry.reason else {}),
         }
-        for entry in tensors.index(ready_only=ready_only)
+        for entry in entries
     ]
