@@ -18,6 +18,7 @@ import msgspec
 import pytest
 
 import maitred
+from maitred.api.http.fleet_token import FleetToken
 from maitred.api.ops import fleet_feed
 from maitred.cluster.announcement import TOKEN_VARIABLE
 from maitred.cluster.key_tokens import TokenLengths, ends_of_tokens, tokens_of_keys
@@ -39,6 +40,7 @@ from maitred.errors import ConfigError
 from maitred.request import SamplingParams
 from tests.api.test_tenants import table_of
 from tests.fakes_api import FakeReplica, FakeTenants, RunningServer, running_server
+from tests.route.routers import running_router
 from tests.waiting import HANGS_S, joined, until
 
 TOKEN = "0123456789abcdef-of-the-fleet"
@@ -376,3 +378,21 @@ def test_a_router_that_does_not_read_is_cut_and_gets_all_when_it_comes_again():
             until(lambda: not keys.num_listeners)
         with listening(server) as again:
             assert len(again.keys) == len(known)
+
+
+def test_a_router_holds_limits_of_computing_by_what_its_replicas_tell(real):
+    tenants = FakeTenants(table_of({"few": {"compute_ms_per_minute": 1}, "many": {}}))
+    body = body_of(words(70), max_tokens=8)
+    with running_router(real.url, token=FleetToken(TOKEN.encode()), tenants=tenants) as router:
+        until(lambda: router.states == ["ready"] and router.router.fleet.replicas[real.url[7:]].facts.has_beats)
+        few, many = ({"authorization": f"Bearer {name}", **JSON} for name in ("few", "many"))
+
+        def status(headers: dict[str, str]) -> int:
+            asked = json.dumps(body).encode()
+            return httpx.post(
+                f"{router.url}/v1/chat/completions", content=asked, headers=headers, timeout=HANGS_S
+            ).status_code
+
+        assert status(few) == 200
+        until(lambda: status(few) == 429)
+        assert status(many) == 200

@@ -84,4 +84,10 @@ class Ended(msgspec.Struct, frozen=True, tag="ended"):
     usage: ToldUsage  # prompt tokens as they were counted here; of output also those that it began with
 
 
-FleetEvent = Began | KeysChanged | Load | Ended
+class Computed(msgspec.Struct, frozen=True, tag="computed"):
+    """With a beat: what tenants' requests that ended since the last one took of the machine, whoever let them in."""
+
+    us_by_tenant: dict[str, int]
+
+
+FleetEvent = Began | KeysChanged | Load | Ended | Computed

@@ -118,6 +118,7 @@ class App:
 
     def _computed(self, tenant: str, compute_us: int) -> None:
         self.authenticator.quotas.computed(tenant, compute_us, self.clock.now())
+        self.fleet.computed(tenant, compute_us)
 
     @property
     def adapters(self) -> AdapterBook | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -22,6 +22,7 @@ from maitred.cluster.replica_events import (
     BEAT_S,
     MAX_KEYS_AN_EVENT,
     Began,
+    Computed,
     Ended,
     Fingerprint,
     FleetEvent,
@@ -64,6 +65,7 @@ class FleetFeed:
         self.keys = StoredKeys()
         self.unfinished = Unfinished(self._ended)
         self._ends: list[deque[Ended]] = []  # to be told, by listener
+        self._computed: list[Counter[str]] = []  # likewise
         self._num_listeners = 0
         self._lingering: asyncio.TimerHandle | None = None
         self._changed = asyncio.Event()
@@ -91,6 +93,11 @@ class FleetFeed:
         if self.is_on:
             self.keys.note(chain)
             self._wake()
+
+    def computed(self, tenant: str, compute_us: int) -> None:
+        """A request of this tenant's ended; told with the next beat."""
+        for computed in self._computed:
+            computed[tenant] += compute_us
 
     def _token_bytes(self, token: int) -> bytes:
         return self._model.tokenizer.token_bytes(token)  # which is read when it is first asked for
@@ -121,7 +128,9 @@ class FleetFeed:
         self._enter()
         changes, loop = self.keys.listen(), asyncio.get_running_loop()
         ends: deque[Ended] = deque(maxlen=MAX_UNTOLD_ENDS)
+        computed: Counter[str] = Counter()
         self._ends.append(ends)
+        self._computed.append(computed)
         try:
             yield _event(Began(identity(self._model)))
             beat_at = loop.time()
@@ -133,6 +142,9 @@ class FleetFeed:
                     yield _event(ends.popleft())
                 if loop.time() >= beat_at:
                     beat_at = max(beat_at + BEAT_S, loop.time())
+                    if computed:
+                        yield _event(Computed(dict(computed)))
+                        computed.clear()
                     yield _event(self._load())
                 if self._is_over:
                     return
@@ -143,6 +155,7 @@ class FleetFeed:
         finally:
             self.keys.leave(changes)
             self._ends = [others for others in self._ends if others is not ends]
+            self._computed = [others for others in self._computed if others is not computed]
             self._left()
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -111,6 +111,7 @@ class Fleet:
         self.bills = Bills()
         self.launching, self._on_tick = launching, on_tick
         self.on_bound: Callable[[FleetRequest, ReplicaFacts], None] | None = None
+        self.on_computed: Callable[[Mapping[str, int]], None] = lambda us_by_tenant: None
         self.kept_bodies = KeptBodies()
         self._follow, self._ask_health, self._metrics = follow, probe, metrics
         self._probes: set[asyncio.Future[None]] = set()

@@ -16,7 +16,7 @@ from maitred.api.http.logs import log_fields
 from maitred.api.route.answers import message_of
 from maitred.api.route.fleet import Fleet, LiveReplica
 from maitred.api.route.outgoing import reached_by
-from maitred.cluster.replica_events import Began, Ended, Fingerprint, FleetEvent, KeysChanged, KVWorker, Load
+from maitred.cluster.replica_events import Began, Computed, Ended, Fingerprint, FleetEvent, KeysChanged, KVWorker, Load
 from maitred.cluster.replicas import Kind, ReplicaFacts, Report, State
 from maitred.cluster.upstream import Ask, Broken, UpstreamFailed, request_head
 
@@ -198,6 +198,8 @@ class Follower:
                 fleet.reported(name, Report(stored=stored, removed=removed))
             case Ended(request_id, usage):
                 fleet.bills.computed(name, request_id, usage)
+            case Computed(us_by_tenant):
+                fleet.on_computed(us_by_tenant)
             case Load(state=told_state):
                 speed = _about(event.prefill_tokens_per_s)
                 if told_state == "draining":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from maitred.api.http.auth import Authenticator
@@ -88,6 +88,7 @@ class Router:
         self.admission.foretell = lambda num_tokens: self.fleet.core.foretold_ttft_s(num_tokens, self.clock.now())
         self.models = ModelNames(self.fleet, follower.learn_models)
         self.fleet.choices.on_bound = self._bound
+        self.fleet.on_computed = self._computed
         self.metrics.looks_at(self.fleet.core, self.clock, self.fleet.connections)
         redis = shared.redis if shared is not None else None
         self.shared: Shared | None = None
@@ -103,6 +104,11 @@ class Router:
         self._salt_secret = b"".join(secret for _, secret in self.fleet_token.shown()) or secrets.token_bytes(32)
         self._salts: dict[tuple[str, str | None], str] = {}  # of each tenant and group
         self._resolving: list[asyncio.Task[None]] = []
+
+    def _computed(self, us_by_tenant: Mapping[str, int]) -> None:
+        """As every router hears it of every replica: the limit holds for all of them together."""
+        for tenant, compute_us in us_by_tenant.items():
+            self.authenticator.quotas.computed(tenant, compute_us, self.clock.now())
 
     def salt_of(self, caller: Caller) -> str:
         """What a tenant's prefix keys begin with: only tenants of one cache group share any, and nobody can make it."""
