@@ -90,6 +90,34 @@ def test_a_stream_goes_on_from_wherever_it_broke_off(replica, name):
         assert {**both, "generated": 0} == {**undisturbed, "generated": 0}
 
 
+TRITON: dict[str, dict[str, Any]] = {
+    "samples": {"n": 2, "seed": 5},
+    "drawn by the server": {"parameters": {"temperature": 1.0}},
+    "in one piece, with its text": {"stream": False, "exclude_input_in_output": False, "seed": 3},
+}
+
+
+@pytest.mark.parametrize("name", TRITON)
+def test_a_stream_of_tritons_generate_goes_on_from_wherever_it_broke_off(replica, name):
+    path = "/v2/models/maitred-mini/generate_stream"
+    body = json.dumps({"text_input": "The old man", "max_tokens": 10, **TRITON[name]}).encode()
+    told_stream(replica, path, body)
+    pieces = writes(told_stream(replica, path, body))
+    undisturbed = texts_of(ToldTokens().feed(b"".join(pieces)))
+    assert any(undisturbed)
+    for num_told in range(1, len(pieces), 3):
+        told = ToldTokens()
+        relayed = told.feed(b"".join(pieces[:num_told]))
+        rest = ToldTokens().feed(resumed(replica, path, body, told))
+        assert texts_of(relayed + rest) == undisturbed
+
+
+def texts_of(events: bytes) -> list[str]:
+    """Of each sample all of its text."""
+    told = [json.loads(line[6:])["text_output"] for line in events.split(b"\n") if line.startswith(b"data: ")]
+    return ["".join(parts) for parts in zip(*([one] if isinstance(one, str) else one for one in told), strict=True)]
+
+
 def test_a_large_body_goes_on_as_it_came(replica):
     body = json.dumps({"messages": SAYS, "stream": True, "max_tokens": 48, "seed": 4}).encode()
     body = body[:-1] + b" " * 20_000 + b"}"

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from maitred.cluster.prefix_keys import prefix_keys
-from maitred.cluster.routed_body import RoutedBody, read_body
+from maitred.cluster.routed_body import RoutedBody, read_asked, read_body
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
@@ -29,6 +29,20 @@ def test_a_field_of_the_wrong_type_is_as_if_it_were_not_there():
     read = read_body(b'{"model": "m", "n": "many", "messages": [1], "user": 5, "temperature": 1}')
     assert (read.model, read.n, read.user, read.temperature) == ("m", None, None, 1.0)
     assert bytes(read.messages) == b"[1]"
+
+
+def test_tritons_generate_is_read_by_the_names_of_completions():
+    body = (
+        b'{"text_input": "Hi", "parameters": {"max_tokens": 9, "n": 3, "stream": true}, "n": 2,'
+        b' "sampling_parameters": "{\\"temperature\\": \\"0.5\\", \\"n\\": 4}"}'
+    )
+    read = read_asked("/v2/models/a/b/versions/1/generate", body)
+    assert (read.model, read.stream, read.max_tokens, read.n, read.temperature) == ("a/b", False, 9, 4, 0.5)
+    assert prefix_keys(read).keys == prefix_keys(read_body(b'{"model": "a/b", "prompt": "Hi"}')).keys
+    assert read_asked("/v2/models/m/generate_stream", b'{"text_input": "Hi"}').stream
+    assert read_asked("/v2/models/m/infer", body) == read_body(body)
+    for wrong in (b"", b"[]", b'{"parameters": 5, "sampling_parameters": "{"}'):
+        assert read_asked("/v2/models/m/generate", wrong) == RoutedBody(model="m", stream=False)
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,10 @@ from tests.route.test_end_to_end import start_router
 from tests.waiting import HANGS_S, until
 
 CHAT = "/v1/chat/completions"
+TRITON = (
+    ("generate", {"text_input": "Hello", "parameters": {"max_tokens": "7"}, "ignore_eos": True}),
+    ("generate_stream", {"text_input": "Hello", "max_tokens": 11, "n": 2, "ignore_eos": True}),
+)
 SAYS = [{"role": "user", "content": "Tell me of the sea."}]
 
 
@@ -97,15 +101,18 @@ def test_its_sums_are_the_replicas_counters(billed):
     )
     for fields in wanted:
         assert billed.client.post(CHAT, json={"messages": SAYS, **fields}).status_code == 200
+    for path, fields in TRITON:
+        assert billed.client.post(f"/v2/models/maitred-mini/{path}", json=fields).status_code == 200
     unknown = billed.client.post(CHAT, json={"messages": SAYS, "model": "no such model"})
     assert unknown.status_code == 404, "of which there is no row"
-    rows = billed.waits_for_rows(len(wanted))
+    rows = billed.waits_for_rows(len(wanted) + len(TRITON))
     total = Tokens(0, 0)
     for _, _, tokens in rows:
         total = total.plus(tokens)
     assert total == billed.counted() != Tokens(0, 0)
     assert rows[0][2].generated == 9
-    assert [status for _, status, _ in rows] == ["stop"] * 6
+    assert [status for _, status, _ in rows] == ["stop"] * len(rows)
+    assert [tokens.generated for _, _, tokens in rows[-2:]] == [7, 2 * 11]
 
 
 def test_a_stream_that_is_moved_costs_what_both_replicas_computed(billed):

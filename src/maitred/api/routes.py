@@ -22,6 +22,7 @@ from maitred.api.ops import adapters, admin, fleet, health, kv, live, sleep
 from maitred.api.ops.live_feed import LiveFrame
 from maitred.api.ops.openapi import openapi_document
 from maitred.cluster.replica_events import FleetEvent, VersionResponse
+from maitred.cluster.routed_body import KSERVE_MODELS
 from maitred.cluster.told_tokens import ResumeRequest
 from maitred.scheduler.queue_view import QueueView
 from maitred.storage.ledger import Ledger
@@ -361,7 +362,7 @@ def _fleet() -> tuple[Route, ...]:
         Route(
             method="POST",
             path="/fleet/resume",
-            handler=Resume(DIALECTS),
+            handler=Resume({**DIALECTS, KSERVE_MODELS: GENERATION}),
             summary="For a router: go on with a stream that another replica began.",
             body=ResumeRequest,
             event=s.Completion,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -53,10 +55,34 @@ class RoutedBody(msgspec.Struct, kw_only=True):
 
 
 _TYPES: dict[str, Any] = {field.name: field.type for field in msgspec.structs.fields(RoutedBody)}
-_UNREAD = msgspec.defstruct("_Unread", [(name, Raw | UnsetType, UNSET) for name in _TYPES], kw_only=True)
+_OF_GENERATE = ("text_input", "parameters", "sampling_parameters")  # of Triton's
+_UNREAD = msgspec.defstruct(
+    "_Unread", [(name, Raw | UnsetType, UNSET) for name in (*_TYPES, *_OF_GENERATE)], kw_only=True
+)
 _decode = msgspec.json.Decoder(RoutedBody).decode
 _decode_unread = msgspec.json.Decoder(_UNREAD).decode
 _WRONG = (msgspec.DecodeError, ValueError, RecursionError)
+
+KSERVE_MODELS = "/v2/models/"
+GENERATE, GENERATE_STREAM = "generate", "generate_stream"
+GENERATE_PATH = re.compile(  # after KSERVE_MODELS
+    rf"(?P<model>.+?)(?:/versions/(?P<version>[0-9]{{1,18}}))?/(?P<action>{GENERATE}|{GENERATE_STREAM})"
+)
+
+
+def generate_asked(path: str) -> re.Match[str] | None:
+    """What a path says that asks a language model for text as Triton's extension has it."""
+    return GENERATE_PATH.fullmatch(path, len(KSERVE_MODELS)) if path.startswith(KSERVE_MODELS) else None
+
+
+def read_asked(path: str, body: bytes) -> RoutedBody:
+    """As `read_body`; of Triton's generate with what the path says, and its fields by the names of completions."""
+    found = generate_asked(path)
+    if found is None:
+        return read_body(body)
+    read = _read_generate(body)
+    read.model, read.stream = found["model"], found["action"] == GENERATE_STREAM
+    return read
 
 
 def read_body(body: bytes) -> RoutedBody:
@@ -74,17 +100,44 @@ def read_body(body: bytes) -> RoutedBody:
 
 
 def _read_by_fields(body: bytes) -> RoutedBody:
+    return _filled([_unread(body)])
+
+
+def _read_generate(body: bytes) -> RoutedBody:
+    """Fields may stand beside the text, within `parameters`, or in `sampling_parameters`, which counts before them and
+    may be JSON in a text; numbers may be texts.
+    """
+    sent = _unread(body)
+    parameters = _unread(sent.parameters)
+    layers = [sent, parameters]
+    sampling: Any = next((each.sampling_parameters for each in layers if each.sampling_parameters is not UNSET), UNSET)
+    if bytes(sampling or b"").startswith(b'"'):
+        try:
+            sampling = msgspec.json.decode(sampling, type=str).encode("utf-8", "replace")
+        except _WRONG:
+            sampling = UNSET
+    read = _filled([_unread(sampling), *layers], strict=False)
+    read.prompt = next((each.text_input for each in layers if each.text_input is not UNSET), UNSET)
+    return read
+
+
+def _unread(body: bytes | Raw | UnsetType) -> Any:
+    """Empty where it is no object."""
     try:
-        unread = _decode_unread(body)
+        return _UNREAD() if isinstance(body, UnsetType) else _decode_unread(body)
     except _WRONG:
-        return RoutedBody()
+        return _UNREAD()
+
+
+def _filled(layers: Sequence[Any], *, strict: bool = True) -> RoutedBody:
+    """Of each field what the first of `layers` that has it says."""
     read = RoutedBody()
     for name, kind in _TYPES.items():
-        raw = getattr(unread, name)
+        raw = next((found for each in layers if (found := getattr(each, name)) is not UNSET), UNSET)
         if raw is UNSET:
             continue
         try:
-            setattr(read, name, msgspec.json.decode(raw, type=kind))
+            setattr(read, name, msgspec.json.decode(raw, type=kind, strict=strict))
         except _WRONG:
             continue
     return read

@@ -156,7 +156,8 @@ async def _decoded(dialect: Dialect, app: App, exchange: Exchange) -> _Decoded:
     body = await dialect.read(exchange)
     async with exchange.turn():
         ask = dialect.decode(app, exchange, body)
-        return _Decoded(ask, _wanted(app, exchange, ask, body), app.fleet.noting(body, exchange.headers))
+        noting = app.fleet.noting(exchange.scope["path"], body, exchange.headers)
+        return _Decoded(ask, _wanted(app, exchange, ask, body), noting)
 
 
 def _wanted(app: App, exchange: Exchange, ask: GenerationAsk, body: bytes) -> Wanted | None:

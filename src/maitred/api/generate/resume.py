@@ -28,7 +28,7 @@ class DecidesResume(Protocol):
 
 
 class Resume:
-    """The route; `dialects` by the paths of theirs."""
+    """The route; `dialects` by the paths of theirs, or what theirs begin with, which ends in a slash."""
 
     def __init__(self, dialects: Mapping[str, Dialect]) -> None:
         self._dialects = dialects
@@ -38,16 +38,22 @@ class Resume:
             raise PermissionDenied("this takes the fleet's token, in the header x-maitred-fleet-token")
         exchange.max_body_bytes += MAX_TOLD_BYTES
         asked = (await exchange.sent(_decoder)).body
-        dialect = self._dialects.get(asked.path)
-        if dialect is None:
+        found = next((each for each in self._dialects if _is_of(each, asked.path)), None)
+        if found is None:
             paths = ", ".join(self._dialects)
             raise InvalidRequest(f"{asked.path[:100]!r} is none of the paths that are resumed: {paths}", param="path")
+        dialect, exchange.parameter = self._dialects[found], asked.path.removeprefix(found)
         exchange.format = dialect.format
         async with exchange.turn():
             body = bytes(asked.body)
-            ask, note_tokens = dialect.decode(app, exchange, body), app.fleet.noting(body, exchange.headers)
+            ask = dialect.decode(app, exchange, body)
+            note_tokens = app.fleet.noting(asked.path, body, exchange.headers)
         _check_numerics(app, ask.adapter, asked.head.fingerprint)
         await generate(app, exchange, ask, None, note_tokens, Resumption(asked, ask, app.model))
+
+
+def _is_of(known: str, path: str) -> bool:
+    return path.startswith(known) if known.endswith("/") else path == known
 
 
 def _check_numerics(app: App, adapter: AdapterFacts | None, fingerprint: str) -> None:

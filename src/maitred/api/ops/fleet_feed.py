@@ -32,7 +32,7 @@ from maitred.cluster.replica_events import (
     Phase,
     VersionResponse,
 )
-from maitred.cluster.routed_body import read_body
+from maitred.cluster.routed_body import read_asked
 from maitred.cluster.stored_keys import KeyBlock, StoredKeys
 from maitred.cluster.worker import facts_of
 from maitred.engine.client import EngineClient
@@ -73,16 +73,16 @@ class FleetFeed:
         self.is_on = False
         """Whether bodies are kept until their keys are known."""
 
-    def noting(self, sent: bytes, headers: Mapping[bytes, bytes]) -> NoteTokens | None:
+    def noting(self, path: str, sent: bytes, headers: Mapping[bytes, bytes]) -> NoteTokens | None:
         """What is to be called with a request's prompt and spec, in whatever thread; None while nobody listens.
 
-        `sent` is its body, empty where it was not kept.
+        `sent` is its body, empty where it was not kept, as the `path` takes it.
         """
         if not self.is_on or not sent:
             return None
         trusted = self._token.is_shown_by(headers)
         salt = headers.get(SALT, b"").decode("latin-1") if trusted else ""
-        return _Noting(self, sent, salt).note
+        return _Noting(self, path, sent, salt).note
 
     def follows(self, headers: Mapping[bytes, bytes]) -> bool:
         """Whether a router that listens asks, which is to hear what its requests cost that come to no end."""
@@ -229,13 +229,13 @@ class FleetFeed:
 class _Noting:
     """A body, from its arrival until it is known which blocks its keys end in."""
 
-    def __init__(self, feed: FleetFeed, sent: bytes, salt: str) -> None:
-        self._feed, self._sent, self._salt = feed, sent, salt
+    def __init__(self, feed: FleetFeed, path: str, sent: bytes, salt: str) -> None:
+        self._feed, self._path, self._sent, self._salt = feed, path, sent, salt
         self._loop = asyncio.get_running_loop()
 
     def note(self, prompt: str | Sequence[int], spec: RequestSpec) -> None:
         """In a thread; the body is let go."""
-        body, self._sent = read_body(self._sent), b""
+        body, self._sent = read_asked(self._path, self._sent), b""
         found, hashes, feed = prefix_keys(body, self._salt), spec.block_hashes, self._feed
         counts = tokens_of_keys(body, found, prompt, lambda: feed.ends_of(str(prompt), spec.prompt_token_ids))
         nums = [min(count // feed.block_size, len(hashes)) for count in counts]

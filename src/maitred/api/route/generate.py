@@ -16,9 +16,9 @@ from maitred.api.route.router import Router
 from maitred.cluster.fleet_request import FleetRequest
 from maitred.cluster.prefix_keys import NO_KEYS, prefix_keys
 from maitred.cluster.ring import hash_of
-from maitred.cluster.routed_body import RoutedBody, read_body
+from maitred.cluster.routed_body import RoutedBody, generate_asked, read_asked, read_body
 from maitred.cluster.told_tokens import SEED, TELL
-from maitred.errors import RouteNotFound, Unavailable
+from maitred.errors import InvalidRequest, RouteNotFound, Unavailable
 
 MAX_TOKENS = 256  # thought of who names no limit
 NOT_PASSED_ON = (  # of a replica's own administrators, of routers, and of whoever shares its memory
@@ -44,12 +44,27 @@ SESSION, PRIVACY = b"x-session-id", b"x-maitred-privacy"
 
 
 async def generate(router: Router, exchange: Exchange) -> None:
-    """A chat or text completion."""
+    """A chat or text completion, or Triton's generate."""
+    body = await exchange.body()
+    async with exchange.turn():
+        read = read_asked(exchange.scope["path"], body)
+        keys = prefix_keys(read, router.salt_of(exchange.caller)).keys
+    await _route(router, exchange, body, read, keys, is_generation=True, has_usage=True)
+
+
+async def embed(router: Router, exchange: Exchange) -> None:
+    """Vectors of texts, whose tokens count."""
     body = await exchange.body()
     async with exchange.turn():
         read = read_body(body)
-        keys = prefix_keys(read, router.salt_of(exchange.caller)).keys
-    await _route(router, exchange, body, read, keys, is_generation=True)
+    read.max_tokens = 1  # for it generates none
+    await _route(router, exchange, body, read, NO_KEYS.keys, has_usage=True)
+
+
+async def post_kserve(router: Router, exchange: Exchange) -> None:
+    """A language model is asked for text, and whatever else stands under /v2."""
+    is_text = generate_asked(exchange.scope["path"]) is not None
+    await (generate if is_text else pass_through)(router, exchange)
 
 
 async def pass_through(router: Router, exchange: Exchange) -> None:
@@ -62,11 +77,24 @@ async def pass_through(router: Router, exchange: Exchange) -> None:
     body = await exchange.body()
     read = read_body(body) if body else RoutedBody()
     read.model = await router.models.named_in(path) or read.model
-    await _route(router, exchange, body, read, NO_KEYS.keys, is_generation=False)
+    if path.endswith("/infer") and router.models.is_language_model(read.model):
+        raise InvalidRequest(
+            f"{read.model} is a language model; a router takes it at {path.removesuffix('infer')}generate, which is "
+            "limited and billed",
+            param="model",
+        )
+    await _route(router, exchange, body, read, NO_KEYS.keys)
 
 
 async def _route(
-    router: Router, exchange: Exchange, body: bytes, read: RoutedBody, keys: tuple[int, ...], *, is_generation: bool
+    router: Router,
+    exchange: Exchange,
+    body: bytes,
+    read: RoutedBody,
+    keys: tuple[int, ...],
+    *,
+    is_generation: bool = False,
+    has_usage: bool = False,
 ) -> None:
     if router.draining:
         raise Unavailable("the router is shutting down; try again", retry_after_s=1.0)
@@ -78,22 +106,25 @@ async def _route(
                 router.ledger.replayed(_request(router, exchange, body, read, keys, granted), read.model or "")
             return
         request = _request(router, exchange, body, read, keys, granted)
-        if is_generation:
+        if has_usage:
             router.shed(granted.take(request, is_silent=_names_no_limit(read)))
         routed = RoutedRequest(request, exchange)
-        outgoing = _outgoing(router, exchange, body, read, granted, is_generation=is_generation)
+        outgoing = _outgoing(router, exchange, body, read, granted, is_generation=is_generation, has_usage=has_usage)
         relay = Relay(
             router.fleet, routed, outgoing, keep_alive_s=router.config.sse_keep_alive_s, on_tokens=granted.tokens_came
         )
-        if is_generation and router.ledger is not None:
-            relay.bill = router.fleet.bills.opened(exchange.request_id)
+        if has_usage and router.ledger is not None:
             router.ledger.opened(relay, request.model or "")
+            if is_generation:  # of which replicas tell what came to no end
+                relay.bill = router.fleet.bills.opened(exchange.request_id)
         try:
             await relay.run()
         finally:
             granted.usage = relay.spent
             if relay.bill is not None:
                 router.fleet.bills.close(exchange.request_id, relay.bill, relay.ended)
+            else:
+                relay.ended()
             router.metrics.routed(exchange.log.get("replica", ""), relay.outcome, routed.held_s)
         if wanted is not None:
             router.results.keep(exchange, wanted)
@@ -183,7 +214,14 @@ def _vouched(router: Router, exchange: Exchange, granted: RouteLease, model: str
 
 
 def _outgoing(
-    router: Router, exchange: Exchange, body: bytes, read: RoutedBody, granted: RouteLease, *, is_generation: bool
+    router: Router,
+    exchange: Exchange,
+    body: bytes,
+    read: RoutedBody,
+    granted: RouteLease,
+    *,
+    is_generation: bool,
+    has_usage: bool,
 ) -> Outgoing:
     scope = exchange.scope
     headers = towards_replica(exchange)
@@ -203,6 +241,7 @@ def _outgoing(
         body=body,
         secret=secret,
         is_generation=is_generation,
+        has_usage=has_usage,
         is_stream=is_generation and bool(read.stream),
         limits=granted.limits,
     )

@@ -60,6 +60,11 @@ class ModelNames:
             await self._look()
         return next((name for name in _names_in(path) if name in self._fleet.core.models), None)
 
+    def is_language_model(self, name: str | None) -> bool:
+        """Of those that are known."""
+        replicas = self._fleet.replicas.values()
+        return name in self._fleet.core.models and not any(name in live.tensor_models for live in replicas)
+
     def not_found(self, name: str, caller: Caller) -> ModelNotFound:
         names = [str(card["id"]) for card in self.cards(caller)]
         more = f" and {len(names) - MAX_TOLD} more" if len(names) > MAX_TOLD else ""

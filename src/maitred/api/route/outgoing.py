@@ -30,7 +30,8 @@ class Outgoing:
     headers: list[Header]
     body: bytes
     secret: list[Header] = field(default_factory=list)  # only for replicas that hold the fleet's token
-    is_generation: bool = False  # its answer has usage and tokens
+    is_generation: bool = False  # its answer has tokens
+    has_usage: bool = False  # and says how many it took
     is_stream: bool = False
     limits: TimeLimits = NO_LIMITS  # from its arrival
 

@@ -264,7 +264,7 @@ class Relay:
         self._begin()
         self._ends()
         self._is_billed = True
-        if self._outgoing.is_generation and answer.status == 200:
+        if self._outgoing.has_usage and answer.status == 200:
             self.usage = answers.cost_told(answer, is_ours=live.is_ours) or answers.usage_of_whole(body)
         else:
             self.usage = Usage(num_output_tokens=0)

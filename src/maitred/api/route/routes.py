@@ -10,9 +10,10 @@ from maitred.api.dialects.openai.format import OPENAI
 from maitred.api.http.exchange import Exchange
 from maitred.api.http.routes import Route, RouteTable
 from maitred.api.route import admin
-from maitred.api.route.generate import generate, pass_through
+from maitred.api.route.generate import embed, generate, pass_through, post_kserve
 from maitred.api.route.router import Router
 from maitred.api.tensor.error_text import TEXT_ERRORS
+from maitred.cluster.routed_body import GENERATE, GENERATE_STREAM
 from maitred.errors import Unavailable
 
 _ERRORS = (400, 401, 403, 404, 413, 429, 500, 502, 503, 504)
@@ -64,13 +65,23 @@ ROUTES = RouteTable(
     (
         _generation(path="/v1/chat/completions", summary="Answer a conversation.", span="chat"),
         _generation(path="/v1/completions", summary="Continue one or more texts.", span="text_completion"),
+        Route(method="POST", path="/v1/embeddings", handler=embed, summary="Vectors of texts.", errors=_ERRORS),
         Route(method="GET", path="/v1/models", handler=_models, summary="The models of all replicas."),
         Route(method="GET", path="/v1/models/{model:path}", handler=_model, summary="One model.", errors=(401, 404)),
         _passed_on(method="POST", path="/v1/models/{model:path}", summary="TF Serving's predict, classify, regress."),
         _passed_on(
             method="GET", path="/v2/{path:path}", summary="KServe v2: what a replica tells.", format=TEXT_ERRORS
         ),
-        _passed_on(method="POST", path="/v2/{path:path}", summary="KServe v2: infer, generate.", format=TEXT_ERRORS),
+        Route(
+            method="POST",
+            path="/v2/{path:path}",
+            handler=post_kserve,
+            summary="KServe v2: infer, generate.",
+            format=TEXT_ERRORS,
+            span="text_completion",
+            span_ends=(f"/{GENERATE}", f"/{GENERATE_STREAM}"),
+            errors=_ERRORS,
+        ),
         *probe_routes(health=_health, ready=_ready),
         Route(method="GET", path="/version", handler=_version, summary="The version of the router."),
         METRICS,

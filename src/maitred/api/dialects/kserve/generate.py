@@ -7,7 +7,6 @@ counted and answered as one.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from types import NoneType
 from typing import Annotated, Any, NamedTuple, get_args, get_type_hints
@@ -26,16 +25,15 @@ from maitred.api.http.bodies import SMALL_BYTES, check_num_texts, decode_json
 from maitred.api.http.errors import shortened
 from maitred.api.http.exchange import Exchange
 from maitred.api.tensor.error_text import TEXT_ERRORS
+from maitred.cluster.routed_body import GENERATE, GENERATE_PATH, GENERATE_STREAM
 from maitred.engine.output import TextDelta
 from maitred.errors import InvalidRequest, ModelNotFound, RouteNotFound, did_you_mean
 from maitred.tenancy.caller import Caller
 
 MODEL_VERSION = 1  # of the language model, the only one
-GENERATE, GENERATE_STREAM = "generate", "generate_stream"
 TEXT_INPUT, STREAM, SAMPLING, EXCLUDE = "text_input", "stream", "sampling_parameters", "exclude_input_in_output"
 TEXT_OUTPUT = "text_output"
 
-_PATH = re.compile(r"(?P<model>.+?)(?:/versions/(?P<version>[0-9]{1,18}))?/(?P<action>generate|generate_stream)")
 _ELSEWHERE = {  # fields of a completion that are said, or would be answered, in another way here
     "model": "the path or the request names it",
     "prompt": f"it is {TEXT_INPUT}",
@@ -106,7 +104,7 @@ def is_generate(parameter: str) -> bool:
 
 def decode_generate(app: App, exchange: Exchange, sent: bytes) -> GenerationAsk:
     """POST /v2/models/NAME[/versions/V]/generate and /generate_stream. Raises RequestError."""
-    found = _PATH.fullmatch(exchange.parameter)
+    found = GENERATE_PATH.fullmatch(exchange.parameter)
     if found is None:
         raise RouteNotFound("post to /v2/models/NAME[/versions/V]/generate or /generate_stream")
     if app.tensors is not None and app.tensors.versions(found["model"]):

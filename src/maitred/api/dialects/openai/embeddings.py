@@ -31,6 +31,7 @@ from maitred.api.http.exchange import JSON_HEADERS, Exchange
 from maitred.api.http.routes import Route
 from maitred.api.tensor.lease import leased, tensors_of
 from maitred.api.tensor.texts import Tokenizers, encoder_named, encoders_of, tokens_of, vectors_of
+from maitred.cluster.told_tokens import ToldUsage, usage_header
 from maitred.errors import ModelNotFound
 from maitred.tensor.encoder import check_dimensions
 from maitred.tensor.encoder_config import encoder_of
@@ -73,7 +74,9 @@ class Embeddings:
         exchange.log["prompt_tokens"] = lease.num_tokens
         write = partial(_written, model, vectors, lease.num_tokens, as_base64=body.encoding_format == "base64")
         whole = await app.text.run(sum(vector.nbytes for vector in vectors), write)
-        await exchange.answer(whole, 200, JSON_HEADERS)
+        usage = ToldUsage(lease.num_tokens, 0, 0)
+        for_router = (usage_header(usage),) if app.fleet_token.is_shown_by(exchange.headers) else ()
+        await exchange.answer(whole, 200, (*JSON_HEADERS, *for_router))
 
 
 def _written(model: str, vectors: Sequence[np.ndarray], num_tokens: int, *, as_base64: bool) -> bytes:
