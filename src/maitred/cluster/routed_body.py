@@ -65,6 +65,7 @@ _WRONG = (msgspec.DecodeError, ValueError, RecursionError)
 
 KSERVE_MODELS = "/v2/models/"
 GENERATE, GENERATE_STREAM = "generate", "generate_stream"
+GENERATE_ENDS = (f"/{GENERATE}", f"/{GENERATE_STREAM}")
 GENERATE_PATH = re.compile(  # after KSERVE_MODELS
     rf"(?P<model>.+?)(?:/versions/(?P<version>[0-9]{{1,18}}))?/(?P<action>{GENERATE}|{GENERATE_STREAM})"
 )

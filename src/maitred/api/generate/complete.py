@@ -22,7 +22,7 @@ from maitred.api.http.ignored_fields import SCHEMA_IGNORED, names_told
 from maitred.api.http.results import Wanted
 from maitred.api.http.sse import EventStream
 from maitred.api.ops.fleet_feed import NoteTokens
-from maitred.cluster.told_tokens import SEED, TELL, StreamHead, usage_header
+from maitred.cluster.told_tokens import SEED, TELL, StreamHead, ToldUsage, usage_header
 from maitred.engine.intake import make_requests, random_seed
 from maitred.errors import InvalidRequest, RequestError
 from maitred.gate.terms import TimeLimits, cap_max_tokens
@@ -90,7 +90,7 @@ async def generate(
         if events is None:
             takes_long, write = outcome.num_logprobs > MANY_LOGPROBS, partial(ask.answer.whole, outcome)
             whole = await app.text.run_long(write) if takes_long else write()
-            headers = (*JSON_HEADERS, *_server_timing(outcome), *_usage(app, exchange, outcome))
+            headers = (*JSON_HEADERS, *_server_timing(outcome), *usage_for_router(app, exchange, told_usage(outcome)))
             await exchange.answer(whole, 200, headers)
         app.results.keep(exchange, wanted)
 
@@ -260,9 +260,9 @@ def _server_timing(outcome: Outcome) -> tuple[tuple[bytes, bytes], ...]:
     return ((b"server-timing", parts.encode()),)
 
 
-def _usage(app: App, exchange: Exchange, outcome: Outcome) -> tuple[Header, ...]:
-    """For a router, which bills by it."""
-    return (usage_header(told_usage(outcome)),) if app.fleet_token.is_shown_by(exchange.headers) else ()
+def usage_for_router(app: App, exchange: Exchange, usage: ToldUsage) -> tuple[Header, ...]:
+    """It bills by this; nobody else hears it."""
+    return (usage_header(usage),) if app.fleet_token.is_shown_by(exchange.headers) else ()
 
 
 def _make_batches(

@@ -13,7 +13,7 @@ from maitred.api.route import admin
 from maitred.api.route.generate import embed, generate, pass_through, post_kserve
 from maitred.api.route.router import Router
 from maitred.api.tensor.error_text import TEXT_ERRORS
-from maitred.cluster.routed_body import GENERATE, GENERATE_STREAM
+from maitred.cluster.routed_body import GENERATE_ENDS
 from maitred.errors import Unavailable
 
 _ERRORS = (400, 401, 403, 404, 413, 429, 500, 502, 503, 504)
@@ -79,7 +79,7 @@ ROUTES = RouteTable(
             summary="KServe v2: infer, generate.",
             format=TEXT_ERRORS,
             span="text_completion",
-            span_ends=(f"/{GENERATE}", f"/{GENERATE_STREAM}"),
+            span_ends=GENERATE_ENDS,
             errors=_ERRORS,
         ),
         *probe_routes(health=_health, ready=_ready),

@@ -25,7 +25,7 @@ from maitred.api.http.bodies import SMALL_BYTES, check_num_texts, decode_json
 from maitred.api.http.errors import shortened
 from maitred.api.http.exchange import Exchange
 from maitred.api.tensor.error_text import TEXT_ERRORS
-from maitred.cluster.routed_body import GENERATE, GENERATE_PATH, GENERATE_STREAM
+from maitred.cluster.routed_body import GENERATE, GENERATE_ENDS, GENERATE_PATH, GENERATE_STREAM
 from maitred.engine.output import TextDelta
 from maitred.errors import InvalidRequest, ModelNotFound, RouteNotFound, did_you_mean
 from maitred.tenancy.caller import Caller
@@ -99,7 +99,7 @@ class Asked(NamedTuple):
 
 def is_generate(parameter: str) -> bool:
     """Whether a path after `/v2/models/` asks for text."""
-    return parameter.endswith(SPOKEN["span_ends"])
+    return parameter.endswith(GENERATE_ENDS)
 
 
 def decode_generate(app: App, exchange: Exchange, sent: bytes) -> GenerationAsk:
@@ -124,7 +124,7 @@ def decode_generate(app: App, exchange: Exchange, sent: bytes) -> GenerationAsk:
 
 
 GENERATION = Dialect(TEXT_ERRORS, decode_generate, body_of)
-SPOKEN: dict[str, Any] = {"span": "text_completion", "span_ends": (f"/{GENERATE}", f"/{GENERATE_STREAM}")}  # of a Route
+SPOKEN: dict[str, Any] = {"span": "text_completion", "span_ends": GENERATE_ENDS}  # of a Route
 
 
 def _split(sent: bytes) -> tuple[GenerateRequest, dict[str, Raw]]:

@@ -24,6 +24,7 @@ from maitred.api.dialects.openai.models import model_cards
 from maitred.api.dialects.openai.refusals import EMBEDDING_REFUSED, heed_others
 from maitred.api.dialects.openai.sampling import check_priority
 from maitred.api.dialects.openai.schemas import ModelCard, ModelList
+from maitred.api.generate.complete import usage_for_router
 from maitred.api.generate.time_limits import time_limits
 from maitred.api.http.app import App
 from maitred.api.http.body_decoder import BodyDecoder
@@ -31,7 +32,7 @@ from maitred.api.http.exchange import JSON_HEADERS, Exchange
 from maitred.api.http.routes import Route
 from maitred.api.tensor.lease import leased, tensors_of
 from maitred.api.tensor.texts import Tokenizers, encoder_named, encoders_of, tokens_of, vectors_of
-from maitred.cluster.told_tokens import ToldUsage, usage_header
+from maitred.cluster.told_tokens import ToldUsage
 from maitred.errors import ModelNotFound
 from maitred.tensor.encoder import check_dimensions
 from maitred.tensor.encoder_config import encoder_of
@@ -74,9 +75,8 @@ class Embeddings:
         exchange.log["prompt_tokens"] = lease.num_tokens
         write = partial(_written, model, vectors, lease.num_tokens, as_base64=body.encoding_format == "base64")
         whole = await app.text.run(sum(vector.nbytes for vector in vectors), write)
-        usage = ToldUsage(lease.num_tokens, 0, 0)
-        for_router = (usage_header(usage),) if app.fleet_token.is_shown_by(exchange.headers) else ()
-        await exchange.answer(whole, 200, (*JSON_HEADERS, *for_router))
+        usage = usage_for_router(app, exchange, ToldUsage(lease.num_tokens, 0, 0))
+        await exchange.answer(whole, 200, (*JSON_HEADERS, *usage))
 
 
 def _written(model: str, vectors: Sequence[np.ndarray], num_tokens: int, *, as_base64: bool) -> bytes:
