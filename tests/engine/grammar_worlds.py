@@ -16,6 +16,7 @@ from maitred.kvcache.prefix_cache import TokenHasher
 from maitred.model.checkpoint import BUILTIN_FOLDER
 from maitred.request import FinishReason, RequestSpec, SamplingParams
 from maitred.text import Tokenizer
+from tests.engine.worlds import with_blocks
 
 BLOCK_SIZE = 16
 SPACED = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
@@ -90,23 +91,18 @@ def engine(
     *, forced_tokens: bool = True, num_blocks: int | None = None, executor: str = "auto", **scheduler: Any
 ) -> Iterator[EngineParts]:
     """The built-in model."""
-    cache_bytes = None if num_blocks is None else num_blocks * bytes_per_block()
     config = EngineConfig(
         model=ModelConfig(forced_tokens=forced_tokens, executor=executor, num_threads=1, max_model_len=128),
-        cache=CacheConfig(block_size=BLOCK_SIZE, kv_cache_memory_bytes=cache_bytes),
+        cache=CacheConfig(block_size=BLOCK_SIZE),
         scheduler=SchedulerConfig(**scheduler),
     )
+    if num_blocks is not None:
+        config = with_blocks(config, num_blocks)
     parts = build_parts(config, clock=ManualClock())
     try:
         yield parts
     finally:
         parts.close()
-
-
-@cache
-def bytes_per_block() -> int:
-    with engine() as parts:
-        return parts.memory_plan.kv_bytes // parts.memory_plan.num_blocks
 
 
 def grammars_of(parts: EngineParts) -> Grammars:

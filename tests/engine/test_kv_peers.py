@@ -23,6 +23,7 @@ from maitred.request import SamplingParams
 from maitred.storage.kv_host import KVHost
 from maitred.transfer.handshake import Identity
 from maitred.transfer.leases import Readable
+from tests.engine.worlds import with_blocks
 from tests.waiting import until
 
 PROMPT = list(range(300, 500))
@@ -44,14 +45,13 @@ class Engine:
         **model: object,
     ) -> None:
         """`model` are fields of ModelConfig; another `revision` is told to peers alone."""
-        memory = num_blocks * max(16, block_size) * 3 * 1024
         config = EngineConfig(
             model=ModelConfig(num_threads=1, **model),
-            cache=CacheConfig(kv_cache_memory_bytes=memory, block_size=block_size),
+            cache=CacheConfig(block_size=block_size),
             scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=64),
             speculative=SpeculativeConfig(speculative=speculative),
         )
-        self.parts = build_parts(config)
+        self.parts = build_parts(with_blocks(config, num_blocks))
         core = self.core = self.parts.core
         self.woken = threading.Event()
         core.wake = self.woken.set
@@ -197,7 +197,7 @@ def test_a_peer_that_is_gone_or_has_nothing_costs_no_token(make):
 
 @pytest.mark.parametrize("needs_salt", [False, True])
 def test_a_peer_gives_what_its_tier_alone_has_if_it_can_be_read_without_a_salt(make, needs_salt):
-    first, second = make(num_blocks=20), make(num_blocks=20)
+    first, second = make(num_blocks=24), make(num_blocks=24)
     core, io = first.core, first.core._executor.block_io()
     tier = KVHost(40, io.bytes_per_block)
     tier.needs_salt = needs_salt

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from maitred.clock import ManualClock
-from maitred.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculativeConfig
+from maitred.config import EngineConfig, ModelConfig, SchedulerConfig, SpeculativeConfig
 from maitred.engine import kv_tiers
 from maitred.engine.build import EngineParts, build_parts
 from maitred.engine.intake import make_requests
@@ -19,6 +19,7 @@ from maitred.kvcache.changes import Changes
 from maitred.kvcache.tiers import FetchMeter, TierStats
 from maitred.request import SamplingParams
 from maitred.storage.kv_host import KVHost
+from tests.engine.worlds import with_blocks
 
 PROMPT = list(range(300, 300 + 200))
 
@@ -86,13 +87,12 @@ class Engine:
         executor: str = "auto",
         make_tier: Callable[[int], Any] = DictTier,
     ) -> None:
-        probe = EngineConfig(
+        config = EngineConfig(
             model=ModelConfig(num_threads=1, executor=executor),
-            cache=CacheConfig(kv_cache_memory_bytes=num_blocks * (40 if speculative == "off" else 56) * 1024),
             scheduler=SchedulerConfig(max_num_seqs=4),
             speculative=SpeculativeConfig(speculative=speculative),
         )
-        self.parts: EngineParts = build_parts(probe)
+        self.parts: EngineParts = build_parts(with_blocks(config, num_blocks))
         core = self.core = self.parts.core
         io = core._executor.block_io()  # type: ignore[attr-defined]
         self.tier = tier if tier is not None else make_tier(io.bytes_per_block)
@@ -252,8 +252,8 @@ def test_what_is_fetched_is_given_up_before_a_running_request_is_preempted(make)
 
 
 def test_a_fetch_that_is_slower_than_computing_is_abandoned_and_what_came_counts(make, monkeypatch):
-    monkeypatch.setattr(kv_tiers, "PIECE_BYTES", 2 * 40 * 1024)
     first = make()
+    monkeypatch.setattr(kv_tiers, "PIECE_BYTES", 2 * first.tier.bytes_per_block)
     said = first.complete("a")
     again = make(first.tier)
     again.tier.before_read = lambda: again.clock.advance(10.0)
@@ -415,9 +415,9 @@ def test_what_a_preempted_request_computed_is_stored_before_it_is_overwritten(ma
     assert engine.tier.blocks.items() <= alone.tier.blocks.items()
 
 
-@pytest.mark.parametrize(("executor", "num_blocks"), [("native", 20), ("torch", 40)])  # 20 blocks of twice the bytes
-def test_what_the_pool_lost_comes_back_from_host_memory(make: Callable[..., Engine], executor: str, num_blocks: int):
-    engine = make(make_tier=partial(KVHost, 40), num_blocks=num_blocks, executor=executor)
+@pytest.mark.parametrize("executor", ["native", "torch"])
+def test_what_the_pool_lost_comes_back_from_host_memory(make: Callable[..., Engine], executor: str):
+    engine = make(make_tier=partial(KVHost, 40), num_blocks=20, executor=executor)
     engine.tiers._tiers[0].meter = FetchMeter(bandwidth=1e12, latency_s=0.0)  # quicker than computing
     first = engine.complete("first")
     engine.complete("other", range(700, 900))  # leaves no room for it

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 from maitred.clock import Clock, WallClock
@@ -17,14 +19,24 @@ from maitred.engine.intake import ServedModel, make_requests
 from maitred.engine.loop import LoadedEngine
 from maitred.engine.memory import MemoryPlan
 from maitred.engine.model_facts import ModelFacts
+from maitred.engine.planning import plan_engine
 from maitred.engine.supervisor import Start
-from maitred.model.checkpoint import BUILTIN_FOLDER
+from maitred.model.checkpoint import BUILTIN_FOLDER, open_checkpoint
 from maitred.request import RequestSpec, SamplingParams
 from maitred.text import Tokenizer
 from maitred.text.folder import read_chat_template
 from tests.fakes import MODEL, FakeExecutor, make_scheduler
 
 BLOCK_SIZE = 4
+
+
+def with_blocks(config: EngineConfig, num_blocks: int) -> EngineConfig:
+    """`config` with KV memory for exactly `num_blocks`, in the format that its executor takes on this processor."""
+    with ExitStack() as files:
+        checkpoint = files.enter_context(open_checkpoint(config.model.model, config.model.revision))
+        memory = plan_engine(config, checkpoint, lambda line: None, files).memory
+    kv_bytes = num_blocks * (memory.kv_bytes // memory.num_blocks)
+    return replace(config, cache=replace(config.cache, kv_cache_memory_bytes=kv_bytes))
 
 
 def model_facts(max_model_len: int = 256) -> ModelFacts:

@@ -37,6 +37,7 @@ ASKED = {
     "samples": SamplingParams(temperature=1.0, seed=9, n=3, max_tokens=24),
     "one token": SamplingParams(temperature=0, max_tokens=1),
 }
+KV_DTYPE = "bfloat16"  # so that as many bytes are as many blocks on every processor
 SETTINGS = {
     "roomy": {},
     "tight": {
@@ -96,14 +97,14 @@ def outputs(llm: LLM, sampling: Sequence[SamplingParams]) -> list[object]:
 @pytest.fixture(scope="module")
 def alone() -> list[object]:
     """Without drafts."""
-    with LLM(speculative="off") as llm:
+    with LLM(speculative="off", kv_dtype=KV_DTYPE) as llm:
         return outputs(llm, tuple(ASKED.values()))
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("proposer", ["ngram", "draft"])
 def test_output_is_that_of_a_run_without_drafts(proposer: str, settings: str, alone: list[object]):
-    with LLM(speculative=proposer, num_speculative_tokens=6, **SETTINGS[settings]) as llm:
+    with LLM(speculative=proposer, num_speculative_tokens=6, kv_dtype=KV_DTYPE, **SETTINGS[settings]) as llm:
         assert outputs(llm, tuple(ASKED.values())) == alone
 
 
