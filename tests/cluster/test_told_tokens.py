@@ -11,14 +11,18 @@ from hypothesis import strategies as st
 
 from maitred.cluster.told_tokens import (
     MAX_LINE_BYTES,
+    USAGE,
     BrokenFrame,
     Frame,
     ResumeRequest,
     StreamHead,
     ToldSample,
     ToldTokens,
+    ToldUsage,
     frame,
     head_line,
+    usage_header,
+    usage_in,
 )
 
 HEAD = StreamHead("chatcmpl-1", 1700000000, "rev native", (11, 12), (16, 16))
@@ -90,7 +94,13 @@ def test_a_stream_without_tokens_begins_anew_with_another_head():
 
 
 def test_what_is_no_frame_is_not_believed():
-    for sent in (b": tokens nonsense\n", b": resume {}\n", b": tokens " + b"1" * (MAX_LINE_BYTES + 1)):
+    frames = (
+        b'{"num_bytes":-9,"samples":[]}',
+        b'{"num_bytes":0,"samples":[{"index":0,"token_ids":[2147483648]}]}',
+        b'{"num_bytes":0,"samples":[],"usage":[1,0,-1]}',
+    )
+    wrong = (b"nonsense\n", b"1" * (MAX_LINE_BYTES + 1), *(each + b"\n" for each in frames))
+    for sent in (b": resume {}\n", *(b": tokens " + each for each in wrong)):
         with pytest.raises(BrokenFrame):
             ToldTokens().feed(sent)
         told, good = ToldTokens(), frame([ToldSample(0, [1])], b"data: 1\n\n")
@@ -98,6 +108,13 @@ def test_what_is_no_frame_is_not_believed():
         assert told.num_tokens == 1
         with pytest.raises(BrokenFrame):
             told.feed(b"")
+
+
+def test_usage_in_a_header_is_three_numbers_that_an_answer_can_have():
+    usage = ToldUsage(5, 2, 7)
+    assert usage_in([usage_header(usage)]) == usage
+    for value in (b"1,2", b"1,2,3,4", b"-1,0,1", b"1,0,2147483648", b"1,0," + b"9" * 5000, b"a,b,c", b"\xff,1,1", b""):
+        assert usage_in([(USAGE, value)]) is None
 
 
 def test_the_end_of_a_stream_is_of_its_last_tokens():

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sqlite3
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -11,6 +14,7 @@ import pytest
 
 from maitred.api.http.fleet_token import FleetToken
 from maitred.config import AdmissionConfig
+from maitred.storage.ledger import Ledger
 from tests.api.test_tenants import table_of
 from tests.conftest import free_port
 from tests.fakes_api import FakeTenants
@@ -293,6 +297,34 @@ async def test_a_tenants_limits_hold_at_the_router_and_replicas_are_told_who_ask
         assert "authorization" not in first.headers
         quota = running.router.authenticator.quotas
         assert quota.of(tenants.table.tenants["poor"]).spent_tokens == 7
+
+
+async def test_what_a_foreign_server_tells_of_tokens_is_bounded_and_the_next_requests_row_is_written(tmp_path: Path):
+    told = iter(
+        [
+            {"prompt_tokens": 2**63, "completion_tokens": 7},
+            {"prompt_tokens": 5, "completion_tokens": -100_000, "prompt_tokens_details": {"cached_tokens": 3}},
+            {"prompt_tokens": 5.0, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": -9}},
+            {"prompt_tokens": 5, "completion_tokens": "2", "prompt_tokens_details": {"cached_tokens": 99}},
+            {"prompt_tokens": 5, "completion_tokens": 2, "prompt_tokens_details": "none"},
+        ]
+    )
+
+    async def tells(seen: Seen, writer: asyncio.StreamWriter) -> None:
+        writer.write(whole(json.dumps({"id": "x", "choices": [], "usage": next(told)}).encode()))
+
+    tenants, path = FakeTenants(table_of({"a": {"tokens_per_minute": 3_000}})), tmp_path / "ledger"
+    async with routed(tells, tenants=tenants, balance="prefix") as (running, _), client_of(running) as client:
+        client.headers["authorization"] = "Bearer a"
+        ledger = running.router.ledger = Ledger(path)
+        for _ in range(5):
+            answer = await client.post(CHAT, json=chat("a" * 2_000, max_tokens=9))
+            assert answer.status_code == 200
+        ledger.close()
+        assert running.router.authenticator.quotas.of(tenants.table.tenants["a"]).spent_tokens == 7 + 5 + 7 + 5 + 7
+    with closing(sqlite3.connect(path)) as db:
+        rows = db.execute("SELECT prompt_tokens, cached_tokens, generated_tokens FROM request ORDER BY opened_at")
+        assert rows.fetchall() == [(0, 0, 7), (5, 3, 0), (5, 0, 2), (5, 5, 0), (5, 0, 2)]
 
 
 async def test_a_queue_has_its_limit_at_the_router_and_the_more_urgent_take_the_place_of_others():

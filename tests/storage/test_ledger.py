@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ import pytest
 from maitred.clock import ManualClock
 from maitred.engine.core import EngineCore
 from maitred.errors import ConfigError, Unavailable
-from maitred.request import FinishReason
+from maitred.request import NO_CHARGES, Charges, FinishReason, RequestSpec
 from maitred.storage.ledger import Ledger
 from maitred.tenancy.usage import UsageKey, UsageQuery, UsageSum, fill_buckets
 from tests.fakes import FakeExecutor, make_request, make_samples, make_scheduler
@@ -359,15 +360,36 @@ def test_rows_of_a_killed_process_are_closed_from_its_last_checkpoint(path):
     assert [dict(r) for r in rows(path)] == [again]
 
 
-def test_the_ledger_outlives_what_it_cannot_write(path, caplog):
-    ledger = Ledger(path, model="\udcff", checkpoint_s=60)  # no UTF-8
-    ledger.opened(make_request("r"))
+@pytest.mark.parametrize(
+    ("model", "tenant", "generated", "why"),
+    [
+        ("m\udcff", "a", 1, "surrogates not allowed"),
+        ("m", "a\udcff", 1, "surrogates not allowed"),
+        ("m", "a", 2**63, "too large"),
+    ],
+)
+def test_a_row_that_cannot_be_written_is_named_and_left_out_and_the_others_are_written(
+    path, caplog, model, tenant, generated, why
+):
+    @dataclass
+    class Foreign:  # as a router has it
+        spec: RequestSpec
+        num_output_tokens: int
+        charges: Charges = NO_CHARGES
+        finish_reason: FinishReason = FinishReason.STOP
+
+    ledger = Ledger(path, checkpoint_s=60)
+    ledger.opened(Foreign(make_request("bad", tenant=tenant).spec, generated), model)
+    ledger.opened(Foreign(make_request("good").spec, 3), "m")
     ledger.flush()
-    assert "cannot write the ledger" in caplog.text
-    ledger.model = "m"
+    assert [(row["request_id"], row["generated_tokens"]) for row in rows(path)] == [("good", 3)]
+    [named] = [record.getMessage() for record in caplog.records]
+    assert "'bad'" in named
+    assert why in named
+    assert str(generated) in named
     ledger.flush()
-    assert rows(path)[0]["model"] == "m"
     ledger.close()
+    assert len(caplog.records) == 1
 
 
 def test_a_file_of_before_tensor_requests_gets_their_columns_and_keeps_its_rows(path):

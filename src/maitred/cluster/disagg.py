@@ -12,7 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
+
+import msgspec
 
 from maitred.cost_model import CostModel, StepShape
 from maitred.kvcache.tiers import worth_fetching
@@ -40,10 +42,10 @@ class WorkerFacts:
 
     role: Role = Role.MIXED
     costs: CostModel
-    token_budget: int
-    num_blocks: int
-    block_size: int
-    bytes_per_token: float
+    token_budget: Annotated[int, msgspec.Meta(ge=1)]
+    num_blocks: Annotated[int, msgspec.Meta(ge=1)]
+    block_size: Annotated[int, msgspec.Meta(ge=1)]
+    bytes_per_token: Annotated[float, msgspec.Meta(ge=0)]
     """Of KV."""
     num_layers: int = 1
     """Whose KV can leave one by one."""

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
 from maitred.cluster.disagg import WorkerFacts
-from maitred.cluster.told_tokens import ToldUsage
+from maitred.cluster.told_tokens import MAX_COUNT, Count, ToldUsage
 
 BEAT_S = 0.25  # between two of `Load`
 Phase = Literal["ready", "asleep", "loading", "draining", "dead"]
 MAX_KEYS_AN_EVENT = 2048  # 40 KB
+Speed = Annotated[float, msgspec.Meta(ge=0, le=MAX_COUNT)]
 
 
 class Fingerprint(msgspec.Struct, frozen=True):
@@ -36,9 +37,9 @@ class VersionResponse(msgspec.Struct, frozen=True, kw_only=True):
     name: Literal["maitred"] = "maitred"
     models: tuple[str, ...] | None = None
     tensor_models: tuple[str, ...] = ()  # of the model repository, those that answer
-    slots: int | None = None  # requests in one step
-    max_model_len: int | None = None  # tokens
-    block_size: int | None = None  # tokens
+    slots: Count | None = None  # requests in one step
+    max_model_len: Count | None = None  # tokens
+    block_size: Count | None = None  # tokens
     fingerprint: Fingerprint | None = None
 
 
@@ -67,13 +68,13 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
 
     state: Phase
     error: str | None = None  # why it is not ready
-    drain_s: float | None = None  # while it drains: so long what it has may take
-    num_running: int
-    num_waiting: int
-    num_blocks: int
-    num_free_blocks: int  # held by no request
-    prefill_tokens_per_s: float  # as measured; 0 is not yet
-    decode_tokens_per_s: float
+    drain_s: Speed | None = None  # while it drains: so long what it has may take
+    num_running: Count
+    num_waiting: Count
+    num_blocks: Count
+    num_free_blocks: Count  # held by no request
+    prefill_tokens_per_s: Speed  # as measured; 0 is not yet
+    decode_tokens_per_s: Speed
     worker: KVWorker | None = None
 
 
@@ -87,7 +88,7 @@ class Ended(msgspec.Struct, frozen=True, tag="ended"):
 class Computed(msgspec.Struct, frozen=True, tag="computed"):
     """With a beat: what tenants' requests that ended since the last one took of the machine, whoever let them in."""
 
-    us_by_tenant: dict[str, int]
+    us_by_tenant: dict[str, Annotated[int, msgspec.Meta(ge=0, le=2**53)]]
 
 
 FleetEvent = Began | KeysChanged | Load | Ended | Computed

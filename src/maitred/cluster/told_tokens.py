@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
-from typing import NamedTuple
+from contextlib import suppress
+from typing import Annotated, NamedTuple
 
 import msgspec
 
@@ -20,14 +21,16 @@ USAGE = b"x-maitred-usage"  # of an answer that is no stream: what it cost, as t
 MAX_TOLD_TOKENS = 4 * 1024 * 1024  # of one stream, 4 bytes each; beyond, it cannot go on elsewhere
 MAX_PENDING_BYTES = 16 * 1024 * 1024  # of a frame that is not whole
 MAX_LINE_BYTES = 4 * 1024 * 1024
+MAX_COUNT = 2**31 - 1  # of tokens, rows or bytes that a replica tells: no request and no cache has more
+Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)]
 
 
 class ToldUsage(NamedTuple):
     """Tokens that the engine computed for an answer; those that its text hides too, as the counters have them."""
 
-    num_prompt_tokens: int
-    num_cached_tokens: int
-    num_output_tokens: int
+    num_prompt_tokens: Count
+    num_cached_tokens: Count
+    num_output_tokens: Count
 
 
 NOTHING = ToldUsage(0, 0, 0)
@@ -41,22 +44,22 @@ class StreamHead(msgspec.Struct, frozen=True):
     fingerprint: str  # of model and numerics
     seeds: tuple[int, ...]  # by prompt
     max_tokens: tuple[int, ...]  # by prompt
-    num_prompt_tokens: int = 0  # of all prompts
+    num_prompt_tokens: Count = 0  # of all prompts
 
 
 class ToldSample(msgspec.Struct, omit_defaults=True):
     """Tokens of one sample: those of a frame, or all that the client has the text of."""
 
-    index: int  # of the choice
-    token_ids: list[int]
+    index: Count  # of the choice
+    token_ids: list[Count]
     ended: bool = False
-    num_cached_tokens: int | None = None  # of its prompt, once that is known
+    num_cached_tokens: Count | None = None  # of its prompt, once that is known
 
 
 class Frame(msgspec.Struct, frozen=True, omit_defaults=True):
     """One write: whose tokens made the `num_bytes` that follow."""
 
-    num_bytes: int
+    num_bytes: Count
     samples: tuple[ToldSample, ...]
     usage: ToldUsage | None = None  # with the last
 
@@ -79,6 +82,7 @@ class BrokenFrame(Exception):
 _encode = msgspec.json.Encoder().encode
 _read_head = msgspec.json.Decoder(StreamHead).decode
 _read_frame = msgspec.json.Decoder(Frame).decode
+_read_usage = msgspec.json.Decoder(ToldUsage).decode
 
 
 def head_line(head: StreamHead) -> bytes:
@@ -98,8 +102,8 @@ def usage_in(headers: Iterable[tuple[bytes, bytes]]) -> ToldUsage | None:
     """As a replica's answer tells it; None where it does not, or not so."""
     for name, value in headers:
         if name == USAGE:
-            told = value.split(b",")
-            return ToldUsage(*map(int, told)) if len(told) == 3 and all(map(bytes.isdigit, told)) else None
+            with suppress(msgspec.DecodeError):
+                return _read_usage(b"[%b]" % value)
     return None
 
 

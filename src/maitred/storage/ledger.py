@@ -39,6 +39,7 @@ from maitred.tenancy.usage import UsageKey, UsageQuery, UsageSum
 logger = logging.getLogger(__name__)
 
 CHECKPOINT_S = 0.5
+_UNWRITABLE = (OverflowError, UnicodeError, ValueError, sqlite3.IntegrityError, sqlite3.DataError)
 _UPSERT = """
 INSERT INTO request VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
 ON CONFLICT (run, request_id) DO UPDATE SET
@@ -139,7 +140,8 @@ class Ledger:
     """Writes one file; `opened` never waits. Raises ConfigError when the file cannot be used.
 
     Ids are one to a request within a run, which the edge sees to; a repeated one gets a suffix. A disk that is full
-    stops no request: what is not written is kept and tried again.
+    stops no request: what is not written is kept and tried again. A row that SQLite refuses for its values is named in
+    the log and dropped, and the next is written.
     """
 
     def __init__(
@@ -296,11 +298,16 @@ class Ledger:
                 continue
             counts = entry.counts()
             status = entry.status or reason.value if reason is not None else INTERRUPTED if last else "open"
-            row = (
-                *(file.run, self._row_id(file, entry), *self._owner(entry, now)),
-                *(now if ended or last else None, status, int(request.spec.sample_index == 0), *counts),
-            )
-            file.db.execute(_UPSERT, row)
+            try:
+                row = (
+                    *(file.run, self._row_id(file, entry), *self._owner(entry, now)),
+                    *(now if ended or last else None, status, int(request.spec.sample_index == 0), *counts),
+                )
+                file.db.execute(_UPSERT, row)
+            except _UNWRITABLE as error:
+                spec, ended = request.spec, True
+                text = "the ledger %s has no row of request %r of tenant %r, %s with %s: %s"
+                logger.error(text, self.path, spec.request_id, spec.tenant, status, tuple(counts), error)
             written.append((entry, counts, ended or last))
         return written
 

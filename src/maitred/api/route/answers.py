@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 
 from maitred.api.http.results import HEADER as CACHE
 from maitred.cluster.fleet_request import Failure, FailureKind, Usage
-from maitred.cluster.told_tokens import ToldUsage, usage_in
+from maitred.cluster.told_tokens import MAX_COUNT, ToldUsage, usage_in
 from maitred.cluster.upstream import Answer
 
 RETRIED = (500, 502, 503)  # others are the request's own doing: 501 never works, 504 was its time limit
@@ -17,18 +18,8 @@ MAX_EVENT_BYTES = 1024 * 1024  # what is no whole event and longer is passed on 
 _USAGE = b'"usage":'
 
 
-class _Details(msgspec.Struct):
-    cached_tokens: int | None = None
-
-
-class _Usage(msgspec.Struct):
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-    prompt_tokens_details: _Details | None = None
-
-
 class _HasUsage(msgspec.Struct):
-    usage: _Usage | None = None
+    usage: dict[str, Any] | None = None
 
 
 _decode = msgspec.json.Decoder(_HasUsage).decode
@@ -112,15 +103,20 @@ def usage_of_stream(last_events: bytes, num_tokens: int) -> Usage:
         return Usage(num_output_tokens=num_tokens)
 
 
-def _told(usage: _Usage | None, num_tokens: int | None) -> Usage:
+def _told(usage: Mapping[str, Any] | None, num_tokens: int | None) -> Usage:
+    """Fields that are no number of tokens count as not told; without output tokens there are `num_tokens`."""
     if usage is None:
         return Usage(num_output_tokens=num_tokens)
-    details = usage.prompt_tokens_details
-    return Usage(
-        num_prompt_tokens=usage.prompt_tokens,
-        num_output_tokens=usage.completion_tokens,
-        num_cached_tokens=details.cached_tokens if details is not None else None,
-    )
+    details = usage.get("prompt_tokens_details")
+    prompt, output = _count(usage.get("prompt_tokens")), _count(usage.get("completion_tokens"))
+    cached = _count(details.get("cached_tokens")) if isinstance(details, Mapping) else None
+    if cached is not None:
+        cached = min(cached, prompt or 0)
+    return Usage(prompt, num_tokens if output is None else output, cached)
+
+
+def _count(told: object) -> int | None:
+    return int(told) if type(told) in (int, float) and 0 <= told <= MAX_COUNT else None  # type: ignore[call-overload,operator]
 
 
 def as_usage(told: ToldUsage, *, complete: bool = True) -> Usage:

@@ -18,6 +18,7 @@ from maitred.api.route.fleet import Fleet, LiveReplica
 from maitred.api.route.outgoing import reached_by
 from maitred.cluster.replica_events import Began, Computed, Ended, Fingerprint, FleetEvent, KeysChanged, KVWorker, Load
 from maitred.cluster.replicas import Kind, ReplicaFacts, Report, State
+from maitred.cluster.told_tokens import Count
 from maitred.cluster.upstream import Ask, Broken, UpstreamFailed, request_head
 
 logger = logging.getLogger("maitred.fleet")
@@ -36,7 +37,7 @@ class _Version(msgspec.Struct):
     name: str | None = None
     models: tuple[str, ...] | None = None
     tensor_models: tuple[str, ...] = ()
-    slots: int | None = None
+    slots: Count | None = None
     fingerprint: Fingerprint | None = None
 
 
