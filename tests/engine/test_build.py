@@ -5,26 +5,36 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from maitred.clock import ManualClock
 from maitred.config import EngineConfig, ModelConfig
 from maitred.engine.build import build_parts, told_now_and_then
 from tests.conftest import copied_model
 
 
-def told_of_chat(folder: Path) -> list[str]:
+def told(subject: str, **model: str) -> list[str]:
+    """The lines of a start that begin with `subject`."""
     lines: list[str] = []
-    build_parts(EngineConfig(model=ModelConfig(model=str(folder))), on_event=lines.append).close()
-    return [line for line in lines if line.startswith("chat ")]
+    build_parts(EngineConfig(model=ModelConfig(**model)), on_event=lines.append).close()
+    return [line for line in lines if line.startswith(subject + " ")]
 
 
 def test_a_model_without_a_chat_template_is_told_at_the_start(tmp_path: Path):
     config = copied_model(tmp_path) / "tokenizer_config.json"
-    assert told_of_chat(tmp_path) == []
+    assert told("chat", model=str(tmp_path)) == []
     without = {name: value for name, value in json.loads(config.read_text()).items() if name != "chat_template"}
     config.write_text(json.dumps(without))
-    (line,) = told_of_chat(tmp_path)
+    (line,) = told("chat", model=str(tmp_path))
     assert "no chat template" in line
     assert "--chat-template FILE" in line
+
+
+@pytest.mark.parametrize(("dtype", "num_lines"), [("int4", 1), ("int8", 0)])
+def test_a_start_with_int4_says_what_it_costs(dtype: str, num_lines: int):
+    lines = told("quality", dtype=dtype)
+    assert len(lines) == num_lines
+    assert all("1.24 times the perplexity" in line for line in lines)
 
 
 def test_the_packing_of_large_weights_is_told_every_two_seconds_with_its_speed_and_what_is_left():
