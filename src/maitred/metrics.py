@@ -288,7 +288,8 @@ FLEET_REQUESTS = _counter(
 FLEET_ATTEMPTS = _counter(
     "fleet_attempts",
     "requests",
-    "Requests sent to a replica, repeated ones too (sent), and those that failed there: reset, silent, full, error.",
+    "Requests sent to a replica, repeated ones too (sent), and those that failed there: reset, silent, full, limited, "
+    "error.",
     ("outcome",),
 )
 FLEET_RESUMES = _counter("fleet_resumes", "requests", "Answers that another replica went on with.")

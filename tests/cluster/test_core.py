@@ -389,6 +389,48 @@ def test_a_foreign_stream_that_breaks_ends_with_an_error():
     assert "in the middle of the answer" in str(fleet.refused["r"].error)
 
 
+def test_what_a_replica_has_whose_engine_hangs_goes_on_elsewhere_after_seconds_once_another_is_ready():
+    told = {"fingerprint": "x", "has_beats": False}
+    fleet = Driver(make_core(facts("a", **told), facts("b", state=State.STARTING, **told), slots=8))
+    begin(fleet, "stream", can_resume=True)
+    begin(fleet, "whole", can_resume=False)
+    fleet.arrive("new")
+    fleet.arrive("cause")
+    fleet.core.request("cause").num_deaths = 1
+    hung = facts("a", state=State.STARTING, error="the engine's process has been silent for 3 s", **told)
+    fleet.do(fleet.core.joined(hung, fleet.now))
+    fleet.wait(9.0)
+    assert set(fleet.bound.values()) == {"a"}, "there is no other"
+    fleet.do(fleet.core.joined(facts("b", **told), fleet.now))
+    fleet.wait(2.3)
+    assert fleet.bound == {"stream": "b", "whole": "a", "new": "b", "cause": "a"}
+    assert Move("stream", "a", "hung") in fleet.log
+    assert fleet.core.request("stream").num_deaths == 1, "it may be what the engine hangs by"
+
+
+def test_an_engine_that_is_back_within_seconds_keeps_what_it_had():
+    fleet = Driver(make_core(facts("a", fingerprint="x"), facts("b", fingerprint="x")))
+    begin(fleet, "r", can_resume=True)
+    for _ in range(2):
+        fleet.do(fleet.core.joined(facts("a", fingerprint="x", state=State.STARTING), fleet.now))
+        fleet.wait(1.5)
+        fleet.do(fleet.core.joined(facts("a", fingerprint="x"), fleet.now))
+    assert fleet.bound == {"r": "a"}
+
+
+def test_where_one_foreign_server_limits_a_client_another_is_asked_and_whoever_waits_gets_the_slot():
+    limited = Failure(FailureKind.LIMITED)
+    fleet = Driver(make_core("a", "b", slots=1))
+    assert (fleet.arrive("r"), fleet.arrive("s"), fleet.arrive("t")) == ("a", "b", None)
+    fleet.fail("r", limited)
+    assert (fleet.bound, fleet.held) == ({"s": "b", "t": "a"}, {"r"})
+    fleet.end("s")
+    assert fleet.bound["r"] == "b"
+    fleet.fail("r", limited)
+    assert fleet.refused["r"].failure == limited
+    assert all(r.state is State.READY for r in fleet.core.fleet)
+
+
 # -- drain, leave, size
 
 

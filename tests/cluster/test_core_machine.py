@@ -141,7 +141,7 @@ class Fleet(RuleBasedStateMachine):
     def fail_one(self, request_id: str, kind: FailureKind) -> None:
         replica = self.core.fleet.by_name[self.driver.bound[request_id]]
         was_ready = replica.state is State.READY
-        if kind is not FailureKind.FULL:
+        if kind not in (FailureKind.FULL, FailureKind.LIMITED):
             self.note_failure(self.request(request_id), Failure(kind).is_death)
         del self.driver.bound[request_id]
         self.driver.held.add(request_id)
@@ -200,7 +200,9 @@ class Fleet(RuleBasedStateMachine):
             if isinstance(action, Move) and action.reason != "drain":
                 request = self.core.request(action.request_id)
                 if request is not None:  # else it was refused for it
-                    self.note_failure(request, True)
+                    self.deaths[action.request_id] = self.deaths.get(action.request_id, 0) + (action.reason == "hung")
+                    if action.reason != "hung":
+                        self.note_failure(request, True)
         loads = {r.name: r.load for r in self.core.fleet}
         bindings = [action for action in self.driver.do(actions) if isinstance(action, Bind)]
         for bind in reversed(bindings):  # as it was before each

@@ -95,6 +95,8 @@ async def test_streams_come_piece_by_piece():
         says(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n"),
         says(b"HTTP/1.1 200 OK\r\n" + b"a: b\r\n" * 200, then="wait"),
         says(b"nonsense\r\n\r\n"),
+        says(whole(b'{"error":{"message":"engine died"}}')),
+        says(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n\r\n" + completion()[:-5], then="close"),
         says(whole(b"{}", "500 Internal Server Error")),
         FULL,
     ],
@@ -116,6 +118,93 @@ async def test_a_stream_that_breaks_off_ends_with_an_error_after_its_last_whole_
         assert first + b"\n\n" == event("one")
         assert json.loads(error.removeprefix(b"data: "))["error"]["type"] == "server_error"
         assert done == DONE
+
+
+CUT = {
+    "ended": LAST_CHUNK,
+    "ended within an event": chunk(event("two")[:9]) + LAST_CHUNK,
+    "half an object": chunk(b'data: {"id": "x", "cho\n\n') + chunk(DONE) + LAST_CHUNK,
+    "no event end": chunk(b"data: " + b"x" * (5 * 1024 * 1024)),
+}
+
+
+@pytest.mark.parametrize("rest", CUT.values(), ids=CUT)
+async def test_a_foreign_stream_that_has_not_ended_does_not_look_complete(rest):
+    async with routed(says(STREAM_HEAD + chunk(event("one")) + rest)) as (running, _), client_of(running) as client:
+        told = await client.post(CHAT, json=chat(stream=True))
+        first, error, done = told.content.split(b"\n\n", 2)
+        assert first + b"\n\n" == event("one")
+        assert json.loads(error.removeprefix(b"data: "))["error"]["type"] == "server_error"
+        assert done == DONE
+
+
+@pytest.mark.parametrize("nothing", [b"", b": ping\n\n", b'data: {"error":{"message":"engine died"}}\n\n'])
+async def test_a_stream_that_says_nothing_before_it_ends_is_asked_of_another_replica(nothing):
+    fault = says(STREAM_HEAD + (chunk(nothing) if nothing else b"") + LAST_CHUNK)
+    good = says(WHOLE_STREAM)
+    async with routed(fault, good, balance="round_robin") as (running, fakes), client_of(running) as client:
+        for _ in range(2):
+            told = await client.post(CHAT, json=chat(stream=True))
+            assert told.content.endswith(event("one") + event("two") + DONE)
+            assert b"error" not in told.content
+        assert asked(fakes[0])
+
+
+FINISHED = b'data: {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}\n\n'
+OWN_ERROR = b'data: {"error": {"message": "engine died"}}\n\n'
+
+
+@pytest.mark.parametrize(
+    "end",
+    [FINISHED, FINISHED + DONE, FINISHED + b"data: [DONE]\n", DONE, OWN_ERROR, b": ping\r\n\r\n" + OWN_ERROR + DONE],
+)
+async def test_a_foreign_stream_that_ended_ends_once(end):
+    close_delimited = says(
+        b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n" + event("one") + end, then="close"
+    )
+    async with routed(close_delimited) as (running, _), client_of(running) as client:
+        told = await client.post(CHAT, json=chat(stream=True))
+        assert told.content == (event("one") + end).removesuffix(b"data: [DONE]\n").removesuffix(DONE) + DONE
+
+
+LIMITED = says(whole(b'{"error":{"message":"slow"}}', "429 Too Many Requests", "retry-after: 7\r\nset-cookie: a=b\r\n"))
+
+
+async def test_a_429_of_a_foreign_server_is_tried_elsewhere_and_passed_on_where_all_say_so():
+    async with routed(LIMITED, WELL, balance="round_robin") as (running, fakes), client_of(running) as client:
+        answers = [await client.post(CHAT, json=chat()) for _ in range(4)]
+        assert [answer.content for answer in answers] == [completion()] * 4
+        assert asked(fakes[0])
+        assert running.states == ["ready", "ready"]
+    async with routed(LIMITED, LIMITED) as (running, fakes), client_of(running) as client:
+        told = await client.post(CHAT, json=chat())
+        assert (told.status_code, told.headers["retry-after"]) == (429, "7")
+        assert told.json()["error"]["message"] == "slow"
+        assert [len(asked(fake)) for fake in fakes] == [1, 1]
+
+
+async def test_a_replica_sets_no_cookie_and_sends_no_client_elsewhere():
+    cookie = says(whole(completion(), headers="content-type: application/json\r\nset-cookie: a=b\r\n"))
+    away = says(whole(b"", "307 Away", "location: http://elsewhere/v1/chat/completions\r\n"))
+    async with routed(cookie) as (running, [fake]), client_of(running) as client:
+        told = await client.post(CHAT, json=chat(), headers={"cookie": "session=1"})
+        assert told.content == completion()
+        assert "set-cookie" not in told.headers
+        assert "cookie" not in asked(fake)[0].headers
+    async with routed(away) as (running, _), client_of(running) as client:
+        for _ in range(4):
+            told = await client.post(CHAT, json=chat())
+            assert (told.status_code, "location" in told.headers) == (502, False)
+            assert "redirect" in told.json()["error"]["message"]
+        assert running.states == ["ready"], "a path that redirects is no fault of the replica"
+
+
+async def test_clients_are_not_told_where_replicas_are(caplog: pytest.LogCaptureFixture):
+    async with routed(says(then="reset")) as (running, [fake]), client_of(running) as client:
+        told = await client.post(CHAT, json=chat())
+        assert told.status_code == 503
+        assert str(fake.port) not in told.text
+        assert "the replica that had it failed" in told.text
 
 
 async def test_an_error_that_all_replicas_give_is_the_replicas_own():

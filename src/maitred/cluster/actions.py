@@ -26,7 +26,7 @@ class Move:
 
     request_id: str
     replica: str
-    reason: str  # silent, gone, drain
+    reason: str  # silent, reset, hung, drain
 
 
 @dataclass(frozen=True, slots=True, eq=False)

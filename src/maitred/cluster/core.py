@@ -130,6 +130,8 @@ class ClusterCore:
         if failure.kind is FailureKind.FULL:
             self._watch.said_full(replica, now + failure.retry_after_s, now)
             return self._requests.put_back(request, now)
+        if failure.kind is FailureKind.LIMITED:
+            return self._requests.pass_by(request, replica, failure, now)
         if self._health.failed(replica, failure, now):
             self._watch.expect_probe(replica, now)
         return self._requests.fail([request], replica, failure, now)
@@ -327,6 +329,8 @@ class ClusterCore:
             self._sizing.keep(replica)
         is_spare = state is State.READY and self._sizing.is_spare(replica)
         self.fleet.set_state(replica, State.WARM if is_spare else state, now)
+        if state is State.STARTING:
+            self._watch.expect_back(replica, now)
         if state is State.READY:
             self._sizing.is_there(replica, now)
             self._roles.is_there(replica.name, now)

@@ -49,5 +49,4 @@ class Draining:
     def _hand_over(self, replica: Replica, now: float) -> list[Action]:
         if replica.state is not State.DRAINING or now < replica.drain_ends_at:  # it came back, and drains again
             return []
-        movable = [r for r in replica.in_flight.values() if not r.has_begun or self._health.can_resume(r, replica)]
-        return self._requests.move_on(replica, movable, now)
+        return self._requests.move_on(replica, self._requests.movable(replica), now)

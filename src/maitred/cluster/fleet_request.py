@@ -118,6 +118,7 @@ class FailureKind(str, Enum):
     RESET = "reset"  # nobody listens, or the connection ended before the answer did: the replica is gone
     SILENT = "silent"  # it has not been heard of
     FULL = "full"  # 503 with Retry-After: it works, and has no room
+    LIMITED = "limited"  # 429 of a foreign server: it works, and refuses this client for now
     ERROR = "error"  # 5xx, or what is no answer
 
 

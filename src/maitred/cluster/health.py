@@ -72,11 +72,11 @@ class Health:
         replica.num_probes += 1
         return min(MAX_PROBE_S, MIN_PROBE_S * 2.0 ** (replica.num_probes - 1))
 
-    def why_no_more(self, request: FleetRequest, replica: Replica, failure: Failure) -> MaitredError | None:
+    def why_no_more(self, request: FleetRequest, replica: Replica) -> MaitredError | None:
         """Why a request that failed gets no other attempt; None counts one more and lets it."""
-        what = f"request {request.request_id}: replica {replica.name} failed ({failure.message or failure.kind.value})"
+        what = f"request {request.request_id}: the replica that had it failed"  # which, and how, the log tells
         if request.num_deaths >= self._config.max_deaths:
-            return EngineDead(f"{what}, the {request.num_deaths}th that did with this request; it is given to no other")
+            return EngineDead(f"{what}, {request.num_deaths} have with this request; it is given to no other")
         if request.has_begun:
             return self._why_no_resume(request, replica, what)
         if request.num_retries >= self._config.max_retries:

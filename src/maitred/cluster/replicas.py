@@ -115,6 +115,7 @@ class Due(Enum):
     SILENCE = "silence"
     PROBE = "probe"
     FULL = "full"
+    BACK = "back"  # it is not ready any more, and should be again
 
 
 class ReplicaDue(NamedTuple):

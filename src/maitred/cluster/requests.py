@@ -16,7 +16,7 @@ from maitred.cluster.lessons import Lessons
 from maitred.cluster.replicas import Replica, Replicas
 from maitred.cluster.sizing import Counts, Sizing
 from maitred.cluster.timers import Timers
-from maitred.errors import EngineDead, MaitredError, QueueTimeout, RequestTimeout
+from maitred.errors import EngineDead, MaitredError, QueueTimeout, RequestTimeout, Unavailable
 
 
 class Due(Enum):
@@ -162,12 +162,29 @@ class Requests:
             actions += self._free(request)
             request.num_deaths += failure.is_death or request.has_begun
             request.barred |= 1 << replica.bit
-            error = self._health.why_no_more(request, replica, failure) or self._why_no_end(request)
+            error = self._health.why_no_more(request, replica) or self._why_no_end(request)
             if error is None:
                 again.append(request)
             else:
                 actions += self.refuse(request, error, failure)
         return actions + self.hold(again, now)
+
+    def movable(self, replica: Replica) -> list[FleetRequest]:
+        """Those in flight there that another replica can go on with, or begin."""
+        return [r for r in replica.in_flight.values() if not r.has_begun or self._health.can_resume(r, replica)]
+
+    def flee(self, replica: Replica, now: float) -> list[Action]:
+        """Its engine hangs: what others take goes there, the rest stays. A request counts that as a death, for it might
+        be the cause; one more than it may see is not risked.
+        """
+        for_others = map(self._living.__getitem__, self._fleet.work.prompts_at(replica.name))
+        fleeing = [*self.movable(replica), *for_others]
+        may_flee = [r for r in fleeing if r.num_deaths + 1 < self._config.max_deaths]
+        actions = self.move_on(replica, may_flee, now, "hung")
+        for action in actions:
+            if isinstance(action, Move):
+                self._living[action.request_id].num_deaths += 1
+        return actions
 
     def abandon(self, replica: Replica, failure: Failure, now: float) -> list[Action]:
         """Nothing will come of it: all that it had failed, and so did what it computed for others."""
@@ -180,15 +197,25 @@ class Requests:
         """Its replica had no room; nobody is any the worse for it."""
         return self._free(request) + self.hold([request], now)
 
-    def move_on(self, replica: Replica, requests: Iterable[FleetRequest], now: float) -> list[Action]:
-        """Those whom others may take go there, through no fault of their own or the replica's."""
+    def pass_by(self, request: FleetRequest, replica: Replica, failure: Failure, now: float) -> list[Action]:
+        """Its replica limits this client: another one is asked, where there is one."""
+        request.barred |= 1 << replica.bit
+        if self._fleet.usable(use_of(request)) & ~request.barred:
+            return self.put_back(request, now)
+        told = f"request {request.request_id}: every replica that may take it limits its rate; try again later"
+        return self.refuse(request, Unavailable(told), failure) + self.dispatch(now)
+
+    def move_on(
+        self, replica: Replica, requests: Iterable[FleetRequest], now: float, reason: str = "drain"
+    ) -> list[Action]:
+        """Those whom others may take go there, through no fault of their own."""
         actions: list[Action] = []
         moved = []
         for request in requests:
             if request.has_begun and self._config.resume == "exact":
                 request.fingerprint = replica.facts.fingerprint
             if self._fleet.usable(use_of(request)):
-                actions += [Move(request.request_id, replica.name, "drain"), *self._free(request)]
+                actions += [Move(request.request_id, replica.name, reason), *self._free(request)]
                 moved.append(request)
         return actions + self.hold(moved, now)
 

@@ -42,6 +42,10 @@ class Watch:
         """It is out. What it does for others may still come to an end, so they stay."""
         self.timers.add(now + self._health.next_probe_s(replica), ReplicaDue(Due.PROBE, replica))
 
+    def expect_back(self, replica: Replica, now: float) -> None:
+        """It says that it serves nobody: if that lasts, its engine hangs, say, what it has goes on elsewhere."""
+        self.timers.add(now + self._config.silence_s, ReplicaDue(Due.BACK, replica))
+
     def _is_living(self, due: ReplicaDue) -> bool:
         return self._fleet.by_name.get(due.replica.name) is due.replica
 
@@ -51,9 +55,19 @@ class Watch:
             return self._silence_due(replica, now)
         if what is Due.PROBE:
             return [Probe(replica.name)] if replica.state is State.EJECTED else []
+        if what is Due.BACK:
+            return self._back_due(replica, now)
         replica.is_full = now < replica.full_until
         self._fleet.note_room(replica)
         return []
+
+    def _back_due(self, replica: Replica, now: float) -> list[Action]:
+        """Looked at again while it has some that cannot go elsewhere yet."""
+        has_none = not replica.in_flight and not self._fleet.work.prompts_at(replica.name)
+        if replica.state is not State.STARTING or now < replica.unready_since + self._config.silence_s or has_none:
+            return []
+        self.expect_back(replica, now)
+        return self._requests.flee(replica, now)
 
     def _silence_due(self, replica: Replica, now: float) -> list[Action]:
         """A beat may have come since; if all fell silent at once, it may be us: then a probe tells. One that is out for

@@ -22,6 +22,7 @@ from maitred.errors import (
     RequestTimeout,
     RequestTooLarge,
     RouteNotFound,
+    ServerError,
     Unavailable,
 )
 
@@ -35,6 +36,10 @@ class ClientGone(Exception):
 
 class BrokenOff(Unavailable):
     """The answer stops in the middle, without an end: a router goes on with it elsewhere."""
+
+
+class ReplicaFailed(ServerError):
+    """A replica gave no answer that a client can have, and no other may go on with it."""
 
 
 class MethodNotAllowed(RequestError):
@@ -94,6 +99,7 @@ _STATUS: tuple[tuple[type[BaseException], int, str | None], ...] = (
     (RequestTimeout, 504, None),
     (Unavailable, 503, "server_unavailable"),
     (EngineDead, 503, "engine_dead"),
+    (ReplicaFailed, 502, "bad_gateway"),
     (GenerationFailed, 500, "generation_failed"),
 )
 

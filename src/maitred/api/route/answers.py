@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,24 +10,33 @@ import msgspec
 
 from maitred.api.http.results import HEADER as CACHE
 from maitred.cluster.fleet_request import Failure, FailureKind, Usage
-from maitred.cluster.told_tokens import MAX_COUNT, ToldUsage, usage_in
+from maitred.cluster.told_tokens import MAX_COUNT, BrokenFrame, ToldUsage, usage_in
 from maitred.cluster.upstream import Answer
 
 RETRIED = (500, 502, 503)  # others are the request's own doing: 501 never works, 504 was its time limit
 MAX_RETRY_AFTER_S = 60.0
-MAX_EVENT_BYTES = 1024 * 1024  # what is no whole event and longer is passed on as it is
-_USAGE = b'"usage":'
+MAX_EVENT_BYTES = 4 * 1024 * 1024
+_DONE = b"[DONE]"
+_EVENT_END = re.compile(rb"\r?\n\r?\n")
 
 
-class _HasUsage(msgspec.Struct):
-    usage: dict[str, Any] | None = None
+class _Foreign(msgspec.Struct):
+    """What is read of a foreign server's answer or event, whatever stands there."""
+
+    usage: Any = None
+    choices: Any = None
+    error: Any = None
 
 
-_decode = msgspec.json.Decoder(_HasUsage).decode
+_decode = msgspec.json.Decoder(_Foreign).decode
 
 
-def failure(answer: Answer) -> Failure | None:
-    """Why another replica should be asked; None is an answer for the client. 503 with Retry-After is full."""
+def failure(answer: Answer, *, is_ours: bool) -> Failure | None:
+    """Why another replica should be asked; None is an answer for the client. 503 with Retry-After is full; 429 of one
+    of ours is the tenant's own limit.
+    """
+    if answer.status == 429 and not is_ours:
+        return Failure(FailureKind.LIMITED, message="status 429")
     if answer.status not in RETRIED:
         return None
     if answer.status == 503:
@@ -46,18 +56,56 @@ def is_stream(answer: Answer) -> bool:
     return any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in answer.headers)
 
 
-class WholeEvents:
-    """Cuts a stream of a server that tells no tokens into whole events."""
+class ForeignStream:
+    """Cuts a stream of a server that tells no tokens into whole events, and reads its end and its usage in them."""
 
-    __slots__ = ("rest",)
+    __slots__ = ("_num_finished", "_rest", "_usage", "has_answer", "is_done", "is_error")
 
     def __init__(self) -> None:
-        self.rest = b""  # begins an event
+        self.has_answer = self.is_done = self.is_error = False  # by its events so far
+        self._rest = b""  # begins an event
+        self._num_finished = 0  # choices
+        self._usage: Any = None
 
     def feed(self, piece: bytes) -> bytes:
-        """What the client gets now."""
-        whole, self.rest = whole_events(self.rest + piece if self.rest else piece)
-        return whole
+        """The events that are whole now. Raises BrokenFrame when the first is no JSON, or too long to wait for."""
+        data, start = self._rest + piece, 0
+        for end in _EVENT_END.finditer(data):
+            try:
+                self._read(data[start : end.start()])
+            except BrokenFrame:
+                if start == 0:
+                    raise
+                break  # what came before is the client's; the next call raises it again
+            start = end.end()
+        self._rest = data[start:]
+        if len(self._rest) > MAX_EVENT_BYTES:
+            raise BrokenFrame(f"an event has over {MAX_EVENT_BYTES} bytes")
+        return data[:start]
+
+    def has_ended(self, num_choices: int) -> bool:
+        """Whether the client has all of it, were this the end."""
+        is_done = self.is_done or self._rest.strip() == b"data: " + _DONE
+        return is_done or self.is_error or self._num_finished >= num_choices
+
+    def usage(self, num_tokens: int) -> Usage:
+        """As it tells; else as many tokens as events were counted."""
+        return _told(self._usage, num_tokens)
+
+    def _read(self, event: bytes) -> None:
+        data = b"\n".join(line[5:] for line in event.splitlines() if line.startswith(b"data:")).strip()
+        if not data or data == _DONE:  # or a comment
+            self.is_done |= bool(data)
+            return
+        try:
+            told = _decode(data)
+        except (msgspec.DecodeError, ValueError, RecursionError) as error:
+            raise BrokenFrame(f"an event is no JSON: {error}") from None
+        self.is_error |= told.error is not None
+        self.has_answer |= told.error is None
+        self._usage = told.usage or self._usage
+        for choice in told.choices if isinstance(told.choices, list) else ():
+            self._num_finished += isinstance(choice, Mapping) and choice.get("finish_reason") is not None
 
 
 def message_of(body: bytes) -> str:
@@ -72,40 +120,24 @@ def message_of(body: bytes) -> str:
     return str(found)[:200]
 
 
-def whole_events(piece: bytes) -> tuple[bytes, bytes]:
-    """What of it is whole events, and what begins one."""
-    if piece.endswith((b"\n\n", b"\r\n\r\n")):
-        return piece, b""
-    end = max(piece.rfind(b"\n\n") + 2, piece.rfind(b"\r\n\r\n") + 4)
-    if end < 4:  # none
-        return (b"", piece) if len(piece) < MAX_EVENT_BYTES else (piece, b"")
-    return piece[:end], piece[end:]
-
-
-def usage_of_whole(body: bytes) -> Usage:
-    """Of an answer as one JSON object; nothing where there is none."""
-    try:
-        return _told(_decode(body).usage, None)
-    except (msgspec.DecodeError, ValueError, RecursionError):
+def read_whole(answer: Answer, body: bytes) -> Usage:
+    """Usage of a foreign server's answer as one JSON object. Raises BrokenFrame where it is cut, or is an error for all
+    that its status says.
+    """
+    if not any(name == b"content-type" and value.startswith(b"application/json") for name, value in answer.headers):
         return Usage()
-
-
-def usage_of_stream(last_events: bytes, num_tokens: int) -> Usage:
-    """Of a stream's last piece, where its usage is if it was asked for; else as many tokens as events were counted."""
-    at = last_events.rfind(_USAGE)
-    begin = last_events.rfind(b"data: ", 0, at) if at >= 0 else -1
-    if begin < 0:
-        return Usage(num_output_tokens=num_tokens)
-    line = last_events[begin + 6 :].split(b"\n", 1)[0]
     try:
-        return _told(_decode(line).usage, num_tokens)
-    except (msgspec.DecodeError, ValueError, RecursionError):
-        return Usage(num_output_tokens=num_tokens)
+        told = _decode(body)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise BrokenFrame(f"no JSON: {error}") from None
+    if told.error is not None and told.choices is None:
+        raise BrokenFrame(f"an error with status 200: {message_of(body)}")
+    return _told(told.usage, None)
 
 
-def _told(usage: Mapping[str, Any] | None, num_tokens: int | None) -> Usage:
+def _told(usage: Any, num_tokens: int | None) -> Usage:
     """Fields that are no number of tokens count as not told; without output tokens there are `num_tokens`."""
-    if usage is None:
+    if not isinstance(usage, Mapping):
         return Usage(num_output_tokens=num_tokens)
     details = usage.get("prompt_tokens_details")
     prompt, output = _count(usage.get("prompt_tokens")), _count(usage.get("completion_tokens"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -118,6 +119,7 @@ class Fleet:
         self._probes: set[asyncio.Future[None]] = set()
         self._numbers = itertools.count(2)
         self._timer: asyncio.TimerHandle | None = None
+        self._num_saved: Counter[str] = Counter()  # requests that go on elsewhere, by who lost them; until it is told
         self._empty = asyncio.Event()  # nobody is in flight
         self._empty.set()
 
@@ -230,6 +232,8 @@ class Fleet:
         """That replica did not answer; what becomes of it `routed.bound` tells."""
         now = self.clock.now()
         routed.held_again(now)
+        routed.lost_by = live.facts.name if failure.is_death else None
+        routed.exchange.log["failed"] = f"{live.facts.name}: {failure.message or failure.kind.value}"
         self._metrics.failed(failure.kind)
         self._do(self.core.failed(routed.request.request_id, failure, now, live.facts.name))
 
@@ -259,6 +263,9 @@ class Fleet:
         self.start()
         now = self.clock.now()
         self._on_tick(now)
+        for name, count in self._num_saved.items():
+            log_fields(logger, logging.INFO, "requests go on elsewhere", {"replica": name, "requests": count})
+        self._num_saved.clear()
         due = self.core.next_tick()
         if due is not None and due <= now:
             self._do(self.core.tick(now))
@@ -269,17 +276,13 @@ class Fleet:
         for action in actions:
             match action:
                 case Bind(request_id):
-                    routed = self.requests[request_id]
-                    self._metrics.attempted(routed.request, resumes=action.resumes)
-                    if self.on_bound is not None:
-                        self.on_bound(routed.request, self.replicas[action.choice.replica].facts)
-                    routed.decided(action, self.clock.now())
-                    self.choices.bound(action, routed.held_s)
+                    self._bind(self.requests[request_id], action)
                 case Refuse(request_id):
                     self._refuse(request_id, action)
                 case Move(request_id):
                     routed = self.requests[request_id]
                     routed.held_again(self.clock.now())
+                    routed.lost_by = action.replica
                     routed.interrupt(Moved(action.reason))
                 case Probe(name):
                     self._probe(name)
@@ -293,6 +296,16 @@ class Fleet:
                 case Stop(name):
                     if self.launching is not None:
                         self.launching.stop(name)
+
+    def _bind(self, routed: RoutedRequest, bind: Bind) -> None:
+        self._metrics.attempted(routed.request, resumes=bind.resumes)
+        if self.on_bound is not None:
+            self.on_bound(routed.request, self.replicas[bind.choice.replica].facts)
+        if routed.lost_by is not None and routed.lost_by != bind.choice.replica:
+            self._num_saved[routed.lost_by] += 1
+        routed.lost_by = None
+        routed.decided(bind, self.clock.now())
+        self.choices.bound(bind, routed.held_s)
 
     def _refuse(self, request_id: str, action: Refuse) -> None:
         """The core has forgotten it."""

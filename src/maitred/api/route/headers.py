@@ -29,8 +29,14 @@ _NOT_FORWARDED = HOP_BY_HOP | {
     b"authorization",  # see `credentials`
     b"x-forwarded-for",
     b"x-request-id",
+    b"cookie",  # of the router's origin
 }
-_NOT_RETURNED = HOP_BY_HOP | {b"date", b"server", b"x-request-id"}  # they have ours
+_NOT_RETURNED = HOP_BY_HOP | {
+    *(b"date", b"server", b"x-request-id"),  # they have ours
+    # what a browser would keep, or follow, of the router's origin
+    *(b"set-cookie", b"set-cookie2", b"location", b"refresh", b"clear-site-data", b"strict-transport-security"),
+    *(b"alt-svc", b"service-worker-allowed"),
+}
 OWN = b"x-maitred-"  # from clients nobody believes them
 REPLICA, HELD_MS = b"x-maitred-replica", b"x-maitred-held-ms"
 

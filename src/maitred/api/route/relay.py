@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
 
-from maitred.api.http.errors import ClientGone
+from maitred.api.http.errors import ClientGone, ReplicaFailed
 from maitred.api.http.exchange import CONNECTION, Exchange
 from maitred.api.http.sse import EventStream
 from maitred.api.route import answers
@@ -19,16 +21,14 @@ from maitred.cluster.actions import Bind
 from maitred.cluster.fleet_request import Failure, FailureKind, FleetRequest, Usage
 from maitred.cluster.told_tokens import NOTHING, BrokenFrame, ToldTokens
 from maitred.cluster.upstream import Answer, Ask, Broken, UpstreamFailed
-from maitred.errors import MaitredError, ServerError
+from maitred.errors import MaitredError
 from maitred.request import Charges, FinishReason
 
 MAX_KEPT_BYTES = 256 * 1024  # of an answer that is not streamed: while it is shorter another replica can begin anew
 TOKENS_AT_ONCE = 16  # the core is told of the tokens of a stream by so many
 _REASONS = {"answered": FinishReason.STOP, "cancelled": FinishReason.ABORT, "failed": FinishReason.ERROR}
-
-
-class ReplicaFailed(ServerError):
-    """A replica broke its answer off, and no other may go on with it."""
+BROKE_OFF = "the replica broke its answer off, and no other can go on with it"
+_Read = TypeVar("_Read")
 
 
 class Relay:
@@ -186,7 +186,7 @@ class Relay:
         if not self._routed.began:
             return self._outgoing.ask(live, age_s, kv_told)
         if self._told is None or not self._goes_on:
-            raise ReplicaFailed("the replica broke its answer off, and no other can go on with it")
+            raise ReplicaFailed(BROKE_OFF)
         ttft_s = self._first_byte_at - self._routed.request.arrived_at
         path, body = self._exchange.scope["path"], self._outgoing.body
         rest = self._told.resume_body(path, body, age_s=age_s, ttft_s=ttft_s)
@@ -215,17 +215,19 @@ class Relay:
 
     async def _answered(self, answer: Answer, stop: Stop) -> bool:
         live = stop.live
-        failure = answers.failure(answer)
+        if 300 <= answer.status < 400 and answer.status != 304:  # would send the client, key and prompt, elsewhere
+            raise ReplicaFailed(f"the replica answers {answer.status}, a redirect, which a router does not pass on")
+        failure = answers.failure(answer, is_ours=live.is_ours)
         if failure is not None:
             body = await answer.whole(MAX_ERROR_BYTES)
             self._is_billed = failure.kind is FailureKind.FULL
-            if failure.kind is FailureKind.ERROR:
+            if failure.kind is not FailureKind.FULL:
                 self._refusal = answer, body
             self._fleet.failed(self._routed, failure, live)
             return False
         if self._routed.began and not (answer.status == 200 and answers.is_stream(answer)):
             why = answers.message_of(await answer.whole(MAX_ERROR_BYTES))
-            raise ReplicaFailed(f"the replica broke its answer off, and no other can go on with it: {why}")
+            raise ReplicaFailed(f"{BROKE_OFF}: {why}")
         if self._events is not None and answers.is_stream(answer):
             await self._stream(answer, stop)
         elif answer.status == 200 and not stop.is_last:
@@ -240,7 +242,7 @@ class Relay:
         """In the middle of its answer. Raises when the client has a part of it."""
         self._fleet.failed(self._routed, failure_of(failed), live)
         if self._routed.began and not self._routed.is_decided and not self._goes_on:
-            raise ReplicaFailed(f"the replica broke its answer off: {failed}")
+            raise ReplicaFailed(BROKE_OFF)
 
     # -- what is not streamed
 
@@ -261,13 +263,12 @@ class Relay:
         await self._send_end()
 
     async def _send_whole(self, answer: Answer, live: LiveReplica, body: bytes) -> None:
+        usage = Usage(num_output_tokens=0)
+        if self._outgoing.has_usage and answer.status == 200:
+            usage = answers.cost_told(answer, is_ours=live.is_ours) or _read(partial(answers.read_whole, answer), body)
         self._begin()
         self._ends()
-        self._is_billed = True
-        if self._outgoing.has_usage and answer.status == 200:
-            self.usage = answers.cost_told(answer, is_ours=live.is_ours) or answers.usage_of_whole(body)
-        else:
-            self.usage = Usage(num_output_tokens=0)
+        self._is_billed, self.usage = True, usage
         self._on_tokens(self.usage.num_output_tokens or 0, self._fleet.clock.now())
         if self._exchange.started:  # a comment was sent while it was held, so it goes on as a stream
             await self._send_end(b"data: " + body.replace(b"\n", b" ") + b"\n\n" + self._exchange.format.stream.end)
@@ -286,16 +287,17 @@ class Relay:
         """Whole events only, so that an error or another replica's can follow wherever it breaks off."""
         live = stop.live
         told = self._told if live.is_ours else None
-        cutter = told or answers.WholeEvents()
-        last = b""
+        foreign = answers.ForeignStream()  # where nothing is told
+        feed = foreign.feed if told is None else told.feed
         await self._send_events(answer, live, self._unsent)
         while piece := await answer.piece():
-            events = _cut(cutter, piece)
-            if not self._routed.began and (told is None or told.head is not None or b"data: " in events):
+            events = _read(feed, piece)
+            if not self._routed.began and ((told is not None and told.head is not None) or b"data:" in events):
+                if foreign.is_error and not foreign.has_answer:
+                    raise UpstreamFailed(Broken.WRONG, "its stream begins with an error")
                 self._begin()
             if events:
                 self._count(events)
-                last = events
                 await self._send_events(answer, live, events)
             if not stop.is_last and self._goes_on and told is not None and told.has_begun(self._num_each):
                 self._tell_tokens()
@@ -303,15 +305,18 @@ class Relay:
                 return
         if told is not None and not told.is_whole:
             raise UpstreamFailed(Broken.WRONG, "its answer ended within a frame")
+        end = self._exchange.format.stream.end if told is None and answer.status == 200 else b""
+        if end and not foreign.has_ended(self._num_each):
+            raise UpstreamFailed(Broken.WRONG, "its stream ended without a finish reason or [DONE]")
         self._tell_tokens()
         self.usage = answers.cost_told(answer, is_ours=live.is_ours)
         self._is_billed = self.usage is not None or told is None or told.usage is not None
         if self.usage is None and told is not None:
             self.usage = answers.as_usage(told.usage_so_far())
-        self.usage = self.usage or answers.usage_of_stream(last, self._num_tokens)
+        self.usage = self.usage or foreign.usage(self._num_tokens)
         if self._pace is not None and self.usage.num_output_tokens:  # better than events
             self._pace.num_tokens = self.usage.num_output_tokens
-        await self._send_end(cutter.rest if isinstance(cutter, answers.WholeEvents) else b"")
+        await self._send_end(b"" if foreign.is_done else end)
 
     async def _send_events(self, answer: Answer, live: LiveReplica, events: bytes) -> None:
         """What an interruption keeps from being written goes out with the next replica's."""
@@ -377,11 +382,11 @@ class Relay:
         await self._exchange.send({"type": "http.response.body", "body": last})
 
 
-def _cut(cutter: ToldTokens | answers.WholeEvents, piece: bytes) -> bytes:
+def _read(read: Callable[[bytes], _Read], piece: bytes) -> _Read:
     try:
-        return cutter.feed(piece)
+        return read(piece)
     except BrokenFrame as error:
-        raise UpstreamFailed(Broken.WRONG, f"it told of tokens what cannot be read: {error}") from None
+        raise UpstreamFailed(Broken.WRONG, f"its answer cannot be read: {error}") from None
 
 
 def failure_of(failed: UpstreamFailed) -> Failure:

@@ -31,6 +31,7 @@ class RoutedRequest:
         "exchange",
         "held_at",
         "held_s",
+        "lost_by",
         "request",
     )
 
@@ -42,6 +43,7 @@ class RoutedRequest:
         self.began = False  # a byte of a replica's answer came, and no other replica may begin anew
         self.held_at: float | None = request.arrived_at  # since when it is waiting for a replica
         self.held_s = 0.0  # before that
+        self.lost_by: str | None = None  # the replica that died or hung with it, until it goes on
         self._task = task
         self._bind: Bind | None = None
         self._error: Exception | None = None
