@@ -84,8 +84,8 @@ class ModelConfig:
     tool_format: str | None = None
     """How the model writes calls of tools, by name; None reads it off the chat template."""
     allow_special_tokens_in_content: bool = False
-    """Read `<|im_end|>` and the like in a message as the token, so that whoever wrote it can end the turn and begin one
-    of any role; else they are plain text."""
+    """Read `<|im_end|>`, `<tool_call>` and the like in a message as the token, so that its author can end the turn and
+    begin one of any role; else they are plain text (`<tool_call>`, `<think>` in what users and tools say alone)."""
     forced_tokens: bool = True
     """Tokens that a grammar leaves no choice for are taken without computing logits for them. The text is the same."""
     generation_config: Mapping[str, float | int | None] = field(default_factory=dict)

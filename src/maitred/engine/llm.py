@@ -29,6 +29,7 @@ from maitred.engine.llm_arguments import Message, Prompt, as_conversations, as_p
 from maitred.engine.memory import MemoryPlan
 from maitred.engine.model_facts import AdapterFacts
 from maitred.engine.output import OutputBuilder, RequestOutput
+from maitred.engine.served_model import warning_of
 from maitred.errors import CheckpointError, EngineDead, InvalidRequest, did_you_mean
 from maitred.request import FinishReason, SamplingParams
 from maitred.structured_outputs import StructuredOutputsParams
@@ -114,7 +115,8 @@ class LLM:
         self._parts: EngineParts | None = build_parts(config, clock=self._clock)
         self._woken = threading.Event()  # KV that requests wait for has come
         self._parts.core.wake = self._woken.set
-        self._parts.model.text.read()  # what is wrong with it is told now
+        if warning := warning_of(self._parts.model):  # reads the text: what is wrong with it is told now
+            logger.warning(warning)
         self._ids = itertools.count()
         self._checker = GrammarChecker()
 
