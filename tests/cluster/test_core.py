@@ -215,10 +215,20 @@ def test_what_is_local_never_leaves_the_first_tier():
     fleet.arrive("second", is_local=True)
     fleet.wait(100.0)
     assert "second" in fleet.held
-    fleet.arrive("long", is_local=True, **LONG)
+    fleet.arrive("long", is_local=True, num_counted=501)
     error = fleet.refused["long"].error
     assert isinstance(error, PromptTooLong)
-    assert "about 1000 tokens; at most 500 in edge" in str(error)
+    assert "501 tokens; at most 500 in edge" in str(error)
+
+
+def test_an_estimate_of_a_prompts_length_refuses_nothing():
+    fleet = tiered()
+    assert fleet.core.counter(make_request("short", is_local=True)) is None
+    assert fleet.core.counter(make_request("long", **LONG)) is None, "for the cloud it is not"
+    assert fleet.core.counter(make_request("long", is_local=True, **LONG)) == "e"
+    assert fleet.arrive("counted", is_local=True, num_counted=500, **LONG) == "e"
+    fleet.end("counted")
+    assert fleet.arrive("estimated", is_local=True, **LONG) == "e"
 
 
 # -- faults

@@ -39,6 +39,7 @@ class FleetRequest:
     keys: tuple[int, ...] = ()  # of its prefixes, see prefix_keys
     hash_key: int | None = None  # of its session, cache key or user
     is_local: bool = False  # never leaves the first tier
+    num_counted: int = 0  # prompt tokens as a replica counted them; 0 is an estimate
     can_resume: bool = False  # its tokens are told beside its text
     features: Sequence[float] = ()
     # written by ClusterCore
@@ -92,6 +93,7 @@ def request_of(spec: RequestSpec, keys: tuple[int, ...], hash_key: int | None = 
         request_id=spec.request_id,
         arrived_at=spec.arrived_at,
         num_bytes=BYTES_PER_TOKEN * spec.num_prompt_tokens,
+        num_counted=spec.num_prompt_tokens,
         max_tokens=spec.max_tokens,
         tenant=spec.tenant,
         weight=spec.weight,
