@@ -141,7 +141,6 @@ class TensorClient:
         self._send_frame, self._death, self._wake, self._resume = send, death, wake, resume
         self._on_admitted = on_admitted
         self.memory = memory
-        memory.on_unused = self._send
         self._live: dict[str, LiveTensor] = {}
         self._isolation: CrashIsolation[LiveTensor] = CrashIsolation(self._begin)
         self._asked: dict[str, Load | Unload] = {}  # by model, what was done last, which the next engine does again
@@ -321,9 +320,9 @@ class TensorClient:
     def _ended(self, ended: Ended) -> None:
         live = self._live.get(ended.request_id)
         if live is None:
-            self.memory.answered(msgspec.structs.replace(ended, result=None), {})
+            self.memory.answered(msgspec.structs.replace(ended, result=None))
             return
-        ended = self.memory.answered(ended, live.request.into)
+        ended = self.memory.answered(ended)
         live.charges = ended.charges
         self._end(live, ended.finish_reason)
         self._count(live.request, ended)

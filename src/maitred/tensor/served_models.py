@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from maitred.errors import CheckpointError, MaitredError, ModelNotFound
-from maitred.tensor.config import ANY_MESSAGE
+from maitred.tensor.config import ANY_MESSAGE, MOST_OF_REASON
 from maitred.tensor.config_checks import ENSEMBLE
 from maitred.tensor.config_fields import SCHEMA
 from maitred.tensor.encoder_config import encoder_of, is_encoder
@@ -84,6 +84,13 @@ def warm(instance: ModelInstance, model: ModelFolder) -> None:
                 instance.run(batch)
         except MaitredError as error:
             raise CheckpointError(f"warm-up {name!r} failed: {error}") from None
+
+
+def fault_of(error: Exception) -> str:
+    """Why a model is not served, in one line."""
+    if isinstance(error, CheckpointError):
+        return str(error)
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:MOST_OF_REASON]}"
 
 
 @dataclass(slots=True)
@@ -184,8 +191,8 @@ class ServedModels:
             loaded.states = initial_states(loaded.config, model.folder)
             loaded.files_print = files_print(model)
             return loaded
-        except CheckpointError as error:
-            self.failed(model.name, str(error), version.number)
+        except Exception as error:  # whatever one model does to numpy or the runtime, the others start
+            self.failed(model.name, fault_of(error), version.number)
             return None
 
     def _open_ensemble(self, model: ModelFolder, version: ModelVersion) -> LoadedVersion:

@@ -7,7 +7,7 @@ little-endian and in row-major order, a BYTES element after its length in four b
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
@@ -46,7 +46,7 @@ class InferRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     label: str = ""  # of a version, instead of its number
     inputs: tuple[Tensor, ...] = ()
     outputs: tuple[str, ...] = ()  # none is all
-    into: Mapping[str, Buffer] = {}  # views of registered regions: an output that fits is there when it is answered
+    into: Mapping[str, Any] = {}  # where outputs go, in registered regions; it stays with the server
     level: int = 0  # Triton's priority, 1 is most urgent; 0 is the model's default
     timeout_s: float | None = None  # for the queue, where the model lets a request have its own
     sequence: SequenceControl | None = None

@@ -22,9 +22,11 @@ from maitred.api.grpc.infer_forms import (
     written,
 )
 from maitred.api.http.app import App
+from maitred.api.http.text_threads import LONG_BYTES
 from maitred.api.tensor.extensions import Extensions
 from maitred.api.tensor.lease import new_id, tensors_of
 from maitred.api.tensor.parameters import check_unload, config_to_load, version_of
+from maitred.api.tensor.settings import LOGS, TRACES
 from maitred.errors import MaitredError, UnsupportedParameter
 from maitred.tensor.config import ANY_MESSAGE, inputs_of, outputs_of
 from maitred.tensor.protocol_fields import INFERENCE, MESSAGES, RAW_INPUT_CONTENTS
@@ -73,8 +75,8 @@ class InferenceService:
             "CudaSharedMemoryStatus": Method(_request("CudaSharedMemoryStatus"), _no_cuda_regions, admin=reads),
             "CudaSharedMemoryRegister": Method(_request("CudaSharedMemoryRegister"), _refuse_cuda, admin=reads),
             "CudaSharedMemoryUnregister": Method(_request("CudaSharedMemoryUnregister"), _forget_cuda, admin=reads),
-            "TraceSetting": Method(_request("TraceSetting"), self._trace, admin="change what is traced"),
-            "LogSettings": Method(_request("LogSettings"), self._log, admin="change what is logged"),
+            "TraceSetting": Method(_request("TraceSetting"), self._trace, admin=TRACES),
+            "LogSettings": Method(_request("LogSettings"), self._log, admin=LOGS),
         }
 
     # -- health and metadata
@@ -122,9 +124,16 @@ class InferenceService:
 
     async def _answered(self, decoded: _Decoded, call: Call) -> tuple[ANY_MESSAGE, list[Buffer]]:
         message = decoded.message
-        request = infer_request(message, decoded.raw, new_id(), self._with.regions.view)
+        request = await self._request(decoded, call)
         answer = await infer(self._app, call.caller, request, parameters=parameters_of(message), limits=call.limits)
         return self._told(message, request, answer)
+
+    async def _request(self, decoded: _Decoded, call: Call) -> InferRequest:
+        """With what it names of the caller's shared memory, copied in a thread."""
+        owner = call.caller.tenant.name
+        work = partial(infer_request, *decoded, new_id(), partial(self._with.regions.view, owner))
+        num_region_bytes = self._with.regions.num_bytes(owner)
+        return await self._app.text.run(min(LONG_BYTES, num_region_bytes), work) if num_region_bytes else work()
 
     def _told(
         self, message: ANY_MESSAGE, request: InferRequest, answer: InferResponse
@@ -180,7 +189,7 @@ class InferenceService:
         """The answers of the language model to one request of a stream."""
         message = decoded.message
         try:
-            request = infer_request(message, decoded.raw, new_id(), self._with.regions.view)
+            request = await self._request(decoded, call)
             asked = asked_of(request, parameters_of(message))
             async with aclosing(responses(self._app, call.caller, request, asked, call.limits)) as told:
                 async for answer, is_last in told:
@@ -217,17 +226,18 @@ class InferenceService:
 
     async def _regions(self, message: ANY_MESSAGE, call: Call) -> ANY_MESSAGE:
         told = MESSAGES["SystemSharedMemoryStatusResponse"]()
-        for name, region in self._with.regions.status(message.name).items():
+        for name, region in self._with.regions.status(call.caller.tenant.name, message.name).items():
             line = told.regions[name]
             line.name, line.key, line.offset, line.byte_size = name, region.key, region.offset, region.byte_size
         return told
 
     async def _register(self, message: ANY_MESSAGE, call: Call) -> ANY_MESSAGE:
-        self._with.regions.register(message.name, message.key, message.offset, message.byte_size)
+        region = (message.name, message.key, message.offset, message.byte_size)
+        self._with.regions.register(call.caller.tenant.name, *region)
         return MESSAGES["SystemSharedMemoryRegisterResponse"]()
 
     async def _unregister(self, message: ANY_MESSAGE, call: Call) -> ANY_MESSAGE:
-        self._with.regions.unregister(message.name)
+        self._with.regions.unregister(call.caller.tenant.name, message.name)
         return MESSAGES["SystemSharedMemoryUnregisterResponse"]()
 
     async def _trace(self, message: ANY_MESSAGE, call: Call) -> ANY_MESSAGE:

@@ -119,7 +119,7 @@ def _inputs(inputs: Sequence[_Input], binary: memoryview, view: View) -> tuple[T
     for each in inputs:
         place = _one_source(each)
         if place is not None:
-            tensors.append(Tensor(each.name, each.datatype, each.shape, view(*place)))
+            tensors.append(Tensor(each.name, each.datatype, each.shape, view(*place).read()))
         elif each.data is not msgspec.UNSET:
             tensors.append(_of_json(each))
         else:
