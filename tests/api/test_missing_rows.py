@@ -49,6 +49,7 @@ def http() -> Iterator[httpx.Client]:
         ("/v1/chat/completions", PLAIN | {"prediction": PREDICTED}),
         ("/tokenize", {"prompt": TEXT}),
         ("/tokenize", {"messages": CHAT["messages"]}),
+        ("/detokenize", {"tokens": [257]}),
         ("/v2/models/tiny/generate", {"text_input": TEXT}),
         ("/v2/models/tiny/generate_stream", {"text_input": TEXT}),
     ],

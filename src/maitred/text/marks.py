@@ -70,7 +70,7 @@ class HiddenMarks:
     def hide_in_message(self, message: dict[str, Any]) -> dict[str, Any]:
         """The same of a message; what the model thought and said, and the system, may hold marks of answers."""
         own = _OWN_FIELDS if message.get("role") in _OWN_ROLES else ()
-        return {name: self.hide(value, own=name in own) for name, value in message.items()}
+        return {self.hide(name): self.hide(value, own=name in own) for name, value in message.items()}
 
     def hide(self, value: Any, *, own: bool = False) -> Any:
         """The value, or a copy in which each mark is a character; of a MarkedText those in its spans. In a text of the

@@ -124,7 +124,7 @@ def _detokenize(app: App, body: DetokenizeRequest) -> DetokenizeResponse:
     for position, token in enumerate(body.tokens):
         if not 0 <= token < app.model.vocab_size:
             raise InvalidRequest(
-                f"token {position} is outside the vocabulary, which has ids 0 to {app.model.vocab_size - 1}",
+                f"tokens[{position}] is {token}; the vocabulary has ids 0 to {app.model.vocab_size - 1}",
                 param=f"tokens[{position}]",
             )
     return DetokenizeResponse(prompt=app.model.tokenizer.decode(body.tokens, skip_special_tokens=False))
