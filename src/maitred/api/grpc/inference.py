@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing
 from functools import partial
 from typing import Any, NamedTuple
@@ -141,7 +141,7 @@ class InferenceService:
         classes = partial(self._with.labels.classify, tensors_of(self._app))
         return infer_response(message, answer, request.into, classes)
 
-    async def _stream(self, requests: AsyncIterator[_Decoded], call: Call) -> AsyncIterator[bytes]:
+    async def _stream(self, requests: AsyncIterator[_Decoded], call: Call) -> AsyncGenerator[bytes, None]:
         """Answers in the order of their requests, which run beside each other, and those of the language model as they
         come; an error is of its request alone.
         """
@@ -153,8 +153,10 @@ class InferenceService:
                 yield told if isinstance(told, bytes) else await told
             await reader
         finally:
-            for left in (reader, *running):
-                left.cancel()
+            left = (reader, *running)
+            for task in left:
+                task.cancel()
+            await asyncio.gather(*left, return_exceptions=True)  # none may ask anything of a call that has ended
 
     async def _read_stream(
         self,
