@@ -529,6 +529,9 @@ async def test_answers_are_those_that_were_recorded_from_a_real_triton(tmp_path)
                 wrong.append((case.name, theirs["status"], mine))
             elif mine["status"] >= 400:
                 assert isinstance(mine["body"], str) or set(mine["body"]) == {"error"}, case.name
+                text = theirs["body"]["error"] if isinstance(theirs["body"], dict) else ""
+                if text.startswith("Request for unknown model"):  # Triton's own clients look for it
+                    assert mine["body"]["error"].startswith(text), case.name
             elif case.name in SAME_KEYS:
                 mine["body"].pop("dynamic_batching", None)  # as Triton fills it in for ONNX models, not for Python's
                 if keys(mine["body"]) != keys(theirs["body"]):

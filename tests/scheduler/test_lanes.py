@@ -178,7 +178,7 @@ def test_a_full_queue_a_batch_too_large_and_an_unknown_model_are_refused():
     add(scheduler, "running")
     scheduler.dispatch(0.0)
     add(scheduler, "waiting")
-    with pytest.raises(Overloaded, match="exceeds maximum queue size of 1"):
+    with pytest.raises(Overloaded, match="Exceeds maximum queue size of 1"):
         add(scheduler, "one too many")
     with pytest.raises(InvalidRequest, match="from 1 to 8 for m, and is 9"):
         add(scheduler, "large", num_rows=9)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
+from maitred.errors import ModelNotFound
 from maitred.tensor.config import ANY_MESSAGE
 from maitred.tensor.repository import IndexEntry
 
@@ -68,6 +69,13 @@ class InferResponse(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     outputs: tuple[Tensor, ...] = ()
     queue_us: int = 0
     compute_us: int = 0  # its part of its batch
+
+
+def unknown_model(model: str, version: int = 0, *, label: str = "", served: Sequence[int] = ()) -> ModelNotFound:
+    """As Triton tells it (triton-inference-server/core, and its clients look for the words), then what is served."""
+    which = f" version {version}" if version else f" with the label {label!r}" if label else ""
+    there = f"; served are: {', '.join(map(str, sorted(served)))}" if served else ""
+    return ModelNotFound(f"Request for unknown model: {model[:200]!r}{which} is not found{there}", param="model")
 
 
 DURATIONS = ("success", "fail", "queue", "compute_input", "compute_infer", "compute_output", "cache_hit", "cache_miss")
