@@ -114,6 +114,7 @@ class Usage:
     num_output_tokens: int | None = None
     num_cached_tokens: int | None = None
     complete: bool = True  # it ended by itself, not cut by client or error
+    compute_us: int = 0  # of engines; foreign servers tell none
 
 
 class FailureKind(str, Enum):
