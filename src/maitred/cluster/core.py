@@ -274,6 +274,11 @@ class ClusterCore:
 
     # -- to look at
 
+    def is_idle(self, name: str) -> bool:
+        """Whether that replica is there and has no request, or part of one."""
+        replica = self.fleet.by_name.get(name)
+        return replica is not None and not self._requests.at(replica)
+
     @property
     def num_held(self) -> int:
         return self._requests.waiting.num_held

@@ -169,17 +169,20 @@ class Requests:
                 actions += self.refuse(request, error, failure)
         return actions + self.hold(again, now)
 
+    def at(self, replica: Replica) -> list[FleetRequest]:
+        """In flight there, and those whose prompts it computes for others."""
+        for_others = map(self._living.__getitem__, self._fleet.work.prompts_at(replica.name))
+        return [*replica.in_flight.values(), *for_others]
+
     def movable(self, replica: Replica) -> list[FleetRequest]:
-        """Those in flight there that another replica can go on with, or begin."""
-        return [r for r in replica.in_flight.values() if not r.has_begun or self._health.can_resume(r, replica)]
+        """Those of `at` that another replica can go on with, or begin."""
+        return [r for r in self.at(replica) if not r.has_begun or self._health.can_resume(r, replica)]
 
     def flee(self, replica: Replica, now: float) -> list[Action]:
         """Its engine hangs: what others take goes there, the rest stays. A request counts that as a death, for it might
         be the cause; one more than it may see is not risked.
         """
-        for_others = map(self._living.__getitem__, self._fleet.work.prompts_at(replica.name))
-        fleeing = [*self.movable(replica), *for_others]
-        may_flee = [r for r in fleeing if r.num_deaths + 1 < self._config.max_deaths]
+        may_flee = [r for r in self.movable(replica) if r.num_deaths + 1 < self._config.max_deaths]
         actions = self.move_on(replica, may_flee, now, "hung")
         for action in actions:
             if isinstance(action, Move):
@@ -188,8 +191,7 @@ class Requests:
 
     def abandon(self, replica: Replica, failure: Failure, now: float) -> list[Action]:
         """Nothing will come of it: all that it had failed, and so did what it computed for others."""
-        for_others = map(self._living.__getitem__, self._fleet.work.prompts_at(replica.name))
-        requests = [*replica.in_flight.values(), *for_others]
+        requests = self.at(replica)
         moves: list[Action] = [Move(r.request_id, replica.name, failure.kind.value) for r in requests]
         return moves + self.fail(requests, replica, failure, now)
 

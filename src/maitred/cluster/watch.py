@@ -63,8 +63,8 @@ class Watch:
 
     def _back_due(self, replica: Replica, now: float) -> list[Action]:
         """Looked at again while it has some that cannot go elsewhere yet."""
-        has_none = not replica.in_flight and not self._fleet.work.prompts_at(replica.name)
-        if replica.state is not State.STARTING or now < replica.unready_since + self._config.silence_s or has_none:
+        is_due = now >= replica.unready_since + self._config.silence_s
+        if replica.state is not State.STARTING or not is_due or not self._requests.at(replica):
             return []
         self.expect_back(replica, now)
         return self._requests.flee(replica, now)

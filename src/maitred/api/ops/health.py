@@ -45,6 +45,8 @@ async def ready(app: App, exchange: Exchange) -> None:
     state = app.replica.state()
     if state.loading:
         raise Unavailable(f"the engine is loading: {state.error}" if state.error else "the engine is loading")
+    if state.lacking:
+        raise Unavailable(state.lacking)
     if not app.ready:
         raise Unavailable(state.error or "the server is not ready for requests")
     await exchange.answer(b"", 200, ())
