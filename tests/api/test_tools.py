@@ -216,6 +216,24 @@ def test_what_of_a_schema_is_not_enforced_is_named_and_refused_where_it_is_stric
     assert "if, not" in error["message"]
 
 
+def test_a_tools_pattern_that_cannot_be_enforced_is_left_out_and_asked_of_tools_that_may_be_called(serving: Serving):
+    replica, http = serving("Yes.")
+    address = {"type": "object", "properties": {"to": {"type": "string", "pattern": "^(?!\\.)[a-z.]+$"}}}
+    mail = {"name": "mail", "parameters": address}
+    body = {**ASK, "tools": [WEATHER, {"type": "function", "function": mail}]}
+    response = http.post(CHAT, json=body)
+    assert (response.status_code, response.headers["x-maitred-schema-ignored"]) == (200, "pattern")
+    assert "mail" in replica.submitted[0].grammar
+    assert "?!" not in replica.submitted[0].grammar
+    strict = {**body, "tools": [WEATHER, {"type": "function", "function": {**mail, "strict": True}}]}
+    refused = http.post(CHAT, json=strict)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tools[1].function.parameters")
+    for choice in ("none", {"type": "function", "function": {"name": "weather"}}):
+        spared = http.post(CHAT, json={**strict, "tool_choice": choice})
+        assert spared.status_code == 200, spared.text
+        assert "x-maitred-schema-ignored" not in spared.headers
+
+
 @pytest.mark.parametrize(
     ("asked", "param"),
     [
@@ -227,7 +245,7 @@ def test_what_of_a_schema_is_not_enforced_is_named_and_refused_where_it_is_stric
         ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
         ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
-        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"$ref": "http://x/y"}}}},
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"$ref": "#/x"}}}},
          "response_format.json_schema.schema"),
         ({"tools": [STOP], "tool_choice": {"type": "function", "function": {"name": "go"}}}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),

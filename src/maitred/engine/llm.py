@@ -250,7 +250,7 @@ class LLM:
         format = self.model.answer_format if is_chat else AnswerFormat("none")
         reasoning = format.reasoning
         in_thoughts = reasoning is not None and isinstance(prompt, str) and reasoning.opened_by(prompt)
-        return compose(format, content=source, in_thoughts=in_thoughts)
+        return compose(format, content=checked.source, in_thoughts=in_thoughts)
 
     def close(self) -> None:
         """Give back memory and threads; the object is not used again."""

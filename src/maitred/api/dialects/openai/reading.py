@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -38,7 +39,7 @@ def text_shape(checker: GrammarChecker, body: GenerationFields) -> Shape:
     content, is_raw = content_source(body)
     if content is None:
         return NO_SHAPE
-    grammar, ignored = checker.checked(content)
+    grammar, ignored, content = checker.checked(content)
     return Shape(grammar if is_raw else compose(AnswerFormat("none"), content=content), ignored=ignored)
 
 
@@ -101,26 +102,27 @@ class ChatReading:
         marks = self.format.mark_ids if self.is_read else None
         if wanted is NOTHING:
             return Shape(thinking=self._thinking_limit(), marks=marks)
-        sources = [tool.source for tool in wanted.tools] + ([] if wanted.content is None else [wanted.content])
         if wanted.choice.is_required and self.format.calls is None:
             raise InvalidRequest(
                 "tool_choice asks for a call, and how this model writes one is not known; name it with --tool-format",
                 param="tool_choice",
             )
-        checked = [self._checker.checked(source) for source in sources]
-        ignored = dict.fromkeys(name for found in checked for name in found.ignored)
-        grammar = checked[-1].grammar if wanted.is_raw else self._composed(wanted)
-        return Shape(grammar, self._thinking_limit(), marks, tuple(ignored))
-
-    def _composed(self, wanted: Wanted) -> str:
-        return compose(
+        callable_tools = [tool for tool in wanted.tools if tool.name in wanted.choice.names]
+        tools = [(tool, self._checker.checked(tool.source)) for tool in callable_tools]
+        content = None if wanted.content is None else self._checker.checked(wanted.content)
+        found = [*(of_tool for _, of_tool in tools), *([content] if content else [])]
+        ignored = dict.fromkeys(name for checked in found for name in checked.ignored)
+        if content is not None and wanted.is_raw:
+            return Shape(content.grammar, self._thinking_limit(), marks, tuple(ignored))
+        grammar = compose(
             self.format,
-            content=wanted.content,
-            tools=wanted.tools,
+            content=content and content.source,
+            tools=[replace(tool, source=checked.source) for tool, checked in tools],
             choice=wanted.choice,
             in_thoughts=self.in_thoughts,
             may_think=self._may_think,
         )
+        return Shape(grammar, self._thinking_limit(), marks, tuple(ignored))
 
     @cached_property
     def in_thoughts(self) -> bool:
