@@ -25,7 +25,10 @@ _OF_SCHEMA = ("items", "additionalItems", "additionalProperties", "json_schema")
 _COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
 _LIMITS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 # keywords whose value, of this type, may be more than llguidance can compile
-_MAY_FAIL = {**dict.fromkeys(("pattern", "$ref", "$schema"), str), **dict.fromkeys((*_COUNTS, *_LIMITS), (int, float))}
+_MAY_FAIL: Mapping[str, Any] = {
+    **dict.fromkeys(("pattern", "$ref", "$schema"), str),
+    **dict.fromkeys((*_COUNTS, *_LIMITS), (int, float)),
+}
 ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
 
@@ -61,7 +64,7 @@ def json_source(schema: object, path: str, *, whitespace_pattern: str | None = N
     return Source("json_schema", text, path, is_strict, tuple(left_out))
 
 
-def _enforceable(schema: Mapping[str, Any], left_out: set[str]) -> dict[str, Any]:
+def _enforceable(schema: Mapping[str, Any], left_out: set[str]) -> Any:
     """Without `minProperties` where llguidance 1.9 says that it cannot count keys, and then lets no object end."""
 
     def edit(made: dict[str, Any], is_part: bool) -> None:
