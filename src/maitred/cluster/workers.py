@@ -209,16 +209,11 @@ class Workers:
         return replace(total, num_role_switches=self._num_role_switches, lacking=self._lacking())
 
     def _lacking(self) -> str | None:
-        """The role that no worker can serve now, where prompts are handed over; one that all were given up of is missed
-        by nobody.
-        """
-        for role, other in ("prefill", "decode"), ("decode", "prefill"):
-            able = [worker for worker in self._left if worker.role != other]
-            if (
-                self._exchange_kv
-                and able
-                and not any(worker.is_up or worker.client.supervisor.sleep.asleep for worker in able)
-            ):
+        """The role that no worker can serve now, where prompts are handed over, unless all who could were given up."""
+        can = {worker: worker.is_up or worker.client.supervisor.sleep.asleep for worker in self._left}
+        for role, other in (("prefill", "decode"), ("decode", "prefill")) if self._exchange_kv else ():
+            able = [is_able for worker, is_able in can.items() if worker.role != other]
+            if able and not any(able):
                 return f"no {role} worker is there yet"
         return None
 
