@@ -22,14 +22,6 @@ class SharedMap(mmap.mmap):
 
     file: int
 
-    @classmethod
-    def of(cls, file: int, num_bytes: int) -> SharedMap:
-        """Takes over the descriptor. Raises OSError or ValueError, and does not take it over then."""
-        made = cls(file, num_bytes)
-        made.file = file
-        weakref.finalize(made, os.close, file).atexit = False
-        return made
-
 
 def unnamed_memory(num_bytes: int) -> SharedMap | None:
     """Memory of that size, of which none is taken before it is touched; None where the system gives none.
@@ -43,7 +35,10 @@ def unnamed_memory(num_bytes: int) -> SharedMap | None:
     try:
         os.ftruncate(file, num_bytes)
         fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-        return SharedMap.of(file, num_bytes)
+        made = SharedMap(file, num_bytes)
     except (OSError, ValueError):
         os.close(file)
         return None
+    made.file = file
+    weakref.finalize(made, os.close, file).atexit = False
+    return made
