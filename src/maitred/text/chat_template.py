@@ -128,6 +128,11 @@ class ChatTemplate:
                 return self._render({**self._named_tokens, **unset, "messages": chat}, template)
         return ""
 
+    @property
+    def takes_objects(self) -> bool:
+        """Whether arguments of calls must be objects."""
+        return not self._call_style.value[0]
+
     @cached_property
     def _call_style(self) -> CallStyle:
         """How this template takes an assistant's calls: the first way in which it writes one, and no `None`."""

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 from msgspec import UNSET
 
 from maitred.api.dialects.openai.bounded import any_object, predicted_text
-from maitred.api.dialects.openai.messages import render_chat
+from maitred.api.dialects.openai.messages import emptied_calls, render_chat
 from maitred.api.dialects.openai.schemas import ChatCompletionRequest, GenerationFields
-from maitred.api.dialects.openai.tools import choice_of, content_source, tools_of
+from maitred.api.dialects.openai.tools import choice_of, content_source, tools_of, unknown_in_shape
 from maitred.api.generate.dialect import Prompt
 from maitred.api.generate.outcome import Sample
 from maitred.engine.grammar_check import GrammarChecker
@@ -40,7 +40,11 @@ def text_shape(checker: GrammarChecker, body: GenerationFields) -> Shape:
     if content is None:
         return NO_SHAPE
     grammar, ignored, content = checker.checked(content)
-    return Shape(grammar if is_raw else compose(AnswerFormat("none"), content=content), ignored=ignored)
+    return Shape(
+        grammar if is_raw else compose(AnswerFormat("none"), content=content),
+        ignored=ignored,
+        unknown=unknown_in_shape(body),
+    )
 
 
 class Wanted(NamedTuple):
@@ -62,6 +66,7 @@ class ChatReading:
         self._model, self._checker, self._body, self.id = model, checker, body, id
         self._prompt = ""
         self._may_think = True
+        self._emptied: tuple[str, ...] = ()
 
     @cached_property
     def wanted(self) -> Wanted:
@@ -89,6 +94,7 @@ class ChatReading:
             chat_template_kwargs=variables,
             tools=[tool.definition for tool in wanted.tools],
         )
+        self._emptied = emptied_calls(self._model, body.messages)
         body.messages.clear()
         return [self._prompt]
 
@@ -100,8 +106,9 @@ class ChatReading:
         """Raises InvalidRequest for what cannot be enforced."""
         wanted = self.wanted
         marks = self.format.mark_ids if self.is_read else None
+        told = Shape(thinking=self._thinking_limit(), marks=marks, emptied=self._emptied)
         if wanted is NOTHING:
-            return Shape(thinking=self._thinking_limit(), marks=marks)
+            return told
         if wanted.choice.is_required and self.format.calls is None:
             raise InvalidRequest(
                 "tool_choice asks for a call, and how this model writes one is not known; name it with --tool-format",
@@ -111,9 +118,10 @@ class ChatReading:
         tools = [(tool, self._checker.checked(tool.source)) for tool in callable_tools]
         content = None if wanted.content is None else self._checker.checked(wanted.content)
         found = [*(of_tool for _, of_tool in tools), *([content] if content else [])]
+        unknown = unknown_in_shape(self._body)
         ignored = dict.fromkeys(name for checked in found for name in checked.ignored)
         if content is not None and wanted.is_raw:
-            return Shape(content.grammar, self._thinking_limit(), marks, tuple(ignored))
+            return told._replace(grammar=content.grammar, ignored=tuple(ignored), unknown=unknown)
         grammar = compose(
             self.format,
             content=content and content.source,
@@ -122,7 +130,7 @@ class ChatReading:
             in_thoughts=self.in_thoughts,
             may_think=self._may_think,
         )
-        return Shape(grammar, self._thinking_limit(), marks, tuple(ignored))
+        return told._replace(grammar=grammar, ignored=tuple(ignored), unknown=unknown)
 
     @cached_property
     def in_thoughts(self) -> bool:
