@@ -20,7 +20,11 @@ MAX_TOOLS = 128
 MAX_SHAPE_BYTES = 4 * 1024 * 1024  # of tools, and of a schema
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 # fields of a response_format by its type; `schema` beside the type is llama.cpp's form
-KNOWN_OF_FORM = {"text": ("type",), "json_object": ("type", "schema"), "json_schema": ("type", "json_schema", "schema")}
+KNOWN_OF_FORM: Mapping[Any, tuple[str, ...]] = {
+    "text": ("type",),
+    "json_object": ("type", "schema"),
+    "json_schema": ("type", "json_schema", "schema"),
+}
 _KNOWN_IN: Mapping[str, tuple[str, ...]] = {
     "response_format.json_schema": ("name", "description", "schema", "strict"),
     "tool_choice": ("type", "function", "allowed_tools"),
