@@ -84,7 +84,7 @@ def test_drafts_are_shown_where_there_are_some(server, open_page, expect):
             expect(row.locator("td").nth(8)).to_have_text(re.compile("^[1-9]"))
             expect(row.locator("td").nth(9)).to_have_text(re.compile("^[1-9]"))
             page.locator("#blocks").hover(position={"x": 5, "y": 5})
-            expect(page.locator("#tip")).to_contain_text(re.compile("([1-9][0-9]*) of \\1 drafts kept"))
+            expect(page.locator("#tip")).to_contain_text(re.compile("([1-9][0-9,]*) of \\1 drafts kept"))
 
 
 def test_lines_of_the_grid_stay_thin_while_guests_wait(server, open_page, expect):
