@@ -6,7 +6,7 @@ little-endian and in row-major order, a BYTES element after its length in four b
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
@@ -28,6 +28,10 @@ class Tensor(msgspec.Struct, frozen=True, array_like=True):
     datatype: str  # of KServe v2: BOOL, UINT8 ... FP64, BF16, BYTES
     shape: tuple[int, ...]
     data: Buffer
+
+
+def num_bytes_of(tensors: Iterable[Tensor]) -> int:
+    return sum(memoryview(each.data).nbytes for each in tensors)
 
 
 class SequenceControl(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

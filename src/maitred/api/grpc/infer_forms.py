@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from maitred.api.tensor.parameters import (
     CLASSIFICATION,
     Place,
@@ -22,7 +20,7 @@ from maitred.api.tensor.parameters import (
 )
 from maitred.api.tensor.regions import RegionPart
 from maitred.errors import InvalidRequest
-from maitred.tensor.arrays import data_type_of, texts_as_bytes
+from maitred.tensor.arrays import MOST_DIMS, data_type_of, numbers_as_bytes, texts_as_bytes
 from maitred.tensor.config import ANY_MESSAGE
 from maitred.tensor.instance import NUMPY_TYPES
 from maitred.tensor.protocol_fields import MESSAGES, RAW_OUTPUT_CONTENTS
@@ -82,6 +80,8 @@ def _inputs(inputs: Sequence[ANY_MESSAGE], raw: Sequence[memoryview], view: View
         raise InvalidRequest(f"there are {len(raw)} raw_input_contents for {num_sent} inputs outside of shared memory")
     left, tensors = iter(raw), []
     for each, place in zip(inputs, places, strict=True):
+        if len(each.shape) > MOST_DIMS:
+            raise InvalidRequest(f"input {each.name[:80]!r} has {len(each.shape)} dimensions, and may have {MOST_DIMS}")
         if place is not None:
             data: Buffer = view(*place).read()
         elif raw and each.HasField("contents"):
@@ -101,7 +101,7 @@ def _typed(each: ANY_MESSAGE) -> bytes:
         return texts_as_bytes(values)
     kind = NUMPY_TYPES[data_type_of(each.datatype)]
     try:
-        return np.array(values, kind).tobytes()
+        return numbers_as_bytes(values, kind)
     except OverflowError:
         raise InvalidRequest(f"input {each.name!r} has a number that is no {each.datatype}") from None
 

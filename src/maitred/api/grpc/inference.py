@@ -25,13 +25,13 @@ from maitred.api.http.app import App
 from maitred.api.http.text_threads import LONG_BYTES
 from maitred.api.tensor.extensions import Extensions
 from maitred.api.tensor.lease import new_id, tensors_of
-from maitred.api.tensor.parameters import check_unload, config_to_load, version_of
+from maitred.api.tensor.parameters import CLASSIFICATION, check_unload, config_to_load, version_of
 from maitred.api.tensor.settings import LOGS, TRACES
 from maitred.errors import MaitredError, UnsupportedParameter
 from maitred.tensor.config import ANY_MESSAGE, inputs_of, outputs_of
 from maitred.tensor.protocol_fields import INFERENCE, MESSAGES, RAW_INPUT_CONTENTS
 from maitred.tensor.raw_contents import split
-from maitred.tensor.service import DURATIONS, Buffer, InferRequest, InferResponse, ModelStatistics
+from maitred.tensor.service import DURATIONS, Buffer, InferRequest, InferResponse, ModelStatistics, num_bytes_of
 
 MOST_IN_STREAM = 256  # requests of one stream that wait for their answers
 _MEMBERS = {bool: "bool_param", int: "uint32_param", str: "string_param"}  # of a log setting
@@ -126,14 +126,16 @@ class InferenceService:
         message = decoded.message
         request = await self._request(decoded, call)
         answer = await infer(self._app, call.caller, request, parameters=parameters_of(message), limits=call.limits)
-        return self._told(message, request, answer)
+        is_classified = any(CLASSIFICATION in each.parameters for each in message.outputs)
+        num_bytes = num_bytes_of(answer.outputs) if is_classified else 0
+        return await self._app.text.run(num_bytes, partial(self._told, message, request, answer))
 
     async def _request(self, decoded: _Decoded, call: Call) -> InferRequest:
-        """With what it names of the caller's shared memory, copied in a thread."""
+        """With what it names of the caller's shared memory, copied in a thread; typed contents too."""
         owner = call.caller.tenant.name
         work = partial(infer_request, *decoded, new_id(), partial(self._with.regions.view, owner))
-        num_region_bytes = self._with.regions.num_bytes(owner)
-        return await self._app.text.run(min(LONG_BYTES, num_region_bytes), work) if num_region_bytes else work()
+        num_region_bytes = min(LONG_BYTES, self._with.regions.num_bytes(owner))
+        return await self._app.text.run(max(num_region_bytes, decoded.message.ByteSize()), work)
 
     def _told(
         self, message: ANY_MESSAGE, request: InferRequest, answer: InferResponse

@@ -38,7 +38,7 @@ from maitred.api.tensor.parameters import check_unload, config_to_load, integer,
 from maitred.api.tensor.settings import LOGS, TRACES
 from maitred.errors import InvalidRequest, RouteNotFound, UnsupportedParameter
 from maitred.tensor.config import complete, inputs_of
-from maitred.tensor.service import InferRequest, InferResponse
+from maitred.tensor.service import InferRequest, InferResponse, num_bytes_of
 
 _MODEL = re.compile(
     r"(?P<model>.+?)(?:/versions/(?P<version>[0-9]+))?"
@@ -143,7 +143,7 @@ class KServe:
     async def _written(self, app: App, asked: wire.Asked, response: InferResponse) -> wire.Answer:
         classes = partial(self._with.labels.classify, tensors_of(app))
         work = partial(wire.answered, asked, response, classes)
-        return await app.text.run(sum(memoryview(each.data).nbytes for each in response.outputs), work)
+        return await app.text.run(num_bytes_of(response.outputs), work)
 
     # -- the repository
 
