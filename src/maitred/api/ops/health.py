@@ -110,6 +110,8 @@ class DecodeProbe:
                 async for progress in self._replica.submit(request):
                     if progress.finish_reason is FinishReason.LENGTH:
                         return self._clock.now() - began_at
+                    if progress.finish_reason is FinishReason.ABORT:
+                        raise Unavailable("the engine was told to end its requests before it sleeps")
                     if progress.finish_reason is not None:
                         raise GenerationFailed(progress.error or f"it ended with {progress.finish_reason.value}")
         except TimeoutError:
