@@ -74,7 +74,7 @@ class Command:
 
             values = read_config_file(str(given["config"]), list(self.flags()))
         for flag in self.flags():
-            if flag.env and environ.get(flag.env):
+            if flag.env and flag.env in environ and flag.field not in given:
                 values[flag.field] = flag.join(flag.parse(environ[flag.env]))
         values |= given
         missing = [flag for flag in self.flags() if flag.required and flag.field not in values]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from maitred.cli.command import Command, Options
 from maitred.cli.console import inert, note
 from maitred.cli.ending import noted
+from maitred.cli.flags import UsageError
 from maitred.cli.local import ENGINE_PARTS, engine_config
 from maitred.cli.serve.announcer import Announcer
 from maitred.cli.serve.tenancy import TenancyConfig, open_tenancy
@@ -188,7 +189,10 @@ def _replica_of(options: Options) -> MakeReplica:
 
         return client_with_tensors
     if options[ModelConfig].model == NO_MODEL:
-        raise ConfigError("the model is none, so nothing would be served; give --model-repository")
+        raise UsageError(
+            "none is no language model, and there is no --model-repository, so nothing would be served; give one, or "
+            "leave out none for the built-in model"
+        )
     if len(options[ProcessConfig].roles) == 1:
         from maitred.engine.client import EngineClient
 

@@ -38,10 +38,9 @@ async def list_models(app: App, exchange: Exchange) -> None:
 def model_cards(app: App, exchange: Exchange) -> list[ModelCard]:
     """Every name under which the model answers, and the adapters that the caller may ask for."""
     cards = [_card(app, name) for name in app.model.names]
-    named = app.adapters.named.values() if app.adapters is not None else ()
-    sees_all = app.fleet_token.is_shown_by(exchange.headers)
-    mine = (facts for facts in named if sees_all or exchange.caller.tenant.may_use(facts.name))
-    return [*cards, *(_adapter_card(app, facts) for facts in mine)]
+    if app.adapters is not None and app.fleet_token.is_shown_by(exchange.headers):
+        return [*cards, *(_adapter_card(app, facts) for facts in app.adapters.named.values())]
+    return [*cards, *(_adapter_card(app, facts) for facts in app.adapters_of(exchange.caller))]
 
 
 async def get_model(app: App, exchange: Exchange) -> None:
