@@ -179,8 +179,8 @@ class Requests:
         return [r for r in self.at(replica) if not r.has_begun or self._health.can_resume(r, replica)]
 
     def flee(self, replica: Replica, now: float) -> list[Action]:
-        """Its engine hangs: what others take goes there, the rest stays. A request counts that as a death, for it might
-        be the cause; one more than it may see is not risked.
+        """The engine of `replica` hangs: requests that another replica takes go there, the others stay. Each request that
+        moves counts a death, for it may be the cause; one that may see no other death stays.
         """
         may_flee = [r for r in self.movable(replica) if r.num_deaths + 1 < self._config.max_deaths]
         actions = self.move_on(replica, may_flee, now, "hung")
@@ -200,7 +200,7 @@ class Requests:
         return self._free(request) + self.hold([request], now)
 
     def pass_by(self, request: FleetRequest, replica: Replica, failure: Failure, now: float) -> list[Action]:
-        """Its replica limits this client: another one is asked, where there is one."""
+        """The replica limits this client: another one is asked, where there is one."""
         request.barred |= 1 << replica.bit
         if self._fleet.usable(use_of(request)) & ~request.barred:
             return self.put_back(request, now)

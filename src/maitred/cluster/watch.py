@@ -43,7 +43,7 @@ class Watch:
         self.timers.add(now + self._health.next_probe_s(replica), ReplicaDue(Due.PROBE, replica))
 
     def expect_back(self, replica: Replica, now: float) -> None:
-        """It says that it serves nobody: if that lasts, its engine hangs, say, what it has goes on elsewhere."""
+        """A replica said that it serves nothing now; where that lasts, its requests go on elsewhere."""
         self.timers.add(now + self._config.silence_s, ReplicaDue(Due.BACK, replica))
 
     def _is_living(self, due: ReplicaDue) -> bool:

@@ -41,7 +41,7 @@ class BrokenOff(Unavailable):
 
 
 class ReplicaFailed(ServerError):
-    """A replica gave no answer that a client can have, and no other may go on with it."""
+    """A replica gave no answer that a client can have, and no other replica may go on with the request."""
 
 
 class MethodNotAllowed(RequestError):
