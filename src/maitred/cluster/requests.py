@@ -179,8 +179,8 @@ class Requests:
         return [r for r in self.at(replica) if not r.has_begun or self._health.can_resume(r, replica)]
 
     def flee(self, replica: Replica, now: float) -> list[Action]:
-        """The engine of `replica` hangs: requests that another replica takes go there, the others stay. Each request that
-        moves counts a death, for it may be the cause; one that may see no other death stays.
+        """The engine of `replica` hangs: requests that another replica takes go there, the others stay. Each that goes
+        counts a death, for it may be the cause; one that may see no other death stays.
         """
         may_flee = [r for r in self.movable(replica) if r.num_deaths + 1 < self._config.max_deaths]
         actions = self.move_on(replica, may_flee, now, "hung")
