@@ -57,6 +57,7 @@ class FleetRequest:
     num_attempts: int = 0
     num_retries: int = 0
     num_deaths: int = 0  # replicas that died with it
+    has_fled: bool = False  # from a replica whose engine hung
     num_spills: int = 0  # tiers that it waited past
     tiers: int = 0  # bits of those that it may use
     barred: int = 0  # bits of replicas where it failed

@@ -179,14 +179,13 @@ class Requests:
         return [r for r in self.at(replica) if not r.has_begun or self._health.can_resume(r, replica)]
 
     def flee(self, replica: Replica, now: float) -> list[Action]:
-        """The engine of `replica` hangs: requests that another replica takes go there, the others stay. Each that goes
-        counts a death, for it may be the cause; one that may see no other death stays.
+        """The engine of `replica` hangs: requests that another replica takes go there, the others stay. Each goes once,
+        for it may be what engines hang by.
         """
-        may_flee = [r for r in self.movable(replica) if r.num_deaths + 1 < self._config.max_deaths]
-        actions = self.move_on(replica, may_flee, now, "hung")
+        actions = self.move_on(replica, [r for r in self.movable(replica) if not r.has_fled], now, "hung")
         for action in actions:
             if isinstance(action, Move):
-                self._living[action.request_id].num_deaths += 1
+                self._living[action.request_id].has_fled = True
         return actions
 
     def abandon(self, replica: Replica, failure: Failure, now: float) -> list[Action]:
