@@ -274,6 +274,8 @@ async def test_models_are_loaded_and_unloaded_by_administrators_alone(tmp_path):
         given = {"parameters": {"config": config}}
         assert (await http.post("/repository/models/add/load", json=given)).status_code == 200
         assert (await http.get("/models/add/config")).json()["max_batch_size"] == 4
+        large = b'{"x": [' + b"[]," * (1 << 20) + b"[]]}"
+        assert (await http.post("/repository/index", content=large)).status_code == 413
         uploaded = {"parameters": {"config": config, "file:1/model.onnx": "QQ=="}}
         assert (await http.post("/repository/models/add/load", json=uploaded)).status_code == 400
         assert (await http.post("/repository/models/add/unload")).status_code == 200

@@ -21,8 +21,8 @@ from maitred.tensor.arrays import MOST_DIMS
 from maitred.tensor.instance import NUMPY_TYPES
 
 MOST_ITEMS = 128 * 1024  # that are no lists of numbers: decoded in one call, in at most 0.1 s, all of it 1e300
-PIECE_BYTES = 64 * 1024  # some milliseconds
-PIECE_VALUES = 16 * 1024
+PIECE_BYTES = 32 * 1024  # at most 4 ms
+PIECE_VALUES = 8 * 1024
 _LEAST_BYTES = 64  # of a list that is worth being apart
 
 _KINDS: Mapping[str, str] = {"b": "b", "i": "iu", "u": "iu", "f": "iuf"}  # of arrays of JSON, by a tensor's

@@ -36,7 +36,7 @@ from maitred.api.tensor.extensions import Extensions
 from maitred.api.tensor.lease import new_id, tensors_of
 from maitred.api.tensor.parameters import check_unload, config_to_load, integer, version_of
 from maitred.api.tensor.settings import LOGS, TRACES
-from maitred.errors import InvalidRequest, RouteNotFound, UnsupportedParameter
+from maitred.errors import InvalidRequest, RequestTooLarge, RouteNotFound, UnsupportedParameter
 from maitred.tensor.config import complete, inputs_of
 from maitred.tensor.service import InferRequest, InferResponse, num_bytes_of
 
@@ -47,6 +47,7 @@ _MODEL = re.compile(
 _REGION = re.compile(r"(?:region/(?P<name>[^/]+)/)?(?P<action>status|register|unregister)")
 _REPOSITORY = re.compile(r"models/(?P<model>[^/]+)/(?P<action>load|unload)")
 _BINARY_HEADERS = ((b"content-type", b"application/octet-stream"),)
+MOST_CONTROL_BYTES = 1 << 20  # of a body that is no inference, a ModelConfig at most: read on the event loop
 _objects = msgspec.json.Decoder(dict[str, Any])
 
 
@@ -235,6 +236,8 @@ async def _no_cuda_regions(app: App, exchange: Exchange) -> None:
 async def _json_of(exchange: Exchange) -> dict[str, Any]:
     """An object; without a body an empty one."""
     body = await body_of(exchange)
+    if len(body) > MOST_CONTROL_BYTES:
+        raise RequestTooLarge(f"the body has {len(body)} bytes; this path takes at most {MOST_CONTROL_BYTES}")
     return object_of(memoryview(body), _objects) if body else {}
 
 
