@@ -48,6 +48,10 @@ class SimulatedReplica:
         return self._engine
 
     @property
+    def has_engine(self) -> bool:
+        return self._engine is not None
+
+    @property
     def worker(self) -> WorkerFacts:
         assert self.facts.worker is not None, f"{self.name} hands nothing over"
         return self.facts.worker
