@@ -99,7 +99,7 @@ class ModelConfig:
         require_choices(self)
         if self.model is not None and not self.model.strip():
             raise ConfigError(
-                f"model is {self.model!r}; name a folder or a hub id, or leave it out for the built-in model"
+                f"model is {self.model!r}; name a folder or hub id, or leave it out for the built-in model"
             )
         if self.int4_group_size not in INT4_GROUP_SIZES:
             raise ConfigError(f"int4_group_size is {self.int4_group_size}; choose one of 32, 64, 128")
