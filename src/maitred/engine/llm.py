@@ -66,7 +66,6 @@ class LLM:
         dtype: str = "auto",
         kv_dtype: str = "auto",
         lm_head_dtype: str = "auto",
-        int4_group_size: int = 32,
         revision: str | None = None,
         max_model_len: int | None = None,
         max_num_seqs: int = _SCHEDULER.max_num_seqs,
