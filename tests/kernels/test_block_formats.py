@@ -74,7 +74,10 @@ def test_a_product_is_the_files_values_times_rows_of_8_bits(pool: Any, isa: str,
     packed = linear.pack(pool, [SourceMatrix(rows, kind)], KEPT[kind])
     x = np.random.default_rng(3).standard_normal((40, 768)).astype(np.float32) * 3
     x[7, 100:140] = 0.0  # a block without a value
-    expected, size = in_blocks(x) @ values.astype(np.float64).T, np.abs(in_blocks(x)) @ np.abs(values.astype(np.float64)).T
+    expected, size = (
+        in_blocks(x) @ values.astype(np.float64).T,
+        np.abs(in_blocks(x)) @ np.abs(values.astype(np.float64)).T,
+    )
     whole = linear.linear(pool, packed, x, isa=isa)
     assert (np.abs(whole - expected) <= 2e-5 * size + 1e-6).all()
     for m in (1, 3, 8, 33):

@@ -31,9 +31,7 @@ class LinearLayer:
         self.bias = random.standard_normal(rows, dtype=np.float32)
         self.norm = random.standard_normal(width, dtype=np.float32) if norm else None
         gated = ending == "gate"
-        self.packed = pack(
-            self.threads, [SourceMatrix(matrix_NK)], dtype, gated=gated, bias=self.bias
-        )
+        self.packed = pack(self.threads, [SourceMatrix(matrix_NK)], dtype, gated=gated, bias=self.bias)
         part, format = Part(parameter="w", first=0, rows=rows), Format(dtype=dtype)
         self.weight = Weight(name="w", parts=(part,), width=width, format=format, gated=gated)
         self._pool = make_kv_pool(

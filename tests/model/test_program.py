@@ -102,7 +102,9 @@ def test_formats_of_linears_and_head_decide_what_they_read():
 def test_what_the_library_lacks_is_refused_by_name(monkeypatch: pytest.MonkeyPatch):
     kept = tuple(each for each in fusions.PASSES if not each.name.startswith("rope"))
     monkeypatch.setattr(fusions, "PASSES", kept)
-    with pytest.raises(KernelError, match="Tiny needs Rope, WriteKV by itself, which the native executor does not have"):
+    with pytest.raises(
+        KernelError, match="Tiny needs Rope, WriteKV by itself, which the native executor does not have"
+    ):
         compiled()
 
 

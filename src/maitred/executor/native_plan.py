@@ -278,7 +278,9 @@ def plan_native_executor(
         raise KernelError(f"heads of {spec.head_dim} values; the native executor takes up to {LARGEST_HEAD}")
     isa, threads, num_ranks = default_isa(), config.num_threads or num_threads, config.tensor_parallel
     budget = native_token_budget(threads * num_ranks, tiles=isa == "amx")
-    program = compile_program(spec, resolve_formats(config, checkpoint.dtype, isa, stored_formats(checkpoint, spec)), taps)
+    program = compile_program(
+        spec, resolve_formats(config, checkpoint.dtype, isa, stored_formats(checkpoint, spec)), taps
+    )
     plan_weights(program)  # raises for a matrix that no kernel takes
     return NativePlan(
         program=program,

@@ -45,9 +45,7 @@ class PackedWeights:
         return int(self.shape.out_width)
 
 
-def linear_shape(
-    dtype: str, num_rows: int, row_length: int, *, gated: bool = False, bias: bool = False
-) -> Any:
+def linear_shape(dtype: str, num_rows: int, row_length: int, *, gated: bool = False, bias: bool = False) -> Any:
     """Raises KernelError for what cannot be packed. `gated`: rows are gate over up; outputs are half as many."""
     if dtype not in DTYPES:
         raise KernelError(f"linear weights in {dtype!r}; choose one of {', '.join(DTYPES)}")
